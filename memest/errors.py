@@ -1,0 +1,62 @@
+"""The errors that a user can cause or meet; `cli.py` turns each into two lines and an exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+
+
+class MemestError(Exception):
+    """Base of every error that memest raises on purpose.
+
+    Args:
+        message: what went wrong, with the values that made it so.
+        hint: what to do about it, printed on a line of its own.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class PlanError(MemestError):
+    """The request contradicts itself, or names a key or value that does not exist."""
+
+    exit_code = 2
+
+
+class UnknownModelError(MemestError):
+    """No bundled model, file or reachable Hub repository has this name."""
+
+    exit_code = 2
+
+
+class UnsupportedError(MemestError):
+    """A request that memest understands and knows that it cannot model."""
+
+    exit_code = 3
+
+
+class ValidationError(MemestError):
+    """A measured run broke its tolerance."""
+
+    exit_code = 4
+
+
+class TraceError(MemestError):
+    """The training step could not be run on the meta device; the message names the module."""
+
+    exit_code = 3
+
+
+def closest(name: str, known: Iterable[str], num: int = 3) -> Sequence[str]:
+    """The `num` known names nearest to `name`, best first; compared without regard to case.
+
+    >>> closest("adamv", ["adamw", "sgd"])
+    ['adamw']
+    """
+    by_folded = {k.casefold(): k for k in known}
+    found = get_close_matches(name.casefold(), by_folded, n=num, cutoff=0.4)
+    return [by_folded[f] for f in found]

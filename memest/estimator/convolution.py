@@ -1,0 +1,90 @@
+"""Temporaries of cuDNN convolutions, as far as they follow from the shapes.
+
+Shapes: N samples, C input channels, O output channels, spatial sizes.
+
+Sources: `aten/src/ATen/native/Convolution.cpp` and `cudnn/ConvShared.cpp` (torch 2.11) for the
+contiguous copies and the bias gradient. The workspace rule is deduced from cuDNN 9.19 on an H200:
+its kernels read channels-last, so each operand of an NCHW call is rearranged in the workspace, with
+channels padded to 16 bytes. It gives all 16-bit forward workspaces measured there, to 131 bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from memest.estimator.gpus import Gpu
+from memest.estimator.indexing_kernels import contiguous_copy
+from memest.estimator.reductions import HALVES, sum_bytes
+from memest.estimator.scratch import Scratch
+
+aten = torch.ops.aten
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+WORKSPACE_TAIL = 16
+"""Bytes that cuDNN 9.19 asks for beyond the rearranged operands (16 to 147 measured)."""
+
+VECTOR_BYTES = 16
+"""Channels of one pixel are padded to a multiple of it: one vector load."""
+
+
+def _padded(tensor: Tensor, dim: int) -> int:
+    """Bytes of `tensor` with dimension `dim` padded to whole vectors."""
+    per_vector = VECTOR_BYTES // tensor.itemsize
+    channels = -(-tensor.shape[dim] // per_vector) * per_vector
+    return tensor.numel() // tensor.shape[dim] * channels * tensor.itemsize
+
+
+def _rearranged(tensor: Tensor, weight: Tensor, output: Tensor) -> int:
+    """Workspace that holds input, weight and output in channels-last order."""
+    return _padded(tensor, 1) + _padded(weight, 1) + _padded(output, 1) + WORKSPACE_TAIL
+
+
+def _is_plain(args: Args, first: int) -> bool:
+    """16-bit, one group, not transposed, NCHW."""
+    tensor, weight = args[first], args[first + 1]
+    transposed, groups = args[first + 6], args[first + 8]
+    return (
+        tensor.dtype in HALVES and tensor.is_contiguous() and weight.is_contiguous()
+        and not transposed and groups == 1
+    )  # fmt: skip
+
+
+def convolution_is_modelled(func: OpOverload, args: Args, gpu: Gpu) -> bool:
+    """Whether the workspace follows from the shapes: forward, half or bfloat16, on Hopper."""
+    return func is aten.convolution.default and _is_plain(args, 0) and gpu.capability == (9, 0)
+
+
+def convolution_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`convolution` in 16 bits: every operand rearranged; in float32 the workspace is left out.
+
+    In float32 cuDNN was seen to take none, the same rearrangement with or without padding, and
+    other workspaces, for shapes that differ only in the batch.
+    """
+    copies = contiguous_copy(args[0])
+    if not _is_plain(args, 0) or gpu.capability != (9, 0):
+        return Scratch(before=copies)
+    return Scratch(before=copies, after=(_rearranged(args[0], args[1], out),))
+
+
+def convolution_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`convolution_backward`: contiguous gradient, rearrangement, or staging of the bias gradient.
+
+    The three outputs are made one after the other; of the moments the one with most temporaries
+    counts. Left out: what the chosen kernel takes on top (split sums of the weight gradient).
+    """
+    grad, tensor, weight = args[0], args[1], args[2]
+    copies = contiguous_copy(grad)
+    moments = [copies]
+    plain = gpu.capability == (9, 0) and _is_plain((tensor, weight, None, *args[4:]), 0)
+    if plain and any(args[10][:2]):
+        moments.append((*copies, _rearranged(tensor, weight, grad)))
+    if args[10][2]:
+        dims = [0, *range(2, grad.dim())]
+        moments.append(sum_bytes(grad, dims, grad.dtype, gpu))
+    return Scratch(after=max(moments, key=sum))

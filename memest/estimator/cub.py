@@ -1,0 +1,82 @@
+"""Temporary storage that CUB's device-wide algorithms ask for.
+
+Each algorithm states the sizes of its parts; `AliasTemporaries` rounds each to 256 B and adds 255 B
+to align the whole. Mirrors CCCL 3.0 (CUDA 13.0, the `cub/device/dispatch` headers and their
+`tuning` policies), which torch 2.11+cu130 is built with; the element types are those that torch's
+kernels use (int64 keys, values and sums).
+
+Left out: inputs of 2**28 elements or more (CUB then works in portions).
+"""
+
+from __future__ import annotations
+
+from memest.estimator.gpus import Gpu
+
+_ALIGN = 256
+_TILE_PADDING = 32
+"""`TILE_STATUS_PADDING`: tile states in front of the first tile, one per lane of a warp."""
+
+_RADIX_DIGITS = 256
+_SINGLE_TILE = 256 * 9
+"""Radix sorts of so few 8-byte keys run in one block: 256 threads of 19 * 4 / 8 keys."""
+
+_SCAN_TILE = 128 * 7
+"""Scan, default policy (torch's operator is not one that CUB tunes): 128 threads of 15 * 4 / 8."""
+
+
+def _ceil_div(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)
+
+
+def _aliased(*sizes: int) -> int:
+    """`AliasTemporaries` of util_temporary_storage.cuh."""
+    return sum(_ceil_div(size, _ALIGN) * _ALIGN for size in sizes) + _ALIGN - 1
+
+
+def _tile_states(num_tiles: int, state_bytes: int) -> int:
+    """`tile_state_allocation_size` of single_pass_scan_operators.cuh."""
+    return _aliased((num_tiles + _TILE_PADDING) * state_bytes)
+
+
+def radix_sort_bytes(num_items: int, gpu: Gpu, *, num_bits: int = 64) -> int:
+    """`DeviceRadixSort::SortPairs` of int64 keys with int64 values (dispatch_radix_sort.cuh).
+
+    One sweep per 8 bits of the key: 64-bit digit counts for each sweep, 32-bit look-back counts
+    for each tile, a counter for each sweep, and, with two sweeps or more, a second copy of keys
+    and values. A tile is 384 threads of 24 * 4 / 8 pairs from compute capability 9.0 on, of
+    21 * 4 / 8 before.
+    """
+    if num_items <= _SINGLE_TILE:
+        return 1
+    tile = 384 * (12 if gpu.capability >= (9, 0) else 10)
+    sweeps = _ceil_div(num_bits, 8)
+    copy = num_items * 8 if sweeps > 1 else 0
+    return _aliased(
+        sweeps * _RADIX_DIGITS * 8,
+        _ceil_div(num_items, tile) * _RADIX_DIGITS * 4,
+        copy,
+        copy,
+        sweeps * 4,
+    )
+
+
+def scan_bytes(num_items: int) -> int:
+    """`DeviceScan` with an int64 sum (dispatch_scan.cuh): one 16-byte state per tile."""
+    return _aliased(_tile_states(_ceil_div(num_items, _SCAN_TILE), 16))
+
+
+def select_bytes(num_items: int, gpu: Gpu) -> int:
+    """`DeviceSelect::Flagged` of int64 positions (dispatch_select_if.cuh): 8-byte states.
+
+    A tile is 384 threads of 11 items from compute capability 9.0 on, of 6 before (8-byte items).
+    """
+    tile = 384 * (11 if gpu.capability >= (9, 0) else 6)
+    return _aliased(_tile_states(_ceil_div(num_items, tile), 8), 0, 0)
+
+
+def unique_by_key_bytes(num_items: int, gpu: Gpu) -> int:
+    """`DeviceSelect::UniqueByKey` of int64 keys (dispatch_unique_by_key.cuh): 16-byte states.
+
+    A tile is 448 threads of 11 keys on compute capability 9.0.
+    """
+    return _aliased(_tile_states(_ceil_div(num_items, 448 * 11), 16), 0)

@@ -1,0 +1,247 @@
+"""What CUDA tensors do above autograd and meta tensors do not: autocast, fused dropout, attention backends.
+
+torch decides these in C++ by `tensor.is_cuda()`. A meta tensor never is, so the decisions are put back where torch
+makes them: as kernels on a dispatch key in front of autograd, which is switched on for the traced code only. The key
+is `AutocastIPU`, whose backend no longer exists in torch; nothing else is registered on it. Autograd and the recorder
+below see the operators that a GPU would run, called from Python or from C++ alike.
+
+The autocast state is that of `torch.autocast("cpu")`, which torch keeps per thread and which activation checkpointing
+saves and restores for the recomputation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from memest.estimator.gpus import Gpu
+from memest.estimator.sdpa import scaled_dot_product_attention
+
+KEY_NAME = "AutocastIPU"
+_KEY = getattr(torch._C.DispatchKey, KEY_NAME)
+_BELOW = torch._C._dispatch_keyset_full_after(_KEY)
+
+# The policies of ATen/autocast_mode.h (torch 2.11 and 2.13); a test compares their union with what the installed
+# torch registers for AutocastCUDA.
+LOWER_PRECISION = """
+    _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
+    conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm
+    bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell
+    rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention
+""".split()
+FLOAT32 = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
+    pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm
+    nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss
+    kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
+    triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp
+    upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
+    _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
+    upsample_bicubic2d _upsample_bicubic2d_aa
+""".split()
+FLOAT32_RESULT = """
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
+    linalg_matrix_norm.str_ord sum sum.dim_IntList
+""".split()
+PROMOTE = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split()
+
+_library: list[torch.library.Library] = []
+_active_gpu: list[Gpu] = []
+_inside_autocast = [False]
+
+
+@contextlib.contextmanager
+def cuda_semantics(gpu: Gpu) -> Iterator[None]:
+    """Within it, operators on meta tensors take the decisions that they take on `gpu`."""
+    _register_once()
+    was_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, False)
+    _active_gpu.append(gpu)
+    try:
+        with torch._C._IncludeDispatchKeyGuard(_KEY), _transformers_autocast():
+            yield
+    finally:
+        _active_gpu.pop()
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, was_excluded)
+
+
+def autocast(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    """The autocast context that Lightning's `MixedPrecision` opens; None is full or true half precision.
+
+    Lightning 2.6 passes `cache_enabled=False` (plugins/precision/amp.py), so casts are made anew for each operator.
+    """
+    if dtype is None:
+        return contextlib.nullcontext()
+    return torch.autocast("cpu", dtype=dtype, cache_enabled=False)
+
+
+@contextlib.contextmanager
+def _transformers_autocast() -> Iterator[None]:
+    """Let `maybe_autocast(device.type, enabled=False)` of transformers switch off the autocast of the trace.
+
+    transformers 5.17 (utils/generic.py) returns a null context for the meta device.
+    """
+    from transformers.utils import generic
+
+    def null_or_off() -> contextlib.AbstractContextManager[Any]:
+        if torch.is_autocast_enabled("cpu"):
+            return torch.autocast("cpu", enabled=False)
+        return contextlib.nullcontext()
+
+    with mock.patch.object(generic, "nullcontext", null_or_off):
+        yield
+
+
+def _register_once() -> None:
+    if _library:
+        return
+    fallback = torch.library.Library("_", "IMPL")
+    fallback.fallback(torch.library.fallthrough_kernel, KEY_NAME)
+    aten = torch.library.Library("aten", "IMPL")
+    _library.extend((fallback, aten))
+    special: dict[str, Callable[..., Any]] = {
+        "dropout": _dropout,
+        "softmax.int": _make_softmax(torch.ops.aten.softmax.int, torch.ops.aten._softmax.default),
+        "log_softmax.int": _make_softmax(
+            torch.ops.aten.log_softmax.int, torch.ops.aten._log_softmax.default
+        ),
+        "scaled_dot_product_attention": _attention,
+    }
+    policies = [(LOWER_PRECISION, _to_lower_precision), (FLOAT32, _to_float32)]
+    policies += [(FLOAT32_RESULT, _to_float32_result), (PROMOTE, _to_widest)]
+    for names, policy in policies:
+        for name in names:
+            kernel = special.pop(name, None) or _redispatch(_overload(name))
+            aten.impl(name, _with_policy(_overload(name), policy, kernel), KEY_NAME, with_keyset=True)
+    for name, kernel in special.items():
+        aten.impl(name, kernel, KEY_NAME, with_keyset=True)
+
+
+def _overload(name: str) -> torch._ops.OpOverload:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _redispatch(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        return op.redispatch(keyset & _BELOW, *args, **kwargs)
+
+    return kernel
+
+
+def _with_policy(
+    op: torch._ops.OpOverload,
+    policy: Callable[[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]],
+    kernel: Callable[..., Any],
+) -> Callable[..., Any]:
+    def cast_then_run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if _inside_autocast[0] or not torch.is_autocast_enabled("cpu"):
+            return kernel(keyset, *args, **kwargs)
+        # as torch does, casts and the operators inside a composite run without autocast
+        _inside_autocast[0] = True
+        try:
+            cast_args, cast_kwargs = policy(op, args, kwargs)
+            return kernel(keyset, *cast_args, **cast_kwargs)
+        finally:
+            _inside_autocast[0] = False
+
+    return cast_then_run
+
+
+def _is_eligible(value: Any) -> bool:
+    """As `is_autocast_eligible` and `is_eligible`: floating point on the device, but not double."""
+    return (
+        isinstance(value, Tensor)
+        and value.device.type == "meta"
+        and value.is_floating_point()
+        and value.dtype is not torch.float64
+    )
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if _is_eligible(value):
+        return value if value.dtype is dtype else value.to(dtype)
+    if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
+        return type(value)(_cast(item, dtype) for item in value)
+    return value
+
+
+def _cast_all(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
+    return [_cast(a, dtype) for a in args], {k: _cast(v, dtype) for k, v in kwargs.items()}
+
+
+def _to_lower_precision(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    return _cast_all(args, kwargs, torch.get_autocast_dtype("cpu"))
+
+
+def _to_float32(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    return _cast_all(args, kwargs, torch.float32)
+
+
+def _to_float32_result(
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """The operator's own `dtype` becomes float32 where the caller gave none."""
+    names = [a.name for a in op._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if _is_eligible(args[0]) and given.get("dtype") is None:
+        given["dtype"] = torch.float32
+    positional = [a.name for a in op._schema.arguments if not a.kwarg_only and a.name in given]
+    return (
+        [given[n] for n in positional],
+        {n: v for n, v in given.items() if n not in positional},
+    )
+
+
+def _to_widest(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    flat = [a for a in (*args, *kwargs.values()) if _is_eligible(a)]
+    if not flat:
+        return args, kwargs
+    is_mixed = any(a.dtype is torch.float32 for a in flat)
+    return _cast_all(args, kwargs, torch.float32 if is_mixed else torch.get_autocast_dtype("cpu"))
+
+
+def _dropout(keyset: Any, x: Tensor, p: float, train: bool) -> Tensor:
+    """`at::dropout` is fused on CUDA where 0 < p < 1 (ATen/native/Dropout.cpp, `is_fused_kernel_acceptable`)."""
+    if train and 0 < p < 1 and x.device.type == "meta" and x.numel() > 0:
+        out: Tensor = torch.ops.aten.native_dropout.default(x, p, train)[0]
+        return out
+    result: Tensor = torch.ops.aten.dropout.default.redispatch(keyset & _BELOW, x, p, train)
+    return result
+
+
+def _make_softmax(
+    op: torch._ops.OpOverload, kernel: torch._ops.OpOverload
+) -> Callable[..., Tensor]:
+    def softmax(keyset: Any, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        """On CUDA a half input with a float32 result needs no cast (ATen/native/SoftMax.cpp)."""
+        if x.device.type == "meta" and x.dtype is torch.float16 and dtype is torch.float32:
+            fused: Tensor = kernel(x, dim, True)
+            return fused
+        result: Tensor = op.redispatch(keyset & _BELOW, x, dim, dtype)
+        return result
+
+    return softmax
+
+
+def _attention(
+    keyset: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal,
+        scale=scale, enable_gqa=enable_gqa, gpu=_active_gpu[-1],
+    )  # fmt: skip

@@ -1,0 +1,301 @@
+"""Every optimizer that a plan can name, made to run on meta parameters as it runs on CUDA.
+
+The optimizers of torch are torch's own, so that their states and temporaries come out of the real
+code; those of bitsandbytes, whose kernels need a GPU, are a mirror of its Python side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.optim.adam as torch_adam
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memest.errors import PlanError, UnsupportedError, closest
+
+Params = Sequence[Tensor]
+Closure = Callable[[], Any] | None
+
+# bitsandbytes 0.50.2, optim/optimizer.py: `min_8bit_size` of the base classes, the block of
+# `init_state`, the threshold of `get_state_buffer`, and the length of `create_dynamic_map`.
+MIN_8BIT_NUMEL = 4096
+BLOCK_NUMEL = 256
+MIN_PAGED_NUMEL = 100_000
+QMAP_NUMEL = 256
+
+
+class BlockwiseOptimizer(torch.optim.Optimizer):
+    """A bitsandbytes 8-bit optimizer: what it allocates, in its order, without its arithmetic.
+
+    Per parameter of at least 4096 elements, at its first step:
+
+        num_moments * (numel * 1 B + ceil(numel / 256) * 4 B)
+
+    and fp32 moments below that; one 1 KiB quantisation map per moment is shared by all. The update
+    kernels allocate nothing. A paged optimizer takes the 8-bit moments of 100 000 elements and more
+    from `cudaMallocManaged`, outside the caching allocator: here they are CPU tensors of one byte,
+    expanded to their shape (see `managed_state_bytes`).
+    Left out: `max_unorm`, `GlobalOptimManager` overrides (neither can be asked for by a plan).
+    Source: bitsandbytes 0.50.2, optim/optimizer.py and backends/cuda/ops.py.
+    """
+
+    def __init__(self, params: Params, *, lr: float, num_moments: int, is_paged: bool) -> None:
+        super().__init__(params, {"lr": lr})
+        self.num_moments = num_moments
+        self.is_paged = is_paged
+        self._qmaps: list[Tensor] = []
+
+    @torch.no_grad()
+    def step(self, closure: Closure = None) -> Any:
+        """One update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                if not self.state[param]:
+                    self._init_state(param)
+                param.data = param.data.contiguous()
+                param.grad = param.grad.contiguous()
+                self.state[param]["step"] += 1
+        return loss
+
+    def _init_state(self, param: Tensor) -> None:
+        state = self.state[param]
+        state["step"] = 0
+        moments = range(1, self.num_moments + 1)
+        if param.numel() < MIN_8BIT_NUMEL:
+            for i in moments:
+                state[f"state{i}"] = self._moment(param, torch.float32)
+            return
+        if not self._qmaps:
+            self._qmaps = [torch.empty(QMAP_NUMEL, device=param.device) for _ in moments]
+        for i in moments:
+            state[f"state{i}"] = self._moment(param, torch.uint8)
+            state[f"qmap{i}"] = self._qmaps[i - 1]
+        num_blocks = -(-param.numel() // BLOCK_NUMEL)
+        for i in moments:
+            state[f"absmax{i}"] = torch.zeros(
+                (num_blocks,), dtype=torch.float32, device=param.device
+            )
+
+    def _moment(self, param: Tensor, dtype: torch.dtype) -> Tensor:
+        if not self.is_paged or param.numel() < MIN_PAGED_NUMEL:
+            return torch.zeros_like(param, dtype=dtype, device=param.device)
+        return torch.zeros(1, dtype=dtype, device="cpu").expand(param.shape)
+
+
+class _ItemIsOne(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Reads 1 from every meta scalar, for optimizers that look at a norm."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return 1.0
+        return func(*args, **(kwargs or {}))
+
+
+class MetaAdafactor(torch.optim.Adafactor):
+    """`torch.optim.Adafactor`, which reads norms for step sizes that allocate nothing."""
+
+    def step(self, closure: Closure = None) -> Any:
+        """One update; the norms that it reads are taken as 1."""
+        with _ItemIsOne():  # type: ignore[no-untyped-call]
+            return super().step(closure)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _fused_allowed_on_meta() -> Iterator[None]:
+    """Lifts torch's check that fused parameters are on a device with fused kernels."""
+    name = "_device_dtype_check_for_fused"
+    original = getattr(torch_adam, name)
+    setattr(torch_adam, name, lambda p, cuda_unsupported=False: None)
+    try:
+        yield
+    finally:
+        setattr(torch_adam, name, original)
+
+
+class MetaFusedAdam(torch.optim.Adam):
+    """`torch.optim.Adam(fused=True)`: step counters on the device, no temporaries."""
+
+    def _init_group(self, *args: Any, **kwargs: Any) -> Any:
+        with _fused_allowed_on_meta():
+            return super()._init_group(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+class MetaFusedAdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW(fused=True)`: step counters on the device, no temporaries."""
+
+    def _init_group(self, *args: Any, **kwargs: Any) -> Any:
+        with _fused_allowed_on_meta():
+            return super()._init_group(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+class MetaGradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` on meta tensors: the same scalars, and no step is ever skipped.
+
+    It is torch's own but for the value of `found_inf`, which decides whether the step is taken.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(device="cpu")  # "cuda" switches itself off where there is none
+
+    def _maybe_opt_step(
+        self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        return optimizer.step(*args, **kwargs)
+
+
+def make_grad_scaler() -> torch.amp.GradScaler:
+    """The loss scaler of `16-mixed`; scale it, `unscale_`, `step` and `update` as on CUDA."""
+    return MetaGradScaler()
+
+
+def _foreach(params: Params) -> bool:
+    """Whether torch would take the multi-tensor path for `params`, were they on CUDA.
+
+    It does unless a parameter with a gradient is of a subclass (`_default_to_fused_or_foreach`,
+    torch 2.13, torch/optim/optimizer.py); meta is not in its list of devices, so it is asked here.
+    """
+    plain = (Tensor, torch.nn.Parameter)
+    return all(type(param) in plain for param in params if param.requires_grad)
+
+
+def _blockwise(num_moments: int, *, is_paged: bool) -> Callable[..., torch.optim.Optimizer]:
+    def make(params: Params, **options: Any) -> torch.optim.Optimizer:
+        return BlockwiseOptimizer(
+            params, lr=options["lr"], num_moments=num_moments, is_paged=is_paged
+        )
+
+    return make
+
+
+def _torch(
+    optimizer: Callable[..., torch.optim.Optimizer],
+    *accepted: str,
+    foreach: bool | None = True,
+    fused: bool | None = None,
+) -> Callable[..., torch.optim.Optimizer]:
+    def make(params: Params, **options: Any) -> torch.optim.Optimizer:
+        taken = {k: v for k, v in options.items() if k in ("lr", *accepted) and v is not None}
+        if foreach is not None:
+            taken["foreach"] = foreach and _foreach(params)
+        if fused:
+            taken |= {"fused": True, "foreach": False}
+        return optimizer(params, **taken)
+
+    return make
+
+
+_DECAY = "weight_decay"
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": _torch(torch.optim.AdamW, _DECAY),
+    "adam": _torch(torch.optim.Adam, _DECAY),
+    "adamw_fused": _torch(MetaFusedAdamW, _DECAY, fused=True),
+    "adam_fused": _torch(MetaFusedAdam, _DECAY, fused=True),
+    "adamw_single": _torch(torch.optim.AdamW, _DECAY, foreach=False),
+    "sgd": _torch(torch.optim.SGD, _DECAY, "momentum"),
+    "rmsprop": _torch(torch.optim.RMSprop, _DECAY, "momentum"),
+    "adagrad": _torch(torch.optim.Adagrad, _DECAY),
+    # Only Adafactor takes its single-tensor path when `foreach` is left open.
+    "adafactor": _torch(MetaAdafactor, _DECAY, foreach=None),
+    "adam_8bit": _blockwise(2, is_paged=False),
+    "adamw_8bit": _blockwise(2, is_paged=False),
+    "paged_adam_8bit": _blockwise(2, is_paged=True),
+    "paged_adamw_8bit": _blockwise(2, is_paged=True),
+    "lion_8bit": _blockwise(1, is_paged=False),
+}
+"""A plan's name of an optimizer -> what makes it."""
+
+_ELSEWHERE = ("deepspeed_cpu",)
+
+
+def make_optimizer(
+    name: str,
+    params: Iterable[Tensor],
+    *,
+    lr: float = 1e-4,
+    momentum: float = 0.0,
+    weight_decay: float | None = None,
+) -> torch.optim.Optimizer:
+    """The optimizer `name` over meta `params`, with the kernels that CUDA would choose.
+
+    `weight_decay` None keeps the library's default; in SGD and Adam another value than 0 costs a
+    gradient-sized temporary.
+
+    Raises:
+        PlanError: no optimizer has this name, or it has no momentum.
+        UnsupportedError: it is known, but does not run on the GPU.
+    """
+    if name in _ELSEWHERE:
+        raise UnsupportedError(
+            f"optimizer `{name}` runs on the host, which is not modelled here",
+            hint="name it together with a DeepSpeed strategy",
+        )
+    if name not in OPTIMIZERS:
+        near = closest(name, OPTIMIZERS)
+        raise PlanError(
+            f"there is no optimizer `{name}`",
+            hint=f"choose one of {', '.join(f'`{k}`' for k in near or OPTIMIZERS)}",
+        )
+    if momentum and name not in ("sgd", "rmsprop"):
+        raise PlanError(
+            f"optimizer `{name}` has no `momentum` (it is {momentum})",
+            hint="leave it out, or choose `sgd` or `rmsprop`",
+        )
+    with torch.device("cpu"):  # where Adagrad, which makes its state here, keeps its counters
+        return OPTIMIZERS[name](list(params), lr=lr, momentum=momentum, weight_decay=weight_decay)
+
+
+def optimizer_state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Every tensor of the state that lies on the device, each once."""
+    seen: set[int] = set()
+    for tensor in _state_entries(optimizer):
+        if tensor.device.type != "cpu" and id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield tensor
+
+
+def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the state on the device, entry by entry.
+
+        sum(numel * itemsize  for the entries of `optimizer.state` that are not on the CPU)
+
+    This is what a reader of `optimizer.state` counts: the quantisation maps of bitsandbytes are
+    shared, but counted with every parameter that refers to them, 1 KiB each. Step counters are on
+    the CPU unless the optimizer is fused.
+    """
+    return sum(
+        tensor.numel() * tensor.itemsize
+        for tensor in _state_entries(optimizer)
+        if tensor.device.type != "cpu"
+    )
+
+
+def managed_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the state in CUDA managed memory, which the driver moves between host and GPU."""
+    if not isinstance(optimizer, BlockwiseOptimizer):
+        return 0
+    return sum(
+        tensor.numel() * tensor.itemsize
+        for tensor in _state_entries(optimizer)
+        if tensor.device.type == "cpu"
+    )
+
+
+def _state_entries(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))

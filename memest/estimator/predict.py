@@ -1,0 +1,331 @@
+"""From a plan to a prediction: the one path through the rooms."""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from memest.errors import PlanError
+from memest.estimator.gpus import DEFAULT_GPUS, Gpu, custom_gpu, find_gpu
+from memest.plan import TrainingPlan
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from memest.estimator.replay import Replayed
+    from memest.estimator.step import Program
+    from memest.models_meta.batch import Batch
+    from memest.models_meta.registry import ModelConfig
+    from memest.report import Outcome, Prediction, Verdict
+
+TARGET_TORCH = (2, 11)
+"""The torch release whose CUDA behaviour the kernel tables mirror, and with which runs were measured."""
+
+PRIMARY_GPU = "h200"
+"""Whose figures head a report when no GPU is asked for: the largest of the default set."""
+
+DEFAULT_SEQ_LEN = {"image-text": 25, "text": 512, "audio": 128, "image": 1}
+"""Tokens per sample where the plan names none. Image-text: captions of the lab's data set, whose published verdicts
+come out at 25; the rest are plain round figures. Every report states the one it used."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedPlan:
+    """A plan's program on one kind of GPU, with what the report says about the model."""
+
+    program: Program
+    model: dict[str, Any]
+    param_groups: dict[str, dict[str, int]]
+    """Numbers of elements by dtype: of all parameters, the trained ones, and optimizer state."""
+
+    host_bytes: int
+    notes: tuple[str, ...]
+    seq_len: int
+    image_size: int | None
+
+
+def predict(plan: TrainingPlan, *, trust_remote_code: bool = False) -> Prediction:
+    """What a run of `plan` would print on each GPU, without a GPU.
+
+    Raises:
+        MemestError: the plan cannot be run, or memest cannot model it.
+    """
+    from memest.estimator.replay import replay
+    from memest.estimator.summary import summarise
+
+    started = time.perf_counter()
+    gpus = judged_gpus(plan)
+    primary = gpus[0] if plan.gpu or plan.gpu_memory else find_gpu(PRIMARY_GPU)
+    traced = trace_plan(plan, primary, trust_remote_code=trust_remote_code)
+
+    def run(program: Program, limit_bytes: int | None) -> Replayed:
+        return replay(
+            program,
+            num_steps=plan.steps,
+            num_micro_batches=plan.accumulate_grad_batches,
+            limit_bytes=limit_bytes,
+        )
+
+    unlimited = run(traced.program, None)
+    verdicts: dict[str, Verdict] = {}
+    results: dict[str, Replayed] = {}
+    for gpu in {g.name: g for g in (primary, *gpus)}.values():
+        on_gpu, free = traced, unlimited
+        if not _runs_alike(gpu, primary):
+            on_gpu = trace_plan(plan, gpu, trust_remote_code=trust_remote_code)
+            free = run(on_gpu.program, None)
+        limit = min(gpu.limit_bytes, plan.memory_limit or gpu.limit_bytes)
+        result = free if free.peak_reserved_bytes <= limit else run(on_gpu.program, limit)
+        results[gpu.name] = result
+        verdicts[gpu.name] = _verdict(result, free, limit, on_gpu.program)
+    return summarise(
+        plan=plan,
+        traced=traced,
+        primary=primary,
+        result=results[primary.name],
+        unlimited=unlimited,
+        verdicts={g.name: verdicts[g.name] for g in gpus},
+        outcome=verdicts[primary.name].verdict,
+        elapsed_s=time.perf_counter() - started,
+    )
+
+
+def judged_gpus(plan: TrainingPlan) -> list[Gpu]:
+    """The GPUs that the plan asks about, or the default set."""
+    gpus = [find_gpu(name) for name in plan.gpu]
+    if plan.gpu_memory is not None:
+        gpus.append(custom_gpu(plan.gpu_memory))
+    return gpus or [find_gpu(name) for name in DEFAULT_GPUS]
+
+
+def _runs_alike(gpu: Gpu, other: Gpu) -> bool:
+    """Whether the same kernels run on both: cards of one chip differ in memory alone."""
+    return (gpu.capability, gpu.num_sms) == (other.capability, other.num_sms)
+
+
+def _verdict(result: Replayed, free: Replayed, limit: int, program: Program) -> Verdict:
+    from memest.report import Outcome, Verdict
+
+    reserved = result.peak_reserved_bytes
+    if result.failed is None:
+        return Verdict(
+            verdict=Outcome.FITS,
+            margin_bytes=limit - reserved,
+            limit_bytes=limit,
+            reserved_bytes=reserved,
+        )
+    site = program.storages.sites[result.failed.storage]
+    where = ", ".join(part for part in (site.phase, site.module, site.op) if part)
+    return Verdict(
+        verdict=Outcome.OOM,
+        margin_bytes=limit - free.peak_reserved_bytes,
+        limit_bytes=limit,
+        reserved_bytes=reserved,
+        at=f"step {result.failed.step}, {where}",
+    )
+
+
+_NOT_TRACED = {"name": "", "gpu": (), "gpu_memory": None, "memory_limit": None, "steps": 1}
+"""Keys that change the replay and not the trace."""
+
+_SAME_CHIP = {"name": "", "label": "", "memory_bytes": 0, "context_bytes": 0, "source": ""}
+"""What two cards of one chip may differ in."""
+
+
+def trace_plan(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False) -> TracedPlan:
+    """The program of `plan` on `gpu`; plans that differ in limits and steps alone share it."""
+    canonical = replace(plan, **_NOT_TRACED)
+    return _trace(canonical, replace(gpu, **_SAME_CHIP), trust_remote_code)
+
+
+@functools.lru_cache(maxsize=8)
+def _trace(plan: TrainingPlan, gpu: Gpu, trust_remote_code: bool) -> TracedPlan:
+    from memest.estimator.optimizers import (
+        make_grad_scaler,
+        make_optimizer,
+        managed_state_bytes,
+        optimizer_state_tensors,
+    )
+    from memest.estimator.step import StepTracer
+    from memest.estimator.trace import Recorder, StorageTable
+    from memest.models_meta.build import num_positions
+    from memest.models_meta.registry import resolve_config
+
+    config = resolve_config(plan.model_name, trust_remote_code=trust_remote_code)
+    seq_len = _sequence_length(plan, config, num_positions(config.pretrained))
+    recorder = Recorder(gpu, StorageTable())
+    is_mixed = plan.precision.endswith("-mixed")
+    tracer = StepTracer(
+        recorder,
+        autocast_dtype=_half_dtype(plan) if is_mixed else None,
+        accumulates=plan.accumulate_grad_batches > 1,
+    )
+    notes: list[str] = []
+    model = tracer.setup(lambda: _build(plan, config, notes))
+    batch = _batch(plan, model, seq_len)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise PlanError("nothing is left to train", hint="narrow `freeze`")
+    optimizer = make_optimizer(plan.optim, trained, momentum=plan.momentum)
+    program = tracer.run(
+        model,
+        functools.partial(move_batch, recorder, batch, _input_dtype(plan)),
+        functools.partial(_loss, output=batch.loss_output),
+        optimizer,
+        make_grad_scaler() if plan.precision == "16-mixed" else None,
+        plan.accumulate_grad_batches,
+    )
+    unwrapped = model.get_base_model() if plan.uses_adapters else model  # type: ignore[operator]
+    return TracedPlan(
+        program=program,
+        model={
+            "class": type(unwrapped).__name__,
+            "num_params": sum(p.numel() for p in model.parameters()),
+            "num_trainable_params": sum(p.numel() for p in trained),
+        },
+        param_groups={
+            "params": _by_dtype(model.parameters()),
+            "grads": _by_dtype(p.grad for p in trained if p.grad is not None),
+            "optimizer": _by_dtype(optimizer_state_tensors(optimizer)),
+        },
+        host_bytes=managed_state_bytes(optimizer),
+        notes=(*notes, *batch.notes),
+        seq_len=seq_len,
+        image_size=batch.image_size,
+    )
+
+
+def _sequence_length(plan: TrainingPlan, config: ModelConfig, positions: int | None) -> int:
+    modality = config.entry.modality if config.entry is not None else "text"
+    if plan.seq_len is None:
+        default = DEFAULT_SEQ_LEN[modality]
+        return min(default, positions) if positions else default
+    if positions is not None and plan.seq_len > positions:
+        raise PlanError(
+            f"`seq_len` {plan.seq_len} is beyond the {positions} positions of `{config.name}`",
+            hint=f"give at most {positions}",
+        )
+    return plan.seq_len
+
+
+def _build(plan: TrainingPlan, config: ModelConfig, notes: list[str]) -> nn.Module:
+    """The module as Lightning trains it: built, quantised, adapted, frozen, cast, checkpointing set."""
+    import torch
+
+    from memest.models_meta.adapters import apply_lora
+    from memest.models_meta.build import build_model, freeze
+    from memest.models_meta.quantization import prepare_for_kbit_training, quantize_nf4
+    from memest.models_meta.tying import set_tied_embeddings
+
+    is_true_half = plan.precision in ("bf16-true", "16-true")
+    load_dtype = torch.float32
+    if is_true_half:
+        load_dtype = _half_dtype(plan)
+    elif plan.use_qlora:
+        load_dtype = torch.bfloat16
+    built = build_model(config, dtype=load_dtype, attn_implementation=plan.attn_implementation)
+    notes.extend(built.notes)
+    model: nn.Module = built.module
+    if plan.tie_word_embeddings is not None:
+        set_tied_embeddings(model, plan.tie_word_embeddings)
+    if plan.use_qlora:
+        quantize_nf4(model, compute_dtype=None, double_quant=plan.double_quant)
+        prepare_for_kbit_training(model, use_gradient_checkpointing=plan.act_ckpt)
+    if plan.uses_adapters:
+        model = apply_lora(
+            model,
+            r=plan.lora_r,
+            alpha=int(plan.lora_alpha),
+            dropout=plan.lora_dropout,
+            target_modules=plan.lora_target_modules or _lora_targets(model),
+        )
+    if plan.freeze:
+        freeze(model, plan.freeze)
+    if is_true_half:
+        model = model.to(load_dtype)
+    model.train()
+    if plan.act_ckpt and not plan.use_qlora:
+        _enable_checkpointing(model, plan)
+    return model
+
+
+def _enable_checkpointing(model: Any, plan: TrainingPlan) -> None:
+    from memest.errors import UnsupportedError
+
+    try:
+        model.gradient_checkpointing_enable()
+        if plan.uses_adapters:
+            model.enable_input_require_grads()
+    except ValueError as error:
+        raise UnsupportedError(
+            f"`act_ckpt` is not offered by `{plan.model_name}`: {error}",
+            hint="leave `act_ckpt` out",
+        ) from error
+
+
+def _lora_targets(model: Any) -> list[str] | None:
+    """q and v by the names that the model uses, as the lab does; None leaves the choice to peft."""
+    from memest.models_meta.adapters import linear_names
+
+    names = set(linear_names(model))
+    for pair in (["q_proj", "v_proj"], ["q", "v"], ["query", "value"]):
+        if names.issuperset(pair):
+            return pair
+    return None
+
+
+def _half_dtype(plan: TrainingPlan) -> torch.dtype:
+    import torch
+
+    return torch.bfloat16 if plan.precision.startswith("bf16") else torch.float16
+
+
+def _input_dtype(plan: TrainingPlan) -> torch.dtype | None:
+    """What Lightning casts floating inputs to (`HalfPrecision.convert_input`); None leaves them."""
+    return _half_dtype(plan) if plan.precision in ("bf16-true", "16-true") else None
+
+
+def _batch(plan: TrainingPlan, model: nn.Module, seq_len: int) -> Batch:
+    from memest.models_meta.batch import make_batch
+
+    return make_batch(
+        model,
+        batch_size=plan.batch_size,
+        seq_len=seq_len,
+        image_size=plan.image_size,
+        padded=plan.is_padded,
+    )
+
+
+def move_batch(recorder: Any, batch: Batch, float_dtype: torch.dtype | None) -> dict[str, Any]:
+    """The batch as it arrives on the GPU: meta tensors, with twins of what has values."""
+    import torch
+
+    moved: dict[str, Any] = dict(batch.flags)
+    for item in batch.tensors:
+        dtype = item.value.dtype
+        if float_dtype is not None and dtype.is_floating_point:
+            dtype = float_dtype
+        moved[item.name] = torch.empty(item.value.shape, dtype=dtype, device="meta")
+        if item.is_real:
+            recorder.values.adopt(moved[item.name], item.value)
+    return moved
+
+
+def _loss(model: nn.Module, inputs: dict[str, Any], output: str) -> Tensor:
+    out = model(**inputs)
+    if output == "loss":
+        return out.loss  # type: ignore[no-any-return]
+    return getattr(out, output).float().mean()  # type: ignore[no-any-return]
+
+
+def _by_dtype(tensors: Any) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for tensor in tensors:
+        key = str(tensor.dtype).removeprefix("torch.")
+        counts[key] = counts.get(key, 0) + tensor.numel()
+    return counts
+

@@ -1,0 +1,235 @@
+"""Replay: a program of event streams through the simulated allocator, read off where a probe would read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from memest.estimator.allocator import Block, CachingAllocator, OutOfMemory
+from memest.estimator.step import MicroBatch, Program, StateBytes
+from memest.report import Phase, PhaseRow
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A point of the run: the `index`-th event of all, which made storage `storage`."""
+
+    index: int
+    step: int
+    storage: int
+
+
+@dataclass(slots=True)
+class Replayed:
+    """What one run on one GPU would have printed."""
+
+    rows: list[PhaseRow] = field(default_factory=list)
+    peak_allocated_bytes: int = 0
+    peak_reserved_bytes: int = 0
+    peak: Moment = Moment(0, 0, -1)
+    failed: Moment | None = None
+    """The request that no memory was left for."""
+
+    failed_bytes: int = 0
+    num_retries: int = 0
+    """Times that the allocator gave back its cache to go on."""
+
+
+def replay(
+    program: Program,
+    *,
+    num_steps: int,
+    num_micro_batches: int,
+    limit_bytes: int | None = None,
+    num_bytes: Sequence[int] | None = None,
+) -> Replayed:
+    """Run `num_steps` optimizer steps of `num_micro_batches` each.
+
+    Args:
+        program: traced by `StepTracer`.
+        num_steps: optimizer steps.
+        num_micro_batches: micro-batches per step.
+        limit_bytes: what the allocator may reserve; None is no limit.
+        num_bytes: requested bytes by storage id, where they differ from the program's own (another GPU).
+    """
+    run = _Run(program, limit_bytes, num_bytes or program.storages.num_bytes)
+    try:
+        run.steps(num_steps, num_micro_batches)
+    except OutOfMemory as error:
+        run.result.failed = Moment(run.num_events, run.step, run.storage)
+        run.result.failed_bytes = error.request_bytes
+    run.close_peaks()
+    run.result.num_retries = run.allocator.num_retries
+    return run.result
+
+
+def live_at(program: Program, num_micro_batches: int, moment: Moment) -> list[int]:
+    """The ids of the storages alive just after the event of `moment`."""
+    alive: dict[int, None] = {}
+    count = 0
+    for step in range(moment.step + 1):
+        for events in _streams(program, step, num_micro_batches):
+            for event in events:
+                count += 1
+                if event >= 0:
+                    alive[event] = None
+                else:
+                    alive.pop(~event, None)
+                if count == moment.index:
+                    return list(alive)
+    return list(alive)
+
+
+def _streams(program: Program, step: int, num_micro_batches: int) -> Iterable[Sequence[int]]:
+    """The event streams of a step in order; `_Run.steps` reads its probes between them."""
+    if step == 0:
+        yield program.setup
+    for micro in range(num_micro_batches):
+        batch = _micro_batch(program, micro)
+        yield batch.forward
+        if micro == 0:
+            yield [~index for index in program.grads]
+        yield batch.backward
+        if micro == num_micro_batches - 1:
+            yield program.optimizer_next if step else program.optimizer_first
+        yield batch.release
+
+
+def _micro_batch(program: Program, micro: int) -> MicroBatch:
+    batch = program.accumulating if micro else program.first
+    assert batch is not None
+    return batch
+
+
+class _Run:
+    def __init__(self, program: Program, limit_bytes: int | None, num_bytes: Sequence[int]) -> None:
+        self.program = program
+        self.num_bytes = num_bytes
+        self.allocator = CachingAllocator(limit_bytes)
+        self.result = Replayed()
+        self.blocks: dict[int, Block] = {}
+        self.num_events = 0
+        self.step = 0
+        self.storage = -1
+
+    def steps(self, num_steps: int, num_micro_batches: int) -> None:
+        """All steps; once a step leaves the allocator as it found it, the rest are copies of it."""
+        self._apply(self.program.setup)
+        self.allocator.empty_cache()
+        self.allocator.reset_peaks()
+        rows = self.result.rows
+        state = None
+        for self.step in range(num_steps):
+            start = len(rows)
+            self._one_step(num_micro_batches)
+            previous, state = state, self._state()
+            if state == previous:
+                last = rows[start:]
+                for later in range(1, num_steps - self.step):
+                    rows += _shifted(last, step=later)
+                return
+
+    def _one_step(self, num_micro_batches: int) -> None:
+        rows = self.result.rows
+        states = self._states()
+        state = None
+        micro = 0
+        while micro < num_micro_batches:
+            start = len(rows)
+            self._one_micro_batch(micro, micro == num_micro_batches - 1, states)
+            previous, state = state, self._state()
+            num_copies = num_micro_batches - 2 - micro
+            if state == previous and num_copies > 0:
+                last = rows[start:]
+                for later in range(1, num_copies + 1):
+                    rows += _shifted(last, micro_batch=later)
+                batch = _micro_batch(self.program, micro)
+                streams = (batch.forward, batch.backward, batch.release)
+                self.num_events += num_copies * sum(map(len, streams))
+                micro += num_copies
+            micro += 1
+
+    def _one_micro_batch(
+        self, micro: int, is_last: bool, states: tuple[StateBytes, StateBytes, StateBytes]
+    ) -> None:
+        program = self.program
+        batch = _micro_batch(program, micro)
+        self._probe(Phase.BEFORE_FORWARD, micro, states[0] if micro == 0 else states[2])
+        self._apply(batch.forward)
+        if micro == 0:
+            self._apply([~index for index in program.grads])
+        self._probe(Phase.AFTER_FORWARD, micro, states[1] if micro == 0 else states[2])
+        self._apply(batch.backward)
+        self._probe(Phase.AFTER_BACKWARD, micro, states[2])
+        if is_last:
+            self._apply(program.optimizer_next if self.step else program.optimizer_first)
+            self._probe(Phase.AFTER_OPTIMIZER_STEP, micro, program.after)
+        self._apply(batch.release)
+
+    def _states(self) -> tuple[StateBytes, StateBytes, StateBytes]:
+        """Before the first forward of a step, after it, and after the first backward."""
+        before, after = self.program.before, self.program.after
+        if self.step:
+            return after, replace(after, grads=0), after
+        return before, replace(after, grads=0, optimizer=0), replace(after, optimizer=0)
+
+    def _apply(self, events: Sequence[int]) -> None:
+        allocator, blocks, num_bytes = self.allocator, self.blocks, self.num_bytes
+        result = self.result
+        highest = result.peak_allocated_bytes
+        count = self.num_events
+        for event in events:
+            count += 1
+            if event < 0:
+                block = blocks.pop(~event, None)
+                if block is not None:  # what a step makes once and keeps does not die again
+                    allocator.free(block)
+            elif event not in blocks and num_bytes[event]:  # nor is it born again
+                self.num_events, self.storage = count, event
+                blocks[event] = allocator.malloc(num_bytes[event])
+                if allocator.allocated_bytes > highest:
+                    highest = result.peak_allocated_bytes = allocator.allocated_bytes
+                    result.peak = Moment(count, self.step, event)
+        self.num_events = count
+
+    def _probe(self, phase: Phase, micro_batch: int, state: StateBytes) -> None:
+        allocator = self.allocator
+        self.close_peaks()
+        self.result.rows.append(
+            PhaseRow(
+                step=self.step,
+                micro_batch=micro_batch,
+                phase=phase,
+                params_bytes=state.params,
+                grads_bytes=state.grads,
+                optimizer_bytes=state.optimizer,
+                activations_bytes=allocator.allocated_bytes
+                - state.params
+                - state.grads
+                - state.optimizer,
+                allocated_bytes=allocator.allocated_bytes,
+                peak_allocated_bytes=allocator.peak_allocated_bytes,
+                reserved_bytes=allocator.reserved_bytes,
+            )
+        )
+        allocator.peak_allocated_bytes = allocator.allocated_bytes
+
+    def close_peaks(self) -> None:
+        """Carry the allocator's peaks into the result."""
+        self.result.peak_reserved_bytes = max(
+            self.result.peak_reserved_bytes, self.allocator.peak_reserved_bytes
+        )
+
+    def _state(self) -> tuple[object, ...]:
+        """Equal states continue equally: the free blocks and where every live storage lies."""
+        return (
+            self.allocator.layout(),
+            tuple(sorted((index, block.address) for index, block in self.blocks.items())),
+        )
+
+
+def _shifted(rows: Sequence[PhaseRow], *, step: int = 0, micro_batch: int = 0) -> list[PhaseRow]:
+    return [
+        replace(row, step=row.step + step, micro_batch=row.micro_batch + micro_batch)
+        for row in rows
+    ]

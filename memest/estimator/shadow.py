@@ -1,0 +1,132 @@
+"""Values for the few tensors that models read: a real CPU twin beside small integer and boolean meta tensors.
+
+Models branch on values (`attention_mask.all()`, the largest position). A meta tensor has none. Ids, masks, positions
+and what is computed from them alone keep a twin on the CPU, one per storage, so that views and in-place writes agree.
+What depends on weights or activations has no twin; reading it ends the trace with an error that names the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+aten = torch.ops.aten
+
+MAX_BYTES = 1 << 26
+"""Twins above it are dropped: a mask of that size is looked at by nobody, and computing it would cost seconds."""
+
+READS_VALUE = frozenset(
+    {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
+)
+"""Operators whose result is a Python value."""
+
+_IGNORED_ON_CPU = {"device", "pin_memory"}
+
+
+class ValueUnknown(Exception):
+    """The traced code reads a value that the meta device does not have."""
+
+
+class ShadowValues:
+    """The CPU twins of a trace, by storage."""
+
+    def __init__(self) -> None:
+        self._twins: dict[int, torch.UntypedStorage] = {}
+
+    def adopt(self, tensor: Tensor, value: Tensor) -> None:
+        """Make `value` (CPU, same shape) the twin of `tensor`'s storage."""
+        self._twins[tensor.untyped_storage()._cdata] = value.contiguous().clone().untyped_storage()
+
+    def drop(self, storage_key: int) -> None:
+        """The storage died, or holds values that are no longer known."""
+        self._twins.pop(storage_key, None)
+
+    def value_of(self, tensor: Tensor) -> Tensor | None:
+        """The twin of `tensor`, a CPU view of the same geometry, or None."""
+        if tensor.device.type == "cpu":
+            return tensor
+        twin = self._twins.get(tensor.untyped_storage()._cdata)
+        if twin is None:
+            return None
+        empty = torch.empty(0, dtype=tensor.dtype)
+        return empty.set_(twin, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload, no-any-return]
+
+    def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `func` on the twins.
+
+        Raises:
+            ValueUnknown: a tensor argument has none.
+        """
+
+        def twin(tensor: Tensor) -> Tensor:
+            value = self.value_of(tensor)
+            if value is None:
+                raise ValueUnknown(str(func))
+            return value
+
+        cpu_kwargs = {k: v for k, v in kwargs.items() if k not in _IGNORED_ON_CPU}
+        cpu_args, cpu_kwargs = tree_map_only(Tensor, twin, (args, cpu_kwargs))
+        if "device" in kwargs:
+            cpu_kwargs["device"] = torch.device("cpu")
+        return func(*cpu_args, **cpu_kwargs)
+
+    def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """After `func` ran on meta tensors: give its integer and boolean results their twins."""
+        written = [a for a in args[:1] if isinstance(a, Tensor) and func._schema.is_mutable]
+        results = [o for o in _flat(out) if isinstance(o, Tensor)]
+        if not written and not any(self._wants_twin(o) for o in results):
+            return
+        try:
+            values = self.compute(func, args, kwargs)
+        except (ValueUnknown, NotImplementedError, RuntimeError):
+            for tensor in written:
+                self.drop(tensor.untyped_storage()._cdata)
+            return
+        for result, value in zip(results, _flat(values), strict=False):
+            if self._wants_twin(result) and isinstance(value, Tensor):
+                self._adopt_like(result, value)
+
+    def _wants_twin(self, result: Tensor) -> bool:
+        storage = result.untyped_storage()
+        return (
+            result.device.type == "meta"
+            and not result.is_floating_point()
+            and not result.is_complex()
+            and 0 < storage.nbytes() <= MAX_BYTES
+            and storage._cdata not in self._twins
+        )
+
+    def _adopt_like(self, result: Tensor, value: Tensor) -> None:
+        if value.shape != result.shape:
+            return
+        num_items = result.untyped_storage().nbytes() // result.element_size()
+        flat = torch.empty(num_items, dtype=result.dtype)
+        flat.as_strided(result.size(), result.stride(), result.storage_offset()).copy_(value)
+        self._twins[result.untyped_storage()._cdata] = flat.untyped_storage()
+
+
+def materialise(values: Any) -> Any:
+    """Meta tensors of the shapes that `values` (computed on twins) turned out to have."""
+    return tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), values)
+
+
+def known_without_values(func: Any, args: tuple[Any, ...]) -> Callable[[Tensor], Tensor] | None:
+    """For tests of activations for infinity or NaN: the twin of their result, all False.
+
+    A training step whose activations are finite is what is predicted.
+    """
+    if func is aten.isinf.default or func is aten.isnan.default:
+        return lambda out: torch.zeros(out.shape, dtype=torch.bool)
+    if func is aten.ne.Tensor and args[0] is args[1]:  # how torch.isnan is written
+        return lambda out: torch.zeros(out.shape, dtype=torch.bool)
+    if func is aten.eq.Scalar and args[1] == float("inf"):  # how torch.isinf is written
+        return lambda out: torch.zeros(out.shape, dtype=torch.bool)
+    return None
+
+
+def _flat(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, list | tuple) else (value,)

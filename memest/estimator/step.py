@@ -1,0 +1,217 @@
+"""One training run as a program of event streams, in the order in which Lightning runs a step.
+
+Lightning 2.6 (`pytorch/loops/optimization/automatic.py`): the optimizer's step calls a closure that runs the forward,
+then `zero_grad(set_to_none=True)` on the first micro-batch of a step, then the backward. The gradients of the step
+before therefore live through the next forward.
+
+Each stretch is traced once and replayed as often as the plan asks: a micro-batch that makes gradients, one that adds
+to them, the optimizer's first step, which makes its state, and its later steps.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from memest.estimator.cuda_dispatch import autocast, cuda_semantics
+from memest.estimator.optimizers import optimizer_state_bytes, optimizer_state_tensors
+from memest.estimator.trace import Coverage, MemKind, ModuleTracker, Recorder, StorageTable
+
+
+class Optimizer(Protocol):
+    """What the step needs of an optimizer."""
+
+    def step(self) -> Any: ...
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+
+class LossScaler(Protocol):
+    """What `16-mixed` needs of a gradient scaler."""
+
+    def scale(self, loss: Tensor) -> Tensor: ...
+    def step(self, optimizer: Any) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """The three sums that a probe reads off the model and the optimizer."""
+
+    params: int
+    grads: int
+    optimizer: int
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """The event streams of one micro-batch."""
+
+    forward: list[int]
+    """From the batch's arrival to the moment before the backward, `zero_grad` left out."""
+
+    backward: list[int]
+
+    release: list[int]
+    """What dies when Lightning drops the result of the closure."""
+
+
+@dataclass(slots=True)
+class Program:
+    """Everything that replay needs: storages, event streams, and what the probes read."""
+
+    storages: StorageTable
+    setup: list[int] = field(default_factory=list)
+    first: MicroBatch | None = None
+    accumulating: MicroBatch | None = None
+    optimizer_first: list[int] = field(default_factory=list)
+    optimizer_next: list[int] = field(default_factory=list)
+    grads: list[int] = field(default_factory=list)
+    """Storage ids of the gradients, in the order in which `zero_grad` frees them."""
+
+    before: StateBytes = StateBytes(0, 0, 0)
+    """Before the first forward."""
+
+    after: StateBytes = StateBytes(0, 0, 0)
+    """After the first optimizer step; nothing changes from there on."""
+
+    coverage: Coverage = field(default_factory=Coverage)
+
+
+class StepTracer:
+    """Traces the setup and the step of one model.
+
+    Args:
+        recorder: records; also holds the GPU whose kernels are meant.
+        autocast_dtype: of mixed precision; None elsewhere.
+        accumulates: whether a step has more than one micro-batch.
+    """
+
+    def __init__(
+        self, recorder: Recorder, *, autocast_dtype: torch.dtype | None, accumulates: bool
+    ) -> None:
+        self.recorder = recorder
+        self.program = Program(recorder.storages, coverage=recorder.coverage)
+        self._autocast_dtype = autocast_dtype
+        self._accumulates = accumulates
+
+    def setup(self, build: Callable[[], nn.Module]) -> nn.Module:
+        """Build the model and record where its parameters and buffers go."""
+        recorder = self.recorder
+        recorder.phase = "setup"
+        with recorder, torch.device("meta"):
+            model = build()
+        gc.collect()
+        for name, parameter in model.named_parameters():
+            recorder.adopt(parameter, MemKind.PARAMS)
+            recorder.label(parameter, MemKind.PARAMS, name.rpartition(".")[0])
+        for name, buffer in model.named_buffers():
+            if buffer.device.type == "meta":
+                recorder.adopt(buffer, MemKind.BUFFERS)
+                recorder.label(buffer, MemKind.BUFFERS, name.rpartition(".")[0])
+        self.program.setup = recorder.take_events()
+        return model
+
+    def run(
+        self,
+        model: nn.Module,
+        move_batch: Callable[[], dict[str, Any]],
+        loss_of: Callable[[nn.Module, dict[str, Any]], Tensor],
+        optimizer: Optimizer,
+        scaler: LossScaler | None,
+        num_micro_batches: int,
+    ) -> Program:
+        """Trace the step of `model`; every argument's tensors are meta tensors."""
+        program, recorder = self.program, self.recorder
+        recorder.tracker = ModuleTracker(model)
+        program.before = _state_bytes(model, optimizer)
+
+        def micro_batch() -> MicroBatch:
+            return self._micro_batch(model, move_batch, loss_of, scaler, num_micro_batches)
+
+        with ExitStack() as stack:
+            stack.enter_context(_no_cycles())
+            stack.enter_context(cuda_semantics(recorder.gpu))
+            stack.enter_context(recorder)
+            program.first = micro_batch()
+            trained = [p for p in model.parameters() if p.grad is not None]
+            for parameter in trained:
+                assert parameter.grad is not None
+                recorder.label(parameter.grad, MemKind.GRADS, recorder.tracker.owner_of(parameter))
+            ids = (recorder.id_of(p.grad) for p in trained if p.grad is not None)
+            program.grads = [index for index in ids if index is not None]
+            if self._accumulates:
+                program.accumulating = micro_batch()
+            program.optimizer_first = self._optimizer_step(optimizer, scaler)
+            for tensor in optimizer_state_tensors(optimizer):
+                recorder.label(tensor, MemKind.OPTIMIZER)
+            program.optimizer_next = self._optimizer_step(optimizer, scaler)
+            program.after = _state_bytes(model, optimizer)
+        recorder.take_events()
+        return program
+
+    def _micro_batch(
+        self,
+        model: nn.Module,
+        move_batch: Callable[[], dict[str, Any]],
+        loss_of: Callable[[nn.Module, dict[str, Any]], Tensor],
+        scaler: LossScaler | None,
+        num_micro_batches: int,
+    ) -> MicroBatch:
+        recorder = self.recorder
+        recorder.phase = "forward"
+        assert recorder.tracker is not None
+        with recorder.tracker.hooked(), autocast(self._autocast_dtype):
+            loss = loss_of(model, move_batch())
+        closure_loss = loss / num_micro_batches
+        result = closure_loss.detach().clone()
+        del loss
+        recorder.phase = "backward"
+        scaled = closure_loss if scaler is None else scaler.scale(closure_loss)
+        forward = recorder.take_events()
+        with recorder.tracker.hooked():
+            scaled.backward()  # type: ignore[no-untyped-call]
+        backward = recorder.take_events()
+        del scaled, closure_loss, result
+        return MicroBatch(forward, backward, recorder.take_events())
+
+    def _optimizer_step(self, optimizer: Optimizer, scaler: LossScaler | None) -> list[int]:
+        recorder = self.recorder
+        recorder.phase = "optimizer"
+        with torch.no_grad():
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+        return recorder.take_events()
+
+
+@contextmanager
+def _no_cycles() -> Any:
+    """Collect now and not in the middle of the trace, so that two traces of a plan are the same."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _state_bytes(model: nn.Module, optimizer: Optimizer) -> StateBytes:
+    """As the probe of the lab sums them: elements times item size, gradients as they will be."""
+
+    def num_bytes(tensors: Iterable[Tensor | None]) -> int:
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    return StateBytes(
+        params=num_bytes(model.parameters()),
+        grads=num_bytes(p.grad for p in model.parameters()),
+        optimizer=optimizer_state_bytes(optimizer),
+    )
+

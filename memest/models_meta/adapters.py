@@ -1,0 +1,133 @@
+"""LoRA adapters, put by peft itself on a model of the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import model as lora_model
+from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.utils import quantization_utils
+from torch import Tensor, nn
+
+from memest.errors import PlanError
+from memest.models_meta.quantization import Linear4bit
+
+
+def _autocast_is_on() -> bool:
+    """Whether CUDA's autocast is on, or the CPU's, under which a meta step stands in for it."""
+    return torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+
+
+class LoraLinear4bit(LoraLinear):
+    """`peft.tuners.lora.bnb.Linear4bit`, which cannot be imported without bitsandbytes.
+
+    It differs from the plain layer in its temporaries: the base layer's output is cloned first, and
+    outside autocast the adapter's output is cast before it is added, not after.
+    Source: peft 0.21.0, tuners/lora/bnb.py.
+    """
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The base layer's output, cloned, plus the adapters'."""
+        result: Tensor = self.base_layer(x, *args, **kwargs)
+        result = result.clone()
+        for name in self.active_adapters:
+            if name not in self.lora_A:
+                continue
+            lora_a, lora_b = self.lora_A[name], self.lora_B[name]
+            assert isinstance(lora_a, nn.Linear)
+            converts = not _autocast_is_on()
+            base_dtype = result.dtype
+            if converts:
+                x = self._cast_input_dtype(x, lora_a.weight.dtype)
+            output = lora_b(lora_a(self.lora_dropout[name](x))) * self.scaling[name]
+            if converts:
+                output = output.to(base_dtype)
+            result = result + output
+        return result
+
+
+def apply_lora(
+    model: nn.Module,
+    *,
+    r: int,
+    alpha: int,
+    dropout: float,
+    target_modules: Sequence[str] | str | None,
+    bias: str = "none",
+) -> nn.Module:
+    """`model` with LoRA adapters on its targets, everything else frozen: a `PeftModel`.
+
+    Adapters are fp32 whatever the base is, since peft casts 16-bit ones up
+    (`autocast_adapter_dtype`); their layers cast their input to fp32 and their sum back. A model
+    that is cast to 16 bits afterwards takes them along.
+
+    Args:
+        model: on the meta device, quantised or not.
+        r: rank.
+        alpha: numerator of the scale `alpha / r`.
+        dropout: before the first adapter matrix; 0 makes no mask.
+        target_modules: the last parts of module names, a regular expression of whole names,
+            `all-linear`, or None for what peft knows of the model's type.
+        bias: which biases train: `none`, `all` or `lora_only`.
+
+    Raises:
+        PlanError: nothing matches `target_modules`, or what matches cannot carry an adapter.
+    """
+    if r < 1:
+        raise PlanError(f"`lora_r` is {r}", hint="give a rank of at least 1")
+    targets = target_modules if isinstance(target_modules, str | None) else list(target_modules)
+    config = LoraConfig(
+        r=r,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=targets,
+        bias=bias,  # type: ignore[arg-type]
+    )
+    if getattr(model, "is_loaded_in_4bit", False):
+        config._register_custom_module({Linear4bit: LoraLinear4bit})
+    try:
+        with _without_bitsandbytes(), torch.device("meta"):
+            return get_peft_model(model, config)
+    except ValueError as error:
+        names = linear_names(model)
+        wanted = f"`{targets}`" if isinstance(targets, str | None) else _quoted(targets)
+        raise PlanError(
+            f"`lora_target_modules` {wanted} does not fit `{type(model).__name__}`: {error}",
+            hint=f"its linear layers are called {_quoted(names) or 'nothing: it has none'}",
+        ) from error
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """The distinct last parts of the names of the linear layers in `model`, in order."""
+    names = (
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    )
+    return list(dict.fromkeys(names))
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+@contextmanager
+def _without_bitsandbytes() -> Iterator[None]:
+    """Keeps peft from importing bitsandbytes, which would open the GPU."""
+    places = [
+        (module, name)
+        for module in (lora_model, quantization_utils)
+        for name in ("is_bnb_available", "is_bnb_4bit_available")
+    ]
+    originals = [getattr(module, name) for module, name in places]
+    for module, name in places:
+        setattr(module, name, lambda: False)
+    try:
+        yield
+    finally:
+        for (module, name), original in zip(places, originals, strict=True):
+            setattr(module, name, original)

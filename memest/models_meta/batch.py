@@ -1,0 +1,436 @@
+"""One micro-batch as a model's own forward takes it, labels included, so that it computes its loss.
+
+Ids, masks and labels are real tensors on the CPU, because models branch on their values (a mask of
+ones is dropped); pixels and audio features have no value that matters and are meta tensors.
+
+Shapes: B batch, T tokens, C channels, H height, W width, M mel bins, F audio frames.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memest.errors import PlanError, UnsupportedError
+from memest.models_meta.build import default_image_size
+
+SEED = 20
+IGNORE_INDEX = -100
+"""The label that torch's cross entropy leaves out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchTensor:
+    """One keyword of forward whose value is a tensor."""
+
+    name: str
+    value: Tensor
+
+    @property
+    def is_real(self) -> bool:
+        """True for values that count (ids, masks, labels), False for a meta tensor."""
+        return self.value.device.type != "meta"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the elements, before an allocator rounds them."""
+        return self.value.numel() * self.value.element_size()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """The keywords of one forward, in the order in which they are moved to the GPU."""
+
+    tensors: tuple[BatchTensor, ...]
+    flags: Mapping[str, bool]
+    """Keywords that are no tensors, such as CLIP's `return_loss`."""
+
+    loss_output: str = "loss"
+    """The output to differentiate; other than `loss` it is a tensor of which the mean is taken."""
+
+    image_size: int | None = None
+    notes: tuple[str, ...] = ()
+    """Assumptions that the reader of a report should know."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors, before an allocator rounds them."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """What forward takes: real integer tensors on the CPU, meta floats, and the flags."""
+        return {tensor.name: tensor.value for tensor in self.tensors} | dict(self.flags)
+
+    def meta_kwargs(self) -> dict[str, Any]:
+        """`kwargs` with every tensor on the meta device."""
+        return {t.name: t.value.to("meta") for t in self.tensors} | dict(self.flags)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Request:
+    """The arguments of `make_batch`, checked, with what its recipes ask of the model."""
+
+    config: Any
+    class_name: str
+    forward: frozenset[str]
+    """Names of the parameters of the class's forward."""
+
+    batch_size: int
+    seq_len: int
+    image_size: int | None
+    padded: bool
+    device: torch.device
+    generator: torch.Generator
+
+    @property
+    def num_padded(self) -> int:
+        """Masked tokens at the end of each row but the first: a quarter of the row, at least one."""
+        can_pad = self.padded and self.batch_size > 1 and self.seq_len > 1
+        return max(1, self.seq_len // 4) if can_pad else 0
+
+    def text_config(self) -> Any:
+        try:
+            return self.config.get_text_config(decoder=True)
+        except ValueError:
+            return self.config
+
+
+Recipe = Callable[[_Request], Batch]
+
+
+def make_batch(
+    model: nn.Module,
+    *,
+    batch_size: int,
+    seq_len: int,
+    image_size: int | None = None,
+    padded: bool = False,
+    device: torch.device | str = "meta",
+) -> Batch:
+    """The micro-batch that `model` (a transformers class, or adapters around one) is trained on.
+
+    Ids are random under a fixed seed, and never a special id of the config. `padded` keeps the
+    first row full and masks the last quarter of the others, where the ids are the padding id.
+    Labels are the ids themselves, unmasked, as a plain fine-tuning loop passes them; `seq_len`
+    counts all tokens, image placeholders included. The pixels of a model are square, one image a
+    row, of its own size unless `image_size` says otherwise. `device` is where float inputs are.
+
+    Raises:
+        PlanError: a size is not positive, does not fit the model, or has no room for the image.
+        UnsupportedError: memest has no recipe for the inputs of this model.
+    """
+    for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
+        if value < 1:
+            raise PlanError(f"`{name}` is {value}", hint="give at least 1")
+    inner = _unwrapped(model)
+    request = _Request(
+        config=inner.config,
+        class_name=type(inner).__name__,
+        forward=frozenset(inspect.signature(inner.forward).parameters),
+        batch_size=batch_size,
+        seq_len=seq_len,
+        image_size=image_size,
+        padded=padded,
+        device=torch.device(device),
+        generator=torch.Generator().manual_seed(SEED),
+    )
+    return _recipe(request, inner)(request)
+
+
+def _unwrapped(model: nn.Module) -> Any:
+    """The transformers model inside adapters."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
+def _recipe(request: _Request, model: Any) -> Recipe:
+    """By family, for inputs that belong together in a way of their own; else by the main input."""
+    model_type = str(request.config.model_type)
+    if model_type in RECIPE_BY_FAMILY:
+        return RECIPE_BY_FAMILY[model_type]
+    main_input = str(model.main_input_name)
+    takes_images = main_input == "input_ids" and "pixel_values" in request.forward
+    if main_input not in RECIPE_BY_MAIN_INPUT or takes_images:
+        raise UnsupportedError(
+            f"memest does not know the inputs of `{request.class_name}` (`{model_type}`)",
+            hint="it knows text, image and speech models, and the image-text families "
+            + ", ".join(f"`{name}`" for name in RECIPE_BY_FAMILY),
+        )
+    return RECIPE_BY_MAIN_INPUT[main_input]
+
+
+# --- parts of a batch -----------------------------------------------------------------------------
+
+
+def _batch(
+    request: _Request, named: Mapping[str, Tensor], *notes: str, **kwargs: Any
+) -> Batch:
+    """A `Batch` of the given tensors; without labels or a loss of its own, one over an output."""
+    tensors = tuple(BatchTensor(name=name, value=value) for name, value in named.items())
+    flags = kwargs.pop("flags", {})
+    loss_output = "loss"
+    if not ({"labels", "start_positions"} & set(named) or flags.get("return_loss")):
+        loss_output = "last_hidden_state"
+        notes = (*notes, f"{request.class_name} has no loss: the mean of its output is one")
+    return Batch(tensors=tensors, flags=flags, loss_output=loss_output, notes=notes, **kwargs)
+
+
+def _special_ids(config: Any) -> set[int]:
+    """Ids with a meaning of their own: every `*_token_id` and `*_token_index` of the config."""
+    fields = {**config.get_text_config().to_dict(), **config.to_dict()}
+    ends = ("_token_id", "_token_index")
+    return {
+        value
+        for key, value in fields.items()
+        if key.endswith(ends) and isinstance(value, int) and not isinstance(value, bool)
+    }
+
+
+def _random_ids(request: _Request, num_tokens: int) -> Tensor:
+    """(B, num_tokens) seeded ids, none of them special while the vocabulary has others."""
+    vocab_size = int(request.text_config().vocab_size)
+    special = _special_ids(request.config)
+    shape = (request.batch_size, num_tokens)
+    ids = torch.randint(0, vocab_size, shape, generator=request.generator)
+    ordinary = next((i for i in range(min(vocab_size, len(special) + 1)) if i not in special), 0)
+    if special:
+        ids[torch.isin(ids, torch.tensor(sorted(special)))] = ordinary
+    return ids
+
+
+def _pad_id(request: _Request) -> int:
+    text = request.text_config()
+    pad_id = getattr(text, "pad_token_id", None)
+    if pad_id is None:
+        pad_id = getattr(request.config, "pad_token_id", None)
+    return pad_id if isinstance(pad_id, int) and 0 <= pad_id < text.vocab_size else 0
+
+
+def _text(request: _Request, prefix: Tensor | None = None) -> dict[str, Tensor]:
+    """`input_ids` and `attention_mask` (B, T), after an optional `prefix` of image tokens (B, T')."""
+    num_prefix = 0 if prefix is None else prefix.shape[1]
+    ids = _random_ids(request, request.seq_len - num_prefix)
+    if prefix is not None:
+        ids = torch.cat([prefix, ids], dim=1)
+    mask = torch.ones_like(ids)
+    num_padded = min(request.num_padded, request.seq_len - num_prefix)
+    if num_padded > 0:
+        ids[1:, -num_padded:] = _pad_id(request)
+        mask[1:, -num_padded:] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _pixels(request: _Request) -> tuple[dict[str, Tensor], dict[str, bool], int]:
+    """fp32 `pixel_values` (B, C, H, W), the flags for a size that is not the model's, and the size."""
+    vision = getattr(request.config, "vision_config", None) or request.config
+    own = default_image_size(request.config)
+    size = request.image_size or own
+    if size is None or size < 1:
+        raise PlanError(f"`image_size` is {size}", hint="give pixels a side, such as 224")
+    patch = getattr(vision, "patch_size", None)
+    if isinstance(patch, int) and size < patch:
+        raise PlanError(
+            f"`image_size` {size} is smaller than a patch of `{request.class_name}`",
+            hint=f"give at least {patch}, or leave it out for the model's own {own}",
+        )
+    flags: dict[str, bool] = {}
+    if size != own and hasattr(vision, "image_size") and request.config.model_type != "dinov2":
+        if "interpolate_pos_encoding" not in request.forward:
+            raise PlanError(
+                f"`{request.class_name}` takes images of {own} pixels, not {size}",
+                hint=f"leave `image_size` out, or set it to {own}",
+            )
+        flags["interpolate_pos_encoding"] = True
+    num_channels = int(getattr(vision, "num_channels", 3))
+    shape = (request.batch_size, num_channels, size, size)
+    return {"pixel_values": torch.empty(shape, device=request.device)}, flags, size
+
+
+def _class_labels(request: _Request) -> Tensor:
+    """(B,) class numbers; floats for a regression head, which a single label means."""
+    num_labels = int(request.config.num_labels)
+    if num_labels == 1:
+        return torch.zeros(request.batch_size)
+    return torch.randint(0, num_labels, (request.batch_size,), generator=request.generator)
+
+
+def _placeholders(request: _Request, num_image_tokens: int, image_id: int, *around: Any) -> Tensor:
+    """(B, T') image tokens between an optional start and end id, checked to fit `seq_len`."""
+    start, end = around if around else (None, None)
+    row = [start] * (start is not None) + [image_id] * num_image_tokens + [end] * (end is not None)
+    if request.seq_len <= len(row):
+        raise PlanError(
+            f"`seq_len` {request.seq_len} has no room for text: an image of "
+            f"`{request.class_name}` is {len(row)} tokens",
+            hint=f"`seq_len` counts image tokens too: give more than {len(row)}",
+        )
+    return torch.tensor(row).expand(request.batch_size, -1)
+
+
+# --- recipes --------------------------------------------------------------------------------------
+
+
+def _text_batch(request: _Request) -> Batch:
+    """Language models, encoders, encoder-decoders and their heads: the class name tells the labels."""
+    named = _text(request)
+    name = request.class_name
+    if "attention_mask" not in request.forward:
+        named.pop("attention_mask")
+    if name.endswith("ForQuestionAnswering"):
+        zeros = torch.zeros(request.batch_size, dtype=torch.int64)
+        named |= {"start_positions": zeros, "end_positions": zeros.clone()}
+    elif "labels" not in request.forward:
+        pass
+    elif name.endswith(("ForSequenceClassification", "ForNextSentencePrediction")):
+        named["labels"] = _class_labels(request)
+    elif name.endswith("ForTokenClassification"):
+        named["labels"] = named["input_ids"] % int(request.config.num_labels)
+    elif name.endswith("ForMultipleChoice"):
+        raise UnsupportedError(
+            f"memest has no batch for `{name}`", hint="its inputs have a dimension of choices"
+        )
+    else:
+        named["labels"] = named["input_ids"].clone()
+    if "next_sentence_label" in request.forward:
+        named["next_sentence_label"] = torch.zeros(request.batch_size, dtype=torch.int64)
+    return _batch(request, named)
+
+
+def _image_batch(request: _Request) -> Batch:
+    """Image classifiers, and image models without a head."""
+    named, flags, size = _pixels(request)
+    if "labels" in request.forward:
+        if not request.class_name.endswith("ForImageClassification"):
+            raise UnsupportedError(
+                f"memest does not know the labels of `{request.class_name}`",
+                hint="it knows image models without a head and those for classification",
+            )
+        named["labels"] = _class_labels(request)
+    return _batch(request, named, flags=flags, image_size=size)
+
+
+def _speech_batch(request: _Request) -> Batch:
+    """Whisper: fp32 features (B, M, F) of the full 30 s window, and labels (B, T).
+
+    The encoder's strided convolution halves the frames, so F is twice its positions.
+    """
+    config = request.config
+    mels = getattr(config, "num_mel_bins", None)
+    positions = getattr(config, "max_source_positions", None)
+    if mels is None or positions is None or "labels" not in request.forward:
+        raise UnsupportedError(
+            f"memest does not know the inputs of `{request.class_name}`",
+            hint="of the speech models it knows Whisper",
+        )
+    features = torch.empty(request.batch_size, mels, 2 * positions, device=request.device)
+    labels = _random_ids(request, request.seq_len)
+    if request.num_padded:
+        labels[1:, -request.num_padded :] = IGNORE_INDEX
+    return _batch(request, {"input_features": features, "labels": labels})
+
+
+def _contrastive_batch(request: _Request) -> Batch:
+    """CLIP: as many images as texts, and the contrastive loss between all of them."""
+    pixels, flags, size = _pixels(request)
+    text = _text(request)
+    named = {name: tensor for name, tensor in text.items() if name in request.forward} | pixels
+    return _batch(request, named, flags={**flags, "return_loss": True}, image_size=size)
+
+
+def _blip2_batch(request: _Request) -> Batch:
+    """BLIP-2 as it is fine-tuned on captions: text tokens alone, without image placeholders.
+
+    The image goes through the vision model and the Q-Former all the same.
+    """
+    pixels, flags, size = _pixels(request)
+    named = pixels | _text(request)
+    named["labels"] = named["input_ids"].clone()
+    note = "no image placeholders in the text: `seq_len` is the caption's"
+    return _batch(request, named, note, flags=flags, image_size=size)
+
+
+def _llava_batch(request: _Request) -> Batch:
+    """LLaVA: one token for each patch of the vision tower."""
+    pixels, flags, size = _pixels(request)
+    vision = request.config.vision_config
+    has_class_token = request.config.vision_feature_select_strategy == "full"
+    num_tokens = (size // vision.patch_size) ** 2 + has_class_token
+    prefix = _placeholders(request, num_tokens, request.config.image_token_id)
+    text = _text(request, prefix)
+    named = text | pixels | {"labels": text["input_ids"].clone()}
+    return _batch(request, named, flags=flags, image_size=size)
+
+
+def _gemma3_batch(request: _Request) -> Batch:
+    """Gemma 3: the vision tower's patches are pooled to a fixed number of tokens."""
+    config = request.config
+    pixels, flags, size = _pixels(request)
+    prefix = _placeholders(
+        request,
+        config.mm_tokens_per_image,
+        config.image_token_id,
+        config.boi_token_id,
+        config.eoi_token_id,
+    )
+    text = _text(request, prefix)
+    named = text | pixels | {"labels": text["input_ids"].clone()}
+    named["token_type_ids"] = (text["input_ids"] == config.image_token_id).long()
+    return _batch(request, named, flags=flags, image_size=size)
+
+
+def _qwen2_vl_batch(request: _Request) -> Batch:
+    """Qwen2-VL: the processor's flat rows of patches, two frames deep, merged two by two to tokens.
+
+    pixel_values is (B * grid * grid, C * temporal * patch * patch).
+    """
+    config, vision = request.config, request.config.vision_config
+    size = request.image_size or default_image_size(config)
+    unit = vision.patch_size * vision.spatial_merge_size
+    if size is None or size < unit or size % unit:
+        raise PlanError(
+            f"`image_size` {size} is no multiple of {unit}",
+            hint=f"`{request.class_name}` cuts images into squares of {unit} pixels",
+        )
+    grid = size // vision.patch_size
+    num_channels = getattr(vision, "in_channels", 3)
+    width = num_channels * vision.temporal_patch_size * vision.patch_size**2
+    prefix = _placeholders(
+        request,
+        (grid // vision.spatial_merge_size) ** 2,
+        config.image_token_id,
+        config.vision_start_token_id,
+        config.vision_end_token_id,
+    )
+    text = _text(request, prefix)
+    named = text | {
+        "pixel_values": torch.empty(request.batch_size * grid**2, width, device=request.device),
+        "image_grid_thw": torch.tensor([[1, grid, grid]]).repeat(request.batch_size, 1),
+        "mm_token_type_ids": (text["input_ids"] == config.image_token_id).int(),
+        "labels": text["input_ids"].clone(),
+    }
+    note = f"one image of {size} x {size} pixels a row"
+    return _batch(request, named, note, image_size=size)
+
+
+RECIPE_BY_FAMILY: dict[str, Recipe] = {
+    "blip-2": _blip2_batch,
+    "clip": _contrastive_batch,
+    "gemma3": _gemma3_batch,
+    "llava": _llava_batch,
+    "qwen2_vl": _qwen2_vl_batch,
+    "qwen2_5_vl": _qwen2_vl_batch,
+    "siglip": _contrastive_batch,
+}
+"""By `model_type`."""
+
+RECIPE_BY_MAIN_INPUT: dict[str, Recipe] = {
+    "input_ids": _text_batch,
+    "pixel_values": _image_batch,
+    "input_features": _speech_batch,
+}
+"""By a model class's `main_input_name`, for families with nothing of their own."""

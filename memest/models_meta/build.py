@@ -1,0 +1,285 @@
+"""A config to the module that transformers makes of it, on the meta device: shapes, no memory."""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from memest.errors import PlanError, UnsupportedError, closest
+from memest.models_meta.registry import ModelConfig, first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+ATTN_IMPLEMENTATIONS = ("sdpa", "eager")
+
+# The Auto class that a config without `architectures` gets: the first whose mapping has its
+# `model_type`. Masked before causal: the BERT family is in both, and is fine-tuned as the former.
+_AUTO_CLASSES = (
+    "AutoModelForImageTextToText",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForMaskedLM",
+    "AutoModelForCausalLM",
+    "AutoModelForImageClassification",
+    "AutoModelForAudioClassification",
+    "AutoModel",
+)
+
+# Families whose attention knows distances, not positions: a text of any length is in range.
+# Mirrors transformers 5.17: a relative bias by bucket (t5, mt5, ...), ALiBi (bloom, mpt).
+_RELATIVE_POSITIONS = frozenset({"t5", "mt5", "umt5", "longt5", "switch_transformers", "pix2struct"})
+_ALIBI_POSITIONS = frozenset({"bloom", "mpt"})
+
+# Families whose position table starts counting after the padding index (fairseq's convention), so
+# `max_position_embeddings` has `pad_token_id + 1` rows that no text can use.
+_OFFSET_POSITIONS = frozenset(
+    {"roberta", "xlm-roberta", "xlm-roberta-xl", "roberta-prelayernorm", "camembert", "mpnet",
+     "data2vec-text", "longformer", "xmod", "luke", "ibert", "esm"}
+)  # fmt: skip
+
+DYNAMIC_IMAGE_SIZE = 448
+"""Pixels a side assumed for models that take images of any size and name none (Qwen2-VL): 32 x 32
+patches of 14, which merge to 256 tokens. An assumption, not a property of the model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuiltModel:
+    """A module on the meta device, and what was decided while it was made."""
+
+    module: nn.Module
+    config: PreTrainedConfig
+    """The config that the module holds: a copy of the given one."""
+
+    attn_implementation: str
+    """What the text side (or the whole model) uses: `sdpa` or `eager`."""
+
+    num_params: int
+    """Parameters, a tied tensor counted once."""
+
+    notes: tuple[str, ...] = ()
+    """Assumptions that the reader of a report should know."""
+
+
+def build_model(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    attn_implementation: str | None = None,
+    device: torch.device | str = "meta",
+) -> BuiltModel:
+    """The model class of `config`, in training mode, all parameters in one `dtype`.
+
+    Initialisation of weights is skipped: nothing is computed, so 70e9 parameters take about a
+    second. Buffers keep the dtype that the class gives them, and move to `device` where a class
+    makes them on the CPU. `attn_implementation` None takes transformers' own default, which is `sdpa`;
+    a class without it gets `eager`, whichever was asked, and `notes` says so.
+
+    Left out: what `from_pretrained` changes while it loads a checkpoint: modules kept in float32
+    under float16 (T5's `wo`), and heads that the checkpoint stores untied.
+
+    Raises:
+        PlanError: the class rejects the sizes in its config, or `attn_implementation` is unknown.
+        UnsupportedError: the class needs a package that is not installed.
+    """
+    if attn_implementation not in (None, *ATTN_IMPLEMENTATIONS):
+        raise PlanError(
+            f"`attn_implementation` `{attn_implementation}` is not known to memest",
+            hint=f"choose one of {', '.join(f'`{name}`' for name in ATTN_IMPLEMENTATIONS)}",
+        )
+    notes: list[str] = []
+    pretrained = copy.deepcopy(config.pretrained)
+    cls = _model_class(config, notes)
+    # transformers' default is sdpa wherever a (sub-)model has it, else eager; to ask for sdpa by name
+    # would be an error there.
+    asked = "eager" if attn_implementation == "eager" else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the config, which cannot be changed here
+        module = _instantiate(config, cls, pretrained, dtype=dtype, attn=asked, device=device)
+    module.train()
+    num_params = sum(parameter.numel() for parameter in module.parameters())
+    notes.extend(_attn_notes(module, attn_implementation))
+    notes.extend(_count_notes(config, num_params))
+    return BuiltModel(
+        module=module,
+        config=module.config,
+        attn_implementation=_text_config(module.config)._attn_implementation or "eager",
+        num_params=num_params,
+        notes=tuple(notes),
+    )
+
+
+def _model_class(config: ModelConfig, notes: list[str]) -> Any:
+    """The class to build: of the remote code, of `architectures`, or of the first Auto class."""
+    import transformers
+
+    if config.remote_code:
+        auto_map = getattr(config.pretrained, "auto_map", None) or {}
+        for auto in _AUTO_CLASSES:
+            if auto in auto_map:
+                notes.append(f"the model class is the code of `{config.remote_code}` ({auto})")
+                return getattr(transformers, auto)
+        raise PlanError(
+            f"`auto_map` of `{config.name}` names no model class",
+            hint=f"memest looks for {', '.join(_AUTO_CLASSES)}",
+        )
+    if config.architecture:
+        return getattr(transformers, config.architecture)
+    for auto in _AUTO_CLASSES:
+        mapping = getattr(transformers, auto)._model_mapping
+        if type(config.pretrained) in mapping:
+            found = mapping[type(config.pretrained)]
+            cls = found[0] if isinstance(found, tuple) else found
+            notes.append(f"`architectures` is missing: {cls.__name__} taken, from {auto}")
+            return cls
+    raise PlanError(
+        f"`{config.name}` has no `architectures`, and `{config.model_type}` has no model class",
+        hint='name the class, such as "architectures": ["LlamaForCausalLM"]',
+    )
+
+
+def _attn_notes(module: nn.Module, requested: str | None) -> list[str]:
+    """The sub-models that run eager although it was not asked for, because they have no sdpa."""
+    if requested == "eager":
+        return []
+    eager = {
+        type(part).__name__
+        for part in module.modules()
+        if getattr(getattr(part, "config", None), "_attn_implementation", None) == "eager"
+        and getattr(part, "_supports_sdpa", True) is False
+    }
+    names = ", ".join(sorted(eager))
+    return [f"no sdpa attention in transformers, eager used: {names}"] if names else []
+
+
+def _instantiate(
+    config: ModelConfig,
+    cls: Any,
+    pretrained: Any,
+    *,
+    dtype: torch.dtype,
+    attn: str | None,
+    device: torch.device | str,
+) -> Any:
+    from transformers.initialization import no_init_weights
+
+    kwargs: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn}
+    try:
+        with torch.device(device), no_init_weights():
+            if config.remote_code:
+                module = cls.from_config(pretrained, trust_remote_code=True, **kwargs)
+            else:
+                module = cls._from_config(pretrained, **kwargs)
+        # `no_init_weights` also skips the tying, which ends the initialisation of a class.
+        module.tie_weights()
+        return module.to(device)
+    except ImportError as error:
+        raise UnsupportedError(
+            f"`{cls.__name__}` needs a package that is not installed: {first_line(error)}",
+            hint="install it, or choose a model of another family",
+        ) from error
+    except Exception as error:  # a class may raise anything on sizes that do not go together
+        raise PlanError(
+            f"`{cls.__name__}` cannot be built from the config of `{config.name}`: "
+            f"{first_line(error)}",
+            hint="check the sizes in the config: width, heads, layers and vocabulary",
+        ) from error
+
+
+def _count_notes(config: ModelConfig, num_params: int) -> list[str]:
+    """What a reader must know about the number of parameters of a bundled model."""
+    if config.entry is None:
+        return []
+    notes = []
+    if num_params != config.entry.num_params:
+        notes.append(
+            f"{num_params:,} parameters, where the bundled file records "
+            f"{config.entry.num_params:,}: the installed transformers builds another model"
+        )
+    if config.entry.num_params != config.entry.num_params_published:
+        notes.append(config.entry.note)
+    return notes
+
+
+def num_positions(config: PreTrainedConfig) -> int | None:
+    """Tokens that the text side can place, None when its positions have no end (T5, ALiBi).
+
+    For learned tables (BERT, GPT-2, OPT, Whisper) a longer text is an error in the model; for
+    rotary positions the number is the length that the model was made for, and a longer one runs.
+
+    >>> from transformers import RobertaConfig
+    >>> num_positions(RobertaConfig(max_position_embeddings=514, pad_token_id=1))
+    512
+    """
+    text = _text_config(config)
+    if text.model_type in _RELATIVE_POSITIONS | _ALIBI_POSITIONS:
+        return None
+    for name in ("max_target_positions", "max_position_embeddings", "n_positions"):
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > 0:
+            offset = (text.pad_token_id or 0) + 1 if text.model_type in _OFFSET_POSITIONS else 0
+            return value - offset
+    return None
+
+
+def default_image_size(config: PreTrainedConfig) -> int | None:
+    """Pixels a side of the square image that the model takes; None for a model without images."""
+    vision = getattr(config, "vision_config", None)
+    size = getattr(vision if vision is not None else config, "image_size", None)
+    if isinstance(size, Sequence) and size:
+        size = size[0]
+    if isinstance(size, int) and size > 0:
+        return size
+    return DYNAMIC_IMAGE_SIZE if vision is not None else None
+
+
+def _text_config(config: Any) -> Any:
+    try:
+        return config.get_text_config(decoder=True)
+    except ValueError:
+        return config
+
+
+def freeze(module: nn.Module, patterns: Sequence[str]) -> int:
+    """Takes `requires_grad` from the parameters that match, and returns how many weights that froze.
+
+    A pattern is a shell glob over parameter names (`vision_model.*`, `*.layers.[0-9].*`), or the
+    name of a module, which means all in it. A tied parameter goes by each of its names.
+
+    >>> freeze(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 5)), ["0"])
+    9
+
+    Raises:
+        PlanError: a pattern matches no parameter.
+    """
+    named = list(module.named_parameters(remove_duplicate=False))
+    num_frozen = 0
+    for pattern in patterns:
+        found = [
+            parameter
+            for name, parameter in named
+            if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}.*")
+        ]
+        if not found:
+            raise _no_match(module, pattern)
+        for parameter in found:
+            num_frozen += parameter.numel() if parameter.requires_grad else 0
+            parameter.requires_grad_(False)
+    return num_frozen
+
+
+def _no_match(module: nn.Module, pattern: str) -> PlanError:
+    names = [name for name, _ in module.named_modules() if name]
+    near = ", ".join(f"`{name}`" for name in closest(pattern, names))
+    top = ", ".join(f"`{name}`" for name, _ in module.named_children())
+    return PlanError(
+        f"`freeze` pattern `{pattern}` matches no parameter of the model",
+        hint=f"its modules are {top}" + (f"; closest: {near}" if near else ""),
+    )

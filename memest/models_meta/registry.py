@@ -1,0 +1,427 @@
+"""Names to configs: the bundled models, a config.json on disk, or one on the Hugging Face Hub.
+
+Only JSON is read here; transformers is imported when a config is resolved, never to list the models.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memest.errors import MemestError, PlanError, UnknownModelError, UnsupportedError, closest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+CONFIG_DIR = Path(__file__).parent / "configs"
+
+MAX_CONFIG_BYTES = 8 * 2**20
+"""A config.json is a few KiB; a file beyond this is something else (a label map is below 1 MiB)."""
+
+COUNT_LIMITS = {
+    re.compile(r"layers?$|^n_layer$|blocks$|depths?$"): 4096,
+    re.compile(r"experts$|stages$|levels$|groups$"): 16384,
+    re.compile(r"^num_labels$"): 2**20,
+}
+"""Largest number that a key of this form may have: each is a number of Python objects that the
+model class makes, so a wrong value would not fail but never end. The largest models published have
+126 layers (Llama 3.1 405B) and 512 experts (Qwen3-Next)."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelEntry:
+    """One bundled model: everything of its file but the config."""
+
+    name: str
+    """The last part of the Hub id, and the name of the file."""
+
+    hub_id: str
+    aliases: tuple[str, ...]
+    """Other names, matched like `name`."""
+
+    family: str
+    modality: str
+    """`text`, `image`, `image-text` or `audio`."""
+
+    num_params: int
+    """Parameters of the class in `architectures` built from the config, a tied tensor counted once."""
+
+    num_params_published: int
+    """Parameters in the published checkpoint; `note` says why where it differs from `num_params`."""
+
+    source: Mapping[str, str]
+    """Where the config and the published count come from."""
+
+    note: str = ""
+
+    @property
+    def path(self) -> Path:
+        """The bundled file."""
+        return CONFIG_DIR / f"{self.name}.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """A checked config.json: what a model is, before any module exists."""
+
+    name: str
+    """What the reports call the model."""
+
+    source: str
+    """`bundled`, the path of the file, or `hub:org/name`."""
+
+    pretrained: PreTrainedConfig = field(repr=False)
+    """The transformers config; `build_model` works on a copy."""
+
+    architecture: str
+    """The model class in `architectures`; empty when the file names none."""
+
+    entry: ModelEntry | None = None
+    """The registry entry, when the config is a bundled one."""
+
+    remote_code: str = ""
+    """Folder or Hub id whose own Python code makes the model; empty for transformers' classes."""
+
+    @property
+    def model_type(self) -> str:
+        """transformers' name of the family, such as `llama`."""
+        return str(self.pretrained.model_type)
+
+
+def list_models() -> list[ModelEntry]:
+    """The bundled models, by name without regard to case."""
+    return sorted(_entries().values(), key=lambda entry: entry.name.casefold())
+
+
+def find_entry(name: str) -> ModelEntry | None:
+    """The bundled model that `name` means: its short name, Hub id or an alias.
+
+    Upper and lower case are alike, and so are `-`, `_` and a blank, except between digits.
+
+    >>> find_entry("salesforce/BLIP2-flan-t5-xxl").name, find_entry("openllama-7b").name
+    ('blip2-flan-t5-xxl', 'open_llama_7b')
+    """
+    return _entries_by_key().get(_key(name))
+
+
+def resolve_config(name: str, *, trust_remote_code: bool = False) -> ModelConfig:
+    """The config that `name` means.
+
+    Tried in this order: a bundled name, a path (a folder with a config.json, or the file), a Hub id
+    `org/name`, of which the config.json alone is downloaded.
+
+    Raises:
+        UnknownModelError: nothing has this name, or the Hub cannot be reached.
+        PlanError: the file is not a config that transformers can read.
+        UnsupportedError: the config needs code of its own, or is of a quantised checkpoint.
+    """
+    entry = find_entry(name)
+    if entry is not None:
+        raw = _read_json(entry.path)["config"]
+        return _parse(raw, name=entry.name, source="bundled", entry=entry)
+    path = _config_path(name)
+    if path is not None:
+        label = path.parent.name if path.name == "config.json" else path.stem
+        remote = str(path.parent) if trust_remote_code else ""
+        return _parse(_read_json(path), name=label or name, source=str(path), remote_from=remote)
+    if _HUB_ID.fullmatch(name):
+        raw = _read_json(_download_config(name))
+        remote = name if trust_remote_code else ""
+        return _parse(raw, name=name.split("/")[1], source=f"hub:{name}", remote_from=remote)
+    raise _unknown(name)
+
+
+def parse_config(raw: object, *, name: str) -> ModelConfig:
+    """The checked config of a dict as `json.load` returns it."""
+    return _parse(raw, name=name, source=name)
+
+
+def _key(name: str) -> str:
+    """`name` folded for comparison: separators between two digits stay, so 3-18 is not 31-8.
+
+    >>> _key("Open_LLaMA-7B"), _key("llama-2-7b")
+    ('openllama7b', 'llama2-7b')
+    """
+    spaced = re.sub(r"[-_ ]+", "-", name.strip().casefold())
+    return re.sub(r"(?<![0-9])-|-(?![0-9])", "", spaced)
+
+
+@cache
+def _entries() -> dict[str, ModelEntry]:
+    return {path.stem: _read_entry(path) for path in sorted(CONFIG_DIR.glob("*.json"))}
+
+
+@cache
+def _entries_by_key() -> dict[str, ModelEntry]:
+    """Entries by every folded name; a name that two entries claim is our own bug."""
+    by_key: dict[str, ModelEntry] = {}
+    for entry in _entries().values():
+        for name in (entry.name, entry.hub_id, *entry.aliases):
+            owner = by_key.setdefault(_key(name), entry)
+            assert owner is entry, f"{name} names both {owner.name} and {entry.name}"
+    return by_key
+
+
+def _read_entry(path: Path) -> ModelEntry:
+    data = _read_json(path)
+    return ModelEntry(
+        name=path.stem,
+        hub_id=data["hub_id"],
+        aliases=tuple(data["aliases"]),
+        family=data["family"],
+        modality=data["modality"],
+        num_params=data["num_params"],
+        num_params_published=data["num_params_published"],
+        source=data["source"],
+        note=data["note"],
+    )
+
+
+def _known_names() -> list[str]:
+    return [name for e in _entries().values() for name in (e.name, e.hub_id, *e.aliases)]
+
+
+def _unknown(name: str) -> UnknownModelError:
+    # Several spellings of one model would crowd the hint, so ask for more and keep three models.
+    nearest = [find_entry(found) for found in closest(name, _known_names(), num=12)]
+    names = list(dict.fromkeys(entry.name for entry in nearest if entry is not None))[:3]
+    near = f"closest: {', '.join(f'`{n}`' for n in names)}; " if names else ""
+    return UnknownModelError(
+        f"`{name}` is no bundled model, no path of a config.json and no Hub id",
+        hint=f"{near}`memest models` lists all",
+    )
+
+
+def _config_path(name: str) -> Path | None:
+    """The config.json that `name` is or holds; None when nothing on disk has this name."""
+    try:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            if not (path / "config.json").is_file():
+                if _HUB_ID.fullmatch(name):
+                    return None
+                raise PlanError(
+                    f"the folder `{name}` has no config.json",
+                    hint="point at the folder of a transformers model, or at its config.json",
+                )
+            return path / "config.json"
+        if path.exists():
+            return path
+    except (OSError, ValueError, RuntimeError):
+        # A name that no path can have (too long, a null byte, an unknown `~user`) is no path.
+        return None
+    if name.endswith(".json") or name.startswith(("/", "./", "../", "~")):
+        raise PlanError(f"there is no file `{name}`", hint="give the path of a config.json")
+    return None
+
+
+def _read_json(path: Path) -> Any:
+    """The JSON value in `path`; every way in which a file can be wrong is a `PlanError`."""
+    hint = "give the config.json of a transformers model"
+    try:
+        if not path.is_file():
+            raise PlanError(f"`{path}` is not a regular file", hint=hint)
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise PlanError(f"`{path}` is too large for a config.json", hint=hint)
+        return json.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise PlanError(f"`{path}` cannot be read: {reason}", hint=hint) from error
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"`{path}` is not JSON: {first_line(error)}", hint=hint) from error
+
+
+def _download_config(hub_id: str) -> Path:
+    """The local copy of a Hub repository's config.json, and of nothing else."""
+    from huggingface_hub import errors, hf_hub_download
+
+    local = "give a bundled name, or the path of a config.json that you have"
+    try:
+        return Path(
+            hf_hub_download(hub_id, "config.json", local_files_only=not _hub_is_reachable(hub_id))
+        )
+    except errors.GatedRepoError as error:
+        hint = f"accept its terms on the Hub and log in with `hf auth login`, or {local}"
+        raise UnknownModelError(f"`{hub_id}` is gated on the Hub", hint=hint) from error
+    except errors.RepositoryNotFoundError as error:
+        message = f"the Hub has no public model `{hub_id}`"
+        raise UnknownModelError(message, hint=_unknown(hub_id).hint) from error
+    except errors.LocalEntryNotFoundError as error:
+        raise UnknownModelError(
+            f"`{hub_id}` is not bundled, and the Hub cannot be reached",
+            hint=f"{_unknown(hub_id).hint}; or {local}",
+        ) from error
+    except errors.EntryNotFoundError as error:
+        raise UnknownModelError(f"`{hub_id}` has no config.json on the Hub", hint=local) from error
+    except Exception as error:  # the client lets errors of its transport through: all mean the same
+        raise UnknownModelError(
+            f"the config.json of `{hub_id}` cannot be downloaded: {first_line(error)}", hint=local
+        ) from error
+
+
+def _hub_is_reachable(hub_id: str) -> bool:
+    """Whether the Hub answers at all; without asking first, the client retries for half a minute."""
+    from huggingface_hub import get_session, hf_hub_url
+
+    try:
+        get_session().head(hf_hub_url(hub_id, "config.json"), timeout=5.0)
+    except Exception:  # offline mode, no route, no name, a timeout: all mean the same
+        return False
+    return True
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, cut to 200 characters; its type when it has none."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:200] if lines else type(error).__name__
+
+
+def _parse(
+    raw: object, *, name: str, source: str, entry: ModelEntry | None = None, remote_from: str = ""
+) -> ModelConfig:
+    if not isinstance(raw, dict):
+        raise PlanError(
+            f"the config of `{name}` is a JSON {_json_type(raw)}, not an object",
+            hint="give the config.json of a transformers model",
+        )
+    _check_counts(raw, name)
+    if raw.get("quantization_config"):
+        raise UnsupportedError(
+            f"`{name}` is a quantised checkpoint (`quantization_config` in its config)",
+            hint="give the unquantised model; `use_qlora` quantises it",
+        )
+    if raw.get("auto_map"):
+        if not remote_from:
+            raise UnsupportedError(
+                f"the config of `{name}` names code of its own (`auto_map`)",
+                hint="`trust_remote_code` runs it; without `auto_map` transformers' class is used",
+            )
+        return ModelConfig(
+            name=name,
+            source=source,
+            pretrained=_load_remote(remote_from),
+            architecture="",
+            remote_code=remote_from,
+        )
+    pretrained = _to_pretrained(raw, name)
+    return ModelConfig(
+        name=name,
+        source=source,
+        pretrained=pretrained,
+        architecture=_architecture(raw, pretrained, name),
+        entry=entry,
+    )
+
+
+def _json_type(value: object) -> str:
+    names = {list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
+    return names.get(type(value), "null")
+
+
+def _numbers(value: object) -> Iterator[tuple[str, int | float]]:
+    """Every number in a JSON value, with the key that it or its list has. No recursion: JSON nests."""
+    rest: list[tuple[str, object]] = [("", value)]
+    while rest:
+        key, item = rest.pop()
+        if isinstance(item, dict):
+            rest.extend((str(inner_key), inner) for inner_key, inner in item.items())
+        elif isinstance(item, list):
+            rest.extend((key, inner) for inner in item)
+        elif isinstance(item, int | float) and not isinstance(item, bool):
+            yield key, item
+
+
+def _check_counts(raw: Mapping[str, Any], name: str) -> None:
+    """Refuses a number of layers, blocks, experts or labels that no model has."""
+    for key, value in _numbers(raw):
+        for pattern, limit in COUNT_LIMITS.items():
+            if pattern.search(key.casefold()) and value > limit:
+                shown = str(value) if value < 10**12 else "beyond any model"
+                raise PlanError(
+                    f"`{key}` in the config of `{name}` is {shown}",
+                    hint=f"the largest that memest builds is {limit}",
+                )
+
+
+def _to_pretrained(raw: dict[str, Any], name: str) -> PreTrainedConfig:
+    """The transformers config of a raw dict; its `model_type` chooses the class."""
+    from transformers import CONFIG_MAPPING
+
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        shown = "lacks `model_type`" if model_type is None else f"has `model_type` {model_type!r}"
+        raise PlanError(
+            f"the config of `{name}` {shown}", hint='name the family, such as "model_type": "llama"'
+        )
+    if model_type not in CONFIG_MAPPING:
+        near = ", ".join(f"`{found}`" for found in closest(model_type, CONFIG_MAPPING.keys()))
+        raise PlanError(
+            f"`model_type` `{model_type}` of `{name}` is not known to the installed transformers",
+            hint=f"closest: {near}" if near else "a newer transformers may know it",
+        )
+    try:
+        config = CONFIG_MAPPING[model_type].from_dict(json.loads(json.dumps(raw)))
+    except Exception as error:  # a config class may raise anything on a value that it did not expect
+        raise PlanError(
+            f"transformers cannot read the config of `{name}`: {first_line(error)}",
+            hint=f"compare it with a config.json of a published `{model_type}` model",
+        ) from error
+    return config  # type: ignore[no-any-return]
+
+
+def _architecture(raw: Mapping[str, Any], config: PreTrainedConfig, name: str) -> str:
+    """The one class in `architectures`, checked against the config; empty when there is none."""
+    import transformers
+
+    names = raw.get("architectures")
+    if names is None or names == []:
+        return ""
+    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+        raise PlanError(
+            f"`architectures` of `{name}` is {str(names)[:80]!r}, not a list of class names",
+            hint='write it as ["LlamaForCausalLM"]',
+        )
+    try:
+        cls = getattr(transformers, names[0], None)
+    except Exception:  # a lazy import that lacks an optional dependency
+        cls = None
+    if not isinstance(cls, type) or not issubclass(cls, transformers.PreTrainedModel):
+        near = ", ".join(f"`{n}`" for n in closest(names[0], _model_classes()))
+        raise PlanError(
+            f"`architectures` of `{name}` names `{names[0]}`, "
+            "which is no model class of the installed transformers",
+            hint=f"closest: {near}" if near else "a newer transformers may have it",
+        )
+    if cls.config_class is None or not isinstance(config, cls.config_class):
+        raise PlanError(
+            f"`architectures` of `{name}` names `{names[0]}`, "
+            f"which does not take a `{config.model_type}` config",
+            hint="`model_type` and `architectures` must be of one family",
+        )
+    return names[0]
+
+
+def _model_classes() -> list[str]:
+    import transformers
+
+    return [n for n in dir(transformers) if re.search(r"(For[A-Z]\w+|Model|LMHead\w*)$", n)]
+
+
+def _load_remote(source: str) -> PreTrainedConfig:
+    """The config of a model with Python code of its own, which is run."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(source, trust_remote_code=True)
+    except Exception as error:  # foreign code may raise anything
+        raise MemestError(
+            f"the code of `{source}` failed: {first_line(error)}",
+            hint="memest can only run code that the installed transformers accepts",
+        ) from error

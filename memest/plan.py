@@ -1,0 +1,307 @@
+"""`TrainingPlan`: the whole request. A lab config dictionary can be pasted into it, key by key."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from memest.errors import PlanError, UnsupportedError, closest
+from memest.units import parse_bytes
+
+PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed")
+
+PRECISION_ALIASES = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+"""Lightning 2.6 reads its short forms so (fabric/connector.py, `_convert_precision_to_unified_args`)."""
+
+OPTIMIZERS = (
+    "adamw", "adamw_fused", "adamw_single", "adam", "adam_fused", "sgd",
+    "adam_8bit", "adamw_8bit", "paged_adam_8bit", "paged_adamw_8bit", "lion_8bit",
+    "adafactor", "rmsprop", "adagrad", "deepspeed_cpu",
+)  # fmt: skip
+
+STRATEGIES = (
+    "auto", "ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3",
+    "deepspeed_stage_2_offload", "deepspeed_stage_3_offload",
+)  # fmt: skip
+
+ATTENTIONS = ("sdpa", "eager")
+
+IGNORED_KEYS = frozenset(
+    """
+    lr learning_rate weight_decay betas eps num_workers max_epochs max_steps min_epochs num_epochs epochs
+    limit_train_batches limit_val_batches log_every_n_steps val_check_interval seed shuffle pin_memory
+    persistent_workers lr_scheduler scheduler warmup_steps warmup_ratio experiment_name project run_name output_dir
+    save_dir logger log_dir enable_checkpointing enable_progress_bar dataset dataset_name data_dir train_size val_size
+    accelerator note expected
+    """.split()
+)
+"""Keys of lab configs that do not touch the memory of the training step."""
+
+_LIMITS = {
+    "batch_size": 1 << 16,
+    "accumulate_grad_batches": 1 << 16,
+    "seq_len": 1 << 22,
+    "image_size": 1 << 14,
+    "lora_r": 1 << 14,
+    "steps": 1000,
+    "devices": 1 << 14,
+}
+"""The largest value that is taken for a request and not for a slip."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingPlan:
+    """One fine-tune, as Lightning would be asked to run it.
+
+    Raises:
+        PlanError: a value does not exist, is out of range, or contradicts another.
+        UnsupportedError: a strategy that memest knows and does not model yet.
+    """
+
+    model_name: str
+    """A bundled model, a folder or file with a Hugging Face config, or a Hub id."""
+
+    name: str = ""
+    """A label for reports; the model's name where empty."""
+
+    batch_size: int = 1
+    """Samples per micro-batch and GPU."""
+
+    accumulate_grad_batches: int = 1
+    """Micro-batches per optimizer step."""
+
+    precision: str = "bf16-true"
+    """One of `PRECISIONS`, as Lightning names them."""
+
+    optim: str = "adamw"
+    """One of `OPTIMIZERS`."""
+
+    momentum: float = 0.0
+    """Of `sgd` and `rmsprop`; above 0 it adds a buffer of the size of the trainable parameters."""
+
+    act_ckpt: bool = False
+    """Activation checkpointing, as `model.gradient_checkpointing_enable()` of transformers does it."""
+
+    strategy: str = "auto"
+    """One of `STRATEGIES`."""
+
+    devices: int = 1
+    """GPUs."""
+
+    use_lora: bool = False
+    """Train low-rank adapters of peft on a frozen base."""
+
+    use_qlora: bool = False
+    """The same on a base quantised to nf4 by bitsandbytes."""
+
+    lora_r: int = 16
+    """Rank of the adapters."""
+
+    lora_alpha: float = 32
+    """Scale of the adapters; no effect on memory."""
+
+    lora_dropout: float = 0.05
+    """Dropout before the adapters; above 0 it keeps a mask."""
+
+    lora_target_modules: tuple[str, ...] = ()
+    """Names of the modules that get adapters; empty is peft's own choice for the architecture, or q and v."""
+
+    double_quant: bool = False
+    """QLoRA: quantise the scales too (`bnb_4bit_use_double_quant`)."""
+
+    seq_len: int | None = None
+    """Tokens per sample, padding included; None is the modality's default, which the report states."""
+
+    padded: bool | None = None
+    """At least one row is shorter than the rest, so masks are material; None is true where batch_size > 1."""
+
+    image_size: int | None = None
+    """Height and width of images; None is the model's own."""
+
+    attn_implementation: str | None = None
+    """`sdpa` or `eager`; None is what transformers picks."""
+
+    freeze: tuple[str, ...] = ()
+    """Glob patterns over parameter names that are not trained, such as `vision_model.*`."""
+
+    tie_word_embeddings: bool | None = None
+    """Whether the output head shares the embeddings; None is as transformers builds the config."""
+
+    gpu: tuple[str, ...] = ()
+    """Names of GPUs to judge; empty is the default set."""
+
+    gpu_memory: int | None = None
+    """Bytes of a GPU that is not in the catalogue."""
+
+    memory_limit: int | None = None
+    """Bytes that the caching allocator may reserve, as `set_per_process_memory_fraction` caps it."""
+
+    steps: int = 2
+    """Optimizer steps to simulate; from the third on nothing new is allocated, though fragments may grow."""
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        for key, allowed in (
+            ("precision", PRECISIONS),
+            ("optim", OPTIMIZERS),
+            ("strategy", STRATEGIES),
+            ("attn_implementation", ATTENTIONS),
+        ):
+            value = getattr(self, key)
+            if value is not None and value not in allowed:
+                raise PlanError(
+                    f"`{key}` cannot be `{value}`", hint=_suggest(value, allowed, "allowed")
+                )
+        for key, largest in _LIMITS.items():
+            value = getattr(self, key)
+            if value is not None and not 1 <= value <= largest:
+                raise PlanError(
+                    f"`{key}` is {value}", hint=f"give a whole number from 1 to {largest}"
+                )
+        self._check_numbers()
+        self._check_combinations()
+
+    def _check_numbers(self) -> None:
+        if not self.model_name.strip():
+            raise PlanError("`model_name` is empty", hint="`memest models` lists what is bundled")
+        if not 0 <= self.lora_dropout < 1:
+            raise PlanError(f"`lora_dropout` is {self.lora_dropout}", hint="give 0 <= p < 1")
+        if not 0 <= self.momentum < 1:
+            raise PlanError(f"`momentum` is {self.momentum}", hint="give 0 <= momentum < 1")
+        if not (self.lora_alpha > 0 and math.isfinite(self.lora_alpha)):
+            raise PlanError(f"`lora_alpha` is {self.lora_alpha}", hint="give a positive number")
+        for key in ("gpu_memory", "memory_limit"):
+            value = getattr(self, key)
+            if value is not None and value <= 0:
+                raise PlanError(f"`{key}` is {value}", hint="write it as `78.4GiB`")
+
+    def _check_combinations(self) -> None:
+        if self.momentum and self.optim not in ("sgd", "rmsprop"):
+            raise PlanError(
+                f"`momentum` {self.momentum} does not go with `optim` `{self.optim}`",
+                hint="use it with `sgd` or `rmsprop`",
+            )
+        if self.use_qlora and self.precision == "16-mixed":
+            raise UnsupportedError(
+                "QLoRA under `16-mixed` is not modelled", hint="use `bf16-mixed`, `bf16-true` or `32-true`"
+            )
+        if self.freeze and (self.use_lora or self.use_qlora):
+            raise PlanError(
+                "`freeze` does not go with LoRA, which freezes the whole base",
+                hint="leave `freeze` out, or narrow `lora_target_modules`",
+            )
+        if self.lora_target_modules and not self.uses_adapters:
+            raise PlanError(
+                "`lora_target_modules` is given for a full fine-tune",
+                hint="add `use_lora: true` (`--lora`) or leave it out",
+            )
+        if self.double_quant and not self.use_qlora:
+            raise PlanError(
+                "`double_quant` is given without QLoRA", hint="add `use_qlora: true` (`--qlora`)"
+            )
+        if self.padded and self.batch_size == 1:
+            raise PlanError(
+                "`padded` is true for `batch_size` 1: its only row is the longest",
+                hint="leave `padded` out or raise `batch_size`",
+            )
+        if self.optim == "deepspeed_cpu" and not self.strategy.endswith("_offload"):
+            raise PlanError(
+                f"`deepspeed_cpu` needs an offload strategy, not `{self.strategy}`",
+                hint="use `deepspeed_stage_2_offload` or `deepspeed_stage_3_offload`",
+            )
+        if self.strategy != "auto" or self.devices > 1:
+            raise UnsupportedError(
+                f"`strategy` `{self.strategy}` on {self.devices} GPU(s) is not modelled yet",
+                hint="predict one GPU with `strategy: auto` and `devices: 1`",
+            )
+
+    @property
+    def uses_adapters(self) -> bool:
+        """Whether only adapters are trained."""
+        return self.use_lora or self.use_qlora
+
+    @property
+    def is_padded(self) -> bool:
+        """`padded` with its default applied."""
+        return self.batch_size > 1 if self.padded is None else self.padded
+
+    @property
+    def label(self) -> str:
+        """The name for reports."""
+        return self.name or self.model_name
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain values, for JSON; `from_dict` reads it back."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], **overrides: Any) -> TrainingPlan:
+        """A plan from a lab config dictionary.
+
+        Args:
+            values: keys of `TrainingPlan`; keys of a lab config that do not touch memory are passed over.
+            overrides: values that win over `values`, None excepted.
+
+        Raises:
+            PlanError: a key does not exist, or a value is of the wrong kind.
+        """
+        merged = {**values, **{k: v for k, v in overrides.items() if v is not None}}
+        known = {f.name for f in dataclasses.fields(cls)}
+        for key in merged:
+            if not isinstance(key, str) or (key not in known and key not in IGNORED_KEYS):
+                raise PlanError(f"`{key}` is not a key of a plan", hint=_suggest(str(key), known, "keys"))
+        given = {k: _normalise(k, v) for k, v in merged.items() if k in known and v is not None}
+        if "model_name" not in given:
+            raise PlanError("the plan names no model", hint="give `model_name`, or `--model NAME`")
+        return cls(**given)
+
+
+_TUPLES = frozenset({"lora_target_modules", "freeze", "gpu"})
+_SIZES = frozenset({"gpu_memory", "memory_limit"})
+
+
+def _normalise(key: str, value: Any) -> Any:
+    if key in _SIZES:
+        return parse_bytes(value)
+    if key in _TUPLES:
+        return _strings(key, value)
+    if key == "precision" and isinstance(value, int | str) and not isinstance(value, bool):
+        return PRECISION_ALIASES.get(str(value), str(value))
+    if key in ("lora_alpha", "lora_dropout", "momentum") and type(value) is int:
+        return float(value)
+    return value
+
+
+def _strings(key: str, value: Any) -> tuple[str, ...]:
+    items: Sequence[Any] = [value] if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or not all(isinstance(i, str) and i for i in items):
+        raise PlanError(f"`{key}` is `{value!r}`", hint="give a list of names")
+    return tuple(part for item in items for part in item.split(",") if part)
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "int": (int,), "int | None": (int,), "str": (str,), "str | None": (str,), "bool": (bool,),
+    "bool | None": (bool,), "float": (float, int), "tuple[str, ...]": (tuple,),
+}  # fmt: skip
+_KIND_NAMES = {int: "a whole number", str: "text", bool: "true or false", float: "a number", tuple: "a list"}
+
+
+def _check_types(plan: TrainingPlan) -> None:
+    for field in dataclasses.fields(plan):
+        value = getattr(plan, field.name)
+        kinds = _KINDS[str(field.type)]
+        is_right = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+        if value is None and "None" in str(field.type):
+            is_right = True
+        if not is_right:
+            raise PlanError(f"`{field.name}` is `{value!r}`", hint=f"give {_KIND_NAMES[kinds[0]]}")
+
+
+def _suggest(value: str, allowed: Any, what: str) -> str:
+    near = closest(value, allowed)
+    listed = ", ".join(f"`{a}`" for a in (near if what == "keys" and near else sorted(allowed)))
+    return f"the closest {what}: {listed}" if what == "keys" and near else f"{what}: {listed}"
