@@ -234,7 +234,7 @@ def make_optimizer(
     """The optimizer `name` over meta `params`, with the kernels that CUDA would choose.
 
     `weight_decay` None keeps the library's default; in SGD and Adam another value than 0 costs a
-    gradient-sized temporary.
+    passing copy of the gradients.
 
     Raises:
         PlanError: no optimizer has this name, or it has no momentum.

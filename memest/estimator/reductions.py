@@ -9,8 +9,8 @@ Mirrors `setReduceConfig`, `ReduceConfig` and `gpu_reduce_kernel` of
 `aten/src/ATen/native/cuda/Reduce.cuh` (read in torch 2.13) and the dimension ordering, coalescing
 and 32-bit splitting of `aten/src/ATen/TensorIterator.cpp`.
 
-Evidence: exact on all 3,400 reductions recorded on an H200 with torch 2.11. The splitting of inputs
-that need 64-bit indices was not among them.
+Evidence: exact on all 3,470 reductions recorded on an H200 with torch 2.11. None of them had an
+input that needs 64-bit indices.
 
 Left out: complex dtypes (they reduce through jiterator kernels with other accumulators).
 """

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from memest.estimator.cuda_dispatch import autocast, cuda_semantics
+from memest.estimator.module_tracker import ModuleTracker
 from memest.estimator.optimizers import optimizer_state_bytes, optimizer_state_tensors
-from memest.estimator.trace import Coverage, MemKind, ModuleTracker, Recorder, StorageTable
+from memest.estimator.trace import Coverage, MemKind, Recorder, StorageTable
 
 
 class Optimizer(Protocol):
@@ -105,7 +106,6 @@ class StepTracer:
         recorder.phase = "setup"
         with recorder, torch.device("meta"):
             model = build()
-        gc.collect()
         for name, parameter in model.named_parameters():
             recorder.adopt(parameter, MemKind.PARAMS)
             recorder.label(parameter, MemKind.PARAMS, name.rpartition(".")[0])
@@ -192,8 +192,7 @@ class StepTracer:
 
 @contextmanager
 def _no_cycles() -> Any:
-    """Collect now and not in the middle of the trace, so that two traces of a plan are the same."""
-    gc.collect()
+    """No collection in the middle of the trace, so that two traces of a plan are the same."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memest.errors import TraceError
-from memest.estimator.attention_kernels import ATTENTION_EVENTS, Events
-from memest.estimator.cublas import CublasWorkspaces
+from memest.estimator.attention_kernels import ATTENTION_EVENTS, NOT_MODELLED
+from memest.estimator.cublas import MATMULS, CublasWorkspaces
 from memest.estimator.gpus import Gpu
-from memest.estimator.kernels import OUTPUT_BYTES, SCRATCH, has_no_scratch
+from memest.estimator.kernels import OUTPUT_BYTES, SCRATCH, has_no_scratch, is_partly_modelled
+from memest.estimator.module_tracker import ModuleTracker
 from memest.estimator.scratch import Scratch
 from memest.estimator.shadow import (
     READS_VALUE,
@@ -29,6 +27,8 @@ from memest.estimator.shadow import (
     known_without_values,
     materialise,
 )
+
+aten = torch.ops.aten
 
 
 class MemKind(StrEnum):
@@ -76,57 +76,22 @@ class Coverage:
     unmodelled: Counter[str] = field(default_factory=Counter)
 
 
-class ModuleTracker:
-    """Which module runs: in the forward by hooks, in the backward by the sequence numbers of autograd's nodes."""
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a call with the same shapes does again: its outputs, and its requests to the allocator."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._names = {id(m): name for name, m in model.named_modules()}
-        self._stack: list[str] = []
-        self._starts: list[int] = []
-        self._owners: list[str] = []
-        self._parameters = {id(p): name.rpartition(".")[0] for name, p in model.named_parameters()}
+    specs: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
+    is_tuple: bool
+    events: tuple[tuple[int | None, int | None], ...]
+    """(bytes, position of the output or None for a temporary); bytes None is the output's own size, below 0 a free."""
 
-    @contextmanager
-    def hooked(self) -> Iterator[None]:
-        """Follow every module's forward."""
-        handles = [
-            nn.modules.module.register_module_forward_pre_hook(self._enter),
-            nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    is_partial: bool
+    """Something about the kernel is not modelled."""
 
-    def owner_of(self, parameter: Tensor) -> str:
-        """The path of the module that holds `parameter`."""
-        return self._parameters.get(id(parameter), "")
-
-    def current(self) -> str:
-        """The path of the running module, or the one whose backward runs; "" outside of all."""
-        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
-        if node is None or self._stack:
-            return self._stack[-1] if self._stack else ""
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            return self._parameters.get(id(variable), "")
-        index = bisect_right(self._starts, node._sequence_nr()) - 1
-        return self._owners[index] if index >= 0 else ""
-
-    def _note(self, owner: str) -> None:
-        start = torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
-        self._starts.append(start)
-        self._owners.append(owner)
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        self._stack.append(self._names.get(id(module), self._stack[-1] if self._stack else ""))
-        self._note(self._stack[-1])
-
-    def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
-        if self._stack:
-            self._stack.pop()
-        self._note(self._stack[-1] if self._stack else "")
+    def make_outputs(self) -> Any:
+        """Fresh meta tensors as the call returns them."""
+        made = [torch.empty_strided(size, stride, dtype=d, device="meta") for size, stride, d in self.specs]
+        return tuple(made) if self.is_tuple else made[0]
 
 
 class Recorder(TorchDispatchMode):
@@ -149,7 +114,13 @@ class Recorder(TorchDispatchMode):
         self._cublas = CublasWorkspaces(gpu.capability)
         self._live: dict[int, int] = {}
         self._references: dict[int, Any] = {}
-        self._plans: dict[Any, Callable[..., Scratch] | None | bool] = {}
+        self._recipes: dict[Any, Recipe] = {}
+        self._repeatable: set[Any] = set()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; torch would otherwise wrap each call, and import its compiler."""
+        return False
 
     def take_events(self) -> list[int]:
         """The events since the last call."""
@@ -177,16 +148,31 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        self.coverage.num_ops += 1
+        if func.is_view:
+            return self._run(func, args, kwargs)
         if func in READS_VALUE:
             return self._read(func, args, kwargs)
-        out = self._run(func, args, kwargs)
-        self._record(func, args, kwargs, out)
-        if not func.is_view:
-            self.values.follow(func, args, kwargs, out)
-            finite = known_without_values(func, args)
-            if finite is not None and self.values.value_of(out) is None:
-                self.values.adopt(out, finite(out))
+        recipe = key = None
+        if func in self._repeatable:
+            key = (func, *map(_signature, args), *map(_signature, kwargs.items()))
+            recipe = self._recipes.get(key)
+        if recipe is None:
+            out = self._run(func, args, kwargs)
+            recipe = self._recipe(func, args, kwargs, out)
+            if self._can_repeat(func, out):
+                self._recipes[key or (func, *map(_signature, args), *map(_signature, kwargs.items()))] = recipe
+        else:
+            out = recipe.make_outputs()
+        self._record(func, args, kwargs, out, recipe)
+        self._follow_values(func, args, kwargs, out)
         return out
+
+    def _follow_values(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        self.values.follow(func, args, kwargs, out)
+        finite = known_without_values(func, args)
+        if finite is not None and self.values.value_of(out) is None:
+            self.values.adopt(out, finite(out))
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -215,64 +201,85 @@ class Recorder(TorchDispatchMode):
             hint="the shapes of its tensors depend on values; memest cannot predict this model yet",
         )
 
-    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        self.coverage.num_ops += 1
-        fresh = [
-            t
-            for t in (out if isinstance(out, list | tuple) else (out,))
-            if isinstance(t, Tensor)
-            and t.device.type == "meta"
-            and t.untyped_storage()._cdata not in self._live
-        ]
-        if (attention := ATTENTION_EVENTS.get(func)) is not None:
-            self._record_events(attention(args, kwargs, out, self.gpu), fresh, out, self._site(func))
-            return
-        scratch = self._scratch(func, args, kwargs, out)
-        persistent, passing = self._cublas_workspaces(func, args, kwargs)
-        if not fresh and scratch is None and not persistent and not passing:
-            return
-        site = self._site(func)
-        scratch = scratch or Scratch()
-        temporary = [self._workspace(n, site) for n in scratch.before]
-        self._record_outputs(func, args, kwargs, out, fresh, site)
-        temporary += [self._workspace(n, site) for n in (*passing, *scratch.after)]
-        for num_bytes in persistent:
-            self._workspace(num_bytes, site)
-        self.events.extend(~index for index in temporary)
-
-    def _record_outputs(
-        self, func: Any, args: Any, kwargs: Any, out: Any, fresh: list[Tensor], site: Site
-    ) -> None:
-        rule = OUTPUT_BYTES.get(func)
-        sizes = rule(args, kwargs, out, self.gpu) if rule is not None else None
-        if sizes is None:
-            for tensor in fresh:
-                self._born(tensor, None, site, self.kind)
-            return
-        for tensor, size in zip(_tensors(out), sizes, strict=True):
-            self._born(tensor, size, site, self.kind)
-
-    def _record_events(self, events: Events, fresh: list[Tensor], out: Any, site: Site) -> None:
+    def _can_repeat(self, func: Any, out: Any) -> bool:
+        """Whether a call with the same shapes makes the same outputs, each in a storage of its own."""
+        if func._schema.is_mutable or any(r.alias_info is not None for r in func._schema.returns):
+            return False
         results = out if isinstance(out, list | tuple) else (out,)
-        temporary: dict[int, list[int]] = {}
-        for event in events:
-            if event.output is not None:
-                self._born(results[event.output], event.num_bytes, site, self.kind)
-            elif event.num_bytes > 0:
-                index = self._workspace(event.num_bytes, site)
-                temporary.setdefault(event.num_bytes, []).append(index)
-            else:
-                self.events.append(~temporary[-event.num_bytes].pop())
-        for tensor in fresh:  # what meta makes and CUDA does not
-            self._born(tensor, 0, site, self.kind)
+        if not all(isinstance(t, Tensor) and t.device.type == "meta" for t in results):
+            return False
+        storages = {t.untyped_storage()._cdata for t in results}
+        is_own = all(
+            t.storage_offset() == 0 and t.untyped_storage().nbytes() == _dense_bytes(t)
+            for t in results
+        )
+        if len(storages) == len(results) and is_own and func not in _DEPENDS_ON_VALUES:
+            self._repeatable.add(func)
+            return True
+        return False
 
-    def _scratch(self, func: Any, args: Any, kwargs: Any, out: Any) -> Scratch | None:
+    def _recipe(self, func: Any, args: Any, kwargs: Any, out: Any) -> Recipe:
+        """What one call of `func` asks of the allocator, and what it returns."""
+        is_tuple = isinstance(out, list | tuple)
+        results = out if is_tuple else (out,)
+        specs = tuple(
+            (t.size(), t.stride(), t.dtype)
+            for t in results
+            if isinstance(t, Tensor) and t.device.type == "meta"
+        )
+        attention = ATTENTION_EVENTS.get(func)
+        if attention is not None:
+            events = attention(args, kwargs, out, self.gpu)
+            note = NOT_MODELLED[func](self.gpu) if func in NOT_MODELLED else ""
+            return Recipe(specs, is_tuple, tuple((e.num_bytes, e.output) for e in events), bool(note))
+        scratch, is_partial = self._scratch(func, args, kwargs, out)
+        sizes: list[int | None] = [None] * len(results)
+        if (rule := OUTPUT_BYTES.get(func)) is not None:
+            sizes = rule(args, kwargs, out, self.gpu) or sizes
+        events_: list[tuple[int | None, int | None]] = [(n, None) for n in scratch.before]
+        events_ += [(sizes[i], i) for i, t in enumerate(results) if isinstance(t, Tensor)]
+        events_ += [(n, None) for n in scratch.after]
+        return Recipe(specs, is_tuple, tuple(events_), is_partial)
+
+    def _record(self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Recipe) -> None:
+        if recipe.is_partial:
+            self.coverage.unmodelled[str(func).removesuffix(".default")] += 1
+        results = out if recipe.is_tuple else (out,)
+        site: Site | None = None
+        temporary: list[int] = []
+        for num_bytes, position in recipe.events:
+            if position is None:
+                site = site or self._site(func)
+                if num_bytes < 0:  # type: ignore[operator]
+                    freed = next(i for i in reversed(temporary) if self.storages.num_bytes[i] == -num_bytes)  # type: ignore[operator]
+                    temporary.remove(freed)
+                    self.events.append(~freed)
+                else:
+                    temporary.append(self._workspace(num_bytes, site))  # type: ignore[arg-type]
+            elif (t := results[position]).untyped_storage()._cdata not in self._live:
+                site = site or self._site(func)
+                self._born(t, num_bytes, site, self.kind)
+        if func in MATMULS:
+            persistent, passing = self._cublas_workspaces(func, args, kwargs)
+            if persistent or passing:
+                site = site or self._site(func)
+                temporary += [self._workspace(n, site) for n in passing]
+                for num_bytes in persistent:
+                    self._workspace(num_bytes, site)
+        self.events.extend(~index for index in temporary)
+        if func in ATTENTION_EVENTS:
+            for t in results:  # what meta makes and CUDA does not
+                if isinstance(t, Tensor) and t.untyped_storage()._cdata not in self._live:
+                    self._born(t, 0, site or self._site(func), self.kind)
+
+    def _scratch(self, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[Scratch, bool]:
+        """The kernel's temporaries, and whether something about it is not modelled."""
+        if func in MATMULS:
+            return Scratch(), False
         rule = SCRATCH.get(func)
         if rule is not None:
-            return rule(args, kwargs, out, self.gpu)
-        if not has_no_scratch(func):
-            self.coverage.unmodelled[str(func).removesuffix(".default")] += 1
-        return None
+            return rule(args, kwargs, out, self.gpu), is_partly_modelled(func, args, kwargs, self.gpu)
+        return Scratch(), not has_no_scratch(func)
 
     def _cublas_workspaces(
         self, func: Any, args: Any, kwargs: Any
@@ -309,5 +316,32 @@ class Recorder(TorchDispatchMode):
             self.values.drop(key)
 
 
-def _tensors(out: Any) -> list[Tensor]:
-    return [t for t in (out if isinstance(out, list | tuple) else (out,)) if isinstance(t, Tensor)]
+_DEPENDS_ON_VALUES = frozenset(
+    {
+        aten.nonzero.default,
+        aten.masked_select.default,
+        aten.index.Tensor,
+        aten._unique2.default,
+        aten.unique_consecutive.default,
+        aten.bincount.default,
+        aten.repeat_interleave.Tensor,
+    }
+)
+"""Operators whose outputs' shapes are not a function of their inputs' shapes."""
+
+
+def _signature(value: Any) -> Any:
+    """What of an argument decides the shapes of outputs; 1, 1.0 and True differ."""
+    if isinstance(value, Tensor):
+        return value.size(), value.stride(), value.dtype, value.device.type, value.storage_offset() % 16
+    if isinstance(value, list | tuple):
+        return tuple(map(_signature, value))
+    return type(value), value
+
+
+def _dense_bytes(tensor: Tensor) -> int:
+    """Bytes of the smallest storage that holds `tensor` from offset 0."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((n - 1) * stride for n, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()

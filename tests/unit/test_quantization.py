@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memest.errors import PlanError
-from memest.models_meta import quantization
 from memest.models_meta.quantization import (
     FusedGemmRule,
     Linear4bit,
@@ -81,51 +82,57 @@ def test_preparing_casts_all_but_4bit_weights_to_fp32_and_freezes_them() -> None
     }
 
 
-def test_a_layer_keeps_neither_its_input_nor_a_dequantised_weight(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+class EmptyLog(TorchDispatchMode):
+    """What `torch.empty` makes, and which of it is alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[tuple[int, ...], torch.dtype]] = []
+        self.storages: list[weakref.ref[Any]] = []
+
+    @property
+    def num_alive(self) -> int:
+        return sum(storage() is not None for storage in self.storages)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.empty.memory_format:
+            self.made.append((tuple(out.shape), out.dtype))
+            self.storages.append(weakref.ref(out.untyped_storage()))
+        return out
+
+
+def test_a_layer_keeps_neither_its_input_nor_a_dequantised_weight() -> None:
     """700 rows are too many for the fused kernel, so the weight is dequantised, twice."""
-    made: list[tuple[tuple[int, ...], torch.dtype]] = []
-    alive: list[weakref.ref[Any]] = []
-    empty = torch.empty
-
-    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
-        tensor = empty(*args, **kwargs)
-        made.append((tuple(tensor.shape), tensor.dtype))
-        alive.append(weakref.ref(tensor.untyped_storage()))
-        return tensor
-
     layer = quantize_nf4(layers(), compute_dtype=torch.float32)[0]  # type: ignore[index]
     x = torch.zeros(700, K, device="meta", requires_grad=True)
-    kept = weakref.ref(x.untyped_storage())
-    monkeypatch.setattr(quantization.torch, "empty", counted)
 
-    hidden = x * 2
-    saved = weakref.ref(hidden.untyped_storage())
-    output = layer(hidden)
-    del hidden
+    with EmptyLog() as log:
+        hidden = x * 2
+        storage = weakref.ref(hidden.untyped_storage())
+        output = layer(hidden)
+        del hidden
+        forward, num_alive, input_is_dead = list(log.made), log.num_alive, storage() is None
+        output.sum().backward()
 
-    assert made == [((N, K), torch.float32)]
-    assert [ref() for ref in alive] == [None]
-    assert saved() is None
-    assert kept() is not None
-
-    output.sum().backward()
-
+    assert forward == [((N, K), torch.float32)]
+    assert num_alive == 0
+    assert input_is_dead
     # back in the dtype in which the weight was loaded, and cast from there
-    assert made[1:] == [((N, K), torch.bfloat16)]
+    assert log.made[1:] == [((N, K), torch.bfloat16)]
     assert x.grad is not None
 
 
-def test_a_fused_product_dequantises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fused_product_dequantises_nothing() -> None:
     layer = quantize_nf4(layers(), compute_dtype=torch.bfloat16)[0]  # type: ignore[index]
+    x = torch.zeros(4, K, dtype=torch.bfloat16, device="meta")
 
-    def refuse(*args: Any, **kwargs: Any) -> torch.Tensor:
-        raise AssertionError("dequantised")
+    with EmptyLog() as log:
+        output = layer(x)
 
-    monkeypatch.setattr(quantization.torch, "empty", refuse)
-    output = layer(torch.zeros(4, K, dtype=torch.bfloat16, device="meta"))
-
+    assert log.made == []
     assert output.shape == (4, N)
 
 
