@@ -112,6 +112,9 @@ class TrainingPlan:
     double_quant: bool = False
     """QLoRA: quantise the scales too (`bnb_4bit_use_double_quant`)."""
 
+    quant_skip: tuple[str, ...] = ("lm_head", "wo")
+    """QLoRA: names of modules that stay unquantised besides the output head (`llm_int8_skip_modules`)."""
+
     seq_len: int | None = None
     """Tokens per sample, padding included; None is the modality's default, which the report states."""
 
@@ -260,7 +263,7 @@ class TrainingPlan:
         return cls(**given)
 
 
-_TUPLES = frozenset({"lora_target_modules", "freeze", "gpu"})
+_TUPLES = frozenset({"lora_target_modules", "freeze", "gpu", "quant_skip"})
 _SIZES = frozenset({"gpu_memory", "memory_limit"})
 
 

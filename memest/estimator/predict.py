@@ -164,7 +164,7 @@ def _trace(plan: TrainingPlan, gpu: Gpu, trust_remote_code: bool) -> TracedPlan:
         accumulates=plan.accumulate_grad_batches > 1,
     )
     notes: list[str] = []
-    model = tracer.setup(lambda: _build(plan, config, notes))
+    model = tracer.setup(lambda: _build(plan, gpu, config, notes))
     batch = _batch(plan, model, seq_len)
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
@@ -211,13 +211,19 @@ def _sequence_length(plan: TrainingPlan, config: ModelConfig, positions: int | N
     return plan.seq_len
 
 
-def _build(plan: TrainingPlan, config: ModelConfig, notes: list[str]) -> nn.Module:
+def _build(
+    plan: TrainingPlan, gpu: Gpu, config: ModelConfig, notes: list[str]
+) -> nn.Module:
     """The module as Lightning trains it: built, quantised, adapted, frozen, cast, checkpointing set."""
     import torch
 
     from memest.models_meta.adapters import apply_lora
     from memest.models_meta.build import build_model, freeze
-    from memest.models_meta.quantization import prepare_for_kbit_training, quantize_nf4
+    from memest.models_meta.quantization import (
+        FusedGemmRule,
+        prepare_for_kbit_training,
+        quantize_nf4,
+    )
     from memest.models_meta.tying import set_tied_embeddings
 
     is_true_half = plan.precision in ("bf16-true", "16-true")
@@ -232,7 +238,13 @@ def _build(plan: TrainingPlan, config: ModelConfig, notes: list[str]) -> nn.Modu
     if plan.tie_word_embeddings is not None:
         set_tied_embeddings(model, plan.tie_word_embeddings)
     if plan.use_qlora:
-        quantize_nf4(model, compute_dtype=None, double_quant=plan.double_quant)
+        quantize_nf4(
+            model,
+            compute_dtype=torch.float16 if plan.precision.startswith("16") else torch.bfloat16,
+            double_quant=plan.double_quant,
+            skip=plan.quant_skip,
+            rule=FusedGemmRule(capability=gpu.capability, num_sms=gpu.num_sms),
+        )
         prepare_for_kbit_training(model, use_gradient_checkpointing=plan.act_ckpt)
     if plan.uses_adapters:
         model = apply_lora(

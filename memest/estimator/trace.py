@@ -17,6 +17,7 @@ from memest.errors import TraceError
 from memest.estimator.attention_kernels import ATTENTION_EVENTS, NOT_MODELLED
 from memest.estimator.cublas import MATMULS, CublasWorkspaces
 from memest.estimator.gpus import Gpu
+from memest.estimator.indexing_kernels import masked_scatter_backward_scratch
 from memest.estimator.kernels import OUTPUT_BYTES, SCRATCH, has_no_scratch, is_partly_modelled
 from memest.estimator.module_tracker import ModuleTracker
 from memest.estimator.scratch import Scratch
@@ -276,6 +277,13 @@ class Recorder(TorchDispatchMode):
         """The kernel's temporaries, and whether something about it is not modelled."""
         if func in MATMULS:
             return Scratch(), False
+        if func is aten.masked_scatter_backward.default:
+            mask = self.values.value_of(args[1])
+            num_selected = None if mask is None else int(mask.sum())
+            scratch = masked_scatter_backward_scratch(
+                args, kwargs, out, self.gpu, num_selected=num_selected
+            )
+            return scratch, False
         rule = SCRATCH.get(func)
         if rule is not None:
             return rule(args, kwargs, out, self.gpu), is_partly_modelled(func, args, kwargs, self.gpu)
@@ -318,6 +326,7 @@ class Recorder(TorchDispatchMode):
 
 _DEPENDS_ON_VALUES = frozenset(
     {
+        aten.masked_scatter_backward.default,
         aten.nonzero.default,
         aten.masked_select.default,
         aten.index.Tensor,

@@ -17,9 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from memest.errors import PlanError, UnsupportedError
-from memest.models_meta.build import default_image_size
+from memest.models_meta.build import default_image_size, text_config, vision_config
+from memest.models_meta.registry import error_text
 
 SEED = 20
+MAX_TOKENS = 2**27
+"""Ids are real tensors: this many take 1 GiB of host memory, thrice with mask and labels."""
+
 IGNORE_INDEX = -100
 """The label that torch's cross entropy leaves out."""
 
@@ -90,15 +94,9 @@ class _Request:
 
     @property
     def num_padded(self) -> int:
-        """Masked tokens at the end of each row but the first: a quarter of the row, at least one."""
+        """Masked tokens at the end of each row but the first: a quarter of it, at least one."""
         can_pad = self.padded and self.batch_size > 1 and self.seq_len > 1
         return max(1, self.seq_len // 4) if can_pad else 0
-
-    def text_config(self) -> Any:
-        try:
-            return self.config.get_text_config(decoder=True)
-        except ValueError:
-            return self.config
 
 
 Recipe = Callable[[_Request], Batch]
@@ -128,6 +126,11 @@ def make_batch(
     for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
         if value < 1:
             raise PlanError(f"`{name}` is {value}", hint="give at least 1")
+    if batch_size * seq_len > MAX_TOKENS:
+        raise PlanError(
+            f"`batch_size` {batch_size} x `seq_len` {seq_len} is beyond {MAX_TOKENS} tokens",
+            hint="a micro-batch is what goes through the model at once",
+        )
     inner = _unwrapped(model)
     request = _Request(
         config=inner.config,
@@ -140,7 +143,14 @@ def make_batch(
         device=torch.device(device),
         generator=torch.Generator().manual_seed(SEED),
     )
-    return _recipe(request, inner)(request)
+    try:
+        return _recipe(request, inner)(request)
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise PlanError(
+            f"the config of `{request.class_name}` does not say what its inputs are: "
+            f"{error_text(error)}",
+            hint="check its vocabulary, special token ids, labels and image sizes",
+        ) from error
 
 
 def _unwrapped(model: nn.Module) -> Any:
@@ -167,9 +177,7 @@ def _recipe(request: _Request, model: Any) -> Recipe:
 # --- parts of a batch -----------------------------------------------------------------------------
 
 
-def _batch(
-    request: _Request, named: Mapping[str, Tensor], *notes: str, **kwargs: Any
-) -> Batch:
+def _batch(request: _Request, named: Mapping[str, Tensor], *notes: str, **kwargs: Any) -> Batch:
     """A `Batch` of the given tensors; without labels or a loss of its own, one over an output."""
     tensors = tuple(BatchTensor(name=name, value=value) for name, value in named.items())
     flags = kwargs.pop("flags", {})
@@ -182,7 +190,7 @@ def _batch(
 
 def _special_ids(config: Any) -> set[int]:
     """Ids with a meaning of their own: every `*_token_id` and `*_token_index` of the config."""
-    fields = {**config.get_text_config().to_dict(), **config.to_dict()}
+    fields = {**text_config(config).to_dict(), **config.to_dict()}
     ends = ("_token_id", "_token_index")
     return {
         value
@@ -193,7 +201,7 @@ def _special_ids(config: Any) -> set[int]:
 
 def _random_ids(request: _Request, num_tokens: int) -> Tensor:
     """(B, num_tokens) seeded ids, none of them special while the vocabulary has others."""
-    vocab_size = int(request.text_config().vocab_size)
+    vocab_size = int(text_config(request.config).vocab_size)
     special = _special_ids(request.config)
     shape = (request.batch_size, num_tokens)
     ids = torch.randint(0, vocab_size, shape, generator=request.generator)
@@ -204,7 +212,7 @@ def _random_ids(request: _Request, num_tokens: int) -> Tensor:
 
 
 def _pad_id(request: _Request) -> int:
-    text = request.text_config()
+    text = text_config(request.config)
     pad_id = getattr(text, "pad_token_id", None)
     if pad_id is None:
         pad_id = getattr(request.config, "pad_token_id", None)
@@ -212,7 +220,7 @@ def _pad_id(request: _Request) -> int:
 
 
 def _text(request: _Request, prefix: Tensor | None = None) -> dict[str, Tensor]:
-    """`input_ids` and `attention_mask` (B, T), after an optional `prefix` of image tokens (B, T')."""
+    """`input_ids` and `attention_mask` (B, T); ids begin with `prefix` (B, T'), image tokens."""
     num_prefix = 0 if prefix is None else prefix.shape[1]
     ids = _random_ids(request, request.seq_len - num_prefix)
     if prefix is not None:
@@ -226,8 +234,8 @@ def _text(request: _Request, prefix: Tensor | None = None) -> dict[str, Tensor]:
 
 
 def _pixels(request: _Request) -> tuple[dict[str, Tensor], dict[str, bool], int]:
-    """fp32 `pixel_values` (B, C, H, W), the flags for a size that is not the model's, and the size."""
-    vision = getattr(request.config, "vision_config", None) or request.config
+    """fp32 `pixel_values` (B, C, H, W), flags for a size that is not the model's, the size."""
+    vision = vision_config(request.config) or request.config
     own = default_image_size(request.config)
     size = request.image_size or own
     if size is None or size < 1:
@@ -276,7 +284,7 @@ def _placeholders(request: _Request, num_image_tokens: int, image_id: int, *arou
 
 
 def _text_batch(request: _Request) -> Batch:
-    """Language models, encoders, encoder-decoders and their heads: the class name tells the labels."""
+    """Language models, encoders, encoder-decoders and heads: the class name tells the labels."""
     named = _text(request)
     name = request.class_name
     if "attention_mask" not in request.forward:

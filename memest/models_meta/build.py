@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import fnmatch
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from memest.errors import PlanError, UnsupportedError, closest
-from memest.models_meta.registry import ModelConfig, first_line
+from memest.models_meta.registry import ModelConfig, error_text, quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -35,7 +34,9 @@ _AUTO_CLASSES = (
 
 # Families whose attention knows distances, not positions: a text of any length is in range.
 # Mirrors transformers 5.17: a relative bias by bucket (t5, mt5, ...), ALiBi (bloom, mpt).
-_RELATIVE_POSITIONS = frozenset({"t5", "mt5", "umt5", "longt5", "switch_transformers", "pix2struct"})
+_RELATIVE_POSITIONS = frozenset(
+    {"t5", "mt5", "umt5", "longt5", "switch_transformers", "pix2struct"}
+)
 _ALIBI_POSITIONS = frozenset({"bloom", "mpt"})
 
 # Families whose position table starts counting after the padding index (fairseq's convention), so
@@ -79,8 +80,8 @@ def build_model(
 
     Initialisation of weights is skipped: nothing is computed, so 70e9 parameters take about a
     second. Buffers keep the dtype that the class gives them, and move to `device` where a class
-    makes them on the CPU. `attn_implementation` None takes transformers' own default, which is `sdpa`;
-    a class without it gets `eager`, whichever was asked, and `notes` says so.
+    makes them on the CPU. `attn_implementation` None takes transformers' own default, which is
+    `sdpa`; a class without it gets `eager`, whichever was asked, and `notes` says so.
 
     Left out: what `from_pretrained` changes while it loads a checkpoint: modules kept in float32
     under float16 (T5's `wo`), and heads that the checkpoint stores untied.
@@ -97,11 +98,10 @@ def build_model(
     notes: list[str] = []
     pretrained = copy.deepcopy(config.pretrained)
     cls = _model_class(config, notes)
-    # transformers' default is sdpa wherever a (sub-)model has it, else eager; to ask for sdpa by name
-    # would be an error there.
+    # transformers' default is sdpa wherever a (sub-)model has it, else eager; there, to ask for
+    # sdpa by name would be an error.
     asked = "eager" if attn_implementation == "eager" else None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about the config, which cannot be changed here
+    with quiet_transformers():
         module = _instantiate(config, cls, pretrained, dtype=dtype, attn=asked, device=device)
     module.train()
     num_params = sum(parameter.numel() for parameter in module.parameters())
@@ -110,7 +110,7 @@ def build_model(
     return BuiltModel(
         module=module,
         config=module.config,
-        attn_implementation=_text_config(module.config)._attn_implementation or "eager",
+        attn_implementation=text_config(module.config)._attn_implementation or "eager",
         num_params=num_params,
         notes=tuple(notes),
     )
@@ -182,13 +182,13 @@ def _instantiate(
         return module.to(device)
     except ImportError as error:
         raise UnsupportedError(
-            f"`{cls.__name__}` needs a package that is not installed: {first_line(error)}",
+            f"`{cls.__name__}` needs a package that is not installed: {error_text(error)}",
             hint="install it, or choose a model of another family",
         ) from error
     except Exception as error:  # a class may raise anything on sizes that do not go together
         raise PlanError(
             f"`{cls.__name__}` cannot be built from the config of `{config.name}`: "
-            f"{first_line(error)}",
+            f"{error_text(error)}",
             hint="check the sizes in the config: width, heads, layers and vocabulary",
         ) from error
 
@@ -218,7 +218,7 @@ def num_positions(config: PreTrainedConfig) -> int | None:
     >>> num_positions(RobertaConfig(max_position_embeddings=514, pad_token_id=1))
     512
     """
-    text = _text_config(config)
+    text = text_config(config)
     if text.model_type in _RELATIVE_POSITIONS | _ALIBI_POSITIONS:
         return None
     for name in ("max_target_positions", "max_position_embeddings", "n_positions"):
@@ -231,7 +231,7 @@ def num_positions(config: PreTrainedConfig) -> int | None:
 
 def default_image_size(config: PreTrainedConfig) -> int | None:
     """Pixels a side of the square image that the model takes; None for a model without images."""
-    vision = getattr(config, "vision_config", None)
+    vision = vision_config(config)
     size = getattr(vision if vision is not None else config, "image_size", None)
     if isinstance(size, Sequence) and size:
         size = size[0]
@@ -240,15 +240,28 @@ def default_image_size(config: PreTrainedConfig) -> int | None:
     return DYNAMIC_IMAGE_SIZE if vision is not None else None
 
 
-def _text_config(config: Any) -> Any:
+def text_config(config: Any) -> Any:
+    """The config of the text side (the decoder's, of two); the config itself when it has none."""
+    from transformers import PreTrainedConfig
+
     try:
-        return config.get_text_config(decoder=True)
+        text = config.get_text_config(decoder=True)
     except ValueError:
         return config
+    # A config class keeps unknown keys as they are, so a stray `text_config` may be anything.
+    return text if isinstance(text, PreTrainedConfig) else config
+
+
+def vision_config(config: Any) -> Any:
+    """The config of the vision side; None when the config has none."""
+    from transformers import PreTrainedConfig
+
+    vision = getattr(config, "vision_config", None)
+    return vision if isinstance(vision, PreTrainedConfig) else None
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> int:
-    """Takes `requires_grad` from the parameters that match, and returns how many weights that froze.
+    """Takes `requires_grad` from the parameters that match; returns how many weights that froze.
 
     A pattern is a shell glob over parameter names (`vision_model.*`, `*.layers.[0-9].*`), or the
     name of a module, which means all in it. A tied parameter goes by each of its names.

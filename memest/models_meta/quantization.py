@@ -408,9 +408,11 @@ def quantize_nf4(
             f"`{type(model).__name__}` has no linear layer to quantise",
             hint=f"left alone by name: {', '.join(f'`{p}`' for p in patterns) or 'none'}",
         )
-    for name in names:
+    # A loop over `list(model.named_modules())` holds the originals to its end, and so does this one.
+    originals = [model.get_submodule(name) for name in names]
+    for name, original in zip(names, originals, strict=True):
         layer = Linear4bit(
-            model.get_submodule(name),
+            original,
             compute_dtype=compute_dtype,
             double_quant=double_quant,
             rule=rule or FusedGemmRule(),

@@ -1,15 +1,18 @@
 """Names to configs: the bundled models, a config.json on disk, or one on the Hugging Face Hub.
 
-Only JSON is read here; transformers is imported when a config is resolved, never to list the models.
+Only JSON is read here; transformers is imported to resolve a config, never to list the models.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from logging import ERROR
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,10 +54,10 @@ class ModelEntry:
     """`text`, `image`, `image-text` or `audio`."""
 
     num_params: int
-    """Parameters of the class in `architectures` built from the config, a tied tensor counted once."""
+    """Parameters of the class in `architectures`, built from the config; a tied tensor once."""
 
     num_params_published: int
-    """Parameters in the published checkpoint; `note` says why where it differs from `num_params`."""
+    """Parameters in the published checkpoint; `note` says why it differs from `num_params`."""
 
     source: Mapping[str, str]
     """Where the config and the published count come from."""
@@ -122,6 +125,8 @@ def resolve_config(name: str, *, trust_remote_code: bool = False) -> ModelConfig
         PlanError: the file is not a config that transformers can read.
         UnsupportedError: the config needs code of its own, or is of a quantised checkpoint.
     """
+    if not name.strip():
+        raise _unknown(name)
     entry = find_entry(name)
     if entry is not None:
         raw = _read_json(entry.path)["config"]
@@ -194,7 +199,7 @@ def _unknown(name: str) -> UnknownModelError:
     names = list(dict.fromkeys(entry.name for entry in nearest if entry is not None))[:3]
     near = f"closest: {', '.join(f'`{n}`' for n in names)}; " if names else ""
     return UnknownModelError(
-        f"`{name}` is no bundled model, no path of a config.json and no Hub id",
+        f"`{name[:200]}` is no bundled model, no path of a config.json and no Hub id",
         hint=f"{near}`memest models` lists all",
     )
 
@@ -235,7 +240,7 @@ def _read_json(path: Path) -> Any:
         reason = error.strerror or type(error).__name__
         raise PlanError(f"`{path}` cannot be read: {reason}", hint=hint) from error
     except (ValueError, RecursionError) as error:
-        raise PlanError(f"`{path}` is not JSON: {first_line(error)}", hint=hint) from error
+        raise PlanError(f"`{path}` is not JSON: {error_text(error)}", hint=hint) from error
 
 
 def _download_config(hub_id: str) -> Path:
@@ -262,12 +267,12 @@ def _download_config(hub_id: str) -> Path:
         raise UnknownModelError(f"`{hub_id}` has no config.json on the Hub", hint=local) from error
     except Exception as error:  # the client lets errors of its transport through: all mean the same
         raise UnknownModelError(
-            f"the config.json of `{hub_id}` cannot be downloaded: {first_line(error)}", hint=local
+            f"the config.json of `{hub_id}` cannot be downloaded: {error_text(error)}", hint=local
         ) from error
 
 
 def _hub_is_reachable(hub_id: str) -> bool:
-    """Whether the Hub answers at all; without asking first, the client retries for half a minute."""
+    """Whether the Hub answers at all: without asking, the client retries for half a minute."""
     from huggingface_hub import get_session, hf_hub_url
 
     try:
@@ -277,10 +282,25 @@ def _hub_is_reachable(hub_id: str) -> bool:
     return True
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, cut to 200 characters; its type when it has none."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:200] if lines else type(error).__name__
+def error_text(error: BaseException) -> str:
+    """An error's text on one line, cut to 200 characters; its type when it has none."""
+    text = " ".join(str(error).split())
+    return text[:200] if text else type(error).__name__
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keeps warnings about a config to itself: what matters is said in errors and notes."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _parse(
@@ -310,6 +330,14 @@ def _parse(
             architecture="",
             remote_code=remote_from,
         )
+    names = raw.get("architectures")
+    if names is not None and not (
+        isinstance(names, list) and all(isinstance(item, str) for item in names)
+    ):
+        raise PlanError(
+            f"`architectures` of `{name}` is {str(names)[:80]!r}, not a list of class names",
+            hint='write it as ["LlamaForCausalLM"]',
+        )
     pretrained = _to_pretrained(raw, name)
     return ModelConfig(
         name=name,
@@ -326,7 +354,7 @@ def _json_type(value: object) -> str:
 
 
 def _numbers(value: object) -> Iterator[tuple[str, int | float]]:
-    """Every number in a JSON value, with the key that it or its list has. No recursion: JSON nests."""
+    """Every number in a JSON value, with the key of it or of its list; any depth, no recursion."""
     rest: list[tuple[str, object]] = [("", value)]
     while rest:
         key, item = rest.pop()
@@ -367,13 +395,14 @@ def _to_pretrained(raw: dict[str, Any], name: str) -> PreTrainedConfig:
             hint=f"closest: {near}" if near else "a newer transformers may know it",
         )
     try:
-        config = CONFIG_MAPPING[model_type].from_dict(json.loads(json.dumps(raw)))
-    except Exception as error:  # a config class may raise anything on a value that it did not expect
+        with quiet_transformers():
+            config = CONFIG_MAPPING[model_type].from_dict(json.loads(json.dumps(raw)))
+    except Exception as error:  # a config class may raise anything on an unexpected value
         raise PlanError(
-            f"transformers cannot read the config of `{name}`: {first_line(error)}",
+            f"transformers cannot read the config of `{name}`: {error_text(error)}",
             hint=f"compare it with a config.json of a published `{model_type}` model",
         ) from error
-    return config  # type: ignore[no-any-return]
+    return config
 
 
 def _architecture(raw: Mapping[str, Any], config: PreTrainedConfig, name: str) -> str:
@@ -381,17 +410,9 @@ def _architecture(raw: Mapping[str, Any], config: PreTrainedConfig, name: str) -
     import transformers
 
     names = raw.get("architectures")
-    if names is None or names == []:
+    if not names:
         return ""
-    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-        raise PlanError(
-            f"`architectures` of `{name}` is {str(names)[:80]!r}, not a list of class names",
-            hint='write it as ["LlamaForCausalLM"]',
-        )
-    try:
-        cls = getattr(transformers, names[0], None)
-    except Exception:  # a lazy import that lacks an optional dependency
-        cls = None
+    cls = getattr(transformers, names[0], None)
     if not isinstance(cls, type) or not issubclass(cls, transformers.PreTrainedModel):
         near = ", ".join(f"`{n}`" for n in closest(names[0], _model_classes()))
         raise PlanError(
@@ -405,7 +426,7 @@ def _architecture(raw: Mapping[str, Any], config: PreTrainedConfig, name: str) -
             f"which does not take a `{config.model_type}` config",
             hint="`model_type` and `architectures` must be of one family",
         )
-    return names[0]
+    return str(names[0])
 
 
 def _model_classes() -> list[str]:
@@ -419,9 +440,10 @@ def _load_remote(source: str) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(source, trust_remote_code=True)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=True)
+        return config
     except Exception as error:  # foreign code may raise anything
         raise MemestError(
-            f"the code of `{source}` failed: {first_line(error)}",
+            f"the code of `{source}` failed: {error_text(error)}",
             hint="memest can only run code that the installed transformers accepts",
         ) from error
