@@ -1,0 +1,30 @@
+"""memest predicts the GPU memory of a fine-tune before a GPU is rented.
+
+    from memest import TrainingPlan, predict
+
+    print(predict(TrainingPlan(model_name="blip2-flan-t5-xxl", optim="adam_8bit", batch_size=2)))
+
+Importing it loads neither torch nor transformers; `predict` does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from memest.errors import MemestError
+from memest.plan import TrainingPlan
+from memest.report import Prediction
+
+if TYPE_CHECKING:
+    from memest.estimator.predict import predict
+
+__version__ = "0.1.0"
+__all__ = ["MemestError", "Prediction", "TrainingPlan", "predict"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "predict":
+        from memest.estimator.predict import predict
+
+        return predict
+    raise AttributeError(f"module `memest` has no attribute `{name}`")

@@ -20,6 +20,13 @@ class MemestError(Exception):
         super().__init__(message)
         self.hint = hint
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self)._restore, (str(self), self.hint)
+
+    @classmethod
+    def _restore(cls, message: str, hint: str) -> MemestError:
+        return cls(message, hint=hint)
+
 
 class PlanError(MemestError):
     """The request contradicts itself, or names a key or value that does not exist."""
@@ -49,6 +56,22 @@ class TraceError(MemestError):
     """The training step could not be run on the meta device; the message names the module."""
 
     exit_code = 3
+
+
+def shown(value: object) -> str:
+    """`value` in backticks for a message: one line, cut where it is long.
+
+    >>> shown("adamw"), shown(7)
+    ('`adamw`', '`7`')
+    """
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"`a number of {value.bit_length()} bits`"  # Python refuses to print the largest
+    try:
+        text = value if isinstance(value, str) else repr(value)
+    except ValueError:
+        text = f"a {type(value).__name__} with a number too large to print"
+    text = " ".join(text.split())
+    return f"`{text[:77]}...`" if len(text) > 80 else f"`{text}`"
 
 
 def closest(name: str, known: Iterable[str], num: int = 3) -> Sequence[str]:

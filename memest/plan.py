@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memest.errors import PlanError, UnsupportedError, closest
+from memest.errors import PlanError, UnsupportedError, closest, shown
 from memest.units import parse_bytes
 
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed")
 
 PRECISION_ALIASES = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
-"""Lightning 2.6 reads its short forms so (fabric/connector.py, `_convert_precision_to_unified_args`)."""
+"""As Lightning 2.6 reads its short forms (`fabric/connector.py`)."""
 
 OPTIMIZERS = (
     "adamw", "adamw_fused", "adamw_single", "adam", "adam_fused", "sgd",
@@ -31,11 +30,11 @@ ATTENTIONS = ("sdpa", "eager")
 
 IGNORED_KEYS = frozenset(
     """
-    lr learning_rate weight_decay betas eps num_workers max_epochs max_steps min_epochs num_epochs epochs
-    limit_train_batches limit_val_batches log_every_n_steps val_check_interval seed shuffle pin_memory
-    persistent_workers lr_scheduler scheduler warmup_steps warmup_ratio experiment_name project run_name output_dir
-    save_dir logger log_dir enable_checkpointing enable_progress_bar dataset dataset_name data_dir train_size val_size
-    accelerator note expected
+    lr learning_rate weight_decay betas eps num_workers max_epochs max_steps min_epochs num_epochs
+    epochs limit_train_batches limit_val_batches log_every_n_steps val_check_interval seed shuffle
+    pin_memory persistent_workers lr_scheduler scheduler warmup_steps warmup_ratio experiment_name
+    project run_name output_dir save_dir logger log_dir enable_checkpointing enable_progress_bar
+    dataset dataset_name data_dir train_size val_size accelerator note expected
     """.split()
 )
 """Keys of lab configs that do not touch the memory of the training step."""
@@ -50,6 +49,8 @@ _LIMITS = {
     "devices": 1 << 14,
 }
 """The largest value that is taken for a request and not for a slip."""
+
+_LARGEST_ALPHA = 1e6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +84,7 @@ class TrainingPlan:
     """Of `sgd` and `rmsprop`; above 0 it adds a buffer of the size of the trainable parameters."""
 
     act_ckpt: bool = False
-    """Activation checkpointing, as `model.gradient_checkpointing_enable()` of transformers does it."""
+    """Activation checkpointing, as `gradient_checkpointing_enable()` of transformers does it."""
 
     strategy: str = "auto"
     """One of `STRATEGIES`."""
@@ -107,19 +108,19 @@ class TrainingPlan:
     """Dropout before the adapters; above 0 it keeps a mask."""
 
     lora_target_modules: tuple[str, ...] = ()
-    """Names of the modules that get adapters; empty is peft's own choice for the architecture, or q and v."""
+    """Names of the modules that get adapters; empty is q and v, or peft's choice for the model."""
 
     double_quant: bool = False
     """QLoRA: quantise the scales too (`bnb_4bit_use_double_quant`)."""
 
     quant_skip: tuple[str, ...] = ("lm_head", "wo")
-    """QLoRA: names of modules that stay unquantised besides the output head (`llm_int8_skip_modules`)."""
+    """QLoRA: modules that stay unquantised besides the output head (`llm_int8_skip_modules`)."""
 
     seq_len: int | None = None
-    """Tokens per sample, padding included; None is the modality's default, which the report states."""
+    """Tokens per sample, padding included; None is the modality's default, as the report states."""
 
     padded: bool | None = None
-    """At least one row is shorter than the rest, so masks are material; None is true where batch_size > 1."""
+    """Some row is shorter than the rest, so masks are material; None is `batch_size > 1`."""
 
     image_size: int | None = None
     """Height and width of images; None is the model's own."""
@@ -140,10 +141,10 @@ class TrainingPlan:
     """Bytes of a GPU that is not in the catalogue."""
 
     memory_limit: int | None = None
-    """Bytes that the caching allocator may reserve, as `set_per_process_memory_fraction` caps it."""
+    """Bytes that the allocator may reserve, as `set_per_process_memory_fraction` caps it."""
 
     steps: int = 2
-    """Optimizer steps to simulate; from the third on nothing new is allocated, though fragments may grow."""
+    """Optimizer steps to simulate; from the third on only fragmentation can grow."""
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -156,13 +157,13 @@ class TrainingPlan:
             value = getattr(self, key)
             if value is not None and value not in allowed:
                 raise PlanError(
-                    f"`{key}` cannot be `{value}`", hint=_suggest(value, allowed, "allowed")
+                    f"`{key}` cannot be {shown(value)}", hint=_suggest(value, allowed, "allowed")
                 )
         for key, largest in _LIMITS.items():
             value = getattr(self, key)
             if value is not None and not 1 <= value <= largest:
                 raise PlanError(
-                    f"`{key}` is {value}", hint=f"give a whole number from 1 to {largest}"
+                    f"`{key}` is {shown(value)}", hint=f"give a whole number from 1 to {largest}"
                 )
         self._check_numbers()
         self._check_combinations()
@@ -171,15 +172,17 @@ class TrainingPlan:
         if not self.model_name.strip():
             raise PlanError("`model_name` is empty", hint="`memest models` lists what is bundled")
         if not 0 <= self.lora_dropout < 1:
-            raise PlanError(f"`lora_dropout` is {self.lora_dropout}", hint="give 0 <= p < 1")
+            raise PlanError(f"`lora_dropout` is {shown(self.lora_dropout)}", hint="give 0 <= p < 1")
         if not 0 <= self.momentum < 1:
-            raise PlanError(f"`momentum` is {self.momentum}", hint="give 0 <= momentum < 1")
-        if not (self.lora_alpha > 0 and math.isfinite(self.lora_alpha)):
-            raise PlanError(f"`lora_alpha` is {self.lora_alpha}", hint="give a positive number")
+            raise PlanError(f"`momentum` is {shown(self.momentum)}", hint="give 0 <= momentum < 1")
+        if not 0 < self.lora_alpha <= _LARGEST_ALPHA:
+            raise PlanError(
+                f"`lora_alpha` is {shown(self.lora_alpha)}", hint="give a positive number"
+            )
         for key in ("gpu_memory", "memory_limit"):
             value = getattr(self, key)
             if value is not None and value <= 0:
-                raise PlanError(f"`{key}` is {value}", hint="write it as `78.4GiB`")
+                raise PlanError(f"`{key}` is {shown(value)}", hint="write it as `78.4GiB`")
 
     def _check_combinations(self) -> None:
         if self.momentum and self.optim not in ("sgd", "rmsprop"):
@@ -189,7 +192,8 @@ class TrainingPlan:
             )
         if self.use_qlora and self.precision == "16-mixed":
             raise UnsupportedError(
-                "QLoRA under `16-mixed` is not modelled", hint="use `bf16-mixed`, `bf16-true` or `32-true`"
+                "QLoRA under `16-mixed` is not modelled",
+                hint="use `bf16-mixed`, `bf16-true` or `32-true`",
             )
         if self.freeze and (self.use_lora or self.use_qlora):
             raise PlanError(
@@ -246,17 +250,25 @@ class TrainingPlan:
         """A plan from a lab config dictionary.
 
         Args:
-            values: keys of `TrainingPlan`; keys of a lab config that do not touch memory are passed over.
+            values: keys of `TrainingPlan`; those of a lab config that do not touch memory are
+                passed over.
             overrides: values that win over `values`, None excepted.
 
         Raises:
             PlanError: a key does not exist, or a value is of the wrong kind.
         """
+        if not isinstance(values, Mapping):
+            raise PlanError(
+                f"a plan is a mapping of keys to values, not {shown(values)}",
+                hint="write one `key: value` per line, `model_name` among them",
+            )
         merged = {**values, **{k: v for k, v in overrides.items() if v is not None}}
         known = {f.name for f in dataclasses.fields(cls)}
         for key in merged:
             if not isinstance(key, str) or (key not in known and key not in IGNORED_KEYS):
-                raise PlanError(f"`{key}` is not a key of a plan", hint=_suggest(str(key), known, "keys"))
+                raise PlanError(
+                    f"{shown(key)} is not a key of a plan", hint=_suggest(str(key), known, "keys")
+                )
         given = {k: _normalise(k, v) for k, v in merged.items() if k in known and v is not None}
         if "model_name" not in given:
             raise PlanError("the plan names no model", hint="give `model_name`, or `--model NAME`")
@@ -271,26 +283,29 @@ def _normalise(key: str, value: Any) -> Any:
     if key in _SIZES:
         return parse_bytes(value)
     if key in _TUPLES:
-        return _strings(key, value)
+        return _names(key, value)
     if key == "precision" and isinstance(value, int | str) and not isinstance(value, bool):
-        return PRECISION_ALIASES.get(str(value), str(value))
-    if key in ("lora_alpha", "lora_dropout", "momentum") and type(value) is int:
-        return float(value)
+        text = value if isinstance(value, str) else shown(value).strip("`")
+        return PRECISION_ALIASES.get(text, text)
     return value
 
 
-def _strings(key: str, value: Any) -> tuple[str, ...]:
+def _names(key: str, value: Any) -> tuple[str, ...]:
     items: Sequence[Any] = [value] if isinstance(value, str) else value
     if not isinstance(items, list | tuple) or not all(isinstance(i, str) and i for i in items):
-        raise PlanError(f"`{key}` is `{value!r}`", hint="give a list of names")
-    return tuple(part for item in items for part in item.split(",") if part)
+        raise PlanError(f"`{key}` is {shown(value)}", hint="give a list of names")
+    parts = (part.strip() for item in items for part in item.split(","))
+    return tuple(part for part in parts if part)
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "int": (int,), "int | None": (int,), "str": (str,), "str | None": (str,), "bool": (bool,),
     "bool | None": (bool,), "float": (float, int), "tuple[str, ...]": (tuple,),
 }  # fmt: skip
-_KIND_NAMES = {int: "a whole number", str: "text", bool: "true or false", float: "a number", tuple: "a list"}
+_KIND_NAMES = {
+    int: "a whole number", str: "text", bool: "true or false", float: "a number",
+    tuple: "a list of names",
+}  # fmt: skip
 
 
 def _check_types(plan: TrainingPlan) -> None:
@@ -300,8 +315,12 @@ def _check_types(plan: TrainingPlan) -> None:
         is_right = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
         if value is None and "None" in str(field.type):
             is_right = True
+        if isinstance(value, tuple) and not all(isinstance(item, str) and item for item in value):
+            is_right = False
         if not is_right:
-            raise PlanError(f"`{field.name}` is `{value!r}`", hint=f"give {_KIND_NAMES[kinds[0]]}")
+            raise PlanError(
+                f"`{field.name}` is {shown(value)}", hint=f"give {_KIND_NAMES[kinds[0]]}"
+            )
 
 
 def _suggest(value: str, allowed: Any, what: str) -> str:

@@ -1,12 +1,15 @@
-"""The schema that predictions and measurements share."""
+"""The schema that predictions and measurements share: `memest.report/1`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from memest.errors import PlanError
 
 SCHEMA = "memest.report/1"
 
@@ -21,10 +24,12 @@ class Phase(StrEnum):
 
 
 class Outcome(StrEnum):
-    """Whether a plan runs on a GPU."""
+    """How a run of a plan ends."""
 
     FITS = "fits"
     OOM = "oom"
+    FAILED = "failed"
+    """Of a measured run alone: it crashed, or ran out of time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +68,7 @@ class Verdict:
 
     verdict: Outcome
     margin_bytes: int
-    """Limit less the peak reserved on this GPU; below 0 the bytes of the request that failed beyond what was left."""
+    """Limit less the peak reserved; of an `oom` less the peak that it would have without a limit."""
 
     limit_bytes: int
     """What the caching allocator can reserve on it."""
@@ -85,37 +90,73 @@ class Term:
     why: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prediction:
-    """What a run of the plan would print, known without running it."""
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What predictions and measurements have in common."""
+
+    kind: ClassVar[str] = ""
 
     name: str
     plan: Mapping[str, Any]
     model: Mapping[str, Any]
+    """`class`, `num_params`, `num_trainable_params`."""
+
+    gpu: str
+    """The GPU that the figures are for."""
+
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     process_bytes: int
+    """What nvidia-smi shows: reserved and the CUDA context."""
+
     host_bytes: int
-    peak: Peak
+    """Predicted: host memory that the run holds on purpose, such as paged optimizer state. Measured: the process's."""
+
     phases: tuple[PhaseRow, ...]
     verdict: Outcome
-    verdicts: Mapping[str, Verdict]
-    terms: tuple[Term, ...]
-    coverage: Mapping[str, Any]
-    assumptions: tuple[str, ...]
     versions: Mapping[str, str]
     elapsed_s: float
-    kind: str = field(default="predicted")
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON values, in the order of the schema."""
-        values = asdict(self)
-        kind = values.pop("kind")
-        return {"schema": SCHEMA, "kind": kind, **values}
+        """The report as JSON values."""
+        return {"schema": SCHEMA, "kind": self.kind, **asdict(self)}
 
     def to_json(self) -> str:
         """One line of JSON."""
         return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The report that `to_dict` wrote; keys that it does not know are passed over.
+
+        Raises:
+            KeyError, TypeError, ValueError: something is missing or of the wrong kind.
+        """
+        names = {f.name for f in fields(cls)}
+        given = {k: v for k, v in values.items() if k in names}
+        given["verdict"] = Outcome(given["verdict"])
+        row_names = {f.name for f in fields(PhaseRow)}
+        given["phases"] = tuple(
+            PhaseRow(**{k: v for k, v in row.items() if k in row_names} | {"phase": Phase(row["phase"])})
+            for row in given["phases"]
+        )
+        return cls(**given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction(Report):
+    """What a run of the plan would print, known without running it."""
+
+    kind: ClassVar[str] = "predicted"
+
+    unlimited_reserved_bytes: int
+    """Peak reserved on a GPU without end; more than `peak_reserved_bytes` where the limit was felt."""
+
+    peak: Peak
+    verdicts: Mapping[str, Verdict]
+    terms: tuple[Term, ...]
+    coverage: Mapping[str, Any]
+    assumptions: tuple[str, ...]
 
     def __str__(self) -> str:
         """The text report."""
@@ -127,3 +168,56 @@ class Prediction:
         from memest.render import render_html_table
 
         return render_html_table(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement(Report):
+    """What a real run of the plan printed."""
+
+    kind: ClassVar[str] = "measured"
+
+    device: Mapping[str, Any]
+    """Of the machine: `name` and `memory_bytes` of the GPU, `driver`."""
+
+    context_bytes: int
+    """Process less reserved: the CUDA context and libraries."""
+
+    note: str = ""
+    """Why a run ended early: the out-of-memory error, the crash, the time limit."""
+
+
+def read_measurements(path: Path) -> list[Measurement]:
+    """The measured reports in a JSON Lines file, in its order.
+
+    Raises:
+        PlanError: the file cannot be read, is cut short, or holds something else.
+    """
+    return list(_measurements(path))
+
+
+def _measurements(path: Path) -> Iterator[Measurement]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise PlanError(f"`{path}` cannot be read: {error.strerror}", hint="check the path") from error
+    except UnicodeDecodeError as error:
+        raise PlanError(f"`{path}` is not text", hint="name a file of measured reports") from error
+    if not any(line.strip() for line in lines):
+        raise PlanError(f"`{path}` is empty", hint="name a file of measured reports")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"`{path}`, line {number},"
+        try:
+            values = json.loads(line)
+        except ValueError as error:
+            raise PlanError(f"{where} is no JSON: cut short?", hint="remove the line, or run it again") from error
+        if not isinstance(values, dict) or values.get("schema") != SCHEMA:
+            found = values.get("schema") if isinstance(values, dict) else None
+            raise PlanError(f"{where} has the schema `{found}`, not `{SCHEMA}`", hint="name a results file of memest")
+        if values.get("kind") != Measurement.kind:
+            raise PlanError(f"{where} is `{values.get('kind')}`, not measured", hint="name a results file of `memest validate`")
+        try:
+            yield Measurement.from_dict(values)
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(f"{where} is not a whole report: {error}", hint="run the experiment again") from error

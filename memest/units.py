@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from memest.errors import PlanError
+from memest.errors import PlanError, shown
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 
@@ -25,18 +25,23 @@ def parse_bytes(text: str | int) -> int:
     Raises:
         PlanError: `text` is not a positive size.
     """
-    if isinstance(text, bool) or not isinstance(text, int | str):
-        raise PlanError(f"`{text!r}` is not a memory size", hint="write it as `78.4GiB` or `80GB`")
-    match = _SIZE.fullmatch(str(text))
-    factor = _SUFFIXES.get(match[2].lower()) if match else None
-    if match is None or factor is None:
-        raise PlanError(f"`{text}` is not a memory size", hint="write it as `78.4GiB` or `80GB`")
-    num_bytes = int(float(match[1]) * factor)
-    if num_bytes <= 0:
-        raise PlanError(f"memory size `{text}` is not positive", hint="write it as `78.4GiB`")
+    if isinstance(text, int) and not isinstance(text, bool):
+        num_bytes: float = text
+    else:
+        match = _SIZE.fullmatch(text) if isinstance(text, str) else None
+        factor = _SUFFIXES.get(match[2].lower()) if match else None
+        if match is None or factor is None:
+            raise PlanError(
+                f"{shown(text)} is not a memory size", hint="write it as `78.4GiB` or `80GB`"
+            )
+        num_bytes = float(match[1]) * factor
+    if num_bytes < 1:
+        raise PlanError(f"memory size {shown(text)} is not positive", hint="write it as `78.4GiB`")
     if num_bytes > 2**50:
-        raise PlanError(f"memory size `{text}` is beyond any machine", hint="write it as `78.4GiB`")
-    return num_bytes
+        raise PlanError(
+            f"memory size {shown(text)} is beyond any machine", hint="write it as `78.4GiB`"
+        )
+    return int(num_bytes)
 
 
 def format_gib(num_bytes: int, digits: int = 2) -> str:

@@ -1,8 +1,8 @@
 """CUDA's caching allocator, simulated: which requests share a segment, and what stays reserved.
 
-Mirrors `c10/cuda/CUDACachingAllocator.cpp` (torch 2.11 and 2.13) with its default settings: one stream, no
-expandable segments, no `max_split_size_mb`, no garbage collection. Sizes and thresholds are those of
-`c10/core/AllocatorConfig.h`; a test reads them from the installed headers.
+Mirrors `c10/cuda/CUDACachingAllocator.cpp` (torch 2.11 and 2.13) with its default settings: one
+stream, no expandable segments, no `max_split_size_mb`, no garbage collection. Sizes and thresholds
+are those of `c10/core/AllocatorConfig.h`; a test reads them from the installed headers.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def round_request(num_bytes: int) -> int:
 def segment_bytes(block_bytes: int) -> int:
     """The segment that `cudaMalloc` is asked for when no cached block serves a rounded request.
 
-    >>> segment_bytes(512) >> 20, segment_bytes(3 << 20) >> 20, segment_bytes((10 << 20) + 512) >> 20
-    (2, 20, 12)
+    >>> [segment_bytes(size) >> 20 for size in (512, 3 << 20, (10 << 20) + 512)]
+    [2, 20, 12]
     """
     if block_bytes <= SMALL_REQUEST_BYTES:
         return SMALL_SEGMENT_BYTES
@@ -72,7 +72,7 @@ def segment_bytes(block_bytes: int) -> int:
 
 
 class FreeBlocks:
-    """The free blocks of one pool, ordered as the allocator searches them: by size, then address."""
+    """The free blocks of one pool in the order of the allocator's search: by size, then address."""
 
     __slots__ = ("_blocks", "_keys")
 
@@ -81,15 +81,17 @@ class FreeBlocks:
         self._blocks: dict[int, Block] = {}
 
     def add(self, block: Block) -> None:
+        """Make `block` findable."""
         insort(self._keys, (block.num_bytes, block.address))
         self._blocks[block.address] = block
 
     def discard(self, block: Block) -> None:
+        """Take `block` out, which is in the pool."""
         del self._keys[bisect_left(self._keys, (block.num_bytes, block.address))]
         del self._blocks[block.address]
 
     def take_best_fit(self, num_bytes: int) -> Block | None:
-        """Remove and return the smallest block of at least `num_bytes`, the lowest address first."""
+        """Remove and return the smallest block of at least `num_bytes`; lowest address first."""
         index = bisect_left(self._keys, (num_bytes, -1))
         if index == len(self._keys):
             return None
@@ -108,9 +110,10 @@ class CachingAllocator:
     """One GPU's allocator.
 
     Args:
-        limit_bytes: what `cudaMalloc` can hand out in total: the card's memory less its context, or the cap of
-            `set_per_process_memory_fraction`; None is a card without end.
-        addresses: where `cudaMalloc` puts segments; the order of addresses breaks ties between equal blocks.
+        limit_bytes: what `cudaMalloc` can hand out in total: the card's memory less its context, or
+            the cap of `set_per_process_memory_fraction`; None is a card without end.
+        addresses: where `cudaMalloc` puts segments; the order of addresses breaks ties between
+            equal blocks.
     """
 
     def __init__(self, limit_bytes: int | None = None, addresses: AddressSpace | None = None):
@@ -211,9 +214,10 @@ class CachingAllocator:
 class AddressSpace:
     """Where the driver maps what `cudaMalloc` returns.
 
-    Measured on an H200 (driver 580.159, from the `segment_alloc` events of recorded runs): a segment takes a new
-    range whose size is rounded up to 32 MiB, below the range before it; the rest of a range is used by later
-    segments that fit into it. Only the order of addresses matters here, and only between blocks of one size.
+    Measured on an H200 (driver 580.159, from the `segment_alloc` events of recorded runs): a
+    segment takes a new range whose size is rounded up to 32 MiB, below the range before it; the
+    rest of a range is used by later segments that fit into it. Only the order of addresses matters
+    here, and only between blocks of one size.
     """
 
     RANGE_BYTES = 32 << 20

@@ -150,8 +150,9 @@ def _trace(plan: TrainingPlan, gpu: Gpu, trust_remote_code: bool) -> TracedPlan:
         optimizer_state_tensors,
     )
     from memest.estimator.step import StepTracer
-    from memest.estimator.trace import Recorder, StorageTable
+    from memest.estimator.trace import MemKind, Recorder, StorageTable
     from memest.models_meta.build import num_positions
+    from memest.models_meta.quantization import quant_state_tensors
     from memest.models_meta.registry import resolve_config
 
     config = resolve_config(plan.model_name, trust_remote_code=trust_remote_code)
@@ -165,6 +166,8 @@ def _trace(plan: TrainingPlan, gpu: Gpu, trust_remote_code: bool) -> TracedPlan:
     )
     notes: list[str] = []
     model = tracer.setup(lambda: _build(plan, gpu, config, notes))
+    for tensor in quant_state_tensors(model):
+        recorder.label(tensor, MemKind.BUFFERS)
     batch = _batch(plan, model, seq_len)
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:

@@ -1,4 +1,4 @@
-"""Replay: a program of event streams through the simulated allocator, read off where a probe would read."""
+"""Replay: event streams through the simulated allocator, read off where a probe would read."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def replay(
         num_steps: optimizer steps.
         num_micro_batches: micro-batches per step.
         limit_bytes: what the allocator may reserve; None is no limit.
-        num_bytes: requested bytes by storage id, where they differ from the program's own (another GPU).
+        num_bytes: requested bytes by storage id, where they differ from the program's own, as
+            on another GPU.
     """
     run = _Run(program, limit_bytes, num_bytes or program.storages.num_bytes)
     try:

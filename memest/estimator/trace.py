@@ -161,7 +161,7 @@ class Recorder(TorchDispatchMode):
         if recipe is None:
             out = self._run(func, args, kwargs)
             recipe = self._recipe(func, args, kwargs, out)
-            if self._can_repeat(func, out):
+            if self._can_repeat(func, args, out):
                 self._recipes[key or (func, *map(_signature, args), *map(_signature, kwargs.items()))] = recipe
         else:
             out = recipe.make_outputs()
@@ -202,14 +202,19 @@ class Recorder(TorchDispatchMode):
             hint="the shapes of its tensors depend on values; memest cannot predict this model yet",
         )
 
-    def _can_repeat(self, func: Any, out: Any) -> bool:
-        """Whether a call with the same shapes makes the same outputs, each in a storage of its own."""
+    def _can_repeat(self, func: Any, args: Any, out: Any) -> bool:
+        """Whether a call with the same shapes makes the same outputs, each in a storage of its own.
+
+        `_unsafe_view` is a view that its schema does not admit to.
+        """
         if func._schema.is_mutable or any(r.alias_info is not None for r in func._schema.returns):
             return False
         results = out if isinstance(out, list | tuple) else (out,)
-        if not all(isinstance(t, Tensor) and t.device.type == "meta" for t in results):
+        if not all(map(_is_on_gpu, results)):
             return False
         storages = {t.untyped_storage()._cdata for t in results}
+        if any(isinstance(a, Tensor) and a.untyped_storage()._cdata in storages for a in args):
+            return False
         is_own = all(
             t.storage_offset() == 0 and t.untyped_storage().nbytes() == _dense_bytes(t)
             for t in results
@@ -226,7 +231,7 @@ class Recorder(TorchDispatchMode):
         specs = tuple(
             (t.size(), t.stride(), t.dtype)
             for t in results
-            if isinstance(t, Tensor) and t.device.type == "meta"
+            if _is_on_gpu(t)
         )
         attention = ATTENTION_EVENTS.get(func)
         if attention is not None:
@@ -238,7 +243,7 @@ class Recorder(TorchDispatchMode):
         if (rule := OUTPUT_BYTES.get(func)) is not None:
             sizes = rule(args, kwargs, out, self.gpu) or sizes
         events_: list[tuple[int | None, int | None]] = [(n, None) for n in scratch.before]
-        events_ += [(sizes[i], i) for i, t in enumerate(results) if isinstance(t, Tensor)]
+        events_ += [(sizes[i], i) for i, t in enumerate(results) if _is_on_gpu(t)]
         events_ += [(n, None) for n in scratch.after]
         return Recipe(specs, is_tuple, tuple(events_), is_partial)
 
@@ -267,7 +272,7 @@ class Recorder(TorchDispatchMode):
                 temporary += [self._workspace(n, site) for n in passing]
                 for num_bytes in persistent:
                     self._workspace(num_bytes, site)
-        self.events.extend(~index for index in temporary)
+        self.events.extend(~index for index in reversed(temporary))
         if func in ATTENTION_EVENTS:
             for t in results:  # what meta makes and CUDA does not
                 if isinstance(t, Tensor) and t.untyped_storage()._cdata not in self._live:
@@ -337,6 +342,11 @@ _DEPENDS_ON_VALUES = frozenset(
     }
 )
 """Operators whose outputs' shapes are not a function of their inputs' shapes."""
+
+
+def _is_on_gpu(value: Any) -> bool:
+    """Whether `value` would be a CUDA tensor; what the model keeps on the CPU takes no GPU memory."""
+    return isinstance(value, Tensor) and value.device.type == "meta"
 
 
 def _signature(value: Any) -> Any:

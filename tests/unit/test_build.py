@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,12 @@ class XModel(PreTrainedModel):
 """
 
 
-def test_trusted_code_beside_the_config_makes_the_model(tmp_path: Path) -> None:
+def test_trusted_code_beside_the_config_makes_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = str(tmp_path / "modules")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
+    monkeypatch.setattr("sys.path", [*sys.path])
     (tmp_path / "code_x.py").write_text(REMOTE)
     (tmp_path / "config.json").write_text(
         '{"model_type": "memest-x", "auto_map":'

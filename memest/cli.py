@@ -1,0 +1,195 @@
+"""The command line: parse, one library call, render. torch is imported only when a prediction is made."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from memest import __version__
+from memest.errors import MemestError, PlanError
+from memest.plan import ATTENTIONS, OPTIMIZERS, PRECISIONS, STRATEGIES, TrainingPlan
+from memest.plan_files import read_config, read_suite
+from memest.units import parse_bytes
+
+OOM_EXIT_CODE = 5
+"""Of `--check` when a plan does not fit; without it a verdict is a result, and the exit code 0."""
+
+
+class _Size(click.ParamType):
+    name = "size"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        return parse_bytes(value)
+
+
+class _Group(click.Group):
+    """Turns every expected error into two lines on stderr and its own exit code."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs["standalone_mode"] = False
+        try:
+            code = super().main(*args, **kwargs)
+        except MemestError as error:
+            _fail(str(error), error.hint, error.exit_code)
+        except click.UsageError as error:
+            where = error.ctx.command_path if error.ctx else "memest"
+            _fail(error.format_message(), f"`{where} --help` lists the options", error.exit_code)
+        except click.ClickException as error:
+            _fail(error.format_message(), "", error.exit_code)
+        except click.Abort:
+            _fail("interrupted", "", 130)
+        except BrokenPipeError:  # the reader of a pipe has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(0)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, hint: str, code: int) -> None:
+    click.echo(f"Error: {' '.join(message.split())}", err=True)
+    if hint:
+        click.echo(f"hint: {' '.join(hint.split())}", err=True)
+    sys.exit(code)
+
+
+_PLAN_OPTIONS = [
+    click.option("--model", "model_name", help="Bundled name, folder, config.json or Hub id."),
+    click.option("--bs", "batch_size", type=int, help="Samples per micro-batch."),
+    click.option("--acc", "accumulate_grad_batches", type=int, help="Micro-batches per step."),
+    click.option("--precision", help=f"{', '.join(PRECISIONS)}."),
+    click.option("--optim", help=f"{', '.join(OPTIMIZERS)}."),
+    click.option("--momentum", type=float, help="Of sgd and rmsprop."),
+    click.option("--act-ckpt/--no-act-ckpt", default=None, help="Activation checkpointing."),
+    click.option("--lora/--no-lora", "use_lora", default=None, help="Train LoRA adapters only."),
+    click.option("--qlora/--no-qlora", "use_qlora", default=None, help="LoRA on an nf4 base."),
+    click.option("--lora-r", type=int, help="Rank of the adapters."),
+    click.option("--lora-alpha", type=float, help="Scale of the adapters."),
+    click.option("--lora-dropout", type=float, help="Dropout before the adapters."),
+    click.option("--lora-target", "lora_target_modules", multiple=True, help="Module that gets an adapter."),
+    click.option("--double-quant/--no-double-quant", default=None, help="Quantise nf4's scales too."),
+    click.option("--quant-skip", multiple=True, help="Module that stays unquantised."),
+    click.option("--strategy", help=f"{', '.join(STRATEGIES)}."),
+    click.option("--devices", type=int, help="Number of GPUs."),
+    click.option("--seq-len", type=int, help="Tokens per sample, padding included."),
+    click.option("--padded/--no-padded", default=None, help="Whether some rows are shorter."),
+    click.option("--image-size", type=int, help="Pixels per side."),
+    click.option("--attn", "attn_implementation", help=f"{', '.join(ATTENTIONS)}."),
+    click.option("--freeze", multiple=True, help="Glob of parameter names not to train."),
+    click.option("--tie-embeddings/--untie-embeddings", "tie_word_embeddings", default=None,
+                 help="Whether the output head shares the embeddings."),
+    click.option("--gpu", multiple=True, help="GPU to judge; may be given again."),
+    click.option("--gpu-memory", type=_Size(), help="Memory of a GPU not in the catalogue: 24GiB."),
+    click.option("--memory-limit", type=_Size(), help="Cap on the allocator: 78.4GiB."),
+    click.option("--steps", type=int, help="Optimizer steps to simulate."),
+]  # fmt: skip
+
+
+def _plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(_PLAN_OPTIONS):
+        command = option(command)
+    return command
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="memest")
+def main() -> None:
+    """Predict the GPU memory of a fine-tune before a GPU is rented."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+@main.command()
+@_plan_options
+@click.option("--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it.")
+@click.option("--suite", type=click.Path(path_type=Path), help="YAML or JSON of many plans.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per plan.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the report to a file.")
+@click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if a plan does not fit.")
+@click.option("--jobs", type=click.IntRange(1), help="Processes for a suite; by default one per core.")
+@click.option("--trust-remote-code", is_flag=True, help="Run model code that a config brings along.")
+def predict(
+    config: Path | None,
+    suite: Path | None,
+    as_json: bool,
+    output: Path | None,
+    check: bool,
+    jobs: int | None,
+    trust_remote_code: bool,
+    **flags: Any,
+) -> int:
+    """Predict one plan, or a suite of them.
+
+    \b
+    memest predict --model blip2-flan-t5-xxl --optim adam_8bit --bs 2
+    memest predict --model llama-3.1-8b --lora --seq-len 2048 --gpu a100-80gb --gpu rtx-4090
+    memest predict --config lab.yaml --bs 8
+    memest predict --suite experiments.yaml --json
+    """
+    given = {k: v for k, v in flags.items() if v is not None and v != ()}
+    plans = _plans(config, suite, given)
+    if output is not None:
+        _check_writable(output)
+    from memest.estimator.suite import predict_all
+    from memest.render import render_suite, render_text
+
+    reports = predict_all(plans, jobs=jobs, trust_remote_code=trust_remote_code)
+    if as_json:
+        text = "\n".join(report.to_json() for report in reports)
+    else:
+        text = render_text(reports[0]) if suite is None else render_suite(reports)
+    if output is None:
+        click.echo(text)
+    else:
+        _write(output, text + "\n")
+    return OOM_EXIT_CODE if check and any(r.verdict == "oom" for r in reports) else 0
+
+
+@main.command()
+def models() -> None:
+    """List the bundled models."""
+    from memest.models_meta.registry import list_models
+    from memest.render import render_models
+
+    click.echo(render_models(list_models()))
+
+
+@main.command()
+def gpus() -> None:
+    """List the catalogue of GPUs."""
+    from memest.estimator.gpus import list_gpus
+    from memest.render import render_gpus
+
+    click.echo(render_gpus(list_gpus()))
+
+
+def _plans(config: Path | None, suite: Path | None, given: dict[str, Any]) -> list[TrainingPlan]:
+    if config is not None and suite is not None:
+        raise PlanError("`--config` and `--suite` are given together", hint="choose one")
+    if suite is not None:
+        return read_suite(suite, given)
+    if config is not None:
+        return [read_config(config, given)]
+    return [TrainingPlan.from_dict(given)]
+
+
+def _check_writable(path: Path) -> None:
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise PlanError(f"`{path}` cannot be written", hint="name a file in a folder that exists")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write beside and rename, so that nothing half-written is ever there."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise PlanError(
+            f"`{path}` cannot be written: {error.strerror}", hint="name another file"
+        ) from error

@@ -1,0 +1,50 @@
+"""Many plans: each predicted alone, over as many processes as there are cores."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+
+from memest.errors import MemestError
+from memest.estimator.predict import predict
+from memest.plan import TrainingPlan
+from memest.report import Prediction
+
+MIN_PLANS_FOR_PROCESSES = 4
+"""Below it, starting processes costs more than it saves."""
+
+
+def predict_all(
+    plans: Sequence[TrainingPlan], *, jobs: int | None = None, trust_remote_code: bool = False
+) -> list[Prediction]:
+    """The predictions of `plans`, in their order.
+
+    Raises:
+        MemestError: of the first plan that cannot be predicted, with its name.
+    """
+    one = partial(_predict_named, is_one=len(plans) == 1, trust_remote_code=trust_remote_code)
+    num_processes = min(jobs or os.cpu_count() or 1, len(plans))
+    if num_processes == 1 or (jobs is None and len(plans) < MIN_PLANS_FOR_PROCESSES):
+        return [one(plan) for plan in plans]
+    # Plans of one model next to each other, so that a process imports and traces them once.
+    order = sorted(range(len(plans)), key=lambda i: (plans[i].model_name, plans[i].precision))
+    chunk = -(-len(plans) // num_processes)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
+        found = list(pool.map(one, [plans[i] for i in order], chunksize=chunk))
+    by_index = dict(zip(order, found, strict=True))
+    return [by_index[i] for i in range(len(plans))]
+
+
+def _predict_named(plan: TrainingPlan, *, is_one: bool, trust_remote_code: bool) -> Prediction:
+    try:
+        return predict(plan, trust_remote_code=trust_remote_code)
+    except MemestError as error:
+        if is_one:
+            raise
+        named = type(error)(f"experiment `{plan.label}`: {error}")
+        named.hint = error.hint
+        raise named from None

@@ -1,0 +1,199 @@
+"""From a replayed run to the report: the terms alive at the peak, and what was assumed."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from memest.estimator.gpus import Gpu
+from memest.estimator.replay import Moment, Replayed, live_at
+from memest.estimator.trace import MemKind
+from memest.plan import TrainingPlan
+from memest.report import Outcome, Peak, Prediction, Term, Verdict
+from memest.units import MIB, format_bytes, format_count
+
+if TYPE_CHECKING:
+    from memest.estimator.predict import TracedPlan
+    from memest.estimator.step import Program
+
+ITEM_BYTES = {
+    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2,
+    "uint8": 1, "int8": 1, "bool": 1,
+}  # fmt: skip
+
+_LAYER = re.compile(r"^(.*?)\.(\d+)(?:\.|$)")
+
+
+def summarise(
+    *,
+    plan: TrainingPlan,
+    traced: TracedPlan,
+    primary: Gpu,
+    result: Replayed,
+    unlimited: Replayed,
+    verdicts: Mapping[str, Verdict],
+    outcome: Outcome,
+    elapsed_s: float,
+) -> Prediction:
+    """The prediction for `primary`, with the verdicts of all GPUs."""
+    program = traced.program
+    coverage = program.coverage
+    return Prediction(
+        name=plan.label,
+        plan=plan.to_dict() | _resolved(plan, traced),
+        model=traced.model,
+        gpu=primary.name,
+        peak_allocated_bytes=result.peak_allocated_bytes,
+        peak_reserved_bytes=result.peak_reserved_bytes,
+        process_bytes=result.peak_reserved_bytes + primary.context_bytes,
+        host_bytes=traced.host_bytes,
+        unlimited_reserved_bytes=unlimited.peak_reserved_bytes,
+        peak=_peak(program, result.peak),
+        phases=tuple(result.rows),
+        verdict=outcome,
+        verdicts=verdicts,
+        terms=peak_terms(traced, plan.accumulate_grad_batches, result),
+        coverage={
+            "num_ops": coverage.num_ops,
+            "num_modelled": coverage.num_ops - sum(coverage.unmodelled.values()),
+            "unmodelled": dict(sorted(coverage.unmodelled.items())),
+        },
+        assumptions=_assumptions(plan, traced, primary),
+        versions=_versions(),
+        elapsed_s=elapsed_s,
+    )
+
+
+def peak_terms(traced: TracedPlan, num_micro_batches: int, result: Replayed) -> tuple[Term, ...]:
+    """Every byte allocated at the peak, by what it is held for; the terms add up to the peak."""
+    program = traced.program
+    storages = program.storages
+    groups: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for index in live_at(program, num_micro_batches, result.peak):
+        groups[_group(program, index)].append(index)
+    terms = []
+    for (kind, owner), members in groups.items():
+        num_bytes = sum(storages.num_bytes[i] for i in members)
+        arithmetic, why = _explain(traced, kind, owner, members, num_bytes)
+        terms.append(Term(kind=kind, num_bytes=num_bytes, arithmetic=arithmetic, why=why))
+    terms.sort(key=lambda t: (_ORDER.index(t.kind), -t.num_bytes))
+    rest = result.peak_allocated_bytes - sum(t.num_bytes for t in terms)
+    slack = Term(
+        kind="rounding",
+        num_bytes=rest,
+        arithmetic="blocks less what was asked for",
+        why="requests round up to 512 B; up to 1 MiB of a large block is not split off",
+    )
+    return (*terms, slack)
+
+
+_ORDER = (
+    "params", "buffers", "grads", "optimizer", "activations", "temporaries", "batch", "workspace",
+)  # fmt: skip
+
+
+def _group(program: Program, index: int) -> tuple[str, str]:
+    """(kind of term, owner): activations by the stack of layers that they belong to."""
+    kind, site = program.storages.kinds[index], program.storages.sites[index]
+    if kind is not MemKind.ACTIVATIONS:
+        return str(kind), ""
+    if site.phase in ("optimizer", "backward"):
+        return "temporaries", f"{site.phase}: {site.op}" if site.phase == "optimizer" else "backward"
+    if not site.module and site.op.startswith("aten.empty"):
+        return "batch", ""
+    layer = _LAYER.match(site.module)
+    if layer:
+        return "activations", f"{layer[1]}.*"
+    return "activations", site.module.split(".")[0] or "loss"
+
+
+def _explain(
+    traced: TracedPlan, kind: str, owner: str, members: list[int], num_bytes: int
+) -> tuple[str, str]:
+    sites = traced.program.storages.sites
+    if kind in ("params", "grads", "optimizer"):
+        by_dtype = traced.param_groups[kind]
+        whole = sum(n * ITEM_BYTES[dtype] for dtype, n in by_dtype.items())
+        if whole == num_bytes or kind == "params":
+            return _products(by_dtype, kind), _WHY[kind]
+        return f"{len(members)} tensors, {format_bytes(whole)} when all are there", _WHY[kind]
+    if kind == "activations":
+        numbers = {m[2] for i in members if (m := _LAYER.match(sites[i].module))}
+        per_layer = num_bytes / max(1, len(numbers))
+        if numbers:
+            text = f"{len(numbers)} layers x {per_layer / MIB:.2f} MiB"
+        else:
+            text = f"{len(members)} tensors"
+        return text, f"{owner}: kept for the backward"
+    if kind == "temporaries":
+        return f"{len(members)} tensors", f"of the {owner}"
+    return f"{len(members)} tensors", _WHY[kind]
+
+
+_WHY = {
+    "params": "the weights",
+    "grads": "one per trained parameter, from its backward to the next zero_grad",
+    "optimizer": "what the optimizer keeps between steps",
+    "buffers": "not trained: tables, scales of quantised weights",
+    "workspace": "cuBLAS, and kernels' scratch",
+    "batch": "inputs and labels",
+}
+
+
+def _products(by_dtype: Mapping[str, int], kind: str) -> str:
+    noun = {"params": "params", "grads": "params", "optimizer": "elements"}[kind]
+    return " + ".join(
+        f"{format_count(n)} {noun} x {ITEM_BYTES[dtype]} B ({dtype})"
+        for dtype, n in sorted(by_dtype.items(), key=lambda item: -item[1])
+    )
+
+
+def _peak(program: Program, moment: Moment) -> Peak:
+    site = program.storages.sites[moment.storage]
+    return Peak(step=moment.step, phase=site.phase, module=site.module, op=site.op)
+
+
+def _resolved(plan: TrainingPlan, traced: TracedPlan) -> dict[str, Any]:
+    return {
+        "seq_len": traced.seq_len,
+        "image_size": traced.image_size,
+        "padded": plan.is_padded,
+    }
+
+
+def _assumptions(plan: TrainingPlan, traced: TracedPlan, primary: Gpu) -> tuple[str, ...]:
+    tokens = f"{traced.seq_len} tokens per sample, padding included"
+    lines = [tokens if plan.seq_len else f"{tokens}; the default, set it with `seq_len`"]
+    if traced.image_size is not None:
+        lines.append(f"images of {traced.image_size} x {traced.image_size} pixels")
+    lines.append(
+        "at least one row is shorter than the longest, so masks are material"
+        if plan.is_padded
+        else "no row is padded, so masks of ones are dropped where the model does so"
+    )
+    lines.append("the model is built on the GPU, and the cache is empty before the first step")
+    lines.append(
+        f"CUDA kernels as torch {'.'.join(map(str, _target_torch()))} runs them on compute"
+        f" capability {primary.capability[0]}.{primary.capability[1]}; PyTorch's default allocator"
+    )
+    lines.append(f"a CUDA context of {format_bytes(primary.context_bytes)} beside the allocator")
+    return (*lines, *traced.notes)
+
+
+def _target_torch() -> tuple[int, int]:
+    from memest.estimator.predict import TARGET_TORCH
+
+    return TARGET_TORCH
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in ("memest", "torch", "transformers", "peft", "accelerate"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

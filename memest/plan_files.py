@@ -1,0 +1,82 @@
+"""Plans from files: one lab config as YAML, or a suite of experiments as YAML or JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from memest.errors import PlanError
+from memest.plan import TrainingPlan
+
+MAX_FILE_BYTES = 4 << 20
+"""No config is larger; a file beyond it is something else."""
+
+
+def read_config(path: Path, overrides: Mapping[str, Any]) -> TrainingPlan:
+    """The plan in a lab config; `overrides` win over its keys.
+
+    Raises:
+        PlanError: the file cannot be read, is not a mapping, or holds no valid plan.
+    """
+    values = _read_mapping(path)
+    return TrainingPlan.from_dict({**values, **overrides})
+
+
+def read_suite(path: Path, overrides: Mapping[str, Any]) -> list[TrainingPlan]:
+    """The plans of a suite, in its order.
+
+    A suite is a mapping: optional `defaults`, then `experiments`, a list of plans with a `name` each.
+
+    Raises:
+        PlanError: the file cannot be read, or an experiment is not a valid plan of a name of its own.
+    """
+    suite = _read_mapping(path)
+    unknown = sorted(map(str, set(suite) - {"defaults", "experiments"}))
+    if unknown:
+        raise PlanError(
+            f"`{path}` has the key `{unknown[0]}`", hint="a suite has `defaults` and `experiments`"
+        )
+    defaults = suite.get("defaults") or {}
+    experiments = suite.get("experiments")
+    if not isinstance(defaults, dict):
+        raise PlanError(f"`defaults` in `{path}` is not a mapping", hint="write `key: value` lines")
+    if not isinstance(experiments, list) or not experiments:
+        raise PlanError(f"`{path}` lists no `experiments`", hint="write a list of plans with a `name` each")
+    plans: list[TrainingPlan] = []
+    names: set[str] = set()
+    for number, values in enumerate(experiments, 1):
+        if not isinstance(values, dict):
+            raise PlanError(f"experiment {number} in `{path}` is not a mapping", hint="write `name: ...`")
+        name = values.get("name")
+        if not isinstance(name, str) or not name:
+            raise PlanError(f"experiment {number} in `{path}` has no `name`", hint="give each its own")
+        if name in names:
+            raise PlanError(f"`{path}` names two experiments `{name}`", hint="give each its own name")
+        names.add(name)
+        try:
+            plans.append(TrainingPlan.from_dict({**defaults, **values, **overrides}))
+        except PlanError as error:
+            raise PlanError(f"experiment `{name}`: {error}", hint=error.hint) from error
+    return plans
+
+
+def _read_mapping(path: Path) -> dict[Any, Any]:
+    import yaml
+
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise PlanError(f"`{path}` is larger than 4 MiB", hint="name a YAML or JSON file of plans")
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"`{path}` cannot be read: {error.strerror}", hint="check the path") from error
+    except UnicodeDecodeError as error:
+        raise PlanError(f"`{path}` is not text", hint="name a YAML or JSON file") from error
+    try:
+        loaded = yaml.safe_load(text)  # JSON is YAML
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        first = " ".join(str(error).split())[:200]
+        raise PlanError(f"`{path}` is not valid YAML: {first}", hint="mend the file") from error
+    if not isinstance(loaded, dict):
+        raise PlanError(f"`{path}` holds no mapping", hint="write `key: value` lines")
+    return loaded

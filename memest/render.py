@@ -1,0 +1,213 @@
+"""Predictions as text for a terminal and as a table for a notebook."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from memest.report import Outcome, PhaseRow, Prediction, Verdict
+from memest.units import format_bytes, format_count, format_gib
+
+if TYPE_CHECKING:
+    from memest.estimator.gpus import Gpu
+    from memest.models_meta.registry import ModelEntry
+
+
+def render_text(prediction: Prediction) -> str:
+    """The whole report: plan, terms, phases, totals, verdicts, assumptions, coverage."""
+    sections = [
+        _heading(prediction),
+        _terms(prediction),
+        _totals(prediction),
+        _phases(prediction),
+        _verdicts(prediction),
+        _assumed(prediction),
+    ]
+    return "\n\n".join("\n".join(lines) for lines in sections if lines)
+
+
+def render_suite(predictions: Sequence[Prediction]) -> str:
+    """One line per plan."""
+    gpus = list(dict.fromkeys(name for p in predictions for name in p.verdicts))
+    header = ["experiment", "allocated", "reserved", "process", *gpus]
+    rows = [
+        [
+            p.name,
+            format_gib(p.peak_allocated_bytes),
+            format_gib(p.peak_reserved_bytes),
+            format_gib(p.process_bytes),
+            *(str(p.verdicts[g].verdict) if g in p.verdicts else "" for g in gpus),
+        ]
+        for p in predictions
+    ]
+    return "\n".join(_table([header, *rows], left=1))
+
+
+def render_models(entries: Iterable[ModelEntry]) -> str:
+    """The bundled models."""
+    rows = [["model", "family", "modality", "parameters", "Hugging Face id"]]
+    rows += [[e.name, e.family, e.modality, format_count(e.num_params), e.hub_id] for e in entries]
+    return "\n".join(_table(rows, left=3, last_left=True))
+
+
+def render_gpus(gpus: Iterable[Gpu]) -> str:
+    """The catalogue of GPUs."""
+    rows = [["gpu", "memory", "context", "usable", "compute", "SMs", "name"]]
+    rows += [
+        [
+            g.name,
+            format_gib(g.memory_bytes),
+            format_bytes(g.context_bytes),
+            format_gib(g.limit_bytes),
+            f"{g.capability[0]}.{g.capability[1]}",
+            str(g.num_sms),
+            g.label,
+        ]
+        for g in gpus
+    ]
+    return "\n".join(_table(rows, left=1, last_left=True))
+
+
+def render_html_table(prediction: Prediction) -> str:
+    """Terms and verdicts as two HTML tables, for a notebook."""
+    terms = [["held at the peak", "GiB", "arithmetic"]]
+    terms += [[t.kind, f"{t.num_bytes / 2**30:.2f}", t.arithmetic] for t in prediction.terms]
+    terms.append(["peak allocated", f"{prediction.peak_allocated_bytes / 2**30:.2f}", ""])
+    terms.append(["peak reserved", f"{prediction.peak_reserved_bytes / 2**30:.2f}", ""])
+    verdicts = [["GPU", "verdict", "margin, GiB"]]
+    verdicts += [
+        [name, str(v.verdict), f"{v.margin_bytes / 2**30:+.2f}"]
+        for name, v in prediction.verdicts.items()
+    ]
+    title = html.escape(" ".join(_heading(prediction)[0].split()))
+    return f"<p><b>{title}</b></p>" + _html(terms) + _html(verdicts)
+
+
+def _heading(prediction: Prediction) -> list[str]:
+    plan, model = prediction.plan, prediction.model
+    facts = [
+        prediction.name,
+        plan["precision"],
+        plan["optim"] + (f" momentum {plan['momentum']}" if plan["momentum"] else ""),
+        f"batch {plan['batch_size']}",
+    ]
+    if plan["accumulate_grad_batches"] > 1:
+        facts.append(f"accumulation {plan['accumulate_grad_batches']}")
+    facts.append(f"{plan['seq_len']} tokens")
+    if plan["act_ckpt"]:
+        facts.append("activation checkpointing")
+    if plan["use_qlora"] or plan["use_lora"]:
+        facts.append(f"{'QLoRA' if plan['use_qlora'] else 'LoRA'} rank {plan['lora_r']}")
+    lines = ["  ".join(facts)]
+    if prediction.name != plan["model_name"]:
+        lines.append(f"model {plan['model_name']}")
+    lines.append(
+        f"{model['class']}: {format_count(model['num_params'])} parameters,"
+        f" {format_count(model['num_trainable_params'])} trained"
+    )
+    return lines
+
+
+def _terms(prediction: Prediction) -> list[str]:
+    rows = [["held at the peak", "", "share", "arithmetic"]]
+    peak = prediction.peak_allocated_bytes
+    for term in prediction.terms:
+        share = f"{100 * term.num_bytes / max(1, peak):.1f} %"
+        note = f"{term.arithmetic}: {term.why}" if term.kind not in ("params",) else term.arithmetic
+        rows.append([term.kind, format_gib(term.num_bytes, 3), share, note])
+    rows.append(["peak allocated", format_gib(peak, 3), "100.0 %", _where(prediction)])
+    return _table(rows, left=1, last_left=True)
+
+
+def _where(prediction: Prediction) -> str:
+    peak = prediction.peak
+    module = f", {peak.module}" if peak.module else ""
+    return f"step {peak.step}, {peak.phase}{module}, {peak.op}"
+
+
+def _totals(prediction: Prediction) -> list[str]:
+    slack = prediction.peak_reserved_bytes - prediction.peak_allocated_bytes
+    context = prediction.process_bytes - prediction.peak_reserved_bytes
+    rows = [
+        ["allocated", format_gib(prediction.peak_allocated_bytes), "torch.cuda.max_memory_allocated"],
+        ["reserved", format_gib(prediction.peak_reserved_bytes), f"cached beside it {format_bytes(slack)}"],
+        ["process", format_gib(prediction.process_bytes), f"nvidia-smi; CUDA context {format_bytes(context)}"],
+    ]  # fmt: skip
+    if prediction.host_bytes:
+        rows.append(["host", format_gib(prediction.host_bytes), "paged optimizer state"])
+    return [f"peak on {prediction.gpu}", *_table(rows, left=1, last_left=True)]
+
+
+def _phases(prediction: Prediction) -> list[str]:
+    rows = [
+        ["step", "phase", "params", "grads", "optimizer", "activations", "allocated", "peak", "reserved"]
+    ]  # fmt: skip
+    last = prediction.plan["accumulate_grad_batches"] - 1
+    for row in prediction.phases:
+        if row.step <= 1 and row.micro_batch in (0, last):
+            rows.append(_phase_cells(row, last))
+    return ["GiB at the four phases", *_table(rows, left=2)]
+
+
+def _phase_cells(row: PhaseRow, last_micro_batch: int) -> list[str]:
+    step = f"{row.step}" if last_micro_batch == 0 else f"{row.step}.{row.micro_batch}"
+    values = (
+        row.params_bytes, row.grads_bytes, row.optimizer_bytes, row.activations_bytes,
+        row.allocated_bytes, row.peak_allocated_bytes, row.reserved_bytes,
+    )  # fmt: skip
+    return [step, str(row.phase), *(f"{v / 2**30:.2f}" for v in values)]
+
+
+def _verdicts(prediction: Prediction) -> list[str]:
+    rows = [["gpu", "usable", "reserved", "verdict", "margin", ""]]
+    rows += [_verdict_cells(name, v) for name, v in prediction.verdicts.items()]
+    return _table(rows, left=1, last_left=True)
+
+
+def _verdict_cells(name: str, verdict: Verdict) -> list[str]:
+    is_oom = verdict.verdict is Outcome.OOM
+    return [
+        name,
+        format_gib(verdict.limit_bytes),
+        format_gib(verdict.reserved_bytes),
+        "OOM" if is_oom else "fits",
+        f"{verdict.margin_bytes / 2**30:+.2f} GiB",
+        f"at {verdict.at}" if is_oom else "",
+    ]
+
+
+def _assumed(prediction: Prediction) -> list[str]:
+    coverage = prediction.coverage
+    lines = [f"assumed: {line}" for line in prediction.assumptions]
+    known, all_ops = coverage["num_modelled"], coverage["num_ops"]
+    lines.append(f"coverage: {known} of {all_ops} operator calls modelled")
+    for op, count in coverage["unmodelled"].items():
+        lines.append(f"not modelled: workspace of {op} ({count} calls)")
+    versions = ", ".join(f"{k} {v}" for k, v in prediction.versions.items())
+    lines.append(f"versions: {versions}; {prediction.elapsed_s:.1f} s")
+    return lines
+
+
+def _table(rows: Sequence[Sequence[str]], *, left: int, last_left: bool = False) -> list[str]:
+    """Columns aligned: the first `left` and, if asked, the last to the left, the rest to the right."""
+    num_columns = len(rows[0])
+    widths = [max(len(row[i]) for row in rows) for i in range(num_columns)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width)
+            if i < left or (last_left and i == num_columns - 1)
+            else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _html(rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{html.escape(c)}</th>" for c in rows[0])
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in rows[1:]
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
