@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -32,6 +33,7 @@ class _Group(click.Group):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         kwargs["standalone_mode"] = False
+        kwargs.setdefault("prog_name", "memest")
         try:
             code = super().main(*args, **kwargs)
         except MemestError as error:
@@ -164,6 +166,60 @@ def gpus() -> None:
     from memest.render import render_gpus
 
     click.echo(render_gpus(list_gpus()))
+
+
+@main.command()
+@click.argument("results", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--markdown", is_flag=True, help="A page for the documentation.")
+@click.option("--check", is_flag=True, help="Exit with 4 if a run is outside its tolerance.")
+@click.option("--tolerance", multiple=True, help="NAME=PERCENT, NAME of allocated, reserved, process, phase.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to a file.")
+@click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
+def compare(
+    results: tuple[Path, ...],
+    as_json: bool,
+    markdown: bool,
+    check: bool,
+    tolerance: tuple[str, ...],
+    output: Path | None,
+    jobs: int | None,
+) -> int:
+    """Predict what measured runs printed, and show both side by side.
+
+    \b
+    memest compare results/lab-h200.jsonl
+    memest compare results/*.jsonl --check --tolerance allocated=0.2
+    """
+    from memest.report import read_measurements
+    from memest.validate.compare import compare as compare_reports
+    from memest.validate.compare import parse_tolerances, plan_of, summarise
+
+    tolerances = parse_tolerances(tolerance)
+    measured = [m for path in results for m in read_measurements(path)]
+    plans = [plan_of(m) for m in measured]
+    if output is not None:
+        _check_writable(output)
+    from memest.estimator.suite import predict_all
+    from memest.render_compare import (
+        comparison_json,
+        render_comparison,
+        render_comparison_markdown,
+    )
+
+    comparisons = compare_reports(measured, predict_all(plans, jobs=jobs))
+    summary = summarise(comparisons, tolerances)
+    if as_json:
+        text = json.dumps(comparison_json(comparisons, summary))
+    else:
+        text = (render_comparison_markdown if markdown else render_comparison)(comparisons, summary)
+    if output is None:
+        click.echo(text)
+    else:
+        _write(output, text + "\n")
+    if (check or tolerance) and summary.broken:
+        _fail(f"{len(summary.broken)} outside tolerance: {summary.broken[0]}", "", 4)
+    return 0
 
 
 def _plans(config: Path | None, suite: Path | None, given: dict[str, Any]) -> list[TrainingPlan]:

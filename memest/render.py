@@ -41,14 +41,14 @@ def render_suite(predictions: Sequence[Prediction]) -> str:
         ]
         for p in predictions
     ]
-    return "\n".join(_table([header, *rows], left=1))
+    return "\n".join(table([header, *rows], left=1))
 
 
 def render_models(entries: Iterable[ModelEntry]) -> str:
     """The bundled models."""
     rows = [["model", "family", "modality", "parameters", "Hugging Face id"]]
     rows += [[e.name, e.family, e.modality, format_count(e.num_params), e.hub_id] for e in entries]
-    return "\n".join(_table(rows, left=3, last_left=True))
+    return "\n".join(table(rows, left=3, last_left=True))
 
 
 def render_gpus(gpus: Iterable[Gpu]) -> str:
@@ -66,7 +66,7 @@ def render_gpus(gpus: Iterable[Gpu]) -> str:
         ]
         for g in gpus
     ]
-    return "\n".join(_table(rows, left=1, last_left=True))
+    return "\n".join(table(rows, left=1, last_left=True))
 
 
 def render_html_table(prediction: Prediction) -> str:
@@ -117,7 +117,7 @@ def _terms(prediction: Prediction) -> list[str]:
         note = f"{term.arithmetic}: {term.why}" if term.kind not in ("params",) else term.arithmetic
         rows.append([term.kind, format_gib(term.num_bytes, 3), share, note])
     rows.append(["peak allocated", format_gib(peak, 3), "100.0 %", _where(prediction)])
-    return _table(rows, left=1, last_left=True)
+    return table(rows, left=1, last_left=True)
 
 
 def _where(prediction: Prediction) -> str:
@@ -136,7 +136,7 @@ def _totals(prediction: Prediction) -> list[str]:
     ]  # fmt: skip
     if prediction.host_bytes:
         rows.append(["host", format_gib(prediction.host_bytes), "paged optimizer state"])
-    return [f"peak on {prediction.gpu}", *_table(rows, left=1, last_left=True)]
+    return [f"peak on {prediction.gpu}", *table(rows, left=1, last_left=True)]
 
 
 def _phases(prediction: Prediction) -> list[str]:
@@ -147,7 +147,7 @@ def _phases(prediction: Prediction) -> list[str]:
     for row in prediction.phases:
         if row.step <= 1 and row.micro_batch in (0, last):
             rows.append(_phase_cells(row, last))
-    return ["GiB at the four phases", *_table(rows, left=2)]
+    return ["GiB at the four phases", *table(rows, left=2)]
 
 
 def _phase_cells(row: PhaseRow, last_micro_batch: int) -> list[str]:
@@ -162,7 +162,7 @@ def _phase_cells(row: PhaseRow, last_micro_batch: int) -> list[str]:
 def _verdicts(prediction: Prediction) -> list[str]:
     rows = [["gpu", "usable", "reserved", "verdict", "margin", ""]]
     rows += [_verdict_cells(name, v) for name, v in prediction.verdicts.items()]
-    return _table(rows, left=1, last_left=True)
+    return table(rows, left=1, last_left=True)
 
 
 def _verdict_cells(name: str, verdict: Verdict) -> list[str]:
@@ -189,7 +189,7 @@ def _assumed(prediction: Prediction) -> list[str]:
     return lines
 
 
-def _table(rows: Sequence[Sequence[str]], *, left: int, last_left: bool = False) -> list[str]:
+def table(rows: Sequence[Sequence[str]], *, left: int, last_left: bool = False) -> list[str]:
     """Columns aligned: the first `left` and, if asked, the last to the left, the rest to the right."""
     num_columns = len(rows[0])
     widths = [max(len(row[i]) for row in rows) for i in range(num_columns)]

@@ -22,7 +22,15 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from memest.estimator.gpus import Gpu
-from memest.estimator.scratch import Scratch
+from memest.estimator.scratch import (
+    Events,
+    EventsFn,
+    KernelEvent,
+    Scratch,
+    scratch_of,
+)
+from memest.estimator.scratch import outputs as _outputs
+from memest.estimator.scratch import temporaries as _temporary
 
 _aten = torch.ops.aten
 _FLOAT_BYTES = 4
@@ -33,21 +41,6 @@ CUDNN_ENGINE_BYTES = 256
 
 Measured with cuDNN 9.19 on an H200, the same in every case; no source is public.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class KernelEvent:
-    """One request to the allocator while an operation runs."""
-
-    num_bytes: int
-    """Requested bytes; negative when freed: then the latest live temporary of that size."""
-
-    output: int | None = None
-    """Position in the operation's results, `None` for a temporary."""
-
-
-Events = tuple[KernelEvent, ...]
-EventsFn = Callable[[tuple[Any, ...], dict[str, Any], Any, Gpu], Events]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +81,6 @@ def _round_up(a: int, b: int) -> int:
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.itemsize
-
-
-def _temporary(*num_bytes: int) -> list[KernelEvent]:
-    return [KernelEvent(n) for n in num_bytes if n]
-
-
-def _outputs(tensors: Mapping[int, int]) -> list[KernelEvent]:
-    return [KernelEvent(num_bytes, output) for output, num_bytes in tensors.items() if num_bytes]
 
 
 def _argument(
@@ -383,30 +368,6 @@ ATTENTION_EVENTS: dict[OpOverload, EventsFn] = {
     _aten._safe_softmax.default: safe_softmax,
 }
 """What each operation asks of the allocator, in order."""
-
-
-def scratch_of(events: Events) -> Scratch:
-    """The temporaries that live when most bytes are asked for, split at the first output.
-
-    A coarser view of the same events: what was freed before that moment is left out.
-    """
-    live: list[tuple[int, bool]] = []
-    largest: list[tuple[int, bool]] = []
-    before = True
-    for event in events:
-        if event.output is not None:
-            before = False
-        elif event.num_bytes > 0:
-            live.append((event.num_bytes, before))
-            if sum(n for n, _ in live) > sum(n for n, _ in largest):
-                largest = list(live)
-        else:
-            last = max(i for i, (n, _) in enumerate(live) if n == -event.num_bytes)
-            del live[last]
-    return Scratch(
-        before=tuple(n for n, early in largest if early),
-        after=tuple(n for n, early in largest if not early),
-    )
 
 
 def output_bytes_of(events: Events, out: Any) -> list[int]:

@@ -80,3 +80,14 @@ def unique_by_key_bytes(num_items: int, gpu: Gpu) -> int:
     A tile is 448 threads of 11 keys on compute capability 9.0.
     """
     return _aliased(_tile_states(_ceil_div(num_items, 448 * 11), 16), 0)
+
+
+def sum_storage_bytes(num_items: int, num_threads: int) -> int:
+    """`DeviceReduce::Sum` into an int32 (dispatch_reduce.cuh): one partial sum for each block of a full grid.
+
+    Blocks are of 256 threads with 16 values each; one block needs nothing, more are as many as fit the GPU
+    (`num_threads` in all), five times over (`subscription_factor`).
+    """
+    if num_items <= 256 * 16:
+        return 1
+    return _aliased(num_threads // 256 * 5 * 4)

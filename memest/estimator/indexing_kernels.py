@@ -2,9 +2,8 @@
 
 Shapes: n indices, V rows of the table, D row width.
 
-Where a size depends on the values of the indices, the bound that CUDA itself allocates is given
-(embedding), or the exact number read off the output's shape (selection by mask); `masked_scatter`'s
-gradient is the one case that takes the worst case, see `masked_scatter_backward_scratch`.
+Where a size depends on the values of the indices, the exact number is read off the output's shape
+(selection by mask). Gradients of lookups are in `staged_kernels`.
 
 Sources (torch 2.11, `aten/src/ATen/native/cuda`): Embedding.cu, EmbeddingBackwardKernel.cu,
 Indexing.cu, IndexKernel.cpp and IndexKernel.cu, Nonzero.cu, Sort.cpp and Sort.cu, ScanKernels.cpp;
@@ -21,14 +20,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from memest.estimator.cub import (
-    radix_sort_bytes,
-    scan_bytes,
-    select_bytes,
-    unique_by_key_bytes,
-)
+from memest.estimator.cub import radix_sort_bytes, scan_bytes
 from memest.estimator.gpus import Gpu
-from memest.estimator.reductions import accumulator_bytes_of
 from memest.estimator.scratch import Scratch
 
 FEW_INDICES = 3072
@@ -63,8 +56,8 @@ def embedding_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch
     return Scratch(before=contiguous_copy(args[1]))
 
 
-def _adds_atomically(num_indices: int, num_rows: int, width: int, gpu: Gpu) -> bool:
-    """`use_fused_kernel`: few rows that are each hit often."""
+def adds_atomically(num_indices: int, num_rows: int, width: int, gpu: Gpu) -> bool:
+    """`use_fused_kernel` of the gradient of `embedding`: few rows that are each hit often."""
     warped = -(-width // 32) * 32
     block = min(warped, MAX_BLOCK_SIZE)
     segments = min(num_indices, num_rows)
@@ -73,76 +66,22 @@ def _adds_atomically(num_indices: int, num_rows: int, width: int, gpu: Gpu) -> b
     return grid < gpu.num_sms * ATOMIC_BLOCKS_PER_SM and partials > 4 * grid
 
 
-def embedding_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`embedding_dense_backward`, which sorts the indices when there are more than 3072.
-
-    With S = min(n, V) segments and P = n // 10 + S partial sums, both bounds that do not depend on
-    the values of the indices, the temporaries at the peak are
-
-        before   contiguous copies, sorted and original positions       2 * 8 * n
-        after    segment starts, partials per segment and offsets       8 * n + 8 + 2 * 8 * S + 8
-                 partial starts and sums                                8 * P + acc * P * D
-
-    or, where few rows are hit often, in place of the sums the segment of each partial (8 * P) and,
-    for 16-bit gradients, a float32 gradient (4 * V * D). At other times of the op, which is where
-    it peaks if rows are narrow: the sort's storage before the gradient exists.
-    Left out: `scale_grad_by_freq` (counts of 8 * n, and scans) and deterministic algorithms.
-    """
-    grad, indices, num_rows = args[0], args[1], args[2]
-    num_indices, width = indices.numel(), grad.shape[-1]
-    copies = contiguous_copy(indices, grad)
-    if num_indices <= FEW_INDICES:
-        return Scratch(before=copies)
-    row = num_indices * INDEX_BYTES
-    segments = min(num_indices, num_rows)
-    partials = num_indices // ROWS_PER_THREAD + segments
-    per_segment = segments * INDEX_BYTES
-    after: tuple[int, ...] = (
-        row,
-        INDEX_BYTES,
-        per_segment,
-        per_segment,
-        INDEX_BYTES,
-        partials * INDEX_BYTES,
-    )
-    accumulator = accumulator_bytes_of(grad.dtype)
-    if not _adds_atomically(num_indices, num_rows, width, gpu):
-        after += (partials * width * accumulator,)
-    elif accumulator != grad.itemsize:
-        after += (partials * INDEX_BYTES, num_rows * width * accumulator)
-    else:
-        after += (partials * INDEX_BYTES,)
-    sorting: tuple[int, ...] = (row, radix_sort_bytes(num_indices, gpu))
-    finding = (row, INDEX_BYTES, row, unique_by_key_bytes(num_indices, gpu))
-    gradient = num_rows * width * grad.itemsize
-    if sum(sorting) - gradient > max(sum(after), sum(finding)):
-        after = (sum(sorting) - gradient,)
-    elif sum(finding) > sum(after):
-        after = finding
-    return Scratch(before=(*copies, row, row), after=after)
-
-
-def nonzero_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`nonzero`: the count, then the storage of the selection; contiguous input where it is not."""
-    return Scratch(
-        before=(*contiguous_copy(args[0]), 4), after=(select_bytes(args[0].numel(), gpu),)
-    )
-
-
-def _broadcast(tensors: Sequence[Tensor]) -> list[Tensor]:
+def broadcast(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors expanded to their common shape."""
     expanded: list[Tensor] = list(torch.broadcast_tensors(*tensors))  # type: ignore[no-untyped-call]
     return expanded
 
 
 def _copies_of_unlike_strides(indices: Sequence[Tensor]) -> tuple[int, ...]:
     """Contiguous copies that `AdvancedIndex` makes of two or more indices, unless strides agree."""
-    expanded = _broadcast(indices)
+    expanded = broadcast(indices)
     if len({i.stride() for i in expanded}) == 1:
         return ()
     return contiguous_copy(*expanded)
 
 
-def _index_tensors(args: Args) -> list[Tensor]:
+def index_tensors(args: Args) -> list[Tensor]:
+    """The indices of `index` and `index_put`, without the dimensions that are taken whole."""
     return [index for index in args[1] if index is not None]
 
 
@@ -153,7 +92,7 @@ def index_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     the size of the output. Two or more index tensors are broadcast, and copied where their strides
     then differ (`AdvancedIndex` of TensorAdvancedIndexing.cpp). One index is used in place.
     """
-    indices = _index_tensors(args)
+    indices = index_tensors(args)
     if any(i.dtype in MASK_DTYPES for i in indices):
         if len(indices) > 1 or out is None:
             return Scratch()
@@ -165,31 +104,11 @@ def index_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
 
 
 def index_put_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`index_put` and its variants; with `accumulate` it sorts the linear indices.
-
-    Peak: linear indices, the values where they are not contiguous, sorted indices, original
-    positions, their initial range, and the sort's storage over the bits that the number of rows
-    needs (`index_put_with_sort_kernel` of Indexing.cu).
-    """
-    accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
-    target, values = args[0], args[2]
-    indices = _index_tensors(args)
+    """`index_put` that overwrites: copies of indices of unlike strides; a mask is a `masked_fill`."""
+    indices = index_tensors(args)
     if not indices or any(i.dtype in MASK_DTYPES for i in indices):
         return Scratch()
-    if not accumulate:
-        return Scratch(after=_copies_of_unlike_strides(indices))
-    count = _broadcast(indices)[0].numel()
-    if count == 0:
-        return Scratch()
-    slice_size = prod(n for d, n in enumerate(target.shape) if d >= len(args[1]))
-    slice_size *= prod(
-        n for d, n in enumerate(target.shape) if d < len(args[1]) and args[1][d] is None
-    )
-    expanded = values.expand(count * slice_size) if values.numel() == 1 else values
-    largest = target.numel() // max(1, slice_size)
-    row = count * INDEX_BYTES
-    sort = radix_sort_bytes(count, gpu, num_bits=max(1, largest.bit_length()))
-    return Scratch(after=(row, *contiguous_copy(expanded), row, row, row, sort))
+    return Scratch(after=_copies_of_unlike_strides(indices))
 
 
 def indexing_is_modelled(func: OpOverload, args: Args) -> bool:
@@ -198,7 +117,7 @@ def indexing_is_modelled(func: OpOverload, args: Args) -> bool:
     `index` by one mask has the count in its output; writing one value through a mask is a
     `masked_fill`. Other masks need the number of their true entries.
     """
-    indices = _index_tensors(args)
+    indices = index_tensors(args)
     if not any(i.dtype in MASK_DTYPES for i in indices):
         return True
     if func is torch.ops.aten.index.Tensor:
@@ -212,33 +131,6 @@ def masked_scatter_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Sc
     count = target.numel()
     copies = contiguous_copy(mask, source)
     return Scratch(after=(count * INDEX_BYTES, *copies, scan_bytes(count)))
-
-
-def masked_scatter_backward_scratch(
-    args: Args, kwargs: Kwargs, out: Any, gpu: Gpu, num_selected: int | None = None
-) -> Scratch:
-    """`masked_scatter_backward`: positions of the mask's true entries, and padding with zeros.
-
-    Args:
-        args: gradient, mask and the sizes of the source.
-        kwargs: of the op.
-        out: the gradient of the source.
-        gpu: the GPU.
-        num_selected: true entries of the mask broadcast to the gradient. None assumes that the
-            whole source was used, the most that can be: all positions, no padding. For a mask
-            without a true entry the positions are gone and the zeros are as large as the output.
-    """
-    grad, mask = args[0], args[1].expand(args[0].shape)
-    size = out.numel()
-    selected = size if num_selected is None else num_selected
-    positions = selected * mask.dim() * INDEX_BYTES
-    if selected >= size:
-        searching = (*contiguous_copy(mask), 4, select_bytes(mask.numel(), gpu))
-        late = max(0, sum(searching) - size * grad.itemsize)
-        return Scratch(before=(max(positions, late),))
-    padding = (size - selected) * grad.itemsize
-    chosen = (selected * grad.itemsize,) if selected else ()
-    return Scratch(before=(*chosen, padding))
 
 
 def _slices(args: Args, kwargs: Kwargs, position: int) -> tuple[int, int]:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from memest.errors import PlanError
 from memest.estimator.gpus import DEFAULT_GPUS, Gpu, custom_gpu, find_gpu
 from memest.plan import TrainingPlan
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
     from memest.estimator.replay import Replayed
     from memest.estimator.step import Program
     from memest.models_meta.batch import Batch
-    from memest.models_meta.registry import ModelConfig
     from memest.report import Outcome, Prediction, Verdict
 
 TARGET_TORCH = (2, 11)
@@ -26,11 +27,6 @@ TARGET_TORCH = (2, 11)
 
 PRIMARY_GPU = "h200"
 """Whose figures head a report when no GPU is asked for: the largest of the default set."""
-
-DEFAULT_SEQ_LEN = {"image-text": 25, "text": 512, "audio": 128, "image": 1}
-"""Tokens per sample where the plan names none. Image-text: captions of the lab's data set, whose published verdicts
-come out at 25; the rest are plain round figures. Every report states the one it used."""
-
 
 @dataclass(frozen=True, slots=True)
 class TracedPlan:
@@ -138,7 +134,23 @@ _SAME_CHIP = {"name": "", "label": "", "memory_bytes": 0, "context_bytes": 0, "s
 def trace_plan(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False) -> TracedPlan:
     """The program of `plan` on `gpu`; plans that differ in limits and steps alone share it."""
     canonical = replace(plan, **_NOT_TRACED)
-    return _trace(canonical, replace(gpu, **_SAME_CHIP), trust_remote_code)
+    with _quiet():
+        return _trace(canonical, replace(gpu, **_SAME_CHIP), trust_remote_code)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What libraries say about the model concerns a run, not its prediction."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 @functools.lru_cache(maxsize=8)
@@ -151,44 +163,59 @@ def _trace(plan: TrainingPlan, gpu: Gpu, trust_remote_code: bool) -> TracedPlan:
     )
     from memest.estimator.step import StepTracer
     from memest.estimator.trace import MemKind, Recorder, StorageTable
-    from memest.models_meta.build import num_positions
-    from memest.models_meta.quantization import quant_state_tensors
+    from memest.models_meta.assemble import (
+        assemble,
+        compute_dtype,
+        describe_model,
+        half_dtype,
+        input_dtype,
+        loss_of,
+        sequence_length,
+        trained_parameters,
+    )
+    from memest.models_meta.quantization import FusedGemmRule, quant_state_tensors, quantize_nf4
     from memest.models_meta.registry import resolve_config
 
     config = resolve_config(plan.model_name, trust_remote_code=trust_remote_code)
-    seq_len = _sequence_length(plan, config, num_positions(config.pretrained))
+    seq_len = sequence_length(plan, config)
     recorder = Recorder(gpu, StorageTable())
     is_mixed = plan.precision.endswith("-mixed")
     tracer = StepTracer(
         recorder,
-        autocast_dtype=_half_dtype(plan) if is_mixed else None,
+        autocast_dtype=half_dtype(plan) if is_mixed else None,
         accumulates=plan.accumulate_grad_batches > 1,
     )
     notes: list[str] = []
-    model = tracer.setup(lambda: _build(plan, gpu, config, notes))
+    quantize = functools.partial(
+        quantize_nf4,
+        compute_dtype=compute_dtype(plan),
+        double_quant=plan.double_quant,
+        skip=plan.quant_skip,
+        rule=FusedGemmRule(capability=gpu.capability, num_sms=gpu.num_sms),
+    )
+
+    def build() -> nn.Module:
+        assembled = assemble(plan, config, quantize=quantize)
+        notes.extend(assembled.notes)
+        return assembled.module
+
+    model = tracer.setup(build)
     for tensor in quant_state_tensors(model):
         recorder.label(tensor, MemKind.BUFFERS)
     batch = _batch(plan, model, seq_len)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if not trained:
-        raise PlanError("nothing is left to train", hint="narrow `freeze`")
+    trained = trained_parameters(model)
     optimizer = make_optimizer(plan.optim, trained, momentum=plan.momentum)
     program = tracer.run(
         model,
-        functools.partial(move_batch, recorder, batch, _input_dtype(plan)),
-        functools.partial(_loss, output=batch.loss_output),
+        functools.partial(move_batch, recorder, batch, input_dtype(plan)),
+        functools.partial(loss_of, output=batch.loss_output),
         optimizer,
         make_grad_scaler() if plan.precision == "16-mixed" else None,
         plan.accumulate_grad_batches,
     )
-    unwrapped = model.get_base_model() if plan.uses_adapters else model  # type: ignore[operator]
     return TracedPlan(
         program=program,
-        model={
-            "class": type(unwrapped).__name__,
-            "num_params": sum(p.numel() for p in model.parameters()),
-            "num_trainable_params": sum(p.numel() for p in trained),
-        },
+        model=describe_model(model),
         param_groups={
             "params": _by_dtype(model.parameters()),
             "grads": _by_dtype(p.grad for p in trained if p.grad is not None),
@@ -199,108 +226,6 @@ def _trace(plan: TrainingPlan, gpu: Gpu, trust_remote_code: bool) -> TracedPlan:
         seq_len=seq_len,
         image_size=batch.image_size,
     )
-
-
-def _sequence_length(plan: TrainingPlan, config: ModelConfig, positions: int | None) -> int:
-    modality = config.entry.modality if config.entry is not None else "text"
-    if plan.seq_len is None:
-        default = DEFAULT_SEQ_LEN[modality]
-        return min(default, positions) if positions else default
-    if positions is not None and plan.seq_len > positions:
-        raise PlanError(
-            f"`seq_len` {plan.seq_len} is beyond the {positions} positions of `{config.name}`",
-            hint=f"give at most {positions}",
-        )
-    return plan.seq_len
-
-
-def _build(
-    plan: TrainingPlan, gpu: Gpu, config: ModelConfig, notes: list[str]
-) -> nn.Module:
-    """The module as Lightning trains it: built, quantised, adapted, frozen, cast, checkpointing set."""
-    import torch
-
-    from memest.models_meta.adapters import apply_lora
-    from memest.models_meta.build import build_model, freeze
-    from memest.models_meta.quantization import (
-        FusedGemmRule,
-        prepare_for_kbit_training,
-        quantize_nf4,
-    )
-    from memest.models_meta.tying import set_tied_embeddings
-
-    is_true_half = plan.precision in ("bf16-true", "16-true")
-    load_dtype = torch.float32
-    if is_true_half:
-        load_dtype = _half_dtype(plan)
-    elif plan.use_qlora:
-        load_dtype = torch.bfloat16
-    built = build_model(config, dtype=load_dtype, attn_implementation=plan.attn_implementation)
-    notes.extend(built.notes)
-    model: nn.Module = built.module
-    if plan.tie_word_embeddings is not None:
-        set_tied_embeddings(model, plan.tie_word_embeddings)
-    if plan.use_qlora:
-        quantize_nf4(
-            model,
-            compute_dtype=torch.float16 if plan.precision.startswith("16") else torch.bfloat16,
-            double_quant=plan.double_quant,
-            skip=plan.quant_skip,
-            rule=FusedGemmRule(capability=gpu.capability, num_sms=gpu.num_sms),
-        )
-        prepare_for_kbit_training(model, use_gradient_checkpointing=plan.act_ckpt)
-    if plan.uses_adapters:
-        model = apply_lora(
-            model,
-            r=plan.lora_r,
-            alpha=int(plan.lora_alpha),
-            dropout=plan.lora_dropout,
-            target_modules=plan.lora_target_modules or _lora_targets(model),
-        )
-    if plan.freeze:
-        freeze(model, plan.freeze)
-    if is_true_half:
-        model = model.to(load_dtype)
-    model.train()
-    if plan.act_ckpt and not plan.use_qlora:
-        _enable_checkpointing(model, plan)
-    return model
-
-
-def _enable_checkpointing(model: Any, plan: TrainingPlan) -> None:
-    from memest.errors import UnsupportedError
-
-    try:
-        model.gradient_checkpointing_enable()
-        if plan.uses_adapters:
-            model.enable_input_require_grads()
-    except ValueError as error:
-        raise UnsupportedError(
-            f"`act_ckpt` is not offered by `{plan.model_name}`: {error}",
-            hint="leave `act_ckpt` out",
-        ) from error
-
-
-def _lora_targets(model: Any) -> list[str] | None:
-    """q and v by the names that the model uses, as the lab does; None leaves the choice to peft."""
-    from memest.models_meta.adapters import linear_names
-
-    names = set(linear_names(model))
-    for pair in (["q_proj", "v_proj"], ["q", "v"], ["query", "value"]):
-        if names.issuperset(pair):
-            return pair
-    return None
-
-
-def _half_dtype(plan: TrainingPlan) -> torch.dtype:
-    import torch
-
-    return torch.bfloat16 if plan.precision.startswith("bf16") else torch.float16
-
-
-def _input_dtype(plan: TrainingPlan) -> torch.dtype | None:
-    """What Lightning casts floating inputs to (`HalfPrecision.convert_input`); None leaves them."""
-    return _half_dtype(plan) if plan.precision in ("bf16-true", "16-true") else None
 
 
 def _batch(plan: TrainingPlan, model: nn.Module, seq_len: int) -> Batch:
@@ -328,13 +253,6 @@ def move_batch(recorder: Any, batch: Batch, float_dtype: torch.dtype | None) -> 
         if item.is_real:
             recorder.values.adopt(moved[item.name], item.value)
     return moved
-
-
-def _loss(model: nn.Module, inputs: dict[str, Any], output: str) -> Tensor:
-    out = model(**inputs)
-    if output == "loss":
-        return out.loss  # type: ignore[no-any-return]
-    return getattr(out, output).float().mean()  # type: ignore[no-any-return]
 
 
 def _by_dtype(tensors: Any) -> dict[str, int]:

@@ -9,7 +9,8 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
 from memest.errors import MemestError
-from memest.estimator.predict import predict
+from memest.estimator.predict import judged_gpus, predict
+from memest.models_meta.registry import check_name
 from memest.plan import TrainingPlan
 from memest.report import Prediction
 
@@ -25,6 +26,9 @@ def predict_all(
     Raises:
         MemestError: of the first plan that cannot be predicted, with its name.
     """
+    for plan in plans:  # what can be refused at once is refused before anything heavy is imported
+        judged_gpus(plan)
+        check_name(plan.model_name)
     one = partial(_predict_named, is_one=len(plans) == 1, trust_remote_code=trust_remote_code)
     num_processes = min(jobs or os.cpu_count() or 1, len(plans))
     if num_processes == 1 or (jobs is None and len(plans) < MIN_PLANS_FOR_PROCESSES):

@@ -79,6 +79,7 @@ def peak_terms(traced: TracedPlan, num_micro_batches: int, result: Replayed) -> 
         num_bytes = sum(storages.num_bytes[i] for i in members)
         arithmetic, why = _explain(traced, kind, owner, members, num_bytes)
         terms.append(Term(kind=kind, num_bytes=num_bytes, arithmetic=arithmetic, why=why))
+    terms = _merged(terms, result.peak_allocated_bytes)
     terms.sort(key=lambda t: (_ORDER.index(t.kind), -t.num_bytes))
     rest = result.peak_allocated_bytes - sum(t.num_bytes for t in terms)
     slack = Term(
@@ -88,6 +89,20 @@ def peak_terms(traced: TracedPlan, num_micro_batches: int, result: Replayed) -> 
         why="requests round up to 512 B; up to 1 MiB of a large block is not split off",
     )
     return (*terms, slack)
+
+
+def _merged(terms: list[Term], peak_bytes: int) -> list[Term]:
+    """Activations too small to be seen in one term of their own."""
+    small = [t for t in terms if t.kind == "activations" and 500 * t.num_bytes < peak_bytes]
+    if len(small) < 2:
+        return terms
+    other = Term(
+        kind="activations",
+        num_bytes=sum(t.num_bytes for t in small),
+        arithmetic=f"{len(small)} other groups of modules",
+        why="kept for the backward",
+    )
+    return [t for t in terms if t not in small] + [other]
 
 
 _ORDER = (

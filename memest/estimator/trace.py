@@ -17,16 +17,21 @@ from memest.errors import TraceError
 from memest.estimator.attention_kernels import ATTENTION_EVENTS, NOT_MODELLED
 from memest.estimator.cublas import MATMULS, CublasWorkspaces
 from memest.estimator.gpus import Gpu
-from memest.estimator.indexing_kernels import masked_scatter_backward_scratch
 from memest.estimator.kernels import OUTPUT_BYTES, SCRATCH, has_no_scratch, is_partly_modelled
 from memest.estimator.module_tracker import ModuleTracker
-from memest.estimator.scratch import Scratch
+from memest.estimator.scratch import Events, Scratch
 from memest.estimator.shadow import (
     READS_VALUE,
     ShadowValues,
     ValueUnknown,
     known_without_values,
     materialise,
+)
+from memest.estimator.staged_kernels import (
+    SORTED_WRITES,
+    STAGED_EVENTS,
+    index_put_is_sorted,
+    masked_scatter_backward_events,
 )
 
 aten = torch.ops.aten
@@ -233,11 +238,11 @@ class Recorder(TorchDispatchMode):
             for t in results
             if _is_on_gpu(t)
         )
-        attention = ATTENTION_EVENTS.get(func)
-        if attention is not None:
-            events = attention(args, kwargs, out, self.gpu)
+        ordered = self._ordered_events(func, args, kwargs, out)
+        if ordered is not None:
             note = NOT_MODELLED[func](self.gpu) if func in NOT_MODELLED else ""
-            return Recipe(specs, is_tuple, tuple((e.num_bytes, e.output) for e in events), bool(note))
+            is_partial = bool(note) or is_partly_modelled(func, args, kwargs, self.gpu)
+            return Recipe(specs, is_tuple, tuple((e.num_bytes, e.output) for e in ordered), is_partial)
         scratch, is_partial = self._scratch(func, args, kwargs, out)
         sizes: list[int | None] = [None] * len(results)
         if (rule := OUTPUT_BYTES.get(func)) is not None:
@@ -246,6 +251,19 @@ class Recorder(TorchDispatchMode):
         events_ += [(sizes[i], i) for i, t in enumerate(results) if _is_on_gpu(t)]
         events_ += [(n, None) for n in scratch.after]
         return Recipe(specs, is_tuple, tuple(events_), is_partial)
+
+    def _ordered_events(self, func: Any, args: Any, kwargs: Any, out: Any) -> Events | None:
+        """The requests of a kernel of which the order is known, outputs among them."""
+        if func is aten.masked_scatter_backward.default:
+            mask = self.values.value_of(args[1])
+            num_selected = None
+            if mask is not None:
+                num_selected = int(mask.expand(args[0].shape).sum())
+            return masked_scatter_backward_events(args, kwargs, out, self.gpu, num_selected)
+        if func in SORTED_WRITES and not index_put_is_sorted(args, kwargs):
+            return None
+        rule = ATTENTION_EVENTS.get(func) or STAGED_EVENTS.get(func)
+        return None if rule is None else rule(args, kwargs, out, self.gpu)
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Recipe) -> None:
         if recipe.is_partial:
@@ -282,13 +300,6 @@ class Recorder(TorchDispatchMode):
         """The kernel's temporaries, and whether something about it is not modelled."""
         if func in MATMULS:
             return Scratch(), False
-        if func is aten.masked_scatter_backward.default:
-            mask = self.values.value_of(args[1])
-            num_selected = None if mask is None else int(mask.sum())
-            scratch = masked_scatter_backward_scratch(
-                args, kwargs, out, self.gpu, num_selected=num_selected
-            )
-            return scratch, False
         rule = SCRATCH.get(func)
         if rule is not None:
             return rule(args, kwargs, out, self.gpu), is_partly_modelled(func, args, kwargs, self.gpu)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -58,6 +58,7 @@ def apply_lora(
     dropout: float,
     target_modules: Sequence[str] | str | None,
     bias: str = "none",
+    is_meta: bool = True,
 ) -> nn.Module:
     """`model` with LoRA adapters on its targets, everything else frozen: a `PeftModel`.
 
@@ -66,13 +67,15 @@ def apply_lora(
     that is cast to 16 bits afterwards takes them along.
 
     Args:
-        model: on the meta device, quantised or not.
+        model: quantised or not.
         r: rank.
         alpha: numerator of the scale `alpha / r`.
         dropout: before the first adapter matrix; 0 makes no mask.
         target_modules: the last parts of module names, a regular expression of whole names,
             `all-linear`, or None for what peft knows of the model's type.
         bias: which biases train: `none`, `all` or `lora_only`.
+        is_meta: whether `model` is on the meta device, its 4-bit layers mirrors; else peft does
+            all by itself, with bitsandbytes where it needs it.
 
     Raises:
         PlanError: nothing matches `target_modules`, or what matches cannot carry an adapter.
@@ -87,10 +90,13 @@ def apply_lora(
         target_modules=targets,
         bias=bias,  # type: ignore[arg-type]
     )
-    if getattr(model, "is_loaded_in_4bit", False):
+    if is_meta and getattr(model, "is_loaded_in_4bit", False):
         config._register_custom_module({Linear4bit: LoraLinear4bit})
     try:
-        with _without_bitsandbytes(), torch.device("meta"):
+        with ExitStack() as stack:
+            if is_meta:
+                stack.enter_context(_without_bitsandbytes())
+                stack.enter_context(torch.device("meta"))
             return get_peft_model(model, config)
     except ValueError as error:
         names = linear_names(model)

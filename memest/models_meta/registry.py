@@ -143,6 +143,16 @@ def resolve_config(name: str, *, trust_remote_code: bool = False) -> ModelConfig
     raise _unknown(name)
 
 
+def check_name(name: str) -> None:
+    """Raise what `resolve_config` would for a name that cannot mean anything; imports nothing heavy.
+
+    Raises:
+        UnknownModelError: neither bundled, nor a path, nor of the form of a Hub id.
+    """
+    if find_entry(name) is None and _config_path(name) is None and not _HUB_ID.fullmatch(name):
+        raise _unknown(name)
+
+
 def parse_config(raw: object, *, name: str) -> ModelConfig:
     """The checked config of a dict as `json.load` returns it."""
     return _parse(raw, name=name, source=name)

@@ -1,0 +1,241 @@
+"""Kernels whose temporaries come and go: what they allocate and free, in order.
+
+A table of temporaries that all live until the op ends (`kernels.SCRATCH`) places them right for most kernels. These
+work in stages, or make their results in another order than they return them, and the caching allocator packs what it
+is asked for in the order of asking.
+
+Sources (torch 2.11, `aten/src/ATen/native`): cuda/Dropout.cu, cuda/Embedding.cu and EmbeddingBackwardKernel.cu,
+cuda/Indexing.cu, cuda/Nonzero.cu, TensorAdvancedIndexing.cpp, Convolution.cpp and cudnn/ConvShared.cpp.
+Evidence: event by event on an H200, but for the workspaces that `kernels.is_partly_modelled` names.
+
+Shapes: n indices, V rows of the table, D row width.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from memest.estimator.convolution import backward_workspaces
+from memest.estimator.cub import (
+    radix_sort_bytes,
+    scan_bytes,
+    select_bytes,
+    sum_storage_bytes,
+    unique_by_key_bytes,
+)
+from memest.estimator.gpus import Gpu
+from memest.estimator.indexing_kernels import (
+    FEW_INDICES,
+    INDEX_BYTES,
+    MASK_DTYPES,
+    ROWS_PER_THREAD,
+    adds_atomically,
+    broadcast,
+    contiguous_copy,
+    index_tensors,
+)
+from memest.estimator.reductions import accumulator_bytes_of, sum_bytes, threads_per_sm
+from memest.estimator.scratch import Events, EventsFn, KernelEvent, outputs, temporaries
+
+aten = torch.ops.aten
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
+
+
+def _passing(*num_bytes: int) -> list[KernelEvent]:
+    """Temporaries that are made one after the other and freed in reverse."""
+    return temporaries(*num_bytes, *(-n for n in reversed(num_bytes)))
+
+
+def dropout_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`native_dropout`: the mask comes before the result, unless everything or nothing is dropped."""
+    result, mask = out
+    sizes = {0: _bytes(result), 1: _bytes(mask)}
+    is_drawn = args[2] is not False and 0 < args[1] < 1
+    return tuple(outputs({i: sizes[i] for i in ((1, 0) if is_drawn else (0, 1))}))
+
+
+def embedding_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`embedding_dense_backward`, which sorts the indices when there are more than 3072.
+
+    With S = min(n, V) segments and P = n // 10 + S partial sums, both bounds that do not depend on the values of the
+    indices:
+
+        sort      sorted and original positions, kept        2 * 8 * n
+                  a range and the sort's storage             8 * n + storage
+        gradient  V * D
+        segments  their starts, kept, and number             8 * n + 8
+                  unused keys and the storage of `unique`    8 * n + storage
+        partials  per segment, and their offsets             2 * 8 * S, and the storage of a scan
+                  their number, their starts                 8 + 8 * P
+                  the sums in the accumulator's dtype        acc * P * D
+
+    Where few rows are hit often, in place of the sums the segment of each partial (8 * P) and, for 16-bit gradients,
+    a float32 gradient (4 * V * D).
+    Left out: `scale_grad_by_freq` (counts of 8 * n, and scans) and deterministic algorithms.
+    """
+    grad, indices, num_rows = args[0], args[1], args[2]
+    num_indices, width = indices.numel(), grad.shape[-1]
+    copies = contiguous_copy(grad, indices)
+    gradient = outputs({0: num_rows * width * grad.itemsize})
+    if num_indices <= FEW_INDICES:
+        return tuple(temporaries(*copies) + gradient + temporaries(*(-n for n in reversed(copies))))
+    row = num_indices * INDEX_BYTES
+    segments = min(num_indices, num_rows)
+    partials = num_indices // ROWS_PER_THREAD + segments
+    per_segment, per_partial = segments * INDEX_BYTES, partials * INDEX_BYTES
+    accumulator = accumulator_bytes_of(grad.dtype)
+    if not adds_atomically(num_indices, num_rows, width, gpu):
+        adding: tuple[int, ...] = (partials * width * accumulator,)
+    elif accumulator != grad.itemsize:
+        adding = (per_partial, num_rows * width * accumulator)
+    else:
+        adding = (per_partial,)
+    kept = (*copies, row, row)
+    return tuple(
+        temporaries(*kept)
+        + _passing(row, radix_sort_bytes(num_indices, gpu))
+        + gradient
+        + temporaries(row, INDEX_BYTES)
+        + _passing(row, unique_by_key_bytes(num_indices, gpu))
+        + temporaries(per_segment, per_segment)
+        + _passing(scan_bytes(segments))
+        + temporaries(INDEX_BYTES)
+        + _passing(per_partial, *adding)
+        + temporaries(-INDEX_BYTES, -per_segment, -per_segment, -INDEX_BYTES, -row)
+        + temporaries(*(-n for n in reversed(kept)))
+    )
+
+
+def nonzero_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`nonzero`: the count and the storage of its sum, the positions, the storage of the selection."""
+    return tuple(_selection(args[0], outputs({0: _bytes(out)}), gpu))
+
+
+def _selection(mask: Tensor, positions: list[KernelEvent], gpu: Gpu) -> list[KernelEvent]:
+    copies, count = contiguous_copy(mask), mask.numel()
+    counting = sum_storage_bytes(count, threads_per_sm(gpu) * gpu.num_sms)
+    return (
+        temporaries(*copies, 4)
+        + _passing(counting)
+        + positions
+        + _passing(select_bytes(count, gpu))
+        + temporaries(-4, *(-n for n in reversed(copies)))
+    )
+
+
+def masked_scatter_backward_events(
+    args: Args, kwargs: Kwargs, out: Any, gpu: Gpu, num_selected: int | None = None
+) -> Events:
+    """`masked_scatter_backward`: the gradient where the mask is true, then zeros up to the size of the source.
+
+    `masked_select` expands the mask, finds the positions of its true entries (one int64 for each of its dimensions)
+    and gathers; what is short of the source is made of zeros and concatenated.
+
+    Args:
+        args: gradient, mask and the sizes of the source.
+        kwargs: of the op.
+        out: the gradient of the source.
+        gpu: the GPU.
+        num_selected: true entries of the mask broadcast to the gradient. None assumes that the whole source was used,
+            the most that can be: all positions, no padding.
+    """
+    grad, mask = args[0], args[1].expand(args[0].shape)
+    size = out.numel()
+    selected = size if num_selected is None else min(size, num_selected)
+    positions = selected * mask.dim() * INDEX_BYTES
+    finding = _selection(mask, temporaries(positions), gpu)
+    if selected >= size:
+        return tuple(finding + outputs({0: _bytes(out)}) + temporaries(-positions))
+    chosen, padding = selected * grad.itemsize, (size - selected) * grad.itemsize
+    return tuple(
+        finding
+        + temporaries(chosen, -positions, padding)
+        + outputs({0: _bytes(out)})
+        + temporaries(-padding, -chosen)
+    )
+
+
+def index_put_is_sorted(args: Args, kwargs: Kwargs) -> bool:
+    """Whether `index_put` goes through a sort of the indices: it accumulates, and no index is a mask."""
+    accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    indices = index_tensors(args)
+    if not accumulate or not indices or any(i.dtype in MASK_DTYPES for i in indices):
+        return False
+    return broadcast(indices)[0].numel() > 0
+
+
+def index_put_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`index_put` with `accumulate`: `index_put_with_sort_kernel` of Indexing.cu.
+
+    Each index is checked against both bounds (an int64 and a comparison, one after the other). Then the linear
+    indices, for a moment twice; the values where they are not contiguous; sorted indices, original positions and
+    their initial range; and the sort's storage over the bits that the number of rows needs.
+    """
+    target, values = args[0], args[2]
+    indices = index_tensors(args)
+    count = broadcast(indices)[0].numel()
+    slice_size = prod(n for d, n in enumerate(target.shape) if d >= len(args[1]))
+    slice_size *= prod(
+        n for d, n in enumerate(target.shape) if d < len(args[1]) and args[1][d] is None
+    )
+    expanded = values.expand(count * slice_size) if values.numel() == 1 else values
+    largest = target.numel() // max(1, slice_size)
+    row = count * INDEX_BYTES
+    sort = radix_sort_bytes(count, gpu, num_bits=max(1, largest.bit_length()))
+    checks = [event for _ in range(2 * len(indices)) for event in _passing(INDEX_BYTES, 1)]
+    return tuple(
+        outputs({0: _bytes(target)})
+        + checks
+        + temporaries(row)
+        + _passing(row)
+        + _passing(*contiguous_copy(expanded), row, row, row, sort)
+        + temporaries(-row)
+    )
+
+
+def convolution_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`convolution_backward`: the gradients of input and weight, each with a workspace, then of the bias.
+
+    The gradient that comes in is copied where it is not contiguous, until both are done; the bias is a sum.
+    """
+    grad, tensor, weight, wanted = args[0], args[1], args[2], args[10]
+    copies = contiguous_copy(grad)
+    for_input, for_weight = backward_workspaces(args, gpu)
+    events = temporaries(*copies)
+    if wanted[0]:
+        events += outputs({0: _bytes(tensor)}) + _passing(for_input)
+    if wanted[1]:
+        events += outputs({1: _bytes(weight)}) + _passing(for_weight)
+    events += temporaries(*(-n for n in copies))
+    if wanted[2]:
+        dims = [0, *range(2, grad.dim())]
+        events += outputs({2: _bytes(out[2])}) + _passing(*sum_bytes(grad, dims, grad.dtype, gpu))
+    return tuple(events)
+
+
+STAGED_EVENTS: dict[OpOverload, EventsFn] = {
+    aten.native_dropout.default: dropout_events,
+    aten.embedding_dense_backward.default: embedding_backward_events,
+    aten.nonzero.default: nonzero_events,
+    aten.masked_scatter_backward.default: masked_scatter_backward_events,
+    aten.convolution_backward.default: convolution_backward_events,
+    aten.index_put.default: index_put_events,
+    aten.index_put_.default: index_put_events,
+    aten._index_put_impl_.default: index_put_events,
+    aten._unsafe_index_put.default: index_put_events,
+}
+"""What each operation asks of the allocator, in order; `index_put` where `index_put_is_sorted`."""
+
+SORTED_WRITES = frozenset(op for op, events in STAGED_EVENTS.items() if events is index_put_events)
+"""The variants of `index_put`."""

@@ -1,0 +1,186 @@
+"""The module that a plan trains: built, tied, quantised, adapted, frozen, cast, checkpointing set.
+
+One sequence for both sides. A prediction runs it on the meta device with mirrors of the quantised
+layers; a measured run on the GPU, with bitsandbytes' own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memest.errors import PlanError, UnsupportedError
+from memest.models_meta.adapters import apply_lora, linear_names
+from memest.models_meta.build import build_model, freeze, num_positions
+from memest.models_meta.quantization import prepare_for_kbit_training
+from memest.models_meta.registry import ModelConfig
+from memest.models_meta.tying import set_tied_embeddings
+from memest.plan import TrainingPlan
+
+DEFAULT_SEQ_LEN = {"image-text": 25, "text": 512, "audio": 128, "image": 1}
+"""Tokens per sample where the plan names none. Image-text: captions of the lab's data set, whose published verdicts
+come out at 25; the rest are plain round figures. Every report states the one it used."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assembled:
+    """The module in training mode, and what was decided on the way."""
+
+    module: nn.Module
+    notes: tuple[str, ...]
+
+
+def assemble(
+    plan: TrainingPlan,
+    config: ModelConfig,
+    *,
+    quantize: Callable[[nn.Module], Any],
+    device: torch.device | str = "meta",
+    load: Callable[[torch.dtype], nn.Module] | None = None,
+    initialise: Callable[[nn.Module], Any] | None = None,
+    is_meta: bool = True,
+) -> Assembled:
+    """The module as Lightning trains it.
+
+    Args:
+        plan: what is trained.
+        config: of its model.
+        quantize: replaces the linear layers in place; called for QLoRA alone.
+        device: where the parameters are made.
+        load: makes the module, in the dtype given; None builds it from the config.
+        initialise: gives the weights values before anything is derived from them.
+        is_meta: whether layers of peft are mirrors that need no bitsandbytes.
+
+    Raises:
+        MemestError: the model class, the adapters or the patterns do not go together.
+    """
+    dtype = load_dtype(plan)
+    notes: tuple[str, ...] = ()
+    if load is None:
+        built = build_model(
+            config, dtype=dtype, attn_implementation=plan.attn_implementation, device=device
+        )
+        model, notes = built.module, built.notes
+    else:
+        model = load(dtype)
+    if plan.tie_word_embeddings is not None:
+        set_tied_embeddings(model, plan.tie_word_embeddings)
+    if initialise is not None:
+        initialise(model)
+    if plan.use_qlora:
+        quantize(model)
+        prepare_for_kbit_training(model, use_gradient_checkpointing=plan.act_ckpt)
+    if plan.uses_adapters:
+        model = apply_lora(
+            model,
+            r=plan.lora_r,
+            alpha=int(plan.lora_alpha),
+            dropout=plan.lora_dropout,
+            target_modules=plan.lora_target_modules or _lora_targets(model),
+            is_meta=is_meta,
+        )
+    if plan.freeze:
+        freeze(model, plan.freeze)
+    if input_dtype(plan) is not None:
+        model = model.to(dtype)
+    model.train()
+    if plan.act_ckpt and not plan.use_qlora:
+        _enable_checkpointing(model, plan)
+    return Assembled(module=model, notes=notes)
+
+
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that the optimizer gets.
+
+    Raises:
+        PlanError: there are none.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise PlanError("nothing is left to train", hint="narrow `freeze`")
+    return trained
+
+
+def describe_model(model: nn.Module) -> dict[str, Any]:
+    """Class and parameter counts, as reports state them; a quantised weight counts its bytes."""
+    unwrapped = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    return {
+        "class": type(unwrapped).__name__,
+        "num_params": sum(p.numel() for p in model.parameters()),
+        "num_trainable_params": sum(p.numel() for p in model.parameters() if p.requires_grad),
+    }
+
+
+def loss_of(model: nn.Module, inputs: dict[str, Any], output: str) -> Tensor:
+    """The model's loss, or the mean of the output named; nothing else of the output is kept."""
+    out = model(**inputs)
+    if output == "loss":
+        return out.loss  # type: ignore[no-any-return]
+    return getattr(out, output).float().mean()  # type: ignore[no-any-return]
+
+
+def half_dtype(plan: TrainingPlan) -> torch.dtype:
+    """The 16-bit type of the plan's precision."""
+    return torch.bfloat16 if plan.precision.startswith("bf16") else torch.float16
+
+
+def input_dtype(plan: TrainingPlan) -> torch.dtype | None:
+    """What Lightning casts floating inputs to (`HalfPrecision.convert_input`); None leaves them."""
+    return half_dtype(plan) if plan.precision in ("bf16-true", "16-true") else None
+
+
+def load_dtype(plan: TrainingPlan) -> torch.dtype:
+    """The dtype in which the weights are made: bf16 under QLoRA, whatever the precision."""
+    true_half = input_dtype(plan)
+    if true_half is not None:
+        return true_half
+    return torch.bfloat16 if plan.use_qlora else torch.float32
+
+
+def compute_dtype(plan: TrainingPlan) -> torch.dtype:
+    """In which a 4-bit layer multiplies (`bnb_4bit_compute_dtype`)."""
+    return torch.float16 if plan.precision.startswith("16") else torch.bfloat16
+
+
+def sequence_length(plan: TrainingPlan, config: ModelConfig) -> int:
+    """Tokens per sample: the plan's, or the modality's default where the model has room for it.
+
+    Raises:
+        PlanError: the model has fewer positions.
+    """
+    positions = num_positions(config.pretrained)
+    modality = config.entry.modality if config.entry is not None else "text"
+    if plan.seq_len is None:
+        default = DEFAULT_SEQ_LEN[modality]
+        return min(default, positions) if positions else default
+    if positions is not None and plan.seq_len > positions:
+        raise PlanError(
+            f"`seq_len` {plan.seq_len} is beyond the {positions} positions of `{config.name}`",
+            hint=f"give at most {positions}",
+        )
+    return plan.seq_len
+
+
+def _enable_checkpointing(model: Any, plan: TrainingPlan) -> None:
+    try:
+        model.gradient_checkpointing_enable()
+        if plan.uses_adapters:
+            model.enable_input_require_grads()
+    except ValueError as error:
+        raise UnsupportedError(
+            f"`act_ckpt` is not offered by `{plan.model_name}`: {error}",
+            hint="leave `act_ckpt` out",
+        ) from error
+
+
+def _lora_targets(model: Any) -> Sequence[str] | None:
+    """q and v by the names that the model uses, as the lab does; None leaves the choice to peft."""
+    names = set(linear_names(model))
+    for pair in (["q_proj", "v_proj"], ["q", "v"], ["query", "value"]):
+        if names.issuperset(pair):
+            return pair
+    return None

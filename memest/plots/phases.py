@@ -1,0 +1,271 @@
+"""One experiment: what the memory holds at the four phases of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from memest.plots.style import (
+    HEIGHT,
+    KINDS,
+    LABEL,
+    OOM_HATCH,
+    TICK,
+    VALUE,
+    WIDTH,
+    Theme,
+    bare,
+    key,
+    slide,
+    text_on,
+    text_width,
+    write_legend,
+    write_title,
+)
+from memest.report import Measurement, Outcome, Phase, PhaseRow, Prediction, Report
+from memest.units import GIB, format_gib
+
+STACK = KINDS[:4]
+
+_FRAME = (0.95, 1.55, WIDTH - 0.95 - 0.3, HEIGHT - 1.55 - 1.95)  # left, bottom, width, height
+_PHASES = tuple(Phase)
+_FAR_LIMIT = 2.2
+"""A limit this many times above the highest bar is named at the edge instead of drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One bar: a row of the report, or what became of the row that is missing."""
+
+    report: Report
+    row: PhaseRow | None
+    failed_at_bytes: int = 0
+    """Of the first row that an out-of-memory run did not reach: how far it got."""
+
+
+def step_columns(report: Report, step: int, micro_batch: int) -> list[Column]:
+    """The four phases of the micro-batch; the first that an out-of-memory run missed is marked."""
+    rows = {
+        r.phase: r for r in report.phases if (r.step, r.micro_batch) == (step, micro_batch)
+    }
+    columns, is_marked = [], report.verdict is not Outcome.OOM
+    for phase in _PHASES:
+        reached = 0
+        if phase not in rows and not is_marked:
+            reached, is_marked = report.peak_allocated_bytes, True
+        columns.append(Column(report, rows.get(phase), reached))
+    return columns
+
+
+def shown_step(reports: Sequence[Report]) -> tuple[int, int]:
+    """(step, micro-batch) to draw: the last micro-batch of step 1, of step 0 where there is no other.
+
+    In step 1 the optimizer has its state; the last micro-batch is the one that the optimizer step
+    follows. Where a run was cut short, it is the last micro-batch that any of the reports reached.
+    """
+    rows = [row for report in reports for row in report.phases]
+    step = min(1, max((row.step for row in rows), default=0))
+    return step, max((row.micro_batch for row in rows if row.step == step), default=0)
+
+
+def plot_phases(
+    predicted: Prediction | None,
+    measured: Measurement | None,
+    *,
+    gpu_limit_bytes: int,
+    dark: bool = False,
+) -> Figure:
+    """Params, gradients, optimizer state and activations at the four phases of a step.
+
+    The dashed outline over a bar is the highest that was allocated since the phase before. Beside
+    each other: predicted and measured, where both are given. `gpu_limit_bytes` is what the caching
+    allocator can reserve.
+    """
+    reports: list[Report] = [r for r in (predicted, measured) if r is not None]
+    if not reports:
+        raise ValueError("neither a prediction nor a measurement")
+    step, micro_batch = shown_step(reports)
+    groups = list(
+        zip(*(step_columns(report, step, micro_batch) for report in reports), strict=True)
+    )
+    with slide(dark=dark) as (figure, theme):
+        left, bottom, width, height = _FRAME
+        axes = figure.add_axes((left / WIDTH, bottom / HEIGHT, width / WIDTH, height / HEIGHT))
+        bare(axes, theme, grid="y")
+        highest = max((_top(c) for group in groups for c in group), default=0)
+        is_far = gpu_limit_bytes > _FAR_LIMIT * highest > 0
+        ceiling = max(1, highest) if is_far else max(highest, gpu_limit_bytes)
+        axes.set_ylim(0, 1.13 * ceiling / GIB)
+        axes.set_xlim(-0.5, len(groups) - 0.5)
+        for position, group in enumerate(groups):
+            _draw_group(axes, theme, position, group)
+        _draw_limit(axes, theme, reports[0], gpu_limit_bytes, is_far=is_far)
+        axes.set_ylabel("GiB", rotation=0, ha="left", va="bottom")
+        axes.yaxis.set_label_coords(-0.055, 1.01)
+        axes.set_xticks([])
+        _write_words(figure, theme, reports, step, micro_batch)
+        has_oom = any(c.failed_at_bytes for group in groups for c in group)
+        _write_keys(figure, theme, has_oom=has_oom)
+    return figure
+
+
+def _top(column: Column) -> int:
+    row = column.row
+    return max(row.allocated_bytes, row.peak_allocated_bytes) if row else column.failed_at_bytes
+
+
+def _bar_width(num_reports: int) -> float:
+    return 0.42 if num_reports == 2 else 0.6
+
+
+def _draw_group(axes: Axes, theme: Theme, position: int, group: Sequence[Column]) -> None:
+    """The bars of one phase, with the words under them."""
+    width = _bar_width(len(group))
+    for index, column in enumerate(group):
+        x = position + (index - (len(group) - 1) / 2) * (width + 0.03)
+        _draw_column(axes, theme, x, width, column, f"{column.report.kind}:{_PHASES[position]}")
+        if len(group) > 1:
+            _under(axes, x, 0.10, column.report.kind, size=VALUE)
+    name = str(_PHASES[position]).replace("_", " ")
+    _under(axes, position, 0.48, name, size=TICK, weight="bold")
+    rows = [column.row for column in group]
+    if len(rows) == 2 and rows[0] and rows[1] and rows[1].peak_allocated_bytes:
+        error = rows[0].peak_allocated_bytes / rows[1].peak_allocated_bytes - 1
+        _under(axes, position, 0.86, f"peak {100 * error:+.2f} %", size=VALUE, color=theme.muted)
+
+
+def _under(axes: Axes, x: float, inches: float, text: str, **style: object) -> None:
+    """Text under the axis at `x`, its top `inches` below it."""
+    fraction = -inches / _FRAME[3]
+    axes.text(
+        x, fraction, text, transform=axes.get_xaxis_transform(), ha="center", va="top",
+        clip_on=False, **style,  # type: ignore[arg-type]  # matplotlib's stubs name each keyword
+    )  # fmt: skip
+
+
+def _draw_column(
+    axes: Axes, theme: Theme, x: float, width: float, column: Column, gid: str
+) -> None:
+    row = column.row
+    if row is None:
+        _draw_missing(axes, theme, x, width, column, gid)
+        return
+    base = 0.0
+    for kind in STACK:
+        height = max(0, getattr(row, f"{kind}_bytes")) / GIB
+        color = theme.kinds[kind]
+        axes.bar(
+            x, height, width, base, color=color, edgecolor=theme.background, linewidth=1.0,
+            gid=f"{gid}:{kind}",
+        )  # fmt: skip
+        text = f"{height:.1f}"
+        if _inches(axes, height) > 1.25 * VALUE / 72 and _wide(axes, width) > text_width(text, VALUE):
+            axes.text(
+                x, base + height / 2, text, ha="center", va="center_baseline", size=VALUE,
+                color=text_on(color),
+            )  # fmt: skip
+        base += height
+    peak = max(row.peak_allocated_bytes, row.allocated_bytes) / GIB
+    axes.add_patch(
+        Rectangle(
+            (x - width / 2, base), width, peak - base, fill=False, edgecolor=theme.ink,
+            linewidth=1.6, linestyle=(0, (3, 2)), gid=f"{gid}:peak",
+        )
+    )  # fmt: skip
+    _above(axes, theme, x, peak, f"{peak:.1f}")
+
+
+def _draw_missing(
+    axes: Axes, theme: Theme, x: float, width: float, column: Column, gid: str
+) -> None:
+    """Hatched up to where the run failed; a dash for the phases after it."""
+    reached = column.failed_at_bytes / GIB
+    if not reached:
+        _above(axes, theme, x, 0.0, "–")
+        return
+    axes.add_patch(
+        Rectangle(
+            (x - width / 2, 0), width, reached, facecolor="none", edgecolor=theme.ink,
+            hatch=OOM_HATCH, linewidth=1.6, gid=f"{gid}:oom",
+        )
+    )  # fmt: skip
+    axes.text(
+        x, reached / 2, "OOM", ha="center", va="center", size=LABEL, weight="bold",
+        color=theme.background, bbox={"facecolor": theme.ink, "edgecolor": "none", "pad": 5},
+    )  # fmt: skip
+    _above(axes, theme, x, reached, f"{reached:.1f}")
+
+
+def _above(axes: Axes, theme: Theme, x: float, y: float, text: str) -> None:
+    axes.annotate(
+        text, (x, y), (0, 3), textcoords="offset points", ha="center", va="bottom", size=VALUE,
+        weight="bold", zorder=5,
+        bbox={"facecolor": theme.background, "edgecolor": "none", "pad": 1.0},
+    )  # fmt: skip
+
+
+def _inches(axes: Axes, height: float) -> float:
+    low, high = axes.get_ylim()
+    return height / (high - low) * _FRAME[3]
+
+
+def _wide(axes: Axes, width: float) -> float:
+    low, high = axes.get_xlim()
+    return width / (high - low) * _FRAME[2]
+
+
+def _draw_limit(
+    axes: Axes, theme: Theme, report: Report, limit_bytes: int, *, is_far: bool
+) -> None:
+    """The GPU's line, its name over it at the right."""
+    capped = ", capped" if report.plan.get("memory_limit") else ""
+    text = f"usable on {report.gpu}{capped}: {format_gib(limit_bytes, 1)}"
+    y = axes.get_ylim()[1] if is_far else limit_bytes / GIB
+    if not is_far:
+        axes.axhline(y, color=theme.limit, linewidth=3.0, zorder=4, gid="limit")
+    axes.annotate(
+        f"{text}, above this chart ↑" if is_far else text, (axes.get_xlim()[1], y),
+        (0, -4 if is_far else 5), textcoords="offset points", ha="right",
+        va="top" if is_far else "bottom", size=VALUE, weight="bold", zorder=5,
+    )  # fmt: skip
+
+
+def _write_words(
+    figure: Figure, theme: Theme, reports: Sequence[Report], step: int, micro_batch: int
+) -> None:
+    count = reports[0].plan.get("accumulate_grad_batches", 1)
+    which = f"step {step}" + (f", micro-batch {micro_batch + 1} of {count}" if count != 1 else "")
+    what = " and ".join(report.kind for report in reports)
+    ends = {report.kind: report.verdict for report in reports}
+    if len(set(ends.values())) == 1:
+        end = f"verdict: {_said(reports[0].verdict)}"
+    else:
+        end = "verdicts: " + ", ".join(f"{_said(end)} {kind}" for kind, end in ends.items())
+    write_title(
+        figure, theme, reports[0].name, f"GPU memory at the phases of {which}; {what}; {end}"
+    )
+
+
+def _said(outcome: Outcome) -> str:
+    return "OOM" if outcome is Outcome.OOM else str(outcome)
+
+
+def _write_keys(figure: Figure, theme: Theme, *, has_oom: bool) -> None:
+    handles = [key(theme.kinds[kind], kind, theme) for kind in STACK]
+    handles.append(
+        Patch(
+            facecolor="none", edgecolor=theme.ink, linewidth=1.6, linestyle=(0, (3, 2)),
+            label="peak since the phase before",
+        )
+    )  # fmt: skip
+    if has_oom:
+        handles.append(
+            Patch(facecolor="none", edgecolor=theme.ink, hatch=OOM_HATCH, label="out of memory")
+        )
+    write_legend(figure, theme, handles, top=1.28)
+
+

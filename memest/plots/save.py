@@ -1,0 +1,91 @@
+"""Writing figures: complete or not at all, and the same bytes for the same figure."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from memest.errors import PlanError, shown
+from memest.plots.style import PNG_DPI
+
+FORMATS = ("png", "svg", "pdf")
+_OTHERS = frozenset("bmp eps gif jpeg jpg pgf ps tif tiff webp".split())  # what a path may ask for
+
+_METADATA: dict[str, dict[str, Any]] = {  # None drops what matplotlib would write: dates, versions
+    "png": {"Software": None},
+    "svg": {"Date": None, "Creator": None},
+    "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
+_SETTINGS = {
+    "svg.hashsalt": "memest",  # ids follow from the drawing instead of from a random number
+    "svg.fonttype": "path",  # a viewer without the font shows the same slide
+    "pdf.fonttype": 42,  # TrueType, so that the text can be searched and edited
+    "pdf.compression": 6,
+    "savefig.bbox": "standard",
+    "savefig.pad_inches": 0.1,
+    "path.simplify": True,
+}
+
+
+def save(
+    figure: Figure, path: str | os.PathLike[str], formats: Sequence[str] = FORMATS
+) -> list[Path]:
+    """Write `figure` in each of `formats` and return the files.
+
+    `path` is the name without suffix, `charts/phases`; with the suffix of a format, that format
+    alone is written. All files are complete before the first takes its name, so a failure leaves
+    what was there before.
+
+    Raises:
+        PlanError: a format does not exist, or the folder cannot be written.
+    """
+    stem, wanted = _wanted(Path(path), formats)
+    targets = [stem.with_name(f"{stem.name}.{name}") for name in wanted]
+    written: dict[Path, Path] = {}
+    try:
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        for name, target in zip(wanted, targets, strict=True):
+            beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+            written[beside] = target
+            with mpl.rc_context(_SETTINGS):
+                figure.savefig(
+                    beside,
+                    format=name,
+                    dpi=PNG_DPI,
+                    metadata=_METADATA[name],
+                    facecolor=figure.get_facecolor(),
+                )
+        for beside, target in written.items():
+            beside.replace(target)
+    except OSError as error:
+        raise PlanError(
+            f"`{targets[0]}` cannot be written: {error.strerror or error}",
+            hint="name a folder that you may write to",
+        ) from error
+    finally:
+        for beside in written:
+            beside.unlink(missing_ok=True)
+    return targets
+
+
+def _wanted(path: Path, formats: Sequence[str]) -> tuple[Path, list[str]]:
+    """The path without suffix, and the formats, each once."""
+    if path.name in ("", ".."):
+        raise PlanError(f"`{path}` names no file", hint="write it as `charts/phases`")
+    suffix = path.suffix.removeprefix(".").lower()
+    if suffix in FORMATS:
+        return path.with_suffix(""), [suffix]
+    names = list(dict.fromkeys(name.lower().removeprefix(".") for name in formats))
+    if suffix in _OTHERS:
+        names.insert(0, suffix)
+    unknown = next((name for name in names if name not in FORMATS), None)
+    if unknown is not None or not names:
+        problem = f"format {shown(unknown)} does not exist" if unknown is not None else "no format"
+        raise PlanError(problem, hint=f"choose from {', '.join(f'`{f}`' for f in FORMATS)}")
+    return path, names

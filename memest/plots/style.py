@@ -1,0 +1,217 @@
+"""One look for all charts: a slide, read from the back of a lecture room.
+
+The colours are those of Okabe and Ito, "Color Universal Design" (https://jfly.uni-koeln.de/color/),
+made to be told apart with every common kind of colour blindness. Of the eight, those were taken
+whose luminance also rises from kind to kind in the order of the stack, so that a greyscale print
+keeps them apart: blue 0.34, vermillion 0.47, sky blue 0.62, yellow 0.84 (ITU-R BT.601 luma). The
+rest is near black on light slides and near white on dark ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.patches import Patch
+from matplotlib.textpath import TextPath
+
+from memest.errors import PlanError
+
+WIDTH, HEIGHT = 40 / 3, 7.5
+"""Inches of a 16:9 slide, in which the sizes of type are what a slide program calls them."""
+
+PNG_DPI = 144
+"""1920 x 1080 pixels."""
+
+TITLE, LABEL, TICK, VALUE, SMALL = 26, 20, 18, 16, 14
+"""Sizes of type in points; only rows of a long list go below `SMALL`."""
+
+KINDS = ("params", "grads", "optimizer", "activations", "rest")
+"""In the order of the stack, from the axis."""
+
+OOM_HATCH = "//"
+FONT = "DejaVu Sans"  # comes with matplotlib, so every machine draws the same
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Theme:
+    """The colours of light or of dark slides."""
+
+    background: str
+    ink: str
+    muted: str
+    """Of what is read second: subtitles, grids, the limits' names."""
+
+    grid: str
+    limit: str
+    """Of a GPU's line; never by colour alone, it has its name beside it."""
+
+    band: tuple[str, str]
+    """Of the wide and of the narrow error band."""
+
+    kinds: Mapping[str, str]
+    markers: tuple[str, str]
+    """Of peak allocated and of peak reserved."""
+
+
+_STATES = {
+    "params": "#0072B2", "grads": "#D55E00", "optimizer": "#56B4E9", "activations": "#F0E442",
+}  # fmt: skip
+
+LIGHT = Theme(
+    background="#FFFFFF",
+    ink="#111111",
+    muted="#444444",
+    grid="#D0D0D0",
+    limit="#111111",
+    band=("#ECECEC", "#CFCFCF"),
+    kinds=_STATES | {"rest": "#3C3C3C"},
+    markers=("#0072B2", "#D55E00"),
+)
+DARK = Theme(
+    background="#111417",
+    ink="#F5F5F5",
+    muted="#C4C8CC",
+    grid="#3A3F45",
+    limit="#F5F5F5",
+    band=("#23282D", "#3B434A"),
+    kinds=_STATES | {"rest": "#F2F2F2"},
+    markers=("#56B4E9", "#E69F00"),
+)
+
+
+@contextmanager
+def slide(*, dark: bool, height: float = HEIGHT) -> Iterator[tuple[Figure, Theme]]:
+    """An empty slide to draw on, with its theme; what the user configured matplotlib to is kept out."""
+    theme = DARK if dark else LIGHT
+    settings = {
+        "font.family": [FONT],
+        "text.color": theme.ink,
+        "axes.edgecolor": theme.ink,
+        "axes.labelcolor": theme.ink,
+        "axes.facecolor": theme.background,
+        "axes.labelsize": LABEL,
+        "axes.linewidth": 1.2,
+        "xtick.color": theme.ink,
+        "ytick.color": theme.ink,
+        "xtick.labelsize": TICK,
+        "ytick.labelsize": TICK,
+        "hatch.linewidth": 2.0,
+        "text.usetex": False,
+        "text.parse_math": False,  # a `$` in an experiment's name is a `$`
+    }
+    with mpl.rc_context():
+        mpl.rcParams.update(
+            {k: v for k, v in mpl.rcParamsDefault.items() if not k.startswith("backend")}
+        )
+        mpl.rcParams.update(settings)
+        figure = Figure(figsize=(WIDTH, height), facecolor=theme.background, dpi=PNG_DPI)
+        FigureCanvasAgg(figure)
+        yield figure, theme
+
+
+def text_on(color: str) -> str:
+    """Black or white, whichever stands out more on `color` (WCAG 2 relative luminance)."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "#000000" if (luminance + 0.05) ** 2 > 1.05 * 0.05 else "#FFFFFF"
+
+
+def text_width(text: str, size: float, *, bold: bool = False) -> float:
+    """Inches that one line of `text` takes."""
+    if not text.strip():
+        return 0.0
+    font = FontProperties(family=FONT, weight="bold" if bold else "normal")
+    return float(TextPath((0, 0), text, size=size, prop=font).get_extents().width) / 72
+
+
+def shortened(text: str, size: float, inches: float, *, bold: bool = False) -> str:
+    """`text`, its middle replaced by an ellipsis where it is wider than `inches`."""
+    text = " ".join(text.split())
+    if text_width(text, size, bold=bold) <= inches:
+        return text
+    for keep in range(len(text) - 1, 1, -1):
+        tail = keep // 2
+        cut = f"{text[: keep - tail]}…{text[len(text) - tail :]}"
+        if text_width(cut, size, bold=bold) <= inches:
+            return cut
+    return "…"
+
+
+def write_title(figure: Figure, theme: Theme, title: str, subtitle: str) -> None:
+    """The two lines at the top left of a slide."""
+    height = figure.get_figheight()
+    room = WIDTH - 0.8
+    figure.text(
+        0.4 / WIDTH,
+        1 - 0.28 / height,
+        shortened(title, TITLE, room, bold=True),
+        size=TITLE,
+        weight="bold",
+        va="top",
+        gid="title",
+    )
+    figure.text(
+        0.4 / WIDTH,
+        1 - 0.80 / height,
+        shortened(subtitle, TICK, room),
+        size=TICK,
+        color=theme.muted,
+        va="top",
+        gid="subtitle",
+    )
+
+
+def write_legend(figure: Figure, theme: Theme, handles: Sequence[Patch], *, top: float) -> None:
+    """One row of keys across the slide, its upper edge `top` inches under the slide's."""
+    figure.legend(
+        handles=list(handles),
+        loc="upper left",
+        bbox_to_anchor=(0.3 / WIDTH, 1 - top / figure.get_figheight()),
+        bbox_transform=figure.transFigure,
+        ncols=len(handles),
+        fontsize=VALUE,
+        frameon=False,
+        labelcolor=theme.ink,
+        handlelength=1.3,
+        handleheight=1.0,
+        handletextpad=0.5,
+        columnspacing=1.2,
+        borderaxespad=0.0,
+    )
+
+
+def key(color: str, label: str, theme: Theme) -> Patch:
+    """A legend's key for a filled colour."""
+    return Patch(facecolor=color, edgecolor=theme.background, label=label)
+
+
+def bare(axes: Axes, theme: Theme, *, grid: str) -> None:
+    """Drop the frame and draw a quiet grid along one axis, behind everything."""
+    axes.set_axisbelow(True)
+    axes.grid(axis="x" if grid == "x" else "y", color=theme.grid, linewidth=1.0)
+    for side in ("top", "right", "left" if grid == "y" else "bottom"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(length=0)
+
+
+def row_size(num_rows: int, inches: float) -> float:
+    """Size of type for `num_rows` lines under each other in `inches`."""
+    return min(float(VALUE), 0.74 * 72 * inches / num_rows)
+
+
+def require(reports: Sequence[object]) -> None:
+    """There is something to draw.
+
+    Raises:
+        PlanError: there is not.
+    """
+    if not reports:
+        raise PlanError("there is no experiment to draw", hint="name a file with at least one")

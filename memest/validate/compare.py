@@ -1,0 +1,234 @@
+"""Predicted beside measured: signed errors, verdicts, and where a residual begins."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from memest.errors import PlanError, UnknownModelError
+from memest.estimator.gpus import find_gpu
+from memest.plan import TrainingPlan
+from memest.report import Measurement, Outcome, PhaseRow, Prediction, Report
+
+TOTALS = {
+    "allocated": "peak_allocated_bytes",
+    "reserved": "peak_reserved_bytes",
+    "process": "process_bytes",
+}
+
+TOLERANCES = {"allocated": 0.5, "reserved": 2.0, "process": 2.0, "phase": 1.0}
+"""Per cent that a single run may be off. `allocated` and `phase` follow from the event stream; `reserved` also from the
+addresses that the driver hands out, which a replay cannot know; `process` from the CUDA context of another driver."""
+
+STATES = ("params_bytes", "grads_bytes", "optimizer_bytes")
+"""Of a phase, what must be equal to the byte."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """One figure on both sides."""
+
+    what: str
+    predicted_bytes: int
+    measured_bytes: int
+
+    @property
+    def error_bytes(self) -> int:
+        """Predicted less measured."""
+        return self.predicted_bytes - self.measured_bytes
+
+    @property
+    def error_percent(self) -> float:
+        """The same, of what was measured."""
+        if not self.measured_bytes:
+            return 0.0 if not self.predicted_bytes else float("inf")
+        return 100 * self.error_bytes / self.measured_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """One experiment."""
+
+    name: str
+    measured: Measurement
+    predicted: Prediction
+    totals: Mapping[str, Difference]
+    phases: tuple[Difference, ...]
+    """Allocated at each phase, in order; as many as both sides have."""
+
+    states: tuple[Difference, ...]
+    """Params, grads and optimizer bytes that are not equal."""
+
+    residual: str
+    """Where the largest difference begins, and in which part; empty where there is none to speak of."""
+
+    versions: tuple[str, ...]
+    """Libraries whose versions differ between the two sides."""
+
+    @property
+    def is_verdict_right(self) -> bool:
+        """Whether both sides end alike."""
+        return self.predicted.verdict == self.measured.verdict
+
+    @property
+    def worst_phase(self) -> Difference | None:
+        """The phase that is off by most per cent."""
+        return max(self.phases, key=lambda d: abs(d.error_percent), default=None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """Many experiments."""
+
+    median_percent: Mapping[str, float]
+    """Of the absolute errors, by total; `phase` over all phases."""
+
+    worst_percent: Mapping[str, float]
+    """Signed."""
+
+    verdicts: Mapping[tuple[str, str], int]
+    """(measured, predicted) -> experiments."""
+
+    broken: tuple[str, ...]
+    """What is outside its tolerance, one line each."""
+
+
+def compare(measured: Sequence[Measurement], predicted: Sequence[Prediction]) -> list[Comparison]:
+    """Each measurement beside the prediction of the same position."""
+    return [_compare(m, p) for m, p in zip(measured, predicted, strict=True)]
+
+
+def plan_of(measurement: Measurement) -> TrainingPlan:
+    """The plan of a measured run, judged on the GPU that it ran on.
+
+    Raises:
+        PlanError: the report holds no valid plan.
+    """
+    values = {k: v for k, v in measurement.plan.items() if k not in ("gpu", "gpu_memory", "name")}
+    try:
+        find_gpu(measurement.gpu)
+        where: dict[str, object] = {"gpu": [measurement.gpu]}
+    except (PlanError, UnknownModelError):
+        where = {"gpu_memory": measurement.device["memory_bytes"]}
+    return TrainingPlan.from_dict(values, name=measurement.name, **where)
+
+
+def summarise(
+    comparisons: Sequence[Comparison], tolerances: Mapping[str, float] = TOLERANCES
+) -> Summary:
+    """Median and worst of each total, the verdicts, and what breaks a tolerance."""
+    errors = {k: [c.totals[k].error_percent for c in comparisons] for k in TOTALS}
+    errors["phase"] = [d.error_percent for c in comparisons for d in c.phases]
+    verdicts: dict[tuple[str, str], int] = {}
+    for c in comparisons:
+        key = (str(c.measured.verdict), str(c.predicted.verdict))
+        verdicts[key] = verdicts.get(key, 0) + 1
+    return Summary(
+        median_percent={k: statistics.median(map(abs, v)) for k, v in errors.items() if v},
+        worst_percent={k: max(v, key=abs) for k, v in errors.items() if v},
+        verdicts=verdicts,
+        broken=tuple(line for c in comparisons for line in _broken(c, tolerances)),
+    )
+
+
+def parse_tolerances(given: Sequence[str]) -> dict[str, float]:
+    """`TOLERANCES` with `name=percent` items in place of its own.
+
+    Raises:
+        PlanError: an item is malformed.
+    """
+    found = dict(TOLERANCES)
+    for item in given:
+        name, _, percent = item.partition("=")
+        try:
+            value = float(percent)
+        except ValueError:
+            value = -1.0
+        if name not in TOLERANCES or not 0 <= value < float("inf"):
+            raise PlanError(
+                f"`--tolerance {item}` is not understood",
+                hint=f"write `name=percent` with a name of {', '.join(TOLERANCES)}",
+            )
+        found[name] = value
+    return found
+
+
+def _compare(measured: Measurement, predicted: Prediction) -> Comparison:
+    pairs = list(zip(predicted.phases, measured.phases, strict=False))
+    phases = tuple(
+        Difference(what=_label(m), predicted_bytes=p.allocated_bytes, measured_bytes=m.allocated_bytes)
+        for p, m in pairs
+    )
+    states = tuple(
+        Difference(what=f"{key} {_label(m)}", predicted_bytes=getattr(p, key), measured_bytes=getattr(m, key))
+        for p, m in pairs
+        for key in STATES
+        if getattr(p, key) != getattr(m, key)
+    )
+    return Comparison(
+        name=measured.name,
+        measured=measured,
+        predicted=predicted,
+        totals={name: _total(key, predicted, measured) for name, key in TOTALS.items()},
+        phases=phases,
+        states=states,
+        residual=_residual(pairs),
+        versions=_version_differences(measured, predicted),
+    )
+
+
+def _total(key: str, predicted: Report, measured: Report) -> Difference:
+    return Difference(
+        what=key, predicted_bytes=getattr(predicted, key), measured_bytes=getattr(measured, key)
+    )
+
+
+def _label(row: PhaseRow) -> str:
+    return f"step {row.step}.{row.micro_batch} {row.phase}"
+
+
+def _residual(pairs: Sequence[tuple[PhaseRow, PhaseRow]]) -> str:
+    """The first phase that adds most to the difference, with the part of it that differs most."""
+    largest, where, part = 0, "", ""
+    previous = dict.fromkeys(("allocated_bytes", "peak_allocated_bytes", "reserved_bytes"), 0)
+    for predicted, measured in pairs:
+        for key in previous:
+            error = getattr(predicted, key) - getattr(measured, key)
+            if abs(error - previous[key]) > abs(largest):
+                largest, where, part = error - previous[key], _label(measured), key
+            previous[key] = error
+    if not where:
+        return ""
+    return f"{largest / 2**20:+.1f} MiB in {part.removesuffix('_bytes')} from {where} on"
+
+
+def _version_differences(measured: Report, predicted: Report) -> tuple[str, ...]:
+    both = measured.versions.keys() & predicted.versions.keys()
+    return tuple(
+        f"{name} {measured.versions[name]} measured, {predicted.versions[name]} predicted with"
+        for name in sorted(both)
+        if measured.versions[name].split("+")[0] != predicted.versions[name].split("+")[0]
+    )
+
+
+def _broken(comparison: Comparison, tolerances: Mapping[str, float]) -> list[str]:
+    lines = [
+        f"{comparison.name}: {name} is off by {d.error_percent:+.2f} % (tolerance {tolerances[name]} %)"
+        for name, d in comparison.totals.items()
+        if abs(d.error_percent) > tolerances[name]
+    ]
+    worst = comparison.worst_phase
+    if worst is not None and abs(worst.error_percent) > tolerances["phase"]:
+        lines.append(
+            f"{comparison.name}: allocated at {worst.what} is off by {worst.error_percent:+.2f} %"
+            f" (tolerance {tolerances['phase']} %)"
+        )
+    lines += [f"{comparison.name}: {d.what} differs by {d.error_bytes} bytes" for d in comparison.states]
+    if comparison.measured.verdict is Outcome.FAILED:
+        lines.append(f"{comparison.name}: the run failed: {comparison.measured.note}")
+    elif not comparison.is_verdict_right:
+        lines.append(
+            f"{comparison.name}: measured `{comparison.measured.verdict}`, predicted `{comparison.predicted.verdict}`"
+        )
+    return lines

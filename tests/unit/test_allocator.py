@@ -1,0 +1,273 @@
+"""The caching allocator's rules, one by one, with sizes worked out by hand."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from memest.estimator import allocator
+from memest.estimator.allocator import (
+    AddressSpace,
+    Block,
+    CachingAllocator,
+    OutOfMemory,
+    round_request,
+    segment_bytes,
+)
+
+MIB = 1 << 20
+
+
+def test_the_constants_are_those_of_the_installed_torch() -> None:
+    """Read from the headers that torch ships, without importing it."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    header = Path(spec.origin).parent / "include" / "c10" / "core" / "AllocatorConfig.h"
+    text = header.read_text()
+    constants = dict(re.findall(r"constexpr size_t (k\w+) = (\d+);", text))
+    default = re.search(r"large_segment_size_\{(\d+)\}", text)
+
+    assert int(constants["kMinBlockSize"]) == allocator.ROUND_BYTES
+    assert int(constants["kSmallSize"]) == allocator.SMALL_REQUEST_BYTES
+    assert int(constants["kSmallBuffer"]) == allocator.SMALL_SEGMENT_BYTES
+    assert int(constants["kMinLargeAlloc"]) == allocator.MIN_OWN_SEGMENT_BYTES
+    assert int(constants["kRoundLarge"]) == allocator.SEGMENT_ROUND_BYTES
+    assert default is not None
+    assert int(default[1]) == allocator.LARGE_SEGMENT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "block_bytes"),
+    [(0, 512), (1, 512), (511, 512), (512, 512), (513, 1024), (1024, 1024), (MIB + 1, MIB + 512)],
+)
+def test_a_request_is_rounded_up_to_512(request_bytes: int, block_bytes: int) -> None:
+    assert round_request(request_bytes) == block_bytes
+    made = CachingAllocator()
+    assert made.malloc(request_bytes).num_bytes >= block_bytes
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "segment"),
+    [
+        (512, 2 * MIB),
+        (MIB, 2 * MIB),
+        (MIB + 512, 20 * MIB),
+        (10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB),
+        (10 * MIB + 512, 12 * MIB),
+        (21 * MIB, 22 * MIB),
+    ],
+)
+def test_the_segment_follows_from_the_request(block_bytes: int, segment: int) -> None:
+    assert segment_bytes(block_bytes) == segment
+    made = CachingAllocator()
+    made.malloc(block_bytes)
+    assert made.reserved_bytes == segment
+
+
+def test_small_requests_share_a_segment_of_two_mib() -> None:
+    made = CachingAllocator()
+
+    first, second, third = (made.malloc(MIB) for _ in range(3))
+
+    assert second.address == first.address + MIB
+    assert third.previous is None  # the first two filled their segment
+    assert (made.allocated_bytes, made.reserved_bytes) == (3 * MIB, 4 * MIB)
+
+
+def test_a_large_request_never_takes_from_the_small_pool() -> None:
+    made = CachingAllocator()
+    made.free(made.malloc(MIB))  # leaves 2 MiB free in the small pool
+
+    made.malloc(MIB + 512)
+
+    assert made.reserved_bytes == 22 * MIB
+
+
+def test_a_small_request_never_takes_from_the_large_pool() -> None:
+    made = CachingAllocator()
+    made.free(made.malloc(5 * MIB))
+
+    made.malloc(512)
+
+    assert made.reserved_bytes == 22 * MIB
+
+
+def test_the_rest_of_a_small_block_is_split_off_from_512_on() -> None:
+    made = CachingAllocator()
+
+    block = made.malloc(2 * MIB - 512 - MIB)
+
+    assert block.num_bytes == MIB - 512
+    assert block.next is not None
+    assert block.next.num_bytes == MIB + 512
+
+
+def test_a_large_block_with_a_mib_to_spare_is_not_split_and_all_of_it_counts() -> None:
+    """11 MiB takes a segment of 12; the MiB beyond the request is part of `allocated`."""
+    made = CachingAllocator()
+
+    block = made.malloc(11 * MIB)
+
+    assert block.next is None
+    assert made.allocated_bytes == 12 * MIB
+
+
+def test_a_large_block_with_more_than_a_mib_to_spare_is_split() -> None:
+    """11 MiB - 512 takes 12 MiB too, and leaves 1 MiB + 512 for others."""
+    made = CachingAllocator()
+
+    block = made.malloc(11 * MIB - 512)
+
+    assert block.next is not None
+    assert (block.num_bytes, block.next.num_bytes) == (11 * MIB - 512, MIB + 512)
+    assert made.allocated_bytes == 11 * MIB - 512
+
+
+def test_the_smallest_block_that_is_large_enough_is_taken() -> None:
+    made = CachingAllocator()
+    blocks = [made.malloc(size * MIB) for size in (16, 12, 14)]  # each its own segment
+    addresses = [block.address for block in blocks]
+    for block in blocks:
+        made.free(block)
+
+    assert made.malloc(12 * MIB + 512).address == addresses[2]
+    assert made.malloc(12 * MIB + 512).address == addresses[0]
+    assert made.malloc(12 * MIB).address == addresses[1]
+
+
+def test_among_equal_blocks_the_lowest_address_is_taken() -> None:
+    made = CachingAllocator()
+    blocks = [made.malloc(32 * MIB) for _ in range(3)]
+    addresses = [block.address for block in blocks]
+    for block in blocks:
+        made.free(block)
+
+    assert [made.malloc(32 * MIB).address for _ in range(3)] == sorted(addresses)
+
+
+def test_a_freed_block_merges_with_both_free_neighbours() -> None:
+    """Four quarters of a small segment; freed 1, 3, then 2: one block of 1.5 MiB."""
+    made = CachingAllocator()
+    quarter = MIB // 2
+    first, second, third, fourth = (made.malloc(quarter) for _ in range(4))
+
+    made.free(first)
+    made.free(third)
+    made.free(second)
+
+    assert fourth.previous is not None
+    assert (fourth.previous.num_bytes, fourth.previous.address) == (3 * quarter, first.address)
+    assert fourth.previous.previous is None
+    assert (made.allocated_bytes, made.reserved_bytes) == (quarter, 2 * MIB)
+    made.free(fourth)
+    assert made.malloc(MIB).previous is None
+
+
+def test_free_blocks_of_two_segments_do_not_merge() -> None:
+    made = CachingAllocator()
+    for block in [made.malloc(32 * MIB) for _ in range(2)]:
+        made.free(block)
+
+    made.malloc(64 * MIB)
+
+    assert made.reserved_bytes == 128 * MIB
+
+
+def test_emptying_the_cache_gives_back_only_wholly_free_segments() -> None:
+    made = CachingAllocator()
+    kept, released = made.malloc(12 * MIB), made.malloc(14 * MIB)
+    small = made.malloc(512)
+    made.free(released)
+
+    made.empty_cache()
+
+    assert made.reserved_bytes == (12 + 2) * MIB
+    made.free(kept)
+    made.free(small)
+    made.empty_cache()
+    assert made.reserved_bytes == 0
+    assert made.layout() == ((), ())
+
+
+def test_peaks_remember_and_can_be_reset() -> None:
+    made = CachingAllocator()
+    made.free(made.malloc(12 * MIB))
+    made.empty_cache()
+
+    assert (made.peak_allocated_bytes, made.peak_reserved_bytes) == (12 * MIB, 12 * MIB)
+    made.reset_peaks()
+    assert (made.peak_allocated_bytes, made.peak_reserved_bytes) == (0, 0)
+
+
+def test_at_the_limit_cached_segments_are_given_back_and_the_request_is_tried_again() -> None:
+    """12 MiB are cached; 14 more do not fit under 20, but do once the cache is empty."""
+    made = CachingAllocator(limit_bytes=20 * MIB)
+    made.free(made.malloc(12 * MIB))
+
+    made.malloc(14 * MIB)
+
+    assert (made.reserved_bytes, made.peak_reserved_bytes) == (14 * MIB, 14 * MIB)
+    assert made.num_retries == 1
+
+
+def test_the_limit_itself_may_be_reached() -> None:
+    made = CachingAllocator(limit_bytes=24 * MIB)
+    made.malloc(12 * MIB)
+    made.malloc(12 * MIB)
+
+    assert (made.reserved_bytes, made.num_retries) == (24 * MIB, 0)
+
+
+def test_a_request_beyond_the_limit_is_out_of_memory() -> None:
+    made = CachingAllocator(limit_bytes=20 * MIB)
+    made.malloc(12 * MIB)
+
+    with pytest.raises(OutOfMemory) as caught:
+        made.malloc(10 * MIB + 1)
+
+    assert caught.value.request_bytes == 10 * MIB + 1
+    assert made.allocated_bytes == 12 * MIB
+
+
+def test_a_segment_with_one_live_block_keeps_its_rest_from_a_larger_request() -> None:
+    """Fragmentation: 24 of 40 MiB are free, 12 in each of two segments, and 14 do not fit."""
+    made = CachingAllocator(limit_bytes=40 * MIB)
+    fillers = []
+    for _ in range(2):
+        made.malloc(8 * MIB)
+        fillers.append(made.malloc(12 * MIB))
+    for filler in fillers:
+        made.free(filler)
+    assert made.reserved_bytes - made.allocated_bytes == 24 * MIB
+
+    with pytest.raises(OutOfMemory):
+        made.malloc(14 * MIB)
+
+
+def test_segments_lie_below_one_another_and_fill_the_rest_of_a_range() -> None:
+    """Ranges are multiples of 32 MiB; 20 of the first are used, 12 are left for a later segment."""
+    space = AddressSpace()
+    top = space.take(20 * MIB)
+
+    assert space.take(32 * MIB) == top - 32 * MIB
+    assert space.take(12 * MIB) == top + 20 * MIB
+    assert space.take(2 * MIB) == top - 64 * MIB
+
+
+def test_a_range_given_back_serves_again() -> None:
+    space = AddressSpace()
+    address = space.take(32 * MIB)
+    space.take(32 * MIB)
+
+    space.give_back(address, 32 * MIB)
+
+    assert space.take(32 * MIB) == address
+
+
+def test_blocks_are_equal_only_to_themselves() -> None:
+    assert Block(0, 512, True) != Block(0, 512, True)
