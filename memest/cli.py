@@ -106,13 +106,19 @@ def main() -> None:
 
 @main.command()
 @_plan_options
-@click.option("--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it.")
+@click.option(
+    "--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it."
+)
 @click.option("--suite", type=click.Path(path_type=Path), help="YAML or JSON of many plans.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per plan.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the report to a file.")
 @click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if a plan does not fit.")
-@click.option("--jobs", type=click.IntRange(1), help="Processes for a suite; by default one per core.")
-@click.option("--trust-remote-code", is_flag=True, help="Run model code that a config brings along.")
+@click.option(
+    "--jobs", type=click.IntRange(1), help="Processes for a suite; by default one per core."
+)
+@click.option(
+    "--trust-remote-code", is_flag=True, help="Run model code that a config brings along."
+)
 def predict(
     config: Path | None,
     suite: Path | None,
@@ -173,7 +179,9 @@ def gpus() -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @click.option("--markdown", is_flag=True, help="A page for the documentation.")
 @click.option("--check", is_flag=True, help="Exit with 4 if a run is outside its tolerance.")
-@click.option("--tolerance", multiple=True, help="NAME=PERCENT, NAME of allocated, reserved, process, phase.")
+@click.option(
+    "--tolerance", multiple=True, help="NAME=PERCENT, NAME of allocated, reserved, process, phase."
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to a file.")
 @click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
 def compare(

@@ -267,7 +267,8 @@ class TrainingPlan:
         for key in merged:
             if not isinstance(key, str) or (key not in known and key not in IGNORED_KEYS):
                 raise PlanError(
-                    f"{shown(key)} is not a key of a plan", hint=_suggest(shown(key).strip("`"), known, "keys")
+                    f"{shown(key)} is not a key of a plan",
+                    hint=_suggest(shown(key).strip("`"), known, "keys"),
                 )
         given = {k: _normalise(k, v) for k, v in merged.items() if k in known and v is not None}
         if "model_name" not in given:

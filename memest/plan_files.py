@@ -42,17 +42,25 @@ def read_suite(path: Path, overrides: Mapping[str, Any]) -> list[TrainingPlan]:
     if not isinstance(defaults, dict):
         raise PlanError(f"`defaults` in `{path}` is not a mapping", hint="write `key: value` lines")
     if not isinstance(experiments, list) or not experiments:
-        raise PlanError(f"`{path}` lists no `experiments`", hint="write a list of plans with a `name` each")
+        raise PlanError(
+            f"`{path}` lists no `experiments`", hint="write a list of plans with a `name` each"
+        )
     plans: list[TrainingPlan] = []
     names: set[str] = set()
     for number, values in enumerate(experiments, 1):
         if not isinstance(values, dict):
-            raise PlanError(f"experiment {number} in `{path}` is not a mapping", hint="write `name: ...`")
+            raise PlanError(
+                f"experiment {number} in `{path}` is not a mapping", hint="write `name: ...`"
+            )
         name = values.get("name")
         if not isinstance(name, str) or not name:
-            raise PlanError(f"experiment {number} in `{path}` has no `name`", hint="give each its own")
+            raise PlanError(
+                f"experiment {number} in `{path}` has no `name`", hint="give each its own"
+            )
         if name in names:
-            raise PlanError(f"`{path}` names two experiments `{name}`", hint="give each its own name")
+            raise PlanError(
+                f"`{path}` names two experiments `{name}`", hint="give each its own name"
+            )
         names.add(name)
         try:
             plans.append(TrainingPlan.from_dict({**defaults, **values, **overrides}))
@@ -66,10 +74,14 @@ def _read_mapping(path: Path) -> dict[Any, Any]:
 
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise PlanError(f"`{path}` is larger than 4 MiB", hint="name a YAML or JSON file of plans")
+            raise PlanError(
+                f"`{path}` is larger than 4 MiB", hint="name a YAML or JSON file of plans"
+            )
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise PlanError(f"`{path}` cannot be read: {error.strerror}", hint="check the path") from error
+        raise PlanError(
+            f"`{path}` cannot be read: {error.strerror}", hint="check the path"
+        ) from error
     except UnicodeDecodeError as error:
         raise PlanError(f"`{path}` is not text", hint="name a YAML or JSON file") from error
     try:

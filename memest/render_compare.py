@@ -43,7 +43,10 @@ def comparison_json(comparisons: Sequence[Comparison], summary: Summary) -> dict
         "experiments": [
             {
                 "name": c.name,
-                "verdict": {"measured": str(c.measured.verdict), "predicted": str(c.predicted.verdict)},
+                "verdict": {
+                    "measured": str(c.measured.verdict),
+                    "predicted": str(c.predicted.verdict),
+                },
                 "totals": {name: _difference(d) for name, d in c.totals.items()},
                 "phases": [_difference(d) for d in c.phases],
                 "states": [_difference(d) for d in c.states],
@@ -83,9 +86,7 @@ def _summary(summary: Summary) -> list[str]:
     ]
     right = sum(n for (m, p), n in summary.verdicts.items() if m == p)
     lines.append(f"verdicts: {right} of {sum(summary.verdicts.values())} right")
-    lines += [
-        f"measured {m}, predicted {p}: {n}" for (m, p), n in sorted(summary.verdicts.items())
-    ]
+    lines += [f"measured {m}, predicted {p}: {n}" for (m, p), n in sorted(summary.verdicts.items())]
     return lines
 
 

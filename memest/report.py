@@ -137,7 +137,9 @@ class Report:
         given["verdict"] = Outcome(given["verdict"])
         row_names = {f.name for f in fields(PhaseRow)}
         given["phases"] = tuple(
-            PhaseRow(**{k: v for k, v in row.items() if k in row_names} | {"phase": Phase(row["phase"])})
+            PhaseRow(
+                **{k: v for k, v in row.items() if k in row_names} | {"phase": Phase(row["phase"])}
+            )
             for row in given["phases"]
         )
         return cls(**given)
@@ -199,7 +201,9 @@ def _measurements(path: Path) -> Iterator[Measurement]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise PlanError(f"`{path}` cannot be read: {error.strerror}", hint="check the path") from error
+        raise PlanError(
+            f"`{path}` cannot be read: {error.strerror}", hint="check the path"
+        ) from error
     except UnicodeDecodeError as error:
         raise PlanError(f"`{path}` is not text", hint="name a file of measured reports") from error
     if not any(line.strip() for line in lines):
@@ -211,13 +215,23 @@ def _measurements(path: Path) -> Iterator[Measurement]:
         try:
             values = json.loads(line)
         except ValueError as error:
-            raise PlanError(f"{where} is no JSON: cut short?", hint="remove the line, or run it again") from error
+            raise PlanError(
+                f"{where} is no JSON: cut short?", hint="remove the line, or run it again"
+            ) from error
         if not isinstance(values, dict) or values.get("schema") != SCHEMA:
             found = values.get("schema") if isinstance(values, dict) else None
-            raise PlanError(f"{where} has the schema `{found}`, not `{SCHEMA}`", hint="name a results file of memest")
+            raise PlanError(
+                f"{where} has the schema `{found}`, not `{SCHEMA}`",
+                hint="name a results file of memest",
+            )
         if values.get("kind") != Measurement.kind:
-            raise PlanError(f"{where} is `{values.get('kind')}`, not measured", hint="name a results file of `memest validate`")
+            raise PlanError(
+                f"{where} is `{values.get('kind')}`, not measured",
+                hint="name a results file of `memest validate`",
+            )
         try:
             yield Measurement.from_dict(values)
         except (KeyError, TypeError, ValueError) as error:
-            raise PlanError(f"{where} is not a whole report: {error}", hint="run the experiment again") from error
+            raise PlanError(
+                f"{where} is not a whole report: {error}", hint="run the experiment again"
+            ) from error

@@ -1,7 +1,7 @@
 """How long things take and how much memory they need; prints, asserts nothing.
 
-    python scripts/bench.py            # everything, a few minutes
-    python scripts/bench.py --quick    # the main command and the start-up of the rest
+python scripts/bench.py            # everything, a few minutes
+python scripts/bench.py --quick    # the main command and the start-up of the rest
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from memest.errors import MemestError, TraceError
 from memest.estimator.gpus import DEFAULT_GPUS, Gpu, custom_gpu, find_gpu
 from memest.plan import TrainingPlan
 
@@ -20,13 +21,14 @@ if TYPE_CHECKING:
     from memest.estimator.replay import Replayed
     from memest.estimator.step import Program
     from memest.models_meta.batch import Batch
-    from memest.report import Outcome, Prediction, Verdict
+    from memest.report import Prediction, Verdict
 
 TARGET_TORCH = (2, 11)
 """The torch release whose CUDA behaviour the kernel tables mirror, and with which runs were measured."""
 
 PRIMARY_GPU = "h200"
 """Whose figures head a report when no GPU is asked for: the largest of the default set."""
+
 
 @dataclass(frozen=True, slots=True)
 class TracedPlan:
@@ -124,10 +126,22 @@ def _verdict(result: Replayed, free: Replayed, limit: int, program: Program) -> 
     )
 
 
-_NOT_TRACED = {"name": "", "gpu": (), "gpu_memory": None, "memory_limit": None, "steps": 1}
+_NOT_TRACED: dict[str, Any] = {
+    "name": "",
+    "gpu": (),
+    "gpu_memory": None,
+    "memory_limit": None,
+    "steps": 1,
+}
 """Keys that change the replay and not the trace."""
 
-_SAME_CHIP = {"name": "", "label": "", "memory_bytes": 0, "context_bytes": 0, "source": ""}
+_SAME_CHIP: dict[str, Any] = {
+    "name": "",
+    "label": "",
+    "memory_bytes": 0,
+    "context_bytes": 0,
+    "source": "",
+}
 """What two cards of one chip may differ in."""
 
 
@@ -141,10 +155,12 @@ def trace_plan(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False)
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """What libraries say about the model concerns a run, not its prediction."""
+    from logging import ERROR
+
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
+    logging.set_verbosity(ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -205,14 +221,19 @@ def _trace(plan: TrainingPlan, gpu: Gpu, trust_remote_code: bool) -> TracedPlan:
     batch = _batch(plan, model, seq_len)
     trained = trained_parameters(model)
     optimizer = make_optimizer(plan.optim, trained, momentum=plan.momentum)
-    program = tracer.run(
-        model,
-        functools.partial(move_batch, recorder, batch, input_dtype(plan)),
-        functools.partial(loss_of, output=batch.loss_output),
-        optimizer,
-        make_grad_scaler() if plan.precision == "16-mixed" else None,
-        plan.accumulate_grad_batches,
-    )
+    try:
+        program = tracer.run(
+            model,
+            functools.partial(move_batch, recorder, batch, input_dtype(plan)),
+            functools.partial(loss_of, output=batch.loss_output),
+            optimizer,
+            make_grad_scaler() if plan.precision == "16-mixed" else None,
+            plan.accumulate_grad_batches,
+        )
+    except MemestError:
+        raise
+    except Exception as error:  # the model's own code, which may do anything
+        raise _model_failure(plan, model, error) from error
     return TracedPlan(
         program=program,
         model=describe_model(model),
@@ -225,6 +246,20 @@ def _trace(plan: TrainingPlan, gpu: Gpu, trust_remote_code: bool) -> TracedPlan:
         notes=(*notes, *batch.notes),
         seq_len=seq_len,
         image_size=batch.image_size,
+    )
+
+
+def _model_failure(plan: TrainingPlan, model: nn.Module, error: Exception) -> TraceError:
+    """Name the innermost module of `model` in which its code raised."""
+    names = {id(module): name for name, module in model.named_modules()}
+    where, frames = "", error.__traceback__
+    while frames is not None:
+        where = names.get(id(frames.tb_frame.f_locals.get("self")), where)
+        frames = frames.tb_next
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return TraceError(
+        f"`{where or plan.model_name}` fails on the meta device: {first_line}",
+        hint="its code needs a real device or other inputs; memest cannot predict this plan",
     )
 
 
@@ -261,4 +296,3 @@ def _by_dtype(tensors: Any) -> dict[str, int]:
         key = str(tensor.dtype).removeprefix("torch.")
         counts[key] = counts.get(key, 0) + tensor.numel()
     return counts
-

@@ -118,6 +118,8 @@ class _Run:
         self._apply(self.program.setup)
         self.allocator.empty_cache()
         self.allocator.reset_peaks()
+        self.result.peak_allocated_bytes = self.allocator.allocated_bytes
+        self.result.peak = Moment(self.num_events, 0, self.storage)
         rows = self.result.rows
         state = None
         for self.step in range(num_steps):

@@ -35,8 +35,10 @@ class Optimizer(Protocol):
 class LossScaler(Protocol):
     """What `16-mixed` needs of a gradient scaler."""
 
-    def scale(self, loss: Tensor) -> Tensor: ...
-    def step(self, optimizer: Any) -> None: ...
+    def scale(self, outputs: Any) -> Any: ...
+    def unscale_(self, optimizer: Any) -> None: ...
+    def step(self, optimizer: Any) -> Any: ...
+    def update(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +188,9 @@ class StepTracer:
             if scaler is None:
                 optimizer.step()
             else:
+                scaler.unscale_(optimizer)
                 scaler.step(optimizer)
+                scaler.update()
         return recorder.take_events()
 
 

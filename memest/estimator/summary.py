@@ -116,7 +116,10 @@ def _group(program: Program, index: int) -> tuple[str, str]:
     if kind is not MemKind.ACTIVATIONS:
         return str(kind), ""
     if site.phase in ("optimizer", "backward"):
-        return "temporaries", f"{site.phase}: {site.op}" if site.phase == "optimizer" else "backward"
+        return (
+            "temporaries",
+            f"{site.phase}: {site.op}" if site.phase == "optimizer" else "backward",
+        )
     if not site.module and site.op.startswith("aten.empty"):
         return "batch", ""
     layer = _LAYER.match(site.module)

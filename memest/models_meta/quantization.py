@@ -402,7 +402,7 @@ def quantize_nf4(
     """
     patterns = list(modules_to_skip(model) if skip is None else skip)
     dynamic_map: Tensor | None = None
-    names = _convertible(model, patterns)
+    names = convertible_names(model, patterns)
     if not names:
         raise PlanError(
             f"`{type(model).__name__}` has no linear layer to quantise",
@@ -426,7 +426,7 @@ def quantize_nf4(
     return model
 
 
-def _convertible(model: nn.Module, patterns: list[str]) -> list[str]:
+def convertible_names(model: nn.Module, patterns: list[str]) -> list[str]:
     """The names of the layers that `replace_with_bnb_linear` of transformers would convert."""
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers.quantizers_utils import should_convert_module

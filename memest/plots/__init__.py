@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from memest.plots.ladder import plot_ladder
     from memest.plots.phases import plot_phases
-    from memest.plots.save import save
+    from memest.plots.saving import save
     from memest.plots.scatter import plot_scatter
 
 __all__ = ["plot_ladder", "plot_phases", "plot_scatter", "save"]
@@ -24,7 +24,7 @@ _HOMES = {
     "plot_ladder": "memest.plots.ladder",
     "plot_phases": "memest.plots.phases",
     "plot_scatter": "memest.plots.scatter",
-    "save": "memest.plots.save",
+    "save": "memest.plots.saving",
 }
 
 

@@ -20,6 +20,7 @@ from memest.plots.style import (
     Theme,
     bare,
     key,
+    signed_percent,
     slide,
     text_on,
     text_width,
@@ -31,8 +32,9 @@ from memest.units import GIB, format_gib
 
 STACK = KINDS[:4]
 
-_FRAME = (0.95, 1.55, WIDTH - 0.95 - 0.3, HEIGHT - 1.55 - 1.95)  # left, bottom, width, height
+_FRAME = (1.15, 1.4, WIDTH - 1.15 - 0.3, HEIGHT - 1.4 - 1.75)  # left, bottom, width, height
 _PHASES = tuple(Phase)
+_NUMBER_INCHES = 0.35  # of a number over a bar
 _FAR_LIMIT = 2.2
 """A limit this many times above the highest bar is named at the edge instead of drawn."""
 
@@ -99,13 +101,13 @@ def plot_phases(
         highest = max((_top(c) for group in groups for c in group), default=0)
         is_far = gpu_limit_bytes > _FAR_LIMIT * highest > 0
         ceiling = max(1, highest) if is_far else max(highest, gpu_limit_bytes)
-        axes.set_ylim(0, 1.13 * ceiling / GIB)
+        axes.set_ylim(0, 1.2 * ceiling / GIB)
         axes.set_xlim(-0.5, len(groups) - 0.5)
         for position, group in enumerate(groups):
             _draw_group(axes, theme, position, group)
-        _draw_limit(axes, theme, reports[0], gpu_limit_bytes, is_far=is_far)
-        axes.set_ylabel("GiB", rotation=0, ha="left", va="bottom")
-        axes.yaxis.set_label_coords(-0.055, 1.01)
+        tops = [max(_top(column) for column in group) for group in groups]
+        _draw_limit(axes, theme, reports[0], gpu_limit_bytes, tops, is_far=is_far)
+        axes.set_ylabel("allocated, GiB")
         axes.set_xticks([])
         _write_words(figure, theme, reports, step, micro_batch)
         has_oom = any(c.failed_at_bytes for group in groups for c in group)
@@ -131,11 +133,11 @@ def _draw_group(axes: Axes, theme: Theme, position: int, group: Sequence[Column]
         if len(group) > 1:
             _under(axes, x, 0.10, column.report.kind, size=VALUE)
     name = str(_PHASES[position]).replace("_", " ")
-    _under(axes, position, 0.48, name, size=TICK, weight="bold")
+    _under(axes, position, 0.48 if len(group) > 1 else 0.14, name, size=TICK, weight="bold")
     rows = [column.row for column in group]
     if len(rows) == 2 and rows[0] and rows[1] and rows[1].peak_allocated_bytes:
-        error = rows[0].peak_allocated_bytes / rows[1].peak_allocated_bytes - 1
-        _under(axes, position, 0.86, f"peak {100 * error:+.2f} %", size=VALUE, color=theme.muted)
+        error = signed_percent(rows[0].peak_allocated_bytes, rows[1].peak_allocated_bytes)
+        _under(axes, position, 0.86, f"peak {error}", size=VALUE, color=theme.muted)
 
 
 def _under(axes: Axes, x: float, inches: float, text: str, **style: object) -> None:
@@ -185,7 +187,7 @@ def _draw_missing(
     """Hatched up to where the run failed; a dash for the phases after it."""
     reached = column.failed_at_bytes / GIB
     if not reached:
-        _above(axes, theme, x, 0.0, "–")
+        _above(axes, theme, x, 0.0, "not\nreached")
         return
     axes.add_patch(
         Rectangle(
@@ -219,18 +221,31 @@ def _wide(axes: Axes, width: float) -> float:
 
 
 def _draw_limit(
-    axes: Axes, theme: Theme, report: Report, limit_bytes: int, *, is_far: bool
+    axes: Axes,
+    theme: Theme,
+    report: Report,
+    limit_bytes: int,
+    tops: Sequence[int],
+    *,
+    is_far: bool,
 ) -> None:
-    """The GPU's line, its name over it at the right."""
+    """The GPU's line, its name over it on the side where the bars are lower."""
     capped = ", capped" if report.plan.get("memory_limit") else ""
     text = f"usable on {report.gpu}{capped}: {format_gib(limit_bytes, 1)}"
-    y = axes.get_ylim()[1] if is_far else limit_bytes / GIB
-    if not is_far:
+    half = len(tops) // 2
+    left, right = max(tops[:half]), max(tops[half:])
+    x, align, highest = (0.005, "left", left) if left < right else (0.995, "right", right)
+    y, offset, anchor = limit_bytes / GIB, 5, "bottom"
+    if is_far:
+        y, offset, anchor, text = axes.get_ylim()[1], -2, "top", f"{text}, above this chart ↑"
+    else:
         axes.axhline(y, color=theme.limit, linewidth=3.0, zorder=4, gid="limit")
+        if _inches(axes, y - highest / GIB) < _NUMBER_INCHES:
+            offset += 22  # over the numbers that stand on the bars
     axes.annotate(
-        f"{text}, above this chart ↑" if is_far else text, (axes.get_xlim()[1], y),
-        (0, -4 if is_far else 5), textcoords="offset points", ha="right",
-        va="top" if is_far else "bottom", size=VALUE, weight="bold", zorder=5,
+        text, (x, y), (0, offset), xycoords=axes.get_yaxis_transform(),
+        textcoords="offset points", ha=align, va=anchor, size=VALUE, weight="bold", zorder=6,
+        bbox={"facecolor": theme.background, "edgecolor": "none", "pad": 1.0}, gid="limit-name",
     )  # fmt: skip
 
 

@@ -207,6 +207,23 @@ def row_size(num_rows: int, inches: float) -> float:
     return min(float(VALUE), 0.74 * 72 * inches / num_rows)
 
 
+def percent_off(predicted_bytes: int, measured_bytes: int) -> float:
+    """The signed error of a prediction in per cent of what was measured."""
+    return 100 * (predicted_bytes - measured_bytes) / measured_bytes
+
+
+def signed_percent(predicted_bytes: int, measured_bytes: int) -> str:
+    """`percent_off` as text; an error that rounds to nothing has no sign.
+
+    >>> signed_percent(201, 200), signed_percent(199, 200), signed_percent(10**6 + 1, 10**6)
+    ('+0.50 %', '−0.50 %', '±0.00 %')
+    """
+    error = percent_off(predicted_bytes, measured_bytes)
+    if abs(error) < 0.005:
+        return "±0.00 %"
+    return f"{'+' if error > 0 else '−'}{abs(error):.2f} %"
+
+
 def require(reports: Sequence[object]) -> None:
     """There is something to draw.
 

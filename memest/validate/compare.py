@@ -157,11 +157,17 @@ def parse_tolerances(given: Sequence[str]) -> dict[str, float]:
 def _compare(measured: Measurement, predicted: Prediction) -> Comparison:
     pairs = list(zip(predicted.phases, measured.phases, strict=False))
     phases = tuple(
-        Difference(what=_label(m), predicted_bytes=p.allocated_bytes, measured_bytes=m.allocated_bytes)
+        Difference(
+            what=_label(m), predicted_bytes=p.allocated_bytes, measured_bytes=m.allocated_bytes
+        )
         for p, m in pairs
     )
     states = tuple(
-        Difference(what=f"{key} {_label(m)}", predicted_bytes=getattr(p, key), measured_bytes=getattr(m, key))
+        Difference(
+            what=f"{key} {_label(m)}",
+            predicted_bytes=getattr(p, key),
+            measured_bytes=getattr(m, key),
+        )
         for p, m in pairs
         for key in STATES
         if getattr(p, key) != getattr(m, key)
@@ -224,7 +230,9 @@ def _broken(comparison: Comparison, tolerances: Mapping[str, float]) -> list[str
             f"{comparison.name}: allocated at {worst.what} is off by {worst.error_percent:+.2f} %"
             f" (tolerance {tolerances['phase']} %)"
         )
-    lines += [f"{comparison.name}: {d.what} differs by {d.error_bytes} bytes" for d in comparison.states]
+    lines += [
+        f"{comparison.name}: {d.what} differs by {d.error_bytes} bytes" for d in comparison.states
+    ]
     if comparison.measured.verdict is Outcome.FAILED:
         lines.append(f"{comparison.name}: the run failed: {comparison.measured.note}")
     elif not comparison.is_verdict_right:

@@ -1,0 +1,208 @@
+"""What is fed and what is trained: synthetic or real batches, random or published weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memest.errors import MemestError, PlanError
+from memest.models_meta.assemble import input_dtype, sequence_length
+from memest.models_meta.batch import make_batch
+from memest.models_meta.registry import ModelConfig, error_text
+from memest.plan import TrainingPlan
+from memest.validate.device import require
+
+MAX_CAPTION_TOKENS = 50
+"""As the lab's processor cuts captions (`max_length=50`, padding to the longest)."""
+
+INIT_STD = 0.02
+
+Inputs = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Feed:
+    """The micro-batches of a run, on the host, and their sizes."""
+
+    batches: Sequence[Inputs]
+    loss_output: str
+    seq_len: int
+    padded: bool
+    image_size: int | None
+    notes: tuple[str, ...] = ()
+
+
+def initialise(model: nn.Module) -> None:
+    """Random weights, in place: a normal distribution for all, which is cheap and stays finite."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.normal_(0.0, INIT_STD)
+
+
+def synthetic_feed(plan: TrainingPlan, model: nn.Module, config: ModelConfig) -> Feed:
+    """One micro-batch for all, as the prediction has it, with random numbers in place of pixels."""
+    batch = make_batch(
+        model,
+        batch_size=plan.batch_size,
+        seq_len=sequence_length(plan, config),
+        image_size=plan.image_size,
+        padded=plan.is_padded,
+    )
+    inputs: Inputs = dict(batch.flags)
+    for item in batch.tensors:
+        inputs[item.name] = item.value if item.is_real else torch.randn(item.value.shape)
+    return Feed(
+        batches=[_cast(inputs, plan)],
+        loss_output=batch.loss_output,
+        seq_len=sequence_length(plan, config),
+        padded=plan.is_padded,
+        image_size=batch.image_size,
+        notes=batch.notes,
+    )
+
+
+def dataset_feed(plan: TrainingPlan, config: ModelConfig, folder: Path) -> Feed:
+    """Captioned images of a `datasets` folder, through the model's own processor.
+
+    Raises:
+        PlanError: the folder is no data set, is empty, or lacks the columns `image` and `text`.
+        UnsupportedError: `datasets` is not installed.
+    """
+    require("datasets")
+    import datasets
+
+    try:
+        rows: Any = datasets.load_from_disk(str(folder))
+    except Exception as error:  # the library raises many kinds on a folder that is no data set
+        raise PlanError(
+            f"`{folder}` is no data set: {error_text(error)}",
+            hint="name a folder that `datasets` wrote with `save_to_disk`",
+        ) from error
+    if isinstance(rows, dict):  # splits by name
+        rows = rows["train"] if "train" in rows else next(iter(rows.values()))
+    missing = [name for name in ("image", "text") if name not in rows.column_names]
+    if missing or not len(rows):
+        has = ", ".join(f"`{name}`" for name in rows.column_names) or "none"
+        what = f"has no column `{missing[0]}`" if missing else "has no rows"
+        raise PlanError(f"`{folder}` {what}", hint=f"its columns are {has}")
+    return _feed_of(rows, plan, _processor(config))
+
+
+def _feed_of(rows: Any, plan: TrainingPlan, processor: Any) -> Feed:
+    batches = []
+    for micro in range(plan.steps * plan.accumulate_grad_batches):
+        first = micro * plan.batch_size
+        chosen = [rows[(first + i) % len(rows)] for i in range(plan.batch_size)]
+        pixels = processor.image_processor(
+            [row["image"].convert("RGB") for row in chosen], return_tensors="pt"
+        )
+        text = processor.tokenizer(
+            [row["text"] for row in chosen],
+            padding="longest",
+            max_length=MAX_CAPTION_TOKENS,
+            truncation=True,
+            return_tensors="pt",
+        )
+        inputs = {
+            "pixel_values": pixels["pixel_values"],
+            "input_ids": text["input_ids"],
+            "attention_mask": text["attention_mask"],
+            "labels": text["input_ids"].clone(),
+        }
+        batches.append(_cast(inputs, plan))
+    lengths = {batch["input_ids"].shape[1] for batch in batches}
+    uneven = f"micro-batches of {min(lengths)} to {max(lengths)} tokens"
+    return Feed(
+        batches=batches,
+        loss_output="loss",
+        seq_len=max(lengths),
+        padded=any(not bool(batch["attention_mask"].all()) for batch in batches),
+        image_size=int(batches[0]["pixel_values"].shape[-1]),
+        notes=(uneven,) if len(lengths) > 1 else (),
+    )
+
+
+def _cast(inputs: Inputs, plan: TrainingPlan) -> Inputs:
+    """Floats in 16 bits on the host already, as `HalfPrecision.convert_input` of Lightning does."""
+    dtype = input_dtype(plan)
+    if dtype is None:
+        return inputs
+    return {
+        k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v
+        for k, v in inputs.items()
+    }
+
+
+def checkpoint_source(config: ModelConfig) -> str:
+    """Where the weights of `config` are: a local folder, or a Hub id.
+
+    Raises:
+        PlanError: it is a config alone.
+    """
+    if config.entry is not None:
+        return config.entry.hub_id
+    if config.source.startswith("hub:"):
+        return config.source.removeprefix("hub:")
+    folder = Path(config.source).parent
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise PlanError(
+            f"`{folder}` has no weights", hint="leave `--weights` out for random ones"
+        )
+    return str(folder)
+
+
+def load_weights(
+    plan: TrainingPlan, config: ModelConfig, dtype: torch.dtype, device: str
+) -> nn.Module:
+    """The checkpoint of `config` on `device`, in the class that the prediction builds.
+
+    Left out: nothing is quantised while it is loaded; QLoRA quantises it afterwards, as for random
+    weights.
+
+    Raises:
+        MemestError: it cannot be had or does not load.
+    """
+    from memest.models_meta.build import _model_class
+
+    source = checkpoint_source(config)
+    cls = _model_class(config, [])
+    try:
+        model: nn.Module = cls.from_pretrained(
+            source,
+            dtype=dtype,
+            attn_implementation=plan.attn_implementation,
+            device_map={"": device},
+        )
+    except Exception as error:  # the Hub, the disk and the class each raise their own
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise MemestError(
+            f"the weights of `{source}` cannot be loaded: {error_text(error)}",
+            hint="check the name and the network, or leave `--weights` out for random ones",
+        ) from error
+    return model
+
+
+def _processor(config: ModelConfig) -> Any:
+    from transformers import AutoProcessor
+
+    source = checkpoint_source(config)
+    try:
+        return AutoProcessor.from_pretrained(source)
+    except Exception as error:  # as above
+        raise MemestError(
+            f"the processor of `{source}` cannot be loaded: {error_text(error)}",
+            hint="`--data` needs the model's own processor: a Hub id, or a folder that holds it",
+        ) from error
+
+
+def resolved_plan(plan: TrainingPlan, feed: Feed) -> dict[str, Any]:
+    """The plan as reports hold it, with the sizes that were used."""
+    sized = replace(plan, seq_len=feed.seq_len, image_size=feed.image_size, padded=feed.padded)
+    return sized.to_dict()

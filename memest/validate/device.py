@@ -1,0 +1,163 @@
+"""The machine of a measured run: its GPU and driver, its libraries, and what a process holds."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, TypeVar
+
+from memest.errors import UnsupportedError
+
+T = TypeVar("T")
+
+INSTALL = "pip install 'memest[validate]'"
+_PACKAGES = (
+    "torch", "transformers", "lightning", "peft", "bitsandbytes", "accelerate", "deepspeed",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """A CUDA device, as its driver presents it."""
+
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int]
+    num_sms: int
+    driver: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the reports hold it."""
+        return asdict(self)
+
+    @property
+    def catalogue_name(self) -> str:
+        """The catalogue's name for it, or the driver's where it has none."""
+        from memest.estimator.gpus import match_device
+
+        gpu = match_device(self.name, self.memory_bytes)
+        return self.name if gpu is None else gpu.name
+
+
+def require(*packages: str) -> None:
+    """Check that optional packages are installed, without importing them.
+
+    Raises:
+        UnsupportedError: one is not.
+    """
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            hint = INSTALL if package != "datasets" else "pip install datasets"
+            raise UnsupportedError(f"`memest validate` needs `{package}` here", hint=hint)
+
+
+def query_device() -> Device:
+    """The current CUDA device. Opens it: call this in a process that may hold a CUDA context.
+
+    Raises:
+        UnsupportedError: there is none that torch can use.
+    """
+    import torch
+
+    elsewhere = "run it on a machine with an NVIDIA GPU; `memest predict` needs none"
+    if torch.version.cuda is None:
+        raise UnsupportedError(
+            f"torch {torch.__version__} is built without CUDA",
+            hint="install a CUDA build of torch (https://pytorch.org/get-started/locally)",
+        )
+    try:
+        torch.cuda.init()
+        properties = torch.cuda.get_device_properties(0)
+    except (RuntimeError, AssertionError) as error:
+        text = " ".join(str(error).split())[:300]
+        if "driver" in text and "old" in text:
+            raise UnsupportedError(
+                f"the NVIDIA driver is too old for torch {torch.__version__}: {text}",
+                hint="update the driver, or install a torch built for an older CUDA",
+            ) from error
+        raise UnsupportedError(f"no CUDA device can be used: {text}", hint=elsewhere) from error
+    return Device(
+        name=properties.name,
+        memory_bytes=properties.total_memory,
+        capability=(properties.major, properties.minor),
+        num_sms=properties.multi_processor_count,
+        driver=_nvml(lambda nvml: str(nvml.nvmlSystemGetDriverVersion())) or "unknown",
+    )
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of memest and of what decides the memory of a run."""
+    from memest import __version__
+
+    found = {"memest": __version__}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    try:
+        import torch
+
+        found["cuda"] = str(torch.version.cuda)
+    except ImportError:
+        pass
+    return found
+
+
+def device_used_bytes() -> int | None:
+    """What all processes hold on the device, by NVML; None without it. Opens no CUDA context."""
+    return _nvml(lambda nvml: int(nvml.nvmlDeviceGetMemoryInfo(_handle(nvml)).used))
+
+
+def process_bytes(used_before: int | None) -> tuple[int, str]:
+    """What this process holds on the device, and where the figure comes from.
+
+    By NVML per process, where it tells; else by what the device holds more than `used_before`, read
+    before CUDA was opened; else by what is not free, which counts other processes in.
+    """
+    import torch
+
+    own = _nvml(_own_bytes)
+    if own:
+        return own, "NVML, this process"
+    used = device_used_bytes()
+    if used is not None and used_before is not None:
+        return used - used_before, "NVML, device now less device before"
+    free, total = torch.cuda.mem_get_info()
+    return total - free, "cudaMemGetInfo, total less free"
+
+
+def _own_bytes(nvml: Any) -> int | None:
+    """Of the processes that NVML lists, ours: by id, or the only one (ids differ in a container)."""
+    processes = nvml.nvmlDeviceGetComputeRunningProcesses(_handle(nvml))
+    mine = [p for p in processes if p.pid == os.getpid()] or processes
+    if len(mine) != 1 or mine[0].usedGpuMemory is None:
+        return None
+    return int(mine[0].usedGpuMemory)
+
+
+def _handle(nvml: Any) -> Any:
+    """NVML's handle of the device that CUDA calls 0, which `CUDA_VISIBLE_DEVICES` may choose."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    if first.isdigit():
+        return nvml.nvmlDeviceGetHandleByIndex(int(first))
+    return nvml.nvmlDeviceGetHandleByUUID(first)
+
+
+def _nvml(read: Callable[[Any], T]) -> T | None:
+    """`read(pynvml)` between its init and shutdown; None where NVML cannot be had or asked."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        try:
+            return read(pynvml)
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return None

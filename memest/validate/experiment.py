@@ -1,0 +1,223 @@
+"""One plan, run for real in this process: the model on the GPU, Lightning, the four phases."""
+
+from __future__ import annotations
+
+import gc
+import math
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from memest.errors import MemestError
+from memest.plan import TrainingPlan
+from memest.report import Measurement, Outcome
+from memest.validate.device import (
+    Device,
+    device_used_bytes,
+    library_versions,
+    process_bytes,
+    query_device,
+)
+from memest.validate.probe import CudaMemory, PhaseRecorder
+
+SEED = 20
+
+_OUT_OF_MEMORY = (
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+"""How CUDA's libraries say what `torch.OutOfMemoryError` says, when their own allocation fails."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    """What a measured run needs beside its plan."""
+
+    weights: str = "random"
+    """`random`, or `pretrained`: the checkpoint from the Hub or a local folder."""
+
+    data: Path | None = None
+    """A `datasets` folder with the columns `image` and `text`; None makes a synthetic batch."""
+
+    trust_remote_code: bool = False
+
+
+@dataclass(slots=True)
+class _Run:
+    """What is known of a run so far; enough for a report at any moment."""
+
+    plan: TrainingPlan
+    options: RunOptions
+    device: Device
+    used_before: int | None
+    started: float
+    recorder: PhaseRecorder
+    values: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def report(self, verdict: Outcome, note: str = "") -> Measurement:
+        now = self.recorder.note_peaks()
+        held, source = process_bytes(self.used_before)
+        context = held - now.reserved_bytes
+        return Measurement(
+            name=self.plan.label,
+            plan=self.values or self.plan.to_dict(),
+            model=self.model,
+            gpu=self.device.catalogue_name,
+            peak_allocated_bytes=self.recorder.peak_allocated_bytes,
+            peak_reserved_bytes=self.recorder.peak_reserved_bytes,
+            process_bytes=self.recorder.peak_reserved_bytes + context,
+            host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            phases=tuple(self.recorder.rows),
+            verdict=verdict,
+            versions=library_versions(),
+            elapsed_s=round(time.perf_counter() - self.started, 3),
+            device={
+                **self.device.to_dict(),
+                "process_source": source,
+                "weights": self.options.weights,
+                "data": str(self.options.data) if self.options.data else "synthetic",
+            },
+            context_bytes=context,
+            note="; ".join([note, *self.notes] if note else self.notes),
+        )
+
+
+def run_experiment(
+    plan: TrainingPlan, options: RunOptions, deliver: Callable[[Measurement], Any]
+) -> None:
+    """Train for the plan's steps on the current CUDA device and hand the report to `deliver`.
+
+    `deliver` is called once, before Lightning's teardown copies the model to the host, so a
+    `deliver` that leaves the process spares that. Out of memory is a verdict; every other error is
+    raised.
+    """
+    used_before = device_used_bytes()
+    started = time.perf_counter()
+    device = query_device()
+    recorder = PhaseRecorder(CudaMemory(), plan.accumulate_grad_batches)
+    run = _Run(plan, options, device, used_before, started, recorder)
+    limit_memory(plan.memory_limit, device.memory_bytes)
+    execute(run, where="cuda:0", deliver=deliver)
+
+
+def execute(
+    run: _Run, *, where: str, deliver: Callable[[Measurement], Any], accelerator: str = "gpu"
+) -> None:
+    """Build and train on the device `where`; the core of `run_experiment`, which a CPU can run."""
+    delivered: list[BaseException | None] = []
+
+    def on_end() -> None:
+        delivered.append(None)
+        deliver(run.report(Outcome.FITS))
+
+    def on_error(error: BaseException) -> None:
+        if not delivered and is_out_of_memory(error):
+            delivered.append(error)
+            traceback.print_exception(error, file=sys.stderr)
+            deliver(run.report(Outcome.OOM, _first_line(error)))
+
+    try:
+        _build_and_fit(run, where, accelerator, on_end, on_error)
+    except Exception as error:
+        on_error(error)
+        if not delivered:
+            raise
+
+
+def _build_and_fit(
+    run: _Run,
+    where: str,
+    accelerator: str,
+    on_end: Callable[[], None],
+    on_error: Callable[[BaseException], None],
+) -> None:
+    import torch
+
+    from memest.models_meta.assemble import (
+        assemble,
+        compute_dtype,
+        describe_model,
+        trained_parameters,
+    )
+    from memest.models_meta.registry import resolve_config
+    from memest.validate import data, quantize
+    from memest.validate.optimizers import make_real_optimizer
+    from memest.validate.training import FineTune, fit
+
+    plan, options = run.plan, run.options
+    torch.manual_seed(SEED)
+    config = resolve_config(plan.model_name, trust_remote_code=options.trust_remote_code)
+    is_random = options.weights == "random"
+    assembled = assemble(
+        plan,
+        config,
+        device=where,
+        is_meta=False,
+        load=None if is_random else partial(data.load_weights, plan, config, device=where),
+        initialise=data.initialise if is_random else None,
+        quantize=partial(
+            quantize.quantize_for_real,
+            compute_dtype=compute_dtype(plan),
+            double_quant=plan.double_quant,
+            skip=plan.quant_skip,
+        ),
+    )
+    model = assembled.module
+    run.model = describe_model(model)
+    if options.data is None:
+        feed = data.synthetic_feed(plan, model, config)
+    else:
+        feed = data.dataset_feed(plan, config, options.data)
+    run.values = data.resolved_plan(plan, feed)
+    run.notes.extend(feed.notes if options.data else ())
+    optimizer = make_real_optimizer(plan, trained_parameters(model))
+    module = FineTune(model, optimizer, feed.batches, run.recorder, loss_output=feed.loss_output)
+    gc.collect()
+    if accelerator == "gpu":
+        torch.cuda.empty_cache()
+    run.recorder.start()
+    fit(module, plan, accelerator=accelerator, on_end=on_end, on_error=on_error)
+
+
+def limit_memory(limit_bytes: int | None, total_bytes: int) -> None:
+    """Cap what the caching allocator reserves at `limit_bytes`; more than the device has is no cap."""
+    if limit_bytes is None or limit_bytes >= total_bytes:
+        return
+    import torch
+
+    torch.cuda.set_per_process_memory_fraction(memory_fraction(limit_bytes, total_bytes), 0)
+
+
+def memory_fraction(limit_bytes: int, total_bytes: int) -> float:
+    """The fraction whose product with `total_bytes`, cut to a whole number, is `limit_bytes`.
+
+    >>> int(memory_fraction(80 * 2**30, 143155 * 2**20) * 143155 * 2**20) == 80 * 2**30
+    True
+    """
+    fraction = limit_bytes / total_bytes
+    while int(fraction * total_bytes) < limit_bytes:
+        fraction = math.nextafter(fraction, 1.0)
+    return fraction
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the GPU's memory, and not something else, was at an end."""
+    if isinstance(error, MemestError):
+        return False
+    text = str(error)
+    return type(error).__name__ == "OutOfMemoryError" or any(t in text for t in _OUT_OF_MEMORY)
+
+
+def _first_line(error: BaseException) -> str:
+    """The message on one line, cut where it repeats advice."""
+    return " ".join(str(error).split())[:400] or type(error).__name__

@@ -1,0 +1,66 @@
+"""The optimizers that a plan can name, as torch and bitsandbytes make them on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from memest.errors import UnsupportedError
+from memest.plan import TrainingPlan
+
+LEARNING_RATE = 1e-4
+"""Of every optimizer; it has no effect on memory."""
+
+_TORCH: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {}),
+    "adamw_fused": (torch.optim.AdamW, {"fused": True}),
+    "adamw_single": (torch.optim.AdamW, {"foreach": False, "fused": False}),
+    "adam": (torch.optim.Adam, {}),
+    "adam_fused": (torch.optim.Adam, {"fused": True}),
+    "sgd": (torch.optim.SGD, {}),
+    "rmsprop": (torch.optim.RMSprop, {}),
+    "adagrad": (torch.optim.Adagrad, {}),
+    "adafactor": (torch.optim.Adafactor, {}),
+}
+
+BITSANDBYTES = {
+    "adam_8bit": "Adam8bit",
+    "adamw_8bit": "AdamW8bit",
+    "paged_adam_8bit": "PagedAdam8bit",
+    "paged_adamw_8bit": "PagedAdamW8bit",
+    "lion_8bit": "Lion8bit",
+}
+"""A plan's name -> the class in `bitsandbytes.optim`."""
+
+
+def make_real_optimizer(
+    plan: TrainingPlan, params: Sequence[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    """The plan's optimizer over `params`, with its library's defaults.
+
+    Raises:
+        UnsupportedError: it does not run on one GPU, or needs bitsandbytes.
+    """
+    options: dict[str, Any] = {"lr": LEARNING_RATE}
+    if plan.momentum:
+        options["momentum"] = plan.momentum
+    if plan.optim in BITSANDBYTES:
+        return _bitsandbytes_class(BITSANDBYTES[plan.optim])(params, **options)
+    if plan.optim not in _TORCH:
+        raise UnsupportedError(
+            f"optimizer `{plan.optim}` cannot be measured on one GPU",
+            hint=f"choose one of {', '.join(f'`{n}`' for n in (*_TORCH, *BITSANDBYTES))}",
+        )
+    optimizer, own = _TORCH[plan.optim]
+    return optimizer(params, **options, **own)
+
+
+def _bitsandbytes_class(name: str) -> Callable[..., torch.optim.Optimizer]:
+    from memest.validate.device import require
+
+    require("bitsandbytes")
+    import bitsandbytes  # here, because it opens the GPU
+
+    return getattr(bitsandbytes.optim, name)  # type: ignore[no-any-return]

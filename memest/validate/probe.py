@@ -1,0 +1,113 @@
+"""What the lab's probe reads: the allocator's figures and three sums, at the four phases of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from memest.report import Phase, PhaseRow
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """The allocator at one moment."""
+
+    allocated_bytes: int
+    peak_allocated_bytes: int
+    """The highest since the reading before."""
+
+    reserved_bytes: int
+    peak_reserved_bytes: int
+    """Likewise."""
+
+
+class Memory(Protocol):
+    """A device whose allocator can be read."""
+
+    device_type: str
+
+    def read(self) -> Reading:
+        """The figures now; peaks start anew from here."""
+        ...
+
+
+class CudaMemory:
+    """The caching allocator of torch on the current CUDA device."""
+
+    device_type = "cuda"
+
+    def read(self) -> Reading:
+        """The figures of `torch.cuda`; kernels in flight do not change them."""
+        import torch
+
+        reading = Reading(
+            allocated_bytes=torch.cuda.memory_allocated(),
+            peak_allocated_bytes=torch.cuda.max_memory_allocated(),
+            reserved_bytes=torch.cuda.memory_reserved(),
+            peak_reserved_bytes=torch.cuda.max_memory_reserved(),
+        )
+        torch.cuda.reset_peak_memory_stats()
+        return reading
+
+
+@dataclass(slots=True)
+class PhaseRecorder:
+    """The rows of one run, and the highest figures so far.
+
+    Args:
+        memory: what is read.
+        num_micro_batches: per step.
+    """
+
+    memory: Memory
+    num_micro_batches: int
+    rows: list[PhaseRow] = field(default_factory=list)
+    peak_allocated_bytes: int = 0
+    peak_reserved_bytes: int = 0
+    micro_batches_begun: int = 0
+
+    def start(self) -> None:
+        """Forget what the building of the model needed."""
+        self.memory.read()
+
+    def note_peaks(self) -> Reading:
+        """Read, and carry the peaks over; also where no phase ends, as after an error."""
+        reading = self.memory.read()
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, reading.peak_allocated_bytes)
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, reading.peak_reserved_bytes)
+        return reading
+
+    def record(self, phase: Phase, model: Any, optimizer: Any) -> None:
+        """One row; a `before_forward` begins the next micro-batch."""
+        if phase is Phase.BEFORE_FORWARD:
+            self.micro_batches_begun += 1
+        step, micro_batch = divmod(self.micro_batches_begun - 1, self.num_micro_batches)
+        reading = self.note_peaks()
+        params = self._num_bytes(model.parameters())
+        grads = self._num_bytes(p.grad for p in model.parameters())
+        state = self._num_bytes(v for s in optimizer.state.values() for v in s.values())
+        self.rows.append(
+            PhaseRow(
+                step=step,
+                micro_batch=micro_batch,
+                phase=phase,
+                params_bytes=params,
+                grads_bytes=grads,
+                optimizer_bytes=state,
+                activations_bytes=reading.allocated_bytes - params - grads - state,
+                allocated_bytes=reading.allocated_bytes,
+                peak_allocated_bytes=reading.peak_allocated_bytes,
+                reserved_bytes=reading.reserved_bytes,
+            )
+        )
+
+    def _num_bytes(self, values: Iterable[Any]) -> int:
+        """Elements times item size of the tensors on the device, entry by entry."""
+        import torch
+
+        return sum(
+            v.numel() * v.element_size()
+            for v in values
+            if isinstance(v, torch.Tensor) and v.device.type == self.memory.device_type
+        )
