@@ -178,8 +178,8 @@ def index_put_is_sorted(args: Args, kwargs: Kwargs) -> bool:
 def index_put_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`index_put` with `accumulate`: `index_put_with_sort_kernel` of Indexing.cu.
 
-    Each index is checked against both bounds (an int64 and a comparison, one after the other). Then the linear
-    indices, for a moment twice; the values where they are not contiguous; sorted indices, original positions and
+    Each index is checked against both bounds (an int64 and a comparison, one after the other), but not in the
+    backward of `index`, which calls `_index_put_impl_` as `unsafe`. Then the linear indices, for a moment twice; the values where they are not contiguous; sorted indices, original positions and
     their initial range; and the sort's storage over the bits that the number of rows needs.
     """
     target, values = args[0], args[2]
@@ -193,7 +193,9 @@ def index_put_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     largest = target.numel() // max(1, slice_size)
     row = count * INDEX_BYTES
     sort = radix_sort_bytes(count, gpu, num_bits=max(1, largest.bit_length()))
-    checks = [event for _ in range(2 * len(indices)) for event in _passing(INDEX_BYTES, 1)]
+    is_unsafe = len(args) > 4 and args[4]
+    num_checks = 0 if is_unsafe else 2 * len(indices)
+    checks = [event for _ in range(num_checks) for event in _passing(INDEX_BYTES, 1)]
     return tuple(
         outputs({0: _bytes(target)})
         + checks

@@ -17,6 +17,7 @@ from memest.errors import TraceError
 from memest.estimator.attention_kernels import ATTENTION_EVENTS, NOT_MODELLED
 from memest.estimator.cublas import MATMULS, CublasWorkspaces
 from memest.estimator.gpus import Gpu
+from memest.estimator.in_place import OUT_OF_PLACE_UNDER_A_MODE, as_without_a_mode
 from memest.estimator.kernels import OUTPUT_BYTES, SCRATCH, has_no_scratch, is_partly_modelled
 from memest.estimator.module_tracker import ModuleTracker
 from memest.estimator.scratch import Events, Scratch
@@ -155,6 +156,8 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         self.coverage.num_ops += 1
+        if func in OUT_OF_PLACE_UNDER_A_MODE:
+            func, args = self._as_without_a_mode(func, args, kwargs)
         if func.is_view:
             return self._run(func, args, kwargs)
         if func in READS_VALUE:
@@ -173,6 +176,10 @@ class Recorder(TorchDispatchMode):
         self._record(func, args, kwargs, out, recipe)
         self._follow_values(func, args, kwargs, out)
         return out
+
+    def _as_without_a_mode(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What the GPU runs in place of `func`; see `in_place`."""
+        return as_without_a_mode(func, args, kwargs)
 
     def _follow_values(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         self.values.follow(func, args, kwargs, out)

@@ -13,6 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from memest.plots.style import (
     HEIGHT,
     SMALL,
+    TICK,
     VALUE,
     WIDTH,
     Theme,
@@ -40,10 +41,13 @@ MAX_ROWS = 30
 _QUANTITIES = ("peak_allocated_bytes", "peak_reserved_bytes")
 _NAMES = ("peak allocated", "peak reserved")
 _MARKERS = ("o", "D")
-_SQUARE = 2.32  # inches
-_TOP, _BOTTOM = 1.75, 0.95
-_COLUMN = 1.05
-"""Inches of a column of printed errors."""
+# All in inches.
+_SQUARE = 2.35
+_DIAGONALS_TOP, _ERRORS_TOP, _ERRORS_BOTTOM = 1.68, 2.08, 0.5
+_ERRORS_LEFT = 4.15
+_COLUMN = 0.98  # of printed errors
+_MIN_REACH = 0.7
+"""Per cent that the errors' axis spans on each side at least, so that the narrow band is seen."""
 
 
 def plot_scatter(pairs: Sequence[Pair], *, dark: bool = False) -> Figure:
@@ -59,8 +63,9 @@ def plot_scatter(pairs: Sequence[Pair], *, dark: bool = False) -> Figure:
     drawn = [(p, m) for p, m in pairs if m.verdict is not Outcome.FAILED and _is_measured(m)]
     require(drawn)
     with slide(dark=dark) as (figure, theme):
+        end = 1.08 * max(getattr(r, q) for pair in drawn for r in pair for q in _QUANTITIES) / GIB
         for index in range(2):
-            _draw_diagonal(figure, theme, drawn, index)
+            _draw_diagonal(figure, theme, drawn, index, end)
         _draw_errors(figure, theme, drawn)
         left_out = len(pairs) - len(drawn)
         write_title(
@@ -78,17 +83,19 @@ def _is_measured(measured: Measurement) -> bool:
 
 def _subtitle(num_drawn: int, left_out: int) -> str:
     noun = "experiment" if num_drawn == 1 else "experiments"
-    text = f"{num_drawn} {noun}; error = (predicted − measured) / measured"
+    bands = " and ".join(f"±{band:g} %" for band in sorted(BANDS))
+    text = f"{num_drawn} {noun}; error = (predicted − measured) / measured; shaded: {bands}"
     return text + (f"; {left_out} without a measurement left out" if left_out else "")
 
 
-def _draw_diagonal(figure: Figure, theme: Theme, pairs: Sequence[Pair], index: int) -> None:
-    """One square panel; allocated over reserved, at the left."""
+def _draw_diagonal(
+    figure: Figure, theme: Theme, pairs: Sequence[Pair], index: int, end: float
+) -> None:
+    """One square panel; allocated over reserved, at the left, both to the same scale."""
     quantity = _QUANTITIES[index]
-    low = HEIGHT - _TOP - _SQUARE - index * (_SQUARE + 0.52)
+    low = HEIGHT - _DIAGONALS_TOP - _SQUARE - index * (_SQUARE + 0.4)
     axes = figure.add_axes((1.15 / WIDTH, low / HEIGHT, _SQUARE / WIDTH, _SQUARE / HEIGHT))
     points = [(getattr(m, quantity) / GIB, getattr(p, quantity) / GIB) for p, m in pairs]
-    end = 1.08 * max(max(point) for point in points)
     for band, color in zip(BANDS, theme.band, strict=True):
         axes.fill_between(
             [0, end], [0, end * (1 - band / 100)], [0, end * (1 + band / 100)], color=color,
@@ -107,7 +114,9 @@ def _draw_diagonal(figure: Figure, theme: Theme, pairs: Sequence[Pair], index: i
         axis.set_major_locator(MaxNLocator(4, integer=True))
     axes.tick_params(labelsize=SMALL)
     axes.set_ylabel("predicted, GiB", size=SMALL)
-    if index == 1:
+    if index == 0:
+        axes.set_xticklabels([])
+    else:
         axes.set_xlabel("measured, GiB", size=SMALL, labelpad=2)
     axes.set_title(_NAMES[index], size=VALUE, weight="bold", loc="left", pad=6)
 
@@ -115,69 +124,72 @@ def _draw_diagonal(figure: Figure, theme: Theme, pairs: Sequence[Pair], index: i
 def _draw_errors(figure: Figure, theme: Theme, pairs: Sequence[Pair]) -> None:
     """A row per experiment: its name, both errors as markers, both errors as numbers."""
     rows = _listed(pairs)
-    height = HEIGHT - _TOP - _BOTTOM
+    height = HEIGHT - _ERRORS_TOP - _ERRORS_BOTTOM
     size = row_size(len(rows), height)
-    names = [shortened(_row_name(p, m), size, 3.6) for p, m in rows]
-    left = 3.95 + max(text_width(name, size) for name in names)
-    right = WIDTH - 0.35 - 2 * _COLUMN
+    names = [shortened(_row_name(p, m), size, 3.4) for p, m in rows]
+    left = _ERRORS_LEFT + 0.1 + max(text_width(name, size) for name in names)
+    width = WIDTH - 0.3 - 2 * _COLUMN - left
     axes = figure.add_axes(
-        (left / WIDTH, _BOTTOM / HEIGHT, (right - left) / WIDTH, height / HEIGHT)
+        (left / WIDTH, _ERRORS_BOTTOM / HEIGHT, width / WIDTH, height / HEIGHT)
     )
     errors = [[percent_off(getattr(p, q), getattr(m, q)) for p, m in rows] for q in _QUANTITIES]
-    reach = max(BANDS[0], *(abs(e) for column in errors for e in column)) * 1.12
+    reach = 1.15 * max(_MIN_REACH, *(abs(e) for column in errors for e in column))
     for band, color in zip(BANDS, theme.band, strict=True):
-        axes.axvspan(-band, band, color=color, linewidth=0, zorder=0)
+        if band < reach:
+            axes.axvspan(-band, band, color=color, linewidth=0, zorder=0)
     axes.axvline(0, color=theme.ink, linewidth=1.6)
-    axes.set(xlim=(-reach, reach), ylim=(len(rows) - 0.5, -0.5))
     bare(axes, theme, grid="x")
-    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.spines["left"].set_visible(False)
+    axes.set(xlim=(-reach, reach), ylim=(len(rows) - 0.5, -0.5))
+    axes.xaxis.set_major_locator(MaxNLocator(4))
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:+.3g} %".replace("-", "−") if x else "0")
     axes.tick_params(axis="x", labelsize=VALUE)
-    axes.set_xlabel("error, %", size=VALUE, labelpad=2)
     axes.set_yticks(range(len(rows)), names, size=size)
-    for index in (1, 0):
+    diameter = min(11.0, 0.36 * 72 * height / len(rows))
+    for index in range(2):
         axes.scatter(
-            errors[index], range(len(rows)), s=(0.95 * size) ** 2 * (0.62 if index else 0.8),
-            marker=_MARKERS[index], facecolor=theme.markers[index], edgecolor=theme.background,
-            linewidth=0.8, zorder=3, gid=f"error:{_QUANTITIES[index]}", clip_on=False,
+            errors[index], [row + 0.36 * (index - 0.5) for row in range(len(rows))],
+            s=diameter**2 * (0.75 if index else 1), marker=_MARKERS[index],
+            facecolor=theme.markers[index], edgecolor="none", zorder=3,
+            gid=f"error:{_QUANTITIES[index]}", clip_on=False,
         )  # fmt: skip
-    for row, (p, m) in enumerate(rows):
-        for index, quantity in enumerate(_QUANTITIES):
-            text = signed_percent(getattr(p, quantity), getattr(m, quantity))
-            _write_number(axes, right - left, row, index, text.removesuffix(" %"), size)
-    _write_heads(figure, theme, pairs, left, right)
+        x = 1 + (index + 1) * _COLUMN / width
+        for row, (p, m) in enumerate(rows):
+            text = signed_percent(getattr(p, _QUANTITIES[index]), getattr(m, _QUANTITIES[index]))
+            axes.text(
+                x, row, text.removesuffix(" %"), transform=axes.get_yaxis_transform(),
+                ha="right", va="center_baseline", size=size, clip_on=False,
+            )  # fmt: skip
+        axes.text(
+            x, 1 + 0.08 / height, ("alloc.", "reserved")[index], transform=axes.transAxes,
+            ha="right", va="bottom", size=SMALL, weight="bold", clip_on=False,
+        )  # fmt: skip
+    _write_summary(figure, theme, pairs)
 
 
-def _write_number(
-    axes: Axes, width: float, row: int, index: int, text: str, size: float
-) -> None:
-    x = 1 + (_COLUMN * (index + 0.78) + 0.05) / width
-    axes.text(
-        x, row, text, transform=axes.get_yaxis_transform(), ha="right", va="center_baseline",
-        size=size, clip_on=False,
-    )  # fmt: skip
-
-
-def _write_heads(
-    figure: Figure, theme: Theme, pairs: Sequence[Pair], left: float, right: float
-) -> None:
-    """Over the rows: what the markers are, the median and the worst of all pairs, the columns."""
+def _write_summary(figure: Figure, theme: Theme, pairs: Sequence[Pair]) -> None:
+    """Over the rows: what the markers are, the median and the worst of all pairs."""
     for index, quantity in enumerate(_QUANTITIES):
         errors = [percent_off(getattr(p, quantity), getattr(m, quantity)) for p, m in pairs]
-        sizes = [abs(e) for e in errors]
-        worst = max(errors, key=abs)
-        sign = "+" if worst > 0 else "−"
-        text = f"{_NAMES[index]}: median {median(sizes):.2f} %, worst {sign}{abs(worst):.2f} %"
+        worst = max(pairs, key=lambda pair: abs(percent_off(*_both(pair, quantity))))
+        y = 1 - (1.42 + 0.34 * index) / HEIGHT
+        text = f"median |error| {median(abs(e) for e in errors):.2f} %, worst "
+        text = f"{_NAMES[index]}: {text}{signed_percent(*_both(worst, quantity))}"
         figure.text(
-            (4.35 + index * 4.55) / WIDTH, 1 - 1.36 / HEIGHT, text, size=VALUE, weight="bold",
-            va="center", gid=f"summary:{quantity}",
+            (_ERRORS_LEFT + 0.35) / WIDTH, y, text, size=TICK, weight="bold",
+            va="center_baseline", gid=f"summary:{quantity}",
         )  # fmt: skip
         figure.add_artist(
             Line2D(
-                [(4.15 + index * 4.55) / WIDTH], [1 - 1.36 / HEIGHT], marker=_MARKERS[index],
-                markersize=12, markerfacecolor=theme.markers[index],
-                markeredgecolor=theme.background,
+                [(_ERRORS_LEFT + 0.1) / WIDTH], [y + 0.04 / HEIGHT], marker=_MARKERS[index],
+                markersize=13 - 2 * index, markeredgecolor="none",
+                markerfacecolor=theme.markers[index],
             )
         )  # fmt: skip
+
+
+def _both(pair: Pair, quantity: str) -> tuple[int, int]:
+    return getattr(pair[0], quantity), getattr(pair[1], quantity)
 
 
 def _listed(pairs: Sequence[Pair]) -> list[Pair]:

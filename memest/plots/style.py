@@ -204,7 +204,7 @@ def bare(axes: Axes, theme: Theme, *, grid: str) -> None:
 
 def row_size(num_rows: int, inches: float) -> float:
     """Size of type for `num_rows` lines under each other in `inches`."""
-    return min(float(VALUE), 0.74 * 72 * inches / num_rows)
+    return min(float(VALUE), 0.86 * 72 * inches / num_rows)
 
 
 def percent_off(predicted_bytes: int, measured_bytes: int) -> float:

@@ -1,0 +1,97 @@
+"""The command line: exit codes, streams and files. Predictions themselves are tested elsewhere."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def memest(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "memest", *args]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["predict"], 2, "Error: the plan names no model"),
+        (["predict", "--model", "gpt2", "--bs", "0"], 2, "Error: `batch_size` is `0`"),
+        (["predict", "--model", "gpt2", "--bs", "many"], 2, "Error: Invalid value for '--bs'"),
+        (["predict", "--model", "gpt2", "--optim", "adamv"], 2, "Error: `optim` cannot be `adamv`"),
+        (["predict", "--model", "no-such"], 2, "Error: `no-such` is no bundled model"),
+        (["predict", "--model", "gpt2", "--gpu", "a10000"], 2, "Error: `a10000` is not in the"),
+        (["predict", "--model", "gpt2", "--memory-limit", "-4"], 2, "Error: `-4` is not a memory"),
+        (["predict", "--model", "gpt2", "--strategy", "fsdp"], 3, "Error: `strategy` `fsdp`"),
+        (["predict", "--config", "a", "--suite", "b"], 2, "Error: `--config` and `--suite`"),
+        (["predict", "--config", "no.yaml"], 2, "Error: `no.yaml` cannot be read"),
+        (["predict", "--model", "gpt2", "-o", "no/such/folder"], 2, "cannot be written"),
+        (["frobnicate"], 2, "Error: No such command 'frobnicate'"),
+        (["compare", "no.jsonl"], 2, "Error: `no.jsonl` cannot be read"),
+        (["compare", "no.jsonl", "--tolerance", "x"], 2, "Error: `--tolerance x` is not understood"),
+    ],
+)  # fmt: skip
+def test_a_usage_error_is_two_lines_on_stderr(args: list[str], code: int, message: str) -> None:
+    done = memest(*args)
+
+    assert done.returncode == code
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 2
+    assert message in done.stderr
+    assert "\nhint: " in done.stderr
+
+
+def test_models_and_gpus_list_what_is_there() -> None:
+    models, gpus = memest("models"), memest("gpus")
+
+    assert "blip2-flan-t5-xxl" in models.stdout
+    assert "a100-80gb" in gpus.stdout
+    assert models.returncode == gpus.returncode == 0
+
+
+def test_a_suite_is_json_lines_in_its_order(tmp_path: Path) -> None:
+    suite = tmp_path / "suite.yaml"
+    suite.write_text(
+        "defaults: {model_name: gpt2, seq_len: 16, gpu: [t4]}\n"
+        "experiments: [{name: two, batch_size: 2}, {name: one}]\n"
+    )
+
+    done = memest("predict", "--suite", str(suite), "--json")
+
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [r["name"] for r in reports] == ["two", "one"]
+    assert {r["schema"] for r in reports} == {"memest.report/1"}
+    assert {r["kind"] for r in reports} == {"predicted"}
+    assert reports[0]["verdict"] == "fits"
+    assert list(reports[0]["verdicts"]) == ["t4"]
+
+
+def test_a_plan_that_does_not_fit_is_a_result_unless_checked(tmp_path: Path) -> None:
+    args = ("predict", "--model", "gpt2", "--seq-len", "16", "--memory-limit", "600MiB")
+    output = tmp_path / "report.txt"
+
+    result = memest(*args, "-o", str(output))
+    checked = memest(*args, "--check")
+
+    assert result.returncode == 0
+    assert "OOM" in output.read_text()
+    assert [p.name for p in tmp_path.iterdir()] == ["report.txt"]
+    assert checked.returncode == 5
+
+
+def test_a_local_config_is_a_model(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
+        "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    done = memest("predict", "--model", str(tmp_path), "--seq-len", "8", "--json")
+
+    embeddings, attention, mlp, norms = 2 * 128 * 64, 4 * 64 * 64, 3 * 64 * 96, 2 * 64
+    assert json.loads(done.stdout)["model"]["num_params"] == (
+        embeddings + 2 * (attention + mlp + norms) + 64
+    )

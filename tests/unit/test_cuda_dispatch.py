@@ -1,0 +1,311 @@
+"""What CUDA decides above autograd: autocast's lists and casts, fused dropout, half softmax."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from memest.estimator import cuda_dispatch
+from memest.estimator.cuda_dispatch import autocast, cuda_semantics
+from memest.estimator.gpus import find_gpu
+
+H200 = find_gpu("h200")
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+POLICIES = {
+    "AT_FORALL_LOWER_PRECISION_FP": cuda_dispatch.LOWER_PRECISION,
+    "AT_FORALL_FP32": cuda_dispatch.FLOAT32,
+    "AT_FORALL_FP32_SET_OPT_DTYPE": cuda_dispatch.FLOAT32_RESULT,
+    "AT_FORALL_PROMOTE": cuda_dispatch.PROMOTE,
+}
+NOT_MODELLED = {
+    "binary_cross_entropy",  # refused by autocast on CUDA
+    "cudnn_convolution",  # called by name only; `convolution` is in the list
+    "cudnn_convolution_transpose",
+    "norm.Scalar",  # redispatched with another signature; models call linalg_vector_norm
+    "norm.ScalarOpt_dim",
+}
+
+
+class Calls(TorchDispatchMode):
+    """The operators that reach the recorder's place, with the dtype of their first result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[str, torch.dtype | None]] = []
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.made]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        first = out[0] if isinstance(out, list | tuple) else out
+        name = str(func).removeprefix("aten.").removesuffix(".default")
+        if name not in ("empty.memory_format", "detach"):
+            self.made.append((name, first.dtype if isinstance(first, Tensor) else None))
+        return out
+
+
+@contextmanager
+def on_gpu(autocast_dtype: torch.dtype | None = None) -> Iterator[Calls]:
+    calls = Calls()
+    with cuda_semantics(H200), autocast(autocast_dtype), calls:
+        yield calls
+
+
+def meta(*shape: int, dtype: torch.dtype = FP32, grad: bool = False) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=grad)
+
+
+def installed_lists() -> dict[str, set[str]]:
+    header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+    text = header.read_text().replace("\\\n", "")
+    lists = {}
+    for macro in POLICIES:
+        body = re.search(rf"#define {macro}\(_\)(.*)", text)
+        assert body is not None, macro
+        pairs = re.findall(r"_\((\w+)(?:,\s*(\w+))?\)", body[1])
+        lists[macro] = {f"{name}.{overload}" if overload else name for name, overload in pairs}
+    return lists
+
+
+@pytest.mark.parametrize("macro", POLICIES)
+def test_the_lists_are_those_of_the_installed_torch(macro: str) -> None:
+    """Policy by policy, read from the header that torch ships."""
+    ours = POLICIES[macro]
+
+    assert len(ours) == len(set(ours))
+    assert set(ours) == installed_lists()[macro]
+
+
+def test_all_that_torch_registers_for_autocast_is_modelled_or_known() -> None:
+    registered = {
+        name.removeprefix("aten::")
+        for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+    }
+    ours = {name for names in POLICIES.values() for name in names}
+
+    assert registered - ours == NOT_MODELLED
+    assert ours <= registered
+
+
+def test_nothing_else_uses_the_dispatch_key() -> None:
+    """What is registered on it is what memest registered, and no more."""
+    with on_gpu():
+        pass
+    registered = set(torch._C._dispatch_get_registrations_for_dispatch_key(cuda_dispatch.KEY_NAME))
+    ours = {name for names in POLICIES.values() for name in names} | {"dropout"}
+
+    assert {name.removeprefix("aten::") for name in registered} == ours
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_matrix_products_run_in_the_lower_precision(dtype: torch.dtype) -> None:
+    with on_gpu(dtype) as calls:
+        out = F.linear(meta(3, 5), meta(7, 5))
+
+    assert out.dtype is dtype
+    assert calls.made[-1] == ("mm", dtype)
+    assert calls.names.count("_to_copy") == 2
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: F.softmax(x, -1),
+        lambda x: F.layer_norm(x, (5,)),
+        lambda x: x.exp(),
+        lambda x: x.sum(),
+        lambda x: x.cumsum(0),
+        lambda x: torch.linalg.vector_norm(x),
+        torch.rsqrt,
+    ],
+    ids=["softmax", "layer_norm", "exp", "sum", "cumsum", "norm", "rsqrt"],
+)
+def test_sums_and_exponentials_run_in_float32(run: Callable[[Tensor], Tensor]) -> None:
+    with on_gpu(BF16):
+        assert run(meta(3, 5, dtype=BF16)).dtype is FP32
+    with on_gpu():
+        assert run(meta(3, 5, dtype=BF16)).dtype is BF16
+
+
+def test_a_dtype_that_the_caller_gives_wins() -> None:
+    with on_gpu(BF16):
+        assert F.softmax(meta(3, 5, dtype=BF16), -1, dtype=BF16).dtype is BF16
+        assert meta(3, 5, dtype=BF16).sum(dtype=FP64).dtype is FP64
+
+
+def test_mixed_inputs_are_promoted_to_the_widest() -> None:
+    half, full = meta(5, dtype=BF16), meta(5)
+
+    with on_gpu(BF16):
+        assert torch.addcmul(half, half, full).dtype is FP32
+        assert torch.addcmul(half, half, half).dtype is BF16
+
+
+def test_double_and_integers_are_left_alone() -> None:
+    with on_gpu(BF16):
+        assert F.linear(meta(3, 5, dtype=FP64), meta(7, 5, dtype=FP64)).dtype is FP64
+        assert meta(3, dtype=torch.int64).sum().dtype is torch.int64
+
+
+def test_other_operators_keep_their_dtype() -> None:
+    with on_gpu(BF16):
+        assert (meta(3) + meta(3)).dtype is FP32
+        assert F.gelu(meta(3, dtype=BF16)).dtype is BF16
+
+
+def test_a_weight_is_cast_anew_by_every_operator() -> None:
+    """Lightning opens autocast without its cache: two uses are two casts."""
+    weight, x = meta(5, 5, grad=True), meta(3, 5, dtype=BF16)
+
+    with on_gpu(BF16) as calls:
+        F.linear(x, weight)
+        F.linear(x, weight)
+
+    assert calls.names.count("_to_copy") == 2
+
+
+def test_operators_inside_a_composite_run_without_autocast() -> None:
+    """`einsum` casts its inputs once; the bmm inside finds nothing to cast."""
+    with on_gpu(BF16) as calls:
+        torch.einsum("bij,bjk->bik", meta(2, 3, 5), meta(2, 5, 7))
+
+    assert calls.names.count("_to_copy") == 2
+
+
+def test_without_autocast_nothing_is_cast() -> None:
+    with on_gpu() as calls:
+        out = F.linear(meta(3, 5), meta(7, 5))
+
+    assert out.dtype is FP32
+    assert "_to_copy" not in calls.names
+
+
+def test_cpu_tensors_pass_through() -> None:
+    """Shadow values and counters live on the CPU; nothing of CUDA happens to them."""
+    with on_gpu(), torch.random.fork_rng():
+        assert torch.equal(F.softmax(torch.zeros(2), -1), torch.full((2,), 0.5))
+        assert F.dropout(torch.ones(4), 0.5, training=False).tolist() == [1, 1, 1, 1]
+
+
+def test_dropout_is_fused_and_makes_a_mask() -> None:
+    with on_gpu() as calls:
+        F.dropout(meta(3, 5), 0.1, training=True)
+
+    assert calls.names == ["native_dropout"]
+
+
+@pytest.mark.parametrize(("p", "training"), [(0.0, True), (1.0, True), (0.1, False)])
+def test_dropout_is_not_fused_where_it_keeps_all_or_nothing(p: float, training: bool) -> None:
+    with on_gpu() as calls:
+        F.dropout(meta(3, 5), p, training=training)
+
+    assert "native_dropout" not in calls.names
+
+
+def test_a_half_softmax_in_float32_makes_no_copy_of_its_input() -> None:
+    with on_gpu() as calls:
+        F.softmax(meta(3, 5, dtype=FP16), -1, dtype=FP32)
+        F.log_softmax(meta(3, 5, dtype=FP16), -1, dtype=FP32)
+
+    assert calls.made == [("_softmax", FP32), ("_log_softmax", FP32)]
+
+
+def test_a_bfloat16_softmax_in_float32_copies_its_input() -> None:
+    """The shortcut of CUDA is for float16 alone."""
+    with on_gpu() as calls:
+        F.softmax(meta(3, 5, dtype=BF16), -1, dtype=FP32)
+
+    assert calls.names == ["_to_copy", "_softmax"]
+
+
+def test_attention_takes_a_kernel_of_the_gpu() -> None:
+    query = meta(2, 3, 8, 64, dtype=BF16, grad=True)
+
+    with on_gpu() as calls:
+        F.scaled_dot_product_attention(query, query, query, is_causal=True)
+    assert len(calls.names) == 1
+    assert calls.names[0].startswith("_scaled_dot_product_")
+
+    with Calls() as outside:
+        F.scaled_dot_product_attention(query, query, query, is_causal=True)
+    assert outside.names != calls.names
+
+
+def test_transformers_can_switch_autocast_off() -> None:
+    """Rotary embeddings are computed in float32 under `maybe_autocast(enabled=False)`."""
+    from transformers.utils.generic import maybe_autocast
+
+    with on_gpu(BF16):
+        with maybe_autocast(device_type="meta", enabled=False):
+            assert F.linear(meta(3, 5), meta(7, 5)).dtype is FP32
+        assert F.linear(meta(3, 5), meta(7, 5)).dtype is BF16
+
+
+def test_checkpointing_recomputes_under_the_same_autocast() -> None:
+    """The backward runs outside of autocast, but the recomputation casts as the forward did."""
+    layer = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 5)).to("meta")
+    x = meta(3, 5, grad=True)
+    calls = Calls()
+    with cuda_semantics(H200), calls:
+        with autocast(BF16):
+            out = checkpoint(layer, x, use_reentrant=False)
+        in_forward = len(calls.made)
+        out.float().sum().backward()
+
+    recomputed = [dtype for name, dtype in calls.made[in_forward:] if name in ("addmm", "gelu")]
+    assert recomputed[:2] == [BF16, BF16]
+
+
+def key_state() -> tuple[bool, bool]:
+    key = cuda_dispatch._KEY
+    return (
+        torch._C._dispatch_tls_is_dispatch_key_excluded(key),
+        torch._C._dispatch_tls_is_dispatch_key_included(key),
+    )
+
+
+def test_nothing_stays_switched_on() -> None:
+    before = key_state()
+    with on_gpu(BF16):
+        assert key_state() != before
+
+    assert key_state() == before
+    with Calls() as calls:
+        F.dropout(meta(3, 5), 0.1, training=True)
+        assert F.softmax(meta(3, 5, dtype=BF16), -1).dtype is BF16
+    assert "native_dropout" not in calls.names
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_nothing_stays_switched_on_after_an_error() -> None:
+    before = key_state()
+    with pytest.raises(RuntimeError), on_gpu(BF16):
+        F.linear(meta(3, 5), meta(7, 6))
+
+    assert key_state() == before
+    assert not cuda_dispatch._inside_autocast[0]
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_contexts_nest() -> None:
+    with on_gpu(), on_gpu() as calls:
+        F.dropout(meta(3, 5), 0.1, training=True)
+    assert calls.names == ["native_dropout"]
+
+    with on_gpu() as outer:
+        with on_gpu():
+            pass
+        F.dropout(meta(3, 5), 0.1, training=True)
+    assert outer.names == ["native_dropout"]
