@@ -83,10 +83,11 @@ def unique_by_key_bytes(num_items: int, gpu: Gpu) -> int:
 
 
 def sum_storage_bytes(num_items: int, num_threads: int) -> int:
-    """`DeviceReduce::Sum` into an int32 (dispatch_reduce.cuh): one partial sum for each block of a full grid.
+    """`DeviceReduce::Sum` into an int32 (dispatch_reduce.cuh): one partial sum for each block of a
+    full grid.
 
-    Blocks are of 256 threads with 16 values each; one block needs nothing, more are as many as fit the GPU
-    (`num_threads` in all), five times over (`subscription_factor`).
+    Blocks are of 256 threads with 16 values each; one block needs nothing, more are as many as fit
+    the GPU (`num_threads` in all), five times over (`subscription_factor`).
     """
     if num_items <= 256 * 16:
         return 1

@@ -1,12 +1,14 @@
-"""What CUDA tensors do above autograd and meta tensors do not: autocast, fused dropout, attention backends.
+"""What CUDA tensors do above autograd and meta tensors do not: autocast, fused dropout, attention
+backends.
 
-torch decides these in C++ by `tensor.is_cuda()`. A meta tensor never is, so the decisions are put back where torch
-makes them: as kernels on a dispatch key in front of autograd, which is switched on for the traced code only. The key
-is `AutocastIPU`, whose backend no longer exists in torch; nothing else is registered on it. Autograd and the recorder
-below see the operators that a GPU would run, called from Python or from C++ alike.
+torch decides these in C++ by `tensor.is_cuda()`. A meta tensor never is, so the decisions are put
+back where torch makes them: as kernels on a dispatch key in front of autograd, which is switched on
+for the traced code only. The key is `AutocastIPU`, whose backend no longer exists in torch; nothing
+else is registered on it. Autograd and the recorder below see the operators that a GPU would run,
+called from Python or from C++ alike.
 
-The autocast state is that of `torch.autocast("cpu")`, which torch keeps per thread and which activation checkpointing
-saves and restores for the recomputation.
+The autocast state is that of `torch.autocast("cpu")`, which torch keeps per thread and which
+activation checkpointing saves and restores for the recomputation.
 """
 
 from __future__ import annotations
@@ -26,29 +28,34 @@ KEY_NAME = "AutocastIPU"
 _KEY = getattr(torch._C.DispatchKey, KEY_NAME)
 _BELOW = torch._C._dispatch_keyset_full_after(_KEY)
 
-# The policies of ATen/autocast_mode.h (torch 2.11 and 2.13); a test compares their union with what the installed
-# torch registers for AutocastCUDA.
+# The policies of ATen/autocast_mode.h (torch 2.11 and 2.13); a test compares their union with what
+# the installed torch registers for AutocastCUDA.
 LOWER_PRECISION = """
-    _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
-    conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm
-    bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell
-    rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention
+    _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
+    conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum
+    mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot
+    _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    _scaled_dot_product_flash_attention scaled_dot_product_attention
 """.split()
 FLOAT32 = """
-    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
-    pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm
-    nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss
-    kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
-    triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp
-    upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
-    _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
-    upsample_bicubic2d _upsample_bicubic2d_aa
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan
+    pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm
+    group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss
+    cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss
+    huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
+    triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm
+    logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d
+    _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d
+    upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
+    _upsample_bicubic2d_aa
 """.split()
 FLOAT32_RESULT = """
-    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
-    linalg_matrix_norm.str_ord sum sum.dim_IntList
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
+    linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
 """.split()
-PROMOTE = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split()
+PROMOTE = """
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
+""".split()
 
 _library: list[torch.library.Library] = []
 _active_gpu: list[Gpu] = []
@@ -71,9 +78,11 @@ def cuda_semantics(gpu: Gpu) -> Iterator[None]:
 
 
 def autocast(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-    """The autocast context that Lightning's `MixedPrecision` opens; None is full or true half precision.
+    """The autocast context that Lightning's `MixedPrecision` opens; None is full or true half
+    precision.
 
-    Lightning 2.6 passes `cache_enabled=False` (plugins/precision/amp.py), so casts are made anew for each operator.
+    Lightning 2.6 passes `cache_enabled=False` (plugins/precision/amp.py), so casts are made anew
+    for each operator.
     """
     if dtype is None:
         return contextlib.nullcontext()
@@ -82,7 +91,8 @@ def autocast(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any
 
 @contextlib.contextmanager
 def _transformers_autocast() -> Iterator[None]:
-    """Let `maybe_autocast(device.type, enabled=False)` of transformers switch off the autocast of the trace.
+    """Let `maybe_autocast(device.type, enabled=False)` of transformers switch off the autocast of
+    the trace.
 
     transformers 5.17 (utils/generic.py) returns a null context for the meta device.
     """
@@ -100,9 +110,9 @@ def _transformers_autocast() -> Iterator[None]:
 def _register_once() -> None:
     if _library:
         return
-    fallback = torch.library.Library("_", "IMPL")
+    library: Any = torch.library.Library  # untyped in torch
+    fallback, aten = library("_", "IMPL"), library("aten", "IMPL")
     fallback.fallback(torch.library.fallthrough_kernel, KEY_NAME)
-    aten = torch.library.Library("aten", "IMPL")
     _library.extend((fallback, aten))
     special: dict[str, Callable[..., Any]] = {
         "dropout": _dropout,
@@ -117,14 +127,17 @@ def _register_once() -> None:
     for names, policy in policies:
         for name in names:
             kernel = special.pop(name, None) or _redispatch(_overload(name))
-            aten.impl(name, _with_policy(_overload(name), policy, kernel), KEY_NAME, with_keyset=True)
+            aten.impl(
+                name, _with_policy(_overload(name), policy, kernel), KEY_NAME, with_keyset=True
+            )
     for name, kernel in special.items():
         aten.impl(name, kernel, KEY_NAME, with_keyset=True)
 
 
 def _overload(name: str) -> torch._ops.OpOverload:
     packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+    op: torch._ops.OpOverload = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    return op
 
 
 def _redispatch(op: torch._ops.OpOverload) -> Callable[..., Any]:
@@ -174,8 +187,9 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 def _cast_all(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
     """The last argument is cast first.
 
-    `WrapFunction_` of ATen/autocast_mode.h casts within the argument list of a call, whose order C++ leaves open; the
-    compiler of the Linux wheels (GCC, x86-64) goes from right to left. Evidence: every cast recorded on an H200.
+    `WrapFunction_` of ATen/autocast_mode.h casts within the argument list of a call, whose order
+    C++ leaves open; the compiler of the Linux wheels (GCC, x86-64) goes from right to left.
+    Evidence: every cast recorded on an H200.
     """
     cast_kwargs = {k: _cast(v, dtype) for k, v in reversed(list(kwargs.items()))}
     cast_args = [_cast(a, dtype) for a in reversed(args)]
@@ -214,7 +228,9 @@ def _to_widest(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
 
 
 def _dropout(keyset: Any, x: Tensor, p: float, train: bool) -> Tensor:
-    """`at::dropout` is fused on CUDA where 0 < p < 1 (ATen/native/Dropout.cpp, `is_fused_kernel_acceptable`)."""
+    """`at::dropout` is fused on CUDA where 0 < p < 1 (ATen/native/Dropout.cpp,
+    `is_fused_kernel_acceptable`).
+    """
     if train and 0 < p < 1 and x.device.type == "meta" and x.numel() > 0:
         out: Tensor = torch.ops.aten.native_dropout.default(x, p, train)[0]
         return out

@@ -2,8 +2,8 @@
 
 torch asks `isTensorSubclassLike` (ATen/TensorSubclassLikeUtils.h) before it writes into a tensor
 that it could reuse, and that is true for meta tensors and under any dispatch mode. A real run is
-neither, so the backward pass of a trace would hold a copy of each gradient that is summed.
-Not here: `scaled_dot_product_attention` adds its mask so too, which `sdpa.math_attention` writes out.
+neither, so the backward pass of a trace would hold a copy of each gradient that is summed. Not
+here: `scaled_dot_product_attention` adds its mask so too, which `sdpa.math_attention` writes out.
 
 Sources (torch 2.11): torch/csrc/autograd/input_buffer.cpp (`can_accumulate_inplace`) and
 torch/csrc/autograd/FunctionsManual.cpp (`index_backward`, `index_select_backward_symint`),
@@ -13,18 +13,14 @@ Evidence: two allocator recordings of real runs, event by event.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
-
-HELD_ONCE = 4
-"""`Tensor._use_count()` of an argument of `__torch_dispatch__` that one owner holds (torch 2.13)."""
-
-STORED_ONCE = 2
-"""The same of its storage: the tensor, and the Python object through which we ask."""
 
 _IN_BACKWARD_OF = {
     aten.index_put.default: ("IndexBackward0", aten._index_put_impl_.default, (True,)),
@@ -41,14 +37,14 @@ def as_without_a_mode(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, tuple[Any, ...]]:
     """The operator and arguments that run where no mode is active; mostly those given."""
-    if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():  # type: ignore[attr-defined]
+    if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
         return func, args
     if func is aten.add.Tensor:
         if not kwargs and _is_sum_of_gradients(*args) and _can_be_overwritten(args[0]):
             return aten.add_.Tensor, args
         return func, args
     node, in_place, more = _IN_BACKWARD_OF[func]
-    current = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+    current = torch._C._current_autograd_node()
     if kwargs or current is None or current.name() != node:
         return func, args
     return in_place, (*args, *more)
@@ -67,9 +63,46 @@ def _is_sum_of_gradients(left: Any, right: Any) -> bool:
 
 def _can_be_overwritten(gradient: Tensor) -> bool:
     """`can_accumulate_inplace`: dense, and nobody else holds the tensor or its storage."""
-    storage = gradient.untyped_storage()
-    return (
-        gradient._use_count() == HELD_ONCE  # type: ignore[attr-defined]
-        and torch._C._storage_Use_Count(storage._cdata) == STORED_ONCE  # type: ignore[attr-defined]
-        and torch.ops.aten.is_non_overlapping_and_dense.default(gradient)
+    return _owners(gradient) == owners_of_a_sole_gradient() and bool(
+        aten.is_non_overlapping_and_dense.default(gradient)
     )
+
+
+def _owners(tensor: Tensor) -> tuple[int, int]:
+    """How often the tensor and its storage are held, this call's own holds included."""
+    storage = tensor.untyped_storage()
+    held = torch._C._storage_Use_Count(storage._cdata)
+    return tensor._use_count(), held  # type: ignore[attr-defined]
+
+
+@cache
+def owners_of_a_sole_gradient() -> tuple[int, int]:
+    """`_owners` of a gradient that the input buffer alone holds, as a dispatch mode sees it.
+
+    The way through Python adds holds of its own, whose number differs between releases of torch;
+    it is read off a graph in which the gradient of `x` is the sum of two fresh products.
+    """
+    watch = _WatchSums()  # type: ignore[no-untyped-call]
+    leaf = torch.empty(2, device="meta", requires_grad=True)
+    with torch.enable_grad(), watch:
+        x = leaf * 2
+        ((x * 3).sum() + (x * 5).sum()).backward()  # type: ignore[no-untyped-call]
+    return watch.owners
+
+
+class _WatchSums(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps what `_owners` says at the sum of gradients."""
+
+    owners = (0, 0)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; torch would otherwise import its compiler."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is aten.add.Tensor and torch._C._current_graph_task_id() != -1:
+            self.owners = _owners(args[0])
+        return func(*args, **(kwargs or {}))

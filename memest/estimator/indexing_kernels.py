@@ -104,7 +104,7 @@ def index_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
 
 
 def index_put_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`index_put` that overwrites: copies of indices of unlike strides; a mask is a `masked_fill`."""
+    """`index_put` that overwrites: copies of unlike indices; a mask is a `masked_fill`."""
     indices = index_tensors(args)
     if not indices or any(i.dtype in MASK_DTYPES for i in indices):
         return Scratch()

@@ -27,6 +27,7 @@ from memest.estimator.convolution import (
 )
 from memest.estimator.cublas import MATMULS
 from memest.estimator.gpus import Gpu
+from memest.estimator.grouped_mm import grouped_mm_is_modelled, grouped_mm_scratch
 from memest.estimator.indexing_kernels import (
     contiguous_copy,
     cumsum_scratch,
@@ -67,6 +68,9 @@ MANY_ROWS = 64 * 1024
 
 ROWS_PER_BLOCK, MAX_GRID, COLUMNS_PER_BLOCK = 32, 64 * 1024 // 2, 32
 """`rows_per_block_y`, `max_grid_size` and `block_dim_x` of `LaunchGammaBetaBackwardCUDAKernel`."""
+
+MAX_SHARED_BINS = 48 * 1024 // 8 - 1
+"""Bins of up to 8 bytes in the 48 KiB of shared memory that any block has."""
 
 FOREACH_CHUNK = 65536
 """`kChunkSize` of MultiTensorApply.cuh."""
@@ -198,6 +202,20 @@ def bce_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     return Scratch(before=(size, size), after=sum_bytes(loss, (), loss.dtype, gpu))
 
 
+def histogram_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`histc` of SummaryOps.cu between given bounds: counts that fit the shared memory."""
+    return Scratch()
+
+
+def _histogram_is_modelled(args: Args, kwargs: Kwargs) -> bool:
+    """Not where equal bounds make torch look for the extremes, nor for tables of many bins."""
+    bins, low, high = (
+        args[i] if len(args) > i else kwargs.get(name, default)
+        for i, name, default in ((1, "bins", 100), (2, "min", 0), (3, "max", 0))
+    )
+    return bool(low != high and bins <= MAX_SHARED_BINS)
+
+
 def foreach_norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`_foreach_norm` of ForeachReduceOp.cu: one accumulator per tensor and chunk of the largest.
 
@@ -239,6 +257,8 @@ SCRATCH: dict[OpOverload, ScratchRule] = {
     aten.all.default: extreme_scratch,
     aten.all.dim: extreme_scratch,
     aten.all.dims: extreme_scratch,
+    aten._is_all_true.default: extreme_scratch,
+    aten._is_any_true.default: extreme_scratch,
     aten.max.dim: indexed_extreme_scratch,
     aten.min.dim: indexed_extreme_scratch,
     aten.argmax.default: indexed_extreme_scratch,
@@ -277,9 +297,13 @@ SCRATCH: dict[OpOverload, ScratchRule] = {
     aten.cumsum.default: cumsum_scratch,
     aten.convolution.default: convolution_scratch,
     aten.upsample_bicubic2d_backward.default: input_copy_after,
+    aten.avg_pool2d.default: input_copy_after,
+    aten.avg_pool2d_backward.default: two_inputs_copy_after,
     aten._adaptive_avg_pool2d_backward.default: input_copy_after,
     aten.max_pool2d_with_indices_backward.default: input_copy_after,
     aten._foreach_norm.Scalar: foreach_norm_scratch,
+    aten.histc.default: histogram_scratch,
+    aten._grouped_mm.default: grouped_mm_scratch,
 }
 """Temporaries of each op: `(args, kwargs, out, gpu) -> Scratch`."""
 
@@ -302,6 +326,7 @@ def is_partly_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -
     Masks among the indices select a number of elements that only their values tell.
     cuDNN picks a convolution's kernel, and with it the workspace, by heuristics of its own; long
     rows of `sort` and `topk` run other kernels than the short rows that are modelled.
+    The fused product of experts has a workspace of CUTLASS's own.
     """
     if func in (aten.convolution.default, aten.convolution_backward.default):
         return not convolution_is_modelled(func, args, gpu)
@@ -311,6 +336,10 @@ def is_partly_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -
         return not sort_is_modelled(args, kwargs)
     if func is aten.topk.default:
         return not topk_is_modelled(args, kwargs)
+    if func is aten.histc.default:
+        return not _histogram_is_modelled(args, kwargs)
+    if func is aten._grouped_mm.default:
+        return not grouped_mm_is_modelled(args, gpu)
     return False
 
 
@@ -321,8 +350,8 @@ _FACTORIES = (
 )
 _COPIES = (
     "_to_copy _unsafe_view bernoulli_ cat clone constant_pad_nd copy copy_ exponential_ fill fill_ "
-    "flip lift_fresh normal_ random_ repeat roll select_backward slice_backward stack tril tril_ "
-    "triu triu_ uniform_ zero_"
+    "flip floor_divide lift_fresh normal_ random_ repeat roll select_backward slice_backward "
+    "stack tril tril_ triu triu_ uniform_ zero_"
 )
 _LOOKUPS = (
     "gather index_add index_add_ index_select masked_fill masked_fill_ scatter scatter_ "

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 
 class ModuleTracker:
-    """Which module runs: in the forward by hooks, in the backward by the sequence numbers of autograd's nodes."""
+    """Which module runs: in the forward by hooks, in the backward by the sequence numbers of
+    autograd's nodes.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(m): name for name, m in model.named_modules()}
@@ -40,7 +42,7 @@ class ModuleTracker:
 
     def current(self) -> str:
         """The path of the running module, or the one whose backward runs; "" outside of all."""
-        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        node = torch._C._current_autograd_node()
         if node is None or self._stack:
             return self._stack[-1] if self._stack else ""
         variable = getattr(node, "variable", None)
@@ -50,7 +52,7 @@ class ModuleTracker:
         return self._owners[index] if index >= 0 else ""
 
     def _note(self, owner: str) -> None:
-        start = torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        start = torch._C._autograd._get_sequence_nr()
         self._starts.append(start)
         self._owners.append(owner)
 

@@ -1,23 +1,30 @@
-"""Values for the few tensors that models read: a real CPU twin beside small integer and boolean meta tensors.
+"""Values for the few tensors that models read: a real CPU twin beside small integer and boolean
+meta tensors.
 
-Models branch on values (`attention_mask.all()`, the largest position). A meta tensor has none. Ids, masks, positions
-and what is computed from them alone keep a twin on the CPU, one per storage, so that views and in-place writes agree.
-What depends on weights or activations has no twin; reading it ends the trace with an error that names the module.
+Models branch on values (`attention_mask.all()`, the largest position). A meta tensor has none. Ids,
+masks, positions and what is computed from them alone keep a twin on the CPU, one per storage, so
+that views and in-place writes agree. What depends on weights or activations has no twin; reading it
+ends the trace with an error that names the module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
 
 MAX_BYTES = 1 << 26
-"""Twins above it are dropped: a mask of that size is looked at by nobody, and computing it would cost seconds."""
+"""Twins above it are dropped: a mask of that size is looked at by nobody, and computing it would
+cost seconds.
+"""
 
 READS_VALUE = frozenset(
     {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
@@ -53,7 +60,12 @@ class ShadowValues:
         if twin is None:
             return None
         empty = torch.empty(0, dtype=tensor.dtype)
-        return empty.set_(twin, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload, no-any-return]
+        return empty.set_(twin, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def known_or_same(self, tensor: Tensor) -> Tensor:
+        """The twin of `tensor` where it has one."""
+        value = self.value_of(tensor)
+        return tensor if value is None else value
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `func` on the twins.
@@ -107,6 +119,49 @@ class ShadowValues:
         flat = torch.empty(num_items, dtype=result.dtype)
         flat.as_strided(result.size(), result.stride(), result.storage_offset()).copy_(value)
         self._twins[result.untyped_storage()._cdata] = flat.untyped_storage()
+
+
+@contextmanager
+def python_values(values: ShadowValues) -> Iterator[None]:
+    """Within it, what crosses between Python numbers and tensors unseen by a dispatch mode does so
+    through twins.
+
+    `tensor.tolist()` and `tensor.item()` give the numbers of the twin, and `torch.tensor(numbers,
+    device=...)` makes a tensor that is seen, with a twin; torch fills such a tensor on the host and
+    copies it.
+    """
+    tensor = torch.tensor
+
+    def of_twin(method: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        def call(self: Tensor) -> Any:
+            if self.device.type == "meta":
+                with _disable_current_modes():
+                    value = values.value_of(self)
+                    if value is not None:
+                        return method(value)
+            return method(self)
+
+        return call
+
+    def tensor_with_twin(data: Any, *, device: Any = None, **options: Any) -> Tensor:
+        is_on_gpu = device is not None and torch.device(device).type == "meta"
+        if not is_on_gpu or isinstance(data, Tensor):
+            return tensor(data, device=device, **options)
+        with _disable_current_modes():
+            known = tree_map_only(Tensor, values.known_or_same, data)
+            value = tensor(known, dtype=options.get("dtype"), device="cpu")
+        made = torch.empty(value.shape, dtype=value.dtype, device=device)
+        if not value.is_floating_point():
+            with _disable_current_modes():
+                values.adopt(made, value)
+        return made.requires_grad_(bool(options.get("requires_grad", False)))
+
+    with (
+        mock.patch.object(Tensor, "tolist", of_twin(Tensor.tolist)),
+        mock.patch.object(Tensor, "item", of_twin(Tensor.item)),
+        mock.patch.object(torch, "tensor", tensor_with_twin),
+    ):
+        yield
 
 
 def materialise(values: Any) -> Any:

@@ -1,12 +1,13 @@
 """Kernels whose temporaries come and go: what they allocate and free, in order.
 
-A table of temporaries that all live until the op ends (`kernels.SCRATCH`) places them right for most kernels. These
-work in stages, or make their results in another order than they return them, and the caching allocator packs what it
-is asked for in the order of asking.
+A table of temporaries that all live until the op ends (`kernels.SCRATCH`) places them right for
+most kernels. These work in stages, or make their results in another order than they return them,
+and the caching allocator packs what it is asked for in the order of asking.
 
-Sources (torch 2.11, `aten/src/ATen/native`): cuda/Dropout.cu, cuda/Embedding.cu and EmbeddingBackwardKernel.cu,
-cuda/Indexing.cu, cuda/Nonzero.cu, TensorAdvancedIndexing.cpp, Convolution.cpp and cudnn/ConvShared.cpp.
-Evidence: event by event on an H200, but for the workspaces that `kernels.is_partly_modelled` names.
+Sources (torch 2.11, `aten/src/ATen/native`): cuda/Dropout.cu, cuda/Embedding.cu and
+EmbeddingBackwardKernel.cu, cuda/Indexing.cu, cuda/Nonzero.cu, TensorAdvancedIndexing.cpp,
+Convolution.cpp and cudnn/ConvShared.cpp. Evidence: event by event on an H200, but for the
+workspaces that `kernels.is_partly_modelled` names.
 
 Shapes: n indices, V rows of the table, D row width.
 """
@@ -58,7 +59,7 @@ def _passing(*num_bytes: int) -> list[KernelEvent]:
 
 
 def dropout_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`native_dropout`: the mask comes before the result, unless everything or nothing is dropped."""
+    """`native_dropout`: the mask comes before the result, unless all or nothing is dropped."""
     result, mask = out
     sizes = {0: _bytes(result), 1: _bytes(mask)}
     is_drawn = args[2] is not False and 0 < args[1] < 1
@@ -68,8 +69,8 @@ def dropout_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 def embedding_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`embedding_dense_backward`, which sorts the indices when there are more than 3072.
 
-    With S = min(n, V) segments and P = n // 10 + S partial sums, both bounds that do not depend on the values of the
-    indices:
+    With S = min(n, V) segments and P = n // 10 + S partial sums, both bounds that do not depend on
+    the values of the indices:
 
         sort      sorted and original positions, kept        2 * 8 * n
                   a range and the sort's storage             8 * n + storage
@@ -80,9 +81,9 @@ def embedding_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) ->
                   their number, their starts                 8 + 8 * P
                   the sums in the accumulator's dtype        acc * P * D
 
-    Where few rows are hit often, in place of the sums the segment of each partial (8 * P) and, for 16-bit gradients,
-    a float32 gradient (4 * V * D).
-    Left out: `scale_grad_by_freq` (counts of 8 * n, and scans) and deterministic algorithms.
+    Where few rows are hit often, in place of the sums the segment of each partial (8 * P) and, for
+    16-bit gradients, a float32 gradient (4 * V * D). Left out: `scale_grad_by_freq` (counts of 8 *
+    n, and scans) and deterministic algorithms.
     """
     grad, indices, num_rows = args[0], args[1], args[2]
     num_indices, width = indices.numel(), grad.shape[-1]
@@ -118,7 +119,7 @@ def embedding_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) ->
 
 
 def nonzero_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`nonzero`: the count and the storage of its sum, the positions, the storage of the selection."""
+    """`nonzero`: the count and its sum's storage, the positions, the selection's storage."""
     return tuple(_selection(args[0], outputs({0: _bytes(out)}), gpu))
 
 
@@ -137,17 +138,16 @@ def _selection(mask: Tensor, positions: list[KernelEvent], gpu: Gpu) -> list[Ker
 def masked_scatter_backward_events(
     args: Args, kwargs: Kwargs, out: Any, gpu: Gpu, num_selected: int | None = None
 ) -> Events:
-    """`masked_scatter_backward`: the gradient where the mask is true, then zeros up to the size of the source.
+    """`masked_scatter_backward`: the gradient where the mask is true, then zeros up to the size of
+    the source.
 
-    `masked_select` expands the mask, finds the positions of its true entries (one int64 for each of its dimensions)
-    and gathers; what is short of the source is made of zeros and concatenated.
+    `masked_select` expands the mask, finds the positions of its true entries (one int64 for each of
+    its dimensions) and gathers; what is short of the source is made of zeros and concatenated.
 
     Args:
-        args: gradient, mask and the sizes of the source.
-        kwargs: of the op.
-        out: the gradient of the source.
-        gpu: the GPU.
-        num_selected: true entries of the mask broadcast to the gradient. None assumes that the whole source was used,
+        args: gradient, mask and the sizes of the source. kwargs: of the op. out: the gradient of
+        the source. gpu: the GPU. num_selected: true entries of the mask broadcast to the gradient.
+        None assumes that the whole source was used,
             the most that can be: all positions, no padding.
     """
     grad, mask = args[0], args[1].expand(args[0].shape)
@@ -167,7 +167,9 @@ def masked_scatter_backward_events(
 
 
 def index_put_is_sorted(args: Args, kwargs: Kwargs) -> bool:
-    """Whether `index_put` goes through a sort of the indices: it accumulates, and no index is a mask."""
+    """Whether `index_put` goes through a sort of the indices: it accumulates, and no index is a
+    mask.
+    """
     accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     indices = index_tensors(args)
     if not accumulate or not indices or any(i.dtype in MASK_DTYPES for i in indices):
@@ -178,9 +180,11 @@ def index_put_is_sorted(args: Args, kwargs: Kwargs) -> bool:
 def index_put_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`index_put` with `accumulate`: `index_put_with_sort_kernel` of Indexing.cu.
 
-    Each index is checked against both bounds (an int64 and a comparison, one after the other), but not in the
-    backward of `index`, which calls `_index_put_impl_` as `unsafe`. Then the linear indices, for a moment twice; the values where they are not contiguous; sorted indices, original positions and
-    their initial range; and the sort's storage over the bits that the number of rows needs.
+    Each index is checked against both bounds (an int64 and a comparison, one after the other), but
+    not in the backward of `index`, which calls `_index_put_impl_` as `unsafe`. Then the linear
+    indices, for a moment twice; the values where they are not contiguous; sorted indices, original
+    positions and their initial range; and the sort's storage over the bits that the number of rows
+    needs.
     """
     target, values = args[0], args[2]
     indices = index_tensors(args)
@@ -207,9 +211,11 @@ def index_put_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 
 
 def convolution_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`convolution_backward`: the gradients of input and weight, each with a workspace, then of the bias.
+    """`convolution_backward`: the gradients of input and weight, each with a workspace, then of the
+    bias.
 
-    The gradient that comes in is copied where it is not contiguous, until both are done; the bias is a sum.
+    The gradient that comes in is copied where it is not contiguous, until both are done; the bias
+    is a sum.
     """
     grad, tensor, weight, wanted = args[0], args[1], args[2], args[10]
     copies = contiguous_copy(grad)
@@ -226,10 +232,25 @@ def convolution_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) 
     return tuple(events)
 
 
+def repeat_interleave_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`repeat_interleave` of counts (Repeat.cpp): their running int64 sum, then the positions."""
+    count = args[0].numel()
+    row = count * INDEX_BYTES
+    scan = scan_bytes(count) if count > 1 else 0
+    copies = contiguous_copy(args[0])
+    return tuple(
+        temporaries(*copies, row)
+        + _passing(scan)
+        + outputs({0: _bytes(out)})
+        + temporaries(-row, *(-n for n in copies))
+    )
+
+
 STAGED_EVENTS: dict[OpOverload, EventsFn] = {
     aten.native_dropout.default: dropout_events,
     aten.embedding_dense_backward.default: embedding_backward_events,
     aten.nonzero.default: nonzero_events,
+    aten.repeat_interleave.Tensor: repeat_interleave_events,
     aten.masked_scatter_backward.default: masked_scatter_backward_events,
     aten.convolution_backward.default: convolution_backward_events,
     aten.index_put.default: index_put_events,

@@ -1,11 +1,12 @@
 """One training run as a program of event streams, in the order in which Lightning runs a step.
 
-Lightning 2.6 (`pytorch/loops/optimization/automatic.py`): the optimizer's step calls a closure that runs the forward,
-then `zero_grad(set_to_none=True)` on the first micro-batch of a step, then the backward. The gradients of the step
-before therefore live through the next forward.
+Lightning 2.6 (`pytorch/loops/optimization/automatic.py`): the optimizer's step calls a closure that
+runs the forward, then `zero_grad(set_to_none=True)` on the first micro-batch of a step, then the
+backward. The gradients of the step before therefore live through the next forward.
 
-Each stretch is traced once and replayed as often as the plan asks: a micro-batch that makes gradients, one that adds
-to them, the optimizer's first step, which makes its state, and its later steps.
+Each stretch is traced once and replayed as often as the plan asks: a micro-batch that makes
+gradients, one that adds to them, the optimizer's first step, which makes its state, and its later
+steps.
 """
 
 from __future__ import annotations
@@ -22,23 +23,24 @@ from torch import Tensor, nn
 from memest.estimator.cuda_dispatch import autocast, cuda_semantics
 from memest.estimator.module_tracker import ModuleTracker
 from memest.estimator.optimizers import optimizer_state_bytes, optimizer_state_tensors
+from memest.estimator.shadow import python_values
 from memest.estimator.trace import Coverage, MemKind, Recorder, StorageTable
-
-
-class Optimizer(Protocol):
-    """What the step needs of an optimizer."""
-
-    def step(self) -> Any: ...
-    def zero_grad(self, set_to_none: bool = True) -> None: ...
 
 
 class LossScaler(Protocol):
     """What `16-mixed` needs of a gradient scaler."""
 
-    def scale(self, outputs: Any) -> Any: ...
-    def unscale_(self, optimizer: Any) -> None: ...
-    def step(self, optimizer: Any) -> Any: ...
-    def update(self) -> None: ...
+    def scale(self, outputs: Any) -> Any:
+        """The loss times the scale."""
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Divide the gradients by the scale."""
+
+    def step(self, optimizer: Any) -> Any:
+        """Let the optimizer step."""
+
+    def update(self) -> None:
+        """Adapt the scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ class StepTracer:
         model: nn.Module,
         move_batch: Callable[[], dict[str, Any]],
         loss_of: Callable[[nn.Module, dict[str, Any]], Tensor],
-        optimizer: Optimizer,
+        optimizer: torch.optim.Optimizer,
         scaler: LossScaler | None,
         num_micro_batches: int,
     ) -> Program:
@@ -138,6 +140,7 @@ class StepTracer:
         with ExitStack() as stack:
             stack.enter_context(_no_cycles())
             stack.enter_context(cuda_semantics(recorder.gpu))
+            stack.enter_context(python_values(recorder.values))
             stack.enter_context(recorder)
             program.first = micro_batch()
             trained = [p for p in model.parameters() if p.grad is not None]
@@ -176,12 +179,14 @@ class StepTracer:
         scaled = closure_loss if scaler is None else scaler.scale(closure_loss)
         forward = recorder.take_events()
         with recorder.tracker.hooked():
-            scaled.backward()  # type: ignore[no-untyped-call]
+            scaled.backward()
         backward = recorder.take_events()
         del scaled, closure_loss, result
         return MicroBatch(forward, backward, recorder.take_events())
 
-    def _optimizer_step(self, optimizer: Optimizer, scaler: LossScaler | None) -> list[int]:
+    def _optimizer_step(
+        self, optimizer: torch.optim.Optimizer, scaler: LossScaler | None
+    ) -> list[int]:
         recorder = self.recorder
         recorder.phase = "optimizer"
         with torch.no_grad():
@@ -206,7 +211,7 @@ def _no_cycles() -> Any:
             gc.enable()
 
 
-def _state_bytes(model: nn.Module, optimizer: Optimizer) -> StateBytes:
+def _state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBytes:
     """As the probe of the lab sums them: elements times item size, gradients as they will be."""
 
     def num_bytes(tensors: Iterable[Tensor | None]) -> int:
@@ -217,4 +222,3 @@ def _state_bytes(model: nn.Module, optimizer: Optimizer) -> StateBytes:
         grads=num_bytes(p.grad for p in model.parameters()),
         optimizer=optimizer_state_bytes(optimizer),
     )
-

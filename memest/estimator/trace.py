@@ -1,4 +1,4 @@
-"""Recording: every storage that the traced code makes, as events in the order of birth and death."""
+"""Recording: every storage that the traced code makes, as births and deaths in order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from memest.errors import TraceError
 from memest.estimator.attention_kernels import ATTENTION_EVENTS, NOT_MODELLED
 from memest.estimator.cublas import MATMULS, CublasWorkspaces
 from memest.estimator.gpus import Gpu
-from memest.estimator.in_place import OUT_OF_PLACE_UNDER_A_MODE, as_without_a_mode
+from memest.estimator.grouped_mm import grouped_mm_output
+from memest.estimator.in_place import (
+    OUT_OF_PLACE_UNDER_A_MODE,
+    as_without_a_mode,
+    owners_of_a_sole_gradient,
+)
 from memest.estimator.kernels import OUTPUT_BYTES, SCRATCH, has_no_scratch, is_partly_modelled
 from memest.estimator.module_tracker import ModuleTracker
 from memest.estimator.scratch import Events, Scratch
@@ -85,31 +90,36 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a call with the same shapes does again: its outputs, and its requests to the allocator."""
+    """What a call with the same shapes does again: its outputs and its requests of memory."""
 
     specs: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
     is_tuple: bool
     events: tuple[tuple[int | None, int | None], ...]
-    """(bytes, position of the output or None for a temporary); bytes None is the output's own size, below 0 a free."""
+    """(bytes, position of the output or None for a temporary); bytes None is the output's own size,
+    below 0 a free.
+    """
 
     is_partial: bool
     """Something about the kernel is not modelled."""
 
     def make_outputs(self) -> Any:
         """Fresh meta tensors as the call returns them."""
-        made = [torch.empty_strided(size, stride, dtype=d, device="meta") for size, stride, d in self.specs]
+        made = [
+            torch.empty_strided(size, stride, dtype=d, device="meta")
+            for size, stride, d in self.specs
+        ]
         return tuple(made) if self.is_tuple else made[0]
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Turns what runs under it into events: `id` is the birth of a storage, `~id` its death.
 
-    Besides the storages of meta tensors it records what CUDA's kernels allocate on their own (the kernel tables), and
-    counts the operators of which it does not know whether they do.
+    Besides the storages of meta tensors it records what CUDA's kernels allocate on their own (the
+    kernel tables), and counts the operators of which it does not know whether they do.
     """
 
     def __init__(self, gpu: Gpu, storages: StorageTable) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.gpu = gpu
         self.storages = storages
         self.events: list[int] = []
@@ -118,6 +128,7 @@ class Recorder(TorchDispatchMode):
         self.phase = ""
         self.kind = MemKind.ACTIVATIONS
         self.tracker: ModuleTracker | None = None
+        owners_of_a_sole_gradient()  # looked at once, before anything is recorded
         self._cublas = CublasWorkspaces(gpu.capability)
         self._live: dict[int, int] = {}
         self._references: dict[int, Any] = {}
@@ -126,7 +137,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here; torch would otherwise wrap each call, and import its compiler."""
+        """Nothing is compiled here; torch would otherwise wrap each call, import its compiler."""
         return False
 
     def take_events(self) -> list[int]:
@@ -139,7 +150,7 @@ class Recorder(TorchDispatchMode):
         return self._live.get(tensor.untyped_storage()._cdata)
 
     def adopt(self, tensor: Tensor, kind: MemKind, op: str = "") -> None:
-        """Record a storage that exists already; a second tensor of the same storage adds nothing."""
+        """Record a storage that exists already; a second tensor of it adds nothing."""
         self._born(tensor, None, Site(op, "", self.phase), kind)
 
     def label(self, tensor: Tensor, kind: MemKind, module: str = "") -> None:
@@ -170,7 +181,9 @@ class Recorder(TorchDispatchMode):
             out = self._run(func, args, kwargs)
             recipe = self._recipe(func, args, kwargs, out)
             if self._can_repeat(func, args, out):
-                self._recipes[key or (func, *map(_signature, args), *map(_signature, kwargs.items()))] = recipe
+                self._recipes[
+                    key or (func, *map(_signature, args), *map(_signature, kwargs.items()))
+                ] = recipe
         else:
             out = recipe.make_outputs()
         self._record(func, args, kwargs, out, recipe)
@@ -191,10 +204,14 @@ class Recorder(TorchDispatchMode):
         try:
             return func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
+            if func is aten._grouped_mm.default:
+                return grouped_mm_output(args, kwargs)
             try:
-                return materialise(self.values.compute(func, args, kwargs))
+                values = self.values.compute(func, args, kwargs)
             except ValueUnknown:
                 raise self._failure(func, error) from error
+            goes_to_host = torch.device(kwargs.get("device") or "meta").type == "cpu"
+            return values if goes_to_host else materialise(values)
 
     def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -240,20 +257,18 @@ class Recorder(TorchDispatchMode):
         """What one call of `func` asks of the allocator, and what it returns."""
         is_tuple = isinstance(out, list | tuple)
         results = out if is_tuple else (out,)
-        specs = tuple(
-            (t.size(), t.stride(), t.dtype)
-            for t in results
-            if _is_on_gpu(t)
-        )
+        specs = tuple((t.size(), t.stride(), t.dtype) for t in results if _is_on_gpu(t))
         ordered = self._ordered_events(func, args, kwargs, out)
         if ordered is not None:
             note = NOT_MODELLED[func](self.gpu) if func in NOT_MODELLED else ""
             is_partial = bool(note) or is_partly_modelled(func, args, kwargs, self.gpu)
-            return Recipe(specs, is_tuple, tuple((e.num_bytes, e.output) for e in ordered), is_partial)
+            return Recipe(
+                specs, is_tuple, tuple((e.num_bytes, e.output) for e in ordered), is_partial
+            )
         scratch, is_partial = self._scratch(func, args, kwargs, out)
-        sizes: list[int | None] = [None] * len(results)
-        if (rule := OUTPUT_BYTES.get(func)) is not None:
-            sizes = rule(args, kwargs, out, self.gpu) or sizes
+        rule = OUTPUT_BYTES.get(func)
+        known = None if rule is None else rule(args, kwargs, out, self.gpu)
+        sizes: list[int | None] = [None] * len(results) if known is None else [*known]
         events_: list[tuple[int | None, int | None]] = [(n, None) for n in scratch.before]
         events_ += [(sizes[i], i) for i, t in enumerate(results) if _is_on_gpu(t)]
         events_ += [(n, None) for n in scratch.after]
@@ -280,13 +295,15 @@ class Recorder(TorchDispatchMode):
         temporary: list[int] = []
         for num_bytes, position in recipe.events:
             if position is None:
+                assert num_bytes is not None
                 site = site or self._site(func)
-                if num_bytes < 0:  # type: ignore[operator]
-                    freed = next(i for i in reversed(temporary) if self.storages.num_bytes[i] == -num_bytes)  # type: ignore[operator]
+                if num_bytes < 0:
+                    sizes = self.storages.num_bytes
+                    freed = next(i for i in reversed(temporary) if sizes[i] == -num_bytes)
                     temporary.remove(freed)
                     self.events.append(~freed)
                 else:
-                    temporary.append(self._workspace(num_bytes, site))  # type: ignore[arg-type]
+                    temporary.append(self._workspace(num_bytes, site))
             elif (t := results[position]).untyped_storage()._cdata not in self._live:
                 site = site or self._site(func)
                 self._born(t, num_bytes, site, self.kind)
@@ -309,13 +326,15 @@ class Recorder(TorchDispatchMode):
             return Scratch(), False
         rule = SCRATCH.get(func)
         if rule is not None:
-            return rule(args, kwargs, out, self.gpu), is_partly_modelled(func, args, kwargs, self.gpu)
+            return rule(args, kwargs, out, self.gpu), is_partly_modelled(
+                func, args, kwargs, self.gpu
+            )
         return Scratch(), not has_no_scratch(func)
 
     def _cublas_workspaces(
         self, func: Any, args: Any, kwargs: Any
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        in_backward = torch._C._current_autograd_node() is not None  # type: ignore[attr-defined]
+        in_backward = torch._C._current_autograd_node() is not None
         return self._cublas.bytes_for(func, args, kwargs, "backward" if in_backward else "main")
 
     def _site(self, func: Any) -> Site:
@@ -363,14 +382,20 @@ _DEPENDS_ON_VALUES = frozenset(
 
 
 def _is_on_gpu(value: Any) -> bool:
-    """Whether `value` would be a CUDA tensor; what the model keeps on the CPU takes no GPU memory."""
+    """Whether `value` would be a CUDA tensor; what stays on the CPU takes no GPU memory."""
     return isinstance(value, Tensor) and value.device.type == "meta"
 
 
 def _signature(value: Any) -> Any:
     """What of an argument decides the shapes of outputs; 1, 1.0 and True differ."""
     if isinstance(value, Tensor):
-        return value.size(), value.stride(), value.dtype, value.device.type, value.storage_offset() % 16
+        return (
+            value.size(),
+            value.stride(),
+            value.dtype,
+            value.device.type,
+            value.storage_offset() % 16,
+        )
     if isinstance(value, list | tuple):
         return tuple(map(_signature, value))
     return type(value), value

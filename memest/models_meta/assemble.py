@@ -22,8 +22,9 @@ from memest.models_meta.tying import set_tied_embeddings
 from memest.plan import TrainingPlan
 
 DEFAULT_SEQ_LEN = {"image-text": 25, "text": 512, "audio": 128, "image": 1}
-"""Tokens per sample where the plan names none. Image-text: captions of the lab's data set, whose published verdicts
-come out at 25; the rest are plain round figures. Every report states the one it used."""
+"""Tokens per sample where the plan names none. Image-text: captions of the lab's data set, whose
+published verdicts come out at 25; the rest are plain round figures. Every report states the one
+that it used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -13,17 +14,18 @@ from memest.plots.style import (
     HEIGHT,
     KINDS,
     LABEL,
-    OOM_HATCH,
     TICK,
     VALUE,
     WIDTH,
     Theme,
     bare,
+    hatch,
     key,
     signed_percent,
     slide,
     text_on,
     text_width,
+    widest_gap,
     write_legend,
     write_title,
 )
@@ -48,27 +50,33 @@ class Column:
     failed_at_bytes: int = 0
     """Of the first row that an out-of-memory run did not reach: how far it got."""
 
+    is_at_least: bool = False
+    """It got at least so far: the peak of the run was earlier, so that of its end is not known."""
+
 
 def step_columns(report: Report, step: int, micro_batch: int) -> list[Column]:
     """The four phases of the micro-batch; the first that an out-of-memory run missed is marked."""
-    rows = {
-        r.phase: r for r in report.phases if (r.step, r.micro_batch) == (step, micro_batch)
-    }
-    columns, is_marked = [], report.verdict is not Outcome.OOM
-    for phase in _PHASES:
-        reached = 0
-        if phase not in rows and not is_marked:
-            reached, is_marked = report.peak_allocated_bytes, True
-        columns.append(Column(report, rows.get(phase), reached))
+    rows = {r.phase: r for r in report.phases if (r.step, r.micro_batch) == (step, micro_batch)}
+    columns = [Column(report, rows.get(phase)) for phase in _PHASES]
+    missed = next((i for i, phase in enumerate(_PHASES) if phase not in rows), None)
+    if report.verdict is Outcome.OOM and missed is not None:
+        reached = report.peak_allocated_bytes
+        is_earlier = any(row.peak_allocated_bytes >= reached for row in report.phases)
+        if is_earlier:
+            reached = report.phases[-1].allocated_bytes
+        columns[missed] = Column(report, None, reached, is_earlier)
     return columns
 
 
 def shown_step(reports: Sequence[Report]) -> tuple[int, int]:
-    """(step, micro-batch) to draw: the last micro-batch of step 1, of step 0 where there is no other.
+    """(step, micro-batch) to draw: the last micro-batch of step 1, or of step 0 if that is all.
 
     In step 1 the optimizer has its state; the last micro-batch is the one that the optimizer step
-    follows. Where a run was cut short, it is the last micro-batch that any of the reports reached.
+    follows. Of a run that is out of memory, the micro-batch in which it failed.
     """
+    failed = [report.phases for report in reports if report.verdict is Outcome.OOM]
+    if failed:
+        return min((rows[-1].step, rows[-1].micro_batch) if rows else (0, 0) for rows in failed)
     rows = [row for report in reports for row in report.phases]
     step = min(1, max((row.step for row in rows), default=0))
     return step, max((row.micro_batch for row in rows if row.step == step), default=0)
@@ -104,14 +112,13 @@ def plot_phases(
         axes.set_ylim(0, 1.2 * ceiling / GIB)
         axes.set_xlim(-0.5, len(groups) - 0.5)
         for position, group in enumerate(groups):
-            _draw_group(axes, theme, position, group)
+            _draw_group(axes, theme, position, group, gpu_limit_bytes / GIB)
         tops = [max(_top(column) for column in group) for group in groups]
         _draw_limit(axes, theme, reports[0], gpu_limit_bytes, tops, is_far=is_far)
         axes.set_ylabel("allocated, GiB")
         axes.set_xticks([])
         _write_words(figure, theme, reports, step, micro_batch)
-        has_oom = any(c.failed_at_bytes for group in groups for c in group)
-        _write_keys(figure, theme, has_oom=has_oom)
+        _write_keys(figure, theme)
     return figure
 
 
@@ -124,12 +131,15 @@ def _bar_width(num_reports: int) -> float:
     return 0.42 if num_reports == 2 else 0.6
 
 
-def _draw_group(axes: Axes, theme: Theme, position: int, group: Sequence[Column]) -> None:
+def _draw_group(
+    axes: Axes, theme: Theme, position: int, group: Sequence[Column], limit: float
+) -> None:
     """The bars of one phase, with the words under them."""
     width = _bar_width(len(group))
     for index, column in enumerate(group):
         x = position + (index - (len(group) - 1) / 2) * (width + 0.03)
-        _draw_column(axes, theme, x, width, column, f"{column.report.kind}:{_PHASES[position]}")
+        gid = f"{column.report.kind}:{_PHASES[position]}"
+        _draw_column(axes, theme, x, width, column, limit, gid)
         if len(group) > 1:
             _under(axes, x, 0.10, column.report.kind, size=VALUE)
     name = str(_PHASES[position]).replace("_", " ")
@@ -140,17 +150,16 @@ def _draw_group(axes: Axes, theme: Theme, position: int, group: Sequence[Column]
         _under(axes, position, 0.86, f"peak {error}", size=VALUE, color=theme.muted)
 
 
-def _under(axes: Axes, x: float, inches: float, text: str, **style: object) -> None:
+def _under(axes: Axes, x: float, inches: float, text: str, **style: Any) -> None:
     """Text under the axis at `x`, its top `inches` below it."""
-    fraction = -inches / _FRAME[3]
     axes.text(
-        x, fraction, text, transform=axes.get_xaxis_transform(), ha="center", va="top",
-        clip_on=False, **style,  # type: ignore[arg-type]  # matplotlib's stubs name each keyword
+        x, -inches / _FRAME[3], text, transform=axes.get_xaxis_transform(), ha="center", va="top",
+        clip_on=False, **style,
     )  # fmt: skip
 
 
 def _draw_column(
-    axes: Axes, theme: Theme, x: float, width: float, column: Column, gid: str
+    axes: Axes, theme: Theme, x: float, width: float, column: Column, limit: float, gid: str
 ) -> None:
     row = column.row
     if row is None:
@@ -165,9 +174,11 @@ def _draw_column(
             gid=f"{gid}:{kind}",
         )  # fmt: skip
         text = f"{height:.1f}"
-        if _inches(axes, height) > 1.25 * VALUE / 72 and _wide(axes, width) > text_width(text, VALUE):
+        start, stop = widest_gap(base, base + height, [limit])
+        is_tall = _inches(axes, stop - start) > 1.25 * VALUE / 72
+        if is_tall and _wide(axes, width) > text_width(text, VALUE):
             axes.text(
-                x, base + height / 2, text, ha="center", va="center_baseline", size=VALUE,
+                x, (start + stop) / 2, text, ha="center", va="center_baseline", size=VALUE,
                 color=text_on(color),
             )  # fmt: skip
         base += height
@@ -186,20 +197,22 @@ def _draw_missing(
 ) -> None:
     """Hatched up to where the run failed; a dash for the phases after it."""
     reached = column.failed_at_bytes / GIB
-    if not reached:
-        _above(axes, theme, x, 0.0, "not\nreached")
+    if not reached:  # of a run that fits: the micro-batch is not the one before the step
+        is_cut = column.report.verdict is not Outcome.FITS
+        _above(axes, theme, x, 0.0, "not\nreached" if is_cut else "none")
         return
     axes.add_patch(
         Rectangle(
-            (x - width / 2, 0), width, reached, facecolor="none", edgecolor=theme.ink,
-            hatch=OOM_HATCH, linewidth=1.6, gid=f"{gid}:oom",
+            (x - width / 2, 0), width, reached, fill=False, edgecolor=theme.ink, linewidth=1.6,
+            gid=f"{gid}:oom",
         )
     )  # fmt: skip
+    hatch(axes, (x - width / 2, 0, width, reached), theme.ink, zorder=2, gid=f"{gid}:hatch")
     axes.text(
         x, reached / 2, "OOM", ha="center", va="center", size=LABEL, weight="bold",
         color=theme.background, bbox={"facecolor": theme.ink, "edgecolor": "none", "pad": 5},
     )  # fmt: skip
-    _above(axes, theme, x, reached, f"{reached:.1f}")
+    _above(axes, theme, x, reached, f"{'≥ ' if column.is_at_least else ''}{reached:.1f}")
 
 
 def _above(axes: Axes, theme: Theme, x: float, y: float, text: str) -> None:
@@ -232,20 +245,23 @@ def _draw_limit(
     """The GPU's line, its name over it on the side where the bars are lower."""
     capped = ", capped" if report.plan.get("memory_limit") else ""
     text = f"usable on {report.gpu}{capped}: {format_gib(limit_bytes, 1)}"
-    half = len(tops) // 2
-    left, right = max(tops[:half]), max(tops[half:])
-    x, align, highest = (0.005, "left", left) if left < right else (0.995, "right", right)
     y, offset, anchor = limit_bytes / GIB, 5, "bottom"
+    left, right = max(tops[:2]), max(tops[2:])
+    x, align, highest = (-0.48, "left", left) if left < right else (3.48, "right", right)
     if is_far:
         y, offset, anchor, text = axes.get_ylim()[1], -2, "top", f"{text}, above this chart ↑"
     else:
         axes.axhline(y, color=theme.limit, linewidth=3.0, zorder=4, gid="limit")
-        if _inches(axes, y - highest / GIB) < _NUMBER_INCHES:
-            offset += 22  # over the numbers that stand on the bars
+    if highest > limit_bytes:  # two lines over the lowest bars
+        highest = min(tops)
+        x, align, text = tops.index(highest), "center", text.replace(": ", ":\n")
+        y = max(y, highest / GIB)
+    if not is_far and _inches(axes, y - highest / GIB) < _NUMBER_INCHES:
+        offset += 22  # over the numbers that stand on the bars
     axes.annotate(
-        text, (x, y), (0, offset), xycoords=axes.get_yaxis_transform(),
-        textcoords="offset points", ha=align, va=anchor, size=VALUE, weight="bold", zorder=6,
-        bbox={"facecolor": theme.background, "edgecolor": "none", "pad": 1.0}, gid="limit-name",
+        text, (x, y), (0, offset), textcoords="offset points", ha=align, va=anchor, size=VALUE,
+        weight="bold", zorder=6, gid="limit-name",
+        bbox={"facecolor": theme.background, "edgecolor": "none", "pad": 1.0},
     )  # fmt: skip
 
 
@@ -254,22 +270,19 @@ def _write_words(
 ) -> None:
     count = reports[0].plan.get("accumulate_grad_batches", 1)
     which = f"step {step}" + (f", micro-batch {micro_batch + 1} of {count}" if count != 1 else "")
-    what = " and ".join(report.kind for report in reports)
-    ends = {report.kind: report.verdict for report in reports}
-    if len(set(ends.values())) == 1:
-        end = f"verdict: {_said(reports[0].verdict)}"
+    if len({report.verdict for report in reports}) == 1:
+        kinds = " and ".join(report.kind for report in reports)
+        end = f"{kinds}; verdict: {_said(reports[0].verdict)}"
     else:
-        end = "verdicts: " + ", ".join(f"{_said(end)} {kind}" for kind, end in ends.items())
-    write_title(
-        figure, theme, reports[0].name, f"GPU memory at the phases of {which}; {what}; {end}"
-    )
+        end = ", ".join(f"{_said(report.verdict)} {report.kind}" for report in reports)
+    write_title(figure, theme, reports[0].name, f"GPU memory at the phases of {which}; {end}")
 
 
 def _said(outcome: Outcome) -> str:
     return "OOM" if outcome is Outcome.OOM else str(outcome)
 
 
-def _write_keys(figure: Figure, theme: Theme, *, has_oom: bool) -> None:
+def _write_keys(figure: Figure, theme: Theme) -> None:
     handles = [key(theme.kinds[kind], kind, theme) for kind in STACK]
     handles.append(
         Patch(
@@ -277,10 +290,4 @@ def _write_keys(figure: Figure, theme: Theme, *, has_oom: bool) -> None:
             label="peak since the phase before",
         )
     )  # fmt: skip
-    if has_oom:
-        handles.append(
-            Patch(facecolor="none", edgecolor=theme.ink, hatch=OOM_HATCH, label="out of memory")
-        )
     write_legend(figure, theme, handles, top=1.28)
-
-

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from memest.errors import PlanError, shown
-from memest.plots.style import PNG_DPI
+from memest.plots.style import PNG_DPI, plain_matplotlib
 
 FORMATS = ("png", "svg", "pdf")
 _OTHERS = frozenset("bmp eps gif jpeg jpg pgf ps tif tiff webp".split())  # what a path may ask for
@@ -26,10 +25,6 @@ _SETTINGS = {
     "svg.hashsalt": "memest",  # ids follow from the drawing instead of from a random number
     "svg.fonttype": "path",  # a viewer without the font shows the same slide
     "pdf.fonttype": 42,  # TrueType, so that the text can be searched and edited
-    "pdf.compression": 6,
-    "savefig.bbox": "standard",
-    "savefig.pad_inches": 0.1,
-    "path.simplify": True,
 }
 
 
@@ -53,7 +48,7 @@ def save(
         for name, target in zip(wanted, targets, strict=True):
             beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
             written[beside] = target
-            with mpl.rc_context(_SETTINGS):
+            with plain_matplotlib(_SETTINGS):
                 figure.savefig(
                     beside,
                     format=name,

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, MultipleLocator
 
 from memest.plots.style import (
     HEIGHT,
+    MINUS,
     SMALL,
     TICK,
     VALUE,
     WIDTH,
     Theme,
     bare,
+    named,
     percent_off,
     require,
     row_size,
-    shortened,
     signed_percent,
     slide,
     text_width,
@@ -45,8 +45,8 @@ _MARKERS = ("o", "D")
 _SQUARE = 2.35
 _DIAGONALS_TOP, _ERRORS_TOP, _ERRORS_BOTTOM = 1.68, 2.08, 0.5
 _ERRORS_LEFT = 4.15
-_COLUMN = 0.98  # of printed errors
-_MIN_REACH = 0.7
+_COLUMN = 1.05  # of printed errors
+_MIN_REACH = 0.6
 """Per cent that the errors' axis spans on each side at least, so that the narrow band is seen."""
 
 
@@ -84,7 +84,7 @@ def _is_measured(measured: Measurement) -> bool:
 def _subtitle(num_drawn: int, left_out: int) -> str:
     noun = "experiment" if num_drawn == 1 else "experiments"
     bands = " and ".join(f"±{band:g} %" for band in sorted(BANDS))
-    text = f"{num_drawn} {noun}; error = (predicted − measured) / measured; shaded: {bands}"
+    text = f"{num_drawn} {noun}; error = (predicted {MINUS} measured) / measured; shaded: {bands}"
     return text + (f"; {left_out} without a measurement left out" if left_out else "")
 
 
@@ -112,7 +112,7 @@ def _draw_diagonal(
     axes.set(xlim=(0, end), ylim=(0, end))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(4, integer=True))
-    axes.tick_params(labelsize=SMALL)
+    axes.tick_params(labelsize=SMALL, pad=7)
     axes.set_ylabel("predicted, GiB", size=SMALL)
     if index == 0:
         axes.set_xticklabels([])
@@ -126,14 +126,12 @@ def _draw_errors(figure: Figure, theme: Theme, pairs: Sequence[Pair]) -> None:
     rows = _listed(pairs)
     height = HEIGHT - _ERRORS_TOP - _ERRORS_BOTTOM
     size = row_size(len(rows), height)
-    names = [shortened(_row_name(p, m), size, 3.4) for p, m in rows]
+    names = [named(m.name, _tag(p, m), size, 3.4) for p, m in rows]
     left = _ERRORS_LEFT + 0.1 + max(text_width(name, size) for name in names)
     width = WIDTH - 0.3 - 2 * _COLUMN - left
-    axes = figure.add_axes(
-        (left / WIDTH, _ERRORS_BOTTOM / HEIGHT, width / WIDTH, height / HEIGHT)
-    )
+    axes = figure.add_axes((left / WIDTH, _ERRORS_BOTTOM / HEIGHT, width / WIDTH, height / HEIGHT))
     errors = [[percent_off(getattr(p, q), getattr(m, q)) for p, m in rows] for q in _QUANTITIES]
-    reach = 1.15 * max(_MIN_REACH, *(abs(e) for column in errors for e in column))
+    reach = max(_MIN_REACH, *(1.1 * abs(e) for column in errors for e in column))
     for band, color in zip(BANDS, theme.band, strict=True):
         if band < reach:
             axes.axvspan(-band, band, color=color, linewidth=0, zorder=0)
@@ -141,11 +139,11 @@ def _draw_errors(figure: Figure, theme: Theme, pairs: Sequence[Pair]) -> None:
     bare(axes, theme, grid="x")
     axes.spines["left"].set_visible(False)
     axes.set(xlim=(-reach, reach), ylim=(len(rows) - 0.5, -0.5))
-    axes.xaxis.set_major_locator(MaxNLocator(4))
-    axes.xaxis.set_major_formatter(lambda x, _: f"{x:+.3g} %".replace("-", "−") if x else "0")
+    axes.xaxis.set_major_locator(MultipleLocator(0.5) if reach < 1.3 else MaxNLocator(4))
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:+.3g} %".replace("-", MINUS) if x else "0")
     axes.tick_params(axis="x", labelsize=VALUE)
     axes.set_yticks(range(len(rows)), names, size=size)
-    diameter = min(11.0, 0.36 * 72 * height / len(rows))
+    diameter = min(11.0, 0.46 * 72 * height / len(rows))
     for index in range(2):
         axes.scatter(
             errors[index], [row + 0.36 * (index - 0.5) for row in range(len(rows))],
@@ -162,7 +160,7 @@ def _draw_errors(figure: Figure, theme: Theme, pairs: Sequence[Pair]) -> None:
             )  # fmt: skip
         axes.text(
             x, 1 + 0.08 / height, ("alloc.", "reserved")[index], transform=axes.transAxes,
-            ha="right", va="bottom", size=SMALL, weight="bold", clip_on=False,
+            ha="right", va="bottom", size=SMALL, color=theme.muted, clip_on=False,
         )  # fmt: skip
     _write_summary(figure, theme, pairs)
 
@@ -173,15 +171,15 @@ def _write_summary(figure: Figure, theme: Theme, pairs: Sequence[Pair]) -> None:
         errors = [percent_off(getattr(p, quantity), getattr(m, quantity)) for p, m in pairs]
         worst = max(pairs, key=lambda pair: abs(percent_off(*_both(pair, quantity))))
         y = 1 - (1.42 + 0.34 * index) / HEIGHT
-        text = f"median |error| {median(abs(e) for e in errors):.2f} %, worst "
-        text = f"{_NAMES[index]}: {text}{signed_percent(*_both(worst, quantity))}"
+        text = f"{_NAMES[index]}: median {median(abs(e) for e in errors):.2g} %, "
+        text += f"worst {signed_percent(*_both(worst, quantity))}"
         figure.text(
             (_ERRORS_LEFT + 0.35) / WIDTH, y, text, size=TICK, weight="bold",
             va="center_baseline", gid=f"summary:{quantity}",
         )  # fmt: skip
         figure.add_artist(
             Line2D(
-                [(_ERRORS_LEFT + 0.1) / WIDTH], [y + 0.04 / HEIGHT], marker=_MARKERS[index],
+                [(_ERRORS_LEFT + 0.1) / WIDTH], [y], marker=_MARKERS[index],
                 markersize=13 - 2 * index, markeredgecolor="none",
                 markerfacecolor=theme.markers[index],
             )
@@ -197,15 +195,15 @@ def _listed(pairs: Sequence[Pair]) -> list[Pair]:
 
     def worst(index: int) -> float:
         predicted, measured = pairs[index]
-        return max(abs(percent_off(getattr(predicted, q), getattr(measured, q))) for q in _QUANTITIES)
+        return max(
+            abs(percent_off(getattr(predicted, q), getattr(measured, q))) for q in _QUANTITIES
+        )
 
     kept = sorted(sorted(range(len(pairs)), key=worst, reverse=True)[:MAX_ROWS])
     return [pairs[index] for index in kept]
 
 
-def _row_name(predicted: Prediction, measured: Measurement) -> str:
+def _tag(predicted: Prediction, measured: Measurement) -> str:
     if predicted.verdict is not measured.verdict:
-        return f"{measured.name} (verdicts differ)"
-    return f"{measured.name} (OOM)" if measured.verdict is Outcome.OOM else measured.name
-
-
+        return " (verdicts differ)"
+    return " (OOM)" if measured.verdict is Outcome.OOM else ""

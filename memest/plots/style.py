@@ -9,13 +9,19 @@ rest is near black on light slides and near white on dark ones.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from math import ceil
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import LineCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
@@ -36,7 +42,9 @@ TITLE, LABEL, TICK, VALUE, SMALL = 26, 20, 18, 16, 14
 KINDS = ("params", "grads", "optimizer", "activations", "rest")
 """In the order of the stack, from the axis."""
 
-OOM_HATCH = "//"
+_HATCH_INCHES = 0.19  # between strokes, along the axis
+MINUS = "\N{MINUS SIGN}"  # as wide as a plus
+_MAX_LETTERS = 250  # more never fit a line
 FONT = "DejaVu Sans"  # comes with matplotlib, so every machine draws the same
 
 
@@ -88,8 +96,17 @@ DARK = Theme(
 
 
 @contextmanager
+def plain_matplotlib(settings: Mapping[Any, Any]) -> Iterator[None]:
+    """matplotlib as it comes, with these settings, whatever the user has configured."""
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        mpl.rcParams.update(settings)
+        yield
+
+
+@contextmanager
 def slide(*, dark: bool, height: float = HEIGHT) -> Iterator[tuple[Figure, Theme]]:
-    """An empty slide to draw on, with its theme; what the user configured matplotlib to is kept out."""
+    """An empty slide to draw on, with its theme."""
     theme = DARK if dark else LIGHT
     settings = {
         "font.family": [FONT],
@@ -103,15 +120,10 @@ def slide(*, dark: bool, height: float = HEIGHT) -> Iterator[tuple[Figure, Theme
         "ytick.color": theme.ink,
         "xtick.labelsize": TICK,
         "ytick.labelsize": TICK,
-        "hatch.linewidth": 2.0,
         "text.usetex": False,
         "text.parse_math": False,  # a `$` in an experiment's name is a `$`
     }
-    with mpl.rc_context():
-        mpl.rcParams.update(
-            {k: v for k, v in mpl.rcParamsDefault.items() if not k.startswith("backend")}
-        )
-        mpl.rcParams.update(settings)
+    with plain_matplotlib(settings):
         figure = Figure(figsize=(WIDTH, height), facecolor=theme.background, dpi=PNG_DPI)
         FigureCanvasAgg(figure)
         yield figure, theme
@@ -124,25 +136,40 @@ def text_on(color: str) -> str:
     return "#000000" if (luminance + 0.05) ** 2 > 1.05 * 0.05 else "#FFFFFF"
 
 
+@lru_cache(maxsize=4096)
 def text_width(text: str, size: float, *, bold: bool = False) -> float:
     """Inches that one line of `text` takes."""
     if not text.strip():
         return 0.0
     font = FontProperties(family=FONT, weight="bold" if bold else "normal")
+    text = text.replace("$", "S")  # matplotlib would measure a formula
     return float(TextPath((0, 0), text, size=size, prop=font).get_extents().width) / 72
 
 
 def shortened(text: str, size: float, inches: float, *, bold: bool = False) -> str:
     """`text`, its middle replaced by an ellipsis where it is wider than `inches`."""
+
+    def cut(num_kept: int) -> str:
+        tail = num_kept // 2
+        return f"{text[: num_kept - tail]}…{text[len(text) - tail :]}"
+
     text = " ".join(text.split())
-    if text_width(text, size, bold=bold) <= inches:
+    if len(text) <= _MAX_LETTERS and text_width(text, size, bold=bold) <= inches:
         return text
-    for keep in range(len(text) - 1, 1, -1):
-        tail = keep // 2
-        cut = f"{text[: keep - tail]}…{text[len(text) - tail :]}"
-        if text_width(cut, size, bold=bold) <= inches:
-            return cut
-    return "…"
+    kept = range(2, min(len(text), _MAX_LETTERS))
+    num_fit = bisect_right(kept, inches, key=lambda n: text_width(cut(n), size, bold=bold))
+    return cut(kept[num_fit - 1]) if num_fit else "…"
+
+
+def named(name: str, tag: str, size: float, inches: float) -> str:
+    """`name` and `tag`, the name cut where both together are wider than `inches`."""
+    return shortened(name, size, inches - text_width(tag, size)) + tag
+
+
+def widest_gap(start: float, stop: float, lines: Sequence[float]) -> tuple[float, float]:
+    """The longest part of a bar that no line cuts."""
+    edges = [start, *sorted(x for x in lines if start < x < stop), stop]
+    return max(pairwise(edges), key=lambda gap: gap[1] - gap[0])
 
 
 def write_title(figure: Figure, theme: Theme, title: str, subtitle: str) -> None:
@@ -193,6 +220,31 @@ def key(color: str, label: str, theme: Theme) -> Patch:
     return Patch(facecolor=color, edgecolor=theme.background, label=label)
 
 
+def hatch(
+    axes: Axes, box: tuple[float, float, float, float], color: str, *, zorder: float, gid: str
+) -> None:
+    """Diagonal strokes over a box (x, y, width, height in data): out of memory.
+
+    Drawn stroke by stroke: slide programs and small viewers fill matplotlib's own hatches, which
+    are SVG patterns, with black.
+    """
+    x, y, wide, tall = box
+    panel = axes.get_position()
+    figure = axes.get_figure(root=True)
+    assert isinstance(figure, Figure)
+    (x0, x1), (y0, y1) = sorted(axes.get_xlim()), sorted(axes.get_ylim())
+    per_x = panel.width * figure.get_figwidth() / (x1 - x0)  # inches
+    per_y = panel.height * figure.get_figheight() / (y1 - y0)
+    width, height = wide * per_x, tall * per_y
+    strokes = []
+    for index in range(1, ceil((width + height) / _HATCH_INCHES)):
+        foot = index * _HATCH_INCHES - height  # where the stroke would meet the box's edge y
+        start, stop = max(foot, 0.0), min(foot + height, width)
+        strokes.append([(x + at / per_x, y + (at - foot) / per_y) for at in (start, stop)])
+    lines = LineCollection(strokes, colors=color, linewidths=2.0, zorder=zorder, gid=gid)
+    axes.add_collection(lines, autolim=False)
+
+
 def bare(axes: Axes, theme: Theme, *, grid: str) -> None:
     """Drop the frame and draw a quiet grid along one axis, behind everything."""
     axes.set_axisbelow(True)
@@ -215,13 +267,13 @@ def percent_off(predicted_bytes: int, measured_bytes: int) -> float:
 def signed_percent(predicted_bytes: int, measured_bytes: int) -> str:
     """`percent_off` as text; an error that rounds to nothing has no sign.
 
-    >>> signed_percent(201, 200), signed_percent(199, 200), signed_percent(10**6 + 1, 10**6)
-    ('+0.50 %', '−0.50 %', '±0.00 %')
+    >>> signed_percent(201, 200), signed_percent(10**6 + 1, 10**6)
+    ('+0.50 %', '±0.00 %')
     """
     error = percent_off(predicted_bytes, measured_bytes)
     if abs(error) < 0.005:
         return "±0.00 %"
-    return f"{'+' if error > 0 else '−'}{abs(error):.2f} %"
+    return f"{error:+.2f} %".replace("-", MINUS)
 
 
 def require(reports: Sequence[object]) -> None:

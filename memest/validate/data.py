@@ -151,9 +151,7 @@ def checkpoint_source(config: ModelConfig) -> str:
         return config.source.removeprefix("hub:")
     folder = Path(config.source).parent
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        raise PlanError(
-            f"`{folder}` has no weights", hint="leave `--weights` out for random ones"
-        )
+        raise PlanError(f"`{folder}` has no weights", hint="leave `--weights` out for random ones")
     return str(folder)
 
 
@@ -194,7 +192,7 @@ def _processor(config: ModelConfig) -> Any:
 
     source = checkpoint_source(config)
     try:
-        return AutoProcessor.from_pretrained(source)
+        return AutoProcessor.from_pretrained(source)  # type: ignore[no-untyped-call]
     except Exception as error:  # as above
         raise MemestError(
             f"the processor of `{source}` cannot be loaded: {error_text(error)}",

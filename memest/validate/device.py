@@ -31,7 +31,7 @@ class Device:
 
     def to_dict(self) -> dict[str, Any]:
         """As the reports hold it."""
-        return asdict(self)
+        return {**asdict(self), "capability": list(self.capability)}
 
     @property
     def catalogue_name(self) -> str:
@@ -69,7 +69,7 @@ def query_device() -> Device:
             hint="install a CUDA build of torch (https://pytorch.org/get-started/locally)",
         )
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         properties = torch.cuda.get_device_properties(0)
     except (RuntimeError, AssertionError) as error:
         text = " ".join(str(error).split())[:300]
@@ -112,26 +112,28 @@ def device_used_bytes() -> int | None:
     return _nvml(lambda nvml: int(nvml.nvmlDeviceGetMemoryInfo(_handle(nvml)).used))
 
 
-def process_bytes(used_before: int | None) -> tuple[int, str]:
-    """What this process holds on the device, and where the figure comes from.
+def process_figures(used_before: int | None) -> dict[str, int]:
+    """What this process holds on the device, by source; the first is the one to go by.
 
-    By NVML per process, where it tells; else by what the device holds more than `used_before`, read
-    before CUDA was opened; else by what is not free, which counts other processes in.
+    By NVML per process, where it tells; by what the device holds more than `used_before`, read
+    before CUDA was opened; by what is not free, which counts other processes in.
     """
     import torch
 
+    figures: dict[str, int] = {}
     own = _nvml(_own_bytes)
     if own:
-        return own, "NVML, this process"
+        figures["NVML, this process"] = own
     used = device_used_bytes()
     if used is not None and used_before is not None:
-        return used - used_before, "NVML, device now less device before"
+        figures["NVML, device now less before"] = used - used_before
     free, total = torch.cuda.mem_get_info()
-    return total - free, "cudaMemGetInfo, total less free"
+    figures["cudaMemGetInfo, total less free"] = total - free
+    return figures
 
 
 def _own_bytes(nvml: Any) -> int | None:
-    """Of the processes that NVML lists, ours: by id, or the only one (ids differ in a container)."""
+    """Of the processes listed, ours: by id, or the only one, since ids differ in a container."""
     processes = nvml.nvmlDeviceGetComputeRunningProcesses(_handle(nvml))
     mine = [p for p in processes if p.pid == os.getpid()] or processes
     if len(mine) != 1 or mine[0].usedGpuMemory is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import resource
 import sys
 import time
@@ -21,10 +22,11 @@ from memest.validate.device import (
     Device,
     device_used_bytes,
     library_versions,
-    process_bytes,
+    process_figures,
     query_device,
 )
 from memest.validate.probe import CudaMemory, PhaseRecorder
+from memest.validate.snapshot import file_stem, start_recording, write_recording
 
 SEED = 20
 
@@ -47,6 +49,9 @@ class RunOptions:
     data: Path | None = None
     """A `datasets` folder with the columns `image` and `text`; None makes a synthetic batch."""
 
+    snapshots: Path | None = None
+    """A folder for a recording of the allocator; None records nothing."""
+
     trust_remote_code: bool = False
 
 
@@ -66,7 +71,8 @@ class _Run:
 
     def report(self, verdict: Outcome, note: str = "") -> Measurement:
         now = self.recorder.note_peaks()
-        held, source = process_bytes(self.used_before)
+        figures = process_figures(self.used_before)
+        source, held = next(iter(figures.items()))
         context = held - now.reserved_bytes
         return Measurement(
             name=self.plan.label,
@@ -84,6 +90,9 @@ class _Run:
             device={
                 **self.device.to_dict(),
                 "process_source": source,
+                "process_figures": figures,
+                "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+                or os.environ.get("PYTORCH_ALLOC_CONF", ""),
                 "weights": self.options.weights,
                 "data": str(self.options.data) if self.options.data else "synthetic",
             },
@@ -107,7 +116,20 @@ def run_experiment(
     recorder = PhaseRecorder(CudaMemory(), plan.accumulate_grad_batches)
     run = _Run(plan, options, device, used_before, started, recorder)
     limit_memory(plan.memory_limit, device.memory_bytes)
+    if options.snapshots is not None:
+        deliver = _recorded(options.snapshots / f"{file_stem(plan.label)}.npy.gz", deliver)
     execute(run, where="cuda:0", deliver=deliver)
+
+
+def _recorded(path: Path, deliver: Callable[[Measurement], Any]) -> Callable[[Measurement], Any]:
+    """`deliver`, with the allocator recorded from here to there."""
+    start_recording()
+
+    def write_and_deliver(measurement: Measurement) -> None:
+        write_recording(path)
+        deliver(measurement)
+
+    return write_and_deliver
 
 
 def execute(
@@ -190,7 +212,7 @@ def _build_and_fit(
 
 
 def limit_memory(limit_bytes: int | None, total_bytes: int) -> None:
-    """Cap what the caching allocator reserves at `limit_bytes`; more than the device has is no cap."""
+    """Cap what the caching allocator reserves; a limit of all that the device has is none."""
     if limit_bytes is None or limit_bytes >= total_bytes:
         return
     import torch

@@ -1,4 +1,4 @@
-"""What the lab's probe reads: the allocator's figures and three sums, at the four phases of a step."""
+"""The lab's probe: the allocator's figures and three sums, at the four phases of a step."""
 
 from __future__ import annotations
 

@@ -13,6 +13,9 @@ from memest.report import Measurement, Outcome, read_measurements
 SKIPPED = "skipped: "
 """How the note of an experiment begins that was not tried."""
 
+_OF_THE_DATA = ("seq_len", "image_size", "padded")
+"""What a data set decides, whatever the plan says."""
+
 
 def append(path: Path, measurement: Measurement) -> None:
     """Add one whole line and wait until it is on the disk.
@@ -59,6 +62,8 @@ def drop_cut_line(path: Path) -> bool:
 def prepare(path: Path, *, resume: bool) -> list[Measurement]:
     """What is measured already; afterwards `path` can be appended to.
 
+    To resume takes failed runs out of the file, since they are tried again; their logs stay.
+
     Raises:
         PlanError: it cannot be written, holds something else, or holds results and `resume` is off.
     """
@@ -77,20 +82,40 @@ def prepare(path: Path, *, resume: bool) -> list[Measurement]:
             hint="add `--resume` to go on with it, or name another file with `--results`",
         )
     drop_cut_line(path)
-    return read_measurements(path) if path.stat().st_size else []
+    measured = read_measurements(path) if path.stat().st_size else []
+    done = [m for m in measured if m.verdict is not Outcome.FAILED]
+    if len(done) < len(measured):
+        _rewrite(path, done)
+    return done
+
+
+def _rewrite(path: Path, measurements: list[Measurement]) -> None:
+    """Write beside and rename, so that nothing half-written is ever there."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.writelines(m.to_json() + "\n" for m in measurements)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise _unwritable(path, error.strerror or "") from error
 
 
 def is_done(plan: TrainingPlan, measured: list[Measurement]) -> bool:
-    """Whether a run of this name is there and did not fail.
+    """Whether a run of this name is there.
 
     Raises:
         PlanError: it is there, with another plan.
     """
-    same_name = [m for m in measured if m.name == plan.label and m.verdict is not Outcome.FAILED]
+    same_name = [m for m in measured if m.name == plan.label]
     for measurement in same_name:
+        from_data = measurement.device.get("data", "synthetic") != "synthetic"
+        not_asked = {"gpu", "gpu_memory", *(_OF_THE_DATA if from_data else ())}
         for key, asked in plan.to_dict().items():
             ran = measurement.plan.get(key)
-            if asked is not None and key not in ("gpu", "gpu_memory") and ran != asked:
+            if asked is not None and key not in not_asked and ran != asked:
                 raise PlanError(
                     f"`{plan.label}` is in the results with `{key}` {ran}, not {asked}",
                     hint="name another file with `--results`, or another experiment",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from memest.errors import PlanError, closest
+from memest.errors import PlanError
 
 SUITE_DIR = Path(__file__).with_name("suites")
 
@@ -24,10 +24,9 @@ def find_suite(name: str) -> Path:
         return SUITE_DIR / f"{name}.yaml"
     if Path(name).is_file():
         return Path(name)
-    near = closest(name, list_suites()) or list_suites()
     raise PlanError(
         f"there is no suite and no file `{name[:200]}`",
-        hint=f"shipped: {', '.join(f'`{n}`' for n in near)}; or give a YAML file of plans",
+        hint=f"shipped: {', '.join(f'`{n}`' for n in list_suites())}; or give a YAML file of plans",
     )
 
 

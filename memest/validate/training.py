@@ -1,9 +1,9 @@
 """The Lightning side of a measured run: the module, its phases, and the Trainer.
 
 Where the four phases lie in Lightning 2.6 (`pytorch/loops/optimization/automatic.py`): the closure
-runs `training_step`, then `zero_grad` on the first micro-batch of a step, then `on_before_backward`,
-the backward, `on_after_backward`. `optimizer_step` calls the closure on the last micro-batch and
-returns while the closure still holds its result, two scalars of 512 B each.
+runs `training_step`, then `zero_grad` on the first micro-batch of a step, then
+`on_before_backward`, the backward, `on_after_backward`. `optimizer_step` calls the closure on the
+last micro-batch and returns while the closure still holds its result, two scalars of 512 B each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from memest.validate.probe import PhaseRecorder
 Inputs = dict[str, Any]
 
 
-class FineTune(L.LightningModule):  # type: ignore[misc]
+class FineTune(L.LightningModule):
     """The fine-tune of a plan, with a probe at each phase.
 
     The batch is on the host and is moved inside `training_step`, after the first probe.
@@ -83,7 +83,7 @@ class FineTune(L.LightningModule):  # type: ignore[misc]
         self._record(Phase.AFTER_OPTIMIZER_STEP)
 
 
-class _Exits(Callback):  # type: ignore[misc]
+class _Exits(Callback):
     """Tells of the end of the training, or of an error, before Lightning copies all to the host."""
 
     def __init__(
@@ -109,10 +109,11 @@ def fit(
 ) -> None:
     """Train for the plan's steps; a callback that does not return spares the teardown."""
     num_batches = plan.steps * plan.accumulate_grad_batches
+    precision: Any = plan.precision  # one of Lightning's own, as the plan checks
     trainer = L.Trainer(
         accelerator=accelerator,
         devices=1,
-        precision=plan.precision,
+        precision=precision,
         strategy=plan.strategy,
         accumulate_grad_batches=plan.accumulate_grad_batches,
         max_epochs=1,

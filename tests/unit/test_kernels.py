@@ -8,7 +8,7 @@ from torch import Tensor
 
 from memest.estimator.cub import radix_sort_bytes, scan_bytes, select_bytes, unique_by_key_bytes
 from memest.estimator.gpus import Gpu
-from memest.estimator.indexing_kernels import masked_scatter_backward_scratch
+from memest.estimator.grouped_mm import grouped_mm_output
 from memest.estimator.kernels import (
     NO_SCRATCH,
     OUTPUT_BYTES,
@@ -213,38 +213,6 @@ def test_a_mean_squared_error_keeps_the_storage_of_its_elements() -> None:
     assert SCRATCH[aten.mse_loss.default](args, {}, out, H200) == Scratch(after=(64 * 64 * 4,))
 
 
-def test_few_embedding_gradients_are_added_without_sorting() -> None:
-    """Embedding.cu: up to 3072 indices; an expanded gradient is copied."""
-    args = (meta(1).expand(2, 1536, 64), meta(2, 1536, dtype=torch.int64), 1000, -1, False)
-
-    found = scratch(aten.embedding_dense_backward.default, *args)
-
-    assert found == Scratch(before=(3072 * 64 * 4,))
-
-
-def test_many_embedding_gradients_are_sorted_and_added_in_partial_sums() -> None:
-    """EmbeddingBackwardKernel.cu: S = 4096 segments, P = 4096 // 10 + S partial sums in float32."""
-    n, rows, width = 4096, 30522, 1024
-    args = (meta(n, width, dtype=torch.bfloat16), meta(n, dtype=torch.int64), rows, 0, False)
-
-    found = scratch(aten.embedding_dense_backward.default, *args)
-
-    partials = 409 + 4096
-    assert found.before == (n * 8, n * 8)
-    assert found.after == (n * 8, 8, n * 8, n * 8, 8, partials * 8, partials * width * 4)
-
-
-def test_a_table_of_few_wide_rows_accumulates_atomically() -> None:
-    """32 rows of 2048 make 64 blocks (< 4 * 132) and 26246 partial sums (> 4 * 64)."""
-    n, rows, width = 262_144, 32, 2048
-    args = (meta(n, width, dtype=torch.bfloat16), meta(n, dtype=torch.int64), rows, -1, False)
-
-    found = scratch(aten.embedding_dense_backward.default, *args)
-
-    sort = n * 8 + radix_sort_bytes(n, H200) - rows * width * 2
-    assert found == Scratch(before=(n * 8, n * 8), after=(sort,))
-
-
 def test_indices_of_unlike_strides_are_copied_to_int64_tables() -> None:
     """`AdvancedIndex`: (5, 1) and (1, 7) broadcast to strides (1, 0) and (0, 1)."""
     rows, columns = meta(5, 1, dtype=torch.int64), meta(1, 7, dtype=torch.int64)
@@ -263,17 +231,6 @@ def test_a_mask_selects_as_many_positions_as_the_output_has() -> None:
     assert not is_partly_modelled(aten.index.Tensor, args, {}, H200)
 
 
-def test_accumulating_writes_sort_their_linear_indices() -> None:
-    """Indexing.cu: 4096 rows over 18 bits of 151936 rows, 3 sweeps; expanded values are copied."""
-    n = 4096
-    args = (meta(151_936, 8), [meta(n, dtype=torch.int64)], meta(1).expand(n, 8), True)
-
-    found = scratch(aten.index_put.default, *args)
-
-    storage = 3 * 2048 + 1024 + 2 * n * 8 + 256 + 255
-    assert found == Scratch(after=(n * 8, n * 8 * 4, n * 8, n * 8, n * 8, storage))
-
-
 def test_masked_scatter_counts_the_mask() -> None:
     """int64 count per element, the expanded mask, and 25600 / 896 = 29 tiles: (29 + 32) * 16 B."""
     args = (meta(2, 50, 256), meta(2, 50, 1, dtype=torch.bool), meta(2, 32, 256))
@@ -281,18 +238,6 @@ def test_masked_scatter_counts_the_mask() -> None:
     found = scratch(aten.masked_scatter.default, *args)
 
     assert found == Scratch(after=(25600 * 8, 25600, 1024 + 255 + 1 + 255))
-
-
-def test_the_gradient_of_masked_scatter_depends_on_the_mask() -> None:
-    """Worst case: three int64 positions per element; no true entry: as many zeros."""
-    args = (meta(2, 50, 256), meta(2, 50, 1, dtype=torch.bool), [2, 32, 256])
-    out = meta(2, 32, 256)
-
-    worst = masked_scatter_backward_scratch(args, {}, out, H200)
-    empty = masked_scatter_backward_scratch(args, {}, out, H200, num_selected=0)
-
-    assert worst == Scratch(before=(2 * 32 * 256 * 3 * 8,))
-    assert empty == Scratch(before=(2 * 32 * 256 * 4,))
 
 
 def test_short_sorts_need_a_range_and_long_ones_a_radix_sort() -> None:
@@ -365,7 +310,7 @@ def test_norms_of_many_tensors_share_one_table_of_chunks() -> None:
     "func",
     [
         aten.view.default, aten.expand.default, aten._unsafe_view.default, aten.add.Tensor,
-        aten.gelu.default, aten.zeros_like.default, aten.cat.default, aten.native_dropout.default,
+        aten.gelu.default, aten.zeros_like.default, aten.cat.default,
         aten._foreach_sqrt.default, aten._foreach_addcdiv_.ScalarList, aten.copy_.default,
         aten.mm.default, aten.nll_loss_forward.default, aten._local_scalar_dense.default,
     ],
@@ -375,7 +320,7 @@ def test_views_elementwise_ops_and_copies_have_no_scratch(func: torch._ops.OpOve
 
 
 def test_an_op_that_nobody_compared_is_not_called_scratch_free() -> None:
-    for func in (aten.histc.default, aten._unique2.default, aten._foreach_max.default):
+    for func in (aten.mode.default, aten._unique2.default, aten._foreach_max.default):
         assert not has_no_scratch(func)
         assert func not in SCRATCH
 
@@ -383,3 +328,37 @@ def test_an_op_that_nobody_compared_is_not_called_scratch_free() -> None:
 def test_no_op_is_both_free_of_scratch_and_in_the_table() -> None:
     assert not any(has_no_scratch(func) for func in SCRATCH)
     assert all(hasattr(aten, name) for name in NO_SCRATCH)
+
+
+def test_a_histogram_between_given_bounds_counts_in_shared_memory() -> None:
+    """SummaryOps.cu: equal bounds are first looked for, which is not modelled."""
+    experts = meta(4096, dtype=torch.int32)
+
+    assert SCRATCH[aten.histc.default]((experts, 128, 0, 127), {}, meta(128), H200) == Scratch()
+    assert not is_partly_modelled(aten.histc.default, (experts, 128, 0, 127), {}, H200)
+    assert is_partly_modelled(aten.histc.default, (experts, 128), {}, H200)
+
+
+def test_experts_multiply_at_once_on_hopper_and_one_by_one_elsewhere() -> None:
+    """GroupMM.cu: pointers, int32 sizes and strides of 3 groups; a loop of `mm` has none."""
+    tokens, weights = meta(64, 16, dtype=torch.bfloat16), meta(3, 16, 24, dtype=torch.bfloat16)
+    args = (tokens, weights, meta(3, dtype=torch.int32))
+    out = meta(64, 24, dtype=torch.bfloat16)
+
+    fused = SCRATCH[aten._grouped_mm.default](args, {}, out, H200)
+
+    assert fused == Scratch(after=(3 * 8 * 4 + 3 * 12 + 3 * 8 * 3,))
+    assert is_partly_modelled(aten._grouped_mm.default, args, {}, H200)
+    assert SCRATCH[aten._grouped_mm.default](args, {}, out, A100) == Scratch()
+    assert not is_partly_modelled(aten._grouped_mm.default, args, {}, A100)
+
+
+def test_the_result_of_experts_has_rows_of_whole_vectors() -> None:
+    """16 bytes are 4 floats: rows of 25 are 28 apart; both factors of 2 dimensions stay grouped."""
+    offsets = meta(3, dtype=torch.int32)
+
+    rows = grouped_mm_output((meta(64, 16), meta(3, 16, 25), offsets), {})
+    weights = grouped_mm_output((meta(16, 64), meta(64, 25), offsets), {})
+
+    assert (rows.shape, rows.stride()) == ((64, 25), (28, 1))
+    assert (weights.shape, weights.stride()) == ((3, 16, 25), (16 * 28, 28, 1))

@@ -1,0 +1,219 @@
+"""Child processes: one for each experiment, forked after the imports and before CUDA is opened."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn, Protocol, TypeVar
+
+from memest.errors import MemestError
+from memest.plan import TrainingPlan
+from memest.report import Measurement
+from memest.validate.experiment import RunOptions, run_experiment
+
+T = TypeVar("T")
+Experiment = Callable[[TrainingPlan, RunOptions, Callable[[Measurement], Any]], None]
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class Child(Protocol):
+    """An experiment under way."""
+
+    def poll(self) -> int | None:
+        """The exit status, negative for a signal; None while it runs."""
+        ...
+
+    def kill(self) -> None:
+        """End it and all that it started, and wait for the end."""
+        ...
+
+
+class _Forked:
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        if self._status is None:
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            if pid:
+                self._status = os.waitstatus_to_exitcode(status)
+        return self._status
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            _kill(self._pid)
+            _, status = os.waitpid(self._pid, 0)
+            self._status = os.waitstatus_to_exitcode(status)
+
+
+class _Spawned:
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            _kill(self._process.pid)
+            self._process.wait()
+
+
+def _kill(pid: int) -> None:
+    """The child leads a process group of its own; before it does, it is killed alone."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def fork_experiment(
+    plan: TrainingPlan,
+    options: RunOptions,
+    *,
+    report: Path,
+    log: Path,
+    experiment: Experiment = run_experiment,
+) -> Child:
+    """Run the experiment in a fork of this process, which must not have opened CUDA."""
+    pid = _fork()
+    if pid:
+        return _Forked(pid)
+    try:
+        os.setsid()
+        _die_with_parent()
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        sys.stdout = os.fdopen(1, "w", buffering=1)
+        sys.stderr = os.fdopen(2, "w", buffering=1)
+        run_and_exit(plan, options, report, experiment)
+    finally:
+        os._exit(70)  # nothing of the parent's may run in the child
+
+
+def spawn_experiment(plan: TrainingPlan, options: RunOptions, *, report: Path, log: Path) -> Child:
+    """Run the experiment in a fresh interpreter, where a fork is not possible."""
+    values = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()}
+    request = json.dumps({"plan": plan.to_dict(), "options": values, "report": str(report)})
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "memest.validate.processes", request],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+    return _Spawned(process)
+
+
+def run_and_exit(
+    plan: TrainingPlan, options: RunOptions, report: Path, experiment: Experiment
+) -> NoReturn:
+    """Run, write the report, and leave without any teardown."""
+
+    def deliver(measurement: Measurement) -> NoReturn:
+        beside = report.with_suffix(".part")
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(measurement.to_json())
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(report)
+        _leave(0)
+
+    try:
+        experiment(plan, options, deliver)
+        print("the training ended without a report", file=sys.stderr)  # noqa: T201
+    except MemestError as error:
+        hint = f" (hint: {error.hint})" if error.hint else ""
+        print(f"Error: {error}{hint}", file=sys.stderr)  # noqa: T201
+    except BaseException:
+        traceback.print_exc()
+    _leave(1)
+
+
+def _leave(code: int) -> NoReturn:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def call_in_child(function: Callable[[], T]) -> T:
+    """`function()` in a fork, so that what it opens (a GPU, threads) is gone afterwards.
+
+    Raises:
+        MemestError: it raised one, or any other error, whose text is then the message.
+    """
+    reading, writing = os.pipe()
+    pid = _fork()
+    if not pid:
+        try:
+            os.close(reading)
+            _die_with_parent()
+            with os.fdopen(writing, "wb") as pipe:
+                try:
+                    answer: tuple[bool, Any] = (True, function())
+                except MemestError as error:
+                    answer = (False, error)
+                except Exception as error:
+                    answer = (False, MemestError(f"{type(error).__name__}: {error}"))
+                pipe.write(pickle.dumps(answer))
+            os._exit(0)
+        finally:
+            os._exit(70)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        content = pipe.read()
+    os.waitpid(pid, 0)
+    if not content:
+        raise MemestError("a child process died without an answer", hint="see the system's log")
+    succeeded, value = pickle.loads(content)
+    if not succeeded:
+        raise value
+    return value  # type: ignore[no-any-return]
+
+
+def _fork() -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        # Python 3.12 warns when there are threads; those of the libraries' pools are idle here.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def _die_with_parent() -> None:
+    """Linux ends this process when its parent is killed; elsewhere it runs to its own end."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _main() -> None:
+    request = json.loads(sys.argv[1])
+    values = request["options"]
+    paths = {k: Path(values[k]) for k in ("data", "snapshots") if values[k]}
+    options = RunOptions(**{**values, **paths})
+    plan = TrainingPlan.from_dict(request["plan"])
+    _die_with_parent()
+    run_and_exit(plan, options, Path(request["report"]), run_experiment)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,80 @@
+"""The size budget: a file that passes it asks for a name, a function for a second one."""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted((ROOT / "memest").rglob("*.py"))
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 50
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def docstring_lines(tree: ast.AST) -> set[int]:
+    """Lines of string statements: docstrings, and those under fields and constants."""
+    return {
+        line
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+
+
+def code_lines(source: str) -> set[int]:
+    """Lines that hold code: no blank lines, comments or docstrings."""
+    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    skipped |= {tokenize.ENDMARKER, tokenize.ENCODING}
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in skipped:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return lines - docstring_lines(ast.parse(source))
+
+
+def functions(source: str) -> dict[str, int]:
+    """Code lines of every function, signature included."""
+    lines = code_lines(source)
+    return {
+        f"{node.name} (line {node.lineno})": sum(
+            node.lineno <= line <= (node.end_lineno or 0) for line in lines
+        )
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, Function)
+    }
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_and_functions_are_within_the_budget(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+
+    assert len(code_lines(source)) <= MAX_FILE_LINES
+    assert {n: size for n, size in functions(source).items() if size > MAX_FUNCTION_LINES} == {}
+
+
+def test_the_total_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {
+        path.relative_to(ROOT): len(code_lines(path.read_text(encoding="utf-8"))) for path in FILES
+    }
+    with capsys.disabled():
+        largest = max(sizes, key=lambda name: sizes[name])
+        total, count = sum(sizes.values()), len(sizes)
+        print(f"\n{total} code lines in {count} files, largest {largest} ({sizes[largest]})")  # noqa: T201
+
+    assert total > 0
+
+
+def test_docstrings_comments_and_blank_lines_do_not_count() -> None:
+    head = '"""Doc\nstring."""\n\n# comment\nx = (\n    1,\n)\n\n"""About x."""\n\n\n'
+    source = head + 'def f():\n    """Doc."""\n    return x\n'
+
+    assert code_lines(source) == {5, 6, 7, 12, 14}
+    assert functions(source) == {"f (line 12)": 2}

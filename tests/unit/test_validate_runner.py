@@ -1,0 +1,434 @@
+"""One process per experiment: whatever becomes of it, the suite goes on and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning")
+
+from memest.cli import main
+from memest.errors import MemestError, PlanError, UnsupportedError
+from memest.plan import TrainingPlan
+from memest.plan_files import UnsupportedPlan
+from memest.report import Measurement, Outcome, Phase, PhaseRow, read_measurements
+from memest.validate import device as device_module
+from memest.validate import processes, results, runner
+from memest.validate.device import Device
+from memest.validate.experiment import RunOptions
+from memest.validate.progress import finished_line, running_line
+from memest.validate.runner import Progress, validate
+
+H200 = Device(
+    name="NVIDIA H200", memory_bytes=143_155 << 20, capability=(9, 0), num_sms=132, driver="580.65"
+)
+ROW = PhaseRow(
+    step=0, micro_batch=0, phase=Phase.BEFORE_FORWARD, params_bytes=2, grads_bytes=3,
+    optimizer_bytes=5, activations_bytes=7, allocated_bytes=17, peak_allocated_bytes=19,
+    reserved_bytes=23,
+)  # fmt: skip
+
+
+def plan(name: str, **values: Any) -> TrainingPlan:
+    return TrainingPlan(model_name="gpt2", name=name, **values)
+
+
+def report(of: TrainingPlan, verdict: Outcome = Outcome.FITS, note: str = "") -> Measurement:
+    return Measurement(
+        name=of.label, plan=of.to_dict(), model={"class": "Tiny"}, gpu="h200",
+        peak_allocated_bytes=19, peak_reserved_bytes=23, process_bytes=29, host_bytes=31,
+        phases=(ROW,), verdict=verdict, versions={}, elapsed_s=0.5, device=H200.to_dict(),
+        context_bytes=6, note=note,
+    )  # fmt: skip
+
+
+def by_name(of: TrainingPlan, options: RunOptions, deliver: Callable[[Measurement], Any]) -> None:
+    """An experiment that ends as its name says."""
+    if of.name == "crashes":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if of.name == "hangs":
+        time.sleep(60)
+    if of.name == "raises":
+        raise ValueError("the seventh wrong thing")
+    if of.name == "is refused":
+        raise PlanError("nothing is left to train", hint="narrow `freeze`")
+    if of.name == "says nothing":
+        return
+    deliver(report(of, Outcome.OOM if of.name == "is too large" else Outcome.FITS))
+
+
+fork = partial(processes.fork_experiment, experiment=by_name)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., list[Measurement]]:
+    def run(rows: Any, **options: Any) -> list[Measurement]:
+        options = {
+            "results": tmp_path / "results.jsonl", "device": H200, "start": fork,
+            "host_bytes": lambda of: 0, "machine_bytes": 10**9, **options,
+        }  # fmt: skip
+        return validate(rows, **options)
+
+    return run
+
+
+Run = Callable[..., list[Measurement]]
+
+
+def test_every_ending_is_a_result_and_the_suite_goes_on(run: Run, tmp_path: Path) -> None:
+    names = ["raises", "crashes", "is too large", "says nothing", "is refused", "fits"]
+
+    measured = run([plan(name) for name in names])
+
+    assert [m.name for m in measured] == names
+    assert [str(m.verdict) for m in measured] == [
+        "failed", "failed", "oom", "failed", "failed", "fits",
+    ]  # fmt: skip
+    raised, crashed, _, silent, refused, _ = (m.note for m in measured)
+    assert raised.startswith("failed with exit code 1: ")
+    assert "ValueError: the seventh wrong thing" in raised
+    assert crashed.startswith("killed by SIGSEGV")
+    assert "the training ended without a report" in silent
+    assert "Error: nothing is left to train (hint: narrow `freeze`)" in refused
+    assert read_measurements(tmp_path / "results.jsonl") == measured
+
+
+def test_the_log_of_a_failure_stays_beside_the_results_and_others_go(
+    run: Run, tmp_path: Path
+) -> None:
+    run([plan("raises"), plan("fits")])
+
+    (log,) = (tmp_path / "results.logs").iterdir()
+    assert log.name == "raises.log"
+    assert "ValueError: the seventh wrong thing" in log.read_text()
+
+
+def test_a_time_out_ends_the_experiment(run: Run) -> None:
+    started = time.monotonic()
+
+    hung, after = run([plan("hangs"), plan("fits")], timeout_s=0.5)
+
+    assert time.monotonic() - started < 10
+    assert hung.verdict is Outcome.FAILED
+    assert hung.note.startswith("ended after 0.5 s, the time limit: ")
+    assert after.verdict is Outcome.FITS
+
+
+def test_resume_runs_what_is_missing_or_failed_and_keeps_the_rest(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    for measurement in (report(plan("a")), report(plan("b"), Outcome.FAILED)):
+        results.append(path, measurement)
+    started: list[str] = []
+
+    def start(of: TrainingPlan, options: RunOptions, **paths: Path) -> processes.Child:
+        started.append(of.name)
+        return fork(of, options, **paths)
+
+    measured = run([plan("a"), plan("b"), plan("c")], resume=True, start=start)
+
+    assert started == ["b", "c"]
+    assert [m.name for m in read_measurements(path)] == ["a", "b", "c"]
+    assert [m.verdict for m in measured] == [Outcome.FITS] * 3
+
+
+def test_results_are_not_added_to_without_resume(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    results.append(path, report(plan("a")))
+
+    with pytest.raises(PlanError, match="holds results already") as caught:
+        run([plan("a")])
+
+    assert "`--resume`" in caught.value.hint
+    assert len(read_measurements(path)) == 1
+
+
+def test_resume_refuses_a_name_that_ran_with_another_plan(run: Run, tmp_path: Path) -> None:
+    results.append(tmp_path / "results.jsonl", report(plan("a", batch_size=3)))
+
+    with pytest.raises(PlanError, match="`a` is in the results with `batch_size` 3, not 4"):
+        run([plan("a", batch_size=4)], resume=True)
+
+
+@pytest.mark.parametrize(
+    "cut", ['{"schema": "memest.report/1", "ki', '{"schema": "memest.report/1"\n', "\0\0\0\n"]
+)
+def test_a_line_cut_short_by_a_kill_is_dropped_by_resume(
+    cut: str, run: Run, tmp_path: Path
+) -> None:
+    path = tmp_path / "results.jsonl"
+    results.append(path, report(plan("a")))
+    with path.open("a") as file:
+        file.write(cut)
+
+    run([plan("a"), plan("b")], resume=True)
+
+    assert [m.name for m in read_measurements(path)] == ["a", "b"]
+
+
+def test_only_the_last_line_is_taken_for_cut(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_text("not JSON\n" + report(plan("a")).to_json() + "\n")
+
+    assert not results.drop_cut_line(path)
+    with pytest.raises(PlanError, match="line 1, is no JSON"):
+        results.prepare(path, resume=True)
+
+
+def test_results_of_another_schema_are_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_text('{"schema": "memest.report/0"}\n')
+
+    with pytest.raises(PlanError, match=r"has the schema `memest\.report/0`"):
+        results.prepare(path, resume=True)
+
+    assert path.read_text() == '{"schema": "memest.report/0"}\n'
+
+
+def test_lines_of_two_writers_do_not_mix(tmp_path: Path) -> None:
+    """A line is one write in append mode: two processes, forty lines, every one whole."""
+    path = tmp_path / "results.jsonl"
+
+    def write() -> None:
+        for number in range(20):
+            results.append(path, report(plan(f"{os.getpid()} {number}")))
+
+    pid = os.fork()
+    if not pid:
+        write()
+        os._exit(0)
+    write()
+    os.waitpid(pid, 0)
+
+    assert len({m.name for m in read_measurements(path)}) == 40
+
+
+def test_results_that_cannot_be_written_are_an_error(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="cannot be written"):
+        run([plan("a")], results=tmp_path)
+
+
+def test_the_folder_of_the_results_is_made(run: Run, tmp_path: Path) -> None:
+    run([plan("fits")], results=tmp_path / "new" / "results.jsonl")
+
+    assert len(read_measurements(tmp_path / "new" / "results.jsonl")) == 1
+
+
+def test_two_experiments_of_one_name_are_refused_before_any_runs(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="two experiments are named `a`"):
+        run([plan("a"), plan("a")])
+
+    assert not (tmp_path / "results.jsonl").exists()
+
+
+def test_an_unsupported_row_is_recorded_as_skipped(run: Run) -> None:
+    row = UnsupportedPlan(
+        name="offload", values={"model_name": "gpt2"}, error=UnsupportedError("not modelled yet")
+    )
+
+    skipped, after = run([row, plan("fits")])
+
+    assert (skipped.verdict, skipped.note) == (Outcome.FAILED, "skipped: not modelled yet")
+    assert (skipped.plan, skipped.phases) == ({"model_name": "gpt2"}, ())
+    assert after.verdict is Outcome.FITS
+
+
+def test_a_run_beyond_the_hosts_memory_is_refused_with_both_sizes(run: Run) -> None:
+    needs = {"fits": 2 * 2**30, "small": 2**30}
+
+    refused, small = run(
+        [plan("fits"), plan("small")],
+        host_bytes=lambda of: needs[of.name],
+        machine_bytes=3 * 2**29,
+    )
+
+    assert refused.verdict is Outcome.FAILED
+    assert refused.note == (
+        "skipped: it holds 2.00 GiB in host memory, and the machine has 1.50 GiB"
+    )
+    assert small.verdict is Outcome.FITS
+
+
+def test_only_paged_optimizers_hold_host_memory_on_one_gpu() -> None:
+    assert runner.predicted_host_bytes(plan("a", optim="adam_8bit")) == 0
+    # Two moments of one byte for each element of the large parameters, out of 124e6 in all.
+    paged = runner.predicted_host_bytes(plan("a", optim="paged_adam_8bit", seq_len=8))
+    assert 0.99 * 2 * 124_439_808 < paged <= 2 * 124_439_808
+
+
+def test_progress_is_told_before_and_after_each_experiment(run: Run) -> None:
+    seen: list[Progress] = []
+
+    run([plan("fits"), plan("raises")], on_progress=seen.append)
+
+    ended = [p for p in seen if p.measurement is not None]
+    assert [(p.number, p.total, p.name) for p in ended] == [(1, 2, "fits"), (2, 2, "raises")]
+    assert seen[0].measurement is None
+    assert running_line(seen[0]).startswith("[ 1/ 2]  fits")
+    assert "  fits  " in finished_line(ended[0])
+    assert "  failed   failed with exit code 1" in finished_line(ended[1])
+
+
+def test_the_suite_of_the_gpu_is_taken_where_none_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[tuple[list[str], dict[str, Any]]] = []
+
+    def record(rows: Any, **options: Any) -> list[Measurement]:
+        calls.append(([runner._label(row) for row in rows], options))
+        return [report(plan("a"))]
+
+    monkeypatch.setattr(runner, "detect_device", lambda: H200)
+    monkeypatch.setattr(runner, "validate", record)
+    monkeypatch.chdir(tmp_path)
+    for arguments in (
+        [],
+        ["--memory-limit", "78.66GiB", "--json"],
+        ["--model", "gpt2", "--bs", "2"],
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["validate", *arguments])
+        assert ended.value.code == 0
+
+    (suite, whole), (_, capped), (single, one) = calls
+    assert (len(suite), single) == (15, ["gpt2"])
+    assert [str(options["results"]) for options in (whole, capped, one)] == [
+        "results/h200-lab-h100.jsonl",
+        "results/h200-lab-h100-capped-78.66GiB.jsonl",
+        "results/h200-gpt2.jsonl",
+    ]
+    assert json.loads(capsys.readouterr().out)["kind"] == "measured"
+
+
+def test_a_gpu_of_the_catalogue_cannot_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["validate", "--gpu", "a100"])
+
+    assert ended.value.code == 2
+    assert "`--gpu` does not apply" in capsys.readouterr().err
+
+
+def test_what_a_child_returns_or_raises_comes_back() -> None:
+    def refuse() -> None:
+        raise UnsupportedError("no CUDA device", hint="elsewhere")
+
+    def fail() -> None:
+        raise KeyError("k")
+
+    assert processes.call_in_child(lambda: H200) == H200
+    with pytest.raises(UnsupportedError, match="no CUDA device") as caught:
+        processes.call_in_child(refuse)
+    assert caught.value.hint == "elsewhere"
+    with pytest.raises(MemestError, match="KeyError: 'k'"):
+        processes.call_in_child(fail)
+    with pytest.raises(MemestError, match="died without an answer"):
+        processes.call_in_child(lambda: os._exit(3))
+
+
+def test_a_spawned_experiment_reads_its_request_and_leaves_a_log(tmp_path: Path) -> None:
+    """Without a GPU it ends with the reason in its log."""
+    child = processes.spawn_experiment(
+        plan("a"), RunOptions(data=Path("d")), report=tmp_path / "report", log=tmp_path / "log"
+    )
+    while (code := child.poll()) is None:
+        time.sleep(0.05)
+
+    assert code in (0, 1)
+    assert code == 0 or "Error: " in (tmp_path / "log").read_text()
+
+
+def test_a_missing_package_is_named_with_its_extra() -> None:
+    with pytest.raises(UnsupportedError, match="needs `no_such_package`") as caught:
+        device_module.require("torch", "no_such_package")
+    assert caught.value.hint == "pip install 'memest[validate]'"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "error", "message"),
+    [
+        (None, "", "is built without CUDA"),
+        ("13.0", "The NVIDIA driver on your system is too old (found version 11040).", "too old"),
+        ("13.0", "Found no NVIDIA driver on your system.", "no CUDA device can be used"),
+        ("13.0", "No CUDA GPUs are available", "no CUDA device can be used"),
+    ],
+)
+def test_a_machine_without_a_usable_gpu_is_said_so(
+    cuda: str | None, error: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    def fail() -> None:
+        raise RuntimeError(error)
+
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "init", fail)
+
+    with pytest.raises(UnsupportedError, match=message) as caught:
+        device_module.query_device()
+    assert caught.value.exit_code == 3
+    assert error in str(caught.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_a_capped_gpu_runs_out_of_memory_in_its_own_process(tmp_path: Path) -> None:
+    """gpt2 in fp32 with AdamW holds 16 B a weight, 1.99e9 B: 1 GiB does not do, 4 GiB do."""
+    rows = [
+        TrainingPlan(model_name="gpt2", name=name, precision="32-true", memory_limit=limit)
+        for name, limit in (("capped", 2**30), ("not", 4 * 2**30))
+    ]
+
+    capped, whole = validate(
+        rows, results=tmp_path / "results.jsonl", device=runner.detect_device()
+    )
+
+    assert (capped.verdict, whole.verdict) == (Outcome.OOM, Outcome.FITS)
+    assert capped.peak_reserved_bytes <= 2**30
+    assert whole.peak_allocated_bytes > 16 * 124_439_808
+    assert json.loads((tmp_path / "results.jsonl").read_text().splitlines()[0])["verdict"] == "oom"
+
+
+def test_a_kill_of_the_runner_loses_the_running_experiment_alone(tmp_path: Path) -> None:
+    """And the experiment itself ends with it."""
+    path, started = tmp_path / "results.jsonl", tmp_path / "pid"
+
+    def experiment(of: TrainingPlan, options: RunOptions, deliver: Callable[..., Any]) -> None:
+        if of.name == "second":
+            started.write_text(str(os.getpid()))
+        by_name(of if of.name == "first" else plan("hangs"), options, deliver)
+
+    pid = os.fork()
+    if not pid:
+        start = partial(processes.fork_experiment, experiment=experiment)
+        validate(
+            [plan("first"), plan("second")], results=path, device=H200, start=start,
+            host_bytes=lambda of: 0,
+        )  # fmt: skip
+        os._exit(0)
+    deadline = time.monotonic() + 20
+    while not (started.exists() and started.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+    assert [m.name for m in read_measurements(path)] == ["first"]
+    child = int(started.read_text())
+    while time.monotonic() < deadline and _is_running(child):
+        time.sleep(0.02)
+    assert not _is_running(child)
+
+
+def _is_running(pid: int) -> bool:
+    """Whether it is there and no zombie that waits for a reaper."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
