@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,7 +22,7 @@ OOM_EXIT_CODE = 5
 """Of `--check` when a plan does not fit; without it a verdict is a result, and the exit code 0."""
 
 
-class _Size(click.ParamType):
+class _Size(click.ParamType):  # type: ignore[type-arg]
     name = "size"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> int:
@@ -293,16 +294,16 @@ def _show_progress() -> Callable[[Any], None]:
 @click.argument("results", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @click.option("--markdown", is_flag=True, help="A page for the documentation.")
+@click.option("--charts", type=click.Path(path_type=Path), help="Folder for charts of every run.")
 @click.option("--check", is_flag=True, help="Exit with 4 if a run is outside its tolerance.")
-@click.option(
-    "--tolerance", multiple=True, help="NAME=PERCENT, NAME of allocated, reserved, process, phase."
-)
+@click.option("--tolerance", multiple=True, help="NAME=PERCENT of allocated, reserved, process, phase.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to a file.")
 @click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
 def compare(
     results: tuple[Path, ...],
     as_json: bool,
     markdown: bool,
+    charts: Path | None,
     check: bool,
     tolerance: tuple[str, ...],
     output: Path | None,
@@ -315,11 +316,11 @@ def compare(
     memest compare results/*.jsonl --check --tolerance allocated=0.2
     """
     from memest.report import read_measurements
+    from memest.validate.compare import comparable, parse_tolerances, plan_of, summarise
     from memest.validate.compare import compare as compare_reports
-    from memest.validate.compare import parse_tolerances, plan_of, summarise
 
     tolerances = parse_tolerances(tolerance)
-    measured = [m for path in results for m in read_measurements(path)]
+    measured, left_out = comparable([m for path in results for m in read_measurements(path)])
     plans = [plan_of(m) for m in measured]
     if output is not None:
         _check_writable(output)
@@ -336,13 +337,36 @@ def compare(
         text = json.dumps(comparison_json(comparisons, summary))
     else:
         text = (render_comparison_markdown if markdown else render_comparison)(comparisons, summary)
+    for line in left_out:
+        click.echo(f"not compared: {line}", err=True)
     if output is None:
         click.echo(text)
     else:
         _write(output, text + "\n")
+    if charts is not None:
+        _draw(comparisons, charts)
     if (check or tolerance) and summary.broken:
         _fail(f"{len(summary.broken)} outside tolerance: {summary.broken[0]}", "", 4)
     return 0
+
+
+def _draw(comparisons: Sequence[Comparison], folder: Path) -> None:
+    """The scatter of all runs, and the phases of each."""
+    from memest.plots import plot_phases, plot_scatter, save
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlanError(
+            f"`{folder}` cannot be made: {error.strerror}", hint="name another folder"
+        ) from error
+    pairs = [(c.predicted, c.measured) for c in comparisons]
+    save(plot_scatter(pairs), folder / "scatter")
+    for comparison in comparisons:
+        predicted, measured = comparison.predicted, comparison.measured
+        limit = predicted.verdicts[predicted.gpu].limit_bytes
+        name = re.sub(r"[^A-Za-z0-9.=+-]+", "-", comparison.name)
+        save(plot_phases(predicted, measured, gpu_limit_bytes=limit), folder / f"phases-{name}")
 
 
 def _plans(config: Path | None, suite: Path | None, given: dict[str, Any]) -> list[TrainingPlan]:

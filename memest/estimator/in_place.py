@@ -5,8 +5,9 @@ that it could reuse, and that is true for meta tensors and under any dispatch mo
 neither, so the backward pass of a trace would hold a copy of each gradient that is summed. Not
 here: `scaled_dot_product_attention` adds its mask so too, which `sdpa.math_attention` writes out.
 
-Sources (torch 2.11): torch/csrc/autograd/input_buffer.cpp (`can_accumulate_inplace`) and
-torch/csrc/autograd/FunctionsManual.cpp (`index_backward`, `index_select_backward_symint`),
+Sources (torch 2.11): torch/csrc/autograd/input_buffer.cpp (`can_accumulate_inplace`),
+torch/csrc/autograd/FunctionsManual.cpp (`index_backward`, `index_select_backward_symint`,
+`masked_select_backward`, `value_selecting_reduction_backward_symint`) and
 aten/src/ATen/native/TensorAdvancedIndexing.cpp (`gather_backward`).
 Evidence: two allocator recordings of real runs, event by event.
 """
@@ -22,12 +23,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 
+_SELECTIONS = (
+    "TopkBackward0", "SortBackward0", "SortBackward1", "MaxBackward0", "MinBackward0",
+    "KthvalueBackward0", "ModeBackward0", "MedianBackward1", "NanmedianBackward1",
+)  # fmt: skip
 _IN_BACKWARD_OF = {
-    aten.index_put.default: ("IndexBackward0", aten._index_put_impl_.default, (True,)),
-    aten.scatter_add.default: ("GatherBackward0", aten.scatter_add_.default, ()),
-    aten.index_add.default: ("IndexSelectBackward0", aten.index_add_.default, ()),
+    aten.index_put.default: (("IndexBackward0",), aten._index_put_impl_.default, (True,)),
+    aten.scatter_add.default: (("GatherBackward0",), aten.scatter_add_.default, ()),
+    aten.index_add.default: (("IndexSelectBackward0",), aten.index_add_.default, ()),
+    aten.masked_scatter.default: (("MaskedSelectBackward0",), aten.masked_scatter_.default, ()),
+    aten.scatter.src: (_SELECTIONS, aten.scatter_.src, ()),
 }
-"""Operator -> the node whose formula calls it, what it calls instead, further arguments."""
+"""Operator -> the nodes whose formulas call it, what they call instead, further arguments."""
 
 OUT_OF_PLACE_UNDER_A_MODE = frozenset((aten.add.Tensor, *_IN_BACKWARD_OF))
 """The operators that `as_without_a_mode` looks at."""
@@ -43,9 +50,9 @@ def as_without_a_mode(
         if not kwargs and _is_sum_of_gradients(*args) and _can_be_overwritten(args[0]):
             return aten.add_.Tensor, args
         return func, args
-    node, in_place, more = _IN_BACKWARD_OF[func]
+    nodes, in_place, more = _IN_BACKWARD_OF[func]
     current = torch._C._current_autograd_node()
-    if kwargs or current is None or current.name() != node:
+    if kwargs or current is None or current.name() not in nodes:
         return func, args
     return in_place, (*args, *more)
 

@@ -224,9 +224,10 @@ class _Run:
         )
 
     def _state(self) -> tuple[object, ...]:
-        """Equal states continue equally: the free blocks and where every live storage lies."""
+        """Equal states continue equally: free blocks, where every live storage lies, open peak."""
         return (
             self.allocator.layout(),
+            self.allocator.peak_allocated_bytes,
             tuple(sorted((index, block.address) for index, block in self.blocks.items())),
         )
 

@@ -134,6 +134,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._references: dict[int, Any] = {}
         self._recipes: dict[Any, Recipe] = {}
         self._repeatable: set[Any] = set()
+        self._sites: dict[Any, Site] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -339,7 +340,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _site(self, func: Any) -> Site:
         module = self.tracker.current() if self.tracker is not None else ""
-        return Site(str(func).removesuffix(".default"), module, self.phase)
+        key = (func, module, self.phase)
+        site = self._sites.get(key)
+        if site is None:
+            site = self._sites[key] = Site(str(func).removesuffix(".default"), module, self.phase)
+        return site
 
     def _workspace(self, num_bytes: int, site: Site) -> int:
         index = self.storages.add(num_bytes, site, MemKind.WORKSPACE)

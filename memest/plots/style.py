@@ -3,7 +3,7 @@
 The colours are those of Okabe and Ito, "Color Universal Design" (https://jfly.uni-koeln.de/color/),
 made to be told apart with every common kind of colour blindness. Of the eight, those were taken
 whose luminance also rises from kind to kind in the order of the stack, so that a greyscale print
-keeps them apart: blue 0.34, vermillion 0.47, sky blue 0.62, yellow 0.84 (ITU-R BT.601 luma). The
+keeps them apart: blue 0.34, vermilion 0.47, sky blue 0.62, yellow 0.84 (ITU-R BT.601 luma). The
 rest is near black on light slides and near white on dark ones.
 """
 

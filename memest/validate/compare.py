@@ -99,6 +99,15 @@ def compare(measured: Sequence[Measurement], predicted: Sequence[Prediction]) ->
     return [_compare(m, p) for m, p in zip(measured, predicted, strict=True)]
 
 
+def comparable(measured: Sequence[Measurement]) -> tuple[list[Measurement], list[str]]:
+    """The runs that ended by themselves, and a line for each that did not."""
+    ended = [m for m in measured if m.verdict is not Outcome.FAILED]
+    left_out = [f"{m.name}: {m.note}" for m in measured if m.verdict is Outcome.FAILED]
+    if not ended:
+        raise PlanError("no run of these results ended by itself", hint="run them again")
+    return ended, left_out
+
+
 def plan_of(measurement: Measurement) -> TrainingPlan:
     """The plan of a measured run, judged on the GPU that it ran on.
 
@@ -233,9 +242,7 @@ def _broken(comparison: Comparison, tolerances: Mapping[str, float]) -> list[str
     lines += [
         f"{comparison.name}: {d.what} differs by {d.error_bytes} bytes" for d in comparison.states
     ]
-    if comparison.measured.verdict is Outcome.FAILED:
-        lines.append(f"{comparison.name}: the run failed: {comparison.measured.note}")
-    elif not comparison.is_verdict_right:
+    if not comparison.is_verdict_right:
         lines.append(
             f"{comparison.name}: measured `{comparison.measured.verdict}`, predicted `{comparison.predicted.verdict}`"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -51,15 +52,30 @@ def test_a_gradient_that_another_node_still_holds_is_not_written_into() -> None:
     assert sums_of_gradients(lambda x: (x + x.view(15).view(3, 5)).mul(3).sum()) == 1
 
 
-def test_rows_are_gathered_back_into_zeros_without_a_copy() -> None:
-    """`index_backward` writes into its zeros: one tensor of the table's size, not two."""
+def born_of_size(loss_of: Callable[[Tensor], Tensor], num_bytes: int) -> int:
+    """How many storages of that size the backward of `loss_of` over 7 x 5 numbers makes."""
     recorder = Recorder(H200, StorageTable())
     table = torch.empty(7, 5, device="meta", requires_grad=True)
-    rows = torch.empty(3, dtype=torch.int64, device="meta")
     with recorder:
-        loss = table[rows].sum()
+        loss = loss_of(table)
         recorder.take_events()
         loss.backward()  # type: ignore[no-untyped-call]
         born = [event for event in recorder.take_events() if event >= 0]
+    return [recorder.storages.num_bytes[event] for event in born].count(num_bytes)
 
-    assert [recorder.storages.num_bytes[event] for event in born].count(7 * 5 * 4) == 1
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda x: x[torch.empty(3, dtype=torch.int64, device="meta")].sum(),
+        lambda x: x.index_select(0, torch.empty(3, dtype=torch.int64, device="meta")).sum(),
+        lambda x: x.gather(1, torch.empty(7, 2, dtype=torch.int64, device="meta")).sum(),
+        lambda x: x.topk(2, dim=-1).values.sum(),
+    ],
+    ids=["index", "index_select", "gather", "topk"],
+)
+def test_what_was_selected_goes_back_into_zeros_without_a_copy(
+    loss_of: Callable[[Tensor], Tensor],
+) -> None:
+    """The formulas write into zeros of the table's size: one tensor of it, not two."""
+    assert born_of_size(loss_of, 7 * 5 * 4) == 1

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from memest.estimator import replay as replay_module
@@ -256,6 +256,7 @@ sizes = st.lists(
 
 @settings(max_examples=200)
 @given(sizes, st.integers(1, 6), st.integers(1, 6), st.none() | st.integers(20 * MIB, 200 * MIB))
+@example([0, 0, MIB + 1, 15 * MIB - 1023, 0, 3 * MIB, 0, MIB + 1], 3, 1, None)  # the open peak
 def test_copies_equal_runs_whatever_the_sizes(
     num_bytes: list[int], steps: int, micro_batches: int, limit: int | None
 ) -> None:
@@ -284,3 +285,14 @@ def test_what_is_alive_at_the_peak_adds_up_to_it(
     alive = live_at(made, micro_batches, result.peak)
     requested = sum(num_bytes[index] for index in alive)
     assert 0 <= result.peak_allocated_bytes - requested <= len(alive) * (MIB + 512)
+
+
+def test_later_steps_run_the_stream_of_later_steps() -> None:
+    """A temporary of the first optimizer step alone does not come back in the second."""
+    made = program()
+    made.optimizer_next = []
+
+    first, second = (row for row in run(made, steps=2).rows if row.phase == "after_optimizer_step")
+
+    assert first.peak_allocated_bytes == first.allocated_bytes + 1024
+    assert second.peak_allocated_bytes == second.allocated_bytes

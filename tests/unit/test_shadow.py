@@ -11,7 +11,7 @@ from torch import Tensor
 
 from memest.errors import TraceError
 from memest.estimator.gpus import find_gpu
-from memest.estimator.shadow import MAX_BYTES, ShadowValues, ValueUnknown
+from memest.estimator.shadow import MAX_BYTES, ShadowValues, ValueUnknown, python_values
 from memest.estimator.trace import Recorder, StorageTable
 
 
@@ -193,3 +193,34 @@ def test_results_move_to_the_cpu_with_the_values() -> None:
 
     assert made.device.type == "cpu"
     assert made.tolist() == [0, 1, 2]
+
+
+def test_lists_and_items_of_known_tensors_are_those_of_the_gpu(recorder: Recorder) -> None:
+    """`tolist` reads the memory of a tensor, `item` refuses a meta one: neither is dispatched."""
+    grid = known(recorder, [[1, 4, 6]])
+
+    with python_values(recorder.values):
+        assert grid.tolist() == [[1, 4, 6]]
+        assert grid[0, 2].item() == 6
+
+
+def test_a_tensor_made_of_numbers_is_recorded_and_known(recorder: Recorder) -> None:
+    """Three int64; among the numbers may be tensors of which the value is known."""
+    with python_values(recorder.values):
+        made = torch.tensor([2, 3, known(recorder, 5)], device="meta")
+
+        index = recorder.id_of(made)
+        assert index is not None
+        assert recorder.storages.num_bytes[index] == 3 * 8
+        assert made.tolist() == [2, 3, 5]
+
+
+def test_a_known_tensor_moves_to_the_host_with_its_value(recorder: Recorder) -> None:
+    """`.cpu()` of a meta tensor has nothing to copy; what comes back takes no GPU memory."""
+    lengths = known(recorder, [3, 4])
+    num_storages = len(recorder.storages.num_bytes)
+
+    host = lengths.cpu()
+
+    assert (host.device.type, host.tolist()) == ("cpu", [3, 4])
+    assert len(recorder.storages.num_bytes) == num_storages

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from memest.errors import TraceError
-from memest.estimator.cuda_dispatch import cuda_semantics
+from memest.estimator.cuda_dispatch import autocast, cuda_semantics
 from memest.estimator.gpus import find_gpu
 from memest.estimator.module_tracker import ModuleTracker
 from memest.estimator.trace import MemKind, Recorder, Site, StorageTable
@@ -446,3 +446,43 @@ def test_scalars_of_another_type_are_not_taken_for_a_repetition() -> None:
         dtypes = [(meta(3, dtype=torch.bool) + s).dtype for s in (1, 1.0, True, 1)]
 
     assert dtypes == [torch.int64, torch.float32, torch.bool, torch.int64]
+
+
+def test_a_view_that_its_schema_denies_is_no_storage_either_time() -> None:
+    """`_unsafe_view` follows each product of 3 dimensions; the second call repeats the first."""
+    x = meta(B, T, D)
+    with recording() as recorder:
+        first = torch.ops.aten._unsafe_view.default(x.clone(), [B * T, D])
+        second = torch.ops.aten._unsafe_view.default(x.clone(), [B * T, D])
+
+        assert alive(recorder) == [("clone", B * T * D * 2)] * 2
+    del first, second
+
+
+def test_what_a_model_keeps_on_the_cpu_takes_no_gpu_memory() -> None:
+    """OPT draws a random number for each layer on the CPU."""
+    with recording() as recorder:
+        drawn = torch.rand([]) < 0.5
+
+    assert (drawn.device.type, recorder.events) == ("cpu", [])
+
+
+def test_temporaries_are_freed_last_made_first() -> None:
+    """A bias gradient stages partial rows, then the counters of its blocks."""
+    x = meta(4096, 30522)
+    with recording() as recorder:
+        total = x.sum(0)
+
+        result, rows, counters, *freed = sizes(recorder)
+    assert (result, freed) == (30522 * 2, [-counters, -rows])
+    del total
+
+
+def test_autocast_casts_the_last_argument_first() -> None:
+    """C++ arguments are evaluated from right to left: bias, weight, then the input."""
+    x, weight, bias = (meta(*size, dtype=torch.float32) for size in ((B, D), (F_, D), (F_,)))
+    with recording() as recorder, autocast(BF16):
+        F.linear(x, weight, bias)
+
+        born = [n for n in sizes(recorder) if n > 0]
+    assert born[:4] == [F_ * 2, F_ * D * 2, B * D * 2, B * F_ * 2]
