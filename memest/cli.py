@@ -1,4 +1,6 @@
-"""The command line: parse, one library call, render. torch is imported only when a prediction is made."""
+"""The command line: parse, one library call, render. torch is imported only when a prediction is
+made.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -177,7 +179,9 @@ def gpus() -> None:
 
 @main.command()
 @_plan_options
-@click.option("--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it.")
+@click.option(
+    "--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it."
+)
 @click.option("--suite", help="lab-a100, lab-h100, or a YAML or JSON of many plans.")
 @click.option("--results", type=click.Path(path_type=Path), help="JSON Lines to append to.")
 @click.option("--resume", is_flag=True, help="Pass over what the results hold already.")
@@ -194,7 +198,9 @@ def gpus() -> None:
     "--snapshots", type=click.Path(path_type=Path), help="Folder for recordings of the allocator."
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per experiment on stdout.")
-@click.option("--trust-remote-code", is_flag=True, help="Run model code that a config brings along.")
+@click.option(
+    "--trust-remote-code", is_flag=True, help="Run model code that a config brings along."
+)
 def validate(
     config: Path | None,
     suite: str | None,
@@ -296,7 +302,9 @@ def _show_progress() -> Callable[[Any], None]:
 @click.option("--markdown", is_flag=True, help="A page for the documentation.")
 @click.option("--charts", type=click.Path(path_type=Path), help="Folder for charts of every run.")
 @click.option("--check", is_flag=True, help="Exit with 4 if a run is outside its tolerance.")
-@click.option("--tolerance", multiple=True, help="NAME=PERCENT of allocated, reserved, process, phase.")
+@click.option(
+    "--tolerance", multiple=True, help="NAME=PERCENT of allocated, reserved, process, phase."
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to a file.")
 @click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
 def compare(

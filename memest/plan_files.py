@@ -38,11 +38,12 @@ class UnsupportedPlan:
 def read_suite(path: Path, overrides: Mapping[str, Any]) -> list[TrainingPlan]:
     """The plans of a suite, in its order.
 
-    A suite is a mapping: optional `defaults`, then `experiments`, a list of plans with a `name` each.
+    A suite is a mapping: optional `defaults`, then `experiments`, a list of plans with a `name`
+    each.
 
     Raises:
-        PlanError: the file cannot be read, or an experiment is not a valid plan of a name of its own.
-        UnsupportedError: an experiment is not modelled.
+        PlanError: the file cannot be read, or an experiment is not a valid plan of a name of its
+            own. UnsupportedError: an experiment is not modelled.
     """
     plans: list[TrainingPlan] = []
     for row in read_suite_rows(path, overrides):
@@ -58,7 +59,8 @@ def read_suite_rows(
     """The experiments of a suite, in its order, those that memest does not model among them.
 
     Raises:
-        PlanError: the file cannot be read, or an experiment is not a valid plan of a name of its own.
+        PlanError: the file cannot be read, or an experiment is not a valid plan of a name of its
+            own.
     """
     suite = _read_mapping(path)
     unknown = sorted(map(str, set(suite) - {"defaults", "experiments"}))
@@ -71,7 +73,9 @@ def read_suite_rows(
     if not isinstance(defaults, dict):
         raise PlanError(f"`defaults` in `{path}` is not a mapping", hint="write `key: value` lines")
     if not isinstance(experiments, list) or not experiments:
-        raise PlanError(f"`{path}` lists no `experiments`", hint="write a list of plans with a `name` each")
+        raise PlanError(
+            f"`{path}` lists no `experiments`", hint="write a list of plans with a `name` each"
+        )
     rows: list[TrainingPlan | UnsupportedPlan] = []
     names: set[str] = set()
     for number, values in enumerate(experiments, 1):
@@ -89,7 +93,9 @@ def read_suite_rows(
 def _experiment_name(path: Path, number: int, values: Any, names: set[str]) -> str:
     """The name of an experiment, added to `names`."""
     if not isinstance(values, dict):
-        raise PlanError(f"experiment {number} in `{path}` is not a mapping", hint="write `name: ...`")
+        raise PlanError(
+            f"experiment {number} in `{path}` is not a mapping", hint="write `name: ...`"
+        )
     name = values.get("name")
     if not isinstance(name, str) or not name:
         raise PlanError(f"experiment {number} in `{path}` has no `name`", hint="give each its own")

@@ -34,7 +34,9 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseRow:
-    """What a probe reads at one moment. `before_forward` is read before the batch is moved to the GPU."""
+    """What a probe reads at one moment. `before_forward` is read before the batch is moved to the
+    GPU.
+    """
 
     step: int
     micro_batch: int
@@ -68,7 +70,8 @@ class Verdict:
 
     verdict: Outcome
     margin_bytes: int
-    """Limit less the peak reserved; of an `oom` less the peak that it would have without a limit."""
+    """Limit less the peak reserved; of an `oom` less the peak that it would have without a limit.
+    """
 
     limit_bytes: int
     """What the caching allocator can reserve on it."""
@@ -110,7 +113,9 @@ class Report:
     """What nvidia-smi shows: reserved and the CUDA context."""
 
     host_bytes: int
-    """Predicted: host memory that the run holds on purpose, such as paged optimizer state. Measured: the process's."""
+    """Predicted: host memory that the run holds on purpose, such as paged optimizer state.
+    Measured: the process's.
+    """
 
     phases: tuple[PhaseRow, ...]
     verdict: Outcome
@@ -152,7 +157,8 @@ class Prediction(Report):
     kind: ClassVar[str] = "predicted"
 
     unlimited_reserved_bytes: int
-    """Peak reserved on a GPU without end; more than `peak_reserved_bytes` where the limit was felt."""
+    """Peak reserved on a GPU without end; more than `peak_reserved_bytes` where the limit was felt.
+    """
 
     peak: Peak
     verdicts: Mapping[str, Verdict]

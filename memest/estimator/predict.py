@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from memest.report import Prediction, Verdict
 
 TARGET_TORCH = (2, 11)
-"""The torch release whose CUDA behaviour the kernel tables mirror, and with which runs were measured."""
+"""The torch release whose CUDA behaviour the kernel tables mirror, and with which runs were
+measured.
+"""
 
 PRIMARY_GPU = "h200"
 """Whose figures head a report when no GPU is asked for: the largest of the default set."""

@@ -18,8 +18,9 @@ TOTALS = {
 }
 
 TOLERANCES = {"allocated": 0.5, "reserved": 2.0, "process": 2.0, "phase": 1.0}
-"""Per cent that a single run may be off. `allocated` and `phase` follow from the event stream; `reserved` also from the
-addresses that the driver hands out, which a replay cannot know; `process` from the CUDA context of another driver."""
+"""Per cent that a single run may be off. `allocated` and `phase` follow from the event stream;
+`reserved` also from the addresses that the driver hands out, which a replay cannot know; `process`
+from the CUDA context of another driver."""
 
 STATES = ("params_bytes", "grads_bytes", "optimizer_bytes")
 """Of a phase, what must be equal to the byte."""
@@ -61,7 +62,9 @@ class Comparison:
     """Params, grads and optimizer bytes that are not equal."""
 
     residual: str
-    """Where the largest difference begins, and in which part; empty where there is none to speak of."""
+    """Where the largest difference begins, and in which part; empty where there is none to speak
+    of.
+    """
 
     versions: tuple[str, ...]
     """Libraries whose versions differ between the two sides."""

@@ -1,4 +1,6 @@
-"""Reports as a user sees them. Rewritten by `pytest --update-golden`; read the difference before committing it."""
+"""Reports as a user sees them. Rewritten by `pytest --update-golden`; read the difference before
+committing it.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,9 @@ import pytest
 
 def memest(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "memest", *args]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, timeout=300)
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=cwd, timeout=300
+    )
 
 
 @pytest.mark.parametrize(

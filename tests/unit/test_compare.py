@@ -79,7 +79,9 @@ def test_a_wrong_verdict_and_a_wrong_byte_of_state_break_any_tolerance() -> None
     wrong = (ROWS[0], row(0, Phase.AFTER_FORWARD, 4 * GIB, grads=1))
     (comparison,) = compare([measured(verdict=Outcome.OOM)], [predicted(phases=wrong)])
 
-    broken = summarise([comparison], dict.fromkeys(("allocated", "reserved", "process", "phase"), 99)).broken
+    broken = summarise(
+        [comparison], dict.fromkeys(("allocated", "reserved", "process", "phase"), 99)
+    ).broken
 
     assert broken == (
         "run: grads_bytes step 0.0 after_forward differs by 1 bytes",

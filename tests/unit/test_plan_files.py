@@ -61,7 +61,10 @@ def test_json_is_read_as_well(tmp_path: Path) -> None:
             "experiments: [{name: a, model_name: gpt2}, {name: a, model_name: gpt2}]\n",
             "names two experiments `a`",
         ),
-        ("experiments: [{name: a, model_name: gpt2, batch_size: 0}]\n", "experiment `a`: `batch_size` is"),
+        (
+            "experiments: [{name: a, model_name: gpt2, batch_size: 0}]\n",
+            "experiment `a`: `batch_size` is",
+        ),
         ("experiments: [{name: a, model_name: gpt2, bath_size: 1}]\n", "`bath_size` is not a key"),
     ],
 )
