@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,6 +19,9 @@ from memest.errors import MemestError, PlanError
 from memest.plan import ATTENTIONS, OPTIMIZERS, PRECISIONS, STRATEGIES, TrainingPlan
 from memest.plan_files import UnsupportedPlan, read_config, read_suite, read_suite_rows
 from memest.units import GIB, parse_bytes
+
+if TYPE_CHECKING:
+    from memest.validate.compare import Comparison
 
 OOM_EXIT_CODE = 5
 """Of `--check` when a plan does not fit; without it a verdict is a result, and the exit code 0."""
@@ -74,8 +77,10 @@ _PLAN_OPTIONS = [
     click.option("--lora-r", type=int, help="Rank of the adapters."),
     click.option("--lora-alpha", type=float, help="Scale of the adapters."),
     click.option("--lora-dropout", type=float, help="Dropout before the adapters."),
-    click.option("--lora-target", "lora_target_modules", multiple=True, help="Module that gets an adapter."),
-    click.option("--double-quant/--no-double-quant", default=None, help="Quantise nf4's scales too."),
+    click.option("--lora-target", "lora_target_modules", multiple=True,
+                 help="Module that gets an adapter."),
+    click.option("--double-quant/--no-double-quant", default=None,
+                 help="Quantise nf4's scales too."),
     click.option("--quant-skip", multiple=True, help="Module that stays unquantised."),
     click.option("--strategy", help=f"{', '.join(STRATEGIES)}."),
     click.option("--devices", type=int, help="Number of GPUs."),

@@ -129,11 +129,13 @@ def _where(prediction: Prediction) -> str:
 def _totals(prediction: Prediction) -> list[str]:
     slack = prediction.peak_reserved_bytes - prediction.peak_allocated_bytes
     context = prediction.process_bytes - prediction.peak_reserved_bytes
+    allocated, reserved = prediction.peak_allocated_bytes, prediction.peak_reserved_bytes
+    process = format_gib(prediction.process_bytes)
     rows = [
-        ["allocated", format_gib(prediction.peak_allocated_bytes), "torch.cuda.max_memory_allocated"],
-        ["reserved", format_gib(prediction.peak_reserved_bytes), f"cached beside it {format_bytes(slack)}"],
-        ["process", format_gib(prediction.process_bytes), f"nvidia-smi; CUDA context {format_bytes(context)}"],
-    ]  # fmt: skip
+        ["allocated", format_gib(allocated), "torch.cuda.max_memory_allocated"],
+        ["reserved", format_gib(reserved), f"cached beside it {format_bytes(slack)}"],
+        ["process", process, f"nvidia-smi; CUDA context {format_bytes(context)}"],
+    ]
     if prediction.host_bytes:
         rows.append(["host", format_gib(prediction.host_bytes), "paged optimizer state"])
     return [f"peak on {prediction.gpu}", *table(rows, left=1, last_left=True)]
@@ -141,7 +143,8 @@ def _totals(prediction: Prediction) -> list[str]:
 
 def _phases(prediction: Prediction) -> list[str]:
     rows = [
-        ["step", "phase", "params", "grads", "optimizer", "activations", "allocated", "peak", "reserved"]
+        ["step", "phase", "params", "grads", "optimizer", "activations", "allocated", "peak",
+         "reserved"]
     ]  # fmt: skip
     last = prediction.plan["accumulate_grad_batches"] - 1
     for row in prediction.phases:
@@ -190,7 +193,7 @@ def _assumed(prediction: Prediction) -> list[str]:
 
 
 def table(rows: Sequence[Sequence[str]], *, left: int, last_left: bool = False) -> list[str]:
-    """Columns aligned: the first `left` and, if asked, the last to the left, the rest to the right."""
+    """Columns: the first `left` and, if asked, the last to the left, the rest to the right."""
     num_columns = len(rows[0])
     widths = [max(len(row[i]) for row in rows) for i in range(num_columns)]
     lines = []

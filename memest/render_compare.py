@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from memest.validate.compare import Comparison, Summary
 
 _HEADER = [
-    "experiment", "allocated", "predicted", "error", "reserved", "predicted", "error", "process", "predicted",
-    "error", "worst phase", "verdict",
+    "experiment", "allocated", "predicted", "error", "reserved", "predicted", "error",
+    "process", "predicted", "error", "worst phase", "verdict",
 ]  # fmt: skip
 
 

@@ -27,7 +27,8 @@ STARTUP = [
     ["predict", "--model", "gpt2", "--optim", "adamv"],
 ]
 SCALING = [
-    "gpt2", "gpt2-xl", "llama-3.2-1b", "llama-3.1-8b", "llama-2-13b", "qwen2.5-32b", "llama-3.1-70b",
+    "gpt2", "gpt2-xl", "llama-3.2-1b", "llama-3.1-8b", "llama-2-13b", "qwen2.5-32b",
+    "llama-3.1-70b",
 ]  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from memest.estimator.suite import predict_all
 from memest.render_compare import render_comparison_markdown
 from memest.report import Measurement, Prediction, read_measurements
-from memest.validate.compare import compare, plan_of, summarise
+from memest.validate.compare import comparable, compare, plan_of, summarise
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
@@ -43,7 +43,8 @@ Runs = dict[str, tuple[list[Measurement], list[Prediction]]]
 
 def measured_and_predicted(jobs: int | None) -> Runs:
     """By results file: every measured run with its prediction."""
-    measured = {path.stem: read_measurements(path) for path in sorted(RESULTS.glob("*.jsonl"))}
+    paths = sorted(RESULTS.glob("*.jsonl"))
+    measured = {path.stem: comparable(read_measurements(path))[0] for path in paths}
     everything = [m for reports in measured.values() for m in reports]
     predictions = iter(predict_all([plan_of(m) for m in everything], jobs=jobs))
     return {name: (ms, [next(predictions) for _ in ms]) for name, ms in measured.items()}

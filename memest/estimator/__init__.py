@@ -1,0 +1,1 @@
+"""How much it needs: the step traced on the meta device, and replayed through the allocator."""

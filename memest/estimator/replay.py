@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from memest.estimator.allocator import Block, CachingAllocator, OutOfMemory
+from memest.estimator.allocator import AddressSpace, Block, CachingAllocator, OutOfMemory
 from memest.estimator.step import MicroBatch, Program, StateBytes
 from memest.report import Phase, PhaseRow
 
@@ -35,6 +36,25 @@ class Replayed:
     """Times that the allocator gave back its cache to go on."""
 
 
+class Observer(Protocol):
+    """Sees a run as it is replayed."""
+
+    addresses: AddressSpace
+    """Asked for segments, so whoever subclasses it sees those too."""
+
+    def born(self, storage: int, block: Block) -> None:
+        """`storage` was given `block`."""
+
+    def dies(self, storage: int, block: Block) -> None:
+        """`block` of `storage` is about to be given back."""
+
+    def reached(self, step: int, micro_batch: int, phase: Phase) -> None:
+        """A probe reads the memory."""
+
+    def refused(self, storage: int, num_bytes: int) -> None:
+        """No memory was left for a request of `num_bytes`, and the run ends."""
+
+
 def replay(
     program: Program,
     *,
@@ -42,6 +62,7 @@ def replay(
     num_micro_batches: int,
     limit_bytes: int | None = None,
     num_bytes: Sequence[int] | None = None,
+    observer: Observer | None = None,
 ) -> Replayed:
     """Run `num_steps` optimizer steps of `num_micro_batches` each.
 
@@ -52,13 +73,21 @@ def replay(
         limit_bytes: what the allocator may reserve; None is no limit.
         num_bytes: requested bytes by storage id, where they differ from the program's own, as
             on another GPU.
+        observer: sees every step and micro-batch, also those that only repeat the one before.
     """
-    run = _Run(program, limit_bytes, num_bytes or program.storages.num_bytes)
+    sizes = num_bytes or program.storages.num_bytes
+    run = (
+        _Run(program, limit_bytes, sizes)
+        if observer is None
+        else _ObservedRun(program, limit_bytes, sizes, observer)
+    )
     try:
         run.steps(num_steps, num_micro_batches)
     except OutOfMemory as error:
         run.result.failed = Moment(run.num_events, run.step, run.storage)
         run.result.failed_bytes = error.request_bytes
+        if observer is not None:
+            observer.refused(run.storage, error.request_bytes)
     run.close_peaks()
     run.result.num_retries = run.allocator.num_retries
     return run.result
@@ -230,6 +259,37 @@ class _Run:
             self.allocator.peak_allocated_bytes,
             tuple(sorted((index, block.address) for index, block in self.blocks.items())),
         )
+
+
+class _ObservedRun(_Run):
+    """A run that is told as it goes, and that leaves no repetition out."""
+
+    def __init__(
+        self,
+        program: Program,
+        limit_bytes: int | None,
+        num_bytes: Sequence[int],
+        observer: Observer,
+    ) -> None:
+        super().__init__(program, limit_bytes, num_bytes)
+        self.allocator = CachingAllocator(limit_bytes, observer.addresses)
+        self.observer = observer
+
+    def _apply(self, events: Sequence[int]) -> None:
+        for event in events:
+            if event < 0 and ~event in self.blocks:
+                self.observer.dies(~event, self.blocks[~event])
+            is_new = event >= 0 and event not in self.blocks
+            super()._apply((event,))
+            if is_new and event in self.blocks:
+                self.observer.born(event, self.blocks[event])
+
+    def _probe(self, phase: Phase, micro_batch: int, state: StateBytes) -> None:
+        super()._probe(phase, micro_batch, state)
+        self.observer.reached(self.step, micro_batch, phase)
+
+    def _state(self) -> tuple[object, ...]:
+        return (object(),)  # no state is that of before
 
 
 def _shifted(rows: Sequence[PhaseRow], *, step: int = 0, micro_batch: int = 0) -> list[PhaseRow]:

@@ -16,8 +16,8 @@ from memest.report import Outcome, Peak, Prediction, Term, Verdict
 from memest.units import MIB, format_bytes, format_count
 
 if TYPE_CHECKING:
-    from memest.estimator.predict import TracedPlan
     from memest.estimator.step import Program
+    from memest.estimator.traced_plan import TracedPlan
 
 ITEM_BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2,

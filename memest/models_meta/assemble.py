@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from memest.errors import PlanError, UnsupportedError
-from memest.models_meta.adapters import apply_lora, linear_names
+from memest.models_meta.batch import num_image_tokens
 from memest.models_meta.build import build_model, freeze, num_positions
 from memest.models_meta.quantization import prepare_for_kbit_training
 from memest.models_meta.registry import ModelConfig
@@ -76,6 +76,8 @@ def assemble(
         quantize(model)
         prepare_for_kbit_training(model, use_gradient_checkpointing=plan.act_ckpt)
     if plan.uses_adapters:
+        from memest.models_meta.adapters import apply_lora  # imports peft
+
         model = apply_lora(
             model,
             r=plan.lora_r,
@@ -156,7 +158,7 @@ def sequence_length(plan: TrainingPlan, config: ModelConfig) -> int:
     positions = num_positions(config.pretrained)
     modality = config.entry.modality if config.entry is not None else "text"
     if plan.seq_len is None:
-        default = DEFAULT_SEQ_LEN[modality]
+        default = DEFAULT_SEQ_LEN[modality] + num_image_tokens(config.pretrained, plan.image_size)
         return min(default, positions) if positions else default
     if positions is not None and plan.seq_len > positions:
         raise PlanError(
@@ -179,9 +181,17 @@ def _enable_checkpointing(model: Any, plan: TrainingPlan) -> None:
 
 
 def _lora_targets(model: Any) -> Sequence[str] | None:
-    """q and v by the names that the model uses, as the lab does; None leaves the choice to peft."""
+    """q and v by the names that the model uses, as the lab does, else the product that holds them.
+
+    None leaves the choice to peft.
+    """
+    from memest.models_meta.adapters import linear_names
+
     names = set(linear_names(model))
     for pair in (["q_proj", "v_proj"], ["q", "v"], ["query", "value"]):
         if names.issuperset(pair):
             return pair
+    for fused in ("qkv_proj", "query_key_value", "c_attn"):  # one product for all three
+        if fused in names:
+            return [fused]
     return None

@@ -267,6 +267,21 @@ def _class_labels(request: _Request) -> Tensor:
     return torch.randint(0, num_labels, (request.batch_size,), generator=request.generator)
 
 
+def num_image_tokens(config: Any, image_size: int | None) -> int:
+    """Tokens of a row that stand for its image, start and end marks included; 0 where none do."""
+    size = image_size or default_image_size(config) or 0
+    vision: Any = getattr(config, "vision_config", None)
+    if config.model_type == "llava":
+        has_class_token = config.vision_feature_select_strategy == "full"
+        return int((size // vision.patch_size) ** 2 + has_class_token)
+    if config.model_type == "gemma3":
+        return int(config.mm_tokens_per_image) + 2
+    if config.model_type in ("qwen2_vl", "qwen2_5_vl"):
+        grid = size // vision.patch_size
+        return int((grid // vision.spatial_merge_size) ** 2 + 2)
+    return 0
+
+
 def _placeholders(request: _Request, num_image_tokens: int, image_id: int, *around: Any) -> Tensor:
     """(B, T') image tokens between an optional start and end id, checked to fit `seq_len`."""
     start, end = around if around else (None, None)
@@ -365,9 +380,7 @@ def _blip2_batch(request: _Request) -> Batch:
 def _llava_batch(request: _Request) -> Batch:
     """LLaVA: one token for each patch of the vision tower."""
     pixels, flags, size = _pixels(request)
-    vision = request.config.vision_config
-    has_class_token = request.config.vision_feature_select_strategy == "full"
-    num_tokens = (size // vision.patch_size) ** 2 + has_class_token
+    num_tokens = num_image_tokens(request.config, size)
     prefix = _placeholders(request, num_tokens, request.config.image_token_id)
     text = _text(request, prefix)
     named = text | pixels | {"labels": text["input_ids"].clone()}
@@ -380,7 +393,7 @@ def _gemma3_batch(request: _Request) -> Batch:
     pixels, flags, size = _pixels(request)
     prefix = _placeholders(
         request,
-        config.mm_tokens_per_image,
+        num_image_tokens(config, size) - 2,
         config.image_token_id,
         config.boi_token_id,
         config.eoi_token_id,
@@ -409,7 +422,7 @@ def _qwen2_vl_batch(request: _Request) -> Batch:
     width = num_channels * vision.temporal_patch_size * vision.patch_size**2
     prefix = _placeholders(
         request,
-        (grid // vision.spatial_merge_size) ** 2,
+        num_image_tokens(config, size) - 2,
         config.image_token_id,
         config.vision_start_token_id,
         config.vision_end_token_id,

@@ -408,7 +408,8 @@ def quantize_nf4(
             f"`{type(model).__name__}` has no linear layer to quantise",
             hint=f"left alone by name: {', '.join(f'`{p}`' for p in patterns) or 'none'}",
         )
-    # A loop over `list(model.named_modules())` holds the originals to its end, and so does this one.
+    # A loop over `list(model.named_modules())` holds the originals to its end, and so does this
+    # one.
     originals = [model.get_submodule(name) for name in names]
     for name, original in zip(names, originals, strict=True):
         layer = Linear4bit(

@@ -144,7 +144,8 @@ def resolve_config(name: str, *, trust_remote_code: bool = False) -> ModelConfig
 
 
 def check_name(name: str) -> None:
-    """Raise what `resolve_config` would for a name that cannot mean anything; imports nothing heavy.
+    """Raise what `resolve_config` would for a name that cannot mean anything; imports nothing
+    heavy.
 
     Raises:
         UnknownModelError: neither bundled, nor a path, nor of the form of a Hub id.

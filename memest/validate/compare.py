@@ -231,8 +231,9 @@ def _version_differences(measured: Report, predicted: Report) -> tuple[str, ...]
 
 
 def _broken(comparison: Comparison, tolerances: Mapping[str, float]) -> list[str]:
+    run = comparison.name
     lines = [
-        f"{comparison.name}: {name} is off by {d.error_percent:+.2f} % (tolerance {tolerances[name]} %)"
+        f"{run}: {name} is off by {d.error_percent:+.2f} % (tolerance {tolerances[name]} %)"
         for name, d in comparison.totals.items()
         if abs(d.error_percent) > tolerances[name]
     ]
@@ -247,6 +248,7 @@ def _broken(comparison: Comparison, tolerances: Mapping[str, float]) -> list[str
     ]
     if not comparison.is_verdict_right:
         lines.append(
-            f"{comparison.name}: measured `{comparison.measured.verdict}`, predicted `{comparison.predicted.verdict}`"
+            f"{run}: measured `{comparison.measured.verdict}`,"
+            f" predicted `{comparison.predicted.verdict}`"
         )
     return lines

