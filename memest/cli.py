@@ -127,6 +127,13 @@ def main() -> None:
 @click.option(
     "--trust-remote-code", is_flag=True, help="Run model code that a config brings along."
 )
+@click.option("--html", type=click.Path(path_type=Path), help="Write a page with charts as well.")
+@click.option(
+    "--snapshot", type=click.Path(path_type=Path), help="Write the run as PyTorch's snapshot."
+)
+@click.option(
+    "--chrome-trace", type=click.Path(path_type=Path), help="Write the run for Perfetto, as JSON."
+)
 def predict(
     config: Path | None,
     suite: Path | None,
@@ -135,6 +142,9 @@ def predict(
     check: bool,
     jobs: int | None,
     trust_remote_code: bool,
+    html: Path | None,
+    snapshot: Path | None,
+    chrome_trace: Path | None,
     **flags: Any,
 ) -> int:
     """Predict one plan, or a suite of them.
@@ -144,15 +154,21 @@ def predict(
     memest predict --model llama-3.1-8b --lora --seq-len 2048 --gpu a100-80gb --gpu rtx-4090
     memest predict --config lab.yaml --bs 8
     memest predict --suite experiments.yaml --json
+    memest predict --model gpt2 --bs 8 --html report.html --snapshot step.pickle
     """
     given = {k: v for k, v in flags.items() if v is not None and v != ()}
     plans = _plans(config, suite, given)
-    if output is not None:
-        _check_writable(output)
+    for path in (output, html, snapshot, chrome_trace):
+        if path is not None:
+            _check_writable(path)
+    if (snapshot or chrome_trace) and len(plans) > 1:
+        raise PlanError("a recording is of one plan", hint="leave `--suite` out")
+    from memest.cli_chart import write_files
     from memest.estimator.suite import predict_all
     from memest.render import render_suite, render_text
 
     reports = predict_all(plans, jobs=jobs, trust_remote_code=trust_remote_code)
+    write_files(plans, reports, html=html, snapshot=snapshot, chrome_trace=chrome_trace)
     if as_json:
         text = "\n".join(report.to_json() for report in reports)
     else:
@@ -410,6 +426,8 @@ def _write(path: Path, text: str) -> None:
             f"`{path}` cannot be written: {error.strerror}", hint="name another file"
         ) from error
 
+
+from memest import cli_advise, cli_chart, cli_sweep  # noqa: E402, F401  own files
 
 if __name__ == "__main__":
     main()

@@ -97,7 +97,7 @@ class LoggingRecorder(Recorder):
         self._patch = mock.patch.object(sdpa, "choose_backend", self._choose_backend)
         self._choose = sdpa.choose_backend
         self._patch.start()
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
@@ -123,7 +123,7 @@ class LoggingRecorder(Recorder):
             self._by_recipe[id(recipe)] = index
             self._kept.append(recipe)
         in_backward = func in MATMULS and torch._C._current_autograd_node() is not None
-        born = ()
+        born: tuple[tuple[int, int], ...] = ()
         if len(self.storages.num_bytes) > first_id:
             born = tuple(self._born_here(out, recipe, first_id))
         end = len(self.events)
@@ -164,6 +164,12 @@ def take_numbers(value: Any) -> Template:
 
 _INT, _FLOAT = "an integer", "a float"
 
+_CONSTANTS = (
+    bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
+    torch._ops.OpOverload,
+)  # fmt: skip
+"""What stands for itself; anything else (a generator, the profiler's handle) decides no size."""
+
 
 @dataclass(frozen=True, slots=True)
 class _TensorShape:
@@ -202,7 +208,7 @@ def _shape(value: Any, numbers: list[int], floats: list[float]) -> Any:
     if isinstance(value, dict):
         items = tuple(_shape(v, numbers, floats) for v in value.values())
         return _Mapping(tuple(value), items)
-    return value
+    return value if isinstance(value, _CONSTANTS) else type(value).__name__
 
 
 def _tensor_shape(tensor: Tensor, numbers: list[int]) -> _TensorShape:
@@ -210,12 +216,10 @@ def _tensor_shape(tensor: Tensor, numbers: list[int]) -> _TensorShape:
     numbers += size
     numbers += stride
     num_bytes = tensor.untyped_storage().nbytes() if tensor.device.type == "meta" else 0
-    offset = tensor.storage_offset()
+    offset = int(tensor.storage_offset())
     is_dense = offset == 0 and num_bytes == dense_bytes(size, stride, tensor.element_size())
     numbers.append(num_bytes)
-    return _TensorShape(
-        len(size), tensor.dtype, tensor.device.type, offset % ALIGNMENT, is_dense
-    )
+    return _TensorShape(len(size), tensor.dtype, tensor.device.type, offset % ALIGNMENT, is_dense)
 
 
 def dense_bytes(size: Iterable[int], stride: Iterable[int], item_bytes: int) -> int:
@@ -277,3 +281,18 @@ def storage_bytes(shape: Any, numbers: Iterator[int]) -> list[int]:
     if shape is _INT:
         next(numbers)
     return []
+
+
+def count_numbers(shape: Any) -> int:
+    """How many whole numbers were taken out of `shape`."""
+    if isinstance(shape, _TensorShape):
+        return 2 * shape.num_dims + 1
+    if isinstance(shape, _Sequence | _Mapping):
+        return sum(map(count_numbers, shape.items))
+    return int(shape is _INT)
+
+
+def on_gpu(shape: Any) -> list[bool]:
+    """Of each result in `shape`, whether it is a tensor on the GPU."""
+    items = shape.items if isinstance(shape, _Sequence) else (shape,)
+    return [isinstance(item, _TensorShape) and item.device == "meta" for item in items]

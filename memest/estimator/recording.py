@@ -63,6 +63,8 @@ class Recording:
     limit_bytes: int | None
     """What the allocator could reserve."""
 
+    gpu: str = ""
+
     actions: list[Action] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     result: Replayed = field(default_factory=Replayed)
@@ -91,12 +93,14 @@ def record_plan(plan: TrainingPlan, *, trust_remote_code: bool = False) -> Recor
     """
     is_asked = plan.gpu or plan.gpu_memory is not None
     gpu = judged_gpus(plan)[0] if is_asked else find_gpu(PRIMARY_GPU)
-    return record_run(
+    recording = record_run(
         trace_plan(plan, gpu, trust_remote_code=trust_remote_code).program,
         num_steps=plan.steps,
         num_micro_batches=plan.accumulate_grad_batches,
         limit_bytes=min(gpu.limit_bytes, plan.memory_limit or gpu.limit_bytes),
     )
+    recording.gpu = gpu.name
+    return recording
 
 
 def kind_of(storages: StorageTable, storage: int) -> str:
@@ -175,11 +179,11 @@ class Timeline:
     peak: int
     """The point where most is allocated."""
 
-    peak_storage: int
-    """Which storage was made there, or -1 if the step began so."""
+    where: str
+    """Module and operator that made the peak; empty if the step began with it."""
 
-    is_cut: bool
-    """The run was out of memory before the step's end."""
+    refused_bytes: int
+    """What was asked for when no memory was left, which ended the step; 0 if it went through."""
 
     def total(self, point: int) -> int:
         """Bytes allocated at a point."""
@@ -234,14 +238,15 @@ def timeline(recording: Recording, step: int | None = None) -> Timeline:
             points[index] = len(all_reserved) - 1
     totals = [sum(column) for column in zip(*kinds.values(), strict=True)]
     peak = max(range(len(totals)), key=totals.__getitem__)
+    site = recording.storages.sites[storages_made[peak]] if storages_made[peak] >= 0 else None
     return Timeline(
         step=step,
         kinds=dict(kinds),
         reserved=all_reserved,
         stretches=_stretches(marks, points, len(totals) - 1, is_cut),
         peak=peak,
-        peak_storage=storages_made[peak],
-        is_cut=is_cut,
+        where=", ".join(filter(None, (site.module, site.op))) if site else "",
+        refused_bytes=recording.result.failed_bytes if is_cut else 0,
     )
 
 

@@ -95,11 +95,23 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
+def trace_with(
+    recorder: Recorder, plan: TrainingPlan, *, trust_remote_code: bool = False
+) -> TracedPlan:
+    """The program of `plan` as `recorder`, which is fresh, sees it; nothing is kept for later."""
+    with _quiet():
+        return _run(replace(plan, **_NOT_TRACED), recorder, trust_remote_code)
+
+
 @functools.lru_cache(maxsize=8)
 def _trace(plan: TrainingPlan, gpu: Gpu, trust_remote_code: bool) -> TracedPlan:
+    return _run(plan, Recorder(gpu, StorageTable()), trust_remote_code)
+
+
+def _run(plan: TrainingPlan, recorder: Recorder, trust_remote_code: bool) -> TracedPlan:
+    gpu = recorder.gpu
     config = resolve_config(plan.model_name, trust_remote_code=trust_remote_code)
     seq_len = sequence_length(plan, config)
-    recorder = Recorder(gpu, StorageTable())
     tracer = StepTracer(
         recorder,
         autocast_dtype=half_dtype(plan) if plan.precision.endswith("-mixed") else None,

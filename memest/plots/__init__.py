@@ -13,18 +13,40 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from memest.plots.heatmap import plot_fits, plot_largest_batch
     from memest.plots.ladder import plot_ladder
     from memest.plots.phases import plot_phases
-    from memest.plots.saving import save
+    from memest.plots.saving import parse_formats, save, svg_text
     from memest.plots.scatter import plot_scatter
+    from memest.plots.style import card_label, retitle
+    from memest.plots.timeline import plot_timeline
 
-__all__ = ["plot_ladder", "plot_phases", "plot_scatter", "save"]
+__all__ = [
+    "card_label",
+    "parse_formats",
+    "plot_fits",
+    "plot_ladder",
+    "plot_largest_batch",
+    "plot_phases",
+    "plot_scatter",
+    "plot_timeline",
+    "retitle",
+    "save",
+    "svg_text",
+]
 
 _HOMES = {
+    "card_label": "memest.plots.style",
+    "parse_formats": "memest.plots.saving",
+    "plot_fits": "memest.plots.heatmap",
     "plot_ladder": "memest.plots.ladder",
+    "plot_largest_batch": "memest.plots.heatmap",
     "plot_phases": "memest.plots.phases",
     "plot_scatter": "memest.plots.scatter",
+    "plot_timeline": "memest.plots.timeline",
+    "retitle": "memest.plots.style",
     "save": "memest.plots.saving",
+    "svg_text": "memest.plots.saving",
 }
 
 

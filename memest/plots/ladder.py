@@ -179,8 +179,11 @@ def _draw_bar(
             box = (base, row - _BAR / 2, length, _BAR)
             hatch(axes, box, ink, zorder=2, gid=f"{row}:{kind}:oom")
         start, stop = widest_gap(base, base + length, lines)
-        text = f"{length:.1f}"
-        if (stop - start) * per_gib > text_width(text, size) + 0.12:
+        room = (stop - start) * per_gib - 0.12
+        text = next(
+            (t for t in (f"{length:.1f}", f"{length:.0f}") if text_width(t, size) < room), ""
+        )
+        if text:
             if is_oom:  # no hatching behind the number
                 half = (text_width(text, size) / 2 + 0.04) / per_gib
                 corner = ((start + stop) / 2 - half, row - 0.47 * _BAR)

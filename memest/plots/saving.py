@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import secrets
 from collections.abc import Sequence
@@ -67,6 +68,26 @@ def save(
         for beside in written:
             beside.unlink(missing_ok=True)
     return targets
+
+
+def parse_formats(text: str) -> list[str]:
+    """The formats in `png,svg`, each once.
+
+    Raises:
+        PlanError: one does not exist, or there is none.
+    """
+    return _wanted(Path("chart"), [name.strip() for name in text.split(",") if name.strip()])[1]
+
+
+def svg_text(figure: Figure) -> str:
+    """`figure` as the text of an SVG file, to put into a page."""
+    buffer = io.StringIO()
+    with plain_matplotlib(_SETTINGS):
+        figure.savefig(
+            buffer, format="svg", metadata=_METADATA["svg"], facecolor=figure.get_facecolor()
+        )
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
 
 
 def _wanted(path: Path, formats: Sequence[str]) -> tuple[Path, list[str]]:

@@ -171,7 +171,7 @@ def _write_summary(figure: Figure, theme: Theme, pairs: Sequence[Pair]) -> None:
         errors = [percent_off(getattr(p, quantity), getattr(m, quantity)) for p, m in pairs]
         worst = max(pairs, key=lambda pair: abs(percent_off(*_both(pair, quantity))))
         y = 1 - (1.42 + 0.34 * index) / HEIGHT
-        text = f"{_NAMES[index]}: median {median(abs(e) for e in errors):.2g} %, "
+        text = f"{_NAMES[index]}: median {median(abs(e) for e in errors):.3f} %, "
         text += f"worst {signed_percent(*_both(worst, quantity))}"
         figure.text(
             (_ERRORS_LEFT + 0.35) / WIDTH, y, text, size=TICK, weight="bold",

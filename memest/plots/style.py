@@ -196,6 +196,23 @@ def write_title(figure: Figure, theme: Theme, title: str, subtitle: str) -> None
     )
 
 
+def card_label(gpu: str) -> str:
+    """A card of the catalogue as a slide names it.
+
+    >>> card_label("a100-80gb"), card_label("custom")
+    ('A100 80GB', 'custom')
+    """
+    return gpu.replace("-", " ").upper() if any(c.isdigit() for c in gpu) else gpu
+
+
+def retitle(figure: Figure, title: str) -> Figure:
+    """`figure` with another title; an empty one leaves it as it is."""
+    for text in figure.texts:
+        if title and text.get_gid() == "title":
+            text.set_text(shortened(title, TITLE, WIDTH - 0.8, bold=True))
+    return figure
+
+
 def write_legend(figure: Figure, theme: Theme, handles: Sequence[Patch], *, top: float) -> None:
     """One row of keys across the slide, its upper edge `top` inches under the slide's."""
     figure.legend(

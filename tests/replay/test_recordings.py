@@ -21,7 +21,7 @@ Events = list[tuple[int, int, int]]
 
 
 def recorded(name: str) -> Events:
-    with gzip.open(Path(__file__).with_name(f"{name}.npy.gz")) as file:
+    with gzip.open(Path(__file__).parent / f"{name}.npy.gz") as file:
         table = np.load(file, allow_pickle=False)
     return [(action, address, size) for action, address, size in table.T.tolist()]
 
@@ -107,3 +107,30 @@ def test_a_recording_asks_for_less_than_it_allocates(name: str) -> None:
 
     assert recorded_peaks(events)[1] <= allocator.peak_allocated_bytes
     assert allocator.peak_allocated_bytes <= allocator.peak_reserved_bytes
+
+
+KINDS = sorted(p.name.removesuffix(".npy.gz") for p in Path(__file__).parent.glob("kinds/*.gz"))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_kind_of_run_gets_the_addresses_and_the_peak_that_it_got(name: str) -> None:
+    events = recorded(f"kinds/{name}")
+    allocator = CachingAllocator(addresses=RecordedAddresses(events))
+
+    run(events, allocator, check_addresses=True)
+
+    assert allocator.peak_reserved_bytes == recorded_peaks(events)[0]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_kind_of_run_has_its_peak_wherever_the_driver_maps_segments(name: str) -> None:
+    events = recorded(f"kinds/{name}")
+    allocator = CachingAllocator()
+
+    run(events, allocator)
+
+    assert allocator.peak_reserved_bytes == recorded_peaks(events)[0]
+
+
+def test_there_is_a_recording_of_each_kind() -> None:
+    assert len(KINDS) == 12

@@ -20,8 +20,8 @@ FLOORS = [
     {"models_meta"},
     {"estimator"},
     {"validate"},
-    {"plots", "render", "render_compare"},
-    {"cli", "__main__"},
+    {"plots", "render", "render_advice", "render_compare", "render_sweep", "html_report"},
+    {"cli", "cli_advise", "cli_chart", "cli_sweep", "__main__"},
 ]
 """The rooms of the package, lowest first."""
 

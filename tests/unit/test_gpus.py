@@ -41,9 +41,9 @@ def test_a_context_taken_from_the_h200_equals_the_h200s() -> None:
 
 def test_the_h200_has_the_measured_figures() -> None:
     gpu = find_gpu("h200")
-    assert gpu.memory_bytes == 143155 * 2**20
-    assert gpu.context_bytes == 806223872
-    assert gpu.limit_bytes == 143155 * 2**20 - 806223872
+    assert gpu.memory_bytes == 150109880320
+    assert gpu.context_bytes == 796917760
+    assert gpu.limit_bytes == 150109880320 - 796917760
     assert (gpu.capability, gpu.num_sms) == ((9, 0), 132)
 
 

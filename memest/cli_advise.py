@@ -1,0 +1,69 @@
+"""`memest advise`: parse, one library call, render."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from memest.cli import OOM_EXIT_CODE, _check_writable, _plan_options, _plans, _write, main
+from memest.errors import PlanError
+
+
+@main.command()
+@_plan_options
+@click.option(
+    "--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it."
+)
+@click.option(
+    "--max-predictions", type=click.IntRange(1), default=40, help="Where the search ends."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the advice to a file.")
+@click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if nothing fits.")
+@click.option(
+    "--trust-remote-code", is_flag=True, help="Run model code that a config brings along."
+)
+def advise(
+    config: Path | None,
+    max_predictions: int,
+    as_json: bool,
+    output: Path | None,
+    check: bool,
+    trust_remote_code: bool,
+    **flags: Any,
+) -> int:
+    """Find what to change in a plan so that it fits one GPU, cheapest in kind first.
+
+    \b
+    memest advise --model blip2-opt-2.7b --precision 32-true --bs 64 --gpu a100-80gb
+    memest advise --config lab.yaml --gpu rtx-4090 --json
+    """
+    given = {k: v for k, v in flags.items() if v is not None and v != ()}
+    plan = _plans(config, None, given)[0]
+    if len(plan.gpu) + (plan.gpu_memory is not None) != 1:
+        raise PlanError(
+            "advice is for one GPU" + (f", not {len(plan.gpu)}" if plan.gpu else ""),
+            hint="add `--gpu a100-80gb`, or `--gpu-memory 24GiB`",
+        )
+    from memest.estimator.gpus import custom_gpu, find_gpu
+    from memest.models_meta.registry import check_name
+
+    gpu = custom_gpu(plan.gpu_memory) if plan.gpu_memory is not None else find_gpu(plan.gpu[0])
+    check_name(plan.model_name)
+    if output is not None:
+        _check_writable(output)
+    from memest.estimator.advise import advise as find_advice
+    from memest.render_advice import render_advice
+
+    advice = find_advice(
+        plan, gpu, max_predictions=max_predictions, trust_remote_code=trust_remote_code
+    )
+    text = json.dumps(advice.to_dict()) if as_json else render_advice(advice)
+    if output is None:
+        click.echo(text)
+    else:
+        _write(output, text + "\n")
+    return OOM_EXIT_CODE if check and not (advice.fits or advice.options) else 0

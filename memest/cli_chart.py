@@ -1,0 +1,308 @@
+"""The charts on the command line, and the files that `predict` writes beside its report."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from memest.cli import _plan_options, _plans, _write, main
+from memest.errors import PlanError
+from memest.estimator.gpus import find_gpu
+from memest.plan import TrainingPlan
+from memest.plan_files import UnsupportedPlan, read_suite_rows
+
+if TYPE_CHECKING:
+    from memest.estimator.recording import Timeline
+    from memest.report import Prediction
+
+LAB_GPUS = ("a100-40gb", "a100-80gb", "h100-80gb", "h200")
+"""The cards whose lines the ladder of the lab is drawn against."""
+
+_CHART_OPTIONS = [
+    click.option(
+        "--out", type=click.Path(path_type=Path), default=Path("charts"), show_default=True,
+        help="Folder for the pictures and their data; made if it is not there.",
+    ),
+    click.option(
+        "--format", "formats", default="png", show_default=True, help="Of png, svg, pdf: png,svg."
+    ),
+    click.option("--dark", is_flag=True, help="For dark slides."),
+    click.option("--title", default="", help="In place of the chart's own."),
+]  # fmt: skip
+
+
+def _chart_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(_CHART_OPTIONS):
+        command = option(command)
+    return command
+
+
+@main.group()
+def chart() -> None:
+    """Draw charts for slides; the data lies beside each picture."""
+
+
+@chart.command()
+@click.option(
+    "--suite", default="lab-a100", show_default=True, help="lab-a100, lab-h100, or a file of plans."
+)
+@click.option("--gpu", multiple=True, help="Card to draw a line for; the first decides the bars.")
+@click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
+@_chart_options
+def lab(
+    suite: str,
+    gpu: tuple[str, ...],
+    jobs: int | None,
+    out: Path,
+    formats: str,
+    dark: bool,
+    title: str,
+) -> None:
+    """The ladder of the lab: every experiment a bar, against the lines of the cards.
+
+    \b
+    memest chart lab
+    memest chart lab --suite lab-h100 --format png,svg,pdf --dark
+    memest chart lab --suite experiments.yaml --gpu rtx-4090 --gpu a100-80gb
+    """
+    from memest.plots import card_label
+    from memest.validate.suite_files import find_suite
+
+    wanted = _formats(formats)
+    path = find_suite(suite)
+    cards = list(gpu) or _lab_cards(path.stem)
+    limits = {card_label(name): find_gpu(name).limit_bytes for name in cards}
+    plans: list[TrainingPlan] = []
+    for row in read_suite_rows(path, {"gpu": cards}):
+        if isinstance(row, UnsupportedPlan):
+            click.echo(f"not drawn: {row.name}: {row.error}", err=True)
+        else:
+            plans.append(row)
+    if not plans:
+        raise PlanError(f"`{suite}` has no plan that can be drawn", hint="name another suite")
+    _make_folder(out)
+    from memest.estimator.suite import predict_all
+    from memest.plots import plot_ladder
+
+    reports = predict_all(plans, jobs=jobs)
+    figure = plot_ladder(reports, limits=limits, dark=dark)
+    _save(figure, out / path.stem, wanted, title, [report.to_dict() for report in reports])
+
+
+def _lab_cards(suite: str) -> list[str]:
+    """The cards of the lab, the one that the suite was run on first."""
+    own = "h100-80gb" if "h100" in suite else "a100-80gb"
+    return [own, *(name for name in LAB_GPUS if name != own)]
+
+
+@chart.command()
+@_plan_options
+@click.option(
+    "--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it."
+)
+@click.option("--suite", type=click.Path(path_type=Path), help="A chart for each of many plans.")
+@_chart_options
+def phases(
+    config: Path | None,
+    suite: Path | None,
+    out: Path,
+    formats: str,
+    dark: bool,
+    title: str,
+    **flags: Any,
+) -> None:
+    """Params, grads, optimizer and activations at the four phases of a step.
+
+    \b
+    memest chart phases --model blip2-opt-2.7b --bs 16 --precision 32-true --gpu a100-80gb
+    """
+    wanted = _formats(formats)
+    plans = _plans(config, suite, _given(flags))
+    _make_folder(out)
+    from memest.estimator.suite import predict_all
+    from memest.plots import plot_phases
+
+    for stem, report in zip(_stems("phases", plans), predict_all(plans), strict=True):
+        figure = plot_phases(report, None, gpu_limit_bytes=_limit_bytes(report), dark=dark)
+        _save(figure, out / stem, wanted, title, [report.to_dict()])
+
+
+@chart.command()
+@_plan_options
+@click.option(
+    "--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it."
+)
+@click.option("--suite", type=click.Path(path_type=Path), help="A chart for each of many plans.")
+@click.option("--step", type=click.IntRange(0), help="Of the run; by default that of the peak.")
+@_chart_options
+def timeline(
+    config: Path | None,
+    suite: Path | None,
+    step: int | None,
+    out: Path,
+    formats: str,
+    dark: bool,
+    title: str,
+    **flags: Any,
+) -> None:
+    """Memory over the events of one step, by what it is held for.
+
+    \b
+    memest chart timeline --model blip2-opt-2.7b --bs 16 --precision 32-true --gpu a100-80gb
+    """
+    wanted = _formats(formats)
+    plans = _plans(config, suite, _given(flags))
+    for plan in plans:
+        if step is not None and step >= plan.steps:
+            raise PlanError(
+                f"`--step {step}` is not among the {plan.steps} of `{plan.label}`",
+                hint="the first is 0; `--steps` simulates more",
+            )
+    _make_folder(out)
+    from memest.estimator.recording import record_plan
+    from memest.estimator.recording import timeline as timeline_of
+    from memest.plots import plot_timeline
+
+    for stem, plan in zip(_stems("timeline", plans), plans, strict=True):
+        recording = record_plan(plan)
+        line = timeline_of(recording, step)
+        figure = plot_timeline(
+            line,
+            name=plan.label,
+            gpu=recording.gpu,
+            gpu_limit_bytes=recording.limit_bytes,
+            dark=dark,
+        )
+        _save(figure, out / stem, wanted, title, _points(line))
+
+
+@chart.command("validate")
+@click.argument("results", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
+@_chart_options
+def validate_chart(
+    results: tuple[Path, ...], jobs: int | None, out: Path, formats: str, dark: bool, title: str
+) -> None:
+    """Predicted over measured, and the errors: the runs of `memest validate`.
+
+    \b
+    memest chart validate results/lab-h200.jsonl
+    """
+    from memest.report import read_measurements
+
+    wanted = _formats(formats)
+    found = [m for path in results for m in read_measurements(path)]
+    from memest.validate.compare import comparable, plan_of
+
+    measured, left_out = comparable(found)
+    for line in left_out:
+        click.echo(f"not compared: {line}", err=True)
+    plans = [plan_of(m) for m in measured]
+    _make_folder(out)
+    from memest.estimator.suite import predict_all
+    from memest.plots import plot_scatter
+
+    pairs = list(zip(predict_all(plans, jobs=jobs), measured, strict=True))
+    figure = plot_scatter(pairs, dark=dark)
+    data = [report.to_dict() for pair in pairs for report in pair]
+    _save(figure, out / "validate", wanted, title, data)
+
+
+def _formats(text: str) -> list[str]:
+    """The formats asked for, refused before anything is computed."""
+    from memest.plots import parse_formats
+
+    return parse_formats(text)
+
+
+def _given(flags: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in flags.items() if v is not None and v != ()}
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlanError(
+            f"`{folder}` cannot be made: {error.strerror}", hint="name another folder"
+        ) from error
+    if not os.access(folder, os.W_OK):
+        raise PlanError(f"`{folder}` cannot be written", hint="name another folder")
+
+
+def _stems(chart_name: str, plans: Sequence[TrainingPlan]) -> list[str]:
+    """A file name for the chart of each plan, no two alike."""
+    from memest.validate.snapshot import file_stem
+
+    if len(plans) == 1:
+        return [chart_name]
+    stems: list[str] = []
+    for plan in plans:
+        stem = f"{chart_name}-{file_stem(plan.label)}"
+        stems.append(stem if stem not in stems else f"{stem}-{len(stems)}")
+    return stems
+
+
+def _limit_bytes(report: Prediction) -> int:
+    return (
+        report.verdicts[report.gpu].limit_bytes
+        if report.gpu in report.verdicts
+        else (find_gpu(report.gpu).limit_bytes)
+    )
+
+
+def _points(line: Timeline) -> list[dict[str, Any]]:
+    """One row per point of a timeline."""
+    phases = {i: s.name for s in line.stretches for i in range(s.start, s.stop + 1)}
+    return [
+        {"event": i, "phase": phases.get(i, ""), "reserved_bytes": reserved}
+        | {f"{kind}_bytes": values[i] for kind, values in line.kinds.items()}
+        for i, reserved in enumerate(line.reserved)
+    ]
+
+
+def _save(
+    figure: Any, path: Path, formats: Sequence[str], title: str, data: Sequence[dict[str, Any]]
+) -> None:
+    """The pictures, then their data as JSON Lines; says what was written."""
+    from memest.plots import retitle, save
+
+    for written in save(retitle(figure, title), path, formats):
+        click.echo(written)
+    data_file = path.with_name(f"{path.name}.jsonl")
+    _write(data_file, "".join(json.dumps(row) + "\n" for row in data))
+    click.echo(data_file)
+
+
+def write_files(
+    plans: Sequence[TrainingPlan],
+    reports: Sequence[Prediction],
+    *,
+    html: Path | None,
+    snapshot: Path | None,
+    chrome_trace: Path | None,
+) -> None:
+    """What `predict` writes beside its report: a page, PyTorch's snapshot, Chrome's trace."""
+    if not (html or snapshot or chrome_trace):
+        return
+    recording = None
+    if len(plans) == 1:
+        from memest.estimator.recording import record_plan
+
+        recording = record_plan(plans[0])
+    if html is not None:
+        from memest.html_report import render_page
+
+        _write(html, render_page(reports, recording=recording))
+    if recording is not None:
+        from memest.estimator.snapshot import write_chrome_trace, write_snapshot
+
+        if snapshot is not None:
+            write_snapshot(recording, snapshot)
+        if chrome_trace is not None:
+            write_chrome_trace(recording, chrome_trace)

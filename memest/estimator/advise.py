@@ -1,0 +1,436 @@
+"""What to change in a plan so that it fits a card; every answer is an exact prediction.
+
+The search, in the order of what the changes cost in kind (`changes.Cost`):
+
+1. Each change alone; of graded ones (micro-batch, lengths) the mildest that is enough, by
+   bisection, and the next one where its margin is tight.
+2. Where a kind of cost has no answer yet, and none cheaper has: all changes up to that kind at
+   once. Where that fits, changes are taken out or made milder one by one, dearest first, as long as
+   it still fits, so that nothing is left that could be left out. Where three or more remain, pairs
+   of the strongest changes are tried, and then triples, up to the first that fits.
+
+Left out: combinations dearer in kind than an answer already found; and what could only be found if a
+stronger change, or one change more, made a plan larger. `Advice.is_complete` says whether the search
+came to its end or to the end of its predictions.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from memest.errors import MemestError, PlanError
+from memest.estimator.changes import NOT_MODELLED, Change, Cost, Lever, apply, levers_for
+from memest.estimator.commands import ModelFacts, predict_command, training_lines
+from memest.estimator.gpus import Gpu, find_gpu, list_gpus
+from memest.estimator.predict import predict
+from memest.plan import TrainingPlan
+from memest.report import Outcome, Prediction
+
+SCHEMA = "memest.advice/1"
+
+TIGHT_SHARE = 0.013
+"""Of the limit: a smaller margin can be lost to another driver, between two of which the memory of
+one kind of GPU was seen to differ by as much (`gpus.py`)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """A plan that was predicted, and how it differs from the one asked about."""
+
+    changes: tuple[Change, ...]
+    """Cheapest first."""
+
+    plan: TrainingPlan
+    fits: bool
+    peak_reserved_bytes: int
+    """Of one that does not fit: what it would need on a card without end."""
+
+    margin_bytes: int
+    """Limit less the peak reserved; below 0 where it does not fit."""
+
+    host_bytes: int
+    """Host memory that it holds, such as paged optimizer state."""
+
+    command: str
+    """Predicts it again."""
+
+    training_lines: tuple[str, ...]
+    """What changes in the training script."""
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether it fits with so little to spare that another driver may undo it."""
+        limit_bytes = self.peak_reserved_bytes + self.margin_bytes
+        return self.fits and self.margin_bytes < TIGHT_SHARE * limit_bytes
+
+    @property
+    def cost(self) -> Cost:
+        """Of its dearest change."""
+        return max((change.cost for change in self.changes), default=Cost.NOTHING)
+
+    @property
+    def title(self) -> str:
+        """Its changes in one line."""
+        return " + ".join(change.title for change in self.changes) or "as it is"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The option as JSON values."""
+        return {
+            "changes": [
+                {"title": c.title, "cost": c.cost.words, "price": c.price, "updates": _json(c)}
+                for c in self.changes
+            ],
+            "cost": self.cost.words,
+            "plan": self.plan.to_dict(),
+            "fits": self.fits,
+            "is_tight": self.is_tight,
+            "peak_reserved_bytes": self.peak_reserved_bytes,
+            "margin_bytes": self.margin_bytes,
+            "host_bytes": self.host_bytes,
+            "command": self.command,
+            "training_lines": list(self.training_lines),
+        }
+
+
+def _json(change: Change) -> dict[str, Any]:
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in change.updates.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refused:
+    """A change that does not go with the plan or the model."""
+
+    title: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advice:
+    """What makes a plan fit one card."""
+
+    gpu: str
+    limit_bytes: int
+    """What the caching allocator can reserve on it, or the plan's `memory_limit`."""
+
+    current: Option
+    """The plan as it was asked about."""
+
+    options: tuple[Option, ...]
+    """All that fit, cheapest in kind first; empty where `current` fits."""
+
+    not_enough: tuple[Option, ...]
+    """Single changes that do not fit alone, in the order of what they cost."""
+
+    smallest: Option
+    """The smallest peak of all that was predicted."""
+
+    refused: tuple[Refused, ...]
+    not_modelled: tuple[str, ...]
+    num_predictions: int
+    is_complete: bool
+    """False where the number of predictions ended the search before its end."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the plan fits as it is."""
+        return self.current.fits
+
+    def to_dict(self) -> dict[str, Any]:
+        """The advice as JSON values."""
+        return {
+            "schema": SCHEMA,
+            "gpu": self.gpu,
+            "limit_bytes": self.limit_bytes,
+            "fits": self.fits,
+            "current": self.current.to_dict(),
+            "options": [option.to_dict() for option in self.options],
+            "not_enough": [option.to_dict() for option in self.not_enough],
+            "smallest": self.smallest.to_dict(),
+            "refused": [{"title": r.title, "reason": r.reason} for r in self.refused],
+            "not_modelled": list(self.not_modelled),
+            "num_predictions": self.num_predictions,
+            "is_complete": self.is_complete,
+        }
+
+
+class _Spent(Exception):
+    """The search has used up its predictions."""
+
+
+def advise(
+    plan: TrainingPlan,
+    gpu: Gpu | str,
+    *,
+    max_predictions: int = 40,
+    trust_remote_code: bool = False,
+) -> Advice:
+    """The changes that make `plan` fit `gpu`, cheapest in kind first.
+
+    The GPUs that the plan itself names are passed over; its `memory_limit` holds.
+
+    Raises:
+        PlanError: `max_predictions` is below 1, or there is no such GPU.
+        MemestError: the plan cannot be predicted as it is.
+    """
+    if max_predictions < 1:
+        raise PlanError(
+            f"`max_predictions` is {max_predictions}", hint="give at least 1; 40 is plenty"
+        )
+    card = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    search = _Search(_on_card(plan, card), card, max_predictions, trust_remote_code)
+    current, prediction = search.predict_current()
+    options: dict[TrainingPlan, Option] = {}
+    levers: tuple[Lever, ...] = ()
+    is_complete = True
+    if not current.fits:
+        levers = levers_for(search.plan, search.facts(prediction), card)
+        try:
+            search.run(levers, options)
+        except _Spent:
+            is_complete = False
+    seen = search.seen()
+    order = [change for lever in levers for change in lever.changes]
+    not_enough = [option for option in seen if len(option.changes) == 1 and not option.fits]
+    not_enough.sort(key=lambda option: (option.cost, order.index(option.changes[0])))
+    return Advice(
+        gpu=card.name,
+        limit_bytes=prediction.verdicts[card.name].limit_bytes,
+        current=current,
+        options=tuple(sorted(options.values(), key=_by_cost)),
+        not_enough=tuple(not_enough),
+        smallest=min(seen, key=lambda option: option.peak_reserved_bytes),
+        refused=tuple(search.refused),
+        not_modelled=NOT_MODELLED,
+        num_predictions=search.num_predictions,
+        is_complete=is_complete,
+    )
+
+
+def _on_card(plan: TrainingPlan, gpu: Gpu) -> TrainingPlan:
+    """`plan` asked about this GPU alone."""
+    if any(known.name == gpu.name for known in list_gpus()):
+        return replace(plan, gpu=(gpu.name,), gpu_memory=None)
+    return replace(plan, gpu=(), gpu_memory=gpu.memory_bytes)
+
+
+def _by_cost(option: Option) -> tuple[Any, ...]:
+    return option.cost, len(option.changes), sorted(change.cost for change in option.changes)
+
+
+@dataclass(slots=True)
+class _Search:
+    """Predictions of changed plans, each made once, and the walk through them."""
+
+    plan: TrainingPlan
+    gpu: Gpu
+    max_predictions: int
+    trust_remote_code: bool
+    num_predictions: int = 0
+    refused: list[Refused] = field(default_factory=list)
+    _facts: ModelFacts | None = None
+    _known: dict[TrainingPlan, Option] = field(default_factory=dict)
+
+    def seen(self) -> list[Option]:
+        """All that was predicted, in the order in which it was."""
+        return list(self._known.values())
+
+    def predict_current(self) -> tuple[Option, Prediction]:
+        """The plan without a change; an error is the caller's."""
+        self.num_predictions += 1
+        prediction = predict(self.plan, trust_remote_code=self.trust_remote_code)
+        self._known[self.plan] = self._option(self.plan, (), prediction)
+        return self._known[self.plan], prediction
+
+    def facts(self, prediction: Prediction) -> ModelFacts:
+        """What the changes need to know of the model; built once more, on the meta device."""
+        self._facts = _model_facts(self.plan, prediction, self.trust_remote_code)
+        return self._facts
+
+    def weigh(self, changes: Iterable[Change]) -> Option | None:
+        """The prediction of the plan with `changes`; None where they do not go with it.
+
+        Raises:
+            _Spent: it would be one prediction too many.
+        """
+        ordered = tuple(sorted(changes, key=lambda change: change.cost))
+        try:
+            plan = apply(self.plan, ordered)
+            if plan not in self._known:
+                if self.num_predictions >= self.max_predictions:
+                    raise _Spent
+                self.num_predictions += 1
+                prediction = predict(plan, trust_remote_code=self.trust_remote_code)
+                self._known[plan] = self._option(plan, ordered, prediction)
+            known = self._known[plan]
+            if len(ordered) < len(known.changes):  # the rest had no effect beside these
+                known = self._known[plan] = replace(known, changes=ordered)
+            return known
+        except MemestError as error:
+            title = " + ".join(change.title for change in ordered)
+            self.refused.append(Refused(title=title, reason=str(error)))
+            return None
+
+    def _fits(self, changes: Iterable[Change]) -> bool:
+        option = self.weigh(changes)
+        return option is not None and option.fits
+
+    def _option(
+        self, plan: TrainingPlan, changes: tuple[Change, ...], prediction: Prediction
+    ) -> Option:
+        verdict = prediction.verdicts[self.gpu.name]
+        facts = self._facts
+        return Option(
+            changes=changes,
+            plan=plan,
+            fits=verdict.verdict is Outcome.FITS,
+            peak_reserved_bytes=verdict.limit_bytes - verdict.margin_bytes,
+            margin_bytes=verdict.margin_bytes,
+            host_bytes=prediction.host_bytes,
+            command=predict_command(plan),
+            training_lines=training_lines(self.plan, plan, facts) if facts and changes else (),
+        )
+
+    def run(self, levers: Sequence[Lever], options: dict[TrainingPlan, Option]) -> None:
+        """Fill `options` with what fits: single changes, then combinations.
+
+        Raises:
+            _Spent: before the end; what was found until then is there.
+        """
+        for option in self._singles(levers):
+            options[option.plan] = option
+        usable = self._usable(levers)
+        for cost in Cost:
+            if any(option.cost <= cost for option in options.values()):
+                return
+            for option in self._combinations(usable, cost):
+                options[option.plan] = option
+
+    def _singles(self, levers: Sequence[Lever]) -> Iterator[Option]:
+        """Each change alone, cheapest first; once a lever has an answer, none more at that cost."""
+        for cost, lever in itertools.product(Cost, levers):
+            if lever.is_graded and lever.changes[0].cost is cost:
+                yield from self._graded(lever)
+            elif not lever.is_graded:
+                weighed = (self.weigh([c]) for c in lever.changes if c.cost is cost)
+                answer = next((option for option in weighed if option and option.fits), None)
+                yield from [answer] if answer else []
+
+    def _graded(self, lever: Lever) -> Iterator[Option]:
+        """The mildest grade that fits, and where that is tight, the next."""
+        mildest = self._mildest(lever, [])
+        if mildest is None:
+            return
+        for change in lever.changes[lever.changes.index(mildest) :]:
+            option = self.weigh([change])
+            if option is None or not option.fits:
+                return
+            yield option
+            if not option.is_tight:
+                return
+
+    def _usable(self, levers: Sequence[Lever]) -> list[Lever]:
+        """Without the changes that were refused alone."""
+        titles = {refused.title for refused in self.refused}
+        kept = (
+            replace(lever, changes=tuple(c for c in lever.changes if c.title not in titles))
+            for lever in levers
+        )
+        return [lever for lever in kept if lever.changes]
+
+    def _mildest(self, lever: Lever, others: Sequence[Change]) -> Change | None:
+        """The first change of a graded lever that fits beside `others`; None where none does."""
+        grades = lever.changes
+        if not self._fits([*others, grades[-1]]):
+            return None
+        low, high = 0, len(grades) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if self._fits([*others, grades[middle]]):
+                high = middle
+            else:
+                low = middle + 1
+        return grades[high]
+
+    def _combinations(self, levers: Sequence[Lever], cost: Cost) -> Iterator[Option]:
+        """Combinations of this cost that fit and from which nothing can be left out."""
+        strongest = _strongest(levers, cost)
+        if len(strongest) < 2 or _cost(strongest) < cost:
+            return
+        if not self._fits(change for _, change in strongest):
+            return
+        found = self._shrunk(strongest)
+        yield found
+        for size in range(2, len(found.changes)):
+            groups = [g for g in itertools.combinations(strongest, size) if _cost(g) == cost]
+            for group in sorted(groups, key=_costs):
+                if self._fits(change for _, change in group):
+                    yield self._shrunk(group)
+                    return
+
+    def _shrunk(self, chosen: Sequence[tuple[Lever, Change]]) -> Option:
+        """`chosen`, which fits, with all taken out or made milder that can be, dearest first."""
+        kept = list(chosen)
+        by_cost = sorted(reversed(chosen), key=lambda pair: pair[1].cost, reverse=True)
+        for lever, change in by_cost:
+            others = [c for other, c in kept if other is not lever]
+            if self._fits(others):
+                kept = [pair for pair in kept if pair[0] is not lever]
+                continue
+            milder = self._mildest(lever, others) if lever.is_graded else None
+            for grade in () if lever.is_graded else lever.changes[: lever.changes.index(change)]:
+                if self._fits([*others, grade]):
+                    milder = grade
+                    break
+            if milder is not None:
+                kept = [(lever, milder) if pair[0] is lever else pair for pair in kept]
+        option = self.weigh(change for _, change in kept)
+        assert option is not None
+        return option
+
+
+def _strongest(levers: Sequence[Lever], cost: Cost) -> list[tuple[Lever, Change]]:
+    """Of each lever its last change up to `cost`; another optimizer only where it is the cost."""
+    allowed = {c for c in Cost if c <= cost and (c is not Cost.OPTIMIZER or cost is c)}
+    found = []
+    for lever in levers:
+        changes = [change for change in lever.changes if change.cost in allowed]
+        if changes:
+            found.append((lever, changes[-1]))
+    return found
+
+
+def _costs(group: Iterable[tuple[Lever, Change]]) -> list[Cost]:
+    return sorted(change.cost for _, change in group)
+
+
+def _cost(group: Iterable[tuple[Lever, Change]]) -> Cost:
+    return _costs(group)[-1]
+
+
+def _model_facts(plan: TrainingPlan, prediction: Prediction, trust_remote_code: bool) -> ModelFacts:
+    from memest.models_meta.assemble import _lora_targets, load_dtype
+    from memest.models_meta.build import build_model, vision_config
+    from memest.models_meta.registry import resolve_config
+
+    config = resolve_config(plan.model_name, trust_remote_code=trust_remote_code)
+    module = build_model(config, dtype=load_dtype(plan)).module
+    vision = vision_config(config.pretrained)
+    towers: list[str] = []
+    for name, part in module.named_modules() if vision is not None else ():
+        is_inside = any(name.startswith(f"{tower}.") for tower in towers)
+        if name and not is_inside and type(getattr(part, "config", None)) is type(vision):
+            towers.append(name)
+    targets: Sequence[str] = ()
+    with suppress(MemestError):
+        targets = _lora_targets(module) or ()
+    return ModelFacts(
+        class_name=str(prediction.model["class"]),
+        vision_modules=tuple(towers),
+        lora_targets=tuple(targets),
+        seq_len=int(prediction.plan["seq_len"]),
+        image_size=prediction.plan["image_size"],
+    )

@@ -1,0 +1,308 @@
+"""The changes that make a plan smaller, each with what it costs in kind, cheapest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Any
+
+from memest.estimator.commands import ModelFacts
+from memest.estimator.gpus import Gpu
+from memest.plan import TrainingPlan
+
+BF16_CAPABILITY = (8, 0)
+"""From which on tensor cores multiply bf16 (CUDA C++ Programming Guide, table of arithmetic)."""
+
+SHORTEST_SHARE = 8
+"""No text is cut below this part of its length; nor below `SHORTEST_TEXT` tokens."""
+
+SHORTEST_TEXT = 16
+
+
+class Cost(IntEnum):
+    """What a change asks for, cheapest first; a combination costs what its dearest change does."""
+
+    NOTHING = 0
+    TIME = 1
+    PRECISION = 2
+    OPTIMIZER = 3
+    TRAINED = 4
+    INPUTS = 5
+
+    @property
+    def words(self) -> str:
+        """For a reader."""
+        return _COST_WORDS[self]
+
+
+_COST_WORDS = {
+    Cost.NOTHING: "same mathematics, no more time",
+    Cost.TIME: "same mathematics, more time",
+    Cost.PRECISION: "numbers of fewer bits",
+    Cost.OPTIMIZER: "another optimizer",
+    Cost.TRAINED: "fewer parameters trained",
+    Cost.INPUTS: "smaller inputs",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """One change of a plan."""
+
+    title: str
+    cost: Cost
+    price: str
+    """What it costs, in plain words."""
+
+    updates: Mapping[str, Any]
+    """Keys of the plan, with their new values."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lever:
+    """Changes of one thing, of which a plan can take one; mildest first."""
+
+    changes: tuple[Change, ...]
+    is_graded: bool = False
+    """Each saves more than the one before, so the mildest that is enough can be bisected."""
+
+
+NOT_MODELLED = (
+    "offload of optimizer states or weights to the host (DeepSpeed ZeRO-Offload, FSDP CPU offload)",
+    "sharding over several GPUs (FSDP, DeepSpeed ZeRO)",
+)
+"""What may help too, and is not predicted, so that no figure is given for it."""
+
+
+def apply(plan: TrainingPlan, changes: Iterable[Change]) -> TrainingPlan:
+    """`plan` with `changes`; what contradicts them goes: `freeze` under adapters, which freeze the
+    whole base, `padded` with one row, `momentum` with another optimizer.
+
+    Raises:
+        MemestError: the changes do not go with the plan.
+    """
+    updates: dict[str, Any] = {}
+    for change in changes:
+        updates |= change.updates
+    if updates.get("use_lora") or updates.get("use_qlora"):
+        updates["freeze"] = ()
+    if updates.get("batch_size") == 1 and plan.padded:
+        updates["padded"] = None
+    if updates.get("optim", plan.optim) != plan.optim:
+        updates["momentum"] = 0.0
+    return replace(plan, **updates)
+
+
+def levers_for(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> tuple[Lever, ...]:
+    """What can be changed in `plan` to make it smaller; levers in the order of what they cost."""
+    found = (
+        _attention(plan),
+        _optimizer(plan),
+        _accumulation(plan),
+        _checkpointing(plan),
+        _precision(plan, gpu),
+        _vision(plan, facts),
+        _adapters(plan),
+        _text(plan, facts),
+        _image(facts),
+    )
+    return tuple(lever for lever in found if lever.changes)
+
+
+def _attention(plan: TrainingPlan) -> Lever:
+    if plan.attn_implementation != "eager":
+        return Lever(changes=())
+    change = Change(
+        title="sdpa attention instead of eager",
+        cost=Cost.NOTHING,
+        price="nothing: the same attention by a fused kernel, up to rounding",
+        updates={"attn_implementation": "sdpa"},
+    )
+    return Lever(changes=(change,))
+
+
+_FUSED = {"adamw": "adamw_fused", "adamw_single": "adamw_fused", "adam": "adam_fused"}
+_FULL_ADAM = {
+    "adamw": "adamw", "adamw_fused": "adamw", "adamw_single": "adamw",
+    "adam": "adam", "adam_fused": "adam",
+}  # fmt: skip
+
+
+def _optimizer(plan: TrainingPlan) -> Lever:
+    changes = []
+    if plan.optim in _FUSED:
+        changes.append(
+            Change(
+                title="fused optimizer",
+                cost=Cost.NOTHING,
+                price="nothing: the same update in one kernel, without temporaries",
+                updates={"optim": _FUSED[plan.optim]},
+            )
+        )
+    if plan.optim in _FULL_ADAM:
+        changes.append(
+            Change(
+                title="8-bit optimizer states",
+                cost=Cost.PRECISION,
+                price="moments are rounded to 8 bits in blocks; training may differ slightly",
+                updates={"optim": f"{_FULL_ADAM[plan.optim]}_8bit"},
+            )
+        )
+    base = _FULL_ADAM.get(plan.optim) or plan.optim.removesuffix("_8bit")
+    if base in ("adam", "adamw") and not plan.optim.startswith("paged"):
+        changes.append(
+            Change(
+                title="paged 8-bit optimizer states",
+                cost=Cost.PRECISION,
+                price="as 8-bit states, and the driver moves them between host and GPU: slower "
+                "steps, host memory",
+                updates={"optim": f"paged_{base}_8bit"},
+            )
+        )
+    if plan.optim != "sgd":
+        changes.append(
+            Change(
+                title="SGD without momentum",
+                cost=Cost.OPTIMIZER,
+                price="no adaptive step sizes: the learning rate must be found anew, and "
+                "transformers often train worse",
+                updates={"optim": "sgd"},
+            )
+        )
+    return Lever(changes=tuple(changes))
+
+
+def _accumulation(plan: TrainingPlan) -> Lever:
+    """Every smaller micro-batch that divides the batch of a step, largest first."""
+    total = plan.batch_size * plan.accumulate_grad_batches
+    sizes = [
+        n for n in range(plan.batch_size - 1, 0, -1) if total % n == 0 and total // n <= 1 << 16
+    ]
+    changes = (
+        Change(
+            title=f"micro-batch {size}, accumulated {total // size} times",
+            cost=Cost.TIME,
+            price=f"more and smaller kernels; still {total} samples a step, "
+            "the loss being the mean over micro-batches",
+            updates={"batch_size": size, "accumulate_grad_batches": total // size},
+        )
+        for size in sizes
+    )
+    return Lever(changes=tuple(changes), is_graded=True)
+
+
+def _checkpointing(plan: TrainingPlan) -> Lever:
+    if plan.act_ckpt:
+        return Lever(changes=())
+    change = Change(
+        title="activation checkpointing",
+        cost=Cost.TIME,
+        price="about one more forward per step",
+        updates={"act_ckpt": True},
+    )
+    return Lever(changes=(change,))
+
+
+def _precision(plan: TrainingPlan, gpu: Gpu) -> Lever:
+    has_bf16 = gpu.capability >= BF16_CAPABILITY
+    mixed = "bf16-mixed" if has_bf16 else "16-mixed"
+    changes = []
+    if plan.precision == "32-true":
+        scaled = "" if has_bf16 else " of small range, with loss scaling"
+        changes.append(
+            Change(
+                title=f"precision {mixed}",
+                cost=Cost.PRECISION,
+                price=f"matrix products in 16 bits{scaled}; weights and states stay in 32",
+                updates={"precision": mixed},
+            )
+        )
+    if plan.precision in ("32-true", "bf16-mixed", "16-mixed"):
+        emulated = "" if has_bf16 else "; this GPU has no bf16 tensor cores, so it is slow"
+        changes.append(
+            Change(
+                title="precision bf16-true",
+                cost=Cost.PRECISION,
+                price="weights, gradients and states in bf16: small updates can round away"
+                + emulated,
+                updates={"precision": "bf16-true"},
+            )
+        )
+    return Lever(changes=tuple(changes))
+
+
+def _vision(plan: TrainingPlan, facts: ModelFacts) -> Lever:
+    patterns = tuple(f"{name}.*" for name in facts.vision_modules)
+    if plan.uses_adapters or not set(patterns) - set(plan.freeze):
+        return Lever(changes=())
+    change = Change(
+        title="vision tower frozen",
+        cost=Cost.TRAINED,
+        price="the vision tower keeps its pretrained weights",
+        updates={"freeze": tuple(dict.fromkeys((*plan.freeze, *patterns)))},
+    )
+    return Lever(changes=(change,))
+
+
+def _adapters(plan: TrainingPlan) -> Lever:
+    changes = []
+    if not plan.uses_adapters:
+        changes.append(
+            Change(
+                title=f"LoRA, rank {plan.lora_r}",
+                cost=Cost.TRAINED,
+                price="only low-rank adapters learn; often close to a full fine-tune, not always",
+                updates={"use_lora": True},
+            )
+        )
+    if not plan.use_qlora:
+        changes.append(
+            Change(
+                title=f"QLoRA, rank {plan.lora_r}",
+                cost=Cost.TRAINED,
+                price="only adapters learn, on a base rounded to 4 bits; unpacking it costs time",
+                updates={"use_qlora": True},
+            )
+        )
+    if not plan.double_quant:
+        changes.append(
+            Change(
+                title=f"QLoRA, rank {plan.lora_r}, double quantisation",
+                cost=Cost.TRAINED,
+                price="as QLoRA, with the scales rounded too",
+                updates={"use_qlora": True, "double_quant": True},
+            )
+        )
+    return Lever(changes=tuple(changes))
+
+
+def _text(plan: TrainingPlan, facts: ModelFacts) -> Lever:
+    shortest = max(SHORTEST_TEXT, -(-facts.seq_len // SHORTEST_SHARE))
+    lengths, length = [], facts.seq_len // 2
+    while length >= shortest:
+        lengths.append(length)
+        length //= 2
+    changes = (
+        Change(
+            title=f"{length} tokens instead of {facts.seq_len}",
+            cost=Cost.INPUTS,
+            price="longer texts are cut: what was cut is not learned",
+            updates={"seq_len": length},
+        )
+        for length in lengths
+    )
+    return Lever(changes=tuple(changes), is_graded=True)
+
+
+def _image(facts: ModelFacts) -> Lever:
+    if facts.image_size is None:
+        return Lever(changes=())
+    size = facts.image_size // 2
+    change = Change(
+        title=f"images of {size} pixels instead of {facts.image_size}",
+        cost=Cost.INPUTS,
+        price="less detail; the model was pretrained on larger images",
+        updates={"image_size": size},
+    )
+    return Lever(changes=(change,))

@@ -1,0 +1,195 @@
+"""A plan as text to paste: the command that predicts it, the lines of the training script."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+from memest.plan import TrainingPlan
+from memest.units import GIB
+
+_FLAGS = {
+    "model_name": "--model", "batch_size": "--bs", "accumulate_grad_batches": "--acc",
+    "precision": "--precision", "optim": "--optim", "momentum": "--momentum",
+    "lora_r": "--lora-r", "lora_alpha": "--lora-alpha", "lora_dropout": "--lora-dropout",
+    "lora_target_modules": "--lora-target", "quant_skip": "--quant-skip",
+    "strategy": "--strategy", "devices": "--devices", "seq_len": "--seq-len",
+    "image_size": "--image-size", "attn_implementation": "--attn", "freeze": "--freeze",
+    "gpu": "--gpu", "gpu_memory": "--gpu-memory", "memory_limit": "--memory-limit",
+    "steps": "--steps",
+}  # fmt: skip
+_SWITCHES = {
+    "act_ckpt": ("--act-ckpt", "--no-act-ckpt"),
+    "use_lora": ("--lora", "--no-lora"),
+    "use_qlora": ("--qlora", "--no-qlora"),
+    "double_quant": ("--double-quant", "--no-double-quant"),
+    "padded": ("--padded", "--no-padded"),
+    "tie_word_embeddings": ("--tie-embeddings", "--untie-embeddings"),
+}
+_ALWAYS = ("model_name", "batch_size", "precision", "optim")
+"""Keys that a reader wants to see, be they defaults or not."""
+
+_OPTIMIZER_CALLS = {
+    "adamw_fused": ("torch.optim.AdamW", ", fused=True"),
+    "adam_fused": ("torch.optim.Adam", ", fused=True"),
+    "sgd": ("torch.optim.SGD", ""),
+    "adam_8bit": ("bitsandbytes.optim.Adam8bit", ""),
+    "adamw_8bit": ("bitsandbytes.optim.AdamW8bit", ""),
+    "paged_adam_8bit": ("bitsandbytes.optim.PagedAdam8bit", ""),
+    "paged_adamw_8bit": ("bitsandbytes.optim.PagedAdamW8bit", ""),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """What advice needs to know of a model beside its prediction."""
+
+    class_name: str
+    vision_modules: tuple[str, ...]
+    """Names of the modules that are the vision tower; empty where there is none."""
+
+    lora_targets: tuple[str, ...]
+    """The modules that get adapters where the plan names none; empty is peft's own choice."""
+
+    seq_len: int
+    """Tokens per sample that the prediction of the plan used."""
+
+    image_size: int | None
+
+
+def predict_command(plan: TrainingPlan) -> str:
+    """The `memest predict` that predicts `plan`; its name, which has no flag, is left out.
+
+    >>> predict_command(TrainingPlan(model_name="gpt2", act_ckpt=True, gpu=("t4",)))
+    'memest predict --model gpt2 --bs 1 --precision bf16-true --optim adamw --act-ckpt --gpu t4'
+    """
+    defaults = TrainingPlan(model_name=plan.model_name).to_dict()
+    words = ["memest", "predict"]
+    for key, value in plan.to_dict().items():
+        if value == defaults[key] and key not in _ALWAYS:
+            continue
+        if key in _SWITCHES:
+            words.append(_SWITCHES[key][0 if value else 1])
+        elif key in _FLAGS:
+            for item in value if isinstance(value, list) else [value]:
+                words += [_FLAGS[key], _text(key, item)]
+    return shlex.join(words)
+
+
+def _text(key: str, value: Any) -> str:
+    if key in ("gpu_memory", "memory_limit") and value % GIB == 0:
+        return f"{value // GIB}GiB"
+    return str(value)
+
+
+def training_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts) -> tuple[str, ...]:
+    """The lines of a Lightning script that turn `before` into `after`, in the order of a script.
+
+    Names are those of lightning 2.6, transformers 5.17, peft 0.21 and bitsandbytes 0.50; `name`,
+    `model` and `dataset` stand for the reader's own.
+    """
+    return (
+        *_loading_lines(before, after, facts),
+        *_adapter_lines(before, after, facts),
+        *_checkpointing_lines(before, after),
+        *_freezing_lines(before, after, facts),
+        *_optimizer_lines(before, after),
+        *_input_lines(before, after),
+        *_trainer_lines(before, after),
+    )
+
+
+def _loading_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts) -> list[str]:
+    arguments = ["name"]
+    if after.attn_implementation != before.attn_implementation:
+        arguments.append(f'attn_implementation="{after.attn_implementation}"')
+    lines = []
+    if after.use_qlora and _qlora_keys(after) != _qlora_keys(before):
+        half = "torch.float16" if after.precision.startswith("16") else "torch.bfloat16"
+        double = ", bnb_4bit_use_double_quant=True" if after.double_quant else ""
+        lines.append(
+            'quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", '
+            f"bnb_4bit_compute_dtype={half}{double}, "
+            f"llm_int8_skip_modules={_list(after.quant_skip)})"
+        )
+        dtype = "torch.float16" if after.precision == "16-true" else "torch.bfloat16"
+        arguments += ["quantization_config=quantization", f"dtype={dtype}"]
+    if len(arguments) > 1:
+        lines.append(f"model = {facts.class_name}.from_pretrained({', '.join(arguments)})")
+    return lines
+
+
+def _qlora_keys(plan: TrainingPlan) -> tuple[Any, ...]:
+    return plan.use_qlora, plan.double_quant, plan.precision
+
+
+def _adapter_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts) -> list[str]:
+    lines = []
+    if after.use_qlora and (_qlora_keys(after), after.act_ckpt) != (
+        _qlora_keys(before),
+        before.act_ckpt,
+    ):
+        lines.append(
+            "model = prepare_model_for_kbit_training"
+            f"(model, use_gradient_checkpointing={after.act_ckpt})"
+        )
+    if after.uses_adapters and not before.uses_adapters:
+        targets = after.lora_target_modules or facts.lora_targets
+        named = f", target_modules={_list(targets)}" if targets else ""
+        lines.append(
+            f"model = get_peft_model(model, LoraConfig(r={after.lora_r}, "
+            f"lora_alpha={after.lora_alpha:g}, lora_dropout={after.lora_dropout:g}{named}))"
+        )
+    return lines
+
+
+def _checkpointing_lines(before: TrainingPlan, after: TrainingPlan) -> list[str]:
+    changed = (after.act_ckpt, after.uses_adapters) != (before.act_ckpt, before.uses_adapters)
+    if not after.act_ckpt or after.use_qlora or not changed:
+        return []
+    lines = ["model.gradient_checkpointing_enable()"]
+    return [*lines, "model.enable_input_require_grads()"] if after.uses_adapters else lines
+
+
+def _freezing_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts) -> list[str]:
+    added = set(after.freeze) - set(before.freeze)
+    return [
+        f"model.{name}.requires_grad_(False)"
+        for name in facts.vision_modules
+        if f"{name}.*" in added
+    ]
+
+
+def _optimizer_lines(before: TrainingPlan, after: TrainingPlan) -> list[str]:
+    if after.optim == before.optim:
+        return []
+    call, option = _OPTIMIZER_CALLS[after.optim]
+    trained = "(p for p in model.parameters() if p.requires_grad)"
+    return [f"optimizer = {call}({trained}, lr=lr{option})"]
+
+
+def _input_lines(before: TrainingPlan, after: TrainingPlan) -> list[str]:
+    lines = []
+    if after.seq_len != before.seq_len:
+        lines.append(f"tokenizer(texts, truncation=True, max_length={after.seq_len})")
+    if after.image_size != before.image_size:
+        size = after.image_size
+        lines.append(f'processor(images=images, size={{"height": {size}, "width": {size}}})')
+        lines.append("model(**batch, interpolate_pos_encoding=True)  # where its forward takes it")
+    if after.batch_size != before.batch_size:
+        lines.append(f"DataLoader(dataset, batch_size={after.batch_size})")
+    return lines
+
+
+def _trainer_lines(before: TrainingPlan, after: TrainingPlan) -> list[str]:
+    arguments = []
+    if after.accumulate_grad_batches != before.accumulate_grad_batches:
+        arguments.append(f"accumulate_grad_batches={after.accumulate_grad_batches}")
+    if after.precision != before.precision:
+        arguments.append(f'precision="{after.precision}"')
+    return [f"L.Trainer({', '.join(arguments)})"] if arguments else []
+
+
+def _list(names: tuple[str, ...]) -> str:
+    return "[" + ", ".join(f'"{name}"' for name in names) + "]"

@@ -1,0 +1,332 @@
+"""The largest batch size, or sequence length, at which a plan fits a card.
+
+Whether a size fits is decided by replaying its program under the card's limit, as `predict` does.
+The search does not take it for granted that what needs more memory fits worse: the allocator packs
+one size better than its neighbour, and gives back its cache when a card is full.
+
+1. Double the size until it does not fit; close in by secant and bisection, so that `value` fits and
+   `value + 1` does not.
+2. Look at the sizes above, one by one, for as long as even their allocated bytes stay below the
+   limit (a size with more allocated at one moment than the card can reserve cannot fit), at most
+   `NUM_NEIGHBOURS` of them.
+3. Trace the size above the answer by itself: if the programs made from the traces of small sizes
+   (`reuse`) are not what it says to the byte, search again with a trace for every size.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from memest.errors import PlanError
+from memest.estimator.gpus import Gpu
+from memest.estimator.predict import _verdict
+from memest.estimator.replay import Replayed, replay
+from memest.estimator.reuse import Family, FormBroken, TraceSeries, with_value
+from memest.estimator.traced_plan import TracedPlan
+from memest.models_meta.batch import MAX_TOKENS
+from memest.plan import TrainingPlan
+from memest.report import Outcome, Verdict
+
+SCHEMA = "memest.largest/1"
+
+NUM_NEIGHBOURS = {"batch_size": 16, "seq_len": 2}
+"""Sizes above the answer that are looked at for one that fits all the same."""
+
+FIRST_OF_FAMILY = 2
+"""Batch sizes from here on come from one family of traces; 1 is traced by itself."""
+
+FIRST_SEQ_LEN = 64
+"""Where the search for a sequence length begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What a run of a traced plan on one card comes to."""
+
+    verdict: Verdict
+    result: Replayed
+    free: Replayed
+    """The same without a limit."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it runs to its end."""
+        return self.verdict.verdict is Outcome.FITS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Largest:
+    """The largest value of one key with which a plan fits a card, and how it was found."""
+
+    plan: TrainingPlan
+    """With the largest value, or the smallest that was tried where none fits."""
+
+    gpu: str
+    key: str
+    """`batch_size` or `seq_len`."""
+
+    value: int | None
+    """None where not even the smallest fits."""
+
+    limit_bytes: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    """Of `value` on this card; where none fits, what the smallest needs on a card without end."""
+
+    margin_bytes: int
+    """Limit less the peak reserved; below 0 where none fits."""
+
+    next_needs_bytes: int | None
+    """What `value + 1` would reserve on a card without end; None where it is beyond `ceiling`."""
+
+    at: str
+    """Where the next larger value runs out of memory."""
+
+    ceiling: str
+    """What stopped the search before memory did; empty elsewhere."""
+
+    num_traces: int
+    elapsed_s: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values; `max_batch_size` or `max_seq_len` is `value`."""
+        return {
+            "schema": SCHEMA,
+            "name": self.plan.label,
+            "gpu": self.gpu,
+            f"max_{self.key}": self.value,
+            "fits": self.value is not None,
+            "limit_bytes": self.limit_bytes,
+            "peak_allocated_bytes": self.peak_allocated_bytes,
+            "peak_reserved_bytes": self.peak_reserved_bytes,
+            "margin_bytes": self.margin_bytes,
+            "next_needs_bytes": self.next_needs_bytes,
+            "next_oom_at": self.at,
+            "ceiling": self.ceiling,
+            "num_traces": self.num_traces,
+            "elapsed_s": round(self.elapsed_s, 3),
+            "plan": self.plan.to_dict(),
+        }
+
+
+def max_batch(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False) -> Largest:
+    """The largest `batch_size` with which `plan` fits `gpu`; the plan's own does not matter.
+
+    Raises:
+        MemestError: the plan cannot be run, or memest cannot model it.
+    """
+    return largest(plan, [gpu], "batch_size", trust_remote_code=trust_remote_code)[0]
+
+
+def max_seq_len(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False) -> Largest:
+    """The largest `seq_len` with which `plan` fits `gpu`, up to the model's positions.
+
+    Raises:
+        MemestError: the plan cannot be run, or memest cannot model it.
+    """
+    return largest(plan, [gpu], "seq_len", trust_remote_code=trust_remote_code)[0]
+
+
+def largest(
+    plan: TrainingPlan, gpus: Sequence[Gpu], key: str, *, trust_remote_code: bool = False
+) -> list[Largest]:
+    """The largest value of `key` on each of `gpus`; cards of one chip share their traces."""
+    found = []
+    all_series: dict[tuple[Any, ...], TraceSeries] = {}
+    for gpu in gpus:
+        chip = (gpu.capability, gpu.num_sms)
+        if chip not in all_series:
+            all_series[chip] = TraceSeries(plan, gpu, key, trust_remote_code=trust_remote_code)
+        found.append(_Search(all_series[chip], gpu).run())
+    return found
+
+
+def boundary_suite(found: Sequence[Largest]) -> dict[str, Any]:
+    """A suite for `memest validate`: of each plan the largest value that fits, and the next one.
+
+    Each experiment is capped to the limit that the search had, so that any larger GPU of the same
+    chip runs out of memory where the card would.
+    """
+    experiments = []
+    for row in found:
+        plan = {k: v for k, v in row.plan.to_dict().items() if v is not None and v != []}
+        plan |= {"memory_limit": row.limit_bytes}
+        plan.pop("gpu", None)
+        for value, expected in ((row.value, "fits"), ((row.value or 0) + 1, "oom")):
+            if value:
+                name = f"{row.plan.label}, {row.key} {value}"
+                experiments.append({**plan, "name": name, row.key: value, "expected": expected})
+    return {"experiments": experiments}
+
+
+def limit_of(plan: TrainingPlan, gpu: Gpu) -> int:
+    """Bytes that the allocator may reserve."""
+    return min(gpu.limit_bytes, plan.memory_limit or gpu.limit_bytes)
+
+
+def judge(
+    traced: TracedPlan, plan: TrainingPlan, limit: int, free: Replayed | None = None
+) -> Judged:
+    """Replay `traced` under `limit`; `free` is its replay without one, where it is known."""
+
+    def run(limit_bytes: int | None) -> Replayed:
+        return replay(
+            traced.program,
+            num_steps=plan.steps,
+            num_micro_batches=plan.accumulate_grad_batches,
+            limit_bytes=limit_bytes,
+        )
+
+    free = free or run(None)
+    result = free if free.peak_reserved_bytes <= limit else run(limit)
+    return Judged(_verdict(result, free, limit, traced.program), result, free)
+
+
+class _Search:
+    """The search of the module's docstring, for one plan and card."""
+
+    def __init__(self, series: TraceSeries, gpu: Gpu) -> None:
+        self.series, self.plan, self.gpu = series, series.plan, gpu
+        self.limit = limit_of(series.plan, gpu)
+        self._is_batch = series.key == "batch_size"
+        self._makes_family = self._is_batch
+        self._family: Family | None = None
+        self._judged: dict[int, Judged | PlanError] = {}
+
+    def run(self) -> Largest:
+        """Search, and search again without a family if that did not hold."""
+        started = time.perf_counter()
+        low = self._search()
+        if self._family is not None and not self._family_holds(low):
+            self._makes_family, self._family = False, None
+            self._judged.clear()
+            low = self._search()
+        return self._report(low, time.perf_counter() - started)
+
+    def judged(self, value: int) -> Judged | None:
+        """What `value` comes to, or None where the plan does not exist with it; asked once."""
+        if value not in self._judged:
+            try:
+                self._judged[value] = judge(self._traced(value), self.plan, self.limit)
+            except PlanError as error:
+                self._judged[value] = error
+        found = self._judged[value]
+        return found if isinstance(found, Judged) else None
+
+    def _traced(self, value: int) -> TracedPlan:
+        with_value(self.plan, self.series.key, value)  # refuses what is no plan
+        if not self._makes_family or value < FIRST_OF_FAMILY:
+            return self.series.at(value)
+        if value * self.series.at(FIRST_OF_FAMILY).seq_len > MAX_TOKENS:
+            raise PlanError(f"`batch_size` {value} is beyond {MAX_TOKENS} tokens")
+        try:
+            self._family = self._family or self.series.family(FIRST_OF_FAMILY)
+            return self._family.at(value)
+        except FormBroken:
+            self._makes_family, self._family = False, None
+            self._judged.clear()
+            return self.series.at(value)
+
+    def _fits(self, value: int) -> bool:
+        found = self.judged(value)
+        return found is not None and found.fits
+
+    def _search(self) -> int:
+        """The largest value that fits, or less than 1: minus the smallest, which does not."""
+        low = self._smallest()
+        if low < 1:
+            return low
+        high = 2 * low
+        while self._fits(high):
+            low, high = high, 2 * high
+        return self._beyond(self._close_in(low, high))
+
+    def _smallest(self) -> int:
+        """A value that fits, or minus the smallest value that makes a plan."""
+        if self._is_batch:
+            tries = [2 if self.plan.padded else 1]
+        else:
+            tries = [FIRST_SEQ_LEN << i for i in range(8)] + [FIRST_SEQ_LEN >> i for i in range(7)]
+        allowed = next((value for value in tries if self.judged(value) is not None), None)
+        if allowed is None:
+            raise next(e for e in self._judged.values() if isinstance(e, PlanError))
+        too_small = 0
+        while not self._fits(allowed):
+            value = (too_small + allowed) // 2
+            if allowed - too_small == 1:
+                return -allowed
+            if self.judged(value) is None:
+                too_small = value
+            else:
+                allowed = value
+        return allowed
+
+    def _close_in(self, low: int, high: int) -> int:
+        """`low` fits and `high` does not; returned is a value that fits below one that does not."""
+        is_secant = True
+        while high - low > 1:
+            middle = (low + high) // 2
+            above = self.judged(high)
+            if is_secant and above is not None:
+                middle = min(max(self._secant(low, high), low + 1), high - 1)
+            width = high - low
+            if self._fits(middle):
+                low = middle
+            else:
+                high = middle
+            is_secant = 2 * (high - low) <= width  # else bisect once
+        return low
+
+    def _secant(self, low: int, high: int) -> int:
+        """Where the reserved bytes would cross the limit if they grew evenly."""
+        below, above = self.judged(low), self.judged(high)
+        assert below is not None
+        assert above is not None
+        room = self.limit - below.free.peak_reserved_bytes
+        growth = above.free.peak_reserved_bytes - below.free.peak_reserved_bytes
+        return low + room * (high - low) // growth if growth > 0 else (low + high) // 2
+
+    def _beyond(self, value: int) -> int:
+        """`value`, or a larger one that fits although a smaller does not."""
+        largest = value
+        num_neighbours = NUM_NEIGHBOURS[self.series.key]
+        while value - largest < num_neighbours:
+            value += 1
+            found = self.judged(value)
+            if found is None or found.free.peak_allocated_bytes > self.limit:
+                break
+            if found.fits:
+                largest = value
+        return largest
+
+    def _family_holds(self, value: int) -> bool:
+        """Whether a trace just above the answer says what the family says there."""
+        assert self._family is not None
+        end = value + 1 if self.judged(value + 1) is not None else value
+        return end <= FIRST_OF_FAMILY + 1 or self.series.agrees(self._family, end)
+
+    def _report(self, value: int, elapsed_s: float) -> Largest:
+        shown = max(value, -value)
+        found = self.judged(shown)
+        assert found is not None
+        above = self.judged(value + 1) if value > 0 else found
+        error = self._judged.get(value + 1)
+        used = found.result if found.fits else found.free
+        return Largest(
+            plan=with_value(self.plan, self.series.key, shown),
+            gpu=self.gpu.name,
+            key=self.series.key,
+            value=value if value > 0 else None,
+            limit_bytes=self.limit,
+            peak_allocated_bytes=used.peak_allocated_bytes,
+            peak_reserved_bytes=used.peak_reserved_bytes,
+            margin_bytes=found.verdict.margin_bytes,
+            next_needs_bytes=None if above is None else above.free.peak_reserved_bytes,
+            at="" if above is None else above.verdict.at,
+            ceiling=str(error) if isinstance(error, PlanError) else "",
+            num_traces=self.series.num_traces,
+            elapsed_s=elapsed_s,
+        )

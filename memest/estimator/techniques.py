@@ -1,0 +1,119 @@
+"""The ladder of the lab: ways to make one fine-tune smaller, and the largest batch of each."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+from memest.errors import MemestError
+from memest.estimator.gpus import Gpu
+from memest.estimator.largest import Largest, largest
+from memest.plan import TrainingPlan
+
+TECHNIQUES: dict[str, dict[str, Any]] = {
+    "fp32": {"precision": "32-true"},
+    "mixed bf16": {"precision": "bf16-mixed"},
+    "bf16": {"precision": "bf16-true"},
+    "bf16, ckpt": {"precision": "bf16-true", "act_ckpt": True},
+    "bf16, sgd": {"precision": "bf16-true", "optim": "sgd"},
+    "bf16, adam_8bit": {"precision": "bf16-true", "optim": "adam_8bit"},
+    "bf16, adam_8bit, ckpt": {"precision": "bf16-true", "optim": "adam_8bit", "act_ckpt": True},
+    "LoRA fp32": {"precision": "32-true", "use_lora": True},
+    "LoRA bf16": {"precision": "bf16-true", "use_lora": True},
+    "LoRA bf16, ckpt": {"precision": "bf16-true", "use_lora": True, "act_ckpt": True},
+    "QLoRA fp32": {"precision": "32-true", "use_qlora": True},
+    "QLoRA bf16": {"precision": "bf16-true", "use_qlora": True},
+    "QLoRA bf16, ckpt": {"precision": "bf16-true", "use_qlora": True, "act_ckpt": True},
+}
+"""The rows of the lab's tables on one GPU, from the baseline on, and their combinations; AdamW
+where no optimizer is named.
+"""
+
+_DECIDED = {
+    "precision", "optim", "momentum", "act_ckpt", "use_lora", "use_qlora", "double_quant",
+}  # fmt: skip
+"""Keys of a plan that a technique decides."""
+
+_OF_ADAPTERS = {"lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "quant_skip"}
+_OF_FULL = {"freeze"}
+
+
+@dataclass(frozen=True, slots=True)
+class TechniqueRow:
+    """One technique on one card."""
+
+    technique: str
+    gpu: str
+    largest: Largest | None
+    error: str = ""
+    """Why there is none: the technique does not go with the model, or is not modelled."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        found = {} if self.largest is None else self.largest.to_dict()
+        return {"technique": self.technique, "gpu": self.gpu, "error": self.error} | found
+
+
+def technique_values(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
+    """The values of `plan` under every technique; what a technique has no use for is left out."""
+    values = {f.name: getattr(plan, f.name) for f in fields(plan) if f.name not in _DECIDED}
+    made = {}
+    for name, changes in TECHNIQUES.items():
+        has_adapters = "use_lora" in changes or "use_qlora" in changes
+        unused = _OF_FULL if has_adapters else _OF_ADAPTERS
+        kept = {k: v for k, v in values.items() if k not in unused}
+        made[name] = kept | changes | {"name": f"{plan.label}: {name}"}
+    return made
+
+
+def largest_of_all(
+    plan: TrainingPlan,
+    gpus: Sequence[Gpu],
+    key: str = "batch_size",
+    *,
+    jobs: int | None = None,
+    trust_remote_code: bool = False,
+) -> list[TechniqueRow]:
+    """The largest value of `key` under every technique on each card, technique by technique.
+
+    A technique that cannot be run gives rows with an `error`.
+
+    Raises:
+        MemestError: none of the techniques can be run; the error is the first one's.
+    """
+    one = partial(_rows, gpus=tuple(gpus), key=key, trust_remote_code=trust_remote_code)
+    tasks = list(technique_values(plan).items())
+    num_processes = min(jobs or os.cpu_count() or 1, len(tasks))
+    if num_processes == 1:
+        found = [one(task) for task in tasks]
+    else:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
+            found = list(pool.map(one, tasks))
+    errors = [result for result in found if isinstance(result, MemestError)]
+    if len(errors) == len(found):
+        raise errors[0]
+    rows: list[TechniqueRow] = []
+    for (name, _), result in zip(tasks, found, strict=True):
+        if isinstance(result, MemestError):
+            rows += [TechniqueRow(name, gpu.name, None, str(result)) for gpu in gpus]
+        else:
+            rows += result
+    return rows
+
+
+def _rows(
+    task: tuple[str, Mapping[str, Any]], *, gpus: tuple[Gpu, ...], key: str, trust_remote_code: bool
+) -> list[TechniqueRow] | MemestError:
+    name, values = task
+    try:
+        plan = TrainingPlan(**values)
+        found = largest(plan, gpus, key, trust_remote_code=trust_remote_code)
+    except MemestError as error:
+        return error
+    return [TechniqueRow(name, row.gpu, row) for row in found]

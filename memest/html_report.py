@@ -1,0 +1,323 @@
+"""Predictions as one HTML page: no scripts, nothing from the network, light and dark."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from memest.report import Outcome, Prediction
+from memest.units import GIB, format_gib
+
+if TYPE_CHECKING:
+    from memest.estimator.recording import Recording
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #111; --muted: #555; --line: #d0d0d0; --page: #fff;
+  --card: #f5f6f7; --rest: #3c3c3c; --on-rest: #fff; }
+@media (prefers-color-scheme: dark) { :root { --ink: #f5f5f5; --muted: #b4b9be; --line: #3a3f45;
+  --page: #111417; --card: #1c2126; --rest: #f2f2f2; --on-rest: #000; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 1rem; max-width: 76rem; background: var(--page); color: var(--ink);
+  font: 1rem/1.45 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+h1 { font-size: 1.6rem; line-height: 1.2; margin: .3rem 0; overflow-wrap: anywhere; }
+h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; }
+p, ul { margin: .4rem 0; overflow-wrap: anywhere; } .muted { color: var(--muted); }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(15rem, 1fr)); gap: .7rem; }
+.card { background: var(--card); border-radius: .5rem; padding: .7rem .9rem;
+  overflow-wrap: anywhere; min-width: 0; }
+.card b { font-size: 1.15rem; } .oom b.verdict::before { content: "\\2715\\00a0"; }
+.fits b.verdict::before { content: "\\2713\\00a0"; }
+.meter { height: .7rem; border: 1px solid var(--ink); border-radius: .2rem; margin: .4rem 0;
+  overflow: hidden; }
+.meter i { display: block; height: 100%; background: var(--ink); }
+.oom .meter i { background:
+  repeating-linear-gradient(45deg, var(--ink) 0 4px, transparent 4px 8px); }
+.stack { display: flex; height: 2.6rem; border-radius: .3rem; overflow: hidden; margin: .5rem 0; }
+.stack i { display: flex; align-items: center; justify-content: center; font-style: normal;
+  overflow: hidden; white-space: nowrap; min-width: 1px; border-right: 1px solid var(--page); }
+.params { background: #0072b2; color: #fff; } .grads { background: #d55e00; color: #000; }
+.optimizer { background: #56b4e9; color: #000; } .activations { background: #f0e442; color: #000; }
+.rest { background: var(--rest); color: var(--on-rest); }
+.keys { display: flex; flex-wrap: wrap; gap: .3rem 1rem; padding: 0; list-style: none; }
+.keys i { display: inline-block; width: .9rem; height: .9rem; border-radius: .15rem;
+  margin-right: .35rem; vertical-align: -.1rem; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; }
+th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid var(--line);
+  white-space: nowrap; font-variant-numeric: tabular-nums; }
+th { color: var(--muted); font-weight: 600; } td.text, th.text { text-align: left; }
+th.note { text-align: left; } td.note { text-align: left; white-space: normal; min-width: 14rem; }
+td.bad { font-weight: 700; background: var(--ink); color: var(--page); }
+.chart img { display: block; width: 100%; min-width: 46rem; height: auto; border-radius: .4rem; }
+details { border-bottom: 1px solid var(--line); padding: .5rem 0; }
+summary { cursor: pointer; font-weight: 600; overflow-wrap: anywhere; }
+"""
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+def render_page(reports: Sequence[Prediction], *, recording: Recording | None = None) -> str:
+    """A page that needs no other file: of one plan everything, of several a table and their ladder.
+
+    Charts are SVG inside the page, for light and for dark screens; on narrow ones they scroll.
+    `recording` is the run of a single plan, for the timeline of its step.
+    """
+    if len(reports) == 1:
+        title = f"{reports[0].name}: GPU memory"
+        body = _one(reports[0], recording)
+    else:
+        title = f"{len(reports)} experiments: GPU memory"
+        body = _many(reports)
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n"
+        f"<body>\n{body}\n</body></html>\n"
+    )
+
+
+class PredictionTable(list[Prediction]):
+    """Predictions that a notebook shows as one table: a row each, its verdict on every card.
+
+    PredictionTable(predict(plan) for plan in plans)
+    """
+
+    def __str__(self) -> str:
+        from memest.render import render_suite
+
+        return render_suite(self)
+
+    def _repr_html_(self) -> str:
+        style = ".memest td.bad{font-weight:700;text-decoration:underline}"
+        rows = _suite_rows(self)
+        return f'<style>{style}</style><div class="memest">{_table(rows, text=1)}</div>'
+
+
+def _suite_rows(reports: Sequence[Prediction]) -> list[list[str]]:
+    """A row for each report: its peaks in GiB, and its verdict on every card."""
+    gpus = list(dict.fromkeys(name for r in reports for name in r.verdicts))
+    rows = [["experiment", "allocated", "reserved", "process", *gpus]]
+    for report in reports:
+        sizes = (report.peak_allocated_bytes, report.peak_reserved_bytes, report.process_bytes)
+        verdicts = (_verdict_word(report, name) for name in gpus)
+        rows.append([report.name, *map(_gib, sizes), *verdicts])
+    return rows
+
+
+def _one(report: Prediction, recording: Recording | None) -> str:
+    from memest.plots import plot_phases, plot_timeline
+
+    limit = _limit_bytes(report)
+    sections = [
+        f"<h1>{escape(report.name)}</h1>",
+        _facts(report),
+        _verdicts(report),
+        "<h2>What fills the GPU at the peak</h2>",
+        _stack(report),
+        _terms(report),
+    ]
+    if recording is not None:
+        from memest.estimator.recording import timeline
+
+        line = timeline(recording)
+        sections += [
+            "<h2>Over one step</h2>",
+            _chart(
+                lambda dark: plot_timeline(
+                    line, name=report.name, gpu=report.gpu, gpu_limit_bytes=limit, dark=dark
+                ),
+                "memory over the events of one step, by what it is held for",
+            ),
+        ]
+    sections += [
+        "<h2>At the four phases</h2>",
+        _chart(
+            lambda dark: plot_phases(report, None, gpu_limit_bytes=limit, dark=dark),
+            "params, grads, optimizer and activations at the four phases of a step",
+        ),
+        _phases(report),
+        "<h2>Assumed</h2>",
+        _assumed(report),
+    ]
+    return "\n".join(sections)
+
+
+def _many(reports: Sequence[Prediction]) -> str:
+    from memest.plots import card_label, plot_ladder
+
+    limits = {card_label(n): v.limit_bytes for r in reports for n, v in r.verdicts.items()}
+    details = [
+        f"<details><summary>{escape(report.name)} &middot; {_gib(report.peak_allocated_bytes)} GiB"
+        f"</summary>{_facts(report)}{_stack(report)}{_terms(report)}{_assumed(report)}</details>"
+        for report in reports
+    ]
+    return "\n".join(
+        [
+            f"<h1>GPU memory of {len(reports)} experiments</h1>",
+            f'<p class="muted">Predicted; GiB at the peak on {escape(reports[0].gpu)}.</p>',
+            _table(_suite_rows(reports), text=1),
+            "<h2>Against the cards</h2>",
+            _chart(
+                lambda dark: plot_ladder(reports, limits=limits, dark=dark),
+                "every experiment a bar at its peak, against the lines of the cards",
+            ),
+            "<h2>Each experiment</h2>",
+            *details,
+        ]
+    )
+
+
+def _limit_bytes(report: Prediction) -> int:
+    from memest.estimator.gpus import find_gpu
+
+    verdict = report.verdicts.get(report.gpu)
+    return verdict.limit_bytes if verdict else find_gpu(report.gpu).limit_bytes
+
+
+def _facts(report: Prediction) -> str:
+    plan, model = report.plan, report.model
+    facts = [
+        plan["model_name"],
+        f"{model['num_params'] / 1e9:.2f} billion parameters, "
+        f"{model['num_trainable_params'] / 1e9:.3f} billion trained",
+        plan["precision"],
+        plan["optim"],
+        f"batch {plan['batch_size']}",
+        f"accumulation {plan['accumulate_grad_batches']}",
+        f"{plan['seq_len']} tokens",
+    ]
+    for flag, word in (
+        ("act_ckpt", "activation checkpointing"),
+        ("use_lora", "LoRA"),
+        ("use_qlora", "QLoRA"),
+    ):
+        if plan.get(flag):
+            facts.append(word)
+    return f'<p class="muted">{escape(" · ".join(facts))}</p>'
+
+
+def _verdicts(report: Prediction) -> str:
+    cards = []
+    for name, verdict in report.verdicts.items():
+        is_oom = verdict.verdict is Outcome.OOM
+        share = 100 * min(1.0, verdict.reserved_bytes / max(1, verdict.limit_bytes))
+        margin = format_gib(abs(verdict.margin_bytes))
+        words = f"{margin} too much" if is_oom else f"{margin} to spare"
+        where = f'<div class="muted">{escape(verdict.at)}</div>' if verdict.at else ""
+        cards.append(
+            f'<div class="card {"oom" if is_oom else "fits"}"><b>{escape(name)}</b> '
+            f'<b class="verdict">{"out of memory" if is_oom else "fits"}</b>'
+            f'<div class="meter"><i style="width:{share:.1f}%"></i></div>'
+            f"{format_gib(verdict.reserved_bytes)} reserved of {format_gib(verdict.limit_bytes)}: "
+            f"{words}{where}</div>"
+        )
+    return f'<div class="cards">{"".join(cards)}</div>'
+
+
+def _stack(report: Prediction) -> str:
+    """The peak as one bar of the page itself, legible at any width."""
+    from memest.plots.ladder import peak_parts
+
+    parts, peak = peak_parts(report), max(1, report.peak_allocated_bytes)
+    bars = "".join(
+        f'<i class="{kind}" style="flex:{n / peak:.5f}">{_gib(n) if 10 * n > peak else ""}</i>'
+        for kind, n in parts.items()
+        if n
+    )
+    keys = "".join(
+        f'<li><i class="{kind}"></i>{kind} {format_gib(n)}</li>' for kind, n in parts.items()
+    )
+    return (
+        f"<p><b>{format_gib(report.peak_allocated_bytes)}</b> allocated, "
+        f"<b>{format_gib(report.peak_reserved_bytes)}</b> reserved, "
+        f"<b>{format_gib(report.process_bytes)}</b> in nvidia-smi on {escape(report.gpu)}</p>"
+        f'<div class="stack">{bars}</div><ul class="keys">{keys}</ul>'
+    )
+
+
+def _terms(report: Prediction) -> str:
+    rows = [["held for", "GiB", "share", "arithmetic"]]
+    peak = max(1, report.peak_allocated_bytes)
+    for term in report.terms:
+        rows.append(
+            [
+                term.kind,
+                f"{term.num_bytes / GIB:.3f}",
+                f"{100 * term.num_bytes / peak:.1f} %",
+                f"{term.arithmetic}: {term.why}",
+            ]
+        )
+    return _table(rows, text=1, notes=True)
+
+
+def _phases(report: Prediction) -> str:
+    rows: list[list[Any]] = [
+        "step phase params grads optimizer activations allocated peak reserved".split()
+    ]
+    last = report.plan["accumulate_grad_batches"] - 1
+    for row in report.phases:
+        if row.step <= 1 and row.micro_batch in (0, last):
+            sizes = (
+                row.params_bytes, row.grads_bytes, row.optimizer_bytes, row.activations_bytes,
+                row.allocated_bytes, row.peak_allocated_bytes, row.reserved_bytes,
+            )  # fmt: skip
+            step = f"{row.step}.{row.micro_batch}" if last else f"{row.step}"
+            rows.append([step, str(row.phase).replace("_", " "), *map(_gib, sizes)])
+    return _table(rows, text=2)
+
+
+def _assumed(report: Prediction) -> str:
+    coverage: Mapping[str, Any] = report.coverage
+    lines = list(report.assumptions)
+    lines.append(f"{coverage['num_modelled']} of {coverage['num_ops']} operator calls are modelled")
+    lines += [f"not modelled: {op} ({n} calls)" for op, n in coverage["unmodelled"].items()]
+    lines.append(", ".join(f"{name} {version}" for name, version in report.versions.items()))
+    return f'<ul class="muted">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>'
+
+
+def _verdict_word(report: Prediction, gpu: str) -> str:
+    verdict = report.verdicts.get(gpu)
+    if verdict is None:
+        return ""
+    return "OOM" if verdict.verdict is Outcome.OOM else "fits"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f}"
+
+
+def _table(rows: Iterable[Sequence[str]], *, text: int, notes: bool = False) -> str:
+    """A table whose first `text` columns, and the last if it holds `notes`, are words."""
+    head, *body = rows
+    last = len(head) - 1
+
+    def kind(column: int, cell: str) -> str:
+        if notes and column == last:
+            return ' class="note"'
+        if column < text:
+            return ' class="text"'
+        return ' class="bad"' if cell == "OOM" else ""
+
+    lines = [
+        "<tr>" + "".join(f"<{tag}{kind(i, c)}>{escape(c)}</{tag}>" for i, c in enumerate(row))
+        + "</tr>"
+        for tag, group in (("th", [head]), ("td", body))
+        for row in group
+    ]  # fmt: skip
+    return f'<div class="wide"><table>{"".join(lines)}</table></div>'
+
+
+def _chart(draw: Callable[[bool], Any], words: str) -> str:
+    """A chart for light and for dark screens; what is not shown is not decoded either."""
+    from memest.plots import svg_text
+
+    light, dark = (
+        "data:image/svg+xml;base64," + base64.b64encode(svg_text(draw(is_dark)).encode()).decode()
+        for is_dark in (False, True)
+    )
+    return (
+        f'<div class="chart wide"><picture><source media="(prefers-color-scheme: dark)" '
+        f'srcset="{dark}"><img alt="{escape(words)}" src="{light}"></picture></div>'
+    )

@@ -1,0 +1,251 @@
+"""Tables as pictures: the largest batch of every model and technique, and what fits of a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import log2
+
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from memest.plots.style import (
+    HEIGHT,
+    SMALL,
+    TICK,
+    VALUE,
+    WIDTH,
+    Theme,
+    hatch,
+    key,
+    require,
+    shortened,
+    slide,
+    text_on,
+    text_width,
+    write_legend,
+    write_title,
+)
+from memest.report import Outcome, Verdict
+from memest.units import GIB
+
+MAX_ROWS = 14
+"""Of more rows the slide becomes taller instead of the type smaller."""
+
+_TOP, _BOTTOM, _LEFT, _RIGHT = 2.55, 0.3, 0.4, 0.4  # inches
+_STEPS = (1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100, 128, 256)
+"""Every how many columns a head is written, where not all have room."""
+
+_SCALES = {False: ("#DCEBF7", "#08436E"), True: ("#16354A", "#A9DBF7")}
+"""From the least to the most, on light and on dark slides; one hue, so that grey tells as much."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    text: str
+    short: str
+    """In place of `text` where that is too wide."""
+
+    color: str
+    is_oom: bool = False
+
+
+def plot_largest_batch(
+    table: Mapping[str, Mapping[str, int | None]], *, gpu: str, dark: bool = False
+) -> Figure:
+    """The largest batch that fits `gpu`, of every model (row) with every technique (column).
+
+    A 0 says that not even a batch of one fits, None that the two do not go together. The more fits,
+    the stronger the colour, by the batch's logarithm.
+
+    Raises:
+        PlanError: the table is empty.
+    """
+    require(list(table))
+    columns = list(dict.fromkeys(name for cells in table.values() for name in cells))
+    require(columns)
+    most = max((n for cells in table.values() for n in cells.values() if n), default=1)
+
+    def cell(row: str, column: str, theme: Theme) -> _Cell:
+        largest = table[row].get(column)
+        if largest is None:
+            return _Cell("n/a", "", theme.background)
+        if largest == 0:
+            return _Cell("OOM", "", theme.band[1], is_oom=True)
+        share = log2(largest) / log2(most) if most > 1 else 1.0
+        return _Cell(str(largest), "", _shade(share, dark))
+
+    return _draw_table(
+        (list(table), columns),
+        cell,
+        words=("The largest batch that fits", f"predicted for {gpu}; OOM = not even a batch of 1"),
+        handles=lambda theme: [
+            key(_shade(0.0, dark), "1", theme),
+            key(_shade(0.5, dark), str(round(most**0.5)), theme),
+            key(_shade(1.0, dark), str(most), theme),
+        ],
+        dark=dark,
+    )
+
+
+def plot_fits(
+    verdicts: Mapping[tuple[str, str], Verdict],
+    *,
+    across: str,
+    gpu: str,
+    dark: bool = False,
+) -> Figure:
+    """What of a sweep fits: `verdicts` by (row, column), in the order in which they come.
+
+    `across` says what the columns are, `batch size`. A cell that fits is coloured by how much of
+    the card is reserved, with the GiB in it where there is room; one that does not is hatched.
+
+    Raises:
+        PlanError: there is no verdict.
+    """
+    require(list(verdicts))
+    rows = list(dict.fromkeys(row for row, _ in verdicts))
+    columns = list(dict.fromkeys(column for _, column in verdicts))
+
+    def cell(row: str, column: str, theme: Theme) -> _Cell:
+        verdict = verdicts.get((row, column))
+        if verdict is None:
+            return _Cell("", "", theme.background)
+        if verdict.verdict is Outcome.OOM:
+            return _Cell("OOM", "", theme.band[1], is_oom=True)
+        reserved = verdict.reserved_bytes / GIB
+        share = verdict.reserved_bytes / max(1, verdict.limit_bytes)
+        return _Cell(f"{reserved:.1f}", f"{reserved:.0f}", _shade(share, dark))
+
+    return _draw_table(
+        (rows, columns),
+        cell,
+        words=(
+            "What fits, and what is out of memory",
+            f"{across}; GiB reserved at the peak, {gpu}",
+        ),
+        handles=lambda theme: [
+            key(_shade(0.0, dark), "empty", theme),
+            key(_shade(0.5, dark), "half full", theme),
+            key(_shade(1.0, dark), "full", theme),
+        ],
+        dark=dark,
+    )
+
+
+def _shade(share: float, dark: bool) -> str:
+    low, high = map(to_rgb, _SCALES[dark])
+    red, green, blue = (a + share * (b - a) for a, b in zip(low, high, strict=True))
+    return to_hex((red, green, blue))
+
+
+def _draw_table(
+    names: tuple[Sequence[str], Sequence[str]],
+    cell: Callable[[str, str, Theme], _Cell],
+    *,
+    words: tuple[str, str],
+    handles: Callable[[Theme], list[Patch]],
+    dark: bool,
+) -> Figure:
+    rows, columns = names
+    panel = HEIGHT - _TOP - _BOTTOM
+    inches = max(panel, panel * len(rows) / MAX_ROWS)
+    height = inches + _TOP + _BOTTOM
+    left = _LEFT + 0.2 + min(3.6, max(text_width(row, VALUE) for row in rows))
+    width = WIDTH - left - _RIGHT
+    with slide(dark=dark, height=height) as (figure, theme):
+        axes = figure.add_axes((left / WIDTH, _BOTTOM / height, width / WIDTH, inches / height))
+        axes.set(xlim=(0, len(columns)), ylim=(len(rows), 0))
+        axes.set_axis_off()
+        has_oom = False
+        wide, tall = width / len(columns), inches / len(rows)
+        size = min(24.0, 0.5 * 72 * tall)
+        for i, row in enumerate(rows):
+            axes.text(
+                -0.15 / wide, i + 0.5, shortened(row, VALUE, left - _LEFT - 0.2),
+                ha="right", va="center_baseline", size=VALUE,
+            )  # fmt: skip
+            for j, column in enumerate(columns):
+                made = cell(row, column, theme)
+                has_oom |= made.is_oom
+                _draw_cell(axes, theme, (i, j), made, (wide, tall), size)
+        _write_columns(axes, columns, wide, inches)
+        write_title(figure, theme, *words)
+        keys = handles(theme)
+        if has_oom:
+            keys.append(
+                Patch(facecolor=theme.band[1], edgecolor=theme.ink, hatch="//", label="OOM")
+            )
+        write_legend(figure, theme, keys, top=1.28)
+    return figure
+
+
+def _draw_cell(
+    axes: Axes,
+    theme: Theme,
+    place: tuple[int, int],
+    cell: _Cell,
+    inches: tuple[float, float],
+    size: float,
+) -> None:
+    i, j = place
+    wide, tall = inches
+    gap = min(0.02, 0.06 * wide)
+    box = (j + gap / wide, i + gap / tall, 1 - 2 * gap / wide, 1 - 2 * gap / tall)
+    axes.add_patch(
+        Rectangle(box[:2], *box[2:], facecolor=cell.color, edgecolor="none", gid=f"cell:{i}:{j}")
+    )
+    ink = text_on(cell.color)
+    if cell.is_oom:
+        hatch(axes, box, theme.muted, zorder=2, gid=f"oom:{i}:{j}")
+    text, used = next(
+        (
+            (text, used)
+            for text in (cell.text, cell.short)
+            for used in (size, 0.8 * size, float(SMALL))
+            if used <= size and text and text_width(text, used, bold=True) + 0.08 < wide
+        ),
+        ("", size),
+    )
+    if cell.is_oom and text:
+        half, high = text_width(text, used, bold=True) / 2 / wide + 0.05 / wide, used / 72 / tall
+        axes.add_patch(
+            Rectangle(
+                (j + 0.5 - half, i + 0.5 - 0.65 * high), 2 * half, 1.3 * high,
+                facecolor=cell.color, zorder=3,
+            )
+        )  # fmt: skip
+    axes.text(
+        j + 0.5, i + 0.5, text, ha="center", va="center_baseline", size=used, weight="bold",
+        color=ink, zorder=4, gid=f"text:{i}:{j}",
+    )  # fmt: skip
+
+
+def _write_columns(axes: Axes, columns: Sequence[str], wide: float, inches: float) -> None:
+    """The heads, on two lines where that makes them fit; of narrow columns not every one."""
+    heads = [_wrapped(column, wide - 0.06) for column in columns]
+    widest = max(text_width(line, TICK) for head in heads for line in head)
+    step = 1
+    if max(map(len, heads)) == 1:  # numbers: leave some out instead of cutting them
+        step = next(n for n in _STEPS if n * wide > min(widest, 0.6) + 0.12 or n == _STEPS[-1])
+    for j in dict.fromkeys((0, *range(step - 1, len(columns), step))):
+        lines = heads[j]
+        size = TICK if all(text_width(t, TICK) < step * wide - 0.06 for t in lines) else SMALL
+        text = "\n".join(shortened(line, size, step * wide - 0.06) for line in lines)
+        axes.text(
+            j + 0.5, -0.14 / inches * axes.get_ylim()[0], text,
+            ha="center", va="baseline", size=size, linespacing=1.1, clip_on=False, gid=f"head:{j}",
+        )  # fmt: skip
+
+
+def _wrapped(text: str, inches: float) -> list[str]:
+    words = text.split()
+    if text_width(text, TICK) <= inches or len(words) < 2:
+        return [text]
+    middle = min(
+        range(1, len(words)),
+        key=lambda n: max(len(" ".join(words[:n])), len(" ".join(words[n:]))),
+    )
+    return [" ".join(words[:middle]), " ".join(words[middle:])]

@@ -1,0 +1,260 @@
+"""One step, event by event: what is allocated, by what it is held for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
+
+from memest.estimator.recording import Stretch, Timeline
+from memest.plots.style import (
+    HEIGHT,
+    LABEL,
+    TICK,
+    VALUE,
+    WIDTH,
+    Theme,
+    bare,
+    key,
+    shortened,
+    slide,
+    text_on,
+    text_width,
+    write_title,
+)
+from memest.units import GIB
+
+MAX_COLUMNS = 600
+"""Of more events each column shows the fullest of its moments, so that no peak is lost."""
+
+TEMPORARIES = "#CC79A7"
+"""Okabe and Ito's reddish purple; its luminance, 0.62, is far from the yellow below it."""
+
+_LEFT, _RIGHT, _TOP, _BOTTOM = 1.15, 0.35, 2.28, 0.85  # inches
+_BAND = 0.42  # inches of the strip that names the phases
+_LABEL_INCHES = 0.34  # of an area in which its name is written
+
+_DRAWN = {
+    "params": ("params",),
+    "grads": ("grads",),
+    "optimizer": ("optimizer",),
+    "activations": ("activations",),
+    "temporaries": ("temporaries",),
+    "rest": ("buffers", "batch", "workspace"),
+}
+"""Area: the kinds of the timeline in it, from the axis upwards."""
+
+
+def plot_timeline(
+    timeline: Timeline,
+    *,
+    name: str,
+    gpu: str,
+    gpu_limit_bytes: int | None = None,
+    dark: bool = False,
+) -> Figure:
+    """Memory over the events of one step, as stacked areas under the line of what is reserved.
+
+    An event is an allocation or a free: the order is the run's, the distances are not its time.
+    The line of the GPU is drawn where it is near what the step needs. `rest` is buffers, the batch
+    and the workspaces of kernels.
+    """
+    columns = _columns(timeline)
+    areas = {
+        area: [sum(timeline.kinds[k][i] for k in kinds) / GIB for i in columns]
+        for area, kinds in _DRAWN.items()
+    }
+    reserved = [timeline.reserved[i] / GIB for i in columns]
+    limit = gpu_limit_bytes / GIB if gpu_limit_bytes else 0.0
+    highest = max(*reserved, timeline.total(timeline.peak) / GIB, 1e-9)
+    has_line = 0 < limit < 1.5 * highest
+    top = 1.34 * limit if has_line else 1.22 * highest  # room for the words over it
+    with slide(dark=dark) as (figure, theme):
+        width, height = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
+        axes = figure.add_axes((_LEFT / WIDTH, _BOTTOM / HEIGHT, width / WIDTH, height / HEIGHT))
+        bare(axes, theme, grid="y")
+        axes.set(xlim=(0, max(1, len(timeline.reserved) - 1)), ylim=(0, top))
+        axes.yaxis.set_major_locator(MaxNLocator(6))
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.tick_params(axis="x", pad=7)
+        axes.set_ylabel("allocated, GiB", size=LABEL)
+        axes.set_xlabel("allocations and frees of the step, in order", size=VALUE, labelpad=3)
+        _draw_areas(axes, theme, columns, areas, (width, height))
+        axes.step(
+            columns, reserved, where="post", color=theme.ink, linewidth=1.8, linestyle=(0, (4, 2)),
+            gid="reserved",
+        )  # fmt: skip
+        if has_line:
+            axes.axhline(limit, color=theme.limit, linewidth=2.6, gid="limit")
+            text = f"{gpu}: {limit:.1f} GiB"
+            peak_inches = width * timeline.peak / axes.get_xlim()[1]
+            is_left = peak_inches > text_width(text, VALUE, bold=True) + 0.2
+            axes.text(
+                0.006 if is_left else 0.994, limit + 0.012 * top, text, size=VALUE, weight="bold",
+                transform=axes.get_yaxis_transform(), ha="left" if is_left else "right",
+                va="bottom", gid="limit:name",
+            )  # fmt: skip
+        _draw_stretches(axes, theme, timeline.stretches, (width, height))
+        _mark_peak(axes, theme, timeline, width)
+        _write_words(figure, theme, timeline, name, gpu, areas)
+    return figure
+
+
+def _columns(timeline: Timeline) -> list[int]:
+    """The points to draw: of every column the one with most allocated."""
+    num_points = len(timeline.reserved)
+    size = -(-num_points // MAX_COLUMNS)
+    return [
+        max(range(start, min(start + size, num_points)), key=timeline.total)
+        for start in range(0, num_points, size)
+    ]
+
+
+def color_of(theme: Theme, area: str) -> str:
+    """The colour of an area."""
+    return TEMPORARIES if area == "temporaries" else theme.kinds[area]
+
+
+def _draw_areas(
+    axes: Axes,
+    theme: Theme,
+    columns: Sequence[int],
+    areas: Mapping[str, Sequence[float]],
+    panel: tuple[float, float],
+) -> None:
+    """The areas upon each other, each with its name where it is wide and tall enough."""
+    x = [*columns, int(axes.get_xlim()[1])]
+    floors = list(accumulate(areas.values(), _added, initial=[0.0] * len(columns)))
+    for (area, _), lower, upper in zip(areas.items(), floors, floors[1:], strict=False):
+        color = color_of(theme, area)
+        axes.fill_between(
+            x, [*lower, lower[-1]], [*upper, upper[-1]], step="post", color=color, linewidth=0.4,
+            gid=area,
+        )  # fmt: skip
+        if area in ("params", "grads", "optimizer"):  # where no spike could hide under a line
+            axes.step(x, [*upper, upper[-1]], where="post", color=theme.background, linewidth=1.0)
+        place = _room_for(area, columns, lower, upper, axes, panel)
+        if place:
+            axes.text(
+                *place, area, size=VALUE, color=text_on(color), ha="center", va="center",
+                gid=f"label:{area}",
+            )  # fmt: skip
+
+
+def _added(below: Sequence[float], sizes: Sequence[float]) -> list[float]:
+    return [a + b for a, b in zip(below, sizes, strict=True)]
+
+
+def _room_for(
+    text: str,
+    columns: Sequence[int],
+    lower: Sequence[float],
+    upper: Sequence[float],
+    axes: Axes,
+    panel: tuple[float, float],
+) -> tuple[float, float] | None:
+    """The middle of the tallest place of an area that `text` fits into, or None."""
+    per_x = panel[0] / axes.get_xlim()[1]
+    per_y = panel[1] / axes.get_ylim()[1]
+    wide = (text_width(text, VALUE) + 0.2) / per_x
+    best, place = _LABEL_INCHES / per_y, None
+    for start in range(0, len(columns), max(1, len(columns) // 100)):
+        stop = start
+        while stop < len(columns) and columns[stop] < columns[start] + wide:
+            stop += 1
+        if stop == len(columns):
+            break
+        floor, ceiling = max(lower[start:stop]), min(upper[start:stop])
+        if ceiling - floor > 1.02 * best:
+            best, place = ceiling - floor, (columns[start] + wide / 2, (floor + ceiling) / 2)
+    return place
+
+
+def _draw_stretches(
+    axes: Axes, theme: Theme, stretches: Sequence[Stretch], panel: tuple[float, float]
+) -> None:
+    """A strip over the chart that names forward, backward and step, and lines between them."""
+    width, height = panel
+    per_x = width / axes.get_xlim()[1]
+    shades = {"forward": theme.band[0], "backward": theme.band[1], "step": theme.band[0]}
+    for stretch in stretches:
+        start, wide = stretch.start, stretch.stop - stretch.start
+        axes.add_patch(
+            Rectangle(
+                (start, 1 + 0.06 / height), wide, _BAND / height, facecolor=shades[stretch.name],
+                edgecolor=theme.ink, linewidth=0.8, transform=axes.get_xaxis_transform(),
+                clip_on=False, gid=f"phase:{stretch.name}",
+            )
+        )  # fmt: skip
+        text = next(
+            (t for t in _shorter(stretch.name) if text_width(t, TICK) + 0.08 < wide * per_x), ""
+        )
+        spills = not text and stretch is stretches[-1]  # into the strip before it
+        axes.text(
+            stretch.stop if spills else start + wide / 2, 1 + (0.06 + _BAND / 2) / height,
+            f"{stretch.name} " if spills else text, size=TICK, ha="right" if spills else "center",
+            va="center_baseline", transform=axes.get_xaxis_transform(), clip_on=False,
+        )  # fmt: skip
+        if start and wide * per_x > 0.1:
+            axes.axvline(start, color=theme.ink, linewidth=1.0, linestyle=":")
+
+
+def _shorter(name: str) -> tuple[str, ...]:
+    """The name and what stands for it where there is little room."""
+    return {"forward": (name, "fwd", "F"), "backward": (name, "bwd", "B")}.get(name, (name,))
+
+
+def _mark_peak(axes: Axes, theme: Theme, timeline: Timeline, width: float) -> None:
+    """The number at the peak, and what made it; at an end out of memory, what was asked for."""
+    peak, top = timeline.total(timeline.peak) / GIB, axes.get_ylim()[1]
+    edge = axes.get_xlim()[1]
+    text = f"peak {peak:.2f} GiB"
+    is_left = timeline.peak < edge / 2
+    room = width * (1 - timeline.peak / edge if is_left else timeline.peak / edge) - 0.2
+    where = shortened(timeline.where, VALUE, room) if timeline.where else ""
+    if timeline.refused_bytes:
+        text += f", then OOM: {timeline.refused_bytes / GIB:.2f} GiB more were asked for"
+    axes.annotate(
+        "", (timeline.peak, peak), (timeline.peak, 0.985 * top),
+        arrowprops={"arrowstyle": "-|>", "color": theme.ink, "linewidth": 1.8, "shrinkB": 0},
+    )  # fmt: skip
+    for line, (words, weight) in enumerate(((text, "bold"), (where, "normal"))):
+        axes.text(
+            timeline.peak + (0.012 if is_left else -0.012) * edge, (0.985 - 0.068 * line) * top,
+            words, ha="left" if is_left else "right", va="top", size=TICK if line == 0 else VALUE,
+            weight=weight, gid=f"peak:{line}",
+            bbox={"facecolor": theme.background, "edgecolor": "none", "pad": 1.5},
+        )  # fmt: skip
+
+
+def _write_words(
+    figure: Figure,
+    theme: Theme,
+    timeline: Timeline,
+    name: str,
+    gpu: str,
+    areas: Mapping[str, Sequence[float]],
+) -> None:
+    write_title(
+        figure,
+        theme,
+        f"Memory over one step: {name}",
+        f"predicted on {gpu}, step {timeline.step} of the run (the first is 0)",
+    )
+    handles: list[Patch | Line2D] = [
+        key(color_of(theme, area), area, theme) for area, sizes in areas.items() if any(sizes)
+    ]
+    handles.append(
+        Line2D([], [], color=theme.ink, linewidth=1.8, linestyle=(0, (4, 2)), label="reserved")
+    )
+    figure.legend(
+        handles=handles, loc="upper left", ncols=len(handles), fontsize=VALUE, frameon=False,
+        bbox_to_anchor=(0.3 / WIDTH, 1 - 1.28 / HEIGHT), bbox_transform=figure.transFigure,
+        labelcolor=theme.ink, handlelength=1.3, handleheight=1.0, handletextpad=0.5,
+        columnspacing=1.2, borderaxespad=0.0,
+    )  # fmt: skip
