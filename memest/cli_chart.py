@@ -181,6 +181,46 @@ def timeline(
         _save(figure, out / stem, wanted, title, _points(line))
 
 
+@chart.command()
+@click.option("--model", "models", multiple=True, required=True, help="May be given again.")
+@click.option("--gpu", default="a100-80gb", show_default=True, help="Card that has to hold them.")
+@click.option("--seq-len", type=int, help="Tokens per sample, padding included.")
+@click.option("--image-size", type=int, help="Pixels per side.")
+@click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
+@_chart_options
+def batches(
+    models: tuple[str, ...],
+    gpu: str,
+    jobs: int | None,
+    out: Path,
+    formats: str,
+    dark: bool,
+    title: str,
+    **flags: Any,
+) -> None:
+    """The largest batch of every model under every technique of the lab, as a heat map.
+
+    \b
+    memest chart batches --model blip2-opt-2.7b --model blip2-flan-t5-xl --gpu a100-80gb
+    """
+    wanted, card = _formats(formats), find_gpu(gpu)
+    plans = [TrainingPlan.from_dict({"model_name": m, **_given(flags)}) for m in models]
+    _make_folder(out)
+    from memest.estimator.techniques import largest_of_all
+    from memest.plots import plot_largest_batch
+
+    table: dict[str, dict[str, int | None]] = {}
+    data = []
+    for plan in plans:
+        for row in largest_of_all(plan, [card], jobs=jobs):
+            found = row.largest
+            cells = table.setdefault(row.technique, {})
+            cells[plan.label] = None if found is None else found.value or 0
+            data.append({"model_name": plan.model_name, **row.to_dict()})
+    figure = plot_largest_batch(table, gpu=gpu, dark=dark)
+    _save(figure, out / "batches", wanted, title, data)
+
+
 @chart.command("validate")
 @click.argument("results", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
@@ -294,7 +334,11 @@ def write_files(
     if len(plans) == 1:
         from memest.estimator.recording import record_plan
 
-        recording = record_plan(plans[0])
+        try:
+            recording = record_plan(plans[0])
+        except PlanError:  # too long a run: a page does without its timeline
+            if snapshot or chrome_trace:
+                raise
     if html is not None:
         from memest.html_report import render_page
 

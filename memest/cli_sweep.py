@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import click
 
 from memest.cli import OOM_EXIT_CODE, _check_writable, _plan_options, _plans, _write, main
 from memest.errors import PlanError
+from memest.plan_files import read_config
 
 
 @main.command("max-batch")
@@ -16,7 +18,9 @@ from memest.errors import PlanError
 @click.option(
     "--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it."
 )
-@click.option("--max-seq-len", is_flag=True, help="The longest sequence instead, with --bs samples.")
+@click.option(
+    "--max-seq-len", is_flag=True, help="The longest sequence instead, with --bs samples."
+)
 @click.option("--all-techniques", is_flag=True, help="Every technique of the lab, as a table.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per card.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to a file.")
@@ -78,3 +82,116 @@ def max_batch(
     else:
         _write(output, text + "\n")
     return OOM_EXIT_CODE if check and nothing_fits else 0
+
+
+_SWEEP_KEYS = {
+    "--model": ("model_name", "Models, as a list: gpt2,opt-125m."),
+    "--bs": ("batch_size", "Batch sizes: 1:64, 8:64:8 or 1,2,4."),
+    "--acc": ("accumulate_grad_batches", "Micro-batches per step."),
+    "--precision": ("precision", "Precisions."),
+    "--optim": ("optim", "Optimizers."),
+    "--act-ckpt": ("act_ckpt", "true, false or both."),
+    "--lora": ("use_lora", "true, false or both."),
+    "--qlora": ("use_qlora", "true, false or both."),
+    "--lora-r": ("lora_r", "Ranks of the adapters."),
+    "--seq-len": ("seq_len", "Tokens per sample."),
+    "--image-size": ("image_size", "Pixels per side."),
+    "--attn": ("attn_implementation", "sdpa, eager."),
+    "--memory-limit": ("memory_limit", "Caps on the allocator: 23GiB,39GiB."),
+}
+"""Flag -> key of the plan, help."""
+
+
+def _sweep_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for flag, (key, text) in reversed(_SWEEP_KEYS.items()):
+        command = click.option(flag, key, help=text)(command)
+    return command
+
+
+@main.command("sweep")
+@_sweep_options
+@click.option("--gpu", multiple=True, help="GPU to judge; may be given again, or as a list.")
+@click.option("--gpu-memory", help="Memory of a GPU not in the catalogue: 24GiB.")
+@click.option("--vary", multiple=True, metavar="KEY=VALUES", help="Any other key of a plan.")
+@click.option(
+    "--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it."
+)
+@click.option(
+    "--max-points", type=click.IntRange(1), default=1000, show_default=True,
+    help="Refuse a sweep of more plans.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="JSON Lines instead of CSV.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="A .csv or .jsonl file.")
+@click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if nothing fits.")
+@click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
+@click.option(
+    "--trust-remote-code", is_flag=True, help="Run model code that a config brings along."
+)
+def sweep(
+    gpu: tuple[str, ...],
+    gpu_memory: str | None,
+    vary: tuple[str, ...],
+    config: Path | None,
+    max_points: int,
+    as_json: bool,
+    output: Path | None,
+    check: bool,
+    jobs: int | None,
+    trust_remote_code: bool,
+    **flags: str | None,
+) -> int:
+    """Predict every combination of lists and ranges of a plan's keys.
+
+    \b
+    memest sweep --model gpt2,opt-125m --bs 1:64 --gpu a100-40gb -o sweep.csv
+    memest sweep --model llama-3.1-8b --lora true,false --seq-len 512:4096:512 --json
+    memest sweep --config lab.yaml --precision bf16-true,32-true --vary freeze=none,vision_model.*
+    """
+    varied = _varied(flags, vary)
+    as_json = _wants_json(output, as_json)
+    if output is not None:
+        _check_writable(output)
+    from memest.estimator.sweep import make_grid, sweep_grid
+    from memest.render_sweep import json_lines, to_csv
+
+    base: dict[str, Any] = {}
+    if config is not None:
+        base = read_config(config, {k: v[0] for k, v in varied.items()}).to_dict()
+    if gpu:
+        base["gpu"] = list(gpu)
+    if gpu_memory is not None:
+        base["gpu_memory"] = gpu_memory
+    grid = make_grid(base, varied, max_points=max_points)
+    rows = sweep_grid(grid, jobs=jobs, trust_remote_code=trust_remote_code)
+    text = json_lines(rows) if as_json else to_csv(rows)
+    if output is None:
+        click.echo(text)
+    else:
+        _write(output, text + "\n")
+    return OOM_EXIT_CODE if check and not any(row["verdict"] == "fits" for row in rows) else 0
+
+
+def _varied(flags: Mapping[str, str | None], vary: Sequence[str]) -> dict[str, list[Any]]:
+    """The values of each key, in the order of the flags."""
+    from memest.estimator.sweep import parse_values
+
+    texts = {key: text for key, text in flags.items() if text is not None}
+    for item in vary:
+        key, equals, text = item.partition("=")
+        if not equals or key in texts:
+            problem = "is given twice" if equals else "has no `=`"
+            raise PlanError(f"`--vary {item}` {problem}", hint="write it as `--vary lora_r=8,16`")
+        texts[key] = text
+    return {key: parse_values(key, text) for key, text in texts.items()}
+
+
+def _wants_json(output: Path | None, as_json: bool) -> bool:
+    if output is None:
+        return as_json
+    kinds = {".csv": False, ".jsonl": True}
+    if output.suffix not in kinds or (as_json and not kinds[output.suffix]):
+        raise PlanError(
+            f"`{output}` is no {'.jsonl' if as_json else '.csv or .jsonl'} file",
+            hint="the format goes by the ending: `sweep.csv` or `sweep.jsonl`",
+        )
+    return kinds[output.suffix]

@@ -43,11 +43,13 @@ p, ul { margin: .4rem 0; overflow-wrap: anywhere; } .muted { color: var(--muted)
 .keys { display: flex; flex-wrap: wrap; gap: .3rem 1rem; padding: 0; list-style: none; }
 .keys i { display: inline-block; width: .9rem; height: .9rem; border-radius: .15rem;
   margin-right: .35rem; vertical-align: -.1rem; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; }
+.wide { overflow-x: auto; } table { border-collapse: separate; border-spacing: 0; width: 100%; }
 th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid var(--line);
   white-space: nowrap; font-variant-numeric: tabular-nums; }
 th { color: var(--muted); font-weight: 600; } td.text, th.text { text-align: left; }
 th.note { text-align: left; } td.note { text-align: left; white-space: normal; min-width: 14rem; }
+td.text:first-child, th.text:first-child { position: sticky; left: 0; background: var(--page); }
+@media (max-width: 40rem) { td.text:first-child { white-space: normal; min-width: 8rem; } }
 td.bad { font-weight: 700; background: var(--ink); color: var(--page); }
 .chart img { display: block; width: 100%; min-width: 46rem; height: auto; border-radius: .4rem; }
 details { border-bottom: 1px solid var(--line); padding: .5rem 0; }
@@ -96,13 +98,13 @@ class PredictionTable(list[Prediction]):
 
 
 def _suite_rows(reports: Sequence[Prediction]) -> list[list[str]]:
-    """A row for each report: its peaks in GiB, and its verdict on every card."""
+    """A row for each report: its verdict on every card, and its peaks in GiB."""
     gpus = list(dict.fromkeys(name for r in reports for name in r.verdicts))
-    rows = [["experiment", "allocated", "reserved", "process", *gpus]]
+    rows = [["experiment", *gpus, "allocated", "reserved", "process"]]
     for report in reports:
         sizes = (report.peak_allocated_bytes, report.peak_reserved_bytes, report.process_bytes)
         verdicts = (_verdict_word(report, name) for name in gpus)
-        rows.append([report.name, *map(_gib, sizes), *verdicts])
+        rows.append([report.name, *verdicts, *map(_gib, sizes)])
     return rows
 
 

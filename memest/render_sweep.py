@@ -83,5 +83,7 @@ def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        writer.writerow({k: " ".join(v) if isinstance(v, tuple | list) else v for k, v in row.items()})
+        writer.writerow(
+            {k: " ".join(v) if isinstance(v, tuple | list) else v for k, v in row.items()}
+        )
     return text.getvalue().rstrip("\n")

@@ -9,9 +9,9 @@ The search, in the order of what the changes cost in kind (`changes.Cost`):
    it still fits, so that nothing is left that could be left out. Where three or more remain, pairs
    of the strongest changes are tried, and then triples, up to the first that fits.
 
-Left out: combinations dearer in kind than an answer already found; and what could only be found if a
-stronger change, or one change more, made a plan larger. `Advice.is_complete` says whether the search
-came to its end or to the end of its predictions.
+Left out: combinations dearer in kind than an answer already found; and what could only be found if
+a stronger change, or one change more, made a plan larger. `Advice.is_complete` says whether the
+search came to its end or to the end of its predictions.
 """
 
 from __future__ import annotations
@@ -343,8 +343,10 @@ class _Search:
 
     def _mildest(self, lever: Lever, others: Sequence[Change]) -> Change | None:
         """The first change of a graded lever that fits beside `others`; None where none does."""
-        grades = lever.changes
-        if not self._fits([*others, grades[-1]]):
+        grades = list(lever.changes)
+        while grades and (strongest := self.weigh([*others, grades[-1]])) is None:
+            grades.pop()  # such as a text without room for its image
+        if not grades or strongest is None or not strongest.fits:
             return None
         low, high = 0, len(grades) - 1
         while low < high:

@@ -225,23 +225,30 @@ class AddressSpace:
     def __init__(self) -> None:
         self._lowest = 1 << 47
         self._holes: list[tuple[int, int]] = []  # (address, bytes), the newest last
+        self._most_room = 0  # no hole has more; the largest may have less
 
     def take(self, num_bytes: int) -> int:
         """The address of a new segment of `num_bytes`."""
-        for index in range(len(self._holes) - 1, -1, -1):
-            address, room = self._holes[index]
-            if room >= num_bytes:
-                if room == num_bytes:
-                    del self._holes[index]
-                else:
-                    self._holes[index] = (address + num_bytes, room - num_bytes)
-                return address
+        if num_bytes <= self._most_room:
+            for index in range(len(self._holes) - 1, -1, -1):
+                address, room = self._holes[index]
+                if room >= num_bytes:
+                    if room == num_bytes:
+                        del self._holes[index]
+                    else:
+                        self._holes[index] = (address + num_bytes, room - num_bytes)
+                    return address
+            self._most_room = max((room for _, room in self._holes), default=0)
         span = -(-num_bytes // self.RANGE_BYTES) * self.RANGE_BYTES
         self._lowest -= span
         if span > num_bytes:
-            self._holes.append((self._lowest + num_bytes, span - num_bytes))
+            self._add_hole(self._lowest + num_bytes, span - num_bytes)
         return self._lowest
 
     def give_back(self, address: int, num_bytes: int) -> None:
         """A segment returned by `cudaFree`; its range may serve another."""
+        self._add_hole(address, num_bytes)
+
+    def _add_hole(self, address: int, num_bytes: int) -> None:
         self._holes.append((address, num_bytes))
+        self._most_room = max(self._most_room, num_bytes)

@@ -7,7 +7,8 @@ batch sizes are the same templates in the same order with other numbers; see `re
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -19,6 +20,7 @@ from memest.estimator import sdpa
 from memest.estimator.cublas import MATMULS
 from memest.estimator.gpus import Gpu
 from memest.estimator.trace import Recipe, Recorder, Site, StorageTable
+from memest.models_meta.quantization import FusedGemmRule
 
 aten = torch.ops.aten
 
@@ -66,7 +68,12 @@ class Stretch:
 class Choice:
     """A decision that was taken by shapes, and its outcome."""
 
+    rule: str
+    """`attention`: the backend; `gemm_4bit`: whether the fused kernel multiplies."""
+
     template: Template
+    """Its arguments."""
+
     grads: tuple[bool, ...]
     """`requires_grad` of the tensors, then the grad mode."""
 
@@ -94,19 +101,24 @@ class LoggingRecorder(Recorder):
         self._kept: list[Recipe] = []  # so that the ids above stay theirs
 
     def __enter__(self) -> Any:
-        self._patch = mock.patch.object(sdpa, "choose_backend", self._choose_backend)
-        self._choose = sdpa.choose_backend
-        self._patch.start()
+        self._patches = ExitStack()
+        self._choose, self._applies = sdpa.choose_backend, FusedGemmRule.applies
+        watched = (
+            mock.patch.object(sdpa, "choose_backend", self._choose_backend),
+            mock.patch.object(FusedGemmRule, "applies", self._watch_gemm()),
+        )
+        for patch in watched:
+            self._patches.enter_context(patch)
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        self._patch.stop()
+        self._patches.close()
 
     def take_events(self) -> list[int]:
         """The events since the last call; they and their calls are a stretch of the log."""
         events = super().take_events()
-        self.log.stretches.append(Stretch(events, self._calls))
+        self.log.stretches.append(Stretch(list(events), self._calls))
         self._calls = []
         return events
 
@@ -150,8 +162,19 @@ class LoggingRecorder(Recorder):
         given = {k: v for k, v in kwargs.items() if k not in ("gpu", "rules")}
         tensors = [a for a in args if isinstance(a, Tensor)]
         grads = (*(t.requires_grad for t in tensors), torch.is_grad_enabled())
-        self.log.choices[Choice(take_numbers((args, given)), grads, outcome)] = None
+        self.log.choices[Choice("attention", take_numbers((args, given)), grads, outcome)] = None
         return outcome
+
+    def _watch_gemm(self) -> Callable[..., bool]:
+        choices, applies = self.log.choices, self._applies
+
+        def watched(rule: FusedGemmRule, num_rows: int, shape: Any, dtype: torch.dtype) -> bool:
+            outcome = applies(rule, num_rows, shape, dtype)
+            template = take_numbers(((num_rows, tuple(shape), dtype), {}))
+            choices[Choice("gemm_4bit", template, (), outcome)] = None
+            return outcome
+
+        return watched
 
 
 def take_numbers(value: Any) -> Template:

@@ -9,14 +9,15 @@ one size better than its neighbour, and gives back its cache when a card is full
 2. Look at the sizes above, one by one, for as long as even their allocated bytes stay below the
    limit (a size with more allocated at one moment than the card can reserve cannot fit), at most
    `NUM_NEIGHBOURS` of them.
-3. Trace the size above the answer by itself: if the programs made from the traces of small sizes
-   (`reuse`) are not what it says to the byte, search again with a trace for every size.
+3. Trace the size above the answer by itself. Where the program that was made from traces of other
+   sizes (`reuse`) is not the same to the byte, search again from traces at the answer.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from memest.errors import PlanError
 from memest.estimator.gpus import Gpu
 from memest.estimator.predict import _verdict
 from memest.estimator.replay import Replayed, replay
-from memest.estimator.reuse import Family, FormBroken, TraceSeries, with_value
+from memest.estimator.reuse import FormBroken, TraceSeries, with_value
 from memest.estimator.traced_plan import TracedPlan
 from memest.models_meta.batch import MAX_TOKENS
 from memest.plan import TrainingPlan
@@ -35,8 +36,8 @@ SCHEMA = "memest.largest/1"
 NUM_NEIGHBOURS = {"batch_size": 16, "seq_len": 2}
 """Sizes above the answer that are looked at for one that fits all the same."""
 
-FIRST_OF_FAMILY = 2
-"""Batch sizes from here on come from one family of traces; 1 is traced by itself."""
+NUM_ANCHORS = 3
+"""Times that the search is repeated from traces near its answer before every size is traced."""
 
 FIRST_SEQ_LEN = 64
 """Where the search for a sequence length begins."""
@@ -192,16 +193,23 @@ class _Search:
         self.series, self.plan, self.gpu = series, series.plan, gpu
         self.limit = limit_of(series.plan, gpu)
         self._is_batch = series.key == "batch_size"
-        self._makes_family = self._is_batch
-        self._family: Family | None = None
+        self._guesses = self._is_batch
         self._judged: dict[int, Judged | PlanError] = {}
 
     def run(self) -> Largest:
-        """Search, and search again without a family if that did not hold."""
+        """Search until a trace confirms the answer; at last with a trace for every size."""
         started = time.perf_counter()
         low = self._search()
-        if self._family is not None and not self._family_holds(low):
-            self._makes_family, self._family = False, None
+        for _ in range(NUM_ANCHORS):
+            if not self._guesses or self._is_confirmed(low):
+                break
+            self.series.forget_families()
+            self._judged.clear()
+            with suppress(FormBroken):
+                self.series.family(low)
+            low = self._search()
+        else:
+            self._guesses = False
             self._judged.clear()
             low = self._search()
         return self._report(low, time.perf_counter() - started)
@@ -218,17 +226,11 @@ class _Search:
 
     def _traced(self, value: int) -> TracedPlan:
         with_value(self.plan, self.series.key, value)  # refuses what is no plan
-        if not self._makes_family or value < FIRST_OF_FAMILY:
+        if not self._guesses:
             return self.series.at(value)
-        if value * self.series.at(FIRST_OF_FAMILY).seq_len > MAX_TOKENS:
+        if value > 1 and value * self.series.at(2).seq_len > MAX_TOKENS:
             raise PlanError(f"`batch_size` {value} is beyond {MAX_TOKENS} tokens")
-        try:
-            self._family = self._family or self.series.family(FIRST_OF_FAMILY)
-            return self._family.at(value)
-        except FormBroken:
-            self._makes_family, self._family = False, None
-            self._judged.clear()
-            return self.series.at(value)
+        return self.series.guess(value)
 
     def _fits(self, value: int) -> bool:
         found = self.judged(value)
@@ -302,11 +304,11 @@ class _Search:
                 largest = value
         return largest
 
-    def _family_holds(self, value: int) -> bool:
-        """Whether a trace just above the answer says what the family says there."""
-        assert self._family is not None
-        end = value + 1 if self.judged(value + 1) is not None else value
-        return end <= FIRST_OF_FAMILY + 1 or self.series.agrees(self._family, end)
+    def _is_confirmed(self, value: int) -> bool:
+        """Whether traces of the answer's neighbourhood say what was guessed there."""
+        above = [v for v in (value + 1,) if v > 1 and self.judged(v) is not None]
+        guessed = {v: self.series.guess(v) for v in above or [max(value, -value)]}
+        return all(self.series.trace(v).traced == traced for v, traced in guessed.items())
 
     def _report(self, value: int, elapsed_s: float) -> Largest:
         shown = max(value, -value)

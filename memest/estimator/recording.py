@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 
+from memest.errors import PlanError
 from memest.estimator.allocator import AddressSpace, Block
 from memest.estimator.gpus import find_gpu
 from memest.estimator.predict import PRIMARY_GPU, judged_gpus
 from memest.estimator.replay import Replayed, replay
-from memest.estimator.step import Program
+from memest.estimator.step import MicroBatch, Program
 from memest.estimator.trace import MemKind, StorageTable
 from memest.estimator.traced_plan import trace_plan
 from memest.plan import TrainingPlan
@@ -70,10 +71,24 @@ class Recording:
     result: Replayed = field(default_factory=Replayed)
 
 
+MAX_EVENTS = 4_000_000
+"""Of a recording, as of those of real runs; some GB of memory, and more than a page shows."""
+
+
 def record_run(
     program: Program, *, num_steps: int, num_micro_batches: int, limit_bytes: int | None = None
 ) -> Recording:
-    """Replay a run as `replay` does, and write down every action of the allocator."""
+    """Replay a run as `replay` does, and write down every action of the allocator.
+
+    Raises:
+        PlanError: the run is too long to be written down.
+    """
+    num_events = _num_events(program, num_steps, num_micro_batches)
+    if num_events > MAX_EVENTS:
+        raise PlanError(
+            f"{num_events} events are too many for a recording",
+            hint="simulate fewer `steps`, or fewer micro-batches in each",
+        )
     recording = Recording(program.storages, limit_bytes)
     recording.result = replay(
         program,
@@ -83,6 +98,17 @@ def record_run(
         observer=_Recorder(recording),
     )
     return recording
+
+
+def _num_events(program: Program, num_steps: int, num_micro_batches: int) -> int:
+    """Births and deaths of a run, all repetitions included."""
+
+    def of(batch: MicroBatch | None) -> int:
+        return len(batch.forward) + len(batch.backward) + len(batch.release) if batch else 0
+
+    later = (num_micro_batches - 1) * of(program.accumulating)
+    step = of(program.first) + len(program.grads) + later + len(program.optimizer_next)
+    return len(program.setup) + num_steps * step
 
 
 def record_plan(plan: TrainingPlan, *, trust_remote_code: bool = False) -> Recording:

@@ -32,6 +32,9 @@ class Replayed:
     """The request that no memory was left for."""
 
     failed_bytes: int = 0
+    setup_reserved_bytes: int = 0
+    """Peak reserved while the model was built on the GPU, before the first step."""
+
     num_retries: int = 0
     """Times that the allocator gave back its cache to go on."""
 
@@ -144,9 +147,13 @@ class _Run:
 
     def steps(self, num_steps: int, num_micro_batches: int) -> None:
         """All steps; once a step leaves the allocator as it found it, the rest are copies of it."""
+        # the limit is that of the training: how the model came onto the GPU is told, not judged
+        limit_bytes, self.allocator.limit_bytes = self.allocator.limit_bytes, None
         self._apply(self.program.setup)
+        self.result.setup_reserved_bytes = self.allocator.peak_reserved_bytes
         self.allocator.empty_cache()
         self.allocator.reset_peaks()
+        self.allocator.limit_bytes = limit_bytes
         self.result.peak_allocated_bytes = self.allocator.allocated_bytes
         self.result.peak = Moment(self.num_events, 0, self.storage)
         rows = self.result.rows
@@ -203,7 +210,8 @@ class _Run:
         before, after = self.program.before, self.program.after
         if self.step:
             return after, replace(after, grads=0), after
-        return before, replace(after, grads=0, optimizer=0), replace(after, optimizer=0)
+        made = replace(after, optimizer=before.optimizer)
+        return before, replace(made, grads=0), made
 
     def _apply(self, events: Sequence[int]) -> None:
         allocator, blocks, num_bytes = self.allocator, self.blocks, self.num_bytes

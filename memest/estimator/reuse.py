@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memest.errors import PlanError
 from memest.estimator.attention_kernels import ATTENTION_EVENTS
 from memest.estimator.call_log import (
     Call,
@@ -51,6 +52,7 @@ from memest.estimator.staged_kernels import STAGED_EVENTS
 from memest.estimator.step import MicroBatch, Program
 from memest.estimator.trace import Coverage, MemKind, Recipe, Recorder, Site, StorageTable
 from memest.estimator.traced_plan import TracedPlan, trace_with
+from memest.models_meta.quantization import FusedGemmRule
 from memest.plan import TrainingPlan
 
 MASKED_SCATTER_BACKWARD = torch.ops.aten.masked_scatter_backward.default
@@ -314,9 +316,10 @@ class _Woven:
 def _weave(sample: LoggedTrace, forms: Sequence[_Form]) -> _Woven:
     base = sample.traced.program
     weaver = _Weaver(sample, forms)
-    streams = iter(weaver.streams)
-    setup = next(streams)
-    assert base.first is not None
+    num_micro_batches = 1 if base.accumulating is None else 2
+    num_setup = len(weaver.streams) - 3 * num_micro_batches - 3  # two of the optimizer, the end
+    setup = [event for stream in weaver.streams[:num_setup] for event in stream]
+    streams = iter(weaver.streams[num_setup:])
     first = MicroBatch(next(streams), next(streams), next(streams))
     accumulating = None
     if base.accumulating is not None:
@@ -376,14 +379,16 @@ class Family:
         Raises:
             FormBroken: an attention backend is chosen otherwise there, or a number is impossible.
         """
-        index, rest = divmod(value - self.start, self.spacing)
-        if rest or index < 0:
-            raise FormBroken(f"{value} lies between the samples")
-        self._choose_again(index)
-        asks = [
-            self._constant[i] if i in self._constant else self._asks(numbers, index)
-            for i, numbers in enumerate(self._numbers)
-        ]
+        if not self.chooses_alike(value):
+            raise FormBroken(f"another kernel is chosen at {value}")
+        index = (value - self.start) // self.spacing
+        try:
+            asks = [
+                self._constant[i] if i in self._constant else self._asks(numbers, index)
+                for i, numbers in enumerate(self._numbers)
+            ]
+        except (RuntimeError, ArithmeticError, LookupError, ValueError) as error:
+            raise FormBroken(f"there is no such call at {value}: {error}") from error
         forms = tuple(a.form for a in asks)
         woven = self._woven.get(forms)
         if woven is None:
@@ -399,15 +404,24 @@ class Family:
     def _asks(self, numbers: _Numbers, index: int) -> _Asks:
         return self._evaluator.asks(numbers.template, numbers.at(index))
 
-    def _choose_again(self, index: int) -> None:
-        for numbers, choice in self._choices:
-            if choose_again(choice, numbers.at(index), self._gpu) != choice.outcome:
-                raise FormBroken("another attention backend is chosen")
+    def chooses_alike(self, value: int) -> bool:
+        """Whether every decision that is taken by shapes falls at `value` as in the samples."""
+        index, rest = divmod(value - self.start, self.spacing)
+        return not rest and all(
+            choose_again(choice, numbers.at(index), self._gpu) == choice.outcome
+            for numbers, choice in self._choices
+        )
 
 
 def choose_again(choice: Choice, numbers: Sequence[int], gpu: Gpu) -> Any:
     """The outcome of `choice` with other numbers."""
-    args, kwargs = put_numbers(choice.template, numbers)
+    try:
+        args, kwargs = put_numbers(choice.template, numbers)
+    except RuntimeError:  # no tensor has such a shape
+        return None
+    if choice.rule == "gemm_4bit":
+        rule = FusedGemmRule(capability=gpu.capability, num_sms=gpu.num_sms)
+        return rule.applies(*args)
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
     for tensor, needs_grad in zip(tensors, choice.grads, strict=False):
         tensor.requires_grad_(needs_grad)
@@ -490,11 +504,31 @@ class TraceSeries:
         except FormBroken:
             return self.trace(value).traced
 
+    def guess(self, value: int) -> TracedPlan:
+        """As `at`, but from any family whose decisions by shapes fall alike; nothing is checked."""
+        if value in self._traces or value == 1:
+            return self.trace(value).traced
+        for family in reversed(self._families.values()):
+            try:
+                return self._with_length(family.at(value), value)
+            except FormBroken:
+                continue
+        try:
+            return self._with_length(self.family(value).at(value), value)
+        except (FormBroken, PlanError):
+            return self.trace(value).traced
+
+    def forget_families(self) -> None:
+        """Families that turned out not to hold are made no more use of; traces are kept."""
+        self._families.clear()
+        self._covered.clear()
+
     def cover(self, values: Iterable[int]) -> None:
         """Make `at` cheap for `values`; whatever it returns has been checked as far as it can be.
 
-        A run of values with one spacing is covered by a family of its first few, if that agrees
-        with a trace at its last; if not, each half by itself.
+        A run of values with one spacing is cut where a decision by shapes falls otherwise. Each
+        part is covered by a family of its first few, if that agrees with a trace at its last; if
+        not, each half by itself.
         """
         for run in runs_of_one_spacing(sorted(set(values) - {1})):
             self._cover(run)
@@ -525,14 +559,18 @@ class TraceSeries:
     def _cover(self, run: Sequence[int]) -> None:
         if len(run) <= DEGREE[self.key] + 2:
             return
+        middle = len(run) // 2
         try:
             family = self.family(run[0], run[1] - run[0])
-            if self.agrees(family, run[-1]):
-                self._covered |= dict.fromkeys(run, family)
+            is_other = (i for i, v in enumerate(run) if not family.chooses_alike(v))
+            end = next(is_other, len(run))
+            if self.agrees(family, run[end - 1]):
+                self._covered |= dict.fromkeys(run[:end], family)
+                self._cover(run[end:])
                 return
+            middle = min(middle, end)
         except FormBroken:
             pass
-        middle = len(run) // 2
         self._cover(run[:middle])
         self._cover(run[middle:])
 

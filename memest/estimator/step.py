@@ -120,6 +120,17 @@ class StepTracer:
         self.program.setup = recorder.take_events()
         return model
 
+    def setup_optimizer(
+        self, build: Callable[[], torch.optim.Optimizer]
+    ) -> torch.optim.Optimizer:
+        """Make the optimizer; some make their state at once (Adagrad)."""
+        with self.recorder:
+            optimizer = build()
+        for tensor in optimizer_state_tensors(optimizer):
+            self.recorder.label(tensor, MemKind.OPTIMIZER)
+        self.program.setup += self.recorder.take_events()
+        return optimizer
+
     def run(
         self,
         model: nn.Module,

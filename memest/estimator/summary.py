@@ -13,7 +13,7 @@ from memest.estimator.replay import Moment, Replayed, live_at
 from memest.estimator.trace import MemKind
 from memest.plan import TrainingPlan
 from memest.report import Outcome, Peak, Prediction, Term, Verdict
-from memest.units import MIB, format_bytes, format_count
+from memest.units import MIB, format_bytes, format_count, format_gib
 
 if TYPE_CHECKING:
     from memest.estimator.step import Program
@@ -61,7 +61,7 @@ def summarise(
             "num_modelled": coverage.num_ops - sum(coverage.unmodelled.values()),
             "unmodelled": dict(sorted(coverage.unmodelled.items())),
         },
-        assumptions=_assumptions(plan, traced, primary),
+        assumptions=_assumptions(plan, traced, primary, unlimited),
         versions=_versions(),
         elapsed_s=elapsed_s,
     )
@@ -182,7 +182,9 @@ def _resolved(plan: TrainingPlan, traced: TracedPlan) -> dict[str, Any]:
     }
 
 
-def _assumptions(plan: TrainingPlan, traced: TracedPlan, primary: Gpu) -> tuple[str, ...]:
+def _assumptions(
+    plan: TrainingPlan, traced: TracedPlan, primary: Gpu, unlimited: Replayed
+) -> tuple[str, ...]:
     tokens = f"{traced.seq_len} tokens per sample, padding included"
     lines = [tokens if plan.seq_len else f"{tokens}; the default, set it with `seq_len`"]
     if traced.image_size is not None:
@@ -193,6 +195,11 @@ def _assumptions(plan: TrainingPlan, traced: TracedPlan, primary: Gpu) -> tuple[
         else "no row is padded, so masks of ones are dropped where the model does so"
     )
     lines.append("the model is built on the GPU, and the cache is empty before the first step")
+    if unlimited.setup_reserved_bytes > unlimited.peak_reserved_bytes:
+        lines.append(
+            f"building it there takes {format_gib(unlimited.setup_reserved_bytes)}, more than the"
+            " training: load it quantised, or through the CPU"
+        )
     lines.append(
         f"CUDA kernels as torch {'.'.join(map(str, _target_torch()))} runs them on compute"
         f" capability {primary.capability[0]}.{primary.capability[1]}; PyTorch's default allocator"

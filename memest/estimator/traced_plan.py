@@ -129,7 +129,9 @@ def _run(plan: TrainingPlan, recorder: Recorder, trust_remote_code: bool) -> Tra
         padded=plan.is_padded,
     )
     trained = trained_parameters(model)
-    optimizer = make_optimizer(plan.optim, trained, momentum=plan.momentum)
+    optimizer = tracer.setup_optimizer(
+        functools.partial(make_optimizer, plan.optim, trained, momentum=plan.momentum)
+    )
     try:
         program = tracer.run(
             model,

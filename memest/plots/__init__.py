@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from memest.plots.heatmap import plot_fits, plot_largest_batch
     from memest.plots.ladder import plot_ladder
     from memest.plots.phases import plot_phases
-    from memest.plots.saving import parse_formats, save, svg_text
+    from memest.plots.saving import Picture, parse_formats, save, svg_text
     from memest.plots.scatter import plot_scatter
     from memest.plots.style import card_label, retitle
     from memest.plots.timeline import plot_timeline
 
 __all__ = [
+    "Picture",
     "card_label",
     "parse_formats",
     "plot_fits",
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Picture": "memest.plots.saving",
     "card_label": "memest.plots.style",
     "parse_formats": "memest.plots.saving",
     "plot_fits": "memest.plots.heatmap",

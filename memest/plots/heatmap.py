@@ -55,7 +55,7 @@ class _Cell:
 def plot_largest_batch(
     table: Mapping[str, Mapping[str, int | None]], *, gpu: str, dark: bool = False
 ) -> Figure:
-    """The largest batch that fits `gpu`, of every model (row) with every technique (column).
+    """The largest batch that fits `gpu`, by row and column: techniques and models, either way.
 
     A 0 says that not even a batch of one fits, None that the two do not go together. The more fits,
     the stronger the colour, by the batch's logarithm.
@@ -161,7 +161,7 @@ def _draw_table(
         axes.set_axis_off()
         has_oom = False
         wide, tall = width / len(columns), inches / len(rows)
-        size = min(24.0, 0.5 * 72 * tall)
+        size = min(24.0, 0.68 * 72 * tall)
         for i, row in enumerate(rows):
             axes.text(
                 -0.15 / wide, i + 0.5, shortened(row, VALUE, left - _LEFT - 0.2),

@@ -90,6 +90,16 @@ def svg_text(figure: Figure) -> str:
     return text[text.index("<svg") :]
 
 
+class Picture:
+    """A figure as a notebook shows it: at the end of a cell, with no plotting library set up."""
+
+    def __init__(self, figure: Figure) -> None:
+        self.figure = figure
+
+    def _repr_svg_(self) -> str:
+        return svg_text(self.figure)
+
+
 def _wanted(path: Path, formats: Sequence[str]) -> tuple[Path, list[str]]:
     """The path without suffix, and the formats, each once."""
     if path.name in ("", ".."):

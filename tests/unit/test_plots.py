@@ -281,8 +281,8 @@ def test_errors_are_signed_per_cent_of_what_was_measured() -> None:
     assert errors == {"error:peak_allocated_bytes": 3.125, "error:peak_reserved_bytes": -20.0}
     summaries = [a.get_text() for a in find(figure, "summary:.*").values()]
     assert summaries == [
-        "peak allocated: median 3.1 %, worst +3.12 %",
-        f"peak reserved: median 20 %, worst {MINUS}20.00 %",
+        "peak allocated: median 3.125 %, worst +3.12 %",
+        f"peak reserved: median 20.000 %, worst {MINUS}20.00 %",
     ]
     points = find(figure, "peak_allocated_bytes")["peak_allocated_bytes"].get_offsets()
     assert points.tolist() == [[32, 33]]

@@ -1,0 +1,297 @@
+"""Many plans that differ in a few keys, predicted from few traces.
+
+Plans that differ in the batch size alone (or the sequence length alone) and run on one kind of chip
+share a `TraceSeries`. Every point is replayed on its own under each card's limit, so it says what
+`predict` says of that plan, to the byte.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+from memest.errors import MemestError, PlanError, shown
+from memest.estimator.gpus import Gpu
+from memest.estimator.predict import judged_gpus
+from memest.plan import TrainingPlan
+from memest.report import Verdict
+
+MAX_POINTS = 1000
+"""Predictions of one sweep, unless more are allowed."""
+
+_VARIED = ("batch_size", "seq_len")
+"""Keys whose values share traces, in the order in which they are tried."""
+
+_KINDS = {f.name: str(f.type) for f in fields(TrainingPlan)}
+_BOOLEANS = {"true": True, "yes": True, "false": False, "no": False}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepPoint:
+    """One plan on one card."""
+
+    plan: TrainingPlan
+    gpu: str
+    verdict: Verdict | None
+    """None where the plan does not exist or is not modelled."""
+
+    peak_allocated_bytes: int = 0
+    process_bytes: int = 0
+    unlimited_reserved_bytes: int = 0
+    """What it would reserve on a card without end."""
+
+    error: str = ""
+
+    def to_row(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Flat values: those of `keys` of the plan, then what the card says."""
+        found = self.verdict
+        head = {key: getattr(self.plan, key) for key in keys} | {"gpu": self.gpu}
+        return head | {
+            "verdict": "" if found is None else str(found.verdict),
+            "peak_allocated_bytes": self.peak_allocated_bytes,
+            "peak_reserved_bytes": 0 if found is None else found.reserved_bytes,
+            "unlimited_reserved_bytes": self.unlimited_reserved_bytes,
+            "process_bytes": self.process_bytes,
+            "limit_bytes": 0 if found is None else found.limit_bytes,
+            "margin_bytes": 0 if found is None else found.margin_bytes,
+            "oom_at": "" if found is None else found.at,
+            "error": self.error,
+        }
+
+
+def parse_values(key: str, text: str) -> list[Any]:
+    """The values of `key` in a list such as `1,2,4`, a range `1:64` or one with a step `8:64:8`.
+
+    Both ends of a range count. A value that is named twice counts once.
+
+    >>> parse_values("batch_size", "1,4:8:2"), parse_values("act_ckpt", "false,true")
+    ([1, 4, 6, 8], [False, True])
+
+    Raises:
+        PlanError: there is no such key, or the text names no value or a wrong one.
+    """
+    if key not in _KINDS or key in ("name", "gpu", "gpu_memory"):
+        raise PlanError(
+            f"{shown(key)} is not a key of a plan that can be varied",
+            hint=f"keys: {', '.join(sorted(set(_KINDS) - {'name', 'gpu', 'gpu_memory'}))}",
+        )
+    values: list[Any] = []
+    for part in text.split(","):
+        item = part.strip()
+        if not item:
+            raise PlanError(
+                f"`{key}` has an empty value in {shown(text)}", hint="write it as `1,2,4` or `1:64`"
+            )
+        values += _range(key, item) if ":" in item else [_value(key, item)]
+    return list(dict.fromkeys(values))
+
+
+def _value(key: str, item: str) -> Any:
+    kind = _KINDS[key]
+    if item == "none" and "None" in kind:
+        return None
+    if kind.startswith("bool"):
+        if item.casefold() not in _BOOLEANS:
+            raise PlanError(f"`{key}` is {shown(item)}", hint="give `true`, `false` or both")
+        return _BOOLEANS[item.casefold()]
+    if key in ("gpu_memory", "memory_limit") or kind.startswith("str"):
+        return item
+    if kind.startswith("tuple"):
+        return tuple(name for name in item.split("+") if name)
+    try:
+        return float(item) if kind == "float" else int(item)
+    except ValueError:
+        raise PlanError(
+            f"`{key}` is {shown(item)}", hint="write numbers as `1,2,4` or `1:64`"
+        ) from None
+
+
+def _range(key: str, item: str) -> range:
+    hint = "a range is `first:last` or `first:last:step`, such as `1:64:8`"
+    try:
+        first, last, step = ([int(n) for n in item.split(":")] + [1])[:3]
+    except ValueError:
+        raise PlanError(f"`{key}` is {shown(item)}", hint=hint) from None
+    if item.count(":") > 2 or step < 1 or not _KINDS[key].startswith("int"):
+        raise PlanError(f"`{key}` is {shown(item)}", hint=hint)
+    if last < first:
+        raise PlanError(f"`{key}` is {shown(item)}, a range that ends before it begins", hint=hint)
+    return range(first, last + 1, step)
+
+
+def make_grid(
+    base: Mapping[str, Any], varied: Mapping[str, Sequence[Any]], *, max_points: int = MAX_POINTS
+) -> list[tuple[dict[str, Any], TrainingPlan | MemestError]]:
+    """Every combination of `varied` over `base`, the last key fastest; an error where it is none.
+
+    Raises:
+        PlanError: there are more than `max_points`, or none of them is a plan.
+    """
+    count = 1
+    for values in varied.values():
+        count *= len(values)
+    if count > max_points:
+        raise PlanError(
+            f"the sweep has {count} points, more than {max_points}",
+            hint=f"narrow it, or allow it with `--max-points {count}`",
+        )
+    points: list[tuple[dict[str, Any], TrainingPlan | MemestError]] = []
+    for combination in itertools.product(*varied.values()):
+        changes = dict(zip(varied, combination, strict=True))
+        try:
+            points.append((changes, TrainingPlan.from_dict({**base, **changes})))
+        except MemestError as error:
+            points.append((changes, error))
+    if points and all(isinstance(plan, MemestError) for _, plan in points):
+        raise next(plan for _, plan in points if isinstance(plan, MemestError))
+    return points
+
+
+def sweep_grid(
+    grid: Sequence[tuple[dict[str, Any], TrainingPlan | MemestError]],
+    *,
+    jobs: int | None = None,
+    trust_remote_code: bool = False,
+) -> list[dict[str, Any]]:
+    """Flat rows for the points of `make_grid`, those that are no plans among them."""
+    plans = [plan for _, plan in grid if isinstance(plan, TrainingPlan)]
+    points = sweep(plans, jobs=jobs, trust_remote_code=trust_remote_code)
+    keys = list(dict.fromkeys(["model_name", *(key for changes, _ in grid for key in changes)]))
+    keys = [key for key in keys if key not in ("gpu", "gpu_memory")]
+    rows = iter([point.to_row(keys) for point in points])
+    gpus = [gpu.name for gpu in judged_gpus(plans[0])]
+    empty = SweepPoint(plan=plans[0], gpu="", verdict=None)
+    made: list[dict[str, Any]] = []
+    for changes, plan in grid:
+        for gpu in gpus:
+            if isinstance(plan, TrainingPlan):
+                made.append(next(rows))
+            else:
+                named = {key: changes[key] for key in keys if key in changes}
+                made.append(empty.to_row(keys) | named | {"gpu": gpu, "error": str(plan)})
+    return made
+
+
+def sweep(
+    plans: Sequence[TrainingPlan], *, jobs: int | None = None, trust_remote_code: bool = False
+) -> list[SweepPoint]:
+    """Every plan on each card that it asks about, in their order.
+
+    A plan that cannot be predicted gives points with an `error`.
+
+    Raises:
+        MemestError: none of the plans can be predicted; the error is the first one's.
+    """
+    groups = list(_groups(plans).values())
+    one = partial(_sweep_group, trust_remote_code=trust_remote_code)
+    tasks = [([plans[i] for i in group.members], group.key) for group in groups]
+    num_processes = min(jobs or os.cpu_count() or 1, len(tasks))
+    if num_processes == 1:
+        found = [one(task) for task in tasks]
+    else:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
+            found = list(pool.map(one, tasks))
+    by_index: dict[int, list[SweepPoint] | MemestError] = {}
+    for group, results in zip(groups, found, strict=True):
+        by_index |= dict(zip(group.members, results, strict=True))
+    ordered = [by_index[i] for i in range(len(plans))]
+    errors = [result for result in ordered if isinstance(result, MemestError)]
+    if len(errors) == len(ordered):
+        raise errors[0]
+    points: list[SweepPoint] = []
+    for plan, result in zip(plans, ordered, strict=True):
+        if isinstance(result, MemestError):
+            points += _failed(plan, result)
+        else:
+            points += result
+    return points
+
+
+def _failed(plan: TrainingPlan, error: MemestError) -> list[SweepPoint]:
+    gpus = judged_gpus(plan)
+    return [SweepPoint(plan=plan, gpu=g.name, verdict=None, error=str(error)) for g in gpus]
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Plans, by their position, that differ in `key` alone."""
+
+    key: str
+    members: list[int]
+
+
+def _groups(plans: Sequence[TrainingPlan]) -> dict[Any, _Group]:
+    """Plans grouped by the key that has the most values."""
+    num_values = {key: len({getattr(plan, key) for plan in plans}) for key in _VARIED}
+    key = max(_VARIED, key=lambda k: num_values[k])
+    names = [f.name for f in fields(TrainingPlan) if f.name not in (key, "name")]
+    groups: dict[Any, _Group] = {}
+    for index, plan in enumerate(plans):
+        # a length that is left out is the model's default, and no number of a series
+        alone = getattr(plan, key) if getattr(plan, key) is None else 0
+        rest = (alone, *(getattr(plan, name) for name in names))
+        groups.setdefault(rest, _Group(key, [])).members.append(index)
+    return groups
+
+
+def _sweep_group(
+    task: tuple[Sequence[TrainingPlan], str], *, trust_remote_code: bool
+) -> list[list[SweepPoint] | MemestError]:
+    """The points of each plan of one group, or why there are none."""
+    from memest.estimator.reuse import TraceSeries
+
+    plans, key = task
+    values = [getattr(plan, key) for plan in plans]
+    all_series: dict[tuple[Any, ...], TraceSeries] = {}
+    results: list[list[SweepPoint] | MemestError] = []
+    try:
+        for gpu in judged_gpus(plans[0]):
+            chip = (gpu.capability, gpu.num_sms)
+            if chip not in all_series:
+                series = TraceSeries(plans[0], gpu, key, trust_remote_code=trust_remote_code)
+                all_series[chip] = series
+                series.cover(value for value in values if value is not None)
+    except MemestError:
+        pass  # which point it is of is found below, where each is asked for by itself
+    for plan in plans:
+        try:
+            results.append(_points(plan, key, all_series))
+        except MemestError as error:
+            results.append(error)
+    return results
+
+
+def _points(plan: TrainingPlan, key: str, all_series: Mapping[Any, Any]) -> list[SweepPoint]:
+    from memest.estimator.largest import judge, limit_of
+    from memest.estimator.replay import Replayed
+
+    points = []
+    free: dict[Any, Replayed] = {}
+    for gpu in judged_gpus(plan):
+        chip = (gpu.capability, gpu.num_sms)
+        traced = all_series[chip].at(getattr(plan, key))
+        found = judge(traced, plan, limit_of(plan, gpu), free.get(chip))
+        free[chip] = found.free
+        points.append(
+            SweepPoint(
+                plan=plan,
+                gpu=gpu.name,
+                verdict=found.verdict,
+                peak_allocated_bytes=found.result.peak_allocated_bytes,
+                process_bytes=_process_bytes(found.verdict, gpu),
+                unlimited_reserved_bytes=found.free.peak_reserved_bytes,
+            )
+        )
+    return points
+
+
+def _process_bytes(verdict: Verdict, gpu: Gpu) -> int:
+    """Reserved bytes and the CUDA context."""
+    return verdict.reserved_bytes + gpu.context_bytes
