@@ -120,9 +120,7 @@ class StepTracer:
         self.program.setup = recorder.take_events()
         return model
 
-    def setup_optimizer(
-        self, build: Callable[[], torch.optim.Optimizer]
-    ) -> torch.optim.Optimizer:
+    def setup_optimizer(self, build: Callable[[], torch.optim.Optimizer]) -> torch.optim.Optimizer:
         """Make the optimizer; some make their state at once (Adagrad)."""
         with self.recorder:
             optimizer = build()

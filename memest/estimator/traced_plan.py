@@ -132,19 +132,7 @@ def _run(plan: TrainingPlan, recorder: Recorder, trust_remote_code: bool) -> Tra
     optimizer = tracer.setup_optimizer(
         functools.partial(make_optimizer, plan.optim, trained, momentum=plan.momentum)
     )
-    try:
-        program = tracer.run(
-            model,
-            functools.partial(move_batch, recorder, batch, input_dtype(plan)),
-            functools.partial(loss_of, output=batch.loss_output),
-            optimizer,
-            make_grad_scaler() if plan.precision == "16-mixed" else None,
-            plan.accumulate_grad_batches,
-        )
-    except MemestError:
-        raise
-    except Exception as error:  # the model's own code, which may do anything
-        raise _model_failure(plan, model, error) from error
+    program = _run(tracer, plan, model, batch, optimizer)
     param_groups = {
         "params": _by_dtype(model.parameters()),
         "grads": _by_dtype(p.grad for p in trained if p.grad is not None),
@@ -159,6 +147,28 @@ def _run(plan: TrainingPlan, recorder: Recorder, trust_remote_code: bool) -> Tra
         seq_len=seq_len,
         image_size=batch.image_size,
     )
+
+
+def _run(
+    tracer: StepTracer,
+    plan: TrainingPlan,
+    model: nn.Module,
+    batch: Batch,
+    optimizer: torch.optim.Optimizer,
+) -> Program:
+    try:
+        return tracer.run(
+            model,
+            functools.partial(move_batch, tracer.recorder, batch, input_dtype(plan)),
+            functools.partial(loss_of, output=batch.loss_output),
+            optimizer,
+            make_grad_scaler() if plan.precision == "16-mixed" else None,
+            plan.accumulate_grad_batches,
+        )
+    except MemestError:
+        raise
+    except Exception as error:  # the model's own code, which may do anything
+        raise _model_failure(plan, model, error) from error
 
 
 def _build(plan: TrainingPlan, gpu: Gpu, config: ModelConfig, notes: list[str]) -> nn.Module:
