@@ -414,7 +414,7 @@ def _cost(group: Iterable[tuple[Lever, Change]]) -> Cost:
 
 
 def _model_facts(plan: TrainingPlan, prediction: Prediction, trust_remote_code: bool) -> ModelFacts:
-    from memest.models_meta.assemble import _lora_targets, load_dtype
+    from memest.models_meta.assemble import load_dtype, lora_targets
     from memest.models_meta.build import build_model, vision_config
     from memest.models_meta.registry import resolve_config
 
@@ -428,7 +428,7 @@ def _model_facts(plan: TrainingPlan, prediction: Prediction, trust_remote_code: 
             towers.append(name)
     targets: Sequence[str] = ()
     with suppress(MemestError):
-        targets = _lora_targets(module) or ()
+        targets = lora_targets(module) or ()
     return ModelFacts(
         class_name=str(prediction.model["class"]),
         vision_modules=tuple(towers),

@@ -23,9 +23,10 @@ from typing import Any
 
 from memest.errors import PlanError
 from memest.estimator.gpus import Gpu
-from memest.estimator.predict import _verdict
+from memest.estimator.predict import judge_verdict
 from memest.estimator.replay import Replayed, replay
-from memest.estimator.reuse import FormBroken, TraceSeries, with_value
+from memest.estimator.reuse import FormBroken, with_value
+from memest.estimator.trace_series import TraceSeries
 from memest.estimator.traced_plan import TracedPlan
 from memest.models_meta.batch import MAX_TOKENS
 from memest.plan import TrainingPlan
@@ -183,7 +184,7 @@ def judge(
 
     free = free or run(None)
     result = free if free.peak_reserved_bytes <= limit else run(limit)
-    return Judged(_verdict(result, free, limit, traced.program), result, free)
+    return Judged(judge_verdict(result, free, limit, traced.program), result, free)
 
 
 class _Search:

@@ -56,7 +56,7 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False) -> Predictio
         limit = min(gpu.limit_bytes, plan.memory_limit or gpu.limit_bytes)
         result = free if free.peak_reserved_bytes <= limit else run(on_gpu.program, limit)
         results[gpu.name] = result
-        verdicts[gpu.name] = _verdict(result, free, limit, on_gpu.program)
+        verdicts[gpu.name] = judge_verdict(result, free, limit, on_gpu.program)
     return summarise(
         plan=plan,
         traced=traced,
@@ -82,7 +82,8 @@ def _runs_alike(gpu: Gpu, other: Gpu) -> bool:
     return (gpu.capability, gpu.num_sms) == (other.capability, other.num_sms)
 
 
-def _verdict(result: Replayed, free: Replayed, limit: int, program: Program) -> Verdict:
+def judge_verdict(result: Replayed, free: Replayed, limit: int, program: Program) -> Verdict:
+    """What a replay under `limit` bytes says; `free` is the same run without a limit."""
     from memest.report import Outcome, Verdict
 
     reserved = result.peak_reserved_bytes

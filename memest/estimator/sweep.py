@@ -245,7 +245,7 @@ def _sweep_group(
     task: tuple[Sequence[TrainingPlan], str], *, trust_remote_code: bool
 ) -> list[list[SweepPoint] | MemestError]:
     """The points of each plan of one group, or why there are none."""
-    from memest.estimator.reuse import TraceSeries
+    from memest.estimator.trace_series import TraceSeries
 
     plans, key = task
     values = [getattr(plan, key) for plan in plans]

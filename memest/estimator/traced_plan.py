@@ -100,15 +100,15 @@ def trace_with(
 ) -> TracedPlan:
     """The program of `plan` as `recorder`, which is fresh, sees it; nothing is kept for later."""
     with _quiet():
-        return _run(replace(plan, **_NOT_TRACED), recorder, trust_remote_code)
+        return _traced(replace(plan, **_NOT_TRACED), recorder, trust_remote_code)
 
 
 @functools.lru_cache(maxsize=8)
 def _trace(plan: TrainingPlan, gpu: Gpu, trust_remote_code: bool) -> TracedPlan:
-    return _run(plan, Recorder(gpu, StorageTable()), trust_remote_code)
+    return _traced(plan, Recorder(gpu, StorageTable()), trust_remote_code)
 
 
-def _run(plan: TrainingPlan, recorder: Recorder, trust_remote_code: bool) -> TracedPlan:
+def _traced(plan: TrainingPlan, recorder: Recorder, trust_remote_code: bool) -> TracedPlan:
     gpu = recorder.gpu
     config = resolve_config(plan.model_name, trust_remote_code=trust_remote_code)
     seq_len = sequence_length(plan, config)

@@ -83,7 +83,7 @@ def assemble(
             r=plan.lora_r,
             alpha=int(plan.lora_alpha),
             dropout=plan.lora_dropout,
-            target_modules=plan.lora_target_modules or _lora_targets(model),
+            target_modules=plan.lora_target_modules or lora_targets(model),
             is_meta=is_meta,
         )
     if plan.freeze:
@@ -180,7 +180,7 @@ def _enable_checkpointing(model: Any, plan: TrainingPlan) -> None:
         ) from error
 
 
-def _lora_targets(model: Any) -> Sequence[str] | None:
+def lora_targets(model: Any) -> Sequence[str] | None:
     """q and v by the names that the model uses, as the lab does, else the product that holds them.
 
     None leaves the choice to peft.

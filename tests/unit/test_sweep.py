@@ -1,0 +1,164 @@
+"""Largest batches and sweeps: what they say is what single predictions say."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from memest.cli import main
+from memest.errors import MemestError, PlanError
+from memest.estimator.gpus import find_gpu
+from memest.estimator.largest import boundary_suite, max_batch, max_seq_len
+from memest.estimator.predict import predict
+from memest.estimator.reuse import with_value
+from memest.estimator.sweep import make_grid, parse_values, sweep
+from memest.estimator.techniques import TECHNIQUES, technique_values
+from memest.plan import TrainingPlan
+from memest.report import Outcome
+from memest.units import GIB
+
+
+def verdict(plan: TrainingPlan, **changes: int) -> Outcome:
+    for key, value in changes.items():
+        plan = with_value(plan, key, value)
+    return predict(with_value(plan, "gpu", ("h200",))).verdict
+
+
+@pytest.mark.parametrize("use_qlora", [False, True])
+def test_the_largest_batch_fits_and_the_next_does_not(use_qlora: bool) -> None:
+    plan = TrainingPlan(
+        model_name="opt-125m", seq_len=64, use_qlora=use_qlora, memory_limit=3 * GIB
+    )
+
+    found = max_batch(plan, find_gpu("h200"))
+
+    assert found.value is not None
+    assert verdict(plan, batch_size=found.value) == Outcome.FITS
+    assert verdict(plan, batch_size=found.value + 1) == Outcome.OOM
+    single = predict(with_value(found.plan, "gpu", ("h200",)))
+    assert found.peak_reserved_bytes == single.peak_reserved_bytes
+    assert found.margin_bytes == single.verdicts["h200"].margin_bytes
+
+
+def test_the_longest_sequence_stops_at_the_models_positions() -> None:
+    found = max_seq_len(TrainingPlan(model_name="gpt2"), find_gpu("h200"))
+
+    assert found.value == 1024
+    assert "positions" in found.ceiling
+
+
+def test_where_nothing_fits_there_is_no_value() -> None:
+    plan = TrainingPlan(model_name="gpt2", memory_limit=GIB)
+
+    found = max_batch(plan, find_gpu("h200"))
+
+    assert found.value is None
+    assert found.margin_bytes < 0
+    assert found.to_dict()["max_batch_size"] is None
+
+
+def test_a_boundary_suite_has_both_sides() -> None:
+    plan = TrainingPlan(model_name="gpt2", seq_len=64, memory_limit=4 * GIB)
+    found = max_batch(plan, find_gpu("h200"))
+
+    below, above = boundary_suite([found])["experiments"]
+
+    assert (below["batch_size"], below["expected"]) == (found.value, "fits")
+    assert (above["batch_size"], above["expected"]) == (found.value + 1, "oom")  # type: ignore[operator]
+    assert above["memory_limit"] == 4 * GIB
+
+
+def test_a_sweep_says_what_single_predictions_say() -> None:
+    plans = [
+        TrainingPlan(model_name="gpt2", seq_len=256, batch_size=n, gpu=("t4", "a100-40gb"))
+        for n in (1, 2, 3, 4, 5, 6, 90)
+    ]
+
+    points = sweep(plans, jobs=1)
+
+    assert len(points) == 14
+    for point in points:
+        single = predict(point.plan)
+        assert point.verdict == single.verdicts[point.gpu]
+    assert {str(p.verdict.verdict) for p in points if p.verdict} == {"fits", "oom"}
+
+
+def test_every_technique_is_a_plan() -> None:
+    plan = TrainingPlan(model_name="gpt2", freeze=("wte*",), optim="sgd", momentum=0.5)
+
+    made = {name: TrainingPlan(**values) for name, values in technique_values(plan).items()}
+
+    assert list(made) == list(TECHNIQUES)
+    assert made["fp32"].optim == "adamw"
+    assert made["fp32"].freeze == ("wte*",)
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "message"),
+    [
+        ("batch_size", "", "has an empty value"),
+        ("batch_size", "1,,2", "has an empty value"),
+        ("batch_size", "5:1", "ends before it begins"),
+        ("batch_size", "1:9:0", "`batch_size` is `1:9:0`"),
+        ("batch_size", "1:2:3:4", "`batch_size` is `1:2:3:4`"),
+        ("batch_size", "x", "`batch_size` is `x`"),
+        ("act_ckpt", "maybe", "`act_ckpt` is `maybe`"),
+        ("bath_size", "1", "is not a key"),
+    ],
+)
+def test_bad_values_say_what_is_wrong(key: str, text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(message)) as caught:
+        parse_values(key, text)
+    assert caught.value.hint
+
+
+def test_more_points_than_allowed_are_refused() -> None:
+    with pytest.raises(PlanError, match="the sweep has 6 points, more than 5"):
+        make_grid(
+            {"model_name": "gpt2"}, {"batch_size": [1, 2, 3], "seq_len": [8, 16]}, max_points=5
+        )
+
+
+def test_a_combination_that_is_no_plan_is_a_point_with_an_error() -> None:
+    grid = make_grid(
+        {"model_name": "gpt2"}, {"use_qlora": [False, True], "precision": ["16-mixed"]}
+    )
+
+    assert isinstance(grid[0][1], TrainingPlan)
+    assert isinstance(grid[1][1], MemestError)
+
+
+def test_the_command_line_writes_csv_and_json_lines(tmp_path: Path) -> None:
+    arguments = ["sweep", "--model", "gpt2", "--bs", "1:3", "--seq-len", "32", "--gpu", "t4", "-o"]
+    for name in ("a.csv", "a.jsonl"):
+        assert CliRunner().invoke(main, [*arguments, str(tmp_path / name)]).exit_code == 0
+
+    rows = list(csv.DictReader((tmp_path / "a.csv").read_text().splitlines()))
+    lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+
+    assert [row["batch_size"] for row in rows] == ["1", "2", "3"]
+    assert [str(line["peak_reserved_bytes"]) for line in lines] == [
+        row["peak_reserved_bytes"] for row in rows
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["sweep", "--model", "gpt2", "-o", "a.xyz"], 2),
+        (["sweep", "--model", "gpt2", "--json", "-o", "a.csv"], 2),
+        (["sweep", "--model", "gpt2", "-o", "/nowhere/a.csv"], 2),
+        (["sweep", "--bs", "1:4"], 2),
+        (["sweep", "--model", "gpt2", "--vary", "lora_r"], 2),
+        (["max-batch", "--model", "gpt2", "--bs", "4"], 2),
+        (["max-batch", "--model", "gpt2", "--memory-limit", "1GiB", "--gpu", "t4"], 0),
+        (["max-batch", "--model", "gpt2", "--memory-limit", "1GiB", "--gpu", "t4", "--check"], 5),
+    ],
+)
+def test_exit_codes(arguments: list[str], code: int) -> None:
+    assert CliRunner().invoke(main, arguments).exit_code == code
