@@ -108,11 +108,16 @@ def test_allocated_is_within_its_tolerance_in_every_phase(one: Comparison) -> No
     assert worst is None or abs(worst.error_percent) <= PHASE_ALLOCATED
 
 
-def test_what_is_left_unmodelled_is_known(one: Comparison) -> None:
-    """cuDNN picks an algorithm, and with it a workspace, by heuristics that are not published."""
-    unmodelled = set(one.predicted.coverage["unmodelled"])
+KNOWN_UNMODELLED = {
+    "aten.convolution",  # cuDNN picks an algorithm, and its workspace, by unpublished heuristics
+    "aten.convolution_backward",
+    "aten._grouped_mm",  # CUTLASS's workspace, of mixture-of-experts models in bf16
+    "aten.index_put_",  # through a mask whose values are not known (Qwen2-VL)
+}
 
-    assert unmodelled <= {"aten.convolution", "aten.convolution_backward"}
+
+def test_what_is_left_unmodelled_is_known(one: Comparison) -> None:
+    assert set(one.predicted.coverage["unmodelled"]) <= KNOWN_UNMODELLED
 
 
 def test_the_median_errors_are_within_their_tolerances(
