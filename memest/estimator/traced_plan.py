@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from logging import ERROR
 from typing import Any
 
 import torch
@@ -35,7 +31,7 @@ from memest.models_meta.assemble import (
 )
 from memest.models_meta.batch import Batch, make_batch
 from memest.models_meta.quantization import FusedGemmRule, quant_state_tensors, quantize_nf4
-from memest.models_meta.registry import ModelConfig, resolve_config
+from memest.models_meta.registry import ModelConfig, quiet_transformers, resolve_config
 from memest.plan import TrainingPlan
 
 
@@ -76,30 +72,15 @@ _SAME_CHIP: dict[str, Any] = {
 def trace_plan(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False) -> TracedPlan:
     """The program of `plan` on `gpu`; plans that differ in limits and steps alone share it."""
     canonical = replace(plan, **_NOT_TRACED)
-    with _quiet():
+    with quiet_transformers():
         return _trace(canonical, replace(gpu, **_SAME_CHIP), trust_remote_code)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """What libraries say about the model concerns a run, not its prediction."""
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 def trace_with(
     recorder: Recorder, plan: TrainingPlan, *, trust_remote_code: bool = False
 ) -> TracedPlan:
     """The program of `plan` as `recorder`, which is fresh, sees it; nothing is kept for later."""
-    with _quiet():
+    with quiet_transformers():
         return _traced(replace(plan, **_NOT_TRACED), recorder, trust_remote_code)
 
 
