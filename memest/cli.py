@@ -16,7 +16,7 @@ import click
 
 from memest import __version__
 from memest.errors import MemestError, PlanError
-from memest.plan import ATTENTIONS, OPTIMIZERS, PRECISIONS, STRATEGIES, TrainingPlan
+from memest.plan import ATTENTIONS, OPTIMIZERS, PRECISIONS, SHARDINGS, STRATEGIES, TrainingPlan
 from memest.plan_files import UnsupportedPlan, read_config, read_suite, read_suite_rows
 from memest.units import GIB, parse_bytes
 
@@ -84,6 +84,16 @@ _PLAN_OPTIONS = [
     click.option("--quant-skip", multiple=True, help="Module that stays unquantised."),
     click.option("--strategy", help=f"{', '.join(STRATEGIES)}."),
     click.option("--devices", type=int, help="Number of GPUs."),
+    click.option("--sharding", "sharding_strategy", help=f"FSDP: {', '.join(SHARDINGS)}."),
+    click.option("--shard-size", type=int, help="FSDP, HYBRID_SHARD: GPUs that share a copy."),
+    click.option("--wrap", "wrap_classes", multiple=True, help="FSDP: layer class to wrap."),
+    click.option("--ckpt-policy", "activation_checkpointing_policy", multiple=True,
+                 help="FSDP: layer class to checkpoint."),
+    click.option("--bucket-view/--no-bucket-view", "gradient_as_bucket_view", default=None,
+                 help="DDP: gradients lie in the buckets."),
+    click.option("--bucket-cap-mb", type=int, help="DDP: MiB of gradients in a bucket."),
+    click.option("--reduce-bucket-size", type=int, help="DeepSpeed: elements summed at once."),
+    click.option("--allgather-bucket-size", type=int, help="DeepSpeed: elements gathered at once."),
     click.option("--seq-len", type=int, help="Tokens per sample, padding included."),
     click.option("--padded/--no-padded", default=None, help="Whether some rows are shorter."),
     click.option("--image-size", type=int, help="Pixels per side."),
@@ -94,6 +104,7 @@ _PLAN_OPTIONS = [
     click.option("--gpu", multiple=True, help="GPU to judge; may be given again."),
     click.option("--gpu-memory", type=_Size(), help="Memory of a GPU not in the catalogue: 24GiB."),
     click.option("--memory-limit", type=_Size(), help="Cap on the allocator: 78.4GiB."),
+    click.option("--host-memory", type=_Size(), help="Host memory of the node to judge: 256GiB."),
     click.option("--steps", type=int, help="Optimizer steps to simulate."),
 ]  # fmt: skip
 

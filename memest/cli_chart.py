@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from memest.cli import _plan_options, _plans, _write, main
+from memest.cli_sweep import grid_options, grid_points
 from memest.errors import PlanError
 from memest.estimator.gpus import find_gpu
 from memest.plan import TrainingPlan
@@ -219,6 +220,48 @@ def batches(
             data.append({"model_name": plan.model_name, **row.to_dict()})
     figure = plot_largest_batch(table, gpu=gpu, dark=dark)
     _save(figure, out / "batches", wanted, title, data)
+
+
+@chart.command("sweep")
+@click.argument("file", required=False, type=click.Path(path_type=Path))
+@grid_options
+@click.option("--across", default="", metavar="KEY", help="Columns; by default the longest key.")
+@_chart_options
+def sweep_chart(
+    file: Path | None,
+    across: str,
+    jobs: int | None,
+    trust_remote_code: bool,
+    out: Path,
+    formats: str,
+    dark: bool,
+    title: str,
+    **flags: Any,
+) -> None:
+    """What fits of a sweep: of one that is made here, or that `memest sweep -o` wrote to FILE.
+
+    \b
+    memest chart sweep --model gpt2 --bs 1:64 --precision 32-true,bf16-true --gpu rtx-4090
+    memest chart sweep sweep.csv --across batch_size
+    """
+    wanted = _formats(formats)
+    from memest.estimator.sweep import sweep_grid
+    from memest.estimator.sweep_table import fits_table, read_rows
+
+    if file is not None and any(flags[key] for key in flags if key != "max_points"):
+        raise PlanError(
+            f"`{file}` holds a sweep, and flags ask for another",
+            hint="give either a file or the flags of `memest sweep`",
+        )
+    points = grid_points(**flags) if file is None else []
+    rows = [] if file is None else read_rows(file)
+    _make_folder(out)
+    rows = rows or sweep_grid(points, jobs=jobs, trust_remote_code=trust_remote_code)
+    from memest.plots.heatmap import plot_fits
+
+    table = fits_table(rows, across)
+    figure = plot_fits(table.verdicts, across=table.across, gpu=", ".join(table.gpus), dark=dark)
+    _save(figure, out / "sweep", wanted, title, rows)
 
 
 @chart.command("validate")

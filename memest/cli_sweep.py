@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from memest.cli import OOM_EXIT_CODE, _check_writable, _plan_options, _plans, _write, main
 from memest.errors import PlanError
 from memest.plan_files import read_config
+
+if TYPE_CHECKING:
+    from memest.estimator.sweep import Grid
 
 
 @main.command("max-batch")
@@ -102,43 +105,67 @@ _SWEEP_KEYS = {
 """Flag -> key of the plan, help."""
 
 
-def _sweep_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    for flag, (key, text) in reversed(_SWEEP_KEYS.items()):
-        command = click.option(flag, key, help=text)(command)
+_GRID_OPTIONS = [
+    *(click.option(flag, key, help=text) for flag, (key, text) in _SWEEP_KEYS.items()),
+    click.option("--gpu", multiple=True, help="GPU to judge; may be given again, or as a list."),
+    click.option("--gpu-memory", help="Memory of a GPU not in the catalogue: 24GiB."),
+    click.option("--vary", multiple=True, metavar="KEY=VALUES", help="Any other key of a plan."),
+    click.option(
+        "--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it."
+    ),
+    click.option(
+        "--max-points", type=click.IntRange(1), default=1000, show_default=True,
+        help="Refuse a sweep of more plans.",
+    ),
+    click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core."),
+    click.option(
+        "--trust-remote-code", is_flag=True, help="Run model code that a config brings along."
+    ),
+]  # fmt: skip
+
+
+def grid_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The flags of a grid of plans, most of which `grid_points` takes, and how it is run."""
+    for option in reversed(_GRID_OPTIONS):
+        command = option(command)
     return command
 
 
-@main.command("sweep")
-@_sweep_options
-@click.option("--gpu", multiple=True, help="GPU to judge; may be given again, or as a list.")
-@click.option("--gpu-memory", help="Memory of a GPU not in the catalogue: 24GiB.")
-@click.option("--vary", multiple=True, metavar="KEY=VALUES", help="Any other key of a plan.")
-@click.option(
-    "--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it."
-)
-@click.option(
-    "--max-points", type=click.IntRange(1), default=1000, show_default=True,
-    help="Refuse a sweep of more plans.",
-)  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="JSON Lines instead of CSV.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="A .csv or .jsonl file.")
-@click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if nothing fits.")
-@click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
-@click.option(
-    "--trust-remote-code", is_flag=True, help="Run model code that a config brings along."
-)
-def sweep(
+def grid_points(
+    *,
     gpu: tuple[str, ...],
     gpu_memory: str | None,
     vary: tuple[str, ...],
     config: Path | None,
     max_points: int,
+    **flags: str | None,
+) -> Grid:
+    """Every combination of the flags' values."""
+    from memest.estimator.sweep import make_grid
+
+    varied = _varied(flags, vary)
+    base: dict[str, Any] = {}
+    if config is not None:
+        base = read_config(config, {k: v[0] for k, v in varied.items()}).to_dict()
+    if gpu:
+        base["gpu"] = list(gpu)
+    if gpu_memory is not None:
+        base["gpu_memory"] = gpu_memory
+    return make_grid(base, varied, max_points=max_points)
+
+
+@main.command("sweep")
+@grid_options
+@click.option("--json", "as_json", is_flag=True, help="JSON Lines instead of CSV.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="A .csv or .jsonl file.")
+@click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if nothing fits.")
+def sweep(
     as_json: bool,
     output: Path | None,
     check: bool,
     jobs: int | None,
     trust_remote_code: bool,
-    **flags: str | None,
+    **flags: Any,
 ) -> int:
     """Predict every combination of lists and ranges of a plan's keys.
 
@@ -147,22 +174,14 @@ def sweep(
     memest sweep --model llama-3.1-8b --lora true,false --seq-len 512:4096:512 --json
     memest sweep --config lab.yaml --precision bf16-true,32-true --vary freeze=none,vision_model.*
     """
-    varied = _varied(flags, vary)
     as_json = _wants_json(output, as_json)
     if output is not None:
         _check_writable(output)
-    from memest.estimator.sweep import make_grid, sweep_grid
+    from memest.estimator.sweep import sweep_grid
     from memest.render_sweep import json_lines, to_csv
 
-    base: dict[str, Any] = {}
-    if config is not None:
-        base = read_config(config, {k: v[0] for k, v in varied.items()}).to_dict()
-    if gpu:
-        base["gpu"] = list(gpu)
-    if gpu_memory is not None:
-        base["gpu_memory"] = gpu_memory
-    grid = make_grid(base, varied, max_points=max_points)
-    rows = sweep_grid(grid, jobs=jobs, trust_remote_code=trust_remote_code)
+    points = grid_points(**flags)
+    rows = sweep_grid(points, jobs=jobs, trust_remote_code=trust_remote_code)
     text = json_lines(rows) if as_json else to_csv(rows)
     if output is None:
         click.echo(text)

@@ -22,9 +22,15 @@ OPTIMIZERS = (
 )  # fmt: skip
 
 STRATEGIES = (
-    "auto", "ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3",
-    "deepspeed_stage_2_offload", "deepspeed_stage_3_offload",
+    "auto", "ddp", "ddp_find_unused_parameters_true", "fsdp", "fsdp2",
+    "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3",
+    "deepspeed_stage_1_offload", "deepspeed_stage_2_offload", "deepspeed_stage_3_offload",
 )  # fmt: skip
+"""As Lightning 2.6 registers them; `fsdp` is its FSDPStrategy (FSDP1), `fsdp2` its
+ModelParallelStrategy with `fully_shard`."""
+
+SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
+"""Of FSDP1; FSDP2 knows all but `NO_SHARD`."""
 
 ATTENTIONS = ("sdpa", "eager")
 
@@ -47,6 +53,10 @@ _LIMITS = {
     "lora_r": 1 << 14,
     "steps": 1000,
     "devices": 1 << 14,
+    "bucket_cap_mb": 1 << 20,
+    "shard_size": 1 << 14,
+    "reduce_bucket_size": 1 << 40,
+    "allgather_bucket_size": 1 << 40,
 }
 """The largest value that is taken for a request and not for a slip."""
 
@@ -59,7 +69,7 @@ class TrainingPlan:
 
     Raises:
         PlanError: a value does not exist, is out of range, or contradicts another.
-        UnsupportedError: a strategy that memest knows and does not model yet.
+        UnsupportedError: a combination that memest knows and does not model.
     """
 
     model_name: str
@@ -87,10 +97,35 @@ class TrainingPlan:
     """Activation checkpointing, as `gradient_checkpointing_enable()` of transformers does it."""
 
     strategy: str = "auto"
-    """One of `STRATEGIES`."""
+    """One of `STRATEGIES`; `auto` is Lightning's choice: DDP on several GPUs."""
 
     devices: int = 1
-    """GPUs."""
+    """GPUs, over all nodes."""
+
+    gradient_as_bucket_view: bool = False
+    """DDP: gradients lie in the buckets that are summed, instead of beside them."""
+
+    bucket_cap_mb: int | None = None
+    """DDP: MiB of gradients in a bucket; None is torch's: 25, and 1 in the first."""
+
+    sharding_strategy: str = "FULL_SHARD"
+    """FSDP: one of `SHARDINGS`."""
+
+    shard_size: int | None = None
+    """FSDP, `HYBRID_SHARD`: GPUs that share one copy; None is the 8 of a node, or all."""
+
+    wrap_classes: tuple[str, ...] = ()
+    """FSDP: classes of the layers that are wrapped; empty is what the model says must not be split
+    (`_no_split_modules`)."""
+
+    activation_checkpointing_policy: tuple[str, ...] = ()
+    """FSDP: classes of the layers whose activations are computed anew in the backward."""
+
+    reduce_bucket_size: int = 200_000_000
+    """DeepSpeed: elements of the buffer in which gradients are summed; Lightning's default."""
+
+    allgather_bucket_size: int = 200_000_000
+    """DeepSpeed 1 and 2: elements of updated parameters gathered at once; Lightning's default."""
 
     use_lora: bool = False
     """Train low-rank adapters of peft on a frozen base."""
@@ -143,6 +178,9 @@ class TrainingPlan:
     memory_limit: int | None = None
     """Bytes that the allocator may reserve, as `set_per_process_memory_fraction` caps it."""
 
+    host_memory: int | None = None
+    """Bytes of host memory of the node, for a verdict of its own."""
+
     steps: int = 2
     """Optimizer steps to simulate; from the third on only fragmentation can grow."""
 
@@ -153,6 +191,7 @@ class TrainingPlan:
             ("optim", OPTIMIZERS),
             ("strategy", STRATEGIES),
             ("attn_implementation", ATTENTIONS),
+            ("sharding_strategy", SHARDINGS),
         ):
             value = getattr(self, key)
             if value is not None and value not in allowed:
@@ -179,7 +218,7 @@ class TrainingPlan:
             raise PlanError(
                 f"`lora_alpha` is {shown(self.lora_alpha)}", hint="give a positive number"
             )
-        for key in ("gpu_memory", "memory_limit"):
+        for key in ("gpu_memory", "memory_limit", "host_memory"):
             value = getattr(self, key)
             if value is not None and value <= 0:
                 raise PlanError(f"`{key}` is {shown(value)}", hint="write it as `78.4GiB`")
@@ -214,16 +253,91 @@ class TrainingPlan:
                 "`padded` is true for `batch_size` 1: its only row is the longest",
                 hint="leave `padded` out or raise `batch_size`",
             )
-        if self.optim == "deepspeed_cpu" and not self.strategy.endswith("_offload"):
+        self._check_strategy()
+
+    def _check_strategy(self) -> None:
+        strategy = self.strategy
+        if self.optim == "deepspeed_cpu" and not self.offloads:
             raise PlanError(
-                f"`deepspeed_cpu` needs an offload strategy, not `{self.strategy}`",
+                f"`deepspeed_cpu` needs an offload strategy, not `{strategy}`",
                 hint="use `deepspeed_stage_2_offload` or `deepspeed_stage_3_offload`",
             )
-        if self.strategy != "auto" or self.devices > 1:
-            raise UnsupportedError(
-                f"`strategy` `{self.strategy}` on {self.devices} GPU(s) is not modelled yet",
-                hint="predict one GPU with `strategy: auto` and `devices: 1`",
+        if self.offloads and self.optim != "deepspeed_cpu":
+            raise PlanError(
+                f"`{strategy}` updates on the CPU and refuses `optim` `{self.optim}`",
+                hint="use `optim: deepspeed_cpu`",
             )
+        if self.use_qlora and (self.is_fsdp or strategy.startswith("deepspeed_stage_3")):
+            raise PlanError(
+                f"`{strategy}` cannot divide a quantised base: its weights are packed bytes beside"
+                " 16-bit ones",
+                hint="use `ddp` or `deepspeed_stage_2`, or LoRA without quantisation",
+            )
+        self._check_keys_of_strategy()
+        if self.shard_size is not None and self.devices % self.shard_size:
+            raise PlanError(
+                f"`shard_size` {self.shard_size} does not divide {self.devices} GPUs",
+                hint="give a divisor of `devices`",
+            )
+
+    def _check_keys_of_strategy(self) -> None:
+        """Keys that only one family of strategies reads."""
+        is_hybrid = self.is_fsdp and self.sharding_strategy == "HYBRID_SHARD"
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        for keys, applies, where in (
+            (("gradient_as_bucket_view", "bucket_cap_mb"), self.is_ddp, "`strategy: ddp`"),
+            (
+                ("sharding_strategy", "wrap_classes", "activation_checkpointing_policy"),
+                self.is_fsdp,
+                "`strategy: fsdp`",
+            ),
+            (("shard_size",), is_hybrid, "`sharding_strategy: HYBRID_SHARD` of FSDP"),
+            (
+                ("reduce_bucket_size", "allgather_bucket_size"),
+                self.is_deepspeed,
+                "a DeepSpeed strategy",
+            ),
+        ):
+            for key in keys:
+                if not applies and getattr(self, key) != defaults[key]:
+                    raise PlanError(
+                        f"`{key}` does not go with `strategy` `{self.strategy}`",
+                        hint=f"it is read by {where}",
+                    )
+        if self.strategy == "fsdp2" and self.sharding_strategy == "NO_SHARD":
+            raise PlanError(
+                "`fsdp2` has no `NO_SHARD`", hint="use `ddp`, which keeps all on every GPU"
+            )
+        if self.strategy == "fsdp2" and self.precision == "16-mixed":
+            raise PlanError(
+                "Lightning's `ModelParallelStrategy`, which is `fsdp2`, refuses `16-mixed`",
+                hint="use `bf16-mixed`, or `strategy: fsdp`",
+            )
+
+    @property
+    def is_ddp(self) -> bool:
+        """Whether every GPU holds the whole model and gradients are summed in buckets."""
+        return self.strategy.startswith("ddp") or (self.strategy == "auto" and self.devices > 1)
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether FSDP1 or FSDP2 divides the model."""
+        return self.strategy in ("fsdp", "fsdp2")
+
+    @property
+    def is_deepspeed(self) -> bool:
+        """Whether DeepSpeed divides the training state."""
+        return self.strategy.startswith("deepspeed")
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the optimizer works in the host's memory."""
+        return self.strategy.endswith("_offload")
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether anything but Lightning's single-device strategy runs."""
+        return self.is_ddp or self.is_fsdp or self.is_deepspeed
 
     @property
     def uses_adapters(self) -> bool:
@@ -276,8 +390,13 @@ class TrainingPlan:
         return cls(**given)
 
 
-_TUPLES = frozenset({"lora_target_modules", "freeze", "gpu", "quant_skip"})
-_SIZES = frozenset({"gpu_memory", "memory_limit"})
+_TUPLES = frozenset(
+    {
+        "lora_target_modules", "freeze", "gpu", "quant_skip", "wrap_classes",
+        "activation_checkpointing_policy",
+    }
+)  # fmt: skip
+_SIZES = frozenset({"gpu_memory", "memory_limit", "host_memory"})
 
 
 def _normalise(key: str, value: Any) -> Any:

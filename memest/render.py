@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from memest.report import Outcome, PhaseRow, Prediction, Verdict
 from memest.units import format_bytes, format_count, format_gib
@@ -95,6 +95,8 @@ def _heading(prediction: Prediction) -> list[str]:
     if plan["accumulate_grad_batches"] > 1:
         facts.append(f"accumulation {plan['accumulate_grad_batches']}")
     facts.append(f"{plan['seq_len']} tokens")
+    if plan["strategy"] != "auto" or plan["devices"] > 1:
+        facts.append(_strategy(plan))
     if plan["act_ckpt"]:
         facts.append("activation checkpointing")
     if plan["use_qlora"] or plan["use_lora"]:
@@ -107,6 +109,13 @@ def _heading(prediction: Prediction) -> list[str]:
         f" {format_count(model['num_trainable_params'])} trained"
     )
     return lines
+
+
+def _strategy(plan: Mapping[str, Any]) -> str:
+    gpus = "1 GPU" if plan["devices"] == 1 else f"{plan['devices']} GPUs"
+    name = "ddp" if plan["strategy"] == "auto" else plan["strategy"]
+    sharding = f" {plan['sharding_strategy']}" if name.startswith("fsdp") else ""
+    return f"{gpus}, {name}{sharding}"
 
 
 def _terms(prediction: Prediction) -> list[str]:
@@ -131,14 +140,30 @@ def _totals(prediction: Prediction) -> list[str]:
     context = prediction.process_bytes - prediction.peak_reserved_bytes
     allocated, reserved = prediction.peak_allocated_bytes, prediction.peak_reserved_bytes
     process = format_gib(prediction.process_bytes)
+    is_single = prediction.plan["strategy"] == "auto" and prediction.plan["devices"] == 1
+    beside = "CUDA context" if is_single else "CUDA context and NCCL"
     rows = [
         ["allocated", format_gib(allocated), "torch.cuda.max_memory_allocated"],
         ["reserved", format_gib(reserved), f"cached beside it {format_bytes(slack)}"],
-        ["process", process, f"nvidia-smi; CUDA context {format_bytes(context)}"],
+        ["process", process, f"nvidia-smi; {beside} {format_bytes(context)}"],
     ]
     if prediction.host_bytes:
-        rows.append(["host", format_gib(prediction.host_bytes), "paged optimizer state"])
+        rows.append(["host", format_gib(prediction.host_bytes), _host_note(prediction)])
+        rows += [
+            ["", format_gib(t.num_bytes), f"{t.kind}: {t.arithmetic}, {t.why}"]
+            for t in prediction.host_terms
+        ]
     return [f"peak on {prediction.gpu}", *table(rows, left=1, last_left=True)]
+
+
+def _host_note(prediction: Prediction) -> str:
+    verdict = prediction.host_verdict
+    note = "of all GPUs of the node" if prediction.host_terms else "paged optimizer state"
+    if verdict is None:
+        return note
+    outcome = "OOM" if verdict.verdict is Outcome.OOM else "fits"
+    margin = f"{verdict.margin_bytes / 2**30:+.2f} GiB"
+    return f"{note}; {format_gib(verdict.limit_bytes)} there: {outcome}, {margin}"
 
 
 def _phases(prediction: Prediction) -> list[str]:

@@ -114,7 +114,8 @@ class Report:
 
     host_bytes: int
     """Predicted: host memory that the run holds on purpose, such as paged optimizer state.
-    Measured: the process's.
+    Measured: the process's highest resident size; of a distributed run, what all ranks hold more
+    than before their models were built (`validate/host.py`).
     """
 
     phases: tuple[PhaseRow, ...]
@@ -165,6 +166,11 @@ class Prediction(Report):
     terms: tuple[Term, ...]
     coverage: Mapping[str, Any]
     assumptions: tuple[str, ...]
+    host_terms: tuple[Term, ...] = ()
+    """What all ranks of a node hold in host memory; the terms add up to `host_bytes`."""
+
+    host_verdict: Verdict | None = None
+    """Whether that is there, where the plan says how much there is."""
 
     def __str__(self) -> str:
         """The text report."""
@@ -192,6 +198,16 @@ class Measurement(Report):
 
     note: str = ""
     """Why a run ended early: the out-of-memory error, the crash, the time limit."""
+
+    ranks: tuple[Mapping[str, Any], ...] = ()
+    """Of a run on several GPUs, one for each: `rank`, its peaks, `process_bytes`, `host_bytes`. The
+    report itself is that of the worst rank; its `host_bytes` is the sum.
+    """
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """As `Report`'s."""
+        return super().from_dict({**values, "ranks": tuple(values.get("ranks", ()))})
 
 
 def read_measurements(path: Path) -> list[Measurement]:

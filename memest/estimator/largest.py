@@ -4,33 +4,38 @@ Whether a size fits is decided by replaying its program under the card's limit, 
 The search does not take it for granted that what needs more memory fits worse: the allocator packs
 one size better than its neighbour, and gives back its cache when a card is full.
 
-1. Double the size until it does not fit; close in by secant and bisection, so that `value` fits and
-   `value + 1` does not.
-2. Look at the sizes above, one by one, for as long as even their allocated bytes stay below the
-   limit (a size with more allocated at one moment than the card can reserve cannot fit), at most
-   `NUM_NEIGHBOURS` of them.
+1. Let the size grow fourfold until it does not fit; close in by secant and bisection, so that
+   `value` fits and `value + 1` does not.
+2. Look at the sizes above, one by one, for as long as even the bytes requested at one moment stay
+   below the limit (what requests more cannot fit), at most `NUM_NEIGHBOURS` of them.
 3. Trace the size above the answer by itself. Where the program that was made from traces of other
    sizes (`reuse`) is not the same to the byte, search again from traces at the answer.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from memest.errors import PlanError
+from memest.estimator.allocator import round_request
 from memest.estimator.gpus import Gpu
-from memest.estimator.predict import judge_verdict
+from memest.estimator.predict import judge_verdict, usable_bytes
 from memest.estimator.replay import Replayed, replay
 from memest.estimator.reuse import FormBroken, with_value
-from memest.estimator.trace_series import TraceSeries
+from memest.estimator.step import Program
+from memest.estimator.trace_series import GROWTH, SPACING, TraceSeries
 from memest.estimator.traced_plan import TracedPlan
+from memest.models_meta.assemble import sequence_length
 from memest.models_meta.batch import MAX_TOKENS
+from memest.models_meta.registry import resolve_config
 from memest.plan import TrainingPlan
-from memest.report import Outcome, Verdict
+from memest.report import Verdict
 
 SCHEMA = "memest.largest/1"
 
@@ -44,19 +49,60 @@ FIRST_SEQ_LEN = 64
 """Where the search for a sequence length begins."""
 
 
-@dataclass(frozen=True, slots=True)
 class Judged:
-    """What a run of a traced plan on one card comes to."""
+    """What a run of a traced plan on one card comes to; replayed as far as it is asked for.
 
-    verdict: Verdict
-    result: Replayed
-    free: Replayed
-    """The same without a limit."""
+    Args:
+        traced: the plan's program.
+        plan: how many steps and micro-batches it has.
+        limit: bytes that the allocator may reserve.
+        free: the replay without a limit, where it is known.
+    """
+
+    def __init__(
+        self, traced: TracedPlan, plan: TrainingPlan, limit: int, free: Replayed | None = None
+    ) -> None:
+        self._traced, self._plan, self._limit = traced, plan, limit
+        if free is not None:
+            self.free = free
+
+    @cached_property
+    def free(self) -> Replayed:
+        """The run on a card without end."""
+        if "result" in self.__dict__ and not self.result.num_retries:
+            return self.result  # it never came to the limit
+        return self._replay(None)
+
+    @cached_property
+    def result(self) -> Replayed:
+        """The run on the card."""
+        free = self.__dict__.get("free")
+        if free is not None and free.peak_reserved_bytes <= self._limit:
+            return self.free
+        return self._replay(self._limit)
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """As `predict` gives it."""
+        return judge_verdict(self.result, self.free, self._limit, self._traced.program)
+
+    @cached_property
+    def requested_bytes(self) -> int:
+        """Most bytes requested at one moment, each as its block: no allocator can reserve less."""
+        return peak_requested(self._traced.program, self._plan.accumulate_grad_batches)
 
     @property
     def fits(self) -> bool:
         """Whether it runs to its end."""
-        return self.verdict.verdict is Outcome.FITS
+        return self.result.failed is None
+
+    def _replay(self, limit_bytes: int | None) -> Replayed:
+        return replay(
+            self._traced.program,
+            num_steps=self._plan.steps,
+            num_micro_batches=self._plan.accumulate_grad_batches,
+            limit_bytes=limit_bytes,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,25 +212,30 @@ def boundary_suite(found: Sequence[Largest]) -> dict[str, Any]:
 
 def limit_of(plan: TrainingPlan, gpu: Gpu) -> int:
     """Bytes that the allocator may reserve."""
-    return min(gpu.limit_bytes, plan.memory_limit or gpu.limit_bytes)
+    return usable_bytes(plan, gpu)
 
 
-def judge(
-    traced: TracedPlan, plan: TrainingPlan, limit: int, free: Replayed | None = None
-) -> Judged:
-    """Replay `traced` under `limit`; `free` is its replay without one, where it is known."""
+def peak_requested(program: Program, num_micro_batches: int) -> int:
+    """Most bytes alive at one moment of the steps, each request as the block that it needs.
 
-    def run(limit_bytes: int | None) -> Replayed:
-        return replay(
-            traced.program,
-            num_steps=plan.steps,
-            num_micro_batches=plan.accumulate_grad_batches,
-            limit_bytes=limit_bytes,
-        )
-
-    free = free or run(None)
-    result = free if free.peak_reserved_bytes <= limit else run(limit)
-    return Judged(judge_verdict(result, free, limit, traced.program), result, free)
+    No allocator reserves less. A third step, and a micro-batch in the middle, repeat another.
+    """
+    num_bytes = [round_request(n) if n else 0 for n in program.storages.num_bytes]
+    alive = {event for event in program.setup if event >= 0} - {~e for e in program.setup if e < 0}
+    total = peak = sum(num_bytes[index] for index in alive)
+    micros = sorted({0, min(1, num_micro_batches - 1), num_micro_batches - 1})
+    for step, micro in itertools.product(range(2), micros):
+        for events in program.play(step, micro, num_micro_batches).streams():
+            for event in events:
+                if event >= 0:
+                    if event not in alive:
+                        alive.add(event)
+                        total += num_bytes[event]
+                        peak = max(peak, total)
+                elif ~event in alive:
+                    alive.remove(~event)
+                    total -= num_bytes[~event]
+    return peak
 
 
 class _Search:
@@ -194,8 +245,11 @@ class _Search:
         self.series, self.plan, self.gpu = series, series.plan, gpu
         self.limit = limit_of(series.plan, gpu)
         self._is_batch = series.key == "batch_size"
-        self._guesses = self._is_batch
+        self._guesses = True
         self._judged: dict[int, Judged | PlanError] = {}
+        self._config = resolve_config(
+            self.plan.model_name, trust_remote_code=series.trust_remote_code
+        )
 
     def run(self) -> Largest:
         """Search until a trace confirms the answer; at last with a trace for every size."""
@@ -207,7 +261,7 @@ class _Search:
             self.series.forget_families()
             self._judged.clear()
             with suppress(FormBroken):
-                self.series.family(low)
+                self.series.family(max(low, -low), SPACING[self.series.key])
             low = self._search()
         else:
             self._guesses = False
@@ -219,18 +273,21 @@ class _Search:
         """What `value` comes to, or None where the plan does not exist with it; asked once."""
         if value not in self._judged:
             try:
-                self._judged[value] = judge(self._traced(value), self.plan, self.limit)
+                self._judged[value] = Judged(self._traced(value), self.plan, self.limit)
             except PlanError as error:
                 self._judged[value] = error
         found = self._judged[value]
         return found if isinstance(found, Judged) else None
 
     def _traced(self, value: int) -> TracedPlan:
-        with_value(self.plan, self.series.key, value)  # refuses what is no plan
+        plan = with_value(self.plan, self.series.key, value)  # refuses what is no plan
         if not self._guesses:
             return self.series.at(value)
-        if value > 1 and value * self.series.at(2).seq_len > MAX_TOKENS:
-            raise PlanError(f"`batch_size` {value} is beyond {MAX_TOKENS} tokens")
+        if not self._is_batch:
+            sequence_length(plan, self._config)
+        tokens = value * (self.series.at(2).seq_len if self._is_batch else plan.batch_size)
+        if tokens > MAX_TOKENS:
+            raise PlanError(f"`{self.series.key}` {value} is beyond {MAX_TOKENS} tokens")
         return self.series.guess(value)
 
     def _fits(self, value: int) -> bool:
@@ -242,15 +299,15 @@ class _Search:
         low = self._smallest()
         if low < 1:
             return low
-        high = 2 * low
+        high = GROWTH * low
         while self._fits(high):
-            low, high = high, 2 * high
+            low, high = high, GROWTH * high
         return self._beyond(self._close_in(low, high))
 
     def _smallest(self) -> int:
         """A value that fits, or minus the smallest value that makes a plan."""
         if self._is_batch:
-            tries = [2 if self.plan.padded else 1]
+            tries = [2, 1]  # a batch of one is a form of its own, and seldom the answer
         else:
             tries = [FIRST_SEQ_LEN << i for i in range(8)] + [FIRST_SEQ_LEN >> i for i in range(7)]
         allowed = next((value for value in tries if self.judged(value) is not None), None)
@@ -275,6 +332,9 @@ class _Search:
             above = self.judged(high)
             if is_secant and above is not None:
                 middle = min(max(self._secant(low, high), low + 1), high - 1)
+            spacing = SPACING[self.series.key]
+            if high - low > spacing and not (low % spacing or high % spacing):
+                middle = min(max(middle // spacing, low // spacing + 1) * spacing, high - spacing)
             width = high - low
             if self._fits(middle):
                 low = middle
@@ -299,7 +359,7 @@ class _Search:
         while value - largest < num_neighbours:
             value += 1
             found = self.judged(value)
-            if found is None or found.free.peak_allocated_bytes > self.limit:
+            if found is None or found.requested_bytes > self.limit:
                 break
             if found.fits:
                 largest = value
@@ -307,8 +367,10 @@ class _Search:
 
     def _is_confirmed(self, value: int) -> bool:
         """Whether traces of the answer's neighbourhood say what was guessed there."""
-        above = [v for v in (value + 1,) if v > 1 and self.judged(v) is not None]
-        guessed = {v: self.series.guess(v) for v in above or [max(value, -value)]}
+        sizes = [v for v in (value + 1,) if v > 1 and self.judged(v) is not None]
+        if not sizes or not self._is_batch:  # of lengths the next is often of another form
+            sizes.append(max(value, -value))
+        guessed = {v: self.series.guess(v) for v in sizes}
         return all(self.series.trace(v).traced == traced for v, traced in guessed.items())
 
     def _report(self, value: int, elapsed_s: float) -> Largest:

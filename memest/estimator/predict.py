@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from memest.estimator.gpus import DEFAULT_GPUS, Gpu, custom_gpu, find_gpu
+from memest.estimator.parallel.libraries import libraries_bytes
 from memest.plan import TrainingPlan
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False) -> Predictio
         if not _runs_alike(gpu, primary):
             on_gpu = trace_plan(plan, gpu, trust_remote_code=trust_remote_code)
             free = run(on_gpu.program, None)
-        limit = min(gpu.limit_bytes, plan.memory_limit or gpu.limit_bytes)
+        limit = usable_bytes(plan, gpu)
         result = free if free.peak_reserved_bytes <= limit else run(on_gpu.program, limit)
         results[gpu.name] = result
         verdicts[gpu.name] = judge_verdict(result, free, limit, on_gpu.program)
@@ -75,6 +76,14 @@ def judged_gpus(plan: TrainingPlan) -> list[Gpu]:
     if plan.gpu_memory is not None:
         gpus.append(custom_gpu(plan.gpu_memory))
     return gpus or [find_gpu(name) for name in DEFAULT_GPUS]
+
+
+def usable_bytes(plan: TrainingPlan, gpu: Gpu) -> int:
+    """What the caching allocator can reserve on `gpu`: the plan's cap, or all that is left beside
+    the context and the libraries of several GPUs.
+    """
+    usable = gpu.limit_bytes - libraries_bytes(plan)
+    return min(usable, plan.memory_limit or usable)
 
 
 def _runs_alike(gpu: Gpu, other: Gpu) -> bool:

@@ -10,9 +10,9 @@ from itertools import pairwise
 from memest.errors import PlanError
 from memest.estimator.allocator import AddressSpace, Block
 from memest.estimator.gpus import find_gpu
-from memest.estimator.predict import PRIMARY_GPU, judged_gpus
+from memest.estimator.predict import PRIMARY_GPU, judged_gpus, usable_bytes
 from memest.estimator.replay import Replayed, replay
-from memest.estimator.step import MicroBatch, Program
+from memest.estimator.step import Program
 from memest.estimator.trace import MemKind, StorageTable
 from memest.estimator.traced_plan import trace_plan
 from memest.plan import TrainingPlan
@@ -103,12 +103,12 @@ def record_run(
 def _num_events(program: Program, num_steps: int, num_micro_batches: int) -> int:
     """Births and deaths of a run, all repetitions included."""
 
-    def of(batch: MicroBatch | None) -> int:
-        return len(batch.forward) + len(batch.backward) + len(batch.release) if batch else 0
+    def of(micro: int) -> int:
+        return sum(map(len, program.play(1, micro, num_micro_batches).streams()))
 
-    later = (num_micro_batches - 1) * of(program.accumulating)
-    step = of(program.first) + len(program.grads) + later + len(program.optimizer_next)
-    return len(program.setup) + num_steps * step
+    middle = of(1) * (num_micro_batches - 2) if num_micro_batches > 2 else 0
+    last = of(num_micro_batches - 1) if num_micro_batches > 1 else 0
+    return len(program.setup) + num_steps * (of(0) + middle + last)
 
 
 def record_plan(plan: TrainingPlan, *, trust_remote_code: bool = False) -> Recording:
@@ -123,7 +123,7 @@ def record_plan(plan: TrainingPlan, *, trust_remote_code: bool = False) -> Recor
         trace_plan(plan, gpu, trust_remote_code=trust_remote_code).program,
         num_steps=plan.steps,
         num_micro_batches=plan.accumulate_grad_batches,
-        limit_bytes=min(gpu.limit_bytes, plan.memory_limit or gpu.limit_bytes),
+        limit_bytes=usable_bytes(plan, gpu),
     )
     recording.gpu = gpu.name
     return recording

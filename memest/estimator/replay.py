@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from memest.estimator.allocator import AddressSpace, Block, CachingAllocator, OutOfMemory
-from memest.estimator.step import MicroBatch, Program, StateBytes
+from memest.estimator.step import Program, StateBytes
+from memest.estimator.trace import RETURNED
 from memest.report import Phase, PhaseRow
 
 
@@ -118,20 +119,7 @@ def _streams(program: Program, step: int, num_micro_batches: int) -> Iterable[Se
     if step == 0:
         yield program.setup
     for micro in range(num_micro_batches):
-        batch = _micro_batch(program, micro)
-        yield batch.forward
-        if micro == 0:
-            yield [~index for index in program.grads]
-        yield batch.backward
-        if micro == num_micro_batches - 1:
-            yield program.optimizer_next if step else program.optimizer_first
-        yield batch.release
-
-
-def _micro_batch(program: Program, micro: int) -> MicroBatch:
-    batch = program.accumulating if micro else program.first
-    assert batch is not None
-    return batch
+        yield from program.play(step, micro, num_micro_batches).streams()
 
 
 class _Run:
@@ -141,6 +129,7 @@ class _Run:
         self.allocator = CachingAllocator(limit_bytes)
         self.result = Replayed()
         self.blocks: dict[int, Block] = {}
+        self.deferred: dict[int, Block] = {}
         self.num_events = 0
         self.step = 0
         self.storage = -1
@@ -161,76 +150,102 @@ class _Run:
         for self.step in range(num_steps):
             start = len(rows)
             self._one_step(num_micro_batches)
+            if self.step == num_steps - 1:
+                return
+            if self.step + 1 == self.program.num_known_steps:
+                self._repeat(rows[start:], num_steps)
+                return
             previous, state = state, self._state()
             if state == previous:
-                last = rows[start:]
-                for later in range(1, num_steps - self.step):
-                    rows += _shifted(last, step=later)
+                self._repeat(rows[start:], num_steps)
                 return
+
+    def _repeat(self, rows: Sequence[PhaseRow], num_steps: int) -> None:
+        """The rows of a step once more for each that is left."""
+        for later in range(1, num_steps - self.step):
+            self.result.rows += _shifted(rows, step=later)
 
     def _one_step(self, num_micro_batches: int) -> None:
         rows = self.result.rows
-        states = self._states()
         state = None
         micro = 0
         while micro < num_micro_batches:
             start = len(rows)
-            self._one_micro_batch(micro, micro == num_micro_batches - 1, states)
-            previous, state = state, self._state()
+            self._one_micro_batch(micro, num_micro_batches)
             num_copies = num_micro_batches - 2 - micro
-            if state == previous and num_copies > 0:
-                last = rows[start:]
-                for later in range(1, num_copies + 1):
-                    rows += _shifted(last, micro_batch=later)
-                batch = _micro_batch(self.program, micro)
-                streams = (batch.forward, batch.backward, batch.release)
-                self.num_events += num_copies * sum(map(len, streams))
-                micro += num_copies
+            if num_copies > 0:
+                previous, state = state, self._state()
+                if state == previous:
+                    last = rows[start:]
+                    for later in range(1, num_copies + 1):
+                        rows += _shifted(last, micro_batch=later)
+                    batch = self.program.play(self.step, micro, num_micro_batches)
+                    self.num_events += num_copies * sum(map(len, batch.streams()))
+                    micro += num_copies
             micro += 1
 
-    def _one_micro_batch(
-        self, micro: int, is_last: bool, states: tuple[StateBytes, StateBytes, StateBytes]
-    ) -> None:
-        program = self.program
-        batch = _micro_batch(program, micro)
-        self._probe(Phase.BEFORE_FORWARD, micro, states[0] if micro == 0 else states[2])
+    def _one_micro_batch(self, micro: int, num_micro_batches: int) -> None:
+        batch = self.program.play(self.step, micro, num_micro_batches)
+        self._probe(Phase.BEFORE_FORWARD, micro, batch.states[0])
         self._apply(batch.forward)
-        if micro == 0:
-            self._apply([~index for index in program.grads])
-        self._probe(Phase.AFTER_FORWARD, micro, states[1] if micro == 0 else states[2])
+        self._apply(batch.zero_grad)
+        self._probe(Phase.AFTER_FORWARD, micro, batch.states[1])
         self._apply(batch.backward)
-        self._probe(Phase.AFTER_BACKWARD, micro, states[2])
-        if is_last:
-            self._apply(program.optimizer_next if self.step else program.optimizer_first)
-            self._probe(Phase.AFTER_OPTIMIZER_STEP, micro, program.after)
+        self._probe(Phase.AFTER_BACKWARD, micro, batch.states[2])
+        if batch.optimizer is not None:
+            self._apply(batch.optimizer)
+            if micro == num_micro_batches - 1:  # DeepSpeed counts the others itself
+                self._probe(Phase.AFTER_OPTIMIZER_STEP, micro, batch.states[3])
         self._apply(batch.release)
 
-    def _states(self) -> tuple[StateBytes, StateBytes, StateBytes]:
-        """Before the first forward of a step, after it, and after the first backward."""
-        before, after = self.program.before, self.program.after
-        if self.step:
-            return after, replace(after, grads=0), after
-        made = replace(after, optimizer=before.optimizer)
-        return before, replace(made, grads=0), made
-
     def _apply(self, events: Sequence[int]) -> None:
+        if self.program.storages.streams or self.deferred:
+            self._apply_on_streams(events)
+            return
         allocator, blocks, num_bytes = self.allocator, self.blocks, self.num_bytes
         result = self.result
         highest = result.peak_allocated_bytes
         count = self.num_events
+        malloc, free, pop = allocator.malloc, allocator.free, blocks.pop
         for event in events:
             count += 1
             if event < 0:
-                block = blocks.pop(~event, None)
+                block = pop(~event, None)
                 if block is not None:  # what a step makes once and keeps does not die again
-                    allocator.free(block)
+                    free(block)
             elif event not in blocks and num_bytes[event]:  # nor is it born again
                 self.num_events, self.storage = count, event
-                blocks[event] = allocator.malloc(num_bytes[event])
+                blocks[event] = malloc(num_bytes[event])
                 if allocator.allocated_bytes > highest:
                     highest = result.peak_allocated_bytes = allocator.allocated_bytes
                     result.peak = Moment(count, self.step, event)
         self.num_events = count
+
+    def _apply_on_streams(self, events: Sequence[int]) -> None:
+        """As `_apply`, with pools by stream and blocks that come back later."""
+        storages, blocks, result = self.program.storages, self.blocks, self.result
+        for event in events:
+            self.num_events += 1
+            if event <= RETURNED:
+                block = self.deferred.pop(RETURNED - event, None)
+                if block is not None:
+                    self.allocator.complete(block)
+            elif event < 0:
+                block = blocks.pop(~event, None)
+                if block is None:
+                    continue
+                if ~event in storages.deferred:
+                    self.deferred[~event] = block
+                    self.allocator.defer(block)
+                else:
+                    self.allocator.free(block)
+            elif event not in blocks and self.num_bytes[event]:
+                self.storage = event
+                stream = storages.streams.get(event, 0)
+                blocks[event] = self.allocator.malloc(self.num_bytes[event], stream)
+                if self.allocator.allocated_bytes > result.peak_allocated_bytes:
+                    result.peak_allocated_bytes = self.allocator.allocated_bytes
+                    result.peak = Moment(self.num_events, self.step, event)
 
     def _probe(self, phase: Phase, micro_batch: int, state: StateBytes) -> None:
         allocator = self.allocator
@@ -265,7 +280,7 @@ class _Run:
         return (
             self.allocator.layout(),
             self.allocator.peak_allocated_bytes,
-            tuple(sorted((index, block.address) for index, block in self.blocks.items())),
+            {index: block.address for index, block in self.blocks.items()},
         )
 
 

@@ -46,8 +46,9 @@ from memest.estimator.call_log import (
 from memest.estimator.cublas import MATMULS, CublasWorkspaces
 from memest.estimator.gpus import Gpu
 from memest.estimator.kernels import OUTPUT_BYTES, SCRATCH, has_no_scratch
+from memest.estimator.scratch import Events
 from memest.estimator.sdpa import choose_backend
-from memest.estimator.staged_kernels import STAGED_EVENTS
+from memest.estimator.staged_kernels import STAGED_EVENTS, masked_scatter_backward_events
 from memest.estimator.step import MicroBatch, Program
 from memest.estimator.trace import Coverage, MemKind, Recipe, Recorder, Site, StorageTable
 from memest.estimator.traced_plan import TracedPlan, trace_with
@@ -153,12 +154,23 @@ class _Form(NamedTuple):
     is_partial: bool
 
 
+class _CountingRecorder(Recorder):  # type: ignore[no-untyped-call]
+    """A `Recorder` that is told how many elements of a mask are true, and does not count them."""
+
+    num_selected: int | None = None
+
+    def _ordered_events(self, func: Any, args: Any, kwargs: Any, out: Any) -> Events | None:
+        if func is MASKED_SCATTER_BACKWARD:
+            return masked_scatter_backward_events(args, kwargs, out, self.gpu, self.num_selected)
+        return super()._ordered_events(func, args, kwargs, out)
+
+
 class _Evaluator:
     """Asks the kernel tables what a call with given numbers allocates."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
-        self._recorder = Recorder(gpu, StorageTable())
+        self._recorder = _CountingRecorder(gpu, StorageTable())
 
     def asks(self, template: Template, numbers: Sequence[int]) -> _Asks:
         """The requests of one call."""
@@ -171,10 +183,9 @@ class _Evaluator:
             form = _Form(tuple(positions), 0, 0, False)
             return _Asks(form, tuple(own[i] for i in positions))
         func, args, kwargs, out, more = put_numbers(template, numbers)
+        self._recorder.num_selected = None
         if more:  # of a mask whose values the trace knew: how many are true
-            mask = torch.zeros(args[1].numel(), dtype=torch.bool)
-            mask[: more[0]] = True
-            self._recorder.values.adopt(args[1], mask)
+            self._recorder.num_selected = more[0] * (args[0].numel() // max(1, args[1].numel()))
         recipe = self._recorder._recipe(func, args, kwargs, out)
         cublas: tuple[int, ...] = ()
         copies: tuple[int, ...] = ()
@@ -405,10 +416,19 @@ class Family:
 
     def chooses_alike(self, value: int) -> bool:
         """Whether every decision that is taken by shapes falls at `value` as in the samples."""
+        outcomes = self.outcomes(value)
+        return outcomes is not None and all(
+            outcome == choice.outcome
+            for outcome, (_, choice) in zip(outcomes, self._choices, strict=True)
+        )
+
+    def outcomes(self, value: int) -> tuple[Any, ...] | None:
+        """The decisions by shapes at `value`; None where the spacing leaves it out."""
         index, rest = divmod(value - self.start, self.spacing)
-        return not rest and all(
-            choose_again(choice, numbers.at(index), self._gpu) == choice.outcome
-            for numbers, choice in self._choices
+        if rest:
+            return None
+        return tuple(
+            choose_again(choice, numbers.at(index), self._gpu) for numbers, choice in self._choices
         )
 
 

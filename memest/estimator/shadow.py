@@ -90,6 +90,11 @@ class ShadowValues:
         """After `func` ran on meta tensors: give its integer and boolean results their twins."""
         written = [a for a in args[:1] if isinstance(a, Tensor) and func._schema.is_mutable]
         results = [o for o in _flat(out) if isinstance(o, Tensor)]
+        if func is aten.empty.memory_format:
+            for result in filter(self._wants_twin, results):  # room for values: there are none yet
+                room = torch.empty(result.untyped_storage().nbytes(), dtype=torch.uint8)
+                self._twins[result.untyped_storage()._cdata] = room.untyped_storage()
+            return
         if not written and not any(self._wants_twin(o) for o in results):
             return
         try:

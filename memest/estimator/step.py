@@ -12,9 +12,9 @@ steps.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -65,6 +65,29 @@ class MicroBatch:
     """What dies when Lightning drops the result of the closure."""
 
 
+@dataclass(frozen=True, slots=True)
+class Played:
+    """One micro-batch of a run, as it is replayed: event streams in order, and what is read."""
+
+    forward: Sequence[int]
+    zero_grad: Sequence[int]
+    backward: Sequence[int]
+    optimizer: Sequence[int] | None
+    """None where no step of the optimizer follows."""
+
+    release: Sequence[int]
+    states: tuple[StateBytes, StateBytes, StateBytes, StateBytes]
+    """Before the forward, after it, after the backward, after the optimizer's step."""
+
+    def streams(self) -> Iterator[Sequence[int]]:
+        """All events in order."""
+        yield self.forward
+        yield self.zero_grad
+        yield self.backward
+        yield self.optimizer or ()
+        yield self.release
+
+
 @dataclass(slots=True)
 class Program:
     """Everything that replay needs: storages, event streams, and what the probes read."""
@@ -85,6 +108,34 @@ class Program:
     """After the first optimizer step; nothing changes from there on."""
 
     coverage: Coverage = field(default_factory=Coverage)
+
+    num_known_steps: int | None = None
+    """Steps that were traced one by one; None where the later ones repeat the second."""
+
+    def play(self, step: int, micro: int, num_micro_batches: int) -> Played:
+        """Micro-batch `micro` of `step`."""
+        batch = self.accumulating if micro else self.first
+        assert batch is not None
+        optimizer = None
+        if micro == num_micro_batches - 1:
+            optimizer = self.optimizer_next if step else self.optimizer_first
+        return Played(
+            forward=batch.forward,
+            zero_grad=() if micro else [~index for index in self.grads],
+            backward=batch.backward,
+            optimizer=optimizer,
+            release=batch.release,
+            states=self._states(step, micro),
+        )
+
+    def _states(
+        self, step: int, micro: int
+    ) -> tuple[StateBytes, StateBytes, StateBytes, StateBytes]:
+        before, after = self.before, self.after
+        made = after if step else replace(after, optimizer=before.optimizer)
+        if micro:
+            return made, made, made, after
+        return after if step else before, replace(made, grads=0), made, after
 
 
 class StepTracer:
@@ -147,7 +198,7 @@ class StepTracer:
             return self._micro_batch(model, move_batch, loss_of, scaler, num_micro_batches)
 
         with ExitStack() as stack:
-            stack.enter_context(_no_cycles())
+            stack.enter_context(without_cycles())
             stack.enter_context(cuda_semantics(recorder.gpu))
             stack.enter_context(python_values(recorder.values))
             stack.enter_context(recorder)
@@ -209,7 +260,7 @@ class StepTracer:
 
 
 @contextmanager
-def _no_cycles() -> Any:
+def without_cycles() -> Any:
     """No collection in the middle of the trace, so that two traces of a plan are the same."""
     was_enabled = gc.isenabled()
     gc.disable()

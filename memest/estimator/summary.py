@@ -48,8 +48,12 @@ def summarise(
         gpu=primary.name,
         peak_allocated_bytes=result.peak_allocated_bytes,
         peak_reserved_bytes=result.peak_reserved_bytes,
-        process_bytes=result.peak_reserved_bytes + primary.context_bytes,
+        process_bytes=result.peak_reserved_bytes
+        + primary.context_bytes
+        + traced.libraries_bytes,
         host_bytes=traced.host_bytes,
+        host_terms=traced.host_terms,
+        host_verdict=judge_host(traced.host_bytes, plan.host_memory),
         unlimited_reserved_bytes=unlimited.peak_reserved_bytes,
         peak=_peak(program, result.peak),
         phases=tuple(result.rows),
@@ -64,6 +68,20 @@ def summarise(
         assumptions=_assumptions(plan, traced, primary, unlimited),
         versions=_versions(),
         elapsed_s=elapsed_s,
+    )
+
+
+def judge_host(needed_bytes: int, limit_bytes: int | None) -> Verdict | None:
+    """Whether what the run holds in host memory is there; None where nobody asked."""
+    if limit_bytes is None:
+        return None
+    margin = limit_bytes - needed_bytes
+    return Verdict(
+        verdict=Outcome.FITS if margin >= 0 else Outcome.OOM,
+        margin_bytes=margin,
+        limit_bytes=limit_bytes,
+        reserved_bytes=needed_bytes,
+        at="" if margin >= 0 else "host memory",
     )
 
 
@@ -106,7 +124,8 @@ def _merged(terms: list[Term], peak_bytes: int) -> list[Term]:
 
 
 _ORDER = (
-    "params", "buffers", "grads", "optimizer", "activations", "temporaries", "batch", "workspace",
+    "params", "buffers", "grads", "buckets", "gathered", "optimizer", "activations", "temporaries",
+    "batch", "workspace",
 )  # fmt: skip
 
 
@@ -158,6 +177,8 @@ _WHY = {
     "buffers": "not trained: tables, scales of quantised weights",
     "workspace": "cuBLAS, and kernels' scratch",
     "batch": "inputs and labels",
+    "buckets": "gradients on their way to the other GPUs and back",
+    "gathered": "weights put together from the shards of all GPUs, while they are used",
 }
 
 

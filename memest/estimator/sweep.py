@@ -7,20 +7,31 @@ share a `TraceSeries`. Every point is replayed on its own under each card's limi
 
 from __future__ import annotations
 
+import gc
 import itertools
 import multiprocessing
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memest.errors import MemestError, PlanError, shown
 from memest.estimator.gpus import Gpu
 from memest.estimator.predict import judged_gpus
 from memest.plan import TrainingPlan
 from memest.report import Verdict
+
+if TYPE_CHECKING:
+    from memest.estimator.trace_series import TraceSeries
+
+Grid = list[tuple[dict[str, Any], TrainingPlan | MemestError]]
+"""The values of the keys that vary, and the plan with them or why there is none."""
 
 MAX_POINTS = 1000
 """Predictions of one sweep, unless more are allowed."""
@@ -127,7 +138,7 @@ def _range(key: str, item: str) -> range:
 
 def make_grid(
     base: Mapping[str, Any], varied: Mapping[str, Sequence[Any]], *, max_points: int = MAX_POINTS
-) -> list[tuple[dict[str, Any], TrainingPlan | MemestError]]:
+) -> Grid:
     """Every combination of `varied` over `base`, the last key fastest; an error where it is none.
 
     Raises:
@@ -141,7 +152,7 @@ def make_grid(
             f"the sweep has {count} points, more than {max_points}",
             hint=f"narrow it, or allow it with `--max-points {count}`",
         )
-    points: list[tuple[dict[str, Any], TrainingPlan | MemestError]] = []
+    points: Grid = []
     for combination in itertools.product(*varied.values()):
         changes = dict(zip(varied, combination, strict=True))
         try:
@@ -154,7 +165,7 @@ def make_grid(
 
 
 def sweep_grid(
-    grid: Sequence[tuple[dict[str, Any], TrainingPlan | MemestError]],
+    grid: Grid,
     *,
     jobs: int | None = None,
     trust_remote_code: bool = False,
@@ -189,9 +200,10 @@ def sweep(
         MemestError: none of the plans can be predicted; the error is the first one's.
     """
     groups = list(_groups(plans).values())
-    one = partial(_sweep_group, trust_remote_code=trust_remote_code)
     tasks = [([plans[i] for i in group.members], group.key) for group in groups]
-    num_processes = min(jobs or os.cpu_count() or 1, len(tasks))
+    jobs = jobs or os.cpu_count() or 1
+    num_processes = min(jobs, len(tasks))
+    one = partial(_sweep_group, jobs=jobs // num_processes, trust_remote_code=trust_remote_code)
     if num_processes == 1:
         found = [one(task) for task in tasks]
     else:
@@ -242,7 +254,7 @@ def _groups(plans: Sequence[TrainingPlan]) -> dict[Any, _Group]:
 
 
 def _sweep_group(
-    task: tuple[Sequence[TrainingPlan], str], *, trust_remote_code: bool
+    task: tuple[Sequence[TrainingPlan], str], *, jobs: int, trust_remote_code: bool
 ) -> list[list[SweepPoint] | MemestError]:
     """The points of each plan of one group, or why there are none."""
     from memest.estimator.trace_series import TraceSeries
@@ -250,34 +262,107 @@ def _sweep_group(
     plans, key = task
     values = [getattr(plan, key) for plan in plans]
     all_series: dict[tuple[Any, ...], TraceSeries] = {}
-    results: list[list[SweepPoint] | MemestError] = []
-    try:
-        for gpu in judged_gpus(plans[0]):
-            chip = (gpu.capability, gpu.num_sms)
-            if chip not in all_series:
-                series = TraceSeries(plans[0], gpu, key, trust_remote_code=trust_remote_code)
-                all_series[chip] = series
-                series.cover(value for value in values if value is not None)
-    except MemestError:
-        pass  # which point it is of is found below, where each is asked for by itself
-    for plan in plans:
+    with frozen_garbage():
         try:
-            results.append(_points(plan, key, all_series))
-        except MemestError as error:
-            results.append(error)
-    return results
+            for gpu in judged_gpus(plans[0]):
+                chip = (gpu.capability, gpu.num_sms)
+                if chip not in all_series:
+                    series = TraceSeries(plans[0], gpu, key, trust_remote_code=trust_remote_code)
+                    all_series[chip] = series
+                    series.cover(value for value in values if value is not None)
+        except MemestError:
+            pass  # which point it is of is found below, where each is asked for by itself
+        gc.freeze()
+        found = _replay_in_parallel(plans, key, all_series, jobs)
+        missing = [plan for plan, points in zip(plans, found, strict=True) if points is None]
+        rest = iter([_points_or_error(plan, key, all_series) for plan in missing])
+        return [points or next(rest) for points in found]
 
 
-def _points(plan: TrainingPlan, key: str, all_series: Mapping[Any, Any]) -> list[SweepPoint]:
-    from memest.estimator.largest import judge, limit_of
+@contextmanager
+def frozen_garbage() -> Iterator[None]:
+    """Let collections within look at what is made within; there is much before, and it stays."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+MIN_PARALLEL_POINTS = 16
+"""Of fewer, one process is done as soon as several are started."""
+
+_shared: tuple[Sequence[TrainingPlan], str, Mapping[Any, TraceSeries]]
+"""In a forked process: what its parent had."""
+
+
+def _replay_in_parallel(
+    plans: Sequence[TrainingPlan], key: str, all_series: Mapping[Any, TraceSeries], jobs: int
+) -> Sequence[list[SweepPoint] | None]:
+    """The points that take no further trace, from processes that inherit the traces made so far.
+
+    None for a plan that takes one: autograd does not survive a fork.
+    """
+    nothing = [None] * len(plans)
+    if jobs < 2 or len(plans) < MIN_PARALLEL_POINTS or sys.platform != "linux":
+        return nothing
+    context = multiprocessing.get_context("fork")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: they hold no lock
+            with ProcessPoolExecutor(
+                jobs, context, initializer=_inherit, initargs=(plans, key, all_series)
+            ) as pool:
+                chunk = -(-len(plans) // (4 * jobs))
+                return list(pool.map(_replay_inherited, range(len(plans)), chunksize=chunk))
+    except BrokenProcessPool:
+        return nothing
+
+
+def _inherit(*shared: Any) -> None:
+    import torch
+
+    global _shared
+    _shared = shared
+    torch.set_num_threads(1)  # the threads of the parent are not here
+
+
+def _replay_inherited(index: int) -> list[SweepPoint] | None:
+    plans, key, all_series = _shared
+    try:
+        return _points(plans[index], key, all_series, may_trace=False)
+    except (MemestError, _NeedsTrace):
+        return None
+
+
+class _NeedsTrace(Exception):
+    """A point that no trace made so far covers."""
+
+
+def _points_or_error(
+    plan: TrainingPlan, key: str, all_series: Mapping[Any, TraceSeries]
+) -> list[SweepPoint] | MemestError:
+    try:
+        return _points(plan, key, all_series)
+    except MemestError as error:
+        return error
+
+
+def _points(
+    plan: TrainingPlan, key: str, all_series: Mapping[Any, TraceSeries], *, may_trace: bool = True
+) -> list[SweepPoint]:
+    from memest.estimator.largest import Judged, limit_of
     from memest.estimator.replay import Replayed
 
     points = []
     free: dict[Any, Replayed] = {}
     for gpu in judged_gpus(plan):
         chip = (gpu.capability, gpu.num_sms)
-        traced = all_series[chip].at(getattr(plan, key))
-        found = judge(traced, plan, limit_of(plan, gpu), free.get(chip))
+        series, value = all_series[chip], getattr(plan, key)
+        traced = series.at(value) if may_trace else series.known(value)
+        if traced is None:
+            raise _NeedsTrace
+        found = Judged(traced, plan, limit_of(plan, gpu), free.get(chip))
         free[chip] = found.free
         points.append(
             SweepPoint(

@@ -53,6 +53,15 @@ class MemKind(StrEnum):
     ACTIVATIONS = "activations"
     BATCH = "batch"
     WORKSPACE = "workspace"
+    BUCKETS = "buckets"
+    """Copies of gradients that are summed over the GPUs."""
+
+    GATHERED = "gathered"
+    """Parameters that were gathered from the GPUs that share them."""
+
+
+RETURNED = -(1 << 40)
+"""`RETURNED - id` is the event at which a block whose free was deferred returns to its pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +75,16 @@ class Site:
 
 @dataclass(slots=True)
 class StorageTable:
-    """All storages of a trace; an id is an index into the three lists."""
+    """All storages of a trace; an id is an index into the lists."""
 
     num_bytes: list[int] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)
     kinds: list[MemKind] = field(default_factory=list)
+    streams: dict[int, int] = field(default_factory=dict)
+    """The stream in whose pool a storage lies, where it is not the main one."""
+
+    deferred: set[int] = field(default_factory=set)
+    """Storages whose blocks return to their pool later than they are freed."""
 
     def add(self, num_bytes: int, site: Site, kind: MemKind) -> int:
         """A new storage; returns its id."""

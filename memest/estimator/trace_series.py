@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from memest.errors import PlanError
@@ -17,6 +18,14 @@ from memest.estimator.reuse import (
 )
 from memest.estimator.traced_plan import TracedPlan
 from memest.plan import TrainingPlan
+
+SPACING = {"batch_size": 1, "seq_len": 64}
+"""Between the samples of a guess. Attention pads masks to 8 tokens and sums of rows to 32, so other
+lengths are no polynomial's.
+"""
+
+GROWTH = 4
+"""How much larger the next size is that a search tries while everything fits."""
 
 
 class TraceSeries:
@@ -38,43 +47,63 @@ class TraceSeries:
     ) -> None:
         self.plan, self.gpu, self.key = plan, gpu, key
         self.num_traces = 0
-        self._trust_remote_code = trust_remote_code
+        self.trust_remote_code = trust_remote_code
         self._traces: dict[int, LoggedTrace] = {}
         self._covered: dict[int, Family] = {}
         self._families: dict[tuple[int, int], Family] = {}
+        self._broken: set[tuple[int, int]] = set()  # starts and spacings that make no family
 
     def trace(self, value: int) -> LoggedTrace:
         """The trace at `value`, made once."""
         if value not in self._traces:
             plan = with_value(self.plan, self.key, value)
             self._traces[value] = logged_trace(
-                plan, self.gpu, trust_remote_code=self._trust_remote_code
+                plan, self.gpu, trust_remote_code=self.trust_remote_code
             )
             self.num_traces += 1
         return self._traces[value]
 
     def at(self, value: int) -> TracedPlan:
         """The traced plan at `value`: of a family that covers it, or its own trace."""
-        if value in self._traces or value not in self._covered:
-            return self.trace(value).traced
-        try:
-            return self._with_length(self._covered[value].at(value), value)
-        except FormBroken:
-            return self.trace(value).traced
+        return self.known(value) or self.trace(value).traced
+
+    def known(self, value: int) -> TracedPlan | None:
+        """The traced plan at `value` if it takes no other trace than those made so far."""
+        if value in self._traces:
+            return self._traces[value].traced
+        if value in self._covered:
+            with suppress(FormBroken):
+                return self._with_length(self._covered[value].at(value), value)
+        return None
 
     def guess(self, value: int) -> TracedPlan:
         """As `at`, but from any family whose decisions by shapes fall alike; nothing is checked."""
-        if value in self._traces or value == 1:
+        spacing = SPACING[self.key]
+        traced = [v for v in self._traces if v > 1]
+        is_short = self.key == "seq_len" and value < min(traced, default=0)  # not surely a plan
+        if value in self._traces or value == 1 or value % spacing or is_short:
             return self.trace(value).traced
         for family in reversed(self._families.values()):
-            try:
+            with suppress(FormBroken):
                 return self._with_length(family.at(value), value)
-            except FormBroken:
-                continue
-        try:
-            return self._with_length(self.family(value).at(value), value)
-        except (FormBroken, PlanError):
+        if self._is_alone(value):
             return self.trace(value).traced
+        for start in dict.fromkeys((min(traced, default=value), value)):
+            with suppress(FormBroken, PlanError):
+                return self._with_length(self.family(start, spacing).at(value), value)
+        return self.trace(value).traced
+
+    def _is_alone(self, value: int) -> bool:
+        """Whether no size asked for before, nor the next of a search, decides as `value` does.
+
+        One trace is less than a family then.
+        """
+        family = next(iter(self._families.values()), None)
+        own = None if family is None else family.outcomes(value)
+        if family is None or own is None:
+            return False
+        others = (GROWTH * value, *(v for v in self._traces if v > 1))
+        return all(family.outcomes(other) != own for other in others)
 
     def forget_families(self) -> None:
         """Families that turned out not to hold are made no more use of; traces are kept."""
@@ -97,10 +126,14 @@ class TraceSeries:
         Raises:
             FormBroken: the samples do not make the same calls.
         """
+        if (start, spacing) in self._broken:
+            raise FormBroken(f"the samples from {start} differ")
         if (start, spacing) not in self._families:
+            self._broken.add((start, spacing))
             sizes = [start + i * spacing for i in range(DEGREE[self.key] + 1)]
             samples = [self.trace(size) for size in sizes]
             self._families[start, spacing] = Family(samples, self.gpu, start, spacing)
+            self._broken.remove((start, spacing))
         return self._families[start, spacing]
 
     def agrees(self, family: Family, value: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from memest.models_meta.batch import Batch, make_batch
 from memest.models_meta.quantization import FusedGemmRule, quant_state_tensors, quantize_nf4
 from memest.models_meta.registry import ModelConfig, quiet_transformers, resolve_config
 from memest.plan import TrainingPlan
+from memest.report import Term
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,11 @@ class TracedPlan:
     notes: tuple[str, ...]
     seq_len: int
     image_size: int | None
+    host_terms: tuple[Term, ...] = ()
+    """What every rank together holds in host memory."""
+
+    libraries_bytes: int = 0
+    """Of NCCL and others on each GPU, beside the allocator and the context."""
 
 
 _NOT_TRACED: dict[str, Any] = {
@@ -55,9 +62,13 @@ _NOT_TRACED: dict[str, Any] = {
     "gpu": (),
     "gpu_memory": None,
     "memory_limit": None,
-    "steps": 1,
+    "host_memory": None,
 }
 """Keys that change the replay and not the trace."""
+
+MAX_TRACED_STEPS = 3
+"""Steps of a strategy that differ: the first makes the optimizer's state, the second what the
+strategy rebuilds."""
 
 _SAME_CHIP: dict[str, Any] = {
     "name": "",
@@ -71,9 +82,8 @@ _SAME_CHIP: dict[str, Any] = {
 
 def trace_plan(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False) -> TracedPlan:
     """The program of `plan` on `gpu`; plans that differ in limits and steps alone share it."""
-    canonical = replace(plan, **_NOT_TRACED)
     with quiet_transformers():
-        return _trace(canonical, replace(gpu, **_SAME_CHIP), trust_remote_code)
+        return _trace(_canonical(plan), replace(gpu, **_SAME_CHIP), trust_remote_code)
 
 
 def trace_with(
@@ -81,11 +91,21 @@ def trace_with(
 ) -> TracedPlan:
     """The program of `plan` as `recorder`, which is fresh, sees it; nothing is kept for later."""
     with quiet_transformers():
-        return _traced(replace(plan, **_NOT_TRACED), recorder, trust_remote_code)
+        return _traced(_canonical(plan), recorder, trust_remote_code)
+
+
+def _canonical(plan: TrainingPlan) -> TrainingPlan:
+    """`plan` without what changes the replay alone; a strategy's steps are traced one by one."""
+    steps = min(plan.steps, MAX_TRACED_STEPS) if plan.is_distributed else 1
+    return replace(plan, **_NOT_TRACED, steps=steps)
 
 
 @functools.lru_cache(maxsize=8)
 def _trace(plan: TrainingPlan, gpu: Gpu, trust_remote_code: bool) -> TracedPlan:
+    if plan.is_distributed:
+        from memest.estimator.parallel.rank import trace_rank
+
+        return trace_rank(plan, gpu, trust_remote_code=trust_remote_code)
     return _traced(plan, Recorder(gpu, StorageTable()), trust_remote_code)
 
 
@@ -99,7 +119,7 @@ def _traced(plan: TrainingPlan, recorder: Recorder, trust_remote_code: bool) -> 
         accumulates=plan.accumulate_grad_batches > 1,
     )
     notes: list[str] = []
-    model = tracer.setup(functools.partial(_build, plan, gpu, config, notes))
+    model = tracer.setup(functools.partial(build_module, plan, gpu, config, notes))
     for tensor in quant_state_tensors(model):
         recorder.label(tensor, MemKind.BUFFERS)
     batch = make_batch(
@@ -115,9 +135,9 @@ def _traced(plan: TrainingPlan, recorder: Recorder, trust_remote_code: bool) -> 
     )
     program = _run(tracer, plan, model, batch, optimizer)
     param_groups = {
-        "params": _by_dtype(model.parameters()),
-        "grads": _by_dtype(p.grad for p in trained if p.grad is not None),
-        "optimizer": _by_dtype(optimizer_state_tensors(optimizer)),
+        "params": elements_by_dtype(model.parameters()),
+        "grads": elements_by_dtype(p.grad for p in trained if p.grad is not None),
+        "optimizer": elements_by_dtype(optimizer_state_tensors(optimizer)),
     }
     return TracedPlan(
         program=program,
@@ -149,10 +169,11 @@ def _run(
     except MemestError:
         raise
     except Exception as error:  # the model's own code, which may do anything
-        raise _model_failure(plan, model, error) from error
+        raise model_failure(plan, model, error) from error
 
 
-def _build(plan: TrainingPlan, gpu: Gpu, config: ModelConfig, notes: list[str]) -> nn.Module:
+def build_module(plan: TrainingPlan, gpu: Gpu, config: ModelConfig, notes: list[str]) -> nn.Module:
+    """The module of `plan` on the current device; appends to `notes` what was decided."""
     quantize = functools.partial(
         quantize_nf4,
         compute_dtype=compute_dtype(plan),
@@ -165,7 +186,7 @@ def _build(plan: TrainingPlan, gpu: Gpu, config: ModelConfig, notes: list[str]) 
     return assembled.module
 
 
-def _model_failure(plan: TrainingPlan, model: nn.Module, error: Exception) -> TraceError:
+def model_failure(plan: TrainingPlan, model: nn.Module, error: Exception) -> TraceError:
     """Name the innermost module of `model` in which its code raised."""
     names = {id(module): name for name, module in model.named_modules()}
     where, frames = "", error.__traceback__
@@ -192,7 +213,8 @@ def move_batch(recorder: Any, batch: Batch, float_dtype: torch.dtype | None) -> 
     return moved
 
 
-def _by_dtype(tensors: Any) -> dict[str, int]:
+def elements_by_dtype(tensors: Iterable[torch.Tensor]) -> dict[str, int]:
+    """Numbers of elements of `tensors` by the name of their dtype."""
     counts: dict[str, int] = {}
     for tensor in tensors:
         key = str(tensor.dtype).removeprefix("torch.")

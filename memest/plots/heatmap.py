@@ -124,7 +124,7 @@ def plot_fits(
         cell,
         words=(
             "What fits, and what is out of memory",
-            f"{across}; GiB reserved at the peak, {gpu}",
+            f"by {across}; GiB reserved at the peak, {gpu}",
         ),
         handles=lambda theme: [
             key(_shade(0.0, dark), "empty", theme),

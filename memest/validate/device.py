@@ -14,6 +14,10 @@ from memest.errors import UnsupportedError
 T = TypeVar("T")
 
 INSTALL = "pip install 'memest[validate]'"
+_INSTALL_OTHERS = {
+    "datasets": "pip install datasets",
+    "deepspeed": "pip install 'memest[deepspeed]'",
+}
 _PACKAGES = (
     "torch", "transformers", "lightning", "peft", "bitsandbytes", "accelerate", "deepspeed",
 )  # fmt: skip
@@ -28,6 +32,8 @@ class Device:
     capability: tuple[int, int]
     num_sms: int
     driver: str
+    num_devices: int = 1
+    """Of the machine, as CUDA shows them."""
 
     def to_dict(self) -> dict[str, Any]:
         """As the reports hold it."""
@@ -49,13 +55,18 @@ def require(*packages: str) -> None:
         UnsupportedError: one is not.
     """
     for package in packages:
-        if importlib.util.find_spec(package) is None:
-            hint = INSTALL if package != "datasets" else "pip install datasets"
+        if not is_installed(package):
+            hint = _INSTALL_OTHERS.get(package, INSTALL)
             raise UnsupportedError(f"`memest validate` needs `{package}` here", hint=hint)
 
 
-def query_device() -> Device:
-    """The current CUDA device. Opens it: call this in a process that may hold a CUDA context.
+def is_installed(package: str) -> bool:
+    """Whether it can be imported, without doing so."""
+    return importlib.util.find_spec(package) is not None
+
+
+def query_device(index: int = 0) -> Device:
+    """The CUDA device of this index. Opens it: call this in a process that may hold a CUDA context.
 
     Raises:
         UnsupportedError: there is none that torch can use.
@@ -70,7 +81,7 @@ def query_device() -> Device:
         )
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        properties = torch.cuda.get_device_properties(0)
+        properties = torch.cuda.get_device_properties(index)
     except (RuntimeError, AssertionError) as error:
         text = " ".join(str(error).split())[:300]
         if "driver" in text and "old" in text:
@@ -85,6 +96,7 @@ def query_device() -> Device:
         capability=(properties.major, properties.minor),
         num_sms=properties.multi_processor_count,
         driver=_nvml(lambda nvml: str(nvml.nvmlSystemGetDriverVersion())) or "unknown",
+        num_devices=torch.cuda.device_count(),
     )
 
 
@@ -107,12 +119,12 @@ def library_versions() -> dict[str, str]:
     return found
 
 
-def device_used_bytes() -> int | None:
+def device_used_bytes(index: int = 0) -> int | None:
     """What all processes hold on the device, by NVML; None without it. Opens no CUDA context."""
-    return _nvml(lambda nvml: int(nvml.nvmlDeviceGetMemoryInfo(_handle(nvml)).used))
+    return _nvml(lambda nvml: int(nvml.nvmlDeviceGetMemoryInfo(_handle(nvml, index)).used))
 
 
-def process_figures(used_before: int | None) -> dict[str, int]:
+def process_figures(used_before: int | None, index: int = 0) -> dict[str, int]:
     """What this process holds on the device, by source; the first is the one to go by.
 
     By NVML per process, where it tells; by what the device holds more than `used_before`, read
@@ -121,32 +133,33 @@ def process_figures(used_before: int | None) -> dict[str, int]:
     import torch
 
     figures: dict[str, int] = {}
-    own = _nvml(_own_bytes)
+    own = _nvml(lambda nvml: _own_bytes(nvml, index))
     if own:
         figures["NVML, this process"] = own
-    used = device_used_bytes()
+    used = device_used_bytes(index)
     if used is not None and used_before is not None:
         figures["NVML, device now less before"] = used - used_before
-    free, total = torch.cuda.mem_get_info()
+    free, total = torch.cuda.mem_get_info(index)
     figures["cudaMemGetInfo, total less free"] = total - free
     return figures
 
 
-def _own_bytes(nvml: Any) -> int | None:
+def _own_bytes(nvml: Any, index: int) -> int | None:
     """Of the processes listed, ours: by id, or the only one, since ids differ in a container."""
-    processes = nvml.nvmlDeviceGetComputeRunningProcesses(_handle(nvml))
+    processes = nvml.nvmlDeviceGetComputeRunningProcesses(_handle(nvml, index))
     mine = [p for p in processes if p.pid == os.getpid()] or processes
     if len(mine) != 1 or mine[0].usedGpuMemory is None:
         return None
     return int(mine[0].usedGpuMemory)
 
 
-def _handle(nvml: Any) -> Any:
-    """NVML's handle of the device that CUDA calls 0, which `CUDA_VISIBLE_DEVICES` may choose."""
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
-    if first.isdigit():
-        return nvml.nvmlDeviceGetHandleByIndex(int(first))
-    return nvml.nvmlDeviceGetHandleByUUID(first)
+def _handle(nvml: Any, index: int) -> Any:
+    """NVML's handle of the device that CUDA calls `index`; `CUDA_VISIBLE_DEVICES` may choose."""
+    visible = [v.strip() for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    chosen = visible[index] if any(visible) and index < len(visible) else str(index)
+    if chosen.isdigit():
+        return nvml.nvmlDeviceGetHandleByIndex(int(chosen))
+    return nvml.nvmlDeviceGetHandleByUUID(chosen)
 
 
 def _nvml(read: Callable[[Any], T]) -> T | None:

@@ -18,6 +18,7 @@ from typing import Any
 from memest.errors import MemestError
 from memest.plan import TrainingPlan
 from memest.report import Measurement, Outcome
+from memest.validate import host
 from memest.validate.device import (
     Device,
     device_used_bytes,
@@ -26,7 +27,7 @@ from memest.validate.device import (
     query_device,
 )
 from memest.validate.probe import CudaMemory, PhaseRecorder
-from memest.validate.snapshot import file_stem, start_recording, write_recording
+from memest.validate.snapshot import count_events, file_stem, start_recording, write_recording
 
 SEED = 20
 
@@ -68,12 +69,45 @@ class _Run:
     values: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    rank: int = 0
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    """Of host memory; taken where the plan is distributed."""
+
+    marks: list[int] = field(default_factory=list)
+    """Events of the allocator before each row, where they are recorded."""
+
+    setup: dict[str, int] = field(default_factory=dict)
+    """Peaks of building and dividing the model, which are no part of the training's."""
+
+    def sample(self, moment: str) -> None:
+        if self.plan.is_distributed:
+            self.samples.append(host.sample(moment, of_cuda=moment != "the start"))
+
+    def begin_training(self) -> None:
+        """The strategy has divided the model: peaks count from here, on an empty cache."""
+        import torch
+
+        self.recorder.note_peaks()
+        self.setup = {
+            "setup_peak_allocated_bytes": self.recorder.peak_allocated_bytes,
+            "setup_peak_reserved_bytes": self.recorder.peak_reserved_bytes,
+        }
+        self.recorder.peak_allocated_bytes = self.recorder.peak_reserved_bytes = 0
+        gc.collect()
+        if self.recorder.memory.device_type == "cuda":
+            torch.cuda.empty_cache()
+        self.recorder.start()
+        self.sample(host.AFTER_SETUP)
 
     def report(self, verdict: Outcome, note: str = "") -> Measurement:
         now = self.recorder.note_peaks()
-        figures = process_figures(self.used_before)
+        figures = process_figures(self.used_before, self.rank)
         source, held = next(iter(figures.items()))
         context = held - now.reserved_bytes
+        host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if self.plan.is_distributed:
+            self.sample("the end")
+            host_bytes = host.held_bytes(self.samples)
         return Measurement(
             name=self.plan.label,
             plan=self.values or self.plan.to_dict(),
@@ -82,7 +116,7 @@ class _Run:
             peak_allocated_bytes=self.recorder.peak_allocated_bytes,
             peak_reserved_bytes=self.recorder.peak_reserved_bytes,
             process_bytes=self.recorder.peak_reserved_bytes + context,
-            host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            host_bytes=host_bytes,
             phases=tuple(self.recorder.rows),
             verdict=verdict,
             versions=library_versions(),
@@ -95,6 +129,10 @@ class _Run:
                 or os.environ.get("PYTORCH_ALLOC_CONF", ""),
                 "weights": self.options.weights,
                 "data": str(self.options.data) if self.options.data else "synthetic",
+                **({"rank": self.rank} if self.plan.is_distributed else {}),
+                **self.setup,
+                **({"host_samples": host.explaining(self.samples)} if self.samples else {}),
+                **({"event_marks": self.marks} if self.marks else {}),
             },
             context_bytes=context,
             note="; ".join([note, *self.notes] if note else self.notes),
@@ -104,26 +142,46 @@ class _Run:
 def run_experiment(
     plan: TrainingPlan, options: RunOptions, deliver: Callable[[Measurement], Any]
 ) -> None:
-    """Train for the plan's steps on the current CUDA device and hand the report to `deliver`.
+    """Train for the plan's steps on one CUDA device and hand the report to `deliver`.
+
+    The device is the first, or that of `LOCAL_RANK` where this process is a rank of several. The
+    recording of the allocator is that of rank 0.
 
     `deliver` is called once, before Lightning's teardown copies the model to the host, so a
     `deliver` that leaves the process spares that. Out of memory is a verdict; every other error is
     raised.
     """
-    used_before = device_used_bytes()
+    rank = int(os.environ["LOCAL_RANK"]) if plan.is_distributed else 0
+    used_before = device_used_bytes(rank)
     started = time.perf_counter()
-    device = query_device()
     recorder = PhaseRecorder(CudaMemory(), plan.accumulate_grad_batches)
-    run = _Run(plan, options, device, used_before, started, recorder)
-    limit_memory(plan.memory_limit, device.memory_bytes)
-    if options.snapshots is not None:
-        deliver = _recorded(options.snapshots / f"{file_stem(plan.label)}.npy.gz", deliver)
-    execute(run, where="cuda:0", deliver=deliver)
+    at_start = [host.sample("the start")] if plan.is_distributed else []
+    device = query_device(rank)
+    if plan.is_distributed:
+        _open_device(rank, plan.devices)
+    run = _Run(plan, options, device, used_before, started, recorder, rank=rank, samples=at_start)
+    run.sample("after CUDA's start")
+    limit_memory(plan.memory_limit, device.memory_bytes, rank)
+    if options.snapshots is not None and rank == 0:
+        deliver = _recorded(run, options.snapshots / f"{file_stem(plan.label)}.npy.gz", deliver)
+    execute(run, where=f"cuda:{rank}", deliver=deliver)
 
 
-def _recorded(path: Path, deliver: Callable[[Measurement], Any]) -> Callable[[Measurement], Any]:
-    """`deliver`, with the allocator recorded from here to there."""
+def _open_device(rank: int, num_ranks: int) -> None:
+    """The rank's own GPU, and its share of the cores: DeepSpeed's Adam runs on them."""
+    import torch
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
+    torch.cuda.set_device(rank)
+    torch.cuda.synchronize()  # opens the context
+
+
+def _recorded(
+    run: _Run, path: Path, deliver: Callable[[Measurement], Any]
+) -> Callable[[Measurement], Any]:
+    """`deliver`, with the allocator recorded from here to there, and its events at each row."""
     start_recording()
+    run.recorder.on_row = lambda: run.marks.append(count_events())
 
     def write_and_deliver(measurement: Measurement) -> None:
         write_recording(path)
@@ -139,8 +197,13 @@ def execute(
     delivered: list[BaseException | None] = []
 
     def on_end() -> None:
+        if run.plan.is_distributed and accelerator == "gpu":
+            import torch
+
+            torch.cuda.synchronize()  # others still wait for this rank's kernels
+        measured = run.report(Outcome.FITS)
         delivered.append(None)
-        deliver(run.report(Outcome.FITS))
+        deliver(measured)
 
     def on_error(error: BaseException) -> None:
         if not delivered and is_out_of_memory(error):
@@ -149,37 +212,75 @@ def execute(
             deliver(run.report(Outcome.OOM, _first_line(error)))
 
     try:
-        _build_and_fit(run, where, accelerator, on_end, on_error)
+        _build_and_fit(run, where, accelerator, _listener(run, on_end, on_error))
     except Exception as error:
         on_error(error)
         if not delivered:
             raise
 
 
-def _build_and_fit(
-    run: _Run,
-    where: str,
-    accelerator: str,
-    on_end: Callable[[], None],
-    on_error: Callable[[BaseException], None],
-) -> None:
+def _listener(
+    run: _Run, on_end: Callable[[], None], on_error: Callable[[BaseException], None]
+) -> Any:
+    from memest.validate.training import Listener
+
+    if not run.plan.is_distributed:
+        return Listener(on_end=on_end, on_error=on_error)
+    return Listener(
+        on_end=on_end,
+        on_error=on_error,
+        on_ready=run.begin_training,
+        on_step=lambda: run.sample("after a micro-batch"),
+    )
+
+
+def _build_and_fit(run: _Run, where: str, accelerator: str, listener: Any) -> None:
     import torch
 
+    from memest.models_meta.registry import resolve_config
+    from memest.validate import data
+    from memest.validate.training import FineTune, ShardedFineTune, fit
+
+    plan, options = run.plan, run.options
+    run.sample(host.BEFORE_MODEL)
+    torch.manual_seed(SEED)
+    config = resolve_config(plan.model_name, trust_remote_code=options.trust_remote_code)
+    model = _build_model(run, config, where)
+    if options.data is None:
+        feed = data.synthetic_feed(plan, model, config)
+    else:
+        feed = data.dataset_feed(plan, config, options.data)
+    run.values = data.resolved_plan(plan, feed)
+    run.notes.extend(feed.notes if options.data else ())
+    make_optimizer = partial(_optimizer_over, plan, model)
+    if not plan.is_distributed:  # made now: what it allocates at once is not a step's
+        made = make_optimizer()
+        make_optimizer = partial(lambda optimizer: optimizer, made)
+    kind = ShardedFineTune if plan.strategy == "fsdp2" else FineTune
+    module = kind(model, make_optimizer, feed.batches, run.recorder, loss_output=feed.loss_output)
+    if isinstance(module, ShardedFineTune):
+        module.plan = plan
+    run.sample("after the model")
+    gc.collect()
+    if accelerator == "gpu":
+        torch.cuda.empty_cache()
+    run.recorder.start()
+    fit(module, plan, listener=listener, accelerator=accelerator)
+
+
+def _build_model(run: _Run, config: Any, where: str) -> Any:
+    """The plan's model on the device, ready to train and described in the report."""
     from memest.models_meta.assemble import (
         assemble,
         compute_dtype,
         describe_model,
         trained_parameters,
     )
-    from memest.models_meta.registry import resolve_config
+    from memest.models_meta.wrapping import stop_caching
     from memest.validate import data, quantize
-    from memest.validate.optimizers import make_real_optimizer
-    from memest.validate.training import FineTune, fit
 
-    plan, options = run.plan, run.options
-    torch.manual_seed(SEED)
-    config = resolve_config(plan.model_name, trust_remote_code=options.trust_remote_code)
-    is_random = options.weights == "random"
+    plan = run.plan
+    is_random = run.options.weights == "random"
     model = assemble(
         plan,
         config,
@@ -194,29 +295,28 @@ def _build_and_fit(
             skip=plan.quant_skip,
         ),
     ).module
+    if plan.activation_checkpointing_policy:
+        stop_caching(model)
     run.model = describe_model(model)
-    if options.data is None:
-        feed = data.synthetic_feed(plan, model, config)
-    else:
-        feed = data.dataset_feed(plan, config, options.data)
-    run.values = data.resolved_plan(plan, feed)
-    run.notes.extend(feed.notes if options.data else ())
-    optimizer = make_real_optimizer(plan, trained_parameters(model))
-    module = FineTune(model, optimizer, feed.batches, run.recorder, loss_output=feed.loss_output)
-    gc.collect()
-    if accelerator == "gpu":
-        torch.cuda.empty_cache()
-    run.recorder.start()
-    fit(module, plan, accelerator=accelerator, on_end=on_end, on_error=on_error)
+    trained_parameters(model)  # an error where there are none, before anything else is made
+    return model
 
 
-def limit_memory(limit_bytes: int | None, total_bytes: int) -> None:
+def _optimizer_over(plan: TrainingPlan, model: Any) -> Any:
+    """Over what is trained at the time of the call, which a strategy may have replaced."""
+    from memest.models_meta.assemble import trained_parameters
+    from memest.validate.optimizers import make_real_optimizer
+
+    return make_real_optimizer(plan, trained_parameters(model))
+
+
+def limit_memory(limit_bytes: int | None, total_bytes: int, index: int = 0) -> None:
     """Cap what the caching allocator reserves; a limit of all that the device has is none."""
     if limit_bytes is None or limit_bytes >= total_bytes:
         return
     import torch
 
-    torch.cuda.set_per_process_memory_fraction(memory_fraction(limit_bytes, total_bytes), 0)
+    torch.cuda.set_per_process_memory_fraction(memory_fraction(limit_bytes, total_bytes), index)
 
 
 def memory_fraction(limit_bytes: int, total_bytes: int) -> float:

@@ -41,20 +41,32 @@ def make_real_optimizer(
     """The plan's optimizer over `params`, with its library's defaults.
 
     Raises:
-        UnsupportedError: it does not run on one GPU, or needs bitsandbytes.
+        UnsupportedError: it is not known here, or needs a package.
     """
     options: dict[str, Any] = {"lr": LEARNING_RATE}
+    if plan.optim == "deepspeed_cpu":
+        return _deepspeed_cpu_adam()(params, **options)
     if plan.momentum:
         options["momentum"] = plan.momentum
     if plan.optim in BITSANDBYTES:
         return _bitsandbytes_class(BITSANDBYTES[plan.optim])(params, **options)
     if plan.optim not in _TORCH:
         raise UnsupportedError(
-            f"optimizer `{plan.optim}` cannot be measured on one GPU",
+            f"optimizer `{plan.optim}` cannot be measured",
             hint=f"choose one of {', '.join(f'`{n}`' for n in (*_TORCH, *BITSANDBYTES))}",
         )
     optimizer, own = _TORCH[plan.optim]
     return optimizer(params, **options, **own)
+
+
+def _deepspeed_cpu_adam() -> Callable[..., torch.optim.Optimizer]:
+    """DeepSpeed's Adam on the host, decoupled weight decay by default; compiled at first use."""
+    from memest.validate.device import require
+
+    require("deepspeed")
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam  # type: ignore[no-any-return]
 
 
 def _bitsandbytes_class(name: str) -> Callable[..., torch.optim.Optimizer]:

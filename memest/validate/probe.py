@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -58,6 +58,7 @@ class PhaseRecorder:
     Args:
         memory: what is read.
         num_micro_batches: per step.
+        on_row: told after each row.
     """
 
     memory: Memory
@@ -66,6 +67,8 @@ class PhaseRecorder:
     peak_allocated_bytes: int = 0
     peak_reserved_bytes: int = 0
     micro_batches_begun: int = 0
+    on_row: Callable[[], None] = lambda: None
+    _states: Any = None
 
     def start(self) -> None:
         """Forget what the building of the model needed."""
@@ -78,15 +81,24 @@ class PhaseRecorder:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, reading.peak_reserved_bytes)
         return reading
 
+    @property
+    def is_last_micro_batch(self) -> bool:
+        """Whether the micro-batch under way ends with an optimizer step."""
+        return self.micro_batches_begun % self.num_micro_batches == 0
+
     def record(self, phase: Phase, model: Any, optimizer: Any) -> None:
         """One row; a `before_forward` begins the next micro-batch."""
         if phase is Phase.BEFORE_FORWARD:
             self.micro_batches_begun += 1
         step, micro_batch = divmod(self.micro_batches_begun - 1, self.num_micro_batches)
         reading = self.note_peaks()
-        params = self._num_bytes(model.parameters())
-        grads = self._num_bytes(p.grad for p in model.parameters())
-        state = self._num_bytes(v for s in optimizer.state.values() for v in s.values())
+        if self._states is None:
+            from memest.models_meta.states import States
+
+            self._states = States(model, optimizer)
+        params = self._num_bytes(self._states.params())
+        grads = self._num_bytes(self._states.grads())
+        state = self._num_bytes(self._states.optimizer())
         self.rows.append(
             PhaseRow(
                 step=step,
@@ -101,6 +113,7 @@ class PhaseRecorder:
                 reserved_bytes=reading.reserved_bytes,
             )
         )
+        self.on_row()
 
     def _num_bytes(self, values: Iterable[Any]) -> int:
         """Elements times item size of the tensors on the device, entry by entry."""

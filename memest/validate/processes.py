@@ -20,6 +20,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 from memest.errors import MemestError
 from memest.plan import TrainingPlan
 from memest.report import Measurement
+from memest.validate import ranks
 from memest.validate.experiment import RunOptions, run_experiment
 
 T = TypeVar("T")
@@ -90,7 +91,7 @@ def fork_experiment(
     experiment: Experiment = run_experiment,
 ) -> Child:
     """Run the experiment in a fork of this process, which must not have opened CUDA."""
-    pid = _fork()
+    pid = fork_child()
     if pid:
         return _Forked(pid)
     try:
@@ -126,17 +127,65 @@ def spawn_experiment(plan: TrainingPlan, options: RunOptions, *, report: Path, l
 def run_and_exit(
     plan: TrainingPlan, options: RunOptions, report: Path, experiment: Experiment
 ) -> NoReturn:
-    """Run, write the report, and leave without any teardown."""
+    """Run, write the report, and leave without any teardown.
+
+    A plan that Lightning runs through a strategy gets one process per GPU, and their reports are
+    merged.
+    """
 
     def deliver(measurement: Measurement) -> NoReturn:
-        beside = report.with_suffix(".part")
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(measurement.to_json())
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(report)
+        _write(report, measurement)
         _leave(0)
 
+    if plan.is_distributed:
+        measured = ranks.run_ranks(
+            plan.devices,
+            fork_child,
+            lambda path: _run_rank(plan, options, path, experiment),
+            read_report,
+            report.parent,
+        )
+        if measured:
+            deliver(ranks.merge(measured))
+        _leave(1)
+    _run(plan, options, experiment, deliver)
+
+
+def read_report(path: Path) -> Measurement | None:
+    """The report, or None where there is none."""
+    try:
+        return Measurement.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+
+
+def _run_rank(
+    plan: TrainingPlan, options: RunOptions, report: Path, experiment: Experiment
+) -> NoReturn:
+    def deliver(measurement: Measurement) -> NoReturn:
+        _write(report, measurement)
+        ranks.wait_for_the_end()
+
+    _die_with_parent()
+    _run(plan, options, experiment, deliver)
+
+
+def _write(report: Path, measurement: Measurement) -> None:
+    """Whole or not at all."""
+    beside = report.with_suffix(".part")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(measurement.to_json())
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(report)
+
+
+def _run(
+    plan: TrainingPlan,
+    options: RunOptions,
+    experiment: Experiment,
+    deliver: Callable[[Measurement], NoReturn],
+) -> NoReturn:
     try:
         experiment(plan, options, deliver)
         sys.stderr.write("the training ended without a report\n")
@@ -162,7 +211,7 @@ def call_in_child(function: Callable[[], T]) -> T:
         MemestError: it raised one, or any other error, whose text is then the message.
     """
     reading, writing = os.pipe()
-    pid = _fork()
+    pid = fork_child()
     if not pid:
         try:
             os.close(reading)
@@ -190,7 +239,8 @@ def call_in_child(function: Callable[[], T]) -> T:
     return value  # type: ignore[no-any-return]
 
 
-def _fork() -> int:
+def fork_child() -> int:
+    """`os.fork`, with nothing left in the buffers of the output."""
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -109,12 +110,13 @@ def is_done(plan: TrainingPlan, measured: list[Measurement]) -> bool:
     Raises:
         PlanError: it is there, with another plan.
     """
+    defaults = {f.name: f.default for f in dataclasses.fields(TrainingPlan)}
     same_name = [m for m in measured if m.name == plan.label]
     for measurement in same_name:
         from_data = measurement.device.get("data", "synthetic") != "synthetic"
         not_asked = {"gpu", "gpu_memory", *(_OF_THE_DATA if from_data else ())}
         for key, asked in plan.to_dict().items():
-            ran = measurement.plan.get(key)
+            ran = measurement.plan.get(key, defaults[key])  # older results lack newer keys
             if asked is not None and key not in not_asked and ran != asked:
                 raise PlanError(
                     f"`{plan.label}` is in the results with `{key}` {ran}, not {asked}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -20,9 +19,15 @@ from memest.plan_files import UnsupportedPlan
 from memest.report import Measurement, Outcome
 from memest.units import format_gib
 from memest.validate import results as results_file
-from memest.validate.device import Device, library_versions, query_device, require
+from memest.validate.device import Device, is_installed, library_versions, query_device, require
 from memest.validate.experiment import RunOptions
-from memest.validate.processes import Child, call_in_child, fork_experiment, spawn_experiment
+from memest.validate.processes import (
+    Child,
+    call_in_child,
+    fork_experiment,
+    read_report,
+    spawn_experiment,
+)
 from memest.validate.snapshot import file_stem
 
 POLL_S = 0.05
@@ -154,8 +159,12 @@ def _import_all(plans: Sequence[TrainingPlan], options: RunOptions) -> bool:
     with _without_bitsandbytes():
         import memest.models_meta.assemble
         import memest.models_meta.registry
+        import memest.models_meta.sharding
+        import memest.models_meta.states
+        import memest.models_meta.wrapping
         import memest.validate.data
         import memest.validate.optimizers
+        import memest.validate.strategies
         import memest.validate.training
 
     for plan in plans:
@@ -238,7 +247,7 @@ def _measure(runner: Runner, row: Row, tick: Callable[[], None]) -> Measurement:
         report = Path(folder, "report.json")
         child = runner.start(row, runner.options, report=report, log=log)
         ending = _wait(child, runner.timeout_s, tick)
-        measured = _read_report(report)
+        measured = read_report(report)
     if measured is not None:
         log.unlink(missing_ok=True)
         if not any(log.parent.iterdir()):
@@ -269,15 +278,12 @@ def _wait(child: Child, timeout_s: float, tick: Callable[[], None]) -> str:
     return f"killed by {signal.Signals(-code).name}"
 
 
-def _read_report(path: Path) -> Measurement | None:
-    try:
-        return Measurement.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return None
-
-
 def _refusal(runner: Runner, plan: TrainingPlan) -> str:
-    """Why the plan must not run on this host; empty where it may."""
+    """Why the plan must not run on this machine; empty where it may."""
+    if plan.devices > runner.device.num_devices:
+        return f"it needs {plan.devices} GPUs, and the machine has {runner.device.num_devices}"
+    if plan.is_deepspeed and not is_installed("deepspeed"):
+        return "it needs `deepspeed` (pip install 'memest[deepspeed]')"
     try:
         needed = runner.host_bytes(plan)
     except MemestError:

@@ -4,11 +4,14 @@ Where the four phases lie in Lightning 2.6 (`pytorch/loops/optimization/automati
 runs `training_step`, then `zero_grad` on the first micro-batch of a step, then
 `on_before_backward`, the backward, `on_after_backward`. `optimizer_step` calls the closure on the
 last micro-batch and returns while the closure still holds its result, two scalars of 512 B each.
+DeepSpeed counts micro-batches itself, so Lightning calls `optimizer_step` on each of them; the last
+alone is a phase. `before_forward` is read before a strategy's wrapper is entered, which may gather.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -20,6 +23,7 @@ from memest.models_meta.assemble import loss_of
 from memest.plan import TrainingPlan
 from memest.report import Phase
 from memest.validate.probe import PhaseRecorder
+from memest.validate.strategies import make_strategy, shard_model
 
 Inputs = dict[str, Any]
 
@@ -31,7 +35,7 @@ class FineTune(L.LightningModule):
 
     Args:
         model: on the device, ready to train.
-        optimizer: over its trained parameters.
+        make_optimizer: called once the strategy has divided the model.
         batches: inputs on the host; used in turn, over and over.
         recorder: takes the rows.
         loss_output: the output to differentiate.
@@ -40,7 +44,7 @@ class FineTune(L.LightningModule):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        make_optimizer: Callable[[], torch.optim.Optimizer],
         batches: Sequence[Inputs],
         recorder: PhaseRecorder,
         *,
@@ -48,21 +52,24 @@ class FineTune(L.LightningModule):
     ) -> None:
         super().__init__()
         self.model = model
-        self._optimizer = optimizer
+        self._make_optimizer = make_optimizer
         self._batches = batches
         self._recorder = recorder
         self._loss_output = loss_output
 
     def _record(self, phase: Phase) -> None:
-        self._recorder.record(phase, self.model, self._optimizer)
+        self._recorder.record(phase, self.trainer.model, self.trainer.optimizers[0])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The optimizer, made beforehand."""
-        return self._optimizer
+        """The optimizer, over parameters as the strategy left them."""
+        return self._make_optimizer()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Before anything of the micro-batch."""
+        self._record(Phase.BEFORE_FORWARD)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The loss of the next micro-batch; `batch` is its number."""
-        self._record(Phase.BEFORE_FORWARD)
         inputs = self._batches[batch_idx % len(self._batches)]
         return loss_of(self.model, self._moved(inputs), self._loss_output)
 
@@ -80,46 +87,74 @@ class FineTune(L.LightningModule):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """The step, then the last phase of it."""
         super().optimizer_step(*args, **kwargs)
-        self._record(Phase.AFTER_OPTIMIZER_STEP)
+        if self._recorder.is_last_micro_batch:
+            self._record(Phase.AFTER_OPTIMIZER_STEP)
 
 
-class _Exits(Callback):
-    """Tells of the end of the training, or of an error, before Lightning copies all to the host."""
+class ShardedFineTune(FineTune):
+    """The same under FSDP2, which Lightning leaves to the module itself."""
 
-    def __init__(
-        self, on_end: Callable[[], None], on_error: Callable[[BaseException], None]
-    ) -> None:
-        self._on_end = on_end
-        self._on_error = on_error
+    plan: TrainingPlan
+
+    def configure_model(self) -> None:
+        """Divide the model over the mesh of the strategy."""
+        shard_model(self.model, self.plan, self.device_mesh)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listener:
+    """Who is told of what; `on_end` and `on_error` before Lightning copies all to the host."""
+
+    on_end: Callable[[], None]
+    on_error: Callable[[BaseException], None]
+    on_ready: Callable[[], None] = lambda: None
+    """The strategy has set up everything, and no step has begun."""
+
+    on_step: Callable[[], None] = lambda: None
+    """A micro-batch has ended."""
+
+
+class _Messenger(Callback):
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._listener.on_ready()
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self._listener.on_step()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._on_end()
+        self._listener.on_end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._on_error(exception)
+        self._listener.on_error(exception)
 
 
 def fit(
     module: FineTune,
     plan: TrainingPlan,
     *,
+    listener: Listener,
     accelerator: str = "gpu",
-    on_end: Callable[[], None],
-    on_error: Callable[[BaseException], None],
 ) -> None:
-    """Train for the plan's steps; a callback that does not return spares the teardown."""
+    """Train for the plan's steps; a callback that does not return spares the teardown.
+
+    Every rank gets the same micro-batches.
+    """
     num_batches = plan.steps * plan.accumulate_grad_batches
     precision: Any = plan.precision  # one of Lightning's own, as the plan checks
     trainer = L.Trainer(
         accelerator=accelerator,
-        devices=1,
+        devices=plan.devices,
         precision=precision,
-        strategy=plan.strategy,
+        strategy=make_strategy(plan, module.model),
         accumulate_grad_batches=plan.accumulate_grad_batches,
         max_epochs=1,
         max_steps=plan.steps,
         limit_train_batches=num_batches,
-        callbacks=[_Exits(on_end, on_error)],
+        callbacks=[_Messenger(listener)],
+        use_distributed_sampler=False,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -132,8 +132,8 @@ class AllocatorMachine(RuleBasedStateMachine):
     @invariant()
     def the_pools_hold_the_free_blocks_in_order(self) -> None:
         for is_small, pool in enumerate(self.allocator._pools):
-            keys = pool.keys()
-            assert keys == sorted((b.num_bytes, b.address) for b in pool.blocks())
+            found = sorted(pool.blocks(), key=lambda b: (b.num_bytes, b.address))
+            assert [pool.by_key[key] for key in pool.keys] == found
             assert all(b.is_free and b.is_small == bool(is_small) for b in pool.blocks())
 
     @invariant()

@@ -84,6 +84,23 @@ def test_predict_writes_a_page_a_snapshot_and_a_trace(tmp_path: Path) -> None:
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+SWEEP = ("--model", "gpt2", "--seq-len", "16", "--bs", "1:3", "--gpu", "t4", "--jobs", "1")
+
+
+def test_a_sweep_is_drawn_at_once_or_from_its_file(tmp_path: Path) -> None:
+    made, read = tmp_path / "made", tmp_path / "read"
+
+    assert memest("chart", "sweep", *SWEEP, "--lora", "false,true", "--out", str(made)) == 0
+    assert memest("sweep", *SWEEP, "--lora", "false,true", "-o", str(tmp_path / "s.csv")) == 0
+    assert memest("chart", "sweep", str(tmp_path / "s.csv"), "--out", str(read)) == 0
+
+    assert files(made) == files(read) == ["sweep.jsonl", "sweep.png"]
+    verdicts = [(int(r["batch_size"]), r["verdict"]) for r in rows(made / "sweep.jsonl")]
+    assert verdicts == [(int(r["batch_size"]), r["verdict"]) for r in rows(read / "sweep.jsonl")]
+    assert len(verdicts) == 6
+    assert (made / "sweep.png").read_bytes() == (read / "sweep.png").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -95,6 +112,11 @@ def test_predict_writes_a_page_a_snapshot_and_a_trace(tmp_path: Path) -> None:
         (["chart", "timeline", *PLAN, "--step", "2"], "`--step 2` is not among the 2 of `gpt2`"),
         (["chart", "validate", "no.jsonl"], "`no.jsonl` cannot be read"),
         (["chart", "batches"], "Missing option '--model'"),
+        (["chart", "sweep"], "the plan names no model"),
+        (["chart", "sweep", "no.csv"], "`no.csv` cannot be read"),
+        (["chart", "sweep", "file.txt"], "`file.txt` is no sweep"),
+        (["chart", "sweep", "two.yaml"], "`two.yaml` is no sweep"),
+        (["chart", "sweep", "file.txt", *SWEEP], "`file.txt` holds a sweep, and flags ask for"),
         (["chart", "phases", *PLAN, "--out", "file.txt"], "`file.txt` cannot be made"),
         (["predict", *PLAN, "--html", "no/page.html"], "`no/page.html` cannot be written"),
         (["predict", *PLAN, "--snapshot", "no/s.pickle"], "`no/s.pickle` cannot be written"),

@@ -72,7 +72,7 @@ Run = Callable[..., Measurement]
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs a plan with Lightning on the CPU, quietly."""
-    monkeypatch.setattr(experiment, "process_figures", lambda before: {"a test": 10**6})
+    monkeypatch.setattr(experiment, "process_figures", lambda before, index: {"a test": 10**6})
 
     def run(options: experiment.RunOptions | None = None, **values: Any) -> Measurement:
         plan = TrainingPlan.from_dict({"seq_len": 5, "batch_size": 2, **values})

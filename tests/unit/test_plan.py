@@ -379,6 +379,13 @@ def test_the_cpu_optimizer_needs_an_offload_strategy() -> None:
     )
 
 
+def test_fsdp2_refuses_a_gradient_scaler_as_lightning_does() -> None:
+    assert message_of(PlanError, strategy="fsdp2", devices=4, precision="16-mixed") == (
+        "Lightning's `ModelParallelStrategy`, which is `fsdp2`, refuses `16-mixed`",
+        "use `bf16-mixed`, or `strategy: fsdp`",
+    )
+
+
 def test_qlora_with_a_gradient_scaler_is_not_modelled() -> None:
     assert message_of(UnsupportedError, use_qlora=True, precision="16-mixed") == (
         "QLoRA under `16-mixed` is not modelled",
@@ -386,15 +393,51 @@ def test_qlora_with_a_gradient_scaler_is_not_modelled() -> None:
     )
 
 
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "auto"])
-def test_sharded_strategies_are_refused_and_not_guessed(strategy: str) -> None:
-    assert message_of(UnsupportedError, strategy=strategy, devices=2) == (
-        f"`strategy` `{strategy}` on 2 GPU(s) is not modelled yet",
-        "predict one GPU with `strategy: auto` and `devices: 1`",
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_of_lightning_is_a_plan(strategy: str) -> None:
+    optim = "deepspeed_cpu" if strategy.endswith("_offload") else "adamw"
+
+    made = plan(strategy=strategy, optim=optim, devices=2)
+
+    assert made.is_distributed
+    assert [made.is_ddp, made.is_fsdp, made.is_deepspeed].count(True) == 1
+
+
+def test_several_gpus_are_ddp_as_lightning_chooses() -> None:
+    assert plan(devices=2).is_ddp
+    assert not plan(devices=1).is_distributed
+
+
+def test_offload_takes_the_optimizer_of_the_cpu_alone() -> None:
+    assert message_of(PlanError, strategy="deepspeed_stage_2_offload", optim="adamw") == (
+        "`deepspeed_stage_2_offload` updates on the CPU and refuses `optim` `adamw`",
+        "use `optim: deepspeed_cpu`",
     )
 
 
-def test_several_gpus_are_refused_under_auto_too() -> None:
-    assert message_of(UnsupportedError, devices=2)[0] == (
-        "`strategy` `auto` on 2 GPU(s) is not modelled yet"
+def test_a_quantised_base_is_not_divided() -> None:
+    assert message_of(PlanError, strategy="deepspeed_stage_3", devices=4, use_qlora=True) == (
+        "`deepspeed_stage_3` cannot divide a quantised base: its weights are packed bytes beside"
+        " 16-bit ones",
+        "use `ddp` or `deepspeed_stage_2`, or LoRA without quantisation",
     )
+
+
+def test_shards_divide_the_gpus() -> None:
+    values = {"strategy": "fsdp", "sharding_strategy": "HYBRID_SHARD"}
+    assert message_of(PlanError, **values, devices=6, shard_size=4) == (
+        "`shard_size` 4 does not divide 6 GPUs",
+        "give a divisor of `devices`",
+    )
+
+
+def test_keys_of_another_strategy_are_refused() -> None:
+    assert message_of(PlanError, strategy="ddp", devices=2, wrap_classes=("Layer",)) == (
+        "`wrap_classes` does not go with `strategy` `ddp`",
+        "it is read by `strategy: fsdp`",
+    )
+
+
+def test_fsdp2_has_no_mode_without_shards() -> None:
+    message, _ = message_of(PlanError, strategy="fsdp2", devices=2, sharding_strategy="NO_SHARD")
+    assert message == "`fsdp2` has no `NO_SHARD`"

@@ -69,6 +69,17 @@ def test_a_guess_is_made_below_its_samples_too() -> None:
     assert series.num_traces == 2
 
 
+def test_lengths_are_guessed_at_multiples_of_what_attention_pads_to() -> None:
+    plan, card = TrainingPlan(model_name="gpt2", batch_size=2), find_gpu("h200")
+    series = TraceSeries(plan, card, "seq_len")
+
+    made = {n: series.guess(n) for n in (64, 256, 960, 100)}
+
+    assert sorted(series._traces) == [64, 100, 128, 192]
+    for seq_len, traced in made.items():
+        assert traced == trace_plan(with_value(plan, "seq_len", seq_len), card), seq_len
+
+
 def test_values_are_cut_into_runs_from_the_left() -> None:
     assert runs_of_one_spacing([]) == []
     assert runs_of_one_spacing([2, 4, 6, 7, 8]) == [[2, 4, 6], [7, 8]]

@@ -13,11 +13,12 @@ from click.testing import CliRunner
 from memest.cli import main
 from memest.errors import MemestError, PlanError
 from memest.estimator.gpus import find_gpu
-from memest.estimator.largest import boundary_suite, max_batch, max_seq_len
+from memest.estimator.largest import Judged, boundary_suite, max_batch, max_seq_len
 from memest.estimator.predict import predict
 from memest.estimator.reuse import with_value
-from memest.estimator.sweep import make_grid, parse_values, sweep
+from memest.estimator.sweep import MIN_PARALLEL_POINTS, make_grid, parse_values, sweep
 from memest.estimator.techniques import TECHNIQUES, technique_values
+from memest.estimator.traced_plan import trace_plan
 from memest.plan import TrainingPlan
 from memest.report import Outcome
 from memest.units import GIB
@@ -86,6 +87,24 @@ def test_a_sweep_says_what_single_predictions_say() -> None:
         single = predict(point.plan)
         assert point.verdict == single.verdicts[point.gpu]
     assert {str(p.verdict.verdict) for p in points if p.verdict} == {"fits", "oom"}
+
+
+def test_points_replayed_in_several_processes_are_those_of_one() -> None:
+    """Enough points to be shared out; a batch of one, which is traced by itself, among them."""
+    plans = [
+        TrainingPlan(model_name="opt-125m", seq_len=64, batch_size=n, gpu=("t4",))
+        for n in range(1, MIN_PARALLEL_POINTS + 2)
+    ]
+
+    assert sweep(plans, jobs=2) == sweep(plans, jobs=1)
+
+
+def test_no_allocator_reserves_less_than_is_requested_at_once() -> None:
+    plan = TrainingPlan(model_name="gpt2", seq_len=64, accumulate_grad_batches=3)
+    judged = Judged(trace_plan(plan, find_gpu("h200")), plan, find_gpu("h200").limit_bytes)
+
+    assert judged.requested_bytes <= judged.result.peak_allocated_bytes
+    assert judged.requested_bytes > 0.95 * judged.result.peak_allocated_bytes
 
 
 def test_every_technique_is_a_plan() -> None:

@@ -1,0 +1,154 @@
+"""From a plan with a strategy to the program of one rank of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from memest.errors import MemestError
+from memest.estimator.gpus import Gpu
+from memest.estimator.optimizers import make_grad_scaler, make_optimizer, optimizer_state_tensors
+from memest.estimator.parallel.libraries import libraries_bytes
+from memest.estimator.parallel.step import StrategyTracer
+from memest.estimator.parallel.strategy import Strategy
+from memest.estimator.parallel.streams import MAIN, StreamRecorder
+from memest.estimator.step import Program
+from memest.estimator.trace import MemKind, StorageTable
+from memest.estimator.traced_plan import (
+    TracedPlan,
+    build_module,
+    elements_by_dtype,
+    model_failure,
+    move_batch,
+)
+from memest.models_meta.assemble import (
+    describe_model,
+    half_dtype,
+    input_dtype,
+    loss_of,
+    sequence_length,
+    trained_parameters,
+)
+from memest.models_meta.batch import Batch, make_batch
+from memest.models_meta.quantization import quant_state_tensors
+from memest.models_meta.registry import resolve_config
+from memest.plan import TrainingPlan
+from memest.report import Term
+from memest.units import format_bytes
+
+
+def trace_rank(
+    plan: TrainingPlan, gpu: Gpu, *, rank: int = 0, trust_remote_code: bool = False
+) -> TracedPlan:
+    """The program of `rank`; no rank holds more than the first, which never gets the padding."""
+    config = resolve_config(plan.model_name, trust_remote_code=trust_remote_code)
+    seq_len = sequence_length(plan, config)
+    notes: list[str] = []
+    recorder = StreamRecorder(gpu, StorageTable())
+    strategy = make_strategy(plan, recorder, rank)
+    tracer = StrategyTracer(
+        strategy,
+        autocast_dtype=half_dtype(plan) if plan.precision.endswith("-mixed") else None,
+        num_micro_batches=plan.accumulate_grad_batches,
+    )
+    model = tracer.setup(functools.partial(build_module, plan, gpu, config, notes))
+    for tensor in quant_state_tensors(model):
+        recorder.label(tensor, MemKind.BUFFERS)
+    described = describe_model(model)
+    trained_parameters(model)  # refuses a model without any
+    batch = make_batch(
+        model,
+        batch_size=plan.batch_size,
+        seq_len=seq_len,
+        image_size=plan.image_size,
+        padded=plan.is_padded,
+    )
+    program = _run(tracer, plan, model, batch)
+    kept = tracer.kept
+    host_terms = _host_terms(strategy)
+    return TracedPlan(
+        program=program,
+        model=described,
+        param_groups={
+            "params": elements_by_dtype(kept.params()),
+            "grads": elements_by_dtype(kept.grads()),
+            "optimizer": elements_by_dtype(optimizer_state_tensors(strategy.optimizer)),
+        },
+        host_bytes=sum(term.num_bytes for term in host_terms),
+        notes=(*notes, *batch.notes, *_notes(plan)),
+        seq_len=seq_len,
+        image_size=batch.image_size,
+        host_terms=host_terms,
+        libraries_bytes=libraries_bytes(plan),
+    )
+
+
+def _host_terms(strategy: Strategy) -> tuple[Term, ...]:
+    """Of all ranks, which hold the same."""
+    num_ranks = strategy.world_size
+    times = f"{num_ranks} GPUs x " if num_ranks > 1 else ""
+    return tuple(
+        Term(
+            kind=term.what,
+            num_bytes=num_ranks * term.num_bytes,
+            arithmetic=f"{times}{term.arithmetic}",
+            why="pinned" if term.is_pinned else "pageable",
+        )
+        for term in strategy.host_terms()
+    )
+
+
+def _notes(plan: TrainingPlan) -> Iterator[str]:
+    """What is assumed of a run on several GPUs."""
+    yield (
+        f"the figures are those of rank 0 of {plan.devices}: no rank holds more parameters; the"
+        " cache is emptied once more when the strategy has wrapped the model"
+    )
+    yield (
+        f"{format_bytes(libraries_bytes(plan))} of NCCL on each GPU, as on four H200 of one host"
+    )
+    if plan.strategy == "fsdp":
+        yield (
+            "blocks that two streams share come back when the GPU has caught up with the host:"
+            " reserved memory differs between the ranks of one run, by up to 11 % where measured"
+        )
+
+
+def make_strategy(plan: TrainingPlan, recorder: StreamRecorder, rank: int) -> Strategy:
+    """The strategy of `plan` as `rank` runs it."""
+    kind: type[Strategy]
+    if plan.is_ddp:
+        from memest.estimator.parallel.ddp import Ddp as kind
+    elif plan.strategy == "fsdp":
+        from memest.estimator.parallel.fsdp import Fsdp as kind
+    elif plan.strategy == "fsdp2":
+        from memest.estimator.parallel.fsdp2 import Fsdp2 as kind
+    elif plan.strategy.startswith("deepspeed_stage_3"):
+        from memest.estimator.parallel.zero3 import Zero3 as kind
+    else:
+        from memest.estimator.parallel.zero12 import Zero12 as kind
+    return kind(plan, recorder, rank)
+
+
+def _run(tracer: StrategyTracer, plan: TrainingPlan, model: nn.Module, batch: Batch) -> Program:
+    def loss_of_batch(module: nn.Module) -> Tensor:
+        recorder = tracer.recorder
+        assert isinstance(recorder, StreamRecorder)
+        recorder.host_waits(recorder.event(MAIN))  # copies from pageable memory wait
+        inputs = move_batch(recorder, batch, input_dtype(plan))
+        return loss_of(module, inputs, batch.loss_output)
+
+    try:
+        return tracer.run_steps(
+            model,
+            loss_of_batch,
+            functools.partial(make_optimizer, plan.optim, momentum=plan.momentum),
+            make_grad_scaler() if plan.precision == "16-mixed" and not plan.is_deepspeed else None,
+            plan.steps,
+        )
+    except MemestError:
+        raise
+    except Exception as error:  # the model's own code, which may do anything
+        raise model_failure(plan, model, error) from error

@@ -1,0 +1,82 @@
+"""How long a kernel runs, roughly: enough to tell whether the GPU or the host is behind.
+
+    time = max(operations / peak rate of the type, bytes read and written / memory bandwidth)
+
+Only the moment at which blocks that two streams use come back depends on it, and so the reserved
+bytes of strategies; nothing else of a prediction knows time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from memest.estimator.gpus import Gpu
+
+LAUNCH_US = 10.0
+"""Host time of one operator of a training step in eager mode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Peak rates of one kind of chip, dense."""
+
+    tflops_16bit: float
+    tflops_32bit: float
+    memory_gb_s: float
+    link_gb_s: float
+    """To the other GPUs of a node, one direction."""
+
+
+_BY_CAPABILITY = {
+    (7, 0): Speed(125, 15.7, 900, 150),
+    (7, 5): Speed(65, 8.1, 320, 16),
+    (8, 0): Speed(312, 19.5, 2039, 300),
+    (8, 6): Speed(125, 31.2, 600, 32),
+    (8, 9): Speed(165, 82.6, 1008, 32),
+    (9, 0): Speed(989, 67, 4800, 450),
+    (10, 0): Speed(2250, 80, 8000, 900),
+    (12, 0): Speed(210, 105, 1792, 64),
+}
+"""From NVIDIA's data sheets: V100 SXM2, T4, A100 80GB SXM, A10, RTX 4090, H200 SXM, B200, RTX 5090.
+"""
+
+
+def speed_of(gpu: Gpu) -> Speed:
+    """The rates of the chip, or of the newest one that is not newer."""
+    known = [c for c in _BY_CAPABILITY if c <= gpu.capability]
+    return _BY_CAPABILITY[max(known, default=min(_BY_CAPABILITY))]
+
+
+def kernel_us(speed: Speed, func: Any, args: Any, kwargs: Any, out: Any) -> float:
+    """Microseconds of the kernels of one call; 0 for a view."""
+    if func.is_view:
+        return 0.0
+    num_bytes = sum(t.numel() * t.element_size() for t in _tensors((*args, out)))
+    moved = num_bytes / speed.memory_gb_s * 1e-3
+    count = flop_registry.get(func._overloadpacket)
+    if count is None:
+        return moved
+    first = next(_tensors(args), None)
+    is_16bit = first is not None and first.dtype in (torch.bfloat16, torch.float16)
+    rate = speed.tflops_16bit if is_16bit else speed.tflops_32bit
+    operations: int = count(*args, **kwargs, out_val=out)
+    return max(moved, operations / rate * 1e-6)
+
+
+def transfer_us(speed: Speed, num_bytes: int) -> float:
+    """Microseconds of a collective that moves `num_bytes` through one GPU's link."""
+    return num_bytes / speed.link_gb_s * 1e-3
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)

@@ -1,0 +1,288 @@
+"""CUDA streams of a traced run: which pool a storage comes from, and when a freed one returns.
+
+The caching allocator keeps the free blocks of each stream apart. A block that another stream used
+(`record_stream`) is counted as freed at once and handed out again only after the GPU has passed the
+point at which it was freed (`c10/cuda/CUDACachingAllocator.cpp`, `free` and `process_events`,
+which looks at each request). Whether it has depends on time: the host launches one operator after
+another, and each stream works through its own (`speed.py`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from heapq import heappop, heappush
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memest.estimator.gpus import Gpu
+from memest.estimator.parallel.speed import LAUNCH_US, kernel_us, speed_of, transfer_us
+from memest.estimator.trace import RETURNED, MemKind, Recorder, Site, StorageTable
+
+MAIN = 0
+"""The stream on which the model runs."""
+
+Time = float
+"""Microseconds since the start of the trace."""
+
+
+class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
+    """A `Recorder` that knows on which stream a storage is made and used."""
+
+    def __init__(self, gpu: Gpu, storages: StorageTable) -> None:
+        super().__init__(gpu, storages)
+        self.stream = MAIN
+        self._num_streams = 1
+        self._speed = speed_of(gpu)
+        self._host: Time = 0.0
+        self._busy_until: dict[int, Time] = {}
+        self._uses: dict[int, set[int]] = {}
+        self._pending: list[tuple[Time, int]] = []
+        self._given_in_backward = False
+        self._starts: list[int] = []
+        self._streams: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(t.__name__ == "DTensor" for t in types):
+            return NotImplemented  # it runs the operator on its local tensors
+        node = torch._C._current_autograd_node()
+        is_given = node is None or self._given_in_backward
+        stream = self.stream if is_given else self._stream_of(node)
+        kwargs = kwargs or {}
+        before, self.stream = self.stream, stream
+        if stream != before:
+            for tensor in _tensors(args):
+                self.record_stream(tensor, stream)
+        try:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self.stream = before
+        if not func.is_view:
+            self._launch(stream, kernel_us(self._speed, func, args, kwargs, out))
+        return out
+
+    def transfer(self, num_bytes: int) -> None:
+        """A collective on the current stream moves `num_bytes`."""
+        self._launch(self.stream, transfer_us(self._speed, num_bytes))
+
+    def _launch(self, stream: int, duration: Time) -> None:
+        self._host += LAUNCH_US
+        self._busy_until[stream] = max(self.event(stream), self._host) + duration
+
+    def _stream_of(self, node: Any) -> int:
+        """The stream of a node of the backward: that on which its forward ran.
+
+        The engine waits for the inputs and notes that the stream uses them (`InputBuffer::add`,
+        torch/csrc/autograd/input_buffer.cpp).
+        """
+        if getattr(node, "variable", None) is not None:
+            return self.stream
+        index = bisect_right(self._starts, node._sequence_nr()) - 1
+        return self._streams[index] if index >= 0 else MAIN
+
+    def new_stream(self) -> int:
+        """Another stream."""
+        self._num_streams += 1
+        return self._num_streams - 1
+
+    @contextmanager
+    def on_stream(self, stream: int) -> Iterator[None]:
+        """What runs inside runs on `stream`."""
+        before, was_given = self.stream, self._given_in_backward
+        self._given_in_backward = torch._C._current_autograd_node() is not None
+        self._switch(stream)
+        try:
+            yield
+        finally:
+            self._given_in_backward = was_given
+            self._switch(before)
+
+    def _switch(self, stream: int) -> None:
+        self.stream = stream
+        if torch._C._current_autograd_node() is None:
+            self._starts.append(torch._C._autograd._get_sequence_nr())
+            self._streams.append(stream)
+
+    def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A value that the host reads: it waits for the stream that computes it."""
+        self.host_waits(self.event(self.stream))
+        return super()._read(func, args, kwargs)
+
+    def record_stream(self, tensor: Tensor, stream: int) -> None:
+        """As `Tensor.record_stream`: `stream` uses the storage of `tensor`."""
+        index = self.id_of(tensor)
+        if index is not None and self.storages.streams.get(index, MAIN) != stream:
+            self._uses.setdefault(index, set()).add(stream)
+
+    def event(self, stream: int) -> Time:
+        """As `Event.record`: when `stream` will have done what it has been given."""
+        return self._busy_until.get(stream, 0.0)
+
+    def stream_waits(self, stream: int, event: Time) -> None:
+        """`stream` goes on only after `event`; the host does not wait."""
+        self._busy_until[stream] = max(self.event(stream), event)
+
+    def host_waits(self, event: Time) -> None:
+        """The host goes on only after `event`."""
+        self._host = max(self._host, event)
+
+    def _return_blocks(self) -> None:
+        """Before a request: blocks that all have done with return to their pools."""
+        while self._pending and self._pending[0][0] <= self._host:
+            self.events.append(RETURNED - heappop(self._pending)[1])
+
+    def resize(self, tensor: Tensor, num_bytes: int) -> None:
+        """As `untyped_storage().resize_`: the old block is freed, a new one taken."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        index = self._live.pop(key, None)
+        kind = MemKind.ACTIVATIONS if index is None else self.storages.kinds[index]
+        site = Site("", "", self.phase) if index is None else self.storages.sites[index]
+        if index is not None:
+            self._references.pop(index, None)
+            self._end(index)
+        storage.resize_(num_bytes)
+        if num_bytes:
+            self._born(tensor, None, Site(site.op, site.module, self.phase), kind)
+
+    def _workspace(self, num_bytes: int, site: Site) -> int:
+        self._return_blocks()
+        index = super()._workspace(num_bytes, site)
+        if self.stream != MAIN:
+            self.storages.streams[index] = self.stream
+        return index
+
+    def _born(self, tensor: Tensor, num_bytes: int | None, site: Site, kind: MemKind) -> None:
+        self._return_blocks()
+        first = len(self.storages.num_bytes)
+        super()._born(tensor, num_bytes, site, kind)
+        if self.stream != MAIN and len(self.storages.num_bytes) > first:
+            self.storages.streams[first] = self.stream
+
+    def _end(self, index: int) -> None:
+        self.events.append(~index)
+        done = max((self.event(stream) for stream in self._uses.pop(index, ())), default=0.0)
+        if done > self._host:
+            self.storages.deferred.add(index)
+            heappush(self._pending, (done, index))
+
+    def _died(self, index: int, key: int, reference: Any) -> None:
+        self._end(index)
+        self._references.pop(index, None)
+        if self._live.get(key) == index:
+            del self._live[key]
+            self.values.drop(key)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+class Stream:
+    """Stands for `torch.cuda.Stream` towards the code of a strategy."""
+
+    def __init__(self, recorder: StreamRecorder, number: int) -> None:
+        self.recorder = recorder
+        self.number = number
+
+    def wait_stream(self, other: Stream) -> None:
+        """Go on only after what `other` has been given."""
+        self.recorder.stream_waits(self.number, self.recorder.event(other.number))
+
+    def wait_event(self, event: Event) -> None:
+        """Go on only after `event`."""
+        self.recorder.stream_waits(self.number, event.time)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """A point in this stream."""
+        event = event or Event(self.recorder)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """The host waits for this stream."""
+        self.recorder.host_waits(self.recorder.event(self.number))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.number == self.number
+
+    def __hash__(self) -> int:
+        return hash(self.number)
+
+
+class Event:
+    """Stands for `torch.cuda.Event`."""
+
+    def __init__(self, recorder: StreamRecorder) -> None:
+        self.recorder = recorder
+        self.time: Time = 0.0
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Mark the point that `stream`, or the current one, has come to."""
+        number = self.recorder.stream if stream is None else stream.number
+        self.time = self.recorder.event(number)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """`stream`, or the current one, goes on only after this event."""
+        number = self.recorder.stream if stream is None else stream.number
+        self.recorder.stream_waits(number, self.time)
+
+    def synchronize(self) -> None:
+        """The host waits for this event."""
+        self.recorder.host_waits(self.time)
+
+    def query(self) -> bool:
+        """Whether the GPU has passed it: it lags."""
+        return False
+
+
+class DeviceHandle:
+    """Stands for the module `torch.cuda` towards the code of a strategy."""
+
+    def __init__(self, recorder: StreamRecorder, num_devices: int) -> None:
+        self._recorder = recorder
+        self._num_devices = num_devices
+
+    def is_available(self) -> bool:
+        """There is a device."""
+        return True
+
+    def current_device(self) -> torch.device:
+        """Where tensors of the GPU lie."""
+        return torch.device("meta")
+
+    def device_count(self) -> int:
+        """GPUs of a node."""
+        return self._num_devices
+
+    def current_stream(self) -> Stream:
+        """The stream that is current."""
+        return Stream(self._recorder, self._recorder.stream)
+
+    def Stream(self, priority: int = 0) -> Stream:
+        """A new stream."""
+        return Stream(self._recorder, self._recorder.new_stream())
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        """What runs inside runs on `stream`."""
+        with self._recorder.on_stream(stream.number):
+            yield
+
+    def Event(self, **options: Any) -> Event:
+        """A new event."""
+        return Event(self._recorder)
+
+    def synchronize(self) -> None:
+        """The host waits for every stream."""
+        for number in range(self._recorder._num_streams):
+            self._recorder.host_waits(self._recorder.event(number))
