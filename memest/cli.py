@@ -16,7 +16,16 @@ import click
 
 from memest import __version__
 from memest.errors import MemestError, PlanError
-from memest.plan import ATTENTIONS, OPTIMIZERS, PRECISIONS, SHARDINGS, STRATEGIES, TrainingPlan
+from memest.plan import (
+    ATTENTIONS,
+    LORA_BIASES,
+    OPTIMIZERS,
+    PRECISIONS,
+    QUANTISATIONS,
+    SHARDINGS,
+    STRATEGIES,
+    TrainingPlan,
+)  # fmt: skip
 from memest.plan_files import UnsupportedPlan, read_config, read_suite, read_suite_rows
 from memest.units import GIB, parse_bytes
 
@@ -71,14 +80,22 @@ _PLAN_OPTIONS = [
     click.option("--precision", help=f"{', '.join(PRECISIONS)}."),
     click.option("--optim", help=f"{', '.join(OPTIMIZERS)}."),
     click.option("--momentum", type=float, help="Of sgd and rmsprop."),
+    click.option("--nesterov/--no-nesterov", default=None, help="Of sgd with momentum."),
     click.option("--act-ckpt/--no-act-ckpt", default=None, help="Activation checkpointing."),
     click.option("--lora/--no-lora", "use_lora", default=None, help="Train LoRA adapters only."),
-    click.option("--qlora/--no-qlora", "use_qlora", default=None, help="LoRA on an nf4 base."),
+    click.option("--qlora/--no-qlora", "use_qlora", default=None,
+                 help="LoRA on a quantised base."),
+    click.option("--quant", help=f"{', '.join(QUANTISATIONS)}."),
     click.option("--lora-r", type=int, help="Rank of the adapters."),
     click.option("--lora-alpha", type=float, help="Scale of the adapters."),
     click.option("--lora-dropout", type=float, help="Dropout before the adapters."),
     click.option("--lora-target", "lora_target_modules", multiple=True,
-                 help="Module that gets an adapter."),
+                 help="Module that gets an adapter, or all-linear."),
+    click.option("--lora-save", "lora_modules_to_save", multiple=True,
+                 help="Module trained whole beside the adapters."),
+    click.option("--lora-bias", help=f"{', '.join(LORA_BIASES)}."),
+    click.option("--rslora/--no-rslora", "use_rslora", default=None, help="Rank-stable scale."),
+    click.option("--dora/--no-dora", "use_dora", default=None, help="Weight-decomposed LoRA."),
     click.option("--double-quant/--no-double-quant", default=None,
                  help="Quantise nf4's scales too."),
     click.option("--quant-skip", multiple=True, help="Module that stays unquantised."),

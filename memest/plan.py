@@ -16,9 +16,11 @@ PRECISION_ALIASES = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 """As Lightning 2.6 reads its short forms (`fabric/connector.py`)."""
 
 OPTIMIZERS = (
-    "adamw", "adamw_fused", "adamw_single", "adam", "adam_fused", "sgd",
-    "adam_8bit", "adamw_8bit", "paged_adam_8bit", "paged_adamw_8bit", "lion_8bit",
-    "adafactor", "rmsprop", "adagrad", "deepspeed_cpu",
+    "adamw", "adamw_fused", "adamw_single", "adam", "adam_fused", "adam_single",
+    "sgd", "sgd_fused", "sgd_single", "rmsprop", "rmsprop_single", "adagrad", "adagrad_single",
+    "adafactor", "adafactor_foreach",
+    "adam_8bit", "adamw_8bit", "paged_adam_8bit", "paged_adamw_8bit", "paged_adamw_32bit",
+    "lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit", "deepspeed_cpu",
 )  # fmt: skip
 
 STRATEGIES = (
@@ -32,7 +34,16 @@ ModelParallelStrategy with `fully_shard`."""
 SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
 """Of FSDP1; FSDP2 knows all but `NO_SHARD`."""
 
-ATTENTIONS = ("sdpa", "eager")
+ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
+
+QUANTISATIONS = ("nf4", "int8")
+
+LORA_BIASES = ("none", "all", "lora_only")
+
+ALL_LINEAR = "all-linear"
+"""In place of names in `lora_target_modules`: every linear layer but the output head."""
+
+_WITH_MOMENTUM = ("sgd", "sgd_fused", "sgd_single", "rmsprop", "rmsprop_single")
 
 IGNORED_KEYS = frozenset(
     """
@@ -93,6 +104,9 @@ class TrainingPlan:
     momentum: float = 0.0
     """Of `sgd` and `rmsprop`; above 0 it adds a buffer of the size of the trainable parameters."""
 
+    nesterov: bool = False
+    """Of `sgd` with `momentum`; `sgd_single` needs a copy of one gradient more for it."""
+
     act_ckpt: bool = False
     """Activation checkpointing, as `gradient_checkpointing_enable()` of transformers does it."""
 
@@ -131,7 +145,10 @@ class TrainingPlan:
     """Train low-rank adapters of peft on a frozen base."""
 
     use_qlora: bool = False
-    """The same on a base quantised to nf4 by bitsandbytes."""
+    """The same on a base quantised by bitsandbytes, as `quant` says."""
+
+    quant: str = "nf4"
+    """QLoRA: `nf4` (4 bits, the paper's) or `int8` (LLM.int8)."""
 
     lora_r: int = 16
     """Rank of the adapters."""
@@ -143,7 +160,21 @@ class TrainingPlan:
     """Dropout before the adapters; above 0 it keeps a mask."""
 
     lora_target_modules: tuple[str, ...] = ()
-    """Names of the modules that get adapters; empty is q and v, or peft's choice for the model."""
+    """Names of the modules that get adapters, or `all-linear`; empty is q and v, or peft's choice
+    for the model."""
+
+    lora_modules_to_save: tuple[str, ...] = ()
+    """Names of modules that are copied and trained whole beside the adapters."""
+
+    lora_bias: str = "none"
+    """Which biases train: `none`, `all` of the model, or `lora_only`, those of adapted layers."""
+
+    use_rslora: bool = False
+    """Scale adapters by the square root of the rank; no effect on memory."""
+
+    use_dora: bool = False
+    """Train a magnitude per output beside the adapters (DoRA); it weighs the whole weight anew in
+    every forward."""
 
     double_quant: bool = False
     """QLoRA: quantise the scales too (`bnb_4bit_use_double_quant`)."""
@@ -161,7 +192,7 @@ class TrainingPlan:
     """Height and width of images; None is the model's own."""
 
     attn_implementation: str | None = None
-    """`sdpa` or `eager`; None is what transformers picks."""
+    """`sdpa`, `eager` or `flash_attention_2`; None is what transformers picks."""
 
     freeze: tuple[str, ...] = ()
     """Glob patterns over parameter names that are not trained, such as `vision_model.*`."""
@@ -191,6 +222,8 @@ class TrainingPlan:
             ("optim", OPTIMIZERS),
             ("strategy", STRATEGIES),
             ("attn_implementation", ATTENTIONS),
+            ("quant", QUANTISATIONS),
+            ("lora_bias", LORA_BIASES),
             ("sharding_strategy", SHARDINGS),
         ):
             value = getattr(self, key)
@@ -224,10 +257,15 @@ class TrainingPlan:
                 raise PlanError(f"`{key}` is {shown(value)}", hint="write it as `78.4GiB`")
 
     def _check_combinations(self) -> None:
-        if self.momentum and self.optim not in ("sgd", "rmsprop"):
+        if self.momentum and self.optim not in _WITH_MOMENTUM:
             raise PlanError(
                 f"`momentum` {self.momentum} does not go with `optim` `{self.optim}`",
                 hint="use it with `sgd` or `rmsprop`",
+            )
+        if self.nesterov and not (self.momentum and self.optim.startswith("sgd")):
+            raise PlanError(
+                f"`nesterov` does not go with `optim` `{self.optim}`, momentum {self.momentum}",
+                hint="use it with `sgd` and a `momentum` above 0",
             )
         if self.use_qlora and self.precision == "16-mixed":
             raise UnsupportedError(
@@ -239,21 +277,38 @@ class TrainingPlan:
                 "`freeze` does not go with LoRA, which freezes the whole base",
                 hint="leave `freeze` out, or narrow `lora_target_modules`",
             )
-        if self.lora_target_modules and not self.uses_adapters:
-            raise PlanError(
-                "`lora_target_modules` is given for a full fine-tune",
-                hint="add `use_lora: true` (`--lora`) or leave it out",
-            )
-        if self.double_quant and not self.use_qlora:
-            raise PlanError(
-                "`double_quant` is given without QLoRA", hint="add `use_qlora: true` (`--qlora`)"
-            )
+        self._check_adapters()
         if self.padded and self.batch_size == 1:
             raise PlanError(
                 "`padded` is true for `batch_size` 1: its only row is the longest",
                 hint="leave `padded` out or raise `batch_size`",
             )
         self._check_strategy()
+
+    def _check_adapters(self) -> None:
+        for key in (
+            "lora_target_modules", "lora_modules_to_save", "lora_bias", "use_rslora", "use_dora",
+        ):  # fmt: skip
+            if getattr(self, key) not in ((), "none", False) and not self.uses_adapters:
+                raise PlanError(
+                    f"`{key}` is given for a full fine-tune",
+                    hint="add `use_lora: true` (`--lora`) or leave it out",
+                )
+        if ALL_LINEAR in self.lora_target_modules and len(self.lora_target_modules) > 1:
+            raise PlanError(
+                f"`lora_target_modules` names `{ALL_LINEAR}` and other modules",
+                hint=f"give `{ALL_LINEAR}` alone, or names alone",
+            )
+        for key, is_given in (("double_quant", self.double_quant), ("quant", self.quant != "nf4")):
+            if is_given and not self.use_qlora:
+                raise PlanError(
+                    f"`{key}` is given without QLoRA", hint="add `use_qlora: true` (`--qlora`)"
+                )
+        if self.double_quant and self.quant != "nf4":
+            raise PlanError(
+                f"`double_quant` does not go with `quant` `{self.quant}`, whose scales are fp32",
+                hint="leave one of them out",
+            )
 
     def _check_strategy(self) -> None:
         strategy = self.strategy
@@ -392,8 +447,8 @@ class TrainingPlan:
 
 _TUPLES = frozenset(
     {
-        "lora_target_modules", "freeze", "gpu", "quant_skip", "wrap_classes",
-        "activation_checkpointing_policy",
+        "lora_target_modules", "lora_modules_to_save", "freeze", "gpu", "quant_skip",
+        "wrap_classes", "activation_checkpointing_policy",
     }
 )  # fmt: skip
 _SIZES = frozenset({"gpu_memory", "memory_limit", "host_memory"})

@@ -31,6 +31,7 @@ from memest.models_meta.assemble import (
     trained_parameters,
 )
 from memest.models_meta.batch import Batch, make_batch
+from memest.models_meta.int8 import ASSUMPTION, quantize_int8
 from memest.models_meta.quantization import FusedGemmRule, quant_state_tensors, quantize_nf4
 from memest.models_meta.registry import ModelConfig, quiet_transformers, resolve_config
 from memest.plan import TrainingPlan
@@ -103,9 +104,9 @@ def _canonical(plan: TrainingPlan) -> TrainingPlan:
 @functools.lru_cache(maxsize=8)
 def _trace(plan: TrainingPlan, gpu: Gpu, trust_remote_code: bool) -> TracedPlan:
     if plan.is_distributed:
-        from memest.estimator.parallel.rank import trace_rank
+        from memest.estimator.parallel.rank import trace_worst_rank
 
-        return trace_rank(plan, gpu, trust_remote_code=trust_remote_code)
+        return trace_worst_rank(plan, gpu, trust_remote_code=trust_remote_code)
     return _traced(plan, Recorder(gpu, StorageTable()), trust_remote_code)
 
 
@@ -181,6 +182,9 @@ def build_module(plan: TrainingPlan, gpu: Gpu, config: ModelConfig, notes: list[
         skip=plan.quant_skip,
         rule=FusedGemmRule(capability=gpu.capability, num_sms=gpu.num_sms),
     )
+    if plan.quant == "int8":
+        quantize = functools.partial(quantize_int8, skip=plan.quant_skip)
+        notes.append(ASSUMPTION)
     assembled = assemble(plan, config, quantize=quantize)
     notes.extend(assembled.notes)
     return assembled.module

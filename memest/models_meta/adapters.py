@@ -10,11 +10,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import model as lora_model
 from peft.tuners.lora.layer import Linear as LoraLinear
-from peft.utils import quantization_utils
+from peft.utils import ModulesToSaveWrapper, integrations, quantization_utils
 from torch import Tensor, nn
 
 from memest.errors import PlanError
-from memest.models_meta.quantization import Linear4bit
+from memest.models_meta.int8 import Int8Params, Linear8bitLt, dequantize_int8
+from memest.models_meta.quantization import Linear4bit, Params4bit, dequantize_4bit
 
 
 def _autocast_is_on() -> bool:
@@ -22,18 +23,22 @@ def _autocast_is_on() -> bool:
     return torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
 
 
-class LoraLinear4bit(LoraLinear):
-    """`peft.tuners.lora.bnb.Linear4bit`, which cannot be imported without bitsandbytes.
+class LoraLinear8bit(LoraLinear):
+    """`peft.tuners.lora.bnb.Linear8bitLt`, which cannot be imported without bitsandbytes.
 
-    It differs from the plain layer in its temporaries: the base layer's output is cloned first, and
-    outside autocast the adapter's output is cast before it is added, not after.
+    It differs from the plain layer in its temporaries: outside autocast the adapter's output is
+    cast before it is added, not after.
     Source: peft 0.21.0, tuners/lora/bnb.py.
     """
 
+    clones = False
+    """Whether the base layer's output is cloned first."""
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The base layer's output, cloned, plus the adapters'."""
+        """The base layer's output plus the adapters'."""
         result: Tensor = self.base_layer(x, *args, **kwargs)
-        result = result.clone()
+        if self.clones:
+            result = result.clone()
         for name in self.active_adapters:
             if name not in self.lora_A:
                 continue
@@ -43,11 +48,24 @@ class LoraLinear4bit(LoraLinear):
             base_dtype = result.dtype
             if converts:
                 x = self._cast_input_dtype(x, lora_a.weight.dtype)
+            if name in self.lora_variant:  # DoRA
+                result = self.lora_variant[name].forward(
+                    self, active_adapter=name, x=x, result=result, **kwargs
+                )
+                if converts:
+                    result = result.to(base_dtype)
+                continue
             output = lora_b(lora_a(self.lora_dropout[name](x))) * self.scaling[name]
             if converts:
                 output = output.to(base_dtype)
             result = result + output
         return result
+
+
+class LoraLinear4bit(LoraLinear8bit):
+    """`peft.tuners.lora.bnb.Linear4bit`: the same on a clone of the base layer's output."""
+
+    clones = True
 
 
 def apply_lora(
@@ -58,6 +76,9 @@ def apply_lora(
     dropout: float,
     target_modules: Sequence[str] | str | None,
     bias: str = "none",
+    modules_to_save: Sequence[str] = (),
+    use_rslora: bool = False,
+    use_dora: bool = False,
     is_meta: bool = True,
 ) -> nn.Module:
     """`model` with LoRA adapters on its targets, everything else frozen: a `PeftModel`.
@@ -89,15 +110,18 @@ def apply_lora(
         lora_dropout=dropout,
         target_modules=targets,
         bias=bias,  # type: ignore[arg-type]
+        modules_to_save=list(modules_to_save) or None,
+        use_rslora=use_rslora,
+        use_dora=use_dora,
     )
-    if is_meta and getattr(model, "is_loaded_in_4bit", False):
-        config._register_custom_module({Linear4bit: LoraLinear4bit})
+    if is_meta:
+        config._register_custom_module({Linear4bit: LoraLinear4bit, Linear8bitLt: LoraLinear8bit})
     try:
         with ExitStack() as stack:
             if is_meta:
                 stack.enter_context(_without_bitsandbytes())
                 stack.enter_context(torch.device("meta"))
-            return get_peft_model(model, config)
+            adapted = get_peft_model(model, config)
     except ValueError as error:
         names = linear_names(model)
         wanted = f"`{targets}`" if isinstance(targets, str | None) else _quoted(targets)
@@ -105,6 +129,19 @@ def apply_lora(
             f"`lora_target_modules` {wanted} does not fit `{type(model).__name__}`: {error}",
             hint=f"its linear layers are called {_quoted(names) or 'nothing: it has none'}",
         ) from error
+    _check_saved(adapted, modules_to_save)
+    return adapted
+
+
+def _check_saved(adapted: nn.Module, names: Sequence[str]) -> None:
+    """peft passes over names in `modules_to_save` that no module has."""
+    saved = [n for n, m in adapted.named_modules() if isinstance(m, ModulesToSaveWrapper)]
+    for name in names:
+        if not any(path == name or path.endswith(f".{name}") for path in saved):
+            raise PlanError(
+                f"`lora_modules_to_save` names `{name}`, which the model does not have",
+                hint="give the last parts of names of modules, such as `lm_head`",
+            )
 
 
 def linear_names(model: nn.Module) -> list[str]:
@@ -137,3 +174,16 @@ def _without_bitsandbytes() -> Iterator[None]:
     finally:
         for (module, name), original in zip(places, originals, strict=True):
             setattr(module, name, original)
+
+
+def _dequantize(weight: Any, state: Any = None) -> Any:
+    """`peft.utils.integrations.dequantize_bnb_weight` for the mirrors too; DoRA calls it."""
+    if isinstance(weight, Params4bit):
+        return dequantize_4bit(weight)
+    if isinstance(weight, Int8Params):
+        return dequantize_int8(weight, state.SCB)
+    return _dequantize_of_peft(weight, state=state)
+
+
+_dequantize_of_peft = integrations.dequantize_bnb_weight
+integrations.dequantize_bnb_weight = _dequantize

@@ -19,7 +19,7 @@ from memest.models_meta.build import build_model, freeze, num_positions
 from memest.models_meta.quantization import prepare_for_kbit_training
 from memest.models_meta.registry import ModelConfig
 from memest.models_meta.tying import set_tied_embeddings
-from memest.plan import TrainingPlan
+from memest.plan import ALL_LINEAR, TrainingPlan
 
 DEFAULT_SEQ_LEN = {"image-text": 25, "text": 512, "audio": 128, "image": 1}
 """Tokens per sample where the plan names none. Image-text: captions of the lab's data set, whose
@@ -50,7 +50,8 @@ def assemble(
     Args:
         plan: what is trained.
         config: of its model.
-        quantize: replaces the linear layers in place; called for QLoRA alone.
+        quantize: replaces the linear layers in place, as `plan.quant` says; called for QLoRA
+            alone.
         device: where the parameters are made.
         load: makes the module, in the dtype given; None builds it from the config.
         initialise: gives the weights values before anything is derived from them.
@@ -83,7 +84,11 @@ def assemble(
             r=plan.lora_r,
             alpha=int(plan.lora_alpha),
             dropout=plan.lora_dropout,
-            target_modules=plan.lora_target_modules or lora_targets(model),
+            target_modules=_lora_targets(plan, model),
+            bias=plan.lora_bias,
+            modules_to_save=plan.lora_modules_to_save,
+            use_rslora=plan.use_rslora,
+            use_dora=plan.use_dora,
             is_meta=is_meta,
         )
     if plan.freeze:
@@ -178,6 +183,12 @@ def _enable_checkpointing(model: Any, plan: TrainingPlan) -> None:
             f"`act_ckpt` is not offered by `{plan.model_name}`: {error}",
             hint="leave `act_ckpt` out",
         ) from error
+
+
+def _lora_targets(plan: TrainingPlan, model: nn.Module) -> Sequence[str] | str | None:
+    if plan.lora_target_modules == (ALL_LINEAR,):
+        return ALL_LINEAR
+    return plan.lora_target_modules or lora_targets(model)
 
 
 def lora_targets(model: Any) -> Sequence[str] | None:

@@ -7,6 +7,7 @@ backends/cuda/ops.py) as transformers 5.17 and peft 0.21 use it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -243,8 +244,20 @@ class Params4bit(nn.Parameter):
         self.quant_state = quant_state
         return self
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Params4bit:
+        state = deepcopy(self.quant_state, memo)
+        return type(self)(deepcopy(self.data, memo), state)
 
-class Linear4bit(nn.Linear):
+
+class QuantisedLinear(nn.Linear):
+    """A mirror of a quantised layer, which keeps more than its parameters."""
+
+    def state_tensors(self) -> Iterator[Tensor]:
+        """What it keeps beside them."""
+        raise NotImplementedError
+
+
+class Linear4bit(QuantisedLinear):
     """`bitsandbytes.nn.Linear4bit` (nf4, uint8 storage) on the meta device."""
 
     weight: Params4bit
@@ -291,6 +304,10 @@ class Linear4bit(nn.Linear):
             if self.compute_dtype is not None:
                 bias = bias.to(self.compute_dtype)
         return self._product(input, bias).to(input_dtype)
+
+    def state_tensors(self) -> Iterator[Tensor]:
+        """Scales and codes."""
+        return self.weight.quant_state.tensors()
 
     def _product(self, input: Tensor, bias: Tensor | None) -> Tensor:
         needs_grad = input.requires_grad or (bias is not None and bias.requires_grad)
@@ -400,18 +417,8 @@ def quantize_nf4(
     Raises:
         PlanError: no layer is left to quantise.
     """
-    patterns = list(modules_to_skip(model) if skip is None else skip)
     dynamic_map: Tensor | None = None
-    names = convertible_names(model, patterns)
-    if not names:
-        raise PlanError(
-            f"`{type(model).__name__}` has no linear layer to quantise",
-            hint=f"left alone by name: {', '.join(f'`{p}`' for p in patterns) or 'none'}",
-        )
-    # A loop over `list(model.named_modules())` holds the originals to its end, and so does this
-    # one.
-    originals = [model.get_submodule(name) for name in names]
-    for name, original in zip(names, originals, strict=True):
+    for name, original in layers_to_quantize(model, skip):
         layer = Linear4bit(
             original,
             compute_dtype=compute_dtype,
@@ -425,6 +432,25 @@ def quantize_nf4(
     model.__dict__["is_loaded_in_4bit"] = True
     model.__dict__["nf4_dynamic_map"] = dynamic_map
     return model
+
+
+def layers_to_quantize(
+    model: nn.Module, skip: Sequence[str] | None
+) -> list[tuple[str, nn.Module]]:
+    """Names and layers, all at once: a loop over `list(model.named_modules())` holds the originals
+    to its end, and so does a loop over this.
+
+    Raises:
+        PlanError: there are none.
+    """
+    patterns = list(modules_to_skip(model) if skip is None else skip)
+    names = convertible_names(model, patterns)
+    if not names:
+        raise PlanError(
+            f"`{type(model).__name__}` has no linear layer to quantise",
+            hint=f"left alone by name: {', '.join(f'`{p}`' for p in patterns) or 'none'}",
+        )
+    return [(name, model.get_submodule(name)) for name in names]
 
 
 def convertible_names(model: nn.Module, patterns: list[str]) -> list[str]:
@@ -456,8 +482,8 @@ def prepare_for_kbit_training(model: nn.Module, *, use_gradient_checkpointing: b
 def quant_state_tensors(model: nn.Module) -> Iterator[Tensor]:
     """Every tensor that quantisation keeps beside the parameters of `model`, each once."""
     for module in model.modules():
-        if isinstance(module, Linear4bit):
-            yield from module.weight.quant_state.tensors()
+        if isinstance(module, QuantisedLinear):
+            yield from module.state_tensors()
         dynamic_map = module.__dict__.get("nf4_dynamic_map")
         if isinstance(dynamic_map, Tensor):
             yield dynamic_map

@@ -293,6 +293,7 @@ def _build_model(run: _Run, config: Any, where: str) -> Any:
             compute_dtype=compute_dtype(plan),
             double_quant=plan.double_quant,
             skip=plan.quant_skip,
+            quant=plan.quant,
         ),
     ).module
     if plan.activation_checkpointing_policy:

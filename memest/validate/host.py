@@ -40,7 +40,7 @@ def held_bytes(samples: Sequence[dict[str, Any]]) -> int:
     is shared pages where the kernel counts it at all, else torch knows it. Pages of files, the
     libraries' code, are left out: the ranks share them, and the kernel can drop them.
 
-    It is what the run keeps on purpose, and 0.8 to 1.3 GiB a rank that the libraries take on the
+    It is what the run keeps on purpose, and 0.8 to 1.4 GiB a rank that the libraries take on the
     way: kernels that CUDA loads, NCCL, imports, what `malloc` does not give back. A run that keeps
     nothing in the host's memory shows that part alone.
     """

@@ -1,4 +1,4 @@
-"""QLoRA's base on a GPU: linear layers replaced by those of bitsandbytes."""
+"""QLoRA's base on a GPU: linear layers replaced by those of bitsandbytes, 4-bit or 8-bit."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from memest.errors import PlanError
-from memest.models_meta.quantization import convertible_names
+from memest.models_meta.int8 import THRESHOLD
+from memest.models_meta.quantization import layers_to_quantize
 
 
 def quantize_for_real(
@@ -18,36 +18,65 @@ def quantize_for_real(
     compute_dtype: torch.dtype,
     double_quant: bool = False,
     skip: Sequence[str] = (),
+    quant: str = "nf4",
 ) -> None:
-    """Replace the linear layers of `model` by `bitsandbytes.nn.Linear4bit` (nf4), in place.
+    """Replace the linear layers of `model` by `bitsandbytes.nn.Linear4bit` (nf4) or `Linear8bitLt`,
+    in place.
 
     Layer by layer over a list of the modules, which holds the originals to the end, as a loop over
     `list(model.named_modules())` does. The layers, their order and the skipped names are those of
-    the prediction (`memest.models_meta.quantization.quantize_nf4`).
+    the prediction (`quantize_nf4` and `quantize_int8` of `memest.models_meta`).
 
     Raises:
         PlanError: no layer is left to quantise.
     """
-    names = convertible_names(model, list(skip))
-    if not names:
-        raise PlanError(
-            f"`{type(model).__name__}` has no linear layer to quantise",
-            hint=f"left alone by name: {', '.join(f'`{p}`' for p in skip) or 'none'}",
+    for name, original in layers_to_quantize(model, list(skip)):
+        layer = (
+            _in_8_bits(original)
+            if quant == "int8"
+            else _in_4_bits(original, compute_dtype, double_quant)
         )
-    originals: list[Any] = [model.get_submodule(name) for name in names]
-    for name, original in zip(names, originals, strict=True):
-        model.set_submodule(name, _quantised(original, compute_dtype, double_quant))
-    model.__dict__["is_loaded_in_4bit"] = True
+        if original.bias is not None:
+            layer.bias = nn.Parameter(original.bias.detach(), requires_grad=False)
+        layer.train(original.training)
+        model.set_submodule(name, layer)
+        del layer
+    model.__dict__["is_loaded_in_8bit" if quant == "int8" else "is_loaded_in_4bit"] = True
 
 
-def _quantised(original: Any, compute_dtype: torch.dtype, double_quant: bool) -> nn.Module:
+def _weight_of(original: Any) -> torch.Tensor:
+    """(out_features, in_features); transformers' Conv1D keeps its weight transposed."""
+    weight: torch.Tensor = original.weight.data
+    return weight if isinstance(original, nn.Linear) else weight.T
+
+
+def _in_8_bits(original: Any) -> Any:
+    """Through the host, as transformers does: bitsandbytes quantises what comes from there."""
     import bitsandbytes
 
-    weight = original.weight.data
-    if not isinstance(original, nn.Linear):  # transformers' Conv1D keeps its weight transposed
-        weight = weight.T
+    weight = _weight_of(original)
     rows, columns = weight.shape
-    layer: nn.Module = bitsandbytes.nn.Linear4bit(
+    layer = bitsandbytes.nn.Linear8bitLt(
+        columns,
+        rows,
+        bias=original.bias is not None,
+        has_fp16_weights=False,
+        threshold=THRESHOLD,
+        device="meta",
+    )
+    in_host = bitsandbytes.nn.Int8Params(
+        weight.to("cpu"), requires_grad=False, has_fp16_weights=False
+    )
+    layer.weight = in_host.to(weight.device)
+    return layer
+
+
+def _in_4_bits(original: Any, compute_dtype: torch.dtype, double_quant: bool) -> Any:
+    import bitsandbytes
+
+    weight = _weight_of(original)
+    rows, columns = weight.shape
+    layer = bitsandbytes.nn.Linear4bit(
         columns,
         rows,
         bias=original.bias is not None,
@@ -64,7 +93,4 @@ def _quantised(original: Any, compute_dtype: torch.dtype, double_quant: bool) ->
         module=layer,
     )
     layer.weight = packed.to(weight.device)  # packs it
-    if original.bias is not None:
-        layer.bias = nn.Parameter(original.bias.detach(), requires_grad=False)
-    layer.train(original.training)
     return layer

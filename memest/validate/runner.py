@@ -297,8 +297,8 @@ def _refusal(runner: Runner, plan: TrainingPlan) -> str:
 
 
 def predicted_host_bytes(plan: TrainingPlan) -> int:
-    """Host memory that the run holds on purpose; only paged optimizers hold any on one GPU."""
-    if not plan.optim.startswith("paged_"):
+    """Host memory that the run holds on purpose: paged optimizers and offload hold some."""
+    if not (plan.optim.startswith("paged_") or plan.offloads):
         return 0
 
     def ask() -> int:

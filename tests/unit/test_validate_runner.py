@@ -256,11 +256,22 @@ def test_a_run_beyond_the_hosts_memory_is_refused_with_both_sizes(run: Run) -> N
     assert small.verdict is Outcome.FITS
 
 
-def test_only_paged_optimizers_hold_host_memory_on_one_gpu() -> None:
+def test_of_plain_runs_only_paged_optimizers_hold_host_memory() -> None:
     assert runner.predicted_host_bytes(plan("a", optim="adam_8bit")) == 0
     # Two moments of one byte for each element of the large parameters, out of 124e6 in all.
     paged = runner.predicted_host_bytes(plan("a", optim="paged_adam_8bit", seq_len=8))
     assert 0.99 * 2 * 124_439_808 < paged <= 2 * 124_439_808
+
+
+def test_offload_is_asked_of_the_prediction_too() -> None:
+    """Masters, fp32 gradients, two moments: 16 B of each of gpt2's 124e6 parameters and more."""
+    offload = plan(
+        "a", strategy="deepspeed_stage_2_offload", optim="deepspeed_cpu", devices=2, seq_len=8
+    )
+
+    held = runner.predicted_host_bytes(offload)
+
+    assert 18 * 124_439_808 <= held < 20 * 124_439_808
 
 
 def test_progress_is_told_before_and_after_each_experiment(run: Run) -> None:

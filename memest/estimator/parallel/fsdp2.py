@@ -1,8 +1,9 @@
 """FSDP2 (`fully_shard`) as a module under Lightning's ModelParallelStrategy uses it.
 
 torch's own code runs on the meta device, as in `fsdp.py`: which parameters are gathered together,
-in what buffers and streams, is decided by it. The optimizer works on the local shards; torch's own
-takes them one by one, since they are DTensors, which its multi-tensor path does not accept.
+in what buffers and streams, is decided by it. The optimizer works on the local shards, on its
+multi-tensor path as for plain parameters: `torch.distributed.tensor` adds DTensor to the types that
+the path accepts (`_foreach_supported_types`, torch 2.11 and 2.13).
 """
 
 from __future__ import annotations
@@ -59,10 +60,6 @@ def fsdp2_on_meta(recorder: StreamRecorder, num_devices: int) -> Iterator[None]:
         yield
 
 
-class _Local(nn.Parameter):
-    """A local shard; a class of its own, so that torch takes its optimizer's single-tensor path."""
-
-
 class Fsdp2(Strategy):
     """Parameters divided one by one along their first dimension, gathered layer by layer."""
 
@@ -86,7 +83,7 @@ class Fsdp2(Strategy):
     def make_optimizer(self, build: BuildOptimizer) -> None:
         """Over the local shards."""
         shards: list[Any] = [p for p in self.module.parameters() if p.requires_grad]
-        self._pairs = [(shard, _Local(shard._local_tensor)) for shard in shards]
+        self._pairs = [(shard, nn.Parameter(shard._local_tensor)) for shard in shards]
         for _, local in self._pairs:
             self.recorder.label(local, MemKind.PARAMS)
         self.optimizer = build([local for _, local in self._pairs])

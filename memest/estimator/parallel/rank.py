@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -14,6 +14,7 @@ from memest.estimator.parallel.libraries import libraries_bytes
 from memest.estimator.parallel.step import StrategyTracer
 from memest.estimator.parallel.strategy import Strategy
 from memest.estimator.parallel.streams import MAIN, StreamRecorder
+from memest.estimator.replay import replay
 from memest.estimator.step import Program
 from memest.estimator.trace import MemKind, StorageTable
 from memest.estimator.traced_plan import (
@@ -38,11 +39,47 @@ from memest.plan import TrainingPlan
 from memest.report import Term
 from memest.units import format_bytes
 
+MAX_ALL_RANKS = 8
+"""Up to here every rank of ZeRO 1 and 2 is traced; beyond, some."""
+
+
+def trace_worst_rank(
+    plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False
+) -> TracedPlan:
+    """The program of the rank that reserves most, then allocates most."""
+    traced = [
+        trace_rank(plan, gpu, rank=rank, trust_remote_code=trust_remote_code)
+        for rank in candidate_ranks(plan)
+    ]
+    return traced[0] if len(traced) == 1 else max(traced, key=functools.partial(_need, plan))
+
+
+def candidate_ranks(plan: TrainingPlan) -> Sequence[int]:
+    """Ranks of which one holds the most.
+
+    Under DDP and FSDP the first, which never gets the padding. ZeRO 1 and 2 cut the joined
+    parameters without regard to where one ends, and a rank keeps what overlaps its part: all of
+    them, or of many the first, the second, one in the middle, the last.
+    """
+    is_cut = plan.is_deepspeed and not plan.strategy.startswith("deepspeed_stage_3")
+    if not is_cut:
+        return (0,)
+    if plan.devices <= MAX_ALL_RANKS:
+        return range(plan.devices)
+    return (0, 1, plan.devices // 2, plan.devices - 1)
+
+
+def _need(plan: TrainingPlan, traced: TracedPlan) -> tuple[int, int]:
+    run = replay(
+        traced.program, num_steps=plan.steps, num_micro_batches=plan.accumulate_grad_batches
+    )
+    return run.peak_reserved_bytes, run.peak_allocated_bytes
+
 
 def trace_rank(
     plan: TrainingPlan, gpu: Gpu, *, rank: int = 0, trust_remote_code: bool = False
 ) -> TracedPlan:
-    """The program of `rank`; no rank holds more than the first, which never gets the padding."""
+    """The program of one rank."""
     config = resolve_config(plan.model_name, trust_remote_code=trust_remote_code)
     seq_len = sequence_length(plan, config)
     notes: list[str] = []
@@ -77,7 +114,7 @@ def trace_rank(
             "optimizer": elements_by_dtype(optimizer_state_tensors(strategy.optimizer)),
         },
         host_bytes=sum(term.num_bytes for term in host_terms),
-        notes=(*notes, *batch.notes, *_notes(plan)),
+        notes=(*notes, *batch.notes, *_notes(plan, rank)),
         seq_len=seq_len,
         image_size=batch.image_size,
         host_terms=host_terms,
@@ -100,11 +137,11 @@ def _host_terms(strategy: Strategy) -> tuple[Term, ...]:
     )
 
 
-def _notes(plan: TrainingPlan) -> Iterator[str]:
+def _notes(plan: TrainingPlan, rank: int) -> Iterator[str]:
     """What is assumed of a run on several GPUs."""
     yield (
-        f"the figures are those of rank 0 of {plan.devices}: no rank holds more parameters; the"
-        " cache is emptied once more when the strategy has wrapped the model"
+        f"the figures are those of rank {rank} of {plan.devices}, the worst; the cache is emptied"
+        " once more when the strategy has wrapped the model"
     )
     yield (
         f"{format_bytes(libraries_bytes(plan))} of NCCL on each GPU, as on four H200 of one host"

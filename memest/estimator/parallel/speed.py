@@ -32,16 +32,19 @@ class Speed:
     link_gb_s: float
     """To the other GPUs of a node, one direction."""
 
+    host_gb_s: float
+    """To the host, one direction."""
+
 
 _BY_CAPABILITY = {
-    (7, 0): Speed(125, 15.7, 900, 150),
-    (7, 5): Speed(65, 8.1, 320, 16),
-    (8, 0): Speed(312, 19.5, 2039, 300),
-    (8, 6): Speed(125, 31.2, 600, 32),
-    (8, 9): Speed(165, 82.6, 1008, 32),
-    (9, 0): Speed(989, 67, 4800, 450),
-    (10, 0): Speed(2250, 80, 8000, 900),
-    (12, 0): Speed(210, 105, 1792, 64),
+    (7, 0): Speed(125, 15.7, 900, 150, 16),
+    (7, 5): Speed(65, 8.1, 320, 16, 16),
+    (8, 0): Speed(312, 19.5, 2039, 300, 32),
+    (8, 6): Speed(125, 31.2, 600, 32, 32),
+    (8, 9): Speed(165, 82.6, 1008, 32, 32),
+    (9, 0): Speed(989, 67, 4800, 450, 64),
+    (10, 0): Speed(2250, 80, 8000, 900, 64),
+    (12, 0): Speed(210, 105, 1792, 64, 64),
 }
 """From NVIDIA's data sheets: V100 SXM2, T4, A100 80GB SXM, A10, RTX 4090, H200 SXM, B200, RTX 5090.
 """
@@ -67,6 +70,11 @@ def kernel_us(speed: Speed, func: Any, args: Any, kwargs: Any, out: Any) -> floa
     rate = speed.tflops_16bit if is_16bit else speed.tflops_32bit
     operations: int = count(*args, **kwargs, out_val=out)
     return max(moved, operations / rate * 1e-6)
+
+
+def host_copy_us(speed: Speed, num_bytes: int) -> float:
+    """Microseconds of a copy of `num_bytes` between host and GPU."""
+    return num_bytes / speed.host_gb_s * 1e-3
 
 
 def transfer_us(speed: Speed, num_bytes: int) -> float:

@@ -19,7 +19,13 @@ import torch
 from torch import Tensor
 
 from memest.estimator.gpus import Gpu
-from memest.estimator.parallel.speed import LAUNCH_US, kernel_us, speed_of, transfer_us
+from memest.estimator.parallel.speed import (
+    LAUNCH_US,
+    host_copy_us,
+    kernel_us,
+    speed_of,
+    transfer_us,
+)
 from memest.estimator.trace import RETURNED, MemKind, Recorder, Site, StorageTable
 
 MAIN = 0
@@ -69,6 +75,11 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
     def transfer(self, num_bytes: int) -> None:
         """A collective on the current stream moves `num_bytes`."""
         self._launch(self.stream, transfer_us(self._speed, num_bytes))
+
+    def copy_from_host(self, num_bytes: int) -> None:
+        """A copy of pageable memory on the current stream, for which the host waits."""
+        self._launch(self.stream, host_copy_us(self._speed, num_bytes))
+        self.host_waits(self.event(self.stream))
 
     def _launch(self, stream: int, duration: Time) -> None:
         self._host += LAUNCH_US

@@ -171,7 +171,9 @@ class ParameterStore:
         """`ds_tensor.to(device)`: the partition itself, or its copy from the host."""
         if not self.offloads:
             return one.part
-        return self.new_whole(one.part_numel, one.dtype)
+        brought = self.new_whole(one.part_numel, one.dtype)
+        self.recorder.copy_from_host(brought.numel() * brought.element_size())
+        return brought
 
     def new_whole(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor for gathered parameters."""
