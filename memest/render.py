@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from memest.report import Outcome, PhaseRow, Prediction, Verdict
-from memest.units import format_bytes, format_count, format_gib
+from memest.units import MIB, format_bytes, format_count, format_gib
 
 if TYPE_CHECKING:
     from memest.estimator.gpus import Gpu
@@ -21,6 +21,7 @@ def render_text(prediction: Prediction) -> str:
         _terms(prediction),
         _totals(prediction),
         _phases(prediction),
+        _closed_form(prediction),
         _verdicts(prediction),
         _assumed(prediction),
     ]
@@ -185,6 +186,21 @@ def _phase_cells(row: PhaseRow, last_micro_batch: int) -> list[str]:
         row.allocated_bytes, row.peak_allocated_bytes, row.reserved_bytes,
     )  # fmt: skip
     return [step, str(row.phase), *(f"{v / 2**30:.2f}" for v in values)]
+
+
+def _closed_form(prediction: Prediction) -> list[str]:
+    """The textbook's bytes per layer, and what leads from them to the traced ones."""
+    found = prediction.closed_form
+    if found is None:
+        return []
+    letters = ", ".join(f"{k} = {v}" for k, v in found.letters.items())
+    rows = [["textbook", f"{found.textbook_bytes / MIB:.2f}", f"{found.formula}, {letters}"]]
+    rows += [
+        [t.kind, f"{t.num_bytes / MIB:+.2f}", f"{t.arithmetic}: {t.why}"] for t in found.differences
+    ]
+    rows.append(["traced", f"{found.traced_bytes / MIB:.2f}", f"mean of {found.num_layers} layers"])
+    title = "MiB that a layer keeps for its backward; textbook: Korthikanti et al. 2022, 16 bit"
+    return [title, *table(rows, left=1, last_left=True)]
 
 
 def _verdicts(prediction: Prediction) -> list[str]:

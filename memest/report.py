@@ -93,6 +93,23 @@ class Term:
     why: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClosedForm:
+    """The textbook's activations of one layer beside the traced ones; all bytes are per layer."""
+
+    formula: str
+    letters: Mapping[str, int]
+    """Of the formula: `s` tokens, `b` samples, `h` model width, `a` heads."""
+
+    num_layers: int
+    textbook_bytes: int
+    traced_bytes: int
+    """What the forward leaves behind, the mean over layers."""
+
+    differences: tuple[Term, ...]
+    """What leads from the textbook to the trace; they add up."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """What predictions and measurements have in common."""
@@ -171,6 +188,9 @@ class Prediction(Report):
 
     host_verdict: Verdict | None = None
     """Whether that is there, where the plan says how much there is."""
+
+    closed_form: ClosedForm | None = None
+    """The textbook's formula, where it applies; no figure of the report is made of it."""
 
     def __str__(self) -> str:
         """The text report."""

@@ -39,8 +39,8 @@ APART = ("fitcheck_llm", "can_i_finetune")
 """Rivals that run in the environment with `PACKAGES`."""
 
 HERE = ("accelerate_rule", "textbook", "textbook_with_matrix")
-"""Rivals that run in this Python; `deepspeed_zero` too where DeepSpeed is installed, and `memtracker`
-where there is a GPU."""
+"""Rivals that run in this Python; `deepspeed_zero` too where DeepSpeed is installed, and
+`memtracker` where there is a GPU."""
 
 NOT_OF_THE_PLAN = ("name", "memory_limit", "gpu", "gpu_memory", "steps")
 """Fields in which two runs of one plan may differ."""
@@ -155,7 +155,7 @@ def predictions(measured: dict[str, Any]) -> dict[str, Any]:
 
     plans = {key: plan_of(found) for key, found in measured.items()}
     predict(next(iter(plans.values())))  # pays for the imports
-    answers = {}
+    answers: dict[str, dict[str, Any]] = {}
     for key, plan in plans.items():
         print(f"memest {key}", file=sys.stderr)
         start = time.perf_counter()
@@ -226,9 +226,9 @@ def _is_nested(value: Any) -> bool:
 
 def draw(data: dict[str, Any], path: Path) -> None:
     """The chart."""
-    from memest.plots import save
-
     from rivals import chart
+
+    from memest.plots import save
 
     save(chart.draw(data), path)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -123,11 +122,6 @@ class LoggingRecorder(Recorder):
         self._calls = []
         return events
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if is_foreach_in_place(func) and all(tensor.is_meta for tensor in args[0]):
-            return None  # where there are no values, none change
-        return super()._run(func, args, kwargs)
-
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Recipe) -> None:
         start, first_id = len(self.events), len(self.storages.num_bytes)
         super()._record(func, args, kwargs, out, recipe)
@@ -181,13 +175,6 @@ class LoggingRecorder(Recorder):
             return outcome
 
         return watched
-
-
-@cache
-def is_foreach_in_place(func: Any) -> bool:
-    """Whether `func` changes the values of a list of tensors and does nothing else."""
-    name = func._schema.name.removeprefix("aten::")
-    return name.startswith("_foreach_") and name.endswith("_") and not func._schema.returns
 
 
 def take_numbers(value: Any) -> Template:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.optim.adam as torch_adam
+import torch.optim.sgd as torch_sgd
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,23 +32,26 @@ QMAP_NUMEL = 256
 
 
 class BlockwiseOptimizer(torch.optim.Optimizer):
-    """A bitsandbytes 8-bit optimizer: what it allocates, in its order, without its arithmetic.
+    """A bitsandbytes optimizer: what it allocates, in its order, without its arithmetic.
 
-    Per parameter of at least 4096 elements, at its first step:
+    With 8 bits, per parameter of at least 4096 elements, at its first step:
 
         num_moments * (numel * 1 B + ceil(numel / 256) * 4 B)
 
-    and fp32 moments below that; one 1 KiB quantisation map per moment is shared by all. The update
-    kernels allocate nothing. A paged optimizer takes the 8-bit moments of 100 000 elements and more
-    from `cudaMallocManaged`, outside the caching allocator: here they are CPU tensors of one byte,
-    expanded to their shape (see `managed_state_bytes`).
+    and fp32 moments below that, or for all with 32 bits; one 1 KiB quantisation map per moment is
+    shared by all. The update kernels allocate nothing. A paged optimizer takes the moments of
+    100 000 elements and more from `cudaMallocManaged`, outside the caching allocator: here they are
+    CPU tensors of one element, expanded to their shape (see `managed_state_bytes`).
     Left out: `max_unorm`, `GlobalOptimManager` overrides (neither can be asked for by a plan).
     Source: bitsandbytes 0.50.2, optim/optimizer.py and backends/cuda/ops.py.
     """
 
-    def __init__(self, params: Params, *, lr: float, num_moments: int, is_paged: bool) -> None:
+    def __init__(
+        self, params: Params, *, lr: float, num_moments: int, is_paged: bool, num_bits: int = 8
+    ) -> None:
         super().__init__(params, {"lr": lr})
         self.num_moments = num_moments
+        self.num_bits = num_bits
         self.is_paged = is_paged
         self._qmaps: list[Tensor] = []
 
@@ -71,7 +77,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         state = self.state[param]
         state["step"] = 0
         moments = range(1, self.num_moments + 1)
-        if param.numel() < MIN_8BIT_NUMEL:
+        if self.num_bits == 32 or param.numel() < MIN_8BIT_NUMEL:
             for i in moments:
                 state[f"state{i}"] = self._moment(param, torch.float32)
             return
@@ -117,15 +123,15 @@ class MetaAdafactor(torch.optim.Adafactor):
 
 
 @contextmanager
-def _fused_allowed_on_meta() -> Iterator[None]:
+def _fused_allowed_on_meta(module: ModuleType = torch_adam) -> Iterator[None]:
     """Lifts torch's check that fused parameters are on a device with fused kernels."""
     name = "_device_dtype_check_for_fused"
-    original = getattr(torch_adam, name)
-    setattr(torch_adam, name, lambda p, cuda_unsupported=False: None)
+    original = getattr(module, name)
+    setattr(module, name, lambda p, cuda_unsupported=False: None)
     try:
         yield
     finally:
-        setattr(torch_adam, name, original)
+        setattr(module, name, original)
 
 
 class MetaFusedAdam(torch.optim.Adam):
@@ -141,6 +147,22 @@ class MetaFusedAdamW(torch.optim.AdamW):
 
     def _init_group(self, *args: Any, **kwargs: Any) -> Any:
         with _fused_allowed_on_meta():
+            return super()._init_group(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+class MetaFusedSGD(torch.optim.SGD):
+    """`torch.optim.SGD(fused=True)`: momentum is made at the first step, no temporaries.
+
+    Its kernel, which has no version for meta tensors, is passed over: it works in place.
+    """
+
+    def step(self, closure: Closure = None) -> Any:
+        """One update."""
+        with mock.patch.object(torch, "_fused_sgd_", lambda *args, **kwargs: None):
+            return super().step(closure)  # type: ignore[no-untyped-call]
+
+    def _init_group(self, *args: Any, **kwargs: Any) -> Any:
+        with _fused_allowed_on_meta(torch_sgd):
             return super()._init_group(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
@@ -174,10 +196,16 @@ def _foreach(params: Params) -> bool:
     return all(type(param) in plain for param in params if param.requires_grad)
 
 
-def _blockwise(num_moments: int, *, is_paged: bool) -> Callable[..., torch.optim.Optimizer]:
+def _blockwise(
+    num_moments: int, *, is_paged: bool, num_bits: int = 8
+) -> Callable[..., torch.optim.Optimizer]:
     def make(params: Params, **options: Any) -> torch.optim.Optimizer:
         return BlockwiseOptimizer(
-            params, lr=options["lr"], num_moments=num_moments, is_paged=is_paged
+            params,
+            lr=options["lr"],
+            num_moments=num_moments,
+            is_paged=is_paged,
+            num_bits=num_bits,
         )
 
     return make
@@ -191,6 +219,8 @@ def _torch(
 ) -> Callable[..., torch.optim.Optimizer]:
     def make(params: Params, **options: Any) -> torch.optim.Optimizer:
         taken = {k: v for k, v in options.items() if k in ("lr", *accepted) and v is not None}
+        if not taken.get("nesterov"):
+            taken.pop("nesterov", None)
         if foreach is not None:
             taken["foreach"] = foreach and _foreach(params)
         if fused:
@@ -207,16 +237,26 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw_fused": _torch(MetaFusedAdamW, _DECAY, fused=True),
     "adam_fused": _torch(MetaFusedAdam, _DECAY, fused=True),
     "adamw_single": _torch(torch.optim.AdamW, _DECAY, foreach=False),
-    "sgd": _torch(torch.optim.SGD, _DECAY, "momentum"),
+    "adam_single": _torch(torch.optim.Adam, _DECAY, foreach=False),
+    "sgd": _torch(torch.optim.SGD, _DECAY, "momentum", "nesterov"),
+    "sgd_fused": _torch(MetaFusedSGD, _DECAY, "momentum", "nesterov", fused=True),
+    "sgd_single": _torch(torch.optim.SGD, _DECAY, "momentum", "nesterov", foreach=False),
     "rmsprop": _torch(torch.optim.RMSprop, _DECAY, "momentum"),
+    "rmsprop_single": _torch(torch.optim.RMSprop, _DECAY, "momentum", foreach=False),
     "adagrad": _torch(torch.optim.Adagrad, _DECAY),
+    "adagrad_single": _torch(torch.optim.Adagrad, _DECAY, foreach=False),
     # Only Adafactor takes its single-tensor path when `foreach` is left open.
     "adafactor": _torch(MetaAdafactor, _DECAY, foreach=None),
+    "adafactor_foreach": _torch(MetaAdafactor, _DECAY),
     "adam_8bit": _blockwise(2, is_paged=False),
     "adamw_8bit": _blockwise(2, is_paged=False),
     "paged_adam_8bit": _blockwise(2, is_paged=True),
     "paged_adamw_8bit": _blockwise(2, is_paged=True),
+    "paged_adamw_32bit": _blockwise(2, is_paged=True, num_bits=32),
     "lion_8bit": _blockwise(1, is_paged=False),
+    "lion_32bit": _blockwise(1, is_paged=False, num_bits=32),
+    "paged_lion_8bit": _blockwise(1, is_paged=True),
+    "paged_lion_32bit": _blockwise(1, is_paged=True, num_bits=32),
 }
 """A plan's name of an optimizer -> what makes it."""
 
@@ -229,6 +269,7 @@ def make_optimizer(
     *,
     lr: float = 1e-4,
     momentum: float = 0.0,
+    nesterov: bool = False,
     weight_decay: float | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer `name` over meta `params`, with the kernels that CUDA would choose.
@@ -251,13 +292,15 @@ def make_optimizer(
             f"there is no optimizer `{name}`",
             hint=f"choose one of {', '.join(f'`{k}`' for k in near or OPTIMIZERS)}",
         )
-    if momentum and name not in ("sgd", "rmsprop"):
+    if momentum and not name.startswith(("sgd", "rmsprop")):
         raise PlanError(
             f"optimizer `{name}` has no `momentum` (it is {momentum})",
             hint="leave it out, or choose `sgd` or `rmsprop`",
         )
     with torch.device("cpu"):  # where Adagrad, which makes its state here, keeps its counters
-        return OPTIMIZERS[name](list(params), lr=lr, momentum=momentum, weight_decay=weight_decay)
+        return OPTIMIZERS[name](
+            list(params), lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay
+        )
 
 
 def optimizer_state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from memest.estimator.allocator import AddressSpace, Block, CachingAllocator, OutOfMemory
-from memest.estimator.step import Program, StateBytes
+from memest.estimator.step import Played, Program, StateBytes
 from memest.estimator.trace import RETURNED
 from memest.report import Phase, PhaseRow
 
@@ -130,6 +130,7 @@ class _Run:
         self.result = Replayed()
         self.blocks: dict[int, Block] = {}
         self.deferred: dict[int, Block] = {}
+        self.before: Played | None = None
         self.num_events = 0
         self.step = 0
         self.storage = -1
@@ -186,6 +187,10 @@ class _Run:
 
     def _one_micro_batch(self, micro: int, num_micro_batches: int) -> None:
         batch = self.program.play(self.step, micro, num_micro_batches)
+        if batch is self.before:  # what it left waiting is returned where another one follows
+            for index in list(self.deferred):
+                self.allocator.complete(self.deferred.pop(index))
+        self.before = batch
         self._probe(Phase.BEFORE_FORWARD, micro, batch.states[0])
         self._apply(batch.forward)
         self._apply(batch.zero_grad)

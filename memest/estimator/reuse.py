@@ -22,7 +22,7 @@ Left out: a branch that depends on the size other than by a threshold, such as o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -323,17 +323,23 @@ class _Woven:
     slots: tuple[tuple[int, int], ...]
 
 
+def _micro_batch(streams: Iterator[list[int]]) -> MicroBatch:
+    """The next stretches, in the order in which `StepTracer` took them."""
+    forward, scaling, backward, release = (next(streams) for _ in range(4))
+    return MicroBatch(forward, backward, release, scaling)
+
+
 def _weave(sample: LoggedTrace, forms: Sequence[_Form]) -> _Woven:
     base = sample.traced.program
     weaver = _Weaver(sample, forms)
     num_micro_batches = 1 if base.accumulating is None else 2
-    num_setup = len(weaver.streams) - 3 * num_micro_batches - 3  # two of the optimizer, the end
+    num_setup = len(weaver.streams) - 4 * num_micro_batches - 3  # two of the optimizer, the end
     setup = [event for stream in weaver.streams[:num_setup] for event in stream]
     streams = iter(weaver.streams[num_setup:])
-    first = MicroBatch(next(streams), next(streams), next(streams))
+    first = _micro_batch(streams)
     accumulating = None
     if base.accumulating is not None:
-        accumulating = MicroBatch(next(streams), next(streams), next(streams))
+        accumulating = _micro_batch(streams)
     program = Program(
         storages=weaver.storages,
         setup=setup,

@@ -67,6 +67,21 @@ class ShadowValues:
         value = self.value_of(tensor)
         return tensor if value is None else value
 
+    def positions(self, indices: list[Tensor | None]) -> list[Tensor | None] | None:
+        """`indices` with each mask as the positions of its true entries, meta tensors; CUDA makes
+        them first, too. None where a mask has no value.
+        """
+        found: list[Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                found.append(index)
+                continue
+            value = self.value_of(index)
+            if value is None:
+                return None
+            found += [position.to("meta") for position in value.nonzero(as_tuple=True)]
+        return found
+
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `func` on the twins.
 

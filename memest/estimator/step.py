@@ -57,12 +57,15 @@ class MicroBatch:
     """The event streams of one micro-batch."""
 
     forward: list[int]
-    """From the batch's arrival to the moment before the backward, `zero_grad` left out."""
+    """From the batch's arrival to the result of the closure, before `zero_grad`."""
 
     backward: list[int]
 
     release: list[int]
     """What dies when Lightning drops the result of the closure."""
+
+    scaling: list[int] = field(default_factory=list)
+    """What a loss scaler makes, after `zero_grad` and before the backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,8 @@ class Played:
 
     forward: Sequence[int]
     zero_grad: Sequence[int]
+    """With the scaling of the loss, which comes after it."""
+
     backward: Sequence[int]
     optimizer: Sequence[int] | None
     """None where no step of the optimizer follows."""
@@ -121,7 +126,7 @@ class Program:
             optimizer = self.optimizer_next if step else self.optimizer_first
         return Played(
             forward=batch.forward,
-            zero_grad=() if micro else [~index for index in self.grads],
+            zero_grad=[*(() if micro else (~index for index in self.grads)), *batch.scaling],
             backward=batch.backward,
             optimizer=optimizer,
             release=batch.release,
@@ -235,14 +240,15 @@ class StepTracer:
         closure_loss = loss / num_micro_batches
         result = closure_loss.detach().clone()
         del loss
+        forward = recorder.take_events()
         recorder.phase = "backward"
         scaled = closure_loss if scaler is None else scaler.scale(closure_loss)
-        forward = recorder.take_events()
+        scaling = recorder.take_events()
         with recorder.tracker.hooked():
             scaled.backward()
         backward = recorder.take_events()
         del scaled, closure_loss, result
-        return MicroBatch(forward, backward, recorder.take_events())
+        return MicroBatch(forward, backward, recorder.take_events(), scaling)
 
     def _optimizer_step(
         self, optimizer: torch.optim.Optimizer, scaler: LossScaler | None

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from memest.estimator.closed_form import closed_form
 from memest.estimator.gpus import Gpu
 from memest.estimator.replay import Moment, Replayed, live_at
 from memest.estimator.trace import MemKind
@@ -66,6 +67,7 @@ def summarise(
             "unmodelled": dict(sorted(coverage.unmodelled.items())),
         },
         assumptions=_assumptions(plan, traced, primary, unlimited),
+        closed_form=closed_form(plan, program, traced.geometry, traced.seq_len),
         versions=_versions(),
         elapsed_s=elapsed_s,
     )

@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -216,11 +216,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.values.adopt(out, finite(out))
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_foreach_in_place(func) and all(tensor.is_meta for tensor in args[0]):
+            return None  # where there are no values, none change
         try:
             return func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
             if func is aten._grouped_mm.default:
                 return grouped_mm_output(args, kwargs)
+            if func is aten.index.Tensor and (positions := self.values.positions(args[1])):
+                return func(args[0], positions)
             try:
                 values = self.values.compute(func, args, kwargs)
             except ValueUnknown:
@@ -239,6 +243,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = str(func).removesuffix(".default")
         if func in READS_VALUE or isinstance(error, ValueUnknown):
             reason = "reads a value that is computed from weights or activations"
+        elif "Cannot copy out of meta tensor" in str(error):
+            reason = "copies values to the host that are computed from weights or activations"
+        elif func in _DEPENDS_ON_VALUES:
+            reason = "gives a result whose shape depends on weights or activations"
         else:
             reason = str(error).splitlines()[0]
         return TraceError(
@@ -398,6 +406,13 @@ _DEPENDS_ON_VALUES = frozenset(
     }
 )
 """Operators whose outputs' shapes are not a function of their inputs' shapes."""
+
+
+@cache
+def is_foreach_in_place(func: Any) -> bool:
+    """Whether `func` changes the values of a list of tensors and does nothing else."""
+    name = func._schema.name.removeprefix("aten::")
+    return name.startswith("_foreach_") and name.endswith("_") and not func._schema.returns
 
 
 def _is_on_gpu(value: Any) -> bool:

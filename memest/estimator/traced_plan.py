@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from memest.errors import MemestError, TraceError
+from memest.estimator.closed_form import LayerGeometry, layer_geometry
 from memest.estimator.gpus import Gpu
 from memest.estimator.optimizers import (
     make_grad_scaler,
@@ -53,6 +54,9 @@ class TracedPlan:
     image_size: int | None
     host_terms: tuple[Term, ...] = ()
     """What every rank together holds in host memory."""
+
+    geometry: LayerGeometry | None = None
+    """Of the model's layers, where a textbook knows them."""
 
     libraries_bytes: int = 0
     """Of NCCL and others on each GPU, beside the allocator and the context."""
@@ -132,7 +136,9 @@ def _traced(plan: TrainingPlan, recorder: Recorder, trust_remote_code: bool) -> 
     )
     trained = trained_parameters(model)
     optimizer = tracer.setup_optimizer(
-        functools.partial(make_optimizer, plan.optim, trained, momentum=plan.momentum)
+        functools.partial(
+            make_optimizer, plan.optim, trained, momentum=plan.momentum, nesterov=plan.nesterov
+        )
     )
     program = _run(tracer, plan, model, batch, optimizer)
     param_groups = {
@@ -148,6 +154,7 @@ def _traced(plan: TrainingPlan, recorder: Recorder, trust_remote_code: bool) -> 
         notes=(*notes, *batch.notes),
         seq_len=seq_len,
         image_size=batch.image_size,
+        geometry=layer_geometry(model, config),
     )
 
 

@@ -19,10 +19,16 @@ _TORCH: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw_single": (torch.optim.AdamW, {"foreach": False, "fused": False}),
     "adam": (torch.optim.Adam, {}),
     "adam_fused": (torch.optim.Adam, {"fused": True}),
+    "adam_single": (torch.optim.Adam, {"foreach": False, "fused": False}),
     "sgd": (torch.optim.SGD, {}),
+    "sgd_fused": (torch.optim.SGD, {"fused": True}),
+    "sgd_single": (torch.optim.SGD, {"foreach": False, "fused": False}),
     "rmsprop": (torch.optim.RMSprop, {}),
+    "rmsprop_single": (torch.optim.RMSprop, {"foreach": False}),
     "adagrad": (torch.optim.Adagrad, {}),
+    "adagrad_single": (torch.optim.Adagrad, {"foreach": False}),
     "adafactor": (torch.optim.Adafactor, {}),
+    "adafactor_foreach": (torch.optim.Adafactor, {"foreach": True}),
 }
 
 BITSANDBYTES = {
@@ -30,7 +36,11 @@ BITSANDBYTES = {
     "adamw_8bit": "AdamW8bit",
     "paged_adam_8bit": "PagedAdam8bit",
     "paged_adamw_8bit": "PagedAdamW8bit",
+    "paged_adamw_32bit": "PagedAdamW32bit",
     "lion_8bit": "Lion8bit",
+    "lion_32bit": "Lion32bit",
+    "paged_lion_8bit": "PagedLion8bit",
+    "paged_lion_32bit": "PagedLion32bit",
 }
 """A plan's name -> the class in `bitsandbytes.optim`."""
 
@@ -48,6 +58,8 @@ def make_real_optimizer(
         return _deepspeed_cpu_adam()(params, **options)
     if plan.momentum:
         options["momentum"] = plan.momentum
+    if plan.nesterov:
+        options["nesterov"] = True
     if plan.optim in BITSANDBYTES:
         return _bitsandbytes_class(BITSANDBYTES[plan.optim])(params, **options)
     if plan.optim not in _TORCH:

@@ -1,4 +1,4 @@
-"""canifinetune: closed formulas with coefficients fitted on an RTX 4080, for causal language models.
+"""canifinetune: closed formulas, fitted on an RTX 4080, for causal language models.
 
 `canifinetune.estimator.estimate` is called with a full request. The Hub is answered for from the
 bundled configs: config.json and the published parameter count; its own table of known models comes

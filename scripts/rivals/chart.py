@@ -7,15 +7,15 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
-from memest.plots.style import HEIGHT, SMALL, VALUE, WIDTH, Theme, bare, slide, write_title
 
+from memest.plots.style import HEIGHT, SMALL, VALUE, WIDTH, Theme, bare, slide, write_title
 from rivals.page import LABELS
 from rivals.scores import OURS, scores_of
 
 TOTALS = {"allocated": "peak allocated", "process": "process (nvidia-smi)"}
-TICKS = (0.1, 0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0)
+TICKS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 # All in inches.
-_LEFT, _TOP, _BOTTOM, _GAP, _RIGHT = 3.1, 1.95, 0.9, 0.45, 0.4
+_LEFT, _TOP, _BOTTOM, _GAP, _RIGHT = 3.45, 1.95, 0.9, 0.6, 0.4
 
 
 def draw(data: dict[str, Any]) -> Figure:
@@ -33,7 +33,7 @@ def draw(data: dict[str, Any]) -> Figure:
             figure,
             theme,
             "Predicted over measured, by tool",
-            "each dot a fine-tune measured on an H200 that the tool can express; bar: median",
+            "each dot a plan measured on an H200 that the tool can express; marks: median",
         )
         for index, total in enumerate(TOTALS):
             columns = [ratios[name, total] for name in names]
@@ -61,16 +61,21 @@ def _draw_panel(
     for row, (name, column) in enumerate(rows):
         if not column:
             axes.text(
-                1.06, row, "not predicted", size=SMALL, color=theme.muted, va="center_baseline"
-            )
+                1.1, row, "not predicted", size=SMALL, color=theme.muted, va="center_baseline",
+                bbox={"facecolor": theme.background, "edgecolor": "none", "pad": 2},
+            )  # fmt: skip
             continue
         # A fixed zigzag keeps dots of like value apart, the same in every run of the script.
-        offsets = [row + 0.24 * ((i * 0.618034) % 1 - 0.5) * 2 for i in range(len(column))]
+        offsets = [row + 0.48 * (((i + 1) * 0.618034) % 1 - 0.5) for i in range(len(column))]
         axes.scatter(
             column, offsets, s=46, facecolor=theme.markers[name != OURS], alpha=0.55,
             edgecolor=theme.background, linewidth=0.6, zorder=3, gid=f"{total}:{name}",
         )  # fmt: skip
-        axes.vlines(median(column), row - 0.4, row + 0.4, color=theme.ink, linewidth=3, zorder=4)
+        for side in (-1, 1):  # above and under the dots, which they would hide
+            axes.vlines(
+                median(column), row + side * 0.28, row + side * 0.44, color=theme.ink, linewidth=4,
+                zorder=4,
+            )  # fmt: skip
     axes.set_yticks(range(len(rows)), _names(rows) if index == 0 else [], size=VALUE)
     axes.xaxis.set_major_locator(FixedLocator([t for t in TICKS if reach[0] < t < reach[1]]))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -81,4 +86,4 @@ def _draw_panel(
 
 
 def _names(rows: list[tuple[str, list[float]]]) -> list[str]:
-    return [f"{LABELS[name].replace(', ', ',\n')}  ({len(column)})" for name, column in rows]
+    return [f"{LABELS[name]} ({len(column)})" for name, column in rows]

@@ -1,8 +1,8 @@
-"""DeepSpeed's `estimate_zero2_model_states_mem_needs` and `estimate_zero3_...`, for its own stages.
+"""DeepSpeed's `estimate_zero2_model_states_mem_needs` and `estimate_zero3_...`, for its stages.
 
-Model states alone, in mixed precision, by its functions in `deepspeed/runtime/zero/stage_1_and_2.py`
-and `stage3.py`. Stage 1 has none. The largest layer that stage 3 asks for is that of the input
-embeddings.
+Model states alone, in mixed precision, by its functions in `stage_1_and_2.py` and `stage3.py` of
+`deepspeed/runtime/zero`. Stage 1 has none. The largest layer that stage 3 asks for is that of the
+input embeddings.
 """
 
 from __future__ import annotations

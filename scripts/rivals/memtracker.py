@@ -49,12 +49,13 @@ def estimate(case: Case) -> Estimate:
 def peak_bytes(fields: Any, device: str) -> int:
     """Peak of the tracked storages on `device`."""
     import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._tools.mem_tracker import MemTracker
+
     from memest.models_meta.assemble import assemble, input_dtype, loss_of, sequence_length
     from memest.models_meta.batch import make_batch
     from memest.models_meta.registry import resolve_config
     from memest.plan import TrainingPlan
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.distributed._tools.mem_tracker import MemTracker
 
     plan = TrainingPlan.from_dict(dict(fields))
     config = resolve_config(plan.model_name)
@@ -62,9 +63,13 @@ def peak_bytes(fields: Any, device: str) -> int:
     model = assemble(plan, config, quantize=lambda _: None).module
     with mode:
         _move(model, device)
-    sizes = {"batch_size": plan.batch_size, "seq_len": sequence_length(plan, config)}
+    seq_len = sequence_length(plan, config)
     batch = make_batch(
-        model, image_size=plan.image_size, device="cpu", **sizes
+        model,
+        batch_size=plan.batch_size,
+        seq_len=seq_len,
+        image_size=plan.image_size,
+        device="cpu",
     )
     with mode:
         inputs = {
@@ -85,7 +90,7 @@ def peak_bytes(fields: Any, device: str) -> int:
                     is_mixed = plan.precision == "bf16-mixed"
                     with torch.autocast(device, dtype=torch.bfloat16, enabled=is_mixed):
                         loss = loss_of(model, inputs, batch.loss_output)
-                    loss.backward()
+                    loss.backward()  # type: ignore[no-untyped-call]
                     del loss
                     tracker.reset_mod_stats()
                 optimizer.step()

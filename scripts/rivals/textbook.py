@@ -3,8 +3,8 @@ Activation Recomputation in Large Transformer Models" (arXiv:2205.05198).
 
 Shapes: s tokens, b batch, h width, a heads, v vocabulary, L layers, k bytes of an activation.
 
-In 16 bit a layer keeps s b h (34 + 5 a s / h) bytes (equation 1). 32 of the 34 are sixteen values of
-two bytes and 2 are masks of one; 4 of the 5 are two values and 1 is a mask, so that
+In 16 bit a layer keeps s b h (34 + 5 a s / h) bytes (equation 1). 32 of the 34 are sixteen values
+of two bytes and 2 are masks of one; 4 of the 5 are two values and 1 is a mask, so that
 
     s b h (16 k + 2) + a s^2 b (2 k + 1)    bytes a layer,
     s b h (1 + 2 k) + 4 s b v               bytes outside (dropout after the embeddings, the last

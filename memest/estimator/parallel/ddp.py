@@ -46,7 +46,7 @@ class Ddp(Strategy):
 
     def setup(self, step: StepModule) -> None:
         """Broadcast the states of rank 0, then make the first buckets."""
-        self._side = self.recorder.new_stream()
+        self._side = self.recorder.accumulates_on = self.recorder.new_stream()
         with self.recorder.on_stream(self._side):
             self._wrap(step)
 
@@ -111,22 +111,19 @@ class Ddp(Strategy):
             parameter.grad = view
 
     def _note_stream(self, parameter: nn.Parameter) -> None:
-        """The accumulator's stream waits for the model's, and uses the gradient.
-
-        A sum over several uses of the parameter is made there too.
-        """
+        """The accumulator's stream waits for the model's, and uses the gradient."""
         recorder = self.recorder
         recorder.stream_waits(self._side, recorder.event(MAIN))
         assert parameter.grad is not None
-        index = recorder.id_of(parameter.grad)
-        if index is not None and recorder.storages.sites[index].op == "aten.add.Tensor":
-            recorder.storages.streams[index] = self._side
         recorder.record_stream(parameter.grad, self._side)
 
     def _rebuild(self) -> None:
         self._has_rebuilt = True
         first = FIRST_BUCKET_BYTES if self.plan.bucket_cap_mb is None else self._cap_bytes()
         buckets = assign_buckets(self._ready, [first, self._cap_bytes()])
+        counts = (len(self._ready) + 1, len(buckets))
+        sent = [torch.empty(n, dtype=torch.int32, device="meta") for n in counts]
+        del sent  # `sync_bucket_indices` sends the order of rank 0
         self._ready = []
         self._views.clear()
         self._make_buckets(buckets)

@@ -181,7 +181,9 @@ def _run(tracer: StrategyTracer, plan: TrainingPlan, model: nn.Module, batch: Ba
         return tracer.run_steps(
             model,
             loss_of_batch,
-            functools.partial(make_optimizer, plan.optim, momentum=plan.momentum),
+            functools.partial(
+                make_optimizer, plan.optim, momentum=plan.momentum, nesterov=plan.nesterov
+            ),
             make_grad_scaler() if plan.precision == "16-mixed" and not plan.is_deepspeed else None,
             plan.steps,
         )

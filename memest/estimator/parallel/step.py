@@ -109,10 +109,10 @@ class StrategyTracer(StepTracer):
         forward = recorder.take_events()
         if is_first:
             strategy.zero_grad()
-        zero_grad = recorder.take_events()
-        states.append(self._state_bytes())
         recorder.phase = "backward"
         scaled = closure_loss if scaler is None else scaler.scale(closure_loss)
+        zero_grad = recorder.take_events()
+        states.append(self._state_bytes())
         with recorder.tracker.hooked():
             strategy.backward(scaled, is_last=is_last)
         backward = recorder.take_events()

@@ -41,6 +41,9 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
     def __init__(self, gpu: Gpu, storages: StorageTable) -> None:
         super().__init__(gpu, storages)
         self.stream = MAIN
+        self.accumulates_on = MAIN
+        """The stream on which the nodes were made that add to the gradients of parameters."""
+
         self._num_streams = 1
         self._speed = speed_of(gpu)
         self._host: Time = 0.0
@@ -58,7 +61,7 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
             return NotImplemented  # it runs the operator on its local tensors
         node = torch._C._current_autograd_node()
         is_given = node is None or self._given_in_backward
-        stream = self.stream if is_given else self._stream_of(node)
+        stream = self.stream if is_given else self._stream_of_call(node, func, args)
         kwargs = kwargs or {}
         before, self.stream = self.stream, stream
         if stream != before:
@@ -84,6 +87,23 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
     def _launch(self, stream: int, duration: Time) -> None:
         self._host += LAUNCH_US
         self._busy_until[stream] = max(self.event(stream), self._host) + duration
+
+    def _stream_of_call(self, node: Any, func: Any, args: tuple[Any, ...]) -> int:
+        """The stream of a call within `node`; a sum that the engine makes is the next node's.
+
+        Gradients that meet are summed on the stream of the node that they are for
+        (`InputBuffer::add`): of a parameter on `accumulates_on`.
+        """
+        producer = self._stream_of(node)
+        if func is torch.ops.aten.add.Tensor:
+            for consumer, index in node.next_functions:
+                taken = getattr(consumer, "_input_metadata", ())
+                if index < len(taken) and tuple(taken[index].shape) == args[0].shape:
+                    is_parameter = getattr(consumer, "variable", None) is not None
+                    stream = self.accumulates_on if is_parameter else self._stream_of(consumer)
+                    self.stream_waits(stream, self.event(producer))
+                    return stream
+        return producer
 
     def _stream_of(self, node: Any) -> int:
         """The stream of a node of the backward: that on which its forward ran.

@@ -1,0 +1,239 @@
+"""The textbook's activations per layer, beside the traced ones: for teaching, not for the total.
+
+Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4:
+a transformer layer in 16 bit keeps
+
+    s * b * h * 34 + 5 * a * s**2 * b   bytes
+
+for its backward: 11 of the 34 in attention (input 2, Q 2, K 2, V 2, input of the projection 2,
+dropout mask 1), 19 in an MLP of width 4h (input 2, input of GELU 8, its output 8, mask 1), 4 as
+inputs of two layer norms; the matrix of a heads as softmax output 2, dropout mask 1 and dropout
+output 2. With recomputation of whole layers it keeps their inputs, 2 * s * b * h.
+
+What the model at hand does otherwise is listed where it follows from its config; the rest is one
+more row, so the rows add up to the trace.
+
+Shapes: s tokens, b samples, h model width, a heads, k key heads, f MLP width.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from memest.plan import TrainingPlan
+from memest.report import ClosedForm, Term
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from memest.estimator.step import Program
+    from memest.models_meta.registry import ModelConfig
+
+_LAYER = re.compile(r"^(.*?)\.(\d+)(?:\.|$)")
+_FUSED_ATTENTION = re.compile("_scaled_dot_product_(flash|efficient|cudnn)_attention")
+
+_MLP_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "encoder_ffn_dim")
+_HIDDEN_DROPOUTS = ("resid_pdrop", "hidden_dropout_prob", "hidden_dropout", "dropout")
+_ATTENTION_DROPOUTS = ("attn_pdrop", "attention_probs_dropout_prob", "attention_dropout")
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerGeometry:
+    """What the formula and its corrections need to know of one layer."""
+
+    h: int
+    a: int
+    k: int
+    head_dim: int
+    f: int
+    is_gated: bool
+    """The MLP multiplies two products of its input."""
+
+    activation: str
+    hidden_dropout: float
+    attention_dropout: float
+    num_written_norms: int
+    """RMS norms of width h that Python code computes in fp32."""
+
+    num_weights: int
+    """Elements of the matrices of one layer."""
+
+
+def layer_geometry(model: nn.Module, config: ModelConfig) -> LayerGeometry | None:
+    """Of a stack of like, dense transformer layers over tokens; None for everything else."""
+    pretrained = config.pretrained
+    text = getattr(pretrained, "get_text_config", lambda: pretrained)()
+    h, a = getattr(text, "hidden_size", None), getattr(text, "num_attention_heads", None)
+    is_other = (
+        text is not pretrained
+        or getattr(pretrained, "is_encoder_decoder", False)
+        or any(_first(text, (name,)) for name in _EXPERTS)
+        or not (isinstance(h, int) and isinstance(a, int))
+        or (config.entry is not None and config.entry.modality != "text")
+        or getattr(text, "vocab_size", None) is None
+    )
+    layer = None if is_other else _first_layer(model)
+    if layer is None:
+        return None
+    assert isinstance(h, int)
+    assert isinstance(a, int)
+    f = _first(text, _MLP_WIDTHS) or 4 * h
+    matrices = [tuple(p.shape) for p in layer.parameters() if p.dim() == 2]
+    num_wide = sum(sorted(shape) == sorted((h, f)) for shape in matrices)
+    return LayerGeometry(
+        h=h,
+        a=a,
+        k=_first(text, ("num_key_value_heads",)) or a,
+        head_dim=_first(text, ("head_dim",)) or h // a,
+        f=f,
+        is_gated=num_wide >= 3 or any(sorted(m) == sorted((h, 2 * f)) for m in matrices),
+        activation=str(_first(text, _ACTIVATIONS) or "gelu"),
+        hidden_dropout=float(_first(text, _HIDDEN_DROPOUTS) or 0),
+        attention_dropout=float(_first(text, _ATTENTION_DROPOUTS) or 0),
+        num_written_norms=sum(_is_written_norm(m, h) for m in layer.modules()),
+        num_weights=sum(rows * columns for rows, columns in matrices),
+    )
+
+
+def _first(config: Any, names: tuple[str, ...]) -> Any:
+    """The first of the attributes that is there and says something."""
+    return next((value for n in names if (value := getattr(config, n, None))), None)
+
+
+def _first_layer(model: nn.Module) -> nn.Module | None:
+    """The first of the longest list of modules."""
+    from torch import nn
+
+    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
+    return max(stacks, key=len)[0] if stacks else None
+
+
+def _is_written_norm(module: nn.Module, width: int) -> bool:
+    """An RMS norm that is not torch's own."""
+    name = type(module).__name__
+    weight = getattr(module, "weight", None)
+    is_torch = type(module).__module__.startswith("torch.")
+    return name.endswith("RMSNorm") and not is_torch and tuple(weight.shape) == (width,)  # type: ignore[union-attr]
+
+
+def closed_form(
+    plan: TrainingPlan, program: Program, geometry: LayerGeometry | None, seq_len: int
+) -> ClosedForm | None:
+    """The textbook beside the trace of `program`; None where the textbook does not apply.
+
+    It is about all of a dense model trained in 16 bit on one GPU.
+    """
+    is_other = plan.uses_adapters or plan.freeze or plan.is_distributed
+    if geometry is None or is_other or plan.precision == "32-true":
+        return None
+    layers = held_by_layers(program)
+    if not layers:
+        return None
+    per_layer = sum(layers.values()) // len(layers)
+    g, tokens = geometry, seq_len * plan.batch_size
+    if plan.act_ckpt:
+        formula, textbook = "2 s b h", 2 * tokens * g.h
+        differences: list[Term] = []
+    else:
+        formula = "34 s b h + 5 a s^2 b"
+        textbook = 34 * tokens * g.h + 5 * g.a * seq_len * tokens
+        differences = _differences(plan, g, seq_len, is_fused=_attends_fused(program))
+    rest = per_layer - textbook - sum(t.num_bytes for t in differences)
+    other = Term(
+        kind="this model's code",
+        num_bytes=rest,
+        arithmetic="the rest",
+        why="what its modules and kernels keep more or less: copies in fp32, parts of functions"
+        " that are written out, sums of a softmax",
+    )
+    return ClosedForm(
+        formula=formula,
+        letters={"s": seq_len, "b": plan.batch_size, "h": g.h, "a": g.a},
+        num_layers=len(layers),
+        textbook_bytes=textbook,
+        traced_bytes=per_layer,
+        differences=(*differences, other),
+    )
+
+
+def held_by_layers(program: Program) -> dict[int, int]:
+    """Bytes of activations that the first forward leaves behind, by the number of the layer."""
+    assert program.first is not None
+    alive: set[int] = set()
+    for event in program.first.forward:
+        if event >= 0:
+            alive.add(event)
+        else:
+            alive.discard(~event)
+    storages = program.storages
+    layers: dict[int, int] = defaultdict(int)
+    for index in alive:
+        found = _LAYER.match(storages.sites[index].module)
+        if found and storages.kinds[index] == "activations":
+            layers[int(found[2])] += storages.num_bytes[index]
+    return dict(layers)
+
+
+def _attends_fused(program: Program) -> bool:
+    return any(_FUSED_ATTENTION.search(site.op) for site in program.storages.sites)
+
+
+def _differences(
+    plan: TrainingPlan, g: LayerGeometry, seq_len: int, *, is_fused: bool
+) -> list[Term]:
+    """What a layer of this shape keeps more (or less) than the textbook's."""
+    tokens = seq_len * plan.batch_size
+    matrix = g.a * seq_len * tokens
+    rows: list[tuple[str, int, str, str]] = []
+    if is_fused:
+        rows.append(
+            ("fused attention", -5 * matrix, "-5 a s^2 b", "computes the matrix anew in tiles")
+        )
+    elif not g.attention_dropout:
+        rows.append(
+            ("no attention dropout", -3 * matrix, "-3 a s^2 b", "neither a mask nor a second copy")
+        )
+    if not g.hidden_dropout:
+        rows.append(("no dropout", -2 * tokens * g.h, "-2 s b h", "two masks of a byte"))
+    inner = g.a * g.head_dim
+    if inner != g.h:
+        rows.append(
+            ("width of heads", 8 * tokens * (inner - g.h), "8 s b (a d - h)",
+             f"heads of d = {g.head_dim}: Q, K, V and the input of the projection")
+        )  # fmt: skip
+    if g.k != g.a and not plan.is_padded:
+        saved = 4 * tokens * g.head_dim * (g.a - g.k)
+        rows.append(
+            ("grouped heads", -saved, "-4 s b d (a - k)", f"K and V have k = {g.k} heads")
+        )
+    rows += _mlp_differences(g, tokens)
+    if g.num_written_norms:
+        extra = (6 * g.num_written_norms - 4) * tokens * g.h
+        rows.append(
+            ("RMS norms", extra, f"{g.num_written_norms} x 6 s b h - 4 s b h",
+             "written out: the input in fp32 and the scaled one, not the input alone")
+        )  # fmt: skip
+    if plan.precision.endswith("-mixed"):
+        rows.append(
+            ("autocast", 2 * g.num_weights, "2 x weights of the layer",
+             "a 16-bit copy of each matrix, for the gradient of its input")
+        )  # fmt: skip
+    return [Term(kind=k, num_bytes=n, arithmetic=a, why=w) for k, n, a, w in rows]
+
+
+def _mlp_differences(g: LayerGeometry, tokens: int) -> list[tuple[str, int, str, str]]:
+    kept, what = 4, "input and output of the activation"
+    if g.is_gated:
+        kept, what = 8, "gate, its activation, the other product, and what both make"
+    elif g.activation == "relu":
+        kept, what = 2, "ReLU needs its output alone"
+    difference = tokens * (kept * g.f - 16 * g.h)
+    if not difference:
+        return []
+    name = "gated MLP" if g.is_gated else "ReLU" if kept == 2 else "width of the MLP"
+    return [(name, difference, f"s b ({kept} f - 16 h)", f"f = {g.f}: {what}")]
