@@ -272,6 +272,12 @@ class TrainingPlan:
                 "QLoRA under `16-mixed` is not modelled",
                 hint="use `bf16-mixed`, `bf16-true` or `32-true`",
             )
+        if self.attn_implementation == "flash_attention_2":
+            raise UnsupportedError(
+                "`attn_implementation` `flash_attention_2` is not modelled: its kernels are those"
+                " of the package `flash_attn`, with which no run was measured",
+                hint="use `sdpa`, whose flash and cuDNN kernels keep no attention matrix either",
+            )
         if self.freeze and (self.use_lora or self.use_qlora):
             raise PlanError(
                 "`freeze` does not go with LoRA, which freezes the whole base",

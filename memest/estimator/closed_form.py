@@ -208,9 +208,7 @@ def _differences(
         )  # fmt: skip
     if g.k != g.a and not plan.is_padded:
         saved = 4 * tokens * g.head_dim * (g.a - g.k)
-        rows.append(
-            ("grouped heads", -saved, "-4 s b d (a - k)", f"K and V have k = {g.k} heads")
-        )
+        rows.append(("grouped heads", -saved, "-4 s b d (a - k)", f"K and V have k = {g.k} heads"))
     rows += _mlp_differences(g, tokens)
     if g.num_written_norms:
         extra = (6 * g.num_written_norms - 4) * tokens * g.h

@@ -158,8 +158,8 @@ class MetaFusedSGD(torch.optim.SGD):
 
     def step(self, closure: Closure = None) -> Any:
         """One update."""
-        with mock.patch.object(torch, "_fused_sgd_", lambda *args, **kwargs: None):
-            return super().step(closure)  # type: ignore[no-untyped-call]
+        with mock.patch.object(torch, "_fused_sgd_", return_value=None):
+            return super().step(closure)
 
     def _init_group(self, *args: Any, **kwargs: Any) -> Any:
         with _fused_allowed_on_meta(torch_sgd):

@@ -204,7 +204,8 @@ class _Run:
         self._apply(batch.release)
 
     def _apply(self, events: Sequence[int]) -> None:
-        if self.program.storages.streams or self.deferred:
+        storages = self.program.storages
+        if storages.streams or storages.deferred:
             self._apply_on_streams(events)
             return
         allocator, blocks, num_bytes = self.allocator, self.blocks, self.num_bytes

@@ -38,7 +38,7 @@ class Int8Params(nn.Parameter):
 
     def __new__(cls, data: Tensor) -> Int8Params:
         """`data` as a frozen parameter."""
-        return torch.Tensor._make_subclass(cls, data, False)  # type: ignore[return-value]
+        return torch.Tensor._make_subclass(cls, data, False)
 
 
 @dataclass(eq=False, slots=True)
@@ -55,7 +55,7 @@ class Int8State:
 class Linear8bitLt(QuantisedLinear):
     """`bitsandbytes.nn.Linear8bitLt` with `has_fp16_weights=False` on the meta device."""
 
-    weight: Int8Params  # type: ignore[assignment]
+    weight: Int8Params
     bias: nn.Parameter | None  # type: ignore[assignment]
 
     def __init__(self, linear: nn.Module) -> None:
@@ -121,7 +121,9 @@ def _scaled(product: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     return out.to(dtype)
 
 
-def _scaled_product(rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _scaled_product(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """`int8_scaled_mm`; the int32 product lives until its scaled copy is made."""
     product = _product_of_int8(rows, weight)
     return _scaled(product, bias, dtype)
@@ -141,7 +143,7 @@ class MatMul8bitLt(torch.autograd.Function):
         shape = input.shape
         if input.dim() == 3:
             input = input.reshape(-1, shape[-1])
-        quantised, scales = _quantise_rows(input.to(torch.float16), threshold=THRESHOLD)
+        quantised, _scales = _quantise_rows(input.to(torch.float16), threshold=THRESHOLD)
         no_outliers = torch.empty(0, dtype=input.dtype, device=input.device)
         output = _scaled_product(quantised, state.CB, bias, input.dtype)
         ctx.state = state

@@ -434,9 +434,7 @@ def quantize_nf4(
     return model
 
 
-def layers_to_quantize(
-    model: nn.Module, skip: Sequence[str] | None
-) -> list[tuple[str, nn.Module]]:
+def layers_to_quantize(model: nn.Module, skip: Sequence[str] | None) -> list[tuple[str, nn.Module]]:
     """Names and layers, all at once: a loop over `list(model.named_modules())` holds the originals
     to its end, and so does a loop over this.
 

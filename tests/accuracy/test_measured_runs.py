@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from memest.report import Outcome, read_measurements
-from memest.validate.compare import Comparison, comparable, compare, summarise
+from memest.validate.compare import (
+    TOLERANCES,
+    Comparison,
+    allowed_percent,
+    comparable,
+    compare,
+    summarise,
+)
 
 if TYPE_CHECKING:
     from scripts import make_docs as docs
@@ -20,10 +27,7 @@ KEYS = [(path.stem, m.name) for path in RESULTS for m in comparable(read_measure
 
 MEDIAN_ALLOCATED = 0.1  # per cent
 MEDIAN_RESERVED = 0.3
-PEAK_ALLOCATED = 0.5  # of each run
-PEAK_RESERVED = 2.0  # of each run; ties between equal blocks depend on the driver's addresses
-PROCESS = 2.0  # of each run; the CUDA context is of another driver or library
-PHASE_ALLOCATED = 1.0  # of each row
+MEDIAN_ON_SEVERAL_GPUS = {"allocated": 0.1, "reserved": 0.5, "process": 0.5}
 
 pytestmark = pytest.mark.slow
 
@@ -83,9 +87,11 @@ def test_parameters_are_counted_exactly(one: Comparison) -> None:
 
 
 def test_the_totals_are_within_their_tolerances(one: Comparison) -> None:
-    assert abs(one.totals["allocated"].error_percent) <= PEAK_ALLOCATED
-    assert abs(one.totals["reserved"].error_percent) <= PEAK_RESERVED
-    assert abs(one.totals["process"].error_percent) <= PROCESS
+    allowed = allowed_percent(one, TOLERANCES)
+
+    assert {
+        k: d.error_percent for k, d in one.totals.items() if abs(d.error_percent) > allowed[k]
+    } == {}
 
 
 def test_the_phases_are_those_that_were_read(one: Comparison) -> None:
@@ -103,9 +109,9 @@ def test_params_grads_and_optimizer_are_exact_in_every_phase(one: Comparison) ->
 
 
 def test_allocated_is_within_its_tolerance_in_every_phase(one: Comparison) -> None:
-    worst = one.worst_phase
+    worst, allowed = one.worst_phase, allowed_percent(one, TOLERANCES)
 
-    assert worst is None or abs(worst.error_percent) <= PHASE_ALLOCATED
+    assert worst is None or abs(worst.error_percent) <= allowed["phase"]
 
 
 KNOWN_UNMODELLED = {
@@ -113,6 +119,10 @@ KNOWN_UNMODELLED = {
     "aten.convolution_backward",
     "aten._grouped_mm",  # CUTLASS's workspace, of mixture-of-experts models in bf16
     "aten.index_put_",  # through a mask whose values are not known (Qwen2-VL)
+    "aten.set_.source_Tensor",  # FSDP1 points a parameter at other storage
+    "fsdp.all_gather_copy_in",  # FSDP2's copies pass addresses to the GPU, some KiB a call
+    "fsdp.chunk_cat",
+    "fsdp.split_with_sizes_copy",
 }
 
 
@@ -123,10 +133,21 @@ def test_what_is_left_unmodelled_is_known(one: Comparison) -> None:
 def test_the_median_errors_are_within_their_tolerances(
     comparisons: dict[tuple[str, str], Comparison],
 ) -> None:
-    median = summarise(list(comparisons.values())).median_percent
+    on_one = [c for c in comparisons.values() if not c.measured.ranks]
+    median = summarise(on_one).median_percent
 
     assert median["allocated"] <= MEDIAN_ALLOCATED
     assert median["reserved"] <= MEDIAN_RESERVED
+
+
+def test_the_median_errors_on_several_gpus_are_within_theirs(
+    comparisons: dict[tuple[str, str], Comparison],
+) -> None:
+    on_several = [c for c in comparisons.values() if c.measured.ranks]
+    median = summarise(on_several).median_percent
+
+    assert len(on_several) >= 50
+    assert {k: median[k] for k, most in MEDIAN_ON_SEVERAL_GPUS.items() if median[k] > most} == {}
 
 
 def test_some_runs_do_not_fit(comparisons: dict[tuple[str, str], Comparison]) -> None:

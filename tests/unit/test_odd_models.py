@@ -1,4 +1,4 @@
-"""Models that do what a meta device cannot follow: a prediction, or an error with module and reason.
+"""Models that do what a meta device cannot follow: predicted, or an error with module and reason.
 
 Each is a folder with a config and code of its own, read with `trust_remote_code`.
 """
@@ -95,9 +95,7 @@ def modules_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def predicted(
-    tmp_path: Path, modules_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> Predict:
+def predicted(tmp_path: Path, modules_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Predict:
     """`predicted(code)` predicts a model whose `Block` is in `code`."""
     from transformers import dynamic_module_utils
 
@@ -151,13 +149,16 @@ def test_a_branch_on_an_activation_names_the_module_and_the_reason(predicted: Pr
     y = self.linear(x)
     return y * 2 if y.mean() > 0 else y
     """
-    with pytest.raises(TraceError, match="`block` .*reads a value that is computed from weights"):
+    with pytest.raises(TraceError, match=r"`block` .*reads a value that is computed from weights"):
         predicted(block(reads))
 
 
 @pytest.mark.parametrize("reading", ["item()", "tolist()"])
 def test_reading_an_activation_by_name_is_refused_too(predicted: Predict, reading: str) -> None:
-    with pytest.raises(TraceError, match="`block` .* to the host that are computed from weights|reads a value that is"):
+    with pytest.raises(
+        TraceError,
+        match=r"`block` .* to the host that are computed from weights|reads a value that is",
+    ):
         predicted(block(f"x = self.linear(x)\nx.sum().{reading}\nreturn x"))
 
 
@@ -215,7 +216,9 @@ def test_a_custom_function_with_a_kernel_of_its_own_names_the_module(predicted: 
         predicted(block("return Kernel.apply(self.linear(x))", before=function))
 
 
-@pytest.mark.parametrize("how", ["torch.compile(nn.Linear(width, width))", "nn.Linear(width, width)"])
+@pytest.mark.parametrize(
+    "how", ["torch.compile(nn.Linear(width, width))", "nn.Linear(width, width)"]
+)
 def test_a_compiled_part_is_traced_as_it_is_written(predicted: Predict, how: str) -> None:
     init = f"self.part = {how}"
 
@@ -253,5 +256,5 @@ def test_rows_chosen_by_an_activation_name_the_module_and_the_reason(predicted: 
     y = self.linear(x)
     return y + y[y[..., 0] > 0].mean()
     """
-    with pytest.raises(TraceError, match="`block` .* a result whose shape depends on weights"):
+    with pytest.raises(TraceError, match=r"`block` .* a result whose shape depends on weights"):
         predicted(block(chosen))

@@ -205,7 +205,7 @@ def test_a_plan_that_is_no_mapping_is_refused(values: Any) -> None:
         ("precision", "BF16-true", PRECISIONS),
         ("optim", "adamv", OPTIMIZERS),
         ("strategy", "dp", STRATEGIES),
-        ("attn_implementation", "flash_attention_2", ATTENTIONS),
+        ("attn_implementation", "flash", ATTENTIONS),
     ],
 )
 def test_a_value_that_does_not_exist_gets_the_list(

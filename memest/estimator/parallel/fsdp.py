@@ -62,6 +62,7 @@ def fsdp_on_meta(recorder: StreamRecorder, num_devices: int) -> Iterator[None]:
         (_flat_param, "_free_storage", free),
         (_flat_param, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0),
         (_flat_param, "_same_storage", _same_storage),
+        (_flat_param, "_warn_skip_writeback_check", lambda *args: None),
         (_runtime_utils, "_catch_all_reshard", _catch_all_reshard),
     )
     with ExitStack() as stack:

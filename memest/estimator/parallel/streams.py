@@ -95,7 +95,7 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
         (`InputBuffer::add`): of a parameter on `accumulates_on`.
         """
         producer = self._stream_of(node)
-        if func is torch.ops.aten.add.Tensor:
+        if func in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor):
             for consumer, index in node.next_functions:
                 taken = getattr(consumer, "_input_metadata", ())
                 if index < len(taken) and tuple(taken[index].shape) == args[0].shape:

@@ -68,6 +68,7 @@ class ZeroOptimizer:
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.optimizer = inner
         self.averaged_gradients: dict[int, list[Tensor] | None] = {}
+        self.all_grad_tensors: dict[int, list[Tensor] | None] = {}
         self.grad_partitions_flat_buffer: Tensor | None = None
         self.fp32_partitioned_groups_flat: list[Tensor] = []
 

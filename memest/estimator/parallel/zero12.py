@@ -304,8 +304,10 @@ class Zero12(ZeroStrategy):
             for kept, new in zip(self._kept, grads, strict=True):
                 kept.add_(new)
         self.label(self._kept, MemKind.GRADS)
+        self.zero.all_grad_tensors[0] = self._kept
         if not self.is_boundary:
             return
+        self.zero.all_grad_tensors[0] = None
         pieces = [self._fragment_of(p, g) for p, g in zip(self._mine, self._kept, strict=True)]
         self._kept = None
         missing = self.partition_numel - sum(p.numel() for p in pieces)

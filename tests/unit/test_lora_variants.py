@@ -1,0 +1,130 @@
+"""What peft offers beside plain LoRA, through a plan."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memest.errors import PlanError, UnsupportedError
+from memest.estimator.predict import predict
+from memest.models_meta.adapters import LoraLinear4bit, apply_lora
+from memest.models_meta.quantization import quantize_nf4
+from memest.plan import TrainingPlan
+from memest.report import Prediction
+
+LAYERS, WIDTH, VOCABULARY, RANK = 12, 768, 50257, 8  # gpt2
+QKV, MLP = 3 * WIDTH, 4 * WIDTH
+OF_QKV = LAYERS * RANK * (WIDTH + QKV)  # c_attn holds q and v
+
+
+def predicted(**values: Any) -> Prediction:
+    keys = {"use_lora": True, "lora_r": RANK, "batch_size": 1, "seq_len": 32, **values}
+    return predict(TrainingPlan.from_dict({"model_name": "gpt2", **keys}))
+
+
+def num_trained(**values: Any) -> int:
+    return int(predicted(**values).model["num_trainable_params"])
+
+
+def test_all_linear_adapts_every_layer_but_the_head() -> None:
+    attention = (WIDTH + QKV) + (WIDTH + WIDTH)
+    mlp = (WIDTH + MLP) + (MLP + WIDTH)
+
+    found = num_trained(lora_target_modules="all-linear")
+
+    assert found == LAYERS * RANK * (attention + mlp)
+
+
+def test_dora_trains_a_magnitude_per_output() -> None:
+    assert num_trained(use_dora=True) == OF_QKV + LAYERS * QKV
+
+
+def test_dora_keeps_the_weight_it_dequantises_until_the_backward() -> None:
+    """Behind a dropout it multiplies by the whole weight once more, and keeps it in fp32, the
+    dtype of its input; without quantisation that weight is the parameter itself in another dtype.
+    """
+    plain, dora = (predicted(use_qlora=True, use_dora=flag) for flag in (False, True))
+
+    grown = dora.phases[1].activations_bytes - plain.phases[1].activations_bytes
+    assert grown > LAYERS * QKV * WIDTH * 2
+
+
+def test_dora_runs_on_a_4bit_mirror() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)).bfloat16()
+    quantize_nf4(model, compute_dtype=torch.bfloat16, skip=["1"])
+
+    adapted = apply_lora(
+        model, r=4, alpha=8, dropout=0.1, target_modules=["0"], use_dora=True
+    ).train()
+    adapted(torch.empty(3, 64, dtype=torch.bfloat16, device="meta")).sum().backward()
+
+    layer = adapted.get_submodule("base_model.model.0")
+    assert type(layer) is LoraLinear4bit
+    trained = [p for p in layer.parameters() if p.requires_grad]
+    assert sorted(tuple(p.shape) for p in trained) == [(4, 64), (128,), (128, 4)]
+    assert all(p.grad is not None for p in trained)
+
+
+def test_rslora_changes_no_byte() -> None:
+    plain, scaled = (predicted(use_rslora=flag) for flag in (False, True))
+
+    assert scaled.phases == plain.phases
+
+
+def test_a_saved_module_is_copied_and_trained_whole() -> None:
+    plain, saved = predicted(), predicted(lora_modules_to_save=["lm_head"])
+
+    copy = VOCABULARY * WIDTH
+    assert saved.model["num_trainable_params"] == OF_QKV + copy
+    before = [p.phases[0].params_bytes for p in (plain, saved)]
+    assert before[1] - before[0] == 2 * copy
+
+
+def test_a_saved_module_that_is_not_there_is_refused() -> None:
+    with pytest.raises(PlanError, match=re.escape("`lora_modules_to_save` names `classifier`")):
+        predicted(lora_modules_to_save=["classifier"])
+
+
+def test_all_biases_or_those_of_adapted_layers_train() -> None:
+    """Per layer: c_attn, c_proj, c_fc, c_proj of the MLP, two norms; and the last norm."""
+    per_layer = QKV + WIDTH + MLP + WIDTH + 2 * WIDTH
+
+    assert num_trained(lora_bias="all") == OF_QKV + LAYERS * per_layer + WIDTH
+    assert num_trained(lora_bias="lora_only") == OF_QKV + LAYERS * QKV
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"lora_modules_to_save": ["lm_head"]},
+        {"lora_bias": "all"},
+        {"use_rslora": True},
+        {"use_dora": True},
+        {"lora_target_modules": "all-linear"},
+    ],
+)
+def test_keys_of_adapters_need_adapters(values: dict[str, object]) -> None:
+    (key,) = values
+    with pytest.raises(PlanError, match=re.escape(f"`{key}` is given for a full fine-tune")):
+        TrainingPlan.from_dict({"model_name": "gpt2", **values})
+
+
+def test_all_linear_stands_alone() -> None:
+    with pytest.raises(PlanError, match=re.escape("names `all-linear` and other modules")):
+        TrainingPlan(model_name="gpt2", use_lora=True, lora_target_modules=("all-linear", "c_attn"))
+
+
+def test_an_unknown_bias_is_refused() -> None:
+    with pytest.raises(PlanError, match=re.escape("`lora_bias` cannot be `some`")):
+        TrainingPlan(model_name="gpt2", use_lora=True, lora_bias="some")
+
+
+def test_flash_attention_2_is_known_and_refused_with_the_reason() -> None:
+    with pytest.raises(UnsupportedError, match="the package `flash_attn`") as raised:
+        TrainingPlan(model_name="gpt2", attn_implementation="flash_attention_2")
+    assert "use `sdpa`" in raised.value.hint
