@@ -100,6 +100,8 @@ _SWEEP_KEYS = {
     "--seq-len": ("seq_len", "Tokens per sample."),
     "--image-size": ("image_size", "Pixels per side."),
     "--attn": ("attn_implementation", "sdpa, eager."),
+    "--strategy": ("strategy", "Strategies."),
+    "--devices": ("devices", "Numbers of GPUs: 1,2,4,8."),
     "--memory-limit": ("memory_limit", "Caps on the allocator: 23GiB,39GiB."),
 }
 """Flag -> key of the plan, help."""

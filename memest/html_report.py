@@ -39,6 +39,7 @@ p, ul { margin: .4rem 0; overflow-wrap: anywhere; } .muted { color: var(--muted)
   overflow: hidden; white-space: nowrap; min-width: 1px; border-right: 1px solid var(--page); }
 .params { background: #0072b2; color: #fff; } .grads { background: #d55e00; color: #000; }
 .optimizer { background: #56b4e9; color: #000; } .activations { background: #f0e442; color: #000; }
+.buckets { background: #e69f00; color: #000; } .gathered { background: #009e73; color: #000; }
 .rest { background: var(--rest); color: var(--on-rest); }
 .keys { display: flex; flex-wrap: wrap; gap: .3rem 1rem; padding: 0; list-style: none; }
 .keys i { display: inline-block; width: .9rem; height: .9rem; border-radius: .15rem;
@@ -197,6 +198,9 @@ def _facts(report: Prediction) -> str:
     ):
         if plan.get(flag):
             facts.append(word)
+    if plan.get("devices", 1) > 1 or plan.get("strategy", "auto") != "auto":
+        noun = "GPU" if plan["devices"] == 1 else "GPUs"
+        facts.append(f"{plan['devices']} {noun}, {plan['strategy']}; every figure is of one GPU")
     return f'<p class="muted">{escape(" · ".join(facts))}</p>'
 
 

@@ -90,7 +90,7 @@ def apply(plan: TrainingPlan, changes: Iterable[Change]) -> TrainingPlan:
     if updates.get("batch_size") == 1 and plan.padded:
         updates["padded"] = None
     if updates.get("optim", plan.optim) != plan.optim:
-        updates["momentum"] = 0.0
+        updates |= {"momentum": 0.0, "nesterov": False}
     return replace(plan, **updates)
 
 
@@ -271,7 +271,7 @@ def _adapters(plan: TrainingPlan) -> Lever:
                 title=f"QLoRA, rank {plan.lora_r}, double quantisation",
                 cost=Cost.TRAINED,
                 price="as QLoRA, with the scales rounded too",
-                updates={"use_qlora": True, "double_quant": True},
+                updates={"use_qlora": True, "quant": "nf4", "double_quant": True},
             )
         )
     return Lever(changes=tuple(changes))

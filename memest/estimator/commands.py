@@ -14,7 +14,11 @@ _FLAGS = {
     "precision": "--precision", "optim": "--optim", "momentum": "--momentum",
     "lora_r": "--lora-r", "lora_alpha": "--lora-alpha", "lora_dropout": "--lora-dropout",
     "lora_target_modules": "--lora-target", "quant_skip": "--quant-skip",
-    "strategy": "--strategy", "devices": "--devices", "seq_len": "--seq-len",
+    "strategy": "--strategy", "devices": "--devices", "sharding_strategy": "--sharding",
+    "shard_size": "--shard-size", "wrap_classes": "--wrap", "seq_len": "--seq-len",
+    "activation_checkpointing_policy": "--ckpt-policy", "bucket_cap_mb": "--bucket-cap-mb",
+    "reduce_bucket_size": "--reduce-bucket-size", "host_memory": "--host-memory",
+    "allgather_bucket_size": "--allgather-bucket-size",
     "lora_modules_to_save": "--lora-save", "lora_bias": "--lora-bias", "quant": "--quant",
     "image_size": "--image-size", "attn_implementation": "--attn", "freeze": "--freeze",
     "gpu": "--gpu", "gpu_memory": "--gpu-memory", "memory_limit": "--memory-limit",
@@ -29,6 +33,7 @@ _SWITCHES = {
     "nesterov": ("--nesterov", "--no-nesterov"),
     "double_quant": ("--double-quant", "--no-double-quant"),
     "padded": ("--padded", "--no-padded"),
+    "gradient_as_bucket_view": ("--bucket-view", "--no-bucket-view"),
     "tie_word_embeddings": ("--tie-embeddings", "--untie-embeddings"),
 }
 _ALWAYS = ("model_name", "batch_size", "precision", "optim")
@@ -82,7 +87,7 @@ def predict_command(plan: TrainingPlan) -> str:
 
 
 def _text(key: str, value: Any) -> str:
-    if key in ("gpu_memory", "memory_limit") and value % GIB == 0:
+    if key in ("gpu_memory", "memory_limit", "host_memory") and value % GIB == 0:
         return f"{value // GIB}GiB"
     return str(value)
 
@@ -112,9 +117,12 @@ def _loading_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts)
     if after.use_qlora and _qlora_keys(after) != _qlora_keys(before):
         half = "torch.float16" if after.precision.startswith("16") else "torch.bfloat16"
         double = ", bnb_4bit_use_double_quant=True" if after.double_quant else ""
+        kind = 'load_in_4bit=True, bnb_4bit_quant_type="nf4", '
+        kind += f"bnb_4bit_compute_dtype={half}{double}"
+        if after.quant == "int8":
+            kind = "load_in_8bit=True"
         lines.append(
-            'quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", '
-            f"bnb_4bit_compute_dtype={half}{double}, "
+            f"quantization = BitsAndBytesConfig({kind}, "
             f"llm_int8_skip_modules={_list(after.quant_skip)})"
         )
         dtype = "torch.float16" if after.precision == "16-true" else "torch.bfloat16"
@@ -125,7 +133,7 @@ def _loading_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts)
 
 
 def _qlora_keys(plan: TrainingPlan) -> tuple[Any, ...]:
-    return plan.use_qlora, plan.double_quant, plan.precision
+    return plan.use_qlora, plan.quant, plan.double_quant, plan.precision
 
 
 def _adapter_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts) -> list[str]:

@@ -19,7 +19,8 @@ from memest.plan import TrainingPlan
 from memest.report import Phase
 
 KINDS = (
-    "params", "buffers", "grads", "optimizer", "activations", "temporaries", "batch", "workspace",
+    "params", "buffers", "grads", "optimizer", "activations", "buckets", "gathered", "temporaries",
+    "batch", "workspace",
 )  # fmt: skip
 """What a byte is held for, in the order of a stack."""
 
@@ -29,6 +30,10 @@ class Act(StrEnum):
 
     ALLOC = "alloc"
     FREE = "free"
+    FREE_REQUESTED = "free_requested"
+    """Of a block that another stream still uses; `FREE_COMPLETED` follows once that is done."""
+
+    FREE_COMPLETED = "free_completed"
     SEGMENT_ALLOC = "segment_alloc"
     SEGMENT_FREE = "segment_free"
     OOM = "oom"
@@ -144,6 +149,16 @@ def kind_of(storages: StorageTable, storage: int) -> str:
     return "batch" if is_batch else "activations"
 
 
+def sign_of(action: Action) -> int:
+    """What an action does to the bytes allocated or reserved: adds, takes away, or nothing.
+
+    A block that another stream still uses is not allocated any more once its free is requested.
+    """
+    if action.act in (Act.ALLOC, Act.SEGMENT_ALLOC):
+        return 1
+    return 0 if action.act in (Act.OOM, Act.FREE_COMPLETED) else -1
+
+
 class _Recorder:
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
@@ -153,7 +168,11 @@ class _Recorder:
         self._add(Act.ALLOC, block, storage)
 
     def dies(self, storage: int, block: Block) -> None:
-        self._add(Act.FREE, block, storage)
+        is_deferred = storage in self.recording.storages.deferred
+        self._add(Act.FREE_REQUESTED if is_deferred else Act.FREE, block, storage)
+
+    def returned(self, storage: int, block: Block) -> None:
+        self._add(Act.FREE_COMPLETED, block, storage)
 
     def reached(self, step: int, micro_batch: int, phase: Phase) -> None:
         mark = Mark(len(self.recording.actions), step, micro_batch, phase)
@@ -229,8 +248,12 @@ _NEXT = {
 
 
 def timeline(recording: Recording, step: int | None = None) -> Timeline:
-    """One step of a recording; None is the step of the peak."""
+    """One step of a recording; None is the step of the peak.
+
+    A strategy's steps are recorded as far as they were traced; those after are like the last.
+    """
     step = recording.result.peak.step if step is None else step
+    step = min(step, max((mark.step for mark in recording.marks), default=step))
     marks = [mark for mark in recording.marks if mark.step == step]
     later = [mark for mark in recording.marks if mark.step > step]
     begin = marks[0].index if marks else 0
@@ -250,15 +273,15 @@ def timeline(recording: Recording, step: int | None = None) -> Timeline:
     if begin == 0:
         write()
     for index, action in enumerate(recording.actions[:end], 1):
-        sign = -1 if action.act in (Act.FREE, Act.SEGMENT_FREE) else 1
+        sign = sign_of(action)
         if action.act in (Act.SEGMENT_ALLOC, Act.SEGMENT_FREE):
             reserved += sign * action.num_bytes
-        elif action.act is not Act.OOM:
+        elif sign:
             held[kind_of(recording.storages, action.storage)] += sign * action.num_bytes
         if index == begin:
             write()
         elif index > begin:
-            if action.act in (Act.ALLOC, Act.FREE):
+            if action.storage >= 0 and sign:
                 write()
                 storages_made.append(action.storage if action.act is Act.ALLOC else -1)
             points[index] = len(all_reserved) - 1

@@ -52,6 +52,9 @@ class Observer(Protocol):
     def dies(self, storage: int, block: Block) -> None:
         """`block` of `storage` is about to be given back."""
 
+    def returned(self, storage: int, block: Block) -> None:
+        """`block`, which died while another stream used it, is about to return to its pool."""
+
     def reached(self, step: int, micro_batch: int, phase: Phase) -> None:
         """A probe reads the memory."""
 
@@ -290,6 +293,21 @@ class _Run:
         )
 
 
+class _ObservedAllocator(CachingAllocator):
+    """An allocator that tells when a deferred block returns, whatever makes it do so."""
+
+    def __init__(self, limit_bytes: int | None, observer: Observer) -> None:
+        super().__init__(limit_bytes, observer.addresses)
+        self.observer = observer
+        self.storages: dict[int, int] = {}
+        """Storage by the identity of the block that it had when it died."""
+
+    def complete(self, block: Block) -> None:
+        if id(block) in self._deferred:
+            self.observer.returned(self.storages[id(block)], block)
+        super().complete(block)
+
+
 class _ObservedRun(_Run):
     """A run that is told as it goes, and that leaves no repetition out."""
 
@@ -301,13 +319,15 @@ class _ObservedRun(_Run):
         observer: Observer,
     ) -> None:
         super().__init__(program, limit_bytes, num_bytes)
-        self.allocator = CachingAllocator(limit_bytes, observer.addresses)
         self.observer = observer
+        self.allocator: _ObservedAllocator = _ObservedAllocator(limit_bytes, observer)
 
     def _apply(self, events: Sequence[int]) -> None:
         for event in events:
             if event < 0 and ~event in self.blocks:
-                self.observer.dies(~event, self.blocks[~event])
+                block = self.blocks[~event]
+                self.allocator.storages[id(block)] = ~event
+                self.observer.dies(~event, block)
             is_new = event >= 0 and event not in self.blocks
             super()._apply((event,))
             if is_new and event in self.blocks:

@@ -14,14 +14,14 @@ import os
 import pickle
 import secrets
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from memest.errors import PlanError
 from memest.estimator.allocator import SMALL_SEGMENT_BYTES
-from memest.estimator.recording import KINDS, Act, Action, Recording, kind_of
+from memest.estimator.recording import KINDS, Act, Action, Recording, kind_of, sign_of
 from memest.estimator.trace import Site, StorageTable
 from memest.report import Phase
 
@@ -36,11 +36,15 @@ def torch_snapshot(recording: Recording) -> dict[str, Any]:
     by it.
     """
     frames = _Frames(recording.storages)
+    streams = _streams(recording)
     trace: list[dict[str, Any]] = []
     for index, action in enumerate(recording.actions):
-        trace.extend(_entries(action, index, recording, frames))
+        trace.extend(
+            entry | {"stream": streams[index]}
+            for entry in _entries(action, index, recording, frames)
+        )
     return {
-        "segments": _segments(recording, frames),
+        "segments": _segments(recording, frames, streams),
         "device_traces": [trace],
         "allocator_settings": {"PYTORCH_ALLOC_CONF": "", "expandable_segments": False},
         "external_annotations": _annotations(recording),
@@ -78,7 +82,7 @@ def chrome_trace(recording: Recording) -> dict[str, Any]:
         rows.append({"ph": "X", "pid": 0, "tid": 0, "name": name, "ts": start, "dur": stop - start})
     held, reserved = dict.fromkeys(KINDS, 0), 0
     for time, action in enumerate(recording.actions, 1):
-        sign = -1 if action.act in (Act.FREE, Act.SEGMENT_FREE) else 1
+        sign = sign_of(action)
         if action.act is Act.OOM:
             args = {"requested_bytes": action.num_bytes}
             rows.append(
@@ -87,7 +91,7 @@ def chrome_trace(recording: Recording) -> dict[str, Any]:
         elif action.storage < 0:
             reserved += sign * action.num_bytes
             rows.append(_counter("reserved bytes", time, {"reserved": reserved}))
-        else:
+        elif sign:
             held[kind_of(recording.storages, action.storage)] += sign * action.num_bytes
             rows.append(_counter("allocated bytes", time, dict(held)))
     return {"traceEvents": rows, "displayTimeUnit": "ms"}
@@ -135,7 +139,6 @@ def _entries(
         "action": str(action.act),
         "addr": action.address,
         "size": action.num_bytes,
-        "stream": 0,
         "time_us": index,
         "compile_context": "N/A",
         "user_metadata": "",
@@ -153,23 +156,40 @@ def _entries(
         yield entry | {"action": "free_requested"}
         yield entry | {"action": "free_completed"}
     else:
-        if action.act is Act.ALLOC:
+        if action.storage >= 0:
             entry["size"] = storages.num_bytes[action.storage]
         yield entry
 
 
-def _segments(recording: Recording, frames: _Frames) -> list[dict[str, Any]]:
-    """The segments at the end, each tiled with its blocks, in the order of their addresses."""
-    segments: dict[int, int] = {}
-    live: dict[int, Action] = {}
-    for action in recording.actions:
+def _streams(recording: Recording) -> list[int]:
+    """The stream of every action; a segment is that of the block which it is asked for."""
+    streams, of_segments = recording.storages.streams, dict[int, int]()
+    found = []
+    for index, action in enumerate(recording.actions):
+        stream = streams.get(action.storage, 0)
         if action.act is Act.SEGMENT_ALLOC:
-            segments[action.address] = action.num_bytes
+            stream = streams.get(recording.actions[index + 1].storage, 0)
+            of_segments[action.address] = stream
+        elif action.act is Act.SEGMENT_FREE:
+            stream = of_segments[action.address]
+        found.append(stream)
+    return found
+
+
+def _segments(
+    recording: Recording, frames: _Frames, streams: Sequence[int]
+) -> list[dict[str, Any]]:
+    """The segments at the end, each tiled with its blocks, in the order of their addresses."""
+    segments: dict[int, tuple[int, int]] = {}  # bytes and stream
+    live: dict[int, Action] = {}
+    for action, stream in zip(recording.actions, streams, strict=True):
+        if action.act is Act.SEGMENT_ALLOC:
+            segments[action.address] = action.num_bytes, stream
         elif action.act is Act.SEGMENT_FREE:
             del segments[action.address]
-        elif action.act is Act.ALLOC:
+        elif action.act in (Act.ALLOC, Act.FREE_REQUESTED):
             live[action.address] = action
-        elif action.act is Act.FREE:
+        elif action.act in (Act.FREE, Act.FREE_COMPLETED):
             del live[action.address]
     starts = sorted(segments)
     inside: dict[int, list[Action]] = defaultdict(list)
@@ -178,11 +198,16 @@ def _segments(recording: Recording, frames: _Frames) -> list[dict[str, Any]]:
         while position + 1 < len(starts) and starts[position + 1] <= address:
             position += 1
         inside[starts[position]].append(live[address])
-    return [_segment(start, segments[start], inside[start], recording, frames) for start in starts]
+    return [_segment(start, *segments[start], inside[start], recording, frames) for start in starts]
 
 
 def _segment(
-    start: int, num_bytes: int, live: list[Action], recording: Recording, frames: _Frames
+    start: int,
+    num_bytes: int,
+    stream: int,
+    live: list[Action],
+    recording: Recording,
+    frames: _Frames,
 ) -> dict[str, Any]:
     blocks: list[dict[str, Any]] = []
     free_from = start
@@ -194,29 +219,32 @@ def _segment(
                 "address": action.address,
                 "size": action.num_bytes,
                 "requested_size": recording.storages.num_bytes[action.storage],
-                "state": "active_allocated",
+                "state": _STATES[action.act],
                 "frames": frames.of(action.storage),
             }
         )
         free_from = action.address + action.num_bytes
     if free_from < start + num_bytes:
         blocks.append(_free_block(free_from, start + num_bytes - free_from))
-    in_use = [block for block in blocks if block["state"] == "active_allocated"]
-    allocated = sum(block["size"] for block in in_use)
+    in_use = [block for block in blocks if block["state"] != "inactive"]
+    allocated = [block for block in in_use if block["state"] == "active_allocated"]
     return {
         "device": 0,
         "address": start,
         "total_size": num_bytes,
-        "allocated_size": allocated,
-        "active_size": allocated,
+        "allocated_size": sum(block["size"] for block in allocated),
+        "active_size": sum(block["size"] for block in in_use),
         "requested_size": sum(block["requested_size"] for block in in_use),
-        "stream": 0,
+        "stream": stream,
         "segment_type": "small" if num_bytes == SMALL_SEGMENT_BYTES else "large",
         "segment_pool_id": _POOL,
         "is_expandable": False,
         "frames": [],
         "blocks": blocks,
     }
+
+
+_STATES = {Act.ALLOC: "active_allocated", Act.FREE_REQUESTED: "active_pending_free"}
 
 
 def _free_block(address: int, num_bytes: int) -> dict[str, Any]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from typing import TypeVar
 
 from memest.errors import MemestError
 from memest.estimator.predict import judged_gpus, predict
 from memest.models_meta.registry import check_name
 from memest.plan import TrainingPlan
 from memest.report import Prediction
+
+T = TypeVar("T")
 
 MIN_PLANS_FOR_PROCESSES = 4
 """Below it, starting processes costs more than it saves."""
@@ -26,10 +29,29 @@ def predict_all(
     Raises:
         MemestError: of the first plan that cannot be predicted, with its name.
     """
+    one = partial(_predict_named, is_one=len(plans) == 1, trust_remote_code=trust_remote_code)
+    return _over_processes(one, plans, jobs)
+
+
+def predict_each(
+    plans: Sequence[TrainingPlan], *, jobs: int | None = None, trust_remote_code: bool = False
+) -> list[Prediction | MemestError]:
+    """As `predict_all`, with the error in place of each plan that cannot be predicted.
+
+    Raises:
+        MemestError: a plan asks for a model or a GPU that does not exist.
+    """
+    return _over_processes(
+        partial(_predict_or_error, trust_remote_code=trust_remote_code), plans, jobs
+    )
+
+
+def _over_processes(
+    one: Callable[[TrainingPlan], T], plans: Sequence[TrainingPlan], jobs: int | None
+) -> list[T]:
     for plan in plans:  # what can be refused at once is refused before anything heavy is imported
         judged_gpus(plan)
         check_name(plan.model_name)
-    one = partial(_predict_named, is_one=len(plans) == 1, trust_remote_code=trust_remote_code)
     num_processes = min(jobs or os.cpu_count() or 1, len(plans))
     if num_processes == 1 or (jobs is None and len(plans) < MIN_PLANS_FOR_PROCESSES):
         return [one(plan) for plan in plans]
@@ -41,6 +63,13 @@ def predict_all(
         found = list(pool.map(one, [plans[i] for i in order], chunksize=chunk))
     by_index = dict(zip(order, found, strict=True))
     return [by_index[i] for i in range(len(plans))]
+
+
+def _predict_or_error(plan: TrainingPlan, *, trust_remote_code: bool) -> Prediction | MemestError:
+    try:
+        return predict(plan, trust_remote_code=trust_remote_code)
+    except MemestError as error:
+        return error
 
 
 def _predict_named(plan: TrainingPlan, *, is_one: bool, trust_remote_code: bool) -> Prediction:

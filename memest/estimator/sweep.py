@@ -22,7 +22,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from memest.errors import MemestError, PlanError, shown
-from memest.estimator.gpus import Gpu
 from memest.estimator.predict import judged_gpus
 from memest.plan import TrainingPlan
 from memest.report import Verdict
@@ -248,7 +247,8 @@ def _groups(plans: Sequence[TrainingPlan]) -> dict[Any, _Group]:
     for index, plan in enumerate(plans):
         # a length that is left out is the model's default, and no number of a series
         alone = getattr(plan, key) if getattr(plan, key) is None else 0
-        rest = (alone, *(getattr(plan, name) for name in names))
+        own = index if plan.is_distributed else -1  # a trace for each: over all processes
+        rest = (own, alone, *(getattr(plan, name) for name in names))
         groups.setdefault(rest, _Group(key, [])).members.append(index)
     return groups
 
@@ -370,13 +370,10 @@ def _points(
                 gpu=gpu.name,
                 verdict=found.verdict,
                 peak_allocated_bytes=found.result.peak_allocated_bytes,
-                process_bytes=_process_bytes(found.verdict, gpu),
+                process_bytes=found.verdict.reserved_bytes
+                + gpu.context_bytes
+                + traced.libraries_bytes,
                 unlimited_reserved_bytes=found.free.peak_reserved_bytes,
             )
         )
     return points
-
-
-def _process_bytes(verdict: Verdict, gpu: Gpu) -> int:
-    """Reserved bytes and the CUDA context."""
-    return verdict.reserved_bytes + gpu.context_bytes

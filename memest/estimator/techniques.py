@@ -35,11 +35,15 @@ where no optimizer is named.
 """
 
 _DECIDED = {
-    "precision", "optim", "momentum", "act_ckpt", "use_lora", "use_qlora", "double_quant",
+    "precision", "optim", "momentum", "nesterov", "act_ckpt", "use_lora", "use_qlora",
+    "double_quant", "quant",
 }  # fmt: skip
 """Keys of a plan that a technique decides."""
 
-_OF_ADAPTERS = {"lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "quant_skip"}
+_OF_ADAPTERS = {
+    "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save",
+    "lora_bias", "use_rslora", "use_dora", "quant_skip",
+}  # fmt: skip
 _OF_FULL = {"freeze"}
 
 
@@ -67,6 +71,8 @@ def technique_values(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
         has_adapters = "use_lora" in changes or "use_qlora" in changes
         unused = _OF_FULL if has_adapters else _OF_ADAPTERS
         kept = {k: v for k, v in values.items() if k not in unused}
+        if plan.offloads:  # which works with one optimizer only
+            kept["optim"] = plan.optim
         made[name] = kept | changes | {"name": f"{plan.label}: {name}"}
     return made
 

@@ -1,4 +1,8 @@
-"""The programs of one plan over many sizes, from as few traces as possible."""
+"""The programs of one plan over many sizes, from as few traces as possible.
+
+Of a strategy each size is traced by itself: when a block that two streams share returns to its pool
+depends on how long the kernels take, which is no polynomial in the size.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from memest.errors import PlanError
+from memest.estimator.call_log import CallLog
 from memest.estimator.gpus import Gpu
 from memest.estimator.reuse import (
     DEGREE,
@@ -16,7 +21,7 @@ from memest.estimator.reuse import (
     logged_trace,
     with_value,
 )
-from memest.estimator.traced_plan import TracedPlan
+from memest.estimator.traced_plan import TracedPlan, trace_plan
 from memest.plan import TrainingPlan
 
 SPACING = {"batch_size": 1, "seq_len": 64}
@@ -57,11 +62,19 @@ class TraceSeries:
         """The trace at `value`, made once."""
         if value not in self._traces:
             plan = with_value(self.plan, self.key, value)
-            self._traces[value] = logged_trace(
-                plan, self.gpu, trust_remote_code=self.trust_remote_code
-            )
+            trust = self.trust_remote_code
+            if self.is_alone:
+                traced = trace_plan(plan, self.gpu, trust_remote_code=trust)
+                self._traces[value] = LoggedTrace(traced, CallLog())
+            else:
+                self._traces[value] = logged_trace(plan, self.gpu, trust_remote_code=trust)
             self.num_traces += 1
         return self._traces[value]
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether every size has a trace of its own."""
+        return self.plan.is_distributed
 
     def at(self, value: int) -> TracedPlan:
         """The traced plan at `value`: of a family that covers it, or its own trace."""
@@ -81,7 +94,8 @@ class TraceSeries:
         spacing = SPACING[self.key]
         traced = [v for v in self._traces if v > 1]
         is_short = self.key == "seq_len" and value < min(traced, default=0)  # not surely a plan
-        if value in self._traces or value == 1 or value % spacing or is_short:
+        is_own = self.is_alone or value == 1 or value % spacing
+        if value in self._traces or is_own or is_short:
             return self.trace(value).traced
         for family in reversed(self._families.values()):
             with suppress(FormBroken):
@@ -117,6 +131,8 @@ class TraceSeries:
         part is covered by a family of its first few, if that agrees with a trace at its last; if
         not, each half by itself.
         """
+        if self.is_alone:
+            return
         for run in runs_of_one_spacing(sorted(set(values) - {1})):
             self._cover(run)
 
@@ -124,8 +140,10 @@ class TraceSeries:
         """The family whose first sample is at `start`; nothing is checked away from its samples.
 
         Raises:
-            FormBroken: the samples do not make the same calls.
+            FormBroken: the samples do not make the same calls, or are those of a strategy.
         """
+        if self.is_alone:
+            raise FormBroken(f"`{self.plan.strategy}` is traced size by size")
         if (start, spacing) in self._broken:
             raise FormBroken(f"the samples from {start} differ")
         if (start, spacing) not in self._families:

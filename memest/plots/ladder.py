@@ -12,16 +12,19 @@ from matplotlib.ticker import MaxNLocator
 from memest.plots.style import (
     HEIGHT,
     KINDS,
+    OF_STRATEGIES,
     SMALL,
     VALUE,
     WIDTH,
     Theme,
     bare,
+    card_label,
     hatch,
     key,
     named,
     require,
     row_size,
+    runs_distributed,
     shortened,
     slide,
     text_on,
@@ -40,12 +43,17 @@ _TOP, _BOTTOM, _LEFT, _RIGHT = 2.42, 0.78, 0.4, 0.3  # inches
 _TOTAL, _CARD = 0.95, 0.9
 """Inches of the columns at the right: the peak, and the verdicts of each card."""
 
+_NAME = 4.1
+"""Inches that a name may take before its middle is left out."""
+
 _LINES = 0.5  # inches of two lines over the chart
 _BAR = 0.80  # of the height of a row
 
 
 def peak_parts(report: Prediction | Measurement) -> dict[str, int]:
     """Bytes at the peak by the kinds of `KINDS`; they add up to the peak allocated.
+
+    Kinds that only strategies have are left out where there are none.
 
     A prediction has its terms. A measurement has only what the probe read at the two phases around
     the peak, so what is alive at either counts as alive at the peak: exact but for a peak inside
@@ -57,7 +65,7 @@ def peak_parts(report: Prediction | Measurement) -> dict[str, int]:
         parts = dict.fromkeys(KINDS, 0)
         for term in report.terms:
             parts[term.kind if term.kind in parts else "rest"] += term.num_bytes
-        return parts
+        return {k: n for k, n in parts.items() if n or k not in OF_STRATEGIES}
     around = _around_peak(report)
     left, parts = report.peak_allocated_bytes, {}
     for kind in KINDS[:4]:
@@ -78,10 +86,13 @@ def _around_peak(report: Measurement) -> list[PhaseRow]:
     return list(rows[max(0, index - 1) : index + 1])
 
 
-def outcome_on(report: Prediction | Measurement, limit_bytes: int) -> Outcome | None:
+def outcome_on(
+    report: Prediction | Measurement, limit_bytes: int, card: str = ""
+) -> Outcome | None:
     """Whether the experiment fits a card whose allocator can reserve `limit_bytes`.
 
-    A prediction may have replayed exactly this limit. Else: a run that was never refused memory
+    A prediction may have replayed exactly this limit, or on several GPUs that of `card` less what
+    the libraries take. Else: a run that was never refused memory
     fits whatever holds its peak reserved, and does not fit what cannot hold its peak allocated.
     None in between, where the allocator's cache decides, and for a run that failed otherwise. A run
     that fitted one card is taken to fit a larger one.
@@ -89,8 +100,9 @@ def outcome_on(report: Prediction | Measurement, limit_bytes: int) -> Outcome | 
     if report.verdict is Outcome.FAILED:
         return None
     verdicts = report.verdicts if isinstance(report, Prediction) else {}
-    for verdict in verdicts.values():
-        if verdict.limit_bytes == limit_bytes:
+    for name, verdict in verdicts.items():
+        is_card = card_label(name) == card and not report.plan.get("memory_limit")
+        if is_card or verdict.limit_bytes == limit_bytes:
             return verdict.verdict
     if report.peak_allocated_bytes > limit_bytes:
         return Outcome.OOM
@@ -124,7 +136,7 @@ def plot_ladder(
     inches = (HEIGHT - _TOP - _BOTTOM) * max(1, len(reports) / MAX_ROWS)
     size = row_size(len(reports), inches)
     is_mixed = len({report.kind for report in reports}) > 1
-    names = [named(r.name, f" ({r.kind})" if is_mixed else "", size, 3.4) for r in reports]
+    names = [named(r.name, f" ({r.kind})" if is_mixed else "", size, _NAME) for r in reports]
     left = _LEFT + 0.12 + max(text_width(name, size) for name in names)
     width = WIDTH - _RIGHT - _TOTAL - len(cards) * _CARD - left
     per_gib = width / (1.02 * longest)
@@ -140,14 +152,18 @@ def plot_ladder(
         axes.set(xlim=(0, 1.02 * longest), ylim=(len(reports) - 0.5, -0.5))
         axes.set_yticks(range(len(reports)), names, size=size)
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-        axes.set_xlabel("allocated at the peak, GiB", size=VALUE, labelpad=3)
+        axes.set_xlabel(f"allocated at the peak{_per_gpu(reports)}, GiB", size=VALUE, labelpad=3)
         for row, report in enumerate(reports):
             _draw_bar(axes, theme, row, report, size, per_gib, [x / GIB for _, x in cards])
         _draw_limits(axes, theme, cards, labels, inches)
         _draw_verdicts(axes, theme, reports, cards, size, (width, inches))
-        is_unsure = any(outcome_on(r, limit) is None for r in reports for limit in limits.values())
+        is_unsure = any(outcome_on(r, n, card) is None for r in reports for card, n in cards)
         _write_words(figure, theme, reports, is_unsure=is_unsure)
     return figure
+
+
+def _per_gpu(reports: Sequence[Prediction | Measurement]) -> str:
+    return " of one GPU" if any(map(runs_distributed, reports)) else ""
 
 
 def _end(report: Prediction | Measurement) -> int:
@@ -286,7 +302,7 @@ def _draw_verdicts(
         head = "\n".join(shortened(part, SMALL, _CARD - 0.06, bold=True) for part in label.split())
         _write_head(axes, head, x, inches, align="center")
         for row, report in enumerate(reports):
-            outcome = outcome_on(report, limit)
+            outcome = outcome_on(report, limit, label)
             if outcome is Outcome.OOM:
                 half = 0.46 * _CARD / width
                 axes.add_patch(
@@ -321,14 +337,16 @@ def _write_words(
     kinds = " and ".join(dict.fromkeys(report.kind for report in reports))
     gpus = ", ".join(dict.fromkeys(report.gpu for report in reports))
     noun = "experiment" if len(reports) == 1 else "experiments"
+    has_several = any(map(runs_distributed, reports))
     unsure = "; ? = the peaks alone cannot tell" if is_unsure else ""
     write_title(
         figure,
         theme,
-        "What fills the GPU at the peak",
+        f"What fills {'each' if has_several else 'the'} GPU at the peak",
         f"{len(reports)} {noun}, {kinds} on {gpus}{unsure}",
     )
-    handles = [key(theme.kinds[kind], kind, theme) for kind in KINDS]
+    used = {kind for report in reports for kind in peak_parts(report)}
+    handles = [key(theme.kinds[kind], kind, theme) for kind in KINDS if kind in used]
     if any(_end(report) > report.peak_allocated_bytes for report in reports):
         handles.append(
             Patch(

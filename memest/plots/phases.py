@@ -21,6 +21,7 @@ from memest.plots.style import (
     bare,
     hatch,
     key,
+    runs_distributed,
     signed_percent,
     slide,
     text_on,
@@ -118,7 +119,7 @@ def plot_phases(
         axes.set_ylabel("allocated, GiB")
         axes.set_xticks([])
         _write_words(figure, theme, reports, step, micro_batch)
-        _write_keys(figure, theme)
+        _write_keys(figure, theme, is_distributed=any(map(runs_distributed, reports)))
     return figure
 
 
@@ -282,8 +283,10 @@ def _said(outcome: Outcome) -> str:
     return "OOM" if outcome is Outcome.OOM else str(outcome)
 
 
-def _write_keys(figure: Figure, theme: Theme) -> None:
-    handles = [key(theme.kinds[kind], kind, theme) for kind in STACK]
+def _write_keys(figure: Figure, theme: Theme, *, is_distributed: bool) -> None:
+    # a probe knows no kinds but the first three: the fourth is all that is left
+    rest = {"activations": "activations, buckets, gathered"} if is_distributed else {}
+    handles = [key(theme.kinds[kind], rest.get(kind, kind), theme) for kind in STACK]
     handles.append(
         Patch(
             facecolor="none", edgecolor=theme.ink, linewidth=1.6, linestyle=(0, (3, 2)),

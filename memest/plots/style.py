@@ -3,7 +3,8 @@
 The colours are those of Okabe and Ito, "Color Universal Design" (https://jfly.uni-koeln.de/color/),
 made to be told apart with every common kind of colour blindness. Of the eight, those were taken
 whose luminance also rises from kind to kind in the order of the stack, so that a greyscale print
-keeps them apart: blue 0.34, vermilion 0.47, sky blue 0.62, yellow 0.84 (ITU-R BT.601 luma). The
+keeps them apart: blue 0.34, vermilion 0.47, sky blue 0.62, yellow 0.84 (ITU-R BT.601 luma). What
+only several GPUs have lies over the yellow and falls again: orange 0.64, bluish green 0.42. The
 rest is near black on light slides and near white on dark ones.
 """
 
@@ -29,6 +30,7 @@ from matplotlib.patches import Patch
 from matplotlib.textpath import TextPath
 
 from memest.errors import PlanError
+from memest.report import Report
 
 WIDTH, HEIGHT = 40 / 3, 7.5
 """Inches of a 16:9 slide, in which the sizes of type are what a slide program calls them."""
@@ -39,8 +41,11 @@ PNG_DPI = 144
 TITLE, LABEL, TICK, VALUE, SMALL = 26, 20, 18, 16, 14
 """Sizes of type in points; only rows of a long list go below `SMALL`."""
 
-KINDS = ("params", "grads", "optimizer", "activations", "rest")
+KINDS = ("params", "grads", "optimizer", "activations", "buckets", "gathered", "rest")
 """In the order of the stack, from the axis."""
+
+OF_STRATEGIES = ("buckets", "gathered")
+"""Kinds that only a run on several GPUs has; elsewhere they are left out of legends."""
 
 _HATCH_INCHES = 0.19  # between strokes, along the axis
 MINUS = "\N{MINUS SIGN}"  # as wide as a plus
@@ -71,6 +76,7 @@ class Theme:
 
 _STATES = {
     "params": "#0072B2", "grads": "#D55E00", "optimizer": "#56B4E9", "activations": "#F0E442",
+    "buckets": "#E69F00", "gathered": "#009E73",
 }  # fmt: skip
 
 LIGHT = Theme(
@@ -203,6 +209,12 @@ def card_label(gpu: str) -> str:
     ('A100 80GB', 'custom')
     """
     return gpu.replace("-", " ").upper() if any(c.isdigit() for c in gpu) else gpu
+
+
+def runs_distributed(report: Report) -> bool:
+    """Whether a strategy of several GPUs ran the plan of a report."""
+    plan = report.plan
+    return int(plan.get("devices") or 1) > 1 or plan.get("strategy", "auto") != "auto"
 
 
 def retitle(figure: Figure, title: str) -> Figure:

@@ -33,7 +33,7 @@ MAX_COLUMNS = 600
 """Of more events each column shows the fullest of its moments, so that no peak is lost."""
 
 TEMPORARIES = "#CC79A7"
-"""Okabe and Ito's reddish purple; its luminance, 0.62, is far from the yellow below it."""
+"""Okabe and Ito's reddish purple; its luminance, 0.62, is far from the yellow or green below it."""
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 1.15, 0.35, 2.28, 0.85  # inches
 _BAND = 0.42  # inches of the strip that names the phases
@@ -44,6 +44,8 @@ _DRAWN = {
     "grads": ("grads",),
     "optimizer": ("optimizer",),
     "activations": ("activations",),
+    "buckets": ("buckets",),
+    "gathered": ("gathered",),
     "temporaries": ("temporaries",),
     "rest": ("buffers", "batch", "workspace"),
 }

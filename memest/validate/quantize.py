@@ -30,6 +30,7 @@ def quantize_for_real(
     Raises:
         PlanError: no layer is left to quantise.
     """
+    original: Any
     for name, original in layers_to_quantize(model, list(skip)):
         layer = (
             _in_8_bits(original)
@@ -47,7 +48,7 @@ def quantize_for_real(
 def _weight_of(original: Any) -> torch.Tensor:
     """(out_features, in_features); transformers' Conv1D keeps its weight transposed."""
     weight: torch.Tensor = original.weight.data
-    return weight if type(original) is nn.Linear else weight.T
+    return weight if isinstance(original, nn.Linear) else weight.T
 
 
 def _in_8_bits(original: Any) -> Any:

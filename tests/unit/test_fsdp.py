@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -47,7 +48,7 @@ class Tower(nn.Module):
 
     def __init__(self, widths: Widths) -> None:
         super().__init__()
-        pairs = zip(widths, widths[1:], strict=False)
+        pairs = pairwise(widths)
         self.layers = nn.ModuleList([Layer(a, b) for a, b in pairs])
         self.head = nn.Linear(widths[-1], 2, bias=False)
 
@@ -60,7 +61,7 @@ class Tower(nn.Module):
 
 def units(widths: Widths) -> list[list[tuple[int, ...]]]:
     """Shapes of what is divided together: each layer, then the head."""
-    pairs = zip(widths, widths[1:], strict=False)
+    pairs = pairwise(widths)
     return [[(b, a), (b,)] for a, b in pairs] + [[(2, widths[-1])]]
 
 
@@ -106,13 +107,15 @@ def kept(widths: Widths, world_size: int, **options: Any) -> list[tuple[int, int
     return [(s.params // WORD, b.grads // WORD, s.optimizer // WORD) for b, s in read]
 
 
-some_widths = st.lists(st.integers(1, 23), min_size=1, max_size=3)
+some_widths = st.lists(st.integers(1, 23), min_size=2, max_size=3)
 some_worlds = st.integers(1, 5)
-few = settings(max_examples=8, deadline=None, derandomize=True)
+few = settings(
+    max_examples=8, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate]
+)
 
 
 def flat_numel(shapes: Sequence[Sequence[int]], world_size: int) -> int:
-    """Of a flat parameter of FSDP1: each begins aligned, and the sum goes to a multiple of ranks."""
+    """Of a flat parameter of FSDP1: each begins aligned; the sum goes to a multiple of ranks."""
     total = 0
     for shape in shapes:
         total = up_to(total, ALIGNED) + numel(shape)
@@ -120,15 +123,18 @@ def flat_numel(shapes: Sequence[Sequence[int]], world_size: int) -> int:
 
 
 @few
-@given(widths=some_widths, world_size=some_worlds)
+@given(widths=some_widths, world_size=st.integers(2, 5))
 def test_flat_shards_and_padding_sum_to_the_whole(widths: list[int], world_size: int) -> None:
-    """FSDP1: every rank has the same; gradients are alike and moments twice it."""
+    """FSDP1, which divides nothing on one GPU: all ranks have the same, gradients too. The
+    optimizer sees no padding, so its two moments sum to twice the elements.
+    """
     ranks = kept(widths, world_size, strategy="fsdp")
 
     whole = sum(flat_numel(shapes, world_size) for shapes in units(widths))
     part = whole // world_size
-    assert ranks == [(part, part, 2 * part)] * world_size
-    assert whole >= sum(numel(shape) for shapes in units(widths) for shape in shapes)
+    elements = sum(numel(shape) for shapes in units(widths) for shape in shapes)
+    assert [rank[:2] for rank in ranks] == [(part, part)] * world_size
+    assert sum(moments for _, _, moments in ranks) == 2 * elements <= 2 * whole
 
 
 @few
@@ -221,6 +227,7 @@ def test_gradients_stay_whole_until_the_last_micro_batch() -> None:
     assert grads == [whole, whole, whole // 4]
 
 
+@pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy:FutureWarning")
 def test_no_shard_keeps_everything_on_every_gpu() -> None:
     program = traced(WIDTHS, strategy="fsdp", devices=4, sharding_strategy="NO_SHARD")
     whole = WORD * sum(flat_numel(shapes, 1) for shapes in units(WIDTHS))

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -416,12 +416,19 @@ def test_a_ladder_of_nothing_is_refused() -> None:
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK])
 def test_greyscale_keeps_every_two_kinds_apart(theme: Any) -> None:
-    """BT.601 luma, a tenth of the range apart at least, and rising through the states."""
-    greys = [0.299 * r + 0.587 * g + 0.114 * b for r, g, b in map(to_rgb, theme.kinds.values())]
+    """BT.601 luma, a tenth of the range apart at least, and rising through the states.
 
-    assert greys[:4] == sorted(greys[:4])
-    ordered = sorted(greys)
+    What only strategies have is apart from all that it can lie next to.
+    """
+    colors = {kind: to_rgb(theme.kinds[kind]) for kind in KINDS}
+    greys = {k: 0.299 * r + 0.587 * g + 0.114 * b for k, (r, g, b) in colors.items()}
+    states = [greys[kind] for kind in KINDS[:4]]
+
+    assert states == sorted(states)
+    ordered = sorted([*states, greys["rest"]])
     assert min(b - a for a, b in pairwise(ordered)) > 0.1
+    last = [greys[kind] for kind in ("activations", "buckets", "gathered", "rest")]
+    assert min(abs(a - b) for a, b in combinations(last, 2)) > 0.1
 
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK])

@@ -1,0 +1,158 @@
+"""Memory per GPU over the number of GPUs, under each strategy, and what does not shrink with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import product
+from typing import Any
+
+from memest.errors import MemestError, PlanError, closest
+from memest.estimator.suite import predict_each
+from memest.plan import STRATEGIES, TrainingPlan
+from memest.report import Prediction
+
+DEVICES = (1, 2, 4, 8, 16, 32, 64)
+"""Numbers of GPUs that are predicted where none are named."""
+
+DEFAULT_STRATEGIES = ("ddp", "deepspeed_stage_2", "deepspeed_stage_3", "fsdp", "fsdp2")
+
+_ONLY_OF = {
+    "ddp": ("gradient_as_bucket_view", "bucket_cap_mb"),
+    "fsdp": (
+        "sharding_strategy", "shard_size", "wrap_classes", "activation_checkpointing_policy",
+    ),
+    "deepspeed": ("reduce_bucket_size", "allgather_bucket_size"),
+}  # fmt: skip
+"""Keys of a plan that one family of strategies reads."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScalingLine:
+    """One strategy over the numbers of GPUs."""
+
+    strategy: str
+    reports: Mapping[int, Prediction]
+    """By the number of GPUs, ascending; those that could not be predicted are missing."""
+
+    notes: tuple[str, ...] = ()
+    """What was set for this strategy, or why a number of GPUs is missing."""
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """The reports as JSON values, each with its strategy and number of GPUs in front."""
+        return [
+            {"strategy": self.strategy, "devices": devices, **report.to_dict()}
+            for devices, report in self.reports.items()
+        ]
+
+
+def scale(
+    values: Mapping[str, Any],
+    *,
+    strategies: Sequence[str] = DEFAULT_STRATEGIES,
+    devices: Sequence[int] = DEVICES,
+    jobs: int | None = None,
+    trust_remote_code: bool = False,
+) -> list[ScalingLine]:
+    """Predict the plan of `values` under each of `strategies` on each number of GPUs.
+
+    A combination that contradicts itself, or that memest cannot model, is left out with a note.
+
+    Raises:
+        MemestError: there is no such strategy, or nothing at all can be predicted; the error is
+            the first one's.
+    """
+    for strategy in strategies:
+        _check_strategy(strategy)
+    numbers = sorted(set(devices))
+    plans: dict[tuple[str, int], TrainingPlan] = {}
+    found: dict[tuple[str, int], Prediction | MemestError] = {}
+    for strategy, number in product(dict.fromkeys(strategies), numbers):
+        try:
+            plans[strategy, number] = _plan(values, strategy, number)
+        except MemestError as error:
+            found[strategy, number] = error
+    reports = predict_each(list(plans.values()), jobs=jobs, trust_remote_code=trust_remote_code)
+    found |= dict(zip(plans, reports, strict=True))
+    if all(isinstance(result, MemestError) for result in found.values()):
+        raise next(result for result in found.values() if isinstance(result, MemestError))
+    return [
+        _line(values, strategy, {n: found[strategy, n] for n in numbers})
+        for strategy in dict.fromkeys(strategies)
+    ]
+
+
+def _check_strategy(strategy: str) -> None:
+    known = [name for name in STRATEGIES if name != "auto"]
+    if strategy not in known:
+        near = closest(strategy, known) or known
+        raise PlanError(
+            f"there is no strategy `{strategy[:100]}` for several GPUs",
+            hint=f"choose from {', '.join(f'`{name}`' for name in near)}",
+        )
+
+
+def _plan(values: Mapping[str, Any], strategy: str, devices: int) -> TrainingPlan:
+    """The plan under one strategy, without the keys that only other strategies read."""
+    unread = _unread(values, strategy)
+    kept = {key: value for key, value in values.items() if key not in unread}
+    kept |= {"strategy": strategy, "devices": devices}
+    if strategy.endswith("_offload"):
+        kept["optim"] = "deepspeed_cpu"
+    return TrainingPlan.from_dict(kept)
+
+
+def _unread(values: Mapping[str, Any], strategy: str) -> list[str]:
+    """Keys of `values` that say something, and that `strategy` does not read."""
+    defaults = {f.name: f.default for f in fields(TrainingPlan)}
+    return [
+        key
+        for family, keys in _ONLY_OF.items()
+        for key in keys
+        if not strategy.startswith(family)
+        and values.get(key) not in (None, [], (), defaults[key])
+    ]
+
+
+def _line(
+    values: Mapping[str, Any], strategy: str, results: Mapping[int, Prediction | MemestError]
+) -> ScalingLine:
+    notes = [f"`{key}` is not read" for key in _unread(values, strategy)]
+    reports = {n: r for n, r in results.items() if isinstance(r, Prediction)}
+    optim = values.get("optim")
+    if reports and strategy.endswith("_offload") and optim != "deepspeed_cpu":
+        notes.append("`optim` is `deepspeed_cpu`, the one that offload takes")
+    reasons: dict[str, list[int]] = {}
+    for number, result in results.items():
+        if isinstance(result, MemestError):
+            reasons.setdefault(str(result), []).append(number)
+    for reason, numbers in reasons.items():
+        notes.append(f"not predicted on {', '.join(map(str, numbers))} GPUs: {reason}")
+    return ScalingLine(strategy=strategy, reports=reports, notes=tuple(notes))
+
+
+def kind_bytes(report: Prediction) -> dict[str, int]:
+    """Bytes at the peak by kind of term, the largest first."""
+    sizes: dict[str, int] = {}
+    for term in report.terms:
+        sizes[term.kind] = sizes.get(term.kind, 0) + term.num_bytes
+    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
+
+
+def constant_terms(line: ScalingLine) -> dict[str, int]:
+    """What does not shrink: bytes by kind on the largest number of GPUs, the largest first.
+
+    What is divided among the GPUs falls as 1/n from the number before it to the largest, what is
+    not stays. A kind counts as constant if it is nearer to the latter: of sizes a and b on m and n
+    GPUs, b / a > (1 + m / n) / 2. Of a single number of GPUs nothing can be said.
+    """
+    numbers = sorted(line.reports)
+    if len(numbers) < 2:
+        return {}
+    m, n = numbers[-2:]
+    before, last = kind_bytes(line.reports[m]), kind_bytes(line.reports[n])
+    return {
+        kind: size
+        for kind, size in last.items()
+        if kind != "rounding" and size and 2 * n * size > (n + m) * before.get(kind, 0)
+    }
