@@ -330,7 +330,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif (t := results[position]).untyped_storage()._cdata not in self._live:
                 site = site or self._site(func)
                 self._born(t, num_bytes, site, self.kind)
-        if func in MATMULS:
+        if func in MATMULS and self.phase != "setup":  # adapters are initialised on the host
             persistent, passing = self._cublas_workspaces(func, args, kwargs)
             if persistent or passing:
                 site = site or self._site(func)

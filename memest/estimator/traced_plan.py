@@ -19,6 +19,7 @@ from memest.estimator.optimizers import (
     managed_state_bytes,
     optimizer_state_tensors,
 )
+from memest.estimator.parallel.libraries import libraries_bytes
 from memest.estimator.step import Program, StepTracer
 from memest.estimator.trace import MemKind, Recorder, StorageTable
 from memest.models_meta.assemble import (
@@ -163,6 +164,7 @@ def _traced(plan: TrainingPlan, recorder: Recorder, trust_remote_code: bool) -> 
         notes=(*notes, *batch.notes),
         seq_len=seq_len,
         image_size=batch.image_size,
+        libraries_bytes=libraries_bytes(plan),
         geometry=layer_geometry(model, config),
     )
 

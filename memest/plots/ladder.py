@@ -46,6 +46,9 @@ _TOTAL, _CARD = 0.95, 0.9
 _NAME = 4.1
 """Inches that a name may take before its middle is left out."""
 
+_FAR = 1.5
+"""A card that holds this many times the longest bar is left to its column."""
+
 _LINES = 0.5  # inches of two lines over the chart
 _BAR = 0.80  # of the height of a row
 
@@ -125,22 +128,26 @@ def plot_ladder(
     `limits` maps a card's name to the bytes that the caching allocator can reserve on it. A bar is
     hatched where the experiment is out of memory on the GPU that its report is for: it ends where
     the run failed, and, for predictions, an empty outline goes on to what would be reserved if
-    there were no limit. The columns at the right give the verdict for each card.
+    there were no limit. The columns at the right give the verdict for each card; a card that is far
+    beyond the longest bar has no line.
 
     Raises:
         PlanError: there is no report.
     """
     require(reports)
     cards = sorted(limits.items(), key=lambda item: item[1])
-    longest = max([*(_end(report) for report in reports), *limits.values(), 1]) / GIB
+    drawn, longest = _drawn(reports, cards)
     inches = (HEIGHT - _TOP - _BOTTOM) * max(1, len(reports) / MAX_ROWS)
     size = row_size(len(reports), inches)
     is_mixed = len({report.kind for report in reports}) > 1
-    names = [named(r.name, f" ({r.kind})" if is_mixed else "", size, _NAME) for r in reports]
-    left = _LEFT + 0.12 + max(text_width(name, size) for name in names)
+    tags = [f" ({r.kind})" if is_mixed else "" for r in reports]
+    wide = max(text_width(r.name + tag, size) for r, tag in zip(reports, tags, strict=True))
+    name_size = size if wide <= _NAME else min(size, SMALL)
+    names = [named(r.name, tag, name_size, _NAME) for r, tag in zip(reports, tags, strict=True)]
+    left = _LEFT + 0.12 + max(text_width(name, name_size) for name in names)
     width = WIDTH - _RIGHT - _TOTAL - len(cards) * _CARD - left
     per_gib = width / (1.02 * longest)
-    labels = _limit_labels(cards, per_gib, 1.02 * longest)
+    labels = _limit_labels(drawn, per_gib, 1.02 * longest)
     top = _TOP + _LINES * max((label[2] for label in labels), default=0)
     height = max(HEIGHT, top + inches + _BOTTOM) if len(reports) > MAX_ROWS else HEIGHT
     inches = height - top - _BOTTOM
@@ -150,16 +157,25 @@ def plot_ladder(
         bare(axes, theme, grid="x")
         axes.spines["left"].set_visible(False)
         axes.set(xlim=(0, 1.02 * longest), ylim=(len(reports) - 0.5, -0.5))
-        axes.set_yticks(range(len(reports)), names, size=size)
+        axes.set_yticks(range(len(reports)), names, size=min(size, name_size))
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
         axes.set_xlabel(f"allocated at the peak{_per_gpu(reports)}, GiB", size=VALUE, labelpad=3)
         for row, report in enumerate(reports):
-            _draw_bar(axes, theme, row, report, size, per_gib, [x / GIB for _, x in cards])
-        _draw_limits(axes, theme, cards, labels, inches)
+            _draw_bar(axes, theme, row, report, size, per_gib, [x / GIB for _, x in drawn])
+        _draw_limits(axes, theme, drawn, labels, inches)
         _draw_verdicts(axes, theme, reports, cards, size, (width, inches))
         is_unsure = any(outcome_on(r, n, card) is None for r in reports for card, n in cards)
         _write_words(figure, theme, reports, is_unsure=is_unsure)
     return figure
+
+
+def _drawn(
+    reports: Sequence[Prediction | Measurement], cards: Sequence[tuple[str, int]]
+) -> tuple[list[tuple[str, int]], float]:
+    """The cards that get a line, and how many GiB the chart reaches to."""
+    longest = max([_end(report) for report in reports])
+    drawn = [card for card in cards if card[1] <= _FAR * longest] or list(cards[:1])
+    return drawn, max(longest, 1, *(limit for _, limit in drawn)) / GIB
 
 
 def _per_gpu(reports: Sequence[Prediction | Measurement]) -> str:

@@ -46,7 +46,7 @@ def fsdp_on_meta(recorder: StreamRecorder, num_devices: int) -> Iterator[None]:
     def take(tensor: Tensor, size: torch.Size) -> None:
         num_bytes = size.numel() * tensor.element_size()
         if tensor.untyped_storage().nbytes() != num_bytes:
-            recorder.resize(tensor, num_bytes)
+            recorder.resize(tensor, num_bytes, MemKind.GATHERED)
 
     def free(tensor: Tensor) -> None:
         if tensor.untyped_storage().nbytes():

@@ -39,7 +39,7 @@ def fsdp2_on_meta(recorder: StreamRecorder, num_devices: int) -> Iterator[None]:
     def take(tensor: Tensor) -> None:
         num_bytes = tensor.numel() * tensor.itemsize
         if tensor.untyped_storage().nbytes() != num_bytes:
-            recorder.resize(tensor, num_bytes)
+            recorder.resize(tensor, num_bytes, MemKind.GATHERED)
 
     def free(tensor: Tensor) -> None:
         if tensor.untyped_storage().nbytes():

@@ -1,4 +1,4 @@
-"""What the libraries of several GPUs hold beside the caching allocator and the CUDA context.
+"""What libraries hold beside the caching allocator and the CUDA context: NCCL, int8 kernels.
 
 Measured: process bytes less reserved less the context of one process, in 54 runs on four H200 of
 one host (NCCL as torch 2.11 brings it, NVLink, multicast off); `results/h200-multi.jsonl`. Equal on
@@ -28,8 +28,17 @@ DEEPSPEED_ALONE_BYTES = 952 * MIB
 """What DeepSpeed opens on a single GPU, the first communicator included."""
 
 
+INT8_BYTES = 64 * MIB
+"""cuBLAS's int8 kernels, which LLM.int8 loads: `results/h200-variants.jsonl`, five runs of six."""
+
+
 def libraries_bytes(plan: TrainingPlan) -> int:
-    """Bytes on each GPU for the communicators of `plan`."""
+    """Bytes on each GPU for the communicators and kernels of `plan`."""
+    int8_bytes = INT8_BYTES if plan.use_qlora and plan.quant == "int8" else 0
+    return int8_bytes + _communicators_bytes(plan)
+
+
+def _communicators_bytes(plan: TrainingPlan) -> int:
     if not plan.is_distributed:
         return 0
     if plan.is_deepspeed:

@@ -140,8 +140,8 @@ def _host_terms(strategy: Strategy) -> tuple[Term, ...]:
 def _notes(plan: TrainingPlan, rank: int) -> Iterator[str]:
     """What is assumed of a run on several GPUs."""
     yield (
-        f"the figures are those of rank {rank} of {plan.devices}, the worst; the cache is emptied"
-        " once more when the strategy has wrapped the model"
+        f"the figures are those of rank {rank} of {plan.devices}, and no rank holds more; the cache"
+        " is emptied once more when the strategy has wrapped the model"
     )
     yield (
         f"{format_bytes(libraries_bytes(plan))} of NCCL on each GPU, as on four H200 of one host"

@@ -18,8 +18,9 @@ from torch.utils.flop_counter import flop_registry
 
 from memest.estimator.gpus import Gpu
 
-LAUNCH_US = 10.0
-"""Host time of one operator of a training step in eager mode."""
+LAUNCH_US = 15.6
+"""Host time of an operator of a training step in eager mode: `scripts/measure_launch.py` on the
+host of an H200, torch 2.11."""
 
 
 @dataclass(frozen=True, slots=True)

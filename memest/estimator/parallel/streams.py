@@ -167,12 +167,11 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
         while self._pending and self._pending[0][0] <= self._host:
             self.events.append(RETURNED - heappop(self._pending)[1])
 
-    def resize(self, tensor: Tensor, num_bytes: int) -> None:
-        """As `untyped_storage().resize_`: the old block is freed, a new one taken."""
+    def resize(self, tensor: Tensor, num_bytes: int, kind: MemKind = MemKind.ACTIVATIONS) -> None:
+        """As `untyped_storage().resize_`: the old block is freed, a new one taken for `kind`."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         index = self._live.pop(key, None)
-        kind = MemKind.ACTIVATIONS if index is None else self.storages.kinds[index]
         site = Site("", "", self.phase) if index is None else self.storages.sites[index]
         if index is not None:
             self._references.pop(index, None)
