@@ -455,7 +455,7 @@ def _write(path: Path, text: str) -> None:
         ) from error
 
 
-from memest import cli_advise, cli_chart, cli_sweep  # noqa: E402, F401  own files
+from memest import cli_advise, cli_chart, cli_scaling, cli_sweep  # noqa: E402, F401  own files
 
 if __name__ == "__main__":
     main()

@@ -29,6 +29,8 @@ def _heading(advice: Advice) -> list[str]:
     facts = [plan.label, plan.precision, plan.optim, f"batch {plan.batch_size}"]
     if plan.accumulate_grad_batches > 1:
         facts.append(f"accumulation {plan.accumulate_grad_batches}")
+    if plan.is_distributed:
+        facts.append(f"{plan.strategy} on {plan.devices} GPUs")
     facts.append(f"on {advice.gpu}")
     figures = (
         f"{format_gib(current.peak_reserved_bytes)} reserved,"
@@ -88,7 +90,7 @@ def _not_enough(advice: Advice) -> list[str]:
 def _left_out(advice: Advice) -> list[str]:
     lines = [f"refused: {r.title}: {r.reason}" for r in advice.refused]
     if not advice.fits:
-        lines += [f"not modelled, so without a figure: {what}" for what in advice.not_modelled]
+        lines += [f"not tried: {what}" for what in advice.not_tried]
     count = f"{advice.num_predictions} prediction" + "s" * (advice.num_predictions != 1)
     if not advice.is_complete:
         count += ", all that were allowed: there may be more (`--max-predictions`)"

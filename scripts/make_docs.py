@@ -14,7 +14,8 @@ from pathlib import Path
 from memest.estimator.suite import predict_all
 from memest.render_compare import render_comparison_markdown
 from memest.report import Measurement, Prediction, read_measurements
-from memest.validate.compare import comparable, compare, plan_of, summarise
+from memest.units import format_gib
+from memest.validate.compare import Comparison, comparable, compare, plan_of, summarise
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
@@ -54,22 +55,59 @@ def accuracy_page(runs: Runs) -> str:
     """The text of docs/accuracy.md."""
     sections = [HEAD]
     everything = [pair for ms, ps in runs.values() for pair in compare(ms, ps)]
-    whole = summarise(everything)
-    sections.append(f"All {len(everything)} runs:\n")
-    sections.append(
-        "\n".join(
-            f"- {name}: median {whole.median_percent[name]:.3f} %,"
-            f" worst {whole.worst_percent[name]:+.3f} %"
-            for name in whole.median_percent
+    for where, chosen in (
+        ("on one GPU", [c for c in everything if not c.measured.ranks]),
+        ("under a strategy, worst rank", [c for c in everything if c.measured.ranks]),
+    ):
+        whole = summarise(chosen)
+        right = sum(c.is_verdict_right for c in chosen)
+        sections.append(f"\n{len(chosen)} runs {where}, {right} verdicts right:\n")
+        sections.append(
+            "\n".join(
+                f"- {name}: median {whole.median_percent[name]:.3f} %,"
+                f" worst {whole.worst_percent[name]:+.3f} %"
+                for name in whole.median_percent
+            )
         )
-    )
     for name, (measured, predicted) in runs.items():
         comparisons = compare(measured, predicted)
         gpu = measured[0].device["name"]
         sections.append(f"\n## {name} ({gpu})\n")
         sections.append(f"![predicted against measured](img/{name}-scatter.svg)\n")
         sections.append(render_comparison_markdown(comparisons, summarise(comparisons)))
+    sections.append(ranks_section(everything))
     return "\n".join(sections) + "\n"
+
+
+def ranks_section(comparisons: Sequence[Comparison]) -> str:
+    """How far the ranks of a run are apart, and the host memory of offload."""
+    several = [c for c in comparisons if c.measured.ranks]
+    lines = [
+        "\n## Ranks and hosts\n",
+        "The tables above hold the prediction to the worst rank. The ranks of one run differ too:"
+        " under FSDP1, and where gradients are summed beside the backward, blocks that two streams"
+        " use come back when the GPU has caught up with the host.\n",
+        "| experiment | reserved, worst rank above the best | predicted, off the worst |",
+        "|---|---|---|",
+    ]
+    lines += [
+        f"| {c.name} | {c.rank_spread_percent['reserved']:.2f} % |"
+        f" {c.totals['reserved'].error_percent:+.2f} % |"
+        for c in several
+        if c.rank_spread_percent["reserved"] > 0.005
+    ]
+    lines += [
+        "\nHost memory under offload, all ranks together:\n",
+        "| experiment | measured | predicted | error |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {c.name} | {format_gib(c.measured.host_bytes)} | {format_gib(c.predicted.host_bytes)} |"
+        f" {100 * (c.predicted.host_bytes / c.measured.host_bytes - 1):+.1f} % |"
+        for c in comparisons
+        if c.predicted.host_terms
+    ]
+    return "\n".join(lines)
 
 
 def draw(runs: Runs) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memest.errors import MemestError, PlanError
-from memest.estimator.changes import NOT_MODELLED, Change, Cost, Lever, apply, levers_for
+from memest.estimator.changes import NOT_TRIED, Change, Cost, Lever, apply, levers_for
 from memest.estimator.commands import ModelFacts, predict_command, training_lines
 from memest.estimator.gpus import Gpu, find_gpu, list_gpus
 from memest.estimator.predict import predict
@@ -129,7 +129,7 @@ class Advice:
     """The smallest peak of all that was predicted."""
 
     refused: tuple[Refused, ...]
-    not_modelled: tuple[str, ...]
+    not_tried: tuple[str, ...]
     num_predictions: int
     is_complete: bool
     """False where the number of predictions ended the search before its end."""
@@ -151,7 +151,7 @@ class Advice:
             "not_enough": [option.to_dict() for option in self.not_enough],
             "smallest": self.smallest.to_dict(),
             "refused": [{"title": r.title, "reason": r.reason} for r in self.refused],
-            "not_modelled": list(self.not_modelled),
+            "not_tried": list(self.not_tried),
             "num_predictions": self.num_predictions,
             "is_complete": self.is_complete,
         }
@@ -204,7 +204,7 @@ def advise(
         not_enough=tuple(not_enough),
         smallest=min(seen, key=lambda option: option.peak_reserved_bytes),
         refused=tuple(search.refused),
-        not_modelled=NOT_MODELLED,
+        not_tried=NOT_TRIED,
         num_predictions=search.num_predictions,
         is_complete=is_complete,
     )

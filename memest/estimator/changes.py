@@ -68,11 +68,12 @@ class Lever:
     """Each saves more than the one before, so the mildest that is enough can be bisected."""
 
 
-NOT_MODELLED = (
-    "offload of optimizer states or weights to the host (DeepSpeed ZeRO-Offload, FSDP CPU offload)",
-    "sharding over several GPUs (FSDP, DeepSpeed ZeRO)",
+NOT_TRIED = (
+    "sharding over several GPUs; predict it with `--strategy fsdp --devices 4`",
+    "the optimizer on the host; predict it with `--strategy deepspeed_stage_2_offload"
+    " --optim deepspeed_cpu`",
 )
-"""What may help too, and is not predicted, so that no figure is given for it."""
+"""What may help too, and takes other hardware or another trainer than the plan's."""
 
 
 def apply(plan: TrainingPlan, changes: Iterable[Change]) -> TrainingPlan:

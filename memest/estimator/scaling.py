@@ -64,6 +64,8 @@ def scale(
     """
     for strategy in strategies:
         _check_strategy(strategy)
+    for number in devices:
+        TrainingPlan(model_name="any", devices=number)
     numbers = sorted(set(devices))
     plans: dict[tuple[str, int], TrainingPlan] = {}
     found: dict[tuple[str, int], Prediction | MemestError] = {}
@@ -109,8 +111,7 @@ def _unread(values: Mapping[str, Any], strategy: str) -> list[str]:
         key
         for family, keys in _ONLY_OF.items()
         for key in keys
-        if not strategy.startswith(family)
-        and values.get(key) not in (None, [], (), defaults[key])
+        if not strategy.startswith(family) and values.get(key) not in (None, [], (), defaults[key])
     ]
 
 

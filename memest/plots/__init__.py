@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from memest.plots.ladder import plot_ladder
     from memest.plots.phases import plot_phases
     from memest.plots.saving import Picture, parse_formats, save, svg_text
+    from memest.plots.scaling import plot_scaling
+    from memest.plots.scaling_bars import plot_scaling_bars
     from memest.plots.scatter import plot_scatter
     from memest.plots.style import card_label, retitle
     from memest.plots.timeline import plot_timeline
@@ -29,6 +31,8 @@ __all__ = [
     "plot_ladder",
     "plot_largest_batch",
     "plot_phases",
+    "plot_scaling",
+    "plot_scaling_bars",
     "plot_scatter",
     "plot_timeline",
     "retitle",
@@ -44,6 +48,8 @@ _HOMES = {
     "plot_ladder": "memest.plots.ladder",
     "plot_largest_batch": "memest.plots.heatmap",
     "plot_phases": "memest.plots.phases",
+    "plot_scaling": "memest.plots.scaling",
+    "plot_scaling_bars": "memest.plots.scaling_bars",
     "plot_scatter": "memest.plots.scatter",
     "plot_timeline": "memest.plots.timeline",
     "retitle": "memest.plots.style",

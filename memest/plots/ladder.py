@@ -43,7 +43,7 @@ _TOP, _BOTTOM, _LEFT, _RIGHT = 2.42, 0.78, 0.4, 0.3  # inches
 _TOTAL, _CARD = 0.95, 0.9
 """Inches of the columns at the right: the peak, and the verdicts of each card."""
 
-_NAME = 4.1
+_NAME = 4.35
 """Inches that a name may take before its middle is left out."""
 
 _FAR = 1.5
@@ -165,7 +165,7 @@ def plot_ladder(
         _draw_limits(axes, theme, drawn, labels, inches)
         _draw_verdicts(axes, theme, reports, cards, size, (width, inches))
         is_unsure = any(outcome_on(r, n, card) is None for r in reports for card, n in cards)
-        _write_words(figure, theme, reports, is_unsure=is_unsure)
+        _write_words(figure, theme, reports, limits, is_unsure=is_unsure)
     return figure
 
 
@@ -176,6 +176,14 @@ def _drawn(
     longest = max([_end(report) for report in reports])
     drawn = [card for card in cards if card[1] <= _FAR * longest] or list(cards[:1])
     return drawn, max(longest, 1, *(limit for _, limit in drawn)) / GIB
+
+
+def _taken_bytes(report: Prediction | Measurement, limits: Mapping[str, int]) -> int:
+    """How much less than a card's line several GPUs leave: their libraries lie beside it."""
+    if not isinstance(report, Prediction) or report.plan.get("memory_limit"):
+        return 0
+    usable = {card_label(name): verdict.limit_bytes for name, verdict in report.verdicts.items()}
+    return max((limits[card] - n for card, n in usable.items() if card in limits), default=0)
 
 
 def _per_gpu(reports: Sequence[Prediction | Measurement]) -> str:
@@ -347,6 +355,7 @@ def _write_words(
     figure: Figure,
     theme: Theme,
     reports: Sequence[Prediction | Measurement],
+    limits: Mapping[str, int],
     *,
     is_unsure: bool,
 ) -> None:
@@ -354,12 +363,14 @@ def _write_words(
     gpus = ", ".join(dict.fromkeys(report.gpu for report in reports))
     noun = "experiment" if len(reports) == 1 else "experiments"
     has_several = any(map(runs_distributed, reports))
+    taken = max((_taken_bytes(report, limits) for report in reports), default=0)
+    nccl = f"; NCCL takes up to {taken / GIB:.1f} GiB off each line" if taken else ""
     unsure = "; ? = the peaks alone cannot tell" if is_unsure else ""
     write_title(
         figure,
         theme,
         f"What fills {'each' if has_several else 'the'} GPU at the peak",
-        f"{len(reports)} {noun}, {kinds} on {gpus}{unsure}",
+        f"{len(reports)} {noun}, {kinds} on {gpus}{nccl}{unsure}",
     )
     used = {kind for report in reports for kind in peak_parts(report)}
     handles = [key(theme.kinds[kind], kind, theme) for kind in KINDS if kind in used]

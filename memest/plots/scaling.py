@@ -32,12 +32,21 @@ from memest.report import Outcome, Prediction
 from memest.units import GIB
 
 _LEFT, _TOP, _BOTTOM = 1.0, 2.0, 0.95  # inches
-_COLUMN = 5.35
+_COLUMN = 5.75
 """Inches at the right: each strategy's name, size and the terms that stay."""
 
 _BLOCK = 0.86  # inches of one strategy in the column
+_STAYS = 15  # points of the terms that stay
+_BEFORE = 0.68  # inches of its leader and marker
 _TERMS = 3
 """Terms that are named of each strategy."""
+
+_MIN_SHARE = 0.01
+"""Of the peak; what is less is not named."""
+
+_NAMES = {"ddp": "DDP", "fsdp": "FSDP", "fsdp2": "FSDP2"} | {
+    f"deepspeed_stage_{stage}": f"ZeRO-{stage}" for stage in (1, 2, 3)
+}
 
 _FAMILIES = {
     "ddp": ("", "o"),
@@ -70,6 +79,23 @@ def look_of(strategy: str, theme: Theme) -> Look:
     return Look(color, marker, (0, (4, 2)), theme.background)
 
 
+def label_of(strategy: str) -> str:
+    """A strategy as a slide names it.
+
+    >>> label_of("deepspeed_stage_3_offload"), label_of("fsdp2")
+    ('ZeRO-3 offload', 'FSDP2')
+    """
+    base = strategy.removesuffix("_offload").removesuffix("_find_unused_parameters_true")
+    tail = {"_offload": " offload", "": ""}.get(strategy.removeprefix(base), ", unused found")
+    return _NAMES[base] + tail
+
+
+def large_constants(line: ScalingLine) -> dict[str, int]:
+    """The terms that do not shrink, without what nobody would see."""
+    least = _MIN_SHARE * _last(line).peak_allocated_bytes
+    return {kind: size for kind, size in constant_terms(line).items() if size > least}
+
+
 def needed_bytes(report: Prediction) -> int:
     """Bytes reserved at the peak; of a run out of memory, what it would be without a limit."""
     if report.verdict is Outcome.OOM:
@@ -98,7 +124,7 @@ def plot_scaling(lines: Sequence[ScalingLine], *, dark: bool = False) -> Figure:
         _set_axes(axes, drawn)
         for line in drawn:
             _draw_line(axes, theme, line)
-        _draw_limit(axes, theme, drawn, width)
+        _draw_limit(axes, theme, drawn, (width, height))
         _draw_column(axes, theme, drawn, (width, height))
         _write_words(figure, theme, drawn)
     return figure
@@ -152,17 +178,49 @@ def _draw_line(axes: Axes, theme: Theme, line: ScalingLine) -> None:
         )  # fmt: skip
 
 
-def _draw_limit(axes: Axes, theme: Theme, lines: Sequence[ScalingLine], width: float) -> None:
+def _draw_limit(
+    axes: Axes, theme: Theme, lines: Sequence[ScalingLine], panel: tuple[float, float]
+) -> None:
+    """The card's line, its name over or under it where no strategy passes, if there is room."""
     limits = _limits(lines)
     label = card_label(_last(lines[0]).gpu)
     text = f"{label}: {limits[0] / GIB:.1f} GiB usable"
-    text = shortened(text, VALUE, width - 0.2, bold=True)
+    text = shortened(text, VALUE, panel[0] - 0.2, bold=True)
+    is_right, is_over = _free_place(axes, lines, text_width(text, VALUE, bold=True), panel)
     axes.axhline(limits[0] / GIB, color=theme.limit, linewidth=3.0, zorder=3, gid="limit")
     axes.annotate(
-        text, (0.995, limits[0] / GIB), (0, 5), xycoords=axes.get_yaxis_transform(),
-        textcoords="offset points", ha="right", va="bottom", size=VALUE, weight="bold", zorder=5,
-        gid="limit:name", bbox={"facecolor": theme.background, "edgecolor": "none", "pad": 1.0},
+        text, (0.995 if is_right else 0.005, limits[0] / GIB), (0, 5 if is_over else -5),
+        xycoords=axes.get_yaxis_transform(), textcoords="offset points",
+        ha="right" if is_right else "left", va="bottom" if is_over else "top", size=VALUE,
+        weight="bold", zorder=5, gid="limit:name",
+        bbox={"facecolor": theme.background, "edgecolor": "none", "pad": 1.0},
     )  # fmt: skip
+
+
+def _free_place(
+    axes: Axes, lines: Sequence[ScalingLine], wide: float, panel: tuple[float, float]
+) -> tuple[bool, bool]:
+    """(at the right, over the line) where a text of `wide` inches meets the fewest strategies."""
+    x_low, x_high = (log2(edge) for edge in axes.get_xlim())
+    y_low, y_high = (log2(edge) for edge in axes.get_ylim())
+    per_x, per_y = panel[0] / (x_high - x_low), panel[1] / (y_high - y_low)
+    limit = (log2(_limits(lines)[0] / GIB) - y_low) * per_y
+    points: list[tuple[float, float]] = []
+    for line in lines:
+        ends = [
+            ((log2(n) - x_low) * per_x, (log2(needed_bytes(r) / GIB) - y_low) * per_y)
+            for n, r in line.reports.items()
+        ]
+        for (x0, y0), (x1, y1) in pairwise([ends[0], *ends]):
+            points += [(x0 + (x1 - x0) * i / 40, y0 + (y1 - y0) * i / 40) for i in range(41)]
+
+    def crossings(place: tuple[bool, bool]) -> int:
+        is_right, is_over = place
+        left = panel[0] - wide - 0.2 if is_right else -0.1
+        low = limit if is_over else limit - 0.45
+        return sum(left < x < left + wide + 0.3 and low < y < low + 0.45 for x, y in points)
+
+    return min([(True, True), (True, False), (False, True), (False, False)], key=crossings)
 
 
 def _draw_column(
@@ -179,27 +237,26 @@ def _draw_column(
         look = look_of(line.strategy, theme)
         x = _end_of(axes, line) * width
         axes.plot(
-            [x / width + 0.02, 1 + 0.28 / width, 1 + 0.42 / width],
+            [x / width + 0.02, 1 + 0.25 / width, 1 + 0.34 / width],
             [end / height, place / height, place / height],
             transform=axes.transAxes, color=look.color, linewidth=1.6, clip_on=False, zorder=2,
         )  # fmt: skip
         axes.plot(
-            [1 + 0.55 / width], [place / height], transform=axes.transAxes, marker=look.marker,
+            [1 + 0.47 / width], [place / height], transform=axes.transAxes, marker=look.marker,
             color=look.color, markersize=11, markerfacecolor=look.fill, markeredgewidth=2.2,
             linestyle="none", clip_on=False,
         )  # fmt: skip
-        report, left = _last(line), 1 + 0.75 / width
+        report, left = _last(line), 1 + _BEFORE / width
         is_oom = report.verdict is Outcome.OOM
-        room = _COLUMN - 0.75 - 0.15
-        tag = f"  {format_size(needed_bytes(report))}{'  OOM' if is_oom else ''}"
-        name = shortened(line.strategy, size, room - text_width(tag, size, bold=True), bold=True)
+        text = f"{label_of(line.strategy)}  {format_size(needed_bytes(report))}"
         axes.text(
-            left, place / height, name + tag, transform=axes.transAxes, size=size, weight="bold",
-            va="center_baseline", clip_on=False, gid=f"end:{line.strategy}",
+            left, place / height, f"{text}  OOM" if is_oom else text, transform=axes.transAxes,
+            size=size, weight="bold", va="center_baseline", clip_on=False,
+            gid=f"end:{line.strategy}",
         )  # fmt: skip
         axes.text(
-            left, (place - 0.42 * block) / height, _stays(line, room), transform=axes.transAxes,
-            size=min(VALUE, 0.86 * size), color=theme.muted, va="center_baseline", clip_on=False,
+            left, (place - 0.42 * block) / height, _stays(line), transform=axes.transAxes,
+            size=min(_STAYS, 0.86 * size), color=theme.muted, va="center_baseline", clip_on=False,
             gid=f"stays:{line.strategy}",
         )  # fmt: skip
 
@@ -210,12 +267,12 @@ def _end_of(axes: Axes, line: ScalingLine) -> float:
     return (log2(max(line.reports)) - low) / (high - low)
 
 
-def _stays(line: ScalingLine, room: float) -> str:
+def _stays(line: ScalingLine) -> str:
     """The largest terms that do not shrink, as many as there is room for."""
-    terms = [f"{kind} {format_size(size)}" for kind, size in constant_terms(line).items()]
+    terms = [f"{kind} {format_size(size)}" for kind, size in large_constants(line).items()]
     for count in range(min(_TERMS, len(terms)), 0, -1):
         text = ", ".join(terms[:count])
-        if text_width(text, VALUE) < room:
+        if text_width(text, _STAYS) < _COLUMN - _BEFORE - 0.1:
             return text
     return "nothing that stays" if len(line.reports) > 1 else ""
 
@@ -268,12 +325,12 @@ def _write_words(figure: Figure, theme: Theme, lines: Sequence[ScalingLine]) -> 
     report, largest = _last(plain), max(max(line.reports) for line in lines)
     write_title(figure, theme, f"{report.name} on many GPUs", subtitle_of(report))
     figure.text(
-        1 - (_COLUMN - 0.75) / WIDTH, 1 - 1.42 / HEIGHT, f"on {largest} GPUs, GiB", size=TICK,
+        1 - (_COLUMN - _BEFORE) / WIDTH, 1 - 1.42 / HEIGHT, f"on {largest} GPUs, GiB", size=TICK,
         weight="bold", va="top", gid="column",
     )  # fmt: skip
     figure.text(
-        1 - (_COLUMN - 0.75) / WIDTH, 1 - 1.74 / HEIGHT, "and what does not shrink", size=VALUE,
-        color=theme.muted, va="top",
+        1 - (_COLUMN - _BEFORE) / WIDTH, 1 - 1.74 / HEIGHT, "and what of it does not shrink",
+        size=VALUE, color=theme.muted, va="top",
     )  # fmt: skip
     if any(r.verdict is Outcome.OOM for line in lines for r in line.reports.values()):
         mark = Line2D(

@@ -15,6 +15,7 @@ from memest.estimator.recording import Stretch, Timeline
 from memest.plots.style import (
     HEIGHT,
     LABEL,
+    SMALL,
     TICK,
     VALUE,
     WIDTH,
@@ -37,6 +38,7 @@ TEMPORARIES = "#CC79A7"
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 1.15, 0.35, 2.28, 0.85  # inches
 _BAND = 0.42  # inches of the strip that names the phases
+_MANY_KEYS = 7  # fit the slide at the size of values
 _LABEL_INCHES = 0.34  # of an area in which its name is written
 
 _DRAWN = {
@@ -254,9 +256,11 @@ def _write_words(
     handles.append(
         Line2D([], [], color=theme.ink, linewidth=1.8, linestyle=(0, (4, 2)), label="reserved")
     )
+    is_long = len(handles) > _MANY_KEYS
     figure.legend(
-        handles=handles, loc="upper left", ncols=len(handles), fontsize=VALUE, frameon=False,
+        handles=handles, loc="upper left", ncols=len(handles), frameon=False,
+        fontsize=SMALL if is_long else VALUE,
         bbox_to_anchor=(0.3 / WIDTH, 1 - 1.28 / HEIGHT), bbox_transform=figure.transFigure,
         labelcolor=theme.ink, handlelength=1.3, handleheight=1.0, handletextpad=0.5,
-        columnspacing=1.2, borderaxespad=0.0,
+        columnspacing=1.0 if is_long else 1.2, borderaxespad=0.0,
     )  # fmt: skip

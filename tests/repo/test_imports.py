@@ -21,7 +21,7 @@ FLOORS = [
     {"estimator"},
     {"validate"},
     {"plots", "render", "render_advice", "render_compare", "render_sweep", "html_report"},
-    {"cli", "cli_advise", "cli_chart", "cli_sweep", "__main__"},
+    {"cli", "cli_advise", "cli_chart", "cli_scaling", "cli_sweep", "__main__"},
 ]
 """The rooms of the package, lowest first."""
 

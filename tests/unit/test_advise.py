@@ -334,7 +334,7 @@ def test_advice_as_json_has_every_figure(narrow: Advice) -> None:
         o.margin_bytes for o in narrow.options
     ]
     assert TrainingPlan.from_dict(values["options"][0]["plan"]) == narrow.options[0].plan
-    assert any("offload" in what for what in values["not_modelled"])
+    assert any("offload" in what for what in values["not_tried"])
 
 
 @pytest.mark.slow

@@ -27,7 +27,11 @@ def memest(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[s
         (["predict", "--model", "no-such"], 2, "Error: `no-such` is no bundled model"),
         (["predict", "--model", "gpt2", "--gpu", "a10000"], 2, "Error: `a10000` is not in the"),
         (["predict", "--model", "gpt2", "--memory-limit", "-4"], 2, "Error: `-4` is not a memory"),
-        (["predict", "--model", "gpt2", "--strategy", "fsdp"], 3, "Error: `strategy` `fsdp`"),
+        (
+            ["predict", "--model", "gpt2", "--qlora", "--precision", "16-mixed"],
+            3,
+            "Error: QLoRA under `16-mixed`",
+        ),
         (["predict", "--config", "a", "--suite", "b"], 2, "Error: `--config` and `--suite`"),
         (["predict", "--config", "no.yaml"], 2, "Error: `no.yaml` cannot be read"),
         (["predict", "--model", "gpt2", "-o", "no/such/folder"], 2, "cannot be written"),

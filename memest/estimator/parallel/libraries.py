@@ -28,6 +28,10 @@ DEEPSPEED_ALONE_BYTES = 952 * MIB
 """What DeepSpeed opens on a single GPU, the first communicator included."""
 
 
+DEEPSPEED_HOST_BYTES = 1160 * MIB
+"""Host memory of one process under DeepSpeed beside what it offloads: CUDA, NCCL, modules. Median
+of 14 runs without offload (1071 to 1259 MiB); `results/h200-multi.jsonl` and its neighbour."""
+
 INT8_BYTES = 64 * MIB
 """cuBLAS's int8 kernels, which LLM.int8 loads: `results/h200-variants.jsonl`, five runs of six."""
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from memest.errors import MemestError
 from memest.estimator.gpus import Gpu
 from memest.estimator.optimizers import make_grad_scaler, make_optimizer, optimizer_state_tensors
-from memest.estimator.parallel.libraries import libraries_bytes
+from memest.estimator.parallel.libraries import DEEPSPEED_HOST_BYTES, libraries_bytes
 from memest.estimator.parallel.step import StrategyTracer
-from memest.estimator.parallel.strategy import Strategy
+from memest.estimator.parallel.strategy import HostTerm, Strategy
 from memest.estimator.parallel.streams import MAIN, StreamRecorder
 from memest.estimator.replay import replay
 from memest.estimator.step import Program
@@ -37,7 +37,7 @@ from memest.models_meta.quantization import quant_state_tensors
 from memest.models_meta.registry import resolve_config
 from memest.plan import TrainingPlan
 from memest.report import Term
-from memest.units import format_bytes
+from memest.units import format_bytes, format_gib
 
 MAX_ALL_RANKS = 8
 """Up to here every rank of ZeRO 1 and 2 is traced; beyond, some."""
@@ -94,7 +94,7 @@ def trace_rank(
     for tensor in quant_state_tensors(model):
         recorder.label(tensor, MemKind.BUFFERS)
     described = describe_model(model)
-    trained_parameters(model)  # refuses a model without any
+    trained_bytes = sum(p.numel() * p.element_size() for p in trained_parameters(model))
     batch = make_batch(
         model,
         batch_size=plan.batch_size,
@@ -114,7 +114,7 @@ def trace_rank(
             "optimizer": elements_by_dtype(optimizer_state_tensors(strategy.optimizer)),
         },
         host_bytes=sum(term.num_bytes for term in host_terms),
-        notes=(*notes, *batch.notes, *_notes(plan, rank)),
+        notes=(*notes, *batch.notes, *_notes(plan, rank, trained_bytes)),
         seq_len=seq_len,
         image_size=batch.image_size,
         host_terms=host_terms,
@@ -124,6 +124,10 @@ def trace_rank(
 
 def _host_terms(strategy: Strategy) -> tuple[Term, ...]:
     """Of all ranks, which hold the same."""
+    held = strategy.host_terms()
+    if held:
+        arithmetic = f"{format_bytes(DEEPSPEED_HOST_BYTES)} as measured"
+        held.append(HostTerm("libraries", DEEPSPEED_HOST_BYTES, arithmetic))
     num_ranks = strategy.world_size
     times = f"{num_ranks} GPUs x " if num_ranks > 1 else ""
     return tuple(
@@ -133,11 +137,11 @@ def _host_terms(strategy: Strategy) -> tuple[Term, ...]:
             arithmetic=f"{times}{term.arithmetic}",
             why="pinned" if term.is_pinned else "pageable",
         )
-        for term in strategy.host_terms()
+        for term in held
     )
 
 
-def _notes(plan: TrainingPlan, rank: int) -> Iterator[str]:
+def _notes(plan: TrainingPlan, rank: int, trained_bytes: int) -> Iterator[str]:
     """What is assumed of a run on several GPUs."""
     yield (
         f"the figures are those of rank {rank} of {plan.devices}, and no rank holds more; the cache"
@@ -146,6 +150,11 @@ def _notes(plan: TrainingPlan, rank: int) -> Iterator[str]:
     yield (
         f"{format_bytes(libraries_bytes(plan))} of NCCL on each GPU, as on four H200 of one host"
     )
+    if plan.is_ddp:
+        yield (
+            "NCCL's watchdog lets go of the first step's buckets within 0.1 s: where the second"
+            f" step begins sooner, a rank holds {format_gib(trained_bytes)} more in it"
+        )
     if plan.strategy == "fsdp":
         yield (
             "blocks that two streams share come back when the GPU has caught up with the host:"
