@@ -111,17 +111,8 @@ def _trace(plan: TrainingPlan, gpu: Gpu, trust_remote_code: bool) -> TracedPlan:
     if plan.is_distributed:
         from memest.estimator.parallel.rank import trace_worst_rank
 
-        traced = trace_worst_rank(plan, gpu, trust_remote_code=trust_remote_code)
-        _name_gathered(traced.program.storages)
-        return traced
+        return trace_worst_rank(plan, gpu, trust_remote_code=trust_remote_code)
     return _traced(plan, Recorder(gpu, StorageTable()), trust_remote_code)
-
-
-def _name_gathered(storages: StorageTable) -> None:
-    """Storages that no operator made are those that FSDP takes anew for the weights it gathers."""
-    for index, site in enumerate(storages.sites):
-        if not site.op and storages.kinds[index] is MemKind.ACTIVATIONS:
-            storages.kinds[index] = MemKind.GATHERED
 
 
 def _traced(plan: TrainingPlan, recorder: Recorder, trust_remote_code: bool) -> TracedPlan:

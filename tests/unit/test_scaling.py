@@ -1,0 +1,197 @@
+"""Memory over the number of GPUs: which terms shrink, what is left out, how it is drawn."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from memest.cli import main
+from memest.errors import PlanError
+from memest.estimator.scaling import ScalingLine, constant_terms, scale
+from memest.plots import plot_scaling, plot_scaling_bars, save
+from memest.plots.scaling import spread
+from memest.plots.scaling_bars import stack_of
+from memest.report import Outcome, Peak, Prediction, Term, Verdict
+from memest.units import GIB
+
+LIMIT = 20 * GIB
+
+
+def predicted(strategy: str, devices: int, **gib: float) -> Prediction:
+    """A prediction whose terms are given in GiB; over 20 it is out of memory."""
+    peak = int(sum(gib.values()) * GIB)
+    verdict = Outcome.OOM if peak > LIMIT else Outcome.FITS
+    terms = tuple(
+        Term(kind=kind, num_bytes=int(size * GIB), arithmetic="", why="")
+        for kind, size in gib.items()
+    )
+    plan = {
+        "model_name": "gpt2", "precision": "bf16-true", "optim": "adamw", "batch_size": 1,
+        "seq_len": 8, "accumulate_grad_batches": 1, "devices": devices, "strategy": strategy,
+    }  # fmt: skip
+    reached = min(peak, LIMIT)
+    return Prediction(
+        name="gpt2", plan=plan, model={}, gpu="rtx-4090", peak_allocated_bytes=reached,
+        peak_reserved_bytes=reached, process_bytes=reached, host_bytes=0, phases=(),
+        verdict=verdict, versions={}, elapsed_s=0.0, unlimited_reserved_bytes=peak,
+        peak=Peak(step=0, phase="forward", module="", op=""), terms=terms, coverage={},
+        verdicts={
+            "rtx-4090": Verdict(
+                verdict=verdict, margin_bytes=LIMIT - peak, limit_bytes=LIMIT,
+                reserved_bytes=reached,
+            )
+        },
+        assumptions=(),
+    )  # fmt: skip
+
+
+def line(strategy: str = "fsdp", **notes: Any) -> ScalingLine:
+    """The params are divided, the activations are not, the buckets nearly not."""
+    reports = {
+        n: predicted(strategy, n, params=24 / n, activations=3, buckets=1 + 1 / n)
+        for n in (1, 2, 4, 64)
+    }
+    return ScalingLine(strategy=strategy, reports=reports, **notes)
+
+
+def test_what_is_divided_among_the_gpus_is_no_constant() -> None:
+    """From 4 to 64 GPUs: params 6 to 0.375, activations 3 to 3, buckets 1.25 to 1 + 1/64."""
+    assert constant_terms(line()) == {
+        "activations": 3 * GIB,
+        "buckets": GIB + GIB // 64,
+    }
+
+
+def test_of_one_number_of_gpus_no_term_is_called_constant() -> None:
+    alone = ScalingLine(strategy="ddp", reports={4: predicted("ddp", 4, params=1)})
+
+    assert constant_terms(alone) == {}
+
+
+def test_a_strategy_that_does_not_go_with_the_plan_is_left_out_with_its_reason() -> None:
+    """FSDP cannot divide a quantised base, DDP need not."""
+    values = {"model_name": "gpt2", "use_qlora": True, "seq_len": 16, "gpu": ["rtx-4090"]}
+
+    ddp, fsdp = scale(values, strategies=["ddp", "fsdp"], devices=[2], jobs=1)
+
+    assert list(ddp.reports) == [2]
+    assert ddp.notes == ()
+    assert not fsdp.reports
+    assert fsdp.notes[0].startswith(
+        "not predicted on 2 GPUs: `fsdp` cannot divide a quantised base"
+    )
+
+
+def test_offload_takes_its_own_optimizer_and_keys_of_others_are_not_read() -> None:
+    values = {"model_name": "gpt2", "seq_len": 16, "wrap_classes": ["GPT2Block"]}
+
+    (offload,) = scale(values, strategies=["deepspeed_stage_2_offload"], devices=[1, 2], jobs=1)
+
+    assert [r.plan["optim"] for r in offload.reports.values()] == ["deepspeed_cpu"] * 2
+    assert offload.notes == (
+        "`wrap_classes` is not read",
+        "`optim` is `deepspeed_cpu`, the one that offload takes",
+    )
+
+
+def test_nothing_that_can_be_predicted_is_the_first_plans_error() -> None:
+    with pytest.raises(PlanError, match=re.escape("`fsdp` cannot divide a quantised base")):
+        scale({"model_name": "gpt2", "use_qlora": True}, strategies=["fsdp"], devices=[1, 2])
+    with pytest.raises(PlanError, match="there is no strategy `fsdp3`"):
+        scale({"model_name": "gpt2"}, strategies=["fsdp3"])
+    with pytest.raises(PlanError, match="`devices` is `0`"):
+        scale({"model_name": "gpt2"}, devices=[0])
+
+
+def texts(figure: Any) -> dict[str, str]:
+    found = [*figure.texts, *(text for axes in figure.axes for text in axes.texts)]
+    return {text.get_gid(): text.get_text() for text in found if text.get_gid()}
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_lines_name_their_ends_and_what_stays(dark: bool, tmp_path: Path) -> None:
+    """On 64 GPUs 24/64 + 3 + 1 + 1/64 GiB; on one, 29 GiB are out of memory."""
+    figure = plot_scaling([line("fsdp"), line("deepspeed_stage_3_offload")], dark=dark)
+
+    words = texts(figure)
+    assert words["end:fsdp"] == "FSDP  4.4"
+    assert words["end:deepspeed_stage_3_offload"] == "ZeRO-3 offload  4.4"
+    assert words["stays:fsdp"] == "activations 3.0, buckets 1.0"
+    assert words["limit:name"] == "RTX 4090: 20.0 GiB usable"
+    crosses = {
+        drawn.get_gid(): (list(drawn.get_xdata()), list(drawn.get_ydata()))
+        for drawn in figure.axes[0].lines
+    }
+    assert crosses["oom:fsdp"] == ([1], [29.0])
+    assert [p.name for p in save(figure, tmp_path / "s", ["png", "svg"])] == ["s.png", "s.svg"]
+
+
+def test_every_strategy_looks_different_without_colour() -> None:
+    from memest.plan import STRATEGIES
+    from memest.plots.scaling import look_of
+    from memest.plots.style import LIGHT
+
+    looks = [look_of(name, LIGHT) for name in STRATEGIES if name != "auto"]
+
+    assert len({(look.marker, look.dashes) for look in looks}) == len(looks)
+
+
+def test_bars_add_up_and_small_ones_are_enlarged() -> None:
+    figure = plot_scaling_bars(line())
+
+    assert sum(stack_of(line().reports[4]).values()) == 6 * GIB + 3 * GIB + GIB + GIB // 4
+    whole, enlarged = figure.axes
+    assert [t.get_text() for t in whole.get_xticklabels()] == ["1", "2", "4", "64"]
+    assert [t.get_text() for t in enlarged.get_xticklabels()] == ["64"]
+    words = texts(figure)
+    assert words["stays"] == "Does not shrink, on 64 GPUs: activations 3.0, buckets 1.0 GiB"
+    assert words["1:total"] == "OOM"
+
+
+def test_a_strategy_without_predictions_is_not_drawn() -> None:
+    empty = ScalingLine(strategy="fsdp", reports={})
+
+    for draw in (plot_scaling_bars, lambda one: plot_scaling([one])):
+        with pytest.raises(PlanError, match="no prediction"):
+            draw(empty)
+    assert "end:ddp" in texts(plot_scaling([empty, line("ddp")]))
+
+
+@pytest.mark.parametrize("count", [1, 5, 10])
+def test_labels_keep_their_distance_inside_the_chart(count: int) -> None:
+    places = spread([4.4] * count, 0.44, 4.5)
+
+    assert all(b - a >= 0.44 - 1e-9 for a, b in pairwise(places))
+    assert places[0] >= 0
+    assert places[-1] <= 4.5
+
+
+def test_the_command_writes_pictures_and_their_data(tmp_path: Path) -> None:
+    options = "--model gpt2 --seq-len 16 --strategies ddp,fsdp --devices 1,2 --jobs 1"
+
+    result = CliRunner().invoke(main, [*f"chart scaling {options}".split(), "--out", str(tmp_path)])
+
+    assert result.exit_code == 0, result.output
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["scaling-fsdp.jsonl", "scaling-fsdp.png", "scaling.jsonl", "scaling.png"]
+    rows = [json.loads(row) for row in (tmp_path / "scaling.jsonl").read_text().splitlines()]
+    assert [(r["strategy"], r["devices"], r["gpu"]) for r in rows] == [
+        (strategy, devices, "h100-80gb") for strategy in ("ddp", "fsdp") for devices in (1, 2)
+    ]
+    gathered = [t for t in rows[-1]["terms"] if t["kind"] == "gathered"]
+    assert gathered, "FSDP's weights at the peak are named"
+
+
+def test_bars_of_a_strategy_that_is_not_asked_for_are_refused(tmp_path: Path) -> None:
+    arguments = ["chart", "scaling", "--model", "gpt2", "--bars", "ddp", "--strategies", "fsdp"]
+
+    result = CliRunner().invoke(main, [*arguments, "--out", str(tmp_path)])
+
+    assert result.exit_code == 2
+    assert "`--bars ddp` is not among the strategies" in result.output
