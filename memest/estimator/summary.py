@@ -49,9 +49,7 @@ def summarise(
         gpu=primary.name,
         peak_allocated_bytes=result.peak_allocated_bytes,
         peak_reserved_bytes=result.peak_reserved_bytes,
-        process_bytes=result.peak_reserved_bytes
-        + primary.context_bytes
-        + traced.libraries_bytes,
+        process_bytes=result.peak_reserved_bytes + primary.context_bytes + traced.libraries_bytes,
         host_bytes=traced.host_bytes,
         host_terms=traced.host_terms,
         host_verdict=judge_host(traced.host_bytes, plan.host_memory),
