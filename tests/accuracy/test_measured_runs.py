@@ -109,7 +109,7 @@ HOST_BYTES_PER_RANK = 256 << 20  # malloc keeps what small tensors gave back
 
 def test_the_host_memory_of_offload_is_within_its_tolerance(one: Comparison) -> None:
     if not one.predicted.host_terms:
-        assert "offload" not in one.measured.plan["strategy"]
+        assert "offload" not in one.measured.plan.get("strategy", "auto")
         return
     error = abs(one.predicted.host_bytes - one.measured.host_bytes)
     slack = HOST_BYTES_PER_RANK * max(1, len(one.measured.ranks))
@@ -118,6 +118,8 @@ def test_the_host_memory_of_offload_is_within_its_tolerance(one: Comparison) -> 
 
 
 def test_the_phases_are_those_that_were_read(one: Comparison) -> None:
+    if one.name in KEPT_BY_THE_WATCHDOG:
+        pytest.skip("the run ended where the prediction goes on")
     predicted, measured = (
         [(r.step, r.micro_batch, r.phase) for r in report.phases]
         for report in (one.predicted, one.measured)
