@@ -183,3 +183,19 @@ def test_the_command_line_says_it_in_two_lines(flags: list[str], message: str) -
     assert "\nhint: " in result.stderr
     assert "Traceback" not in result.stderr
     assert not result.stdout
+
+
+def test_a_process_that_is_in_a_group_already_is_told_to_predict_elsewhere() -> None:
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from memest.errors import UnsupportedError
+    from memest.estimator.predict import predict
+    from memest.plan import TrainingPlan
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        with pytest.raises(UnsupportedError, match="belongs to a group"):
+            predict(TrainingPlan(model_name="gpt2", strategy="fsdp", devices=2, seq_len=8))
+    finally:
+        dist.destroy_process_group()

@@ -14,6 +14,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
+from memest.errors import UnsupportedError
 from memest.estimator.parallel.streams import StreamRecorder
 
 _COLLECTIVES = (
@@ -24,7 +25,11 @@ _COLLECTIVES = (
 
 @contextmanager
 def process_group(recorder: StreamRecorder, world_size: int, rank: int) -> Iterator[None]:
-    """A group of `world_size` of which this process is `rank`, whose collectives do nothing."""
+    """A group of `world_size` of which this process is `rank`, whose collectives do nothing.
+
+    Raises:
+        UnsupportedError: the process belongs to a group already.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     def collective(*args: Any, async_op: bool = False, **kwargs: Any) -> _Done | None:
@@ -32,6 +37,11 @@ def process_group(recorder: StreamRecorder, world_size: int, rank: int) -> Itera
         recorder.transfer(max((t.numel() * t.element_size() for t in tensors), default=0))
         return _Done() if async_op else None
 
+    if dist.is_initialized():
+        raise UnsupportedError(
+            "this process belongs to a group of `torch.distributed` already",
+            hint="predict in a process of its own, or before `init_process_group`",
+        )
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         with ExitStack() as stack:

@@ -80,7 +80,7 @@ class Fsdp(Strategy):
         """A process group, and the meta device in place of a GPU."""
         with (
             process_group(self.recorder, self.world_size, self.rank),
-            fsdp_on_meta(self.recorder, 8),
+            fsdp_on_meta(self.recorder, self.world_size),
         ):
             yield
 

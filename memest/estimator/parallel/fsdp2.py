@@ -68,7 +68,7 @@ class Fsdp2(Strategy):
         """A process group, and the meta device in place of a GPU."""
         with (
             process_group(self.recorder, self.world_size, self.rank),
-            fsdp2_on_meta(self.recorder, 8),
+            fsdp2_on_meta(self.recorder, self.world_size),
         ):
             yield
 

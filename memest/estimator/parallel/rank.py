@@ -152,8 +152,8 @@ def _notes(plan: TrainingPlan, rank: int, trained_bytes: int) -> Iterator[str]:
     )
     if plan.is_ddp:
         yield (
-            "NCCL's watchdog lets go of the first step's buckets within 0.1 s: where the second"
-            f" step begins sooner, a rank holds {format_gib(trained_bytes)} more in it"
+            f"a rank may hold the first step's buckets, {format_gib(trained_bytes)}, into the second:"
+            " measured on a few ranks where steps are short, and not counted here"
         )
     if plan.strategy == "fsdp":
         yield (
