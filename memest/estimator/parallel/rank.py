@@ -152,8 +152,8 @@ def _notes(plan: TrainingPlan, rank: int, trained_bytes: int) -> Iterator[str]:
     )
     if plan.is_ddp:
         yield (
-            f"a rank may hold the first step's buckets, {format_gib(trained_bytes)}, into the second:"
-            " measured on a few ranks where steps are short, and not counted here"
+            f"a rank may hold the first step's buckets, {format_gib(trained_bytes)}, into the"
+            " second: measured on a few ranks where steps are short, and not counted here"
         )
     if plan.strategy == "fsdp":
         yield (
