@@ -16,7 +16,9 @@ import click
 
 from memest import __version__
 from memest.errors import MemestError, PlanError
-from memest.plan import (
+from memest.plan import TrainingPlan
+from memest.plan_files import read_config, read_suite
+from memest.plan_values import (
     ATTENTIONS,
     LORA_BIASES,
     OPTIMIZERS,
@@ -24,9 +26,7 @@ from memest.plan import (
     QUANTISATIONS,
     SHARDINGS,
     STRATEGIES,
-    TrainingPlan,
-)  # fmt: skip
-from memest.plan_files import UnsupportedPlan, read_config, read_suite, read_suite_rows
+)
 from memest.units import GIB, parse_bytes
 
 if TYPE_CHECKING:
@@ -67,10 +67,14 @@ class _Group(click.Group):
 
 
 def _fail(message: str, hint: str, code: int) -> None:
+    _tell(message, hint)
+    sys.exit(code)
+
+
+def _tell(message: str, hint: str) -> None:
     click.echo(f"Error: {' '.join(message.split())}", err=True)
     if hint:
         click.echo(f"hint: {' '.join(hint.split())}", err=True)
-    sys.exit(code)
 
 
 _PLAN_OPTIONS = [
@@ -192,11 +196,21 @@ def predict(
     if (snapshot or chrome_trace) and len(plans) > 1:
         raise PlanError("a recording is of one plan", hint="leave `--suite` out")
     from memest.cli_chart import write_files
-    from memest.estimator.suite import predict_all
+    from memest.estimator.suite import apart, named, predict_each
     from memest.render import render_suite, render_text
 
-    reports = predict_all(plans, jobs=jobs, trust_remote_code=trust_remote_code)
-    write_files(plans, reports, html=html, snapshot=snapshot, chrome_trace=chrome_trace)
+    found = predict_each(plans, jobs=jobs, trust_remote_code=trust_remote_code)
+    predicted, failed = apart(plans, found)
+    if suite is None and failed:
+        raise failed[0][1]
+    reports = [report for _, report in predicted]
+    write_files(
+        [plan for plan, _ in predicted],
+        reports,
+        html=html,
+        snapshot=snapshot,
+        chrome_trace=chrome_trace,
+    )
     if as_json:
         text = "\n".join(report.to_json() for report in reports)
     else:
@@ -205,6 +219,10 @@ def predict(
         click.echo(text)
     else:
         _write(output, text + "\n")
+    for error in (named(*each) for each in failed):
+        _tell(str(error), error.hint)
+    if failed:
+        return failed[0][1].exit_code
     return OOM_EXIT_CODE if check and any(r.verdict == "oom" for r in reports) else 0
 
 
@@ -315,7 +333,7 @@ def validate(
 
 def _validation_rows(
     config: Path | None, suite: str | None, given: dict[str, Any], device: Any
-) -> tuple[Sequence[TrainingPlan | UnsupportedPlan], str]:
+) -> tuple[Sequence[TrainingPlan], str]:
     """What is to be run, and a word for the name of the results file."""
     from memest.validate.snapshot import file_stem
     from memest.validate.suite_files import find_suite, suite_for_device
@@ -323,7 +341,7 @@ def _validation_rows(
     if config is None and (suite is not None or "model_name" not in given):
         suite = suite or suite_for_device(device.name, device.memory_bytes)
         path = find_suite(suite)
-        return read_suite_rows(path, given), path.stem
+        return read_suite(path, given), path.stem
     plan = _plans(config, None if suite is None else Path(suite), given)[0]
     return [plan], file_stem(plan.label)
 

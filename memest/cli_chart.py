@@ -15,7 +15,7 @@ from memest.cli_sweep import grid_options, grid_points
 from memest.errors import PlanError
 from memest.estimator.gpus import find_gpu
 from memest.plan import TrainingPlan
-from memest.plan_files import UnsupportedPlan, read_suite_rows
+from memest.plan_files import read_suite
 
 if TYPE_CHECKING:
     from memest.estimator.recording import Timeline
@@ -78,19 +78,17 @@ def lab(
     path = find_suite(suite)
     cards = list(gpu) or _lab_cards(path.stem)
     limits = {card_label(name): find_gpu(name).limit_bytes for name in cards}
-    plans: list[TrainingPlan] = []
-    for row in read_suite_rows(path, {"gpu": cards}):
-        if isinstance(row, UnsupportedPlan):
-            click.echo(f"not drawn: {row.name}: {row.error}", err=True)
-        else:
-            plans.append(row)
-    if not plans:
-        raise PlanError(f"`{suite}` has no plan that can be drawn", hint="name another suite")
+    plans = read_suite(path, {"gpu": cards})
     _make_folder(out)
-    from memest.estimator.suite import predict_all
+    from memest.estimator.suite import apart, predict_each
     from memest.plots import plot_ladder
 
-    reports = predict_all(plans, jobs=jobs)
+    predicted, failed = apart(plans, predict_each(plans, jobs=jobs))
+    for plan, error in failed:
+        click.echo(f"not drawn: {plan.label}: {error}", err=True)
+    if not predicted:
+        raise PlanError(f"`{suite}` has no plan that can be drawn", hint="name another suite")
+    reports = [report for _, report in predicted]
     figure = plot_ladder(reports, limits=limits, dark=dark)
     _save(figure, out / path.stem, wanted, title, [report.to_dict() for report in reports])
 

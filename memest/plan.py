@@ -7,71 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memest.errors import PlanError, UnsupportedError, closest, shown
+from memest.errors import PlanError, shown
+from memest.plan_checks import check, suggest
+from memest.plan_values import IGNORED_KEYS, PRECISION_ALIASES
 from memest.units import parse_bytes
-
-PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed")
-
-PRECISION_ALIASES = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
-"""As Lightning 2.6 reads its short forms (`fabric/connector.py`)."""
-
-OPTIMIZERS = (
-    "adamw", "adamw_fused", "adamw_single", "adam", "adam_fused", "adam_single",
-    "sgd", "sgd_fused", "sgd_single", "rmsprop", "rmsprop_single", "adagrad", "adagrad_single",
-    "adafactor", "adafactor_foreach",
-    "adam_8bit", "adamw_8bit", "paged_adam_8bit", "paged_adamw_8bit", "paged_adamw_32bit",
-    "lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit", "deepspeed_cpu",
-)  # fmt: skip
-
-STRATEGIES = (
-    "auto", "ddp", "ddp_find_unused_parameters_true", "fsdp", "fsdp2",
-    "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3",
-    "deepspeed_stage_1_offload", "deepspeed_stage_2_offload", "deepspeed_stage_3_offload",
-)  # fmt: skip
-"""As Lightning 2.6 registers them; `fsdp` is its FSDPStrategy (FSDP1), `fsdp2` its
-ModelParallelStrategy with `fully_shard`."""
-
-SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
-"""Of FSDP1; FSDP2 knows all but `NO_SHARD`."""
-
-ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
-
-QUANTISATIONS = ("nf4", "int8")
-
-LORA_BIASES = ("none", "all", "lora_only")
-
-ALL_LINEAR = "all-linear"
-"""In place of names in `lora_target_modules`: every linear layer but the output head."""
-
-_WITH_MOMENTUM = ("sgd", "sgd_fused", "sgd_single", "rmsprop", "rmsprop_single")
-
-IGNORED_KEYS = frozenset(
-    """
-    lr learning_rate weight_decay betas eps num_workers max_epochs max_steps min_epochs num_epochs
-    epochs limit_train_batches limit_val_batches log_every_n_steps val_check_interval seed shuffle
-    pin_memory persistent_workers lr_scheduler scheduler warmup_steps warmup_ratio experiment_name
-    project run_name output_dir save_dir logger log_dir enable_checkpointing enable_progress_bar
-    dataset dataset_name data_dir train_size val_size accelerator note expected
-    """.split()
-)
-"""Keys of lab configs that do not touch the memory of the training step."""
-
-_LIMITS = {
-    "batch_size": 1 << 16,
-    "accumulate_grad_batches": 1 << 16,
-    "seq_len": 1 << 22,
-    "image_size": 1 << 14,
-    "lora_r": 1 << 14,
-    "steps": 1000,
-    "devices": 1 << 14,
-    "bucket_cap_mb": 1 << 20,
-    "shard_size": 1 << 14,
-    "reduce_bucket_size": 1 << 40,
-    "allgather_bucket_size": 1 << 40,
-}
-"""The largest value that is taken for a request and not for a slip."""
-
-_LARGEST_ALPHA = 1e6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +19,6 @@ class TrainingPlan:
 
     Raises:
         PlanError: a value does not exist, is out of range, or contradicts another.
-        UnsupportedError: a combination that memest knows and does not model.
     """
 
     model_name: str
@@ -216,164 +154,7 @@ class TrainingPlan:
     """Optimizer steps to simulate; from the third on only fragmentation can grow."""
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        for key, allowed in (
-            ("precision", PRECISIONS),
-            ("optim", OPTIMIZERS),
-            ("strategy", STRATEGIES),
-            ("attn_implementation", ATTENTIONS),
-            ("quant", QUANTISATIONS),
-            ("lora_bias", LORA_BIASES),
-            ("sharding_strategy", SHARDINGS),
-        ):
-            value = getattr(self, key)
-            if value is not None and value not in allowed:
-                raise PlanError(
-                    f"`{key}` cannot be {shown(value)}", hint=_suggest(value, allowed, "allowed")
-                )
-        for key, largest in _LIMITS.items():
-            value = getattr(self, key)
-            if value is not None and not 1 <= value <= largest:
-                raise PlanError(
-                    f"`{key}` is {shown(value)}", hint=f"give a whole number from 1 to {largest}"
-                )
-        self._check_numbers()
-        self._check_combinations()
-
-    def _check_numbers(self) -> None:
-        if not self.model_name.strip():
-            raise PlanError("`model_name` is empty", hint="`memest models` lists what is bundled")
-        if not 0 <= self.lora_dropout < 1:
-            raise PlanError(f"`lora_dropout` is {shown(self.lora_dropout)}", hint="give 0 <= p < 1")
-        if not 0 <= self.momentum < 1:
-            raise PlanError(f"`momentum` is {shown(self.momentum)}", hint="give 0 <= momentum < 1")
-        if not 0 < self.lora_alpha <= _LARGEST_ALPHA:
-            raise PlanError(
-                f"`lora_alpha` is {shown(self.lora_alpha)}", hint="give a positive number"
-            )
-        for key in ("gpu_memory", "memory_limit", "host_memory"):
-            value = getattr(self, key)
-            if value is not None and value <= 0:
-                raise PlanError(f"`{key}` is {shown(value)}", hint="write it as `78.4GiB`")
-
-    def _check_combinations(self) -> None:
-        if self.momentum and self.optim not in _WITH_MOMENTUM:
-            raise PlanError(
-                f"`momentum` {self.momentum} does not go with `optim` `{self.optim}`",
-                hint="use it with `sgd` or `rmsprop`",
-            )
-        if self.nesterov and not (self.momentum and self.optim.startswith("sgd")):
-            raise PlanError(
-                f"`nesterov` does not go with `optim` `{self.optim}`, momentum {self.momentum}",
-                hint="use it with `sgd` and a `momentum` above 0",
-            )
-        if self.use_qlora and self.precision == "16-mixed":
-            raise UnsupportedError(
-                "QLoRA under `16-mixed` is not modelled",
-                hint="use `bf16-mixed`, `bf16-true` or `32-true`",
-            )
-        if self.attn_implementation == "flash_attention_2":
-            raise UnsupportedError(
-                "`attn_implementation` `flash_attention_2` is not modelled: its kernels are those"
-                " of the package `flash_attn`, with which no run was measured",
-                hint="use `sdpa`, whose flash and cuDNN kernels keep no attention matrix either",
-            )
-        if self.freeze and (self.use_lora or self.use_qlora):
-            raise PlanError(
-                "`freeze` does not go with LoRA, which freezes the whole base",
-                hint="leave `freeze` out, or narrow `lora_target_modules`",
-            )
-        self._check_adapters()
-        if self.padded and self.batch_size == 1:
-            raise PlanError(
-                "`padded` is true for `batch_size` 1: its only row is the longest",
-                hint="leave `padded` out or raise `batch_size`",
-            )
-        self._check_strategy()
-
-    def _check_adapters(self) -> None:
-        for key in (
-            "lora_target_modules", "lora_modules_to_save", "lora_bias", "use_rslora", "use_dora",
-        ):  # fmt: skip
-            if getattr(self, key) not in ((), "none", False) and not self.uses_adapters:
-                raise PlanError(
-                    f"`{key}` is given for a full fine-tune",
-                    hint="add `use_lora: true` (`--lora`) or leave it out",
-                )
-        if ALL_LINEAR in self.lora_target_modules and len(self.lora_target_modules) > 1:
-            raise PlanError(
-                f"`lora_target_modules` names `{ALL_LINEAR}` and other modules",
-                hint=f"give `{ALL_LINEAR}` alone, or names alone",
-            )
-        for key, is_given in (("double_quant", self.double_quant), ("quant", self.quant != "nf4")):
-            if is_given and not self.use_qlora:
-                raise PlanError(
-                    f"`{key}` is given without QLoRA", hint="add `use_qlora: true` (`--qlora`)"
-                )
-        if self.double_quant and self.quant != "nf4":
-            raise PlanError(
-                f"`double_quant` does not go with `quant` `{self.quant}`, whose scales are fp32",
-                hint="leave one of them out",
-            )
-
-    def _check_strategy(self) -> None:
-        strategy = self.strategy
-        if self.optim == "deepspeed_cpu" and not self.offloads:
-            raise PlanError(
-                f"`deepspeed_cpu` needs an offload strategy, not `{strategy}`",
-                hint="use `deepspeed_stage_2_offload` or `deepspeed_stage_3_offload`",
-            )
-        if self.offloads and self.optim != "deepspeed_cpu":
-            raise PlanError(
-                f"`{strategy}` updates on the CPU and refuses `optim` `{self.optim}`",
-                hint="use `optim: deepspeed_cpu`",
-            )
-        if self.use_qlora and (self.is_fsdp or strategy.startswith("deepspeed_stage_3")):
-            raise PlanError(
-                f"`{strategy}` cannot divide a quantised base: its weights are packed bytes beside"
-                " 16-bit ones",
-                hint="use `ddp` or `deepspeed_stage_2`, or LoRA without quantisation",
-            )
-        self._check_keys_of_strategy()
-        if self.shard_size is not None and self.devices % self.shard_size:
-            raise PlanError(
-                f"`shard_size` {self.shard_size} does not divide {self.devices} GPUs",
-                hint="give a divisor of `devices`",
-            )
-
-    def _check_keys_of_strategy(self) -> None:
-        """Keys that only one family of strategies reads."""
-        is_hybrid = self.is_fsdp and self.sharding_strategy == "HYBRID_SHARD"
-        defaults = {f.name: f.default for f in dataclasses.fields(self)}
-        for keys, applies, where in (
-            (("gradient_as_bucket_view", "bucket_cap_mb"), self.is_ddp, "`strategy: ddp`"),
-            (
-                ("sharding_strategy", "wrap_classes", "activation_checkpointing_policy"),
-                self.is_fsdp,
-                "`strategy: fsdp`",
-            ),
-            (("shard_size",), is_hybrid, "`sharding_strategy: HYBRID_SHARD` of FSDP"),
-            (
-                ("reduce_bucket_size", "allgather_bucket_size"),
-                self.is_deepspeed,
-                "a DeepSpeed strategy",
-            ),
-        ):
-            for key in keys:
-                if not applies and getattr(self, key) != defaults[key]:
-                    raise PlanError(
-                        f"`{key}` does not go with `strategy` `{self.strategy}`",
-                        hint=f"it is read by {where}",
-                    )
-        if self.strategy == "fsdp2" and self.sharding_strategy == "NO_SHARD":
-            raise PlanError(
-                "`fsdp2` has no `NO_SHARD`", hint="use `ddp`, which keeps all on every GPU"
-            )
-        if self.strategy == "fsdp2" and self.precision == "16-mixed":
-            raise PlanError(
-                "Lightning's `ModelParallelStrategy`, which is `fsdp2`, refuses `16-mixed`",
-                hint="use `bf16-mixed`, or `strategy: fsdp`",
-            )
+        check(self)
 
     @property
     def is_ddp(self) -> bool:
@@ -443,7 +224,7 @@ class TrainingPlan:
             if not isinstance(key, str) or (key not in known and key not in IGNORED_KEYS):
                 raise PlanError(
                     f"{shown(key)} is not a key of a plan",
-                    hint=_suggest(shown(key).strip("`"), known, "keys"),
+                    hint=suggest(shown(key).strip("`"), known, "keys"),
                 )
         given = {k: _normalise(k, v) for k, v in merged.items() if k in known and v is not None}
         if "model_name" not in given:
@@ -477,34 +258,3 @@ def _names(key: str, value: Any) -> tuple[str, ...]:
         raise PlanError(f"`{key}` is {shown(value)}", hint="give a list of names")
     parts = (part.strip() for item in items for part in item.split(","))
     return tuple(part for part in parts if part)
-
-
-_KINDS: dict[str, tuple[type, ...]] = {
-    "int": (int,), "int | None": (int,), "str": (str,), "str | None": (str,), "bool": (bool,),
-    "bool | None": (bool,), "float": (float, int), "tuple[str, ...]": (tuple,),
-}  # fmt: skip
-_KIND_NAMES = {
-    int: "a whole number", str: "text", bool: "true or false", float: "a number",
-    tuple: "a list of names",
-}  # fmt: skip
-
-
-def _check_types(plan: TrainingPlan) -> None:
-    for field in dataclasses.fields(plan):
-        value = getattr(plan, field.name)
-        kinds = _KINDS[str(field.type)]
-        is_right = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
-        if value is None and "None" in str(field.type):
-            is_right = True
-        if isinstance(value, tuple) and not all(isinstance(item, str) and item for item in value):
-            is_right = False
-        if not is_right:
-            raise PlanError(
-                f"`{field.name}` is {shown(value)}", hint=f"give {_KIND_NAMES[kinds[0]]}"
-            )
-
-
-def _suggest(value: str, allowed: Any, what: str) -> str:
-    near = closest(value, allowed)
-    listed = ", ".join(f"`{a}`" for a in (near if what == "keys" and near else sorted(allowed)))
-    return f"the closest {what}: {listed}" if what == "keys" and near else f"{what}: {listed}"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memest.errors import PlanError, UnsupportedError
+from memest.errors import PlanError
 from memest.plan import TrainingPlan
 
 MAX_FILE_BYTES = 4 << 20
@@ -24,39 +23,11 @@ def read_config(path: Path, overrides: Mapping[str, Any]) -> TrainingPlan:
     return TrainingPlan.from_dict({**values, **overrides})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnsupportedPlan:
-    """An experiment of a suite that is well-formed, and that memest does not model."""
-
-    name: str
-    values: Mapping[str, Any]
-    """The plan as it was asked for."""
-
-    error: UnsupportedError
-
-
 def read_suite(path: Path, overrides: Mapping[str, Any]) -> list[TrainingPlan]:
     """The plans of a suite, in its order.
 
     A suite is a mapping: optional `defaults`, then `experiments`, a list of plans with a `name`
     each.
-
-    Raises:
-        PlanError: the file cannot be read, or an experiment is not a valid plan of a name of its
-            own. UnsupportedError: an experiment is not modelled.
-    """
-    plans: list[TrainingPlan] = []
-    for row in read_suite_rows(path, overrides):
-        if isinstance(row, UnsupportedPlan):
-            raise UnsupportedError(f"experiment `{row.name}`: {row.error}", hint=row.error.hint)
-        plans.append(row)
-    return plans
-
-
-def read_suite_rows(
-    path: Path, overrides: Mapping[str, Any]
-) -> list[TrainingPlan | UnsupportedPlan]:
-    """The experiments of a suite, in its order, those that memest does not model among them.
 
     Raises:
         PlanError: the file cannot be read, or an experiment is not a valid plan of a name of its
@@ -76,18 +47,15 @@ def read_suite_rows(
         raise PlanError(
             f"`{path}` lists no `experiments`", hint="write a list of plans with a `name` each"
         )
-    rows: list[TrainingPlan | UnsupportedPlan] = []
+    plans: list[TrainingPlan] = []
     names: set[str] = set()
     for number, values in enumerate(experiments, 1):
         name = _experiment_name(path, number, values, names)
-        merged = {**defaults, **values, **overrides}
         try:
-            rows.append(TrainingPlan.from_dict(merged))
+            plans.append(TrainingPlan.from_dict({**defaults, **values, **overrides}))
         except PlanError as error:
             raise PlanError(f"experiment `{name}`: {error}", hint=error.hint) from error
-        except UnsupportedError as error:
-            rows.append(UnsupportedPlan(name=name, values=merged, error=error))
-    return rows
+    return plans
 
 
 def _experiment_name(path: Path, number: int, values: Any, names: set[str]) -> str:

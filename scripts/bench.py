@@ -1,14 +1,14 @@
 """How long things take and how much memory they need; prints, asserts nothing.
 
-python scripts/bench.py            # everything, a few minutes
+python scripts/bench.py            # the main command, the lab's runs, the curve over sizes
 python scripts/bench.py --quick    # the main command and the start-up of the rest
+python scripts/bench.py --models   # every bundled model at batch 1, the slowest last
 """
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -26,15 +26,19 @@ STARTUP = [
     ["predict", "--model", "no-such-model"],
     ["predict", "--model", "gpt2", "--optim", "adamv"],
 ]
-SCALING = [
-    "gpt2", "gpt2-xl", "llama-3.2-1b", "llama-3.1-8b", "llama-2-13b", "qwen2.5-32b",
-    "llama-3.1-70b",
+CURVE = [
+    "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "llama-3.2-1b", "llama-3.1-8b", "llama-2-13b",
+    "qwen2.5-32b", "llama-3.1-70b",
 ]  # fmt: skip
+"""From 124 million parameters to 70 billion."""
 
 
 def main(args: list[str]) -> None:
     """Print one line per command: wall seconds (the best of the runs), peak resident memory."""
     print(f"{os.cpu_count()} cores, Python {sys.version.split()[0]}")
+    if "--models" in args:
+        report_models()
+        return
     report("main command", MAIN, runs=3)
     traced = json.loads(run([*MAIN, "--json"])[2])
     print(f"{'  of which the library call':<50} {traced['elapsed_s']:6.2f} s")
@@ -48,26 +52,48 @@ def main(args: list[str]) -> None:
         plans = [{**json.loads(line)["plan"], "name": json.loads(line)["name"]} for line in lines]
         suite.write_text(json.dumps({"experiments": plans}), encoding="utf-8")
         report("26 plans, default GPUs", ["predict", "--suite", str(suite), "--json"], runs=1)
-    for model in SCALING:
-        report(f"{model}, batch 1", ["predict", "--model", model, "--gpu", "h200"], runs=1)
+    print("\nbatch 1, each in a process of its own")
+    for model in CURVE:
+        print(row_of(model)[1], flush=True)
+
+
+def report_models() -> None:
+    """Every bundled model from the shell, the slowest last."""
+    from memest.models_meta.registry import list_models
+
+    rows = sorted(row_of(entry.name) for entry in list_models())
+    print("\n".join(line for _, line in rows))
+
+
+def row_of(model: str) -> tuple[float, str]:
+    """Wall seconds of one prediction, and a line with parameters, operators, seconds, memory."""
+    wall, peak_bytes, text = run(["predict", "--model", model, "--gpu", "h200", "--json"])
+    report = json.loads(text)
+    num_params = report["model"]["num_params"]
+    num_ops = report["coverage"]["num_ops"]
+    return wall, (
+        f"{model:<42} {num_params / 1e9:7.3f}e9 parameters  {num_ops:6} operators"
+        f"  {wall:6.2f} s  {peak_bytes / 2**30:5.2f} GiB"
+    )
 
 
 def report(label: str, command: list[str], runs: int) -> None:
     """Run `memest` with `command` and print its figures."""
-    seconds = []
-    for _ in range(runs):
-        wall, peak_bytes, _ = run(command)
-        seconds.append(wall)
-    print(f"{label:<50} {min(seconds):6.2f} s  {peak_bytes / 2**30:5.2f} GiB", flush=True)
+    found = [run(command) for _ in range(runs)]
+    wall, peak_bytes = min(f[0] for f in found), max(f[1] for f in found)
+    print(f"{label:<50} {wall:6.2f} s  {peak_bytes / 2**30:5.2f} GiB", flush=True)
 
 
 def run(command: list[str]) -> tuple[float, int, str]:
-    """Wall seconds, the largest resident set of all children so far, and stdout."""
+    """Wall seconds, the largest resident set of the process itself, and stdout."""
     started = time.perf_counter()
-    done = subprocess.run([*MEMEST, *command], capture_output=True, text=True, check=False)
-    wall = time.perf_counter() - started
-    peak_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    return wall, peak_bytes, done.stdout
+    with tempfile.TemporaryFile("w+") as out:
+        process = subprocess.Popen([*MEMEST, *command], stdout=out, stderr=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        wall = time.perf_counter() - started
+        out.seek(0)
+        return wall, usage.ru_maxrss * 1024, out.read()
 
 
 if __name__ == "__main__":

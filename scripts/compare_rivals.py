@@ -3,14 +3,19 @@
     python scripts/compare_rivals.py --out docs/rivals.md     # ask every tool, write page and chart
     python scripts/compare_rivals.py --venv .rivals           # keep the tools' environment there
     python scripts/compare_rivals.py --render                 # from docs/rivals.json alone
+    python scripts/compare_rivals.py --gpu-rows rows.jsonl    # ask those that need a GPU, on one
+    python scripts/compare_rivals.py --render --merge rows.jsonl  # take these rows in
 
 The tools from PyPI are installed into a virtual environment of their own, with the versions of
-`PACKAGES`. Beside the page are written rivals.json, its data, and img/rivals.png.
+`PACKAGES`. Beside the page are written rivals.json, its data, and img/rivals.png. An answer that is
+in rivals.json is asked again only where the question, the tool or its adapter changed (`--fresh`
+asks everything); answers made on a GPU are kept on a machine without one, with where they are from.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -18,8 +23,9 @@ import sys
 import tempfile
 import time
 import venv
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,7 +33,7 @@ from typing import Any
 SCRIPTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(SCRIPTS))
 
-from rivals import memtracker, page, worker  # noqa: E402
+from rivals import keep, many, page, worker  # noqa: E402
 from rivals.case import Case  # noqa: E402
 from rivals.scores import OURS  # noqa: E402
 
@@ -39,11 +45,12 @@ APART = ("fitcheck_llm", "can_i_finetune")
 """Rivals that run in the environment with `PACKAGES`."""
 
 HERE = ("accelerate_rule", "textbook", "textbook_with_matrix")
-"""Rivals that run in this Python; `deepspeed_zero` too where DeepSpeed is installed, and
-`memtracker` where there is a GPU."""
+"""Rivals that run in this Python; `deepspeed_zero` too where DeepSpeed is installed."""
 
-NOT_OF_THE_PLAN = ("name", "memory_limit", "gpu", "gpu_memory", "steps")
-"""Fields in which two runs of one plan may differ."""
+ON_A_GPU = ("memtracker",)
+"""Rivals that `--gpu-rows` asks."""
+
+NOT_ASKED = "not asked on the GPU: time ran out, or it was measured later"
 
 _PROCESS_TIMEOUT_S = 1800
 
@@ -54,34 +61,137 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "rivals.md")
     parser.add_argument("--venv", type=Path, help="environment of the tools; made where missing")
     parser.add_argument("--render", action="store_true", help="from the data that is there")
+    parser.add_argument("--fresh", action="store_true", help="ask everything again")
+    parser.add_argument("--merge", type=Path, help="rows of --gpu-rows to take in")
+    parser.add_argument("--gpu-rows", type=Path, help="ask those that need a GPU, into this file")
+    parser.add_argument("--known", type=Path, help="rows of an earlier --gpu-rows to keep")
+    parser.add_argument("--jobs", type=int, default=8, help="of --gpu-rows, at a time")
+    parser.add_argument("--timeout", type=float, default=60, help="seconds for one, likewise")
     options = parser.parse_args(arguments)
+    if options.gpu_rows:
+        write_gpu_rows(
+            options.gpu_rows, known=options.known, jobs=options.jobs, timeout_s=options.timeout
+        )
+        return
     data_path = options.out.with_suffix(".json")
+    data = json.loads(data_path.read_text(encoding="utf-8")) if data_path.exists() else {}
     if not options.render:
         with tempfile.TemporaryDirectory() as folder:
             python = tools_python(options.venv or Path(folder))
-            write(data_path, to_text(compare_all(python)))
-    data = json.loads(data_path.read_text(encoding="utf-8"))
+            data = compare_all(python, {} if options.fresh else data)
+    if options.merge:
+        take_in(data, options.merge)
+    data["tools"] = {name: data["tools"][name] for name in page.LABELS if name in data["tools"]}
+    write(data_path, to_text(data))
     write(options.out, page.render(data))
     draw(data, options.out.parent / "img" / "rivals.png")
 
 
-def compare_all(python: Path) -> dict[str, Any]:
-    """Every tool over every run."""
+def compare_all(python: Path, before: dict[str, Any]) -> dict[str, Any]:
+    """Every tool over every run; `before` is the data of an earlier time."""
     measured, cases = measured_cases()
-    tools = {OURS: predictions(measured)}
-    for name in (*APART, *HERE):
-        print(name, file=sys.stderr)
-        tools[name] = ask(python, name, cases) if name in APART else worker.answers(name, cases)
-    not_run = {}
+    questions = question_ids(cases)
+    data = {"runs": measured_figures(measured, cases, questions), "tools": {}, "not_run": {}}
+
+    def add(name: str, ask_about: Callable[[list[Case]], dict[str, Any]], *paths: Path) -> None:
+        code = keep.code_id(paths or keep.adapter_paths(name))
+        version = ask_about([])["version"]
+        held = keep.still_hold(before, name, code=code, version=version, questions=questions)
+        missing = [case for case in cases if case.key not in held]
+        print(f"{name}: {len(missing)} of {len(cases)}", file=sys.stderr)
+        found = ask_about(missing)
+        answers = held | found["answers"]
+        ordered = {key: answers[key] for key in data["runs"]}
+        data["tools"][name] = found | {"code": code, "answers": ordered}
+
+    add(OURS, lambda asked: predictions({c.key: measured[c.key] for c in asked}), *our_paths())
+    for name in APART:
+        add(name, functools.partial(ask, python, name))
+    for name in HERE:
+        add(name, functools.partial(worker.answers, name))
     if find_spec("deepspeed") is not None:
-        tools["deepspeed_zero"] = worker.answers("deepspeed_zero", cases)
+        add("deepspeed_zero", functools.partial(worker.answers, "deepspeed_zero"))
     else:
-        not_run["deepspeed_zero"] = "`deepspeed` was not installed"
-    if memtracker.can_run():
-        tools["memtracker"] = worker.answers("memtracker", cases)
-    else:
-        not_run["memtracker"] = "needs a CUDA build of torch and a GPU; this page was made without"
-    return {"runs": measured_figures(measured, cases), "tools": tools, "not_run": not_run}
+        data["not_run"]["deepspeed_zero"] = "`deepspeed` was not installed"
+    for name in ON_A_GPU:
+        keep_gpu_rows(data, before, name, questions)
+    return data
+
+
+def question_ids(cases: Sequence[Case]) -> dict[str, str]:
+    """Of each case by its key."""
+    from memest.plan import TrainingPlan
+
+    defaults = asdict(TrainingPlan(model_name="gpt2"))
+    return {case.key: keep.question_id(case, defaults) for case in cases}
+
+
+def our_paths() -> list[Path]:
+    """The files that make memest's predictions."""
+    package = ROOT / "memest"
+    folders = [package / "estimator", package / "models_meta"]
+    paths = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    return [*package.glob("plan*.py"), *(p for p in paths if p.suffix in (".py", ".json"))]
+
+
+def keep_gpu_rows(
+    data: dict[str, Any], before: dict[str, Any], name: str, questions: dict[str, str]
+) -> None:
+    """The answers of an earlier time on a GPU, where they still hold."""
+    tool = before.get("tools", {}).get(name)
+    if tool:
+        code = keep.code_id(keep.adapter_paths(name))
+        held = keep.still_hold(
+            before, name, code=code, version=tool["version"], questions=questions
+        )
+        if held:
+            rows = {key: held.get(key, {"refused": NOT_ASKED}) for key in data["runs"]}
+            data["tools"][name] = tool | {"answers": rows}
+            return
+    data["not_run"][name] = "needs a CUDA build of torch and a GPU; this page was made without"
+
+
+def write_gpu_rows(path: Path, *, known: Path | None, jobs: int, timeout_s: float) -> None:
+    """A line for each run and each rival of `ON_A_GPU`, as they come, the quick ones first.
+
+    Rows of `known` that hold are copied; among them, those that took too long are asked again, and
+    a later row counts.
+    """
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that this process can fork
+    _, cases = measured_cases()
+    questions = question_ids(cases)
+    with path.open("w", encoding="utf-8") as file:
+        for name in ON_A_GPU:
+            told = {"tool": name} | worker.describe(name)
+            told |= {
+                "code": keep.code_id(keep.adapter_paths(name)),
+                "where": import_module(f"rivals.{name}").where(),
+            }
+            held = keep.known_rows(known, told, questions) if known else []
+            file.writelines(f"{json.dumps(row)}\n" for row in [told, *held])
+            done = {row["key"] for row in held if many.is_final(row)}
+            missing = sorted((case for case in cases if case.key not in done), key=many.work_of)
+            for row in many.rows(name, missing, jobs=jobs, timeout_s=timeout_s):
+                line = json.dumps({"tool": name, "question": questions[row["key"]]} | row)
+                print(line, file=file, flush=True)
+                print(line, flush=True)
+
+
+def take_in(data: dict[str, Any], path: Path) -> None:
+    """Put the rows of a file of `write_gpu_rows` into the data, where the question is the same."""
+    asked = {key: run["question"] for key, run in data["runs"].items()}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        name = row.pop("tool")
+        if "key" not in row:
+            rows = {key: {"refused": NOT_ASKED} for key in data["runs"]}
+            data["tools"][name] = row | {"answers": rows}
+            data["not_run"].pop(name, None)
+            continue
+        key, question = row.pop("key"), row.pop("question")
+        if asked.get(key) == question:
+            kept = {k: v for k, v in row.items() if k not in ("parts", "why")}
+            data["tools"][name]["answers"][key] = kept
 
 
 def measured_cases() -> tuple[dict[str, Any], list[Case]]:
@@ -127,15 +237,18 @@ def case_of(key: str, measured: Any) -> Case:
     )
 
 
-def measured_figures(measured: dict[str, Any], cases: list[Case]) -> dict[str, Any]:
+def measured_figures(
+    measured: dict[str, Any], cases: list[Case], questions: dict[str, str]
+) -> dict[str, Any]:
     """What each run measured; runs of one plan share a `plan_id`."""
     plans: dict[str, str] = {}
     figures = {}
     for case in cases:
         run = measured[case.key]
-        fields = {k: v for k, v in case.plan.items() if k not in NOT_OF_THE_PLAN}
+        plan = json.dumps(case.plan_alone, sort_keys=True)
         figures[case.key] = {
-            "plan_id": plans.setdefault(json.dumps(fields, sort_keys=True), case.key),
+            "plan_id": plans.setdefault(plan, case.key),
+            "question": questions[case.key],
             "model": case.hub_id,
             "verdict": str(run.verdict),
             "is_limited": case.plan["memory_limit"] is not None,
@@ -154,7 +267,8 @@ def predictions(measured: dict[str, Any]) -> dict[str, Any]:
     from memest.validate.compare import plan_of
 
     plans = {key: plan_of(found) for key, found in measured.items()}
-    predict(next(iter(plans.values())))  # pays for the imports
+    for plan in [*plans.values()][:1]:
+        predict(plan)  # pays for the imports
     answers: dict[str, dict[str, Any]] = {}
     for key, plan in plans.items():
         print(f"memest {key}", file=sys.stderr)

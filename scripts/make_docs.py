@@ -1,8 +1,9 @@
 """Generates what the documentation says about accuracy: docs/accuracy.md, and its charts in
-docs/img/.
+docs/img/; and, from the kernel tables alone, docs/kernels.md.
 
-    python scripts/make_docs.py              # predict every measured run, write page and charts
+    python scripts/make_docs.py              # predict every measured run, write pages and charts
     python scripts/make_docs.py --no-charts
+    python scripts/kernels_page.py           # docs/kernels.md only, in seconds
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+import kernels_page
 
 from memest.estimator.suite import predict_all
 from memest.render_compare import render_comparison_markdown
@@ -32,7 +35,8 @@ error of allocated memory at any of the four phases.
 
 
 def main(args: Sequence[str]) -> None:
-    """Write the page, and unless told otherwise the charts."""
+    """Write the pages, and unless told otherwise the charts."""
+    kernels_page.main()
     runs = measured_and_predicted(jobs=None)
     PAGE.write_text(accuracy_page(runs), encoding="utf-8")
     if "--no-charts" not in args:

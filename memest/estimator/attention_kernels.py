@@ -107,10 +107,12 @@ def flash_forward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, gpu: 
     """
     shape = _Shape.of(*args[:3])
     dropout_p = _argument(args, kwargs, 3, "dropout_p", 0.0)
-    splits = 1 if dropout_p > 0 else _flash_splits(shape, gpu)
+    splits = 1
+    if dropout_p == 0:
+        splits = num_flash_splits(B=shape.B, H=shape.H, L=shape.L, S=shape.S, E=shape.E, gpu=gpu)
     accumulators: list[int] = []
     if splits > 1:
-        rounded_E = _round_up(shape.E, 32 if shape.E <= 128 else 64)
+        rounded_E = rounded_head_width(shape.E)
         tokens = splits * shape.B * shape.H * shape.L
         accumulators = [tokens * _FLOAT_BYTES, tokens * rounded_E * _FLOAT_BYTES]
     events = _outputs({0: shape.out_bytes, 1: shape.lse_bytes}) + _temporary(*accumulators)
@@ -121,11 +123,16 @@ def flash_forward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, gpu: 
     return tuple(events + _temporary(*(-n for n in accumulators)))
 
 
-def _flash_splits(shape: _Shape, gpu: Gpu) -> int:
+def rounded_head_width(E: int) -> int:
+    """`head_size_rounded`: the width of flash's float32 buffers."""
+    return _round_up(E, 32 if E <= 128 else 64)
+
+
+def num_flash_splits(*, B: int, H: int, L: int, S: int, E: int, gpu: Gpu) -> int:
     """`set_params_splitkv` and `num_splits_heuristic`: the fewest with 85 % of the best use."""
-    block_keys = 256 if shape.E <= 64 else 128 if shape.E <= 128 else 64
-    key_blocks = _ceil_div(shape.S, block_keys)
-    query_blocks = shape.B * shape.H * _ceil_div(shape.L, 64)
+    block_keys = 256 if E <= 64 else 128 if E <= 128 else 64
+    key_blocks = _ceil_div(S, block_keys)
+    query_blocks = B * H * _ceil_div(L, 64)
     slots = gpu.num_sms * 2
     if query_blocks >= 0.8 * slots:
         return 1
@@ -151,7 +158,7 @@ def flash_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, gpu:
     shape = _Shape.of(query, key, value)
     copies = [_bytes(t) for t in (grad_out, output) if not _tokens_first(t)]
     rows = shape.B * shape.H * _round_up(shape.L, 128)
-    rounded_E = _round_up(shape.E, 32 if shape.E <= 128 else 64)
+    rounded_E = rounded_head_width(shape.E)
     scratch = [rows * _FLOAT_BYTES, rows * rounded_E * _FLOAT_BYTES]
     if shape.K != shape.H:
         scratch += [shape.B * shape.S * shape.H * shape.E * shape.itemsize] * 2
@@ -272,9 +279,10 @@ class _EfficientBlock:
 _SMALL_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
 """Capabilities with 99 KiB of shared memory per block (CUDA programming guide, table of limits).
 
-The tiles of 128 queries and a width of 128 need 121344 bytes in float32 and 133632 (bfloat16) to
-162304 (float16, dropout) in half precision; all others fit everywhere. `sizeof(SharedStorage)` of
-torch 2.13's kernel_backward.h, compiled with CUTLASS 4.2.
+From 8.0 on the tiles of 128 queries need 121344 bytes in float32, and those of 128 x 128 need
+133632 (bfloat16) to 162304 (float16, dropout) in half precision. All others fit everywhere, on 7.5
+as well: at most 54784 bytes of 64 KiB. `sizeof(SharedStorage)` of torch 2.13's kernel_backward.h,
+compiled with CUTLASS 4.2.
 """
 
 
@@ -347,7 +355,9 @@ def _cudnn_not_modelled(gpu: Gpu) -> str:
 
 
 def safe_softmax(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, gpu: Gpu) -> Events:
-    """`_safe_softmax`: result, a boolean per element, one per row, and a scalar zero."""
+    """`_safe_softmax` of transformers/attention.cpp: result, a boolean per element, one per row,
+    and a scalar zero.
+    """
     dim = _argument(args, kwargs, 1, "dim", -1)
     rows = out.numel() // max(1, out.size(dim))
     scratch = (out.numel(), rows, out.itemsize)

@@ -48,17 +48,24 @@ def _rearranged(tensor: Tensor, weight: Tensor, output: Tensor) -> int:
 
 
 def _is_plain(args: Args, first: int, dtypes: tuple[torch.dtype, ...] = HALVES) -> bool:
-    """Of `dtypes`, one group, not transposed, NCHW."""
+    """Of `dtypes`, one group, not transposed, NCHW.
+
+    Not over three dimensions: the one that was recorded, whose kernel covers the whole input, takes
+    no workspace.
+    """
     tensor, weight = args[first], args[first + 1]
     transposed, groups = args[first + 6], args[first + 8]
     return (
-        tensor.dtype in dtypes and tensor.is_contiguous() and weight.is_contiguous()
-        and not transposed and groups == 1
+        tensor.dim() < 5 and tensor.dtype in dtypes and not transposed and groups == 1
+        and tensor.is_contiguous() and weight.is_contiguous()
     )  # fmt: skip
 
 
-def convolution_is_modelled(func: OpOverload, args: Args, gpu: Gpu) -> bool:
-    """Whether the workspace follows from the shapes: forward, half or bfloat16, on Hopper."""
+def convolution_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Whether the workspace follows from the shapes: forward, half or bfloat16, on Hopper.
+
+    Otherwise cuDNN picks the kernel, and with it the workspace, by heuristics of its own.
+    """
     return func is aten.convolution.default and _is_plain(args, 0) and gpu.capability == (9, 0)
 
 

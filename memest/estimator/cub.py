@@ -5,6 +5,10 @@ to align the whole. Mirrors CCCL 3.0 (CUDA 13.0, the `cub/device/dispatch` heade
 `tuning` policies), which torch 2.11+cu130 is built with; the element types are those that torch's
 kernels use (int64 keys, values and sums).
 
+The tunings go by the architecture that the code was compiled for: wheels for CUDA 13.0 have 7.5,
+8.0, 8.6 (which runs on 8.9 too), 9.0, 10.0 and 12.0 (RELEASE.md of torch 2.11). 7.0 runs the wheels
+for CUDA 12.6, whose older CUB is taken to have the same tunings.
+
 Left out: inputs of 2**28 elements or more (CUB then works in portions).
 """
 
@@ -43,12 +47,13 @@ def radix_sort_bytes(num_items: int, gpu: Gpu, *, num_bits: int = 64) -> int:
 
     One sweep per 8 bits of the key: 64-bit digit counts for each sweep, 32-bit look-back counts
     for each tile, a counter for each sweep, and, with two sweeps or more, a second copy of keys
-    and values. A tile is 384 threads of 24 * 4 / 8 pairs from compute capability 9.0 on, of
-    21 * 4 / 8 before.
+    and values. A tile is 384 threads of 24 * 4 / 8 pairs from compute capability 9.0 on and of
+    21 * 4 / 8 on 8.x, and 256 threads of 23 * 4 / 8 on 7.x.
     """
     if num_items <= _SINGLE_TILE:
         return 1
-    tile = 384 * (12 if gpu.capability >= (9, 0) else 10)
+    major = gpu.capability[0]
+    tile = 384 * 12 if major >= 9 else 384 * 10 if major == 8 else 256 * 11
     sweeps = _ceil_div(num_bits, 8)
     copy = num_items * 8 if sweeps > 1 else 0
     return _aliased(
@@ -60,26 +65,36 @@ def radix_sort_bytes(num_items: int, gpu: Gpu, *, num_bits: int = 64) -> int:
     )
 
 
-def scan_bytes(num_items: int) -> int:
-    """`DeviceScan` with an int64 sum (dispatch_scan.cuh): one 16-byte state per tile."""
-    return _aliased(_tile_states(_ceil_div(num_items, _SCAN_TILE), 16))
+def scan_bytes(num_items: int, *, value_bytes: int = 8) -> int:
+    """`DeviceScan` (dispatch_scan.cuh) of int64 or int32: per tile a state of twice the value.
+
+    The tile is that of int64, which counts for int32 only beyond 896 items.
+    """
+    return _aliased(_tile_states(_ceil_div(num_items, _SCAN_TILE), 2 * value_bytes))
 
 
 def select_bytes(num_items: int, gpu: Gpu) -> int:
     """`DeviceSelect::Flagged` of int64 positions (dispatch_select_if.cuh): 8-byte states.
 
-    A tile is 384 threads of 11 items from compute capability 9.0 on, of 6 before (8-byte items).
+    A tile is 320 threads of 22 * 4 / 8 items from compute capability 10.0 on, 384 of 11 on 9.0 and
+    of 6 on 8.0, and 128 of 10 * 4 / 8 on 7.x, 8.6 and 8.9, which have no tuning of their own.
     """
-    tile = 384 * (11 if gpu.capability >= (9, 0) else 6)
+    tile = {(9, 0): 384 * 11, (8, 0): 384 * 6}.get(
+        gpu.capability, 320 * 11 if gpu.capability[0] >= 10 else 128 * 5
+    )
     return _aliased(_tile_states(_ceil_div(num_items, tile), 8), 0, 0)
 
 
 def unique_by_key_bytes(num_items: int, gpu: Gpu) -> int:
     """`DeviceSelect::UniqueByKey` of int64 keys (dispatch_unique_by_key.cuh): 16-byte states.
 
-    A tile is 448 threads of 11 keys on compute capability 9.0.
+    A tile is 448 threads of 11 keys from compute capability 9.0 on, 192 of 7 on 8.0, and 64 of
+    11 * 4 / 8 on 7.x, 8.6 and 8.9.
     """
-    return _aliased(_tile_states(_ceil_div(num_items, 448 * 11), 16), 0)
+    tile = 448 * 11 if gpu.capability >= (9, 0) else 192 * 7
+    if gpu.capability < (9, 0) and gpu.capability != (8, 0):
+        tile = 64 * 5
+    return _aliased(_tile_states(_ceil_div(num_items, tile), 16), 0)
 
 
 def sum_storage_bytes(num_items: int, num_threads: int) -> int:

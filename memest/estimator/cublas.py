@@ -107,7 +107,8 @@ class CublasWorkspaces:
     def bytes_for(
         self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], thread: str
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What one dispatched op allocates beside its result: `(persistent, temporary)` bytes.
+        """A workspace at a thread's first product, another for a fused bias, copies of operands
+        that cuBLAS cannot read: `(persistent, temporary)` bytes of one dispatched op.
 
         CUDA's order is: the result, the temporaries, then the persistent ones; the temporaries are
         freed at the end of the op. The call counts: a workspace is returned once per `thread`

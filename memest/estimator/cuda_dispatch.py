@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from memest.estimator.gpus import Gpu
+from memest.estimator.grouped_mm import experts_as_on
 from memest.estimator.sdpa import scaled_dot_product_attention
 
 KEY_NAME = "AutocastIPU"
@@ -70,7 +71,11 @@ def cuda_semantics(gpu: Gpu) -> Iterator[None]:
     torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, False)
     _active_gpu.append(gpu)
     try:
-        with torch._C._IncludeDispatchKeyGuard(_KEY), _transformers_autocast():
+        with (
+            torch._C._IncludeDispatchKeyGuard(_KEY),
+            _transformers_autocast(),
+            experts_as_on(gpu),
+        ):
             yield
     finally:
         _active_gpu.pop()

@@ -25,6 +25,10 @@ from pathlib import Path
 from memest.errors import PlanError, closest
 from memest.units import format_gib
 
+FIRST_OF_CUDA_13 = (7, 5)
+"""The oldest compute capability in torch 2.11's wheels for CUDA 13.0, on which memest was measured;
+7.0 needs those for CUDA 12.6 (RELEASE.md, https://github.com/pytorch/pytorch/pull/175253)."""
+
 DEFAULT_GPUS = ("a100-40gb", "a100-80gb", "h100-80gb", "h200")
 """The GPUs that a verdict covers when the user names none."""
 

@@ -52,7 +52,7 @@ def contiguous_copy(*tensors: Tensor | None) -> tuple[int, ...]:
 
 
 def embedding_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`embedding`: the indices as one contiguous row, where they are not."""
+    """`embedding` (native/Embedding.cpp): the indices as one contiguous row, where they are not."""
     return Scratch(before=contiguous_copy(args[1]))
 
 
@@ -104,14 +104,16 @@ def index_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
 
 
 def index_put_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`index_put` that overwrites: copies of unlike indices; a mask is a `masked_fill`."""
+    """`index_put` that overwrites (TensorAdvancedIndexing.cpp): copies of unlike indices; a mask is
+    a `masked_fill`.
+    """
     indices = index_tensors(args)
     if not indices or any(i.dtype in MASK_DTYPES for i in indices):
         return Scratch()
     return Scratch(after=_copies_of_unlike_strides(indices))
 
 
-def indexing_is_modelled(func: OpOverload, args: Args) -> bool:
+def indexing_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
     """Whether no mask is among the indices, or one alone whose count the op's shapes tell.
 
     `index` by one mask has the count in its output; writing one value through a mask is a
@@ -126,7 +128,9 @@ def indexing_is_modelled(func: OpOverload, args: Args) -> bool:
 
 
 def masked_scatter_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`masked_scatter`: int64 running count, contiguous mask and source, scan storage."""
+    """`masked_scatter` of IndexKernel.cu: int64 running count, contiguous mask and source, scan
+    storage.
+    """
     target, mask, source = args[0], args[1].expand(args[0].shape), args[2]
     count = target.numel()
     copies = contiguous_copy(mask, source)
@@ -144,7 +148,8 @@ def _slices(args: Args, kwargs: Kwargs, position: int) -> tuple[int, int]:
 
 
 def sort_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`sort`: within a block up to 4096 elements, else radix sort of int64 keys and positions.
+    """`sort` (Sort.cpp): within a block up to 4096 elements, else radix sort of int64 keys and
+    positions.
 
     Short slices need an int64 range that fills the indices. One long slice: range and the sort's
     storage. Several, fewer than 128: all are sorted at once by key with (segment, position) as
@@ -162,7 +167,7 @@ def sort_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     return Scratch(after=(row, storage) if count == 1 else (row, row, row, storage))
 
 
-def sort_is_modelled(args: Args, kwargs: Kwargs) -> bool:
+def sort_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
     """Whether `sort_scratch` is exact: slices of up to 4096, or fewer than 128 slices of int64."""
     count, length = _slices(args, kwargs, 1)
     return length <= SMALL_SORT or (args[0].dtype == torch.int64 and count < FEW_SEGMENTS)
@@ -173,7 +178,7 @@ def topk_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     return Scratch(after=contiguous_copy(args[0]))
 
 
-def topk_is_modelled(args: Args, kwargs: Kwargs) -> bool:
+def topk_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
     """Whether every slice is searched by one block: the negation of `should_use_multiblock`."""
     count, length = _slices(args, kwargs, 2)
     limits = ((20, 20_000), (40, 10_000), (80, 8000), (199, 5000), (799, 3000), (4000, 800))
@@ -193,7 +198,7 @@ def cumsum_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     if tensor.dim() == 0 or tensor.numel() == 0 or tensor.numel() != tensor.shape[dim]:
         return Scratch(after=cast)
     if not dtype.is_floating_point:
-        return Scratch(after=(*cast, scan_bytes(tensor.numel())))
+        return Scratch(after=(*cast, scan_bytes(tensor.numel(), value_bytes=dtype.itemsize)))
     threads = 128 if dtype.itemsize >= 16 else 256 if dtype.itemsize >= 8 else 512
     blocks = min(gpu.num_sms, -(-tensor.numel() // (threads * 16)))
     return Scratch(after=(*cast, blocks * dtype.itemsize))

@@ -77,18 +77,30 @@ FOREACH_CHUNK = 65536
 
 
 def input_copy_before(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """A contiguous copy of the first argument, made before the outputs."""
+    """A contiguous copy of the first argument, made before the outputs (layer_norm_kernel.cu)."""
     return Scratch(before=contiguous_copy(args[0]))
 
 
 def input_copy_after(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """A contiguous copy of the first argument, made after the outputs."""
+    """A contiguous copy of the first argument, made after the outputs.
+
+    SoftMax.cu, UpSampleBicubic2d.cu, AveragePool2d.cu, AdaptiveAveragePooling.cu,
+    DilatedMaxPool2d.cu.
+    """
     return Scratch(after=contiguous_copy(args[0]))
 
 
 def two_inputs_copy_after(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Contiguous copies of the first two arguments, made after the outputs."""
+    """Contiguous copies of the first two arguments, made after the outputs.
+
+    SoftMax.cu, AveragePool2d.cu.
+    """
     return Scratch(after=contiguous_copy(args[0], args[1]))
+
+
+def power_of_scalar_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`pow_Scalar_out` of Pow.cpp: the base as a tensor, of fp64 or int64, unless it is 1."""
+    return Scratch() if args[0] == 1 else Scratch(after=(8,))
 
 
 def softmax_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
@@ -131,12 +143,16 @@ def _norm_backward(args: Args, weights: list[Tensor], mask: list[bool], gpu: Gpu
 
 
 def layer_norm_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`native_layer_norm_backward`, see `_norm_backward`."""
+    """`native_layer_norm_backward`: copies, and partial sums of weight and bias gradients where
+    rows are many and narrow (layer_norm_kernel.cu, see `_norm_backward`).
+    """
     return _norm_backward(args, [args[5], args[6]], list(args[7])[1:], gpu)
 
 
 def rms_norm_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`_fused_rms_norm_backward`, see `_norm_backward`."""
+    """`_fused_rms_norm_backward`: copies, and partial sums of the weight's gradient where rows are
+    many and narrow (layer_norm_kernel.cu, see `_norm_backward`).
+    """
     return _norm_backward(args, [args[4]], list(args[5])[1:], gpu)
 
 
@@ -179,7 +195,7 @@ def _loss_shape(args: Args) -> tuple[int, ...]:
 
 
 def mse_loss_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`mse_loss` with a reduction: the elementwise loss and the staging of its sum."""
+    """`mse_loss` of Loss.cpp with a reduction: the elementwise loss and the staging of its sum."""
     if not _reduced_loss(args, 2):
         return Scratch()
     loss = torch.empty(_loss_shape(args), dtype=out.dtype, device="meta")
@@ -187,7 +203,7 @@ def mse_loss_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
 
 
 def mse_loss_outputs(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> list[int] | None:
-    """The scalar of a reduced `mse_loss` keeps the storage of the elementwise loss."""
+    """The scalar of a reduced `mse_loss` (Loss.cpp) keeps the storage of the elementwise loss."""
     if not _reduced_loss(args, 2):
         return None
     return [prod(_loss_shape(args)) * out.itemsize]
@@ -207,8 +223,8 @@ def histogram_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch
     return Scratch()
 
 
-def _histogram_is_modelled(args: Args, kwargs: Kwargs) -> bool:
-    """Not where equal bounds make torch look for the extremes, nor for tables of many bins."""
+def histogram_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Whether the bounds differ, else torch looks for the extremes, and the bins are not many."""
     bins, low, high = (
         args[i] if len(args) > i else kwargs.get(name, default)
         for i, name, default in ((1, "bins", 100), (2, "min", 0), (3, "max", 0))
@@ -270,6 +286,7 @@ SCRATCH: dict[OpOverload, ScratchRule] = {
     aten.logsumexp.default: logsumexp_scratch,
     aten.equal.default: equal_scratch,
     aten.isinf.default: isinf_scratch,
+    aten.pow.Scalar: power_of_scalar_scratch,
     aten._softmax.default: input_copy_after,
     aten._log_softmax.default: input_copy_after,
     aten._safe_softmax.default: safe_softmax_scratch,
@@ -310,37 +327,46 @@ SCRATCH: dict[OpOverload, ScratchRule] = {
 OUTPUT_BYTES: dict[OpOverload, OutputRule] = {aten.mse_loss.default: mse_loss_outputs}
 """Requested bytes of each output on CUDA, in the order of the outputs; None where meta is right."""
 
-
-_INDEXED = (
-    aten.index.Tensor,
-    aten.index_put.default,
-    aten.index_put_.default,
-    aten._index_put_impl_.default,
-    aten._unsafe_index_put.default,
+_CONTIGUOUS_GRADIENTS = (
+    aten.native_layer_norm_backward.default,
+    aten._fused_rms_norm_backward.default,
 )
 
 
-def is_partly_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Whether `func` may allocate more than `SCRATCH` says for these arguments: report the call.
+def as_on_cuda(func: OpOverload, out: Any) -> Any:
+    """The outputs of `func` on meta in the layout that CUDA gives them.
 
-    Masks among the indices select a number of elements that only their values tell.
-    cuDNN picks a convolution's kernel, and with it the workspace, by heuristics of its own; long
-    rows of `sort` and `topk` run other kernels than the short rows that are modelled.
-    The fused product of experts has a workspace of CUTLASS's own.
+    The gradient of a norm's input is contiguous (layer_norm_kernel.cu); on meta it follows the
+    gradient that came in.
     """
-    if func in (aten.convolution.default, aten.convolution_backward.default):
-        return not convolution_is_modelled(func, args, gpu)
-    if func in _INDEXED:
-        return not indexing_is_modelled(func, args)
-    if func in (aten.sort.default, aten.sort.stable):
-        return not sort_is_modelled(args, kwargs)
-    if func is aten.topk.default:
-        return not topk_is_modelled(args, kwargs)
-    if func is aten.histc.default:
-        return not _histogram_is_modelled(args, kwargs)
-    if func is aten._grouped_mm.default:
-        return not grouped_mm_is_modelled(args, gpu)
-    return False
+    if func not in _CONTIGUOUS_GRADIENTS:
+        return out
+    return tuple(t if t is None else t.contiguous() for t in out)
+
+
+ModelledRule = Callable[[OpOverload, Args, Kwargs, Gpu], bool]
+
+MODELLED_WHERE: dict[OpOverload, ModelledRule] = {
+    aten.convolution.default: convolution_is_modelled,
+    aten.convolution_backward.default: convolution_is_modelled,
+    aten.index.Tensor: indexing_is_modelled,
+    aten.index_put.default: indexing_is_modelled,
+    aten.index_put_.default: indexing_is_modelled,
+    aten._index_put_impl_.default: indexing_is_modelled,
+    aten._unsafe_index_put.default: indexing_is_modelled,
+    aten.sort.default: sort_is_modelled,
+    aten.sort.stable: sort_is_modelled,
+    aten.topk.default: topk_is_modelled,
+    aten.histc.default: histogram_is_modelled,
+    aten._grouped_mm.default: grouped_mm_is_modelled,
+}
+"""Ops of which some calls only are modelled, with the rule that tells which."""
+
+
+def is_partly_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Whether `func` may allocate more than `SCRATCH` says for these arguments: report the call."""
+    rule = MODELLED_WHERE.get(func)
+    return rule is not None and not rule(func, args, kwargs, gpu)
 
 
 _FACTORIES = (

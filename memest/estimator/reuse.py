@@ -249,7 +249,7 @@ class _Weaver:
         self.unmodelled: Counter[str] = Counter()
         self._forms = forms
         self._names = [str(t.shape.items[0]).removesuffix(".default") for t in sample.log.templates]
-        self._workspaces: set[tuple[bool, int]] = set()
+        self._workspaces: dict[tuple[bool, int], int] = {}
         self.streams = [self._stream(stretch) for stretch in sample.log.stretches]
 
     def _stream(self, stretch: Stretch) -> list[int]:
@@ -266,7 +266,10 @@ class _Weaver:
     def _copy(self, old: Sequence[int], events: list[int]) -> None:
         """Deaths, and births outside of calls."""
         for event in old:
-            if event < 0:
+            if event < 0 and ~event not in self.ids:  # one of the workspaces, all cleared in order
+                first = next(iter(self._workspaces))
+                events.append(~self._workspaces.pop(first))
+            elif event < 0:
                 events.append(~self.ids[~event])
             else:
                 events.append(self._born(event, (_NO_CALL, event)))
@@ -301,15 +304,15 @@ class _Weaver:
             count += 1
         passing = list(temporary.values())
         for position in range(form.num_copies + form.num_cublas):
-            if position >= form.num_copies:
-                workspace = (call.in_backward, position - form.num_copies)
-                if workspace in self._workspaces:
-                    continue
-                self._workspaces.add(workspace)
+            workspace = (call.in_backward, position - form.num_copies)
+            if workspace in self._workspaces:
+                continue
             slot = (call.template, count + position)
             events.append(self._add(slot, call.site, MemKind.WORKSPACE))
             if position < form.num_copies:
                 passing.append(events[-1])
+            else:
+                self._workspaces[workspace] = events[-1]
         events.extend(~index for index in reversed(passing))
         for old in born.values():
             events.append(self._born(old, (_ZERO, 0)))

@@ -20,6 +20,8 @@ from memest.estimator.gpus import Gpu
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
+_NEWEST = (12, 1)
+"""The last compute capability that the fused kernels accept (`sm121` in the source)."""
 
 
 class SdpaBackend(enum.Enum):
@@ -119,7 +121,7 @@ def _can_use_cudnn(call: _Call) -> bool:
         and _is_4d(call)
         and _dtypes_agree(call, _HALF)
         and _cudnn_takes_mask(call)
-        and call.gpu.capability >= (8, 0)
+        and (8, 0) <= call.gpu.capability <= _NEWEST
         and not (call.rules.dropout_in_sixteenths and sixteenths != math.floor(sixteenths))
         and not (call.dropout_p > 0 and 91100 < call.rules.cudnn_version < 91400)
         and _has_tokens(call)
@@ -137,7 +139,7 @@ def _can_use_flash(call: _Call) -> bool:
     # check_head_dim_size_flash
     if not (head_dim == call.key.size(-1) == call.value.size(-1) and head_dim <= 256):
         return False
-    if call.gpu.capability < (8, 0):  # check_flash_attention_hardware_support
+    if not (8, 0) <= call.gpu.capability <= _NEWEST:  # check_flash_attention_hardware_support
         return False
     # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120
     capability = call.gpu.capability
@@ -164,7 +166,7 @@ def _can_use_efficient(call: _Call) -> bool:
     )  # fmt: skip
     return (
         torch._C._get_mem_efficient_sdp_enabled()
-        and call.gpu.capability >= (5, 0)
+        and (5, 0) <= call.gpu.capability <= _NEWEST
         and _is_4d(call)
         and _efficient_takes_head_dims(call)
         and _has_tokens(call)

@@ -59,7 +59,9 @@ def _passing(*num_bytes: int) -> list[KernelEvent]:
 
 
 def dropout_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`native_dropout`: the mask comes before the result, unless all or nothing is dropped."""
+    """`native_dropout` of Dropout.cu: the mask comes before the result, unless all or nothing is
+    dropped.
+    """
     result, mask = out
     sizes = {0: _bytes(result), 1: _bytes(mask)}
     is_drawn = args[2] is not False and 0 < args[1] < 1
@@ -67,7 +69,8 @@ def dropout_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 
 
 def embedding_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`embedding_dense_backward`, which sorts the indices when there are more than 3072.
+    """`embedding_dense_backward` (Embedding.cu, EmbeddingBackwardKernel.cu), which sorts the
+    indices when there are more than 3072.
 
     With S = min(n, V) segments and P = n // 10 + S partial sums, both bounds that do not depend on
     the values of the indices:
@@ -119,7 +122,9 @@ def embedding_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) ->
 
 
 def nonzero_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`nonzero`: the count and its sum's storage, the positions, the selection's storage."""
+    """`nonzero` of Nonzero.cu: the count and its sum's storage, the positions, the selection's
+    storage.
+    """
     return tuple(_selection(args[0], outputs({0: _bytes(out)}), gpu))
 
 
@@ -138,8 +143,8 @@ def _selection(mask: Tensor, positions: list[KernelEvent], gpu: Gpu) -> list[Ker
 def masked_scatter_backward_events(
     args: Args, kwargs: Kwargs, out: Any, gpu: Gpu, num_selected: int | None = None
 ) -> Events:
-    """`masked_scatter_backward`: the gradient where the mask is true, then zeros up to the size of
-    the source.
+    """`masked_scatter_backward` of TensorAdvancedIndexing.cpp: the gradient where the mask is true,
+    then zeros up to the size of the source.
 
     `masked_select` expands the mask, finds the positions of its true entries (one int64 for each of
     its dimensions) and gathers; what is short of the source is made of zeros and concatenated.
@@ -211,8 +216,8 @@ def index_put_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 
 
 def convolution_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`convolution_backward`: the gradients of input and weight, each with a workspace, then of the
-    bias.
+    """`convolution_backward` of Convolution.cpp: the gradients of input and weight, each with a
+    workspace, then of the bias.
 
     The gradient that comes in is copied where it is not contiguous, until both are done; the bias
     is a sum.

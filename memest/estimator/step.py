@@ -173,6 +173,7 @@ class StepTracer:
             if buffer.device.type == "meta":
                 recorder.adopt(buffer, MemKind.BUFFERS)
                 recorder.label(buffer, MemKind.BUFFERS, name.rpartition(".")[0])
+        recorder.clear_workspaces()
         self.program.setup = recorder.take_events()
         return model
 

@@ -29,8 +29,11 @@ def predict_all(
     Raises:
         MemestError: of the first plan that cannot be predicted, with its name.
     """
-    one = partial(_predict_named, is_one=len(plans) == 1, trust_remote_code=trust_remote_code)
-    return _over_processes(one, plans, jobs)
+    found = predict_each(plans, jobs=jobs, trust_remote_code=trust_remote_code)
+    predicted, failed = apart(plans, found)
+    if failed:
+        raise failed[0][1] if len(plans) == 1 else named(*failed[0])
+    return [report for _, report in predicted]
 
 
 def predict_each(
@@ -44,6 +47,27 @@ def predict_each(
     return _over_processes(
         partial(_predict_or_error, trust_remote_code=trust_remote_code), plans, jobs
     )
+
+
+def apart(
+    plans: Sequence[TrainingPlan], found: Sequence[Prediction | MemestError]
+) -> tuple[list[tuple[TrainingPlan, Prediction]], list[tuple[TrainingPlan, MemestError]]]:
+    """The plans with a prediction and those with an error, of what `predict_each` found."""
+    predicted: list[tuple[TrainingPlan, Prediction]] = []
+    failed: list[tuple[TrainingPlan, MemestError]] = []
+    for plan, each in zip(plans, found, strict=True):
+        if isinstance(each, MemestError):
+            failed.append((plan, each))
+        else:
+            predicted.append((plan, each))
+    return predicted, failed
+
+
+def named(plan: TrainingPlan, error: MemestError) -> MemestError:
+    """`error` with the name of the experiment before it."""
+    made = type(error)(f"experiment `{plan.label}`: {error}")
+    made.hint = error.hint
+    return made
 
 
 def _over_processes(
@@ -70,14 +94,3 @@ def _predict_or_error(plan: TrainingPlan, *, trust_remote_code: bool) -> Predict
         return predict(plan, trust_remote_code=trust_remote_code)
     except MemestError as error:
         return error
-
-
-def _predict_named(plan: TrainingPlan, *, is_one: bool, trust_remote_code: bool) -> Prediction:
-    try:
-        return predict(plan, trust_remote_code=trust_remote_code)
-    except MemestError as error:
-        if is_one:
-            raise
-        named = type(error)(f"experiment `{plan.label}`: {error}")
-        named.hint = error.hint
-        raise named from None

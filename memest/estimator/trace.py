@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memest.errors import TraceError
 from memest.estimator.attention_kernels import ATTENTION_EVENTS, NOT_MODELLED
 from memest.estimator.cublas import MATMULS, CublasWorkspaces
+from memest.estimator.flash_attention import FLASH_ATTENTION_2_EVENTS
 from memest.estimator.gpus import Gpu
 from memest.estimator.grouped_mm import grouped_mm_output
 from memest.estimator.in_place import (
@@ -23,7 +24,13 @@ from memest.estimator.in_place import (
     as_without_a_mode,
     owners_of_a_sole_gradient,
 )
-from memest.estimator.kernels import OUTPUT_BYTES, SCRATCH, has_no_scratch, is_partly_modelled
+from memest.estimator.kernels import (
+    OUTPUT_BYTES,
+    SCRATCH,
+    as_on_cuda,
+    has_no_scratch,
+    is_partly_modelled,
+)
 from memest.estimator.module_tracker import ModuleTracker
 from memest.estimator.scratch import Events, Scratch
 from memest.estimator.shadow import (
@@ -144,6 +151,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.tracker: ModuleTracker | None = None
         owners_of_a_sole_gradient()  # looked at once, before anything is recorded
         self._cublas = CublasWorkspaces(gpu.capability)
+        self._workspaces: list[int] = []
         self._live: dict[int, int] = {}
         self._references: dict[int, Any] = {}
         self._recipes: dict[Any, Recipe] = {}
@@ -159,6 +167,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The events since the last call."""
         events, self.events = self.events, []
         return events
+
+    def clear_workspaces(self) -> None:
+        """cuBLAS gives its workspaces back, as Lightning asks of it before a fit.
+
+        Each handle takes another one at its next product.
+        """
+        self.events.extend(~index for index in self._workspaces)
+        self._workspaces = []
+        self._cublas = CublasWorkspaces(self.gpu.capability)
 
     def id_of(self, tensor: Tensor) -> int | None:
         """The id of a tensor's storage, or None if it is not recorded."""
@@ -190,15 +207,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._read(func, args, kwargs)
         recipe = key = None
         if func in self._repeatable:
-            key = (func, *map(_signature, args), *map(_signature, kwargs.items()))
+            key = _key(func, args, kwargs)
             recipe = self._recipes.get(key)
         if recipe is None:
             out = self._run(func, args, kwargs)
             recipe = self._recipe(func, args, kwargs, out)
             if self._can_repeat(func, args, out):
-                self._recipes[
-                    key or (func, *map(_signature, args), *map(_signature, kwargs.items()))
-                ] = recipe
+                self._recipes[key or _key(func, args, kwargs)] = recipe
         else:
             out = recipe.make_outputs()
         self._record(func, args, kwargs, out, recipe)
@@ -219,7 +234,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_foreach_in_place(func) and all(tensor.is_meta for tensor in args[0]):
             return None  # where there are no values, none change
         try:
-            return func(*args, **kwargs)
+            return as_on_cuda(func, func(*args, **kwargs))
         except (NotImplementedError, RuntimeError) as error:
             if func is aten._grouped_mm.default:
                 return grouped_mm_output(args, kwargs)
@@ -307,7 +322,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return masked_scatter_backward_events(args, kwargs, out, self.gpu, num_selected)
         if func in SORTED_WRITES and not index_put_is_sorted(args, kwargs):
             return None
-        rule = ATTENTION_EVENTS.get(func) or STAGED_EVENTS.get(func)
+        rule = _ATTENTION_EVENTS.get(func) or STAGED_EVENTS.get(func)
         return None if rule is None else rule(args, kwargs, out, self.gpu)
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Recipe) -> None:
@@ -330,15 +345,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif (t := results[position]).untyped_storage()._cdata not in self._live:
                 site = site or self._site(func)
                 self._born(t, num_bytes, site, self.kind)
-        if func in MATMULS and self.phase != "setup":  # adapters are initialised on the host
+        if func in MATMULS:
             persistent, passing = self._cublas_workspaces(func, args, kwargs)
             if persistent or passing:
                 site = site or self._site(func)
                 temporary += [self._workspace(n, site) for n in passing]
-                for num_bytes in persistent:
-                    self._workspace(num_bytes, site)
+                self._workspaces += [self._workspace(n, site) for n in persistent]
         self.events.extend(~index for index in reversed(temporary))
-        if func in ATTENTION_EVENTS:
+        if func in _ATTENTION_EVENTS:
             for t in results:  # what meta makes and CUDA does not
                 if isinstance(t, Tensor) and t.untyped_storage()._cdata not in self._live:
                     self._born(t, 0, site or self._site(func), self.kind)
@@ -393,6 +407,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.values.drop(key)
 
 
+_ATTENTION_EVENTS = {**ATTENTION_EVENTS, **FLASH_ATTENTION_2_EVENTS}
+
 _DEPENDS_ON_VALUES = frozenset(
     {
         aten.masked_scatter_backward.default,
@@ -418,6 +434,12 @@ def is_foreach_in_place(func: Any) -> bool:
 def _is_on_gpu(value: Any) -> bool:
     """Whether `value` would be a CUDA tensor; what stays on the CPU takes no GPU memory."""
     return isinstance(value, Tensor) and value.device.type == "meta"
+
+
+def _key(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """Calls that are alike have one; a call without a dtype makes what the default is then."""
+    default = torch.get_default_dtype()
+    return (func, default, *map(_signature, args), *map(_signature, kwargs.items()))
 
 
 def _signature(value: Any) -> Any:

@@ -12,6 +12,7 @@ from torch import nn
 
 from memest.errors import MemestError, TraceError
 from memest.estimator.closed_form import LayerGeometry, layer_geometry
+from memest.estimator.flash_attention import check_gpu
 from memest.estimator.gpus import Gpu
 from memest.estimator.optimizers import (
     make_grad_scaler,
@@ -33,10 +34,12 @@ from memest.models_meta.assemble import (
     trained_parameters,
 )
 from memest.models_meta.batch import Batch, make_batch
+from memest.models_meta.flash_attention import stand_in
 from memest.models_meta.int8 import ASSUMPTION, quantize_int8
 from memest.models_meta.quantization import FusedGemmRule, quant_state_tensors, quantize_nf4
 from memest.models_meta.registry import ModelConfig, quiet_transformers, resolve_config
 from memest.plan import TrainingPlan
+from memest.plan_values import FLASH_ATTENTION_2
 from memest.report import Term
 
 
@@ -88,7 +91,7 @@ _SAME_CHIP: dict[str, Any] = {
 
 def trace_plan(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False) -> TracedPlan:
     """The program of `plan` on `gpu`; plans that differ in limits and steps alone share it."""
-    with quiet_transformers():
+    with quiet_transformers(), stand_in(plan.attn_implementation):
         return _trace(_canonical(plan), replace(gpu, **_SAME_CHIP), trust_remote_code)
 
 
@@ -96,7 +99,7 @@ def trace_with(
     recorder: Recorder, plan: TrainingPlan, *, trust_remote_code: bool = False
 ) -> TracedPlan:
     """The program of `plan` as `recorder`, which is fresh, sees it; nothing is kept for later."""
-    with quiet_transformers():
+    with quiet_transformers(), stand_in(plan.attn_implementation):
         return _traced(_canonical(plan), recorder, trust_remote_code)
 
 
@@ -194,6 +197,8 @@ def build_module(plan: TrainingPlan, gpu: Gpu, config: ModelConfig, notes: list[
     if plan.quant == "int8":
         quantize = functools.partial(quantize_int8, skip=plan.quant_skip)
         notes.append(ASSUMPTION)
+    if plan.attn_implementation == FLASH_ATTENTION_2:
+        check_gpu(gpu)
     assembled = assemble(plan, config, quantize=quantize)
     notes.extend(assembled.notes)
     return assembled.module

@@ -120,6 +120,7 @@ def apply_lora(
         with ExitStack() as stack:
             if is_meta:
                 stack.enter_context(_without_bitsandbytes())
+                stack.enter_context(_in_the_dtype_of_the_base())
                 stack.enter_context(torch.device("meta"))
             adapted = get_peft_model(model, config)
     except ValueError as error:
@@ -174,6 +175,37 @@ def _without_bitsandbytes() -> Iterator[None]:
     finally:
         for (module, name), original in zip(places, originals, strict=True):
             setattr(module, name, original)
+
+
+@contextmanager
+def _in_the_dtype_of_the_base() -> Iterator[None]:
+    """Makes each adapter in the dtype of the layer that it is put on.
+
+    peft makes adapters on the host and moves them to the device in that dtype, unless it is one of
+    integers; DoRA takes its first norms there, and `autocast_adapter_dtype` casts to fp32 after all
+    are made. What is on the meta device it does not move.
+    Source: peft 0.21.0, tuners/tuners_utils.py, `_move_adapter_to_device_of_base_layer`.
+    """
+    place: Any = lora_model.LoraModel
+    original = place._create_new_module
+    device_and_dtype: Any = LoraLinear._get_base_layer_device_and_dtype
+
+    def create(config: Any, adapter_name: str, target: nn.Module, **kwargs: Any) -> Any:
+        base = target.out_proj if isinstance(target, nn.MultiheadAttention) else target
+        _, dtype = device_and_dtype(None, base)
+        before = torch.get_default_dtype()
+        if dtype is not None and dtype.is_floating_point:
+            torch.set_default_dtype(dtype)
+        try:
+            return original(config, adapter_name, target, **kwargs)
+        finally:
+            torch.set_default_dtype(before)
+
+    place._create_new_module = staticmethod(create)
+    try:
+        yield
+    finally:
+        place._create_new_module = staticmethod(original)
 
 
 def _dequantize(weight: Any, state: Any = None) -> Any:

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from memest.errors import PlanError, UnsupportedError
 from memest.models_meta.batch import num_image_tokens
 from memest.models_meta.build import build_model, freeze, num_positions
+from memest.models_meta.flash_attention import mark_quantized
 from memest.models_meta.quantization import prepare_for_kbit_training
 from memest.models_meta.registry import ModelConfig
 from memest.models_meta.tying import set_tied_embeddings
-from memest.plan import ALL_LINEAR, TrainingPlan
+from memest.plan import TrainingPlan
+from memest.plan_values import ALL_LINEAR
 
 DEFAULT_SEQ_LEN = {"image-text": 25, "text": 512, "audio": 128, "image": 1}
 """Tokens per sample where the plan names none. Image-text: captions of the lab's data set, whose
@@ -75,6 +77,7 @@ def assemble(
         initialise(model)
     if plan.use_qlora:
         quantize(model)
+        mark_quantized(model)
         prepare_for_kbit_training(model, use_gradient_checkpointing=plan.act_ckpt)
     if plan.uses_adapters:
         from memest.models_meta.adapters import apply_lora  # imports peft
@@ -142,11 +145,11 @@ def input_dtype(plan: TrainingPlan) -> torch.dtype | None:
 
 
 def load_dtype(plan: TrainingPlan) -> torch.dtype:
-    """The dtype in which the weights are made: bf16 under QLoRA, whatever the precision."""
+    """The dtype in which the weights are made: of 16 bits under QLoRA, whatever the precision."""
     true_half = input_dtype(plan)
     if true_half is not None:
         return true_half
-    return torch.bfloat16 if plan.use_qlora else torch.float32
+    return compute_dtype(plan) if plan.use_qlora else torch.float32
 
 
 def compute_dtype(plan: TrainingPlan) -> torch.dtype:

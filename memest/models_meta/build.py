@@ -13,11 +13,12 @@ from torch import nn
 
 from memest.errors import PlanError, UnsupportedError, closest
 from memest.models_meta.registry import ModelConfig, error_text, quiet_transformers
+from memest.plan_values import FLASH_ATTENTION_2
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-ATTN_IMPLEMENTATIONS = ("sdpa", "eager")
+ATTN_IMPLEMENTATIONS = ("sdpa", "eager", FLASH_ATTENTION_2)
 
 # The Auto class that a config without `architectures` gets: the first whose mapping has its
 # `model_type`. Masked before causal: the BERT family is in both, and is fine-tuned as the former.
@@ -60,7 +61,7 @@ class BuiltModel:
     """The config that the module holds: a copy of the given one."""
 
     attn_implementation: str
-    """What the text side (or the whole model) uses: `sdpa` or `eager`."""
+    """What the text side (or the whole model) uses: one of `ATTN_IMPLEMENTATIONS`."""
 
     num_params: int
     """Parameters, a tied tensor counted once."""
@@ -100,7 +101,7 @@ def build_model(
     cls = _model_class(config, notes)
     # transformers' default is sdpa wherever a (sub-)model has it, else eager; there, to ask for
     # sdpa by name would be an error.
-    asked = "eager" if attn_implementation == "eager" else None
+    asked = None if attn_implementation == "sdpa" else attn_implementation
     with quiet_transformers():
         module = _instantiate(config, cls, pretrained, dtype=dtype, attn=asked, device=device)
     module.train()
@@ -183,9 +184,15 @@ def _instantiate(
     except ImportError as error:
         raise UnsupportedError(
             f"`{cls.__name__}` needs a package that is not installed: {error_text(error)}",
-            hint="install it, or choose a model of another family",
+            hint="install it, or choose a model of another family"
+            + (", or leave `attn_implementation` out" if attn == FLASH_ATTENTION_2 else ""),
         ) from error
     except Exception as error:  # a class may raise anything on sizes that do not go together
+        if "does not support Flash Attention" in str(error):
+            raise PlanError(
+                f"`{str(error).split()[0]}` has no `{attn}` in transformers",
+                hint="leave `attn_implementation` out, which takes what the model has",
+            ) from error
         raise PlanError(
             f"`{cls.__name__}` cannot be built from the config of `{config.name}`: "
             f"{error_text(error)}",

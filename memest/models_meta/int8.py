@@ -27,7 +27,8 @@ THRESHOLD = 6.0
 
 ASSUMPTION = (
     f"LLM.int8: no activation reaches {THRESHOLD}, so no column is kept in 16 bit; those of trained"
-    " checkpoints do, which costs their columns of input and weight in 16 bit"
+    " checkpoints do, and so can products of a gated MLP with random weights, which costs their"
+    " columns of input and weight in 16 bit"
 )
 
 _OUT_OF_127 = 1 / 127

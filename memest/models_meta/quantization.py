@@ -214,19 +214,25 @@ class QuantState:
 
 
 def _quantise(
-    weight: Tensor, shape: tuple[int, int], double_quant: bool
+    weight: Tensor, shape: tuple[int, int], double_quant: bool, nested_map: list[Tensor]
 ) -> tuple[Tensor, QuantState]:
-    """The packed weight and its state, born in the order of `quantize_4bit`."""
+    """The packed weight and its state, born in the order of `quantize_4bit`.
+
+    The first layer with double quantisation fills `nested_map`.
+    """
     num_blocks = -(-weight.numel() // BLOCK_NUMEL)
     device = weight.device
     scales = torch.empty(num_blocks, dtype=torch.float32, device=device)
     packed = torch.empty(((weight.numel() + 1) // 2, 1), dtype=torch.uint8, device=device)
     code = torch.empty(CODE_NUMEL, dtype=torch.float32, device=device)
+    code.div_(code.abs().max())  # `get_4bit_type`
     state = QuantState(shape=shape, dtype=weight.dtype, absmax=scales, code=code)
     if double_quant:
         num_nested = -(-num_blocks // NESTED_BLOCK_NUMEL)
         state.offset = scales.mean()
         shifted = scales - state.offset
+        if not nested_map:
+            nested_map.append(torch.empty(NESTED_CODE_NUMEL, dtype=torch.float32, device=device))
         state.nested_absmax = torch.empty(num_nested, dtype=torch.float32, device=device)
         state.absmax = torch.empty_like(shifted, dtype=torch.uint8)
         state.nested_code = torch.empty(NESTED_CODE_NUMEL, dtype=torch.float32, device=device)
@@ -270,15 +276,16 @@ class Linear4bit(QuantisedLinear):
         compute_dtype: torch.dtype | None,
         double_quant: bool,
         rule: FusedGemmRule,
+        nested_map: list[Tensor],
     ) -> None:
         nn.Module.__init__(self)
         weight = linear.weight
         assert isinstance(weight, Tensor)
-        rows, columns = weight.shape
-        # transformers' Conv1D keeps its weight transposed.
-        shape = (rows, columns) if isinstance(linear, nn.Linear) else (columns, rows)
+        if not isinstance(linear, nn.Linear):  # transformers' Conv1D keeps its weight transposed
+            weight = weight.T.contiguous()  # `Params4bit._quantize`: a copy, until it is packed
+        shape = (weight.shape[0], weight.shape[1])
         self.out_features, self.in_features = shape
-        self.weight = Params4bit(*_quantise(weight, shape, double_quant))
+        self.weight = Params4bit(*_quantise(weight, shape, double_quant, nested_map))
         bias = linear.bias
         assert bias is None or isinstance(bias, Tensor)
         frozen = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
@@ -417,20 +424,19 @@ def quantize_nf4(
     Raises:
         PlanError: no layer is left to quantise.
     """
-    dynamic_map: Tensor | None = None
+    nested_map: list[Tensor] = []
     for name, original in layers_to_quantize(model, skip):
         layer = Linear4bit(
             original,
             compute_dtype=compute_dtype,
             double_quant=double_quant,
             rule=rule or FusedGemmRule(),
+            nested_map=nested_map,
         )
         model.set_submodule(name, layer)
-        if double_quant and dynamic_map is None:
-            # `quantize_blockwise` keeps one copy of its map on the device, beside each layer's own.
-            dynamic_map = torch.empty(NESTED_CODE_NUMEL, device=layer.weight.device)
     model.__dict__["is_loaded_in_4bit"] = True
-    model.__dict__["nf4_dynamic_map"] = dynamic_map
+    # `quantize_blockwise` keeps one copy of its map on the device, beside each layer's own.
+    model.__dict__["nf4_dynamic_map"] = next(iter(nested_map), None)
     return model
 
 

@@ -17,9 +17,11 @@ INSTALL = "pip install 'memest[validate]'"
 _INSTALL_OTHERS = {
     "datasets": "pip install datasets",
     "deepspeed": "pip install 'memest[deepspeed]'",
+    "flash_attn": "pip install flash-attn --no-build-isolation",
 }
 _PACKAGES = (
     "torch", "transformers", "lightning", "peft", "bitsandbytes", "accelerate", "deepspeed",
+    "flash_attn",
 )  # fmt: skip
 
 

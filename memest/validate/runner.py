@@ -15,7 +15,7 @@ from typing import Any
 
 from memest.errors import MemestError, PlanError
 from memest.plan import TrainingPlan
-from memest.plan_files import UnsupportedPlan
+from memest.plan_values import FLASH_ATTENTION_2
 from memest.report import Measurement, Outcome
 from memest.units import format_gib
 from memest.validate import results as results_file
@@ -34,8 +34,6 @@ POLL_S = 0.05
 TICK_S = 1.0
 LOG_LINES = 4
 """Last lines of a failed run's log that its note repeats."""
-
-Row = TrainingPlan | UnsupportedPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +82,7 @@ def detect_device() -> Device:
 
 
 def validate(
-    rows: Sequence[Row],
+    plans: Sequence[TrainingPlan],
     *,
     results: Path,
     device: Device,
@@ -99,7 +97,7 @@ def validate(
     """Run every plan and append its measured report to `results`; the reports, in order.
 
     Args:
-        rows: plans, each with a label of its own, and experiments that cannot be run.
+        plans: each with a label of its own.
         results: a JSON Lines file.
         device: what `detect_device` found.
         resume: go on with a file that holds results, passing over what it has.
@@ -114,10 +112,11 @@ def validate(
         MemestError: two plans have one label, a model does not exist, a package is missing, or
             `results` cannot be written or holds something else.
     """
-    _check_labels(rows)
-    plans = [row for row in rows if isinstance(row, TrainingPlan)]
+    _check_labels(plans)
     if any(plan.use_qlora or "_8bit" in plan.optim for plan in plans):
         require("bitsandbytes")
+    if any(plan.attn_implementation == FLASH_ATTENTION_2 for plan in plans):
+        require("flash_attn")
     done = results_file.prepare(results, resume=resume)
     pending = [plan for plan in plans if not results_file.is_done(plan, done)]
     options = options or RunOptions()
@@ -135,20 +134,15 @@ def validate(
         machine_bytes=machine_bytes or host_memory_bytes(),
         done=done,
     )
-    return [_one(runner, row, number, len(rows)) for number, row in enumerate(rows, 1)]
+    return [_one(runner, plan, number, len(plans)) for number, plan in enumerate(plans, 1)]
 
 
-def _check_labels(rows: Sequence[Row]) -> None:
+def _check_labels(plans: Sequence[TrainingPlan]) -> None:
     labels: set[str] = set()
-    for row in rows:
-        label = _label(row)
+    for label in (plan.label for plan in plans):
         if label in labels:
             raise PlanError(f"two experiments are named `{label}`", hint="give each its own `name`")
         labels.add(label)
-
-
-def _label(row: Row) -> str:
-    return row.label if isinstance(row, TrainingPlan) else row.name
 
 
 def _import_all(plans: Sequence[TrainingPlan], options: RunOptions) -> bool:
@@ -204,8 +198,8 @@ def _without_bitsandbytes() -> Iterator[None]:
         del sys.modules[name]
 
 
-def _one(runner: Runner, row: Row, number: int, total: int) -> Measurement:
-    label = _label(row)
+def _one(runner: Runner, plan: TrainingPlan, number: int, total: int) -> Measurement:
+    label = plan.label
     known = next((m for m in runner.done if m.name == label), None)
     started = time.monotonic()
     if known is None:
@@ -215,7 +209,7 @@ def _one(runner: Runner, row: Row, number: int, total: int) -> Measurement:
             runner.on_progress(Progress(number=number, total=total, name=label, elapsed_s=elapsed))
 
         tick()
-        measurement = _measure(runner, row, tick)
+        measurement = _measure(runner, plan, tick)
         results_file.append(runner.results, measurement)
     else:
         measurement = known
@@ -232,20 +226,17 @@ def _one(runner: Runner, row: Row, number: int, total: int) -> Measurement:
     return measurement
 
 
-def _measure(runner: Runner, row: Row, tick: Callable[[], None]) -> Measurement:
-    if isinstance(row, UnsupportedPlan):
-        reason = f"{results_file.SKIPPED}{row.error}"
-        return _unfinished(runner.device, row.name, dict(row.values), reason, 0.0)
-    refusal = _refusal(runner, row)
+def _measure(runner: Runner, plan: TrainingPlan, tick: Callable[[], None]) -> Measurement:
+    refusal = _refusal(runner, plan)
     if refusal:
         reason = f"{results_file.SKIPPED}{refusal}"
-        return _unfinished(runner.device, row.label, row.to_dict(), reason, 0.0)
-    log = _log_path(runner.results, row.label)
+        return _unfinished(runner.device, plan.label, plan.to_dict(), reason, 0.0)
+    log = _log_path(runner.results, plan.label)
     log.parent.mkdir(exist_ok=True)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="memest-") as folder:
         report = Path(folder, "report.json")
-        child = runner.start(row, runner.options, report=report, log=log)
+        child = runner.start(plan, runner.options, report=report, log=log)
         ending = _wait(child, runner.timeout_s, tick)
         measured = read_report(report)
     if measured is not None:
@@ -255,7 +246,7 @@ def _measure(runner: Runner, row: Row, tick: Callable[[], None]) -> Measurement:
         return measured
     note = f"{ending}: {_tail(log)} (log: {log.parent.name}/{log.name})"
     elapsed = round(time.monotonic() - started, 3)
-    return _unfinished(runner.device, row.label, row.to_dict(), note, elapsed)
+    return _unfinished(runner.device, plan.label, plan.to_dict(), note, elapsed)
 
 
 def _wait(child: Child, timeout_s: float, tick: Callable[[], None]) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rivals.case import ADAMS, Case, Estimate, Refused, refuse_parts
+from rivals.variants import optimizer_family
 
 VERSION_OF = "accelerate"
 SOURCE = "accelerate/commands/estimate.py"
@@ -31,7 +32,7 @@ def estimate(case: Case) -> Estimate:
     refuse_parts(case)
     if case.technique != "full":
         raise Refused("not all parameters are trained")
-    if case.plan["optim"] not in ADAMS:
+    if optimizer_family(case.plan["optim"]) not in ADAMS:
         raise Refused("another optimizer than Adam")
     if case.hub_id not in _model_bytes:
         _model_bytes[case.hub_id] = model_bytes(case.config)

@@ -6,9 +6,10 @@ first, as it would for a user. What it prints for encoders, encoder-decoders and
 not counted: it claims causal language models alone.
 
 Flags: `sdpa` or `eager` as the plan says, `base_dtype` that of the parameters, the LoRA scope with
-q and v alone. Its total is 8 % of the card for context, fragmentation and workspaces, and 5 % of
-the card for safety, on top of its terms. The safety margin is taken off the process figure, and
-both off peak allocated; its verdict keeps all (`no` is out of memory, `yes` and `marginal` fit).
+q and v alone or with all linear layers. Its total is 8 % of the card for context, fragmentation and
+workspaces, and 5 % of the card for safety, on top of its terms. The safety margin is taken off the
+process figure, and both off peak allocated; its verdict keeps all (`no` is out of memory, `yes` and
+`marginal` fit).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from rivals.case import (
     Refused,
     refuse_parts,
 )
+from rivals.variants import beyond_plain_lora, optimizer_family
 
 VERSION_OF = "canifinetune"
 SOURCE = "https://pypi.org/project/canifinetune/"
@@ -37,6 +39,7 @@ _OPTIMIZERS = {
     # Neither makes the temporary of the `foreach` implementation.
     "adam_fused": "adamw_torch_fused",
     "adamw_fused": "adamw_torch_fused",
+    "adam_single": "adamw_torch_fused",
     "adamw_single": "adamw_torch_fused",
     "sgd": "sgd",
 }
@@ -71,12 +74,23 @@ def _refuse_what_it_does_not_claim(case: Case) -> None:
     if not case.is_causal:
         raise Refused("no causal language model")
     refuse_parts(case)
-    if case.plan["optim"] not in _OPTIMIZERS:
-        raise Refused(f"optimizer {case.plan['optim']}")
-    if case.plan["optim"] == "sgd" and case.plan["momentum"]:
+    family = optimizer_family(case.plan["optim"])
+    if family not in _OPTIMIZERS:
+        raise Refused(f"optimizer {family}")
+    if family == "sgd" and case.plan["momentum"]:
         raise Refused("sgd with momentum")
-    if case.technique != "full" and case.plan["lora_target_modules"]:
+    if case.technique != "full" and _lora_scope(case) is None:
         raise Refused("LoRA targets of the user's own")
+
+
+def _optimizer(case: Case) -> str:
+    name = case.plan["optim"]
+    return _OPTIMIZERS.get(name) or _OPTIMIZERS[optimizer_family(name)]
+
+
+def _lora_scope(case: Case) -> str | None:
+    targets = tuple(case.plan["lora_target_modules"])
+    return {(): "conservative", ("all-linear",): "all_linear"}.get(targets)
 
 
 def _request(case: Case) -> tuple[Any, str]:
@@ -93,17 +107,18 @@ def _request(case: Case) -> tuple[Any, str]:
         micro_batch_size=plan["batch_size"],
         gradient_accumulation_steps=plan["accumulate_grad_batches"],
         base_dtype=dtype,
-        quantization="nf4_double_quant" if plan["double_quant"] else "nf4",
+        quantization="nf4_double_quant" if plan["double_quant"] else plan["quant"],
         lora_rank=plan["lora_r"],
         lora_alpha=int(plan["lora_alpha"]),
         lora_dropout=plan["lora_dropout"],
-        lora_target_scope="conservative",
-        optimizer=_OPTIMIZERS[plan["optim"]],
+        lora_target_scope=_lora_scope(case) or "",
+        optimizer=_optimizer(case),
         gradient_checkpointing=bool(plan["act_ckpt"]),
         attention_implementation=plan["attn_implementation"] or "sdpa",
         gpu_vram_gb=case.card_bytes / GIB,
     )
-    return request, "autocast: activations are billed in fp32 like the weights" if is_mixed else ""
+    stretch = "autocast: activations are billed in fp32 like the weights" if is_mixed else ""
+    return request, stretch or beyond_plain_lora(plan)
 
 
 def _answer_for_the_hub(case: Case) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 MIB, GIB = 2**20, 2**30
@@ -13,6 +13,10 @@ ADAMS = frozenset("adam adam_fused adamw adamw_fused adamw_single".split())
 
 EIGHT_BIT_ADAMS = frozenset("adam_8bit adamw_8bit".split())
 PAGED_ADAMS = frozenset("paged_adam_8bit paged_adamw_8bit".split())
+
+
+NOT_OF_THE_PLAN = ("name", "memory_limit", "gpu", "gpu_memory", "steps")
+"""Fields in which two runs of one plan may differ."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +51,11 @@ class Case:
     """The limit and the CUDA context: a card of which the limit is what is left."""
 
     @property
+    def plan_alone(self) -> dict[str, Any]:
+        """The plan without name and limits, which all runs of it share."""
+        return {k: v for k, v in self.plan.items() if k not in NOT_OF_THE_PLAN}
+
+    @property
     def technique(self) -> str:
         """`full`, `lora` or `qlora`."""
         if self.plan["use_qlora"]:
@@ -76,6 +85,9 @@ class Estimate:
     """What the tool cannot say and its nearest flag stands for; empty where the plan is expressed
     in full.
     """
+
+    parts: Mapping[str, int] = field(default_factory=dict)
+    """The figure by the tool's own categories, where it has some."""
 
 
 def refuse_parts(case: Case) -> None:

@@ -4,10 +4,10 @@
 is answered for from the bundled configs: config.json and the published parameter count.
 
 Flags: `--flash-attn` wherever attention is not `eager` (torch's SDPA keeps no attention matrix
-either), `--optimizer-dtype bf16` where parameters are, the LoRA targets of the plan. The card is
-given as usable memory to the byte instead of `--vram-mib`, which takes 5 % off, so that its verdict
-is about the card that the run had. Its `fits` is taken; it also calls what is within 20 % of the
-card `uncertain`.
+either), `--optimizer-dtype bf16` where parameters are, the LoRA targets of the plan (`all-linear`
+as names). The card is given as usable memory to the byte instead of `--vram-mib`, which takes 5 %
+off, so that its verdict is about the card that the run had. Its `fits` is taken; it also calls what
+is within 20 % of the card `uncertain`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from rivals.case import (
     Refused,
     refuse_parts,
 )
+from rivals.variants import beyond_plain_lora, lora_targets, optimizer_family
 
 VERSION_OF = "fitcheck-llm"
 SOURCE = "https://pypi.org/project/fitcheck-llm/"
@@ -49,7 +50,12 @@ def estimate(case: Case) -> Estimate:
     training, stretch = _training_config(case)
     usable_mib: Any = case.card_bytes / MIB
     card = fitcheck.GpuSpec("measured", int(usable_mib), usable_mib)
-    report = fitcheck.estimate(model, training, card)
+    try:
+        report = fitcheck.estimate(model, training, card)
+    except ValueError as error:
+        if "Unsupported LoRA target" in str(error):
+            raise Refused("LoRA targets other than the seven of a Llama layer") from error
+        raise Refused(f"says: {error}") from error
     return Estimate(
         allocated_bytes=round((report.total_mib - report.overhead_mib) * MIB),
         process_bytes=round(report.total_mib * MIB),
@@ -86,13 +92,14 @@ def _training_config(case: Case) -> tuple[Any, str]:
         if kind == "true" and precision != "32":
             stretch = stretch or "full fine-tune in 16 bit: it always bills an fp32 master copy"
     else:
-        wanted = list(plan["lora_target_modules"]) or ["q_proj", "v_proj"]
+        wanted = lora_targets(plan, case.architecture)
         lora = {"lora_rank": plan["lora_r"], "lora_targets": wanted}
+        stretch = stretch or beyond_plain_lora(plan)
         if kind == "mixed":
             stretch = stretch or "LoRA under autocast: it has no fp32 base with 16-bit compute"
     training = TrainingConfig(
         precision={"32": "fp32", "bf16": "bf16", "16": "fp16"}[precision],
-        quantization="nf4" if technique == "qlora" else "none",
+        quantization=plan["quant"] if technique == "qlora" else "none",
         double_quant=bool(plan["double_quant"]),
         optimizer=optimizer,
         optimizer_dtype="bf16" if kind == "true" and precision != "32" else "fp32",
@@ -107,7 +114,7 @@ def _training_config(case: Case) -> tuple[Any, str]:
 
 
 def _optimizer(plan: Any) -> tuple[str, str]:
-    name = plan["optim"]
+    name = optimizer_family(plan["optim"])
     if name in ADAMS:
         return "adamw", ""
     if name in EIGHT_BIT_ADAMS:

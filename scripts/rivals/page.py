@@ -16,14 +16,15 @@ MIN_RUNS = 10
 
 LABELS = {
     OURS: "memest",
+    "memtracker": "torch's MemTracker",
     "fitcheck_llm": "fitcheck-llm",
     "can_i_finetune": "canifinetune",
     "accelerate_rule": "accelerate's rule",
     "textbook": "textbook",
     "textbook_with_matrix": "textbook with matrix",
     "deepspeed_zero": "DeepSpeed's ZeRO rule",
-    "memtracker": "torch's MemTracker",
 }
+"""In the order of the page."""
 
 HEAD = """# memest and what else there is
 
@@ -55,12 +56,17 @@ HOW = """## How they were compared
 - *textbook* leaves out the attention matrix where attention is not `eager`; *textbook with
   matrix* never does.
 - Time is the median over models of the first estimate of each, in a process that has imported
-  everything, on two shared cores.
+  everything, on two shared cores; of a tool that was asked elsewhere, that is said next.
+"""
+
+ELSEWHERE = """- {label} needs a GPU and was asked on one
+  {where}. Its times are those of 8 to 14 processes at once on
+  16 cores; what took longer than the time that it was given is listed as not done.
 """
 
 LIMITS = """## What is unfair here
 
-- The runs are memest's own: chosen by its authors, under Lightning, more than half of them
+- The runs are memest's own: chosen by its authors, under Lightning, about half of them
   vision-language models, which no closed formula here claims. Its kernel tables were checked
   against recordings of the same machine; the other tools never saw it (fitcheck-llm was measured
   on a T4, canifinetune fitted on an RTX 4080).
@@ -75,6 +81,19 @@ LIMITS = """## What is unfair here
 - No model hub was reached: the tools got the bundled config.json and the published parameter
   count in its place.
 - A formula needs no torch, no transformers and a fraction of memest's time.
+"""
+
+MEMTRACKER = """- torch's MemTracker is a class to write such a tool with. Loop, module and
+  batch that it watches are memest's own, and so is the help that it gets where a model reads
+  values (`scripts/rivals/memtracker.py`), so that its errors are those of its sum of live tensors
+  alone. What it cannot see are workspaces (cuBLAS keeps 64 MiB on an H200), what kernels take
+  inside, and what the allocator gives beyond a request: a remainder of up to 1 MiB is not split
+  off. It has no figure for reserved memory or the CUDA context, so that its verdict is about
+  allocated memory. It refuses weights that are quantised, since these kernels do not run on fake
+  tensors, and paged optimizers, whose memory is the driver's; it stops where a model reads a value
+  (`DataDependentOutputException`), as transformers does where FlashAttention 2 may meet padding.
+  An input that requires gradients and is no parameter, such as the embeddings of adapters with
+  checkpointing, it keeps into the next step.
 """
 
 
@@ -93,11 +112,11 @@ def render(data: Data) -> str:
         _errors_table(data, scores, "process"),
         _verdicts_table(scores),
         _same_runs(data),
-        HOW.format(num_runs=len(runs), num_plans=len(plans), num_oom=num_oom),
+        HOW.format(num_runs=len(runs), num_plans=len(plans), num_oom=num_oom) + _elsewhere(data),
         _refusals(data),
         _stretches(data),
         _not_run(data),
-        LIMITS,
+        LIMITS + (MEMTRACKER if "memtracker" in tools else ""),
     ]
     return "\n".join(part for part in parts if part)
 
@@ -179,6 +198,14 @@ def _same_runs(data: Data) -> str:
     intro = "Decoder-only language models, all parameters trained with Adam; peak allocated:\n\n"
     title = f"## The {num_plans} plans that every tool of at least {MIN_RUNS} runs expresses\n\n"
     return title + intro + table(["tool", "median / worst error"], rows)
+
+
+def _elsewhere(data: Data) -> str:
+    """Of the tools whose answers say where they were made."""
+    asked = [
+        (LABELS[name], tool["where"]) for name, tool in data["tools"].items() if "where" in tool
+    ]
+    return "".join(ELSEWHERE.format(label=label, where=where) for label, where in asked)
 
 
 def _refusals(data: Data) -> str:

@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rivals.case import ADAMS, EIGHT_BIT_ADAMS, PAGED_ADAMS, Case, Estimate, Refused, refuse_parts
+from rivals.variants import optimizer_family
 
 VERSION_OF = "arXiv:2205.05198v1"
 SOURCE = "https://arxiv.org/abs/2205.05198"
@@ -48,7 +49,7 @@ def estimate(case: Case, *, has_matrix: bool | None = None) -> Estimate:
         case.num_params,
         case.num_trainable_params,
         itemsize=2 if precision in ("bf16-true", "16-true") else 4,
-        optim=case.plan["optim"],
+        optim=optimizer_family(case.plan["optim"]),
         momentum=case.plan["momentum"],
     )
     allocated = states + activation_bytes(

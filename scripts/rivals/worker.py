@@ -29,24 +29,32 @@ def main(name: str) -> None:
 
 def answers(name: str, cases: list[Case]) -> dict[str, Any]:
     """What the rival of this module name says of each case, in order."""
+    next((found for case in cases if "refused" not in (found := answer_of(name, case))), None)
+    return describe(name) | {"answers": {case.key: answer_of(name, case) for case in cases}}
+
+
+def describe(name: str) -> dict[str, str]:
+    """Version, source and what it predicts, of the rival of this module name."""
     rival = importlib.import_module(f"rivals.{name}")
-    next((answer for case in cases if "refused" not in (answer := _answer(rival, case))), None)
     return {
         "version": _version(rival.VERSION_OF),
         "source": rival.SOURCE,
         "predicts": rival.PREDICTS,
-        "answers": {case.key: _answer(rival, case) for case in cases},
     }
 
 
-def _answer(rival: Any, case: Case) -> dict[str, Any]:
+def answer_of(name: str, case: Case) -> dict[str, Any]:
+    """One answer, timed; `why` is what stopped a tool that ends in an exception."""
+    rival = importlib.import_module(f"rivals.{name}")
     start = time.perf_counter()
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # each prints a warning for each model
             estimate = rival.estimate(case)
     except Refused as refusal:
-        return {"refused": str(refusal)}
-    return {**asdict(estimate), "seconds": round(time.perf_counter() - start, 6)}
+        why = str(refusal.__cause__).strip().splitlines() if refusal.__cause__ else []
+        return {"refused": str(refusal)} | ({"why": why[-1][:300]} if why else {})
+    found = {**asdict(estimate), "seconds": round(time.perf_counter() - start, 6)}
+    return {name: value for name, value in found.items() if name != "parts" or value}
 
 
 def _version(distribution: str) -> str:

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memest.errors import MemestError
-from memest.plan import (
+from memest.plan import TrainingPlan
+from memest.plan_values import (
     ATTENTIONS,
     IGNORED_KEYS,
     OPTIMIZERS,
     PRECISION_ALIASES,
     PRECISIONS,
     STRATEGIES,
-    TrainingPlan,
 )
 from memest.units import format_bytes, parse_bytes
 

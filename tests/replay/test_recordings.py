@@ -133,4 +133,4 @@ def test_each_kind_of_run_has_its_peak_wherever_the_driver_maps_segments(name: s
 
 
 def test_there_is_a_recording_of_each_kind() -> None:
-    assert len(KINDS) == 12
+    assert len(KINDS) == 18

@@ -11,8 +11,11 @@ import torch
 from torch import nn
 
 from memest.errors import PlanError
+from memest.estimator.gpus import find_gpu
+from memest.estimator.trace import MemKind, Recorder, StorageTable
 from memest.models_meta.adapters import LoraLinear4bit, apply_lora, linear_names
 from memest.models_meta.quantization import quantize_nf4
+from memest.units import MIB
 
 
 class Block(nn.Module):
@@ -42,6 +45,41 @@ def test_adapters_are_fp32_and_on_meta_whatever_the_base(dtype: torch.dtype) -> 
 
     assert [(p.dtype, p.device.type) for p in trainable(model)] == [(torch.float32, "meta")] * 2
     assert sum(p.numel() for p in trainable(model)) == 4 * (64 + 128)
+
+
+def births(model: nn.Module, **values: bool) -> list[int]:
+    """Bytes of what is made on the GPU while `q_proj` gets adapters of rank 4, in its order."""
+    recorder = Recorder(find_gpu("h200"), StorageTable())
+    for parameter in model.parameters():
+        recorder.adopt(parameter, MemKind.PARAMS)
+    recorder.take_events()
+    with recorder:
+        adapted = apply_lora(model, r=4, alpha=8, dropout=0.0, target_modules=["q_proj"], **values)
+    made = [recorder.storages.num_bytes[event] for event in recorder.events if event >= 0]
+    del adapted
+    return made
+
+
+def test_adapters_come_in_the_dtype_of_the_base_and_are_cast_once_all_are_there() -> None:
+    """A (4, 64) and B (128, 4), 2 bytes per element and then 4."""
+    as_base, as_fp32 = [4 * 64 * 2, 128 * 4 * 2], [4 * 64 * 4, 128 * 4 * 4]
+
+    assert births(block(torch.bfloat16)) == as_base + as_fp32
+    assert births(block(torch.float32)) == as_fp32
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_dora_takes_its_first_norms_on_the_gpu_in_the_dtype_of_the_base() -> None:
+    """The product of the adapters, with a workspace of cuBLAS; that times the scale; the sum with
+    the weight; a norm per output. Then all are cast to fp32, in the order of peft's dictionaries.
+    """
+    weight, norms = 128 * 64 * 2, 128 * 2
+
+    made = births(block(torch.bfloat16), use_dora=True)
+
+    assert made[:2] == [4 * 64 * 2, 128 * 4 * 2]
+    assert made[2:7] == [weight, 32 * MIB, weight, weight, norms]
+    assert made[7:] == [4 * 64 * 4, 128 * 4 * 4, 128 * 4]
 
 
 def test_only_the_targets_named_train() -> None:

@@ -249,9 +249,35 @@ def test_a_segment_with_one_live_block_keeps_its_rest_from_a_larger_request() ->
         made.malloc(14 * MIB)
 
 
+class EmptySpace(AddressSpace):
+    """Where the context has left no room in its ranges."""
+
+    CONTEXT_ROOM = ()
+
+
+def test_the_context_leaves_room_for_one_large_and_one_small_segment() -> None:
+    """24 MiB and, below them, 2; a range below that is as good for what fits."""
+    space = AddressSpace()
+    first = space.take(32 * MIB)
+    large, small = space.take(20 * MIB), space.take(2 * MIB)
+
+    assert first < small < large
+    assert space.take(20 * MIB) == first - 32 * MIB
+    assert space.take(4 * MIB) == first - 12 * MIB
+
+
+def test_the_ranges_of_the_context_are_never_unmapped() -> None:
+    space = AddressSpace()
+    address = space.take(20 * MIB)
+
+    space.give_back(address, 20 * MIB)
+
+    assert space.take(24 * MIB) == address
+
+
 def test_segments_lie_below_one_another_and_fill_the_rest_of_a_range() -> None:
     """Ranges are multiples of 32 MiB; 20 of the first are used, 12 are left for a later segment."""
-    space = AddressSpace()
+    space = EmptySpace()
     top = space.take(20 * MIB)
 
     assert space.take(32 * MIB) == top - 32 * MIB
@@ -259,14 +285,53 @@ def test_segments_lie_below_one_another_and_fill_the_rest_of_a_range() -> None:
     assert space.take(2 * MIB) == top - 64 * MIB
 
 
-def test_a_range_given_back_serves_again() -> None:
-    space = AddressSpace()
-    address = space.take(32 * MIB)
+def test_a_segment_goes_to_the_lowest_address_with_room() -> None:
+    """12 MiB are left of the range above, 10 of the one below, 2 of which suffice."""
+    space = EmptySpace()
+    top = space.take(20 * MIB)
+    below = space.take(22 * MIB)
+
+    assert space.take(2 * MIB) == below + 22 * MIB
+    assert space.take(10 * MIB) == top + 20 * MIB
+    assert space.take(8 * MIB) == below + 24 * MIB
+
+
+def test_a_range_serves_again_while_another_segment_lies_in_it() -> None:
+    space = EmptySpace()
+    top = space.take(20 * MIB)
+    space.take(2 * MIB)
     space.take(32 * MIB)
 
-    space.give_back(address, 32 * MIB)
+    space.give_back(top, 20 * MIB)
 
-    assert space.take(32 * MIB) == address
+    assert space.take(14 * MIB) == top
+    assert space.take(6 * MIB) == top + 14 * MIB
+
+
+def test_room_that_is_given_back_joins_its_neighbours() -> None:
+    """20 and 2 MiB between the first segment and the one at the end, all free again."""
+    space = EmptySpace()
+    top = space.take(2 * MIB)
+    middle, small = space.take(20 * MIB), space.take(2 * MIB)
+    last = space.take(8 * MIB)
+
+    space.give_back(middle, 20 * MIB)
+    space.give_back(small, 2 * MIB)
+
+    assert last == top + 24 * MIB
+    assert space.take(22 * MIB) == top + 2 * MIB
+
+
+def test_the_addresses_of_an_emptied_range_do_not_come_back() -> None:
+    """Both segments of the first range are gone; so is the rest of it."""
+    space = EmptySpace()
+    top = space.take(20 * MIB)
+    small = space.take(2 * MIB)
+
+    space.give_back(top, 20 * MIB)
+    space.give_back(small, 2 * MIB)
+
+    assert space.take(2 * MIB) == top - 32 * MIB
 
 
 def test_blocks_are_equal_only_to_themselves() -> None:

@@ -28,9 +28,9 @@ def memest(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[s
         (["predict", "--model", "gpt2", "--gpu", "a10000"], 2, "Error: `a10000` is not in the"),
         (["predict", "--model", "gpt2", "--memory-limit", "-4"], 2, "Error: `-4` is not a memory"),
         (
-            ["predict", "--model", "gpt2", "--qlora", "--precision", "16-mixed"],
-            3,
-            "Error: QLoRA under `16-mixed`",
+            ["predict", "--model", "t5-small", "--attn", "flash_attention_2"],
+            2,
+            "Error: `T5ForConditionalGeneration` has no `flash_attention_2`",
         ),
         (["predict", "--config", "a", "--suite", "b"], 2, "Error: `--config` and `--suite`"),
         (["predict", "--config", "no.yaml"], 2, "Error: `no.yaml` cannot be read"),
@@ -56,6 +56,25 @@ def test_models_and_gpus_list_what_is_there() -> None:
     assert "blip2-flan-t5-xxl" in models.stdout
     assert "a100-80gb" in gpus.stdout
     assert models.returncode == gpus.returncode == 0
+
+
+def test_an_experiment_that_cannot_be_predicted_costs_the_suite_no_other(tmp_path: Path) -> None:
+    suite = tmp_path / "suite.yaml"
+    suite.write_text(
+        "defaults: {seq_len: 8}\nexperiments:\n"
+        "  - {name: flash-t5, model_name: t5-small, attn_implementation: flash_attention_2}\n"
+        "  - {name: plain, model_name: gpt2}\n"
+    )
+
+    done = memest("predict", "--suite", str(suite), "--json")
+
+    assert done.returncode == 2
+    assert [json.loads(line)["name"] for line in done.stdout.splitlines()] == ["plain"]
+    assert done.stderr.splitlines() == [
+        "Error: experiment `flash-t5`: `T5ForConditionalGeneration` has no `flash_attention_2` in"
+        " transformers",
+        "hint: leave `attn_implementation` out, which takes what the model has",
+    ]
 
 
 def test_a_suite_is_json_lines_in_its_order(tmp_path: Path) -> None:

@@ -34,7 +34,9 @@ def test_the_ladder_of_a_suite_has_its_predictions_beside_it(
     suite = tmp_path / "mine.yaml"
     suite.write_text(
         "defaults: {model_name: gpt2, seq_len: 16}\n"
-        "experiments: [{name: one}, {name: two, use_qlora: true, precision: 16-mixed}]\n"
+        "experiments:\n"
+        "  - {name: one}\n"
+        "  - {name: two, model_name: t5-small, attn_implementation: flash_attention_2}\n"
     )
     out = tmp_path / "new" / "charts"
 

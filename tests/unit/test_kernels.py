@@ -295,8 +295,21 @@ def test_a_16_bit_convolution_rearranges_all_operands() -> None:
     assert is_partly_modelled(aten.convolution.default, args, {}, A100)
 
 
+def test_a_convolution_over_time_takes_no_workspace_and_is_reported() -> None:
+    patches, weight = (meta(n, 3, 2, 14, 14, dtype=torch.bfloat16) for n in (40, 24))
+    args = (patches, weight, None, [2, 14, 14], [0] * 3, [1] * 3, False, [0] * 3, 1)
+
+    assert scratch(aten.convolution.default, *args) == Scratch()
+    assert is_partly_modelled(aten.convolution.default, args, {}, H200)
+
+
 def test_isinf_compares_the_absolute_values() -> None:
     assert scratch(aten.isinf.default, meta(3, 5, dtype=torch.float16)).before == (3 * 5 * 2,)
+
+
+def test_a_number_to_the_power_of_a_tensor_is_a_tensor_first_unless_it_is_1() -> None:
+    assert scratch(aten.pow.Scalar, 10000.0, meta(3)) == Scratch(after=(8,))
+    assert scratch(aten.pow.Scalar, 1, meta(3)) == Scratch()
 
 
 def test_norms_of_many_tensors_share_one_table_of_chunks() -> None:

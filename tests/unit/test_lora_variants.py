@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from memest.errors import PlanError, UnsupportedError
+from memest.errors import PlanError
 from memest.estimator.predict import predict
 from memest.models_meta.adapters import LoraLinear4bit, apply_lora
 from memest.models_meta.quantization import quantize_nf4
@@ -124,7 +124,9 @@ def test_an_unknown_bias_is_refused() -> None:
         TrainingPlan(model_name="gpt2", use_lora=True, lora_bias="some")
 
 
-def test_flash_attention_2_is_known_and_refused_with_the_reason() -> None:
-    with pytest.raises(UnsupportedError, match="the package `flash_attn`") as raised:
-        TrainingPlan(model_name="gpt2", attn_implementation="flash_attention_2")
-    assert "use `sdpa`" in raised.value.hint
+def test_flash_attention_2_takes_16_bit_precisions_alone() -> None:
+    with pytest.raises(PlanError, match="`flash_attention_2` takes fp16 or bf16") as raised:
+        TrainingPlan(
+            model_name="gpt2", precision="32-true", attn_implementation="flash_attention_2"
+        )
+    assert "`attn_implementation: sdpa`" in raised.value.hint

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from memest.errors import MemestError, PlanError, UnsupportedError
-from memest.plan import ATTENTIONS, IGNORED_KEYS, OPTIMIZERS, PRECISIONS, STRATEGIES, TrainingPlan
+from memest.errors import MemestError, PlanError
+from memest.plan import TrainingPlan
+from memest.plan_values import ATTENTIONS, IGNORED_KEYS, OPTIMIZERS, PRECISIONS, STRATEGIES
 
 
 def plan(**values: Any) -> TrainingPlan:
@@ -383,13 +384,6 @@ def test_fsdp2_refuses_a_gradient_scaler_as_lightning_does() -> None:
     assert message_of(PlanError, strategy="fsdp2", devices=4, precision="16-mixed") == (
         "Lightning's `ModelParallelStrategy`, which is `fsdp2`, refuses `16-mixed`",
         "use `bf16-mixed`, or `strategy: fsdp`",
-    )
-
-
-def test_qlora_with_a_gradient_scaler_is_not_modelled() -> None:
-    assert message_of(UnsupportedError, use_qlora=True, precision="16-mixed") == (
-        "QLoRA under `16-mixed` is not modelled",
-        "use `bf16-mixed`, `bf16-true` or `32-true`",
     )
 
 

@@ -13,6 +13,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memest.errors import PlanError
+from memest.estimator.gpus import find_gpu
+from memest.estimator.trace import Recorder, StorageTable
 from memest.models_meta.quantization import (
     FusedGemmRule,
     Linear4bit,
@@ -54,6 +56,23 @@ def test_double_quantisation_keeps_its_scales_in_bytes_and_one_map_for_all() -> 
 
     # offset, 4 nested scales, code, scales as bytes, the layer's map and the one that all share
     assert sizes == [4, 4 * 4, 64, 960, 1024, 1024]
+
+
+def test_double_quantisation_asks_in_the_order_of_bitsandbytes() -> None:
+    """960 scales; the weight; a code, its absolute values and their maximum; the mean of the
+    scales and their distance from it; at the first layer the map of all; nested scales; bytes; a
+    map of its own.
+    """
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(K, N), nn.Linear(N, K)).bfloat16()
+    recorder = Recorder(find_gpu("h200"), StorageTable())
+
+    with recorder:
+        quantize_nf4(model, compute_dtype=torch.bfloat16, double_quant=True)
+
+    before, after = [3840, N * K // 2, 64, 64, 4, 4, 3840], [16, 960, 1024]
+    made = [recorder.storages.num_bytes[event] for event in recorder.events if event >= 0]
+    assert made == [*before, 1024, *after, *before, *after]
 
 
 def test_the_bias_takes_the_compute_dtype_for_good_at_the_first_call() -> None:
@@ -211,6 +230,24 @@ def test_the_transposed_layers_of_gpt2_are_quantised_the_right_way_round() -> No
 
     layer = model.transformer.h[0].attn.c_attn
     assert (layer.in_features, layer.out_features) == (64, 192)
+
+
+def test_a_transposed_weight_is_copied_until_it_is_packed() -> None:
+    """64 x 192 in bf16, before 192 scales, half a byte per weight and a code with its maximum."""
+    from transformers.pytorch_utils import Conv1D
+
+    with torch.device("meta"):
+        model = nn.Sequential(Conv1D(192, 64), nn.Linear(192, 64)).bfloat16()
+    recorder = Recorder(find_gpu("h200"), StorageTable())
+
+    with recorder:
+        quantize_nf4(model, compute_dtype=torch.bfloat16)
+
+    sizes = recorder.storages.num_bytes
+    events = [sizes[e] if e >= 0 else -sizes[~e] for e in recorder.events]
+    first, second = events[:9], [size for size in events[9:] if size > 0]
+    assert first == [2 * 64 * 192, 4 * 192, 64 * 192 // 2, 64, 64, 4, -64, -4, -2 * 64 * 192]
+    assert second == [4 * 192, 64 * 192 // 2, 64, 64, 4]
 
 
 def test_checkpointing_lets_gradients_into_the_frozen_model() -> None:

@@ -22,6 +22,7 @@ PLANS: dict[str, dict[str, Any]] = {
         "model_name": "Qwen2.5-0.5B", "use_lora": True, "act_ckpt": True, "seq_len": 65,
     },
     "qlora": {"model_name": "opt-125m", "use_qlora": True, "seq_len": 64},
+    "dora": {"model_name": "opt-125m", "use_lora": True, "use_dora": True, "seq_len": 32},
     "scaler": {"model_name": "bert-base-uncased", "precision": "16-mixed", "seq_len": 33},
     "contrastive": {"model_name": "clip-vit-large-patch14"},
     "blockwise": {"model_name": "flan-t5-base", "optim": "adam_8bit", "seq_len": 24},

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from memest.errors import PlanError, UnsupportedError
-from memest.plan import TrainingPlan
-from memest.plan_files import UnsupportedPlan, read_suite, read_suite_rows
+from memest.errors import PlanError
+from memest.plan_files import read_suite
 from memest.validate.suite_files import find_suite, list_suites, suite_for_device
 
 OPT_3, OPT_7, XXL = "blip2-opt-2.7b", "blip2-opt-6.7b", "blip2-flan-t5-xxl"
@@ -61,23 +59,19 @@ def test_a_suite_holds_the_rows_of_the_lab(name: str, expected: list[tuple[Any, 
 
 
 @pytest.mark.parametrize("name", ["lab-a100", "lab-h100"])
-def test_every_row_is_a_plan_of_25_tokens_but_the_offloaded_one(name: str) -> None:
-    rows = read_suite_rows(find_suite(name), {})
+def test_every_row_is_a_plan_of_25_tokens(name: str) -> None:
+    plans = read_suite(find_suite(name), {})
 
-    plans = [row for row in rows if isinstance(row, TrainingPlan)]
-    rest = [row for row in rows if isinstance(row, UnsupportedPlan)]
-    # The row counts as unsupported only for as long as offloading is not modelled.
-    assert {row.name for row in rest} <= {"flan-t5-xxl DeepSpeed CPU offload"}
-    assert len(rows) == 15
+    assert len(plans) == 15
     assert {plan.seq_len for plan in plans} == {25}
     assert [plan.label for plan in plans if plan.act_ckpt] == ["flan-t5-xxl adam_8bit, act_ckpt"]
 
 
 @pytest.mark.parametrize("name", ["lab-a100", "lab-h100"])
 def test_the_adapters_are_those_of_the_lab(name: str) -> None:
-    rows = read_suite_rows(find_suite(name), {})
+    rows = read_suite(find_suite(name), {})
 
-    lora, qlora = (row for row in rows if isinstance(row, TrainingPlan) and row.uses_adapters)
+    lora, qlora = (row for row in rows if row.uses_adapters)
     assert (lora.use_lora, qlora.use_qlora) == (True, True)
     for plan in (lora, qlora):
         assert (plan.lora_r, plan.lora_alpha, plan.lora_dropout) == (16, 32, 0.05)
@@ -85,23 +79,9 @@ def test_the_adapters_are_those_of_the_lab(name: str) -> None:
 
 
 def test_overrides_reach_every_row() -> None:
-    rows = read_suite_rows(find_suite("lab-a100"), {"memory_limit": 78 * 2**30})
+    rows = read_suite(find_suite("lab-a100"), {"memory_limit": 78 * 2**30})
 
-    assert {r.memory_limit for r in rows if isinstance(r, TrainingPlan)} == {78 * 2**30}
-
-
-def test_a_strict_reader_refuses_what_the_lenient_one_hands_on(tmp_path: Path) -> None:
-    path = tmp_path / "suite.yaml"
-    path.write_text("experiments:\n- {name: a, model_name: gpt2}\n- {name: b, model_name: gpt2, "
-                    "use_qlora: true, precision: 16-mixed}\n")  # fmt: skip
-
-    first, second = read_suite_rows(path, {})
-
-    assert isinstance(first, TrainingPlan)
-    assert isinstance(second, UnsupportedPlan)
-    assert (second.name, second.values["precision"]) == ("b", "16-mixed")
-    with pytest.raises(UnsupportedError, match=re.escape("experiment `b`: QLoRA under")):
-        read_suite(path, {})
+    assert {row.memory_limit for row in rows} == {78 * 2**30}
 
 
 def test_a_suite_with_a_name_twice_is_refused(tmp_path: Path) -> None:
@@ -109,7 +89,7 @@ def test_a_suite_with_a_name_twice_is_refused(tmp_path: Path) -> None:
     path.write_text("experiments:\n- {name: a, model_name: gpt2}\n- {name: a, model_name: gpt2}\n")
 
     with pytest.raises(PlanError, match="names two experiments `a`"):
-        read_suite_rows(path, {})
+        read_suite(path, {})
 
 
 @pytest.mark.parametrize(

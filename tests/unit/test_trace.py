@@ -448,6 +448,41 @@ def test_scalars_of_another_type_are_not_taken_for_a_repetition() -> None:
     assert dtypes == [torch.int64, torch.float32, torch.bool, torch.int64]
 
 
+def test_a_call_without_a_dtype_is_no_repetition_under_another_default() -> None:
+    with recording() as recorder:
+        for dtype in (torch.float16, torch.float32):
+            torch.set_default_dtype(dtype)
+            assert torch.empty(3, device="meta").dtype is dtype
+
+    assert [n for n in sizes(recorder) if n > 0] == [3 * 2, 3 * 4]
+
+
+def test_workspaces_that_are_cleared_are_taken_anew() -> None:
+    with recording() as recorder:
+        for _ in range(2):
+            left, right = meta(B, D), meta(D, F_)
+            del left, right
+            product = torch.mm(meta(B, D), meta(D, F_))
+            del product
+        recorder.clear_workspaces()
+        torch.mm(meta(B, D), meta(D, F_))
+
+    workspace = 32 * 2**20
+    assert [n for n in sizes(recorder) if abs(n) == workspace] == [workspace, -workspace, workspace]
+
+
+def test_the_gradient_of_a_norms_input_is_contiguous_whatever_came_in() -> None:
+    x, statistics = meta(B, T, D), meta(B, T, 1, dtype=torch.float32)
+    weight = meta(D)
+    with recording():
+        grads = torch.ops.aten.native_layer_norm_backward(
+            meta(B, D, T).transpose(1, 2), x, [D], statistics, statistics, weight, weight,
+            [True, False, False],
+        )  # fmt: skip
+
+    assert grads[0].stride() == (T * D, D, 1)
+
+
 def test_a_view_that_its_schema_denies_is_no_storage_either_time() -> None:
     """`_unsafe_view` follows each product of 3 dimensions; the second call repeats the first."""
     x = meta(B, T, D)

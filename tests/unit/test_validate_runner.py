@@ -19,7 +19,6 @@ from memest.cli import main
 from memest.errors import MemestError, PlanError, UnsupportedError
 from memest.estimator.parallel.libraries import DEEPSPEED_HOST_BYTES
 from memest.plan import TrainingPlan
-from memest.plan_files import UnsupportedPlan
 from memest.report import Measurement, Outcome, Phase, PhaseRow, read_measurements
 from memest.validate import device as device_module
 from memest.validate import processes, results, runner
@@ -229,18 +228,6 @@ def test_two_experiments_of_one_name_are_refused_before_any_runs(run: Run, tmp_p
     assert not (tmp_path / "results.jsonl").exists()
 
 
-def test_an_unsupported_row_is_recorded_as_skipped(run: Run) -> None:
-    row = UnsupportedPlan(
-        name="offload", values={"model_name": "gpt2"}, error=UnsupportedError("not modelled yet")
-    )
-
-    skipped, after = run([row, plan("fits")])
-
-    assert (skipped.verdict, skipped.note) == (Outcome.FAILED, "skipped: not modelled yet")
-    assert (skipped.plan, skipped.phases) == ({"model_name": "gpt2"}, ())
-    assert after.verdict is Outcome.FITS
-
-
 def test_a_run_beyond_the_hosts_memory_is_refused_with_both_sizes(run: Run) -> None:
     needs = {"fits": 2 * 2**30, "small": 2**30}
 
@@ -294,7 +281,7 @@ def test_the_suite_of_the_gpu_is_taken_where_none_is_named(
     calls: list[tuple[list[str], dict[str, Any]]] = []
 
     def record(rows: Any, **options: Any) -> list[Measurement]:
-        calls.append(([runner._label(row) for row in rows], options))
+        calls.append(([row.label for row in rows], options))
         return [report(plan("a"))]
 
     monkeypatch.setattr(runner, "detect_device", lambda: H200)

@@ -1,0 +1,369 @@
+"""FlashAttention 2 on the meta device: the functions of the package `flash_attn`, without its
+kernels.
+
+A mirror of flash-attn 2.8.3 (flash_attn/flash_attn_interface.py and bert_padding.py) as
+transformers 5.17 calls it (modeling_flash_attention_utils.py, integrations/flash_attention.py). The
+package needs a GPU to be built and imported, so a prediction stands in for it: the same tensors are
+kept, and each kernel is one operator, whose requests of memory `memest.estimator.flash_attention`
+knows.
+
+Left out: ALiBi slopes and paged keys, which transformers does not pass; returned probabilities.
+
+Shapes: B batch, L query tokens, S key tokens, N tokens of all rows without padding, H query heads,
+K key heads, E head width.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from memest.errors import PlanError, UnsupportedError
+from memest.plan_values import FLASH_ATTENTION_2
+
+MAX_HEAD_WIDTH = 256
+INSTEAD = "use `sdpa`, whose flash and cuDNN kernels keep no attention matrix either"
+_HALF = (torch.float16, torch.bfloat16)
+_BLOCK = 128
+"""`kBlockM` at its largest: rows to which the backward rounds up, or leaves between texts."""
+
+_library = torch.library.Library("memest", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "flash_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? cu_seqlens,"
+    " int max_queries, int max_keys, float dropout_p, bool is_windowed)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+_library.define(  # type: ignore[no-untyped-call]
+    "flash_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out,"
+    " Tensor softmax_lse, Tensor grad_query, Tensor grad_key, Tensor grad_value,"
+    " Tensor? cu_seqlens, bool deterministic) -> Tensor"
+)
+
+
+def _forward_on_meta(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor | None,
+    max_queries: int,
+    max_keys: int,
+    dropout_p: float,
+    is_windowed: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, logsumexp, random state; (B, L, H, E), or (N, H, E) with `cu_seqlens`."""
+    out = torch.empty_like(query if query.stride(-1) == 1 else query.contiguous())
+    B, L, H = (1, *query.shape[:2]) if cu_seqlens is not None else query.shape[:3]
+    lse_shape = (H, L) if cu_seqlens is not None else (B, H, L)
+    softmax_lse = torch.empty(lse_shape, dtype=torch.float32, device=query.device)
+    rng_state = torch.empty(2, dtype=torch.int64, device=query.device)
+    return out, softmax_lse, rng_state
+
+
+def _backward_on_meta(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    grad_query: Tensor,
+    grad_key: Tensor,
+    grad_value: Tensor,
+    cu_seqlens: Tensor | None,
+    deterministic: bool,
+) -> Tensor:
+    """The row sums of gradient times output; the gradients are written into the three given."""
+    if cu_seqlens is not None:
+        N, H = query.shape[:2]
+        shape: tuple[int, ...] = (H, N + _BLOCK * (cu_seqlens.numel() - 1))
+    else:
+        B, L, H = query.shape[:3]
+        shape = (B, H, -(-L // _BLOCK) * _BLOCK)
+    return torch.empty(shape, dtype=torch.float32, device=query.device)
+
+
+_library.impl("flash_attention_forward", _forward_on_meta, "Meta")  # type: ignore[no-untyped-call]
+_library.impl("flash_attention_backward", _backward_on_meta, "Meta")  # type: ignore[no-untyped-call]
+
+FORWARD = torch.ops.memest.flash_attention_forward.default
+BACKWARD = torch.ops.memest.flash_attention_backward.default
+
+
+class FlashAttention(torch.autograd.Function):
+    """`FlashAttnFunc` and `FlashAttnVarlenFunc`: keeps query, key and value (padded copies, where
+    the width is no multiple of 8), the output and its logsumexp.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens: tuple[Tensor, Tensor] | None,
+        max_lengths: tuple[int, int],
+        dropout_p: float,
+        is_windowed: bool,
+        deterministic: bool,
+        is_grad_enabled: bool,
+    ) -> Tensor:
+        """The output, of the width given."""
+        is_kept = is_grad_enabled and any(t.requires_grad for t in (query, key, value))
+        width = query.shape[-1]
+        if width % 8:
+            query, key, value = (_padded(tensor) for tensor in (query, key, value))
+        of_queries = None if cu_seqlens is None else cu_seqlens[0]
+        out, softmax_lse, rng_state = FORWARD(
+            query, key, value, of_queries, *max_lengths, dropout_p, is_windowed
+        )
+        if is_kept:
+            ctx.save_for_backward(
+                query, key, value, out, softmax_lse, *(cu_seqlens or ()), rng_state
+            )
+            ctx.is_of_texts = cu_seqlens is not None
+            ctx.deterministic = deterministic
+        return out[..., :width]  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        """The gradients of query, key and value, each in the strides of what it belongs to."""
+        query, key, value, out, softmax_lse, *lengths, _rng_state = ctx.saved_tensors
+        gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
+        width = grad_outputs[0].shape[-1]
+        grad_out = _padded(grad_outputs[0]) if width % 8 else grad_outputs[0]
+        BACKWARD(
+            grad_out, query, key, value, out, softmax_lse, *gradients,
+            lengths[0] if ctx.is_of_texts else None, ctx.deterministic,
+        )  # fmt: skip
+        return (*(gradient[..., :width] for gradient in gradients), *(None,) * 6)
+
+
+def _padded(tensor: Tensor) -> Tensor:
+    return torch.nn.functional.pad(tensor, [0, -tensor.shape[-1] % 8])
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor:
+    """Attention of (B, L, H, E) with (B, S, K, E); the names are those that transformers gives."""
+    _check_call(q, k, v, dropout_p, softcap)
+    window = any(0 <= n < k.shape[1] for n in window_size) or (causal and q.shape[1] > 1)
+    out: Tensor = FlashAttention.apply(  # type: ignore[no-untyped-call]
+        q, k, v, None, (q.shape[1], k.shape[1]), dropout_p, window, deterministic,
+        torch.is_grad_enabled(),
+    )  # fmt: skip
+    return out
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Tensor:
+    """Attention of texts of unlike length in one row, (N, H, E), which `cu_seqlens` tell apart."""
+    _check_call(q, k, v, dropout_p, softcap)
+    queries, keys = int(max_seqlen_q), int(max_seqlen_k)
+    window = max(window_size) >= 0 or (causal and queries > 1)
+    out: Tensor = FlashAttention.apply(  # type: ignore[no-untyped-call]
+        q, k, v, (cu_seqlens_q, cu_seqlens_k), (queries, keys), dropout_p, window, deterministic,
+        torch.is_grad_enabled(),
+    )  # fmt: skip
+    return out
+
+
+def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> Tensor:
+    """Generation, which is not training."""
+    raise UnsupportedError("attention with a cache is generation, not training", hint=INSTEAD)
+
+
+def _check_call(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, softcap: float
+) -> None:
+    """What `mha_fwd` of flash_api.cpp checks and a model may break.
+
+    Raises:
+        PlanError: the real run would fail here.
+    """
+    dtypes = {str(t.dtype).removeprefix("torch.") for t in (query, key, value)}
+    if len(dtypes) > 1 or query.dtype not in _HALF:
+        raise PlanError(
+            f"`{FLASH_ATTENTION_2}` takes fp16 or bf16, and a layer of the model gives it "
+            + " and ".join(f"`{name}`" for name in sorted(dtypes)),
+            hint="use `bf16-true`, `bf16-mixed`, `16-true` or `16-mixed`, or `sdpa`",
+        )
+    if query.shape[-1] > MAX_HEAD_WIDTH:
+        raise PlanError(
+            f"`{FLASH_ATTENTION_2}` takes heads of up to {MAX_HEAD_WIDTH}, and the model's are "
+            f"{query.shape[-1]} wide",
+            hint="use `sdpa`",
+        )
+    if query.shape[-2] % key.shape[-2]:
+        raise PlanError(
+            f"`{FLASH_ATTENTION_2}` needs query heads in whole groups, not {query.shape[-2]} over "
+            f"{key.shape[-2]}",
+            hint="use `sdpa`",
+        )
+    if softcap > 0 and dropout_p > 0:
+        raise PlanError(
+            f"`{FLASH_ATTENTION_2}` caps scores or drops them, and the model asks for both",
+            hint="use `eager`",
+        )
+
+
+# --- padding ----------------------------------------------------------------------------------
+
+
+class _TakeRows(torch.autograd.Function):
+    """`IndexFirstAxis`: rows of (B * L, ...), by a gather."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, indices: Tensor) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.num_rows, others = rows.shape[0], rows.shape[1:]
+        flat = rows.reshape(rows.shape[0], -1)
+        taken = torch.gather(flat, 0, indices[:, None].expand(-1, flat.shape[1]))
+        return taken.reshape(-1, *others)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        (indices,) = ctx.saved_tensors
+        others = grad_outputs[0].shape[1:]
+        flat = grad_outputs[0].reshape(grad_outputs[0].shape[0], -1)
+        grad = torch.zeros((ctx.num_rows, flat.shape[1]), device=flat.device, dtype=flat.dtype)
+        grad.scatter_(0, indices[:, None].expand(-1, flat.shape[1]), flat)
+        return grad.reshape(ctx.num_rows, *others), None
+
+
+class _PutRows(torch.autograd.Function):
+    """`IndexPutFirstAxis`: rows among zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, indices: Tensor, num_rows: int) -> Tensor:
+        ctx.save_for_backward(indices)
+        out = torch.zeros(num_rows, *rows.shape[1:], device=rows.device, dtype=rows.dtype)
+        out[indices] = rows
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        (indices,) = ctx.saved_tensors
+        return grad_outputs[0][indices], None, None
+
+
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """(B, L, ...) to (N, ...): the tokens of the mask, where they were, where each text begins."""
+    mask = attention_mask if unused_mask is None else attention_mask + unused_mask
+    lengths = mask.sum(dim=-1, dtype=torch.int32)
+    used = attention_mask.sum(dim=-1, dtype=torch.int32)
+    indices = torch.nonzero(mask.flatten(), as_tuple=False).flatten()
+    longest = int(lengths.max().item())
+    begins = torch.nn.functional.pad(torch.cumsum(lengths, dim=0, dtype=torch.int32), (1, 0))
+    rows = _TakeRows.apply(hidden_states.flatten(0, 1), indices)  # type: ignore[no-untyped-call]
+    return rows, indices, begins, longest, used
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """(N, ...) back to (B, L, ...), zeros elsewhere."""
+    out = _PutRows.apply(hidden_states, indices, batch * seqlen)  # type: ignore[no-untyped-call]
+    return out.reshape(batch, seqlen, *hidden_states.shape[1:])  # type: ignore[no-any-return]
+
+
+# --- where transformers looks -----------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def stand_in(attn_implementation: str | None) -> Iterator[None]:
+    """Within it, transformers finds the functions above where it looks for those of `flash_attn`.
+
+    For `flash_attention_2` alone; whether the package is installed makes no difference. Its modules
+    are not imported and `sys.modules` stays as it is. transformers asks for the autocast of the
+    tensors' device; that of the trace is kept as the CPU's.
+    """
+    if attn_implementation != FLASH_ATTENTION_2:
+        yield
+        return
+    from transformers import modeling_flash_attention_utils as utils
+
+    lazy_imports = utils._lazy_imports
+
+    def find(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+        if implementation != FLASH_ATTENTION_2:
+            return lazy_imports(implementation, *args, **kwargs)
+        return (
+            flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache,
+            pad_input, unpad_input,
+        )  # fmt: skip
+
+    forward = utils._flash_attention_forward
+    of_version_2 = utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2]
+    names = ("_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn", "_pad_fn", "_unpad_fn")
+    with contextlib.ExitStack() as stack:
+        for name in ("_loaded_implementation", "_process_flash_kwargs_fn", *names):
+            stack.enter_context(mock.patch.object(utils, name, None))
+        stack.enter_context(mock.patch.object(utils, "_lazy_imports", find))
+        stack.enter_context(
+            mock.patch.dict(of_version_2, {"general_availability_check": lambda: True})
+        )
+        for family in _IMPORT_WITH_THE_PACKAGE:
+            module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+            stack.enter_context(
+                mock.patch.object(module, "_flash_attention_forward", forward, create=True)
+            )
+        for name in ("is_autocast_enabled", "get_autocast_dtype"):
+            stack.enter_context(mock.patch.object(torch, name, _as_cpu(getattr(torch, name))))
+        yield
+
+
+_IMPORT_WITH_THE_PACKAGE = ("falcon", "gpt_neo", "gptj")
+"""Families whose modules import `_flash_attention_forward` only where the package is installed."""
+
+
+def _as_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*device_type: str) -> Any:
+        return function(*("cpu" if name == "meta" else name for name in device_type))
+
+    return call
+
+
+def mark_quantized(model: nn.Module) -> None:
+    """Tell the configs in `model` that its layers are quantised, as `from_pretrained` does.
+
+    transformers then casts float32 queries to the dtype of the config (`get_target_dtype`), and not
+    to that of the first layer's weights, which are packed bytes.
+    """
+    from transformers import PreTrainedModel
+
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.config._is_quantized = True
