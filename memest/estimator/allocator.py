@@ -249,7 +249,8 @@ class AddressSpace:
 
     - a segment goes where there is room for it in a range that is mapped, at the lowest address;
     - where there is none it takes a new range, of a multiple of 32 MiB, below the others;
-    - a range without segments is unmapped, and its addresses do not come back;
+    - a range without segments is unmapped, and its addresses do not come back; where several GPUs
+      work together (`ranges_stay`) it stays mapped, for segments that fit into it;
     - above all lie two ranges of the context, which leave `CONTEXT_ROOM` and are never unmapped.
 
     Only the order of addresses matters here, and only between blocks of one size. Left out is what
@@ -261,7 +262,8 @@ class AddressSpace:
     CONTEXT_ROOM = (24 << 20, 2 << 20)
     """What is free at the ends of the context's ranges, from the highest address down."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, ranges_stay: bool = False) -> None:
+        self._ranges_stay = ranges_stay
         self._lowest = 1 << 47
         self._holes: list[_Hole] = []  # by address
         self._most_room = 0  # no hole has more; the largest may have less
@@ -287,7 +289,7 @@ class AddressSpace:
         """A segment returned by `cudaFree`; its range serves others while one lies in it."""
         range_at = self._range_of.pop(address)
         self._num_segments[range_at] -= 1
-        if not self._num_segments[range_at]:
+        if not self._num_segments[range_at] and not self._ranges_stay:
             del self._num_segments[range_at]
             self._holes = [hole for hole in self._holes if hole.range_at != range_at]
             return

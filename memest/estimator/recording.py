@@ -100,7 +100,7 @@ def record_run(
         num_steps=num_steps,
         num_micro_batches=num_micro_batches,
         limit_bytes=limit_bytes,
-        observer=_Recorder(recording),
+        observer=_Recorder(recording, ranges_stay=program.ranges_stay),
     )
     return recording
 
@@ -160,9 +160,9 @@ def sign_of(action: Action) -> int:
 
 
 class _Recorder:
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, *, ranges_stay: bool) -> None:
         self.recording = recording
-        self.addresses: AddressSpace = _RecordedAddresses(recording.actions)
+        self.addresses: AddressSpace = _RecordedAddresses(recording.actions, ranges_stay)
 
     def born(self, storage: int, block: Block) -> None:
         self._add(Act.ALLOC, block, storage)
@@ -186,8 +186,8 @@ class _Recorder:
 
 
 class _RecordedAddresses(AddressSpace):
-    def __init__(self, actions: list[Action]) -> None:
-        super().__init__()
+    def __init__(self, actions: list[Action], ranges_stay: bool) -> None:
+        super().__init__(ranges_stay=ranges_stay)
         self._actions = actions
 
     def take(self, num_bytes: int) -> int:

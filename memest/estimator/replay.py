@@ -129,7 +129,8 @@ class _Run:
     def __init__(self, program: Program, limit_bytes: int | None, num_bytes: Sequence[int]) -> None:
         self.program = program
         self.num_bytes = num_bytes
-        self.allocator = CachingAllocator(limit_bytes)
+        addresses = AddressSpace(ranges_stay=program.ranges_stay)
+        self.allocator = CachingAllocator(limit_bytes, addresses)
         self.result = Replayed()
         self.blocks: dict[int, Block] = {}
         self.deferred: dict[int, Block] = {}

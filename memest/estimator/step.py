@@ -114,6 +114,9 @@ class Program:
 
     coverage: Coverage = field(default_factory=Coverage)
 
+    ranges_stay: bool = False
+    """What `AddressSpace` asks; true of a rank among several GPUs."""
+
     num_known_steps: int | None = None
     """Steps that were traced one by one; None where the later ones repeat the second."""
 

@@ -275,6 +275,15 @@ def test_the_ranges_of_the_context_are_never_unmapped() -> None:
     assert space.take(24 * MIB) == address
 
 
+def test_an_emptied_range_is_unmapped_but_stays_where_several_gpus_work_together() -> None:
+    alone, together = EmptySpace(), EmptySpace(ranges_stay=True)
+    for space, reuses in ((alone, False), (together, True)):
+        first = space.take(64 * MIB)
+        space.give_back(first, 64 * MIB)
+
+        assert (space.take(20 * MIB) == first) is reuses
+
+
 def test_segments_lie_below_one_another_and_fill_the_rest_of_a_range() -> None:
     """Ranges are multiples of 32 MiB; 20 of the first are used, 12 are left for a later segment."""
     space = EmptySpace()

@@ -103,6 +103,7 @@ def trace_rank(
         padded=plan.is_padded,
     )
     program = _run(tracer, plan, model, batch)
+    program.ranges_stay = plan.devices > 1
     kept = tracer.kept
     host_terms = _host_terms(strategy)
     return TracedPlan(
