@@ -24,7 +24,7 @@ from memest.estimator.gpus import custom_gpu, find_gpu
 from memest.estimator.predict import predict
 from memest.plan import TrainingPlan
 from memest.render_advice import render_advice
-from memest.report import Outcome
+from memest.report import Outcome, Prediction
 from memest.units import GIB, MIB
 
 PLAN = TrainingPlan(model_name="gpt2", batch_size=6, seq_len=128, precision="32-true")
@@ -190,13 +190,22 @@ def test_the_number_of_predictions_is_a_limit(max_predictions: int) -> None:
         advise(plan, A100, max_predictions=0)
 
 
-def test_a_change_that_contradicts_the_plan_is_named_with_its_reason() -> None:
-    plan = replace(PLAN, precision="16-mixed", memory_limit=900 * MIB)
+def test_a_change_that_cannot_be_predicted_is_named_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As QLoRA of Falcon, whose layers are no `nn.Linear` and stay as they are."""
 
-    advice = advise(plan, A100)
+    def without_qlora(plan: TrainingPlan, **options: Any) -> Prediction:
+        if plan.use_qlora:
+            raise PlanError("it has no linear layer to quantise", hint="use LoRA")
+        return predict(plan, **options)
+
+    monkeypatch.setattr("memest.estimator.advise.predict", without_qlora)
+
+    advice = advise(replace(PLAN, memory_limit=900 * MIB), A100)
 
     reasons = {r.title: r.reason for r in advice.refused}
-    assert reasons["QLoRA, rank 16"] == "QLoRA under `16-mixed` is not modelled"
+    assert reasons["QLoRA, rank 16"] == "it has no linear layer to quantise"
 
 
 def test_a_card_outside_the_catalogue_is_asked_about_by_its_size() -> None:
