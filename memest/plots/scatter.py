@@ -84,7 +84,9 @@ def _is_measured(measured: Measurement) -> bool:
 def _subtitle(num_drawn: int, left_out: int) -> str:
     noun = "experiment" if num_drawn == 1 else "experiments"
     bands = " and ".join(f"±{band:g} %" for band in sorted(BANDS))
-    text = f"{num_drawn} {noun}; error = (predicted {MINUS} measured) / measured; shaded: {bands}"
+    listed = f", the {MAX_ROWS} furthest off listed" if num_drawn > MAX_ROWS else ""
+    error = "of measured" if listed else f"= (predicted {MINUS} measured) / measured"
+    text = f"{num_drawn} {noun}{listed}; error {error}; shaded: {bands}"
     return text + (f"; {left_out} without a measurement left out" if left_out else "")
 
 

@@ -314,6 +314,7 @@ def test_of_too_many_experiments_the_largest_errors_are_listed() -> None:
     said = words(plot_scatter(pairs))
 
     assert [w for w in said if w.startswith("run")] == [f"run{i}" for i in range(10, 40)]
+    assert any(w.startswith("40 experiments, the 30 furthest off listed; error of") for w in said)
 
 
 # ------------------------------------------------------------------ ladder
