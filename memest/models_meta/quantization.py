@@ -450,9 +450,13 @@ def layers_to_quantize(model: nn.Module, skip: Sequence[str] | None) -> list[tup
     patterns = list(modules_to_skip(model) if skip is None else skip)
     names = convertible_names(model, patterns)
     if not names:
+        own = {type(m).__name__ for m in model.modules() if isinstance(m, nn.Linear)} - {"Linear"}
+        why = (
+            f"transformers converts no {', '.join(f'`{c}`' for c in sorted(own))}; " if own else ""
+        )
         raise PlanError(
             f"`{type(model).__name__}` has no linear layer to quantise",
-            hint=f"left alone by name: {', '.join(f'`{p}`' for p in patterns) or 'none'}",
+            hint=f"{why}left alone by name: {', '.join(f'`{p}`' for p in patterns) or 'none'}",
         )
     return [(name, model.get_submodule(name)) for name in names]
 

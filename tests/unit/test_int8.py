@@ -205,6 +205,18 @@ def test_a_model_without_linear_layers_is_refused() -> None:
         quantize_int8(nn.LayerNorm(5, device="meta"), skip=[])
 
 
+def test_layers_of_a_class_of_their_own_are_named_where_nothing_else_can_be_quantised() -> None:
+    """As `FalconLinear`: transformers converts layers whose class is `nn.Linear` itself."""
+
+    class OwnLinear(nn.Linear):
+        pass
+
+    with pytest.raises(PlanError) as raised:
+        quantize_int8(nn.Sequential(OwnLinear(8, 8, device="meta")), skip=[])
+
+    assert raised.value.hint.startswith("transformers converts no `OwnLinear`; ")
+
+
 @pytest.mark.parametrize(
     ("values", "text"),
     [
