@@ -249,8 +249,10 @@ class AddressSpace:
 
     - a segment goes where there is room for it in a range that is mapped, at the lowest address;
     - where there is none it takes a new range, of a multiple of 32 MiB, below the others;
-    - a range without segments is unmapped, and its addresses do not come back; where several GPUs
-      work together (`ranges_stay`) it stays mapped, for segments that fit into it;
+    - a range without segments is unmapped, and its addresses do not come back;
+    - where several GPUs work together (`ranges_stay`), ranges stay, and what a freed segment leaves
+      takes one that fits into it, not into it and what is free beside it. This describes the order
+      of addresses best (15 % of pairs wrong in 55 recordings of four GPUs, else 20 %), and no more;
     - above all lie two ranges of the context, which leave `CONTEXT_ROOM` and are never unmapped.
 
     Only the order of addresses matters here, and only between blocks of one size. Left out is what
@@ -289,7 +291,10 @@ class AddressSpace:
         """A segment returned by `cudaFree`; its range serves others while one lies in it."""
         range_at = self._range_of.pop(address)
         self._num_segments[range_at] -= 1
-        if not self._num_segments[range_at] and not self._ranges_stay:
+        if self._ranges_stay:
+            self._add_hole(_Hole(address, num_bytes, range_at))
+            return
+        if not self._num_segments[range_at]:
             del self._num_segments[range_at]
             self._holes = [hole for hole in self._holes if hole.range_at != range_at]
             return

@@ -284,6 +284,17 @@ def test_an_emptied_range_is_unmapped_but_stays_where_several_gpus_work_together
         assert (space.take(20 * MIB) == first) is reuses
 
 
+def test_among_several_gpus_what_two_freed_segments_leave_is_not_joined() -> None:
+    """8, 8 and 16 MiB fill a range; the first two are freed, and 16 MiB are asked for."""
+    alone, together = EmptySpace(), EmptySpace(ranges_stay=True)
+    for space, joins in ((alone, True), (together, False)):
+        first, second, _ = space.take(8 * MIB), space.take(8 * MIB), space.take(16 * MIB)
+        space.give_back(first, 8 * MIB)
+        space.give_back(second, 8 * MIB)
+
+        assert space.take(16 * MIB) == (first if joins else first - 32 * MIB)
+
+
 def test_segments_lie_below_one_another_and_fill_the_rest_of_a_range() -> None:
     """Ranges are multiples of 32 MiB; 20 of the first are used, 12 are left for a later segment."""
     space = EmptySpace()
