@@ -238,7 +238,7 @@ def models() -> None:
 @main.command()
 def gpus() -> None:
     """List the catalogue of GPUs."""
-    from memest.estimator.gpus import list_gpus
+    from memest.estimator.hardware.gpus import list_gpus
     from memest.render import render_gpus
 
     click.echo(render_gpus(list_gpus()))

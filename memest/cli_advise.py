@@ -48,7 +48,7 @@ def advise(
             "advice is for one GPU" + (f", not {len(plan.gpu)}" if plan.gpu else ""),
             hint="add `--gpu a100-80gb`, or `--gpu-memory 24GiB`",
         )
-    from memest.estimator.gpus import custom_gpu, find_gpu
+    from memest.estimator.hardware.gpus import custom_gpu, find_gpu
     from memest.models_meta.registry import check_name
 
     gpu = custom_gpu(plan.gpu_memory) if plan.gpu_memory is not None else find_gpu(plan.gpu[0])

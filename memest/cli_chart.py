@@ -13,7 +13,7 @@ import click
 from memest.cli import _plan_options, _plans, _write, main
 from memest.cli_sweep import grid_options, grid_points
 from memest.errors import PlanError
-from memest.estimator.gpus import find_gpu
+from memest.estimator.hardware.gpus import find_gpu
 from memest.plan import TrainingPlan
 from memest.plan_files import read_suite
 

@@ -173,7 +173,7 @@ def _many(reports: Sequence[Prediction]) -> str:
 
 
 def _limit_bytes(report: Prediction) -> int:
-    from memest.estimator.gpus import find_gpu
+    from memest.estimator.hardware.gpus import find_gpu
 
     verdict = report.verdicts.get(report.gpu)
     return verdict.limit_bytes if verdict else find_gpu(report.gpu).limit_bytes

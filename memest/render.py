@@ -10,7 +10,7 @@ from memest.report import Outcome, PhaseRow, Prediction, Verdict
 from memest.units import MIB, format_bytes, format_count, format_gib
 
 if TYPE_CHECKING:
-    from memest.estimator.gpus import Gpu
+    from memest.estimator.hardware.gpus import Gpu
     from memest.models_meta.registry import ModelEntry
 
 

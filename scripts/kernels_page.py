@@ -19,17 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memest.estimator import (
-    attention_kernels,
-    cublas,
-    cuda_dispatch,
-    flash_attention,
-    kernels,
-    staged_kernels,
-)
-from memest.estimator.gpus import FIRST_OF_CUDA_13, Gpu, list_gpus
-from memest.estimator.reductions import threads_per_sm
-from memest.estimator.sdpa import SdpaBackend, choose_backend
+from memest.estimator.device import cuda_semantics
+from memest.estimator.hardware.gpus import FIRST_OF_CUDA_13, Gpu, list_gpus
+from memest.estimator.kernels import cublas, staged, tables
+from memest.estimator.kernels.attention import events, flash2
+from memest.estimator.kernels.attention.choice import SdpaBackend, choose_backend
+from memest.estimator.kernels.reductions import threads_per_sm
 from memest.units import MIB
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "kernels.md"
@@ -55,6 +50,8 @@ ODD_WIDTH = 100
 COLUMNS = ("no mask, causal", "causal, L != S", "mask", "trained mask", "grouped heads")
 SITUATIONS = {"training": (True, 0.0), "training with dropout": (True, 0.1),
               "no gradient": (False, 0.0)}  # fmt: skip
+
+KERNELS = "memest.estimator.kernels."
 
 Table = list[list[str]]
 
@@ -120,14 +117,14 @@ def gpu_rows() -> Table:
 
 
 def _experts(gpu: Gpu) -> str:
-    from memest.estimator.grouped_mm import OLDEST
+    from memest.estimator.kernels.grouped_mm import OLDEST
 
     if gpu.capability < OLDEST:
         return "loop of `mm` in transformers"
     tokens = torch.empty(8, 16, dtype=torch.bfloat16, device="meta")
     args = (tokens, tokens.new_empty(2, 16, 8), None)
     func = torch.ops.aten._grouped_mm.default
-    is_loop = not kernels.is_partly_modelled(func, args, {}, gpu)
+    is_loop = not tables.is_partly_modelled(func, args, {}, gpu)
     return "loop of `mm` in torch" if is_loop else "one fused kernel; its workspace is reported"
 
 
@@ -136,11 +133,9 @@ def _workspaces(gpu: Gpu) -> str:
     image = torch.empty(1, 3, 32, 32, dtype=torch.float16, device="meta")
     args = (image, image.new_empty(8, 3, 4, 4), None, [4, 4], [0, 0], [1, 1], False, [0, 0], 1)
     func = torch.ops.aten.convolution.default
-    known = (
-        [] if kernels.is_partly_modelled(func, args, {}, gpu) else ["16-bit convolution forward"]
-    )
+    known = [] if tables.is_partly_modelled(func, args, {}, gpu) else ["16-bit convolution forward"]
     takes_cudnn = _backend(gpu, torch.float16, 64, COLUMNS[0], True, 0.0) is SdpaBackend.CUDNN
-    reasons = {rule(gpu) for rule in attention_kernels.NOT_MODELLED.values()}
+    reasons = {rule(gpu) for rule in events.NOT_MODELLED.values()}
     if takes_cudnn and reasons == {""}:
         known.append("cuDNN attention")
     return ", ".join(known) or "none: reported"
@@ -324,7 +319,7 @@ def _only_with(dropouts: Iterable[bool]) -> str:
 
 
 def _tile(dtype: torch.dtype, width: int, dropout: bool, gpu: Gpu) -> str:
-    block = attention_kernels._efficient_block(dtype, width, dropout, gpu)
+    block = events._efficient_block(dtype, width, dropout, gpu)
     is_staged = block.is_half and not block.keeps_output_in_registers
     return f"{block.queries} x {block.keys}" + ("*" if is_staged else "")
 
@@ -333,8 +328,8 @@ def _tile(dtype: torch.dtype, width: int, dropout: bool, gpu: Gpu) -> str:
 
 OPERATORS = """## Operators whose kernels allocate beside their results
 
-Each row is a function of the call's shapes and of the GPU, under `memest/estimator`; its docstring
-has the formula. Sources are PyTorch's, under aten/src/ATen, but for flash-attn's csrc and
+Each row is a function of the call's shapes and of the GPU, under `memest/estimator/kernels`; its
+docstring has the formula. Sources are PyTorch's, under aten/src/ATen, but for flash-attn's csrc and
 transformers' integrations.
 
 """
@@ -345,19 +340,19 @@ SECTION = re.compile(r"`(\w+)`:\s([^`]+)")
 
 def operator_rows() -> Table:
     """One row for each function of the tables, with its operators."""
-    tables: list[Mapping[Any, Callable[..., Any]]] = [
-        attention_kernels.ATTENTION_EVENTS,
-        flash_attention.FLASH_ATTENTION_2_EVENTS,
-        staged_kernels.STAGED_EVENTS,
-        kernels.SCRATCH,
-        kernels.OUTPUT_BYTES,
+    every: list[Mapping[Any, Callable[..., Any]]] = [
+        events.ATTENTION_EVENTS,
+        flash2.FLASH_ATTENTION_2_EVENTS,
+        staged.STAGED_EVENTS,
+        tables.SCRATCH,
+        tables.OUTPUT_BYTES,
         dict.fromkeys(cublas.MATMULS, cublas.CublasWorkspaces.bytes_for),
     ]
     rows = [["operators", "what is modelled", "function", "source"]]
-    for table in tables:
+    for table in every:
         for ops, function in merged(table):
             names = ", ".join(f"`{name}`" for name in op_names(ops))
-            where = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"
+            where = f"{function.__module__.removeprefix(KERNELS)}.{function.__qualname__}"
             rows.append([names, first_sentence(function), f"`{where}`", source_of(function)])
     return rows
 
@@ -387,17 +382,17 @@ def source_of(function: Callable[..., Any]) -> str:
 
 def scratch_free() -> str:
     """The operators that allocate their results only, and what is decided above autograd."""
-    names = ", ".join(f"`{name}`" for name in sorted(kernels.NO_SCRATCH))
+    names = ", ".join(f"`{name}`" for name in sorted(tables.NO_SCRATCH))
     policies = (
-        ("16 bits", cuda_dispatch.LOWER_PRECISION), ("float32", cuda_dispatch.FLOAT32),
-        ("float32 results", cuda_dispatch.FLOAT32_RESULT), ("widest", cuda_dispatch.PROMOTE),
+        ("16 bits", cuda_semantics.LOWER_PRECISION), ("float32", cuda_semantics.FLOAT32),
+        ("float32 results", cuda_semantics.FLOAT32_RESULT), ("widest", cuda_semantics.PROMOTE),
     )  # fmt: skip
     lists = ", ".join(f"{name} {len(ops)}" for name, ops in policies)
     paragraphs = (
         "## Operators that allocate their results and nothing else",
         "Views, elementwise operators (torch's tag `pointwise`), `_foreach_*` except reductions, "
         f"and {names}.",
-        f"`cuda_dispatch` decides above autograd what CUDA decides: autocast's lists ({lists}), "
+        f"`cuda_semantics` decides above autograd what CUDA decides: autocast's lists ({lists}), "
         "fused `dropout`, `softmax` of float16 into float32 without a copy, and attention.",
         "`eager` attention is plain operators, each a row above. So are `cross_entropy` "
         "(`_log_softmax`, `nll_loss_forward` and their backwards) and the fp16 GradScaler "
@@ -419,17 +414,17 @@ none of these tables is named too.
 def unmodelled_rows() -> Table:
     """Operators of which some calls are not modelled, and products that were not measured."""
     rows = [["operators", "modelled where"]]
-    for ops, rule in merged(kernels.MODELLED_WHERE):
+    for ops, rule in merged(tables.MODELLED_WHERE):
         names = ", ".join(f"`{name}`" for name in op_names(ops))
         rows.append([names, first_sentence(rule).removeprefix("Whether ")])
-    for ops, rule in merged(attention_kernels.NOT_MODELLED):
+    for ops, rule in merged(events.NOT_MODELLED):
         known = sorted({gpu.capability for gpu in list_gpus() if not rule(gpu)})
         reason = next(filter(None, map(rule, list_gpus())))
         names = ", ".join(f"`{name}`" for name in op_names(ops))
         rows.append([names, f"the GPU has {', '.join(map(version, known))}: {reason}"])
     products = ", ".join(
         f"`{str(op).removeprefix('aten.').removesuffix('.default')}`"
-        for op in sorted(cublas.UNMODELLED - kernels.SCRATCH.keys(), key=str)
+        for op in sorted(cublas.UNMODELLED - tables.SCRATCH.keys(), key=str)
     )
     rows.append([products, "nowhere: their use of cuBLAS and cuBLASLt was not measured"])
     return rows

@@ -1,4 +1,4 @@
-"""Measures `LAUNCH_US` of memest/estimator/parallel/speed.py on a GPU: host time of an operator.
+"""Measures `LAUNCH_US` of memest/estimator/hardware/speed.py on a GPU: host time of an operator.
 
     python scripts/measure_launch.py
 

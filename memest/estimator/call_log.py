@@ -16,10 +16,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from memest.estimator import sdpa
-from memest.estimator.cublas import MATMULS
-from memest.estimator.gpus import Gpu
-from memest.estimator.trace import Recipe, Recorder, Site, StorageTable
+from memest.estimator.device.dispatch import Recipe, Recorder
+from memest.estimator.device.storages import Site, StorageTable
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.kernels.attention import choice
+from memest.estimator.kernels.cublas import MATMULS
 from memest.models_meta.quantization import FusedGemmRule
 
 aten = torch.ops.aten
@@ -102,9 +103,9 @@ class LoggingRecorder(Recorder):
 
     def __enter__(self) -> Any:
         self._patches = ExitStack()
-        self._choose, self._applies = sdpa.choose_backend, FusedGemmRule.applies
+        self._choose, self._applies = choice.choose_backend, FusedGemmRule.applies
         watched = (
-            mock.patch.object(sdpa, "choose_backend", self._choose_backend),
+            mock.patch.object(choice, "choose_backend", self._choose_backend),
             mock.patch.object(FusedGemmRule, "applies", self._watch_gemm()),
         )
         for patch in watched:

@@ -8,7 +8,7 @@ from enum import IntEnum
 from typing import Any
 
 from memest.estimator.commands import ModelFacts
-from memest.estimator.gpus import Gpu
+from memest.estimator.hardware.gpus import Gpu
 from memest.plan import TrainingPlan
 
 BF16_CAPABILITY = (8, 0)

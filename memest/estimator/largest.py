@@ -23,8 +23,8 @@ from functools import cached_property
 from typing import Any
 
 from memest.errors import PlanError
-from memest.estimator.allocator import round_request
-from memest.estimator.gpus import Gpu
+from memest.estimator.allocator.caching import round_request
+from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.predict import judge_verdict, usable_bytes
 from memest.estimator.replay import Replayed, replay
 from memest.estimator.reuse import FormBroken, with_value

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from memest.estimator.gpus import DEFAULT_GPUS, Gpu, custom_gpu, find_gpu
-from memest.estimator.parallel.libraries import libraries_bytes
+from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu, custom_gpu, find_gpu
+from memest.estimator.hardware.libraries import libraries_bytes
 from memest.plan import TrainingPlan
 
 if TYPE_CHECKING:

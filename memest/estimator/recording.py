@@ -8,12 +8,13 @@ from enum import StrEnum
 from itertools import pairwise
 
 from memest.errors import PlanError
-from memest.estimator.allocator import AddressSpace, Block
-from memest.estimator.gpus import find_gpu
+from memest.estimator.allocator.addresses import AddressSpace
+from memest.estimator.allocator.caching import Block
+from memest.estimator.device.storages import MemKind, StorageTable
+from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.predict import PRIMARY_GPU, judged_gpus, usable_bytes
 from memest.estimator.replay import Replayed, replay
 from memest.estimator.step import Program
-from memest.estimator.trace import MemKind, StorageTable
 from memest.estimator.traced_plan import trace_plan
 from memest.plan import TrainingPlan
 from memest.report import Phase

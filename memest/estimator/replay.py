@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from memest.estimator.allocator import AddressSpace, Block, CachingAllocator, OutOfMemory
+from memest.estimator.allocator.addresses import AddressSpace
+from memest.estimator.allocator.caching import Block, CachingAllocator, OutOfMemory
+from memest.estimator.device.storages import RETURNED
 from memest.estimator.step import Played, Program, StateBytes
-from memest.estimator.trace import RETURNED
 from memest.report import Phase, PhaseRow
 
 

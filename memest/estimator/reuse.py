@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memest.estimator.attention_kernels import ATTENTION_EVENTS
 from memest.estimator.call_log import (
     Call,
     CallLog,
@@ -43,14 +42,16 @@ from memest.estimator.call_log import (
     put_numbers,
     storage_bytes,
 )
-from memest.estimator.cublas import MATMULS, CublasWorkspaces
-from memest.estimator.gpus import Gpu
-from memest.estimator.kernels import OUTPUT_BYTES, SCRATCH, has_no_scratch
-from memest.estimator.scratch import Events
-from memest.estimator.sdpa import choose_backend
-from memest.estimator.staged_kernels import STAGED_EVENTS, masked_scatter_backward_events
+from memest.estimator.device.dispatch import Recipe, Recorder
+from memest.estimator.device.storages import Coverage, MemKind, Site, StorageTable
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.kernels.attention.choice import choose_backend
+from memest.estimator.kernels.attention.events import ATTENTION_EVENTS
+from memest.estimator.kernels.cublas import MATMULS, CublasWorkspaces
+from memest.estimator.kernels.scratch import Events
+from memest.estimator.kernels.staged import STAGED_EVENTS, masked_scatter_backward_events
+from memest.estimator.kernels.tables import OUTPUT_BYTES, SCRATCH, has_no_scratch
 from memest.estimator.step import MicroBatch, Program
-from memest.estimator.trace import Coverage, MemKind, Recipe, Recorder, Site, StorageTable
 from memest.estimator.traced_plan import TracedPlan, trace_with
 from memest.models_meta.quantization import FusedGemmRule
 from memest.plan import TrainingPlan

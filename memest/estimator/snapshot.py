@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from memest.errors import PlanError
-from memest.estimator.allocator import SMALL_SEGMENT_BYTES
+from memest.estimator.allocator.caching import SMALL_SEGMENT_BYTES
+from memest.estimator.device.storages import Site, StorageTable
 from memest.estimator.recording import KINDS, Act, Action, Recording, kind_of, sign_of
-from memest.estimator.trace import Site, StorageTable
 from memest.report import Phase
 
 _POOL = (0, 0)  # the default one, of `torch.cuda.MemPool`'s ids

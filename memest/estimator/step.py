@@ -20,11 +20,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from memest.estimator.cuda_dispatch import autocast, cuda_semantics
-from memest.estimator.module_tracker import ModuleTracker
+from memest.estimator.device.cuda_semantics import autocast, cuda_semantics
+from memest.estimator.device.dispatch import Recorder
+from memest.estimator.device.modules import ModuleTracker
+from memest.estimator.device.storages import Coverage, MemKind, StorageTable
+from memest.estimator.device.values import python_values
 from memest.estimator.optimizers import optimizer_state_bytes, optimizer_state_tensors
-from memest.estimator.shadow import python_values
-from memest.estimator.trace import Coverage, MemKind, Recorder, StorageTable
 
 
 class LossScaler(Protocol):

@@ -9,9 +9,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from memest.estimator.closed_form import closed_form
-from memest.estimator.gpus import Gpu
+from memest.estimator.device.storages import MemKind
+from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.replay import Moment, Replayed, live_at
-from memest.estimator.trace import MemKind
 from memest.plan import TrainingPlan
 from memest.report import Outcome, Peak, Prediction, Term, Verdict
 from memest.units import MIB, format_bytes, format_count, format_gib

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from memest.errors import MemestError
-from memest.estimator.gpus import Gpu
+from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.largest import Largest, largest
 from memest.plan import TrainingPlan
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from memest.errors import PlanError
 from memest.estimator.call_log import CallLog
-from memest.estimator.gpus import Gpu
+from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.reuse import (
     DEGREE,
     Family,

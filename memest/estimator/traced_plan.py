@@ -12,17 +12,18 @@ from torch import nn
 
 from memest.errors import MemestError, TraceError
 from memest.estimator.closed_form import LayerGeometry, layer_geometry
-from memest.estimator.flash_attention import check_gpu
-from memest.estimator.gpus import Gpu
+from memest.estimator.device.dispatch import Recorder
+from memest.estimator.device.storages import MemKind, StorageTable
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.hardware.libraries import libraries_bytes
+from memest.estimator.kernels.attention.flash2 import check_gpu
 from memest.estimator.optimizers import (
     make_grad_scaler,
     make_optimizer,
     managed_state_bytes,
     optimizer_state_tensors,
 )
-from memest.estimator.parallel.libraries import libraries_bytes
 from memest.estimator.step import Program, StepTracer
-from memest.estimator.trace import MemKind, Recorder, StorageTable
 from memest.models_meta.assemble import (
     assemble,
     compute_dtype,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from memest.errors import PlanError, UnknownModelError
-from memest.estimator.gpus import find_gpu
+from memest.estimator.hardware.gpus import find_gpu
 from memest.plan import TrainingPlan
 from memest.report import Measurement, Outcome, PhaseRow, Prediction, Report
 

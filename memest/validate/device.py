@@ -44,7 +44,7 @@ class Device:
     @property
     def catalogue_name(self) -> str:
         """The catalogue's name for it, or the driver's where it has none."""
-        from memest.estimator.gpus import match_device
+        from memest.estimator.hardware.gpus import match_device
 
         gpu = match_device(self.name, self.memory_bytes)
         return self.name if gpu is None else gpu.name

@@ -36,7 +36,7 @@ def suite_for_device(name: str, total_bytes: int) -> str:
     >>> suite_for_device("NVIDIA H200", 143155 << 20), suite_for_device("NVIDIA A40", 48 << 30)
     ('lab-h100', 'lab-a100')
     """
-    from memest.estimator.gpus import match_device
+    from memest.estimator.hardware.gpus import match_device
 
     gpu = match_device(name, total_bytes)
     known = (gpu.name if gpu is not None else name).casefold()

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from memest.estimator.allocator import (
+from memest.estimator.allocator.caching import (
     ROUND_BYTES,
     SMALL_REQUEST_BYTES,
     Block,

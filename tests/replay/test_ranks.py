@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memest.estimator.allocator import AddressSpace, Block, CachingAllocator
-from memest.estimator.gpus import find_gpu
-from memest.estimator.parallel.streams import MAIN
+from memest.estimator.allocator.addresses import AddressSpace
+from memest.estimator.allocator.caching import Block, CachingAllocator
+from memest.estimator.device.streams import MAIN
+from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.step import Program
 from memest.estimator.traced_plan import trace_plan
 from memest.plan import TrainingPlan

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from memest.estimator.allocator import AddressSpace, Block, CachingAllocator
+from memest.estimator.allocator.addresses import AddressSpace
+from memest.estimator.allocator.caching import Block, CachingAllocator
 
 ALLOC, FREE, SEGMENT_ALLOC, SEGMENT_FREE = range(4)
 RECORDINGS = {

@@ -82,7 +82,7 @@ def test_every_module_has_a_floor() -> None:
         "from memest.cli import main",
         "import memest.cli",
         "from memest import cli",
-        "def f():\n    from memest.estimator.trace import Recorder",
+        "def f():\n    from memest.estimator.device.dispatch import Recorder",
         "if TYPE_CHECKING:\n    from memest.validate import compare",
     ],
 )
@@ -107,7 +107,7 @@ RUN_CLI = "from memest.cli import main\ntry:\n    main({args})\nexcept SystemExi
     [
         "import memest",
         "import memest; memest.TrainingPlan(model_name='gpt2')",
-        "import memest.report, memest.render, memest.plan_files, memest.estimator.gpus",
+        "import memest.report, memest.render, memest.plan_files, memest.estimator.hardware.gpus",
         RUN_CLI.format(args=["--help"]),
         RUN_CLI.format(args=["predict", "--help"]),
         RUN_CLI.format(args=["models"]),
@@ -122,4 +122,4 @@ def test_what_needs_no_model_loads_no_heavy_library(code: str) -> None:
 
 def test_the_check_of_loading_can_fail() -> None:
     assert loaded_by("import numpy") == {"numpy"}
-    assert "torch" in loaded_by("import memest.estimator.trace")
+    assert "torch" in loaded_by("import memest.estimator.device.dispatch")

@@ -59,7 +59,9 @@ def test_there_are_configs() -> None:
 
 
 def test_every_gpu_says_where_its_figures_are_from() -> None:
-    gpus = json.loads((PACKAGE / "estimator" / "gpus.json").read_text(encoding="utf-8"))
+    gpus = json.loads(
+        (PACKAGE / "estimator" / "hardware" / "gpus.json").read_text(encoding="utf-8")
+    )
 
     assert gpus
     assert all(gpu["source"].strip() for gpu in gpus)

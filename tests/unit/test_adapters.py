@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from memest.errors import PlanError
-from memest.estimator.gpus import find_gpu
-from memest.estimator.trace import MemKind, Recorder, StorageTable
+from memest.estimator.device.dispatch import Recorder
+from memest.estimator.device.storages import MemKind, StorageTable
+from memest.estimator.hardware.gpus import find_gpu
 from memest.models_meta.adapters import LoraLinear4bit, apply_lora, linear_names
 from memest.models_meta.quantization import quantize_nf4
 from memest.units import MIB

@@ -20,7 +20,7 @@ from memest.errors import PlanError
 from memest.estimator.advise import Advice, advise
 from memest.estimator.changes import Change, Cost, apply, levers_for
 from memest.estimator.commands import ModelFacts, predict_command, training_lines
-from memest.estimator.gpus import custom_gpu, find_gpu
+from memest.estimator.hardware.gpus import custom_gpu, find_gpu
 from memest.estimator.predict import predict
 from memest.plan import TrainingPlan
 from memest.render_advice import render_advice

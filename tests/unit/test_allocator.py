@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from memest.estimator import allocator
-from memest.estimator.allocator import (
-    AddressSpace,
+from memest.estimator.allocator import caching as allocator
+from memest.estimator.allocator.addresses import AddressSpace
+from memest.estimator.allocator.caching import (
     Block,
     CachingAllocator,
     OutOfMemory,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from memest.estimator.cub import (
+from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.kernels.cub import (
     radix_sort_bytes,
     scan_bytes,
     select_bytes,
     sum_storage_bytes,
     unique_by_key_bytes,
 )
-from memest.estimator.gpus import find_gpu
-from memest.estimator.reductions import threads_per_sm
+from memest.estimator.kernels.reductions import threads_per_sm
 
 ITEMS = 1_000_000
 GENERATIONS = ["v100-32gb", "t4", "a100-80gb", "a10g", "l4", "h200", "b200", "rtx-5090"]

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from memest.estimator.cublas import (
+from memest.estimator.kernels.cublas import (
     LT_WORKSPACE_BYTES,
     MATMULS,
     UNMODELLED,

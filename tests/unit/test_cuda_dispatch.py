@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from memest.estimator import cuda_dispatch
-from memest.estimator.cuda_dispatch import autocast, cuda_semantics
-from memest.estimator.gpus import find_gpu
+from memest.estimator.device import cuda_semantics as module
+from memest.estimator.device.cuda_semantics import autocast, cuda_semantics
+from memest.estimator.hardware.gpus import find_gpu
 
 H200 = find_gpu("h200")
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 POLICIES = {
-    "AT_FORALL_LOWER_PRECISION_FP": cuda_dispatch.LOWER_PRECISION,
-    "AT_FORALL_FP32": cuda_dispatch.FLOAT32,
-    "AT_FORALL_FP32_SET_OPT_DTYPE": cuda_dispatch.FLOAT32_RESULT,
-    "AT_FORALL_PROMOTE": cuda_dispatch.PROMOTE,
+    "AT_FORALL_LOWER_PRECISION_FP": module.LOWER_PRECISION,
+    "AT_FORALL_FP32": module.FLOAT32,
+    "AT_FORALL_FP32_SET_OPT_DTYPE": module.FLOAT32_RESULT,
+    "AT_FORALL_PROMOTE": module.PROMOTE,
 }
 NOT_MODELLED = {
     "binary_cross_entropy",  # refused by autocast on CUDA
@@ -103,7 +103,7 @@ def test_nothing_else_uses_the_dispatch_key() -> None:
     """What is registered on it is what memest registered, and no more."""
     with on_gpu():
         pass
-    registered = set(torch._C._dispatch_get_registrations_for_dispatch_key(cuda_dispatch.KEY_NAME))
+    registered = set(torch._C._dispatch_get_registrations_for_dispatch_key(module.KEY_NAME))
     ours = {name for names in POLICIES.values() for name in names} | {"dropout"}
 
     assert {name.removeprefix("aten::") for name in registered} == ours
@@ -269,7 +269,7 @@ def test_checkpointing_recomputes_under_the_same_autocast() -> None:
 
 
 def key_state() -> tuple[bool, bool]:
-    key = cuda_dispatch._KEY
+    key = module._KEY
     return (
         torch._C._dispatch_tls_is_dispatch_key_excluded(key),
         torch._C._dispatch_tls_is_dispatch_key_included(key),
@@ -295,7 +295,7 @@ def test_nothing_stays_switched_on_after_an_error() -> None:
         F.linear(meta(3, 5), meta(7, 6))
 
     assert key_state() == before
-    assert not cuda_dispatch._inside_autocast[0]
+    assert not module._inside_autocast[0]
     assert not torch.is_autocast_enabled("cpu")
 
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from memest.errors import PlanError
-from memest.estimator.gpus import find_gpu
+from memest.estimator.device.storages import MemKind, StorageTable
+from memest.estimator.device.streams import StreamRecorder
+from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.optimizers import make_optimizer
 from memest.estimator.parallel.ddp import Ddp, assign_buckets
 from memest.estimator.parallel.step import StepwiseProgram, StrategyTracer
-from memest.estimator.parallel.streams import StreamRecorder
-from memest.estimator.trace import MemKind, StorageTable
 from memest.plan import TrainingPlan
 
 MIB = 1 << 20

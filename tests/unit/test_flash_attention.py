@@ -15,11 +15,12 @@ from torch import Tensor
 
 import memest.models_meta.flash_attention as fa
 from memest.errors import PlanError, UnsupportedError
-from memest.estimator.gpus import find_gpu
+from memest.estimator.device.dispatch import Recorder
+from memest.estimator.device.storages import MemKind, StorageTable
+from memest.estimator.device.values import python_values
+from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.predict import predict
 from memest.estimator.reuse import with_value
-from memest.estimator.shadow import python_values
-from memest.estimator.trace import MemKind, Recorder, StorageTable
 from memest.estimator.trace_series import TraceSeries
 from memest.estimator.traced_plan import trace_plan
 from memest.models_meta.build import build_model

@@ -13,13 +13,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from memest.estimator.gpus import find_gpu
+from memest.estimator.device.storages import StorageTable
+from memest.estimator.device.streams import StreamRecorder
+from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.optimizers import make_optimizer
 from memest.estimator.parallel.rank import make_strategy
 from memest.estimator.parallel.step import StepwiseProgram, StrategyTracer
-from memest.estimator.parallel.streams import StreamRecorder
 from memest.estimator.step import StateBytes
-from memest.estimator.trace import StorageTable
 from memest.plan import TrainingPlan
 
 B = 2

@@ -5,7 +5,13 @@ import sys
 import pytest
 
 from memest.errors import PlanError
-from memest.estimator.gpus import DEFAULT_GPUS, custom_gpu, find_gpu, list_gpus, match_device
+from memest.estimator.hardware.gpus import (
+    DEFAULT_GPUS,
+    custom_gpu,
+    find_gpu,
+    list_gpus,
+    match_device,
+)
 from memest.units import GIB, MIB
 
 
@@ -155,6 +161,6 @@ def test_a_device_outside_the_catalogue_matches_nothing(device, gib) -> None:
 
 
 def test_the_catalogue_needs_no_torch() -> None:
-    code = "import sys; from memest.estimator.gpus import list_gpus; list_gpus(); "
+    code = "import sys; from memest.estimator.hardware.gpus import list_gpus; list_gpus(); "
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from memest.estimator.cuda_dispatch import cuda_semantics
-from memest.estimator.gpus import find_gpu
-from memest.estimator.grouped_mm import experts_as_on
-from memest.estimator.kernels import is_partly_modelled
-from memest.estimator.trace import Recorder, StorageTable
+from memest.estimator.device.cuda_semantics import cuda_semantics
+from memest.estimator.device.dispatch import Recorder
+from memest.estimator.device.storages import StorageTable
+from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.kernels.grouped_mm import experts_as_on
+from memest.estimator.kernels.tables import is_partly_modelled
 
 GROUPS, ROWS, D, F = 3, 64, 16, 24
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from memest.estimator.gpus import Gpu
-from memest.estimator.trace import MemKind, Recorder, StorageTable
+from memest.estimator.device.dispatch import Recorder
+from memest.estimator.device.storages import MemKind, StorageTable
+from memest.estimator.hardware.gpus import Gpu
 from memest.units import GIB
 
 H200 = Gpu(

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from memest.errors import PlanError
-from memest.estimator.gpus import find_gpu
-from memest.estimator.trace import Recorder, StorageTable
+from memest.estimator.device.dispatch import Recorder
+from memest.estimator.device.storages import StorageTable
+from memest.estimator.hardware.gpus import find_gpu
 from memest.models_meta.adapters import LoraLinear8bit, apply_lora
 from memest.models_meta.int8 import Int8Params, Linear8bitLt, dequantize_int8, quantize_int8
 from memest.models_meta.quantization import prepare_for_kbit_training, quant_state_tensors

@@ -6,17 +6,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from memest.estimator.cub import radix_sort_bytes, scan_bytes, select_bytes, unique_by_key_bytes
-from memest.estimator.gpus import Gpu
-from memest.estimator.grouped_mm import grouped_mm_output
-from memest.estimator.kernels import (
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.kernels.cub import (
+    radix_sort_bytes,
+    scan_bytes,
+    select_bytes,
+    unique_by_key_bytes,
+)
+from memest.estimator.kernels.grouped_mm import grouped_mm_output
+from memest.estimator.kernels.scratch import Scratch
+from memest.estimator.kernels.tables import (
     NO_SCRATCH,
     OUTPUT_BYTES,
     SCRATCH,
     has_no_scratch,
     is_partly_modelled,
 )
-from memest.estimator.scratch import Scratch
 from memest.units import GIB
 
 aten = torch.ops.aten

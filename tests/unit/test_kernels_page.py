@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memest.estimator.attention_kernels import ATTENTION_EVENTS
-from memest.estimator.cublas import MATMULS
-from memest.estimator.flash_attention import backward_events, forward_events
-from memest.estimator.gpus import find_gpu, list_gpus
-from memest.estimator.kernels import MODELLED_WHERE, NO_SCRATCH, SCRATCH
-from memest.estimator.scratch import Events, scratch_of
-from memest.estimator.sdpa import scaled_dot_product_attention
-from memest.estimator.staged_kernels import STAGED_EVENTS
+from memest.estimator.hardware.gpus import find_gpu, list_gpus
+from memest.estimator.kernels.attention.choice import scaled_dot_product_attention
+from memest.estimator.kernels.attention.events import ATTENTION_EVENTS
+from memest.estimator.kernels.attention.flash2 import backward_events, forward_events
+from memest.estimator.kernels.cublas import MATMULS
+from memest.estimator.kernels.scratch import Events, scratch_of
+from memest.estimator.kernels.staged import STAGED_EVENTS
+from memest.estimator.kernels.tables import MODELLED_WHERE, NO_SCRATCH, SCRATCH
 
 if TYPE_CHECKING:
     from scripts import kernels_page as pages

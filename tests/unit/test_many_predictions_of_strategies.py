@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 
 from memest.estimator.commands import predict_command
-from memest.estimator.gpus import find_gpu
+from memest.estimator.device.storages import RETURNED, MemKind, Site, StorageTable
+from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.largest import max_batch
 from memest.estimator.predict import predict
 from memest.estimator.recording import Act, record_plan, record_run, timeline
@@ -17,7 +18,6 @@ from memest.estimator.snapshot import chrome_trace, torch_snapshot
 from memest.estimator.step import MicroBatch, Program, StateBytes
 from memest.estimator.sweep import sweep
 from memest.estimator.techniques import technique_values
-from memest.estimator.trace import RETURNED, MemKind, Site, StorageTable
 from memest.estimator.trace_series import TraceSeries
 from memest.plan import TrainingPlan
 

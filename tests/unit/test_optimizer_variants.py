@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from memest.errors import PlanError
-from memest.estimator.gpus import find_gpu
+from memest.estimator.device.dispatch import Recorder
+from memest.estimator.device.storages import MemKind, StorageTable
+from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.optimizers import (
     OPTIMIZERS,
     make_optimizer,
@@ -17,7 +19,6 @@ from memest.estimator.optimizers import (
     optimizer_state_bytes,
     optimizer_state_tensors,
 )
-from memest.estimator.trace import MemKind, Recorder, StorageTable
 from memest.plan import TrainingPlan
 from memest.plan_values import OPTIMIZERS as NAMES
 from memest.validate.optimizers import BITSANDBYTES, make_real_optimizer

@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memest.errors import PlanError
-from memest.estimator.gpus import find_gpu
-from memest.estimator.trace import Recorder, StorageTable
+from memest.estimator.device.dispatch import Recorder
+from memest.estimator.device.storages import StorageTable
+from memest.estimator.hardware.gpus import find_gpu
 from memest.models_meta.quantization import (
     FusedGemmRule,
     Linear4bit,

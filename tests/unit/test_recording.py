@@ -15,6 +15,7 @@ import pytest
 from torch.cuda import _memory_viz
 
 from memest.errors import PlanError
+from memest.estimator.device.storages import MemKind, Site, StorageTable
 from memest.estimator.recording import Act, Recording, Stretch, record_plan, record_run, timeline
 from memest.estimator.replay import replay
 from memest.estimator.snapshot import (
@@ -24,7 +25,6 @@ from memest.estimator.snapshot import (
     write_snapshot,
 )
 from memest.estimator.step import MicroBatch, Program, StateBytes
-from memest.estimator.trace import MemKind, Site, StorageTable
 from memest.plan import TrainingPlan
 
 MIB = 1 << 20

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from memest.estimator.gpus import find_gpu
+from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.reuse import with_value
 from memest.estimator.trace_series import TraceSeries, runs_of_one_spacing
 from memest.estimator.traced_plan import trace_plan

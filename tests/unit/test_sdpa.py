@@ -10,21 +10,21 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memest.estimator.attention_kernels import (
-    ATTENTION_EVENTS,
-    ATTENTION_OUTPUT_BYTES,
-    ATTENTION_SCRATCH,
-    NOT_MODELLED,
-)
-from memest.estimator.gpus import Gpu
-from memest.estimator.scratch import Scratch
-from memest.estimator.sdpa import (
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.kernels.attention.choice import (
     TORCH_2_13,
     SdpaBackend,
     choose_backend,
     math_attention,
     scaled_dot_product_attention,
 )
+from memest.estimator.kernels.attention.events import (
+    ATTENTION_EVENTS,
+    ATTENTION_OUTPUT_BYTES,
+    ATTENTION_SCRATCH,
+    NOT_MODELLED,
+)
+from memest.estimator.kernels.scratch import Scratch
 
 aten = torch.ops.aten
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32

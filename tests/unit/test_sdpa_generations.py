@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from memest.estimator.gpus import find_gpu, list_gpus
-from memest.estimator.sdpa import SdpaBackend, choose_backend
+from memest.estimator.hardware.gpus import find_gpu, list_gpus
+from memest.estimator.kernels.attention.choice import SdpaBackend, choose_backend
 
 fp32, fp16, bf16 = torch.float32, torch.float16, torch.bfloat16
 HALF = (fp16, bf16)

@@ -10,9 +10,15 @@ import torch
 from torch import Tensor
 
 from memest.errors import TraceError
-from memest.estimator.gpus import find_gpu
-from memest.estimator.shadow import MAX_BYTES, ShadowValues, ValueUnknown, python_values
-from memest.estimator.trace import Recorder, StorageTable
+from memest.estimator.device.dispatch import Recorder
+from memest.estimator.device.storages import StorageTable
+from memest.estimator.device.values import (
+    MAX_BYTES,
+    ShadowValues,
+    ValueUnknown,
+    python_values,
+)
+from memest.estimator.hardware.gpus import find_gpu
 
 
 @pytest.fixture

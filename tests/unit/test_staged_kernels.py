@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memest.estimator.cub import (
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.kernels.cub import (
     radix_sort_bytes,
     scan_bytes,
     select_bytes,
     sum_storage_bytes,
     unique_by_key_bytes,
 )
-from memest.estimator.gpus import Gpu
-from memest.estimator.scratch import Scratch, scratch_of
-from memest.estimator.staged_kernels import (
+from memest.estimator.kernels.scratch import Scratch, scratch_of
+from memest.estimator.kernels.staged import (
     STAGED_EVENTS,
     index_put_is_sorted,
     masked_scatter_backward_events,

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from memest.errors import TraceError
-from memest.estimator.gpus import find_gpu
+from memest.estimator.device.dispatch import Recorder
+from memest.estimator.device.storages import MemKind, StorageTable
+from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.optimizers import make_grad_scaler, make_optimizer
 from memest.estimator.replay import replay
 from memest.estimator.step import MicroBatch, Program, StateBytes, StepTracer
-from memest.estimator.trace import MemKind, Recorder, StorageTable
 
 # Shapes: B rows, D width in, F width out. Pairwise different, so none can cancel.
 B, D, F = 3, 5, 7

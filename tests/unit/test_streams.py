@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memest.estimator.gpus import find_gpu
+from memest.estimator.device.storages import RETURNED, MemKind, Site, StorageTable
+from memest.estimator.device.streams import MAIN, DeviceHandle, StreamRecorder
+from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.parallel.step import StepwiseProgram
-from memest.estimator.parallel.streams import MAIN, DeviceHandle, StreamRecorder
 from memest.estimator.replay import replay
 from memest.estimator.step import Played, StateBytes
-from memest.estimator.trace import RETURNED, MemKind, Site, StorageTable
 
 MIB = 1 << 20
 LONG = 450 * 10**6

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from memest.cli import main
 from memest.errors import MemestError, PlanError
-from memest.estimator.gpus import find_gpu
+from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.largest import Judged, boundary_suite, max_batch, max_seq_len
 from memest.estimator.predict import predict
 from memest.estimator.reuse import with_value

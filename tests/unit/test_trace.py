@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from memest.errors import TraceError
-from memest.estimator.cuda_dispatch import autocast, cuda_semantics
-from memest.estimator.gpus import find_gpu
-from memest.estimator.module_tracker import ModuleTracker
-from memest.estimator.trace import MemKind, Recorder, Site, StorageTable
+from memest.estimator.device.cuda_semantics import autocast, cuda_semantics
+from memest.estimator.device.dispatch import Recorder
+from memest.estimator.device.modules import ModuleTracker
+from memest.estimator.device.storages import MemKind, Site, StorageTable
+from memest.estimator.hardware.gpus import find_gpu
 
 # Shapes: B batch, T tokens, D width in, F width out. Pairwise different, so none can cancel.
 B, T, D, F_ = 2, 3, 5, 7

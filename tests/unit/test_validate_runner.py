@@ -17,7 +17,7 @@ pytest.importorskip("lightning")
 
 from memest.cli import main
 from memest.errors import MemestError, PlanError, UnsupportedError
-from memest.estimator.parallel.libraries import DEEPSPEED_HOST_BYTES
+from memest.estimator.hardware.libraries import DEEPSPEED_HOST_BYTES
 from memest.plan import TrainingPlan
 from memest.report import Measurement, Outcome, Phase, PhaseRow, read_measurements
 from memest.validate import device as device_module

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memest.estimator.gpus import find_gpu
+from memest.estimator.device.storages import MemKind, StorageTable
+from memest.estimator.device.streams import StreamRecorder
+from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.optimizers import make_optimizer
 from memest.estimator.parallel.strategy import StepModule
-from memest.estimator.parallel.streams import StreamRecorder
 from memest.estimator.parallel.zero12 import Zero12
-from memest.estimator.trace import MemKind, StorageTable
 from memest.plan import TrainingPlan
 
 # Shapes: B rows, D width in, F width out, H heads of the loss. Pairwise different.

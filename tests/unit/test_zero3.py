@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memest.estimator.gpus import find_gpu
+from memest.estimator.device.storages import MemKind, StorageTable
+from memest.estimator.device.streams import MAIN, StreamRecorder
+from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.optimizers import make_optimizer
 from memest.estimator.parallel.strategy import StepModule
-from memest.estimator.parallel.streams import MAIN, StreamRecorder
 from memest.estimator.parallel.zero3 import Zero3
 from memest.estimator.parallel.zero3_coordinator import PERSISTENCE_NUMEL, PREFETCH_NUMEL
-from memest.estimator.trace import MemKind, StorageTable
 from memest.plan import TrainingPlan
 
 # Shapes: B rows, D width in, E width between, H heads of the loss. Pairwise different.

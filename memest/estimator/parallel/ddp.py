@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from memest.errors import PlanError
+from memest.estimator.device.storages import MemKind
+from memest.estimator.device.streams import MAIN
 from memest.estimator.parallel.strategy import StepModule, Strategy
-from memest.estimator.parallel.streams import MAIN
-from memest.estimator.trace import MemKind
 
 T = TypeVar("T", bound=Tensor)
 

@@ -26,10 +26,10 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from memest.estimator.parallel.collectives import process_group
+from memest.estimator.device.collectives import process_group
+from memest.estimator.device.storages import MemKind
+from memest.estimator.device.streams import DeviceHandle, Stream, StreamRecorder
 from memest.estimator.parallel.strategy import StepModule, Strategy
-from memest.estimator.parallel.streams import DeviceHandle, Stream, StreamRecorder
-from memest.estimator.trace import MemKind
 from memest.models_meta.sharding import checkpoint_layers, hybrid_shape
 from memest.models_meta.wrapping import classes_named, wrap_class_names
 from memest.plan import TrainingPlan

@@ -24,10 +24,10 @@ from torch.distributed.fsdp._fully_shard import (
     _fully_shard,
 )
 
-from memest.estimator.parallel.collectives import process_group
+from memest.estimator.device.collectives import process_group
+from memest.estimator.device.storages import MemKind
+from memest.estimator.device.streams import DeviceHandle, StreamRecorder
 from memest.estimator.parallel.strategy import BuildOptimizer, StepModule, Strategy
-from memest.estimator.parallel.streams import DeviceHandle, StreamRecorder
-from memest.estimator.trace import MemKind
 from memest.models_meta.sharding import fully_shard_layers, hybrid_shape
 
 

@@ -8,15 +8,15 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 
 from memest.errors import MemestError
-from memest.estimator.gpus import Gpu
+from memest.estimator.device.storages import MemKind, StorageTable
+from memest.estimator.device.streams import MAIN, StreamRecorder
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.hardware.libraries import DEEPSPEED_HOST_BYTES, libraries_bytes
 from memest.estimator.optimizers import make_grad_scaler, make_optimizer, optimizer_state_tensors
-from memest.estimator.parallel.libraries import DEEPSPEED_HOST_BYTES, libraries_bytes
 from memest.estimator.parallel.step import StrategyTracer
 from memest.estimator.parallel.strategy import HostTerm, Strategy
-from memest.estimator.parallel.streams import MAIN, StreamRecorder
 from memest.estimator.replay import replay
 from memest.estimator.step import Program
-from memest.estimator.trace import MemKind, StorageTable
 from memest.estimator.traced_plan import (
     TracedPlan,
     build_module,

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from memest.estimator.cuda_dispatch import autocast, cuda_semantics
-from memest.estimator.module_tracker import ModuleTracker
+from memest.estimator.device.cuda_semantics import autocast, cuda_semantics
+from memest.estimator.device.modules import ModuleTracker
+from memest.estimator.device.storages import MemKind
+from memest.estimator.device.streams import StreamRecorder
+from memest.estimator.device.values import python_values
 from memest.estimator.optimizers import optimizer_state_tensors
 from memest.estimator.parallel.strategy import BuildOptimizer, StepModule, Strategy
-from memest.estimator.parallel.streams import StreamRecorder
-from memest.estimator.shadow import python_values
 from memest.estimator.step import (
     LossScaler,
     Played,
@@ -28,7 +29,6 @@ from memest.estimator.step import (
     StepTracer,
     without_cycles,
 )
-from memest.estimator.trace import MemKind
 from memest.models_meta.states import States
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memest.estimator.parallel.streams import StreamRecorder
+from memest.estimator.device.streams import StreamRecorder
 from memest.plan import TrainingPlan
 
 BuildOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]

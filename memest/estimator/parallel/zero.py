@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memest.estimator.device.storages import MemKind
+from memest.estimator.device.streams import MAIN, DeviceHandle, StreamRecorder
 from memest.estimator.parallel.strategy import BuildOptimizer, StepModule, Strategy
-from memest.estimator.parallel.streams import MAIN, DeviceHandle, StreamRecorder
-from memest.estimator.trace import MemKind
 from memest.plan import TrainingPlan
 
 LOSS_SCALE = float(1 << 16)

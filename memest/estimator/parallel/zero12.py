@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
 
+from memest.estimator.device.storages import MemKind
+from memest.estimator.device.streams import StreamRecorder
 from memest.estimator.parallel.strategy import HostTerm
-from memest.estimator.parallel.streams import StreamRecorder
 from memest.estimator.parallel.zero import (
     LOSS_SCALE,
     ZeroStrategy,
@@ -32,7 +33,6 @@ from memest.estimator.parallel.zero import (
     split,
     when_grad_arrives,
 )
-from memest.estimator.trace import MemKind
 from memest.plan import TrainingPlan
 
 START_ALIGNMENT = 2

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
 
+from memest.estimator.device.storages import MemKind
+from memest.estimator.device.streams import MAIN, StreamRecorder, Time
 from memest.estimator.parallel.strategy import HostTerm
-from memest.estimator.parallel.streams import MAIN, StreamRecorder, Time
 from memest.estimator.parallel.zero import (
     LOSS_SCALE,
     ZeroStrategy,
@@ -40,7 +41,6 @@ from memest.estimator.parallel.zero3_coordinator import PERSISTENCE_NUMEL, Coord
 from memest.estimator.parallel.zero3_hooks import Hooks
 from memest.estimator.parallel.zero3_linear import keeping_parameters
 from memest.estimator.parallel.zero3_parameters import ParameterStore, Partitioned
-from memest.estimator.trace import MemKind
 from memest.plan import TrainingPlan
 
 MAX_REDUCE_EVENTS = 2

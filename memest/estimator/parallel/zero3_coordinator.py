@@ -16,7 +16,7 @@ from enum import Enum
 import torch
 from torch import nn
 
-from memest.estimator.parallel.streams import Time
+from memest.estimator.device.streams import Time
 from memest.estimator.parallel.zero3_parameters import (
     Handle,
     ParameterStore,

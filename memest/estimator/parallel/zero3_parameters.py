@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memest.estimator.parallel.streams import StreamRecorder
+from memest.estimator.device.storages import MemKind
+from memest.estimator.device.streams import StreamRecorder
 from memest.estimator.parallel.zero import on_host, send
-from memest.estimator.trace import MemKind
 
 
 class Status(Enum):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from memest.estimator.gpus import Gpu
+from memest.estimator.hardware.gpus import Gpu
 
 LAUNCH_US = 15.6
 """Host time of an operator of a training step in eager mode: `scripts/measure_launch.py` on the

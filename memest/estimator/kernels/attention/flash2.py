@@ -3,7 +3,7 @@
 Source: flash-attn 2.8.3, csrc/flash_attn/flash_api.cpp (`mha_fwd`, `mha_varlen_fwd`, `mha_bwd`,
 `mha_varlen_bwd`) and the operators around them in flash_attn/flash_attn_interface.py, which copy
 what is not contiguous in its last dimension. torch has an older copy of the kernels for its own
-attention; see `attention_kernels`.
+attention; see `events`.
 
 Left out: a single query token whose heads are not contiguous.
 
@@ -20,10 +20,16 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from memest.errors import PlanError
-from memest.estimator.attention_kernels import num_flash_splits, rounded_head_width
-from memest.estimator.gpus import Gpu
-from memest.estimator.reductions import sum_bytes
-from memest.estimator.scratch import Events, EventsFn, KernelEvent, outputs, temporaries
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.kernels.attention.events import num_flash_splits, rounded_head_width
+from memest.estimator.kernels.reductions import sum_bytes
+from memest.estimator.kernels.scratch import (
+    Events,
+    EventsFn,
+    KernelEvent,
+    outputs,
+    temporaries,
+)
 from memest.models_meta.flash_attention import BACKWARD, FORWARD
 from memest.plan_values import FLASH_ATTENTION_2
 

@@ -21,16 +21,16 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from memest.estimator.convolution import backward_workspaces
-from memest.estimator.cub import (
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.kernels.convolution import backward_workspaces
+from memest.estimator.kernels.cub import (
     radix_sort_bytes,
     scan_bytes,
     select_bytes,
     sum_storage_bytes,
     unique_by_key_bytes,
 )
-from memest.estimator.gpus import Gpu
-from memest.estimator.indexing_kernels import (
+from memest.estimator.kernels.indexing import (
     FEW_INDICES,
     INDEX_BYTES,
     MASK_DTYPES,
@@ -40,8 +40,18 @@ from memest.estimator.indexing_kernels import (
     contiguous_copy,
     index_tensors,
 )
-from memest.estimator.reductions import accumulator_bytes_of, sum_bytes, threads_per_sm
-from memest.estimator.scratch import Events, EventsFn, KernelEvent, outputs, temporaries
+from memest.estimator.kernels.reductions import (
+    accumulator_bytes_of,
+    sum_bytes,
+    threads_per_sm,
+)
+from memest.estimator.kernels.scratch import (
+    Events,
+    EventsFn,
+    KernelEvent,
+    outputs,
+    temporaries,
+)
 
 aten = torch.ops.aten
 

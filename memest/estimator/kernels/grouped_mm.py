@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from memest.estimator.gpus import Gpu
-from memest.estimator.scratch import Scratch
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.kernels.scratch import Scratch
 
 _POINTER_BYTES = 8
 _PROBLEM_BYTES = 3 * 4

@@ -21,9 +21,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from memest.estimator.gpus import Gpu
-from memest.estimator.grouped_mm import experts_as_on
-from memest.estimator.sdpa import scaled_dot_product_attention
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.kernels.attention.choice import scaled_dot_product_attention
+from memest.estimator.kernels.grouped_mm import experts_as_on
 
 KEY_NAME = "AutocastIPU"
 _KEY = getattr(torch._C.DispatchKey, KEY_NAME)

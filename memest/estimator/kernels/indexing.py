@@ -3,7 +3,7 @@
 Shapes: n indices, V rows of the table, D row width.
 
 Where a size depends on the values of the indices, the exact number is read off the output's shape
-(selection by mask). Gradients of lookups are in `staged_kernels`.
+(selection by mask). Gradients of lookups are in `staged`.
 
 Sources (torch 2.11, `aten/src/ATen/native/cuda`): Embedding.cu, EmbeddingBackwardKernel.cu,
 Indexing.cu, IndexKernel.cpp and IndexKernel.cu, Nonzero.cu, Sort.cpp and Sort.cu, ScanKernels.cpp;
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from memest.estimator.cub import radix_sort_bytes, scan_bytes
-from memest.estimator.gpus import Gpu
-from memest.estimator.scratch import Scratch
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.kernels.cub import radix_sort_bytes, scan_bytes
+from memest.estimator.kernels.scratch import Scratch
 
 FEW_INDICES = 3072
 """Up to so many indices `embedding_dense_backward_cuda` adds rows without sorting."""

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memest.estimator.gpus import Gpu
-from memest.estimator.scratch import Scratch
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.kernels.scratch import Scratch
 
 MAX_REDUCE_THREADS = 512
 """`mnt_wrapper<T>::MAX_NUM_THREADS` of Reduce.cuh, for every dtype but complex double."""

@@ -18,15 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memest.estimator.gpus import Gpu
-from memest.estimator.parallel.speed import (
+from memest.estimator.device.dispatch import Recorder
+from memest.estimator.device.storages import RETURNED, MemKind, Site, StorageTable
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.hardware.speed import (
     LAUNCH_US,
     host_copy_us,
     kernel_us,
     speed_of,
     transfer_us,
 )
-from memest.estimator.trace import RETURNED, MemKind, Recorder, Site, StorageTable
 
 MAIN = 0
 """The stream on which the model runs."""

@@ -21,16 +21,16 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from memest.estimator.gpus import Gpu
-from memest.estimator.scratch import (
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.kernels.scratch import (
     Events,
     EventsFn,
     KernelEvent,
     Scratch,
     scratch_of,
 )
-from memest.estimator.scratch import outputs as _outputs
-from memest.estimator.scratch import temporaries as _temporary
+from memest.estimator.kernels.scratch import outputs as _outputs
+from memest.estimator.kernels.scratch import temporaries as _temporary
 
 _aten = torch.ops.aten
 _FLOAT_BYTES = 4

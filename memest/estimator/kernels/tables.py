@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from memest.estimator.convolution import (
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.kernels.convolution import (
     convolution_is_modelled,
     convolution_scratch,
 )
-from memest.estimator.cublas import MATMULS
-from memest.estimator.gpus import Gpu
-from memest.estimator.grouped_mm import grouped_mm_is_modelled, grouped_mm_scratch
-from memest.estimator.indexing_kernels import (
+from memest.estimator.kernels.cublas import MATMULS
+from memest.estimator.kernels.grouped_mm import grouped_mm_is_modelled, grouped_mm_scratch
+from memest.estimator.kernels.indexing import (
     contiguous_copy,
     cumsum_scratch,
     embedding_scratch,
@@ -41,7 +41,7 @@ from memest.estimator.indexing_kernels import (
     topk_is_modelled,
     topk_scratch,
 )
-from memest.estimator.reductions import (
+from memest.estimator.kernels.reductions import (
     accumulator_bytes_of,
     equal_scratch,
     extreme_scratch,
@@ -54,7 +54,7 @@ from memest.estimator.reductions import (
     sum_dims_scratch,
     variance_scratch,
 )
-from memest.estimator.scratch import Scratch
+from memest.estimator.kernels.scratch import Scratch
 
 aten = torch.ops.aten
 

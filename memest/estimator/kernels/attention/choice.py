@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memest.estimator.gpus import Gpu
+from memest.estimator.hardware.gpus import Gpu
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from memest.estimator.gpus import Gpu
+from memest.estimator.hardware.gpus import Gpu
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -14,99 +12,41 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memest.errors import TraceError
-from memest.estimator.attention_kernels import ATTENTION_EVENTS, NOT_MODELLED
-from memest.estimator.cublas import MATMULS, CublasWorkspaces
-from memest.estimator.flash_attention import FLASH_ATTENTION_2_EVENTS
-from memest.estimator.gpus import Gpu
-from memest.estimator.grouped_mm import grouped_mm_output
-from memest.estimator.in_place import (
+from memest.estimator.device.in_place import (
     OUT_OF_PLACE_UNDER_A_MODE,
     as_without_a_mode,
     owners_of_a_sole_gradient,
 )
-from memest.estimator.kernels import (
-    OUTPUT_BYTES,
-    SCRATCH,
-    as_on_cuda,
-    has_no_scratch,
-    is_partly_modelled,
-)
-from memest.estimator.module_tracker import ModuleTracker
-from memest.estimator.scratch import Events, Scratch
-from memest.estimator.shadow import (
+from memest.estimator.device.modules import ModuleTracker
+from memest.estimator.device.storages import Coverage, MemKind, Site, StorageTable
+from memest.estimator.device.values import (
     READS_VALUE,
     ShadowValues,
     ValueUnknown,
     known_without_values,
     materialise,
 )
-from memest.estimator.staged_kernels import (
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.kernels.attention.events import ATTENTION_EVENTS, NOT_MODELLED
+from memest.estimator.kernels.attention.flash2 import FLASH_ATTENTION_2_EVENTS
+from memest.estimator.kernels.cublas import MATMULS, CublasWorkspaces
+from memest.estimator.kernels.grouped_mm import grouped_mm_output
+from memest.estimator.kernels.scratch import Events, Scratch
+from memest.estimator.kernels.staged import (
     SORTED_WRITES,
     STAGED_EVENTS,
     index_put_is_sorted,
     masked_scatter_backward_events,
 )
+from memest.estimator.kernels.tables import (
+    OUTPUT_BYTES,
+    SCRATCH,
+    as_on_cuda,
+    has_no_scratch,
+    is_partly_modelled,
+)
 
 aten = torch.ops.aten
-
-
-class MemKind(StrEnum):
-    """What a byte is held for."""
-
-    PARAMS = "params"
-    BUFFERS = "buffers"
-    GRADS = "grads"
-    OPTIMIZER = "optimizer"
-    ACTIVATIONS = "activations"
-    BATCH = "batch"
-    WORKSPACE = "workspace"
-    BUCKETS = "buckets"
-    """Copies of gradients that are summed over the GPUs."""
-
-    GATHERED = "gathered"
-    """Parameters that were gathered from the GPUs that share them."""
-
-
-RETURNED = -(1 << 40)
-"""`RETURNED - id` is the event at which a block whose free was deferred returns to its pool."""
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """Where a storage was born."""
-
-    op: str
-    module: str
-    phase: str
-
-
-@dataclass(slots=True)
-class StorageTable:
-    """All storages of a trace; an id is an index into the lists."""
-
-    num_bytes: list[int] = field(default_factory=list)
-    sites: list[Site] = field(default_factory=list)
-    kinds: list[MemKind] = field(default_factory=list)
-    streams: dict[int, int] = field(default_factory=dict)
-    """The stream in whose pool a storage lies, where it is not the main one."""
-
-    deferred: set[int] = field(default_factory=set)
-    """Storages whose blocks return to their pool later than they are freed."""
-
-    def add(self, num_bytes: int, site: Site, kind: MemKind) -> int:
-        """A new storage; returns its id."""
-        self.num_bytes.append(num_bytes)
-        self.sites.append(site)
-        self.kinds.append(kind)
-        return len(self.num_bytes) - 1
-
-
-@dataclass(slots=True)
-class Coverage:
-    """How much of what ran is modelled."""
-
-    num_ops: int = 0
-    unmodelled: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)

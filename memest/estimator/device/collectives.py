@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from memest.errors import UnsupportedError
-from memest.estimator.parallel.streams import StreamRecorder
+from memest.estimator.device.streams import StreamRecorder
 
 _COLLECTIVES = (
     "all_gather_single", "all_gather_into_tensor", "all_gather", "reduce_scatter_single",

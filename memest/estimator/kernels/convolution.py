@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from memest.estimator.gpus import Gpu
-from memest.estimator.indexing_kernels import contiguous_copy
-from memest.estimator.reductions import HALVES
-from memest.estimator.scratch import Scratch
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.kernels.indexing import contiguous_copy
+from memest.estimator.kernels.reductions import HALVES
+from memest.estimator.kernels.scratch import Scratch
 
 aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ Left out: inputs of 2**28 elements or more (CUB then works in portions).
 
 from __future__ import annotations
 
-from memest.estimator.gpus import Gpu
+from memest.estimator.hardware.gpus import Gpu
 
 _ALIGN = 256
 _TILE_PADDING = 32

@@ -1,0 +1,1 @@
+"""The caching allocator of CUDA, simulated, and the addresses that the driver hands out."""

@@ -1,0 +1,66 @@
+"""What a trace is made of: storages, what each is held for, and where it was born."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class MemKind(StrEnum):
+    """What a byte is held for."""
+
+    PARAMS = "params"
+    BUFFERS = "buffers"
+    GRADS = "grads"
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"
+    BATCH = "batch"
+    WORKSPACE = "workspace"
+    BUCKETS = "buckets"
+    """Copies of gradients that are summed over the GPUs."""
+
+    GATHERED = "gathered"
+    """Parameters that were gathered from the GPUs that share them."""
+
+
+RETURNED = -(1 << 40)
+"""`RETURNED - id` is the event at which a block whose free was deferred returns to its pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a storage was born."""
+
+    op: str
+    module: str
+    phase: str
+
+
+@dataclass(slots=True)
+class StorageTable:
+    """All storages of a trace; an id is an index into the lists."""
+
+    num_bytes: list[int] = field(default_factory=list)
+    sites: list[Site] = field(default_factory=list)
+    kinds: list[MemKind] = field(default_factory=list)
+    streams: dict[int, int] = field(default_factory=dict)
+    """The stream in whose pool a storage lies, where it is not the main one."""
+
+    deferred: set[int] = field(default_factory=set)
+    """Storages whose blocks return to their pool later than they are freed."""
+
+    def add(self, num_bytes: int, site: Site, kind: MemKind) -> int:
+        """A new storage; returns its id."""
+        self.num_bytes.append(num_bytes)
+        self.sites.append(site)
+        self.kinds.append(kind)
+        return len(self.num_bytes) - 1
+
+
+@dataclass(slots=True)
+class Coverage:
+    """How much of what ran is modelled."""
+
+    num_ops: int = 0
+    unmodelled: Counter[str] = field(default_factory=Counter)

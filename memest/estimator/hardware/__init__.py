@@ -1,0 +1,1 @@
+"""GPUs: their figures, how long an operator takes, what libraries hold beside the allocator."""

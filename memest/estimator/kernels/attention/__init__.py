@@ -1,0 +1,1 @@
+"""Which attention backend runs, and what each of them allocates."""
