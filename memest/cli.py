@@ -196,7 +196,7 @@ def predict(
     if (snapshot or chrome_trace) and len(plans) > 1:
         raise PlanError("a recording is of one plan", hint="leave `--suite` out")
     from memest.cli_chart import write_files
-    from memest.estimator.suite import apart, named, predict_each
+    from memest.estimator.search.suite import apart, named, predict_each
     from memest.render import render_suite, render_text
 
     found = predict_each(plans, jobs=jobs, trust_remote_code=trust_remote_code)
@@ -399,7 +399,7 @@ def compare(
     plans = [plan_of(m) for m in measured]
     if output is not None:
         _check_writable(output)
-    from memest.estimator.suite import predict_all
+    from memest.estimator.search.suite import predict_all
     from memest.render_compare import (
         comparison_json,
         render_comparison,

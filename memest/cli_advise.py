@@ -55,7 +55,7 @@ def advise(
     check_name(plan.model_name)
     if output is not None:
         _check_writable(output)
-    from memest.estimator.advise import advise as find_advice
+    from memest.estimator.search.advise import advise as find_advice
     from memest.render_advice import render_advice
 
     advice = find_advice(

@@ -18,7 +18,7 @@ from memest.plan import TrainingPlan
 from memest.plan_files import read_suite
 
 if TYPE_CHECKING:
-    from memest.estimator.recording import Timeline
+    from memest.estimator.trace.recording import Timeline
     from memest.report import Prediction
 
 LAB_GPUS = ("a100-40gb", "a100-80gb", "h100-80gb", "h200")
@@ -80,7 +80,7 @@ def lab(
     limits = {card_label(name): find_gpu(name).limit_bytes for name in cards}
     plans = read_suite(path, {"gpu": cards})
     _make_folder(out)
-    from memest.estimator.suite import apart, predict_each
+    from memest.estimator.search.suite import apart, predict_each
     from memest.plots import plot_ladder
 
     predicted, failed = apart(plans, predict_each(plans, jobs=jobs))
@@ -123,7 +123,7 @@ def phases(
     wanted = _formats(formats)
     plans = _plans(config, suite, _given(flags))
     _make_folder(out)
-    from memest.estimator.suite import predict_all
+    from memest.estimator.search.suite import predict_all
     from memest.plots import plot_phases
 
     for stem, report in zip(_stems("phases", plans), predict_all(plans), strict=True):
@@ -163,8 +163,8 @@ def timeline(
                 hint="the first is 0; `--steps` simulates more",
             )
     _make_folder(out)
-    from memest.estimator.recording import record_plan
-    from memest.estimator.recording import timeline as timeline_of
+    from memest.estimator.predict import record_plan
+    from memest.estimator.trace.recording import timeline as timeline_of
     from memest.plots import plot_timeline
 
     for stem, plan in zip(_stems("timeline", plans), plans, strict=True):
@@ -205,7 +205,7 @@ def batches(
     wanted, card = _formats(formats), find_gpu(gpu)
     plans = [TrainingPlan.from_dict({"model_name": m, **_given(flags)}) for m in models]
     _make_folder(out)
-    from memest.estimator.techniques import largest_of_all
+    from memest.estimator.search.techniques import largest_of_all
     from memest.plots import plot_largest_batch
 
     table: dict[str, dict[str, int | None]] = {}
@@ -243,8 +243,8 @@ def sweep_chart(
     memest chart sweep sweep.csv --across batch_size
     """
     wanted = _formats(formats)
-    from memest.estimator.sweep import sweep_grid
-    from memest.estimator.sweep_table import fits_table, read_rows
+    from memest.estimator.search.sweep import sweep_grid
+    from memest.estimator.search.sweep_table import fits_table, read_rows
 
     if file is not None and any(flags[key] for key in flags if key != "max_points"):
         raise PlanError(
@@ -285,7 +285,7 @@ def validate_chart(
         click.echo(f"not compared: {line}", err=True)
     plans = [plan_of(m) for m in measured]
     _make_folder(out)
-    from memest.estimator.suite import predict_all
+    from memest.estimator.search.suite import predict_all
     from memest.plots import plot_scatter
 
     pairs = list(zip(predict_all(plans, jobs=jobs), measured, strict=True))
@@ -373,7 +373,7 @@ def write_files(
         return
     recording = None
     if len(plans) == 1:
-        from memest.estimator.recording import record_plan
+        from memest.estimator.predict import record_plan
 
         try:
             recording = record_plan(plans[0])
@@ -385,7 +385,7 @@ def write_files(
 
         _write(html, render_page(reports, recording=recording))
     if recording is not None:
-        from memest.estimator.snapshot import write_chrome_trace, write_snapshot
+        from memest.estimator.trace.snapshot import write_chrome_trace, write_snapshot
 
         if snapshot is not None:
             write_snapshot(recording, snapshot)

@@ -14,7 +14,7 @@ from memest.errors import PlanError
 from memest.plan_files import read_config
 
 if TYPE_CHECKING:
-    from memest.estimator.scaling import ScalingLine
+    from memest.estimator.search.scaling import ScalingLine
 
 DEFAULT_GPU = "h100-80gb"
 """The card of the chart where none is named."""
@@ -72,8 +72,8 @@ def scaling(
     """
     wanted, given = _formats(formats), _given(flags)
     values = _values(config, given)
-    from memest.estimator.scaling import scale
-    from memest.estimator.sweep import parse_values
+    from memest.estimator.search.scaling import scale
+    from memest.estimator.search.sweep import parse_values
 
     numbers = parse_values("devices", devices)
     names = parse_values("strategy", strategies)

@@ -13,7 +13,7 @@ from memest.errors import PlanError
 from memest.plan_files import read_config
 
 if TYPE_CHECKING:
-    from memest.estimator.sweep import Grid
+    from memest.estimator.search.sweep import Grid
 
 
 @main.command("max-batch")
@@ -67,14 +67,14 @@ def max_batch(
     gpus = judged_gpus(plan)
     check_name(plan.model_name)
     if all_techniques:
-        from memest.estimator.techniques import largest_of_all
+        from memest.estimator.search.techniques import largest_of_all
 
         rows = largest_of_all(plan, gpus, key, jobs=jobs, trust_remote_code=trust_remote_code)
         nothing_fits = all(r.largest is None or r.largest.value is None for r in rows)
         as_rows = [r.to_dict() for r in rows]
         text = json_lines(as_rows) if as_json else render_techniques(rows, key)
     else:
-        from memest.estimator.largest import largest
+        from memest.estimator.search.largest import largest
 
         found = largest(plan, gpus, key, trust_remote_code=trust_remote_code)
         nothing_fits = any(row.value is None for row in found)
@@ -143,7 +143,7 @@ def grid_points(
     **flags: str | None,
 ) -> Grid:
     """Every combination of the flags' values."""
-    from memest.estimator.sweep import make_grid
+    from memest.estimator.search.sweep import make_grid
 
     varied = _varied(flags, vary)
     base: dict[str, Any] = {}
@@ -179,7 +179,7 @@ def sweep(
     as_json = _wants_json(output, as_json)
     if output is not None:
         _check_writable(output)
-    from memest.estimator.sweep import sweep_grid
+    from memest.estimator.search.sweep import sweep_grid
     from memest.render_sweep import json_lines, to_csv
 
     points = grid_points(**flags)
@@ -194,7 +194,7 @@ def sweep(
 
 def _varied(flags: Mapping[str, str | None], vary: Sequence[str]) -> dict[str, list[Any]]:
     """The values of each key, in the order of the flags."""
-    from memest.estimator.sweep import parse_values
+    from memest.estimator.search.sweep import parse_values
 
     texts = {key: text for key, text in flags.items() if text is not None}
     for item in vary:

@@ -11,7 +11,7 @@ from memest.report import Outcome, Prediction
 from memest.units import GIB, format_gib
 
 if TYPE_CHECKING:
-    from memest.estimator.recording import Recording
+    from memest.estimator.trace.recording import Recording
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #111; --muted: #555; --line: #d0d0d0; --page: #fff;
@@ -122,7 +122,7 @@ def _one(report: Prediction, recording: Recording | None) -> str:
         _terms(report),
     ]
     if recording is not None:
-        from memest.estimator.recording import timeline
+        from memest.estimator.trace.recording import timeline
 
         line = timeline(recording)
         sections += [

@@ -8,7 +8,7 @@ from memest.render import table
 from memest.units import format_gib
 
 if TYPE_CHECKING:
-    from memest.estimator.advise import Advice, Option
+    from memest.estimator.search.advise import Advice, Option
 
 
 def render_advice(advice: Advice) -> str:

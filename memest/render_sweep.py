@@ -8,8 +8,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from memest.estimator.largest import Largest
-from memest.estimator.techniques import TechniqueRow
+from memest.estimator.search.largest import Largest
+from memest.estimator.search.techniques import TechniqueRow
 from memest.render import table
 from memest.units import GIB, format_gib
 

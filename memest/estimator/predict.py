@@ -10,14 +10,11 @@ from memest.estimator.hardware.libraries import libraries_bytes
 from memest.plan import TrainingPlan
 
 if TYPE_CHECKING:
-    from memest.estimator.replay import Replayed
-    from memest.estimator.step import Program
+    from memest.estimator.trace.program import Program
+    from memest.estimator.trace.recording import Recording
+    from memest.estimator.trace.replay import Replayed
     from memest.report import Prediction, Verdict
 
-TARGET_TORCH = (2, 11)
-"""The torch release whose CUDA behaviour the kernel tables mirror, and with which runs were
-measured.
-"""
 
 PRIMARY_GPU = "h200"
 """Whose figures head a report when no GPU is asked for: the largest of the default set."""
@@ -29,8 +26,8 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False) -> Predictio
     Raises:
         MemestError: the plan cannot be run, or memest cannot model it.
     """
-    from memest.estimator.replay import replay
     from memest.estimator.summary import summarise
+    from memest.estimator.trace.replay import replay
     from memest.estimator.traced_plan import trace_plan
 
     started = time.perf_counter()
@@ -68,6 +65,27 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False) -> Predictio
         outcome=verdicts[primary.name].verdict,
         elapsed_s=time.perf_counter() - started,
     )
+
+
+def record_plan(plan: TrainingPlan, *, trust_remote_code: bool = False) -> Recording:
+    """The run that `predict` predicts, on the GPU that heads its report.
+
+    Raises:
+        MemestError: the plan cannot be run, or memest cannot model it.
+    """
+    from memest.estimator.trace.recording import record_run
+    from memest.estimator.traced_plan import trace_plan
+
+    is_asked = plan.gpu or plan.gpu_memory is not None
+    gpu = judged_gpus(plan)[0] if is_asked else find_gpu(PRIMARY_GPU)
+    recording = record_run(
+        trace_plan(plan, gpu, trust_remote_code=trust_remote_code).program,
+        num_steps=plan.steps,
+        num_micro_batches=plan.accumulate_grad_batches,
+        limit_bytes=usable_bytes(plan, gpu),
+    )
+    recording.gpu = gpu.name
+    return recording
 
 
 def judged_gpus(plan: TrainingPlan) -> list[Gpu]:

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 from memest.estimator.closed_form import closed_form
 from memest.estimator.device.storages import MemKind
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.replay import Moment, Replayed, live_at
+from memest.estimator.kernels.tables import TARGET_TORCH
+from memest.estimator.trace.replay import Moment, Replayed, live_at
 from memest.plan import TrainingPlan
 from memest.report import Outcome, Peak, Prediction, Term, Verdict
 from memest.units import MIB, format_bytes, format_count, format_gib
 
 if TYPE_CHECKING:
-    from memest.estimator.step import Program
-    from memest.estimator.traced_plan import TracedPlan
+    from memest.estimator.trace.program import Program
+    from memest.estimator.trace.traced import TracedPlan
 
 ITEM_BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2,
@@ -222,17 +223,11 @@ def _assumptions(
             " training: load it quantised, or through the CPU"
         )
     lines.append(
-        f"CUDA kernels as torch {'.'.join(map(str, _target_torch()))} runs them on compute"
+        f"CUDA kernels as torch {'.'.join(map(str, TARGET_TORCH))} runs them on compute"
         f" capability {primary.capability[0]}.{primary.capability[1]}; PyTorch's default allocator"
     )
     lines.append(f"a CUDA context of {format_bytes(primary.context_bytes)} beside the allocator")
     return (*lines, *traced.notes)
-
-
-def _target_torch() -> tuple[int, int]:
-    from memest.estimator.predict import TARGET_TORCH
-
-    return TARGET_TORCH
 
 
 def _versions() -> dict[str, str]:

@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from memest.errors import PlanError
-from memest.estimator.scaling import ScalingLine, constant_terms
+from memest.estimator.search.scaling import ScalingLine, constant_terms
 from memest.plots.style import (
     HEIGHT,
     LABEL,

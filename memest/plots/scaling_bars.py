@@ -10,7 +10,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from memest.errors import PlanError
-from memest.estimator.scaling import ScalingLine, kind_bytes
+from memest.estimator.search.scaling import ScalingLine, kind_bytes
 from memest.plots.scaling import (
     format_size,
     label_of,

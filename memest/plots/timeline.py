@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from memest.estimator.recording import Stretch, Timeline
+from memest.estimator.trace.recording import Stretch, Timeline
 from memest.plots.style import (
     HEIGHT,
     LABEL,

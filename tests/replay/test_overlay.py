@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from memest.estimator.recording import Act, record_plan
+from memest.estimator.predict import record_plan
+from memest.estimator.trace.recording import Act
 from memest.plan import TrainingPlan
 from memest.report import Measurement, read_measurements
 from memest.validate.snapshot import file_stem

@@ -16,7 +16,7 @@ from memest.estimator.allocator.addresses import AddressSpace
 from memest.estimator.allocator.caching import Block, CachingAllocator
 from memest.estimator.device.streams import MAIN
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.step import Program
+from memest.estimator.trace.program import Program
 from memest.estimator.traced_plan import trace_plan
 from memest.plan import TrainingPlan
 

@@ -17,11 +17,11 @@ import pytest
 
 from memest.cli import main
 from memest.errors import PlanError
-from memest.estimator.advise import Advice, advise
-from memest.estimator.changes import Change, Cost, apply, levers_for
-from memest.estimator.commands import ModelFacts, predict_command, training_lines
 from memest.estimator.hardware.gpus import custom_gpu, find_gpu
 from memest.estimator.predict import predict
+from memest.estimator.search.advise import Advice, advise
+from memest.estimator.search.changes import Change, Cost, apply, levers_for
+from memest.estimator.search.commands import ModelFacts, predict_command, training_lines
 from memest.plan import TrainingPlan
 from memest.render_advice import render_advice
 from memest.report import Outcome, Prediction
@@ -200,7 +200,7 @@ def test_a_change_that_cannot_be_predicted_is_named_with_its_reason(
             raise PlanError("it has no linear layer to quantise", hint="use LoRA")
         return predict(plan, **options)
 
-    monkeypatch.setattr("memest.estimator.advise.predict", without_qlora)
+    monkeypatch.setattr("memest.estimator.search.advise.predict", without_qlora)
 
     advice = advise(replace(PLAN, memory_limit=900 * MIB), A100)
 

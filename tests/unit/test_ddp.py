@@ -15,7 +15,7 @@ from memest.errors import PlanError
 from memest.estimator.device.storages import MemKind, StorageTable
 from memest.estimator.device.streams import StreamRecorder
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.optimizers import make_optimizer
+from memest.estimator.optimizers.specs import make_optimizer
 from memest.estimator.parallel.ddp import Ddp, assign_buckets
 from memest.estimator.parallel.step import StepwiseProgram, StrategyTracer
 from memest.plan import TrainingPlan

@@ -20,8 +20,8 @@ from memest.estimator.device.storages import MemKind, StorageTable
 from memest.estimator.device.values import python_values
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.predict import predict
-from memest.estimator.reuse import with_value
-from memest.estimator.trace_series import TraceSeries
+from memest.estimator.search.trace_series import TraceSeries
+from memest.estimator.trace.family.reuse import with_value
 from memest.estimator.traced_plan import trace_plan
 from memest.models_meta.build import build_model
 from memest.models_meta.registry import resolve_config

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from memest.estimator.device.storages import StorageTable
 from memest.estimator.device.streams import StreamRecorder
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.optimizers import make_optimizer
+from memest.estimator.optimizers.specs import make_optimizer
 from memest.estimator.parallel.rank import make_strategy
 from memest.estimator.parallel.step import StepwiseProgram, StrategyTracer
-from memest.estimator.step import StateBytes
+from memest.estimator.trace.program import StateBytes
 from memest.plan import TrainingPlan
 
 B = 2

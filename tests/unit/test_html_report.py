@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from memest import TrainingPlan, predict
-from memest.estimator.recording import record_plan
+from memest.estimator.predict import record_plan
 from memest.html_report import PredictionTable, render_page
 from memest.report import Prediction
 

@@ -6,19 +6,19 @@ from collections import Counter
 
 import pytest
 
-from memest.estimator.commands import predict_command
 from memest.estimator.device.storages import RETURNED, MemKind, Site, StorageTable
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.largest import max_batch
-from memest.estimator.predict import predict
-from memest.estimator.recording import Act, record_plan, record_run, timeline
-from memest.estimator.replay import replay
-from memest.estimator.reuse import FormBroken
-from memest.estimator.snapshot import chrome_trace, torch_snapshot
-from memest.estimator.step import MicroBatch, Program, StateBytes
-from memest.estimator.sweep import sweep
-from memest.estimator.techniques import technique_values
-from memest.estimator.trace_series import TraceSeries
+from memest.estimator.predict import predict, record_plan
+from memest.estimator.search.commands import predict_command
+from memest.estimator.search.largest import max_batch
+from memest.estimator.search.sweep import sweep
+from memest.estimator.search.techniques import technique_values
+from memest.estimator.search.trace_series import TraceSeries
+from memest.estimator.trace.family.reuse import FormBroken
+from memest.estimator.trace.program import MicroBatch, Program, StateBytes
+from memest.estimator.trace.recording import Act, record_run, timeline
+from memest.estimator.trace.replay import replay
+from memest.estimator.trace.snapshot import chrome_trace, torch_snapshot
 from memest.plan import TrainingPlan
 
 MIB = 1 << 20

@@ -12,7 +12,7 @@ from memest.errors import PlanError
 from memest.estimator.device.dispatch import Recorder
 from memest.estimator.device.storages import MemKind, StorageTable
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.optimizers import (
+from memest.estimator.optimizers.specs import (
     OPTIMIZERS,
     make_optimizer,
     managed_state_bytes,

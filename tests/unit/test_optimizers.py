@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memest.errors import PlanError, UnsupportedError
-from memest.estimator.optimizers import (
+from memest.estimator.optimizers.specs import (
     OPTIMIZERS,
     make_grad_scaler,
     make_optimizer,

@@ -16,15 +16,16 @@ from torch.cuda import _memory_viz
 
 from memest.errors import PlanError
 from memest.estimator.device.storages import MemKind, Site, StorageTable
-from memest.estimator.recording import Act, Recording, Stretch, record_plan, record_run, timeline
-from memest.estimator.replay import replay
-from memest.estimator.snapshot import (
+from memest.estimator.predict import record_plan
+from memest.estimator.trace.program import MicroBatch, Program, StateBytes
+from memest.estimator.trace.recording import Act, Recording, Stretch, record_run, timeline
+from memest.estimator.trace.replay import replay
+from memest.estimator.trace.snapshot import (
     chrome_trace,
     torch_snapshot,
     write_chrome_trace,
     write_snapshot,
 )
-from memest.estimator.step import MicroBatch, Program, StateBytes
 from memest.plan import TrainingPlan
 
 MIB = 1 << 20

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from memest.estimator import replay as replay_module
 from memest.estimator.device.storages import MemKind, Site, StorageTable
-from memest.estimator.replay import Moment, Replayed, live_at, replay
-from memest.estimator.step import MicroBatch, Program, StateBytes
+from memest.estimator.trace import replay as replay_module
+from memest.estimator.trace.program import MicroBatch, Program, StateBytes
+from memest.estimator.trace.replay import Moment, Replayed, live_at, replay
 from memest.report import Phase
 
 MIB = 1 << 20

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.reuse import with_value
-from memest.estimator.trace_series import TraceSeries, runs_of_one_spacing
+from memest.estimator.search.trace_series import TraceSeries, runs_of_one_spacing
+from memest.estimator.trace.family.reuse import with_value
 from memest.estimator.traced_plan import trace_plan
 from memest.plan import TrainingPlan
 

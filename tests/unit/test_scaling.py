@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from memest.cli import main
 from memest.errors import PlanError
-from memest.estimator.scaling import ScalingLine, constant_terms, scale
+from memest.estimator.search.scaling import ScalingLine, constant_terms, scale
 from memest.plots import plot_scaling, plot_scaling_bars, save
 from memest.plots.scaling import spread
 from memest.plots.scaling_bars import stack_of

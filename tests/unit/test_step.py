@@ -14,9 +14,10 @@ from memest.errors import TraceError
 from memest.estimator.device.dispatch import Recorder
 from memest.estimator.device.storages import MemKind, StorageTable
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.optimizers import make_grad_scaler, make_optimizer
-from memest.estimator.replay import replay
-from memest.estimator.step import MicroBatch, Program, StateBytes, StepTracer
+from memest.estimator.optimizers.specs import make_grad_scaler, make_optimizer
+from memest.estimator.trace.program import MicroBatch, Program, StateBytes
+from memest.estimator.trace.replay import replay
+from memest.estimator.trace.step import StepTracer
 
 # Shapes: B rows, D width in, F width out. Pairwise different, so none can cancel.
 B, D, F = 3, 5, 7

@@ -13,8 +13,8 @@ from memest.estimator.device.storages import RETURNED, MemKind, Site, StorageTab
 from memest.estimator.device.streams import MAIN, DeviceHandle, StreamRecorder
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.parallel.step import StepwiseProgram
-from memest.estimator.replay import replay
-from memest.estimator.step import Played, StateBytes
+from memest.estimator.trace.program import Played, StateBytes
+from memest.estimator.trace.replay import replay
 
 MIB = 1 << 20
 LONG = 450 * 10**6

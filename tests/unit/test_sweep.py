@@ -13,11 +13,11 @@ from click.testing import CliRunner
 from memest.cli import main
 from memest.errors import MemestError, PlanError
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.largest import Judged, boundary_suite, max_batch, max_seq_len
 from memest.estimator.predict import predict
-from memest.estimator.reuse import with_value
-from memest.estimator.sweep import MIN_PARALLEL_POINTS, make_grid, parse_values, sweep
-from memest.estimator.techniques import TECHNIQUES, technique_values
+from memest.estimator.search.largest import Judged, boundary_suite, max_batch, max_seq_len
+from memest.estimator.search.sweep import MIN_PARALLEL_POINTS, make_grid, parse_values, sweep
+from memest.estimator.search.techniques import TECHNIQUES, technique_values
+from memest.estimator.trace.family.reuse import with_value
 from memest.estimator.traced_plan import trace_plan
 from memest.plan import TrainingPlan
 from memest.report import Outcome

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from memest.errors import PlanError
-from memest.estimator.sweep_table import fits_table
+from memest.estimator.search.sweep_table import fits_table
 from memest.report import Outcome
 
 

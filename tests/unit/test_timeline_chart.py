@@ -13,7 +13,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
 from memest.errors import PlanError
-from memest.estimator.recording import KINDS, Stretch, Timeline
+from memest.estimator.trace.recording import KINDS, Stretch, Timeline
 from memest.plots import Picture, plot_fits, plot_largest_batch, plot_timeline, retitle, svg_text
 from memest.plots.heatmap import MAX_ROWS
 from memest.plots.style import DARK, HEIGHT, LIGHT

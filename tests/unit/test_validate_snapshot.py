@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.cuda import _memory_viz
 
-from memest.estimator.recording import record_plan
-from memest.estimator.snapshot import torch_snapshot
+from memest.estimator.predict import record_plan
+from memest.estimator.trace.snapshot import torch_snapshot
 from memest.plan import TrainingPlan
 from memest.validate.snapshot import ACTIONS, snapshot_path, write_recording
 

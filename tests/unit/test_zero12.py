@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from memest.estimator.device.storages import MemKind, StorageTable
 from memest.estimator.device.streams import StreamRecorder
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.optimizers import make_optimizer
+from memest.estimator.optimizers.specs import make_optimizer
 from memest.estimator.parallel.strategy import StepModule
 from memest.estimator.parallel.zero12 import Zero12
 from memest.plan import TrainingPlan

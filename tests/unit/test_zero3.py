@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from memest.estimator.device.storages import MemKind, StorageTable
 from memest.estimator.device.streams import MAIN, StreamRecorder
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.optimizers import make_optimizer
+from memest.estimator.optimizers.specs import make_optimizer
 from memest.estimator.parallel.strategy import StepModule
 from memest.estimator.parallel.zero3 import Zero3
 from memest.estimator.parallel.zero3_coordinator import PERSISTENCE_NUMEL, PREFETCH_NUMEL

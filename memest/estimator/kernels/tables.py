@@ -56,6 +56,11 @@ from memest.estimator.kernels.reductions import (
 )
 from memest.estimator.kernels.scratch import Scratch
 
+TARGET_TORCH = (2, 11)
+"""The torch release whose CUDA behaviour the kernel tables mirror, and with which runs were
+measured.
+"""
+
 aten = torch.ops.aten
 
 Args = tuple[Any, ...]

@@ -12,12 +12,16 @@ from memest.estimator.device.storages import MemKind, StorageTable
 from memest.estimator.device.streams import MAIN, StreamRecorder
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.hardware.libraries import DEEPSPEED_HOST_BYTES, libraries_bytes
-from memest.estimator.optimizers import make_grad_scaler, make_optimizer, optimizer_state_tensors
+from memest.estimator.optimizers.specs import (
+    make_grad_scaler,
+    make_optimizer,
+    optimizer_state_tensors,
+)
 from memest.estimator.parallel.step import StrategyTracer
 from memest.estimator.parallel.strategy import HostTerm, Strategy
-from memest.estimator.replay import replay
-from memest.estimator.step import Program
-from memest.estimator.traced_plan import (
+from memest.estimator.trace.program import Program
+from memest.estimator.trace.replay import replay
+from memest.estimator.trace.traced import (
     TracedPlan,
     build_module,
     elements_by_dtype,

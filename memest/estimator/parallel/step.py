@@ -19,16 +19,10 @@ from memest.estimator.device.modules import ModuleTracker
 from memest.estimator.device.storages import MemKind
 from memest.estimator.device.streams import StreamRecorder
 from memest.estimator.device.values import python_values
-from memest.estimator.optimizers import optimizer_state_tensors
+from memest.estimator.optimizers.specs import optimizer_state_tensors
 from memest.estimator.parallel.strategy import BuildOptimizer, StepModule, Strategy
-from memest.estimator.step import (
-    LossScaler,
-    Played,
-    Program,
-    StateBytes,
-    StepTracer,
-    without_cycles,
-)
+from memest.estimator.trace.program import Played, Program, StateBytes
+from memest.estimator.trace.step import LossScaler, StepTracer, without_cycles
 from memest.models_meta.states import States
 
 

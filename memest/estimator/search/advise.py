@@ -23,10 +23,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memest.errors import MemestError, PlanError
-from memest.estimator.changes import NOT_TRIED, Change, Cost, Lever, apply, levers_for
-from memest.estimator.commands import ModelFacts, predict_command, training_lines
 from memest.estimator.hardware.gpus import Gpu, find_gpu, list_gpus
 from memest.estimator.predict import predict
+from memest.estimator.search.changes import NOT_TRIED, Change, Cost, Lever, apply, levers_for
+from memest.estimator.search.commands import ModelFacts, predict_command, training_lines
 from memest.plan import TrainingPlan
 from memest.report import Outcome, Prediction
 

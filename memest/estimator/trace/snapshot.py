@@ -22,7 +22,7 @@ from typing import Any
 from memest.errors import PlanError
 from memest.estimator.allocator.caching import SMALL_SEGMENT_BYTES
 from memest.estimator.device.storages import Site, StorageTable
-from memest.estimator.recording import KINDS, Act, Action, Recording, kind_of, sign_of
+from memest.estimator.trace.recording import KINDS, Act, Action, Recording, kind_of, sign_of
 from memest.report import Phase
 
 _POOL = (0, 0)  # the default one, of `torch.cuda.MemPool`'s ids

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
-from memest.estimator.commands import ModelFacts
 from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.search.commands import ModelFacts
 from memest.plan import TrainingPlan
 
 BF16_CAPABILITY = (8, 0)

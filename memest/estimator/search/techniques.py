@@ -12,7 +12,7 @@ from typing import Any
 
 from memest.errors import MemestError
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.largest import Largest, largest
+from memest.estimator.search.largest import Largest, largest
 from memest.plan import TrainingPlan
 
 TECHNIQUES: dict[str, dict[str, Any]] = {

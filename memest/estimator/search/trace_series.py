@@ -11,9 +11,9 @@ from contextlib import suppress
 from dataclasses import replace
 
 from memest.errors import PlanError
-from memest.estimator.call_log import CallLog
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.reuse import (
+from memest.estimator.trace.family.call_log import CallLog
+from memest.estimator.trace.family.reuse import (
     DEGREE,
     Family,
     FormBroken,
@@ -21,7 +21,8 @@ from memest.estimator.reuse import (
     logged_trace,
     with_value,
 )
-from memest.estimator.traced_plan import TracedPlan, trace_plan
+from memest.estimator.trace.traced import TracedPlan
+from memest.estimator.traced_plan import trace_plan
 from memest.plan import TrainingPlan
 
 SPACING = {"batch_size": 1, "seq_len": 64}

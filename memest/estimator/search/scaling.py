@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from memest.errors import MemestError, PlanError, closest
-from memest.estimator.suite import predict_each
+from memest.estimator.search.suite import predict_each
 from memest.plan import TrainingPlan
 from memest.plan_values import STRATEGIES
 from memest.report import Prediction

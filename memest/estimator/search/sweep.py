@@ -27,7 +27,7 @@ from memest.plan import TrainingPlan
 from memest.report import Verdict
 
 if TYPE_CHECKING:
-    from memest.estimator.trace_series import TraceSeries
+    from memest.estimator.search.trace_series import TraceSeries
 
 Grid = list[tuple[dict[str, Any], TrainingPlan | MemestError]]
 """The values of the keys that vary, and the plan with them or why there is none."""
@@ -257,7 +257,7 @@ def _sweep_group(
     task: tuple[Sequence[TrainingPlan], str], *, jobs: int, trust_remote_code: bool
 ) -> list[list[SweepPoint] | MemestError]:
     """The points of each plan of one group, or why there are none."""
-    from memest.estimator.trace_series import TraceSeries
+    from memest.estimator.search.trace_series import TraceSeries
 
     plans, key = task
     values = [getattr(plan, key) for plan in plans]
@@ -351,8 +351,8 @@ def _points_or_error(
 def _points(
     plan: TrainingPlan, key: str, all_series: Mapping[Any, TraceSeries], *, may_trace: bool = True
 ) -> list[SweepPoint]:
-    from memest.estimator.largest import Judged, limit_of
-    from memest.estimator.replay import Replayed
+    from memest.estimator.search.largest import Judged, limit_of
+    from memest.estimator.trace.replay import Replayed
 
     points = []
     free: dict[Any, Replayed] = {}

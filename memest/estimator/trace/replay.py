@@ -9,7 +9,7 @@ from typing import Protocol
 from memest.estimator.allocator.addresses import AddressSpace
 from memest.estimator.allocator.caching import Block, CachingAllocator, OutOfMemory
 from memest.estimator.device.storages import RETURNED
-from memest.estimator.step import Played, Program, StateBytes
+from memest.estimator.trace.program import Played, Program, StateBytes
 from memest.report import Phase, PhaseRow
 
 

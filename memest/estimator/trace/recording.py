@@ -11,12 +11,8 @@ from memest.errors import PlanError
 from memest.estimator.allocator.addresses import AddressSpace
 from memest.estimator.allocator.caching import Block
 from memest.estimator.device.storages import MemKind, StorageTable
-from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.predict import PRIMARY_GPU, judged_gpus, usable_bytes
-from memest.estimator.replay import Replayed, replay
-from memest.estimator.step import Program
-from memest.estimator.traced_plan import trace_plan
-from memest.plan import TrainingPlan
+from memest.estimator.trace.program import Program
+from memest.estimator.trace.replay import Replayed, replay
 from memest.report import Phase
 
 KINDS = (
@@ -115,24 +111,6 @@ def _num_events(program: Program, num_steps: int, num_micro_batches: int) -> int
     middle = of(1) * (num_micro_batches - 2) if num_micro_batches > 2 else 0
     last = of(num_micro_batches - 1) if num_micro_batches > 1 else 0
     return len(program.setup) + num_steps * (of(0) + middle + last)
-
-
-def record_plan(plan: TrainingPlan, *, trust_remote_code: bool = False) -> Recording:
-    """The run that `predict` predicts, on the GPU that heads its report.
-
-    Raises:
-        MemestError: the plan cannot be run, or memest cannot model it.
-    """
-    is_asked = plan.gpu or plan.gpu_memory is not None
-    gpu = judged_gpus(plan)[0] if is_asked else find_gpu(PRIMARY_GPU)
-    recording = record_run(
-        trace_plan(plan, gpu, trust_remote_code=trust_remote_code).program,
-        num_steps=plan.steps,
-        num_micro_batches=plan.accumulate_grad_batches,
-        limit_bytes=usable_bytes(plan, gpu),
-    )
-    recording.gpu = gpu.name
-    return recording
 
 
 def kind_of(storages: StorageTable, storage: int) -> str:

@@ -26,11 +26,11 @@ from memest.errors import PlanError
 from memest.estimator.allocator.caching import round_request
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.predict import judge_verdict, usable_bytes
-from memest.estimator.replay import Replayed, replay
-from memest.estimator.reuse import FormBroken, with_value
-from memest.estimator.step import Program
-from memest.estimator.trace_series import GROWTH, SPACING, TraceSeries
-from memest.estimator.traced_plan import TracedPlan
+from memest.estimator.search.trace_series import GROWTH, SPACING, TraceSeries
+from memest.estimator.trace.family.reuse import FormBroken, with_value
+from memest.estimator.trace.program import Program
+from memest.estimator.trace.replay import Replayed, replay
+from memest.estimator.trace.traced import TracedPlan
 from memest.models_meta.assemble import sequence_length
 from memest.models_meta.batch import MAX_TOKENS
 from memest.models_meta.registry import resolve_config

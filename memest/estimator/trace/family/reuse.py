@@ -30,7 +30,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memest.estimator.call_log import (
+from memest.estimator.device.dispatch import Recipe, Recorder
+from memest.estimator.device.storages import Coverage, MemKind, Site, StorageTable
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.kernels.attention.choice import choose_backend
+from memest.estimator.kernels.attention.events import ATTENTION_EVENTS
+from memest.estimator.kernels.cublas import MATMULS, CublasWorkspaces
+from memest.estimator.kernels.scratch import Events
+from memest.estimator.kernels.staged import STAGED_EVENTS, masked_scatter_backward_events
+from memest.estimator.kernels.tables import OUTPUT_BYTES, SCRATCH, has_no_scratch
+from memest.estimator.trace.family.call_log import (
     Call,
     CallLog,
     Choice,
@@ -42,17 +51,9 @@ from memest.estimator.call_log import (
     put_numbers,
     storage_bytes,
 )
-from memest.estimator.device.dispatch import Recipe, Recorder
-from memest.estimator.device.storages import Coverage, MemKind, Site, StorageTable
-from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.kernels.attention.choice import choose_backend
-from memest.estimator.kernels.attention.events import ATTENTION_EVENTS
-from memest.estimator.kernels.cublas import MATMULS, CublasWorkspaces
-from memest.estimator.kernels.scratch import Events
-from memest.estimator.kernels.staged import STAGED_EVENTS, masked_scatter_backward_events
-from memest.estimator.kernels.tables import OUTPUT_BYTES, SCRATCH, has_no_scratch
-from memest.estimator.step import MicroBatch, Program
-from memest.estimator.traced_plan import TracedPlan, trace_with
+from memest.estimator.trace.one_gpu import trace_with
+from memest.estimator.trace.program import MicroBatch, Program
+from memest.estimator.trace.traced import TracedPlan
 from memest.models_meta.quantization import FusedGemmRule
 from memest.plan import TrainingPlan
 

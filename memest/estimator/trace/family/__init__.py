@@ -1,0 +1,1 @@
+"""Programs at other batch sizes or sequence lengths, made from few traces."""

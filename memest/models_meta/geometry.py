@@ -1,0 +1,96 @@
+"""The widths and counts of a model's layers, where they are a stack of like transformer layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from memest.models_meta.registry import ModelConfig
+
+_MLP_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "encoder_ffn_dim")
+_HIDDEN_DROPOUTS = ("resid_pdrop", "hidden_dropout_prob", "hidden_dropout", "dropout")
+_ATTENTION_DROPOUTS = ("attn_pdrop", "attention_probs_dropout_prob", "attention_dropout")
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerGeometry:
+    """What the formula and its corrections need to know of one layer."""
+
+    h: int
+    a: int
+    k: int
+    head_dim: int
+    f: int
+    is_gated: bool
+    """The MLP multiplies two products of its input."""
+
+    activation: str
+    hidden_dropout: float
+    attention_dropout: float
+    num_written_norms: int
+    """RMS norms of width h that Python code computes in fp32."""
+
+    num_weights: int
+    """Elements of the matrices of one layer."""
+
+
+def layer_geometry(model: nn.Module, config: ModelConfig) -> LayerGeometry | None:
+    """Of a stack of like, dense transformer layers over tokens; None for everything else."""
+    pretrained = config.pretrained
+    text = getattr(pretrained, "get_text_config", lambda: pretrained)()
+    h, a = getattr(text, "hidden_size", None), getattr(text, "num_attention_heads", None)
+    is_other = (
+        text is not pretrained
+        or getattr(pretrained, "is_encoder_decoder", False)
+        or any(_first(text, (name,)) for name in _EXPERTS)
+        or not (isinstance(h, int) and isinstance(a, int))
+        or (config.entry is not None and config.entry.modality != "text")
+        or getattr(text, "vocab_size", None) is None
+    )
+    layer = None if is_other else _first_layer(model)
+    if layer is None:
+        return None
+    assert isinstance(h, int)
+    assert isinstance(a, int)
+    f = _first(text, _MLP_WIDTHS) or 4 * h
+    matrices = [tuple(p.shape) for p in layer.parameters() if p.dim() == 2]
+    num_wide = sum(sorted(shape) == sorted((h, f)) for shape in matrices)
+    return LayerGeometry(
+        h=h,
+        a=a,
+        k=_first(text, ("num_key_value_heads",)) or a,
+        head_dim=_first(text, ("head_dim",)) or h // a,
+        f=f,
+        is_gated=num_wide >= 3 or any(sorted(m) == sorted((h, 2 * f)) for m in matrices),
+        activation=str(_first(text, _ACTIVATIONS) or "gelu"),
+        hidden_dropout=float(_first(text, _HIDDEN_DROPOUTS) or 0),
+        attention_dropout=float(_first(text, _ATTENTION_DROPOUTS) or 0),
+        num_written_norms=sum(_is_written_norm(m, h) for m in layer.modules()),
+        num_weights=sum(rows * columns for rows, columns in matrices),
+    )
+
+
+def _first(config: Any, names: tuple[str, ...]) -> Any:
+    """The first of the attributes that is there and says something."""
+    return next((value for n in names if (value := getattr(config, n, None))), None)
+
+
+def _first_layer(model: nn.Module) -> nn.Module | None:
+    """The first of the longest list of modules."""
+    from torch import nn
+
+    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
+    return max(stacks, key=len)[0] if stacks else None
+
+
+def _is_written_norm(module: nn.Module, width: int) -> bool:
+    """An RMS norm that is not torch's own."""
+    name = type(module).__name__
+    weight = getattr(module, "weight", None)
+    is_torch = type(module).__module__.startswith("torch.")
+    return name.endswith("RMSNorm") and not is_torch and tuple(weight.shape) == (width,)  # type: ignore[union-attr]
