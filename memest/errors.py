@@ -1,4 +1,4 @@
-"""The errors that a user can cause or meet; `cli.py` turns each into two lines and an exit code."""
+"""The errors that a user can cause or meet; `cli` turns each into two lines and an exit code."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import kernels_page
 
 from memest.estimator.search.suite import predict_all
-from memest.render_compare import render_comparison_markdown
+from memest.render.compare import render_comparison_markdown
 from memest.report import Measurement, Prediction, read_measurements
 from memest.units import format_gib
 from memest.validate.compare import Comparison, comparable, compare, plan_of, summarise

@@ -14,8 +14,8 @@ from peft.utils import ModulesToSaveWrapper, integrations, quantization_utils
 from torch import Tensor, nn
 
 from memest.errors import PlanError
-from memest.models_meta.int8 import Int8Params, Linear8bitLt, dequantize_int8
-from memest.models_meta.quantization import Linear4bit, Params4bit, dequantize_4bit
+from memest.models_meta.quantized.int8 import Int8Params, Linear8bitLt, dequantize_int8
+from memest.models_meta.quantized.nf4 import Linear4bit, Params4bit, dequantize_4bit
 
 
 def _autocast_is_on() -> bool:

@@ -17,11 +17,11 @@ from memest.errors import PlanError, UnsupportedError
 from memest.models_meta.batch import num_image_tokens
 from memest.models_meta.build import build_model, freeze, num_positions
 from memest.models_meta.flash_attention import mark_quantized
-from memest.models_meta.quantization import prepare_for_kbit_training
+from memest.models_meta.quantized.nf4 import prepare_for_kbit_training
 from memest.models_meta.registry import ModelConfig
 from memest.models_meta.tying import set_tied_embeddings
 from memest.plan import TrainingPlan
-from memest.plan_values import ALL_LINEAR
+from memest.plan.values import ALL_LINEAR
 
 DEFAULT_SEQ_LEN = {"image-text": 25, "text": 512, "audio": 128, "image": 1}
 """Tokens per sample where the plan names none. Image-text: captions of the lab's data set, whose

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from memest.errors import PlanError, UnsupportedError
-from memest.plan_values import FLASH_ATTENTION_2
+from memest.plan.values import FLASH_ATTENTION_2
 
 MAX_HEAD_WIDTH = 256
 INSTEAD = "use `sdpa`, whose flash and cuDNN kernels keep no attention matrix either"

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from memest.models_meta.int8 import THRESHOLD
-from memest.models_meta.quantization import layers_to_quantize
+from memest.models_meta.quantized.int8 import THRESHOLD
+from memest.models_meta.quantized.nf4 import layers_to_quantize
 
 
 def quantize_for_real(

@@ -15,7 +15,7 @@ from typing import Any
 
 from memest.errors import MemestError, PlanError
 from memest.plan import TrainingPlan
-from memest.plan_values import FLASH_ATTENTION_2
+from memest.plan.values import FLASH_ATTENTION_2
 from memest.report import Measurement, Outcome
 from memest.units import format_gib
 from memest.validate import results as results_file

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from memest import Prediction, TrainingPlan, predict
-from memest.render import render_html_table, render_suite, render_text
+from memest.render.text import render_html_table, render_suite, render_text
 from memest.report import Outcome
 
 Golden = Callable[[str, str], None]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from memest.errors import MemestError
 from memest.plan import TrainingPlan
-from memest.plan_values import (
+from memest.plan.values import (
     ATTENTIONS,
     IGNORED_KEYS,
     OPTIMIZERS,

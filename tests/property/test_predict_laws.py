@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from memest import Prediction, TrainingPlan, predict
 from memest.errors import MemestError
-from memest.plan_values import OPTIMIZERS, PRECISIONS
+from memest.plan.values import OPTIMIZERS, PRECISIONS
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,14 +16,29 @@ MODULES = sorted(set(PACKAGE.rglob("*.py")) - {PACKAGE / "__init__.py"})
 """All but the front door, which imports what it offers."""
 
 FLOORS = [
-    {"errors", "units", "plan", "plan_checks", "plan_files", "plan_values", "report"},
+    {"errors", "units"},
+    {"plan"},
+    {"report"},
     {"models_meta"},
     {"estimator"},
-    {"validate"},
-    {"plots", "render", "render_advice", "render_compare", "render_sweep", "html_report"},
-    {"cli", "cli_advise", "cli_chart", "cli_scaling", "cli_sweep", "__main__"},
+    {"run", "validate"},
+    {"plots", "render"},
+    {"cli", "__main__"},
 ]
 """The rooms of the package, lowest first."""
+
+ESTIMATOR_FLOORS = [
+    {"hardware"},
+    {"allocator"},
+    {"kernels"},
+    {"device"},
+    {"optimizers"},
+    {"trace"},
+    {"parallel"},
+    {"closed_form", "predict", "summary", "traced_plan"},
+    {"search"},
+]
+"""The rooms within the estimator, lowest first."""
 
 ALLOWED = {
     ("report", "render"),  # `print(prediction)` writes the text report; imported when it is printed
@@ -32,17 +47,23 @@ ALLOWED = {
 HEAVY = ("torch", "transformers", "matplotlib", "peft", "accelerate", "lightning", "numpy")
 
 
-def room_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def parts_of(path: Path) -> list[str]:
+    """`memest/estimator/trace/step.py` -> estimator, trace, step."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return [part for part in parts if part != "__init__"]
 
 
-def floor_of(room: str) -> int:
-    return next(index for index, rooms in enumerate(FLOORS) if room in rooms)
+def floors_of(parts: list[str]) -> tuple[int, int | None]:
+    """The floor of a module, and within the estimator its floor there."""
+    outer = next(index for index, rooms in enumerate(FLOORS) if parts[0] in rooms)
+    if parts[0] != "estimator" or len(parts) == 1:
+        return outer, None
+    return outer, next(i for i, rooms in enumerate(ESTIMATOR_FLOORS) if parts[1] in rooms)
 
 
-def imported_rooms(source: str) -> Iterator[str]:
-    """The rooms of memest that a module imports anywhere, functions and type checking included."""
-    for node in ast.walk(ast.parse(source)):
+def imported_parts(nodes: Iterable[ast.AST]) -> Iterator[list[str]]:
+    """The modules of memest, or names in them, that import statements ask for."""
+    for node in nodes:
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -51,29 +72,38 @@ def imported_rooms(source: str) -> Iterator[str]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         for name in names:
             parts = name.split(".")
-            if parts[0] == "memest" and len(parts) > 1:
-                yield parts[1]
+            if parts[0] == "memest":
+                yield parts[1:]
 
 
-def violations(room: str, source: str) -> list[str]:
-    return [
-        f"{room} imports {other}"
-        for other in imported_rooms(source)
-        if other in set().union(*FLOORS)
-        and floor_of(other) > floor_of(room)
-        and (room, other) not in ALLOWED
-    ]
+def violations(parts: list[str], source: str) -> list[str]:
+    """What a module imports from above, anywhere: functions and type checking included."""
+    found = []
+    outer, inner = floors_of(parts)
+    for other in imported_parts(ast.walk(ast.parse(source))):
+        if not other or other[0] not in set().union(*FLOORS):
+            continue  # a name of the front door
+        other_outer, other_inner = floors_of(other)
+        is_above = other_outer > outer
+        if other_outer == outer and inner is not None and other_inner is not None:
+            is_above = other_inner > inner
+        if is_above and (parts[0], other[0]) not in ALLOWED:
+            found.append(f"{'.'.join(parts)} imports {'.'.join(other)}")
+    return found
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_no_room_imports_one_above_it(path: Path) -> None:
-    assert violations(room_of(path), path.read_text(encoding="utf-8")) == []
+    assert violations(parts_of(path), path.read_text(encoding="utf-8")) == []
 
 
 def test_every_module_has_a_floor() -> None:
-    rooms = {room_of(path) for path in MODULES}
+    parts = [parts_of(path) for path in MODULES]
 
-    assert rooms <= set().union(*FLOORS)
+    assert {p[0] for p in parts} <= set().union(*FLOORS)
+    assert {p[1] for p in parts if p[0] == "estimator" and len(p) > 1} <= set().union(
+        *ESTIMATOR_FLOORS
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,7 +117,75 @@ def test_every_module_has_a_floor() -> None:
     ],
 )
 def test_the_check_of_directions_can_fail(source: str) -> None:
-    assert len(violations("models_meta", source)) == 1
+    assert len(violations(["models_meta", "build"], source)) == 1
+
+
+def test_the_check_of_directions_can_fail_within_the_estimator() -> None:
+    above = "from memest.estimator.predict import predict"
+
+    assert len(violations(["estimator", "trace", "replay"], above)) == 1
+    assert violations(["estimator", "search", "suite"], above) == []
+    assert len(violations(["estimator", "kernels", "cub"], "import memest.estimator.trace")) == 1
+
+
+def run_at_import(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """The statements that run when a file is imported: no functions, nothing for type checking."""
+    for node in body:
+        yield node
+        is_typing = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        yield from run_at_import(node.orelse if is_typing else ast.iter_child_nodes(node))
+
+
+def imports_among(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Of each module the modules that it imports when it is imported itself."""
+    found: dict[str, set[str]] = {}
+    for name, source in sources.items():
+        wanted = imported_parts(run_at_import(ast.parse(source).body))
+        whole = [".".join(["memest", *parts]) for parts in wanted]
+        found[name] = {n if n in sources else n.rpartition(".")[0] for n in whole} & set(sources)
+    return found
+
+
+def circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """The paths that come back to where they began; empty where there are none."""
+    found: list[list[str]] = []
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> None:
+        if name in path:
+            found.append([*path[path.index(name) :], name])
+        elif name not in done:
+            for other in sorted(imports[name]):
+                visit(other, [*path, name])
+            done.add(name)
+
+    for name in sorted(imports):
+        visit(name, [])
+    return found
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    sources = {
+        ".".join(["memest", *parts_of(path)]): path.read_text(encoding="utf-8")
+        for path in PACKAGE.rglob("*.py")
+    }
+
+    assert circles(imports_among(sources)) == []
+
+
+def test_the_check_of_circles_can_fail() -> None:
+    sources = {
+        "memest.a": "from memest.b import f",
+        "memest.b": "try:\n    from memest import c\nexcept ImportError:\n    pass",
+        "memest.c": "import memest.a",
+    }
+    circle = ["memest.a", "memest.b", "memest.c", "memest.a"]
+
+    assert circles(imports_among(sources)) == [circle]
+    late = "def f():\n    import memest.a\nif TYPE_CHECKING:\n    import memest.a"
+    assert circles(imports_among(sources | {"memest.c": late})) == []
 
 
 def loaded_by(code: str) -> set[str]:
@@ -107,7 +205,8 @@ RUN_CLI = "from memest.cli import main\ntry:\n    main({args})\nexcept SystemExi
     [
         "import memest",
         "import memest; memest.TrainingPlan(model_name='gpt2')",
-        "import memest.report, memest.render, memest.plan_files, memest.estimator.hardware.gpus",
+        "import memest.report, memest.render.text, memest.plan.files\n"
+        "import memest.estimator.hardware.gpus",
         RUN_CLI.format(args=["--help"]),
         RUN_CLI.format(args=["predict", "--help"]),
         RUN_CLI.format(args=["models"]),

@@ -15,7 +15,7 @@ from memest.estimator.device.dispatch import Recorder
 from memest.estimator.device.storages import MemKind, StorageTable
 from memest.estimator.hardware.gpus import find_gpu
 from memest.models_meta.adapters import LoraLinear4bit, apply_lora, linear_names
-from memest.models_meta.quantization import quantize_nf4
+from memest.models_meta.quantized.nf4 import quantize_nf4
 from memest.units import MIB
 
 

@@ -23,7 +23,7 @@ from memest.estimator.search.advise import Advice, advise
 from memest.estimator.search.changes import Change, Cost, apply, levers_for
 from memest.estimator.search.commands import ModelFacts, predict_command, training_lines
 from memest.plan import TrainingPlan
-from memest.render_advice import render_advice
+from memest.render.advice import render_advice
 from memest.report import Outcome, Prediction
 from memest.units import GIB, MIB
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from memest.errors import PlanError, UnsupportedError
-from memest.models_meta.batch import IGNORE_INDEX, Batch, make_batch
+from memest.models_meta.batch import Batch, make_batch
+from memest.models_meta.batch.inputs import IGNORE_INDEX
 from memest.models_meta.build import build_model
 from memest.models_meta.registry import parse_config, resolve_config
 

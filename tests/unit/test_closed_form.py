@@ -8,7 +8,7 @@ import pytest
 
 from memest.estimator.predict import predict
 from memest.plan import TrainingPlan
-from memest.render import render_text
+from memest.render.text import render_text
 from memest.report import ClosedForm, Prediction
 
 # s tokens, b samples, h width, a heads

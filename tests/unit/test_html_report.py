@@ -11,7 +11,7 @@ import pytest
 
 from memest import TrainingPlan, predict
 from memest.estimator.predict import record_plan
-from memest.html_report import PredictionTable, render_page
+from memest.render.html import PredictionTable, render_page
 from memest.report import Prediction
 
 VOID = {"meta", "img", "source", "br"}

@@ -13,8 +13,13 @@ from memest.estimator.device.dispatch import Recorder
 from memest.estimator.device.storages import StorageTable
 from memest.estimator.hardware.gpus import find_gpu
 from memest.models_meta.adapters import LoraLinear8bit, apply_lora
-from memest.models_meta.int8 import Int8Params, Linear8bitLt, dequantize_int8, quantize_int8
-from memest.models_meta.quantization import prepare_for_kbit_training, quant_state_tensors
+from memest.models_meta.quantized.int8 import (
+    Int8Params,
+    Linear8bitLt,
+    dequantize_int8,
+    quantize_int8,
+)
+from memest.models_meta.quantized.nf4 import prepare_for_kbit_training, quant_state_tensors
 from memest.plan import TrainingPlan
 
 # Shapes: M = B * T rows of the input, N out_features, K in_features.

@@ -12,7 +12,7 @@ from torch import nn
 from memest.errors import PlanError
 from memest.estimator.predict import predict
 from memest.models_meta.adapters import LoraLinear4bit, apply_lora
-from memest.models_meta.quantization import quantize_nf4
+from memest.models_meta.quantized.nf4 import quantize_nf4
 from memest.plan import TrainingPlan
 from memest.report import Prediction
 

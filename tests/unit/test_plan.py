@@ -12,7 +12,7 @@ import pytest
 
 from memest.errors import MemestError, PlanError
 from memest.plan import TrainingPlan
-from memest.plan_values import ATTENTIONS, IGNORED_KEYS, OPTIMIZERS, PRECISIONS, STRATEGIES
+from memest.plan.values import ATTENTIONS, IGNORED_KEYS, OPTIMIZERS, PRECISIONS, STRATEGIES
 
 
 def plan(**values: Any) -> TrainingPlan:

@@ -16,8 +16,8 @@ from memest.errors import PlanError
 from memest.estimator.device.dispatch import Recorder
 from memest.estimator.device.storages import StorageTable
 from memest.estimator.hardware.gpus import find_gpu
-from memest.models_meta.quantization import (
-    FusedGemmRule,
+from memest.models_meta.quantized.fused_gemm import FusedGemmRule
+from memest.models_meta.quantized.nf4 import (
     Linear4bit,
     Params4bit,
     modules_to_skip,

@@ -37,7 +37,7 @@ from memest.models_meta.assemble import (
     trained_parameters,
 )
 from memest.models_meta.batch import Batch, make_batch
-from memest.models_meta.quantization import quant_state_tensors
+from memest.models_meta.quantized.nf4 import quant_state_tensors
 from memest.models_meta.registry import resolve_config
 from memest.plan import TrainingPlan
 from memest.report import Term

@@ -32,7 +32,7 @@ from memest.estimator.trace.program import Program
 from memest.estimator.trace.replay import Replayed, replay
 from memest.estimator.trace.traced import TracedPlan
 from memest.models_meta.assemble import sequence_length
-from memest.models_meta.batch import MAX_TOKENS
+from memest.models_meta.batch.make import MAX_TOKENS
 from memest.models_meta.registry import resolve_config
 from memest.plan import TrainingPlan
 from memest.report import Verdict

@@ -10,7 +10,7 @@ from typing import Any
 from memest.errors import MemestError, PlanError, closest
 from memest.estimator.search.suite import predict_each
 from memest.plan import TrainingPlan
-from memest.plan_values import STRATEGIES
+from memest.plan.values import STRATEGIES
 from memest.report import Prediction
 
 DEVICES = (1, 2, 4, 8, 16, 32, 64)

@@ -39,7 +39,7 @@ from memest.models_meta.assemble import (
 from memest.models_meta.batch import Batch, make_batch
 from memest.models_meta.flash_attention import stand_in
 from memest.models_meta.geometry import layer_geometry
-from memest.models_meta.quantization import quant_state_tensors
+from memest.models_meta.quantized.nf4 import quant_state_tensors
 from memest.models_meta.registry import quiet_transformers, resolve_config
 from memest.plan import TrainingPlan
 

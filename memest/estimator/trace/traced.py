@@ -20,11 +20,12 @@ from memest.models_meta.assemble import (
 )
 from memest.models_meta.batch import Batch
 from memest.models_meta.geometry import LayerGeometry
-from memest.models_meta.int8 import ASSUMPTION, quantize_int8
-from memest.models_meta.quantization import FusedGemmRule, quantize_nf4
+from memest.models_meta.quantized.fused_gemm import FusedGemmRule
+from memest.models_meta.quantized.int8 import ASSUMPTION, quantize_int8
+from memest.models_meta.quantized.nf4 import quantize_nf4
 from memest.models_meta.registry import ModelConfig
 from memest.plan import TrainingPlan
-from memest.plan_values import FLASH_ATTENTION_2
+from memest.plan.values import FLASH_ATTENTION_2
 from memest.report import Term
 
 

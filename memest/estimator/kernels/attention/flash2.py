@@ -31,7 +31,7 @@ from memest.estimator.kernels.scratch import (
     temporaries,
 )
 from memest.models_meta.flash_attention import BACKWARD, FORWARD
-from memest.plan_values import FLASH_ATTENTION_2
+from memest.plan.values import FLASH_ATTENTION_2
 
 _FLOAT_BYTES = 4
 _BLOCK = 128

@@ -21,7 +21,7 @@ from memest.estimator.device.storages import Site, StorageTable
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.kernels.attention import choice
 from memest.estimator.kernels.cublas import MATMULS
-from memest.models_meta.quantization import FusedGemmRule
+from memest.models_meta.quantized.fused_gemm import FusedGemmRule
 
 aten = torch.ops.aten
 

@@ -54,7 +54,7 @@ from memest.estimator.trace.family.call_log import (
 from memest.estimator.trace.one_gpu import trace_with
 from memest.estimator.trace.program import MicroBatch, Program
 from memest.estimator.trace.traced import TracedPlan
-from memest.models_meta.quantization import FusedGemmRule
+from memest.models_meta.quantized.fused_gemm import FusedGemmRule
 from memest.plan import TrainingPlan
 
 MASKED_SCATTER_BACKWARD = torch.ops.aten.masked_scatter_backward.default

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memest.cli import _plan_options
-from memest.cli_chart import _chart_options, _formats, _given, _make_folder, _save, chart
+from memest.cli.chart import chart, chart_options, given_only, make_folder, parse_wanted, save_chart
+from memest.cli.options import plan_options
 from memest.errors import PlanError
-from memest.plan_files import read_config
+from memest.plan.files import read_config
 
 if TYPE_CHECKING:
     from memest.estimator.search.scaling import ScalingLine
@@ -28,7 +28,7 @@ def _options_of_one_gpu(command: Callable[..., Any]) -> Callable[..., Any]:
     def taken(values: Any) -> None:
         """Stands for a command, to see which options a plan has."""
 
-    _plan_options(taken)
+    plan_options(taken)
     options = [o for o in vars(taken)["__click_params__"] if o.name not in varied]
     vars(command).setdefault("__click_params__", []).extend(options)
     return command
@@ -47,7 +47,7 @@ def _options_of_one_gpu(command: Callable[..., Any]) -> Callable[..., Any]:
     "--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it."
 )
 @click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
-@_chart_options
+@chart_options
 @_options_of_one_gpu
 def scaling(
     devices: str,
@@ -70,7 +70,7 @@ def scaling(
     memest chart scaling --model blip2-opt-6.7b --bs 16 --strategies ddp,fsdp --devices 1,4,16
     memest chart scaling --model gpt2 --strategies deepspeed_stage_3_offload,fsdp --gpu rtx-4090
     """
-    wanted, given = _formats(formats), _given(flags)
+    wanted, given = parse_wanted(formats), given_only(flags)
     values = _values(config, given)
     from memest.estimator.search.scaling import scale
     from memest.estimator.search.sweep import parse_values
@@ -83,7 +83,7 @@ def scaling(
             f"`--bars {chosen}` is not among the strategies",
             hint=f"name one of {', '.join(f'`{name}`' for name in names)}",
         )
-    _make_folder(out)
+    make_folder(out)
     lines = scale(values, strategies=names, devices=numbers, jobs=jobs)
     for line in lines:
         for note in line.notes:
@@ -109,8 +109,8 @@ def _draw(
     from memest.plots import plot_scaling, plot_scaling_bars
 
     rows = [row for line in lines for row in line.to_dicts()]
-    _save(plot_scaling(lines, dark=dark), out / "scaling", formats, title, rows)
+    save_chart(plot_scaling(lines, dark=dark), out / "scaling", formats, title, rows)
     line = next(line for line in lines if line.strategy == chosen)
     if line.reports:
         figure = plot_scaling_bars(line, dark=dark)
-        _save(figure, out / f"scaling-{chosen}", formats, title, line.to_dicts())
+        save_chart(figure, out / f"scaling-{chosen}", formats, title, line.to_dicts())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from memest.render import table
+from memest.render.text import table
 from memest.units import MIB, format_gib
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 
 from memest.estimator.search.largest import Largest
 from memest.estimator.search.techniques import TechniqueRow
-from memest.render import table
+from memest.render.text import table
 from memest.units import GIB, format_gib
 
 _NOUNS = {"batch_size": "batch size", "seq_len": "sequence length"}

@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memest.cli import OOM_EXIT_CODE, _check_writable, _plan_options, _plans, _write, main
+from memest.cli.files import check_writable, read_plans, write_text
+from memest.cli.group import OOM_EXIT_CODE, main
+from memest.cli.options import plan_options
 from memest.errors import PlanError
-from memest.plan_files import read_config
+from memest.plan.files import read_config
 
 if TYPE_CHECKING:
     from memest.estimator.search.sweep import Grid
 
 
 @main.command("max-batch")
-@_plan_options
+@plan_options
 @click.option(
     "--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it."
 )
@@ -57,12 +59,12 @@ def max_batch(
             f"`{key}` is given, and is what is looked for",
             hint="leave `--seq-len` out" if max_seq_len else "leave `--bs` out",
         )
-    plan = _plans(config, None, given)[0]
+    plan = read_plans(config, None, given)[0]
     if output is not None:
-        _check_writable(output)
+        check_writable(output)
     from memest.estimator.predict import judged_gpus
     from memest.models_meta.registry import check_name
-    from memest.render_sweep import json_lines, render_largest, render_techniques
+    from memest.render.sweep import json_lines, render_largest, render_techniques
 
     gpus = judged_gpus(plan)
     check_name(plan.model_name)
@@ -83,7 +85,7 @@ def max_batch(
     if output is None:
         click.echo(text)
     else:
-        _write(output, text + "\n")
+        write_text(output, text + "\n")
     return OOM_EXIT_CODE if check and nothing_fits else 0
 
 
@@ -178,9 +180,9 @@ def sweep(
     """
     as_json = _wants_json(output, as_json)
     if output is not None:
-        _check_writable(output)
+        check_writable(output)
     from memest.estimator.search.sweep import sweep_grid
-    from memest.render_sweep import json_lines, to_csv
+    from memest.render.sweep import json_lines, to_csv
 
     points = grid_points(**flags)
     rows = sweep_grid(points, jobs=jobs, trust_remote_code=trust_remote_code)
@@ -188,7 +190,7 @@ def sweep(
     if output is None:
         click.echo(text)
     else:
-        _write(output, text + "\n")
+        write_text(output, text + "\n")
     return OOM_EXIT_CODE if check and not any(row["verdict"] == "fits" for row in rows) else 0
 
 

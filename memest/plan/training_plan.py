@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from memest.errors import PlanError, shown
-from memest.plan_checks import check, suggest
-from memest.plan_values import IGNORED_KEYS, PRECISION_ALIASES
+from memest.plan.checks import check, suggest
+from memest.plan.values import IGNORED_KEYS, PRECISION_ALIASES
 from memest.units import parse_bytes
 
 

@@ -1,4 +1,4 @@
-"""The charts on the command line, and the files that `predict` writes beside its report."""
+"""`memest chart`: the charts on the command line, each with its data beside it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memest.cli import _plan_options, _plans, _write, main
-from memest.cli_sweep import grid_options, grid_points
+from memest.cli.files import read_plans, write_text
+from memest.cli.group import main
+from memest.cli.options import plan_options
+from memest.cli.sweep import grid_options, grid_points
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.plan import TrainingPlan
-from memest.plan_files import read_suite
+from memest.plan.files import read_suite
 
 if TYPE_CHECKING:
     from memest.estimator.trace.recording import Timeline
@@ -37,7 +39,8 @@ _CHART_OPTIONS = [
 ]  # fmt: skip
 
 
-def _chart_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def chart_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of every chart."""
     for option in reversed(_CHART_OPTIONS):
         command = option(command)
     return command
@@ -54,7 +57,7 @@ def chart() -> None:
 )
 @click.option("--gpu", multiple=True, help="Card to draw a line for; the first decides the bars.")
 @click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
-@_chart_options
+@chart_options
 def lab(
     suite: str,
     gpu: tuple[str, ...],
@@ -74,12 +77,12 @@ def lab(
     from memest.plots import card_label
     from memest.validate.suite_files import find_suite
 
-    wanted = _formats(formats)
+    wanted = parse_wanted(formats)
     path = find_suite(suite)
     cards = list(gpu) or _lab_cards(path.stem)
     limits = {card_label(name): find_gpu(name).limit_bytes for name in cards}
     plans = read_suite(path, {"gpu": cards})
-    _make_folder(out)
+    make_folder(out)
     from memest.estimator.search.suite import apart, predict_each
     from memest.plots import plot_ladder
 
@@ -90,7 +93,7 @@ def lab(
         raise PlanError(f"`{suite}` has no plan that can be drawn", hint="name another suite")
     reports = [report for _, report in predicted]
     figure = plot_ladder(reports, limits=limits, dark=dark)
-    _save(figure, out / path.stem, wanted, title, [report.to_dict() for report in reports])
+    save_chart(figure, out / path.stem, wanted, title, [report.to_dict() for report in reports])
 
 
 def _lab_cards(suite: str) -> list[str]:
@@ -100,12 +103,12 @@ def _lab_cards(suite: str) -> list[str]:
 
 
 @chart.command()
-@_plan_options
+@plan_options
 @click.option(
     "--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it."
 )
 @click.option("--suite", type=click.Path(path_type=Path), help="A chart for each of many plans.")
-@_chart_options
+@chart_options
 def phases(
     config: Path | None,
     suite: Path | None,
@@ -120,25 +123,25 @@ def phases(
     \b
     memest chart phases --model blip2-opt-2.7b --bs 16 --precision 32-true --gpu a100-80gb
     """
-    wanted = _formats(formats)
-    plans = _plans(config, suite, _given(flags))
-    _make_folder(out)
+    wanted = parse_wanted(formats)
+    plans = read_plans(config, suite, given_only(flags))
+    make_folder(out)
     from memest.estimator.search.suite import predict_all
     from memest.plots import plot_phases
 
     for stem, report in zip(_stems("phases", plans), predict_all(plans), strict=True):
         figure = plot_phases(report, None, gpu_limit_bytes=_limit_bytes(report), dark=dark)
-        _save(figure, out / stem, wanted, title, [report.to_dict()])
+        save_chart(figure, out / stem, wanted, title, [report.to_dict()])
 
 
 @chart.command()
-@_plan_options
+@plan_options
 @click.option(
     "--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it."
 )
 @click.option("--suite", type=click.Path(path_type=Path), help="A chart for each of many plans.")
 @click.option("--step", type=click.IntRange(0), help="Of the run; by default that of the peak.")
-@_chart_options
+@chart_options
 def timeline(
     config: Path | None,
     suite: Path | None,
@@ -154,15 +157,15 @@ def timeline(
     \b
     memest chart timeline --model blip2-opt-2.7b --bs 16 --precision 32-true --gpu a100-80gb
     """
-    wanted = _formats(formats)
-    plans = _plans(config, suite, _given(flags))
+    wanted = parse_wanted(formats)
+    plans = read_plans(config, suite, given_only(flags))
     for plan in plans:
         if step is not None and step >= plan.steps:
             raise PlanError(
                 f"`--step {step}` is not among the {plan.steps} of `{plan.label}`",
                 hint="the first is 0; `--steps` simulates more",
             )
-    _make_folder(out)
+    make_folder(out)
     from memest.estimator.predict import record_plan
     from memest.estimator.trace.recording import timeline as timeline_of
     from memest.plots import plot_timeline
@@ -177,7 +180,7 @@ def timeline(
             gpu_limit_bytes=recording.limit_bytes,
             dark=dark,
         )
-        _save(figure, out / stem, wanted, title, _points(line))
+        save_chart(figure, out / stem, wanted, title, _points(line))
 
 
 @chart.command()
@@ -186,7 +189,7 @@ def timeline(
 @click.option("--seq-len", type=int, help="Tokens per sample, padding included.")
 @click.option("--image-size", type=int, help="Pixels per side.")
 @click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
-@_chart_options
+@chart_options
 def batches(
     models: tuple[str, ...],
     gpu: str,
@@ -202,9 +205,9 @@ def batches(
     \b
     memest chart batches --model blip2-opt-2.7b --model blip2-flan-t5-xl --gpu a100-80gb
     """
-    wanted, card = _formats(formats), find_gpu(gpu)
-    plans = [TrainingPlan.from_dict({"model_name": m, **_given(flags)}) for m in models]
-    _make_folder(out)
+    wanted, card = parse_wanted(formats), find_gpu(gpu)
+    plans = [TrainingPlan.from_dict({"model_name": m, **given_only(flags)}) for m in models]
+    make_folder(out)
     from memest.estimator.search.techniques import largest_of_all
     from memest.plots import plot_largest_batch
 
@@ -217,14 +220,14 @@ def batches(
             cells[plan.label] = None if found is None else found.value or 0
             data.append({"model_name": plan.model_name, **row.to_dict()})
     figure = plot_largest_batch(table, gpu=gpu, dark=dark)
-    _save(figure, out / "batches", wanted, title, data)
+    save_chart(figure, out / "batches", wanted, title, data)
 
 
 @chart.command("sweep")
 @click.argument("file", required=False, type=click.Path(path_type=Path))
 @grid_options
 @click.option("--across", default="", metavar="KEY", help="Columns; by default the longest key.")
-@_chart_options
+@chart_options
 def sweep_chart(
     file: Path | None,
     across: str,
@@ -242,7 +245,7 @@ def sweep_chart(
     memest chart sweep --model gpt2 --bs 1:64 --precision 32-true,bf16-true --gpu rtx-4090
     memest chart sweep sweep.csv --across batch_size
     """
-    wanted = _formats(formats)
+    wanted = parse_wanted(formats)
     from memest.estimator.search.sweep import sweep_grid
     from memest.estimator.search.sweep_table import fits_table, read_rows
 
@@ -253,19 +256,19 @@ def sweep_chart(
         )
     points = grid_points(**flags) if file is None else []
     rows = [] if file is None else read_rows(file)
-    _make_folder(out)
+    make_folder(out)
     rows = rows or sweep_grid(points, jobs=jobs, trust_remote_code=trust_remote_code)
     from memest.plots.heatmap import plot_fits
 
     table = fits_table(rows, across)
     figure = plot_fits(table.verdicts, across=table.across, gpu=", ".join(table.gpus), dark=dark)
-    _save(figure, out / "sweep", wanted, title, rows)
+    save_chart(figure, out / "sweep", wanted, title, rows)
 
 
 @chart.command("validate")
 @click.argument("results", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
-@_chart_options
+@chart_options
 def validate_chart(
     results: tuple[Path, ...], jobs: int | None, out: Path, formats: str, dark: bool, title: str
 ) -> None:
@@ -276,7 +279,7 @@ def validate_chart(
     """
     from memest.report import read_measurements
 
-    wanted = _formats(formats)
+    wanted = parse_wanted(formats)
     found = [m for path in results for m in read_measurements(path)]
     from memest.validate.compare import comparable, plan_of
 
@@ -284,28 +287,30 @@ def validate_chart(
     for line in left_out:
         click.echo(f"not compared: {line}", err=True)
     plans = [plan_of(m) for m in measured]
-    _make_folder(out)
+    make_folder(out)
     from memest.estimator.search.suite import predict_all
     from memest.plots import plot_scatter
 
     pairs = list(zip(predict_all(plans, jobs=jobs), measured, strict=True))
     figure = plot_scatter(pairs, dark=dark)
     data = [report.to_dict() for pair in pairs for report in pair]
-    _save(figure, out / "validate", wanted, title, data)
+    save_chart(figure, out / "validate", wanted, title, data)
 
 
-def _formats(text: str) -> list[str]:
+def parse_wanted(text: str) -> list[str]:
     """The formats asked for, refused before anything is computed."""
     from memest.plots import parse_formats
 
     return parse_formats(text)
 
 
-def _given(flags: dict[str, Any]) -> dict[str, Any]:
+def given_only(flags: dict[str, Any]) -> dict[str, Any]:
+    """The flags that say something."""
     return {k: v for k, v in flags.items() if v is not None and v != ()}
 
 
-def _make_folder(folder: Path) -> None:
+def make_folder(folder: Path) -> None:
+    """The folder of the pictures, made if it is not there and can be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -347,7 +352,7 @@ def _points(line: Timeline) -> list[dict[str, Any]]:
     ]
 
 
-def _save(
+def save_chart(
     figure: Any, path: Path, formats: Sequence[str], title: str, data: Sequence[dict[str, Any]]
 ) -> None:
     """The pictures, then their data as JSON Lines; says what was written."""
@@ -356,38 +361,5 @@ def _save(
     for written in save(retitle(figure, title), path, formats):
         click.echo(written)
     data_file = path.with_name(f"{path.name}.jsonl")
-    _write(data_file, "".join(json.dumps(row) + "\n" for row in data))
+    write_text(data_file, "".join(json.dumps(row) + "\n" for row in data))
     click.echo(data_file)
-
-
-def write_files(
-    plans: Sequence[TrainingPlan],
-    reports: Sequence[Prediction],
-    *,
-    html: Path | None,
-    snapshot: Path | None,
-    chrome_trace: Path | None,
-) -> None:
-    """What `predict` writes beside its report: a page, PyTorch's snapshot, Chrome's trace."""
-    if not (html or snapshot or chrome_trace):
-        return
-    recording = None
-    if len(plans) == 1:
-        from memest.estimator.predict import record_plan
-
-        try:
-            recording = record_plan(plans[0])
-        except PlanError:  # too long a run: a page does without its timeline
-            if snapshot or chrome_trace:
-                raise
-    if html is not None:
-        from memest.html_report import render_page
-
-        _write(html, render_page(reports, recording=recording))
-    if recording is not None:
-        from memest.estimator.trace.snapshot import write_chrome_trace, write_snapshot
-
-        if snapshot is not None:
-            write_snapshot(recording, snapshot)
-        if chrome_trace is not None:
-            write_chrome_trace(recording, chrome_trace)

@@ -8,12 +8,14 @@ from typing import Any
 
 import click
 
-from memest.cli import OOM_EXIT_CODE, _check_writable, _plan_options, _plans, _write, main
+from memest.cli.files import check_writable, read_plans, write_text
+from memest.cli.group import OOM_EXIT_CODE, main
+from memest.cli.options import plan_options
 from memest.errors import PlanError
 
 
 @main.command()
-@_plan_options
+@plan_options
 @click.option(
     "--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it."
 )
@@ -42,7 +44,7 @@ def advise(
     memest advise --config lab.yaml --gpu rtx-4090 --json
     """
     given = {k: v for k, v in flags.items() if v is not None and v != ()}
-    plan = _plans(config, None, given)[0]
+    plan = read_plans(config, None, given)[0]
     if len(plan.gpu) + (plan.gpu_memory is not None) != 1:
         raise PlanError(
             "advice is for one GPU" + (f", not {len(plan.gpu)}" if plan.gpu else ""),
@@ -54,9 +56,9 @@ def advise(
     gpu = custom_gpu(plan.gpu_memory) if plan.gpu_memory is not None else find_gpu(plan.gpu[0])
     check_name(plan.model_name)
     if output is not None:
-        _check_writable(output)
+        check_writable(output)
     from memest.estimator.search.advise import advise as find_advice
-    from memest.render_advice import render_advice
+    from memest.render.advice import render_advice
 
     advice = find_advice(
         plan, gpu, max_predictions=max_predictions, trust_remote_code=trust_remote_code
@@ -65,5 +67,5 @@ def advise(
     if output is None:
         click.echo(text)
     else:
-        _write(output, text + "\n")
+        write_text(output, text + "\n")
     return OOM_EXIT_CODE if check and not (advice.fits or advice.options) else 0

@@ -88,7 +88,7 @@ class PredictionTable(list[Prediction]):
     """
 
     def __str__(self) -> str:
-        from memest.render import render_suite
+        from memest.render.text import render_suite
 
         return render_suite(self)
 

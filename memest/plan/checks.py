@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from memest.errors import PlanError, closest, shown
-from memest.plan_values import (
+from memest.plan.values import (
     ALL_LINEAR,
     ATTENTIONS,
     FLASH_ATTENTION_2,
@@ -19,7 +19,7 @@ from memest.plan_values import (
 )
 
 if TYPE_CHECKING:
-    from memest.plan import TrainingPlan
+    from memest.plan.training_plan import TrainingPlan
 
 _WITH_MOMENTUM = ("sgd", "sgd_fused", "sgd_single", "rmsprop", "rmsprop_single")
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memest.models_meta.quantization import QuantisedLinear, layers_to_quantize
+from memest.models_meta.quantized.nf4 import QuantisedLinear, layers_to_quantize
 
 THRESHOLD = 6.0
 """`llm_int8_threshold`, the default of transformers' `BitsAndBytesConfig`."""

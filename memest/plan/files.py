@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from memest.errors import PlanError
-from memest.plan import TrainingPlan
+from memest.plan.training_plan import TrainingPlan
 
 MAX_FILE_BYTES = 4 << 20
 """No config is larger; a file beyond it is something else."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memest.render import table
+from memest.render.text import table
 from memest.units import format_gib
 
 if TYPE_CHECKING:

@@ -1,0 +1,12 @@
+"""The command line: parse, one library call, render. torch is imported only when a prediction is
+made.
+
+`group` is the command; each other file adds its own commands to it when it is imported here.
+"""
+
+from __future__ import annotations
+
+from memest.cli import advise, chart, compare, lists, predict, scaling, sweep, validate  # noqa: F401
+from memest.cli.group import main
+
+__all__ = ["main"]

@@ -1,0 +1,44 @@
+"""What commands read plans from, and write their answers to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from memest.errors import PlanError
+from memest.plan import TrainingPlan
+from memest.plan.files import read_config, read_suite
+
+
+def read_plans(
+    config: Path | None, suite: Path | None, given: dict[str, Any]
+) -> list[TrainingPlan]:
+    """The plans that a command is about: of a file, of a suite, or of the flags alone."""
+    if config is not None and suite is not None:
+        raise PlanError("`--config` and `--suite` are given together", hint="choose one")
+    if suite is not None:
+        return read_suite(suite, given)
+    if config is not None:
+        return [read_config(config, given)]
+    return [TrainingPlan.from_dict(given)]
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a path that cannot be written before anything is computed."""
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise PlanError(f"`{path}` cannot be written", hint="name a file in a folder that exists")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write beside and rename, so that nothing half-written is ever there."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise PlanError(
+            f"`{path}` cannot be written: {error.strerror}", hint="name another file"
+        ) from error

@@ -1,0 +1,59 @@
+"""The command itself: every expected error is two lines and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import click
+
+from memest import __version__
+from memest.errors import MemestError
+
+OOM_EXIT_CODE = 5
+"""Of `--check` when a plan does not fit; without it a verdict is a result, and the exit code 0."""
+
+
+class _Group(click.Group):
+    """Turns every expected error into two lines on stderr and its own exit code."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs["standalone_mode"] = False
+        kwargs.setdefault("prog_name", "memest")
+        try:
+            code = super().main(*args, **kwargs)
+        except MemestError as error:
+            fail(str(error), error.hint, error.exit_code)
+        except click.UsageError as error:
+            where = error.ctx.command_path if error.ctx else "memest"
+            fail(error.format_message(), f"`{where} --help` lists the options", error.exit_code)
+        except click.ClickException as error:
+            fail(error.format_message(), "", error.exit_code)
+        except click.Abort:
+            fail("interrupted", "", 130)
+        except BrokenPipeError:  # the reader of a pipe has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(0)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def fail(message: str, hint: str, code: int) -> None:
+    """Say what is wrong, and end with an exit code."""
+    tell(message, hint)
+    sys.exit(code)
+
+
+def tell(message: str, hint: str) -> None:
+    """An error and its hint, a line each, on stderr."""
+    click.echo(f"Error: {' '.join(message.split())}", err=True)
+    if hint:
+        click.echo(f"hint: {' '.join(hint.split())}", err=True)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="memest")
+def main() -> None:
+    """Predict the GPU memory of a fine-tune before a GPU is rented."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -1,0 +1,132 @@
+"""`memest predict`: parse, one library call, render, and the files beside the report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from memest.cli.files import check_writable, read_plans, write_text
+from memest.cli.group import OOM_EXIT_CODE, main, tell
+from memest.cli.options import plan_options
+from memest.errors import PlanError
+from memest.plan import TrainingPlan
+
+if TYPE_CHECKING:
+    from memest.report import Prediction
+
+
+@main.command()
+@plan_options
+@click.option(
+    "--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it."
+)
+@click.option("--suite", type=click.Path(path_type=Path), help="YAML or JSON of many plans.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per plan.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the report to a file.")
+@click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if a plan does not fit.")
+@click.option(
+    "--jobs", type=click.IntRange(1), help="Processes for a suite; by default one per core."
+)
+@click.option(
+    "--trust-remote-code", is_flag=True, help="Run model code that a config brings along."
+)
+@click.option("--html", type=click.Path(path_type=Path), help="Write a page with charts as well.")
+@click.option(
+    "--snapshot", type=click.Path(path_type=Path), help="Write the run as PyTorch's snapshot."
+)
+@click.option(
+    "--chrome-trace", type=click.Path(path_type=Path), help="Write the run for Perfetto, as JSON."
+)
+def predict(
+    config: Path | None,
+    suite: Path | None,
+    as_json: bool,
+    output: Path | None,
+    check: bool,
+    jobs: int | None,
+    trust_remote_code: bool,
+    html: Path | None,
+    snapshot: Path | None,
+    chrome_trace: Path | None,
+    **flags: Any,
+) -> int:
+    """Predict one plan, or a suite of them.
+
+    \b
+    memest predict --model blip2-flan-t5-xxl --optim adam_8bit --bs 2
+    memest predict --model llama-3.1-8b --lora --seq-len 2048 --gpu a100-80gb --gpu rtx-4090
+    memest predict --config lab.yaml --bs 8
+    memest predict --suite experiments.yaml --json
+    memest predict --model gpt2 --bs 8 --html report.html --snapshot step.pickle
+    """
+    given = {k: v for k, v in flags.items() if v is not None and v != ()}
+    plans = read_plans(config, suite, given)
+    for path in (output, html, snapshot, chrome_trace):
+        if path is not None:
+            check_writable(path)
+    if (snapshot or chrome_trace) and len(plans) > 1:
+        raise PlanError("a recording is of one plan", hint="leave `--suite` out")
+    from memest.estimator.search.suite import apart, named, predict_each
+    from memest.render.text import render_suite, render_text
+
+    found = predict_each(plans, jobs=jobs, trust_remote_code=trust_remote_code)
+    predicted, failed = apart(plans, found)
+    if suite is None and failed:
+        raise failed[0][1]
+    reports = [report for _, report in predicted]
+    write_files(
+        [plan for plan, _ in predicted],
+        reports,
+        html=html,
+        snapshot=snapshot,
+        chrome_trace=chrome_trace,
+    )
+    if as_json:
+        text = "\n".join(report.to_json() for report in reports)
+    else:
+        text = render_text(reports[0]) if suite is None else render_suite(reports)
+    if output is None:
+        click.echo(text)
+    else:
+        write_text(output, text + "\n")
+    for error in (named(*each) for each in failed):
+        tell(str(error), error.hint)
+    if failed:
+        return failed[0][1].exit_code
+    return OOM_EXIT_CODE if check and any(r.verdict == "oom" for r in reports) else 0
+
+
+def write_files(
+    plans: Sequence[TrainingPlan],
+    reports: Sequence[Prediction],
+    *,
+    html: Path | None,
+    snapshot: Path | None,
+    chrome_trace: Path | None,
+) -> None:
+    """What `predict` writes beside its report: a page, PyTorch's snapshot, Chrome's trace."""
+    if not (html or snapshot or chrome_trace):
+        return
+    recording = None
+    if len(plans) == 1:
+        from memest.estimator.predict import record_plan
+
+        try:
+            recording = record_plan(plans[0])
+        except PlanError:  # too long a run: a page does without its timeline
+            if snapshot or chrome_trace:
+                raise
+    if html is not None:
+        from memest.render.html import render_page
+
+        write_text(html, render_page(reports, recording=recording))
+    if recording is not None:
+        from memest.estimator.trace.snapshot import write_chrome_trace, write_snapshot
+
+        if snapshot is not None:
+            write_snapshot(recording, snapshot)
+        if chrome_trace is not None:
+            write_chrome_trace(recording, chrome_trace)

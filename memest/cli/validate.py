@@ -1,0 +1,137 @@
+"""`memest validate`: parse, one library call, and the live table."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from memest.cli.files import read_plans
+from memest.cli.group import main
+from memest.cli.options import plan_options
+from memest.errors import PlanError
+from memest.plan import TrainingPlan
+from memest.plan.files import read_suite
+from memest.units import GIB
+
+
+@main.command()
+@plan_options
+@click.option(
+    "--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it."
+)
+@click.option("--suite", help="lab-a100, lab-h100, or a YAML or JSON of many plans.")
+@click.option("--results", type=click.Path(path_type=Path), help="JSON Lines to append to.")
+@click.option("--resume", is_flag=True, help="Pass over what the results hold already.")
+@click.option(
+    "--timeout", type=click.FloatRange(1), default=600.0, help="Seconds for one experiment."
+)
+@click.option(
+    "--weights", type=click.Choice(["random", "pretrained"]), default="random", help="Of the model."
+)
+@click.option(
+    "--data", type=click.Path(path_type=Path), help="`datasets` folder with image and text columns."
+)
+@click.option(
+    "--snapshots", type=click.Path(path_type=Path), help="Folder for recordings of the allocator."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per experiment on stdout.")
+@click.option(
+    "--trust-remote-code", is_flag=True, help="Run model code that a config brings along."
+)
+def validate(
+    config: Path | None,
+    suite: str | None,
+    results: Path | None,
+    resume: bool,
+    timeout: float,
+    weights: str,
+    data: Path | None,
+    snapshots: Path | None,
+    as_json: bool,
+    trust_remote_code: bool,
+    **flags: Any,
+) -> int:
+    """Run plans for real on the GPU at hand, and write what they printed.
+
+    Without a plan it takes the suite of the GPU. The table goes to stderr, `--json` to stdout.
+
+    \b
+    memest validate
+    memest validate --suite lab-a100 --memory-limit 78.66GiB --resume
+    memest validate --model blip2-opt-2.7b --bs 16 --precision 32-true
+    """
+    given = {k: v for k, v in flags.items() if v is not None and v != ()}
+    for key in ("gpu", "gpu_memory"):
+        if key in given:
+            raise PlanError(
+                f"`--{key.replace('_', '-')}` does not apply: the GPU at hand is measured",
+                hint="cap it with `--memory-limit 78.66GiB`",
+            )
+    if suite is not None:
+        from memest.validate.suite_files import find_suite
+
+        find_suite(suite)
+    from memest.validate.runner import detect_device
+
+    device = detect_device()
+    rows, label = _validation_rows(config, suite, given, device)
+    limit = given.get("memory_limit")
+    if results is None:
+        capped = f"-capped-{limit / GIB:.2f}GiB" if limit else ""
+        gpu = device.catalogue_name.replace(" ", "-")
+        results = Path("results", f"{gpu}-{label}{capped}.jsonl")
+    from memest.validate.experiment import RunOptions
+    from memest.validate.runner import validate as run_all
+
+    options = RunOptions(
+        weights=weights, data=data, snapshots=snapshots, trust_remote_code=trust_remote_code
+    )
+    measured = run_all(
+        rows,
+        results=results,
+        device=device,
+        resume=resume,
+        timeout_s=timeout,
+        options=options,
+        on_progress=_show_progress(),
+    )
+    click.echo(f"results: {results}", err=True)
+    if as_json:
+        click.echo("\n".join(m.to_json() for m in measured))
+    return 0
+
+
+def _validation_rows(
+    config: Path | None, suite: str | None, given: dict[str, Any], device: Any
+) -> tuple[Sequence[TrainingPlan], str]:
+    """What is to be run, and a word for the name of the results file."""
+    from memest.validate.snapshot import file_stem
+    from memest.validate.suite_files import find_suite, suite_for_device
+
+    if config is None and (suite is not None or "model_name" not in given):
+        suite = suite or suite_for_device(device.name, device.memory_bytes)
+        path = find_suite(suite)
+        return read_suite(path, given), path.stem
+    plan = read_plans(config, None if suite is None else Path(suite), given)[0]
+    return [plan], file_stem(plan.label)
+
+
+def _show_progress() -> Callable[[Any], None]:
+    """Prints the live table on stderr; the running line only where it can be overwritten."""
+    from memest.validate.progress import finished_line, header, running_line
+
+    click.echo(header(), err=True)
+    is_terminal = sys.stderr.isatty()
+
+    def show(progress: Any) -> None:
+        clear = "\r\x1b[K" if is_terminal else ""
+        if progress.measurement is not None:
+            click.echo(clear + finished_line(progress), err=True)
+        elif is_terminal:
+            click.echo(clear + running_line(progress), nl=False, err=True)
+
+    return show

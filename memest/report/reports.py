@@ -1,0 +1,59 @@
+"""The measured reports of a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from memest.errors import PlanError
+from memest.report.records import SCHEMA, Measurement
+
+
+def read_measurements(path: Path) -> list[Measurement]:
+    """The measured reports in a JSON Lines file, in its order.
+
+    Raises:
+        PlanError: the file cannot be read, is cut short, or holds something else.
+    """
+    return list(_measurements(path))
+
+
+def _measurements(path: Path) -> Iterator[Measurement]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise PlanError(
+            f"`{path}` cannot be read: {error.strerror}", hint="check the path"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise PlanError(f"`{path}` is not text", hint="name a file of measured reports") from error
+    if not any(line.strip() for line in lines):
+        raise PlanError(f"`{path}` is empty", hint="name a file of measured reports")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"`{path}`, line {number},"
+        try:
+            values = json.loads(line)
+        except ValueError as error:
+            raise PlanError(
+                f"{where} is no JSON: cut short?", hint="remove the line, or run it again"
+            ) from error
+        if not isinstance(values, dict) or values.get("schema") != SCHEMA:
+            found = values.get("schema") if isinstance(values, dict) else None
+            raise PlanError(
+                f"{where} has the schema `{found}`, not `{SCHEMA}`",
+                hint="name a results file of memest",
+            )
+        if values.get("kind") != Measurement.kind:
+            raise PlanError(
+                f"{where} is `{values.get('kind')}`, not measured",
+                hint="name a results file of `memest validate`",
+            )
+        try:
+            yield Measurement.from_dict(values)
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(
+                f"{where} is not a whole report: {error}", hint="run the experiment again"
+            ) from error
