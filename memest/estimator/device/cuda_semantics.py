@@ -7,13 +7,16 @@ for the traced code only. The key is `AutocastIPU`, whose backend no longer exis
 else is registered on it. Autograd and the recorder below see the operators that a GPU would run,
 called from Python or from C++ alike.
 
-The autocast state is that of `torch.autocast("cpu")`, which torch keeps per thread and which
-activation checkpointing saves and restores for the recomputation.
+The autocast state is that of `torch.autocast("cuda")` on the virtual GPU, and that of
+`torch.autocast("cpu")` where a step is traced without one; torch keeps both per thread, and
+activation checkpointing saves and restores them for the recomputation.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -21,6 +24,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from memest.estimator.device.tensors import on_gpu
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.kernels.attention.choice import scaled_dot_product_attention
 from memest.estimator.kernels.grouped_mm import experts_as_on
@@ -60,25 +64,82 @@ PROMOTE = """
 
 _library: list[torch.library.Library] = []
 _active_gpu: list[Gpu] = []
-_inside_autocast = [False]
+_autocast_device = ["cpu"]
+
+
+class _Inside(threading.local):
+    """Whether this thread runs an operator that autocast has already dealt with."""
+
+    autocast = False
+
+
+_INSIDE = _Inside()
+
+
+class CastCache:
+    """The casts of leaf weights that `torch.autocast` keeps until its outermost context ends.
+
+    Mirrors `cached_cast` of ATen/autocast_mode.cpp: a float32 leaf that wants a gradient is cast to
+    the lower precision once, whether the weight is used again or not.
+    """
+
+    def __init__(self) -> None:
+        self._casts: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """`tensor.to(dtype)`, kept where torch keeps it."""
+        is_kept = (
+            dtype is torch.get_autocast_dtype(_autocast_device[-1])
+            and tensor.dtype is torch.float32
+            and tensor.requires_grad
+            and tensor.is_leaf
+            and not tensor._is_view()
+            and torch.is_autocast_cache_enabled()
+        )
+        if not is_kept:
+            return tensor.to(dtype)
+        key = tensor._cdata
+        found = self._casts.get(key)
+        if found is not None and found[0]() is tensor:
+            return found[1]
+        made = tensor.to(dtype)
+        self._casts[key] = weakref.ref(tensor), made
+        return made
+
+    def clear(self) -> None:
+        """As `torch.clear_autocast_cache`."""
+        self._casts.clear()
+
+
+CASTS = CastCache()
 
 
 @contextlib.contextmanager
 def cuda_semantics(gpu: Gpu) -> Iterator[None]:
-    """Within it, operators on meta tensors take the decisions that they take on `gpu`."""
+    """Within it, a traced step's operators on meta tensors take the decisions that they take on
+    `gpu`, and so does transformers, which asks the device of its tensors.
+    """
+    with decisions_of(gpu, autocast_device="cpu"), _transformers_autocast(), experts_as_on(gpu):
+        yield
+
+
+@contextlib.contextmanager
+def decisions_of(gpu: Gpu, *, autocast_device: str) -> Iterator[None]:
+    """Within it, this thread's operators on meta tensors take the decisions of `gpu`.
+
+    `autocast_device` is the device whose autocast state counts.
+    """
     _register_once()
     was_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY)
     torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, False)
     _active_gpu.append(gpu)
+    _autocast_device.append(autocast_device)
     try:
-        with (
-            torch._C._IncludeDispatchKeyGuard(_KEY),
-            _transformers_autocast(),
-            experts_as_on(gpu),
-        ):
+        with torch._C._IncludeDispatchKeyGuard(_KEY):
             yield
     finally:
         _active_gpu.pop()
+        _autocast_device.pop()
         torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, was_excluded)
 
 
@@ -104,8 +165,8 @@ def _transformers_autocast() -> Iterator[None]:
     from transformers.utils import generic
 
     def null_or_off() -> contextlib.AbstractContextManager[Any]:
-        if torch.is_autocast_enabled("cpu"):
-            return torch.autocast("cpu", enabled=False)
+        if torch.is_autocast_enabled(_autocast_device[-1]):
+            return torch.autocast(_autocast_device[-1], enabled=False)
         return contextlib.nullcontext()
 
     with mock.patch.object(generic, "nullcontext", null_or_off):
@@ -158,15 +219,15 @@ def _with_policy(
     kernel: Callable[..., Any],
 ) -> Callable[..., Any]:
     def cast_then_run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if _inside_autocast[0] or not torch.is_autocast_enabled("cpu"):
+        if _INSIDE.autocast or not torch.is_autocast_enabled(_autocast_device[-1]):
             return kernel(keyset, *args, **kwargs)
         # as torch does, casts and the operators inside a composite run without autocast
-        _inside_autocast[0] = True
+        _INSIDE.autocast = True
         try:
             cast_args, cast_kwargs = policy(op, args, kwargs)
             return kernel(keyset, *cast_args, **cast_kwargs)
         finally:
-            _inside_autocast[0] = False
+            _INSIDE.autocast = False
 
     return cast_then_run
 
@@ -175,7 +236,7 @@ def _is_eligible(value: Any) -> bool:
     """As `is_autocast_eligible` and `is_eligible`: floating point on the device, but not double."""
     return (
         isinstance(value, Tensor)
-        and value.device.type == "meta"
+        and on_gpu(value)
         and value.is_floating_point()
         and value.dtype is not torch.float64
     )
@@ -183,7 +244,7 @@ def _is_eligible(value: Any) -> bool:
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if _is_eligible(value):
-        return value if value.dtype is dtype else value.to(dtype)
+        return value if value.dtype is dtype else CASTS.cast(value, dtype)
     if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
         return type(value)(_cast(item, dtype) for item in value)
     return value
@@ -202,7 +263,7 @@ def _cast_all(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype)
 
 
 def _to_lower_precision(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    return _cast_all(args, kwargs, torch.get_autocast_dtype("cpu"))
+    return _cast_all(args, kwargs, torch.get_autocast_dtype(_autocast_device[-1]))
 
 
 def _to_float32(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -229,14 +290,16 @@ def _to_widest(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     if not flat:
         return args, kwargs
     is_mixed = any(a.dtype is torch.float32 for a in flat)
-    return _cast_all(args, kwargs, torch.float32 if is_mixed else torch.get_autocast_dtype("cpu"))
+    return _cast_all(
+        args, kwargs, torch.float32 if is_mixed else torch.get_autocast_dtype(_autocast_device[-1])
+    )
 
 
 def _dropout(keyset: Any, x: Tensor, p: float, train: bool) -> Tensor:
     """`at::dropout` is fused on CUDA where 0 < p < 1 (ATen/native/Dropout.cpp,
     `is_fused_kernel_acceptable`).
     """
-    if train and 0 < p < 1 and x.device.type == "meta" and x.numel() > 0:
+    if train and 0 < p < 1 and on_gpu(x) and x.numel() > 0:
         out: Tensor = torch.ops.aten.native_dropout.default(x, p, train)[0]
         return out
     result: Tensor = torch.ops.aten.dropout.default.redispatch(keyset & _BELOW, x, p, train)
@@ -248,7 +311,7 @@ def _make_softmax(
 ) -> Callable[..., Tensor]:
     def softmax(keyset: Any, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
         """On CUDA a half input with a float32 result needs no cast (ATen/native/SoftMax.cpp)."""
-        if x.device.type == "meta" and x.dtype is torch.float16 and dtype is torch.float32:
+        if on_gpu(x) and x.dtype is torch.float16 and dtype is torch.float32:
             fused: Tensor = kernel(x, dim, True)
             return fused
         result: Tensor = op.redispatch(keyset & _BELOW, x, dim, dtype)

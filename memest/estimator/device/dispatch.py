@@ -113,9 +113,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         Each handle takes another one at its next product.
         """
-        self.events.extend(~index for index in self._workspaces)
+        for index in self._workspaces:
+            self._ends(index)
         self._workspaces = []
         self._cublas = CublasWorkspaces(self.gpu.capability)
+
+    def _begins(self, index: int) -> None:
+        """Storage `index` is born: the one place at which a birth becomes an event."""
+        self.events.append(index)
+
+    def _ends(self, index: int) -> None:
+        """Storage `index` dies: the one place at which a death becomes an event."""
+        self.events.append(~index)
 
     def id_of(self, tensor: Tensor) -> int | None:
         """The id of a tensor's storage, or None if it is not recorded."""
@@ -268,9 +277,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Recipe) -> None:
         if recipe.is_partial:
             self.coverage.unmodelled[str(func).removesuffix(".default")] += 1
+        temporary: list[int] = []
+        try:
+            self._record_births(func, args, kwargs, out, recipe, temporary)
+        finally:  # also where no memory was left for one of them
+            for index in reversed(temporary):
+                self._ends(index)
+        if func in _ATTENTION_EVENTS:
+            for t in out if recipe.is_tuple else (out,):  # what meta makes and CUDA does not
+                if isinstance(t, Tensor) and t.untyped_storage()._cdata not in self._live:
+                    self._born(t, 0, self._site(func), self.kind)
+
+    def _record_births(
+        self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Recipe, temporary: list[int]
+    ) -> None:
+        """The requests of one call in order; `temporary` takes what is freed at its end."""
         results = out if recipe.is_tuple else (out,)
         site: Site | None = None
-        temporary: list[int] = []
         for num_bytes, position in recipe.events:
             if position is None:
                 assert num_bytes is not None
@@ -279,7 +302,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     sizes = self.storages.num_bytes
                     freed = next(i for i in reversed(temporary) if sizes[i] == -num_bytes)
                     temporary.remove(freed)
-                    self.events.append(~freed)
+                    self._ends(freed)
                 else:
                     temporary.append(self._workspace(num_bytes, site))
             elif (t := results[position]).untyped_storage()._cdata not in self._live:
@@ -287,15 +310,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._born(t, num_bytes, site, self.kind)
         if func in MATMULS:
             persistent, passing = self._cublas_workspaces(func, args, kwargs)
-            if persistent or passing:
-                site = site or self._site(func)
-                temporary += [self._workspace(n, site) for n in passing]
-                self._workspaces += [self._workspace(n, site) for n in persistent]
-        self.events.extend(~index for index in reversed(temporary))
-        if func in _ATTENTION_EVENTS:
-            for t in results:  # what meta makes and CUDA does not
-                if isinstance(t, Tensor) and t.untyped_storage()._cdata not in self._live:
-                    self._born(t, 0, site or self._site(func), self.kind)
+            for num_bytes in passing:
+                temporary.append(self._workspace(num_bytes, self._site(func)))
+            for num_bytes in persistent:
+                self._workspaces.append(self._workspace(num_bytes, self._site(func)))
 
     def _scratch(self, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[Scratch, bool]:
         """The kernel's temporaries, and whether something about it is not modelled."""
@@ -324,7 +342,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _workspace(self, num_bytes: int, site: Site) -> int:
         index = self.storages.add(num_bytes, site, MemKind.WORKSPACE)
-        self.events.append(index)
+        self._begins(index)
         return index
 
     def _born(self, tensor: Tensor, num_bytes: int | None, site: Site, kind: MemKind) -> None:
@@ -337,10 +355,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         index = self.storages.add(size, site, kind)
         self._live[key] = index
         self._references[index] = weakref.ref(storage, partial(self._died, index, key))
-        self.events.append(index)
+        self._begins(index)
 
     def _died(self, index: int, key: int, reference: Any) -> None:
-        self.events.append(~index)
+        self._ends(index)
         self._references.pop(index, None)
         if self._live.get(key) == index:
             del self._live[key]

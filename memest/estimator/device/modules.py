@@ -64,3 +64,98 @@ class ModuleTracker:
         if self._stack:
             self._stack.pop()
         self._note(self._stack[-1] if self._stack else "")
+
+
+class LiveModules:
+    """Which module of which model runs, of models that are not known before they run.
+
+    A module is named by the path below the outermost module that was called, behind that one's
+    class: `GPT2LMHeadModel.transformer.h.0`.
+    """
+
+    MAX_NOTES = 200_000
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+        self._parameters: dict[int, str] = {}
+        self._stack: list[nn.Module] = []
+        self._starts: list[int] = []
+        self._owners: list[tuple[str, str]] = []
+        self._line = ""
+
+    def hooks(self) -> list[Any]:
+        """Follow every module's forward; the handles that end it."""
+        return [
+            nn.modules.module.register_module_forward_pre_hook(self._enter),
+            nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a module's forward runs."""
+        return bool(self._stack)
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether the outermost running module is in evaluation mode."""
+        return bool(self._stack) and not self._stack[0].training
+
+    def current(self) -> str:
+        """The path of the running module, or the one whose backward runs; "" outside of all."""
+        if self._stack:
+            return self._names.get(id(self._stack[-1]), "")
+        return self._in_backward()[0]
+
+    def line_of_backward(self) -> str:
+        """The line whose forward made the node that runs backward."""
+        return self._in_backward()[1]
+
+    def note_line(self, line: str) -> None:
+        """What runs forward now was asked for by `line`."""
+        if line != self._line:
+            self._line = line
+            self._note(-1)
+
+    def _in_backward(self) -> tuple[str, str]:
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return "", ""
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            return self._parameters.get(id(variable), ""), ""
+        index = bisect_right(self._starts, node._sequence_nr()) - 1
+        return self._owners[index] if index >= 0 else ("", "")
+
+    def forget(self) -> None:
+        """A step is over: what nodes of long ago belonged to is not asked any more."""
+        if len(self._starts) > 2 * self.MAX_NOTES:
+            del self._starts[: -self.MAX_NOTES], self._owners[: -self.MAX_NOTES]
+
+    def _note(self, offset: int = 0) -> None:
+        """Nodes from the next one on belong to the running module and line.
+
+        An operator is seen below autograd, when its node has been numbered: `offset` -1.
+        """
+        start = torch._C._autograd._get_sequence_nr() + offset
+        name = self._names.get(id(self._stack[-1]), "") if self._stack else ""
+        if self._starts and self._starts[-1] >= start:
+            self._owners[-1] = name, self._line
+            return
+        self._starts.append(start)
+        self._owners.append((name, self._line))
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if not self._stack and id(module) not in self._names:
+            root = type(module).__name__
+            for name, child in module.named_modules():
+                path = f"{root}.{name}" if name else root
+                self._names.setdefault(id(child), path)
+                for parameter in child._parameters.values():
+                    self._parameters.setdefault(id(parameter), path)
+        self._stack.append(module)
+        self._note()
+
+    def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
+        if self._stack:
+            self._stack.pop()
+        self._note()

@@ -35,6 +35,8 @@ class Site:
     op: str
     module: str
     phase: str
+    line: str = ""
+    """Of the user's script, as `train.py:12`; "" where there is none."""
 
 
 @dataclass(slots=True)

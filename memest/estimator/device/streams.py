@@ -166,7 +166,11 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
     def _return_blocks(self) -> None:
         """Before a request: blocks that all have done with return to their pools."""
         while self._pending and self._pending[0][0] <= self._host:
-            self.events.append(RETURNED - heappop(self._pending)[1])
+            self._returns(heappop(self._pending)[1])
+
+    def _returns(self, index: int) -> None:
+        """The block of `index`, whose free was deferred, is back in its pool."""
+        self.events.append(RETURNED - index)
 
     def resize(self, tensor: Tensor, num_bytes: int, kind: MemKind = MemKind.ACTIVATIONS) -> None:
         """As `untyped_storage().resize_`: the old block is freed, a new one taken for `kind`."""
@@ -196,7 +200,7 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
             self.storages.streams[first] = self.stream
 
     def _end(self, index: int) -> None:
-        self.events.append(~index)
+        self._ends(index)
         done = max((self.event(stream) for stream in self._uses.pop(index, ())), default=0.0)
         if done > self._host:
             self.storages.deferred.add(index)

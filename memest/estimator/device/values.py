@@ -200,6 +200,10 @@ def known_without_values(func: Any, args: tuple[Any, ...]) -> Callable[[Tensor],
         return lambda out: torch.zeros(out.shape, dtype=torch.bool)
     if func is aten.eq.Scalar and args[1] == float("inf"):  # how torch.isinf is written
         return lambda out: torch.zeros(out.shape, dtype=torch.bool)
+    if func is aten.eq.Tensor and args[0] is args[1]:  # how torch.isfinite is written, with the
+        return lambda out: torch.ones(out.shape, dtype=torch.bool)
+    if func is aten.ne.Scalar and args[1] == float("inf"):  # next
+        return lambda out: torch.ones(out.shape, dtype=torch.bool)
     return None
 
 

@@ -1,0 +1,95 @@
+"""What a script is told where it reads a value that nobody can know without the weights.
+
+A loss, a norm, the token that a model would have said: the virtual GPU has shapes and no values. A
+script that reads one is given something finite and unsurprising, and each such reading is counted
+with the line that asked. What decides a shape is never guessed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memest.errors import UnsupportedError
+
+aten = torch.ops.aten
+
+NUMBER = 1.0
+"""A loss, a norm, a learning signal: finite, positive, and no reason to stop."""
+
+MAX_IN_A_ROW = 100_000
+"""Readings by one line without an optimizer step before it is taken for a loop that waits."""
+
+_ALL_FALSE = frozenset((
+    aten.eq.Tensor, aten.eq.Scalar, aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar,
+    aten.lt.Tensor, aten.lt.Scalar, aten.gt.Tensor, aten.gt.Scalar,
+    aten.le.Tensor, aten.le.Scalar, aten.ge.Tensor, aten.ge.Scalar,
+    aten.isnan.default, aten.isinf.default,
+))  # fmt: skip
+"""A value that is not known equals nothing, is no special token and passes no threshold."""
+
+_ALL_TRUE = frozenset((aten.ne.Tensor, aten.ne.Scalar))
+
+
+@dataclass(slots=True)
+class Guesses:
+    """The values that were made up, by the line that read them."""
+
+    is_strict: bool = False
+    """Refuse instead."""
+
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(line, what was read) -> how often."""
+
+    _last: str = ""
+    _in_a_row: int = 0
+
+    def scalar(self, dtype: torch.dtype, line: str, op: str) -> Any:
+        """The Python number for an element of `dtype`: 1 for numbers, False for booleans."""
+        self.note(line, f"{op} of {str(dtype).removeprefix('torch.')}")
+        if dtype is torch.bool:
+            return False
+        return complex(NUMBER) if dtype.is_complex else NUMBER if dtype.is_floating_point else 1
+
+    def note(self, line: str, what: str) -> None:
+        """Count one reading.
+
+        Raises:
+            UnsupportedError: guesses are refused, or the line seems to wait for a value.
+        """
+        where = line or "the script"
+        if self.is_strict:
+            raise UnsupportedError(
+                f"{where} reads a value that is not known without a GPU ({what})",
+                hint="leave `--strict` out to have it guessed",
+            )
+        self.counts[where, what] += 1
+        self._in_a_row = self._in_a_row + 1 if where == self._last else 1
+        self._last = where
+        if self._in_a_row > MAX_IN_A_ROW:
+            raise UnsupportedError(
+                f"{where} has read a guessed value {MAX_IN_A_ROW} times in a row ({what})",
+                hint="it seems to wait for a value that never comes; bound the loop",
+            )
+
+    def stepped(self) -> None:
+        """An optimizer step: whoever reads is not waiting."""
+        self._in_a_row = 0
+
+
+def filler(dtype: torch.dtype) -> float:
+    """What stands in a tensor of unknown values that is copied to the host."""
+    return 0 if dtype is torch.bool else NUMBER
+
+
+def comparison(func: Any, out: Tensor) -> Tensor | None:
+    """The twin of a comparison whose operands are not known, or None for another operator."""
+    if func in _ALL_FALSE:
+        return torch.zeros(out.shape, dtype=torch.bool)
+    if func in _ALL_TRUE:
+        return torch.ones(out.shape, dtype=torch.bool)
+    return None

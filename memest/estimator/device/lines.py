@@ -1,0 +1,67 @@
+"""Which line of the user's own code is running."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch
+
+
+class ScriptLines:
+    """Finds the innermost frame of the script among those of torch, of libraries and of memest.
+
+    Args:
+        roots: folders whose code is the user's, wherever they lie; all else that lies outside of
+            the Python installation is the user's too.
+    """
+
+    def __init__(self, roots: tuple[Path, ...] = ()) -> None:
+        self._roots = tuple(str(root.resolve()) + os.sep for root in roots)
+        paths = {sysconfig.get_path(n) for n in ("stdlib", "platstdlib", "purelib", "platlib")}
+        paths |= {str(Path(module.__file__).parent) for module in (torch,) if module.__file__}
+        paths.add(str(Path(__file__).resolve().parents[2]))
+        self._foreign = tuple(p + os.sep for p in sorted(filter(None, paths)))
+        self._is_users: dict[CodeType, bool] = {}
+
+    def frame(self, frame: FrameType | None = None) -> FrameType | None:
+        """The innermost frame of the user's code, from `frame` outwards."""
+        frame = frame or sys._getframe(1)
+        is_users = self._is_users
+        found: FrameType | None = frame
+        while found is not None:
+            code = found.f_code
+            known = is_users.get(code)
+            if known is None:
+                known = is_users[code] = self._look(code)
+            if known:
+                return found
+            found = found.f_back
+        return None
+
+    def current(self) -> str:
+        """The running line, as `train.py:12`; "" where none of the user's code runs."""
+        frame = self.frame(sys._getframe(1))
+        return "" if frame is None else _text(frame.f_code.co_filename, frame.f_lineno)
+
+    def _look(self, code: CodeType) -> bool:
+        name = code.co_filename
+        if name.startswith("<") and not name.startswith(("<string>", "<ipython", "<stdin>")):
+            return False
+        path = os.path.abspath(name)
+        if any(path.startswith(root) for root in self._roots):
+            return True
+        return not path.startswith(self._foreign) and "site-packages" not in path
+
+
+_TEXTS: dict[tuple[str, int], str] = {}
+
+
+def _text(file: str, line: int) -> str:
+    text = _TEXTS.get((file, line))
+    if text is None:
+        text = _TEXTS[file, line] = f"{os.path.basename(file)}:{line}"
+    return text

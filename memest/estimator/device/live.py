@@ -1,0 +1,607 @@
+"""The recorder of the virtual GPU: every event goes to the allocator at once.
+
+Where `Recorder` keeps events for a replay, `LiveRecorder` asks its allocator as the operator runs,
+so that a script can be told what is allocated, and is out of memory where the card would be.
+
+It also decides where the result of an operator lies (`Place`). Tensors of the host that are large
+and hold floating-point numbers have no data here: what a script builds or loads on the host before
+it moves it to the GPU costs nothing, whatever its size.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memest.errors import UnsupportedError
+from memest.estimator.allocator.caching import Block, CachingAllocator, OutOfMemory
+from memest.estimator.device.dispatch import _DEPENDS_ON_VALUES, Recipe, Recorder
+from memest.estimator.device.guesses import Guesses, comparison
+from memest.estimator.device.lines import ScriptLines
+from memest.estimator.device.modules import LiveModules
+from memest.estimator.device.storages import MemKind, Site, StorageTable
+from memest.estimator.device.streams import StreamRecorder
+from memest.estimator.device.tensors import (
+    CPU,
+    INSIDE,
+    META,
+    Place,
+    host_storages,
+    is_meta,
+    storage_key,
+)
+from memest.estimator.device.values import READS_VALUE, ShadowValues, ValueUnknown
+from memest.estimator.hardware.gpus import Gpu
+
+aten = torch.ops.aten
+
+VIRTUAL_HOST_BYTES = 1 << 20
+"""Floating-point tensors of the host from this size on have no data. Nobody branches on the values
+of a weight or of an image; below it are schedules, masks, positions and metrics.
+"""
+
+MAX_TWIN_NUMEL = 64
+"""Floating-point tensors of the card up to this length keep their values where they are known."""
+
+_FACTORIES = frozenset((
+    aten.empty.memory_format, aten.empty_strided.default, aten.zeros.default, aten.ones.default,
+    aten.full.default, aten.rand.default, aten.randn.default, aten.rand.generator,
+    aten.randn.generator, aten.normal.float_float,
+    aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
+    aten.new_empty_strided.default,
+))  # fmt: skip
+_MAY_MIX_DEVICES = frozenset((
+    aten.copy_.default, aten._to_copy.default, aten.index.Tensor, aten.index_put_.default,
+    aten.index_put.default, aten._index_put_impl_.default, aten._unsafe_index.Tensor,
+    aten._copy_from.default, aten.set_.source_Tensor, aten.masked_scatter_.default,
+    aten._amp_foreach_non_finite_check_and_unscale_.default, aten.repeat_interleave.Tensor,
+    aten.lift_fresh.default, aten.set_.source_Storage_storage_offset,
+))  # fmt: skip
+"""Operators that torch lets take tensors of the host beside those of the GPU."""
+
+
+class LiveValues(ShadowValues):
+    """Values beside tensors of the card: small ones, of floating-point numbers too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.guessed: set[int] = set()
+        """Storages whose twin is a guess, or was computed from one."""
+
+        self._is_mutable: dict[Any, bool] = {}
+
+    def drop(self, storage_key: int) -> None:
+        super().drop(storage_key)
+        self.guessed.discard(storage_key)
+
+    def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        is_mutable = self._is_mutable.get(func)
+        if is_mutable is None:
+            is_mutable = self._is_mutable[func] = func._schema.is_mutable
+        if is_mutable:
+            first = args[0] if args else None
+            if isinstance(first, list | tuple):
+                self._drop_all(func, first)
+                return
+            if isinstance(first, Tensor) and storage_key(first) not in self._twins:
+                return
+        elif isinstance(out, Tensor) and out.is_floating_point() and out.numel() > MAX_TWIN_NUMEL:
+            return
+        super().follow(func, args, kwargs, out)
+        if self.guessed and self.is_guessed(args):
+            for tensor in _tensors((out,)):
+                self.guessed.add(storage_key(tensor))
+
+    def is_guessed(self, args: Any) -> bool:
+        """Whether a twin among `args` is a guess."""
+        return any(is_meta(t) and storage_key(t) in self.guessed for t in _tensors(args))
+
+    def _drop_all(self, func: Any, tensors: Any) -> None:
+        """What a list operator writes is not followed; gradients are taken to be finite."""
+        if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            return
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.numel() <= MAX_TWIN_NUMEL and is_meta(tensor):
+                self.drop(storage_key(tensor))
+
+    def _wants_twin(self, result: Tensor) -> bool:
+        if result.is_floating_point():
+            storage = result.untyped_storage()
+            return (
+                is_meta(result)
+                and 0 < storage.nbytes() <= MAX_TWIN_NUMEL * 8
+                and storage._cdata not in self._twins
+            )
+        return super()._wants_twin(result)
+
+
+@dataclass(slots=True)
+class EventLog:
+    """What happened to the storages of the card, in order; ids are those of a `StorageTable`."""
+
+    events: array[int] = field(default_factory=lambda: array("q"))
+    """Packed: an id is a birth, `~id` a death, `RETURNED - id` the return of a deferred block."""
+
+    marks: list[tuple[int, str]] = field(default_factory=list)
+    """(number of events before it, what was reached)."""
+
+    def mark(self, name: str) -> None:
+        """Something was reached after the events so far."""
+        self.marks.append((len(self.events), name))
+
+
+class LiveRecorder(StreamRecorder):
+    """The dispatch mode of the virtual GPU.
+
+    Args:
+        gpu: whose kernels run.
+        allocator: of this card.
+        guesses: what to do where a value is not known.
+        lines: finds the line of the script.
+    """
+
+    def __init__(
+        self, gpu: Gpu, allocator: CachingAllocator, guesses: Guesses, lines: ScriptLines
+    ) -> None:
+        super().__init__(gpu, StorageTable())
+        self.values: LiveValues = LiveValues()
+        self.allocator = allocator
+        self.guesses = guesses
+        self.lines = lines
+        self.modules = LiveModules()
+        self.blocks: dict[int, Block] = {}
+        self.log = EventLog()
+        self.num_ooms = 0
+        self.refused: tuple[int, Site] | None = None
+        """Bytes and site of the last request that no memory was left for."""
+
+        self.phase_given = ""
+        """A phase that the driver knows of, such as `optimizer`; "" lets autograd tell."""
+
+        self.has_started = False
+        self.is_off = False
+        self.host_bytes = self.peak_host_bytes = 0
+        self._dead: list[int] = []
+        self._lock = threading.RLock()
+        self._host_references: dict[int, Any] = {}
+        self._skips: dict[type, bool] = {}
+        self._live_sites: dict[Any, Site] = {}
+
+    # --- where a tensor lies
+
+    def place(self, tensor: Tensor) -> Place:
+        """Where `tensor` lies in the run that is simulated."""
+        if not is_meta(tensor):
+            return Place.REAL
+        key = storage_key(tensor)
+        if key in self._live:
+            return Place.CARD
+        return Place.HOST if key in host_storages else Place.META
+
+    def put_on_host(self, tensor: Tensor) -> None:
+        """Let the storage of `tensor`, which has no data, lie on the simulated host."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in host_storages or key in self._live:
+            return
+        num_bytes = storage.nbytes()
+        host_storages[key] = num_bytes
+        self.host_bytes += num_bytes
+        self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
+        self._host_references[key] = weakref.ref(storage, self._left_host(key, num_bytes))
+
+    def _left_host(self, key: int, num_bytes: int) -> Any:
+        def died(reference: Any) -> None:
+            if host_storages.pop(key, None) is not None:
+                self.host_bytes -= num_bytes
+            self._host_references.pop(key, None)
+
+        return died
+
+    # --- operators
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.is_off:
+            return func(*args, **kwargs)
+        for kind in types:
+            if self._has_its_own_dispatch(kind):
+                return NotImplemented
+        INSIDE.depth += 1
+        try:
+            return self._dispatch(func, types, args, kwargs)
+        finally:
+            INSIDE.depth -= 1
+
+    def _has_its_own_dispatch(self, kind: type) -> bool:
+        known = self._skips.get(kind)
+        if known is None:
+            disabled = torch._C._disabled_torch_dispatch_impl
+            own = getattr(kind, "__torch_dispatch__", disabled)
+            known = self._skips[kind] = own is not disabled and kind is not Tensor
+        return known
+
+    def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        on_card = on_host = no_place = False
+        real: Tensor | None = None
+        live = self._live
+        for tensor in _few_tensors(args, kwargs):
+            if not is_meta(tensor):
+                real = tensor
+                continue
+            key = storage_key(tensor)
+            if key in live:
+                on_card = True
+            elif key in host_storages:
+                on_host = True
+            else:
+                no_place = True
+        device = kwargs.get("device")
+        target = "" if device is None else device.type
+        if target == "cuda":
+            return self._on_card(func, types, args, {**kwargs, "device": META}, no_place)
+        if on_card:
+            if target == "cpu" or (func is aten.copy_.default and not is_meta(args[0])):
+                return self._copy_to_host(func, args, kwargs)
+            if (real is not None or on_host) and func not in _MAY_MIX_DEVICES:
+                self._check_devices(func, args, kwargs)
+            return self._on_card(func, types, args, kwargs, no_place)
+        if target == "meta":
+            if torch._C._current_graph_task_id() != -1:  # a formula asks for the device of C++
+                return self._on_card(func, types, args, kwargs, False)
+            return func(*args, **kwargs)
+        if on_host:
+            return self._on_host(func, args, kwargs)
+        if no_place:
+            return func(*args, **kwargs)
+        return self._in_memory(func, args, kwargs)
+
+    def _on_card(
+        self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any, adopts: bool
+    ) -> Any:
+        if kwargs.get("pin_memory"):
+            kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"}
+        with self._lock:
+            if adopts and func is not aten._to_copy.default:
+                for tensor in _few_tensors(args, kwargs):  # made by C++ inside a composite operator
+                    if is_meta(tensor) and self.place(tensor) is Place.META:
+                        self.adopt(tensor, self.kind)
+            elif adopts and is_meta(args[0]) and self.place(args[0]) is Place.META:
+                raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+            if self._num_streams == 1:
+                return Recorder.__torch_dispatch__(self, func, types, args, kwargs)
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _on_host(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """An operator on tensors of the host that have no data."""
+        if func in READS_VALUE:
+            return self._read(func, args, kwargs)
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": META}
+        if func is aten._pin_memory.default:
+            return args[0]
+        if func._schema.is_mutable:
+            first = args[0] if args else None
+            if not func._schema.returns:
+                return None
+            if isinstance(first, Tensor) and not is_meta(first):
+                return first  # what is written is not known; what was there will do
+        try:
+            out = func(*map(_on_meta, args), **kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            raise self._failure(func, error) from error
+        for tensor in _tensors((out,)):
+            if is_meta(tensor):
+                self.put_on_host(tensor)
+        return out
+
+    def _in_memory(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """An operator on real tensors of the host, whose result may be too large to be one."""
+        if func is aten._pin_memory.default:
+            return args[0]
+        if func is aten.is_pinned.default:
+            return False
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        if func in _FACTORIES or _has_large_floats(args):
+            made = self._without_data(func, args, kwargs)
+            if made is not None:
+                return made
+        return func(*args, **kwargs)
+
+    def _without_data(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor | None:
+        """The result without data, if it is large and of floating-point numbers."""
+        if func._schema.is_mutable or func.is_view:
+            return None
+        meta_args = map(_on_meta, args)
+        if func in _FACTORIES or "device" in kwargs:
+            kwargs = {**kwargs, "device": META}
+        try:
+            made = func(*meta_args, **kwargs)
+        except (NotImplementedError, RuntimeError):
+            return None
+        if (
+            isinstance(made, Tensor)
+            and made.is_floating_point()
+            and made.numel() * made.itemsize >= VIRTUAL_HOST_BYTES
+        ):
+            self.put_on_host(made)
+            return made
+        return None
+
+    def _copy_to_host(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A copy of a tensor of the card, whose values are rarely known."""
+        is_copy_ = func is aten.copy_.default
+        source: Tensor = args[1] if is_copy_ else args[0]
+        if not is_meta(source) or func not in (aten.copy_.default, aten._to_copy.default):
+            factory = {**kwargs, "device": CPU}
+            return self._in_memory(func, _without_tensors(args, func), factory)
+        with self._lock:
+            self.host_waits(self.event(self.stream))
+            if not source.is_contiguous() and not _is_dense(source):
+                site = self._site(func)  # `copy_requires_temporaries` of Copy.cu
+                self._ends(self._workspace(source.numel() * source.itemsize, site))
+        value = self.values.value_of(source)
+        dtype = args[0].dtype if is_copy_ else kwargs.get("dtype") or source.dtype
+        if value is None:
+            if is_copy_:
+                return args[0]
+            made = torch.empty_strided(source.size(), source.stride(), dtype=dtype, device=META)
+            self.put_on_host(made)
+            return made
+        if storage_key(source) in self.values.guessed and source.numel() <= MAX_TWIN_NUMEL:
+            what = f"a copy of {str(source.dtype).removeprefix('torch.')} to the host"
+            self.guesses.note(self.lines.current(), what)
+        return args[0].copy_(value) if is_copy_ else value.to(dtype).clone()
+
+    def _check_devices(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+        """Refuse what torch refuses: tensors of the host and of the GPU in one kernel."""
+        for tensor in _tensors((*args, *kwargs.values())):
+            if tensor.dim() and self.place(tensor) in (Place.REAL, Place.HOST):
+                if func._schema.name.startswith(("aten::_foreach", "aten::_fused")):
+                    return
+                raise RuntimeError(
+                    "Expected all tensors to be on the same device, but found at least two "
+                    "devices, cuda:0 and cpu! (when checking arguments in method "
+                    f"wrapper_CUDA_{func._schema.name.removeprefix('aten::')})"
+                )
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        schema = func._schema
+        if schema.is_mutable and not schema.returns:
+            return None  # where there are no values, none change
+        if func in _DEPENDS_ON_VALUES and self.values.guessed and self.values.is_guessed(args):
+            raise self._failure(func, ValueUnknown(str(func)))
+        return super()._run(func, args, kwargs)
+
+    def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.host_waits(self.event(self.stream))
+        try:
+            value = self.values.compute(func, args, kwargs)
+        except ValueUnknown:
+            name = func._schema.name.removeprefix("aten::").removeprefix("_local_")
+            dtype = torch.bool if func is not aten._local_scalar_dense.default else args[0].dtype
+            return self.guesses.scalar(dtype, self.lines.current(), name)
+        if self.values.guessed and self.values.is_guessed(args):
+            self.guesses.note(self.lines.current(), f"{value!r} from a comparison")
+        return value
+
+    def _follow_values(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        super()._follow_values(func, args, kwargs, out)
+        if isinstance(out, Tensor) and out.dtype is torch.bool:
+            key = storage_key(out)
+            if key not in self.values._twins and out.numel() <= 1 << 20:
+                twin = comparison(func, out)
+                if twin is not None:
+                    self.values.adopt(out, twin)
+                    self.values.guessed.add(key)
+
+    def _failure(self, func: Any, error: Exception) -> Exception:  # type: ignore[override]
+        """What a script is told; an error of its own stays its own."""
+        name = str(func).removesuffix(".default")
+        where = self.lines.current() or "the script"
+        if isinstance(error, ValueUnknown) or func in _DEPENDS_ON_VALUES:
+            return UnsupportedError(
+                f"{where}: `{name}` gives a result whose shape depends on values that are not "
+                "known without a GPU",
+                hint="guard it, or give it values that the script makes itself",
+            )
+        if "meta" in str(error).casefold() or isinstance(error, NotImplementedError):
+            return UnsupportedError(
+                f"{where}: `{name}` cannot be simulated: {str(error).splitlines()[0][:200]}",
+                hint="the operator has no meta kernel; see docs/run.md for what is supported",
+            )
+        return error
+
+    # --- events
+
+    def _begins(self, index: int) -> None:
+        self.settle()
+        num_bytes = self.storages.num_bytes[index]
+        if num_bytes:
+            try:
+                self.blocks[index] = self.allocator.malloc(num_bytes, self.stream)
+            except OutOfMemory:
+                self.num_ooms += 1
+                self.refused = num_bytes, self.storages.sites[index]
+                raise torch.OutOfMemoryError(self._out_of_memory(num_bytes)) from None
+        self.log.events.append(index)
+
+    def _ends(self, index: int) -> None:
+        self._dead.append(index)  # may be called by the garbage collector, at any moment
+
+    def _returns(self, index: int) -> None:
+        self.settle()
+        block = self.blocks.pop(index, None)
+        if block is not None:
+            self.allocator.complete(block)
+
+    def settle(self) -> None:
+        """Give back the blocks of the storages that have died."""
+        dead = self._dead
+        if not dead:
+            return
+        position = 0
+        log, blocks, deferred = self.log.events, self.blocks, self.storages.deferred
+        while position < len(dead):
+            index = dead[position]
+            position += 1
+            log.append(~index)
+            if index in deferred:
+                block = blocks.get(index)
+                if block is not None:
+                    self.allocator.defer(block)
+                continue
+            block = blocks.pop(index, None)
+            if block is not None:
+                self.allocator.free(block)
+        del dead[:position]
+
+    def _site(self, func: Any) -> Site:
+        module, phase = self.modules.current(), self.current_phase()
+        line = self.modules.line_of_backward() if phase == "backward" else ""
+        if not line:
+            line = self.lines.current()
+            if phase == "forward":
+                self.modules.note_line(line)
+        key = (func, module, phase, line)
+        site = self._live_sites.get(key)
+        if site is None:
+            name = func if isinstance(func, str) else str(func).removesuffix(".default")
+            site = self._live_sites[key] = Site(name, module, phase, line)
+        return site
+
+    def current_phase(self) -> str:
+        """What the script is about."""
+        if self.phase_given:
+            return self.phase_given
+        if torch._C._current_graph_task_id() != -1:
+            return "backward"
+        if not self.has_started:
+            self.has_started = self.modules.is_running
+        if not self.has_started:
+            return "setup"
+        if not torch.is_grad_enabled() and self.modules.is_evaluating:
+            return "evaluation"
+        return "forward"
+
+    def label_states(self, optimizer: Any, *, with_grads: bool) -> None:
+        """Say which storages are parameters, gradients and state of `optimizer`."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if not is_meta(parameter):
+                    continue
+                self._label(parameter, MemKind.PARAMS)
+                if with_grads and parameter.grad is not None:
+                    self._label(parameter.grad, MemKind.GRADS)
+        if not with_grads:
+            for tensor in _state_tensors(optimizer):
+                if is_meta(tensor):
+                    self._label(tensor, MemKind.OPTIMIZER)
+
+    def _label(self, tensor: Tensor, kind: MemKind) -> None:
+        try:
+            index = self._live.get(storage_key(tensor))
+        except (NotImplementedError, RuntimeError):
+            return
+        if index is not None:
+            self.storages.kinds[index] = kind
+
+    def _out_of_memory(self, num_bytes: int) -> str:
+        """As `CUDACachingAllocator.cpp` of torch 2.11 words it."""
+        allocator, gpu = self.allocator, self.gpu
+        in_use = allocator.reserved_bytes + gpu.context_bytes
+        cached = allocator.reserved_bytes - allocator.allocated_bytes
+        limit = allocator.limit_bytes
+        capped = ""
+        if limit is not None and limit < gpu.limit_bytes:
+            capped = f"{_size(limit)} allowed; "
+        return (
+            f"CUDA out of memory. Tried to allocate {_size(num_bytes)}. GPU 0 has a total capacity "
+            f"of {_size(gpu.memory_bytes)} of which {_size(max(0, gpu.memory_bytes - in_use))} is "
+            f"free. Including non-PyTorch memory, this process has {_size(in_use)} memory in use. "
+            f"{capped}Of the allocated memory {_size(allocator.allocated_bytes)} is allocated by "
+            f"PyTorch, and {_size(cached)} is reserved by PyTorch but unallocated. If reserved but "
+            "unallocated memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True "
+            "to avoid fragmentation.  See documentation for Memory Management  "
+            "(https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
+        )
+
+
+def _size(num_bytes: int) -> str:
+    """As `format_size` of CUDACachingAllocator.cpp."""
+    if num_bytes <= 1024:
+        return f"{num_bytes} bytes"
+    if num_bytes <= 1024**2:
+        return f"{num_bytes / 1024:.2f} KiB"
+    if num_bytes <= 1024**3:
+        return f"{num_bytes / 1024**2:.2f} MiB"
+    return f"{num_bytes / 1024**3:.2f} GiB"
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _few_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments; of a long list the first and the last, which are alike."""
+    found = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple) and value:
+            items = value if len(value) <= 8 else (value[0], value[-1])
+            found += [item for item in items if isinstance(item, Tensor)]
+    return found
+
+
+def _has_large_floats(args: tuple[Any, ...]) -> bool:
+    """Whether there is enough among `args` for a result too large to be real."""
+    total = 0
+    for tensor in _tensors(args):
+        if tensor.dtype is torch.uint8 or tensor.is_floating_point():
+            total += tensor.numel() * 4
+    return total >= VIRTUAL_HOST_BYTES
+
+
+def _on_meta(value: Any) -> Any:
+    """`value` with its real tensors without data, but for scalars, which mix with all devices."""
+    if isinstance(value, Tensor):
+        return value if is_meta(value) or not value.dim() else value.to(META)
+    if isinstance(value, list | tuple):
+        return type(value)(map(_on_meta, value))
+    return value
+
+
+def _without_tensors(args: tuple[Any, ...], func: Any) -> tuple[Any, ...]:
+    """Arguments for a factory on the host that is asked in the likeness of a tensor of the card."""
+    return tuple(
+        torch.empty_strided(a.size(), a.stride(), dtype=a.dtype) if isinstance(a, Tensor) else a
+        for a in args
+    )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return bool(aten.is_non_overlapping_and_dense.default(tensor))
+
+
+def _state_tensors(optimizer: Any) -> Iterator[Tensor]:
+    for state in optimizer.state.values():
+        if isinstance(state, dict):
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+__all__ = ["EventLog", "LiveRecorder", "LiveValues", "Recipe"]

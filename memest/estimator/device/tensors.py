@@ -1,0 +1,62 @@
+"""What a tensor says of itself: where it lies, as the script sees it and as memest sees it.
+
+A tensor of the virtual GPU is a meta tensor underneath, and so is one that a host would hold and
+this one need not. `torch.Tensor.device` and its kin tell the script what a real run would; within
+the recorder they tell the truth, on which the kernel tables and torch's own meta kernels rely.
+"""
+
+from __future__ import annotations
+
+import threading
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+META = torch.device("meta")
+CPU = torch.device("cpu")
+
+is_meta = torch._C.TensorBase.is_meta.__get__  # type: ignore[attr-defined]
+"""Whether a tensor has no data, whatever it says."""
+
+true_device = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
+"""The device that torch's C++ sees."""
+
+
+class Place(Enum):
+    """Where a tensor lies in the run that is simulated."""
+
+    REAL = "in memory"
+    """A tensor of the host that has its values."""
+
+    HOST = "host"
+    """A tensor of the host whose values nobody needs: it takes no memory here."""
+
+    CARD = "card"
+    """A tensor of the virtual GPU."""
+
+    META = "meta"
+    """A tensor that the script itself put on torch's meta device."""
+
+
+class _Inside(threading.local):
+    """Whether this thread runs the recorder's own code."""
+
+    depth = 0
+
+
+INSIDE = _Inside()
+
+host_storages: dict[int, int] = {}
+"""Bytes of the storages that lie on the simulated host, by the key of the storage."""
+
+
+def storage_key(tensor: Tensor) -> int:
+    """What tells one storage from another as long as it lives."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Whether `tensor` would be a CUDA tensor: it has no data here, and is not the host's."""
+    return is_meta(tensor) and not (host_storages and storage_key(tensor) in host_storages)

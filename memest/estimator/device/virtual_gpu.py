@@ -1,0 +1,143 @@
+"""A CUDA GPU that is not there: the session in which scripts see it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from memest.errors import MemestError
+from memest.estimator.allocator.caching import CachingAllocator
+from memest.estimator.device import attributes, driver, memory
+from memest.estimator.device.cuda_semantics import CASTS, decisions_of
+from memest.estimator.device.guesses import Guesses
+from memest.estimator.device.lines import ScriptLines
+from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.patches import Patches
+from memest.estimator.device.tensors import host_storages
+from memest.estimator.hardware.gpus import Gpu
+
+
+class StepLimit(SystemExit):
+    """The script has taken as many optimizer steps as were asked for."""
+
+
+class VirtualGpu:
+    """One virtual GPU, active within a `with` block; one at a time in a process.
+
+    Args:
+        gpu: the card.
+        limit_bytes: what its allocator may reserve; None is all that the card leaves it.
+        max_steps: optimizer steps after which `StepLimit` ends the script; None is no limit.
+        is_strict: refuse to guess values.
+        roots: folders whose code is the script's, wherever they lie.
+    """
+
+    _active: VirtualGpu | None = None
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        *,
+        limit_bytes: int | None = None,
+        max_steps: int | None = None,
+        is_strict: bool = False,
+        roots: tuple[Path, ...] = (),
+    ) -> None:
+        self.gpu = gpu
+        self.max_steps = max_steps
+        self.num_steps = 0
+        self.allocator = CachingAllocator(gpu.limit_bytes if limit_bytes is None else limit_bytes)
+        self.guesses = Guesses(is_strict)
+        self.recorder = LiveRecorder(gpu, self.allocator, self.guesses, ScriptLines(roots))
+        self._patches = Patches()
+        self._stack = contextlib.ExitStack()
+
+    @property
+    def peak_allocated_bytes(self) -> int:
+        """The highest number of bytes allocated so far."""
+        return self.allocator.peak_allocated_bytes
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        """The highest number of bytes reserved so far."""
+        return self.allocator.peak_reserved_bytes
+
+    def __enter__(self) -> VirtualGpu:
+        if VirtualGpu._active is not None:
+            raise MemestError("a virtual GPU is active already", hint="leave it first")
+        VirtualGpu._active = self
+        recorder, patches = self.recorder, self._patches
+        attributes.install(patches, recorder)
+        driver.install(patches, recorder)
+        memory.install(patches, recorder)
+        self._install_threads()
+        self._install_steps()
+        patches.set(torch, "clear_autocast_cache", CASTS.clear)
+        for handle in recorder.modules.hooks():
+            self._stack.callback(handle.remove)
+        self._stack.enter_context(self.in_this_thread())
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.recorder.settle()
+        self._stack.close()
+        self._patches.undo()
+        self.recorder.is_off = True
+        host_storages.clear()
+        CASTS.clear()
+        VirtualGpu._active = None
+
+    @contextlib.contextmanager
+    def in_this_thread(self) -> Iterator[None]:
+        """Within it, what this thread runs runs on the virtual GPU."""
+        with decisions_of(self.gpu, autocast_device="cuda"), self.recorder:
+            yield
+
+    def _install_threads(self) -> None:
+        """Every thread of the script sees the GPU; a forked process does not."""
+        bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+        virtual = self
+
+        def bootstrap_inner(thread: threading.Thread) -> None:
+            with virtual.in_this_thread():
+                bootstrap(thread)
+
+        self._patches.set(threading.Thread, "_bootstrap_inner", bootstrap_inner)
+
+        def forget() -> None:
+            virtual.recorder.is_off = True
+
+        os.register_at_fork(after_in_child=forget)
+
+    def _install_steps(self) -> None:
+        recorder = self.recorder
+
+        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+            recorder.label_states(optimizer, with_grads=True)
+            recorder.log.mark("before_optimizer_step")
+            recorder.phase_given = "optimizer"
+            recorder.has_started = True
+
+        def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+            recorder.phase_given = ""
+            recorder.settle()
+            recorder.label_states(optimizer, with_grads=False)
+            recorder.log.mark("after_optimizer_step")
+            recorder.guesses.stepped()
+            recorder.modules.forget()
+            self.num_steps += 1
+            if self.max_steps is not None and self.num_steps >= self.max_steps:
+                raise StepLimit(0)
+
+        self._stack.callback(register_optimizer_step_pre_hook(before).remove)
+        self._stack.callback(register_optimizer_step_post_hook(after).remove)
