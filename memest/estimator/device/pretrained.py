@@ -1,0 +1,215 @@
+"""`from_pretrained` of transformers where the weights, or the Hub, are not there.
+
+Values of weights are not needed to say what a script takes. A folder or a Hub id whose weights lie
+nowhere on this machine loads as if they did: transformers' own code runs, on a state dict of the
+names and shapes of the model, without data. Each such load is noted. Weights are never downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memest.estimator.device.imports import ImportHooks, names_of
+from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.patches import Patches
+from memest.estimator.device.tensors import META
+from memest.models_meta.registry import find_entry
+
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
+"""A folder that holds a file of one of these kinds has weights; that none fits is an error."""
+
+
+class NoWeights(str):
+    """Stands for the checkpoint's file, of a kind that transformers reads."""
+
+
+class OnDemand(Future):  # type: ignore[type-arg]
+    """What a thread would compute ahead, computed where it is waited for."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self._call = function, args, kwargs
+
+    def result(self, timeout: float | None = None) -> Any:
+        """What the function returns, or its exception."""
+        if not self.done():
+            function, args, kwargs = self._call
+            del self._call
+            try:
+                self.set_result(function(*args, **kwargs))
+            except BaseException as error:
+                self.set_exception(error)
+        return super().result(timeout)
+
+
+class InOrder:
+    """The pool in which transformers reads weights ahead, without the threads.
+
+    Four threads (`core_model_loading.GLOBAL_WORKERS`) are at most four tensors ahead of what takes
+    the weights, and which of them allocates first is chance. One after another is the same order in
+    every run.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> OnDemand:
+        """As `Executor.submit`."""
+        return OnDemand(function, *args, **kwargs)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """As `Executor.shutdown`."""
+
+
+def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> None:
+    """Let transformers, where a script uses it, load what has no weights here."""
+    bundled = BundledConfigs(recorder)
+
+    def replace(module: ModuleType, name: str, make: Callable[[Any], Any]) -> None:
+        original = getattr(module, name)
+        made = make(original)
+        for owner, alias in names_of(original):
+            patches.set(owner, alias, made)
+
+    def hub(module: ModuleType) -> None:
+        replace(module, "cached_files", bundled.beside)
+
+    def loading(module: ModuleType) -> None:
+        patches.set(module, "ThreadPoolExecutor", InOrder)
+
+    def models(module: ModuleType) -> None:
+        replace(module, "_get_resolved_checkpoint_files", lambda f: _resolving(f, recorder))
+        replace(module, "_get_dtype", _dtype_without_files)
+        model: Any = module.PreTrainedModel
+        load = _loading(model._load_pretrained_model, recorder)
+        patches.set(model, "_load_pretrained_model", staticmethod(load))
+
+    hooks.after("transformers.utils.hub", hub)
+    hooks.after("transformers.core_model_loading", loading)
+    hooks.after("transformers.modeling_utils", models)
+
+
+class BundledConfigs:
+    """The configs that memest bundles, as files, for Hub ids that cannot be reached."""
+
+    def __init__(self, recorder: LiveRecorder) -> None:
+        self._recorder = recorder
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def beside(self, cached_files: Callable[..., Any]) -> Callable[..., Any]:
+        """`cached_files` of transformers, with the bundled configs where it finds none."""
+
+        def call(path_or_repo_id: Any, filenames: list[str], *args: Any, **kwargs: Any) -> Any:
+            try:
+                found = cached_files(path_or_repo_id, filenames, *args, **kwargs)
+            except OSError:
+                found = self._find(str(path_or_repo_id), filenames)
+                if found is None:
+                    raise
+            return found or self._find(str(path_or_repo_id), filenames)
+
+        return call
+
+    def _find(self, name: str, filenames: list[str]) -> list[str] | None:
+        if filenames != ["config.json"] or os.path.exists(name):
+            return None
+        entry = find_entry(name)
+        if entry is None:
+            return None
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="memest-")
+        path = Path(self._folder.name) / entry.name / "config.json"
+        if not path.exists():
+            path.parent.mkdir()
+            config = json.loads(entry.path.read_text(encoding="utf-8"))["config"]
+            path.write_text(json.dumps(config), encoding="utf-8")
+        self._recorder.note(f"`{name}` was not found on this machine: its bundled config was taken")
+        return [str(path)]
+
+
+def _resolving(resolve: Callable[..., Any], recorder: LiveRecorder) -> Callable[..., Any]:
+    """`_get_resolved_checkpoint_files`, which looks on this machine only."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        name = kwargs.get("pretrained_model_name_or_path", args[0] if args else None)
+        if name is None or kwargs.get("gguf_file"):
+            return resolve(*args, **kwargs)
+        folder = Path(str(name))
+        if not folder.is_dir() and "download_kwargs" in kwargs:
+            options = kwargs["download_kwargs"] or {}
+            kwargs["download_kwargs"] = {**options, "local_files_only": True}
+        try:
+            return resolve(*args, **kwargs)
+        except OSError:
+            if folder.is_dir() and any(f.suffix in WEIGHT_FILES for f in folder.rglob("*")):
+                raise
+        recorder.note(
+            f"`{name}` has no weights on this machine: the model was built from its config, as if "
+            "all of its weights had been loaded"
+        )
+        return [NoWeights("model.safetensors")], None
+
+    return call
+
+
+def _dtype_without_files(get_dtype: Callable[..., Any]) -> Callable[..., Any]:
+    """`_get_dtype`, which reads the first weight where the config does not say the dtype."""
+
+    def call(
+        dtype: Any,
+        files: Any,
+        config: Any,
+        metadata: Any,
+        state_dict: Any,
+        *rest: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if state_dict is None and files and isinstance(files[0], NoWeights):
+            state_dict = {"": torch.empty(0)}
+        return get_dtype(dtype, files, config, metadata, state_dict, *rest, **kwargs)
+
+    return call
+
+
+def _loading(load: Callable[..., Any], recorder: LiveRecorder) -> Callable[..., Any]:
+    """`_load_pretrained_model`, given a state dict where there are no files."""
+
+    def call(
+        model: Any, state_dict: Any, files: Any, load_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if state_dict is None and files and isinstance(files[0], NoWeights):
+            state_dict, files = _weights_of(model, load_config.weight_mapping, recorder), None
+        return load(model, state_dict, files, load_config, *args, **kwargs)
+
+    return call
+
+
+def _weights_of(model: Any, conversions: Any, recorder: LiveRecorder) -> dict[str, Tensor]:
+    """What the checkpoint of `model` would hold: its tensors without data, a tied one once."""
+    from transformers import core_model_loading
+
+    weights = {}
+    tied = getattr(model, "all_tied_weights_keys", {})
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, Tensor) and name not in tied:
+            weights[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=META)
+            recorder.put_on_host(weights[name])
+    converter = core_model_loading.WeightConverter
+    if not any(isinstance(conversion, converter) for conversion in conversions or ()):
+        return weights
+    model._weight_conversions = conversions  # published files hold experts one by one
+    try:
+        published: dict[str, Tensor] = core_model_loading.revert_weight_conversion(model, weights)
+    finally:
+        del model._weight_conversions
+    return published
