@@ -225,7 +225,12 @@ def _with_policy(
         _INSIDE.autocast = True
         try:
             cast_args, cast_kwargs = policy(op, args, kwargs)
-            return kernel(keyset, *cast_args, **cast_kwargs)
+            out = kernel(keyset, *cast_args, **cast_kwargs)
+            # C++ drops the casts in the reverse of the order in which it made them: the first
+            # argument first; a list drops its last item first
+            cast_args = [*cast_args]
+            cast_args.reverse()
+            return out
         finally:
             _INSIDE.autocast = False
 

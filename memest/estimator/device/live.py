@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,12 +20,14 @@ from torch import Tensor
 
 from memest.errors import UnsupportedError
 from memest.estimator.allocator.caching import Block, CachingAllocator, OutOfMemory
+from memest.estimator.device.custom_operators import ON_CUDA, is_written_in_torch
 from memest.estimator.device.dispatch import _DEPENDS_ON_VALUES, Recipe, Recorder
 from memest.estimator.device.guesses import Guesses, comparison
+from memest.estimator.device.history import EventLog, History, LiveStorages
 from memest.estimator.device.lines import ScriptLines
 from memest.estimator.device.modules import LiveModules
-from memest.estimator.device.storages import MemKind, Site, StorageTable
-from memest.estimator.device.streams import StreamRecorder
+from memest.estimator.device.storages import RETURNED, MemKind, Site
+from memest.estimator.device.streams import MAIN, StreamRecorder
 from memest.estimator.device.tensors import (
     CPU,
     INSIDE,
@@ -122,21 +122,6 @@ class LiveValues(ShadowValues):
         return super()._wants_twin(result)
 
 
-@dataclass(slots=True)
-class EventLog:
-    """What happened to the storages of the card, in order; ids are those of a `StorageTable`."""
-
-    events: array[int] = field(default_factory=lambda: array("q"))
-    """Packed: an id is a birth, `~id` a death, `RETURNED - id` the return of a deferred block."""
-
-    marks: list[tuple[int, str]] = field(default_factory=list)
-    """(number of events before it, what was reached)."""
-
-    def mark(self, name: str) -> None:
-        """Something was reached after the events so far."""
-        self.marks.append((len(self.events), name))
-
-
 class LiveRecorder(StreamRecorder):
     """The dispatch mode of the virtual GPU.
 
@@ -150,14 +135,19 @@ class LiveRecorder(StreamRecorder):
     def __init__(
         self, gpu: Gpu, allocator: CachingAllocator, guesses: Guesses, lines: ScriptLines
     ) -> None:
-        super().__init__(gpu, StorageTable())
+        storages = LiveStorages()
+        super().__init__(gpu, storages)
         self.values: LiveValues = LiveValues()
         self.allocator = allocator
         self.guesses = guesses
         self.lines = lines
         self.modules = LiveModules()
         self.blocks: dict[int, Block] = {}
-        self.log = EventLog()
+        self.history = History(allocator, storages)
+        self.log = self.history.log
+        self.notes: list[str] = []
+        """What the report should say of the run, each once; see `note`."""
+
         self.num_ooms = 0
         self.refused: tuple[int, Site] | None = None
         """Bytes and site of the last request that no memory was left for."""
@@ -172,6 +162,7 @@ class LiveRecorder(StreamRecorder):
         self._lock = threading.RLock()
         self._host_references: dict[int, Any] = {}
         self._skips: dict[type, bool] = {}
+        self._in_torch: dict[Any, bool] = {}
         self._live_sites: dict[Any, Site] = {}
 
     # --- where a tensor lies
@@ -248,9 +239,14 @@ class LiveRecorder(StreamRecorder):
         device = kwargs.get("device")
         target = "" if device is None else device.type
         if target == "cuda":
+            if not on_card and func is aten._to_copy.default:
+                return self._to_card(func, types, args, {**kwargs, "device": META}, no_place)
             return self._on_card(func, types, args, {**kwargs, "device": META}, no_place)
         if on_card:
-            if target == "cpu" or (func is aten.copy_.default and not is_meta(args[0])):
+            if self._is_written_in_torch(func):
+                return self._in_python(func, args, kwargs)
+            is_to_host = func is aten.copy_.default and self.place(args[0]) is not Place.CARD
+            if target == "cpu" or is_to_host:
                 return self._copy_to_host(func, args, kwargs)
             if (real is not None or on_host) and func not in _MAY_MIX_DEVICES:
                 self._check_devices(func, args, kwargs)
@@ -280,6 +276,34 @@ class LiveRecorder(StreamRecorder):
             if self._num_streams == 1:
                 return Recorder.__torch_dispatch__(self, func, types, args, kwargs)
             return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _is_written_in_torch(self, func: Any) -> bool:
+        """Whether a library's operator has a kernel for CUDA in Python, which torch runs here."""
+        known = self._in_torch.get(func)
+        if known is None:
+            known = self._in_torch[func] = is_written_in_torch(func)
+        return known
+
+    def _in_python(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run the Python of a library's operator, whose own operators are recorded."""
+        depth, INSIDE.depth = INSIDE.depth, 0
+        try:
+            with self:
+                return func.redispatch(ON_CUDA, *args, **kwargs)
+        finally:
+            INSIDE.depth = depth
+
+    def _to_card(
+        self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any, adopts: bool
+    ) -> Any:
+        """A copy from the host: a parameter, or else a batch until it is known better."""
+        is_parameter = isinstance(args[0], torch.nn.Parameter)
+        with self._lock:
+            before, self.kind = self.kind, MemKind.PARAMS if is_parameter else MemKind.BATCH
+            try:
+                return self._on_card(func, types, args, kwargs, adopts)
+            finally:
+                self.kind = before
 
     def _on_host(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """An operator on tensors of the host that have no data."""
@@ -434,7 +458,12 @@ class LiveRecorder(StreamRecorder):
                 self.num_ooms += 1
                 self.refused = num_bytes, self.storages.sites[index]
                 raise torch.OutOfMemoryError(self._out_of_memory(num_bytes)) from None
-        self.log.events.append(index)
+        self.log.open.append(index)
+        storages = self.storages
+        if self.stream != MAIN:
+            storages.streams[index] = self.stream
+        if num_bytes:
+            self.history.born(index, storages.sites[index])
 
     def _ends(self, index: int) -> None:
         self._dead.append(index)  # may be called by the garbage collector, at any moment
@@ -444,6 +473,7 @@ class LiveRecorder(StreamRecorder):
         block = self.blocks.pop(index, None)
         if block is not None:
             self.allocator.complete(block)
+        self.log.open.append(RETURNED - index)
 
     def settle(self) -> None:
         """Give back the blocks of the storages that have died."""
@@ -451,7 +481,7 @@ class LiveRecorder(StreamRecorder):
         if not dead:
             return
         position = 0
-        log, blocks, deferred = self.log.events, self.blocks, self.storages.deferred
+        log, blocks, deferred = self.log.open, self.blocks, self.storages.deferred
         while position < len(dead):
             index = dead[position]
             position += 1
@@ -465,6 +495,9 @@ class LiveRecorder(StreamRecorder):
             if block is not None:
                 self.allocator.free(block)
         del dead[:position]
+        if self.history.is_due:
+            self.label_models()
+            self.history.fold()
 
     def _site(self, func: Any) -> Site:
         module, phase = self.modules.current(), self.current_phase()
@@ -490,31 +523,68 @@ class LiveRecorder(StreamRecorder):
             self.has_started = self.modules.is_running
         if not self.has_started:
             return "setup"
-        if not torch.is_grad_enabled() and self.modules.is_evaluating:
-            return "evaluation"
+        if not torch.is_grad_enabled():
+            if self.modules.is_generating:
+                return "generation"
+            if self.modules.is_evaluating:
+                return "evaluation"
         return "forward"
+
+    def note(self, text: str) -> None:
+        """Let the report say `text`, once."""
+        if text not in self.notes:
+            self.notes.append(text)
 
     def label_states(self, optimizer: Any, *, with_grads: bool) -> None:
         """Say which storages are parameters, gradients and state of `optimizer`."""
+        owner_of = self.modules.owner_of
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if not is_meta(parameter):
                     continue
-                self._label(parameter, MemKind.PARAMS)
+                owner = owner_of(parameter)
+                self._label(parameter, MemKind.PARAMS, owner)
                 if with_grads and parameter.grad is not None:
-                    self._label(parameter.grad, MemKind.GRADS)
+                    self._label(parameter.grad, MemKind.GRADS, owner)
         if not with_grads:
-            for tensor in _state_tensors(optimizer):
+            for parameter, tensor in _state_tensors(optimizer):
                 if is_meta(tensor):
-                    self._label(tensor, MemKind.OPTIMIZER)
+                    self._label(tensor, MemKind.OPTIMIZER, owner_of(parameter))
 
-    def _label(self, tensor: Tensor, kind: MemKind) -> None:
+    def label_models(self) -> None:
+        """Say which storages are parameters and buffers of the models that have run."""
+        for model in self.modules.models():
+            self.label_model(model)
+
+    def label_model(self, model: torch.nn.Module) -> None:
+        """Say which storages are parameters, gradients and buffers of `model`."""
+        for module in model.modules():
+            path = self.modules.path_of(module)
+            for parameter in module._parameters.values():
+                if parameter is None or not is_meta(parameter):
+                    continue
+                self._label(parameter, MemKind.PARAMS, path)
+                if parameter.grad is not None:
+                    self._label(parameter.grad, MemKind.GRADS, path)
+            for buffer in module._buffers.values():
+                if isinstance(buffer, Tensor) and is_meta(buffer):
+                    self._label(buffer, MemKind.BUFFERS, path)
+
+    def _label(self, tensor: Tensor, kind: MemKind, owner: str = "") -> None:
         try:
             index = self._live.get(storage_key(tensor))
         except (NotImplementedError, RuntimeError):
             return
-        if index is not None:
-            self.storages.kinds[index] = kind
+        if index is None:
+            return
+        self.storages.kinds[index] = kind
+        site = self.storages.sites[index]
+        if owner and not site.module:
+            key = (site.op, owner, site.phase, site.line)
+            known = self._live_sites.get(key)
+            if known is None:
+                known = self._live_sites[key] = Site(*key)
+            self.storages.sites[index] = known
 
     def _out_of_memory(self, num_bytes: int) -> str:
         """As `CUDACachingAllocator.cpp` of torch 2.11 words it."""
@@ -598,10 +668,10 @@ def _is_dense(tensor: Tensor) -> bool:
     return bool(aten.is_non_overlapping_and_dense.default(tensor))
 
 
-def _state_tensors(optimizer: Any) -> Iterator[Tensor]:
-    for state in optimizer.state.values():
+def _state_tensors(optimizer: Any) -> Iterator[tuple[Any, Tensor]]:
+    for parameter, state in optimizer.state.items():
         if isinstance(state, dict):
-            yield from (value for value in state.values() if isinstance(value, Tensor))
+            yield from ((parameter, v) for v in state.values() if isinstance(v, Tensor))
 
 
 __all__ = ["EventLog", "LiveRecorder", "LiveValues", "Recipe"]

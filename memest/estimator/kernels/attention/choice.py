@@ -290,24 +290,47 @@ def scaled_dot_product_attention(
     masked_out = -65504.0 if backend is SdpaBackend.CUDNN else -math.inf
     attn_mask = _additive_mask(attn_mask, query.dtype, masked_out)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    out: Tensor
     if backend is SdpaBackend.CUDNN:
-        out = _aten._scaled_dot_product_cudnn_attention.default(
-            query, key, value, attn_mask, needs_grad, dropout_p, is_causal, False, scale=scale
-        )[0]
-        return out
+        return _first(
+            [
+                *_aten._scaled_dot_product_cudnn_attention.default(
+                    query,
+                    key,
+                    value,
+                    attn_mask,
+                    needs_grad,
+                    dropout_p,
+                    is_causal,
+                    False,
+                    scale=scale,
+                )
+            ]
+        )
     if backend is SdpaBackend.FLASH:
         return _flash(query, key, value, dropout_p, is_causal, scale)
     if backend is SdpaBackend.EFFICIENT:
         if attn_mask is not None:
             attn_mask = _aligned_mask(attn_mask, query, key)
-        out = _aten._scaled_dot_product_efficient_attention.default(
-            query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale
-        )[0]
-        return out
+        return _first(
+            [
+                *_aten._scaled_dot_product_efficient_attention.default(
+                    query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale
+                )
+            ]
+        )
     return math_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
+
+
+def _first(results: list[Tensor]) -> Tensor:
+    """The first result; the others are dropped in their order, as a `std::tuple` drops them.
+
+    Autograd keeps most of them; under checkpointing it does not.
+    """
+    while len(results) > 1:
+        results.pop(1)
+    return results[0]
 
 
 def _flash(
@@ -324,9 +347,13 @@ def _flash(
     padding = -head_dim % 8
     if padding:
         query, key, value = (torch.nn.functional.pad(t, (0, padding)) for t in (query, key, value))
-    out: Tensor = _aten._scaled_dot_product_flash_attention.default(
-        query, key, value, dropout_p, is_causal, False, scale=scale
-    )[0]
+    out = _first(
+        [
+            *_aten._scaled_dot_product_flash_attention.default(
+                query, key, value, dropout_p, is_causal, False, scale=scale
+            )
+        ]
+    )
     return _aten.slice.Tensor(out, -1, 0, head_dim) if padding else out
 
 
