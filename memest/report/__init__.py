@@ -15,9 +15,13 @@ from memest.report.records import (
     Verdict,
 )
 from memest.report.reports import read_measurements
+from memest.report.run import Ending, Guess, HeldRow, RunPeak, RunPhase, RunReport, RunStep
 
 __all__ = [
     "ClosedForm",
+    "Ending",
+    "Guess",
+    "HeldRow",
     "Measurement",
     "Outcome",
     "Peak",
@@ -25,6 +29,10 @@ __all__ = [
     "PhaseRow",
     "Prediction",
     "Report",
+    "RunPeak",
+    "RunPhase",
+    "RunReport",
+    "RunStep",
     "Term",
     "Verdict",
     "read_measurements",

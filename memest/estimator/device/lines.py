@@ -58,10 +58,17 @@ class ScriptLines:
 
 
 _TEXTS: dict[tuple[str, int], str] = {}
+_PLACES: dict[str, tuple[str, int]] = {}
+
+
+def place_of(text: str) -> tuple[str, int]:
+    """File and number of a line that was given as `train.py:12`; ("", 0) if none was."""
+    return _PLACES.get(text, ("", 0))
 
 
 def _text(file: str, line: int) -> str:
     text = _TEXTS.get((file, line))
     if text is None:
         text = _TEXTS[file, line] = f"{os.path.basename(file)}:{line}"
+        _PLACES.setdefault(text, (file, line))
     return text

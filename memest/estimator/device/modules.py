@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -82,6 +85,12 @@ class LiveModules:
         self._starts: list[int] = []
         self._owners: list[tuple[str, str]] = []
         self._line = ""
+        self._models: dict[int, weakref.ref[nn.Module]] = {}
+        self.is_generating = False
+        """Whether the model that ran last was called by a function named `generate`."""
+
+        self.on_call: Callable[[nn.Module, bool], None] | None = None
+        """Told of each call of an outermost module, and whether it is the first."""
 
     def hooks(self) -> list[Any]:
         """Follow every module's forward; the handles that end it."""
@@ -105,6 +114,22 @@ class LiveModules:
         if self._stack:
             return self._names.get(id(self._stack[-1]), "")
         return self._in_backward()[0]
+
+    def models(self) -> list[nn.Module]:
+        """The outermost modules that have run and still exist."""
+        found = [(key, reference()) for key, reference in self._models.items()]
+        for key, model in found:
+            if model is None:
+                del self._models[key]
+        return [model for _, model in found if model is not None]
+
+    def owner_of(self, parameter: Any) -> str:
+        """The path of the module that holds `parameter`; "" of one that has not run."""
+        return self._parameters.get(id(parameter), "")
+
+    def path_of(self, module: nn.Module) -> str:
+        """The path of `module`; "" of one that has not run."""
+        return self._names.get(id(module), "")
 
     def line_of_backward(self) -> str:
         """The line whose forward made the node that runs backward."""
@@ -145,17 +170,39 @@ class LiveModules:
         self._owners.append((name, self._line))
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if not self._stack and id(module) not in self._names:
+        if not self._stack:
+            self._call(module)
+        self._stack.append(module)
+        self._note()
+
+    def _call(self, module: nn.Module) -> None:
+        """An outermost module is called."""
+        if len(self._starts) > 4 * self.MAX_NOTES:
+            self.forget()  # a script that only generates takes no steps
+        is_new = id(module) not in self._names
+        if is_new:
             root = type(module).__name__
+            self._models[id(module)] = weakref.ref(module)
             for name, child in module.named_modules():
                 path = f"{root}.{name}" if name else root
                 self._names.setdefault(id(child), path)
                 for parameter in child._parameters.values():
                     self._parameters.setdefault(id(parameter), path)
-        self._stack.append(module)
-        self._note()
+        self.is_generating = not torch.is_grad_enabled() and _is_called_by("generate")
+        if self.on_call is not None:
+            self.on_call(module, is_new)
 
     def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
         if self._stack:
             self._stack.pop()
         self._note()
+
+
+def _is_called_by(name: str) -> bool:
+    """Whether a function of this name is running in this thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == name:
+            return True
+        frame = frame.f_back
+    return False

@@ -97,7 +97,7 @@ def record_run(
         num_steps=num_steps,
         num_micro_batches=num_micro_batches,
         limit_bytes=limit_bytes,
-        observer=_Recorder(recording, ranges_stay=program.ranges_stay),
+        observer=RecordingObserver(recording, ranges_stay=program.ranges_stay),
     )
     return recording
 
@@ -138,26 +138,38 @@ def sign_of(action: Action) -> int:
     return 0 if action.act in (Act.OOM, Act.FREE_COMPLETED) else -1
 
 
-class _Recorder:
+class RecordingObserver:
+    """Writes down what it sees of a run.
+
+    Args:
+        recording: where.
+        ranges_stay: what `AddressSpace` asks.
+    """
+
     def __init__(self, recording: Recording, *, ranges_stay: bool) -> None:
         self.recording = recording
         self.addresses: AddressSpace = _RecordedAddresses(recording.actions, ranges_stay)
 
     def born(self, storage: int, block: Block) -> None:
+        """`storage` was given `block`."""
         self._add(Act.ALLOC, block, storage)
 
     def dies(self, storage: int, block: Block) -> None:
+        """`block` of `storage` is about to be given back."""
         is_deferred = storage in self.recording.storages.deferred
         self._add(Act.FREE_REQUESTED if is_deferred else Act.FREE, block, storage)
 
     def returned(self, storage: int, block: Block) -> None:
+        """`block`, whose free was deferred, returns to its pool."""
         self._add(Act.FREE_COMPLETED, block, storage)
 
     def reached(self, step: int, micro_batch: int, phase: Phase) -> None:
+        """A probe reads the memory."""
         mark = Mark(len(self.recording.actions), step, micro_batch, phase)
         self.recording.marks.append(mark)
 
     def refused(self, storage: int, num_bytes: int) -> None:
+        """No memory was left, and the run ends."""
         self.recording.actions.append(Action(Act.OOM, -1, num_bytes, storage))
 
     def _add(self, act: Act, block: Block, storage: int) -> None:

@@ -295,7 +295,7 @@ class _Run:
         )
 
 
-class _ObservedAllocator(CachingAllocator):
+class ObservedAllocator(CachingAllocator):
     """An allocator that tells when a deferred block returns, whatever makes it do so."""
 
     def __init__(self, limit_bytes: int | None, observer: Observer) -> None:
@@ -322,7 +322,7 @@ class _ObservedRun(_Run):
     ) -> None:
         super().__init__(program, limit_bytes, num_bytes)
         self.observer = observer
-        self.allocator: _ObservedAllocator = _ObservedAllocator(limit_bytes, observer)
+        self.allocator: ObservedAllocator = ObservedAllocator(limit_bytes, observer)
 
     def _apply(self, events: Sequence[int]) -> None:
         for event in events:

@@ -3,8 +3,8 @@
 The snapshot has the form that `torch.cuda.memory._snapshot()` returns (torch 2.11 and 2.13, the
 classes in its docstring), so https://pytorch.org/memory_viz and `torch.cuda._memory_viz` open it as
 if it had been recorded. What a simulation cannot know is written as what it is: `time_us` counts
-events, not microseconds, and a frame's line is 0. Frames name what made the memory, innermost
-first: operator, modules outwards, phase.
+events, not microseconds, and a frame's line is 0 but for that of a script. Frames name what made
+the memory, innermost first: operator, line of the script, modules outwards, phase.
 """
 
 from __future__ import annotations
@@ -116,6 +116,10 @@ class _Frames:
                 {"filename": filename, "line": 0, "name": name}
                 for filename, name in _places(site, kind)
             ]
+            if site.line:
+                file, _, number = site.line.rpartition(":")
+                line = {"filename": file, "line": int(number), "name": site.phase}
+                frames.insert(1, line)
         return frames
 
 

@@ -1,0 +1,273 @@
+"""What became of a run's memory: its events, its peaks by phase and by step, and what filled them.
+
+A script may take a million steps, and nothing here grows with their number: the events of the
+beginning are kept for replays, those after it only until it is known whether they held the peak.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from memest.estimator.allocator.caching import CachingAllocator
+from memest.estimator.device.storages import RETURNED, MemKind, Site, StorageTable
+
+EMPTIED = -(1 << 60)
+"""The event at which the script had the cache emptied."""
+
+MAX_EVENTS = 2_000_000
+"""Kept from the first on: 16 MB, and about 120 MB of storages; two hundred steps of GPT-2."""
+
+WINDOW = 1 << 18
+"""Events after which they are looked through for the peak."""
+
+MAX_MARKS = 100_000
+"""Kept beside the events."""
+
+
+@dataclass(slots=True)
+class LiveStorages(StorageTable):
+    """The storages of a running script; ids of dead ones serve again once the log is full."""
+
+    unused: list[int] = field(default_factory=list)
+
+    def add(self, num_bytes: int, site: Site, kind: MemKind) -> int:
+        """A storage; returns its id."""
+        if not self.unused:
+            index = len(self.num_bytes)
+            self.num_bytes.append(num_bytes)
+            self.sites.append(site)
+            self.kinds.append(kind)
+            return index
+        index = self.unused.pop()
+        self.num_bytes[index] = num_bytes
+        self.sites[index] = site
+        self.kinds[index] = kind
+        return index
+
+    def forget(self, index: int) -> None:
+        """Storage `index` is dead, and nobody will ask about it any more."""
+        self.streams.pop(index, None)
+        self.deferred.discard(index)
+        self.unused.append(index)
+
+
+@dataclass(slots=True)
+class EventLog:
+    """What happened to the storages of the card, in order; ids are those of a `StorageTable`."""
+
+    events: array[int] = field(default_factory=lambda: array("q"))
+    """The first `MAX_EVENTS`. Packed: an id is a birth, `~id` a death, `RETURNED - id` the return
+    of a deferred block, `EMPTIED` an `empty_cache`.
+    """
+
+    marks: list[tuple[int, str]] = field(default_factory=list)
+    """(number of events before it, what was reached)."""
+
+    open: array[int] = field(default_factory=lambda: array("q"))
+    """Takes the next event: `events` itself, or once that is full a window that is thrown away."""
+
+    start: int = 0
+    """Of the part of `open` that was not looked through yet."""
+
+    is_full: bool = False
+    num_dropped: int = 0
+
+    def __post_init__(self) -> None:
+        self.open = self.events
+
+    def mark(self, name: str) -> None:
+        """Something was reached after the events so far."""
+        if not self.is_full and len(self.marks) < MAX_MARKS:
+            self.marks.append((len(self.events), name))
+
+    @property
+    def num_events(self) -> int:
+        """How many there were in all."""
+        return len(self.events) + self.num_dropped + (len(self.open) if self.is_full else 0)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps among the events that are kept."""
+        return sum(name == "after_optimizer_step" for _, name in self.marks)
+
+
+@dataclass(slots=True)
+class StepPeak:
+    """One optimizer step, from the end of the step before."""
+
+    step: int
+    allocated_bytes: int
+    """After it."""
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Storages of one origin that lived at the peak."""
+
+    kind: MemKind
+    site: Site
+    num_bytes: int
+    count: int
+
+
+class History:
+    """Follows the allocator of a running script.
+
+    Args:
+        allocator: of the card.
+        storages: what its events are about.
+    """
+
+    def __init__(self, allocator: CachingAllocator, storages: LiveStorages) -> None:
+        self.log = EventLog()
+        self.peak_allocated_bytes = 0
+        """Since the start, whatever the script resets."""
+
+        self.peak_reserved_bytes = 0
+        self.peak_site: Site | None = None
+        """Where the storage was born that made the peak."""
+
+        self.peak_step = 0
+        self.phases: dict[str, tuple[int, int]] = {}
+        """Peaks (allocated, reserved) of each phase, in the order of their first appearance."""
+
+        self.first_steps: list[StepPeak] = []
+        self.highest_step: StepPeak | None = None
+        self.last_step: StepPeak | None = None
+        self.num_steps = 0
+        self._allocator = allocator
+        self._storages = storages
+        self._phase = ""
+        self._top = self._top_at = self._top_id = 0
+        self._top_reserved = 0
+        self._step_top = self._step_top_reserved = 0
+        self._peak_at = -1
+        self._alive: set[int] = set()
+        self._at_peak: list[int] = []
+        self._held: list[Held] | None = []
+        self._first_reused = 0
+
+    def born(self, index: int, site: Site) -> None:
+        """Storage `index` was given its block, and its birth is the last event."""
+        allocator = self._allocator
+        if site.phase != self._phase:
+            self._enter(site.phase)
+            self._top_id = index
+        if allocator.allocated_bytes > self._top:
+            self._top = allocator.allocated_bytes
+            self._top_at, self._top_id = len(self.log.open), index
+        if allocator.reserved_bytes > self._top_reserved:
+            self._top_reserved = allocator.reserved_bytes
+
+    def _enter(self, phase: str) -> None:
+        self._close()
+        self._phase = phase
+        self.log.mark(phase)
+
+    def _close(self) -> None:
+        """Carry the highest level of late into the peaks of phase, step and run."""
+        top, reserved = self._top, self._top_reserved
+        if self._phase:
+            before = self.phases.get(self._phase, (0, 0))
+            self.phases[self._phase] = max(before[0], top), max(before[1], reserved)
+        self._step_top = max(self._step_top, top)
+        self._step_top_reserved = max(self._step_top_reserved, reserved)
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, reserved)
+        if top > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = top
+            self.peak_site = self._storages.sites[self._top_id]
+            self.peak_step = self.num_steps
+            self._peak_at = self._top_at
+        self._top, self._top_at = self._allocator.allocated_bytes, len(self.log.open)
+        self._top_reserved = self._allocator.reserved_bytes
+
+    def stepped(self) -> None:
+        """An optimizer has taken its step, and what it freed is free."""
+        self._close()
+        allocated = self._allocator.allocated_bytes
+        row = StepPeak(self.num_steps, allocated, self._step_top, self._step_top_reserved)
+        if len(self.first_steps) < 2:
+            self.first_steps.append(row)
+        highest = self.highest_step
+        if highest is None or row.peak_allocated_bytes > highest.peak_allocated_bytes:
+            self.highest_step = row
+        self.last_step = row
+        self.num_steps += 1
+        self._step_top, self._step_top_reserved = allocated, self._allocator.reserved_bytes
+
+    def emptied(self) -> None:
+        """The script had the cache emptied."""
+        self._close()
+        self.log.open.append(EMPTIED)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether so many events have come that `fold` should look through them."""
+        return len(self.log.open) - self.log.start > WINDOW
+
+    def fold(self) -> None:
+        """Look through the events of late: who lived at the peak, and whose id may serve again."""
+        self._close()
+        log, alive = self.log, self._alive
+        position, events = log.start, log.open
+        if self._peak_at >= 0:
+            self._live_through(events[position : self._peak_at])
+            position = max(position, self._peak_at)
+            self._at_peak, self._held, self._peak_at = list(alive), None, -1
+            if log.is_full:
+                self._held = self._sum()
+        self._live_through(events[position:])
+        if log.is_full:
+            self._reuse()
+            log.num_dropped += len(events)
+            del events[:]
+        elif len(events) > MAX_EVENTS:
+            log.is_full, log.open = True, array("q")
+            self._first_reused = len(self._storages.num_bytes)
+        log.start = len(log.open)
+        self._top_at = len(log.open)
+
+    def _live_through(self, events: array[int]) -> None:
+        alive = self._alive
+        for event in events:
+            if event >= 0:
+                alive.add(event)
+            elif event > RETURNED:
+                alive.discard(~event)
+
+    def _reuse(self) -> None:
+        storages, first, alive = self._storages, self._first_reused, self._alive
+        for event in self.log.open:
+            if event >= 0 or event == EMPTIED:
+                continue
+            index = ~event
+            if event <= RETURNED:
+                index = RETURNED - event
+            elif index in storages.deferred:
+                continue
+            if index >= first and index not in alive:
+                storages.forget(index)
+
+    def held_at_peak(self) -> list[Held]:
+        """What lived at the peak, one entry for each kind and origin."""
+        self.fold()
+        if self._held is None:
+            self._held = self._sum()
+        return self._held
+
+    def _sum(self) -> list[Held]:
+        storages = self._storages
+        sums: dict[tuple[MemKind, Site], list[int]] = defaultdict(lambda: [0, 0])
+        for index in self._at_peak:
+            pair = sums[storages.kinds[index], storages.sites[index]]
+            pair[0] += storages.num_bytes[index]
+            pair[1] += 1
+        return [Held(kind, site, size, count) for (kind, site), (size, count) in sums.items()]
+
+
+__all__ = ["EMPTIED", "EventLog", "Held", "History", "LiveStorages", "StepPeak"]

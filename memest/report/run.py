@@ -1,0 +1,168 @@
+"""What `memest run` reports of a script: `memest.report/1`, kind `run`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any, ClassVar
+
+from memest.report.records import SCHEMA, Outcome, Verdict
+
+
+class Ending(StrEnum):
+    """How a script ended."""
+
+    FINISHED = "finished"
+    """By itself, whatever its exit code."""
+
+    STOPPED = "stopped"
+    """After as many optimizer steps as were asked for."""
+
+    OOM = "oom"
+    """By a `torch.OutOfMemoryError` that it did not catch."""
+
+    CRASHED = "crashed"
+    """By another error that it did not catch."""
+
+    UNSUPPORTED = "unsupported"
+    """Where it did what cannot be simulated."""
+
+    INTERRUPTED = "interrupted"
+    """By the user."""
+
+    RUNNING = "running"
+    """Not yet."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldRow:
+    """Bytes that were held at the peak by one owner: a module or a line, or all that is of a kind."""
+
+    name: str
+    """`activations`; `GPT2LMHeadModel.transformer.h.*`; `train.py:12`."""
+
+    num_bytes: int
+    num_tensors: int
+    kinds: Mapping[str, int]
+    """Bytes by what they are held for."""
+
+    source: str = ""
+    """Of a line its text."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPhase:
+    """The highest level of one phase of the script."""
+
+    name: str
+    """`setup`, `forward`, `backward`, `optimizer`, `evaluation` or `generation`."""
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStep:
+    """One optimizer step, from the end of the step before."""
+
+    step: int
+    """From 0."""
+
+    allocated_bytes: int
+    """After it."""
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPeak:
+    """Where the allocated bytes were highest."""
+
+    step: int
+    phase: str
+    module: str
+    op: str
+    line: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Guess:
+    """Values that the script read and nobody can know without a GPU."""
+
+    line: str
+    what: str
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunReport:
+    """What a script did to the memory of the GPU that it believed in."""
+
+    kind: ClassVar[str] = "run"
+
+    name: str
+    """The script and its arguments, or `a block of code`."""
+
+    gpu: str
+    ending: Ending
+    error: str
+    """What ended it, in a line; empty if it ended by itself."""
+
+    verdict: Outcome
+    limit_bytes: int
+    """What the caching allocator could reserve."""
+
+    num_steps: int
+    """Optimizer steps."""
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    process_bytes: int
+    """What nvidia-smi shows: reserved and the CUDA context."""
+
+    host_bytes: int
+    """Host memory that tensors without data would hold, at its highest."""
+
+    peak: RunPeak
+    terms: tuple[HeldRow, ...]
+    """What filled the peak, by kind; with `rounding` they add up to the peak."""
+
+    modules: tuple[HeldRow, ...]
+    lines: tuple[HeldRow, ...]
+    phases: tuple[RunPhase, ...]
+    steps: tuple[RunStep, ...]
+    """The first, the second, the one with the peak and the last."""
+
+    verdicts: Mapping[str, Verdict]
+    guesses: tuple[Guess, ...]
+    coverage: Mapping[str, Any]
+    assumptions: tuple[str, ...]
+    versions: Mapping[str, str]
+    elapsed_s: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether the script went through on its GPU, as far as its memory goes."""
+        return self.verdict is not Outcome.OOM
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return {"schema": SCHEMA, "kind": self.kind, **asdict(self)}
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(self.to_dict())
+
+    def __str__(self) -> str:
+        """The text report."""
+        from memest.render.run import render_run
+
+        return render_run(self)
+
+    def _repr_html_(self) -> str:
+        from memest.render.run_html import run_fragment
+
+        return run_fragment(self)
