@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
+from memest.estimator.device.tensors import is_meta
+
 aten = torch.ops.aten
 
 MAX_BYTES = 1 << 26
@@ -54,7 +56,7 @@ class ShadowValues:
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """The twin of `tensor`, a CPU view of the same geometry, or None."""
-        if tensor.device.type == "cpu":
+        if not is_meta(tensor):
             return tensor
         twin = self._twins.get(tensor.untyped_storage()._cdata)
         if twin is None:

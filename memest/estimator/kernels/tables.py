@@ -381,7 +381,7 @@ _FACTORIES = (
 )
 _COPIES = (
     "_to_copy _unsafe_view bernoulli_ cat clone constant_pad_nd copy copy_ exponential_ fill fill_ "
-    "flip floor_divide lift_fresh normal_ random_ repeat roll select_backward slice_backward "
+    "flip floor_divide lift_fresh normal_ random_ repeat roll select_backward set_ slice_backward "
     "stack tril tril_ triu triu_ uniform_ zero_"
 )
 _LOOKUPS = (
