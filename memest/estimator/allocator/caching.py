@@ -9,7 +9,7 @@ installed headers.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from memest.estimator.allocator.addresses import AddressSpace
 
@@ -51,6 +51,8 @@ class Block:
     previous: Block | None = None
     next: Block | None = None
     stream: int = 0
+    requested_bytes: int = field(init=False, repr=False)
+    """What was asked for; set by `CountingAllocator` alone."""
 
 
 def round_request(num_bytes: int) -> int:

@@ -6,63 +6,177 @@ from typing import Any
 
 import torch
 
+from memest.errors import UnsupportedError
+from memest.estimator.allocator.statistics import CountingAllocator
+from memest.estimator.device import memory_history
 from memest.estimator.device.attributes import resolve
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
 
+_HOST_STATS = ("allocations", "allocated_bytes", "active_requests", "active_bytes")
+_HOST_TIMES = ("host_alloc_time", "host_free_time")
+
 
 def install(patches: Patches, recorder: LiveRecorder) -> None:
     """Let every function that tells of memory ask `recorder`'s allocator."""
-    gpu, allocator = recorder.gpu, recorder.allocator
+    allocator = recorder.allocator
+    assert isinstance(allocator, CountingAllocator)
+    _install_statistics(patches, recorder, allocator)
+    _install_limits(patches, recorder, allocator)
+    _install_raw_allocations(patches, recorder)
+    _install_host(patches)
+    _install_refusals(patches)
+    memory_history.install(patches, recorder, allocator)
 
-    def stat(current: int, peak: int) -> dict[str, Any]:
-        return {"all": {"current": current, "peak": peak, "allocated": 0, "freed": 0}}
 
-    def stats(device: int = 0) -> dict[str, Any]:
+def _install_statistics(
+    patches: Patches, recorder: LiveRecorder, allocator: CountingAllocator
+) -> None:
+    def stats(device: Any = 0) -> dict[str, Any]:
+        _check(device)
         recorder.settle()
-        zero = stat(0, 0)
-        return {
-            "allocated_bytes": stat(allocator.allocated_bytes, allocator.peak_allocated_bytes),
-            "active_bytes": stat(allocator.allocated_bytes, allocator.peak_allocated_bytes),
-            "reserved_bytes": stat(allocator.reserved_bytes, allocator.peak_reserved_bytes),
-            "requested_bytes": zero, "inactive_split_bytes": zero, "allocation": zero,
-            "segment": zero, "active": zero, "inactive_split": zero,
-            "num_alloc_retries": allocator.num_retries, "num_ooms": recorder.num_ooms,
-        }  # fmt: skip
+        return allocator.memory_stats()
 
-    def reset_peaks(device: int = 0) -> None:
+    def reset_peaks(device: Any = 0) -> None:
+        _check(device)
         recorder.settle()
-        allocator.reset_peaks()
+        allocator.reset_peak_stats()
+
+    def reset_accumulated(device: Any = 0) -> None:
+        _check(device)
+        recorder.settle()
+        allocator.reset_accumulated_stats()
 
     def empty_cache(*args: Any) -> None:
         recorder.settle()
         allocator.empty_cache()
+        recorder.history.emptied()
 
-    def set_fraction(fraction: float, device: int = 0) -> None:
-        allocator.limit_bytes = min(gpu.limit_bytes, int(fraction * gpu.memory_bytes))
+    in_c: dict[str, Any] = {
+        "_cuda_memoryStats": stats,
+        "_cuda_resetPeakMemoryStats": reset_peaks,
+        "_cuda_resetAccumulatedMemoryStats": reset_accumulated,
+        "_cuda_emptyCache": empty_cache,
+        "_accelerator_getDeviceStats": stats,
+        "_accelerator_resetPeakStats": reset_peaks,
+        "_accelerator_resetAccumulatedStats": reset_accumulated,
+        "_accelerator_emptyCache": empty_cache,
+    }
+    for name, function in in_c.items():
+        patches.set(torch._C, name, function)
+
+
+def _install_limits(patches: Patches, recorder: LiveRecorder, allocator: CountingAllocator) -> None:
+    gpu, given = recorder.gpu, allocator.limit_bytes
+    most = gpu.limit_bytes if given is None else given
+    allowed = [gpu.memory_bytes if most >= gpu.limit_bytes else most]
+
+    def set_fraction(fraction: float, device: Any = 0) -> None:
+        """As `setMemoryFraction`: of all of the card's memory, and never more than it leaves."""
+        _check(device)
+        allowed[0] = int(fraction * gpu.memory_bytes)
+        allocator.limit_bytes = min(most, allowed[0])
+
+    def fraction(device: Any = 0) -> float:
+        _check(device)
+        return allowed[0] / gpu.memory_bytes
 
     def mem_get_info(device: Any = None) -> tuple[int, int]:
         resolve(device)
         recorder.settle()
         free = gpu.memory_bytes - gpu.context_bytes - allocator.reserved_bytes
-        return free, gpu.memory_bytes
+        return max(0, free), gpu.memory_bytes
 
     in_c: dict[str, Any] = {
-        "_cuda_memoryStats": stats,
-        "_cuda_resetPeakMemoryStats": reset_peaks,
-        "_cuda_resetAccumulatedMemoryStats": lambda device=0: None,
-        "_cuda_emptyCache": empty_cache,
         "_cuda_setMemoryFraction": set_fraction,
-        "_cuda_getMemoryFraction": lambda device=0: (allocator.limit_bytes or 0) / gpu.memory_bytes,
+        "_cuda_getMemoryFraction": fraction,
         "_cuda_getAllocatorBackend": lambda: "native",
-        "_cuda_memorySnapshot": lambda *args: {"segments": [], "device_traces": [[]]},
-        "_accelerator_getDeviceStats": stats,
-        "_accelerator_resetPeakStats": reset_peaks,
-        "_accelerator_resetAccumulatedStats": lambda device=0: None,
-        "_accelerator_emptyCache": empty_cache,
         "_accelerator_getMemoryInfo": mem_get_info,
     }
     for name, function in in_c.items():
         patches.set(torch._C, name, function)
     patches.set(torch.cuda, "mem_get_info", mem_get_info)
     patches.set(torch.cuda.memory, "mem_get_info", mem_get_info)
+
+
+def _install_raw_allocations(patches: Patches, recorder: LiveRecorder) -> None:
+    """`torch.cuda.caching_allocator_alloc` and `_delete`: blocks without a tensor."""
+    indices: dict[int, int] = {}
+
+    def allocate(num_bytes: int, stream: int = 0) -> int:
+        if not num_bytes:
+            return 0
+        with recorder._lock, recorder.on_stream(stream):
+            index = recorder._workspace(num_bytes, recorder._site("caching_allocator_alloc"))
+        address = recorder.blocks[index].address
+        indices[address] = index
+        return address
+
+    def delete(address: int) -> None:
+        if not address:
+            return
+        index = indices.pop(address, None)
+        if index is None:
+            raise RuntimeError(f"invalid device pointer: {address:#x}")
+        recorder._ends(index)
+
+    def enable(is_enabled: bool) -> None:
+        if not is_enabled:
+            raise _unsupported("an allocator without a cache")
+
+    patches.set(torch._C, "_cuda_cudaCachingAllocator_raw_alloc", allocate)
+    patches.set(torch._C, "_cuda_cudaCachingAllocator_raw_delete", delete)
+    patches.set(torch._C, "_cuda_cudaCachingAllocator_enable", enable)
+    patches.set(torch._C, "_cuda_cudaCachingAllocator_is_enabled", lambda: True)
+
+
+def _install_host(patches: Patches) -> None:
+    """Pinned memory of the host is not simulated: nothing of it is ever in use."""
+
+    def stats() -> dict[str, Any]:
+        zeros = dict.fromkeys(("current", "peak", "allocated", "freed"), 0)
+        times = dict.fromkeys(("total", "max", "min", "count", "avg"), 0)
+        made: dict[str, Any] = {name: dict(zeros) for name in _HOST_STATS}
+        made |= {name: dict(times) for name in _HOST_TIMES}
+        return made | {"num_host_alloc": 0, "num_host_free": 0}
+
+    patches.set(torch._C, "_cuda_hostMemoryStats", stats)
+    for name in (
+        "_cuda_resetAccumulatedHostMemoryStats",
+        "_cuda_resetPeakHostMemoryStats",
+        "_accelerator_emptyHostCache",
+        "_host_emptyCache",
+    ):
+        patches.set(torch._C, name, lambda *args: None)
+
+
+def _install_refusals(patches: Patches) -> None:
+    """Allocators and pools of the script's own are refused by name."""
+
+    def refuse(what: str) -> Any:
+        def refused(*args: Any, **kwargs: Any) -> Any:
+            raise _unsupported(what)
+
+        return refused
+
+    for name in ("MemPool", "CUDAPluggableAllocator"):
+        stands_for = type(name, (), {"__init__": refuse(f"torch.cuda.{name}")})
+        patches.set(torch.cuda.memory, name, stands_for)
+        patches.set(torch.cuda, name, stands_for)
+    for name in ("use_mem_pool", "change_current_allocator"):
+        patches.set(torch.cuda.memory, name, refuse(f"torch.cuda.{name}"))
+        patches.set(torch.cuda, name, refuse(f"torch.cuda.{name}"))
+    settings = refuse("a change of the allocator's settings while the script runs")
+    patches.set(torch._C, "_accelerator_setAllocatorSettings", settings)
+    patches.set(torch._C, "_cuda_getAllocator", refuse("torch.cuda.memory._get_current_allocator"))
+    patches.set(torch._C, "_cuda_cudaHostAllocator", refuse("the allocator of pinned memory"))
+
+
+def _unsupported(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what} cannot be simulated", hint="run the script without it; see docs/run.md"
+    )
+
+
+def _check(device: Any) -> None:
+    resolve(None if isinstance(device, int) and device < 0 else device)

@@ -1,0 +1,298 @@
+"""What `torch.cuda.memory_stats` counts, beside the simulated allocator.
+
+`CountingAllocator` keeps the figures of `DeviceStats` (`c10/core/CachingDeviceAllocator.h`) as
+`malloc`, `free`, `free_block`, `alloc_found_block`, `alloc_block` and `release_block` of
+`c10/cuda/CUDACachingAllocator.cpp` do, torch 2.11. A request costs three integers in a list; they
+are added up when somebody asks, or when the list is long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from memest.estimator.allocator.addresses import AddressSpace
+from memest.estimator.allocator.caching import (
+    SMALL_REQUEST_BYTES,
+    Block,
+    CachingAllocator,
+    OutOfMemory,
+    round_request,
+)
+from memest.estimator.allocator.memory_history import MemoryHistory
+
+POOLS = ("all", "small_pool", "large_pool")
+"""`StatType`, in its order."""
+
+_REQUESTS = (
+    "allocation", "allocated_bytes", "active", "active_bytes", "requested_bytes",
+    "inactive_split", "inactive_split_bytes",
+)  # fmt: skip
+_SEGMENTS = ("segment", "reserved_bytes")
+_LONGEST_LOG = 3 * 4096
+_SPLIT_CYCLE = 512
+"""Blocks are multiples of it, so that a change of bytes and one of blocks fit into one integer."""
+
+
+_malloc, _free = CachingAllocator.malloc, CachingAllocator.free  # looked up once: they are hot
+
+
+class Stat:
+    """One figure over time, as `c10::CachingAllocator::Stat`."""
+
+    __slots__ = ("allocated", "current", "freed", "peak")
+
+    def __init__(self) -> None:
+        self.current = self.peak = self.allocated = self.freed = 0
+
+    def change(self, amount: int) -> None:
+        """Add `amount`, which may be negative."""
+        self.current += amount
+        if amount > 0:
+            self.allocated += amount
+            self.peak = max(self.peak, self.current)
+        else:
+            self.freed -= amount
+
+    def change_by_each(self, amounts: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        """Add each of `amounts` in order."""
+        if not amounts.size:
+            return
+        sums = np.cumsum(amounts)
+        self.peak = max(self.peak, self.current + int(sums.max()))
+        total, gained = int(sums[-1]), int(np.maximum(amounts, 0).sum())
+        self.current += total
+        self.allocated += gained
+        self.freed += gained - total
+
+    def as_dict(self) -> dict[str, int]:
+        """As torch gives it to Python."""
+        return {name: getattr(self, name) for name in ("current", "peak", "allocated", "freed")}
+
+
+class CountingAllocator(CachingAllocator):
+    """A `CachingAllocator` that can tell all that `torch.cuda.memory_stats` tells.
+
+    Args:
+        limit_bytes, addresses: as in `CachingAllocator`.
+        card_bytes: what the card leaves the allocator, whatever the limit; None is the limit.
+    """
+
+    def __init__(
+        self,
+        limit_bytes: int | None = None,
+        addresses: AddressSpace | None = None,
+        *,
+        card_bytes: int | None = None,
+    ) -> None:
+        super().__init__(limit_bytes, addresses)
+        self.card_bytes = limit_bytes if card_bytes is None else card_bytes
+        self.observers: list[Callable[[int, int], None]] = []
+        """Called when no memory is left: with the bytes of the block, and those that are free."""
+
+        self.num_ooms = self.num_syncs = self.num_segments = self.num_segments_freed = 0
+        self.history: MemoryHistory | None = None
+        """Records every action while it is set."""
+
+        self._stats = {name: [Stat() for _ in POOLS] for name in (*_REQUESTS, *_SEGMENTS)}
+        self._log: list[int] = []  # of each request: +-block, bytes asked for, change of splits
+        self._retries_forgotten = 0
+
+    def malloc(self, num_bytes: int, stream: int = 0) -> Block:
+        """As `CachingAllocator.malloc`.
+
+        Raises:
+            OutOfMemory: likewise.
+        """
+        history = self.history
+        if history is not None:
+            history.gather()
+        try:
+            block = _malloc(self, num_bytes, stream)
+        except OutOfMemory:
+            self._note_refusal(num_bytes, stream)
+            raise
+        size, after = block.num_bytes, block.next
+        if after is None:
+            change = 0 if block.previous is None else -size - 1
+        elif not after.is_free:
+            change = -size - 1
+        elif block.previous is not None or after.next is not None:  # the rest was split off before
+            change = -size
+        else:
+            change = after.num_bytes + 1
+        block.requested_bytes = num_bytes
+        log = self._log
+        log += (size, num_bytes, change)
+        if len(log) > _LONGEST_LOG:
+            self._add_up()
+        if history is not None:
+            history.allocated(block, num_bytes)
+        return block
+
+    def free(self, block: Block) -> None:
+        """As `CachingAllocator.free`."""
+        if self.history is not None:
+            self.history.free_requested(block)
+            self.history.free_completed(block)
+        size = block.num_bytes
+        before, after = block.previous, block.next
+        change = 0
+        if before is not None and before.is_free:
+            change = -before.num_bytes - 1
+        if after is not None and after.is_free:
+            change -= after.num_bytes + 1
+        _free(self, block)
+        if block.previous is not None or block.next is not None:
+            change += block.num_bytes + 1
+        self._log += (-size, block.requested_bytes, change)
+
+    def defer(self, block: Block) -> None:
+        """As `CachingAllocator.defer`: not allocated any more, and active."""
+        if self.history is not None:
+            self.history.free_requested(block)
+        super().defer(block)
+        self._add_up()
+        self._change(block.is_small, allocation=-1, allocated_bytes=-block.num_bytes)
+
+    def complete(self, block: Block) -> None:
+        """As `CachingAllocator.complete`."""
+        if self._deferred.pop(id(block), None) is None:
+            return
+        history, self.history = self.history, None
+        if history is not None:
+            history.free_completed(block)
+        is_small = block.is_small
+        self.allocated_bytes += block.num_bytes
+        self._add_up()
+        self.free(block)
+        minus_size, requested_bytes, change = self._log
+        self._log.clear()  # of a free, only the second half happens now
+        self.history = history
+        num_blocks, num_bytes = _parts(change)
+        self._change(
+            is_small,
+            active=-1,
+            active_bytes=minus_size,
+            requested_bytes=-requested_bytes,
+            inactive_split=num_blocks,
+            inactive_split_bytes=num_bytes,
+        )
+
+    def empty_cache(self) -> None:
+        """As `release_cached_blocks`: the large pool first, by stream, size and address."""
+        self.num_syncs += 1
+        for block in list(self._deferred.values()):
+            self.complete(block)
+        for is_small in (False, True):
+            for stream in sorted(self._pools_of_streams):
+                pool = self._pools_of_streams[stream][is_small]
+                for block in [pool.by_key[key] for key in pool.keys]:
+                    if block.previous is None and block.next is None:
+                        pool.discard(block)
+                        self._release(block)
+
+    def _release(self, block: Block) -> None:
+        self.num_segments_freed += 1
+        self.reserved_bytes -= block.num_bytes
+        self._addresses.give_back(block.address, block.num_bytes)
+        self._change(block.is_small, segment=-1, reserved_bytes=-block.num_bytes)
+        if self.history is not None:
+            self.history.segment_freed(block)
+
+    def _new_segment(self, request_bytes: int, size: int, is_small: bool, stream: int) -> Block:
+        block = super()._new_segment(request_bytes, size, is_small, stream)
+        self.num_segments += 1
+        self._change(is_small, segment=1, reserved_bytes=block.num_bytes)
+        if self.history is not None:
+            self.history.segment_allocated(block)
+        return block
+
+    def _note_refusal(self, num_bytes: int, stream: int) -> None:
+        self.num_ooms += 1
+        size = round_request(num_bytes)
+        free_bytes = max(0, (self.card_bytes or 0) - self.reserved_bytes)
+        if self.history is not None:
+            self.history.refused(size, stream, free_bytes)
+        for observer in self.observers:
+            observer(size, free_bytes)
+
+    # --- what is asked
+
+    def memory_stats(self) -> dict[str, Any]:
+        """As `torch._C._cuda_memoryStats`; blocks are always split, so that none is oversize."""
+        self._add_up()
+        tables: dict[str, Any] = {
+            name: {pool: stat.as_dict() for pool, stat in zip(POOLS, stats, strict=True)}
+            for name, stats in self._stats.items()
+        }
+        return tables | {
+            "oversize_allocations": Stat().as_dict(),
+            "oversize_segments": Stat().as_dict(),
+            "max_split_size": -1,  # the largest size_t, as torch hands it over
+            "num_alloc_retries": self.num_retries - self._retries_forgotten,
+            "num_ooms": self.num_ooms,
+            "num_oom_rejections": 0,
+            "num_sync_all_streams": self.num_syncs,
+            "num_device_alloc": self.num_segments,
+            "num_device_free": self.num_segments_freed,
+        }
+
+    def reset_peak_stats(self) -> None:
+        """As `torch.cuda.reset_peak_memory_stats`; the peaks of the run itself stay."""
+        self._add_up()
+        for stats in self._stats.values():
+            for stat in stats:
+                stat.peak = stat.current
+
+    def reset_accumulated_stats(self) -> None:
+        """As `torch.cuda.reset_accumulated_memory_stats`."""
+        self._add_up()
+        for stats in self._stats.values():
+            for stat in stats:
+                stat.allocated = stat.freed = 0
+        self._retries_forgotten = self.num_retries
+        self.num_ooms = self.num_syncs = self.num_segments = self.num_segments_freed = 0
+
+    def is_deferred(self, block: Block) -> bool:
+        """Whether `block` is freed, and another stream still uses it."""
+        return id(block) in self._deferred
+
+    def segments(self, live: list[Block]) -> list[Block]:
+        """The first block of every segment by address; `live` are the blocks that are in use."""
+        free = (b for pools in self._pools_of_streams.values() for p in pools for b in p.blocks())
+        every = {id(b): b for b in (*live, *self._deferred.values(), *free) if b.previous is None}
+        return sorted(every.values(), key=lambda block: block.address)
+
+    def _change(self, is_small: bool, **amounts: int) -> None:
+        for name, amount in amounts.items():
+            if amount:
+                stats = self._stats[name]
+                stats[0].change(amount)
+                stats[1 if is_small else 2].change(amount)
+
+    def _add_up(self) -> None:
+        """Take what the log holds into the figures."""
+        if not self._log:
+            return
+        rows = np.array(self._log, dtype=np.int64).reshape(-1, 3)
+        self._log.clear()
+        sizes, signs = rows[:, 0], np.sign(rows[:, 0])
+        num_blocks, num_bytes = _parts(rows[:, 2])
+        is_small = np.abs(sizes) <= SMALL_REQUEST_BYTES  # a block of the large pool is larger
+        requested = signs * rows[:, 1]
+        columns = (signs, sizes, signs, sizes, requested, num_blocks, num_bytes)
+        for name, column in zip(_REQUESTS, columns, strict=True):
+            both, small, large = self._stats[name]
+            both.change_by_each(column)
+            small.change_by_each(column[is_small])
+            large.change_by_each(column[~is_small])
+
+
+def _parts(change: Any) -> tuple[Any, Any]:
+    """(blocks, bytes) of a change in which both are added up."""
+    half = _SPLIT_CYCLE // 2
+    num_blocks = (change + half) % _SPLIT_CYCLE - half
+    return num_blocks, change - num_blocks

@@ -1,0 +1,199 @@
+"""`torch.cuda.memory._record_memory_history`, `_snapshot` and their kin."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memest.estimator.allocator.memory_history import Context, MemoryHistory, segment_of
+from memest.estimator.allocator.statistics import CountingAllocator
+from memest.estimator.allocator.torch_format import SETTINGS
+from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.patches import Patches
+from memest.estimator.device.stacks import Stacks
+
+_ENABLED = ("state", "all")
+_CONTEXTS = ("state", "alloc", "all")
+_STACKS = ("python", "all")
+
+
+class Recordings:
+    """What of the allocator's history the script has recorded.
+
+    As `torch::cuda::_record_memory_history` (`torch/csrc/cuda/memory_snapshot.cpp`) and
+    `recordHistory` of the allocator, torch 2.11.
+
+    Args:
+        recorder: of the virtual GPU.
+        allocator: its allocator.
+    """
+
+    def __init__(self, recorder: LiveRecorder, allocator: CountingAllocator) -> None:
+        self._recorder = recorder
+        self._allocator = allocator
+        self._metadata = ""
+
+    def record(
+        self,
+        enabled: str | None,
+        context: str | None = "all",
+        stacks: str = "all",
+        max_entries: int = sys.maxsize,
+        clear_history: bool = False,
+        compile_context: bool = False,
+        global_record_annotations: bool = False,
+        skip_actions: list[str] | None = None,
+    ) -> None:
+        """As `torch._C._cuda_record_memory_history`.
+
+        Raises:
+            RuntimeError: a word that torch does not know, as torch puts it.
+        """
+        _check(enabled, _ENABLED, "expected state to be 'state', 'all', or None")
+        _check(context, _CONTEXTS, "expected context to be 'state', 'alloc', 'all', or None")
+        _check(stacks, _STACKS, "expected stacks to be 'python', or 'all'")
+        when = Context.NEVER if context is None else Context[context.upper()]
+        if enabled is None:
+            self._stop()
+            return
+        self._start(
+            when,
+            stacks == "all",
+            max_entries if enabled == "all" else 1,
+            frozenset(skip_actions or ()),
+            clear_history,
+        )
+
+    def record_legacy(
+        self,
+        enabled: bool,
+        record_context: bool = True,
+        trace_alloc_max_entries: int = 1,
+        trace_alloc_record_context: bool = False,
+        record_context_cpp: bool = False,
+        clear_history: bool = False,
+        compile_context: bool = False,
+        global_record_annotations: bool = False,
+        skip_actions: list[str] | None = None,
+    ) -> None:
+        """As `torch._C._cuda_record_memory_history_legacy`, for a bool in the first place."""
+        if not enabled:
+            self._stop()
+            return
+        when = Context.STATE if record_context else Context.NEVER
+        if trace_alloc_record_context:
+            when = Context.ALLOC
+        skipped = frozenset(skip_actions or ())
+        self._start(when, record_context_cpp, trace_alloc_max_entries, skipped, clear_history)
+
+    def _start(
+        self,
+        context: Context,
+        has_operators: bool,
+        max_entries: int,
+        skipped: frozenset[str],
+        clears: bool,
+    ) -> None:
+        before = self._allocator.history
+        self._recorder.settle()
+        stacks = Stacks(has_operators=has_operators)
+        history = MemoryHistory(
+            stacks, context=context, max_entries=max(1, max_entries), skipped=skipped
+        )
+        history.metadata = self._metadata
+        if before is not None:
+            history.continues(before, keeps_entries=not clears)
+        self._allocator.history = history
+        self._follow_deaths(context is Context.ALL)
+
+    def _stop(self) -> None:
+        self._recorder.settle()
+        self._allocator.history = None
+        self._follow_deaths(False)
+
+    def _follow_deaths(self, follows: bool) -> None:
+        """Let a storage's death be seen as it happens: its block is freed a little later."""
+        recorder, allocator = self._recorder, self._allocator
+        vars(recorder).pop("_ends", None)
+        if not follows:
+            return
+        ends = recorder._ends
+
+        def ends_here(index: int) -> None:
+            block = recorder.blocks.get(index)
+            if block is not None and allocator.history is not None:
+                allocator.history.dies(block.address)
+            ends(index)
+
+        vars(recorder)["_ends"] = ends_here
+
+    def snapshot(self, options: Any = None) -> dict[str, Any]:
+        """As `torch._C._cuda_memorySnapshot`; a third option of False leaves out the trace."""
+        self._recorder.settle()
+        allocator = self._allocator
+        history = allocator.history
+        has_trace = options is None or len(options) < 3 or options[2]
+        trace = history.trace() if history is not None and has_trace else []
+        live = list(self._recorder.blocks.values())
+        segments = [
+            segment_of(first, allocator.is_deferred, history) for first in allocator.segments(live)
+        ]
+        if history is not None:
+            history.snapshot_taken(sum(segment["active_size"] for segment in segments))
+        return {
+            "segments": segments,
+            "device_traces": [trace],
+            "allocator_settings": dict(SETTINGS),
+            "external_annotations": [],
+        }
+
+    def traceback_of(self, address: int) -> list[dict[str, Any]] | None:
+        """As `torch._C._cuda_allocationTraceback`."""
+        history = self._allocator.history
+        return (history and history.frames_at(address)) or None
+
+    def set_metadata(self, text: str) -> None:
+        """As `torch._C._cuda_setMemoryMetadata`."""
+        self._metadata = text
+        if self._allocator.history is not None:
+            self._allocator.history.metadata = text
+
+    def metadata(self) -> str:
+        """As `torch._C._cuda_getMemoryMetadata`."""
+        return self._metadata
+
+
+def install(patches: Patches, recorder: LiveRecorder, allocator: CountingAllocator) -> None:
+    """Let `torch.cuda.memory` record what `allocator` does."""
+    recordings = Recordings(recorder, allocator)
+    gpu = recorder.gpu
+
+    def attach(observer: Callable[[int, int, int, int], None]) -> None:
+        def refused(num_bytes: int, free_bytes: int) -> None:
+            limit = allocator.limit_bytes
+            if limit is None or limit >= gpu.limit_bytes:
+                limit = gpu.memory_bytes
+            observer(0, num_bytes, limit, free_bytes)
+
+        allocator.observers.append(refused)
+
+    in_c: dict[str, Any] = {
+        "_cuda_record_memory_history": recordings.record,
+        "_cuda_record_memory_history_legacy": recordings.record_legacy,
+        "_cuda_isHistoryEnabled": lambda: allocator.history is not None,
+        "_cuda_memorySnapshot": recordings.snapshot,
+        "_cuda_allocationTraceback": recordings.traceback_of,
+        "_cuda_setMemoryMetadata": recordings.set_metadata,
+        "_cuda_getMemoryMetadata": recordings.metadata,
+        "_cuda_attach_out_of_memory_observer": attach,
+    }
+    for name, function in in_c.items():
+        patches.set(torch._C, name, function)
+
+
+def _check(word: str | None, known: tuple[str, ...], message: str) -> None:
+    if word is not None and word not in known:
+        raise RuntimeError(message)

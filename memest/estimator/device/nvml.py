@@ -1,0 +1,193 @@
+"""NVML for scripts on the virtual GPU: the module `pynvml`, and what torch asks of it.
+
+Where nvidia-ml-py is installed its functions are replaced and its names stay; where it is not, a
+module of the same name has what scripts commonly use. Memory is that of the simulated card; what
+only a real one has (load, temperature, power, clocks) is 0, as of a GPU that has nothing to do.
+All else raises `NVMLError_NotSupported`, as NVML does for what a card lacks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from memest.estimator.device.driver import CUDA_VERSION
+from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.patches import Patches
+from memest.estimator.device.properties import UUID
+
+DRIVER_VERSION = "580.159.03"
+"""Of the H200 on which memest was measured."""
+
+_NVML_SUCCESS, _INVALID_ARGUMENT, _NOT_SUPPORTED, _NOT_FOUND = 0, 2, 3, 6
+_PCI_BUS_ID = "00000000:00:00.0"
+
+_CONSTANTS = {
+    "NVML_SUCCESS": _NVML_SUCCESS, "NVML_ERROR_UNINITIALIZED": 1,
+    "NVML_ERROR_INVALID_ARGUMENT": _INVALID_ARGUMENT, "NVML_ERROR_NOT_SUPPORTED": _NOT_SUPPORTED,
+    "NVML_ERROR_NOT_FOUND": _NOT_FOUND, "NVML_ERROR_DRIVER_NOT_LOADED": 9,
+    "NVML_TEMPERATURE_GPU": 0, "NVML_CLOCK_GRAPHICS": 0, "NVML_CLOCK_SM": 1, "NVML_CLOCK_MEM": 2,
+    "NVML_CLOCK_VIDEO": 3, "NVML_P2P_CAPS_INDEX_NVLINK": 2, "NVML_P2P_STATUS_OK": 0,
+    "NVML_DEVICE_UUID_BUFFER_SIZE": 80, "NVML_DEVICE_NAME_BUFFER_SIZE": 64,
+}  # fmt: skip
+"""Of nvml.h, for scripts where nvidia-ml-py is not installed."""
+
+_ERRORS = {
+    "NVMLError_Uninitialized": 1, "NVMLError_InvalidArgument": _INVALID_ARGUMENT,
+    "NVMLError_NotSupported": _NOT_SUPPORTED, "NVMLError_NotFound": _NOT_FOUND,
+    "NVMLError_DriverNotLoaded": 9, "NVMLError_LibraryNotFound": 12, "NVMLError_Unknown": 999,
+}  # fmt: skip
+
+
+class _Error(Exception):
+    """`pynvml.NVMLError` where nvidia-ml-py is not installed."""
+
+    number = 999
+
+    def __init__(self, value: int | None = None) -> None:
+        self.value = self.number if value is None else value
+        super().__init__(self.value)
+
+    def __str__(self) -> str:
+        return "Not Supported" if self.value == _NOT_SUPPORTED else f"NVML error {self.value}"
+
+
+class Handle:
+    """Of the one virtual GPU."""
+
+    def __repr__(self) -> str:
+        return "<nvmlDevice_t of the virtual GPU>"
+
+
+def install(patches: Patches, recorder: LiveRecorder) -> None:
+    """Let `pynvml` and torch's own questions to NVML be answered by the virtual GPU."""
+    module = sys.modules.get("pynvml")
+    if module is None:
+        module = _made()
+        sys.modules["pynvml"] = module
+        patches.on_undo(_forget)
+    functions = _answers(recorder, module)
+    for name, value in list(vars(module).items()):
+        if name.startswith("nvml") and callable(value) and not isinstance(value, type):
+            patches.set(module, name, functions.get(name) or _not_supported(module))
+    for name, function in functions.items():
+        if name not in vars(module):
+            patches.set(module, name, function)
+    patches.set(torch.cuda, "pynvml", module)
+    patches.set(torch.cuda, "_HAS_PYNVML", True)
+    patches.set(torch.cuda, "_raw_device_uuid_nvml", lambda: [f"GPU-{UUID}"])
+    patches.set(torch.cuda, "_get_nvml_device_index", _index_of)
+
+
+def _forget() -> None:
+    sys.modules.pop("pynvml", None)
+
+
+def _index_of(device: Any) -> int:
+    """The index that NVML gives the GPU; the only one, whatever `CUDA_VISIBLE_DEVICES` says."""
+    index = torch.cuda._utils._get_device_index(device, optional=True)
+    if index:
+        raise RuntimeError(f"device {index} is not visible (CUDA_VISIBLE_DEVICES=[0])")
+    return 0
+
+
+def _made() -> ModuleType:
+    """A module for scripts that import `pynvml`; torch has imported the real one if it is there."""
+    module = ModuleType("pynvml", "NVML of the virtual GPU.")
+    module.__spec__ = ModuleSpec("pynvml", None)
+    vars(module).update(_CONSTANTS)
+    error = vars(module)["NVMLError"] = type("NVMLError", (_Error,), {"__module__": "pynvml"})
+    for name, number in _ERRORS.items():
+        vars(module)[name] = type(name, (error,), {"number": number, "__module__": "pynvml"})
+
+    def lacks(name: str) -> Any:
+        if name.startswith("nvml"):
+            return _not_supported(module)
+        raise AttributeError(f"module 'pynvml' has no attribute {name!r}")
+
+    vars(module)["__getattr__"] = lacks
+    return module
+
+
+def _not_supported(module: ModuleType) -> Any:
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise module.NVMLError(_NOT_SUPPORTED)
+
+    return refused
+
+
+def _answers(recorder: LiveRecorder, module: ModuleType) -> dict[str, Any]:
+    gpu, allocator = recorder.gpu, recorder.allocator
+    handle = Handle()
+
+    def used_bytes() -> int:
+        recorder.settle()
+        return gpu.context_bytes + allocator.reserved_bytes
+
+    def by_index(index: int) -> Handle:
+        if index != 0:
+            raise module.NVMLError(_INVALID_ARGUMENT)
+        return handle
+
+    def by_uuid(uuid: Any) -> Handle:
+        text = uuid.decode() if isinstance(uuid, bytes) else uuid
+        if text != f"GPU-{UUID}":
+            raise module.NVMLError(_NOT_FOUND)
+        return handle
+
+    def memory(handle: Any, version: Any = None) -> Any:
+        used = used_bytes()
+        return SimpleNamespace(
+            version=version, total=gpu.memory_bytes, reserved=0, used=used,
+            free=max(0, gpu.memory_bytes - used),
+        )  # fmt: skip
+
+    def processes(handle: Any) -> list[Any]:
+        return [
+            SimpleNamespace(
+                pid=os.getpid(), usedGpuMemory=used_bytes(),
+                gpuInstanceId=None, computeInstanceId=None,
+            )
+        ]  # fmt: skip
+
+    major, minor = CUDA_VERSION.split(".")
+    facts: dict[str, Any] = {
+        "nvmlInit": None, "nvmlInitWithFlags": None, "nvmlShutdown": None,
+        "nvmlSystemGetDriverVersion": DRIVER_VERSION,
+        "nvmlSystemGetNVMLVersion": f"{major}.{DRIVER_VERSION}",
+        "nvmlSystemGetCudaDriverVersion": int(major) * 1000 + int(minor) * 10,
+        "nvmlSystemGetCudaDriverVersion_v2": int(major) * 1000 + int(minor) * 10,
+        "nvmlDeviceGetCount": 1, "nvmlDeviceGetCount_v2": 1,
+        "nvmlDeviceGetName": gpu.label, "nvmlDeviceGetUUID": f"GPU-{UUID}",
+        "nvmlDeviceGetIndex": 0, "nvmlDeviceGetMinorNumber": 0,
+        "nvmlDeviceGetCudaComputeCapability": gpu.capability,
+        "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=0, memory=0),
+        "nvmlDeviceGetTemperature": 0, "nvmlDeviceGetPowerUsage": 0,
+        "nvmlDeviceGetClockInfo": 0, "nvmlDeviceGetClock": 0,
+        "nvmlDeviceGetGraphicsRunningProcesses": [],
+        "nvmlDeviceGetPciInfo": SimpleNamespace(
+            busId=_PCI_BUS_ID, busIdLegacy=_PCI_BUS_ID[4:], domain=0, bus=0, device=0,
+            pciDeviceId=0, pciSubSystemId=0,
+        ),
+    }  # fmt: skip
+    answers = {name: _constant(value) for name, value in facts.items()}
+    return answers | {
+        "nvmlDeviceGetHandleByIndex": by_index,
+        "nvmlDeviceGetHandleByIndex_v2": by_index,
+        "nvmlDeviceGetHandleByUUID": by_uuid,
+        "nvmlDeviceGetHandleByPciBusId": _constant(handle),
+        "nvmlDeviceGetMemoryInfo": memory,
+        "nvmlDeviceGetComputeRunningProcesses": processes,
+        "nvmlDeviceGetComputeRunningProcesses_v2": processes,
+        "nvmlDeviceGetComputeRunningProcesses_v3": processes,
+        "nvmlErrorString": lambda number: f"NVML error {number}",
+    }
+
+
+def _constant(value: Any) -> Any:
+    return lambda *args, **kwargs: value
