@@ -20,7 +20,7 @@ from torch import Tensor
 
 from memest.errors import UnsupportedError
 from memest.estimator.allocator.caching import Block, CachingAllocator, OutOfMemory
-from memest.estimator.device.custom_operators import ON_CUDA, is_written_in_torch
+from memest.estimator.device.custom_operators import key_of_other_operators
 from memest.estimator.device.dispatch import _DEPENDS_ON_VALUES, Recipe, Recorder
 from memest.estimator.device.guesses import Guesses, comparison
 from memest.estimator.device.history import EventLog, History, LiveStorages
@@ -155,14 +155,18 @@ class LiveRecorder(StreamRecorder):
         self.phase_given = ""
         """A phase that the driver knows of, such as `optimizer`; "" lets autograd tell."""
 
+        self.has_closure = False
+        """Whether the running step of an optimizer calls a closure of the script."""
+
         self.has_started = False
         self.is_off = False
         self.host_bytes = self.peak_host_bytes = 0
         self._dead: list[int] = []
         self._lock = threading.RLock()
         self._host_references: dict[int, Any] = {}
+        self._pinned: dict[int, Any] = {}
         self._skips: dict[type, bool] = {}
-        self._in_torch: dict[Any, bool] = {}
+        self._made_of_others: dict[Any, Any] = {}
         self._live_sites: dict[Any, Site] = {}
 
     # --- where a tensor lies
@@ -195,6 +199,21 @@ class LiveRecorder(StreamRecorder):
             self._host_references.pop(key, None)
 
         return died
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """As `tensor.pin_memory()`: a copy, which knows that it is pinned."""
+        return tensor if self.is_off or self.is_pinned(tensor) else self._pin(tensor.clone())
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """As `tensor.is_pinned()`."""
+        return storage_key(tensor) in self._pinned
+
+    def _pin(self, tensor: Tensor) -> Tensor:
+        key = storage_key(tensor)
+        self._pinned[key] = weakref.ref(
+            tensor.untyped_storage(), lambda reference: self._pinned.pop(key, None)
+        )
+        return tensor
 
     # --- operators
 
@@ -243,8 +262,8 @@ class LiveRecorder(StreamRecorder):
                 return self._to_card(func, types, args, {**kwargs, "device": META}, no_place)
             return self._on_card(func, types, args, {**kwargs, "device": META}, no_place)
         if on_card:
-            if self._is_written_in_torch(func):
-                return self._in_python(func, args, kwargs)
+            if self._how_it_runs(func):
+                return self._by_other_operators(func, args, kwargs)
             is_to_host = func is aten.copy_.default and self.place(args[0]) is not Place.CARD
             if target == "cpu" or is_to_host:
                 return self._copy_to_host(func, args, kwargs)
@@ -277,19 +296,20 @@ class LiveRecorder(StreamRecorder):
                 return Recorder.__torch_dispatch__(self, func, types, args, kwargs)
             return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _is_written_in_torch(self, func: Any) -> bool:
-        """Whether a library's operator has a kernel for CUDA in Python, which torch runs here."""
-        known = self._in_torch.get(func)
-        if known is None:
-            known = self._in_torch[func] = is_written_in_torch(func)
-        return known
+    def _how_it_runs(self, func: Any) -> Any:
+        """Where `func` is made of other operators, the dispatch key under which; else None."""
+        try:
+            return self._made_of_others[func]
+        except KeyError:
+            found = self._made_of_others[func] = key_of_other_operators(func)
+            return found
 
-    def _in_python(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Run the Python of a library's operator, whose own operators are recorded."""
+    def _by_other_operators(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run what is made of other operators, so that those are recorded."""
         depth, INSIDE.depth = INSIDE.depth, 0
         try:
             with self:
-                return func.redispatch(ON_CUDA, *args, **kwargs)
+                return func._op_dk(self._made_of_others[func], *args, **kwargs)
         finally:
             INSIDE.depth = depth
 
@@ -331,11 +351,11 @@ class LiveRecorder(StreamRecorder):
     def _in_memory(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """An operator on real tensors of the host, whose result may be too large to be one."""
         if func is aten._pin_memory.default:
-            return args[0]
+            return self.pinned(args[0])
         if func is aten.is_pinned.default:
-            return False
+            return self.is_pinned(args[0])
         if kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}
+            return self._pin(self._in_memory(func, args, {**kwargs, "pin_memory": False}))
         if func in _FACTORIES or _has_large_floats(args):
             made = self._without_data(func, args, kwargs)
             if made is not None:
@@ -412,6 +432,10 @@ class LiveRecorder(StreamRecorder):
         try:
             value = self.values.compute(func, args, kwargs)
         except ValueUnknown:
+            if func is aten.equal.default:  # asked of what should be equal, such as tied weights
+                is_alike: bool = args[0].shape == args[1].shape
+                self.guesses.note(self.lines.current(), f"{is_alike} from torch.equal")
+                return is_alike
             name = func._schema.name.removeprefix("aten::").removeprefix("_local_")
             dtype = torch.bool if func is not aten._local_scalar_dense.default else args[0].dtype
             return self.guesses.scalar(dtype, self.lines.current(), name)
@@ -515,15 +539,18 @@ class LiveRecorder(StreamRecorder):
 
     def current_phase(self) -> str:
         """What the script is about."""
-        if self.phase_given:
-            return self.phase_given
         if torch._C._current_graph_task_id() != -1:
             return "backward"
+        is_running, has_grad = self.modules.is_running, torch.is_grad_enabled()
+        if self.phase_given and not (is_running or (has_grad and self.has_closure)):
+            return self.phase_given
         if not self.has_started:
-            self.has_started = self.modules.is_running
+            self.has_started = is_running
         if not self.has_started:
             return "setup"
-        if not torch.is_grad_enabled():
+        if not has_grad:
+            if not is_running and self.history.phase in ("backward", "optimizer"):
+                return "optimizer"  # clipping, a moving average
             if self.modules.is_generating:
                 return "generation"
             if self.modules.is_evaluating:

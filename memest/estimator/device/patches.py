@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 _ABSENT = object()
@@ -12,6 +13,7 @@ class Patches:
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
+        self._afterwards: list[Callable[[], None]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> Any:
         """Let `owner.name` be `value`; returns what it was, or None if there was none."""
@@ -21,6 +23,10 @@ class Patches:
         setattr(owner, name, value)
         return was
 
+    def on_undo(self, action: Callable[[], None]) -> None:
+        """Let `action` run when everything has been put back."""
+        self._afterwards.append(action)
+
     def undo(self) -> None:
         """Put back everything, the last first."""
         while self._before:
@@ -29,3 +35,5 @@ class Patches:
                 delattr(owner, name)
             else:
                 setattr(owner, name, before)
+        while self._afterwards:
+            self._afterwards.pop()()

@@ -16,11 +16,24 @@ from torch import Tensor
 META = torch.device("meta")
 CPU = torch.device("cpu")
 
-is_meta = torch._C.TensorBase.is_meta.__get__  # type: ignore[attr-defined]
-"""Whether a tensor has no data, whatever it says."""
+_is_meta_in_c = torch._C.TensorBase.is_meta.__get__  # type: ignore[attr-defined]
+_device_in_c = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+"""Classes without a `__torch_function__`, which would be asked first and answer for the script."""
 
-true_device = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
-"""The device that torch's C++ sees."""
+
+def is_meta(tensor: Tensor) -> bool:
+    """Whether `tensor` has no data, whatever it says."""
+    if type(tensor) in _PLAIN:
+        return _is_meta_in_c(tensor)  # type: ignore[no-any-return]
+    with torch._C.DisableTorchFunctionSubclass():
+        return _is_meta_in_c(tensor)  # type: ignore[no-any-return]
+
+
+def true_device(tensor: Tensor) -> torch.device:
+    """The device that torch's C++ sees."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _device_in_c(tensor)  # type: ignore[no-any-return]
 
 
 class Place(Enum):

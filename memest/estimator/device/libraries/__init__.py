@@ -1,0 +1,29 @@
+"""Libraries that bring kernels of their own, on the virtual GPU.
+
+Each file stands in for what one of them runs outside of torch's operators, and for nothing else:
+their Python code runs as it is.
+"""
+
+from __future__ import annotations
+
+from memest.estimator.device.imports import ImportHooks
+from memest.estimator.device.libraries import (
+    availability,
+    bitsandbytes,
+    compilers,
+    extensions,
+    flash_attn,
+    triton,
+)
+from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.patches import Patches
+
+
+def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> None:
+    """Let what the script imports find a GPU; called when `torch.cuda` is there."""
+    availability.install(patches)
+    triton.install(patches, recorder, hooks)
+    bitsandbytes.install(patches, recorder, hooks)
+    flash_attn.install(patches, recorder, hooks)
+    compilers.install(patches, recorder, hooks)
+    extensions.install(patches, recorder, hooks)

@@ -1,0 +1,105 @@
+"""Compilers of torch on the virtual GPU: what they would compile runs as it is written.
+
+A compiled function asks for other memory than the one it was made from: fused operators keep fewer
+temporaries. What is simulated is the function as written, and the report says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from memest.errors import UnsupportedError
+from memest.estimator.device.imports import ImportHooks
+from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.patches import Patches
+
+COMPILED = (
+    "`torch.compile` ran its function eagerly: a compiled one keeps fewer temporaries, and its "
+    "compiler may take memory of its own"
+)
+SCRIPTED = "`torch.jit` ran its functions eagerly: nothing is fused"
+
+
+def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> None:
+    """Let `torch.compile` and `torch.jit` give back what they are given."""
+    _install_compile(patches, recorder, hooks)
+    _install_script(patches, recorder)
+    _skip_dynamo(patches)
+
+
+def _install_compile(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> None:
+    def compile_(model: Any = None, **options: Any) -> Any:
+        if model is None:
+            return lambda function: compile_(function, **options)
+        recorder.note(COMPILED)
+        if isinstance(model, nn.Module):
+            model.__dict__["_orig_mod"] = model  # what scripts unwrap
+        return model
+
+    def without_dynamo(module: ModuleType) -> None:
+        """What was compiled before the virtual GPU was there runs eagerly, too."""
+        was = module.disable  # type: ignore[attr-defined]
+        module.disable = True  # type: ignore[attr-defined]
+        patches.on_undo(lambda: setattr(module, "disable", was))
+
+    patches.set(torch, "compile", compile_)
+    patches.set(torch.compiler, "compile", compile_)
+    hooks.after("torch._dynamo.config", without_dynamo)
+
+
+def _install_script(patches: Patches, recorder: LiveRecorder) -> None:
+    def as_written(made: Any) -> Any:
+        recorder.note(SCRIPTED)
+        if isinstance(made, nn.Module):
+            made.__dict__.setdefault("save", _refused("`save` of a scripted module"))
+        return made
+
+    def script(obj: Any = None, *args: Any, **options: Any) -> Any:
+        return as_written(obj)
+
+    def trace(func: Any, example_inputs: Any = None, *args: Any, **options: Any) -> Any:
+        """torch runs the function once to see its operators."""
+        inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+        named = options.get("example_kwarg_inputs")
+        if named is not None:
+            func(**named)
+        elif example_inputs is not None:
+            func(*inputs)
+        return as_written(func)
+
+    patches.set(torch.jit, "script", script)
+    patches.set(torch.jit, "trace", trace)
+    patches.set(torch.jit, "freeze", lambda module, *args, **options: module)
+    patches.set(torch.jit, "optimize_for_inference", lambda module, *args, **options: module)
+
+
+def _refused(what: str) -> Callable[..., Any]:
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(
+            f"{what} cannot be simulated", hint="nothing is compiled on the virtual GPU"
+        )
+
+    return refused
+
+
+def _skip_dynamo(patches: Patches) -> None:
+    """Nothing is compiled, so nothing need be kept from the compiler, whose import takes a second.
+
+    torch wraps functions that shall not be compiled (`torch/_compile.py`), and imports its compiler
+    when the first of them is called; each keeps the function to call in `__dynamo_disable`.
+    """
+
+    def disable(fn: Any = None, recursive: bool = True, **options: Any) -> Any:
+        return fn if fn is not None else (lambda function: function)
+
+    patches.set(torch, "_disable_dynamo", disable)
+    patches.set(torch.compiler, "disable", disable)
+    for function in vars(torch.optim.Optimizer).values():
+        inner = getattr(function, "__wrapped__", None)
+        if inner is not None and not hasattr(inner, "__dynamo_disable"):
+            patches.set(inner, "__dynamo_disable", inner)
