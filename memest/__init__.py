@@ -4,7 +4,10 @@
 
     print(predict(TrainingPlan(model_name="blip2-flan-t5-xxl", optim="adam_8bit", batch_size=2)))
 
-Importing it loads neither torch nor transformers; `predict` does.
+    with memest.virtual_gpu("a100-80gb") as gpu:
+        train()  # any code, on a GPU that is not there
+
+Importing it loads neither torch nor transformers; `predict` and `virtual_gpu` do.
 """
 
 from __future__ import annotations
@@ -17,9 +20,10 @@ from memest.report import Prediction
 
 if TYPE_CHECKING:
     from memest.estimator.predict import predict
+    from memest.run.session import virtual_gpu
 
 __version__ = "0.1.0"
-__all__ = ["MemestError", "Prediction", "TrainingPlan", "predict"]
+__all__ = ["MemestError", "Prediction", "TrainingPlan", "predict", "virtual_gpu"]
 
 
 def __getattr__(name: str) -> Any:
@@ -27,4 +31,8 @@ def __getattr__(name: str) -> Any:
         from memest.estimator.predict import predict
 
         return predict
+    if name == "virtual_gpu":
+        from memest.run.session import virtual_gpu
+
+        return virtual_gpu
     raise AttributeError(f"module `memest` has no attribute `{name}`")

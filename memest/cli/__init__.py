@@ -6,7 +6,17 @@ made.
 
 from __future__ import annotations
 
-from memest.cli import advise, chart, compare, lists, predict, scaling, sweep, validate  # noqa: F401
+from memest.cli import (  # noqa: F401
+    advise,
+    chart,
+    compare,
+    lists,
+    predict,
+    run,
+    scaling,
+    sweep,
+    validate,
+)
 from memest.cli.group import main
 
 __all__ = ["main"]

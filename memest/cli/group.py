@@ -53,7 +53,10 @@ def tell(message: str, hint: str) -> None:
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="memest")
-def main() -> None:
+@click.pass_context
+def main(ctx: click.Context) -> None:
     """Predict the GPU memory of a fine-tune before a GPU is rented."""
+    if ctx.invoked_subcommand == "run":  # what a script says is its own
+        return
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

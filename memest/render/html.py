@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from memest.report import Outcome, Prediction
+from memest.report import Outcome, Prediction, Verdict
 from memest.units import GIB, format_gib
 
 if TYPE_CHECKING:
@@ -72,6 +72,11 @@ def render_page(reports: Sequence[Prediction], *, recording: Recording | None = 
     else:
         title = f"{len(reports)} experiments: GPU memory"
         body = _many(reports)
+    return page(title, body)
+
+
+def page(title: str, body: str) -> str:
+    """A whole page around `body`, in memest's style."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -95,7 +100,7 @@ class PredictionTable(list[Prediction]):
     def _repr_html_(self) -> str:
         style = ".memest td.bad{font-weight:700;text-decoration:underline}"
         rows = _suite_rows(self)
-        return f'<style>{style}</style><div class="memest">{_table(rows, text=1)}</div>'
+        return f'<style>{style}</style><div class="memest">{html_table(rows, text=1)}</div>'
 
 
 def _suite_rows(reports: Sequence[Prediction]) -> list[list[str]]:
@@ -116,7 +121,7 @@ def _one(report: Prediction, recording: Recording | None) -> str:
     sections = [
         f"<h1>{escape(report.name)}</h1>",
         _facts(report),
-        _verdicts(report),
+        verdict_cards(report.verdicts),
         "<h2>What fills the GPU at the peak</h2>",
         _stack(report),
         _terms(report),
@@ -127,7 +132,7 @@ def _one(report: Prediction, recording: Recording | None) -> str:
         line = timeline(recording)
         sections += [
             "<h2>Over one step</h2>",
-            _chart(
+            chart(
                 lambda dark: plot_timeline(
                     line, name=report.name, gpu=report.gpu, gpu_limit_bytes=limit, dark=dark
                 ),
@@ -136,7 +141,7 @@ def _one(report: Prediction, recording: Recording | None) -> str:
         ]
     sections += [
         "<h2>At the four phases</h2>",
-        _chart(
+        chart(
             lambda dark: plot_phases(report, None, gpu_limit_bytes=limit, dark=dark),
             "params, grads, optimizer and activations at the four phases of a step",
         ),
@@ -160,9 +165,9 @@ def _many(reports: Sequence[Prediction]) -> str:
         [
             f"<h1>GPU memory of {len(reports)} experiments</h1>",
             f'<p class="muted">Predicted; GiB at the peak on {escape(reports[0].gpu)}.</p>',
-            _table(_suite_rows(reports), text=1),
+            html_table(_suite_rows(reports), text=1),
             "<h2>Against the cards</h2>",
-            _chart(
+            chart(
                 lambda dark: plot_ladder(reports, limits=limits, dark=dark),
                 "every experiment a bar at its peak, against the lines of the cards",
             ),
@@ -204,9 +209,10 @@ def _facts(report: Prediction) -> str:
     return f'<p class="muted">{escape(" · ".join(facts))}</p>'
 
 
-def _verdicts(report: Prediction) -> str:
+def verdict_cards(verdicts: Mapping[str, Verdict]) -> str:
+    """A card for each GPU: whether it fits, and with how much to spare."""
     cards = []
-    for name, verdict in report.verdicts.items():
+    for name, verdict in verdicts.items():
         is_oom = verdict.verdict is Outcome.OOM
         share = 100 * min(1.0, verdict.reserved_bytes / max(1, verdict.limit_bytes))
         margin = format_gib(abs(verdict.margin_bytes))
@@ -255,7 +261,7 @@ def _terms(report: Prediction) -> str:
                 f"{term.arithmetic}: {term.why}",
             ]
         )
-    return _table(rows, text=1, notes=True)
+    return html_table(rows, text=1, notes=True)
 
 
 def _phases(report: Prediction) -> str:
@@ -271,7 +277,7 @@ def _phases(report: Prediction) -> str:
             )  # fmt: skip
             step = f"{row.step}.{row.micro_batch}" if last else f"{row.step}"
             rows.append([step, str(row.phase).replace("_", " "), *map(_gib, sizes)])
-    return _table(rows, text=2)
+    return html_table(rows, text=2)
 
 
 def _assumed(report: Prediction) -> str:
@@ -294,7 +300,7 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f}"
 
 
-def _table(rows: Iterable[Sequence[str]], *, text: int, notes: bool = False) -> str:
+def html_table(rows: Iterable[Sequence[str]], *, text: int, notes: bool = False) -> str:
     """A table whose first `text` columns, and the last if it holds `notes`, are words."""
     head, *body = rows
     last = len(head) - 1
@@ -315,7 +321,7 @@ def _table(rows: Iterable[Sequence[str]], *, text: int, notes: bool = False) -> 
     return f'<div class="wide"><table>{"".join(lines)}</table></div>'
 
 
-def _chart(draw: Callable[[bool], Any], words: str) -> str:
+def chart(draw: Callable[[bool], Any], words: str) -> str:
     """A chart for light and for dark screens; what is not shown is not decoded either."""
     from memest.plots import svg_text
 

@@ -38,7 +38,7 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldRow:
-    """Bytes that were held at the peak by one owner: a module or a line, or all that is of a kind."""
+    """Bytes held at the peak by one owner: a module or a line, or all that is of a kind."""
 
     name: str
     """`activations`; `GPT2LMHeadModel.transformer.h.*`; `train.py:12`."""
@@ -139,6 +139,9 @@ class RunReport:
     verdicts: Mapping[str, Verdict]
     guesses: tuple[Guess, ...]
     coverage: Mapping[str, Any]
+    notes: tuple[str, ...]
+    """What was seen in the run and is worth knowing."""
+
     assumptions: tuple[str, ...]
     versions: Mapping[str, str]
     elapsed_s: float

@@ -142,7 +142,9 @@ class History:
         self.num_steps = 0
         self._allocator = allocator
         self._storages = storages
-        self._phase = ""
+        self.phase = ""
+        """Of the last storage that was born."""
+
         self._top = self._top_at = self._top_id = 0
         self._top_reserved = 0
         self._step_top = self._step_top_reserved = 0
@@ -155,7 +157,7 @@ class History:
     def born(self, index: int, site: Site) -> None:
         """Storage `index` was given its block, and its birth is the last event."""
         allocator = self._allocator
-        if site.phase != self._phase:
+        if site.phase != self.phase:
             self._enter(site.phase)
             self._top_id = index
         if allocator.allocated_bytes > self._top:
@@ -166,15 +168,15 @@ class History:
 
     def _enter(self, phase: str) -> None:
         self._close()
-        self._phase = phase
+        self.phase = phase
         self.log.mark(phase)
 
     def _close(self) -> None:
         """Carry the highest level of late into the peaks of phase, step and run."""
         top, reserved = self._top, self._top_reserved
-        if self._phase:
-            before = self.phases.get(self._phase, (0, 0))
-            self.phases[self._phase] = max(before[0], top), max(before[1], reserved)
+        if self.phase:
+            before = self.phases.get(self.phase, (0, 0))
+            self.phases[self.phase] = max(before[0], top), max(before[1], reserved)
         self._step_top = max(self._step_top, top)
         self._step_top_reserved = max(self._step_top_reserved, reserved)
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, reserved)

@@ -36,7 +36,7 @@ class ScriptLines:
             code = found.f_code
             known = is_users.get(code)
             if known is None:
-                known = is_users[code] = self._look(code)
+                known = is_users[code] = self._look(code, found)
             if known:
                 return found
             found = found.f_back
@@ -47,9 +47,11 @@ class ScriptLines:
         frame = self.frame(sys._getframe(1))
         return "" if frame is None else _text(frame.f_code.co_filename, frame.f_lineno)
 
-    def _look(self, code: CodeType) -> bool:
+    def _look(self, code: CodeType, frame: FrameType) -> bool:
         name = code.co_filename
-        if name.startswith("<") and not name.startswith(("<string>", "<ipython", "<stdin>")):
+        if name == "<string>":  # of `python -c`, or made by a library
+            return bool(frame.f_globals.get("__name__") == "__main__")
+        if name.startswith("<") and not name.startswith(("<ipython", "<stdin>")):
             return False
         path = os.path.abspath(name)
         if any(path.startswith(root) for root in self._roots):

@@ -89,6 +89,9 @@ class LiveModules:
         self.is_generating = False
         """Whether the model that ran last was called by a function named `generate`."""
 
+        self.is_evaluating = False
+        """Whether it was in evaluation mode."""
+
         self.on_call: Callable[[nn.Module, bool], None] | None = None
         """Told of each call of an outermost module, and whether it is the first."""
 
@@ -103,11 +106,6 @@ class LiveModules:
     def is_running(self) -> bool:
         """Whether a module's forward runs."""
         return bool(self._stack)
-
-    @property
-    def is_evaluating(self) -> bool:
-        """Whether the outermost running module is in evaluation mode."""
-        return bool(self._stack) and not self._stack[0].training
 
     def current(self) -> str:
         """The path of the running module, or the one whose backward runs; "" outside of all."""
@@ -188,6 +186,7 @@ class LiveModules:
                 self._names.setdefault(id(child), path)
                 for parameter in child._parameters.values():
                     self._parameters.setdefault(id(parameter), path)
+        self.is_evaluating = not module.training
         self.is_generating = not torch.is_grad_enabled() and _is_called_by("generate")
         if self.on_call is not None:
             self.on_call(module, is_new)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,31 @@ from torch.optim.optimizer import (
 )
 
 from memest.errors import MemestError
-from memest.estimator.allocator.caching import CachingAllocator
-from memest.estimator.device import attributes, driver, memory
+from memest.estimator.allocator.statistics import CountingAllocator
+from memest.estimator.device import (
+    attributes,
+    checkpoints,
+    driver,
+    foreach,
+    libraries,
+    memory,
+    nvml,
+    pretrained,
+    safetensors_files,
+)
 from memest.estimator.device.cuda_semantics import CASTS, decisions_of
 from memest.estimator.device.guesses import Guesses
+from memest.estimator.device.imports import ImportHooks
 from memest.estimator.device.lines import ScriptLines
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.tensors import host_storages
 from memest.estimator.hardware.gpus import Gpu
+
+GRADS_LIVE_ON = (
+    "gradients live through the forward of the next step, since the script frees them after it: "
+    "`zero_grad()` before the forward would give their memory to the activations"
+)
 
 
 class StepLimit(SystemExit):
@@ -54,23 +71,31 @@ class VirtualGpu:
         roots: tuple[Path, ...] = (),
     ) -> None:
         self.gpu = gpu
+        self.limit_bytes = limit_bytes
         self.max_steps = max_steps
         self.num_steps = 0
-        self.allocator = CachingAllocator(gpu.limit_bytes if limit_bytes is None else limit_bytes)
+        self.allocator = CountingAllocator(
+            gpu.limit_bytes if limit_bytes is None else limit_bytes, card_bytes=gpu.limit_bytes
+        )
         self.guesses = Guesses(is_strict)
         self.recorder = LiveRecorder(gpu, self.allocator, self.guesses, ScriptLines(roots))
         self._patches = Patches()
         self._stack = contextlib.ExitStack()
 
     @property
+    def notes(self) -> list[str]:
+        """What a report should say of the run, each once."""
+        return self.recorder.notes
+
+    @property
     def peak_allocated_bytes(self) -> int:
-        """The highest number of bytes allocated so far."""
-        return self.allocator.peak_allocated_bytes
+        """The highest number of bytes allocated since the start, whatever the script resets."""
+        return max(self.recorder.history.peak_allocated_bytes, self.allocator.peak_allocated_bytes)
 
     @property
     def peak_reserved_bytes(self) -> int:
-        """The highest number of bytes reserved so far."""
-        return self.allocator.peak_reserved_bytes
+        """The highest number of bytes reserved since the start, whatever the script resets."""
+        return max(self.recorder.history.peak_reserved_bytes, self.allocator.peak_reserved_bytes)
 
     def __enter__(self) -> VirtualGpu:
         if VirtualGpu._active is not None:
@@ -80,6 +105,15 @@ class VirtualGpu:
         attributes.install(patches, recorder)
         driver.install(patches, recorder)
         memory.install(patches, recorder)
+        foreach.install(patches, recorder)
+        nvml.install(patches, recorder)
+        hooks = ImportHooks()
+        hooks.install()
+        self._stack.callback(hooks.remove)
+        checkpoints.install(patches, recorder)
+        pretrained.install(patches, recorder, hooks)
+        safetensors_files.install(patches, recorder, hooks)
+        libraries.install(patches, recorder, hooks)
         self._install_threads()
         self._install_steps()
         patches.set(torch, "clear_autocast_cache", CASTS.clear)
@@ -90,6 +124,8 @@ class VirtualGpu:
 
     def __exit__(self, *exception: Any) -> None:
         self.recorder.settle()
+        self.recorder.label_models()
+        self.recorder.history.fold()
         self._stack.close()
         self._patches.undo()
         self.recorder.is_off = True
@@ -114,18 +150,26 @@ class VirtualGpu:
 
         self._patches.set(threading.Thread, "_bootstrap_inner", bootstrap_inner)
 
-        def forget() -> None:
-            virtual.recorder.is_off = True
-
-        os.register_at_fork(after_in_child=forget)
-
     def _install_steps(self) -> None:
         recorder = self.recorder
+        stepped: list[weakref.ref[Any]] = []
+
+        def called(model: Any, is_new: bool) -> None:
+            if is_new:
+                recorder.label_model(model)
+            if stepped and model.training and torch.is_grad_enabled():
+                optimizer = stepped.pop()()
+                if optimizer is not None and _holds_grads(recorder, optimizer):
+                    recorder.note(GRADS_LIVE_ON)
+
+        recorder.modules.on_call = called
 
         def before(optimizer: Any, args: Any, kwargs: Any) -> None:
             recorder.label_states(optimizer, with_grads=True)
             recorder.log.mark("before_optimizer_step")
             recorder.phase_given = "optimizer"
+            given = (*args, kwargs.get("closure"))
+            recorder.has_closure = any(a is not None and a is not optimizer for a in given)
             recorder.has_started = True
 
         def after(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -135,9 +179,26 @@ class VirtualGpu:
             recorder.log.mark("after_optimizer_step")
             recorder.guesses.stepped()
             recorder.modules.forget()
+            recorder.history.stepped()
+            stepped[:] = [weakref.ref(optimizer)]
             self.num_steps += 1
             if self.max_steps is not None and self.num_steps >= self.max_steps:
                 raise StepLimit(0)
 
         self._stack.callback(register_optimizer_step_pre_hook(before).remove)
         self._stack.callback(register_optimizer_step_post_hook(after).remove)
+
+
+def _holds_grads(recorder: LiveRecorder, optimizer: Any) -> bool:
+    """Whether a gradient of `optimizer` lies on the card."""
+    grads = (p.grad for group in optimizer.param_groups for p in group["params"])
+    return any(grad is not None and recorder.id_of(grad) is not None for grad in grads)
+
+
+def _forget_in_child() -> None:
+    """A forked process, a DataLoader's worker for one, has no virtual GPU."""
+    if VirtualGpu._active is not None:
+        VirtualGpu._active.recorder.is_off = True
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -305,6 +305,7 @@ class ObservedAllocator(CachingAllocator):
         """Storage by the identity of the block that it had when it died."""
 
     def complete(self, block: Block) -> None:
+        """As `CachingAllocator`'s."""
         if id(block) in self._deferred:
             self.observer.returned(self.storages[id(block)], block)
         super().complete(block)

@@ -1,0 +1,213 @@
+"""The report of a script as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memest.render.text import table
+from memest.report import Ending, HeldRow, Outcome, RunReport, Verdict
+from memest.units import GIB, format_bytes, format_gib
+
+MAX_ROWS = 12
+"""Modules and lines in the text; JSON has all."""
+
+MAX_GUESSES = 12
+
+COLUMNS = ("params", "grads", "optimizer", "activations")
+"""Kinds that have a column of their own in the table of modules."""
+
+_WHY = {
+    "params": "the weights",
+    "grads": "one per trained parameter, from its backward until it is freed",
+    "optimizer": "what the optimizer keeps between steps",
+    "buffers": "of modules: tables, statistics, scales of quantised weights",
+    "activations": "kept for the backward, or passing through the forward",
+    "temporaries": "of backward and optimizer",
+    "workspace": "cuBLAS, and kernels' scratch",
+    "batch": "copied from the host: inputs and labels",
+    "buckets": "gradients on their way to other GPUs and back",
+    "gathered": "weights put together from shards",
+    "other": "made before any model ran, and part of none that did",
+    "rounding": "requests round up to 512 B; up to 1 MiB of a large block is not split off",
+}
+
+
+def render_run(report: RunReport) -> str:
+    """The whole report: ending, what filled the peak, steps, phases, verdicts, what is assumed."""
+    sections = [
+        heading(report),
+        _terms(report),
+        _totals(report),
+        _modules(report.modules),
+        _lines(report.lines),
+        _levels(report),
+        _verdicts(report),
+        _guesses(report),
+        _assumed(report),
+    ]
+    return "\n\n".join("\n".join(lines) for lines in sections if lines)
+
+
+_ENDINGS = {
+    Ending.FINISHED: "ran to its end",
+    Ending.STOPPED: "stopped after the steps asked for",
+    Ending.OOM: "ran out of memory",
+    Ending.CRASHED: "ended with an error of its own",
+    Ending.UNSUPPORTED: "ended where it cannot be simulated",
+    Ending.INTERRUPTED: "was interrupted",
+    Ending.RUNNING: "is running",
+}
+
+
+def heading(report: RunReport) -> list[str]:
+    """What ran, where, and how it ended."""
+    steps = f"{report.num_steps} optimizer step{'s' if report.num_steps != 1 else ''}"
+    verdict = "out of memory" if report.verdict is Outcome.OOM else "fits"
+    if report.ending in (Ending.CRASHED, Ending.UNSUPPORTED, Ending.INTERRUPTED, Ending.RUNNING):
+        verdict = "fits so far"
+    lines = [f"{report.name}", f"{_ENDINGS[report.ending]}; {steps} on {report.gpu}: {verdict}"]
+    if report.error:
+        lines.append(report.error)
+    return lines
+
+
+def why(kind: str) -> str:
+    """What bytes of a kind are there for."""
+    return _WHY.get(kind, "")
+
+
+def where(report: RunReport) -> str:
+    """Where the peak was: step, phase, module, operator, line."""
+    peak = report.peak
+    parts = (f"step {peak.step}", peak.phase, peak.module, peak.op, peak.line)
+    return ", ".join(part for part in parts if part)
+
+
+def _terms(report: RunReport) -> list[str]:
+    rows = [["held at the peak", "", "share", ""]]
+    peak = report.peak_allocated_bytes
+    for term in report.terms:
+        tensors = f"{term.num_tensors} tensors: " if term.num_tensors else ""
+        note = f"{tensors}{why(term.name)}"
+        rows.append([term.name, format_gib(term.num_bytes, 3), _share(term.num_bytes, peak), note])
+    rows.append(["peak allocated", format_gib(peak, 3), "100.0 %", where(report)])
+    return table(rows, left=1, last_left=True)
+
+
+def _totals(report: RunReport) -> list[str]:
+    slack = report.peak_reserved_bytes - report.peak_allocated_bytes
+    context = report.process_bytes - report.peak_reserved_bytes
+    rows = [
+        ["allocated", format_gib(report.peak_allocated_bytes), "torch.cuda.max_memory_allocated"],
+        ["reserved", format_gib(report.peak_reserved_bytes),
+         f"torch.cuda.max_memory_reserved; cached beside it {format_bytes(slack)}"],
+        ["process", format_gib(report.process_bytes),
+         f"nvidia-smi; CUDA context {format_bytes(context)}"],
+    ]  # fmt: skip
+    if report.host_bytes:
+        note = "of the host, for tensors that memest keeps without data"
+        rows.append(["host", format_gib(report.host_bytes), note])
+    return [f"peak on {report.gpu}", *table(rows, left=1, last_left=True)]
+
+
+def module_rows(rows: Sequence[HeldRow], limit: int | None = None) -> list[list[str]]:
+    """A table of modules in GiB, with a head; the smallest in one row where there are many."""
+    shown = list(rows[:limit])
+    found = [["by module, GiB at the peak", *COLUMNS, "other", "all"]]
+    found += [_module_cells(row.name, [row]) for row in shown]
+    rest = rows[len(shown) :]
+    if rest:
+        found.append(_module_cells(f"{len(rest)} others", rest))
+    return found
+
+
+def _module_cells(name: str, rows: Sequence[HeldRow]) -> list[str]:
+    sizes = [sum(row.kinds.get(kind, 0) for row in rows) for kind in COLUMNS]
+    total = sum(row.num_bytes for row in rows)
+    return [name, *(f"{size / GIB:.3f}" for size in (*sizes, total - sum(sizes), total))]
+
+
+def _modules(rows: Sequence[HeldRow]) -> list[str]:
+    return table(module_rows(rows, MAX_ROWS), left=1) if rows else []
+
+
+def _lines(rows: Sequence[HeldRow]) -> list[str]:
+    if not rows:
+        return []
+    total = sum(row.num_bytes for row in rows)
+    cells = [["by line of the script", "", "share", ""]]
+    for row in rows[:MAX_ROWS]:
+        cells.append(
+            [row.name, format_gib(row.num_bytes, 3), _share(row.num_bytes, total), row.source]
+        )
+    if rest := rows[MAX_ROWS:]:
+        size = sum(row.num_bytes for row in rest)
+        cells.append([f"{len(rest)} others", format_gib(size, 3), _share(size, total), ""])
+    return table(cells, left=1, last_left=True)
+
+
+def _levels(report: RunReport) -> list[str]:
+    rows = [["GiB", "allocated after", "peak allocated", "peak reserved"]]
+    for phase in report.phases:
+        rows.append(
+            [phase.name, "", _gib(phase.peak_allocated_bytes), _gib(phase.peak_reserved_bytes)]
+        )
+    for step in report.steps:
+        sizes = (step.allocated_bytes, step.peak_allocated_bytes, step.peak_reserved_bytes)
+        rows.append([f"step {step.step}", *map(_gib, sizes)])
+    return table(rows, left=1) if len(rows) > 1 else []
+
+
+def _verdicts(report: RunReport) -> list[str]:
+    rows = [["gpu", "usable", "reserved", "verdict", "margin", ""]]
+    rows += [_verdict_cells(name, verdict) for name, verdict in report.verdicts.items()]
+    return table(rows, left=1, last_left=True)
+
+
+def _verdict_cells(name: str, verdict: Verdict) -> list[str]:
+    is_oom = verdict.verdict is Outcome.OOM
+    return [
+        name,
+        format_gib(verdict.limit_bytes),
+        format_gib(verdict.reserved_bytes),
+        "OOM" if is_oom else "fits",
+        f"{verdict.margin_bytes / GIB:+.2f} GiB",
+        f"at {verdict.at}" if is_oom else "",
+    ]
+
+
+def _guesses(report: RunReport) -> list[str]:
+    lines = [
+        f"guessed: {guess.line} reads {guess.what}, {times(guess.count)}"
+        for guess in report.guesses[:MAX_GUESSES]
+    ]
+    if rest := report.guesses[MAX_GUESSES:]:
+        count = times(sum(guess.count for guess in rest))
+        lines.append(f"guessed: {len(rest)} other readings, {count}")
+    return lines
+
+
+def times(count: int) -> str:
+    """How often."""
+    return "once" if count == 1 else f"{count} times"
+
+
+def _assumed(report: RunReport) -> list[str]:
+    coverage = report.coverage
+    lines = [f"note: {line}" for line in report.notes]
+    lines += [f"assumed: {line}" for line in report.assumptions]
+    known, all_ops = coverage["num_modelled"], coverage["num_ops"]
+    lines.append(f"coverage: {known} of {all_ops} operator calls modelled")
+    for op, count in coverage["unmodelled"].items():
+        lines.append(f"not modelled: workspace of {op} ({count} calls)")
+    versions = ", ".join(f"{k} {v}" for k, v in report.versions.items())
+    lines.append(f"versions: {versions}; {report.elapsed_s:.1f} s")
+    return lines
+
+
+def _share(num_bytes: int, total: int) -> str:
+    return f"{100 * num_bytes / max(1, total):.1f} %"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.3f}"

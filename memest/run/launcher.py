@@ -1,0 +1,154 @@
+"""A script from its first line to its last, in this process, as Python would run it."""
+
+from __future__ import annotations
+
+import linecache
+import runpy
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from memest.errors import MemestError, PlanError, shown
+from memest.report import Ending, RunReport
+from memest.run.session import Session, ending_of, refusal_within
+from memest.run.target import Target
+
+INTERRUPTED_EXIT_CODE = 130
+"""128 + SIGINT, as shells count."""
+
+_MEMEST = str(Path(__file__).resolve().parents[1])
+_TORCH = str(Path(torch.__file__).parent)
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What became of a script."""
+
+    exit_code: int
+    """Its own."""
+
+    error_text: str
+    """What Python would have written to stderr: a traceback, or the message of `sys.exit`."""
+
+    refusal: MemestError | None
+    """What cannot be simulated, if that ended it."""
+
+    report: RunReport | None
+    """None where it never used the GPU."""
+
+
+def run_target(target: Target, session: Session) -> Ran:
+    """Run `target` on the card of `session`, which has not been entered.
+
+    Raises:
+        PlanError: the module is not there, or cannot be run.
+    """
+    _keep_source(target)
+    before = sys.argv, sys.path[:]
+    sys.argv = [target.name, *target.args]
+    sys.path[:1] = [target.import_path]
+    error: BaseException | None = None
+    try:
+        with session:
+            _run(target)
+    except BaseException as raised:
+        error = raised
+    finally:
+        sys.argv, sys.path[:] = before
+    if isinstance(error, PlanError) and error.__cause__ is _NOT_RUN:
+        raise error
+    report = session.report() if session.peak_allocated_bytes else None
+    return _ran(error, report)
+
+
+_NOT_RUN = ImportError("not run")
+
+
+def _run(target: Target) -> None:
+    if not target.is_module:
+        runpy.run_path(str(target.path), run_name="__main__")
+        return
+    name = target.name
+    try:
+        spec = find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            name = f"{name}.__main__"
+            spec = find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise
+        spec = None
+    if spec is None:
+        raise PlanError(
+            f"no such module: {shown(name)}", hint="is it installed here?"
+        ) from _NOT_RUN
+    runpy.run_module(target.name, run_name="__main__", alter_sys=True)
+
+
+def _keep_source(target: Target) -> None:
+    """Keep the text of the script, which may delete itself or change it."""
+    if not target.is_module and target.path.is_file():
+        try:
+            text = target.path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            return
+        name = str(target.path)
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+
+
+def _ran(error: BaseException | None, report: RunReport | None) -> Ran:
+    ending, _ = ending_of(error)
+    if isinstance(error, SystemExit):
+        code = error.code
+        if code is None or isinstance(code, int):
+            return Ran(code or 0, "", None, report)
+        return Ran(1, f"{code}\n", None, report)
+    if error is None:
+        return Ran(0, "", None, report)
+    if ending is Ending.INTERRUPTED:
+        return Ran(INTERRUPTED_EXIT_CODE, traceback_of(error), None, report)
+    refusal = refusal_within(error)
+    if refusal is None:
+        return Ran(1, traceback_of(error), None, report)
+    text = "" if refusal is error else traceback_of(error)
+    return Ran(refusal.exit_code, text, refusal, report)
+
+
+def traceback_of(error: BaseException) -> str:
+    """The traceback as the script's own run would have printed it: without memest's frames."""
+    summary = traceback.TracebackException.from_exception(error)
+    _clean(summary, set())
+    return "".join(summary.format())
+
+
+def _clean(summary: traceback.TracebackException, seen: set[int]) -> None:
+    if id(summary) in seen:
+        return
+    seen.add(id(summary))
+    summary.stack = traceback.StackSummary.from_list(_kept(summary.stack))
+    inner = [summary.__cause__, summary.__context__, *(getattr(summary, "exceptions", None) or ())]
+    for each in inner:
+        if each is not None:
+            _clean(each, seen)
+
+
+def _kept(frames: Iterable[traceback.FrameSummary]) -> Iterator[traceback.FrameSummary]:
+    """The frames of the script and of libraries, without those of the kernels that stand in."""
+    is_within = False
+    for frame in frames:
+        if _is_ours(frame.filename):
+            is_within = is_within or frame.name == "__torch_dispatch__"
+        elif not frame.filename.startswith(_TORCH):
+            is_within = False
+            yield frame
+        elif not is_within:
+            yield frame
+
+
+def _is_ours(filename: str) -> bool:
+    return filename.startswith(_MEMEST) or filename in ("<frozen runpy>", runpy.__file__)

@@ -1,0 +1,190 @@
+"""The events of a script once more: on other cards, and for those who record them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memest.estimator.allocator.caching import Block, CachingAllocator, OutOfMemory
+from memest.estimator.device.history import EMPTIED, EventLog
+from memest.estimator.device.storages import RETURNED, StorageTable
+from memest.estimator.device.virtual_gpu import VirtualGpu
+from memest.estimator.trace.recording import Mark, Recording, RecordingObserver
+from memest.estimator.trace.replay import Moment, ObservedAllocator, Replayed
+from memest.report import Phase, RunReport
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The request that a card had no memory left for."""
+
+    position: int
+    """Of its event."""
+
+    storage: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogReplay:
+    """What the events of a script do to one card."""
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    num_retries: int
+    refusal: Refusal | None
+
+
+def replay_log(log: EventLog, storages: StorageTable, limit_bytes: int | None) -> LogReplay:
+    """The events that are kept, on a card whose allocator can reserve `limit_bytes`.
+
+    The script is taken to do the same there: it does not see that the card is another.
+    """
+    allocator = CachingAllocator(limit_bytes)
+    refusal = _Replay(allocator, storages).run(log.events)
+    return LogReplay(
+        allocator.peak_allocated_bytes,
+        allocator.peak_reserved_bytes,
+        allocator.num_retries,
+        refusal,
+    )
+
+
+def record_log(
+    log: EventLog, storages: StorageTable, limit_bytes: int | None, gpu: str, refused_bytes: int = 0
+) -> Recording:
+    """Every action of the allocator for the events that are kept.
+
+    Args:
+        log: the events.
+        storages: what they are about.
+        limit_bytes: what the allocator could reserve.
+        gpu: the card's name.
+        refused_bytes: of the request that ended the script, or 0.
+    """
+    recording = Recording(storages, limit_bytes, gpu)
+    observer = RecordingObserver(recording, ranges_stay=False)
+    run = _ObservedReplay(ObservedAllocator(limit_bytes, observer), storages, observer)
+    result = Replayed()
+    position, steps = 0, _Steps()
+    for at, name in log.marks:
+        run.run(log.events[position:at])
+        position = at
+        steps.reached(name, observer)
+    run.run(log.events[position:])
+    if refused_bytes:
+        observer.refused(-1, refused_bytes)
+        result.failed, result.failed_bytes = Moment(len(log.events), steps.step, -1), refused_bytes
+    result.peak_allocated_bytes = run.allocator.peak_allocated_bytes
+    result.peak_reserved_bytes = run.allocator.peak_reserved_bytes
+    result.peak = Moment(run.peak_position, _step_at(recording.marks, run.peak_actions), -1)
+    recording.result = result
+    return recording
+
+
+class _Replay:
+    def __init__(self, allocator: CachingAllocator, storages: StorageTable) -> None:
+        self.allocator = allocator
+        self.storages = storages
+        self.blocks: dict[int, Block] = {}
+        self.deferred: dict[int, Block] = {}
+
+    def run(self, events: Sequence[int]) -> Refusal | None:
+        """Apply events; the request that no memory was left for ends it."""
+        allocator, blocks, storages = self.allocator, self.blocks, self.storages
+        num_bytes, streams, deferred = storages.num_bytes, storages.streams, storages.deferred
+        for position, event in enumerate(events):
+            if event >= 0:
+                if not num_bytes[event]:
+                    continue
+                try:
+                    blocks[event] = allocator.malloc(num_bytes[event], streams.get(event, 0))
+                except OutOfMemory:
+                    return Refusal(position, event, num_bytes[event])
+            elif event > RETURNED:
+                block = blocks.pop(~event, None)
+                if block is None:
+                    continue
+                if ~event in deferred:
+                    self.deferred[~event] = block
+                    allocator.defer(block)
+                else:
+                    allocator.free(block)
+            elif event == EMPTIED:
+                allocator.empty_cache()
+            else:
+                block = self.deferred.pop(RETURNED - event, None)
+                if block is not None:
+                    allocator.complete(block)
+        return None
+
+
+class _ObservedReplay(_Replay):
+    """A replay that an observer is told of."""
+
+    def __init__(
+        self, allocator: ObservedAllocator, storages: StorageTable, observer: RecordingObserver
+    ) -> None:
+        super().__init__(allocator, storages)
+        self.observer = observer
+        self.peak_position = self.peak_actions = 0
+        self._names = allocator.storages
+        self._highest = self._position = 0
+
+    def run(self, events: Sequence[int]) -> Refusal | None:
+        """As without an observer, event by event."""
+        for event in events:
+            self._position += 1
+            if RETURNED < event < 0 and ~event in self.blocks:
+                block = self.blocks[~event]
+                self._names[id(block)] = ~event
+                self.observer.dies(~event, block)
+            refusal = super().run((event,))
+            if refusal is not None:
+                return refusal
+            if event in self.blocks:
+                self.observer.born(event, self.blocks[event])
+                if self.allocator.allocated_bytes > self._highest:
+                    self._highest = self.allocator.allocated_bytes
+                    self.peak_position = self._position
+                    self.peak_actions = len(self.observer.recording.actions)
+        return None
+
+
+_PROBES = {
+    "forward": Phase.BEFORE_FORWARD,
+    "backward": Phase.AFTER_FORWARD,
+    "optimizer": Phase.AFTER_BACKWARD,
+    "after_optimizer_step": Phase.AFTER_OPTIMIZER_STEP,
+}
+
+
+class _Steps:
+    """Turns what a script reached into the probes of a recording."""
+
+    def __init__(self) -> None:
+        self.step = self.micro_batch = 0
+        self._last: Phase | None = None
+
+    def reached(self, name: str, observer: RecordingObserver) -> None:
+        phase = _PROBES.get(name)
+        if phase is None or phase is self._last:
+            return
+        if phase is Phase.BEFORE_FORWARD:
+            if self._last is Phase.AFTER_FORWARD:  # no step since the last backward
+                self.micro_batch += 1
+            elif self._last is Phase.AFTER_OPTIMIZER_STEP:
+                self.step, self.micro_batch = self.step + 1, 0
+        self._last = phase
+        observer.reached(self.step, self.micro_batch, phase)
+
+
+def _step_at(marks: Sequence[Mark], num_actions: int) -> int:
+    return max((mark.step for mark in marks if mark.index < num_actions), default=0)
+
+
+def record_run_of(virtual: VirtualGpu, report: RunReport) -> Recording:
+    """Every action of the allocator in the run of `virtual`, of which `report` is."""
+    recorder = virtual.recorder
+    refused = recorder.refused[0] if recorder.refused and not report.fits else 0
+    return record_log(recorder.log, recorder.storages, report.limit_bytes, report.gpu, refused)

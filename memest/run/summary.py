@@ -1,0 +1,221 @@
+"""From a run on the virtual GPU to its report."""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from importlib.metadata import PackageNotFoundError, version
+
+from memest.estimator.device.history import Held, History
+from memest.estimator.device.lines import place_of
+from memest.estimator.device.storages import MemKind, Site
+from memest.estimator.device.virtual_gpu import VirtualGpu
+from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu
+from memest.estimator.kernels.tables import TARGET_TORCH
+from memest.report import Ending, Guess, HeldRow, Outcome, RunPeak, RunPhase, RunReport, RunStep
+from memest.run.verdicts import judge_gpus
+from memest.units import format_bytes
+
+KINDS = (
+    "params", "buffers", "grads", "buckets", "gathered", "optimizer", "activations", "temporaries",
+    "batch", "workspace", "other",
+)  # fmt: skip
+"""What bytes are held for, in the order of a report."""
+
+MAX_SOURCE = 100
+"""Characters of a source line in the report."""
+
+_LAYER = re.compile(r"^(.*?)\.\d+(?:\.|$)")
+
+
+def report_of(
+    virtual: VirtualGpu,
+    *,
+    name: str,
+    ending: Ending,
+    error: str = "",
+    elapsed_s: float = 0.0,
+) -> RunReport:
+    """What the run on `virtual` has done so far.
+
+    Args:
+        virtual: the GPU, active or left.
+        name: of what ran.
+        ending: how it ended.
+        error: what ended it, in a line.
+        elapsed_s: seconds that it took.
+    """
+    recorder, gpu = virtual.recorder, virtual.gpu
+    if VirtualGpu._active is virtual:
+        recorder.settle()
+        recorder.label_models()
+    history = recorder.history
+    held = history.held_at_peak()
+    coverage = recorder.coverage
+    outcome = Outcome.OOM if ending is Ending.OOM else Outcome.FITS
+    cap = _cap(virtual)
+    verdicts, notes = judge_gpus(virtual, outcome, cap)
+    return RunReport(
+        name=name,
+        gpu=gpu.name,
+        ending=ending,
+        error=error,
+        verdict=outcome,
+        limit_bytes=verdicts[gpu.name].limit_bytes,
+        num_steps=virtual.num_steps,
+        peak_allocated_bytes=history.peak_allocated_bytes,
+        peak_reserved_bytes=history.peak_reserved_bytes,
+        process_bytes=history.peak_reserved_bytes + gpu.context_bytes,
+        host_bytes=recorder.peak_host_bytes,
+        peak=_peak(history),
+        terms=_terms(held, history.peak_allocated_bytes),
+        modules=_rows(held, _module_group),
+        lines=_rows(held, lambda site: site.line or "(no line of the script)", with_source=True),
+        phases=tuple(RunPhase(name=p, peak_allocated_bytes=a, peak_reserved_bytes=r)
+                     for p, (a, r) in history.phases.items()),
+        steps=_steps(history),
+        verdicts=verdicts,
+        guesses=tuple(
+            Guess(line=line, what=what, count=count)
+            for (line, what), count in recorder.guesses.counts.most_common()
+        ),
+        coverage={
+            "num_ops": coverage.num_ops,
+            "num_modelled": coverage.num_ops - sum(coverage.unmodelled.values()),
+            "unmodelled": dict(sorted(coverage.unmodelled.items())),
+        },
+        notes=(*recorder.notes, *notes),
+        assumptions=tuple(_assumptions(virtual, gpu)),
+        versions=_versions(),
+        elapsed_s=elapsed_s,
+    )  # fmt: skip
+
+
+def held_for(kind: MemKind, site: Site) -> str:
+    """What of `KINDS` a storage is held for.
+
+    What backward and optimizer make for themselves is temporary; what was made before any model
+    ran, and never became part of one, is something else.
+    """
+    if kind is not MemKind.ACTIVATIONS:
+        return str(kind)
+    if site.phase in ("backward", "optimizer"):
+        return "temporaries"
+    return "other" if site.phase == "setup" else "activations"
+
+
+def _cap(virtual: VirtualGpu) -> float | None:
+    """The share of a card's memory that the script allows itself; None if it has said nothing."""
+    limit, gpu = virtual.allocator.limit_bytes, virtual.gpu
+    if limit is None or limit >= min(gpu.limit_bytes, virtual.limit_bytes or gpu.limit_bytes):
+        return None
+    return limit / gpu.memory_bytes
+
+
+def _peak(history: History) -> RunPeak:
+    site = history.peak_site
+    if site is None:
+        return RunPeak(step=0, phase="", module="", op="", line="")
+    return RunPeak(
+        step=history.peak_step, phase=site.phase, module=site.module, op=site.op, line=site.line
+    )
+
+
+def _terms(held: Iterable[Held], peak_bytes: int) -> tuple[HeldRow, ...]:
+    sizes: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for entry in held:
+        kind = held_for(entry.kind, entry.site)
+        sizes[kind] += entry.num_bytes
+        counts[kind] += entry.count
+    rows = [
+        HeldRow(name=kind, num_bytes=sizes[kind], num_tensors=counts[kind], kinds={})
+        for kind in KINDS
+        if sizes[kind]
+    ]
+    rest = peak_bytes - sum(sizes.values())
+    return (*rows, HeldRow(name="rounding", num_bytes=rest, num_tensors=0, kinds={}))
+
+
+def _module_group(site: Site) -> str:
+    """The stack of layers of a module, or what it is part of."""
+    layer = _LAYER.match(site.module)
+    if layer:
+        return f"{layer[1]}.*"
+    return ".".join(site.module.split(".")[:3]) or "(outside of modules)"
+
+
+def _rows(
+    held: Iterable[Held], group_of: Callable[[Site], str], *, with_source: bool = False
+) -> tuple[HeldRow, ...]:
+    kinds: dict[str, Counter[str]] = defaultdict(Counter)
+    counts: Counter[str] = Counter()
+    for entry in held:
+        group = group_of(entry.site)
+        kinds[group][held_for(entry.kind, entry.site)] += entry.num_bytes
+        counts[group] += entry.count
+    rows = [
+        HeldRow(
+            name=name,
+            num_bytes=sum(sizes.values()),
+            num_tensors=counts[name],
+            kinds={kind: sizes[kind] for kind in KINDS if sizes[kind]},
+            source=_source(name) if with_source else "",
+        )
+        for name, sizes in kinds.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: (-row.num_bytes, row.name)))
+
+
+def _source(line: str) -> str:
+    file, number = place_of(line)
+    text = linecache.getline(file, number).strip() if file else ""
+    return text if len(text) <= MAX_SOURCE else f"{text[: MAX_SOURCE - 3]}..."
+
+
+def _steps(history: History) -> tuple[RunStep, ...]:
+    found = {row.step: row for row in history.first_steps}
+    for row in (history.highest_step, history.last_step):
+        if row is not None:
+            found[row.step] = row
+    return tuple(
+        RunStep(
+            step=row.step,
+            allocated_bytes=row.allocated_bytes,
+            peak_allocated_bytes=row.peak_allocated_bytes,
+            peak_reserved_bytes=row.peak_reserved_bytes,
+        )
+        for _, row in sorted(found.items())
+    )
+
+
+def _assumptions(virtual: VirtualGpu, gpu: Gpu) -> Iterable[str]:
+    log = virtual.recorder.log
+    yield (
+        f"CUDA kernels as torch {'.'.join(map(str, TARGET_TORCH))} runs them on {gpu.label},"
+        f" compute capability {gpu.capability[0]}.{gpu.capability[1]}; PyTorch's default allocator"
+    )
+    others = [name for name in DEFAULT_GPUS if name != gpu.name]
+    yield (
+        f"verdicts of {', '.join(others)} replay what the script asked for on {gpu.name}, with the"
+        " kernels of that card"
+    )
+    yield f"a CUDA context of {format_bytes(gpu.context_bytes)} beside the allocator"
+    if log.is_full:
+        yield (
+            f"the first {len(log.events)} of {log.num_events} allocations and frees, which are"
+            f" {log.num_steps} of {virtual.num_steps} optimizer steps, were kept for the verdicts"
+            " of other cards and for recordings; peaks are those of the whole run"
+        )
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in ("memest", "torch", "transformers", "lightning", "accelerate"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,105 @@
+"""What `memest run` is asked to run: found before torch is imported, as Python would find it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+
+from memest.errors import PlanError, UnsupportedError, closest, shown
+
+SEVERAL_GPUS_HINT = "`memest predict --devices N --strategy ...` predicts a plan on several GPUs"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A script or a module, with its arguments."""
+
+    name: str
+    """As it was typed."""
+
+    args: tuple[str, ...]
+    is_module: bool
+    path: Path
+    """Of the script, absolute; of a module the folder from which it is imported first."""
+
+    roots: tuple[Path, ...] = ()
+    """Folders of libraries whose code is the script's."""
+
+    @property
+    def label(self) -> str:
+        """For the head of a report."""
+        name = f"-m {self.name}" if self.is_module else os.path.basename(self.name) or self.name
+        return " ".join((name, *self.args))
+
+    @property
+    def import_path(self) -> str:
+        """What Python would put first in `sys.path`."""
+        return str(self.path if self.is_module or self.path.is_dir() else self.path.parent)
+
+
+def find_script(name: str, args: tuple[str, ...]) -> Target:
+    """The script `name`: a file, or a folder or archive with a `__main__.py`.
+
+    Raises:
+        PlanError: there is none that can be read.
+    """
+    path = Path(os.path.abspath(name))
+    if not path.exists():
+        folder = path.parent
+        near = closest(path.name, os.listdir(folder)) if folder.is_dir() else ()
+        raise PlanError(
+            f"no such script: {shown(name)}",
+            hint=f"did you mean `{near[0]}`?" if near else "a module is run with `-m`",
+        )
+    if path.is_dir() and not (path / "__main__.py").is_file():
+        raise PlanError(
+            f"{shown(name)} is a folder without a `__main__.py`", hint="name the script in it"
+        )
+    if not os.access(path, os.R_OK):
+        raise PlanError(f"{shown(name)} cannot be read", hint="check its permissions")
+    is_library = "site-packages" in path.parts
+    return Target(name, args, False, path, (path.parent,) if is_library else ())
+
+
+def find_module(name: str, args: tuple[str, ...]) -> Target:
+    """The module `name`, as `python -m` looks for it: first in the current folder.
+
+    Only the outermost package is looked for; what it holds is known when it is imported.
+
+    Raises:
+        PlanError: there is none.
+    """
+    here, top = Path.cwd(), name.partition(".")[0]
+    try:
+        spec = PathFinder.find_spec(top, [str(here), *sys.path]) or find_spec(top)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or not all(part.isidentifier() for part in name.split(".")):
+        is_script = name.endswith(".py") and Path(name).is_file()
+        raise PlanError(
+            f"no such module: {shown(name)}",
+            hint="a script is run without `-m`" if is_script else "is it installed here?",
+        )
+    origin = spec.origin or next(iter(spec.submodule_search_locations or ()), "")
+    folder = Path(origin).parent if spec.origin else Path(origin)
+    is_library = "site-packages" in folder.parts and folder.name != "site-packages"
+    return Target(name, args, True, here, (folder,) if is_library else ())
+
+
+def check_single_process(environment: Mapping[str, str]) -> None:
+    """Refuse a run that a launcher has started as one of several.
+
+    Raises:
+        UnsupportedError: `WORLD_SIZE` says so.
+    """
+    size = environment.get("WORLD_SIZE", "1")
+    if size.strip() not in ("", "1"):
+        raise UnsupportedError(
+            f"several GPUs are not simulated yet by `memest run`: `WORLD_SIZE` is {shown(size)}",
+            hint=SEVERAL_GPUS_HINT,
+        )

@@ -1,0 +1,137 @@
+"""Whether a script fits the cards on which it did not run: its requests, replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from memest.estimator.device.storages import Site
+from memest.estimator.device.virtual_gpu import VirtualGpu
+from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu, find_gpu
+from memest.report import Outcome, Verdict
+from memest.run.replays import LogReplay, replay_log
+
+
+def judge_gpus(
+    virtual: VirtualGpu, outcome: Outcome, share: float | None
+) -> tuple[dict[str, Verdict], list[str]]:
+    """The verdicts on the card of the run and on the default set, and what to say of them.
+
+    Args:
+        virtual: the run.
+        outcome: of the run itself.
+        share: of a card's memory, where the script has set one.
+    """
+    own = virtual.gpu
+    verdicts = {own.name: _own_verdict(virtual, outcome)}
+    judge = _Judge(virtual)
+    unknown = []
+    for gpu in map(find_gpu, DEFAULT_GPUS):
+        if gpu.name == own.name:
+            continue
+        limit = _usable_bytes(virtual, gpu, share)
+        verdict = judge.verdict(limit)
+        if verdict is not None and (outcome is not Outcome.OOM or verdict.verdict is Outcome.OOM):
+            verdicts[gpu.name] = verdict
+        else:
+            unknown.append(gpu.name)
+    notes = []
+    if unknown:
+        notes.append(
+            f"whether it fits {', '.join(unknown)} is not known from this run, which did not get"
+            f" that far on {own.name}: `--gpu {unknown[-1]}` tells"
+        )
+    if virtual.recorder.num_ooms and outcome is not Outcome.OOM:
+        notes.append(
+            f"the script caught {virtual.recorder.num_ooms} out-of-memory errors; on another card"
+            " it may have chosen otherwise"
+        )
+    order = {name: place for place, name in enumerate(DEFAULT_GPUS)}
+    return dict(sorted(verdicts.items(), key=lambda item: order.get(item[0], -1))), notes
+
+
+def _own_verdict(virtual: VirtualGpu, outcome: Outcome) -> Verdict:
+    history, allocator = virtual.recorder.history, virtual.allocator
+    limit = virtual.gpu.limit_bytes if allocator.limit_bytes is None else allocator.limit_bytes
+    margin, at = limit - history.peak_reserved_bytes, ""
+    if outcome is Outcome.OOM and virtual.recorder.refused is not None:
+        num_bytes, site = virtual.recorder.refused
+        margin = limit - allocator.reserved_bytes - num_bytes
+        at = _where(virtual.num_steps, site)
+    return Verdict(
+        verdict=outcome,
+        margin_bytes=margin,
+        limit_bytes=limit,
+        reserved_bytes=history.peak_reserved_bytes,
+        at=at,
+    )
+
+
+def _usable_bytes(virtual: VirtualGpu, gpu: Gpu, share: float | None) -> int:
+    usable = min(gpu.limit_bytes, virtual.limit_bytes or gpu.limit_bytes)
+    return usable if share is None else min(usable, int(share * gpu.memory_bytes))
+
+
+class _Judge:
+    """Verdicts on cards by what they can reserve."""
+
+    def __init__(self, virtual: VirtualGpu) -> None:
+        self._recorder = virtual.recorder
+        history = virtual.recorder.history
+        self._allocated = history.peak_allocated_bytes
+        self._unlimited = history.peak_reserved_bytes
+        """Reserved on a card without end."""
+
+        self._was_free = not virtual.allocator.num_retries
+        if not self._was_free and not self._recorder.log.is_full:
+            self._unlimited = self._replay(None).peak_reserved_bytes
+            self._was_free = True
+
+    def verdict(self, limit_bytes: int) -> Verdict | None:
+        """Whether all of it fits in `limit_bytes`; None where the log does not reach that far."""
+        if self._was_free and self._unlimited <= limit_bytes:
+            return self._fits(limit_bytes, self._unlimited)
+        found = self._replay(limit_bytes)
+        if found.refusal is not None:
+            return Verdict(
+                verdict=Outcome.OOM,
+                margin_bytes=min(-1, limit_bytes - self._unlimited),
+                limit_bytes=limit_bytes,
+                reserved_bytes=found.peak_reserved_bytes,
+                at=self._at(found.refusal.position, found.refusal.storage),
+            )
+        if not self._recorder.log.is_full:
+            return self._fits(limit_bytes, found.peak_reserved_bytes)
+        if self._allocated > limit_bytes:
+            return Verdict(
+                verdict=Outcome.OOM,
+                margin_bytes=limit_bytes - max(self._unlimited, self._allocated),
+                limit_bytes=limit_bytes,
+                reserved_bytes=limit_bytes,
+                at=f"after step {self._recorder.log.num_steps - 1}",
+            )
+        return None
+
+    def _fits(self, limit_bytes: int, reserved_bytes: int) -> Verdict:
+        return Verdict(
+            verdict=Outcome.FITS,
+            margin_bytes=limit_bytes - reserved_bytes,
+            limit_bytes=limit_bytes,
+            reserved_bytes=reserved_bytes,
+        )
+
+    def _replay(self, limit_bytes: int | None) -> LogReplay:
+        return replay_log(self._recorder.log, self._recorder.storages, limit_bytes)
+
+    def _at(self, position: int, storage: int) -> str:
+        return _where(
+            _steps_before(self._recorder.log.marks, position),
+            self._recorder.storages.sites[storage],
+        )
+
+
+def _where(step: int, site: Site) -> str:
+    return ", ".join(filter(None, (f"step {step}", site.phase, site.module, site.op, site.line)))
+
+
+def _steps_before(marks: Iterable[tuple[int, str]], position: int) -> int:
+    return sum(name == "after_optimizer_step" and at <= position for at, name in marks)
