@@ -59,6 +59,7 @@ def resolve(device: Any) -> Any:
 def install(patches: Patches, recorder: LiveRecorder) -> None:
     """Let tensors say where the recorder has put them, and go where the script sends them."""
     _install_attributes(patches, recorder)
+    _install_grouping(patches)
     _install_moves(patches, recorder)
     _install_constructors(patches, recorder)
     _install_values(patches, recorder)
@@ -143,6 +144,20 @@ def _install_attributes(patches: Patches, recorder: LiveRecorder) -> None:
     )
 
 
+def _install_grouping(patches: Patches) -> None:
+    """`clip_grad_norm_` and optimizers group tensors by device in C++, then ask it by name."""
+
+    def grouped(lists: Any, with_indices: bool = False) -> Any:
+        found = group(lists, with_indices)
+        return {
+            (torch.device(next(t for t in of_one[0][0] if t is not None).device), dtype): of_one
+            for (device, dtype), of_one in found.items()
+        }
+
+    group = torch._C._group_tensors_by_device_and_dtype
+    patches.set(torch._C, "_group_tensors_by_device_and_dtype", grouped)
+
+
 def _address(recorder: LiveRecorder, tensor: Tensor) -> int:
     try:
         return _address_of(recorder, storage_key(tensor))
@@ -171,7 +186,13 @@ def _install_moves(patches: Patches, recorder: LiveRecorder) -> None:
         elif torch.device(device).type == "cuda":
             device = META if place is Place.CARD else CUDA
         elif torch.device(device).type == "cpu" and place is Place.HOST:
-            device = META  # it is there; the meta device is what C++ sees
+            return to_(tensor, _dtype_of(tensor, rest, kwargs), **kwargs)  # it is there
+        elif torch.device(device).type == "meta" and place in (Place.CARD, Place.HOST):
+            with _disable_current_modes():
+                dtype = _dtype_of(tensor, rest, kwargs)
+                return torch.empty_strided(
+                    tensor.size(), tensor.stride(), dtype=dtype, device=META
+                )
         if place is Place.CARD and device == META and not rest and not kwargs:
             return tensor
         return to_(tensor, device, *rest, **kwargs)
@@ -212,9 +233,15 @@ def _install_moves(patches: Patches, recorder: LiveRecorder) -> None:
     patches.set(Tensor, "cuda", cuda)
     patches.set(Tensor, "cpu", cpu)
     patches.set(Tensor, "type_as", lambda tensor, other: to(tensor, other))
-    patches.set(Tensor, "pin_memory", lambda tensor, device=None: tensor)
-    patches.set(Tensor, "is_pinned", lambda tensor, device=None: False)
+    patches.set(Tensor, "pin_memory", lambda tensor, device=None: recorder.pinned(tensor))
+    patches.set(Tensor, "is_pinned", lambda tensor, device=None: recorder.is_pinned(tensor))
     patches.set(Tensor, "record_stream", record_stream)
+
+
+def _dtype_of(tensor: Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
+    """The dtype that `to(device, *rest, **kwargs)` asks for, which is taken from `kwargs`."""
+    given = kwargs.pop("dtype", None) or (rest[0] if rest else None)
+    return given if isinstance(given, torch.dtype) else tensor.dtype
 
 
 class _LegacyTensor:
@@ -324,6 +351,7 @@ def _install_parameters(patches: Patches, recorder: LiveRecorder) -> None:
                     data.size(), data.stride(), dtype=data.dtype, device=META
                 )
             recorder.put_on_host(bare)
+            recorder.know(bare, data)
             data = bare
         return make(cls, data, requires_grad)
 

@@ -11,12 +11,12 @@ it moves it to the GPU costs nothing, whatever its size.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.errors import UnsupportedError
 from memest.estimator.allocator.caching import Block, CachingAllocator, OutOfMemory
@@ -24,10 +24,11 @@ from memest.estimator.device.custom_operators import key_of_other_operators
 from memest.estimator.device.dispatch import _DEPENDS_ON_VALUES, Recipe, Recorder
 from memest.estimator.device.guesses import Guesses, comparison
 from memest.estimator.device.history import EventLog, History, LiveStorages
+from memest.estimator.device.host import HostRecorder
 from memest.estimator.device.lines import ScriptLines
 from memest.estimator.device.modules import LiveModules
 from memest.estimator.device.storages import RETURNED, MemKind, Site
-from memest.estimator.device.streams import MAIN, StreamRecorder
+from memest.estimator.device.streams import MAIN
 from memest.estimator.device.tensors import (
     CPU,
     INSIDE,
@@ -37,26 +38,14 @@ from memest.estimator.device.tensors import (
     is_meta,
     storage_key,
 )
-from memest.estimator.device.values import READS_VALUE, ShadowValues, ValueUnknown
+from memest.estimator.device.values import ShadowValues, ValueUnknown
 from memest.estimator.hardware.gpus import Gpu
 
 aten = torch.ops.aten
 
-VIRTUAL_HOST_BYTES = 1 << 20
-"""Floating-point tensors of the host from this size on have no data. Nobody branches on the values
-of a weight or of an image; below it are schedules, masks, positions and metrics.
-"""
-
 MAX_TWIN_NUMEL = 64
 """Floating-point tensors of the card up to this length keep their values where they are known."""
 
-_FACTORIES = frozenset((
-    aten.empty.memory_format, aten.empty_strided.default, aten.zeros.default, aten.ones.default,
-    aten.full.default, aten.rand.default, aten.randn.default, aten.rand.generator,
-    aten.randn.generator, aten.normal.float_float,
-    aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
-    aten.new_empty_strided.default,
-))  # fmt: skip
 _MAY_MIX_DEVICES = frozenset((
     aten.copy_.default, aten._to_copy.default, aten.index.Tensor, aten.index_put_.default,
     aten.index_put.default, aten._index_put_impl_.default, aten._unsafe_index.Tensor,
@@ -122,7 +111,7 @@ class LiveValues(ShadowValues):
         return super()._wants_twin(result)
 
 
-class LiveRecorder(StreamRecorder):
+class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
     """The dispatch mode of the virtual GPU.
 
     Args:
@@ -160,60 +149,11 @@ class LiveRecorder(StreamRecorder):
 
         self.has_started = False
         self.is_off = False
-        self.host_bytes = self.peak_host_bytes = 0
         self._dead: list[int] = []
         self._lock = threading.RLock()
-        self._host_references: dict[int, Any] = {}
-        self._pinned: dict[int, Any] = {}
         self._skips: dict[type, bool] = {}
         self._made_of_others: dict[Any, Any] = {}
         self._live_sites: dict[Any, Site] = {}
-
-    # --- where a tensor lies
-
-    def place(self, tensor: Tensor) -> Place:
-        """Where `tensor` lies in the run that is simulated."""
-        if not is_meta(tensor):
-            return Place.REAL
-        key = storage_key(tensor)
-        if key in self._live:
-            return Place.CARD
-        return Place.HOST if key in host_storages else Place.META
-
-    def put_on_host(self, tensor: Tensor) -> None:
-        """Let the storage of `tensor`, which has no data, lie on the simulated host."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in host_storages or key in self._live:
-            return
-        num_bytes = storage.nbytes()
-        host_storages[key] = num_bytes
-        self.host_bytes += num_bytes
-        self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
-        self._host_references[key] = weakref.ref(storage, self._left_host(key, num_bytes))
-
-    def _left_host(self, key: int, num_bytes: int) -> Any:
-        def died(reference: Any) -> None:
-            if host_storages.pop(key, None) is not None:
-                self.host_bytes -= num_bytes
-            self._host_references.pop(key, None)
-
-        return died
-
-    def pinned(self, tensor: Tensor) -> Tensor:
-        """As `tensor.pin_memory()`: a copy, which knows that it is pinned."""
-        return tensor if self.is_off or self.is_pinned(tensor) else self._pin(tensor.clone())
-
-    def is_pinned(self, tensor: Tensor) -> bool:
-        """As `tensor.is_pinned()`."""
-        return storage_key(tensor) in self._pinned
-
-    def _pin(self, tensor: Tensor) -> Tensor:
-        key = storage_key(tensor)
-        self._pinned[key] = weakref.ref(
-            tensor.untyped_storage(), lambda reference: self._pinned.pop(key, None)
-        )
-        return tensor
 
     # --- operators
 
@@ -324,63 +264,6 @@ class LiveRecorder(StreamRecorder):
                 return self._on_card(func, types, args, kwargs, adopts)
             finally:
                 self.kind = before
-
-    def _on_host(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """An operator on tensors of the host that have no data."""
-        if func in READS_VALUE:
-            return self._read(func, args, kwargs)
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": META}
-        if func is aten._pin_memory.default:
-            return args[0]
-        if func._schema.is_mutable:
-            first = args[0] if args else None
-            if not func._schema.returns:
-                return None
-            if isinstance(first, Tensor) and not is_meta(first):
-                return first  # what is written is not known; what was there will do
-        try:
-            out = func(*map(_on_meta, args), **kwargs)
-        except (NotImplementedError, RuntimeError) as error:
-            raise self._failure(func, error) from error
-        for tensor in _tensors((out,)):
-            if is_meta(tensor):
-                self.put_on_host(tensor)
-        return out
-
-    def _in_memory(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """An operator on real tensors of the host, whose result may be too large to be one."""
-        if func is aten._pin_memory.default:
-            return self.pinned(args[0])
-        if func is aten.is_pinned.default:
-            return self.is_pinned(args[0])
-        if kwargs.get("pin_memory"):
-            return self._pin(self._in_memory(func, args, {**kwargs, "pin_memory": False}))
-        if func in _FACTORIES or _has_large_floats(args):
-            made = self._without_data(func, args, kwargs)
-            if made is not None:
-                return made
-        return func(*args, **kwargs)
-
-    def _without_data(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor | None:
-        """The result without data, if it is large and of floating-point numbers."""
-        if func._schema.is_mutable or func.is_view:
-            return None
-        meta_args = map(_on_meta, args)
-        if func in _FACTORIES or "device" in kwargs:
-            kwargs = {**kwargs, "device": META}
-        try:
-            made = func(*meta_args, **kwargs)
-        except (NotImplementedError, RuntimeError):
-            return None
-        if (
-            isinstance(made, Tensor)
-            and made.is_floating_point()
-            and made.numel() * made.itemsize >= VIRTUAL_HOST_BYTES
-        ):
-            self.put_on_host(made)
-            return made
-        return None
 
     def _copy_to_host(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A copy of a tensor of the card, whose values are rarely known."""
@@ -537,6 +420,12 @@ class LiveRecorder(StreamRecorder):
             site = self._live_sites[key] = Site(name, module, phase, line)
         return site
 
+    def know(self, tensor: Tensor, value: Tensor) -> None:
+        """Keep the value of a small tensor without data: of a temperature or a gate."""
+        if value.numel() <= MAX_TWIN_NUMEL and value.is_contiguous() and value.numel():
+            with _disable_current_modes():
+                self.values.adopt(tensor, value.detach())
+
     def current_phase(self) -> str:
         """What the script is about."""
         if torch._C._current_graph_task_id() != -1:
@@ -663,24 +552,6 @@ def _few_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
             items = value if len(value) <= 8 else (value[0], value[-1])
             found += [item for item in items if isinstance(item, Tensor)]
     return found
-
-
-def _has_large_floats(args: tuple[Any, ...]) -> bool:
-    """Whether there is enough among `args` for a result too large to be real."""
-    total = 0
-    for tensor in _tensors(args):
-        if tensor.dtype is torch.uint8 or tensor.is_floating_point():
-            total += tensor.numel() * 4
-    return total >= VIRTUAL_HOST_BYTES
-
-
-def _on_meta(value: Any) -> Any:
-    """`value` with its real tensors without data, but for scalars, which mix with all devices."""
-    if isinstance(value, Tensor):
-        return value if is_meta(value) or not value.dim() else value.to(META)
-    if isinstance(value, list | tuple):
-        return type(value)(map(_on_meta, value))
-    return value
 
 
 def _without_tensors(args: tuple[Any, ...], func: Any) -> tuple[Any, ...]:

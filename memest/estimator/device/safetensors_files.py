@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.device.attributes import resolve
+from memest.estimator.device.host import VIRTUAL_HOST_BYTES
 from memest.estimator.device.imports import ImportHooks, names_of
-from memest.estimator.device.live import VIRTUAL_HOST_BYTES, LiveRecorder
+from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.tensors import META, is_meta
 

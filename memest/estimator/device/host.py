@@ -1,0 +1,256 @@
+"""The host of the run that is simulated: which of its tensors are real, and which have no data.
+
+A script may build or load a model of any size on the host before it moves it to the GPU. What that
+takes is parameters, tensors read from checkpoints, copies of tensors of the card, and all that is
+computed from these: none of them has values here, and none takes memory. All else is real, as the
+script's own data is: it is computed as on any host, so masks, tables, metrics and samplers have
+their values. Two bounds keep that affordable, and where one is passed the result has no data: what
+nobody can read values from is a tensor too large to look at.
+
+What decides a shape is never made up: `nonzero` of a tensor without data is an error.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memest.errors import UnsupportedError
+from memest.estimator.device.storages import StorageTable
+from memest.estimator.device.streams import StreamRecorder
+from memest.estimator.device.tensors import META, Place, host_storages, is_meta, storage_key
+from memest.estimator.device.values import READS_VALUE
+from memest.estimator.hardware.gpus import Gpu
+
+aten = torch.ops.aten
+
+VIRTUAL_HOST_BYTES = 1 << 20
+"""Floating-point tensors below this size are always real, and are not counted."""
+
+MAX_REAL_BYTES = 1 << 28
+"""A single floating-point result up to this size is real: a data set such as MNIST's 60,000 images
+as float32 (188 MB) is.
+"""
+
+MAX_NOISE_BYTES = 1 << 25
+"""Likewise of random numbers, which cost most (100 ms here). Masks are made of small ones (a batch
+of 2048 sequences of 4096 tokens is at the bound), batches of images in their place are larger.
+"""
+
+REAL_BYTES = 1 << 30
+"""All that are alive at a time; a run is to stay below 2.5 GiB."""
+
+_FACTORIES = frozenset((
+    aten.empty.memory_format, aten.empty_strided.default, aten.zeros.default, aten.ones.default,
+    aten.full.default, aten.rand.default, aten.randn.default, aten.rand.generator,
+    aten.randn.generator, aten.normal.float_float,
+    aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
+    aten.new_empty_strided.default,
+))  # fmt: skip
+_NOISE = frozenset((
+    aten.rand.default, aten.randn.default, aten.rand.generator, aten.randn.generator,
+    aten.normal.float_float, aten.rand_like.default, aten.randn_like.default,
+    aten.bernoulli.default, aten.normal.Tensor_float, aten.normal.Tensor_Tensor,
+))  # fmt: skip
+
+
+class HostRecorder(StreamRecorder):  # type: ignore[no-untyped-call]
+    """A recorder that knows of the host beside the GPU."""
+
+    is_off = False
+
+    def __init__(self, gpu: Gpu, storages: StorageTable) -> None:
+        super().__init__(gpu, storages)
+        self.host_bytes = self.peak_host_bytes = 0
+        self._host_references: dict[int, Any] = {}
+        self._pinned: dict[int, Any] = {}
+        self._real_bytes = 0
+        self._real: dict[int, Any] = {}
+
+    def place(self, tensor: Tensor) -> Place:
+        """Where `tensor` lies in the run that is simulated."""
+        if not is_meta(tensor):
+            return Place.REAL
+        key = storage_key(tensor)
+        if key in self._live:
+            return Place.CARD
+        return Place.HOST if key in host_storages else Place.META
+
+    def put_on_host(self, tensor: Tensor) -> None:
+        """Let the storage of `tensor`, which has no data, lie on the simulated host."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in host_storages or key in self._live:
+            return
+        num_bytes = storage.nbytes()
+        host_storages[key] = num_bytes
+        self.host_bytes += num_bytes
+        self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
+        self._host_references[key] = weakref.ref(storage, self._left_host(key, num_bytes))
+
+    def _left_host(self, key: int, num_bytes: int) -> Any:
+        def died(reference: Any) -> None:
+            if host_storages.pop(key, None) is not None:
+                self.host_bytes -= num_bytes
+            self._host_references.pop(key, None)
+            self.values.drop(key)
+
+        return died
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """As `tensor.pin_memory()`: a copy, which knows that it is pinned."""
+        return tensor if self.is_off or self.is_pinned(tensor) else self._pin(tensor.clone())
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """As `tensor.is_pinned()`."""
+        return storage_key(tensor) in self._pinned
+
+    def _pin(self, tensor: Tensor) -> Tensor:
+        key = storage_key(tensor)
+        self._pinned[key] = weakref.ref(
+            tensor.untyped_storage(), lambda reference: self._pinned.pop(key, None)
+        )
+        return tensor
+
+    def _on_host(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """An operator on tensors of the host that have no data."""
+        if func in READS_VALUE:
+            return self._read(func, args, kwargs)
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": META}
+        if func is aten._pin_memory.default:
+            return self.pinned(args[0])
+        if func is aten.is_pinned.default:
+            return self.is_pinned(args[0])
+        if func._schema.is_mutable:
+            first = args[0] if args else None
+            if not func._schema.returns:
+                return None
+            if isinstance(first, Tensor) and not is_meta(first):
+                return first  # what is written is not known; what was there will do
+        out = self._on_meta(func, args, kwargs)
+        for tensor in _tensors((out,)):
+            if is_meta(tensor):
+                self.put_on_host(tensor)
+        if self.values._twins:
+            self.values.follow(func, args, kwargs, out)
+        return out
+
+    def _on_meta(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        try:
+            return func(*map(_bare, args), **kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            if func is aten.index.Tensor and (positions := self.values.positions(args[1])):
+                return func(_bare(args[0]), positions)
+            if func in (aten.index_put_.default, aten.masked_scatter_.default):
+                return args[0]
+            if func is aten.masked_select.default and not is_meta(args[1]):
+                num_picked = int(
+                    args[1].expand_as(_bare(args[0]) if args[0].dim() else args[1]).sum()
+                )
+                return _bare(args[0]).new_empty(num_picked)
+            failure = self._failure(func, error)
+            if isinstance(failure, UnsupportedError) and not _has_card(self, args):
+                raise UnsupportedError(str(failure), hint=_ON_HOST) from error
+            raise failure from error
+
+    def _in_memory(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """An operator on real tensors of the host, whose result may be too large to be one."""
+        if func is aten._pin_memory.default:
+            return self.pinned(args[0])
+        if func is aten.is_pinned.default:
+            return self.is_pinned(args[0])
+        if kwargs.get("pin_memory"):
+            return self._pin(self._in_memory(func, args, {**kwargs, "pin_memory": False}))
+        if func in _FACTORIES or _has_large_floats(args):
+            made = self._without_data(func, args, kwargs)
+            if made is not None:
+                return made
+            out = func(*args, **kwargs)
+            if isinstance(out, Tensor) and not func._schema.is_mutable and not func.is_view:
+                self._count(out)
+            return out
+        return func(*args, **kwargs)
+
+    def _without_data(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor | None:
+        """The result without data, if it is too large and of floating-point numbers."""
+        if func._schema.is_mutable or func.is_view:
+            return None
+        meta_args = map(_bare, args)
+        if func in _FACTORIES or "device" in kwargs:
+            kwargs = {**kwargs, "device": META}
+        try:
+            made = func(*meta_args, **kwargs)
+        except (NotImplementedError, RuntimeError):
+            return None
+        if not isinstance(made, Tensor) or not made.is_floating_point():
+            return None
+        num_bytes = made.numel() * made.itemsize
+        if num_bytes < VIRTUAL_HOST_BYTES or self._can_be_real(func, args, num_bytes):
+            return None
+        self.put_on_host(made)
+        return made
+
+    def _can_be_real(self, func: Any, args: tuple[Any, ...], num_bytes: int) -> bool:
+        limit = MAX_NOISE_BYTES if func in _NOISE else MAX_REAL_BYTES
+        if num_bytes > limit or self._real_bytes + num_bytes > REAL_BYTES:
+            return False
+        return not any(map(_is_stand_in, _tensors(args)))
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, num_bytes = storage._cdata, storage.nbytes()
+        if num_bytes < VIRTUAL_HOST_BYTES or key in self._real:
+            return
+
+        def died(reference: Any) -> None:
+            if self._real.pop(key, None) is not None:
+                self._real_bytes -= num_bytes
+
+        self._real_bytes += num_bytes
+        self._real[key] = weakref.ref(storage, died)
+
+
+_ON_HOST = (
+    "the tensor lies on the host and has no values there, being a weight, a copy from the GPU, "
+    "computed from one, or too large; take what decides a shape from data"
+)
+
+
+def _has_card(recorder: HostRecorder, args: tuple[Any, ...]) -> bool:
+    return any(recorder.place(tensor) is Place.CARD for tensor in _tensors(args))
+
+
+def _is_stand_in(tensor: Tensor) -> bool:
+    """Whether it is one number that stands for a large tensor, as in a checkpoint of stand-ins."""
+    return tensor.numel() * tensor.itemsize >= VIRTUAL_HOST_BYTES and not any(tensor.stride())
+
+
+def _has_large_floats(args: tuple[Any, ...]) -> bool:
+    """Whether there is enough among `args` for a result too large to be real."""
+    total = 0
+    for tensor in _tensors(args):
+        if tensor.dtype is torch.uint8 or tensor.is_floating_point():
+            total += tensor.numel() * 4
+    return total >= VIRTUAL_HOST_BYTES
+
+
+def _bare(value: Any) -> Any:
+    """`value` with its real tensors without data, but for scalars, which mix with all devices."""
+    if isinstance(value, Tensor):
+        return value if is_meta(value) or not value.dim() else value.to(META)
+    if isinstance(value, list | tuple):
+        return type(value)(map(_bare, value))
+    return value
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
