@@ -117,6 +117,8 @@ def _install_devices(patches: Patches, recorder: LiveRecorder) -> None:
     for name, value in in_cuda.items():
         patches.set(torch.cuda, name, value)
     patches.set(torch.version, "cuda", CUDA_VERSION)
+    patches.set(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)
+    _install_libraries(patches)
     patches.set(torch.backends.cuda, "is_built", lambda: True)
     patches.set(torch.backends.cudnn, "is_available", lambda: True)
     patches.set(torch.backends.cudnn, "version", lambda: CUDNN_VERSION)
@@ -127,6 +129,33 @@ def _install_devices(patches: Patches, recorder: LiveRecorder) -> None:
     patches.set(torch.cuda, "cudart", lambda: cudart)
     for name in _NVTX:
         patches.set(torch.cuda.nvtx._nvtx, name, lambda *args: 0)  # type: ignore[attr-defined]
+
+
+def _install_libraries(patches: Patches) -> None:
+    """Switches of cuDNN, cuBLAS and cuSOLVER: what is set is what is read."""
+    backends: dict[str, Any] = {}
+
+    def switch(get: str, set_: str, default: Any) -> None:
+        def put(value: Any) -> None:
+            backends[get] = value
+
+        patches.set(torch._C, get, lambda: backends.get(get, default))
+        patches.set(torch._C, set_, put)
+
+    c: Any = torch._C
+    switch("_cuda_get_cudnn_benchmark_limit", "_cuda_set_cudnn_benchmark_limit", 10)
+    switch(
+        "_get_linalg_preferred_backend",
+        "_set_linalg_preferred_backend",
+        c._get_linalg_preferred_backend(),
+    )
+    switch(
+        "_get_blas_preferred_backend",
+        "_set_blas_preferred_backend",
+        c._get_blas_preferred_backend(),
+    )
+    patches.set(c, "_cuda_tunableop_is_enabled", lambda: False)
+    patches.set(torch.backends.cuda, "is_flash_attention_available", lambda: True)
 
 
 _NVTX = (
@@ -210,3 +239,12 @@ def _install_refusals(patches: Patches, recorder: LiveRecorder) -> None:
     for name in ("CUDAGraph", "graph"):  # classes, since annotations name them
         patches.set(torch.cuda, name, type(name, (), {"__init__": refuse}))
     patches.set(torch.cuda, "make_graphed_callables", _refuse("a CUDA graph"))
+    patches.set(torch.cuda, "graph_pool_handle", refuse)
+    in_c = {
+        "_cuda_getCurrentBlasHandle": "a handle of cuBLAS",
+        "_cuda_getCurrentSolverHandle": "a handle of cuSOLVER",
+        "_cuda_tunableop_enable": "torch.cuda.tunable",
+        "_cuda_tunableop_tuning_enable": "torch.cuda.tunable",
+    }
+    for name, what in in_c.items():
+        patches.set(torch._C, name, _refuse(what))

@@ -9,11 +9,8 @@ from typing import Any
 
 import torch
 
-from memest.estimator.device.live import LiveRecorder
-
 _OWN = str(Path(__file__).resolve().parents[2])
 _TORCH_OPS = torch._ops.__file__
-_DISPATCH = LiveRecorder._dispatch.__code__
 
 Stack = tuple[tuple[CodeType | str, int], ...]
 """(code, offset of the instruction) of each frame, innermost first; a name is an operator."""
@@ -48,7 +45,7 @@ class Stacks:
                 continue
             while found and _is_redispatch(found[-1][0]):  # memest itself has called it
                 found.pop()
-            if wants_operator and code is _DISPATCH:
+            if wants_operator and code.co_name == "__torch_dispatch__":
                 found.append((at.f_locals["func"]._schema.name, 0))
                 wants_operator = False
             at = at.f_back

@@ -21,11 +21,16 @@ from typing import Any
 
 from memest.errors import PlanError
 from memest.estimator.allocator.caching import SMALL_SEGMENT_BYTES
+from memest.estimator.allocator.torch_format import (
+    POOL,
+    SETTINGS,
+    block_entry,
+    free_block_entry,
+    segment_entry,
+)
 from memest.estimator.device.storages import Site, StorageTable
 from memest.estimator.trace.recording import KINDS, Act, Action, Recording, kind_of, sign_of
 from memest.report import Phase
-
-_POOL = (0, 0)  # the default one, of `torch.cuda.MemPool`'s ids
 
 
 def torch_snapshot(recording: Recording) -> dict[str, Any]:
@@ -46,7 +51,7 @@ def torch_snapshot(recording: Recording) -> dict[str, Any]:
     return {
         "segments": _segments(recording, frames, streams),
         "device_traces": [trace],
-        "allocator_settings": {"PYTORCH_ALLOC_CONF": "", "expandable_segments": False},
+        "allocator_settings": dict(SETTINGS),
         "external_annotations": _annotations(recording),
     }
 
@@ -146,7 +151,7 @@ def _entries(
         "time_us": index,
         "compile_context": "N/A",
         "user_metadata": "",
-        "pool_id": _POOL,
+        "pool_id": POOL,
         "frames": frames.of(action.storage) if action.storage >= 0 else [],
         # the page needs one event that is `unknown` where there are categories at all
         "category": kind_of(storages, action.storage) if action.storage >= 0 else "unknown",
@@ -217,48 +222,30 @@ def _segment(
     free_from = start
     for action in live:
         if action.address > free_from:
-            blocks.append(_free_block(free_from, action.address - free_from))
+            blocks.append(free_block_entry(free_from, action.address - free_from))
         blocks.append(
-            {
-                "address": action.address,
-                "size": action.num_bytes,
-                "requested_size": recording.storages.num_bytes[action.storage],
-                "state": _STATES[action.act],
-                "frames": frames.of(action.storage),
-            }
+            block_entry(
+                action.address,
+                action.num_bytes,
+                recording.storages.num_bytes[action.storage],
+                _STATES[action.act],
+                frames.of(action.storage),
+            )
         )
         free_from = action.address + action.num_bytes
     if free_from < start + num_bytes:
-        blocks.append(_free_block(free_from, start + num_bytes - free_from))
-    in_use = [block for block in blocks if block["state"] != "inactive"]
-    allocated = [block for block in in_use if block["state"] == "active_allocated"]
-    return {
-        "device": 0,
-        "address": start,
-        "total_size": num_bytes,
-        "allocated_size": sum(block["size"] for block in allocated),
-        "active_size": sum(block["size"] for block in in_use),
-        "requested_size": sum(block["requested_size"] for block in in_use),
-        "stream": stream,
-        "segment_type": "small" if num_bytes == SMALL_SEGMENT_BYTES else "large",
-        "segment_pool_id": _POOL,
-        "is_expandable": False,
-        "frames": [],
-        "blocks": blocks,
-    }
+        blocks.append(free_block_entry(free_from, start + num_bytes - free_from))
+    return segment_entry(
+        start,
+        num_bytes,
+        stream=stream,
+        is_small=num_bytes == SMALL_SEGMENT_BYTES,
+        blocks=blocks,
+        frames=[],
+    )
 
 
 _STATES = {Act.ALLOC: "active_allocated", Act.FREE_REQUESTED: "active_pending_free"}
-
-
-def _free_block(address: int, num_bytes: int) -> dict[str, Any]:
-    return {
-        "address": address,
-        "size": num_bytes,
-        "requested_size": 0,
-        "state": "inactive",
-        "frames": [],
-    }
 
 
 _AFTER = {
