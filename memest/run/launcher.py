@@ -139,12 +139,12 @@ def _clean(summary: traceback.TracebackException, seen: set[int]) -> None:
 
 def _kept(frames: Iterable[traceback.FrameSummary]) -> Iterator[traceback.FrameSummary]:
     """The frames of the script and of libraries, without those of the kernels that stand in."""
-    is_within = False
+    has_begun = is_within = False
     for frame in frames:
         if _is_ours(frame.filename):
-            is_within = is_within or frame.name == "__torch_dispatch__"
+            is_within = has_begun
         elif not frame.filename.startswith(_TORCH):
-            is_within = False
+            has_begun, is_within = True, False
             yield frame
         elif not is_within:
             yield frame

@@ -154,6 +154,7 @@ class _ObservedReplay(_Replay):
 _PROBES = {
     "forward": Phase.BEFORE_FORWARD,
     "backward": Phase.AFTER_FORWARD,
+    "before_optimizer_step": Phase.AFTER_BACKWARD,
     "optimizer": Phase.AFTER_BACKWARD,
     "after_optimizer_step": Phase.AFTER_OPTIMIZER_STEP,
 }

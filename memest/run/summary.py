@@ -27,6 +27,7 @@ KINDS = (
 MAX_SOURCE = 100
 """Characters of a source line in the report."""
 
+_SCALAR = re.compile(r"^scalar_dense of (\w+)$")
 _LAYER = re.compile(r"^(.*?)\.\d+(?:\.|$)")
 
 
@@ -78,7 +79,7 @@ def report_of(
         steps=_steps(history),
         verdicts=verdicts,
         guesses=tuple(
-            Guess(line=line, what=what, count=count)
+            Guess(line=line, what=_SCALAR.sub(r"the value of a \1 tensor", what), count=count)
             for (line, what), count in recorder.guesses.counts.most_common()
         ),
         coverage={

@@ -74,17 +74,15 @@ def find_module(name: str, args: tuple[str, ...]) -> Target:
     Raises:
         PlanError: there is none.
     """
+    if name.endswith(".py") and Path(name).is_file():
+        raise PlanError(f"no such module: {shown(name)}", hint="a script is run without `-m`")
     here, top = Path.cwd(), name.partition(".")[0]
     try:
         spec = PathFinder.find_spec(top, [str(here), *sys.path]) or find_spec(top)
     except (ImportError, ValueError):
         spec = None
     if spec is None or not all(part.isidentifier() for part in name.split(".")):
-        is_script = name.endswith(".py") and Path(name).is_file()
-        raise PlanError(
-            f"no such module: {shown(name)}",
-            hint="a script is run without `-m`" if is_script else "is it installed here?",
-        )
+        raise PlanError(f"no such module: {shown(name)}", hint="is it installed here?")
     origin = spec.origin or next(iter(spec.submodule_search_locations or ()), "")
     folder = Path(origin).parent if spec.origin else Path(origin)
     is_library = "site-packages" in folder.parts and folder.name != "site-packages"

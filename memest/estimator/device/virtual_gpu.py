@@ -21,12 +21,14 @@ from memest.estimator.allocator.statistics import CountingAllocator
 from memest.estimator.device import (
     attributes,
     checkpoints,
+    device_class,
     driver,
     foreach,
     libraries,
     memory,
     nvml,
     pretrained,
+    profiling,
     safetensors_files,
 )
 from memest.estimator.device.cuda_semantics import CASTS, decisions_of
@@ -102,11 +104,13 @@ class VirtualGpu:
             raise MemestError("a virtual GPU is active already", hint="leave it first")
         VirtualGpu._active = self
         recorder, patches = self.recorder, self._patches
+        device_class.install(patches)
         attributes.install(patches, recorder)
         driver.install(patches, recorder)
         memory.install(patches, recorder)
         foreach.install(patches, recorder)
         nvml.install(patches, recorder)
+        profiling.install(patches, recorder)
         hooks = ImportHooks()
         hooks.install()
         self._stack.callback(hooks.remove)
@@ -166,10 +170,11 @@ class VirtualGpu:
 
         def before(optimizer: Any, args: Any, kwargs: Any) -> None:
             recorder.label_states(optimizer, with_grads=True)
-            recorder.log.mark("before_optimizer_step")
             recorder.phase_given = "optimizer"
             given = (*args, kwargs.get("closure"))
             recorder.has_closure = any(a is not None and a is not optimizer for a in given)
+            if not recorder.has_closure:  # which runs forward and backward within the step
+                recorder.log.mark("before_optimizer_step")
             recorder.has_started = True
 
         def after(optimizer: Any, args: Any, kwargs: Any) -> None:

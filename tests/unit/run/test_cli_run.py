@@ -1,0 +1,150 @@
+"""`memest run` as it is typed: what is refused at once, what it writes, how it exits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memest.cli import main
+
+ROOT = Path(__file__).resolve().parents[3]
+
+TRAIN = """
+import sys, torch
+from torch import nn
+model = nn.Linear(256, 256).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(int(sys.argv[1])):
+    model(torch.ones(64, 256, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print("step", step)
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (tmp_path / "train.py").write_text(TRAIN)
+    return tmp_path
+
+
+def run(*args: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", *args])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("trian.py",), "no such script: `trian.py`\nhint: did you mean `train.py`?"),
+        (("-m", "no_such_package"), "no such module: `no_such_package`"),
+        (("-m", "train.py"), "no such module: `train.py`\nhint: a script is run without `-m`"),
+        ((), "no script is named"),
+        ((".",), "a folder without a `__main__.py`"),
+        (("--gpu", "b9000", "train.py"), "`b9000` is not in the catalogue"),
+        (("--bs", "8", "train.py"), "No such option"),
+        (("--memory-limit", "much", "train.py"), "`much` is not a memory size"),
+        (("--json", "no/such/folder.json", "train.py"), "cannot be written"),
+    ],
+)
+def test_what_is_wrong_is_told_before_torch_is_there(
+    args: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*args) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_one_of_several_processes_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+
+    assert run("train.py", "2") == 3
+    assert "`WORLD_SIZE` is `4`\nhint: `memest predict --devices N" in capsys.readouterr().err
+
+
+def test_the_report_follows_the_output_of_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--gpu=a100-40gb", "--max-steps", "2", "train.py", "5") == 0
+    out = capsys.readouterr().out
+
+    assert out.startswith("step 0\n\n-----")
+    assert "stopped after the steps asked for; 2 optimizer steps on a100-40gb: fits" in out
+
+
+def test_files_are_written_where_the_command_was_typed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "train.py").write_text("import os\nos.chdir('/')\n" + TRAIN)
+    names = ("report.json", "page.html", "run.pickle", "trace.json")
+    flags = ("--json", "--html", "--snapshot", "--chrome-trace")
+
+    args = [arg for pair in zip(flags, names, strict=True) for arg in pair]
+    assert run(*args, "train.py", "3") == 0
+    report = json.loads((folder / "report.json").read_text())
+    page = (folder / "page.html").read_text()
+
+    assert (report["kind"], report["num_steps"], report["verdict"]) == ("run", 3, "fits")
+    assert "Over the step of the peak" in page
+    assert "train.py:" in page
+    assert "<script" not in page
+    assert json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert (folder / "run.pickle").stat().st_size > 1000
+
+
+def test_check_exits_with_5_where_it_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--check", "train.py", "1") == 0
+    assert run("--memory-limit", "4MiB", "train.py", "1") == 1
+    assert run("--memory-limit", "4MiB", "--check", "train.py", "1") == 5
+    captured = capsys.readouterr()
+
+    assert "ran out of memory; 0 optimizer steps on h200: out of memory" in captured.out
+    assert "torch.OutOfMemoryError: CUDA out of memory." in captured.err
+
+
+def test_a_script_without_the_gpu_is_told_of(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "train.py").write_text("print('nothing')")
+
+    assert run("train.py") == 2
+    captured = capsys.readouterr()
+    assert captured.out == "nothing\n"
+    assert "the script has not used the GPU" in captured.err
+
+
+def test_options_after_a_module_are_the_modules(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "a_module_to_run.py").write_text("import sys\nprint(sys.argv[1:])")
+
+    assert run("-m", "a_module_to_run", "--gpu", "x", "--check") == 2
+    assert capsys.readouterr().out == "['--gpu', 'x', '--check']\n"
+
+
+def test_from_the_shell(folder: Path) -> None:
+    """Standard input is the script's, and an environment that names cards changes nothing."""
+    script = folder / "ask.py"
+    script.write_text(
+        "import torch\nname = input()\nx = torch.ones(5, device='cuda')\n"
+        "print(name, x.device, torch.cuda.get_device_name())\nraise SystemExit(4)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "memest", "run", "--gpu", "t4", "ask.py"],
+        input="me\n",
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "0"},
+    )
+
+    assert done.returncode == 4, done.stderr
+    assert done.stdout.startswith("me cuda:0 Tesla T4\n\n---")

@@ -1,0 +1,123 @@
+"""A run's history is bounded, and its peaks are true whatever is forgotten."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import memest
+from memest.estimator.device import history
+from memest.estimator.trace.snapshot import chrome_trace, torch_snapshot
+from memest.report import RunReport
+from memest.run.replays import record_run_of, replay_log
+from memest.run.session import Session
+
+
+def train(num_steps: int, *, peak_at: int = -1) -> Session:
+    with memest.virtual_gpu("a100-40gb") as gpu:
+        model = nn.Linear(256, 256).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(num_steps):
+            rows = 4096 if step == peak_at else 64
+            model(torch.ones(rows, 256, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                torch.cuda.empty_cache()
+    return gpu
+
+
+@pytest.fixture
+def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "MAX_EVENTS", 200)
+    monkeypatch.setattr(history, "WINDOW", 64)
+
+
+def key_figures(report: RunReport) -> object:
+    return report.peak_allocated_bytes, report.peak_reserved_bytes, report.peak, report.terms
+
+
+def test_what_is_forgotten_changes_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = train(60, peak_at=50)
+    monkeypatch.setattr(history, "MAX_EVENTS", 200)
+    monkeypatch.setattr(history, "WINDOW", 64)
+    short = train(60, peak_at=50)
+
+    assert short.virtual.recorder.log.is_full
+    assert not whole.virtual.recorder.log.is_full
+    assert key_figures(short.report()) == key_figures(whole.report())
+    assert short.report().steps == whole.report().steps
+    assert short.virtual.recorder.log.num_events == whole.virtual.recorder.log.num_events
+    assert short.report().peak.step == 50
+
+
+@pytest.mark.usefixtures("short_memory")
+def test_a_long_run_takes_no_more_memory_than_a_short_one() -> None:
+    sizes = []
+    for num_steps in (60, 240):
+        recorder = train(num_steps).virtual.recorder
+        sizes.append((len(recorder.storages.num_bytes), len(recorder.log.events)))
+        assert len(recorder.log.marks) < 200
+
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.usefixtures("short_memory")
+def test_a_report_says_what_was_forgotten() -> None:
+    report = train(60).report()
+
+    assert any("optimizer steps, were kept" in line for line in report.assumptions)
+
+
+@pytest.fixture(scope="module")
+def run() -> Session:
+    return train(6, peak_at=4)
+
+
+def test_a_replay_is_what_happened(run: Session) -> None:
+    recorder = run.virtual.recorder
+    again = replay_log(recorder.log, recorder.storages, None)
+
+    assert again.peak_allocated_bytes == run.peak_allocated_bytes
+    assert again.peak_reserved_bytes == run.peak_reserved_bytes
+
+
+def test_a_replay_ends_where_memory_does(run: Session) -> None:
+    recorder = run.virtual.recorder
+    limit = run.peak_reserved_bytes - 1
+    again = replay_log(recorder.log, recorder.storages, limit)
+
+    assert again.refusal is not None
+    assert again.peak_reserved_bytes <= limit
+
+
+def test_streams_that_share_blocks_replay_alike() -> None:
+    with memest.virtual_gpu() as gpu:
+        side = torch.cuda.Stream()
+        for _ in range(4):
+            x = torch.ones(1 << 20, device="cuda")
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                y = x * 2
+                x.record_stream(side)
+            del x, y
+    recorder = gpu.virtual.recorder
+    again = replay_log(recorder.log, recorder.storages, None)
+
+    assert again.peak_allocated_bytes == gpu.peak_allocated_bytes
+    assert again.peak_reserved_bytes == gpu.peak_reserved_bytes
+
+
+def test_a_recording_is_for_other_tools(run: Session) -> None:
+    recording = record_run_of(run.virtual, run.report())
+    trace = torch_snapshot(recording)["device_traces"][0]
+    frames = {(f["filename"], f["name"]) for e in trace for f in e["frames"]}
+    names = {row["name"] for row in chrome_trace(recording)["traceEvents"]}
+
+    assert recording.result.peak_allocated_bytes == run.peak_allocated_bytes
+    assert recording.result.peak.step == 4
+    assert (Path(__file__).name, "forward") in frames
+    assert {"forward (step 0)", "backward (step 4)", "optimizer step (step 5)"} <= names

@@ -1,0 +1,220 @@
+"""`memest.virtual_gpu`: what code sees in the block, what is left after it, what is reported."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import memest
+from memest.errors import MemestError, PlanError
+from memest.report import Ending, Outcome, RunReport
+from memest.run.session import Session
+
+MIB = 2**20
+
+
+def train(num_steps: int = 3, *, frees_late: bool = False) -> None:
+    model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(num_steps):
+        inputs = torch.randn(64, 512).cuda()
+        if not frees_late:
+            optimizer.zero_grad()
+        loss = model(inputs).pow(2).mean()
+        if frees_late:
+            optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        model(inputs.repeat(4, 1))
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Session:
+    with memest.virtual_gpu("a100-40gb") as session:
+        train()
+    return session
+
+
+@pytest.fixture(scope="module")
+def report(gpu: Session) -> RunReport:
+    return gpu.report()
+
+
+def test_terms_add_up_to_the_peak(report: RunReport) -> None:
+    assert sum(term.num_bytes for term in report.terms) == report.peak_allocated_bytes > 0
+    assert all(term.num_bytes >= 0 for term in report.terms)
+
+
+def test_states_are_told_apart(report: RunReport) -> None:
+    weights = 4 * (512 * 2048 + 2048 + 2048 * 512 + 512)
+    sizes = {term.name: term.num_bytes for term in report.terms}
+
+    assert sizes["params"] == sizes["grads"] == weights
+    assert sizes["optimizer"] == 2 * weights
+
+
+def test_modules_and_lines_hold_what_the_terms_hold(report: RunReport) -> None:
+    held = sum(term.num_bytes for term in report.terms if term.name != "rounding")
+
+    assert sum(row.num_bytes for row in report.modules) == held
+    assert sum(row.num_bytes for row in report.lines) == held
+    assert report.modules[0].name == "Sequential.*"
+
+
+def test_lines_are_shown_with_their_text(report: RunReport) -> None:
+    sources = {row.source for row in report.lines}
+
+    assert "optimizer.step()" in sources
+    assert all(row.name.startswith("test_session.py:") for row in report.lines)
+
+
+def test_phases_have_peaks_of_their_own(report: RunReport) -> None:
+    peaks = {phase.name: phase.peak_allocated_bytes for phase in report.phases}
+
+    assert list(peaks) == ["setup", "forward", "backward", "optimizer", "evaluation"]
+    assert max(peaks.values()) == report.peak_allocated_bytes
+    assert peaks["setup"] < peaks["evaluation"] < peaks["optimizer"]
+
+
+def test_steps_are_the_first_the_second_the_highest_and_the_last(report: RunReport) -> None:
+    assert [step.step for step in report.steps] == [0, 1, 2]
+    assert report.num_steps == 3
+    assert report.steps[0].peak_allocated_bytes == report.peak_allocated_bytes
+
+
+def test_every_card_of_the_default_set_has_a_verdict(report: RunReport) -> None:
+    assert set(report.verdicts) == {"a100-40gb", "a100-80gb", "h100-80gb", "h200"}
+    assert {v.verdict for v in report.verdicts.values()} == {Outcome.FITS}
+
+
+def test_the_report_is_json_text_and_a_fragment(report: RunReport) -> None:
+    values = json.loads(report.to_json())
+
+    assert (values["schema"], values["kind"]) == ("memest.report/1", "run")
+    assert "held at the peak" in str(report)
+    assert report._repr_html_().count("<table>") == 3
+
+
+def test_gradients_that_outlive_their_step_are_told(report: RunReport) -> None:
+    assert report.notes == ()
+    with memest.virtual_gpu() as late:
+        train(2, frees_late=True)
+
+    assert "gradients live through the forward" in late.report().notes[0]
+
+
+def test_the_card_answers_within_the_block_and_is_gone_after_it() -> None:
+    names = ("is_available", "memory_allocated", "Stream", "device_count", "synchronize")
+    before = {name: getattr(torch.cuda, name) for name in names}
+    moves = torch.Tensor.to, torch.Tensor.device, torch.multiprocessing.spawn
+    with memest.virtual_gpu("h200") as gpu:
+        assert torch.cuda.is_available()
+        kept = torch.zeros(MIB, device="cuda")
+        assert gpu.allocated_bytes == torch.cuda.memory_allocated() == 4 * MIB
+        torch.cuda.reset_peak_memory_stats()
+        del kept
+    after = {name: getattr(torch.cuda, name) for name in names}
+
+    assert after == before
+    assert (torch.Tensor.to, torch.Tensor.device, torch.multiprocessing.spawn) == moves
+    assert gpu.peak_allocated_bytes == 4 * MIB
+    assert gpu.report().ending == Ending.FINISHED
+    assert torch.zeros(2).device.type == "cpu"
+
+
+def test_one_block_at_a_time() -> None:
+    with memest.virtual_gpu() as gpu:
+        with pytest.raises(MemestError, match="active already"), memest.virtual_gpu():
+            pass
+        kept = torch.zeros(1, device="cuda")
+        assert gpu.allocated_bytes == 512
+        del kept
+    with pytest.raises(MemestError, match="used before"), gpu:
+        pass
+
+
+def test_out_of_memory_is_caught_and_leaves_the_allocator_whole() -> None:
+    with memest.virtual_gpu("a100-40gb", memory_limit="64MiB") as gpu:
+        kept = torch.zeros(8 * MIB, device="cuda")
+        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 40"):
+            torch.zeros(10 * MIB, device="cuda")
+        assert gpu.allocated_bytes == 32 * MIB
+        more = torch.zeros(8 * MIB, device="cuda")
+        del kept, more
+        assert gpu.allocated_bytes == 0
+    report = gpu.report()
+
+    assert report.fits
+    assert report.peak_allocated_bytes == 64 * MIB
+    assert any("caught 1 out-of-memory" in note for note in report.notes)
+
+
+def test_a_card_that_is_too_small_is_told_where(gpu: Session) -> None:
+    with memest.virtual_gpu("h200") as large:
+        kept = [torch.empty(5 << 30, dtype=torch.uint8, device="cuda") for _ in range(9)]
+    verdict = large.report().verdicts["a100-40gb"]
+    del kept
+
+    assert verdict.verdict == Outcome.OOM
+    assert verdict.margin_bytes == verdict.limit_bytes - 45 * 2**30
+    assert "test_session.py" in verdict.at
+
+
+def test_an_error_that_ends_the_block_is_in_the_report() -> None:
+    gpu = memest.virtual_gpu(memory_limit=MIB * 8)
+    with pytest.raises(torch.OutOfMemoryError), gpu:
+        torch.zeros(8 * MIB, device="cuda")
+    report = gpu.report()
+
+    assert report.ending == report.verdict == "oom"
+    assert report.verdicts["h200"].at
+
+
+def test_a_step_limit_ends_the_block() -> None:
+    gpu = memest.virtual_gpu(max_steps=2)
+    with pytest.raises(SystemExit), gpu:
+        train(5)
+
+    assert (gpu.num_steps, gpu.report().ending) == (2, Ending.STOPPED)
+
+
+def test_values_are_not_guessed_where_that_is_refused() -> None:
+    with (
+        memest.virtual_gpu(strict=True),
+        pytest.raises(MemestError, match=r"test_session\.py:\d+ reads a value"),
+    ):
+        torch.randn(5000, device="cuda").sum().item()
+
+
+def test_a_card_that_does_not_exist_is_refused_before_the_block() -> None:
+    with pytest.raises(PlanError, match="not in the catalogue"):
+        memest.virtual_gpu("b9000")
+    assert memest.virtual_gpu(gpu_memory="24GiB").gpu.memory_bytes == 24 * 2**30
+
+
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_several_processes_are_refused_by_name(num_processes: int) -> None:
+    with memest.virtual_gpu():
+        with pytest.raises(MemestError, match="several GPUs are not simulated yet"):
+            torch.multiprocessing.spawn(print, nprocs=num_processes)
+        with pytest.raises(MemestError, match="several GPUs are not simulated yet"):
+            torch.distributed.init_process_group("nccl", world_size=num_processes, rank=0)
+
+
+def test_a_function_named_generate_is_a_phase_of_its_own() -> None:
+    model = nn.Linear(64, 64)
+
+    def generate() -> None:
+        with torch.no_grad():
+            model(torch.zeros(2, 64, device="cuda"))
+
+    with memest.virtual_gpu() as gpu:
+        model.cuda().eval()
+        generate()
+
+    assert "generation" in [phase.name for phase in gpu.report().phases]
