@@ -59,7 +59,6 @@ def resolve(device: Any) -> Any:
 def install(patches: Patches, recorder: LiveRecorder) -> None:
     """Let tensors say where the recorder has put them, and go where the script sends them."""
     _install_attributes(patches, recorder)
-    _install_grouping(patches)
     _install_moves(patches, recorder)
     _install_constructors(patches, recorder)
     _install_values(patches, recorder)
@@ -142,20 +141,6 @@ def _install_attributes(patches: Patches, recorder: LiveRecorder) -> None:
         "is_cuda",
         property(lambda s: storage_device(s).type == "cuda"),
     )
-
-
-def _install_grouping(patches: Patches) -> None:
-    """`clip_grad_norm_` and optimizers group tensors by device in C++, then ask it by name."""
-
-    def grouped(lists: Any, with_indices: bool = False) -> Any:
-        found = group(lists, with_indices)
-        return {
-            (torch.device(next(t for t in of_one[0][0] if t is not None).device), dtype): of_one
-            for (device, dtype), of_one in found.items()
-        }
-
-    group = torch._C._group_tensors_by_device_and_dtype
-    patches.set(torch._C, "_group_tensors_by_device_and_dtype", grouped)
 
 
 def _address(recorder: LiveRecorder, tensor: Tensor) -> int:
