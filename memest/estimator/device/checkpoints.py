@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -305,24 +304,6 @@ def _install_storages(patches: Patches, recorder: LiveRecorder, checkpoints: Che
         return tensor if is_meta(tensor) else share(tensor)
 
     patches.set(Tensor, "share_memory_", share_memory_)
-    _install_processes(patches)
-
-
-def _install_processes(patches: Patches) -> None:
-    """Tensors without data go to other processes, and come from them, as stand-ins."""
-    pickler: Any = ForkingPickler
-    reducers = pickler._extra_reducers
-    changed = dict(reducers)
-    for kind in (Tensor, torch.nn.Parameter):
-        changed[kind] = _between_processes(reducers[kind])
-    patches.set(pickler, "_extra_reducers", changed)
-
-
-def _between_processes(reduce: Any) -> Any:
-    def reduced(tensor: Any) -> Any:
-        return tensor.detach().__reduce_ex__(2) if is_meta(tensor) else reduce(tensor)
-
-    return reduced
 
 
 def _bare(num_bytes: int) -> torch.UntypedStorage:

@@ -31,10 +31,11 @@ class _LikeTrueClass(type):
         return hash(true_class)
 
 
-class device(metaclass=_LikeTrueClass):  # noqa: N801
+class device(metaclass=_LikeTrueClass):
     """As `torch.device`; a number alone is that of a CUDA device."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A device of torch's own class."""
         if len(args) == 1 and not kwargs and type(args[0]) is int:
             return true_class("cuda", args[0])
         return true_class(*args, **kwargs)

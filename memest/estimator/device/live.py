@@ -27,6 +27,7 @@ from memest.estimator.device.history import EventLog, History, LiveStorages
 from memest.estimator.device.host import HostRecorder
 from memest.estimator.device.lines import ScriptLines
 from memest.estimator.device.modules import LiveModules
+from memest.estimator.device.processes import refuse_in_child
 from memest.estimator.device.storages import RETURNED, MemKind, Site
 from memest.estimator.device.streams import MAIN
 from memest.estimator.device.tensors import (
@@ -162,6 +163,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         if self.is_off:
+            refuse_in_child(kwargs)
             return func(*args, **kwargs)
         for kind in types:
             if self._has_its_own_dispatch(kind):

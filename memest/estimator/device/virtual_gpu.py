@@ -28,6 +28,7 @@ from memest.estimator.device import (
     memory,
     nvml,
     pretrained,
+    processes,
     profiling,
     safetensors_files,
 )
@@ -115,6 +116,7 @@ class VirtualGpu:
         hooks.install()
         self._stack.callback(hooks.remove)
         checkpoints.install(patches, recorder)
+        processes.install(patches)
         pretrained.install(patches, recorder, hooks)
         safetensors_files.install(patches, recorder, hooks)
         libraries.install(patches, recorder, hooks)
