@@ -8,7 +8,9 @@ the recorder they tell the truth, on which the kernel tables and torch's own met
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +18,8 @@ from torch import Tensor
 META = torch.device("meta")
 CPU = torch.device("cpu")
 
-_is_meta_in_c = torch._C.TensorBase.is_meta.__get__  # type: ignore[attr-defined]
-_device_in_c = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
+_is_meta_in_c: Callable[[Any], bool] = vars(torch._C.TensorBase)["is_meta"].__get__
+_device_in_c: Callable[[Any], torch.device] = vars(torch._C.TensorBase)["device"].__get__
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 """Classes without a `__torch_function__`, which would be asked first and answer for the script."""
 
@@ -25,15 +27,15 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 def is_meta(tensor: Tensor) -> bool:
     """Whether `tensor` has no data, whatever it says."""
     if type(tensor) in _PLAIN:
-        return _is_meta_in_c(tensor)  # type: ignore[no-any-return]
+        return _is_meta_in_c(tensor)
     with torch._C.DisableTorchFunctionSubclass():
-        return _is_meta_in_c(tensor)  # type: ignore[no-any-return]
+        return _is_meta_in_c(tensor)
 
 
 def true_device(tensor: Tensor) -> torch.device:
     """The device that torch's C++ sees."""
     with torch._C.DisableTorchFunctionSubclass():
-        return _device_in_c(tensor)  # type: ignore[no-any-return]
+        return _device_in_c(tensor)
 
 
 class Place(Enum):

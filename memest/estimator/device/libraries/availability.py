@@ -1,4 +1,4 @@
-"""What libraries have found out about the machine and keep: it is asked again on the virtual GPU."""
+"""What libraries have found out about the machine and keep: asked again on the virtual GPU."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ temporaries. What is simulated is the function as written, and the report says s
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -41,11 +40,10 @@ def _install_compile(patches: Patches, recorder: LiveRecorder, hooks: ImportHook
             model.__dict__["_orig_mod"] = model  # what scripts unwrap
         return model
 
-    def without_dynamo(module: ModuleType) -> None:
+    def without_dynamo(config: Any) -> None:
         """What was compiled before the virtual GPU was there runs eagerly, too."""
-        was = module.disable  # type: ignore[attr-defined]
-        module.disable = True  # type: ignore[attr-defined]
-        patches.on_undo(lambda: setattr(module, "disable", was))
+        was, config.disable = config.disable, True
+        patches.on_undo(lambda: setattr(config, "disable", was))
 
     patches.set(torch, "compile", compile_)
     patches.set(torch.compiler, "compile", compile_)

@@ -69,7 +69,7 @@ class Driver:
         """What kernels that fill the card ask for."""
         import torch
 
-        found = torch.cuda.get_device_properties(0)
+        found: Any = torch.cuda.get_device_properties(0)
         return {
             "max_shared_mem": found.shared_memory_per_block_optin,
             "max_num_regs": found.regs_per_multiprocessor,

@@ -48,6 +48,7 @@ class Symbol:
         self.name = self.__name__ = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Outside of a kernel: refused."""
         raise UnsupportedError(
             f"`triton.language.{self.name}` is called outside of a kernel",
             hint="kernels do not run on the virtual GPU",
@@ -108,6 +109,7 @@ class JITFunction(KernelInterface):
         self.cache: dict[Any, Any] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Without a grid: as triton refuses it."""
         raise RuntimeError("Cannot call @triton.jit'd outside of the scope of a kernel")
 
 
@@ -254,7 +256,8 @@ def _contents(driver: Callable[[Any], Any], do_bench: Any) -> dict[str, dict[str
         "jit": jit, "JITFunction": JITFunction, "KernelInterface": KernelInterface,
         "constexpr_function": _unchanged, "ConstexprFunction": _name_of_class("ConstexprFunction"),
         "JITCallable": JITFunction,
-        "MockTensor": _name_of_class("MockTensor"), "TensorWrapper": _name_of_class("TensorWrapper"),
+        "MockTensor": _name_of_class("MockTensor"),
+        "TensorWrapper": _name_of_class("TensorWrapper"),
         "reinterpret": _unchanged, "T": Any,
     }  # fmt: skip
     tuner_names: dict[str, Any] = {
@@ -309,7 +312,9 @@ def _contents(driver: Callable[[Any], Any], do_bench: Any) -> dict[str, dict[str
 
 
 _ATTRIBUTES = {
-    "triton": ("runtime", "compiler", "errors", "backends", "language", "testing", "tools", "knobs"),
+    "triton": (
+        "runtime", "compiler", "errors", "backends", "language", "testing", "tools", "knobs",
+    ),
     "triton.language": ("core", "math", "standard", "random", "extra"),
     "triton.language.extra": ("cuda", "libdevice"),
     "triton.language.extra.cuda": ("libdevice",),
