@@ -25,7 +25,9 @@ from memest.estimator.device.dispatch import _DEPENDS_ON_VALUES, Recipe, Recorde
 from memest.estimator.device.guesses import Guesses, comparison
 from memest.estimator.device.history import EventLog, History, LiveStorages
 from memest.estimator.device.host import HostRecorder
+from memest.estimator.device.labels import Labels
 from memest.estimator.device.lines import ScriptLines
+from memest.estimator.device.messages import out_of_memory
 from memest.estimator.device.modules import LiveModules
 from memest.estimator.device.processes import refuse_in_child
 from memest.estimator.device.storages import RETURNED, MemKind, Site
@@ -132,6 +134,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         self.guesses = guesses
         self.lines = lines
         self.modules = LiveModules()
+        self.labels = Labels(storages, self._live, self.modules)
         self.blocks: dict[int, Block] = {}
         self.history = History(allocator, storages)
         self.log = self.history.log
@@ -310,7 +313,25 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
             return None  # where there are no values, none change
         if func in _DEPENDS_ON_VALUES and self.values.guessed and self.values.is_guessed(args):
             raise self._failure(func, ValueUnknown(str(func)))
+        if func is aten.bincount.default and self.values.value_of(args[0]) is None:
+            bins = self._bins(*args, **kwargs)
+            if bins is not None:
+                return bins
         return super()._run(func, args, kwargs)
+
+    def _bins(
+        self, tensor: Tensor, weights: Tensor | None = None, minlength: int = 0
+    ) -> Tensor | None:
+        """`bincount` of unknown numbers: as long as the script says, if it does.
+
+        A metric that gives the number of its classes has no larger ones.
+        """
+        if not minlength:
+            return None
+        self.guesses.note(self.lines.current(), f"{minlength} as the length of a bincount")
+        dtype = torch.int64 if weights is None else weights.dtype
+        dtype = torch.float64 if weights is not None and dtype is not torch.float32 else dtype
+        return torch.empty(minlength, dtype=dtype, device=META)
 
     def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.host_waits(self.event(self.stream))
@@ -366,7 +387,8 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
             except OutOfMemory:
                 self.num_ooms += 1
                 self.refused = num_bytes, self.storages.sites[index]
-                raise torch.OutOfMemoryError(self._out_of_memory(num_bytes)) from None
+                message = out_of_memory(self.gpu, self.allocator, num_bytes)
+                raise torch.OutOfMemoryError(message) from None
         self.log.open.append(index)
         storages = self.storages
         if self.stream != MAIN:
@@ -405,7 +427,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
                 self.allocator.free(block)
         del dead[:position]
         if self.history.is_due:
-            self.label_models()
+            self.labels.of_models()
             self.history.fold()
 
     def _site(self, func: Any) -> Site:
@@ -453,88 +475,6 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         if text not in self.notes:
             self.notes.append(text)
 
-    def label_states(self, optimizer: Any, *, with_grads: bool) -> None:
-        """Say which storages are parameters, gradients and state of `optimizer`."""
-        owner_of = self.modules.owner_of
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if not is_meta(parameter):
-                    continue
-                owner = owner_of(parameter)
-                self._label(parameter, MemKind.PARAMS, owner)
-                if with_grads and parameter.grad is not None:
-                    self._label(parameter.grad, MemKind.GRADS, owner)
-        if not with_grads:
-            for parameter, tensor in _state_tensors(optimizer):
-                if is_meta(tensor):
-                    self._label(tensor, MemKind.OPTIMIZER, owner_of(parameter))
-
-    def label_models(self) -> None:
-        """Say which storages are parameters and buffers of the models that have run."""
-        for model in self.modules.models():
-            self.label_model(model)
-
-    def label_model(self, model: torch.nn.Module) -> None:
-        """Say which storages are parameters, gradients and buffers of `model`."""
-        for module in model.modules():
-            path = self.modules.path_of(module)
-            for parameter in module._parameters.values():
-                if parameter is None or not is_meta(parameter):
-                    continue
-                self._label(parameter, MemKind.PARAMS, path)
-                if parameter.grad is not None:
-                    self._label(parameter.grad, MemKind.GRADS, path)
-            for buffer in module._buffers.values():
-                if isinstance(buffer, Tensor) and is_meta(buffer):
-                    self._label(buffer, MemKind.BUFFERS, path)
-
-    def _label(self, tensor: Tensor, kind: MemKind, owner: str = "") -> None:
-        try:
-            index = self._live.get(storage_key(tensor))
-        except (NotImplementedError, RuntimeError):
-            return
-        if index is None:
-            return
-        self.storages.kinds[index] = kind
-        site = self.storages.sites[index]
-        if owner and not site.module:
-            key = (site.op, owner, site.phase, site.line)
-            known = self._live_sites.get(key)
-            if known is None:
-                known = self._live_sites[key] = Site(*key)
-            self.storages.sites[index] = known
-
-    def _out_of_memory(self, num_bytes: int) -> str:
-        """As `CUDACachingAllocator.cpp` of torch 2.11 words it."""
-        allocator, gpu = self.allocator, self.gpu
-        in_use = allocator.reserved_bytes + gpu.context_bytes
-        cached = allocator.reserved_bytes - allocator.allocated_bytes
-        limit = allocator.limit_bytes
-        capped = ""
-        if limit is not None and limit < gpu.limit_bytes:
-            capped = f"{_size(limit)} allowed; "
-        return (
-            f"CUDA out of memory. Tried to allocate {_size(num_bytes)}. GPU 0 has a total capacity "
-            f"of {_size(gpu.memory_bytes)} of which {_size(max(0, gpu.memory_bytes - in_use))} is "
-            f"free. Including non-PyTorch memory, this process has {_size(in_use)} memory in use. "
-            f"{capped}Of the allocated memory {_size(allocator.allocated_bytes)} is allocated by "
-            f"PyTorch, and {_size(cached)} is reserved by PyTorch but unallocated. If reserved but "
-            "unallocated memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True "
-            "to avoid fragmentation.  See documentation for Memory Management  "
-            "(https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
-        )
-
-
-def _size(num_bytes: int) -> str:
-    """As `format_size` of CUDACachingAllocator.cpp."""
-    if num_bytes <= 1024:
-        return f"{num_bytes} bytes"
-    if num_bytes <= 1024**2:
-        return f"{num_bytes / 1024:.2f} KiB"
-    if num_bytes <= 1024**3:
-        return f"{num_bytes / 1024**2:.2f} MiB"
-    return f"{num_bytes / 1024**3:.2f} GiB"
-
 
 def _tensors(values: Any) -> Iterator[Tensor]:
     for value in values:
@@ -566,12 +506,6 @@ def _without_tensors(args: tuple[Any, ...], func: Any) -> tuple[Any, ...]:
 
 def _is_dense(tensor: Tensor) -> bool:
     return bool(aten.is_non_overlapping_and_dense.default(tensor))
-
-
-def _state_tensors(optimizer: Any) -> Iterator[tuple[Any, Tensor]]:
-    for parameter, state in optimizer.state.items():
-        if isinstance(state, dict):
-            yield from ((parameter, v) for v in state.values() if isinstance(v, Tensor))
 
 
 __all__ = ["EventLog", "LiveRecorder", "LiveValues", "Recipe"]
