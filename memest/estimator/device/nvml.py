@@ -81,7 +81,8 @@ def install(patches: Patches, recorder: LiveRecorder) -> None:
     patches.set(torch.cuda, "pynvml", module)
     patches.set(torch.cuda, "_HAS_PYNVML", True)
     patches.set(torch.cuda, "_raw_device_uuid_nvml", lambda: [f"GPU-{UUID}"])
-    patches.set(torch.cuda, "_get_nvml_device_index", _index_of)
+    for owner in (torch.cuda, torch.cuda.memory):
+        patches.set(owner, "_get_nvml_device_index", _index_of)
 
 
 def _forget() -> None:

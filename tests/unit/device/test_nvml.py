@@ -1,0 +1,96 @@
+"""NVML, through nvidia-ml-py and through torch, on the virtual GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from memest.estimator.device.virtual_gpu import VirtualGpu
+from memest.estimator.hardware.gpus import find_gpu
+
+
+@pytest.fixture(params=["installed", "not installed"])
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualGpu]:
+    if request.param == "not installed":
+        monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    elif "pynvml" not in sys.modules:
+        pytest.skip("nvidia-ml-py is not installed")
+    with VirtualGpu(find_gpu("a100-80gb")) as virtual:
+        yield virtual
+
+
+def test_nvml_tells_of_one_gpu_and_its_memory(gpu: VirtualGpu) -> None:
+    import pynvml
+
+    held = torch.empty(30 << 20, dtype=torch.uint8, device="cuda")
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    process = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)[0]
+    pynvml.nvmlShutdown()
+
+    assert pynvml.nvmlDeviceGetCount() == 1
+    assert pynvml.nvmlDeviceGetName(handle) == "NVIDIA A100-SXM4-80GB"
+    assert tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)) == (8, 0)
+    assert memory.total == gpu.gpu.memory_bytes == memory.used + memory.free
+    assert memory.used == gpu.gpu.context_bytes + held.numel()
+    assert (process.pid, process.usedGpuMemory) == (os.getpid(), memory.used)
+
+
+def test_a_gpu_at_rest_has_nothing_to_do(gpu: VirtualGpu) -> None:
+    import pynvml
+
+    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    rates = pynvml.nvmlDeviceGetUtilizationRates(handle)
+
+    assert (rates.gpu, rates.memory) == (0, 0)
+    assert pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU) == 0
+
+
+def test_what_is_not_simulated_is_not_supported(gpu: VirtualGpu) -> None:
+    import pynvml
+
+    with pytest.raises(pynvml.NVMLError_NotSupported if gpu is None else pynvml.NVMLError) as found:
+        pynvml.nvmlDeviceGetEnforcedPowerLimit(pynvml.nvmlDeviceGetHandleByIndex(0))
+    assert found.value.value == pynvml.NVML_ERROR_NOT_SUPPORTED
+    with pytest.raises(pynvml.NVMLError):
+        pynvml.nvmlDeviceGetHandleByIndex(1)
+
+
+def test_torch_asks_nvml_of_the_virtual_gpu(
+    gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    held = torch.empty(1, device="cuda")
+
+    assert torch.cuda.device_memory_used() == gpu.gpu.context_bytes + (2 << 20)
+    assert f"process {os.getpid():>10d} uses" in torch.cuda.list_gpu_processes(held.device)
+    assert torch.cuda._get_nvml_device_index("cuda") == 0
+    rest = (
+        torch.cuda.utilization(), torch.cuda.memory_usage(), torch.cuda.temperature(),
+        torch.cuda.power_draw(), torch.cuda.clock_rate(),
+    )  # fmt: skip
+    assert rest == (0, 0, 0, 0, 0)
+
+
+def test_libraries_find_the_module(gpu: VirtualGpu) -> None:
+    assert importlib.util.find_spec("pynvml") is not None
+
+
+def test_afterwards_all_is_as_it_was() -> None:
+    before = sys.modules.pop("pynvml", None)
+    try:
+        with VirtualGpu(find_gpu("a100-80gb")):
+            assert "pynvml" in sys.modules
+        assert "pynvml" not in sys.modules
+    finally:
+        if before is not None:
+            sys.modules["pynvml"] = before
+    with VirtualGpu(find_gpu("a100-80gb")):
+        pass
+    assert before is None or before.nvmlInit.__module__ == "pynvml"
