@@ -7,10 +7,12 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
+from memest.estimator.device.guesses import Guesses
 from memest.estimator.device.history import Held, History
-from memest.estimator.device.lines import place_of
-from memest.estimator.device.storages import MemKind, Site
+from memest.estimator.device.lines import ScriptLines
+from memest.estimator.device.storages import Coverage, MemKind, Site
 from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu
 from memest.estimator.kernels.tables import TARGET_TORCH
@@ -51,10 +53,9 @@ def report_of(
     recorder, gpu = virtual.recorder, virtual.gpu
     if VirtualGpu._active is virtual:
         recorder.settle()
-        recorder.label_models()
+        recorder.labels.of_models()
     history = recorder.history
     held = history.held_at_peak()
-    coverage = recorder.coverage
     outcome = Outcome.OOM if ending is Ending.OOM else Outcome.FITS
     cap = _cap(virtual)
     verdicts, notes = judge_gpus(virtual, outcome, cap)
@@ -73,20 +74,13 @@ def report_of(
         peak=_peak(history),
         terms=_terms(held, history.peak_allocated_bytes),
         modules=_rows(held, _module_group),
-        lines=_rows(held, lambda site: site.line or "(no line of the script)", with_source=True),
+        lines=_rows(held, lambda site: site.line or "(no line of the script)", recorder.lines),
         phases=tuple(RunPhase(name=p, peak_allocated_bytes=a, peak_reserved_bytes=r)
                      for p, (a, r) in history.phases.items()),
         steps=_steps(history),
         verdicts=verdicts,
-        guesses=tuple(
-            Guess(line=line, what=_SCALAR.sub(r"the value of a \1 tensor", what), count=count)
-            for (line, what), count in recorder.guesses.counts.most_common()
-        ),
-        coverage={
-            "num_ops": coverage.num_ops,
-            "num_modelled": coverage.num_ops - sum(coverage.unmodelled.values()),
-            "unmodelled": dict(sorted(coverage.unmodelled.items())),
-        },
+        guesses=_guesses(recorder.guesses),
+        coverage=_coverage(recorder.coverage),
         notes=(*recorder.notes, *notes),
         assumptions=tuple(_assumptions(virtual, gpu)),
         versions=_versions(),
@@ -105,6 +99,21 @@ def held_for(kind: MemKind, site: Site) -> str:
     if site.phase in ("backward", "optimizer"):
         return "temporaries"
     return "other" if site.phase == "setup" else "activations"
+
+
+def _guesses(guesses: Guesses) -> tuple[Guess, ...]:
+    return tuple(
+        Guess(line=line, what=_SCALAR.sub(r"the value of a \1 tensor", what), count=count)
+        for (line, what), count in guesses.counts.most_common()
+    )
+
+
+def _coverage(coverage: Coverage) -> dict[str, Any]:
+    return {
+        "num_ops": coverage.num_ops,
+        "num_modelled": coverage.num_ops - sum(coverage.unmodelled.values()),
+        "unmodelled": dict(sorted(coverage.unmodelled.items())),
+    }
 
 
 def _cap(virtual: VirtualGpu) -> float | None:
@@ -149,7 +158,7 @@ def _module_group(site: Site) -> str:
 
 
 def _rows(
-    held: Iterable[Held], group_of: Callable[[Site], str], *, with_source: bool = False
+    held: Iterable[Held], group_of: Callable[[Site], str], lines: ScriptLines | None = None
 ) -> tuple[HeldRow, ...]:
     kinds: dict[str, Counter[str]] = defaultdict(Counter)
     counts: Counter[str] = Counter()
@@ -163,15 +172,14 @@ def _rows(
             num_bytes=sum(sizes.values()),
             num_tensors=counts[name],
             kinds={kind: sizes[kind] for kind in KINDS if sizes[kind]},
-            source=_source(name) if with_source else "",
+            source="" if lines is None else _source(*lines.place_of(name)),
         )
         for name, sizes in kinds.items()
     ]
     return tuple(sorted(rows, key=lambda row: (-row.num_bytes, row.name)))
 
 
-def _source(line: str) -> str:
-    file, number = place_of(line)
+def _source(file: str, number: int) -> str:
     text = linecache.getline(file, number).strip() if file else ""
     return text if len(text) <= MAX_SOURCE else f"{text[: MAX_SOURCE - 3]}..."
 

@@ -26,6 +26,9 @@ class ScriptLines:
         paths.add(str(Path(__file__).resolve().parents[2]))
         self._foreign = tuple(p + os.sep for p in sorted(filter(None, paths)))
         self._is_users: dict[CodeType, bool] = {}
+        self._texts: dict[tuple[str, int], str] = {}
+        self._places: dict[str, tuple[str, int]] = {}
+        self._names: dict[str, str] = {}
 
     def frame(self, frame: FrameType | None = None) -> FrameType | None:
         """The innermost frame of the user's code, from `frame` outwards."""
@@ -45,7 +48,23 @@ class ScriptLines:
     def current(self) -> str:
         """The running line, as `train.py:12`; "" where none of the user's code runs."""
         frame = self.frame(sys._getframe(1))
-        return "" if frame is None else _text(frame.f_code.co_filename, frame.f_lineno)
+        if frame is None:
+            return ""
+        place = frame.f_code.co_filename, frame.f_lineno
+        return self._texts.get(place) or self._text(*place)
+
+    def place_of(self, text: str) -> tuple[str, int]:
+        """File and number of a line that was given as `train.py:12`; ("", 0) if none was."""
+        return self._places.get(text, ("", 0))
+
+    def _text(self, file: str, line: int) -> str:
+        """Files of the same name are told apart by their folders, the first one by its name."""
+        name = os.path.basename(file)
+        if self._names.setdefault(name, file) != file:
+            name = os.path.join(os.path.basename(os.path.dirname(file)), name)
+        text = self._texts[file, line] = f"{name}:{line}"
+        self._places.setdefault(text, (file, line))
+        return text
 
     def _look(self, code: CodeType, frame: FrameType) -> bool:
         name = code.co_filename
@@ -57,20 +76,3 @@ class ScriptLines:
         if any(path.startswith(root) for root in self._roots):
             return True
         return not path.startswith(self._foreign) and "site-packages" not in path
-
-
-_TEXTS: dict[tuple[str, int], str] = {}
-_PLACES: dict[str, tuple[str, int]] = {}
-
-
-def place_of(text: str) -> tuple[str, int]:
-    """File and number of a line that was given as `train.py:12`; ("", 0) if none was."""
-    return _PLACES.get(text, ("", 0))
-
-
-def _text(file: str, line: int) -> str:
-    text = _TEXTS.get((file, line))
-    if text is None:
-        text = _TEXTS[file, line] = f"{os.path.basename(file)}:{line}"
-        _PLACES.setdefault(text, (file, line))
-    return text

@@ -130,7 +130,7 @@ class VirtualGpu:
 
     def __exit__(self, *exception: Any) -> None:
         self.recorder.settle()
-        self.recorder.label_models()
+        self.recorder.labels.of_models()
         self.recorder.history.fold()
         self._stack.close()
         self._patches.undo()
@@ -162,7 +162,7 @@ class VirtualGpu:
 
         def called(model: Any, is_new: bool) -> None:
             if is_new:
-                recorder.label_model(model)
+                recorder.labels.of_model(model)
             if stepped and model.training and torch.is_grad_enabled():
                 optimizer = stepped.pop()()
                 if optimizer is not None and _holds_grads(recorder, optimizer):
@@ -171,7 +171,7 @@ class VirtualGpu:
         recorder.modules.on_call = called
 
         def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-            recorder.label_states(optimizer, with_grads=True)
+            recorder.labels.of_optimizer(optimizer, with_grads=True)
             recorder.phase_given = "optimizer"
             given = (*args, kwargs.get("closure"))
             recorder.has_closure = any(a is not None and a is not optimizer for a in given)
@@ -182,7 +182,7 @@ class VirtualGpu:
         def after(optimizer: Any, args: Any, kwargs: Any) -> None:
             recorder.phase_given = ""
             recorder.settle()
-            recorder.label_states(optimizer, with_grads=False)
+            recorder.labels.of_optimizer(optimizer, with_grads=False)
             recorder.log.mark("after_optimizer_step")
             recorder.guesses.stepped()
             recorder.modules.forget()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,7 +97,8 @@ def test_a_replay_ends_where_memory_does(run: Session) -> None:
 
 def test_streams_that_share_blocks_replay_alike() -> None:
     with memest.virtual_gpu() as gpu:
-        side = torch.cuda.Stream()
+        cuda: Any = torch.cuda
+        side = cuda.Stream()
         for _ in range(4):
             x = torch.ones(1 << 20, device="cuda")
             side.wait_stream(torch.cuda.current_stream())

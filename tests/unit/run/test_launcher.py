@@ -69,7 +69,9 @@ def test_a_crash_has_its_own_traceback_and_a_report() -> None:
 
 
 def test_an_error_that_was_raised_from_another_is_told_with_it() -> None:
-    ran = run(f"{USE}try:\n    x @ x[:3]\nexcept RuntimeError as e:\n    raise ValueError(1) from e")
+    ran = run(
+        f"{USE}try:\n    x @ x[:3]\nexcept RuntimeError as e:\n    raise ValueError(1) from e"
+    )
 
     assert "direct cause of the following exception" in ran.error_text
     assert ran.error_text.endswith("ValueError: 1\n")
@@ -136,5 +138,5 @@ def test_a_module_runs_from_the_current_folder(
     assert ran.report is not None
     assert ran.report.lines[0].name == "train.py:2"
     absent = find_module("a_package_to_run.eval", ())
-    with pytest.raises(PlanError, match="no such module: `a_package_to_run.eval`"):
+    with pytest.raises(PlanError, match=r"no such module: `a_package_to_run\.eval`"):
         run_target(absent, Session(find_gpu("h200")))

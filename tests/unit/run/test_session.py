@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
+from torch import multiprocessing as torch_multiprocessing
 from torch import nn
 
 import memest
@@ -14,6 +16,7 @@ from memest.report import Ending, Outcome, RunReport
 from memest.run.session import Session
 
 MIB = 2**20
+multiprocessing: Any = torch_multiprocessing
 
 
 def train(num_steps: int = 3, *, frees_late: bool = False) -> None:
@@ -111,7 +114,7 @@ def test_gradients_that_outlive_their_step_are_told(report: RunReport) -> None:
 def test_the_card_answers_within_the_block_and_is_gone_after_it() -> None:
     names = ("is_available", "memory_allocated", "Stream", "device_count", "synchronize")
     before = {name: getattr(torch.cuda, name) for name in names}
-    moves = torch.Tensor.to, torch.Tensor.device, torch.multiprocessing.spawn
+    moves = torch.Tensor.to, torch.Tensor.device, multiprocessing.spawn
     with memest.virtual_gpu("h200") as gpu:
         assert torch.cuda.is_available()
         kept = torch.zeros(MIB, device="cuda")
@@ -121,7 +124,7 @@ def test_the_card_answers_within_the_block_and_is_gone_after_it() -> None:
     after = {name: getattr(torch.cuda, name) for name in names}
 
     assert after == before
-    assert (torch.Tensor.to, torch.Tensor.device, torch.multiprocessing.spawn) == moves
+    assert (torch.Tensor.to, torch.Tensor.device, multiprocessing.spawn) == moves
     assert gpu.peak_allocated_bytes == 4 * MIB
     assert gpu.report().ending == Ending.FINISHED
     assert torch.zeros(2).device.type == "cpu"
@@ -171,7 +174,7 @@ def test_an_error_that_ends_the_block_is_in_the_report() -> None:
         torch.zeros(8 * MIB, device="cuda")
     report = gpu.report()
 
-    assert report.ending == report.verdict == "oom"
+    assert (report.ending, report.verdict) == (Ending.OOM, Outcome.OOM)
     assert report.verdicts["h200"].at
 
 
@@ -201,7 +204,7 @@ def test_a_card_that_does_not_exist_is_refused_before_the_block() -> None:
 def test_several_processes_are_refused_by_name(num_processes: int) -> None:
     with memest.virtual_gpu():
         with pytest.raises(MemestError, match="several GPUs are not simulated yet"):
-            torch.multiprocessing.spawn(print, nprocs=num_processes)
+            multiprocessing.spawn(print, nprocs=num_processes)
         with pytest.raises(MemestError, match="several GPUs are not simulated yet"):
             torch.distributed.init_process_group("nccl", world_size=num_processes, rank=0)
 

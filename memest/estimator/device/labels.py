@@ -1,0 +1,82 @@
+"""What storages of the card are held for, where a script's models and optimizers say so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from memest.estimator.device.modules import LiveModules
+from memest.estimator.device.storages import MemKind, Site, StorageTable
+from memest.estimator.device.tensors import is_meta, storage_key
+
+
+class Labels:
+    """Writes what storages are held for, and which module owns them, into their table.
+
+    Args:
+        storages: the table.
+        live: the ids of storages by their keys.
+        modules: know the modules that have run.
+    """
+
+    def __init__(self, storages: StorageTable, live: dict[int, int], modules: LiveModules) -> None:
+        self._storages = storages
+        self._live = live
+        self._modules = modules
+        self._sites: dict[Site, Site] = {}
+
+    def of_optimizer(self, optimizer: Any, *, with_grads: bool) -> None:
+        """Parameters and gradients of `optimizer`, or without gradients its state."""
+        owner_of = self._modules.owner_of
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if not is_meta(parameter):
+                    continue
+                owner = owner_of(parameter)
+                self._label(parameter, MemKind.PARAMS, owner)
+                if with_grads and parameter.grad is not None:
+                    self._label(parameter.grad, MemKind.GRADS, owner)
+        if not with_grads:
+            for parameter, tensor in _state_tensors(optimizer):
+                if is_meta(tensor):
+                    self._label(tensor, MemKind.OPTIMIZER, owner_of(parameter))
+
+    def of_models(self) -> None:
+        """Those of all models that have run."""
+        for model in self._modules.models():
+            self.of_model(model)
+
+    def of_model(self, model: nn.Module) -> None:
+        """Parameters, gradients and buffers of `model`."""
+        for module in model.modules():
+            path = self._modules.path_of(module)
+            for parameter in module._parameters.values():
+                if parameter is None or not is_meta(parameter):
+                    continue
+                self._label(parameter, MemKind.PARAMS, path)
+                if parameter.grad is not None:
+                    self._label(parameter.grad, MemKind.GRADS, path)
+            for buffer in module._buffers.values():
+                if isinstance(buffer, Tensor) and is_meta(buffer):
+                    self._label(buffer, MemKind.BUFFERS, path)
+
+    def _label(self, tensor: Tensor, kind: MemKind, owner: str) -> None:
+        try:
+            index = self._live.get(storage_key(tensor))
+        except (NotImplementedError, RuntimeError):  # a subclass without a storage
+            return
+        if index is None:
+            return
+        self._storages.kinds[index] = kind
+        site = self._storages.sites[index]
+        if owner and not site.module:
+            owned = Site(site.op, owner, site.phase, site.line)
+            self._storages.sites[index] = self._sites.setdefault(owned, owned)
+
+
+def _state_tensors(optimizer: Any) -> Iterator[tuple[Any, Tensor]]:
+    for parameter, state in optimizer.state.items():
+        if isinstance(state, dict):
+            yield from ((parameter, v) for v in state.values() if isinstance(v, Tensor))

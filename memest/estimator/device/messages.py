@@ -1,0 +1,37 @@
+"""What torch's C++ says, worded as it words it."""
+
+from __future__ import annotations
+
+from memest.estimator.allocator.caching import CachingAllocator
+from memest.estimator.hardware.gpus import Gpu
+
+
+def out_of_memory(gpu: Gpu, allocator: CachingAllocator, num_bytes: int) -> str:
+    """As `CUDACachingAllocator.cpp` of torch 2.11 words it."""
+    in_use = allocator.reserved_bytes + gpu.context_bytes
+    cached = allocator.reserved_bytes - allocator.allocated_bytes
+    limit = allocator.limit_bytes
+    capped = ""
+    if limit is not None and limit < gpu.limit_bytes:
+        capped = f"{_size(limit)} allowed; "
+    return (
+        f"CUDA out of memory. Tried to allocate {_size(num_bytes)}. GPU 0 has a total capacity "
+        f"of {_size(gpu.memory_bytes)} of which {_size(max(0, gpu.memory_bytes - in_use))} is "
+        f"free. Including non-PyTorch memory, this process has {_size(in_use)} memory in use. "
+        f"{capped}Of the allocated memory {_size(allocator.allocated_bytes)} is allocated by "
+        f"PyTorch, and {_size(cached)} is reserved by PyTorch but unallocated. If reserved but "
+        "unallocated memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True "
+        "to avoid fragmentation.  See documentation for Memory Management  "
+        "(https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
+    )
+
+
+def _size(num_bytes: int) -> str:
+    """As `format_size` of CUDACachingAllocator.cpp."""
+    if num_bytes <= 1024:
+        return f"{num_bytes} bytes"
+    if num_bytes <= 1024**2:
+        return f"{num_bytes / 1024:.2f} KiB"
+    if num_bytes <= 1024**3:
+        return f"{num_bytes / 1024**2:.2f} MiB"
+    return f"{num_bytes / 1024**3:.2f} GiB"
