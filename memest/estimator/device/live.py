@@ -202,13 +202,13 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
                 no_place = True
         device = kwargs.get("device")
         target = "" if device is None else device.type
+        if (on_card or target == "cuda") and self._how_it_runs(func):
+            return self._by_other_operators(func, args, kwargs)
         if target == "cuda":
             if not on_card and func is aten._to_copy.default:
                 return self._to_card(func, types, args, {**kwargs, "device": META}, no_place)
             return self._on_card(func, types, args, {**kwargs, "device": META}, no_place)
         if on_card:
-            if self._how_it_runs(func):
-                return self._by_other_operators(func, args, kwargs)
             is_to_host = func is aten.copy_.default and self.place(args[0]) is not Place.CARD
             if target == "cpu" or is_to_host:
                 return self._copy_to_host(func, args, kwargs)
