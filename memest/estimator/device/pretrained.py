@@ -28,6 +28,9 @@ from memest.models_meta.registry import find_entry
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 """A folder that holds a file of one of these kinds has weights; that none fits is an error."""
 
+DESCRIBING = frozenset(("config.json", "generation_config.json", "adapter_config.json"))
+"""Files of a model of which memest bundles the config that are looked for on this machine only."""
+
 
 class NoWeights(str):
     """Stands for the checkpoint's file, of a kind that transformers reads."""
@@ -110,22 +113,24 @@ class BundledConfigs:
         """`cached_files` of transformers, with the bundled configs where it finds none."""
 
         def call(path_or_repo_id: Any, filenames: list[str], *args: Any, **kwargs: Any) -> Any:
+            name = str(path_or_repo_id)
+            is_bundled = not os.path.exists(name) and find_entry(name) is not None
+            if not (is_bundled and DESCRIBING.issuperset(filenames)):
+                return cached_files(path_or_repo_id, filenames, *args, **kwargs)
+            kwargs["local_files_only"] = True  # no network is waited for
             try:
                 found = cached_files(path_or_repo_id, filenames, *args, **kwargs)
             except OSError:
-                found = self._find(str(path_or_repo_id), filenames)
-                if found is None:
+                if filenames != ["config.json"]:
                     raise
-            return found or self._find(str(path_or_repo_id), filenames)
+                found = None
+            return self._config(name) if not found and filenames == ["config.json"] else found
 
         return call
 
-    def _find(self, name: str, filenames: list[str]) -> list[str] | None:
-        if filenames != ["config.json"] or os.path.exists(name):
-            return None
+    def _config(self, name: str) -> list[str]:
         entry = find_entry(name)
-        if entry is None:
-            return None
+        assert entry is not None
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="memest-")
         path = Path(self._folder.name) / entry.name / "config.json"
