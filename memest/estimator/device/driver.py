@@ -34,20 +34,46 @@ ARCHITECTURES = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120"
 def install(patches: Patches, recorder: LiveRecorder) -> None:
     """Let `torch.cuda` speak of one GPU, that of `recorder`."""
     _install_devices(patches, recorder)
+    _install_libraries(patches, recorder)
     cuda_streams.install(patches, recorder)
     _install_random(patches)
     _install_refusals(patches, recorder)
 
 
-def _install_devices(patches: Patches, recorder: LiveRecorder) -> None:
-    gpu = recorder.gpu
-    properties = properties_of(gpu)
-    debug_mode = [0]
+_FACTS: dict[str, Any] = {
+    "_cuda_init": None, "_cuda_getDeviceCount": 1, "_cuda_getDevice": 0,
+    "_cuda_exchangeDevice": 0, "_cuda_maybeExchangeDevice": 0, "_cuda_isInBadFork": False,
+    "_cuda_hasPrimaryContext": True, "_cuda_getArchFlags": ARCHITECTURES,
+    "_cuda_getCompiledVersion": DRIVER_VERSION, "_cuda_getDriverVersion": DRIVER_VERSION,
+    "_cuda_isCurrentStreamCapturing": False, "_cuda_ipc_collect": None,
+    "_cuda_canDeviceAccessPeer": False, "_cuda_sleep": None, "_get_accelerator": CUDA,
+    "_accelerator_getAccelerator": CUDA, "_accelerator_getDeviceIndex": 0,
+    "_accelerator_setDeviceIndex": None, "_accelerator_exchangeDevice": 0,
+    "_accelerator_maybeExchangeDevice": 0, "_accelerator_hooks_device_count": 1,
+    "_accelerator_hooks_get_current_device": 0, "_accelerator_hooks_set_current_device": None,
+    "_accelerator_hooks_exchange_device": 0, "_accelerator_hooks_maybe_exchange_device": 0,
+    "_accelerator_isAllocatorInitialized": True, "_cuda_tunableop_is_enabled": False,
+}  # fmt: skip
+"""What functions of `torch._C` return, whatever they are asked."""
 
-    def set_sync_debug_mode(mode: int) -> None:
-        debug_mode[0] = mode
-        if mode:
-            recorder.note("`torch.cuda.set_sync_debug_mode`: nothing warns of synchronisation here")
+_FACTS_OF_CUDA: dict[str, Any] = {
+    "_lazy_init": None, "_is_compiled": True, "is_initialized": True, "is_available": True,
+    "device_count": 1, "_device_count_nvml": 1, "_raw_device_count_nvml": 1,
+    "_exchange_device": 0, "_maybe_exchange_device": 0, "can_device_access_peer": False,
+}  # fmt: skip
+"""Likewise of `torch.cuda`."""
+
+
+def _constant(value: Any) -> Any:
+    return lambda *args, **kwargs: value
+
+
+def _install_devices(patches: Patches, recorder: LiveRecorder) -> None:
+    properties = properties_of(recorder.gpu)
+    for name, value in _FACTS.items():
+        patches.set(torch._C, name, _constant(value))
+    for name, value in _FACTS_OF_CUDA.items():
+        patches.set(torch.cuda, name, _constant(value))
 
     def synchronize(*args: Any) -> None:
         for number in range(recorder._num_streams):
@@ -59,103 +85,60 @@ def _install_devices(patches: Patches, recorder: LiveRecorder) -> None:
     def clear_workspaces(*args: Any) -> None:
         recorder.clear_workspaces()
 
+    def capability(*args: Any) -> dict[str, Any]:
+        return {"supported_dtypes": set(_DTYPES)}
+
     in_c: dict[str, Any] = {
-        "_cuda_init": lambda: None,
-        "_cuda_getDeviceCount": lambda: 1,
-        "_cuda_getDevice": lambda: 0,
         "_cuda_setDevice": set_device,
-        "_cuda_exchangeDevice": lambda index: 0,
-        "_cuda_maybeExchangeDevice": lambda index: 0,
         "_cuda_synchronize": synchronize,
-        "_cuda_isInBadFork": lambda: False,
-        "_cuda_hasPrimaryContext": lambda index: True,
-        "_cuda_getArchFlags": lambda: ARCHITECTURES,
-        "_cuda_getCompiledVersion": lambda: DRIVER_VERSION,
-        "_cuda_getDriverVersion": lambda: DRIVER_VERSION,
-        "_cuda_isCurrentStreamCapturing": lambda: False,
-        "_cuda_ipc_collect": lambda: None,
-        "_cuda_canDeviceAccessPeer": lambda a, b: False,
-        "_cuda_set_sync_debug_mode": set_sync_debug_mode,
-        "_cuda_get_sync_debug_mode": lambda: debug_mode[0],
         "_cuda_clearCublasWorkspaces": clear_workspaces,
-        "_cuda_sleep": lambda cycles: None,
-        "_cuda_jiterator_compile_and_launch_kernel": _refuse("torch.cuda.jiterator"),
+        "_accelerator_synchronizeDevice": synchronize,
+        "_accelerator_getDeviceCapability": capability,
         "_has_cudnn": True,
         "has_cuda": True,
-        "_get_accelerator": lambda *args: CUDA,
-        "_accelerator_getAccelerator": lambda: CUDA,
-        "_accelerator_getDeviceIndex": lambda: 0,
-        "_accelerator_setDeviceIndex": lambda index: None,
-        "_accelerator_exchangeDevice": lambda index: 0,
-        "_accelerator_maybeExchangeDevice": lambda index: 0,
-        "_accelerator_hooks_device_count": lambda: 1,
-        "_accelerator_hooks_get_current_device": lambda: 0,
-        "_accelerator_hooks_set_current_device": lambda index: None,
-        "_accelerator_hooks_exchange_device": lambda index: 0,
-        "_accelerator_hooks_maybe_exchange_device": lambda index: 0,
-        "_accelerator_synchronizeDevice": synchronize,
-        "_accelerator_getDeviceCapability": lambda index: {"supported_dtypes": set(_DTYPES)},
-        "_accelerator_isAllocatorInitialized": lambda: True,
     }
     for name, value in in_c.items():
         patches.set(torch._C, name, value)
-    in_cuda: dict[str, Any] = {
-        "_lazy_init": lambda: None,
-        "_initialized": True,
-        "_is_compiled": lambda: True,
-        "is_initialized": lambda: True,
-        "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "_device_count_nvml": lambda: 1,
-        "_raw_device_count_nvml": lambda: 1,
-        "_exchange_device": lambda index: 0,
-        "_maybe_exchange_device": lambda index: 0,
-        "_get_device_properties": lambda index=0: properties,
-        "get_device_properties": lambda device=None: _of(device, properties),
-        "can_device_access_peer": lambda device, peer: False,
-    }
-    for name, value in in_cuda.items():
-        patches.set(torch.cuda, name, value)
+    patches.set(torch.cuda, "_initialized", True)
+    patches.set(torch.cuda, "_get_device_properties", lambda index=0: properties)
+    patches.set(torch.cuda, "get_device_properties", lambda device=None: _of(device, properties))
     patches.set(torch.version, "cuda", CUDA_VERSION)
     patches.set(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)
-    _install_libraries(patches)
-    patches.set(torch.backends.cuda, "is_built", lambda: True)
-    patches.set(torch.backends.cudnn, "is_available", lambda: True)
-    patches.set(torch.backends.cudnn, "version", lambda: CUDNN_VERSION)
-    patches.set(torch.backends.cudnn, "is_acceptable", lambda tensor: True)
-    cudart = Cudart(lambda device: torch.cuda.mem_get_info(device))
-    patches.set(torch._C, "_cudart", cudart)
-    patches.set(torch.cuda, "_cudart", cudart)
-    patches.set(torch.cuda, "cudart", lambda: cudart)
-    for name in _NVTX:
-        patches.set(torch.cuda.nvtx._nvtx, name, lambda *args: 0)  # type: ignore[attr-defined]
 
 
-def _install_libraries(patches: Patches) -> None:
+def _install_libraries(patches: Patches, recorder: LiveRecorder) -> None:
     """Switches of cuDNN, cuBLAS and cuSOLVER: what is set is what is read."""
-    backends: dict[str, Any] = {}
+    values: dict[str, Any] = {}
 
-    def switch(get: str, set_: str, default: Any) -> None:
+    def switch(get: str, set_: str, default: Any, note: str = "") -> None:
         def put(value: Any) -> None:
-            backends[get] = value
+            values[get] = value
+            if note and value != default:
+                recorder.note(note)
 
-        patches.set(torch._C, get, lambda: backends.get(get, default))
+        patches.set(torch._C, get, lambda: values.get(get, default))
         patches.set(torch._C, set_, put)
 
     c: Any = torch._C
     switch("_cuda_get_cudnn_benchmark_limit", "_cuda_set_cudnn_benchmark_limit", 10)
-    switch(
-        "_get_linalg_preferred_backend",
-        "_set_linalg_preferred_backend",
-        c._get_linalg_preferred_backend(),
-    )
-    switch(
-        "_get_blas_preferred_backend",
-        "_set_blas_preferred_backend",
-        c._get_blas_preferred_backend(),
-    )
-    patches.set(c, "_cuda_tunableop_is_enabled", lambda: False)
+    for kind in ("linalg", "blas"):
+        get, set_ = f"_get_{kind}_preferred_backend", f"_set_{kind}_preferred_backend"
+        name = f"torch.backends.cuda.preferred_{kind}_library"
+        note = f"`{name}`: memory is that of the default library"
+        switch(get, set_, getattr(c, get)(), note)
+    note = "`torch.cuda.set_sync_debug_mode`: nothing warns of synchronisation here"
+    switch("_cuda_get_sync_debug_mode", "_cuda_set_sync_debug_mode", 0, note)
     patches.set(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    patches.set(torch.backends.cuda, "is_built", lambda: True)
+    cudnn = {"is_available": True, "version": CUDNN_VERSION, "is_acceptable": True}
+    for name, value in cudnn.items():
+        patches.set(torch.backends.cudnn, name, _constant(value))
+    cudart = Cudart(lambda device: torch.cuda.mem_get_info(device))
+    patches.set(c, "_cudart", cudart)
+    patches.set(torch.cuda, "_cudart", cudart)
+    patches.set(torch.cuda, "cudart", lambda: cudart)
+    for name in _NVTX:
+        patches.set(torch.cuda.nvtx._nvtx, name, lambda *args: 0)  # type: ignore[attr-defined]
 
 
 _NVTX = (
@@ -245,6 +228,7 @@ def _install_refusals(patches: Patches, recorder: LiveRecorder) -> None:
         "_cuda_getCurrentSolverHandle": "a handle of cuSOLVER",
         "_cuda_tunableop_enable": "torch.cuda.tunable",
         "_cuda_tunableop_tuning_enable": "torch.cuda.tunable",
+        "_cuda_jiterator_compile_and_launch_kernel": "torch.cuda.jiterator",
     }
     for name, what in in_c.items():
         patches.set(torch._C, name, _refuse(what))

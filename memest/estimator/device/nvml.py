@@ -20,6 +20,7 @@ from memest.estimator.device.driver import CUDA_VERSION
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.properties import UUID
+from memest.estimator.hardware.gpus import Gpu
 
 DRIVER_VERSION = "580.159.03"
 """Of the H200 on which memest was measured."""
@@ -156,8 +157,24 @@ def _answers(recorder: LiveRecorder, module: ModuleType) -> dict[str, Any]:
             )
         ]  # fmt: skip
 
+    answers = {name: _constant(value) for name, value in _facts(gpu).items()}
+    return answers | {
+        "nvmlDeviceGetHandleByIndex": by_index,
+        "nvmlDeviceGetHandleByIndex_v2": by_index,
+        "nvmlDeviceGetHandleByUUID": by_uuid,
+        "nvmlDeviceGetHandleByPciBusId": _constant(handle),
+        "nvmlDeviceGetMemoryInfo": memory,
+        "nvmlDeviceGetComputeRunningProcesses": processes,
+        "nvmlDeviceGetComputeRunningProcesses_v2": processes,
+        "nvmlDeviceGetComputeRunningProcesses_v3": processes,
+        "nvmlErrorString": lambda number: f"NVML error {number}",
+    }
+
+
+def _facts(gpu: Gpu) -> dict[str, Any]:
+    """What functions return, whatever they are asked."""
     major, minor = CUDA_VERSION.split(".")
-    facts: dict[str, Any] = {
+    return {
         "nvmlInit": None, "nvmlInitWithFlags": None, "nvmlShutdown": None,
         "nvmlSystemGetDriverVersion": DRIVER_VERSION,
         "nvmlSystemGetNVMLVersion": f"{major}.{DRIVER_VERSION}",
@@ -176,18 +193,6 @@ def _answers(recorder: LiveRecorder, module: ModuleType) -> dict[str, Any]:
             pciDeviceId=0, pciSubSystemId=0,
         ),
     }  # fmt: skip
-    answers = {name: _constant(value) for name, value in facts.items()}
-    return answers | {
-        "nvmlDeviceGetHandleByIndex": by_index,
-        "nvmlDeviceGetHandleByIndex_v2": by_index,
-        "nvmlDeviceGetHandleByUUID": by_uuid,
-        "nvmlDeviceGetHandleByPciBusId": _constant(handle),
-        "nvmlDeviceGetMemoryInfo": memory,
-        "nvmlDeviceGetComputeRunningProcesses": processes,
-        "nvmlDeviceGetComputeRunningProcesses_v2": processes,
-        "nvmlDeviceGetComputeRunningProcesses_v3": processes,
-        "nvmlErrorString": lambda number: f"NVML error {number}",
-    }
 
 
 def _constant(value: Any) -> Any:
