@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._device import _device_constructors
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.device.guesses import filler
@@ -312,7 +313,12 @@ def _install_constructors(patches: Patches, recorder: LiveRecorder) -> None:
 
 def _default_device() -> Any:
     """What `torch.set_default_device` and `with torch.device(...)` say."""
-    return torch.utils._device.CURRENT_DEVICE
+    if not torch._C._len_torch_function_stack():
+        return None
+    for mode in reversed(_get_current_function_mode_stack()):
+        if isinstance(mode, DeviceContext):  # C++ puts it there without entering it
+            return mode.device
+    return None
 
 
 def _install_parameters(patches: Patches, recorder: LiveRecorder) -> None:
