@@ -22,7 +22,14 @@ from torch import Tensor
 from memest.errors import UnsupportedError
 from memest.estimator.device.storages import StorageTable
 from memest.estimator.device.streams import StreamRecorder
-from memest.estimator.device.tensors import META, Place, host_storages, is_meta, storage_key
+from memest.estimator.device.tensors import (
+    META,
+    Place,
+    host_storages,
+    is_meta,
+    storage_key,
+    tensors_in,
+)
 from memest.estimator.device.values import READS_VALUE
 from memest.estimator.hardware.gpus import Gpu
 
@@ -133,7 +140,7 @@ class HostRecorder(StreamRecorder):  # type: ignore[no-untyped-call]
             if isinstance(first, Tensor) and not is_meta(first):
                 return first  # what is written is not known; what was there will do
         out = self._on_meta(func, args, kwargs)
-        for tensor in _tensors((out,)):
+        for tensor in tensors_in((out,)):
             if is_meta(tensor):
                 self.put_on_host(tensor)
         if self.values._twins:
@@ -199,7 +206,7 @@ class HostRecorder(StreamRecorder):  # type: ignore[no-untyped-call]
         limit = MAX_NOISE_BYTES if func in _NOISE else MAX_REAL_BYTES
         if num_bytes > limit or self._real_bytes + num_bytes > REAL_BYTES:
             return False
-        return not any(map(_is_stand_in, _tensors(args)))
+        return not any(map(_is_stand_in, tensors_in(args)))
 
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -222,7 +229,7 @@ _ON_HOST = (
 
 
 def _has_card(recorder: HostRecorder, args: tuple[Any, ...]) -> bool:
-    return any(recorder.place(tensor) is Place.CARD for tensor in _tensors(args))
+    return any(recorder.place(tensor) is Place.CARD for tensor in tensors_in(args))
 
 
 def _is_stand_in(tensor: Tensor) -> bool:
@@ -233,7 +240,7 @@ def _is_stand_in(tensor: Tensor) -> bool:
 def _has_large_floats(args: tuple[Any, ...]) -> bool:
     """Whether there is enough among `args` for a result too large to be real."""
     total = 0
-    for tensor in _tensors(args):
+    for tensor in tensors_in(args):
         if tensor.dtype is torch.uint8 or tensor.is_floating_point():
             total += tensor.numel() * 4
     return total >= VIRTUAL_HOST_BYTES

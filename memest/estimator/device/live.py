@@ -11,7 +11,6 @@ it moves it to the GPU costs nothing, whatever its size.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memest.errors import UnsupportedError
 from memest.estimator.allocator.caching import Block, CachingAllocator, OutOfMemory
 from memest.estimator.device.custom_operators import key_of_other_operators
-from memest.estimator.device.dispatch import _DEPENDS_ON_VALUES, Recipe, Recorder
+from memest.estimator.device.dispatch import _DEPENDS_ON_VALUES, Recorder
 from memest.estimator.device.guesses import Guesses, comparison
 from memest.estimator.device.history import EventLog, History, LiveStorages
 from memest.estimator.device.host import HostRecorder
@@ -40,14 +39,15 @@ from memest.estimator.device.tensors import (
     host_storages,
     is_meta,
     storage_key,
+    tensors_in,
 )
-from memest.estimator.device.values import ShadowValues, ValueUnknown
+from memest.estimator.device.values import LiveValues, ValueUnknown
 from memest.estimator.hardware.gpus import Gpu
 
 aten = torch.ops.aten
 
-MAX_TWIN_NUMEL = 64
-"""Floating-point tensors of the card up to this length keep their values where they are known."""
+MAX_SHOWN_NUMEL = 64
+"""A copy to the host of up to so many elements is taken for something that the script looks at."""
 
 _MAY_MIX_DEVICES = frozenset((
     aten.copy_.default, aten._to_copy.default, aten.index.Tensor, aten.index_put_.default,
@@ -57,61 +57,6 @@ _MAY_MIX_DEVICES = frozenset((
     aten.lift_fresh.default, aten.set_.source_Storage_storage_offset,
 ))  # fmt: skip
 """Operators that torch lets take tensors of the host beside those of the GPU."""
-
-
-class LiveValues(ShadowValues):
-    """Values beside tensors of the card: small ones, of floating-point numbers too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.guessed: set[int] = set()
-        """Storages whose twin is a guess, or was computed from one."""
-
-        self._is_mutable: dict[Any, bool] = {}
-
-    def drop(self, storage_key: int) -> None:
-        super().drop(storage_key)
-        self.guessed.discard(storage_key)
-
-    def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        is_mutable = self._is_mutable.get(func)
-        if is_mutable is None:
-            is_mutable = self._is_mutable[func] = func._schema.is_mutable
-        if is_mutable:
-            first = args[0] if args else None
-            if isinstance(first, list | tuple):
-                self._drop_all(func, first)
-                return
-            if isinstance(first, Tensor) and storage_key(first) not in self._twins:
-                return
-        elif isinstance(out, Tensor) and out.is_floating_point() and out.numel() > MAX_TWIN_NUMEL:
-            return
-        super().follow(func, args, kwargs, out)
-        if self.guessed and self.is_guessed(args):
-            for tensor in _tensors((out,)):
-                self.guessed.add(storage_key(tensor))
-
-    def is_guessed(self, args: Any) -> bool:
-        """Whether a twin among `args` is a guess."""
-        return any(is_meta(t) and storage_key(t) in self.guessed for t in _tensors(args))
-
-    def _drop_all(self, func: Any, tensors: Any) -> None:
-        """What a list operator writes is not followed; gradients are taken to be finite."""
-        if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
-            return
-        for tensor in tensors:
-            if isinstance(tensor, Tensor) and tensor.numel() <= MAX_TWIN_NUMEL and is_meta(tensor):
-                self.drop(storage_key(tensor))
-
-    def _wants_twin(self, result: Tensor) -> bool:
-        if result.is_floating_point():
-            storage = result.untyped_storage()
-            return (
-                is_meta(result)
-                and 0 < storage.nbytes() <= MAX_TWIN_NUMEL * 8
-                and storage._cdata not in self._twins
-            )
-        return super()._wants_twin(result)
 
 
 class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
@@ -290,14 +235,14 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
             made = torch.empty_strided(source.size(), source.stride(), dtype=dtype, device=META)
             self.put_on_host(made)
             return made
-        if storage_key(source) in self.values.guessed and source.numel() <= MAX_TWIN_NUMEL:
+        if storage_key(source) in self.values.guessed and source.numel() <= MAX_SHOWN_NUMEL:
             what = f"a copy of {str(source.dtype).removeprefix('torch.')} to the host"
             self.guesses.note(self.lines.current(), what)
         return args[0].copy_(value) if is_copy_ else value.to(dtype).clone()
 
     def _check_devices(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
         """Refuse what torch refuses: tensors of the host and of the GPU in one kernel."""
-        for tensor in _tensors((*args, *kwargs.values())):
+        for tensor in tensors_in((*args, *kwargs.values())):
             if tensor.dim() and self.place(tensor) in (Place.REAL, Place.HOST):
                 if func._schema.name.startswith(("aten::_foreach", "aten::_fused")):
                     return
@@ -446,7 +391,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
 
     def know(self, tensor: Tensor, value: Tensor) -> None:
         """Keep the value of a small tensor without data: of a temperature or a gate."""
-        if value.numel() <= MAX_TWIN_NUMEL and value.is_contiguous() and value.numel():
+        if value.numel() <= MAX_SHOWN_NUMEL and value.is_contiguous() and value.numel():
             with _disable_current_modes():
                 self.values.adopt(tensor, value.detach())
 
@@ -476,14 +421,6 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
             self.notes.append(text)
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
-
-
 def _few_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors among the arguments; of a long list the first and the last, which are alike."""
     found = []
@@ -508,4 +445,4 @@ def _is_dense(tensor: Tensor) -> bool:
     return bool(aten.is_non_overlapping_and_dense.default(tensor))
 
 
-__all__ = ["EventLog", "LiveRecorder", "LiveValues", "Recipe"]
+__all__ = ["EventLog", "LiveRecorder"]

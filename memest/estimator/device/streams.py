@@ -10,7 +10,7 @@ another, and each stream works through its own (`speed.py`).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from heapq import heappop, heappush
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from memest.estimator.device.dispatch import Recorder
 from memest.estimator.device.storages import RETURNED, MemKind, Site, StorageTable
+from memest.estimator.device.tensors import tensors_in
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.hardware.speed import (
     LAUNCH_US,
@@ -66,7 +67,7 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         before, self.stream = self.stream, stream
         if stream != before:
-            for tensor in _tensors(args):
+            for tensor in tensors_in(args):
                 self.record_stream(tensor, stream)
         try:
             out = super().__torch_dispatch__(func, types, args, kwargs)
@@ -212,14 +213,6 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
         if self._live.get(key) == index:
             del self._live[key]
             self.values.drop(key)
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
 
 
 class Stream:

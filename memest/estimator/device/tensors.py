@@ -8,7 +8,7 @@ the recorder they tell the truth, on which the kernel tables and torch's own met
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any
 
@@ -75,3 +75,12 @@ def storage_key(tensor: Tensor) -> int:
 def on_gpu(tensor: Tensor) -> bool:
     """Whether `tensor` would be a CUDA tensor: it has no data here, and is not the host's."""
     return is_meta(tensor) and not (host_storages and storage_key(tensor) in host_storages)
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """The tensors in nested lists and tuples."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)

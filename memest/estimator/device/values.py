@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from memest.estimator.device.tensors import is_meta
+from memest.estimator.device.tensors import is_meta, storage_key, tensors_in
 
 aten = torch.ops.aten
 
@@ -27,6 +27,16 @@ MAX_BYTES = 1 << 26
 """Twins above it are dropped: a mask of that size is looked at by nobody, and computing it would
 cost seconds.
 """
+
+MAX_TWIN_NUMEL = 1 << 18
+"""On the virtual GPU, floating-point tensors up to this length keep what is known of them, too:
+masks that are made of ones, scales, schedules.
+"""
+
+_CONSTANT_LIKE = frozenset(
+    (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
+)
+"""Their results are known whatever their first argument holds."""
 
 READS_VALUE = frozenset(
     {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
@@ -141,6 +151,69 @@ class ShadowValues:
         flat = torch.empty(num_items, dtype=result.dtype)
         flat.as_strided(result.size(), result.stride(), result.storage_offset()).copy_(value)
         self._twins[result.untyped_storage()._cdata] = flat.untyped_storage()
+
+
+class LiveValues(ShadowValues):
+    """Values beside the tensors of a virtual GPU: of floating-point numbers too, and with the
+    guesses among them told apart.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.guessed: set[int] = set()
+        """Storages whose twin is a guess, or was computed from one."""
+
+        self._is_mutable: dict[Any, bool] = {}
+
+    def drop(self, storage_key: int) -> None:
+        """As `ShadowValues.drop`."""
+        super().drop(storage_key)
+        self.guessed.discard(storage_key)
+
+    def is_known(self, tensor: Tensor) -> bool:
+        """Whether there is a value for `tensor`, or it is one."""
+        return not is_meta(tensor) or storage_key(tensor) in self._twins
+
+    def is_guessed(self, args: Any) -> bool:
+        """Whether a twin among `args` is a guess."""
+        return any(is_meta(t) and storage_key(t) in self.guessed for t in tensors_in(args))
+
+    def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """As `ShadowValues.follow`; most operators end here, at an argument that is not known."""
+        is_mutable = self._is_mutable.get(func)
+        if is_mutable is None:
+            is_mutable = self._is_mutable[func] = func._schema.is_mutable
+        first = args[0] if args else None
+        if is_mutable and isinstance(first, list | tuple):
+            self._drop_all(func, first)
+            return
+        if is_mutable and isinstance(first, Tensor) and not self.is_known(first):
+            return
+        if func in _CONSTANT_LIKE and isinstance(first, Tensor):
+            if self._wants_twin(out):
+                args = (torch.empty(first.size(), dtype=first.dtype), *args[1:])
+        elif not is_mutable and not all(map(self.is_known, tensors_in((*args, *kwargs.values())))):
+            return
+        super().follow(func, args, kwargs, out)
+        if self.guessed and self.is_guessed(args):
+            self.guessed.update(map(storage_key, filter(is_meta, tensors_in((out,)))))
+
+    def _drop_all(self, func: Any, tensors: Iterable[Any]) -> None:
+        """What a list operator writes is not followed; gradients are taken to be finite."""
+        if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            return
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and is_meta(tensor) and self.is_known(tensor):
+                self.drop(storage_key(tensor))
+
+    def _wants_twin(self, result: Tensor) -> bool:
+        if not result.is_floating_point():
+            return super()._wants_twin(result)
+        return (
+            is_meta(result)
+            and 0 < result.untyped_storage().nbytes() <= MAX_TWIN_NUMEL * 4
+            and storage_key(result) not in self._twins
+        )
 
 
 @contextmanager
