@@ -168,6 +168,8 @@ def ending_of(error: BaseException | None) -> tuple[Ending, str]:
     elif refusal_within(error) is not None:
         ending = Ending.UNSUPPORTED
     text = " ".join(str(error).split())
+    if ending is Ending.OOM:
+        text = text.partition(" GPU 0 has")[0]  # the rest is in the report
     return ending, f"{type(error).__name__}: {text[:400]}"
 
 

@@ -398,6 +398,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
     def current_phase(self) -> str:
         """What the script is about."""
         if torch._C._current_graph_task_id() != -1:
+            self.has_started = True
             return "backward"
         is_running, has_grad = self.modules.is_running, torch.is_grad_enabled()
         if self.phase_given and not (is_running or (has_grad and self.has_closure)):
