@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -23,6 +24,8 @@ class ImportHooks(MetaPathFinder):
     def __init__(self) -> None:
         self._actions: dict[str, list[Action]] = {}
         self._looking: set[str] = set()
+        self.at_end = ExitStack()
+        """What is to be cleared away with the hooks."""
 
     def after(self, name: str, action: Action) -> None:
         """Let `action` see the module `name` once it is imported."""
@@ -39,6 +42,7 @@ class ImportHooks(MetaPathFinder):
     def remove(self) -> None:
         """See none any more."""
         sys.meta_path.remove(self)
+        self.at_end.close()
         self._actions.clear()
 
     def find_spec(

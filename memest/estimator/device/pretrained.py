@@ -76,7 +76,7 @@ class InOrder:
 
 def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> None:
     """Let transformers, where a script uses it, load what has no weights here."""
-    bundled = BundledConfigs(recorder)
+    bundled = BundledConfigs(recorder, hooks)
 
     def replace(module: ModuleType, name: str, make: Callable[[Any], Any]) -> None:
         original = getattr(module, name)
@@ -105,9 +105,10 @@ def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> Non
 class BundledConfigs:
     """The configs that memest bundles, as files, for Hub ids that cannot be reached."""
 
-    def __init__(self, recorder: LiveRecorder) -> None:
+    def __init__(self, recorder: LiveRecorder, hooks: ImportHooks) -> None:
         self._recorder = recorder
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._at_end = hooks.at_end
+        self._folder = ""
 
     def beside(self, cached_files: Callable[..., Any]) -> Callable[..., Any]:
         """`cached_files` of transformers, with the bundled configs where it finds none."""
@@ -131,9 +132,10 @@ class BundledConfigs:
     def _config(self, name: str) -> list[str]:
         entry = find_entry(name)
         assert entry is not None
-        if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="memest-")
-        path = Path(self._folder.name) / entry.name / "config.json"
+        if not self._folder:
+            folder = tempfile.TemporaryDirectory(prefix="memest-")
+            self._folder = self._at_end.enter_context(folder)
+        path = Path(self._folder) / entry.name / "config.json"
         if not path.exists():
             path.parent.mkdir()
             config = json.loads(entry.path.read_text(encoding="utf-8"))["config"]

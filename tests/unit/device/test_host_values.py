@@ -1,0 +1,123 @@
+"""Which tensors of the host have values: the script's own data; not weights, nor what is huge."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+
+from memest.errors import UnsupportedError
+from memest.estimator.device import host
+from memest.estimator.device.tensors import Place
+from memest.estimator.device.virtual_gpu import VirtualGpu
+from memest.estimator.hardware.gpus import find_gpu
+
+
+@pytest.fixture
+def gpu() -> Iterator[VirtualGpu]:
+    with VirtualGpu(find_gpu("h100-80gb")) as virtual:
+        yield virtual
+
+
+def test_masks_of_a_large_batch_have_their_values(gpu: VirtualGpu) -> None:
+    labels = torch.ones(512, 1024, dtype=torch.long)
+    mask = torch.bernoulli(torch.full((512, 1024), 0.15)).bool()
+    labels[~mask] = -100
+    assert (labels == 1).sum().item() == mask.sum().item()
+    assert mask.nonzero().shape[0] == mask.sum().item()
+    assert abs(mask.float().mean().item() - 0.15) < 0.01
+
+
+def test_preprocessing_of_large_arrays_is_real(gpu: VirtualGpu) -> None:
+    images = torch.from_numpy(np.full((700, 28, 28), 51, dtype=np.uint8)).float() / 255
+    assert math.isclose(images.mean().item(), 0.2, abs_tol=1e-6)
+    assert math.isclose(float(images.numpy()[3, 2, 1]), 0.2, abs_tol=1e-6)
+    points = torch.randn(20000, 16)
+    nearest = torch.cdist(points, points[:8]).argmin(1)
+    assert torch.bincount(nearest, minlength=8).sum().item() == 20000
+    assert torch.equal(nearest[:8], torch.arange(8))
+
+
+def test_a_tensor_above_the_bounds_has_no_data(
+    gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "MAX_NOISE_BYTES", 1 << 20)
+    monkeypatch.setattr(host, "REAL_BYTES", 5 << 20)
+    place = gpu.recorder.place
+    assert place(torch.randn(2 << 18)) is Place.HOST
+    kept = [torch.zeros(1 << 20) for _ in range(2)]  # 4 MiB each
+    assert [place(tensor) for tensor in kept] == [Place.REAL, Place.HOST]
+    kept.clear()
+    assert place(torch.zeros(1 << 20)) is Place.REAL
+
+
+def test_a_shape_is_never_guessed(gpu: VirtualGpu) -> None:
+    weight = nn.Linear(30, 20).weight.detach()
+    with pytest.raises(UnsupportedError, match="shape depends on values") as caught:
+        (weight > 0).nonzero()
+    assert "has no values there" in caught.value.hint
+
+
+def test_masks_of_the_script_pick_from_tensors_without_data(gpu: VirtualGpu) -> None:
+    weight = nn.Linear(30, 20).weight.detach()
+    rows = torch.arange(20) % 4 == 0
+    assert weight[rows].shape == (5, 30)
+    assert torch.masked_select(weight[:, 0], rows).shape == (5,)
+    weight[rows] = 0.0
+
+
+def test_a_small_parameter_keeps_its_value(gpu: VirtualGpu) -> None:
+    scale = nn.Parameter(torch.tensor(0.5))
+    assert scale.item() == 0.5
+    assert scale.cuda().item() == 0.5
+    with torch.no_grad():
+        scale.fill_(3.0)
+        scale.mul_(2)
+    assert scale.item() == 6.0
+    assert not gpu.guesses.counts
+
+
+def test_parametrised_and_initialised_modules_work_on_both_sides(gpu: VirtualGpu) -> None:
+    linear = nn.Linear(64, 64)
+    nn.init.orthogonal_(linear.weight)
+    nn.init.trunc_normal_(linear.weight)
+    vector = nn.utils.parameters_to_vector(linear.parameters())
+    nn.utils.vector_to_parameters(vector, linear.parameters())
+    for make in (weight_norm, spectral_norm):
+        for device in ("cpu", "cuda"):
+            module = make(nn.Linear(64, 64)).to(device)
+            module(torch.ones(2, 64, device=device)).sum().backward()
+
+
+def test_a_module_goes_to_the_card_and_back(gpu: VirtualGpu) -> None:
+    embedding, head = nn.Embedding(100, 64), nn.Linear(64, 100, bias=False)
+    head.weight = embedding.weight
+    model = nn.ModuleList([embedding, head]).cuda()
+    assert model[0].weight is model[1].weight
+    assert torch.cuda.memory_allocated() == 25_600
+    model.cpu()
+    assert model[1].weight.device.type == "cpu"
+    assert torch.cuda.memory_allocated() == 0
+    assert model.to(torch.bfloat16)[0].weight.to("cpu").device.type == "cpu"
+    assert model.to("meta")[0].weight.is_meta
+
+
+def test_pinned_tensors_say_so(gpu: VirtualGpu) -> None:
+    assert torch.zeros(4).pin_memory().is_pinned()
+    assert torch.empty(4, pin_memory=True).is_pinned()
+    assert nn.Linear(600, 600).weight.detach().pin_memory().is_pinned()
+    assert not torch.zeros(4).is_pinned()
+    assert torch.zeros(4).pin_memory().to("cuda", non_blocking=True).is_cuda
+
+
+def test_a_generator_of_the_card_draws_there(gpu: VirtualGpu) -> None:
+    generator = torch.Generator("cuda").manual_seed(3)
+    drawn = torch.randn(3, generator=generator, device="cuda")
+    assert drawn.is_cuda
+    assert torch.randperm(10, generator=generator, device="cuda").shape == (10,)
+    assert drawn.abs().multinomial(2, generator=generator).shape == (2,)
