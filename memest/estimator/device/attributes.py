@@ -8,6 +8,7 @@ device into what reaches the recorder, and the attributes say what the script ex
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from memest.estimator.device.tensors import (
     CPU,
     INSIDE,
     META,
+    PLAIN,
     Place,
     host_storages,
     is_meta,
@@ -163,8 +165,17 @@ def _address_of(recorder: LiveRecorder, key: int) -> int:
 def _install_moves(patches: Patches, recorder: LiveRecorder) -> None:
     to_ = Tensor.to
 
+    class Asking(threading.local):
+        """Whether a class of its own is asked what `to` does, and asks here again."""
+
+        now = False
+
+    asking = Asking()
+
     def move(tensor: Tensor, device: Any, *rest: Any, **kwargs: Any) -> Tensor:
         """`tensor.to(device, ...)` for a device that is the script's."""
+        if asking.now:
+            return to_(tensor, device, *rest, **kwargs)
         device = resolve(device)
         place = recorder.place(tensor)
         if device is None or recorder.is_off:
@@ -181,7 +192,13 @@ def _install_moves(patches: Patches, recorder: LiveRecorder) -> None:
                 )
         if place is Place.CARD and device == META and not rest and not kwargs:
             return tensor
-        return to_(tensor, device, *rest, **kwargs)
+        if type(tensor) in PLAIN:
+            return to_(tensor, device, *rest, **kwargs)
+        asking.now = True
+        try:
+            return to_(tensor, device, *rest, **kwargs)
+        finally:
+            asking.now = False
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args and isinstance(args[0], Tensor):
@@ -351,13 +368,22 @@ def _install_parameters(patches: Patches, recorder: LiveRecorder) -> None:
 
     def set_data(tensor: Tensor, value: Tensor) -> None:
         if is_meta(tensor) != is_meta(value):
-            swapped = value.detach()
-            swapped.requires_grad_(tensor.requires_grad)
+            swapped = Tensor._make_subclass(type(tensor), value.detach(), tensor.requires_grad)
+            vars(swapped).update(vars(tensor))  # class and attributes are swapped as well
             torch.utils.swap_tensors(tensor, swapped)
             return
         data_of.__set__(tensor, value)
 
     patches.set(Tensor, "data", property(data_of.__get__, set_data))
+    are_alike = torch._has_compatible_shallow_copy_type
+
+    def can_replace(tensor: Tensor, other: Tensor) -> bool:
+        """Whether `Module.to` may set the data of a parameter, as between host and GPU it may."""
+        if is_meta(tensor) == is_meta(other):
+            return are_alike(tensor, other)
+        return recorder.place(tensor if is_meta(tensor) else other) is not Place.META
+
+    patches.set(torch, "_has_compatible_shallow_copy_type", can_replace)
 
 
 def _install_values(patches: Patches, recorder: LiveRecorder) -> None:

@@ -20,13 +20,13 @@ CPU = torch.device("cpu")
 
 _is_meta_in_c: Callable[[Any], bool] = vars(torch._C.TensorBase)["is_meta"].__get__
 _device_in_c: Callable[[Any], torch.device] = vars(torch._C.TensorBase)["device"].__get__
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+PLAIN = frozenset((Tensor, torch.nn.Parameter))
 """Classes without a `__torch_function__`, which would be asked first and answer for the script."""
 
 
 def is_meta(tensor: Tensor) -> bool:
     """Whether `tensor` has no data, whatever it says."""
-    if type(tensor) in _PLAIN:
+    if type(tensor) in PLAIN:
         return _is_meta_in_c(tensor)
     with torch._C.DisableTorchFunctionSubclass():
         return _is_meta_in_c(tensor)
