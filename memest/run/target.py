@@ -14,6 +14,15 @@ from memest.errors import PlanError, UnsupportedError, closest, shown
 
 SEVERAL_GPUS_HINT = "`memest predict --devices N --strategy ...` predicts a plan on several GPUs"
 
+COMMANDS = frozenset(("python", "python3", "torchrun", "accelerate", "deepspeed", "lightning"))
+"""What people type before a script that `memest run` runs itself."""
+
+LAUNCHERS = frozenset((
+    "torch.distributed.run", "torch.distributed.launch", "torch.distributed.elastic",
+    "accelerate.commands.launch",
+))  # fmt: skip
+"""Modules that start the script in processes of their own, which would not see the virtual GPU."""
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -52,10 +61,10 @@ def find_script(name: str, args: tuple[str, ...]) -> Target:
     if not path.exists():
         folder = path.parent
         near = closest(path.name, os.listdir(folder)) if folder.is_dir() else ()
-        raise PlanError(
-            f"no such script: {shown(name)}",
-            hint=f"did you mean `{near[0]}`?" if near else "a module is run with `-m`",
-        )
+        hint = f"did you mean `{near[0]}`?" if near else "a module is run with `-m`"
+        if name in COMMANDS:
+            hint = "name the Python script itself: `memest run train.py`"
+        raise PlanError(f"no such script: {shown(name)}", hint=hint)
     if path.is_dir() and not (path / "__main__.py").is_file():
         raise PlanError(
             f"{shown(name)} is a folder without a `__main__.py`", hint="name the script in it"
@@ -73,7 +82,13 @@ def find_module(name: str, args: tuple[str, ...]) -> Target:
 
     Raises:
         PlanError: there is none.
+        UnsupportedError: it starts scripts in processes of their own.
     """
+    if name in LAUNCHERS:
+        raise UnsupportedError(
+            f"{shown(name)} starts the script in other processes, which have no virtual GPU",
+            hint="give the script itself to `memest run`",
+        )
     if name.endswith(".py") and Path(name).is_file():
         raise PlanError(f"no such module: {shown(name)}", hint="a script is run without `-m`")
     here, top = Path.cwd(), name.partition(".")[0]

@@ -209,11 +209,24 @@ RUN_CLI = "from memest.cli import main\ntry:\n    main({args})\nexcept SystemExi
         "import memest.estimator.hardware.gpus",
         RUN_CLI.format(args=["--help"]),
         RUN_CLI.format(args=["predict", "--help"]),
+        RUN_CLI.format(args=["run", "--help"]),
+        RUN_CLI.format(args=["run", "no-such-script.py"]),
         RUN_CLI.format(args=["models"]),
         RUN_CLI.format(args=["gpus"]),
         RUN_CLI.format(args=["predict", "--model", "gpt2", "--optim", "adamv"]),
     ],
-    ids=["import", "plan", "modules", "help", "predict-help", "models", "gpus", "bad-flag"],
+    ids=[
+        "import",
+        "plan",
+        "modules",
+        "help",
+        "predict-help",
+        "run-help",
+        "run-nothing",
+        "models",
+        "gpus",
+        "bad-flag",
+    ],
 )
 def test_what_needs_no_model_loads_no_heavy_library(code: str) -> None:
     assert loaded_by(code) == set()

@@ -374,6 +374,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         if self.history.is_due:
             self.labels.of_models()
             self.history.fold()
+            self.forget_switches()
 
     def _site(self, func: Any) -> Site:
         module, phase = self.modules.current(), self.current_phase()

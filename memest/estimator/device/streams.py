@@ -33,6 +33,9 @@ from memest.estimator.hardware.speed import (
 MAIN = 0
 """The stream on which the model runs."""
 
+MAX_SWITCHES = 400_000
+"""Between streams, of which a running script's recorder remembers where they were."""
+
 Time = float
 """Microseconds since the start of the trace."""
 
@@ -140,6 +143,12 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
         if torch._C._current_autograd_node() is None:
             self._starts.append(torch._C._autograd._get_sequence_nr())
             self._streams.append(stream)
+
+    def forget_switches(self) -> None:
+        """The nodes of long ago do not run backward any more."""
+        if len(self._starts) > MAX_SWITCHES:
+            half = len(self._starts) // 2
+            del self._starts[:half], self._streams[:half]
 
     def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A value that the host reads: it waits for the stream that computes it."""

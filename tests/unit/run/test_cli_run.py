@@ -49,6 +49,7 @@ def run(*args: str) -> int:
         (("-m", "no_such_package"), "no such module: `no_such_package`"),
         (("-m", "train.py"), "no such module: `train.py`\nhint: a script is run without `-m`"),
         ((), "no script is named"),
+        (("torchrun", "train.py"), "no such script: `torchrun`\nhint: name the Python script"),
         ((".",), "a folder without a `__main__.py`"),
         (("--gpu", "b9000", "train.py"), "`b9000` is not in the catalogue"),
         (("--bs", "8", "train.py"), "No such option"),
@@ -70,6 +71,11 @@ def test_one_of_several_processes_is_refused(
 
     assert run("train.py", "2") == 3
     assert "`WORLD_SIZE` is `4`\nhint: `memest predict --devices N" in capsys.readouterr().err
+
+
+def test_a_launcher_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("-m", "torch.distributed.run", "--nproc_per_node=2", "train.py") == 3
+    assert "`torch.distributed.run` starts the script in other" in capsys.readouterr().err
 
 
 def test_the_report_follows_the_output_of_the_script(capsys: pytest.CaptureFixture[str]) -> None:
