@@ -331,6 +331,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
                 self.blocks[index] = self.allocator.malloc(num_bytes, self.stream)
             except OutOfMemory:
                 self.num_ooms += 1
+                self.history.emptied()  # the allocator gave back its cache before it gave up
                 self.refused = num_bytes, self.storages.sites[index]
                 message = out_of_memory(self.gpu, self.allocator, num_bytes)
                 raise torch.OutOfMemoryError(message) from None

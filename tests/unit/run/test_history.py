@@ -113,6 +113,21 @@ def test_streams_that_share_blocks_replay_alike() -> None:
     assert again.peak_reserved_bytes == gpu.peak_reserved_bytes
 
 
+def test_a_refused_request_replays_as_it_went() -> None:
+    with memest.virtual_gpu(memory_limit="64MiB") as gpu:
+        torch.ones(8 << 20, device="cuda")
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.ones(20 << 20, device="cuda")
+        assert gpu.reserved_bytes == 0
+        kept = torch.ones(4 << 20, device="cuda")
+    recorder = gpu.virtual.recorder
+    recording = record_run_of(gpu.virtual, gpu.report())
+    del kept
+
+    assert [action.act for action in recording.actions].count("segment_alloc") == 2
+    assert replay_log(recorder.log, recorder.storages, 64 << 20).refusal is None
+
+
 def test_a_recording_is_for_other_tools(run: Session) -> None:
     recording = record_run_of(run.virtual, run.report())
     trace = torch_snapshot(recording)["device_traces"][0]
