@@ -180,10 +180,12 @@ def _install_moves(patches: Patches, recorder: LiveRecorder) -> None:
         place = recorder.place(tensor)
         if device is None or recorder.is_off:
             pass
+        elif _is_there(device, place):
+            if not rest and not kwargs:
+                return tensor
+            return to_(tensor, _dtype_of(tensor, rest, kwargs), **kwargs)
         elif torch.device(device).type == "cuda":
-            device = META if place is Place.CARD else CUDA
-        elif torch.device(device).type == "cpu" and place is Place.HOST:
-            return to_(tensor, _dtype_of(tensor, rest, kwargs), **kwargs)  # it is there
+            device = CUDA
         elif torch.device(device).type == "meta" and place in (Place.CARD, Place.HOST):
             with _disable_current_modes():
                 dtype = _dtype_of(tensor, rest, kwargs)
@@ -232,6 +234,16 @@ def _install_moves(patches: Patches, recorder: LiveRecorder) -> None:
     def record_stream(tensor: Tensor, stream: Any) -> None:
         recorder.record_stream(tensor, stream.number)
 
+    parse_to: Any = torch._C._nn._parse_to  # of `Module.to`
+
+    def parse(*args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], int):
+            args = (resolve(args[0]), *args[1:])
+        if isinstance(kwargs.get("device"), int):
+            kwargs["device"] = resolve(kwargs["device"])
+        return parse_to(*args, **kwargs)
+
+    patches.set(torch._C._nn, "_parse_to", parse)
     patches.set(Tensor, "to", to)
     patches.set(Tensor, "cuda", cuda)
     patches.set(Tensor, "cpu", cpu)
@@ -239,6 +251,12 @@ def _install_moves(patches: Patches, recorder: LiveRecorder) -> None:
     patches.set(Tensor, "pin_memory", lambda tensor, device=None: recorder.pinned(tensor))
     patches.set(Tensor, "is_pinned", lambda tensor, device=None: recorder.is_pinned(tensor))
     patches.set(Tensor, "record_stream", record_stream)
+
+
+def _is_there(device: Any, place: Place) -> bool:
+    """Whether a tensor at `place` lies on `device` already."""
+    wanted = {Place.CARD: "cuda", Place.HOST: "cpu"}.get(place)
+    return wanted is not None and torch.device(device).type == wanted
 
 
 def _dtype_of(tensor: Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
