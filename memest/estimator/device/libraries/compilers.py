@@ -45,9 +45,13 @@ def _install_compile(patches: Patches, recorder: LiveRecorder, hooks: ImportHook
         was, config.disable = config.disable, True
         patches.on_undo(lambda: setattr(config, "disable", was))
 
+    def without_caches(dynamo: Any) -> None:
+        patches.set(dynamo, "reset", lambda: None)  # nothing is compiled
+
     patches.set(torch, "compile", compile_)
     patches.set(torch.compiler, "compile", compile_)
     hooks.after("torch._dynamo.config", without_dynamo)
+    hooks.after("torch._dynamo", without_caches)
 
 
 def _install_script(patches: Patches, recorder: LiveRecorder) -> None:
