@@ -49,6 +49,11 @@ aten = torch.ops.aten
 MAX_SHOWN_NUMEL = 64
 """A copy to the host of up to so many elements is taken for something that the script looks at."""
 
+MAX_STATE_NUMEL = 1 << 12
+"""Larger results of an optimizer's step have no values: the states of an 8-bit optimizer are
+integers, of which nobody reads one.
+"""
+
 _MAY_MIX_DEVICES = frozenset((
     aten.copy_.default, aten._to_copy.default, aten.index.Tensor, aten.index_put_.default,
     aten.index_put.default, aten._index_put_impl_.default, aten._unsafe_index.Tensor,
@@ -295,6 +300,9 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         return value
 
     def _follow_values(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        in_step = self.phase_given == "optimizer" and isinstance(out, Tensor)
+        if in_step and out.numel() > MAX_STATE_NUMEL and not self.values.is_known(out):
+            return
         super()._follow_values(func, args, kwargs, out)
         if isinstance(out, Tensor) and out.dtype is torch.bool:
             key = storage_key(out)

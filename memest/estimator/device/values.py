@@ -38,6 +38,9 @@ _CONSTANT_LIKE = frozenset(
 )
 """Their results are known whatever their first argument holds."""
 
+MAX_TOTAL_BYTES = 1 << 28
+"""Twins of a script together, but for those of up to a 256th of it."""
+
 READS_VALUE = frozenset(
     {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
 )
@@ -50,11 +53,29 @@ class ValueUnknown(Exception):
     """The traced code reads a value that the meta device does not have."""
 
 
+class Twins(dict[int, torch.UntypedStorage]):
+    """Twins by the key of the storage, and what they take."""
+
+    num_bytes = 0
+
+    def __setitem__(self, key: int, twin: torch.UntypedStorage) -> None:
+        self.pop(key, None)
+        self.num_bytes += twin.nbytes()
+        super().__setitem__(key, twin)
+
+    def pop(self, key: int, default: Any = None) -> Any:
+        """As `dict.pop`."""
+        twin = super().pop(key, default)
+        if twin is not None:
+            self.num_bytes -= twin.nbytes()
+        return twin
+
+
 class ShadowValues:
     """The CPU twins of a trace, by storage."""
 
     def __init__(self) -> None:
-        self._twins: dict[int, torch.UntypedStorage] = {}
+        self._twins = Twins()
 
     def adopt(self, tensor: Tensor, value: Tensor) -> None:
         """Make `value` (CPU, same shape) the twin of `tensor`'s storage."""
@@ -208,12 +229,16 @@ class LiveValues(ShadowValues):
 
     def _wants_twin(self, result: Tensor) -> bool:
         if not result.is_floating_point():
-            return super()._wants_twin(result)
+            return super()._wants_twin(result) and self._has_room(result.untyped_storage().nbytes())
         return (
             is_meta(result)
             and 0 < result.untyped_storage().nbytes() <= MAX_TWIN_NUMEL * 4
             and storage_key(result) not in self._twins
         )
+
+    def _has_room(self, num_bytes: int) -> bool:
+        is_small = num_bytes <= MAX_TOTAL_BYTES >> 8
+        return is_small or self._twins.num_bytes + num_bytes <= MAX_TOTAL_BYTES
 
 
 @contextmanager

@@ -81,7 +81,7 @@ def test_a_bundled_config_stands_for_a_hub_id(gpu: VirtualGpu) -> None:
 
 
 def test_an_unknown_hub_id_fails_as_ever(gpu: VirtualGpu) -> None:
-    with pytest.raises(OSError, match="couldn't connect|is not a local folder"):
+    with pytest.raises(OSError, match=r"couldn't connect|is not a local folder"):
         load("nobody/nothing")
 
 
