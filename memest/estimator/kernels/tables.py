@@ -214,6 +214,11 @@ def mse_loss_outputs(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> list[int
     return [prod(_loss_shape(args)) * out.itemsize]
 
 
+def log_sigmoid_outputs(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> list[int]:
+    """`log_sigmoid_forward_cuda` (native/cuda/Activation.cpp): the buffer is the CPU kernel's."""
+    return [out[0].numel() * out[0].itemsize, 0]
+
+
 def bce_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`binary_cross_entropy_with_logits` of Loss.cpp, without weights: two elementwise buffers."""
     if not _reduced_loss(args, 4):
@@ -329,7 +334,10 @@ SCRATCH: dict[OpOverload, ScratchRule] = {
 }
 """Temporaries of each op: `(args, kwargs, out, gpu) -> Scratch`."""
 
-OUTPUT_BYTES: dict[OpOverload, OutputRule] = {aten.mse_loss.default: mse_loss_outputs}
+OUTPUT_BYTES: dict[OpOverload, OutputRule] = {
+    aten.mse_loss.default: mse_loss_outputs,
+    aten.log_sigmoid_forward.default: log_sigmoid_outputs,
+}
 """Requested bytes of each output on CUDA, in the order of the outputs; None where meta is right."""
 
 _CONTIGUOUS_GRADIENTS = (

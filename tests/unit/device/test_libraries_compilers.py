@@ -101,3 +101,10 @@ def test_modules_go_to_a_device_by_its_number(gpu: VirtualGpu) -> None:
 def test_a_count_of_classes_is_as_long_as_the_script_says(gpu: VirtualGpu) -> None:
     predicted = torch.randn(1 << 20, 5, device="cuda").argmax(-1)
     assert torch.bincount(predicted, minlength=5).shape == (5,)
+
+
+def test_the_buffer_of_log_sigmoid_is_not_allocated_on_a_gpu(gpu: VirtualGpu) -> None:
+    x = torch.zeros(1 << 20, device="cuda", requires_grad=True)
+    before = torch.cuda.memory_allocated()
+    out = nn.functional.logsigmoid(x)
+    assert torch.cuda.memory_allocated() - before == out.numel() * 4
