@@ -162,15 +162,31 @@ def _address_of(recorder: LiveRecorder, key: int) -> int:
     return 0 if block is None else block.address
 
 
+class _Asking(threading.local):
+    """Whether a class of its own is asked what `to` does, and asks here again."""
+
+    now = False
+
+
+asking = _Asking()
+
+
+def _install_parse_to(patches: Patches) -> None:
+    """Let `Module.to` take the number of a device."""
+    parse_to: Any = torch._C._nn._parse_to
+
+    def parse(*args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], int):
+            args = (resolve(args[0]), *args[1:])
+        if isinstance(kwargs.get("device"), int):
+            kwargs["device"] = resolve(kwargs["device"])
+        return parse_to(*args, **kwargs)
+
+    patches.set(torch._C._nn, "_parse_to", parse)
+
+
 def _install_moves(patches: Patches, recorder: LiveRecorder) -> None:
     to_ = Tensor.to
-
-    class Asking(threading.local):
-        """Whether a class of its own is asked what `to` does, and asks here again."""
-
-        now = False
-
-    asking = Asking()
 
     def move(tensor: Tensor, device: Any, *rest: Any, **kwargs: Any) -> Tensor:
         """`tensor.to(device, ...)` for a device that is the script's."""
@@ -234,16 +250,7 @@ def _install_moves(patches: Patches, recorder: LiveRecorder) -> None:
     def record_stream(tensor: Tensor, stream: Any) -> None:
         recorder.record_stream(tensor, stream.number)
 
-    parse_to: Any = torch._C._nn._parse_to  # of `Module.to`
-
-    def parse(*args: Any, **kwargs: Any) -> Any:
-        if args and isinstance(args[0], int):
-            args = (resolve(args[0]), *args[1:])
-        if isinstance(kwargs.get("device"), int):
-            kwargs["device"] = resolve(kwargs["device"])
-        return parse_to(*args, **kwargs)
-
-    patches.set(torch._C._nn, "_parse_to", parse)
+    _install_parse_to(patches)
     patches.set(Tensor, "to", to)
     patches.set(Tensor, "cuda", cuda)
     patches.set(Tensor, "cpu", cpu)

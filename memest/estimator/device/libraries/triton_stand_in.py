@@ -245,13 +245,15 @@ def _symbol_of_language(name: str) -> Any:
     return Symbol(name)
 
 
-def _contents(driver: Callable[[Any], Any], do_bench: Any) -> dict[str, dict[str, Any]]:
-    """The modules of the package, and what is in them."""
-    error = _name_of_class("TritonError", Exception)
-    errors = {
-        name: _name_of_class(name, error)
-        for name in ("CompilationError", "OutOfResources", "InterpreterError", "PTXASError")
-    }
+_ERRORS: dict[str, type] = {"TritonError": _name_of_class("TritonError", Exception)}
+_ERRORS |= {
+    name: _name_of_class(name, _ERRORS["TritonError"])
+    for name in ("CompilationError", "OutOfResources", "InterpreterError", "PTXASError")
+}
+
+
+def _of_runtime() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """What decorates kernels, what tunes them, what would compile them."""
     jit_names: dict[str, Any] = {
         "jit": jit, "JITFunction": JITFunction, "KernelInterface": KernelInterface,
         "constexpr_function": _unchanged, "ConstexprFunction": _name_of_class("ConstexprFunction"),
@@ -262,19 +264,25 @@ def _contents(driver: Callable[[Any], Any], do_bench: Any) -> dict[str, dict[str
     }  # fmt: skip
     tuner_names: dict[str, Any] = {
         "autotune": autotune, "Autotuner": Autotuner, "Config": Config, "heuristics": heuristics,
-        "Heuristics": Heuristics, "OutOfResources": errors["OutOfResources"],
+        "Heuristics": Heuristics, "OutOfResources": _ERRORS["OutOfResources"],
     }  # fmt: skip
     compiler_names: dict[str, Any] = {
         "compile": _refuse("triton.compile"), "CompiledKernel": _name_of_class("CompiledKernel"),
         "ASTSource": _name_of_class("ASTSource"), "triton_key": lambda: VERSION,
         "make_backend": _refuse("triton.compiler.make_backend"),
-        "LazyDict": dict, "CompilationError": errors["CompilationError"],
+        "LazyDict": dict, "CompilationError": _ERRORS["CompilationError"],
     }  # fmt: skip
+    return jit_names, tuner_names, compiler_names
+
+
+def _contents(driver: Callable[[Any], Any], do_bench: Any) -> dict[str, dict[str, Any]]:
+    """The modules of the package, and what is in them."""
+    jit_names, tuner_names, compiler_names = _of_runtime()
     active = SimpleNamespace(active=driver(GPUTarget), set_active=lambda driver: None)
     top = {
         **jit_names, **tuner_names, "cdiv": cdiv, "next_power_of_2": next_power_of_2,
         "compile": compiler_names["compile"], "set_allocator": lambda allocator: None,
-        "must_use_result": _unchanged, "TritonError": error, **errors, "__version__": VERSION,
+        "must_use_result": _unchanged, **_ERRORS, "__version__": VERSION,
     }  # fmt: skip
     language = {"constexpr": Constexpr, "__getattr__": _symbol_of_language}
     symbols = {"__getattr__": _any_symbol}
@@ -287,8 +295,8 @@ def _contents(driver: Callable[[Any], Any], do_bench: Any) -> dict[str, dict[str
         "triton.backends.driver": {"DriverBase": _name_of_class("DriverBase")},
         "triton.compiler": compiler_names,
         "triton.compiler.compiler": compiler_names,
-        "triton.compiler.errors": errors,
-        "triton.errors": {"TritonError": error, **errors},
+        "triton.compiler.errors": _ERRORS,
+        "triton.errors": _ERRORS,
         "triton.knobs": {"__getattr__": _knobs},
         "triton.language": language,
         "triton.language.core": language,
@@ -303,7 +311,7 @@ def _contents(driver: Callable[[Any], Any], do_bench: Any) -> dict[str, dict[str
         "triton.runtime.autotuner": tuner_names,
         "triton.runtime.cache": {"FileCacheManager": _name_of_class("FileCacheManager")},
         "triton.runtime.driver": {"driver": active},
-        "triton.runtime.errors": errors,
+        "triton.runtime.errors": _ERRORS,
         "triton.runtime.jit": jit_names,
         "triton.testing": {"do_bench": do_bench, "do_bench_cudagraph": do_bench},
         "triton.tools": {},
