@@ -13,14 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memest.errors import TraceError
 from memest.estimator.device.in_place import (
-    OUT_OF_PLACE_UNDER_A_MODE,
     as_without_a_mode,
     owners_of_a_sole_gradient,
 )
 from memest.estimator.device.modules import ModuleTracker
 from memest.estimator.device.storages import Coverage, MemKind, Site, StorageTable
+from memest.estimator.device.traits import DEPENDS_ON_VALUES, traits_of
 from memest.estimator.device.values import (
-    READS_VALUE,
     ShadowValues,
     ValueUnknown,
     known_without_values,
@@ -29,7 +28,7 @@ from memest.estimator.device.values import (
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.kernels.attention.events import ATTENTION_EVENTS, NOT_MODELLED
 from memest.estimator.kernels.attention.flash2 import FLASH_ATTENTION_2_EVENTS
-from memest.estimator.kernels.cublas import MATMULS, CublasWorkspaces
+from memest.estimator.kernels.cublas import LT_WORKSPACE_BYTES, MATMULS, CublasWorkspaces
 from memest.estimator.kernels.grouped_mm import grouped_mm_output
 from memest.estimator.kernels.scratch import Events, Scratch
 from memest.estimator.kernels.staged import (
@@ -95,7 +94,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live: dict[int, int] = {}
         self._references: dict[int, Any] = {}
         self._recipes: dict[Any, Recipe] = {}
-        self._repeatable: set[Any] = set()
+        self._repeatable: set[int] = set()
         self._sites: dict[Any, Site] = {}
 
     @classmethod
@@ -111,9 +110,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def clear_workspaces(self) -> None:
         """cuBLAS gives its workspaces back, as Lightning asks of it before a fit.
 
+        Those of cuBLASLt come last (`clearCublasWorkspaces`, CublasHandlePool.cpp of torch 2.11).
         Each handle takes another one at its next product.
         """
-        for index in self._workspaces:
+        sizes = self.storages.num_bytes
+        for index in sorted(self._workspaces, key=lambda i: sizes[i] == LT_WORKSPACE_BYTES):
             self._ends(index)
         self._workspaces = []
         self._cublas = CublasWorkspaces(self.gpu.capability)
@@ -148,14 +149,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         self.coverage.num_ops += 1
-        if func in OUT_OF_PLACE_UNDER_A_MODE:
+        traits = traits_of(func)
+        if traits.may_be_in_place:
             func, args = self._as_without_a_mode(func, args, kwargs)
-        if func.is_view:
+            traits = traits_of(func)
+        if traits.is_view:
             return self._run(func, args, kwargs)
-        if func in READS_VALUE:
+        if traits.reads_value:
             return self._read(func, args, kwargs)
         recipe = key = None
-        if func in self._repeatable:
+        if id(func) in self._repeatable:
             key = _key(func, args, kwargs)
             recipe = self._recipes.get(key)
         if recipe is None:
@@ -205,11 +208,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _failure(self, func: Any, error: Exception) -> TraceError:
         where = (self.tracker.current() if self.tracker else "") or "the model"
         name = str(func).removesuffix(".default")
-        if func in READS_VALUE or isinstance(error, ValueUnknown):
+        if traits_of(func).reads_value or isinstance(error, ValueUnknown):
             reason = "reads a value that is computed from weights or activations"
         elif "Cannot copy out of meta tensor" in str(error):
             reason = "copies values to the host that are computed from weights or activations"
-        elif func in _DEPENDS_ON_VALUES:
+        elif func in DEPENDS_ON_VALUES:
             reason = "gives a result whose shape depends on weights or activations"
         else:
             reason = str(error).splitlines()[0]
@@ -235,8 +238,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             t.storage_offset() == 0 and t.untyped_storage().nbytes() == _dense_bytes(t)
             for t in results
         )
-        if len(storages) == len(results) and is_own and func not in _DEPENDS_ON_VALUES:
-            self._repeatable.add(func)
+        if len(storages) == len(results) and is_own and func not in DEPENDS_ON_VALUES:
+            self._repeatable.add(id(func))
             return True
         return False
 
@@ -308,7 +311,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif (t := results[position]).untyped_storage()._cdata not in self._live:
                 site = site or self._site(func)
                 self._born(t, num_bytes, site, self.kind)
-        if func in MATMULS:
+        if traits_of(func).is_matmul:
             persistent, passing = self._cublas_workspaces(func, args, kwargs)
             for num_bytes in passing:
                 temporary.append(self._workspace(num_bytes, self._site(func)))
@@ -367,20 +370,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 _ATTENTION_EVENTS = {**ATTENTION_EVENTS, **FLASH_ATTENTION_2_EVENTS}
 
-_DEPENDS_ON_VALUES = frozenset(
-    {
-        aten.masked_scatter_backward.default,
-        aten.nonzero.default,
-        aten.masked_select.default,
-        aten.index.Tensor,
-        aten._unique2.default,
-        aten.unique_consecutive.default,
-        aten.bincount.default,
-        aten.repeat_interleave.Tensor,
-    }
-)
-"""Operators whose outputs' shapes are not a function of their inputs' shapes."""
-
 
 @cache
 def is_foreach_in_place(func: Any) -> bool:
@@ -397,7 +386,7 @@ def _is_on_gpu(value: Any) -> bool:
 def _key(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
     """Calls that are alike have one; a call without a dtype makes what the default is then."""
     default = torch.get_default_dtype()
-    return (func, default, *map(_signature, args), *map(_signature, kwargs.items()))
+    return (id(func), default, *map(_signature, args), *map(_signature, kwargs.items()))
 
 
 def _signature(value: Any) -> Any:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memest.errors import UnsupportedError
 from memest.estimator.allocator.caching import Block, CachingAllocator, OutOfMemory
 from memest.estimator.device.custom_operators import key_of_other_operators
-from memest.estimator.device.dispatch import _DEPENDS_ON_VALUES, Recorder
+from memest.estimator.device.dispatch import Recorder
 from memest.estimator.device.guesses import Guesses, comparison
 from memest.estimator.device.history import EventLog, History, LiveStorages
 from memest.estimator.device.host import HostRecorder
@@ -41,6 +41,7 @@ from memest.estimator.device.tensors import (
     storage_key,
     tensors_in,
 )
+from memest.estimator.device.traits import DEPENDS_ON_VALUES, traits_of
 from memest.estimator.device.values import LiveValues, ValueUnknown
 from memest.estimator.hardware.gpus import Gpu
 
@@ -136,6 +137,9 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         return known
 
     def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        traits = traits_of(func)
+        if traits.is_view and not self._how_it_runs(func):
+            return self._view(func, args, kwargs)
         on_card = on_host = no_place = False
         real: Tensor | None = None
         live = self._live
@@ -175,6 +179,12 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         return self._in_memory(func, args, kwargs)
 
+    def _view(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A view lies where its base does, and asks for nothing."""
+        if is_meta(args[0]):
+            self.coverage.num_ops += 1
+        return func(*args, **kwargs)
+
     def _on_card(
         self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any, adopts: bool
     ) -> Any:
@@ -194,9 +204,9 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
     def _how_it_runs(self, func: Any) -> Any:
         """Where `func` is made of other operators, the dispatch key under which; else None."""
         try:
-            return self._made_of_others[func]
+            return self._made_of_others[id(func)]
         except KeyError:
-            found = self._made_of_others[func] = key_of_other_operators(func)
+            found = self._made_of_others[id(func)] = key_of_other_operators(func)
             return found
 
     def _by_other_operators(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -204,7 +214,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         depth, INSIDE.depth = INSIDE.depth, 0
         try:
             with self:
-                return func._op_dk(self._made_of_others[func], *args, **kwargs)
+                return func._op_dk(self._made_of_others[id(func)], *args, **kwargs)
         finally:
             INSIDE.depth = depth
 
@@ -261,7 +271,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         schema = func._schema
         if schema.is_mutable and not schema.returns:
             return None  # where there are no values, none change
-        if func in _DEPENDS_ON_VALUES and self.values.guessed and self.values.is_guessed(args):
+        if func in DEPENDS_ON_VALUES and self.values.guessed and self.values.is_guessed(args):
             raise self._failure(func, ValueUnknown(str(func)))
         if func is aten.bincount.default and self.values.value_of(args[0]) is None:
             bins = self._bins(*args, **kwargs)
@@ -316,7 +326,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         """What a script is told; an error of its own stays its own."""
         name = str(func).removesuffix(".default")
         where = self.lines.current() or "the script"
-        if isinstance(error, ValueUnknown) or func in _DEPENDS_ON_VALUES:
+        if isinstance(error, ValueUnknown) or func in DEPENDS_ON_VALUES:
             return UnsupportedError(
                 f"{where}: `{name}` gives a result whose shape depends on values that are not "
                 "known without a GPU",
@@ -392,7 +402,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
             line = self.lines.current()
             if phase == "forward":
                 self.modules.note_line(line)
-        key = (func, module, phase, line)
+        key = (func if isinstance(func, str) else id(func), module, phase, line)
         site = self._live_sites.get(key)
         if site is None:
             name = func if isinstance(func, str) else str(func).removesuffix(".default")

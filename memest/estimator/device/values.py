@@ -34,7 +34,7 @@ masks that are made of ones, scales, schedules.
 """
 
 _CONSTANT_LIKE = frozenset(
-    (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
+    map(id, (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default))
 )
 """Their results are known whatever their first argument holds."""
 
@@ -184,7 +184,7 @@ class LiveValues(ShadowValues):
         self.guessed: set[int] = set()
         """Storages whose twin is a guess, or was computed from one."""
 
-        self._is_mutable: dict[Any, bool] = {}
+        self._is_mutable: dict[int, bool] = {}
 
     def drop(self, storage_key: int) -> None:
         """As `ShadowValues.drop`."""
@@ -201,16 +201,16 @@ class LiveValues(ShadowValues):
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """As `ShadowValues.follow`; most operators end here, at an argument that is not known."""
-        is_mutable = self._is_mutable.get(func)
+        is_mutable = self._is_mutable.get(id(func))
         if is_mutable is None:
-            is_mutable = self._is_mutable[func] = func._schema.is_mutable
+            is_mutable = self._is_mutable[id(func)] = func._schema.is_mutable
         first = args[0] if args else None
         if is_mutable and isinstance(first, list | tuple):
             self._drop_all(func, first)
             return
         if is_mutable and isinstance(first, Tensor) and not self.is_known(first):
             return
-        if func in _CONSTANT_LIKE and isinstance(first, Tensor):
+        if id(func) in _CONSTANT_LIKE and isinstance(first, Tensor):
             if self._wants_twin(out):
                 args = (torch.empty(first.size(), dtype=first.dtype), *args[1:])
         elif not is_mutable and not all(map(self.is_known, tensors_in((*args, *kwargs.values())))):

@@ -1,0 +1,55 @@
+"""What the recorder asks of an operator at each call, looked up once.
+
+torch computes the hash of an operator in Python, so a set of operators costs more to ask than the
+rest of a lookup; an operator lives as long as the process, so its identity will do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memest.estimator.device.in_place import OUT_OF_PLACE_UNDER_A_MODE
+from memest.estimator.device.values import READS_VALUE
+from memest.estimator.kernels.cublas import MATMULS
+
+aten = torch.ops.aten
+
+DEPENDS_ON_VALUES = frozenset((
+    aten.masked_scatter_backward.default, aten.nonzero.default, aten.masked_select.default,
+    aten.index.Tensor, aten._unique2.default, aten.unique_consecutive.default,
+    aten.bincount.default, aten.repeat_interleave.Tensor,
+))  # fmt: skip
+"""Operators whose outputs' shapes are not a function of their inputs' shapes."""
+
+
+class Traits:
+    """The traits of one operator."""
+
+    __slots__ = (
+        "depends_on_values", "func", "is_matmul", "is_mutable", "is_view",
+        "may_be_in_place", "name", "reads_value", "returns_nothing",
+    )  # fmt: skip
+
+    def __init__(self, func: Any) -> None:
+        self.func = func  # held, so that its identity stays its own
+        self.name = str(func).removesuffix(".default")
+        self.is_view: bool = func.is_view
+        self.is_mutable: bool = func._schema.is_mutable
+        self.returns_nothing = not func._schema.returns
+        self.may_be_in_place = func in OUT_OF_PLACE_UNDER_A_MODE
+        self.reads_value = func in READS_VALUE
+        self.depends_on_values = func in DEPENDS_ON_VALUES
+        self.is_matmul = func in MATMULS
+
+
+_known: dict[int, Traits] = {}
+
+
+def traits_of(func: Any) -> Traits:
+    """The traits of `func`, one object for all who ask."""
+    found = _known.get(id(func))
+    if found is None:
+        found = _known[id(func)] = Traits(func)
+    return found
