@@ -24,6 +24,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from memest.estimator.device import recurrent
 from memest.estimator.device.tensors import on_gpu
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.kernels.attention.choice import scaled_dot_product_attention
@@ -187,6 +188,7 @@ def _register_once() -> None:
             torch.ops.aten.log_softmax.int, torch.ops.aten._log_softmax.default
         ),
         "scaled_dot_product_attention": _attention,
+        **recurrent.kernels(_BELOW, _decisions),
     }
     policies = [(LOWER_PRECISION, _to_lower_precision), (FLOAT32, _to_float32)]
     policies += [(FLOAT32_RESULT, _to_float32_result), (PROMOTE, _to_widest)]
@@ -198,6 +200,12 @@ def _register_once() -> None:
             )
     for name, kernel in special.items():
         aten.impl(name, kernel, KEY_NAME, with_keyset=True)
+
+
+def _decisions() -> tuple[Gpu, torch.dtype | None]:
+    device = _autocast_device[-1]
+    is_cast = torch.is_autocast_enabled(device)
+    return _active_gpu[-1], torch.float16 if is_cast else None  # AutocastRNN.cpp knows no other
 
 
 def _overload(name: str) -> torch._ops.OpOverload:

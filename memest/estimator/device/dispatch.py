@@ -17,6 +17,7 @@ from memest.estimator.device.in_place import (
     owners_of_a_sole_gradient,
 )
 from memest.estimator.device.modules import ModuleTracker
+from memest.estimator.device.recurrent import MADE_HERE
 from memest.estimator.device.storages import Coverage, MemKind, Site, StorageTable
 from memest.estimator.device.traits import DEPENDS_ON_VALUES, traits_of
 from memest.estimator.device.values import (
@@ -30,6 +31,7 @@ from memest.estimator.kernels.attention.events import ATTENTION_EVENTS, NOT_MODE
 from memest.estimator.kernels.attention.flash2 import FLASH_ATTENTION_2_EVENTS
 from memest.estimator.kernels.cublas import LT_WORKSPACE_BYTES, MATMULS, CublasWorkspaces
 from memest.estimator.kernels.grouped_mm import grouped_mm_output
+from memest.estimator.kernels.recurrent import RECURRENT_EVENTS
 from memest.estimator.kernels.scratch import Events, Scratch
 from memest.estimator.kernels.staged import (
     SORTED_WRITES,
@@ -185,6 +187,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_foreach_in_place(func) and all(tensor.is_meta for tensor in args[0]):
             return None  # where there are no values, none change
+        make = MADE_HERE.get(func)
+        if make is not None:
+            return make(args, kwargs)
         try:
             return as_on_cuda(func, func(*args, **kwargs))
         except (NotImplementedError, RuntimeError) as error:
@@ -246,7 +251,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _recipe(self, func: Any, args: Any, kwargs: Any, out: Any) -> Recipe:
         """What one call of `func` asks of the allocator, and what it returns."""
         is_tuple = isinstance(out, list | tuple)
-        results = out if is_tuple else (out,)
+        results = _results(out)
         specs = tuple((t.size(), t.stride(), t.dtype) for t in results if _is_on_gpu(t))
         ordered = self._ordered_events(func, args, kwargs, out)
         if ordered is not None:
@@ -274,7 +279,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return masked_scatter_backward_events(args, kwargs, out, self.gpu, num_selected)
         if func in SORTED_WRITES and not index_put_is_sorted(args, kwargs):
             return None
-        rule = _ATTENTION_EVENTS.get(func) or STAGED_EVENTS.get(func)
+        rule = _EVENTS.get(func)
         return None if rule is None else rule(args, kwargs, out, self.gpu)
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Recipe) -> None:
@@ -295,7 +300,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Recipe, temporary: list[int]
     ) -> None:
         """The requests of one call in order; `temporary` takes what is freed at its end."""
-        results = out if recipe.is_tuple else (out,)
+        results = _results(out)
         site: Site | None = None
         for num_bytes, position in recipe.events:
             if position is None:
@@ -369,6 +374,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _ATTENTION_EVENTS = {**ATTENTION_EVENTS, **FLASH_ATTENTION_2_EVENTS}
+_EVENTS = {**STAGED_EVENTS, **RECURRENT_EVENTS, **_ATTENTION_EVENTS}
 
 
 @cache
@@ -376,6 +382,16 @@ def is_foreach_in_place(func: Any) -> bool:
     """Whether `func` changes the values of a list of tensors and does nothing else."""
     name = func._schema.name.removeprefix("aten::")
     return name.startswith("_foreach_") and name.endswith("_") and not func._schema.returns
+
+
+def _results(out: Any) -> tuple[Any, ...]:
+    """What an operator returns, the items of a list among its results each as one of its own."""
+    if not isinstance(out, list | tuple):
+        return (out,)
+    flat: list[Any] = []
+    for item in out:
+        flat += item if isinstance(item, list | tuple) else (item,)
+    return tuple(flat)
 
 
 def _is_on_gpu(value: Any) -> bool:

@@ -30,6 +30,7 @@ from memest.estimator.device import (
     pretrained,
     processes,
     profiling,
+    recurrent,
     safetensors_files,
 )
 from memest.estimator.device.cuda_semantics import CASTS, decisions_of
@@ -110,6 +111,7 @@ class VirtualGpu:
         driver.install(patches, recorder)
         memory.install(patches, recorder)
         foreach.install(patches, recorder)
+        recurrent.install(patches)
         nvml.install(patches, recorder)
         profiling.install(patches, recorder)
         hooks = ImportHooks()
@@ -137,6 +139,7 @@ class VirtualGpu:
         self.recorder.is_off = True
         host_storages.clear()
         CASTS.clear()
+        recurrent.forget()
         VirtualGpu._active = None
 
     @contextlib.contextmanager

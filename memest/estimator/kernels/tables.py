@@ -41,6 +41,7 @@ from memest.estimator.kernels.indexing import (
     topk_is_modelled,
     topk_scratch,
 )
+from memest.estimator.kernels.recurrent import recurrent_is_modelled
 from memest.estimator.kernels.reductions import (
     accumulator_bytes_of,
     equal_scratch,
@@ -372,6 +373,7 @@ MODELLED_WHERE: dict[OpOverload, ModelledRule] = {
     aten.topk.default: topk_is_modelled,
     aten.histc.default: histogram_is_modelled,
     aten._grouped_mm.default: grouped_mm_is_modelled,
+    aten._cudnn_rnn.default: recurrent_is_modelled,
 }
 """Ops of which some calls only are modelled, with the rule that tells which."""
 
