@@ -188,6 +188,7 @@ def _register_once() -> None:
             torch.ops.aten.log_softmax.int, torch.ops.aten._log_softmax.default
         ),
         "scaled_dot_product_attention": _attention,
+        "linear": _linear,
         **recurrent.kernels(_BELOW, _decisions),
     }
     policies = [(LOWER_PRECISION, _to_lower_precision), (FLOAT32, _to_float32)]
@@ -316,6 +317,16 @@ def _dropout(keyset: Any, x: Tensor, p: float, train: bool) -> Tensor:
         out: Tensor = torch.ops.aten.native_dropout.default(x, p, train)[0]
         return out
     result: Tensor = torch.ops.aten.dropout.default.redispatch(keyset & _BELOW, x, p, train)
+    return result
+
+
+def _linear(keyset: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A bias is added in place to the product of an input that is not contiguous, which under a
+    dispatch mode it is not (`isTensorSubclassLike` in ATen/native/Linear.cpp).
+    """
+    if bias is not None and x.dim() > 2 and on_gpu(x) and not x.is_contiguous():
+        return torch.matmul(x, weight.t()).add_(bias)
+    result: Tensor = torch.ops.aten.linear.default.redispatch(keyset & _BELOW, x, weight, bias)
     return result
 
 

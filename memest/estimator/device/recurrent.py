@@ -84,8 +84,7 @@ def _flat_copies(
     buffer = torch.zeros(length, dtype=dtype, device=weights[0].device)
     views = []
     for weight, offset in zip(weights, _positions(offsets, stride), strict=True):
-        view = buffer.narrow(0, offset, weight.numel()).view(weight.shape)
-        views.append(view.copy_(weight))
+        views.append(_of_storage(buffer, offset, weight.shape).copy_(weight))
     return buffer, views
 
 
@@ -107,9 +106,14 @@ def _flat_buffer(
     for weight, offset in zip(weights, _positions(offsets, stride), strict=True):
         if storage_key(weight) != key or weight.storage_offset() != offset:
             return None
-    return torch.empty(0, dtype=first.dtype, device=META).set_(  # type: ignore[call-overload]
-        first.untyped_storage(), 0, (length,), (1,)
-    )
+    return _of_storage(first, 0, torch.Size((length,)))
+
+
+def _of_storage(tensor: Tensor, offset: int, shape: torch.Size) -> Tensor:
+    """A contiguous tensor in the storage of `tensor`, which for autograd is no view of it."""
+    made = torch.empty(0, dtype=tensor.dtype, device=META)
+    stride = torch.empty(shape, device=META).stride()
+    return made.set_(tensor.untyped_storage(), offset, shape, stride)  # type: ignore[call-overload]
 
 
 def _dropout_state(dropout: float, train: bool, like: Tensor, gpu: Gpu) -> Tensor | None:
@@ -143,8 +147,9 @@ def run_cudnn(
     if autocast is not None and weights[0].dtype is not autocast:
         buffer, weights = _flat_copies(weights, stride, shapes, autocast)
     if autocast is not None:
-        x, hx = x.to(autocast), hx.to(autocast)
-        cx = None if cx is None else cx.to(autocast)
+        cx = None if cx is None else cx.to(autocast)  # C++ casts the last argument first
+        hx = hx.to(autocast)
+        x = x.to(autocast)
     out = aten._cudnn_rnn.default(
         x, weights, stride, buffer, hx, cx, mode, hidden, proj, num_layers, batch_first, dropout,
         train, is_bidirectional, batch_sizes, state,

@@ -23,6 +23,7 @@ from memest.estimator.device import (
     checkpoints,
     device_class,
     driver,
+    encoder,
     foreach,
     libraries,
     memory,
@@ -111,6 +112,7 @@ class VirtualGpu:
         driver.install(patches, recorder)
         memory.install(patches, recorder)
         foreach.install(patches, recorder)
+        encoder.install(patches, recorder)
         recurrent.install(patches)
         nvml.install(patches, recorder)
         profiling.install(patches, recorder)

@@ -194,7 +194,11 @@ def _chunk(layers: Layers) -> int:
     """Steps whose gradients are worked on at once: all of a single layer, else so many."""
     if layers.num_layers == 1:
         return layers.num_steps
-    return 96 if layers.batch == 1 else 48 if layers.batch < 8 else 24
+    if layers.batch < 8:
+        return 96 if layers.batch == 1 else 48
+    if layers.batch <= 16:
+        return 8 * (layers.num_layers + 1)
+    return 16 if layers.hidden_size <= 512 else 24
 
 
 def training_workspace_bytes(layers: Layers) -> int:
