@@ -23,11 +23,13 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 from memest.estimator.device import recurrent
 from memest.estimator.device.tensors import on_gpu
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.kernels.attention.choice import scaled_dot_product_attention
+from memest.estimator.kernels.batch_norm import takes_cudnn
 from memest.estimator.kernels.grouped_mm import experts_as_on
 
 KEY_NAME = "AutocastIPU"
@@ -190,6 +192,7 @@ def _register_once() -> None:
         "scaled_dot_product_attention": _attention,
         "linear": _linear,
         **recurrent.kernels(_BELOW, _decisions),
+        "batch_norm": _batch_norm,
     }
     policies = [(LOWER_PRECISION, _to_lower_precision), (FLOAT32, _to_float32)]
     policies += [(FLOAT32_RESULT, _to_float32_result), (PROMOTE, _to_widest)]
@@ -342,6 +345,35 @@ def _make_softmax(
         return result
 
     return softmax
+
+
+def _batch_norm(
+    keyset: Any,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    """`_batch_norm_impl_index` of ATen/native/Normalization.cpp, which asks for CUDA tensors."""
+    tensors = weight, bias, running_mean, running_var
+    if (
+        on_gpu(x)
+        and x.numel() > 0
+        and takes_cudnn(x, *tensors, is_training=training, is_enabled=cudnn_enabled)
+    ):
+        x = x.contiguous(memory_format=suggest_memory_format(x))
+        dense = [t if t is None else t.contiguous() for t in tensors]
+        out: Tensor = torch.ops.aten.cudnn_batch_norm.default(x, *dense, training, momentum, eps)[0]
+        return out
+    result: Tensor = torch.ops.aten.batch_norm.default.redispatch(
+        keyset & _BELOW, x, *tensors, training, momentum, eps, cudnn_enabled
+    )
+    return result
 
 
 def _attention(

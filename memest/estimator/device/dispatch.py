@@ -191,7 +191,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if make is not None:
             return make(args, kwargs)
         try:
-            return as_on_cuda(func, func(*args, **kwargs))
+            return as_on_cuda(func, args, func(*args, **kwargs))
         except (NotImplementedError, RuntimeError) as error:
             if func is aten._grouped_mm.default:
                 return grouped_mm_output(args, kwargs)

@@ -22,7 +22,12 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.kernels.convolution import backward_workspaces
+from memest.estimator.kernels.convolution import (
+    backward_workspaces,
+    convolution_format,
+    copies_in,
+    weight_comes_first,
+)
 from memest.estimator.kernels.cub import (
     radix_sort_bytes,
     scan_bytes,
@@ -229,18 +234,23 @@ def convolution_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) 
     """`convolution_backward` of Convolution.cpp: the gradients of input and weight, each with a
     workspace, then of the bias.
 
-    The gradient that comes in is copied where it is not contiguous, until both are done; the bias
-    is a sum.
+    Input and incoming gradient are copied where they have another memory format, until both are
+    done, the weight until the gradient of the input is; the bias is a sum.
     """
     grad, tensor, weight, wanted = args[0], args[1], args[2], args[10]
-    copies = contiguous_copy(grad)
+    memory_format = convolution_format(tensor, weight)
+    copies = copies_in(memory_format, *((tensor,) if wanted[1] else ()), grad)
     for_input, for_weight = backward_workspaces(args, gpu)
-    events = temporaries(*copies)
+    of_input: list[KernelEvent] = []
+    of_weight: list[KernelEvent] = []
     if wanted[0]:
-        events += outputs({0: _bytes(tensor)}) + _passing(for_input)
+        copy = copies_in(memory_format, weight)
+        of_input = outputs({0: _bytes(tensor)}) + _passing(*copy, for_input)
     if wanted[1]:
-        events += outputs({1: _bytes(weight)}) + _passing(for_weight)
-    events += temporaries(*(-n for n in copies))
+        of_weight = outputs({1: _bytes(weight)}) + _passing(for_weight)
+    both = of_weight + of_input if weight_comes_first(args) else of_input + of_weight
+    events = temporaries(*copies) + both
+    events += temporaries(*(-n for n in reversed(copies)))
     if wanted[2]:
         dims = [0, *range(2, grad.dim())]
         events += outputs({2: _bytes(out[2])}) + _passing(*sum_bytes(grad, dims, grad.dtype, gpu))

@@ -20,11 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._prims_common import suggest_memory_format
 
 from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.kernels.batch_norm import (
+    batch_norm_backward_scratch,
+    batch_norm_is_modelled,
+    batch_norm_scratch,
+)
 from memest.estimator.kernels.convolution import (
     convolution_is_modelled,
+    convolution_outputs,
     convolution_scratch,
+    copies_in,
 )
 from memest.estimator.kernels.cublas import MATMULS
 from memest.estimator.kernels.grouped_mm import grouped_mm_is_modelled, grouped_mm_scratch
@@ -90,18 +98,27 @@ def input_copy_before(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch
 def input_copy_after(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """A contiguous copy of the first argument, made after the outputs.
 
-    SoftMax.cu, UpSampleBicubic2d.cu, AveragePool2d.cu, AdaptiveAveragePooling.cu,
-    DilatedMaxPool2d.cu.
+    SoftMax.cu, UpSampleBicubic2d.cu.
     """
     return Scratch(after=contiguous_copy(args[0]))
 
 
 def two_inputs_copy_after(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Contiguous copies of the first two arguments, made after the outputs.
-
-    SoftMax.cu, AveragePool2d.cu.
-    """
+    """Contiguous copies of the first two arguments, made after the outputs (SoftMax.cu)."""
     return Scratch(after=contiguous_copy(args[0], args[1]))
+
+
+def pooling_copy_after(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """A copy of an input that is dense neither in NCHW nor in channels-last (AveragePool2d.cu)."""
+    return Scratch(after=copies_in(suggest_memory_format(args[0]), args[0]))
+
+
+def pooling_gradient_copies(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """The gradient that comes in and the input, in the input's memory format, after the outputs.
+
+    AveragePool2d.cu, AdaptiveAveragePooling.cu, DilatedMaxPool2d.cu.
+    """
+    return Scratch(after=copies_in(suggest_memory_format(args[1]), args[0], args[1]))
 
 
 def power_of_scalar_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
@@ -324,11 +341,13 @@ SCRATCH: dict[OpOverload, ScratchRule] = {
     aten.topk.default: topk_scratch,
     aten.cumsum.default: cumsum_scratch,
     aten.convolution.default: convolution_scratch,
+    aten.cudnn_batch_norm.default: batch_norm_scratch,
+    aten.cudnn_batch_norm_backward.default: batch_norm_backward_scratch,
     aten.upsample_bicubic2d_backward.default: input_copy_after,
-    aten.avg_pool2d.default: input_copy_after,
-    aten.avg_pool2d_backward.default: two_inputs_copy_after,
-    aten._adaptive_avg_pool2d_backward.default: input_copy_after,
-    aten.max_pool2d_with_indices_backward.default: input_copy_after,
+    aten.avg_pool2d.default: pooling_copy_after,
+    aten.avg_pool2d_backward.default: pooling_gradient_copies,
+    aten._adaptive_avg_pool2d_backward.default: pooling_gradient_copies,
+    aten.max_pool2d_with_indices_backward.default: pooling_gradient_copies,
     aten._foreach_norm.Scalar: foreach_norm_scratch,
     aten.histc.default: histogram_scratch,
     aten._grouped_mm.default: grouped_mm_scratch,
@@ -347,12 +366,17 @@ _CONTIGUOUS_GRADIENTS = (
 )
 
 
-def as_on_cuda(func: OpOverload, out: Any) -> Any:
+_CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
+
+
+def as_on_cuda(func: OpOverload, args: Args, out: Any) -> Any:
     """The outputs of `func` on meta in the layout that CUDA gives them.
 
     The gradient of a norm's input is contiguous (layer_norm_kernel.cu); on meta it follows the
-    gradient that came in.
+    gradient that came in. A convolution of cuDNN keeps channels-last.
     """
+    if func in _CONVOLUTIONS:
+        return convolution_outputs(func, args, out)
     if func not in _CONTIGUOUS_GRADIENTS:
         return out
     return tuple(t if t is None else t.contiguous() for t in out)
@@ -363,6 +387,10 @@ ModelledRule = Callable[[OpOverload, Args, Kwargs, Gpu], bool]
 MODELLED_WHERE: dict[OpOverload, ModelledRule] = {
     aten.convolution.default: convolution_is_modelled,
     aten.convolution_backward.default: convolution_is_modelled,
+    aten.cudnn_batch_norm.default: batch_norm_is_modelled,
+    aten.cudnn_batch_norm_backward.default: batch_norm_is_modelled,
+    aten.native_batch_norm.default: batch_norm_is_modelled,
+    aten.native_batch_norm_backward.default: batch_norm_is_modelled,
     aten.index.Tensor: indexing_is_modelled,
     aten.index_put.default: indexing_is_modelled,
     aten.index_put_.default: indexing_is_modelled,
@@ -390,9 +418,9 @@ _FACTORIES = (
     "randn_like scalar_tensor zeros zeros_like"
 )
 _COPIES = (
-    "_to_copy _unsafe_view bernoulli_ cat clone constant_pad_nd copy copy_ exponential_ fill fill_ "
-    "flip floor_divide lift_fresh normal_ random_ repeat roll select_backward set_ slice_backward "
-    "stack tril tril_ triu triu_ uniform_ zero_"
+    "_to_copy _unsafe_view as_strided_ bernoulli_ cat clone constant_pad_nd copy copy_ "
+    "exponential_ fill fill_ flip floor_divide lift_fresh normal_ random_ repeat roll "
+    "select_backward set_ slice_backward stack tril tril_ triu triu_ uniform_ zero_"
 )
 _LOOKUPS = (
     "gather index_add index_add_ index_select masked_fill masked_fill_ scatter scatter_ "
@@ -401,7 +429,7 @@ _LOOKUPS = (
 _NEURAL = (
     "native_dropout_backward nll_loss_forward nll_loss_backward "
     "mse_loss_backward glu glu_backward upsample_bicubic2d "
-    "_adaptive_avg_pool2d max_pool2d_with_indices cudnn_batch_norm cudnn_batch_norm_backward "
+    "_adaptive_avg_pool2d max_pool2d_with_indices hardtanh_backward leaky_relu_backward "
     "native_batch_norm native_batch_norm_backward"
 )
 _STEPS = (

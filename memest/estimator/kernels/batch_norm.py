@@ -1,0 +1,107 @@
+"""Batch norm: cuDNN's workspaces, and torch's choice between cuDNN and its own kernels.
+
+Sources: `_select_batch_norm_backend` of ATen/native/Normalization.cpp and cudnn/BatchNorm.cpp
+(torch 2.11). In NCHW there is no workspace. The rule for channels-last is deduced from all float16
+calls of ResNet-18, ResNet-50 and MobileNetV2 on an H100 (cuDNN 9.19), 65 shapes, and gives all of
+them to the byte.
+
+Symbols: M samples times pixels, C channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.kernels.scratch import Scratch
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+CHANNELS_PER_BLOCK = 64
+FORWARD_ROWS, FORWARD_HEADER = 160, 1072
+BACKWARD_ROWS, BACKWARD_HEADER = 96, 1056
+"""Rows that a block adds up, and what is asked for beside the blocks' sums."""
+
+SUMS_BYTES = 2 * 4 * CHANNELS_PER_BLOCK
+"""Two float32 sums for each channel of a block."""
+
+MAX_TRAINED_SAMPLES, MAX_EVALUATED_SAMPLES = 880801, 65535
+
+
+def takes_cudnn(
+    tensor: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    *,
+    is_training: bool,
+    is_enabled: bool,
+) -> bool:
+    """`_select_batch_norm_backend`: whether CUDA runs a batch norm by cuDNN."""
+    if weight is None or bias is None or not is_enabled:
+        return False
+    if torch.bfloat16 in (tensor.dtype, weight.dtype) or tensor.dim() < 3:
+        return False
+    if tensor.dtype == torch.float16 and weight.dtype != torch.float32:
+        return False
+    has_statistics = running_mean is not None and running_var is not None
+    has_none = running_mean is None and running_var is None
+    most = MAX_TRAINED_SAMPLES if is_training else MAX_EVALUATED_SAMPLES
+    return (
+        (has_statistics or (has_none and is_training))
+        and tensor.shape[0] <= most
+        and tensor.numel() < 2**31 - 1
+    )
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    return not tensor.is_contiguous()  # cuDNN gets dense tensors: NCHW or channels-last
+
+
+def _workspace(tensor: Tensor, rows_of_block: int, block_bytes: int, header_bytes: int) -> int:
+    """Sums of each block of rows and each group of 64 channels, 4 bytes more for each group."""
+    channels = tensor.shape[1]
+    groups = -(-channels // CHANNELS_PER_BLOCK)
+    blocks = -(-tensor.numel() // channels // rows_of_block)
+    return header_bytes + groups * (blocks * block_bytes + 4)
+
+
+def batch_norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`cudnn_batch_norm`: in channels-last training partial sums, and a flag for each block."""
+    tensor, is_training = args[0], args[5]
+    if not is_training or not _is_channels_last(tensor):
+        return Scratch()
+    return Scratch(after=(_workspace(tensor, FORWARD_ROWS, SUMS_BYTES + 4, FORWARD_HEADER),))
+
+
+def batch_norm_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`cudnn_batch_norm_backward`: the gradient in the input's format, and partial sums in
+    channels-last.
+    """
+    tensor, grad = args[0], args[1]
+    is_last = _is_channels_last(tensor)
+    is_like = grad.is_contiguous() != is_last
+    copies = () if is_like else (grad.numel() * grad.itemsize,)
+    if not is_last:
+        return Scratch(before=copies)
+    workspace = _workspace(tensor, BACKWARD_ROWS, SUMS_BYTES, BACKWARD_HEADER)
+    return Scratch(before=copies, after=(workspace,))
+
+
+def batch_norm_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Whether the workspace is known: NCHW, and cuDNN's channels-last in float16 on Hopper.
+
+    torch's own kernels (bfloat16) stage sums in channels-last that were not measured.
+    """
+    is_backward = func is torch.ops.aten.native_batch_norm_backward.default
+    tensor = args[1] if is_backward else args[0]
+    if "native" in func._schema.name:
+        return not _is_channels_last(tensor)
+    is_measured = tensor.dtype == torch.float16 and gpu.capability == (9, 0)
+    return bool(not _is_channels_last(tensor) or is_measured)
