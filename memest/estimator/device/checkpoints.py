@@ -21,16 +21,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memest.estimator.device.attributes import CUDA, resolve
 from memest.estimator.device.host import VIRTUAL_HOST_BYTES
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.tensors import (
     CPU,
+    CUDA,
     META,
     Place,
     host_storages,
     is_meta,
+    resolve,
     storage_key,
 )
 

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 import torch
 
 from memest.errors import UnsupportedError
-from memest.estimator.device.attributes import CUDA, resolve
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.streams import MAIN, Event, Stream
+from memest.estimator.device.tensors import CUDA, resolve
 
 PRIORITIES = (0, -3)
 """The least and the greatest, since `max_compile_time_stream_priorities` (c10/cuda/CUDAStream.h)

@@ -12,11 +12,11 @@ import torch
 
 from memest.errors import UnsupportedError
 from memest.estimator.device import cuda_streams
-from memest.estimator.device.attributes import CUDA, resolve
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.properties import DeviceProperties, properties_of
 from memest.estimator.device.runtime import Cudart
+from memest.estimator.device.tensors import CUDA, resolve
 
 CUDA_VERSION = "13.0"
 """Of the build that is simulated: torch 2.11.0+cu130."""

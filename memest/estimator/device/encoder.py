@@ -30,7 +30,7 @@ class Packed(Tensor):
 
     padded_shape: torch.Size
     is_nested = True
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def to_padded_tensor(self, padding: float, output_size: Any = None) -> Tensor:
         """The padded tensor, and the sizes of its rows on the card for a moment."""
@@ -93,7 +93,7 @@ def install(patches: Patches, recorder: LiveRecorder) -> None:
 
 def _follow_masks(patches: Patches, recorder: LiveRecorder) -> None:
     """A mask that torch.nn makes of one that says what is padding keeps its values."""
-    canonical = F._canonical_mask  # type: ignore[attr-defined]
+    canonical = F._canonical_mask
 
     def canonical_mask(mask: Tensor | None, *args: Any, **kwargs: Any) -> Tensor | None:
         made: Tensor | None = canonical(mask, *args, **kwargs)
@@ -170,7 +170,7 @@ def _attend(
     if mask is None and not need_weights:
         qkv = F.linear(x, qkv_weight, qkv_bias)
         parts = [p.view(batch, -1, num_heads, head).transpose(1, 2) for p in qkv.chunk(3, -1)]
-        out = F.scaled_dot_product_attention(*parts)
+        out = F.scaled_dot_product_attention(parts[0], parts[1], parts[2])
         parts.clear()
         return _Kept(out.transpose(1, 2).reshape(batch, -1, width), qkv)
     products = F.linear(x, qkv_weight)

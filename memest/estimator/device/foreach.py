@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memest.estimator.device.attributes import CUDA
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
-from memest.estimator.device.tensors import CPU, META, Place
+from memest.estimator.device.tensors import CPU, CUDA, META, Place
 
 _DEVICES = {Place.CARD: CUDA, Place.HOST: CPU, Place.REAL: CPU, Place.META: META}
 

@@ -9,9 +9,9 @@ import torch
 from memest.errors import UnsupportedError
 from memest.estimator.allocator.statistics import CountingAllocator
 from memest.estimator.device import memory_history
-from memest.estimator.device.attributes import resolve
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
+from memest.estimator.device.tensors import resolve
 
 _HOST_STATS = ("allocations", "allocated_bytes", "active_requests", "active_bytes")
 _HOST_TIMES = ("host_alloc_time", "host_free_time")

@@ -113,7 +113,7 @@ def _of_storage(tensor: Tensor, offset: int, shape: torch.Size) -> Tensor:
     """A contiguous tensor in the storage of `tensor`, which for autograd is no view of it."""
     made = torch.empty(0, dtype=tensor.dtype, device=META)
     stride = torch.empty(shape, device=META).stride()
-    return made.set_(tensor.untyped_storage(), offset, shape, stride)  # type: ignore[call-overload]
+    return made.set_(tensor.untyped_storage(), offset, shape, stride)
 
 
 def _dropout_state(dropout: float, train: bool, like: Tensor, gpu: Gpu) -> Tensor | None:

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memest.estimator.device.attributes import resolve
 from memest.estimator.device.host import VIRTUAL_HOST_BYTES
 from memest.estimator.device.imports import ImportHooks, names_of
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
-from memest.estimator.device.tensors import META, is_meta
+from memest.estimator.device.tensors import META, is_meta, resolve
 
 _LENGTH_BYTES = 8
 """A file begins with the length of its header

@@ -17,6 +17,7 @@ from torch import Tensor
 
 META = torch.device("meta")
 CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
 
 _is_meta_in_c: Callable[[Any], bool] = vars(torch._C.TensorBase)["is_meta"].__get__
 _device_in_c: Callable[[Any], torch.device] = vars(torch._C.TensorBase)["device"].__get__
@@ -36,6 +37,29 @@ def true_device(tensor: Tensor) -> torch.device:
     """The device that torch's C++ sees."""
     with torch._C.DisableTorchFunctionSubclass():
         return _device_in_c(tensor)
+
+
+def resolve(device: Any) -> Any:
+    """`device` with the index that `"cuda"` stands for; None and all else as it is.
+
+    Raises:
+        RuntimeError: another GPU than the first, as torch words it.
+    """
+    if device is None or isinstance(device, bool | torch.dtype):
+        return device
+    if isinstance(device, int):
+        found = torch.device("cuda", device)
+    elif isinstance(device, str | torch.device):
+        found = torch.device(device)
+    else:
+        return device
+    if found.type != "cuda":
+        return device
+    if found.index:
+        raise RuntimeError(
+            f"CUDA error: invalid device ordinal: {found} (this run has one virtual GPU)"
+        )
+    return CUDA
 
 
 class Place(Enum):

@@ -291,21 +291,9 @@ def scaled_dot_product_attention(
     attn_mask = _additive_mask(attn_mask, query.dtype, masked_out)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     if backend is SdpaBackend.CUDNN:
-        return _first(
-            [
-                *_aten._scaled_dot_product_cudnn_attention.default(
-                    query,
-                    key,
-                    value,
-                    attn_mask,
-                    needs_grad,
-                    dropout_p,
-                    is_causal,
-                    False,
-                    scale=scale,
-                )
-            ]
-        )
+        return _first([*_aten._scaled_dot_product_cudnn_attention.default(
+            query, key, value, attn_mask, needs_grad, dropout_p, is_causal, False, scale=scale
+        )])  # fmt: skip
     if backend is SdpaBackend.FLASH:
         return _flash(query, key, value, dropout_p, is_causal, scale)
     if backend is SdpaBackend.EFFICIENT:

@@ -1,0 +1,86 @@
+"""What crosses from tensors to Python without an operator: NumPy arrays, lists and text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memest.estimator.device.guesses import filler
+from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.patches import Patches
+from memest.estimator.device.tensors import Place, is_meta
+
+OnHost = Callable[[Tensor], Tensor]
+
+
+def install(patches: Patches, recorder: LiveRecorder) -> None:
+    """Let tensors without data be read: what is known of them, or a guess that is counted."""
+
+    def on_host(tensor: Tensor) -> Tensor:
+        """A real tensor in place of one without data: what is known, or the guess."""
+        value = recorder.values.value_of(tensor)
+        if value is not None:
+            return value.clone()
+        what = f"values of {str(tensor.dtype).removeprefix('torch.')}"
+        recorder.guesses.note(recorder.lines.current(), what)
+        made = torch.full((1,), filler(tensor.dtype), dtype=tensor.dtype)
+        return made.expand(tensor.shape) if tensor.dim() else made[0]
+
+    _install_arrays(patches, recorder, on_host)
+    _install_text(patches, recorder, on_host)
+
+
+def _install_arrays(patches: Patches, recorder: LiveRecorder, on_host: OnHost) -> None:
+    numpy_, tolist_ = Tensor.numpy, Tensor.tolist
+    array_: Callable[..., Any] = Tensor.__array__
+
+    def numpy(tensor: Tensor, *, force: bool = False) -> Any:
+        if not is_meta(tensor):
+            return numpy_(tensor, force=force)
+        if recorder.place(tensor) is Place.CARD and not force:
+            raise TypeError(
+                "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the "
+                "tensor to host memory first."
+            )
+        if tensor.requires_grad and not force:
+            raise RuntimeError(
+                "Can't call numpy() on Tensor that requires grad. Use "
+                "tensor.detach().numpy() instead."
+            )
+        with _disable_current_modes():
+            return np.array(numpy_(on_host(tensor.detach())))
+
+    def array(tensor: Tensor, dtype: Any = None) -> Any:
+        if not is_meta(tensor):
+            return array_(tensor, dtype)
+        made = numpy(tensor)
+        return made if dtype is None else made.astype(dtype, copy=False)
+
+    def tolist(tensor: Tensor) -> Any:
+        if not is_meta(tensor) or recorder.place(tensor) is Place.META:
+            return tolist_(tensor)
+        with _disable_current_modes():
+            return tolist_(on_host(tensor.detach()))
+
+    patches.set(Tensor, "numpy", numpy)
+    patches.set(Tensor, "tolist", tolist)
+    patches.set(Tensor, "__array__", array)
+
+
+def _install_text(patches: Patches, recorder: LiveRecorder, on_host: OnHost) -> None:
+    repr_: Callable[..., str] = Tensor.__repr__
+
+    def text(tensor: Tensor, *, tensor_contents: Any = None) -> str:
+        place = Place.META if not is_meta(tensor) else recorder.place(tensor)
+        if place is Place.META:
+            return repr_(tensor, tensor_contents=tensor_contents)
+        with _disable_current_modes():
+            shown = repr_(on_host(tensor.detach()), tensor_contents=tensor_contents)
+        return f"{shown[:-1]}, device='cuda:0')" if place is Place.CARD else shown
+
+    patches.set(Tensor, "__repr__", text)

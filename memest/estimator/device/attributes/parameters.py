@@ -1,0 +1,64 @@
+"""Parameters of the host have no data, so that they can become those of the card.
+
+`Module.to` replaces the data of a parameter and keeps the object, on which optimizers and tied
+weights depend; torch refuses that between a real and a meta tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.patches import Patches
+from memest.estimator.device.tensors import META, PLAIN, Place, is_meta, true_device
+
+
+def install(patches: Patches, recorder: LiveRecorder) -> None:
+    """Let parameters be made without data, and take what was moved."""
+    make = nn.Parameter.__new__
+
+    def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        if isinstance(data, Tensor) and not recorder.is_off and _is_plain_on_host(data):
+            with _disable_current_modes():
+                size, stride = data.size(), data.stride()
+                bare = torch.empty_strided(size, stride, dtype=data.dtype, device=META)
+            recorder.put_on_host(bare)
+            recorder.know(bare, data)
+            data = bare
+        return make(cls, data, requires_grad)
+
+    patches.set(nn.Parameter, "__new__", staticmethod(new))
+    _install_data(patches)
+    are_alike = torch._has_compatible_shallow_copy_type
+
+    def can_replace(tensor: Tensor, other: Tensor) -> bool:
+        """Whether `Module.to` may set the data of a parameter, as between host and GPU it may."""
+        if is_meta(tensor) == is_meta(other):
+            return are_alike(tensor, other)
+        return recorder.place(tensor if is_meta(tensor) else other) is not Place.META
+
+    patches.set(torch, "_has_compatible_shallow_copy_type", can_replace)
+
+
+def _is_plain_on_host(data: Tensor) -> bool:
+    return type(data) in PLAIN and not is_meta(data) and true_device(data).type == "cpu"
+
+
+def _install_data(patches: Patches) -> None:
+    """`Tensor.data` may go between a real tensor and one without data."""
+    data_of: Any = vars(torch._C.TensorBase)["data"]
+    swap_tensors: Any = torch.utils.swap_tensors
+
+    def set_data(tensor: Tensor, value: Tensor) -> None:
+        if is_meta(tensor) != is_meta(value):
+            swapped = Tensor._make_subclass(type(tensor), value.detach(), tensor.requires_grad)
+            vars(swapped).update(vars(tensor))  # class and attributes are swapped as well
+            swap_tensors(tensor, swapped)
+            return
+        data_of.__set__(tensor, value)
+
+    patches.set(Tensor, "data", property(data_of.__get__, set_data))

@@ -1,0 +1,152 @@
+"""Where a tensor and its storage say that they lie: device, type and address."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.patches import Patches
+from memest.estimator.device.tensors import (
+    CPU,
+    CUDA,
+    INSIDE,
+    META,
+    host_storages,
+    is_meta,
+    storage_key,
+    true_device,
+)
+
+
+class LegacyTensor:
+    """`torch.cuda.FloatTensor` and its kin: a constructor, and a name for a dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, *args: Any) -> Tensor:
+        """A tensor of the data, or of the sizes, that are given."""
+        if len(args) == 1 and not isinstance(args[0], int):
+            return torch.tensor(args[0], dtype=self.dtype, device=CUDA)
+        return torch.empty(args or (0,), dtype=self.dtype, device=CUDA)
+
+
+_LEGACY = {
+    "FloatTensor": torch.float32, "DoubleTensor": torch.float64, "HalfTensor": torch.float16,
+    "BFloat16Tensor": torch.bfloat16, "ByteTensor": torch.uint8, "CharTensor": torch.int8,
+    "ShortTensor": torch.int16, "IntTensor": torch.int32, "LongTensor": torch.int64,
+    "BoolTensor": torch.bool,
+}  # fmt: skip
+
+
+def install(patches: Patches, recorder: LiveRecorder) -> None:
+    """Let tensors and storages answer for the place where the recorder has put them."""
+    device = _device_of(recorder)
+
+    def says(kind: str) -> property:
+        return property(lambda tensor: device(tensor).type == kind)
+
+    patches.set(Tensor, "device", property(device))
+    patches.set(Tensor, "is_cuda", says("cuda"))
+    patches.set(Tensor, "is_meta", says("meta"))
+    patches.set(Tensor, "is_cpu", says("cpu"))
+    patches.set(Tensor, "get_device", lambda t: 0 if device(t).type == "cuda" else -1)
+    _install_types(patches, device)
+    _install_addresses(patches, recorder)
+    _install_storages(patches, recorder)
+
+
+def _device_of(recorder: LiveRecorder) -> Callable[[Tensor], torch.device]:
+    live = recorder._live
+
+    def device(tensor: Tensor) -> torch.device:
+        if not is_meta(tensor):
+            return true_device(tensor)
+        if INSIDE.depth:
+            return META
+        try:
+            key = storage_key(tensor)
+        except (NotImplementedError, RuntimeError):  # a subclass without a storage
+            return META
+        if key in live:
+            return CUDA
+        return CPU if key in host_storages else META
+
+    return device
+
+
+def _install_types(patches: Patches, device: Callable[[Tensor], torch.device]) -> None:
+    """`Tensor.type`, and the classes of old that it takes and names."""
+    kind_of = Tensor.type
+
+    def type_(tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None:
+            place = device(tensor).type
+            name = kind_of(tensor)
+            if is_meta(tensor) and place != "meta":
+                name = name.replace("torch.meta.", "torch.cuda." if place == "cuda" else "torch.")
+            return name
+        if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
+            element = getattr(torch, dtype.removeprefix("torch.cuda.")).dtype
+            return tensor.to(device=CUDA, dtype=element)
+        if isinstance(dtype, LegacyTensor):
+            return tensor.to(device=CUDA, dtype=dtype.dtype)
+        return kind_of(tensor, dtype, *args, **kwargs)
+
+    patches.set(Tensor, "type", type_)
+    for name, dtype in _LEGACY.items():
+        patches.set(torch.cuda, name, LegacyTensor(dtype))
+
+
+def _install_addresses(patches: Patches, recorder: LiveRecorder) -> None:
+    true_address: Callable[[Tensor], int] = Tensor.data_ptr
+
+    def data_ptr(tensor: Tensor) -> int:
+        if not is_meta(tensor):
+            return true_address(tensor)
+        try:
+            start = _address_of(recorder, storage_key(tensor))
+        except (NotImplementedError, RuntimeError):
+            start = 0
+        return start + int(tensor.storage_offset()) * tensor.itemsize
+
+    patches.set(Tensor, "data_ptr", data_ptr)
+
+
+def _install_storages(patches: Patches, recorder: LiveRecorder) -> None:
+    live = recorder._live
+    class_of_storage: Any = torch.UntypedStorage
+    true_device_of = class_of_storage.device
+    true_address_of = class_of_storage.data_ptr
+
+    def device(storage: torch.UntypedStorage) -> torch.device:
+        key = storage._cdata
+        if not INSIDE.depth and key in live:
+            return CUDA
+        if key in host_storages and not INSIDE.depth:
+            return CPU
+        found: torch.device = true_device_of.__get__(storage)
+        return found
+
+    def data_ptr(storage: torch.UntypedStorage) -> int:
+        key = storage._cdata
+        if key in live or key in host_storages:
+            return _address_of(recorder, key)
+        return int(true_address_of(storage))
+
+    patches.set(class_of_storage, "device", property(device))
+    patches.set(class_of_storage, "data_ptr", data_ptr)
+    patches.set(class_of_storage, "is_cuda", property(lambda s: device(s).type == "cuda"))
+
+
+def _address_of(recorder: LiveRecorder, key: int) -> int:
+    """Where the block lies on the card; of a storage of the host anything that is its own."""
+    index = recorder._live.get(key)
+    if index is None:
+        return key
+    block = recorder.blocks.get(index)
+    return 0 if block is None else block.address
