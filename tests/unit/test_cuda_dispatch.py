@@ -105,6 +105,8 @@ def test_nothing_else_uses_the_dispatch_key() -> None:
         pass
     registered = set(torch._C._dispatch_get_registrations_for_dispatch_key(module.KEY_NAME))
     ours = {name for names in POLICIES.values() for name in names} | {"dropout", "batch_norm"}
+    layers = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    ours |= {f"{layer}.{form}" for layer in layers for form in ("input", "data")}
 
     assert {name.removeprefix("aten::") for name in registered} == ours
 

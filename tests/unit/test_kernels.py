@@ -276,10 +276,15 @@ def test_only_a_scan_of_one_row_needs_storage() -> None:
     assert scratch(aten.cumsum.default, meta(4, 9, dtype=torch.bool), -1).after == (36 * 8,)
 
 
-def test_topk_over_experts_is_modelled_and_over_a_vocabulary_is_not() -> None:
-    """`should_use_multiblock` of TensorTopK.cu: more than 4000 slices from 400 elements on."""
-    assert not is_partly_modelled(aten.topk.default, (meta(8192, 128), 8), {}, H200)
-    assert is_partly_modelled(aten.topk.default, (meta(4, 32000), 8), {}, H200)
+def test_topk_over_a_vocabulary_shares_counts_among_blocks() -> None:
+    """`mbtopk` of TensorTopK.cu; recorded on an H100, with as many multiprocessors."""
+    args = (meta(4, 96000), 6)
+    temporaries = SCRATCH[aten.topk.default](args, {}, None, H200).after
+
+    assert temporaries == (16, 32, 32, 192512, 4096, 1504, 1504, 1279)
+    assert SCRATCH[aten.topk.default]((meta(8192, 128), 8), {}, None, H200).after == ()
+    assert not is_partly_modelled(aten.topk.default, args, {}, H200)
+    assert is_partly_modelled(aten.topk.default, (meta(4, 96000), 2000), {}, H200)
 
 
 def test_a_16_bit_convolution_rearranges_all_operands() -> None:
@@ -338,7 +343,7 @@ def test_views_elementwise_ops_and_copies_have_no_scratch(func: torch._ops.OpOve
 
 
 def test_an_op_that_nobody_compared_is_not_called_scratch_free() -> None:
-    for func in (aten.mode.default, aten._unique2.default, aten._foreach_max.default):
+    for func in (aten.median.default, aten._unique2.default, aten._foreach_max.default):
         assert not has_no_scratch(func)
         assert func not in SCRATCH
 

@@ -17,7 +17,7 @@ from memest.estimator.device.in_place import (
     owners_of_a_sole_gradient,
 )
 from memest.estimator.device.modules import ModuleTracker
-from memest.estimator.device.recurrent import MADE_HERE
+from memest.estimator.device.recurrent import MADE_HERE, packing_events
 from memest.estimator.device.storages import Coverage, MemKind, Site, StorageTable
 from memest.estimator.device.traits import DEPENDS_ON_VALUES, traits_of
 from memest.estimator.device.values import (
@@ -32,7 +32,7 @@ from memest.estimator.kernels.attention.flash2 import FLASH_ATTENTION_2_EVENTS
 from memest.estimator.kernels.cublas import LT_WORKSPACE_BYTES, MATMULS, CublasWorkspaces
 from memest.estimator.kernels.grouped_mm import grouped_mm_output
 from memest.estimator.kernels.recurrent import RECURRENT_EVENTS
-from memest.estimator.kernels.scratch import Events, Scratch
+from memest.estimator.kernels.scratch import OLDEST, Events, Scratch
 from memest.estimator.kernels.staged import (
     SORTED_WRITES,
     STAGED_EVENTS,
@@ -303,12 +303,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = _results(out)
         site: Site | None = None
         for num_bytes, position in recipe.events:
-            if position is None:
+            if position is None or position == OLDEST:
                 assert num_bytes is not None
                 site = site or self._site(func)
                 if num_bytes < 0:
                     sizes = self.storages.num_bytes
-                    freed = next(i for i in reversed(temporary) if sizes[i] == -num_bytes)
+                    among = temporary if position == OLDEST else reversed(temporary)
+                    freed = next(i for i in among if sizes[i] == -num_bytes)
                     temporary.remove(freed)
                     self._ends(freed)
                 else:
@@ -374,7 +375,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _ATTENTION_EVENTS = {**ATTENTION_EVENTS, **FLASH_ATTENTION_2_EVENTS}
-_EVENTS = {**STAGED_EVENTS, **RECURRENT_EVENTS, **_ATTENTION_EVENTS}
+_EVENTS = {
+    **STAGED_EVENTS,
+    **RECURRENT_EVENTS,
+    aten._pack_padded_sequence.default: packing_events,
+    **_ATTENTION_EVENTS,
+}
 
 
 @cache

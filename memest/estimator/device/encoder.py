@@ -66,12 +66,15 @@ def install(patches: Patches, recorder: LiveRecorder) -> None:
         batch, steps, width = tensor.shape
         known = lengths(tensor, mask)
         num_rows = sum(known) if known else batch * steps
-        sizes = _sizes_of(mask)
+        expanded, *sizes = _sizes_of(mask)
         kept = _bytes_like(mask, INDEX_BYTES * batch)
         _pass(mask, 2 * INDEX_BYTES * batch)
+        del expanded
         made = _as_packed(tensor.new_empty((1, num_rows, width)), tensor.shape)
         _pass(mask, 14 * batch, 28 * batch)
-        del kept, sizes
+        del kept
+        while sizes:
+            sizes.pop()
         return made
 
     _follow_masks(patches, recorder)
@@ -141,10 +144,11 @@ def _sizes_of(mask: Tensor) -> tuple[Tensor, ...]:
     wider = _bytes_like(mask, batch * (steps + 1))
     cast = _bytes_like(mask, batch * (steps + 1) * 4)
     first = _bytes_like(mask, batch * INDEX_BYTES)
-    del cast, wider
+    del cast
+    del wider
     expanded = _bytes_like(mask, batch * steps * INDEX_BYTES)
     _pass(mask, batch * steps * INDEX_BYTES)
-    return column, first, expanded
+    return expanded, column, first  # the last is dropped first
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -26,13 +26,20 @@ MAX_IN_A_ROW = 100_000
 
 _ALL_FALSE = frozenset((
     aten.eq.Tensor, aten.eq.Scalar, aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar,
-    aten.lt.Tensor, aten.lt.Scalar, aten.gt.Tensor, aten.gt.Scalar,
-    aten.le.Tensor, aten.le.Scalar, aten.ge.Tensor, aten.ge.Scalar,
+    aten.lt.Tensor, aten.lt.Scalar, aten.gt.Scalar,
+    aten.le.Tensor, aten.le.Scalar, aten.ge.Scalar,
     aten.isnan.default, aten.isinf.default,
+    aten.all.default, aten.all.dim, aten.any.default, aten.any.dim,
 ))  # fmt: skip
 """A value that is not known equals nothing, is no special token and passes no threshold."""
 
-_ALL_TRUE = frozenset((aten.ne.Tensor, aten.ne.Scalar))
+_ALL_TRUE = frozenset((aten.ne.Tensor, aten.ne.Scalar, aten.gt.Tensor, aten.ge.Tensor))
+"""It differs from everything; of two scores that are compared, the first may still win, as in a
+beam search that asks whether it should go on.
+"""
+
+ASSUMED = frozenset((aten._is_all_true.default, aten.allclose.default))
+"""Checks that a script makes of its own values, such as those of `torch.distributions`: passed."""
 
 
 @dataclass(slots=True)
@@ -84,6 +91,19 @@ class Guesses:
 def filler(dtype: torch.dtype) -> float:
     """What stands in a tensor of unknown values that is copied to the host."""
     return 0 if dtype is torch.bool else NUMBER
+
+
+_SELECTIONS = frozenset((
+    aten.gather.default, aten.index.Tensor, aten.index_select.default, aten.take.default,
+))  # fmt: skip
+
+
+def selection(func: Any, source: Tensor | None, out: Tensor) -> Tensor | None:
+    """The twin of what unknown positions select from `source`, if that is the same everywhere."""
+    if func not in _SELECTIONS or source is None or not source.numel():
+        return None
+    first = source.flatten()[0]
+    return first.expand(out.shape) if bool((source == first).all()) else None
 
 
 def comparison(func: Any, out: Tensor) -> Tensor | None:

@@ -21,7 +21,7 @@ from memest.errors import UnsupportedError
 from memest.estimator.allocator.caching import Block, CachingAllocator, OutOfMemory
 from memest.estimator.device.custom_operators import key_of_other_operators
 from memest.estimator.device.dispatch import Recorder
-from memest.estimator.device.guesses import Guesses, comparison
+from memest.estimator.device.guesses import ASSUMED, Guesses, comparison, selection
 from memest.estimator.device.history import EventLog, History, LiveStorages
 from memest.estimator.device.host import HostRecorder
 from memest.estimator.device.labels import Labels
@@ -61,6 +61,7 @@ _MAY_MIX_DEVICES = frozenset((
     aten._copy_from.default, aten.set_.source_Tensor, aten.masked_scatter_.default,
     aten._amp_foreach_non_finite_check_and_unscale_.default, aten.repeat_interleave.Tensor,
     aten.lift_fresh.default, aten.set_.source_Storage_storage_offset,
+    aten._pack_padded_sequence.default,
 ))  # fmt: skip
 """Operators that torch lets take tensors of the host beside those of the GPU."""
 
@@ -303,6 +304,9 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
                 self.guesses.note(self.lines.current(), f"{is_alike} from torch.equal")
                 return is_alike
             name = func._schema.name.removeprefix("aten::").removeprefix("_local_")
+            if func in ASSUMED:
+                self.guesses.note(self.lines.current(), name)
+                return True
             dtype = torch.bool if func is not aten._local_scalar_dense.default else args[0].dtype
             return self.guesses.scalar(dtype, self.lines.current(), name)
         if self.values.guessed and self.values.is_guessed(args):
@@ -316,8 +320,15 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         super()._follow_values(func, args, kwargs, out)
         if isinstance(out, Tensor) and out.dtype is torch.bool:
             key = storage_key(out)
+            if func in ASSUMED and (key not in self.values._twins or key in self.values.guessed):
+                self.values.adopt(out, torch.ones(out.shape, dtype=torch.bool))
+                self.values.guessed.add(key)
             if key not in self.values._twins and out.numel() <= 1 << 20:
                 twin = comparison(func, out)
+                if twin is None:
+                    source = args[0] if args else None
+                    known = self.values.value_of(source) if isinstance(source, Tensor) else None
+                    twin = selection(func, known, out)
                 if twin is not None:
                     self.values.adopt(out, twin)
                     self.values.guessed.add(key)

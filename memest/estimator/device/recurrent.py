@@ -17,6 +17,7 @@ from torch import Tensor
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.tensors import META, on_gpu, storage_key
 from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.kernels.indexing import contiguous_copy
 from memest.estimator.kernels.recurrent import (
     GRU,
     LSTM,
@@ -30,6 +31,7 @@ from memest.estimator.kernels.recurrent import (
     weight_shapes,
     weight_shapes_of,
 )
+from memest.estimator.kernels.scratch import Events, outputs, temporaries
 
 aten = torch.ops.aten
 
@@ -214,9 +216,38 @@ def _gru_cell_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return gates[0], gates[1], torch.empty_like(grad), *biases
 
 
+def _packed_segments(x: Tensor, lengths: Tensor, batch_first: bool) -> list[Tensor]:
+    """`_pack_padded_sequence` (PackedSequence.cpp): the steps that have equally many sequences."""
+    steps = x.transpose(0, 1) if batch_first else x
+    found, start = [], 0
+    for end in sorted(set(lengths.tolist())):
+        batch = int((lengths >= end).sum())
+        found.append(steps[start:end, :batch])
+        start = end
+    return found
+
+
+def _packed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The rows of all steps, and on the host how many sequences each step has."""
+    x, lengths, batch_first = args
+    if not on_gpu(x) or on_gpu(lengths):
+        raise NotImplementedError("the lengths of packed sequences are on the host")
+    segments = _packed_segments(x, lengths, batch_first)
+    sizes = [s.shape[1] for s in segments for _ in range(s.shape[0])]
+    return x.new_empty((int(lengths.sum()), *x.shape[2:])), torch.tensor(sizes)
+
+
+def packing_events(args: tuple[Any, ...], kwargs: Any, out: Any, gpu: Gpu) -> Events:
+    """A copy of each segment that is not contiguous, then all of them in a row."""
+    copies = contiguous_copy(*_packed_segments(*args))
+    made = outputs({0: out[0].numel() * out[0].itemsize})
+    return tuple(temporaries(*copies) + made + temporaries(*(-n for n in copies)))
+
+
 MADE_HERE: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {
     aten._cudnn_rnn.default: _forward,
     aten._cudnn_rnn_backward.default: _backward,
+    aten._pack_padded_sequence.default: _packed,
     aten._thnn_fused_gru_cell.default: _gru_cell,
     aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
 }

@@ -42,7 +42,12 @@ MAX_TOTAL_BYTES = 1 << 28
 """Twins of a script together, but for those of up to a 256th of it."""
 
 READS_VALUE = frozenset(
-    {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
+    {
+        aten._local_scalar_dense.default,
+        aten.equal.default,
+        aten.is_nonzero.default,
+        aten.allclose.default,
+    }
 )
 """Operators whose result is a Python value."""
 

@@ -23,6 +23,10 @@ class Scratch:
     """Allocated after the outputs."""
 
 
+OLDEST = -1
+"""In place of a position: the oldest live temporary of the size is freed, not the latest."""
+
+
 @dataclass(frozen=True, slots=True)
 class KernelEvent:
     """One request to the allocator while an operation runs."""
@@ -31,7 +35,7 @@ class KernelEvent:
     """Requested bytes; negative when freed: then the latest live temporary of that size."""
 
     output: int | None = None
-    """Position in the operation's results, `None` for a temporary."""
+    """Position in the operation's results, `None` for a temporary, `OLDEST` to free one."""
 
 
 Events = tuple[KernelEvent, ...]
@@ -58,7 +62,7 @@ def scratch_of(events: Events) -> Scratch:
     most = total = 0
     before = True
     for event in events:
-        if event.output is not None:
+        if event.output is not None and event.output != OLDEST:
             before = False
             total += event.num_bytes
         elif event.num_bytes > 0:

@@ -44,6 +44,8 @@ from memest.estimator.kernels.indexing import (
     index_scratch,
     indexing_is_modelled,
     masked_scatter_scratch,
+    multinomial_is_modelled,
+    multinomial_scratch,
     sort_is_modelled,
     sort_scratch,
     topk_is_modelled,
@@ -339,6 +341,7 @@ SCRATCH: dict[OpOverload, ScratchRule] = {
     aten.sort.default: sort_scratch,
     aten.sort.stable: sort_scratch,
     aten.topk.default: topk_scratch,
+    aten.multinomial.default: multinomial_scratch,
     aten.cumsum.default: cumsum_scratch,
     aten.convolution.default: convolution_scratch,
     aten.cudnn_batch_norm.default: batch_norm_scratch,
@@ -353,6 +356,7 @@ SCRATCH: dict[OpOverload, ScratchRule] = {
     aten._grouped_mm.default: grouped_mm_scratch,
 }
 """Temporaries of each op: `(args, kwargs, out, gpu) -> Scratch`."""
+
 
 OUTPUT_BYTES: dict[OpOverload, OutputRule] = {
     aten.mse_loss.default: mse_loss_outputs,
@@ -399,6 +403,7 @@ MODELLED_WHERE: dict[OpOverload, ModelledRule] = {
     aten.sort.default: sort_is_modelled,
     aten.sort.stable: sort_is_modelled,
     aten.topk.default: topk_is_modelled,
+    aten.multinomial.default: multinomial_is_modelled,
     aten.histc.default: histogram_is_modelled,
     aten._grouped_mm.default: grouped_mm_is_modelled,
     aten._cudnn_rnn.default: recurrent_is_modelled,
@@ -432,13 +437,26 @@ _NEURAL = (
     "_adaptive_avg_pool2d max_pool2d_with_indices hardtanh_backward leaky_relu_backward "
     "native_batch_norm native_batch_norm_backward"
 )
+_ACTIVATIONS = (
+    "softplus_backward hardswish hardswish_backward elu_backward leaky_relu_backward "
+    "rrelu_with_noise rrelu_with_noise_backward softshrink_backward hardshrink_backward "
+    "hardtanh_backward hardsigmoid_backward _prelu_kernel _prelu_kernel_backward "
+    "log_sigmoid_forward log_sigmoid_backward grid_sampler_2d grid_sampler_2d_backward "
+    "pixel_shuffle pixel_unshuffle channel_shuffle replication_pad2d replication_pad2d_backward "
+    "nll_loss2d_forward nll_loss2d_backward _weight_norm_interface _weight_norm_interface_backward"
+)
+_SELECTIONS = (
+    "kthvalue mode nanmedian index_fill index_fill_ index_copy index_copy_ unsafe_split "
+    "unsafe_split_with_sizes bernoulli tril_indices triu_indices linalg_cross addbmm "
+    "unsqueeze_ squeeze_ transpose_ t_"
+)
 _STEPS = (
     "_amp_foreach_non_finite_check_and_unscale_ _amp_update_scale_ _fused_adam_ _fused_adamw_ "
     "_fused_sgd_ _local_scalar_dense is_nonzero"
 )
 
 NO_SCRATCH: frozenset[str] = frozenset(
-    " ".join((_FACTORIES, _COPIES, _LOOKUPS, _NEURAL, _STEPS)).split()
+    " ".join((_FACTORIES, _COPIES, _LOOKUPS, _NEURAL, _ACTIVATIONS, _SELECTIONS, _STEPS)).split()
 )
 """Names of aten ops, all overloads, whose CUDA kernels allocate their outputs only.
 
@@ -450,6 +468,7 @@ _COMPOSED = frozenset(("frexp", "ldexp", "ldexp_", "mvlgamma", "mvlgamma_"))
 """Elementwise by tag, but made of several kernels: not compared."""
 
 _FOREACH_REDUCTIONS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
+_FOREACH_MAXIMUM = "_foreach_maximum"
 
 
 @cache
@@ -466,5 +485,6 @@ def has_no_scratch(func: OpOverload) -> bool:
     if func.is_view or torch.Tag.pointwise in func.tags or func in MATMULS:
         return True
     if name.startswith("_foreach_"):
-        return not name.startswith(_FOREACH_REDUCTIONS)
+        is_reduction = name.startswith(_FOREACH_REDUCTIONS)
+        return not is_reduction or name.startswith(_FOREACH_MAXIMUM)
     return name in NO_SCRATCH

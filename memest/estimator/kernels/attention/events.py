@@ -23,6 +23,7 @@ from torch._ops import OpOverload
 
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.kernels.scratch import (
+    OLDEST,
     Events,
     EventsFn,
     KernelEvent,
@@ -229,8 +230,9 @@ def _row_sums(shape: _Shape) -> list[KernelEvent]:
     casts = [product, product] if shape.itemsize < _FLOAT_BYTES else []
     sums = shape.lse_bytes
     is_copied = shape.L > 1 and shape.H > 1
-    copied = [sums, -sums] if is_copied else []
-    return _temporary(*casts, product, sums, *copied, -product, *(-n for n in casts))
+    copied = [*_temporary(sums), KernelEvent(-sums, OLDEST)] if is_copied else []
+    done = _temporary(-product, *(-n for n in casts))
+    return [*_temporary(*casts, product, sums), *copied, *done]
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,7 +384,7 @@ ATTENTION_EVENTS: dict[OpOverload, EventsFn] = {
 
 def output_bytes_of(events: Events, out: Any) -> list[int]:
     """Requested bytes of each tensor in `out`, 0 for one that CUDA does not allocate."""
-    sizes = {event.output: event.num_bytes for event in events if event.output is not None}
+    sizes = {e.output: e.num_bytes for e in events if e.output not in (None, OLDEST)}
     results = out if isinstance(out, list | tuple) else (out,)
     return [sizes.get(i, 0) for i, result in enumerate(results) if isinstance(result, Tensor)]
 
