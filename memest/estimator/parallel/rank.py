@@ -25,6 +25,7 @@ from memest.estimator.trace.traced import (
     TracedPlan,
     build_module,
     elements_by_dtype,
+    import_adapters,
     model_failure,
     move_batch,
 )
@@ -94,6 +95,7 @@ def trace_rank(
         autocast_dtype=half_dtype(plan) if plan.precision.endswith("-mixed") else None,
         num_micro_batches=plan.accumulate_grad_batches,
     )
+    import_adapters(plan)
     model = tracer.setup(functools.partial(build_module, plan, gpu, config, notes))
     for tensor in quant_state_tensors(model):
         recorder.label(tensor, MemKind.BUFFERS)

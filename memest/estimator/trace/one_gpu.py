@@ -25,6 +25,7 @@ from memest.estimator.trace.traced import (
     TracedPlan,
     build_module,
     elements_by_dtype,
+    import_adapters,
     model_failure,
     move_batch,
 )
@@ -83,6 +84,7 @@ def trace_one(plan: TrainingPlan, recorder: Recorder, trust_remote_code: bool) -
         accumulates=plan.accumulate_grad_batches > 1,
     )
     notes: list[str] = []
+    import_adapters(plan)
     model = tracer.setup(functools.partial(build_module, plan, gpu, config, notes))
     for tensor in quant_state_tensors(model):
         recorder.label(tensor, MemKind.BUFFERS)

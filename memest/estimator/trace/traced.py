@@ -52,6 +52,14 @@ class TracedPlan:
     """Of NCCL and others on each GPU, beside the allocator and the context."""
 
 
+def import_adapters(plan: TrainingPlan) -> None:
+    """Import peft, if `plan` needs it, before anything is recorded: what its libraries make when
+    they are imported is no part of a step.
+    """
+    if plan.uses_adapters:
+        import memest.models_meta.adapters  # noqa: F401
+
+
 def build_module(plan: TrainingPlan, gpu: Gpu, config: ModelConfig, notes: list[str]) -> nn.Module:
     """The module of `plan` on the current device; appends to `notes` what was decided."""
     quantize = functools.partial(

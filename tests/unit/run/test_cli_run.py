@@ -45,7 +45,7 @@ def run(*args: str) -> int:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("trian.py",), "no such script: `trian.py`\nhint: did you mean `train.py`?"),
+        (("tarin.py",), "no such script: `tarin.py`\nhint: did you mean `train.py`?"),
         (("-m", "no_such_package"), "no such module: `no_such_package`"),
         (("-m", "train.py"), "no such module: `train.py`\nhint: a script is run without `-m`"),
         ((), "no script is named"),
