@@ -21,13 +21,22 @@ aten = torch.ops.aten
 NUMBER = 1.0
 """A loss, a norm, a learning signal: finite, positive, and no reason to stop."""
 
+FALL = 0.01
+"""The n-th number that a script reads is `NUMBER / (1 + FALL * n)`: what is watched for progress,
+such as a loss that decides about stopping early or about the learning rate, makes some.
+"""
+
+TOLERANCE = 1e-4
+"""A threshold up to this size, but not 0, asks whether something has converged. It has not: what is
+not known lies on the threshold's side of 0, and far beyond it.
+"""
+
 MAX_IN_A_ROW = 100_000
 """Readings by one line without an optimizer step before it is taken for a loop that waits."""
 
 _ALL_FALSE = frozenset((
     aten.eq.Tensor, aten.eq.Scalar, aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar,
-    aten.lt.Tensor, aten.lt.Scalar, aten.gt.Scalar,
-    aten.le.Tensor, aten.le.Scalar, aten.ge.Scalar,
+    aten.lt.Tensor, aten.le.Tensor,
     aten.isnan.default, aten.isinf.default,
     aten.all.default, aten.all.dim, aten.any.default, aten.any.dim,
 ))  # fmt: skip
@@ -52,15 +61,22 @@ class Guesses:
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(line, what was read) -> how often."""
 
+    _num_numbers: int = 0
     _last: str = ""
     _in_a_row: int = 0
 
     def scalar(self, dtype: torch.dtype, line: str, op: str) -> Any:
-        """The Python number for an element of `dtype`: 1 for numbers, False for booleans."""
+        """The Python number for an element of `dtype`: False for booleans, 1 for integers, and
+        a number that falls slowly from 1 for the others.
+        """
         self.note(line, f"{op} of {str(dtype).removeprefix('torch.')}")
         if dtype is torch.bool:
             return False
-        return complex(NUMBER) if dtype.is_complex else NUMBER if dtype.is_floating_point else 1
+        if not (dtype.is_floating_point or dtype.is_complex):
+            return 1
+        number = NUMBER / (1 + FALL * self._num_numbers)
+        self._num_numbers += 1
+        return complex(number) if dtype.is_complex else number
 
     def note(self, line: str, what: str) -> None:
         """Count one reading.
@@ -106,8 +122,16 @@ def selection(func: Any, source: Tensor | None, out: Tensor) -> Tensor | None:
     return first.expand(out.shape) if bool((source == first).all()) else None
 
 
-def comparison(func: Any, out: Tensor) -> Tensor | None:
+_ABOVE = frozenset((aten.gt.Scalar, aten.ge.Scalar))
+_BELOW = frozenset((aten.lt.Scalar, aten.le.Scalar))
+
+
+def comparison(func: Any, args: tuple[Any, ...], out: Tensor) -> Tensor | None:
     """The twin of a comparison whose operands are not known, or None for another operator."""
+    if func in _ABOVE or func in _BELOW:
+        threshold = args[1]
+        is_true = 0 < abs(threshold) <= TOLERANCE and (func in _ABOVE) == (threshold > 0)
+        return torch.full(out.shape, is_true)
     if func in _ALL_FALSE:
         return torch.zeros(out.shape, dtype=torch.bool)
     if func in _ALL_TRUE:

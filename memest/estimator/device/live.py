@@ -324,7 +324,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
                 self.values.adopt(out, torch.ones(out.shape, dtype=torch.bool))
                 self.values.guessed.add(key)
             if key not in self.values._twins and out.numel() <= 1 << 20:
-                twin = comparison(func, out)
+                twin = comparison(func, args, out)
                 if twin is None:
                     source = args[0] if args else None
                     known = self.values.value_of(source) if isinstance(source, Tensor) else None

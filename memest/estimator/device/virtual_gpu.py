@@ -21,6 +21,7 @@ from memest.estimator.allocator.statistics import CountingAllocator
 from memest.estimator.device import (
     attributes,
     checkpoints,
+    comm,
     device_class,
     driver,
     encoder,
@@ -110,6 +111,7 @@ class VirtualGpu:
         device_class.install(patches)
         attributes.install(patches, recorder)
         driver.install(patches, recorder)
+        comm.install(patches)
         memory.install(patches, recorder)
         foreach.install(patches, recorder)
         encoder.install(patches, recorder)

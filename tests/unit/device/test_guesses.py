@@ -1,0 +1,61 @@
+"""What a script is told of values that nobody knows."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from memest.errors import UnsupportedError
+from memest.estimator.device.guesses import Guesses, comparison
+
+aten = torch.ops.aten
+
+
+def test_numbers_fall_so_that_progress_is_seen() -> None:
+    guesses = Guesses()
+
+    read = [guesses.scalar(torch.float32, "train.py:3", "item") for _ in range(4)]
+
+    assert read == sorted(read, reverse=True)
+    assert len(set(read)) == 4
+    assert read[0] == 1.0
+    assert guesses.counts["train.py:3", "item of float32"] == 4
+
+
+def test_booleans_are_false_and_integers_one() -> None:
+    guesses = Guesses()
+
+    assert guesses.scalar(torch.bool, "a.py:1", "item") is False
+    assert guesses.scalar(torch.int64, "a.py:1", "item") == 1
+
+
+@pytest.mark.parametrize(
+    ("func", "threshold", "is_true"),
+    [
+        (aten.gt.Scalar, 1e-10, True),  # is there curvature? LBFGS
+        (aten.le.Scalar, 1e-7, False),  # has it converged?
+        (aten.gt.Scalar, -1e-9, False),  # is the slope no longer downwards?
+        (aten.lt.Scalar, -1e-9, True),
+        (aten.gt.Scalar, 0.5, False),  # is the score high?
+        (aten.lt.Scalar, 0.15, False),
+        (aten.gt.Scalar, 0, False),
+    ],
+)
+def test_no_tolerance_is_met_and_no_threshold_passed(
+    func: object, threshold: float, is_true: bool
+) -> None:
+    out = torch.empty(3, dtype=torch.bool, device="meta")
+
+    twin = comparison(func, (out, threshold), out)
+
+    assert twin is not None
+    assert twin.tolist() == [is_true] * 3
+
+
+def test_strict_refuses_by_the_line() -> None:
+    guesses = Guesses(is_strict=True)
+
+    with pytest.raises(UnsupportedError, match=re.escape("train.py:9 reads a value that is not")):
+        guesses.scalar(torch.float32, "train.py:9", "item")
