@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,9 @@ import pytest
 from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+STATE = pytest.StashKey[tuple[str, dict[tuple[str, str], Any]]]()
+"""The folder and the names of torch before a test."""
 
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.register_profile("dev", deadline=None)
@@ -35,6 +38,33 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
+
+
+def names_of_torch() -> dict[tuple[str, str], Any]:
+    """What stands in torch under each name that a virtual GPU may replace; empty without torch."""
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "cuda"):
+        return {}
+    owners = (torch, torch._C, torch.Tensor, torch.nn.Parameter, torch.UntypedStorage, torch.cuda)
+    return {(owner.__name__, k): value for owner in owners for k, value in vars(owner).items()}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    item.stash[STATE] = (os.getcwd(), names_of_torch())
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    """A test leaves torch, and where the process stands, as they were."""
+    done = yield
+    folder, before = item.stash[STATE]
+    assert os.getcwd() == folder
+    after = names_of_torch()
+    changed = {key for key, value in before.items() if after.get(key) is not value}
+    assert changed <= {("torch", "manual_seed")}  # which torch._dynamo wraps when it is imported
+    return done
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
 from pathlib import Path
 
@@ -60,16 +61,18 @@ def test_files_and_functions_are_within_the_budget(path: Path) -> None:
     assert {n: size for n, size in functions(source).items() if size > MAX_FUNCTION_LINES} == {}
 
 
-def test_the_total_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+def total() -> str:
+    """The size of the package, as CI prints it."""
     sizes = {
         path.relative_to(ROOT): len(code_lines(path.read_text(encoding="utf-8"))) for path in FILES
     }
-    with capsys.disabled():
-        largest = max(sizes, key=lambda name: sizes[name])
-        total, count = sum(sizes.values()), len(sizes)
-        print(f"\n{total} code lines in {count} files, largest {largest} ({sizes[largest]})")  # noqa: T201
+    largest = max(sizes, key=lambda name: sizes[name])
+    lines = sum(sizes.values())
+    return f"{lines} code lines in {len(sizes)} files, largest {largest} ({sizes[largest]})"
 
-    assert total > 0
+
+def test_the_total_is_reported() -> None:
+    assert re.match(r"\d+ code lines in \d+ files, largest memest/", total())
 
 
 def test_docstrings_comments_and_blank_lines_do_not_count() -> None:
@@ -78,3 +81,7 @@ def test_docstrings_comments_and_blank_lines_do_not_count() -> None:
 
     assert code_lines(source) == {5, 6, 7, 12, 14}
     assert functions(source) == {"f (line 12)": 2}
+
+
+if __name__ == "__main__":
+    print(total())  # noqa: T201

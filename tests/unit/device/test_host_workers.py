@@ -83,7 +83,11 @@ def test_a_forked_worker_has_no_gpu(gpu: VirtualGpu) -> None:
 def test_a_forked_process_computes_as_ever(gpu: VirtualGpu) -> None:
     child = os.fork()
     if child == 0:
-        os._exit(int((torch.ones(10) * 2).sum().item()))
+        result = 1
+        try:
+            result = int((torch.ones(10) * 2).sum().item())
+        finally:
+            os._exit(result)  # whatever happens, pytest runs on in the parent alone
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 20
     assert torch.ones(2, device="cuda").is_cuda
 
