@@ -218,6 +218,18 @@ def test_a_mean_squared_error_keeps_the_storage_of_its_elements() -> None:
     assert SCRATCH[aten.mse_loss.default](args, {}, out, H200) == Scratch(after=(64 * 64 * 4,))
 
 
+def test_a_reduced_cross_entropy_of_probabilities_keeps_the_elementwise_loss() -> None:
+    """Its mean is a scalar of its own, copied into the first element."""
+    args = (meta(64, 64), meta(64, 64))
+    out = aten.binary_cross_entropy.default(*args)
+
+    assert OUTPUT_BYTES[aten.binary_cross_entropy.default](args, {}, out, H200) == [64 * 64 * 4]
+    assert SCRATCH[aten.binary_cross_entropy.default](args, {}, out, H200) == Scratch(after=(4,))
+    unreduced = (*args, None, 0)
+    assert OUTPUT_BYTES[aten.binary_cross_entropy.default](unreduced, {}, out, H200) is None
+    assert SCRATCH[aten.binary_cross_entropy.default](unreduced, {}, out, H200) == Scratch()
+
+
 def test_indices_of_unlike_strides_are_copied_to_int64_tables() -> None:
     """`AdvancedIndex`: (5, 1) and (1, 7) broadcast to strides (1, 0) and (0, 1)."""
     rows, columns = meta(5, 1, dtype=torch.int64), meta(1, 7, dtype=torch.int64)

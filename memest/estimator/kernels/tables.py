@@ -234,6 +234,21 @@ def mse_loss_outputs(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> list[int
     return [prod(_loss_shape(args)) * out.itemsize]
 
 
+def bce_of_probabilities_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`binary_cross_entropy` of cuda/Loss.cu, reduced: the mean or sum, copied into the loss."""
+    if not _reduced_loss(args, 3):
+        return Scratch()
+    loss = torch.empty(args[0].shape, dtype=out.dtype, device="meta")
+    return Scratch(after=(out.itemsize, *sum_bytes(loss, (), loss.dtype, gpu)))
+
+
+def bce_of_probabilities_outputs(
+    args: Args, kwargs: Kwargs, out: Any, gpu: Gpu
+) -> list[int] | None:
+    """The scalar of a reduced `binary_cross_entropy` keeps the elementwise loss's storage."""
+    return [args[0].numel() * out.itemsize] if _reduced_loss(args, 3) else None
+
+
 def log_sigmoid_outputs(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> list[int]:
     """`log_sigmoid_forward_cuda` (native/cuda/Activation.cpp): the buffer is the CPU kernel's."""
     return [out[0].numel() * out[0].itemsize, 0]
@@ -329,6 +344,7 @@ SCRATCH: dict[OpOverload, ScratchRule] = {
     aten.native_group_norm.default: group_norm_scratch,
     aten.native_group_norm_backward.default: group_norm_backward_scratch,
     aten.mse_loss.default: mse_loss_scratch,
+    aten.binary_cross_entropy.default: bce_of_probabilities_scratch,
     aten.binary_cross_entropy_with_logits.default: bce_scratch,
     aten.embedding.default: embedding_scratch,
     aten.index.Tensor: index_scratch,
@@ -360,6 +376,7 @@ SCRATCH: dict[OpOverload, ScratchRule] = {
 
 OUTPUT_BYTES: dict[OpOverload, OutputRule] = {
     aten.mse_loss.default: mse_loss_outputs,
+    aten.binary_cross_entropy.default: bce_of_probabilities_outputs,
     aten.log_sigmoid_forward.default: log_sigmoid_outputs,
 }
 """Requested bytes of each output on CUDA, in the order of the outputs; None where meta is right."""
@@ -433,7 +450,7 @@ _LOOKUPS = (
 )
 _NEURAL = (
     "native_dropout_backward nll_loss_forward nll_loss_backward "
-    "mse_loss_backward glu glu_backward upsample_bicubic2d "
+    "mse_loss_backward binary_cross_entropy_backward glu glu_backward upsample_bicubic2d "
     "_adaptive_avg_pool2d max_pool2d_with_indices hardtanh_backward leaky_relu_backward "
     "native_batch_norm native_batch_norm_backward"
 )
