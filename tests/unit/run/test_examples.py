@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "run.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 SCRIPTS = {name: text for text, name in re.findall(r"```python\n(# (\w+\.py)\n.*?)```", PAGE, re.S)}
 
 
@@ -47,10 +48,13 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_report_of_an_example_is_the_one_shown(tmp_path: Path) -> None:
     out = memest_run(tmp_path, "bf16.py", "--gpu", "a100-40gb").splitlines()
-    shown = PAGE.partition("(some lines left out):\n\n```\n")[2].partition("\n```")[0]
+    shown = PAGE.partition("(some lines left out):\n\n```\n")[2].partition("\n```")[0].splitlines()
+    first = README.partition("\n```\nbf16.py\n")[2].partition("\n```")[0].splitlines()
 
-    assert len(shown.splitlines()) > 30
-    assert [line for line in shown.splitlines() if line not in out] == []
+    assert len(shown) > 30
+    assert [line for line in shown if line not in out] == []
+    assert len(first) > 10
+    assert [line for line in first if line not in out] == []
 
 
 @pytest.mark.slow
