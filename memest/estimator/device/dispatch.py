@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -73,6 +73,17 @@ class Recipe:
         return tuple(made) if self.is_tuple else made[0]
 
 
+class _Reference(weakref.ref[torch.UntypedStorage]):
+    """To a storage, with its id and its key: one object a storage, since what lives long here moves
+    the moments at which Python collects the garbage of the script.
+    """
+
+    __slots__ = ("index", "key")
+
+    index: int
+    key: int
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Turns what runs under it into events: `id` is the birth of a storage, `~id` its death.
 
@@ -94,7 +105,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._cublas = CublasWorkspaces(gpu.capability)
         self._workspaces: list[int] = []
         self._live: dict[int, int] = {}
-        self._references: dict[int, Any] = {}
+        self._references: dict[int, _Reference] = {}
+        self._on_death = self._storage_died
         self._recipes: dict[Any, Recipe] = {}
         self._repeatable: set[int] = set()
         self._sites: dict[Any, Site] = {}
@@ -363,10 +375,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size = storage.nbytes() if num_bytes is None else num_bytes
         index = self.storages.add(size, site, kind)
         self._live[key] = index
-        self._references[index] = weakref.ref(storage, partial(self._died, index, key))
+        reference = self._references[index] = _Reference(storage, self._on_death)
+        reference.index, reference.key = index, key
         self._begins(index)
 
-    def _died(self, index: int, key: int, reference: Any) -> None:
+    def _storage_died(self, reference: _Reference) -> None:
+        self._died(reference.index, reference.key)
+
+    def _died(self, index: int, key: int) -> None:
         self._ends(index)
         self._references.pop(index, None)
         if self._live.get(key) == index:

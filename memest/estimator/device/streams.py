@@ -216,7 +216,7 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
             self.storages.deferred.add(index)
             heappush(self._pending, (done, index))
 
-    def _died(self, index: int, key: int, reference: Any) -> None:
+    def _died(self, index: int, key: int) -> None:
         self._end(index)
         self._references.pop(index, None)
         if self._live.get(key) == index:
