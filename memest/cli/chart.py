@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from memest.cli.files import read_plans, write_text
+from memest.cli.files import make_folder, read_plans, write_text
 from memest.cli.group import main
 from memest.cli.options import plan_options
 from memest.cli.sweep import grid_options, grid_points
@@ -307,18 +306,6 @@ def parse_wanted(text: str) -> list[str]:
 def given_only(flags: dict[str, Any]) -> dict[str, Any]:
     """The flags that say something."""
     return {k: v for k, v in flags.items() if v is not None and v != ()}
-
-
-def make_folder(folder: Path) -> None:
-    """The folder of the pictures, made if it is not there and can be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PlanError(
-            f"`{folder}` cannot be made: {error.strerror}", hint="name another folder"
-        ) from error
-    if not os.access(folder, os.W_OK):
-        raise PlanError(f"`{folder}` cannot be written", hint="name another folder")
 
 
 def _stems(chart_name: str, plans: Sequence[TrainingPlan]) -> list[str]:

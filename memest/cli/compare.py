@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from memest.errors import PlanError
-
 if TYPE_CHECKING:
     from memest.validate.compare import Comparison
-from memest.cli.files import check_writable, write_text
+from memest.cli.files import check_writable, make_folder, write_text
 from memest.cli.group import fail, main
 
 
@@ -80,12 +78,7 @@ def _draw(comparisons: Sequence[Comparison], folder: Path) -> None:
     """The scatter of all runs, and the phases of each."""
     from memest.plots import plot_phases, plot_scatter, save
 
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PlanError(
-            f"`{folder}` cannot be made: {error.strerror}", hint="name another folder"
-        ) from error
+    make_folder(folder)
     pairs = [(c.predicted, c.measured) for c in comparisons]
     save(plot_scatter(pairs), folder / "scatter")
     for comparison in comparisons:

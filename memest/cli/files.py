@@ -31,6 +31,18 @@ def check_writable(path: Path) -> None:
         raise PlanError(f"`{path}` cannot be written", hint="name a file in a folder that exists")
 
 
+def make_folder(folder: Path) -> None:
+    """The folder of the pictures, made if it is not there and can be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlanError(
+            f"`{folder}` cannot be made: {error.strerror}", hint="name another folder"
+        ) from error
+    if not os.access(folder, os.W_OK):
+        raise PlanError(f"`{folder}` cannot be written", hint="name another folder")
+
+
 def write_text(path: Path, text: str) -> None:
     """Write beside and rename, so that nothing half-written is ever there."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")

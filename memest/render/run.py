@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memest.render.text import table
-from memest.report import Ending, HeldRow, Outcome, RunReport, Verdict
+from memest.render.text import table, verdict_table
+from memest.report import Ending, HeldRow, Outcome, RunReport
 from memest.units import GIB, format_bytes, format_gib
 
 MAX_ROWS = 12
@@ -41,7 +41,7 @@ def render_run(report: RunReport) -> str:
         _modules(report.modules),
         _lines(report.lines),
         _levels(report),
-        _verdicts(report),
+        verdict_table(report.verdicts),
         _guesses(report),
         _assumed(report),
     ]
@@ -156,24 +156,6 @@ def _levels(report: RunReport) -> list[str]:
         sizes = (step.allocated_bytes, step.peak_allocated_bytes, step.peak_reserved_bytes)
         rows.append([f"step {step.step}", *map(_gib, sizes)])
     return table(rows, left=1) if len(rows) > 1 else []
-
-
-def _verdicts(report: RunReport) -> list[str]:
-    rows = [["gpu", "usable", "reserved", "verdict", "margin", ""]]
-    rows += [_verdict_cells(name, verdict) for name, verdict in report.verdicts.items()]
-    return table(rows, left=1, last_left=True)
-
-
-def _verdict_cells(name: str, verdict: Verdict) -> list[str]:
-    is_oom = verdict.verdict is Outcome.OOM
-    return [
-        name,
-        format_gib(verdict.limit_bytes),
-        format_gib(verdict.reserved_bytes),
-        "OOM" if is_oom else "fits",
-        f"{verdict.margin_bytes / GIB:+.2f} GiB",
-        f"at {verdict.at}" if is_oom else "",
-    ]
 
 
 def _guesses(report: RunReport) -> list[str]:

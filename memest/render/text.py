@@ -22,7 +22,7 @@ def render_text(prediction: Prediction) -> str:
         _totals(prediction),
         _phases(prediction),
         _closed_form(prediction),
-        _verdicts(prediction),
+        verdict_table(prediction.verdicts),
         _assumed(prediction),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
@@ -203,9 +203,10 @@ def _closed_form(prediction: Prediction) -> list[str]:
     return [title, *table(rows, left=1, last_left=True)]
 
 
-def _verdicts(prediction: Prediction) -> list[str]:
+def verdict_table(verdicts: Mapping[str, Verdict]) -> list[str]:
+    """A line for each card: whether the run fits, and what it leaves free."""
     rows = [["gpu", "usable", "reserved", "verdict", "margin", ""]]
-    rows += [_verdict_cells(name, v) for name, v in prediction.verdicts.items()]
+    rows += [_verdict_cells(name, verdict) for name, verdict in verdicts.items()]
     return table(rows, left=1, last_left=True)
 
 

@@ -97,8 +97,7 @@ def _install_devices(patches: Patches, recorder: LiveRecorder) -> None:
         "_has_cudnn": True,
         "has_cuda": True,
     }
-    for name, value in in_c.items():
-        patches.set(torch._C, name, value)
+    patches.set_all(torch._C, in_c)
     patches.set(torch.cuda, "_initialized", True)
     patches.set(torch.cuda, "_get_device_properties", lambda index=0: properties)
     patches.set(torch.cuda, "get_device_properties", lambda device=None: _of(device, properties))

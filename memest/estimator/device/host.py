@@ -13,7 +13,6 @@ What decides a shape is never made up: `nonzero` of a tensor without data is an 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -253,11 +252,3 @@ def _bare(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(map(_bare, value))
     return value
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)

@@ -62,8 +62,7 @@ def _install_statistics(
         "_accelerator_resetAccumulatedStats": reset_accumulated,
         "_accelerator_emptyCache": empty_cache,
     }
-    for name, function in in_c.items():
-        patches.set(torch._C, name, function)
+    patches.set_all(torch._C, in_c)
 
 
 def _install_limits(patches: Patches, recorder: LiveRecorder, allocator: CountingAllocator) -> None:
@@ -93,8 +92,7 @@ def _install_limits(patches: Patches, recorder: LiveRecorder, allocator: Countin
         "_cuda_getAllocatorBackend": lambda: "native",
         "_accelerator_getMemoryInfo": mem_get_info,
     }
-    for name, function in in_c.items():
-        patches.set(torch._C, name, function)
+    patches.set_all(torch._C, in_c)
     patches.set(torch.cuda, "mem_get_info", mem_get_info)
     patches.set(torch.cuda.memory, "mem_get_info", mem_get_info)
 

@@ -190,8 +190,7 @@ def install(patches: Patches, recorder: LiveRecorder, allocator: CountingAllocat
         "_cuda_getMemoryMetadata": recordings.metadata,
         "_cuda_attach_out_of_memory_observer": attach,
     }
-    for name, function in in_c.items():
-        patches.set(torch._C, name, function)
+    patches.set_all(torch._C, in_c)
 
 
 def _check(word: str | None, known: tuple[str, ...], message: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _ABSENT = object()
@@ -22,6 +22,11 @@ class Patches:
         was = getattr(owner, name, None)
         setattr(owner, name, value)
         return was
+
+    def set_all(self, owner: Any, values: Mapping[str, Any]) -> None:
+        """`set` for each name in `values`."""
+        for name, value in values.items():
+            self.set(owner, name, value)
 
     def on_undo(self, action: Callable[[], None]) -> None:
         """Let `action` run when everything has been put back."""

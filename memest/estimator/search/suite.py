@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import TypeVar
 
 from memest.errors import MemestError
 from memest.estimator.predict import judged_gpus, predict
+from memest.estimator.search.processes import over_processes
 from memest.models_meta.registry import check_name
 from memest.plan import TrainingPlan
 from memest.report import Prediction
@@ -82,9 +81,7 @@ def _over_processes(
     # Plans of one model next to each other, so that a process imports and traces them once.
     order = sorted(range(len(plans)), key=lambda i: (plans[i].model_name, plans[i].precision))
     chunk = -(-len(plans) // num_processes)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
-        found = list(pool.map(one, [plans[i] for i in order], chunksize=chunk))
+    found = over_processes(one, [plans[i] for i in order], num_processes, chunksize=chunk)
     by_index = dict(zip(order, found, strict=True))
     return [by_index[i] for i in range(len(plans))]
 

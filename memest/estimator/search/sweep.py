@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from memest.errors import MemestError, PlanError, shown
 from memest.estimator.predict import judged_gpus
+from memest.estimator.search.processes import over_processes
 from memest.plan import TrainingPlan
 from memest.report import Verdict
 
@@ -203,12 +204,7 @@ def sweep(
     jobs = jobs or os.cpu_count() or 1
     num_processes = min(jobs, len(tasks))
     one = partial(_sweep_group, jobs=jobs // num_processes, trust_remote_code=trust_remote_code)
-    if num_processes == 1:
-        found = [one(task) for task in tasks]
-    else:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
-            found = list(pool.map(one, tasks))
+    found = over_processes(one, tasks, num_processes)
     by_index: dict[int, list[SweepPoint] | MemestError] = {}
     for group, results in zip(groups, found, strict=True):
         by_index |= dict(zip(group.members, results, strict=True))

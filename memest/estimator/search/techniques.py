@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 from memest.errors import MemestError
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.search.largest import Largest, largest
+from memest.estimator.search.processes import over_processes
 from memest.plan import TrainingPlan
 
 TECHNIQUES: dict[str, dict[str, Any]] = {
@@ -95,12 +94,7 @@ def largest_of_all(
     one = partial(_rows, gpus=tuple(gpus), key=key, trust_remote_code=trust_remote_code)
     tasks = list(technique_values(plan).items())
     num_processes = min(jobs or os.cpu_count() or 1, len(tasks))
-    if num_processes == 1:
-        found = [one(task) for task in tasks]
-    else:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
-            found = list(pool.map(one, tasks))
+    found = over_processes(one, tasks, num_processes)
     errors = [result for result in found if isinstance(result, MemestError)]
     if len(errors) == len(found):
         raise errors[0]
