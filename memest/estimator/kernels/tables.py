@@ -245,7 +245,7 @@ def bce_of_probabilities_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu)
 def bce_of_probabilities_outputs(
     args: Args, kwargs: Kwargs, out: Any, gpu: Gpu
 ) -> list[int] | None:
-    """The scalar of a reduced `binary_cross_entropy` keeps the elementwise loss's storage."""
+    """The scalar of a reduced `binary_cross_entropy` (cuda/Loss.cu) keeps all its storage."""
     return [args[0].numel() * out.itemsize] if _reduced_loss(args, 3) else None
 
 
@@ -303,6 +303,7 @@ def isinf_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
 SCRATCH: dict[OpOverload, ScratchRule] = {
     aten.sum.default: sum_all_scratch,
     aten.sum.dim_IntList: sum_dims_scratch,
+    aten.nansum.default: sum_dims_scratch,
     aten.mean.default: sum_all_scratch,
     aten.mean.dim: sum_dims_scratch,
     aten.prod.default: product_scratch,
