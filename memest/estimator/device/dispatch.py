@@ -177,14 +177,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             recipe = self._recipes.get(key)
         if recipe is None:
             out = self._run(func, args, kwargs)
-            recipe = self._recipe(func, args, kwargs, out)
-            if self._can_repeat(func, args, out):
-                self._recipes[key or _key(func, args, kwargs)] = recipe
+            recipe = self._new_recipe(func, args, kwargs, out, key)
         else:
             out = recipe.make_outputs()
         self._record(func, args, kwargs, out, recipe)
         self._follow_values(func, args, kwargs, out)
         return out
+
+    def _new_recipe(self, func: Any, args: Any, kwargs: Any, out: Any, key: Any) -> Recipe:
+        """The recipe of a call, which is kept where it holds for others."""
+        recipe = self._recipe(func, args, kwargs, out)
+        if self._can_repeat(func, args, out):
+            self._recipes[key or _key(func, args, kwargs)] = recipe
+        return recipe
 
     def _as_without_a_mode(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """What the GPU runs in place of `func`; see `in_place`."""
