@@ -21,8 +21,11 @@ STATIC = {
 TYPES = ["-m", "mypy"]
 """Takes longer than the others, and runs beside the tests."""
 
-TESTS = ["-m", "pytest", "-q", "-m", "not gpu", "--dist", "loadfile", "--durations", "15"]
-"""A file stays on one core, where its tests share what they have traced."""
+TESTS = [
+    *("-m", "pytest", "-q", "-m", "not gpu", "--durations", "15"),
+    *("--dist", "loadfile", "--no-loadscope-reorder"),
+]
+"""A file stays on one core, where its tests share what they have traced; the longest come early."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """The cores are taken by processes."""
