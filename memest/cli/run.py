@@ -100,9 +100,14 @@ def run(
     check_single_process(os.environ)
     card = _card(gpu_name, gpu_memory)
     files = _Files(json_path, html, snapshot, chrome_trace)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a build for CUDA finds no card either
     from memest.run.launcher import run_target
     from memest.run.session import Session
+
+    del os.environ["CUDA_VISIBLE_DEVICES"]  # the script finds what was there
+    if visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
     session = Session(
         card,

@@ -62,7 +62,8 @@ def run_target(target: Target, session: Session) -> Ran:
         sys.argv, sys.path[:] = before
     if isinstance(error, PlanError) and error.__cause__ is _NOT_RUN:
         raise error
-    report = session.report() if session.peak_allocated_bytes else None
+    is_used = session.peak_allocated_bytes or session.virtual.recorder.num_ooms
+    report = session.report() if is_used else None
     return _ran(error, report)
 
 

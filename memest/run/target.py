@@ -60,7 +60,8 @@ def find_script(name: str, args: tuple[str, ...]) -> Target:
     path = Path(os.path.abspath(name))
     if not path.exists():
         folder = path.parent
-        near = closest(path.name, os.listdir(folder)) if folder.is_dir() else ()
+        files = (f for f in os.listdir(folder) if f.endswith(".py")) if folder.is_dir() else ()
+        near = closest(path.name, files)
         hint = f"did you mean `{near[0]}`?" if near else "a module is run with `-m`"
         if name in COMMANDS:
             hint = "name the Python script itself: `memest run train.py`"

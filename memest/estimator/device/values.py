@@ -190,6 +190,7 @@ class LiveValues(ShadowValues):
         """Storages whose twin is a guess, or was computed from one."""
 
         self._is_mutable: dict[int, bool] = {}
+        self._random_state: Tensor | None = None
 
     def drop(self, storage_key: int) -> None:
         """As `ShadowValues.drop`."""
@@ -223,6 +224,20 @@ class LiveValues(ShadowValues):
         super().follow(func, args, kwargs, out)
         if self.guessed and self.is_guessed(args):
             self.guessed.update(map(storage_key, filter(is_meta, tensors_in((out,)))))
+
+    def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As `ShadowValues.compute`; what is drawn on the card is not drawn from the host's state,
+        on which the order of a script's data may depend.
+        """
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return super().compute(func, args, kwargs)
+        before = torch.get_rng_state()
+        try:
+            torch.set_rng_state(before if self._random_state is None else self._random_state)
+            return super().compute(func, args, kwargs)
+        finally:
+            self._random_state = torch.get_rng_state()
+            torch.set_rng_state(before)
 
     def _drop_all(self, func: Any, tensors: Iterable[Any]) -> None:
         """What a list operator writes is not followed; gradients are taken to be finite."""
