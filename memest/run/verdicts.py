@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from memest.estimator.device.storages import Site
 from memest.estimator.device.virtual_gpu import VirtualGpu
@@ -32,6 +33,8 @@ def judge_gpus(
         verdict = judge.verdict(limit)
         if verdict is not None and (outcome is not Outcome.OOM or verdict.verdict is Outcome.OOM):
             verdicts[gpu.name] = verdict
+        elif outcome is Outcome.OOM and limit <= verdicts[own.name].limit_bytes:
+            verdicts[gpu.name] = _refused_too(verdicts[own.name], limit)
         else:
             unknown.append(gpu.name)
     notes = []
@@ -63,6 +66,15 @@ def _own_verdict(virtual: VirtualGpu, outcome: Outcome) -> Verdict:
         limit_bytes=limit,
         reserved_bytes=history.peak_reserved_bytes,
         at=at,
+    )
+
+
+def _refused_too(own: Verdict, limit_bytes: int) -> Verdict:
+    """Of a card with no more memory, to which the last request came as well."""
+    return replace(
+        own,
+        margin_bytes=own.margin_bytes - (own.limit_bytes - limit_bytes),
+        limit_bytes=limit_bytes,
     )
 
 

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+import memest
 from memest.errors import UnsupportedError
 from memest.estimator.device.guesses import Guesses, comparison
 
@@ -59,3 +60,15 @@ def test_strict_refuses_by_the_line() -> None:
 
     with pytest.raises(UnsupportedError, match=re.escape("train.py:9 reads a value that is not")):
         guesses.scalar(torch.float32, "train.py:9", "item")
+
+
+def test_what_the_card_draws_is_not_drawn_from_the_host() -> None:
+    with memest.virtual_gpu("a100-40gb"):
+        torch.manual_seed(0)
+        alone = torch.rand(3).tolist()
+
+        torch.manual_seed(0)
+        torch.randn(10, device="cuda")
+        torch.randint(0, 5, (4,), device="cuda")
+
+        assert torch.rand(3).tolist() == alone
