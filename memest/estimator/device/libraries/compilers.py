@@ -6,6 +6,7 @@ temporaries. What is simulated is the function as written, and the report says s
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,7 @@ def _install_compile(patches: Patches, recorder: LiveRecorder, hooks: ImportHook
     def compile_(model: Any = None, **options: Any) -> Any:
         if model is None:
             return lambda function: compile_(function, **options)
-        recorder.note(COMPILED)
+        _note(recorder, COMPILED)
         if isinstance(model, nn.Module):
             model.__dict__["_orig_mod"] = model  # what scripts unwrap
         return model
@@ -54,9 +55,20 @@ def _install_compile(patches: Patches, recorder: LiveRecorder, hooks: ImportHook
     hooks.after("torch._dynamo", without_caches)
 
 
+def _note(recorder: LiveRecorder, text: str) -> None:
+    """Say so, unless it is a library that decorates its functions as it is imported."""
+    frame = sys._getframe(2)
+    script = recorder.lines.frame(frame)
+    while frame is not None and frame is not script:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return
+        frame = frame.f_back  # type: ignore[assignment]
+    recorder.note(text)
+
+
 def _install_script(patches: Patches, recorder: LiveRecorder) -> None:
     def as_written(made: Any) -> Any:
-        recorder.note(SCRIPTED)
+        _note(recorder, SCRIPTED)
         if isinstance(made, nn.Module):
             made.__dict__.setdefault("save", _refused("`save` of a scripted module"))
         return made
