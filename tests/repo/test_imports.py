@@ -40,6 +40,16 @@ ESTIMATOR_FLOORS = [
 ]
 """The rooms within the estimator, lowest first."""
 
+DEVICE_FLOORS = [
+    {"collectives", "cuda_semantics", "custom_operators", "dispatch", "garbage", "guesses"}
+    | {"history", "host", "imports", "in_place", "labels", "lines", "messages", "modules"}
+    | {"patches", "processes", "recurrent", "storages", "streams", "tensors", "traits", "values"},
+    {"live"},
+    {"attributes", "cuda", "encoder", "files", "libraries"},
+    {"virtual_gpu"},
+]
+"""The files and rooms of the virtual GPU, lowest first; more in `device/__init__.py`."""
+
 ALLOWED = {
     ("report", "render"),  # `print(prediction)` writes the text report; imported when it is printed
 }
@@ -53,12 +63,15 @@ def parts_of(path: Path) -> list[str]:
     return [part for part in parts if part != "__init__"]
 
 
-def floors_of(parts: list[str]) -> tuple[int, int | None]:
-    """The floor of a module, and within the estimator its floor there."""
-    outer = next(index for index, rooms in enumerate(FLOORS) if parts[0] in rooms)
-    if parts[0] != "estimator" or len(parts) == 1:
-        return outer, None
-    return outer, next(i for i, rooms in enumerate(ESTIMATOR_FLOORS) if parts[1] in rooms)
+def floors_of(parts: list[str]) -> list[int]:
+    """The floor of a module; within the estimator its floor there, and so in the device."""
+    found = []
+    for floors, room in ((FLOORS, "estimator"), (ESTIMATOR_FLOORS, "device"), (DEVICE_FLOORS, "")):
+        part = parts[len(found)]
+        found.append(next(index for index, rooms in enumerate(floors) if part in rooms))
+        if part != room or len(parts) == len(found):
+            break
+    return found
 
 
 def imported_parts(nodes: Iterable[ast.AST]) -> Iterator[list[str]]:
@@ -79,15 +92,13 @@ def imported_parts(nodes: Iterable[ast.AST]) -> Iterator[list[str]]:
 def violations(parts: list[str], source: str) -> list[str]:
     """What a module imports from above, anywhere: functions and type checking included."""
     found = []
-    outer, inner = floors_of(parts)
+    floors = floors_of(parts)
     for other in imported_parts(ast.walk(ast.parse(source))):
         if not other or other[0] not in set().union(*FLOORS):
             continue  # a name of the front door
-        other_outer, other_inner = floors_of(other)
-        is_above = other_outer > outer
-        if other_outer == outer and inner is not None and other_inner is not None:
-            is_above = other_inner > inner
-        if is_above and (parts[0], other[0]) not in ALLOWED:
+        pairs = zip(floors, floors_of(other), strict=False)
+        own, others = next(((a, b) for a, b in pairs if a != b), (0, 0))
+        if others > own and (parts[0], other[0]) not in ALLOWED:
             found.append(f"{'.'.join(parts)} imports {'.'.join(other)}")
     return found
 
@@ -104,6 +115,8 @@ def test_every_module_has_a_floor() -> None:
     assert {p[1] for p in parts if p[0] == "estimator" and len(p) > 1} <= set().union(
         *ESTIMATOR_FLOORS
     )
+    in_device = {p[2] for p in parts if p[:2] == ["estimator", "device"] and len(p) > 2}
+    assert in_device == set().union(*DEVICE_FLOORS)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +139,9 @@ def test_the_check_of_directions_can_fail_within_the_estimator() -> None:
     assert len(violations(["estimator", "trace", "replay"], above)) == 1
     assert violations(["estimator", "search", "suite"], above) == []
     assert len(violations(["estimator", "kernels", "cub"], "import memest.estimator.trace")) == 1
+    above = "from memest.estimator.device.cuda import memory"
+    assert len(violations(["estimator", "device", "live"], above)) == 1
+    assert violations(["estimator", "device", "virtual_gpu"], above) == []
 
 
 def run_at_import(body: Iterable[ast.AST]) -> Iterator[ast.AST]:

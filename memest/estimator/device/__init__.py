@@ -1,5 +1,15 @@
-"""What stands in for a GPU while the model's own code runs on the meta device.
+"""What stands in for a GPU while the code of a model, or a whole script, runs on the meta device.
 
-`cuda_semantics` decides as torch does for CUDA tensors, above autograd; `dispatch` records every
-storage below it; `values` keeps the small integers that models branch on.
+One file builds on another in this order; none imports from below:
+
+- `tensors` says where a tensor lies, `storages` what is known of its memory, `patches` lets names
+  of torch stand for others. `values` keeps the small integers that models branch on, `guesses`
+  says what a script reads where nothing is known.
+- `cuda_semantics` (with `recurrent`) decides as torch does for CUDA tensors, above autograd.
+- `dispatch` records every storage below autograd, `streams` on several streams; `host` knows of
+  tensors without data; `live` sends each event to the allocator as the script runs (with
+  `history`, `labels`, `lines`, `modules` and `garbage`).
+- `attributes/` (what a tensor says and where it goes), `cuda/` (`torch.cuda`, NVML), `encoder`,
+  `files/` (checkpoints, published weights) and `libraries/` put all this in torch's place.
+- `virtual_gpu` is the session in which a script sees it.
 """

@@ -20,20 +20,12 @@ from memest.errors import MemestError
 from memest.estimator.allocator.statistics import CountingAllocator
 from memest.estimator.device import (
     attributes,
-    checkpoints,
-    comm,
-    device_class,
-    driver,
+    cuda,
     encoder,
-    foreach,
+    files,
     libraries,
-    memory,
-    nvml,
-    pretrained,
     processes,
-    profiling,
     recurrent,
-    safetensors_files,
 )
 from memest.estimator.device.cuda_semantics import CASTS, decisions_of
 from memest.estimator.device.guesses import Guesses
@@ -108,23 +100,15 @@ class VirtualGpu:
             raise MemestError("a virtual GPU is active already", hint="leave it first")
         VirtualGpu._active = self
         recorder, patches = self.recorder, self._patches
-        device_class.install(patches)
         attributes.install(patches, recorder)
-        driver.install(patches, recorder)
-        comm.install(patches)
-        memory.install(patches, recorder)
-        foreach.install(patches, recorder)
+        cuda.install(patches, recorder)
         encoder.install(patches, recorder)
         recurrent.install(patches)
-        nvml.install(patches, recorder)
-        profiling.install(patches, recorder)
         hooks = ImportHooks()
         hooks.install()
         self._stack.callback(hooks.remove)
-        checkpoints.install(patches, recorder)
         processes.install(patches)
-        pretrained.install(patches, recorder, hooks)
-        safetensors_files.install(patches, recorder, hooks)
+        files.install(patches, recorder, hooks)
         libraries.install(patches, recorder, hooks)
         self._install_threads()
         self._install_steps()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from memest.errors import UnsupportedError
-from memest.estimator.device.properties import L2_KIB, MULTIPROCESSORS
+from memest.estimator.device.cuda.properties import L2_KIB, MULTIPROCESSORS
 from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import find_gpu, list_gpus
 

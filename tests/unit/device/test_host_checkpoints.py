@@ -113,7 +113,7 @@ def test_a_checkpoint_of_stand_ins_by_hand_stays_one_number(
 
 
 def test_a_large_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memest.estimator.device.checkpoints.MAPPED_BYTES", 1 << 20)
+    monkeypatch.setattr("memest.estimator.device.files.checkpoints.MAPPED_BYTES", 1 << 20)
     path = tmp_path / "c.pt"
     torch.save({"w": torch.ones(2000, 2000), "few": torch.arange(3.0)}, path)
     with VirtualGpu(find_gpu("h100-80gb")) as gpu:

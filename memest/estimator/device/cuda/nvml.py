@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from memest.estimator.device.driver import CUDA_VERSION
+from memest.estimator.device.cuda.driver import CUDA_VERSION
+from memest.estimator.device.cuda.properties import UUID
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
-from memest.estimator.device.properties import UUID
 from memest.estimator.hardware.gpus import Gpu
 
 DRIVER_VERSION = "580.159.03"

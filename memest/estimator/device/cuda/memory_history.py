@@ -11,9 +11,9 @@ import torch
 from memest.estimator.allocator.memory_history import Context, MemoryHistory, segment_of
 from memest.estimator.allocator.statistics import CountingAllocator
 from memest.estimator.allocator.torch_format import SETTINGS
+from memest.estimator.device.cuda.stacks import Stacks
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
-from memest.estimator.device.stacks import Stacks
 
 _ENABLED = ("state", "all")
 _CONTEXTS = ("state", "alloc", "all")

@@ -8,7 +8,7 @@ import torch
 
 from memest.errors import UnsupportedError
 from memest.estimator.allocator.statistics import CountingAllocator
-from memest.estimator.device import memory_history
+from memest.estimator.device.cuda import memory_history
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.tensors import resolve

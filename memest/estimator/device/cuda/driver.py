@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from memest.errors import UnsupportedError
-from memest.estimator.device import cuda_streams
+from memest.estimator.device.cuda import streams
+from memest.estimator.device.cuda.properties import DeviceProperties, properties_of
+from memest.estimator.device.cuda.runtime import Cudart
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
-from memest.estimator.device.properties import DeviceProperties, properties_of
-from memest.estimator.device.runtime import Cudart
 from memest.estimator.device.tensors import CUDA, resolve
 
 CUDA_VERSION = "13.0"
@@ -35,7 +35,7 @@ def install(patches: Patches, recorder: LiveRecorder) -> None:
     """Let `torch.cuda` speak of one GPU, that of `recorder`."""
     _install_devices(patches, recorder)
     _install_libraries(patches, recorder)
-    cuda_streams.install(patches, recorder)
+    streams.install(patches, recorder)
     _install_random(patches)
     _install_refusals(patches, recorder)
 
