@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -100,14 +102,9 @@ def run(
     check_single_process(os.environ)
     card = _card(gpu_name, gpu_memory)
     files = _Files(json_path, html, snapshot, chrome_trace)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a build for CUDA finds no card either
-    from memest.run.launcher import run_target
-    from memest.run.session import Session
-
-    del os.environ["CUDA_VISIBLE_DEVICES"]  # the script finds what was there
-    if visible is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    with _no_real_card():
+        from memest.run.launcher import run_target
+        from memest.run.session import Session
 
     session = Session(
         card,
@@ -135,6 +132,19 @@ def run(
     _print(ran.report, out)
     files.write(ran.report, session)
     return OOM_EXIT_CODE if check and not ran.report.fits else ran.exit_code
+
+
+@contextlib.contextmanager
+def _no_real_card() -> Iterator[None]:
+    """Within it a build of torch for CUDA finds no card; the script finds what was there."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        yield
+    finally:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        if visible is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
 
 def _target(module: str | None, command: tuple[str, ...]) -> Target:

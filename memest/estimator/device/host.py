@@ -252,3 +252,11 @@ def _bare(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(map(_bare, value))
     return value
+
+
+def without_tensors(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments for a factory on the host that is asked in the likeness of a tensor of the card."""
+    return tuple(
+        torch.empty_strided(a.size(), a.stride(), dtype=a.dtype) if isinstance(a, Tensor) else a
+        for a in args
+    )

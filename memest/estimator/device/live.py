@@ -25,7 +25,7 @@ from memest.estimator.device.dispatch import Recipe, Recorder
 from memest.estimator.device.garbage import PER_STORAGE, GarbagePace
 from memest.estimator.device.guesses import ASSUMED, Guesses, comparison, selection
 from memest.estimator.device.history import EventLog, History, LiveStorages
-from memest.estimator.device.host import HostRecorder
+from memest.estimator.device.host import HostRecorder, without_tensors
 from memest.estimator.device.labels import Labels
 from memest.estimator.device.lines import ScriptLines
 from memest.estimator.device.messages import out_of_memory
@@ -240,10 +240,10 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         source: Tensor = args[1] if is_copy_ else args[0]
         if not is_meta(source) or func not in (aten.copy_.default, aten._to_copy.default):
             factory = {**kwargs, "device": CPU}
-            return self._in_memory(func, _without_tensors(args, func), factory)
+            return self._in_memory(func, without_tensors(args), factory)
         with self._lock:
             self.host_waits(self.event(self.stream))
-            if not source.is_contiguous() and not _is_dense(source):
+            if not source.is_contiguous() and not aten.is_non_overlapping_and_dense.default(source):
                 site = self._site(func)  # `copy_requires_temporaries` of Copy.cu
                 self._ends(self._workspace(source.numel() * source.itemsize, site))
         value = self.values.value_of(source)
@@ -483,18 +483,6 @@ def _few_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
             items = value if len(value) <= 8 else (value[0], value[-1])
             found += [item for item in items if isinstance(item, Tensor)]
     return found
-
-
-def _without_tensors(args: tuple[Any, ...], func: Any) -> tuple[Any, ...]:
-    """Arguments for a factory on the host that is asked in the likeness of a tensor of the card."""
-    return tuple(
-        torch.empty_strided(a.size(), a.stride(), dtype=a.dtype) if isinstance(a, Tensor) else a
-        for a in args
-    )
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return bool(aten.is_non_overlapping_and_dense.default(tensor))
 
 
 __all__ = ["EventLog", "LiveRecorder"]
