@@ -82,7 +82,8 @@ def test_all_stacks_begin_with_the_operator(gpu: VirtualGpu) -> None:
     held = torch.zeros(3, device="cuda")
 
     assert entries()[1]["frames"][0] == {"filename": "??", "line": 0, "name": "aten::zeros"}
-    assert memory._allocation_traceback(held.data_ptr())[0]["name"] == "aten::zeros"
+    if hasattr(memory, "_allocation_traceback"):  # torch 2.11 has none
+        assert memory._allocation_traceback(held.data_ptr())[0]["name"] == "aten::zeros"
 
 
 @pytest.mark.parametrize(
