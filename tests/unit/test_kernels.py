@@ -362,7 +362,7 @@ def test_an_op_that_nobody_compared_is_not_called_scratch_free() -> None:
 
 def test_no_op_is_both_free_of_scratch_and_in_the_table() -> None:
     assert not any(has_no_scratch(func) for func in SCRATCH)
-    assert all(hasattr(aten, name) for name in NO_SCRATCH)
+    assert all(hasattr(aten, name.partition(".")[0]) for name in NO_SCRATCH)
 
 
 def test_a_histogram_between_given_bounds_counts_in_shared_memory() -> None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from memest.estimator.device import recurrent
+from memest.estimator.device import fused, recurrent
 from memest.estimator.device.tensors import on_gpu
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.kernels.attention.choice import scaled_dot_product_attention
@@ -192,6 +192,7 @@ def _register_once() -> None:
         "scaled_dot_product_attention": _attention,
         "linear": _linear,
         **recurrent.kernels(_BELOW, _decisions),
+        **fused.kernels(_BELOW),
         "batch_norm": _batch_norm,
     }
     policies = [(LOWER_PRECISION, _to_lower_precision), (FLOAT32, _to_float32)]

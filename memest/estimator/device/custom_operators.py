@@ -19,6 +19,8 @@ _KEYS_OF_PYTHON = {
 }
 _OF_TORCH = ("aten", "prims", "prim", "memest", "quantized", "c10d", "_c10d_functional")
 _OWN_KERNEL = ("CPU", "CUDA", "Meta", "CompositeExplicitAutograd")
+_ONE_KERNEL_ON_CUDA = ("aten::_fused_rms_norm",)
+"""Composite where torch was built without CUDA."""
 
 
 def key_of_other_operators(func: Any) -> Any:
@@ -29,6 +31,8 @@ def key_of_other_operators(func: Any) -> Any:
     name = func._schema.name
     if func._schema.overload_name:
         name = f"{name}.{func._schema.overload_name}"
+    if name in _ONE_KERNEL_ON_CUDA:
+        return None
     if name.partition("::")[0] in _OF_TORCH:
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
         is_composite = has_kernel(name, "CompositeImplicitAutograd") and not any(

@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memest.errors import TraceError
+from memest.estimator.device import fused, recurrent
 from memest.estimator.device.in_place import (
     as_without_a_mode,
     owners_of_a_sole_gradient,
 )
 from memest.estimator.device.modules import ModuleTracker
-from memest.estimator.device.recurrent import MADE_HERE, packing_events
+from memest.estimator.device.recurrent import packing_events
 from memest.estimator.device.storages import Coverage, MemKind, Site, StorageTable
 from memest.estimator.device.traits import DEPENDS_ON_VALUES, traits_of
 from memest.estimator.device.values import (
@@ -204,7 +205,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_foreach_in_place(func) and all(tensor.is_meta for tensor in args[0]):
             return None  # where there are no values, none change
-        make = MADE_HERE.get(func)
+        make = _MADE_HERE.get(func)
         if make is not None:
             return make(args, kwargs)
         try:
@@ -395,6 +396,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.values.drop(key)
 
 
+_MADE_HERE = {**recurrent.MADE_HERE, **fused.MADE_HERE}
 _ATTENTION_EVENTS = {**ATTENTION_EVENTS, **FLASH_ATTENTION_2_EVENTS}
 _EVENTS = {
     **STAGED_EVENTS,

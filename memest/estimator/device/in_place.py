@@ -7,7 +7,9 @@ here: `scaled_dot_product_attention` adds its mask so too, which `sdpa.math_atte
 
 Sources (torch 2.11): torch/csrc/autograd/input_buffer.cpp (`can_accumulate_inplace`),
 torch/csrc/autograd/FunctionsManual.cpp (`index_backward`, `index_select_backward_symint`,
-`masked_select_backward`, `value_selecting_reduction_backward_symint`) and
+`masked_select_backward`, `value_selecting_reduction_backward_symint`, `take_backward`,
+`trace_backward_symint`, `cummaxmin_backward`, `evenly_distribute_backward`,
+`binary_cross_entropy_with_logits_backward`) and
 aten/src/ATen/native/TensorAdvancedIndexing.cpp (`gather_backward`).
 Evidence: two allocator recordings of real runs, event by event.
 """
@@ -27,9 +29,21 @@ _SELECTIONS = (
     "TopkBackward0", "SortBackward0", "SortBackward1", "MaxBackward0", "MinBackward0",
     "KthvalueBackward0", "ModeBackward0", "MedianBackward1", "NanmedianBackward1",
 )  # fmt: skip
-_IN_BACKWARD_OF = {
+_EXTREMES = ("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0")
+_BINARY_CROSS_ENTROPY = ("BinaryCrossEntropyWithLogitsBackward0",)
+_IN_BACKWARD_OF: dict[Any, tuple[tuple[str, ...], Any, tuple[Any, ...]]] = {
     aten.index_put.default: (("IndexBackward0",), aten._index_put_impl_.default, (True,)),
-    aten.scatter_add.default: (("GatherBackward0",), aten.scatter_add_.default, ()),
+    aten.scatter_add.default: (
+        ("GatherBackward0", "CummaxBackward0", "CumminBackward0"),
+        aten.scatter_add_.default,
+        (),
+    ),
+    aten.put.default: (("TakeBackward0",), aten.put_.default, ()),
+    aten.index_fill.int_Tensor: (("TraceBackward0",), aten.index_fill_.int_Tensor, ()),
+    aten.logical_and.default: (_EXTREMES, aten.logical_and_.default, ()),
+    aten.sub.Tensor: (_BINARY_CROSS_ENTROPY, aten.sub_.Tensor, ()),
+    aten.mul.Tensor: (_BINARY_CROSS_ENTROPY, aten.mul_.Tensor, ()),
+    aten.div.Tensor: (_BINARY_CROSS_ENTROPY, aten.div_.Tensor, ()),
     aten.index_add.default: (("IndexSelectBackward0",), aten.index_add_.default, ()),
     aten.masked_scatter.default: (("MaskedSelectBackward0",), aten.masked_scatter_.default, ()),
     aten.scatter.src: (_SELECTIONS, aten.scatter_.src, ()),
@@ -54,7 +68,20 @@ def as_without_a_mode(
     current = torch._C._current_autograd_node()
     if kwargs or current is None or current.name() not in nodes:
         return func, args
+    if nodes is _BINARY_CROSS_ENTROPY and not _holds_result(*args):
+        return func, args
     return in_place, (*args, *more)
+
+
+def _holds_result(left: Tensor, right: Any) -> bool:
+    """Whether the result has the shape of `left`; not so where weights of the positives, which stay
+    as they are, meet a target that has more dimensions.
+    """
+    if not isinstance(right, Tensor):
+        return True
+    return left.dim() >= right.dim() and left.shape == torch.broadcast_shapes(  # type: ignore[no-untyped-call]
+        left.shape, right.shape
+    )
 
 
 def _is_sum_of_gradients(left: Any, right: Any) -> bool:

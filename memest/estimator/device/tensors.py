@@ -108,3 +108,15 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from tensors_in(value)
+
+
+def few_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments; of a long list the first and the last, which are alike."""
+    found = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple) and value:
+            items = value if len(value) <= 8 else (value[0], value[-1])
+            found += [item for item in items if isinstance(item, Tensor)]
+    return found

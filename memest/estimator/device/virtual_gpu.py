@@ -23,6 +23,7 @@ from memest.estimator.device import (
     cuda,
     encoder,
     files,
+    layouts,
     libraries,
     processes,
     recurrent,
@@ -103,6 +104,7 @@ class VirtualGpu:
         attributes.install(patches, recorder)
         cuda.install(patches, recorder)
         encoder.install(patches, recorder)
+        layouts.install(patches, recorder.lines.current)
         recurrent.install(patches)
         hooks = ImportHooks()
         hooks.install()

@@ -42,25 +42,38 @@ def _tile_states(num_tiles: int, state_bytes: int) -> int:
     return _aliased((num_tiles + _TILE_PADDING) * state_bytes)
 
 
-def radix_sort_bytes(num_items: int, gpu: Gpu, *, num_bits: int = 64) -> int:
-    """`DeviceRadixSort::SortPairs` of int64 keys with int64 values (dispatch_radix_sort.cuh).
+def _radix_sort_tile(gpu: Gpu, key_bytes: int) -> int:
+    """Pairs of one tile: of int64 with int64, or of shorter keys, which 9.0 tunes apart."""
+    if gpu.capability[0] >= 9:
+        return 384 * {2: 15, 4: 14}.get(key_bytes, 12)
+    return 384 * 10 if gpu.capability[0] == 8 else 256 * 11
+
+
+def segmented_sort_bytes(num_items: int, key_bytes: int) -> int:
+    """`DeviceSegmentedRadixSort::SortPairs` with int64 values: a second copy of both."""
+    return _aliased(num_items * key_bytes, num_items * 8)
+
+
+def radix_sort_bytes(num_items: int, gpu: Gpu, *, num_bits: int = 64, key_bytes: int = 8) -> int:
+    """`DeviceRadixSort::SortPairs` of integer or float keys with int64 values
+    (dispatch_radix_sort.cuh).
 
     One sweep per 8 bits of the key: 64-bit digit counts for each sweep, 32-bit look-back counts
     for each tile, a counter for each sweep, and, with two sweeps or more, a second copy of keys
     and values. A tile is 384 threads of 24 * 4 / 8 pairs from compute capability 9.0 on and of
-    21 * 4 / 8 on 8.x, and 256 threads of 23 * 4 / 8 on 7.x.
+    21 * 4 / 8 on 8.x, and 256 threads of 23 * 4 / 8 on 7.x; on 9.0 and later keys of 4 bytes have
+    14 and of 2 bytes 15 pairs for each thread (`sm90_small_key_tuning`).
     """
     if num_items <= _SINGLE_TILE:
         return 1
-    major = gpu.capability[0]
-    tile = 384 * 12 if major >= 9 else 384 * 10 if major == 8 else 256 * 11
+    tile = _radix_sort_tile(gpu, key_bytes)
     sweeps = _ceil_div(num_bits, 8)
-    copy = num_items * 8 if sweeps > 1 else 0
+    keys, values = (num_items * key_bytes, num_items * 8) if sweeps > 1 else (0, 0)
     return _aliased(
         sweeps * _RADIX_DIGITS * 8,
         _ceil_div(num_items, tile) * _RADIX_DIGITS * 4,
-        copy,
-        copy,
+        keys,
+        values,
         sweeps * 4,
     )
 

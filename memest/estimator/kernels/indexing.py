@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.kernels.cub import radix_sort_bytes, scan_bytes
+from memest.estimator.kernels.cub import radix_sort_bytes, scan_bytes, segmented_sort_bytes
 from memest.estimator.kernels.scratch import Scratch
 
 FEW_INDICES = 3072
@@ -155,12 +155,13 @@ def _slices(args: Args, kwargs: Kwargs, position: int) -> tuple[int, int]:
 
 
 def sort_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`sort` (Sort.cpp): within a block up to 4096 elements, else radix sort of int64 keys and
+    """`sort` (Sort.cpp): within a block up to 4096 elements, else radix sort of keys and int64
     positions.
 
     Short slices need an int64 range that fills the indices. One long slice: range and the sort's
     storage. Several, fewer than 128: all are sorted at once by key with (segment, position) as
-    value, then by segment; the first sort peaks with three arrays of 8 * n besides its storage.
+    value, then by segment; the first sort peaks with two arrays of 8 * n and the sorted keys
+    besides its storage. More: a range and the storage of a sort of segments.
     Exact where `sort_is_modelled`.
     """
     tensor = args[0]
@@ -169,15 +170,22 @@ def sort_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
         return Scratch()
     if length <= SMALL_SORT:
         return Scratch(after=(length * INDEX_BYTES,))
-    row = tensor.numel() * INDEX_BYTES
-    storage = radix_sort_bytes(tensor.numel(), gpu)
-    return Scratch(after=(row, storage) if count == 1 else (row, row, row, storage))
+    item, row = tensor.itemsize, tensor.numel() * INDEX_BYTES
+    if count >= FEW_SEGMENTS:
+        return Scratch(after=(row, segmented_sort_bytes(tensor.numel(), item)))
+    storage = radix_sort_bytes(tensor.numel(), gpu, num_bits=8 * item, key_bytes=item)
+    sorted_keys = tensor.numel() * item
+    return Scratch(after=(row, storage) if count == 1 else (row, row, sorted_keys, storage))
 
 
 def sort_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Whether `sort_scratch` is exact: slices of up to 4096, or fewer than 128 slices of int64."""
-    count, length = _slices(args, kwargs, 1)
-    return length <= SMALL_SORT or (args[0].dtype == torch.int64 and count < FEW_SEGMENTS)
+    """Whether `sort_scratch` is exact: slices of up to 4096, or rows one after the other of which
+    elements have 2, 4 or 8 bytes.
+    """
+    tensor = args[0]
+    _, length = _slices(args, kwargs, 1)
+    is_last = tensor.dim() == 0 or tensor.shape[-1] == length
+    return length <= SMALL_SORT or (tensor.itemsize > 1 and is_last and tensor.is_contiguous())
 
 
 def topk_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
@@ -217,19 +225,6 @@ def topk_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> 
     """Whether the results are sorted within a block: k of up to 1024."""
     k: int = args[1] if len(args) > 1 else kwargs["k"]
     return k <= MAX_BLOCK_SIZE
-
-
-def multinomial_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`multinomial` of one sample (native/Distributions.cpp): two checks of the probabilities that
-    are kept, and exponential noise by which they are divided.
-    """
-    return Scratch(after=(1, 1, args[0].numel() * args[0].itemsize))
-
-
-def multinomial_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Whether one sample is drawn."""
-    num: int = args[1] if len(args) > 1 else kwargs["num_samples"]
-    return num == 1
 
 
 def cumsum_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:

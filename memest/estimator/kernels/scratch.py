@@ -40,11 +40,17 @@ class KernelEvent:
 
 Events = tuple[KernelEvent, ...]
 EventsFn = Callable[[tuple[Any, ...], dict[str, Any], Any, Gpu], Events]
+ScratchFn = Callable[[tuple[Any, ...], dict[str, Any], Any, Gpu], Scratch]
 
 
 def temporaries(*num_bytes: int) -> list[KernelEvent]:
     """Temporaries as they are made (positive) and freed (negative); nothing is asked for 0."""
     return [KernelEvent(n) for n in num_bytes if n]
+
+
+def passing(*num_bytes: int) -> list[KernelEvent]:
+    """Temporaries that are made one after the other and freed in reverse."""
+    return temporaries(*num_bytes, *(-n for n in reversed(num_bytes)))
 
 
 def outputs(tensors: Mapping[int, int]) -> list[KernelEvent]:

@@ -35,6 +35,7 @@ from memest.estimator.kernels.cub import (
     sum_storage_bytes,
     unique_by_key_bytes,
 )
+from memest.estimator.kernels.draws import DRAW_EVENTS
 from memest.estimator.kernels.indexing import (
     FEW_INDICES,
     INDEX_BYTES,
@@ -45,6 +46,7 @@ from memest.estimator.kernels.indexing import (
     contiguous_copy,
     index_tensors,
 )
+from memest.estimator.kernels.losses import LOSS_EVENTS
 from memest.estimator.kernels.reductions import (
     accumulator_bytes_of,
     sum_bytes,
@@ -55,10 +57,15 @@ from memest.estimator.kernels.scratch import (
     EventsFn,
     KernelEvent,
     outputs,
+    passing,
     temporaries,
 )
+from memest.estimator.kernels.windows import WINDOW_EVENTS
 
 aten = torch.ops.aten
+
+_MAXIMUM = 2
+"""`EmbeddingBagMode::MAX`."""
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -66,11 +73,6 @@ Kwargs = dict[str, Any]
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.itemsize
-
-
-def _passing(*num_bytes: int) -> list[KernelEvent]:
-    """Temporaries that are made one after the other and freed in reverse."""
-    return temporaries(*num_bytes, *(-n for n in reversed(num_bytes)))
 
 
 def dropout_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
@@ -109,6 +111,15 @@ def embedding_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) ->
     gradient = outputs({0: num_rows * width * grad.itemsize})
     if num_indices <= FEW_INDICES:
         return tuple(temporaries(*copies) + gradient + temporaries(*(-n for n in reversed(copies))))
+    return tuple(_sorted_gradient(copies, num_indices, num_rows, grad, gpu))
+
+
+def _sorted_gradient(
+    copies: tuple[int, ...], num_indices: int, num_rows: int, grad: Tensor, gpu: Gpu
+) -> list[KernelEvent]:
+    """`embedding_backward_cuda_kernel` and the sort before it, see `embedding_backward_events`."""
+    width = grad.shape[-1]
+    gradient = outputs({0: num_rows * width * grad.itemsize})
     row = num_indices * INDEX_BYTES
     segments = min(num_indices, num_rows)
     partials = num_indices // ROWS_PER_THREAD + segments
@@ -121,19 +132,49 @@ def embedding_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) ->
     else:
         adding = (per_partial,)
     kept = (*copies, row, row)
-    return tuple(
+    return (
         temporaries(*kept)
-        + _passing(row, radix_sort_bytes(num_indices, gpu))
+        + passing(row, radix_sort_bytes(num_indices, gpu))
         + gradient
         + temporaries(row, INDEX_BYTES)
-        + _passing(row, unique_by_key_bytes(num_indices, gpu))
+        + passing(row, unique_by_key_bytes(num_indices, gpu))
         + temporaries(per_segment, per_segment)
-        + _passing(scan_bytes(segments))
+        + passing(scan_bytes(segments))
         + temporaries(INDEX_BYTES)
-        + _passing(per_partial, *adding)
+        + passing(per_partial, *adding)
         + temporaries(-INDEX_BYTES, -per_segment, -per_segment, -INDEX_BYTES, -row)
         + temporaries(*(-n for n in reversed(kept)))
     )
+
+
+def embedding_backward_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Whether the gradient is not scaled by how often an index is met, which is counted."""
+    return not args[4]
+
+
+def embedding_bag_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`_embedding_bag` (EmbeddingBag.cu): the sizes of the bags, the bag of each index, the result,
+    and of a maximum the rows that gave it.
+    """
+    sizes = {2: _bytes(out[2]), 1: _bytes(out[1]), 0: _bytes(out[0]), 3: _bytes(out[3])}
+    return tuple(outputs(sizes))
+
+
+def embedding_bag_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`_embedding_bag_backward` (EmbeddingBag.cu): sums and means as the gradient of `embedding`,
+    sorted however few they are; a maximum is added into the gradient at once.
+    """
+    grad, indices, num_rows, mode = args[0], args[1], args[6], args[8]
+    copies = contiguous_copy(grad)
+    if mode == _MAXIMUM:
+        gradient = outputs({0: num_rows * grad.shape[-1] * grad.itemsize})
+        return tuple(temporaries(*copies) + gradient + temporaries(*(-n for n in copies)))
+    return tuple(_sorted_gradient(copies, indices.numel(), num_rows, grad, gpu))
+
+
+def embedding_bag_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Whether the gradient is dense and not scaled by how often an index is met."""
+    return not args[7] and not args[9] and args[1].numel() > 0
 
 
 def nonzero_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
@@ -148,9 +189,9 @@ def _selection(mask: Tensor, positions: list[KernelEvent], gpu: Gpu) -> list[Ker
     counting = sum_storage_bytes(count, threads_per_sm(gpu) * gpu.num_sms)
     return (
         temporaries(*copies, 4)
-        + _passing(counting)
+        + passing(counting)
         + positions
-        + _passing(select_bytes(count, gpu))
+        + passing(select_bytes(count, gpu))
         + temporaries(-4, *(-n for n in reversed(copies)))
     )
 
@@ -219,13 +260,13 @@ def index_put_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     sort = radix_sort_bytes(count, gpu, num_bits=max(1, largest.bit_length()))
     is_unsafe = len(args) > 4 and args[4]
     num_checks = 0 if is_unsafe else 2 * len(indices)
-    checks = [event for _ in range(num_checks) for event in _passing(INDEX_BYTES, 1)]
+    checks = [event for _ in range(num_checks) for event in passing(INDEX_BYTES, 1)]
     return tuple(
         outputs({0: _bytes(target)})
         + checks
         + temporaries(row)
-        + _passing(row)
-        + _passing(*contiguous_copy(expanded), row, row, row, sort)
+        + passing(row)
+        + passing(*contiguous_copy(expanded), row, row, row, sort)
         + temporaries(-row)
     )
 
@@ -245,15 +286,15 @@ def convolution_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) 
     of_weight: list[KernelEvent] = []
     if wanted[0]:
         copy = copies_in(memory_format, weight)
-        of_input = outputs({0: _bytes(tensor)}) + _passing(*copy, for_input)
+        of_input = outputs({0: _bytes(tensor)}) + passing(*copy, for_input)
     if wanted[1]:
-        of_weight = outputs({1: _bytes(weight)}) + _passing(for_weight)
+        of_weight = outputs({1: _bytes(weight)}) + passing(for_weight)
     both = of_weight + of_input if weight_comes_first(args) else of_input + of_weight
     events = temporaries(*copies) + both
     events += temporaries(*(-n for n in reversed(copies)))
     if wanted[2]:
         dims = [0, *range(2, grad.dim())]
-        events += outputs({2: _bytes(out[2])}) + _passing(*sum_bytes(grad, dims, grad.dtype, gpu))
+        events += outputs({2: _bytes(out[2])}) + passing(*sum_bytes(grad, dims, grad.dtype, gpu))
     return tuple(events)
 
 
@@ -265,7 +306,7 @@ def repeat_interleave_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> 
     copies = contiguous_copy(args[0])
     return tuple(
         temporaries(*copies, row)
-        + _passing(scan)
+        + passing(scan)
         + outputs({0: _bytes(out)})
         + temporaries(-row, *(-n for n in copies))
     )
@@ -274,6 +315,8 @@ def repeat_interleave_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> 
 STAGED_EVENTS: dict[OpOverload, EventsFn] = {
     aten.native_dropout.default: dropout_events,
     aten.embedding_dense_backward.default: embedding_backward_events,
+    aten._embedding_bag.default: embedding_bag_events,
+    aten._embedding_bag_backward.default: embedding_bag_backward_events,
     aten.nonzero.default: nonzero_events,
     aten.repeat_interleave.Tensor: repeat_interleave_events,
     aten.masked_scatter_backward.default: masked_scatter_backward_events,
@@ -282,8 +325,16 @@ STAGED_EVENTS: dict[OpOverload, EventsFn] = {
     aten.index_put_.default: index_put_events,
     aten._index_put_impl_.default: index_put_events,
     aten._unsafe_index_put.default: index_put_events,
+    **LOSS_EVENTS,
+    **DRAW_EVENTS,
+    **WINDOW_EVENTS,
 }
 """What each operation asks of the allocator, in order; `index_put` where `index_put_is_sorted`."""
+
+STAGED_MODELLED_WHERE = {
+    aten.embedding_dense_backward.default: embedding_backward_is_modelled,
+    aten._embedding_bag_backward.default: embedding_bag_is_modelled,
+}
 
 SORTED_WRITES = frozenset(op for op, events in STAGED_EVENTS.items() if events is index_put_events)
 """The variants of `index_put`."""

@@ -35,6 +35,7 @@ from memest.estimator.kernels.convolution import (
     copies_in,
 )
 from memest.estimator.kernels.cublas import MATMULS
+from memest.estimator.kernels.draws import DRAWS_MODELLED_WHERE
 from memest.estimator.kernels.grouped_mm import grouped_mm_is_modelled, grouped_mm_scratch
 from memest.estimator.kernels.indexing import (
     contiguous_copy,
@@ -44,12 +45,16 @@ from memest.estimator.kernels.indexing import (
     index_scratch,
     indexing_is_modelled,
     masked_scatter_scratch,
-    multinomial_is_modelled,
-    multinomial_scratch,
     sort_is_modelled,
     sort_scratch,
     topk_is_modelled,
     topk_scratch,
+)
+from memest.estimator.kernels.losses import (
+    LOSS_OUTPUTS,
+    LOSS_SCRATCH,
+    LOSSES_MODELLED_WHERE,
+    LOSSES_WITHOUT_SCRATCH,
 )
 from memest.estimator.kernels.recurrent import recurrent_is_modelled
 from memest.estimator.kernels.reductions import (
@@ -66,6 +71,12 @@ from memest.estimator.kernels.reductions import (
     variance_scratch,
 )
 from memest.estimator.kernels.scratch import Scratch
+from memest.estimator.kernels.staged import STAGED_MODELLED_WHERE
+from memest.estimator.kernels.windows import (
+    WINDOW_MODELLED_WHERE,
+    WINDOW_SCRATCH,
+    WINDOWS_WITHOUT_SCRATCH,
+)
 
 TARGET_TORCH = (2, 11)
 """The torch release whose CUDA behaviour the kernel tables mirror, and with which runs were
@@ -93,7 +104,10 @@ FOREACH_CHUNK = 65536
 
 
 def input_copy_before(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """A contiguous copy of the first argument, made before the outputs (layer_norm_kernel.cu)."""
+    """A contiguous copy of the first argument, made before the outputs.
+
+    layer_norm_kernel.cu, TensorTransformations.cu (`roll`).
+    """
     return Scratch(before=contiguous_copy(args[0]))
 
 
@@ -211,56 +225,21 @@ def group_norm_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) 
     return Scratch(after=after)
 
 
-def _reduced_loss(args: Args, position: int) -> bool:
-    return len(args) <= position or args[position] != 0
-
-
-def _loss_shape(args: Args) -> tuple[int, ...]:
-    return tuple(torch.broadcast_shapes(args[0].shape, args[1].shape))  # type: ignore[no-untyped-call]
-
-
-def mse_loss_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`mse_loss` of Loss.cpp with a reduction: the elementwise loss and the staging of its sum."""
-    if not _reduced_loss(args, 2):
-        return Scratch()
-    loss = torch.empty(_loss_shape(args), dtype=out.dtype, device="meta")
-    return Scratch(after=(loss.numel() * loss.itemsize, *sum_bytes(loss, (), loss.dtype, gpu)))
-
-
-def mse_loss_outputs(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> list[int] | None:
-    """The scalar of a reduced `mse_loss` (Loss.cpp) keeps the storage of the elementwise loss."""
-    if not _reduced_loss(args, 2):
-        return None
-    return [prod(_loss_shape(args)) * out.itemsize]
-
-
-def bce_of_probabilities_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`binary_cross_entropy` of cuda/Loss.cu, reduced: the mean or sum, copied into the loss."""
-    if not _reduced_loss(args, 3):
-        return Scratch()
-    loss = torch.empty(args[0].shape, dtype=out.dtype, device="meta")
-    return Scratch(after=(out.itemsize, *sum_bytes(loss, (), loss.dtype, gpu)))
-
-
-def bce_of_probabilities_outputs(
-    args: Args, kwargs: Kwargs, out: Any, gpu: Gpu
-) -> list[int] | None:
-    """The scalar of a reduced `binary_cross_entropy` (cuda/Loss.cu) keeps all its storage."""
-    return [args[0].numel() * out.itemsize] if _reduced_loss(args, 3) else None
-
-
 def log_sigmoid_outputs(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> list[int]:
     """`log_sigmoid_forward_cuda` (native/cuda/Activation.cpp): the buffer is the CPU kernel's."""
     return [out[0].numel() * out[0].itemsize, 0]
 
 
-def bce_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`binary_cross_entropy_with_logits` of Loss.cpp, without weights: two elementwise buffers."""
-    if not _reduced_loss(args, 4):
+def scatter_reduce_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`scatter_reduce` (TensorAdvancedIndexing.cpp): a mean counts what it adds, in ones like the
+    source and like the result, and looks for zeros.
+    """
+    if args[4] != "mean":
         return Scratch()
-    loss = torch.empty(args[0].shape, dtype=out.dtype, device="meta")
-    size = loss.numel() * loss.itemsize
-    return Scratch(before=(size, size), after=sum_bytes(loss, (), loss.dtype, gpu))
+    source = args[3]
+    return Scratch(
+        after=(source.numel() * source.itemsize, out.numel() * out.itemsize, out.numel())
+    )
 
 
 def histogram_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
@@ -344,9 +323,6 @@ SCRATCH: dict[OpOverload, ScratchRule] = {
     aten._fused_rms_norm_backward.default: rms_norm_backward_scratch,
     aten.native_group_norm.default: group_norm_scratch,
     aten.native_group_norm_backward.default: group_norm_backward_scratch,
-    aten.mse_loss.default: mse_loss_scratch,
-    aten.binary_cross_entropy.default: bce_of_probabilities_scratch,
-    aten.binary_cross_entropy_with_logits.default: bce_scratch,
     aten.embedding.default: embedding_scratch,
     aten.index.Tensor: index_scratch,
     aten.index_put.default: index_put_scratch,
@@ -358,12 +334,13 @@ SCRATCH: dict[OpOverload, ScratchRule] = {
     aten.sort.default: sort_scratch,
     aten.sort.stable: sort_scratch,
     aten.topk.default: topk_scratch,
-    aten.multinomial.default: multinomial_scratch,
     aten.cumsum.default: cumsum_scratch,
     aten.convolution.default: convolution_scratch,
     aten.cudnn_batch_norm.default: batch_norm_scratch,
     aten.cudnn_batch_norm_backward.default: batch_norm_backward_scratch,
     aten.upsample_bicubic2d_backward.default: input_copy_after,
+    aten.roll.default: input_copy_before,
+    aten.scatter_reduce.two: scatter_reduce_scratch,
     aten.avg_pool2d.default: pooling_copy_after,
     aten.avg_pool2d_backward.default: pooling_gradient_copies,
     aten._adaptive_avg_pool2d_backward.default: pooling_gradient_copies,
@@ -371,13 +348,14 @@ SCRATCH: dict[OpOverload, ScratchRule] = {
     aten._foreach_norm.Scalar: foreach_norm_scratch,
     aten.histc.default: histogram_scratch,
     aten._grouped_mm.default: grouped_mm_scratch,
+    **LOSS_SCRATCH,
+    **WINDOW_SCRATCH,
 }
 """Temporaries of each op: `(args, kwargs, out, gpu) -> Scratch`."""
 
 
 OUTPUT_BYTES: dict[OpOverload, OutputRule] = {
-    aten.mse_loss.default: mse_loss_outputs,
-    aten.binary_cross_entropy.default: bce_of_probabilities_outputs,
+    **LOSS_OUTPUTS,
     aten.log_sigmoid_forward.default: log_sigmoid_outputs,
 }
 """Requested bytes of each output on CUDA, in the order of the outputs; None where meta is right."""
@@ -421,10 +399,13 @@ MODELLED_WHERE: dict[OpOverload, ModelledRule] = {
     aten.sort.default: sort_is_modelled,
     aten.sort.stable: sort_is_modelled,
     aten.topk.default: topk_is_modelled,
-    aten.multinomial.default: multinomial_is_modelled,
     aten.histc.default: histogram_is_modelled,
     aten._grouped_mm.default: grouped_mm_is_modelled,
     aten._cudnn_rnn.default: recurrent_is_modelled,
+    **DRAWS_MODELLED_WHERE,
+    **LOSSES_MODELLED_WHERE,
+    **STAGED_MODELLED_WHERE,
+    **WINDOW_MODELLED_WHERE,
 }
 """Ops of which some calls only are modelled, with the rule that tells which."""
 
@@ -442,7 +423,7 @@ _FACTORIES = (
 )
 _COPIES = (
     "_to_copy _unsafe_view as_strided_ bernoulli_ cat clone constant_pad_nd copy copy_ "
-    "exponential_ fill fill_ flip floor_divide lift_fresh normal_ random_ repeat roll "
+    "exponential_ fill fill_ flip floor_divide lift_fresh normal_ random_ repeat "
     "select_backward set_ slice_backward stack tril tril_ triu triu_ uniform_ zero_"
 )
 _LOOKUPS = (
@@ -465,8 +446,9 @@ _ACTIVATIONS = (
 )
 _SELECTIONS = (
     "kthvalue mode nanmedian index_fill index_fill_ index_copy index_copy_ unsafe_split "
-    "unsafe_split_with_sizes bernoulli tril_indices triu_indices linalg_cross addbmm "
-    "unsqueeze_ squeeze_ transpose_ t_"
+    "unsafe_split_with_sizes tril_indices triu_indices linalg_cross addbmm "
+    "unsqueeze_ squeeze_ transpose_ t_ median.dim bernoulli.p cummax cummin take put put_ aminmax "
+    "mish_backward _fused_adagrad_ diag_embed diagonal_copy diagonal_backward rot90"
 )
 _STEPS = (
     "_amp_foreach_non_finite_check_and_unscale_ _amp_update_scale_ _fused_adam_ _fused_adamw_ "
@@ -474,9 +456,22 @@ _STEPS = (
 )
 
 NO_SCRATCH: frozenset[str] = frozenset(
-    " ".join((_FACTORIES, _COPIES, _LOOKUPS, _NEURAL, _ACTIVATIONS, _SELECTIONS, _STEPS)).split()
+    " ".join(
+        (
+            _FACTORIES,
+            _COPIES,
+            _LOOKUPS,
+            _NEURAL,
+            _ACTIVATIONS,
+            _SELECTIONS,
+            _STEPS,
+            LOSSES_WITHOUT_SCRATCH,
+            WINDOWS_WITHOUT_SCRATCH,
+        )
+    ).split()
 )
-"""Names of aten ops, all overloads, whose CUDA kernels allocate their outputs only.
+"""Names of aten ops, all overloads unless one is named, whose CUDA kernels allocate their outputs
+only.
 
 Recorded without a temporary on an H200, or a sibling (in-place form, other distribution, other
 optimizer) of a recorded op that runs the same kind of kernel.
@@ -505,4 +500,4 @@ def has_no_scratch(func: OpOverload) -> bool:
     if name.startswith("_foreach_"):
         is_reduction = name.startswith(_FOREACH_REDUCTIONS)
         return not is_reduction or name.startswith(_FOREACH_MAXIMUM)
-    return name in NO_SCRATCH
+    return name in NO_SCRATCH or f"{name}.{func._schema.overload_name}" in NO_SCRATCH

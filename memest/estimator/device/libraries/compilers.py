@@ -73,7 +73,11 @@ def _install_script(patches: Patches, recorder: LiveRecorder) -> None:
             made.__dict__.setdefault("save", _refused("`save` of a scripted module"))
         return made
 
+    torchscript = torch.jit.script
+
     def script(obj: Any = None, *args: Any, **options: Any) -> Any:
+        if getattr(obj, "__module__", "").startswith("torch._decomp"):
+            return torchscript(obj, *args, **options)  # torch itself reads the graph
         return as_written(obj)
 
     def trace(func: Any, example_inputs: Any = None, *args: Any, **options: Any) -> Any:

@@ -1,0 +1,128 @@
+"""Operators of which CUDA has one kernel where meta runs several, or none.
+
+`mish` and `rms_norm` are taken apart by autograd unless the device has a fused kernel; `kernels`
+puts the choice back above autograd. `MADE_HERE` gives the results that torch's meta device does not
+know.
+
+Sources (torch 2.11): aten/src/ATen/native/layer_norm.cpp (`rms_norm_symint`),
+native/cuda/layer_norm_kernel.cu (`_fused_rms_norm_cuda`), native/native_functions.yaml,
+native/LossCTC.cpp, native/cuda/MultiMarginLoss.cu and native/cuda/MultiLabelMarginCriterion.cu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._prims_common import suggest_memory_format
+
+from memest.estimator.device.tensors import on_gpu
+
+aten = torch.ops.aten
+
+
+class _RmsNorm(torch.autograd.Function):
+    """`_fused_rms_norm` and its gradient, each one kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: Any) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, rstd = aten._fused_rms_norm.default(x, shape, weight, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.shape = shape
+        result: Tensor = out
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, rstd = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        with torch._C._AutoDispatchBelowAutograd():
+            of_x, of_weight = aten._fused_rms_norm_backward.default(
+                grad, x, ctx.shape, rstd, weight, wanted
+            )
+        return of_x, None, of_weight if weight is not None else None, None
+
+
+def kernels(below: Any) -> dict[str, Callable[..., Any]]:
+    """The kernels by the names of the operators they stand for.
+
+    Args:
+        below: the key set that what is not for the card goes on with.
+    """
+
+    def rms_norm(
+        keyset: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: Any = None
+    ) -> Tensor:
+        is_fused = on_gpu(x) and x.is_floating_point() and not x.is_complex()
+        is_fused = is_fused and (weight is None or weight.dtype is x.dtype)
+        if is_fused and suggest_memory_format(x) is torch.contiguous_format:
+            fused: Tensor = _RmsNorm.apply(x, list(shape), weight, eps)  # type: ignore[no-untyped-call]
+            return fused
+        result: Tensor = aten.rms_norm.default.redispatch(keyset & below, x, shape, weight, eps)
+        return result
+
+    def mish_backward(keyset: Any, grad: Tensor, x: Tensor) -> Tensor:
+        if on_gpu(x):
+            keyset &= torch._C._after_autograd_keyset
+        result: Tensor = aten.mish_backward.default.redispatch(keyset & below, grad, x)
+        return result
+
+    def ctc_loss(
+        keyset: Any, log_probs: Tensor, targets: Tensor, lengths: Tensor, target_lengths: Tensor,
+        blank: int = 0, reduction: int = 1, zero_infinity: bool = False,
+    ) -> Tensor:  # fmt: skip
+        args = log_probs, targets, lengths, target_lengths, blank, reduction, zero_infinity
+        if not on_gpu(log_probs):
+            result: Tensor = aten.ctc_loss.Tensor.redispatch(keyset & below, *args)
+            return result
+        numbers = lengths.tolist(), target_lengths.tolist()  # as `ctc_loss` of LossCTC.cpp does
+        loss: Tensor = aten.ctc_loss.IntList(log_probs, targets, *numbers, *args[4:])
+        return loss
+
+    return {"rms_norm": rms_norm, "mish_backward": mish_backward, "ctc_loss.Tensor": ctc_loss}
+
+
+def _rms_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The result, contiguous, and the reciprocal roots, of float32 or wider."""
+    x, shape = args[0], args[1]
+    kept = x.dim() - len(shape)
+    sizes = [*x.shape[:kept], *(1 for _ in shape)]
+    dtype = torch.float32 if x.itemsize == 2 else x.dtype
+    out = torch.empty(x.shape, dtype=x.dtype, device="meta")
+    return out, torch.empty(sizes, dtype=dtype, device="meta")
+
+
+def _like(position: int) -> Callable[[tuple[Any, ...], dict[str, Any]], Tensor]:
+    def make(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        return torch.empty(args[position].shape, dtype=args[position].dtype, device="meta")
+
+    return make
+
+
+def _margin_loss(x: Tensor, is_reduced: bool) -> Tensor:
+    sizes = [] if is_reduced or x.dim() < 2 else [x.shape[0]]
+    return torch.empty(sizes, dtype=x.dtype, device="meta")
+
+
+def _multi_margin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return _margin_loss(args[0], len(args) <= 5 or args[5] != 0)
+
+
+def _multilabel_margin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    is_target = torch.empty(args[1].shape, dtype=args[0].dtype, device="meta")
+    return _margin_loss(args[0], args[2] != 0), is_target
+
+
+MADE_HERE: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {
+    aten._fused_rms_norm.default: _rms_norm,
+    aten.mish_backward.default: _like(1),
+    aten._ctc_loss_backward.default: _like(1),
+    aten.multi_margin_loss.default: _multi_margin,
+    aten.multi_margin_loss_backward.default: _like(1),
+    aten.multilabel_margin_loss_forward.default: _multilabel_margin,
+    aten.multilabel_margin_loss_backward.default: _like(1),
+}
+"""Operator -> its results as meta tensors, from `(args, kwargs)`."""

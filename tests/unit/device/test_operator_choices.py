@@ -1,0 +1,79 @@
+"""Operators that CUDA runs as one kernel, formulas that write in place, and layouts refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from memest.errors import UnsupportedError
+from memest.estimator.device.virtual_gpu import VirtualGpu
+from memest.estimator.hardware.gpus import find_gpu
+
+
+@pytest.fixture
+def gpu() -> Iterator[VirtualGpu]:
+    with VirtualGpu(find_gpu("h100-80gb")) as session:
+        yield session
+
+
+def operators(session: VirtualGpu, start: int) -> list[str]:
+    """The operators that asked for memory since there were `start` storages."""
+    session.recorder.settle()
+    return [site.op.removeprefix("aten.") for site in session.recorder.storages.sites[start:]]
+
+
+def started(session: VirtualGpu) -> int:
+    return len(session.recorder.storages.sites)
+
+
+def test_an_rms_norm_is_one_kernel_each_way(gpu: VirtualGpu) -> None:
+    x = torch.randn(64, 1000, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.ones(1000, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    start = started(gpu)
+    F.rms_norm(x, (1000,), weight).backward(torch.ones_like(x))
+
+    assert operators(gpu, start) == [
+        *["_fused_rms_norm"] * 2, "ones_like", *["_fused_rms_norm_backward"] * 2,
+    ]  # fmt: skip
+    assert x.grad is not None
+    assert weight.grad is not None
+
+
+def test_the_gradient_of_mish_is_one_kernel(gpu: VirtualGpu) -> None:
+    x = torch.randn(64, 100, device="cuda", requires_grad=True)
+    start = started(gpu)
+    F.mish(x).backward(torch.ones_like(x))
+
+    assert operators(gpu, start) == ["mish", "ones_like", "mish_backward"]
+
+
+def test_the_gradient_of_a_loss_of_logits_is_written_in_place(gpu: VirtualGpu) -> None:
+    x = torch.randn(64, 100, device="cuda", requires_grad=True)
+    target = torch.rand(64, 100, device="cuda")
+    loss = F.binary_cross_entropy_with_logits(x, target, pos_weight=torch.ones(100, device="cuda"))
+    start = started(gpu)
+    loss.backward()
+
+    assert operators(gpu, start) == ["ones_like", "mul.Tensor", "add.Scalar", "sigmoid"]
+
+
+def test_a_ctc_loss_takes_lengths_of_the_host(gpu: VirtualGpu) -> None:
+    log_probs = torch.randn(50, 8, 20, device="cuda", requires_grad=True).log_softmax(-1)
+    lengths = torch.full((8,), 50), torch.full((8,), 20)
+    F.ctc_loss(log_probs, torch.ones(8, 20, dtype=torch.int64).cuda(), *lengths).backward()
+
+
+def test_sparse_and_nested_tensors_are_refused_by_name(gpu: VirtualGpu) -> None:
+    indices = torch.tensor([[0, 1], [1, 0]]).cuda()
+    with pytest.raises(UnsupportedError, match="sparse_coo"):
+        torch.sparse_coo_tensor(indices, torch.randn(2, device="cuda"), (2, 2))
+    with pytest.raises(UnsupportedError, match="sparse_csr"):
+        torch.eye(8, device="cuda").to_sparse_csr()
+    rows = [torch.randn(5, 16, device="cuda"), torch.randn(7, 16, device="cuda")]
+    with pytest.raises(UnsupportedError, match=r"torch\.nested\.nested_tensor"):
+        torch.nested.nested_tensor(rows, layout=torch.jagged)
+    with pytest.raises(UnsupportedError, match=r"torch\.nested\.nested_tensor"):
+        torch.nested.nested_tensor(rows, device="cuda")
