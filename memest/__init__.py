@@ -19,11 +19,16 @@ from memest.plan import TrainingPlan
 from memest.report import Prediction
 
 if TYPE_CHECKING:
+    from memest.estimator.kernels.registry import register_kernel
+    from memest.estimator.kernels.scratch import Scratch
     from memest.estimator.predict import predict
     from memest.run.session import virtual_gpu
 
 __version__ = "0.1.0"
-__all__ = ["MemestError", "Prediction", "TrainingPlan", "predict", "virtual_gpu"]
+__all__ = [
+    "MemestError", "Prediction", "Scratch", "TrainingPlan", "predict", "register_kernel",
+    "virtual_gpu",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
@@ -35,4 +40,12 @@ def __getattr__(name: str) -> Any:
         from memest.run.session import virtual_gpu
 
         return virtual_gpu
+    if name == "register_kernel":
+        from memest.estimator.kernels.registry import register_kernel
+
+        return register_kernel
+    if name == "Scratch":
+        from memest.estimator.kernels.scratch import Scratch
+
+        return Scratch
     raise AttributeError(f"module `memest` has no attribute `{name}`")
