@@ -41,8 +41,9 @@ ESTIMATOR_FLOORS = [
 """The rooms within the estimator, lowest first."""
 
 DEVICE_FLOORS = [
-    {"collectives", "cuda_semantics", "custom_operators", "dispatch", "garbage", "guesses"}
-    | {"history", "host", "imports", "in_place", "labels", "lines", "messages", "modules"}
+    {"collectives", "cuda_semantics", "custom_operators", "dispatch", "fused", "garbage"}
+    | {"guesses", "history", "host", "imports", "in_place", "labels", "layouts", "lines"}
+    | {"messages", "modules"}
     | {"patches", "processes", "recurrent", "storages", "streams", "tensors", "traits", "values"},
     {"live"},
     {"attributes", "cuda", "encoder", "files", "libraries"},

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
+from memest.errors import UnsupportedError
 from memest.estimator.device.tensors import on_gpu
 
 aten = torch.ops.aten
@@ -78,6 +79,11 @@ def kernels(below: Any) -> dict[str, Callable[..., Any]]:
         if not on_gpu(log_probs):
             result: Tensor = aten.ctc_loss.Tensor.redispatch(keyset & below, *args)
             return result
+        if not on_gpu(targets) and targets.dtype is torch.int32 and targets.dim() == 1:
+            raise UnsupportedError(
+                "`ctc_loss` of int32 targets on the host goes to cuDNN, which cannot be simulated",
+                hint="int64 targets take torch's own kernel",
+            )
         numbers = lengths.tolist(), target_lengths.tolist()  # as `ctc_loss` of LossCTC.cpp does
         loss: Tensor = aten.ctc_loss.IntList(log_probs, targets, *numbers, *args[4:])
         return loss

@@ -178,13 +178,6 @@ def ctc_loss_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> 
     )
 
 
-def ctc_loss_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Whether torch's own kernel runs: cuDNN takes int32 targets that lie on the host."""
-    return bool(args[1].is_meta)
-
-
-LOSSES_MODELLED_WHERE = {aten._ctc_loss.default: ctc_loss_is_modelled}
-
 LOSS_SCRATCH: dict[OpOverload, ScratchFn] = {
     aten.mse_loss.default: mse_loss_scratch,
     aten.smooth_l1_loss.default: mse_loss_scratch,

@@ -53,7 +53,6 @@ from memest.estimator.kernels.indexing import (
 from memest.estimator.kernels.losses import (
     LOSS_OUTPUTS,
     LOSS_SCRATCH,
-    LOSSES_MODELLED_WHERE,
     LOSSES_WITHOUT_SCRATCH,
 )
 from memest.estimator.kernels.recurrent import recurrent_is_modelled
@@ -403,7 +402,6 @@ MODELLED_WHERE: dict[OpOverload, ModelledRule] = {
     aten._grouped_mm.default: grouped_mm_is_modelled,
     aten._cudnn_rnn.default: recurrent_is_modelled,
     **DRAWS_MODELLED_WHERE,
-    **LOSSES_MODELLED_WHERE,
     **STAGED_MODELLED_WHERE,
     **WINDOW_MODELLED_WHERE,
 }

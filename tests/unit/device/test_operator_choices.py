@@ -64,6 +64,8 @@ def test_a_ctc_loss_takes_lengths_of_the_host(gpu: VirtualGpu) -> None:
     log_probs = torch.randn(50, 8, 20, device="cuda", requires_grad=True).log_softmax(-1)
     lengths = torch.full((8,), 50), torch.full((8,), 20)
     F.ctc_loss(log_probs, torch.ones(8, 20, dtype=torch.int64).cuda(), *lengths).backward()
+    with pytest.raises(UnsupportedError, match="cuDNN"):
+        F.ctc_loss(log_probs, torch.ones(160, dtype=torch.int32), *lengths)
 
 
 def test_sparse_and_nested_tensors_are_refused_by_name(gpu: VirtualGpu) -> None:
