@@ -1,0 +1,166 @@
+"""Measured scripts on the virtual GPU: what torch.cuda said on an H100, and what it says there.
+
+python scripts/compare_scripts.py [--given FOLDER] [--jobs N] [--write] [NAMES...]
+
+Runs the cases of results/scripts/measured.json under `memest run --gpu h100-80gb`, all of them or
+those named (a `*` at the end stands for the rest), and prints how far they are off. Scripts that
+are not this project's are looked for in FOLDER (results/scripts/README.md says what it holds);
+without it only our own run. `--write` keeps what was simulated in results/scripts/simulated.json
+and writes docs/scripts.md from it; with `--page` only the page is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import scripts_page
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "results" / "scripts"
+PAGE = ROOT / "docs" / "scripts.md"
+GPU = "h100-80gb"
+TIMEOUT_S = 600
+
+FOLDERS = {
+    "given": ".",
+    "teaching-on-testbeds/llm-chi": "prepared",
+    "karpathy/nanoGPT": "nanoGPT",
+    "pytorch/examples": "word_language_model",
+}
+"""Where in FOLDER the scripts of an origin lie."""
+
+STAYS_THERE = ("teaching-on-testbeds/llm-chi", "karpathy/nanoGPT", "pytorch/examples")
+"""Origins whose scripts read data beside them, so they run in their own folder."""
+
+Case = Mapping[str, Any]
+
+
+def main() -> int:
+    """Run what is asked for; 1 where a case could not be run."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--given", type=Path, help="the folder of scripts that are not ours")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--write", action="store_true", help="keep the figures, write the page")
+    parser.add_argument("--page", action="store_true", help="write the page of what is kept")
+    options = parser.parse_args()
+    cases = read("measured")["cases"]
+    wanted = {} if options.page else chosen(cases, options.names, has_given=bool(options.given))
+    given = options.given and options.given.resolve()
+    with ThreadPoolExecutor(options.jobs) as pool:
+        runs = pool.map(lambda item: (item[0], simulate(item[1], given)), wanted.items())
+        done = {}
+        for name, figures in runs:
+            done[name] = figures
+            if options.write:
+                keep({name: figures})
+            print(scripts_page.line_of(name, cases[name], figures), flush=True)
+    if options.write or options.page:
+        PAGE.write_text(page(), encoding="utf-8")
+    return int(any(figures["status"] == "failed" for figures in done.values()))
+
+
+def read(name: str) -> dict[str, Any]:
+    """A file of results/scripts/."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def page() -> str:
+    """The text of docs/scripts.md, of what is kept."""
+    return scripts_page.page_of(read("measured"), read("simulated"), read("misses"), read("public"))
+
+
+def chosen(cases: Mapping[str, Case], names: Iterable[str], *, has_given: bool) -> dict[str, Case]:
+    """The cases of those names that can run here."""
+    names = list(names) or ["*"]
+    return {
+        name: case
+        for name, case in cases.items()
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in names)
+        and (has_given or case["origin"] == "ours")
+    }
+
+
+def simulate(case: Case, given: Path | None = None) -> dict[str, Any]:
+    """What torch.cuda says of a case on the virtual GPU, as `watch.py` writes it, and the cost."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, report = Path(folder, "figures.json"), Path(folder, "report.json")
+        command = [sys.executable, "-m", "memest", "run", "--gpu", GPU, "--json", str(report)]
+        command += [str(RESULTS / "watch.py"), "--out", str(out), *watched(case, given, folder)]
+        stays = given is not None and case["origin"] in STAYS_THERE
+        done = subprocess.run(
+            command,
+            cwd=given / FOLDERS[case["origin"]] if given and stays else folder,
+            env=environment(case, given),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=TIMEOUT_S,
+        )
+        if not out.is_file():
+            return {"status": "failed", "error": done.stderr[-400:], "steps": []}
+        figures: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+        figures.pop("torch")
+        figures.pop("gpu")
+        if report.is_file():
+            told = json.loads(report.read_text(encoding="utf-8"))
+            figures["unmodelled"] = told["coverage"]["unmodelled"]
+        return figures
+
+
+def watched(case: Case, given: Path | None, out: str) -> list[str]:
+    """The arguments of `watch.py`."""
+    places = {"out": out, "prepared": str(given / "prepared") if given else ""}
+    args = [_placed(arg, places) for arg in case["args"]]
+    limit = ["--limit", str(case["limit_gib"])] if "limit_gib" in case else []
+    if case["origin"] == "litgpt":
+        return [*limit, "-m", "litgpt", *args]
+    folder = RESULTS if given is None or case["origin"] == "ours" else given
+    return [*limit, str(folder / FOLDERS.get(case["origin"], ".") / case["script"]), *args]
+
+
+def _placed(arg: str, places: Mapping[str, str]) -> str:
+    for name, path in places.items():
+        arg = arg.replace(f"{{{name}}}", path)
+    return arg
+
+
+def environment(case: Case, given: Path | None) -> dict[str, str]:
+    """Offline, with the checkout; for the lab's script with the stand-ins of FOLDER."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    if given is not None and FOLDERS.get(case["origin"]) == "prepared":
+        paths.append(str(given / "prepared" / "stubs"))
+    return {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(p for p in paths if p),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def keep(done: Mapping[str, Mapping[str, Any]]) -> None:
+    """Put what was simulated into results/scripts/simulated.json, in the order of the measured."""
+    path = RESULTS / "simulated.json"
+    kept = read("simulated")["cases"] if path.is_file() else {}
+    kept |= done
+    rows = [
+        f"  {json.dumps(name)}: {json.dumps(kept[name])}"
+        for name in read("measured")["cases"]
+        if name in kept
+    ]
+    path.write_text('{\n "cases": {\n' + ",\n".join(rows) + "\n }\n}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
