@@ -18,6 +18,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 STATE = pytest.StashKey[tuple[str, dict[tuple[str, str], Any]]]()
 """The folder and the names of torch before a test."""
 
+WRAPPED_BY_OTHERS = {("torch", "manual_seed"), ("torch", "compile")}
+"""What torch._dynamo and lightning put wrappers around when they are imported."""
+
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.register_profile("dev", deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
@@ -63,7 +66,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
     assert os.getcwd() == folder
     after = names_of_torch()
     changed = {key for key, value in before.items() if after.get(key) is not value}
-    assert changed <= {("torch", "manual_seed")}  # which torch._dynamo wraps when it is imported
+    assert changed <= WRAPPED_BY_OTHERS
     return done
 
 
