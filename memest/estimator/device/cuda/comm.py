@@ -30,7 +30,11 @@ def install(patches: Patches) -> None:
         _only_one(devices)
         return [[*tensors]]
 
+    def gather(tensors: Sequence[Tensor], dim: int, destination: int | None = None) -> Tensor:
+        return torch.cat([*tensors], dim)
+
     patches.set(torch._C, "_scatter", scatter)
+    patches.set(torch._C, "_gather", gather)
     patches.set(torch._C, "_broadcast", broadcast)
     patches.set(torch._C, "_broadcast_coalesced", broadcast_coalesced)
 
