@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
+import memest
 from memest.errors import UnsupportedError
 from memest.estimator.device import host
 from memest.estimator.device.tensors import Place
@@ -121,3 +122,14 @@ def test_a_generator_of_the_card_draws_there(gpu: VirtualGpu) -> None:
     assert drawn.is_cuda
     assert torch.randperm(10, generator=generator, device="cuda").shape == (10,)
     assert drawn.abs().multinomial(2, generator=generator).shape == (2,)
+
+
+def test_a_number_put_into_a_tensor_of_the_card_takes_no_memory_there() -> None:
+    with memest.virtual_gpu("a100-40gb"):
+        mask = torch.ones(8, 20, dtype=torch.long, device="cuda")
+        requests = torch.cuda.memory_stats()["allocation.all.allocated"]
+
+        mask[0, -4:] = 0
+
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == requests
+        assert mask.sum().item() == 8 * 20 - 4

@@ -33,6 +33,24 @@ def install(patches: Patches, recorder: LiveRecorder) -> None:
 
     _install_arrays(patches, recorder, on_host)
     _install_text(patches, recorder, on_host)
+    _install_items(patches, recorder)
+
+
+def _install_items(patches: Patches, recorder: LiveRecorder) -> None:
+    """`tensor[index] = number`: torch makes the number a tensor on the host where `tensor` is on a
+    GPU, and on the tensor's own device elsewhere (`THPVariable_setitem` of
+    python_variable_indexing.cpp, torch 2.11).
+    """
+    set_item = Tensor.__setitem__
+
+    def set_(tensor: Tensor, index: Any, value: Any) -> None:
+        is_number = isinstance(value, bool | int | float | complex)
+        if is_number and is_meta(tensor) and recorder.place(tensor) is Place.CARD:
+            with _disable_current_modes():
+                value = torch.tensor(value, dtype=tensor.dtype, device="cpu")
+        set_item(tensor, index, value)
+
+    patches.set(Tensor, "__setitem__", set_)
 
 
 def _install_arrays(patches: Patches, recorder: LiveRecorder, on_host: OnHost) -> None:
