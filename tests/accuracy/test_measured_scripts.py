@@ -60,7 +60,7 @@ def test_a_script_runs_out_of_memory_where_it_did() -> None:
     }
 
 
-@pytest.mark.parametrize("name", map(with_its_cause, MEASURED))
+@pytest.mark.parametrize("name", [with_its_cause(name) for name in MEASURED])
 def test_a_script_is_simulated_to_the_byte(name: str) -> None:
     assert figures_of(SIMULATED[name]) == figures_of(MEASURED[name])
 
