@@ -1,6 +1,6 @@
 """How long things take and how much memory they need; prints, asserts nothing.
 
-python scripts/bench.py            # the main command, the lab's runs, the curve over sizes
+python scripts/bench.py            # the main command, scripts, the lab's runs, the curve over sizes
 python scripts/bench.py --quick    # the main command and the start-up of the rest
 python scripts/bench.py --models   # every bundled model at batch 1, the slowest last
 """
@@ -26,6 +26,46 @@ STARTUP = [
     ["predict", "--model", "no-such-model"],
     ["predict", "--model", "gpt2", "--optim", "adamv"],
 ]
+SCRIPTS = {
+    "memest run: GPT-2, five steps": """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+model = GPT2LMHeadModel(GPT2Config()).to("cuda")
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+for _ in range(5):
+    ids = torch.randint(0, 50257, (4, 512), device="cuda")
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+    "memest run: flan-t5-xxl with Lightning, three steps": """
+import bitsandbytes, lightning, torch
+from transformers import Blip2ForConditionalGeneration
+
+class Lab(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = Blip2ForConditionalGeneration.from_pretrained(
+            "Salesforce/blip2-flan-t5-xxl", dtype=torch.bfloat16
+        )
+        self.model.train()
+
+    def training_step(self, ids, index):
+        pixels = torch.randn(len(ids), 3, 224, 224, device=self.device, dtype=torch.bfloat16)
+        return self.model(pixel_values=pixels, input_ids=ids, labels=ids).loss
+
+    def configure_optimizers(self):
+        return bitsandbytes.optim.Adam8bit(self.parameters(), lr=5e-6)
+
+tokens = torch.utils.data.DataLoader(torch.randint(5, 32000, (6, 25)), batch_size=2)
+lightning.Trainer(
+    accelerator="gpu", devices=1, precision="bf16-true", max_steps=3, logger=False,
+    enable_checkpointing=False, enable_progress_bar=False,
+).fit(Lab(), tokens)
+""",
+}
+"""What a user would type after `memest run`; neither needs weights."""
+
 CURVE = [
     "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "llama-3.2-1b", "llama-3.1-8b", "llama-2-13b",
     "qwen2.5-32b", "llama-3.1-70b",
@@ -46,6 +86,7 @@ def main(args: list[str]) -> None:
         report(" ".join(command), command, runs=3)
     if "--quick" in args:
         return
+    report_scripts()
     with tempfile.TemporaryDirectory() as folder:
         suite = Path(folder) / "suite.json"
         lines = (ROOT / "results" / "lab-h200.jsonl").read_text(encoding="utf-8").splitlines()
@@ -55,6 +96,23 @@ def main(args: list[str]) -> None:
     print("\nbatch 1, each in a process of its own")
     for model in CURVE:
         print(row_of(model)[1], flush=True)
+
+
+def report_scripts() -> None:
+    """The scripts from the shell; an operator's time is that of the run without start-up."""
+    with tempfile.TemporaryDirectory() as folder:
+        script, out = Path(folder) / "script.py", Path(folder) / "report.json"
+        for label, text in SCRIPTS.items():
+            script.write_text(text, encoding="utf-8")
+            command = ["run", "--gpu", "a100-80gb", "--json", str(out), str(script)]
+            report(label, command, runs=1)
+            ran = json.loads(out.read_text(encoding="utf-8"))
+            num_ops = ran["coverage"]["num_ops"]
+            per_op = 1e6 * ran["elapsed_s"] / num_ops
+            print(
+                f"{'  of which the script itself':<50} {ran['elapsed_s']:6.2f} s"
+                f"  {num_ops} operators, {per_op:.0f} us each, imports among it"
+            )
 
 
 def report_models() -> None:
