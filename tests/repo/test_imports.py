@@ -41,7 +41,7 @@ ESTIMATOR_FLOORS = [
 """The rooms within the estimator, lowest first."""
 
 DEVICE_FLOORS = [
-    {"collectives", "cuda_semantics", "custom_operators", "dispatch", "fused", "garbage"}
+    {"collectives", "cuda_semantics", "custom_operators", "dispatch", "fused"}
     | {"guesses", "history", "host", "imports", "in_place", "labels", "layouts", "lines"}
     | {"messages", "modules"}
     | {"patches", "processes", "recurrent", "storages", "streams", "tensors", "traits", "values"},

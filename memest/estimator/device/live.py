@@ -10,7 +10,6 @@ it moves it to the GPU costs nothing, whatever its size.
 
 from __future__ import annotations
 
-import gc
 import threading
 from typing import Any
 
@@ -21,8 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memest.errors import UnsupportedError
 from memest.estimator.allocator.caching import Block, CachingAllocator, OutOfMemory
 from memest.estimator.device.custom_operators import key_of_other_operators
-from memest.estimator.device.dispatch import Recipe, Recorder
-from memest.estimator.device.garbage import PER_STORAGE, GarbagePace
+from memest.estimator.device.dispatch import Recorder
 from memest.estimator.device.guesses import ASSUMED, Guesses, comparison, selection
 from memest.estimator.device.history import EventLog, History, LiveStorages
 from memest.estimator.device.host import HostRecorder, without_tensors
@@ -109,7 +107,6 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
 
         self.has_started = False
         self.is_off = False
-        self.pace = GarbagePace()
         self._dead: list[int] = []
         self._lock = threading.RLock()
         self._skips: dict[type, bool] = {}
@@ -378,23 +375,6 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
             storages.streams[index] = self.stream
         if num_bytes:
             self.history.born(index, storages.sites[index])
-
-    def _new_recipe(self, func: Any, args: Any, kwargs: Any, out: Any, key: Any) -> Recipe:
-        before, looks = gc.get_count()[0], self.pace.num_looks
-        recipe = super()._new_recipe(func, args, kwargs, out, key)
-        if looks == self.pace.num_looks:
-            self.pace.made(gc.get_count()[0] - before)
-        return recipe
-
-    def _born(self, tensor: Tensor, num_bytes: int | None, site: Site, kind: MemKind) -> None:
-        before = len(self._references)
-        super()._born(tensor, num_bytes, site, kind)
-        if len(self._references) > before:
-            self.pace.made(PER_STORAGE)
-
-    def _died(self, index: int, key: int) -> None:
-        super()._died(index, key)
-        self.pace.made(-PER_STORAGE)
 
     def _ends(self, index: int) -> None:
         self._dead.append(index)  # may be called by the garbage collector, at any moment
