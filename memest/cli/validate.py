@@ -84,7 +84,7 @@ def validate(
         capped = f"-capped-{limit / GIB:.2f}GiB" if limit else ""
         gpu = device.catalogue_name.replace(" ", "-")
         results = Path("results", f"{gpu}-{label}{capped}.jsonl")
-    from memest.validate.experiment import RunOptions
+    from memest.loops.job import RunOptions
     from memest.validate.runner import validate as run_all
 
     options = RunOptions(

@@ -75,9 +75,8 @@ def closed_form(
 
 def held_by_layers(program: Program) -> dict[int, int]:
     """Bytes of activations that the first forward leaves behind, by the number of the layer."""
-    assert program.first is not None
     alive: set[int] = set()
-    for event in program.first.forward:
+    for event in program.first_forward():
         if event >= 0:
             alive.add(event)
         else:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memest.estimator.allocator.caching import Block, CachingAllocator, OutOfMemory
-from memest.estimator.device.history import EMPTIED, EventLog
-from memest.estimator.device.storages import RETURNED, StorageTable
+from memest.estimator.device.history import EventLog
+from memest.estimator.device.storages import EMPTIED, RETURNED, StorageTable
 from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.trace.recording import Mark, Recording, RecordingObserver
 from memest.estimator.trace.replay import Moment, ObservedAllocator, Replayed

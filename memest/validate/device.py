@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -13,12 +12,6 @@ from memest.errors import UnsupportedError
 
 T = TypeVar("T")
 
-INSTALL = "pip install 'memest[validate]'"
-_INSTALL_OTHERS = {
-    "datasets": "pip install datasets",
-    "deepspeed": "pip install 'memest[deepspeed]'",
-    "flash_attn": "pip install flash-attn --no-build-isolation",
-}
 _PACKAGES = (
     "torch", "transformers", "lightning", "peft", "bitsandbytes", "accelerate", "deepspeed",
     "flash_attn",
@@ -48,23 +41,6 @@ class Device:
 
         gpu = match_device(self.name, self.memory_bytes)
         return self.name if gpu is None else gpu.name
-
-
-def require(*packages: str) -> None:
-    """Check that optional packages are installed, without importing them.
-
-    Raises:
-        UnsupportedError: one is not.
-    """
-    for package in packages:
-        if not is_installed(package):
-            hint = _INSTALL_OTHERS.get(package, INSTALL)
-            raise UnsupportedError(f"`memest validate` needs `{package}` here", hint=hint)
-
-
-def is_installed(package: str) -> bool:
-    """Whether it can be imported, without doing so."""
-    return importlib.util.find_spec(package) is not None
 
 
 def query_device(index: int = 0) -> Device:

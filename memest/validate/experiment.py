@@ -11,11 +11,11 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from memest.errors import MemestError
+from memest.loops.job import Job, Listener, RunOptions, run_job
 from memest.plan import TrainingPlan
 from memest.report import Measurement, Outcome
 from memest.validate import host
@@ -26,10 +26,8 @@ from memest.validate.device import (
     process_figures,
     query_device,
 )
-from memest.validate.probe import CudaMemory, PhaseRecorder
+from memest.loops.probe import CudaMemory, PhaseRecorder
 from memest.validate.snapshot import count_events, file_stem, start_recording, write_recording
-
-SEED = 20
 
 _OUT_OF_MEMORY = (
     "CUDA out of memory",
@@ -40,35 +38,14 @@ _OUT_OF_MEMORY = (
 """How CUDA's libraries say what `torch.OutOfMemoryError` says, when their own allocation fails."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunOptions:
-    """What a measured run needs beside its plan."""
-
-    weights: str = "random"
-    """`random`, or `pretrained`: the checkpoint from the Hub or a local folder."""
-
-    data: Path | None = None
-    """A `datasets` folder with the columns `image` and `text`; None makes a synthetic batch."""
-
-    snapshots: Path | None = None
-    """A folder for a recording of the allocator; None records nothing."""
-
-    trust_remote_code: bool = False
-
-
 @dataclass(slots=True)
 class _Run:
     """What is known of a run so far; enough for a report at any moment."""
 
-    plan: TrainingPlan
-    options: RunOptions
+    job: Job
     device: Device
     used_before: int | None
     started: float
-    recorder: PhaseRecorder
-    values: dict[str, Any] = field(default_factory=dict)
-    model: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
     rank: int = 0
     samples: list[dict[str, Any]] = field(default_factory=list)
     """Of host memory; taken where the plan is distributed."""
@@ -78,6 +55,16 @@ class _Run:
 
     setup: dict[str, int] = field(default_factory=dict)
     """Peaks of building and dividing the model, which are no part of the training's."""
+
+    @property
+    def plan(self) -> TrainingPlan:
+        """What is run."""
+        return self.job.plan
+
+    @property
+    def recorder(self) -> PhaseRecorder:
+        """What reads the phases."""
+        return self.job.recorder
 
     def sample(self, moment: str) -> None:
         if self.plan.is_distributed:
@@ -104,14 +91,16 @@ class _Run:
         figures = process_figures(self.used_before, self.rank)
         source, held = next(iter(figures.items()))
         context = held - now.reserved_bytes
+        options = self.job.options
+        notes = self.job.data_notes
         host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if self.plan.is_distributed:
             self.sample("the end")
             host_bytes = host.held_bytes(self.samples)
         return Measurement(
             name=self.plan.label,
-            plan=self.values or self.plan.to_dict(),
-            model=self.model,
+            plan=self.job.values or self.plan.to_dict(),
+            model=self.job.model,
             gpu=self.device.catalogue_name,
             peak_allocated_bytes=self.recorder.peak_allocated_bytes,
             peak_reserved_bytes=self.recorder.peak_reserved_bytes,
@@ -127,15 +116,15 @@ class _Run:
                 "process_figures": figures,
                 "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
                 or os.environ.get("PYTORCH_ALLOC_CONF", ""),
-                "weights": self.options.weights,
-                "data": str(self.options.data) if self.options.data else "synthetic",
+                "weights": options.weights,
+                "data": str(options.data) if options.data else "synthetic",
                 **({"rank": self.rank} if self.plan.is_distributed else {}),
                 **self.setup,
                 **({"host_samples": host.explaining(self.samples)} if self.samples else {}),
                 **({"event_marks": self.marks} if self.marks else {}),
             },
             context_bytes=context,
-            note="; ".join([note, *self.notes] if note else self.notes),
+            note="; ".join([note, *notes] if note else notes),
         )
 
 
@@ -159,7 +148,8 @@ def run_experiment(
     device = query_device(rank)
     if plan.is_distributed:
         _open_device(rank, plan.devices)
-    run = _Run(plan, options, device, used_before, started, recorder, rank=rank, samples=at_start)
+    job = Job(plan, recorder, Listener(on_end=lambda: None), options)
+    run = _Run(job, device, used_before, started, rank=rank, samples=at_start)
     run.sample("after CUDA's start")
     limit_memory(plan.memory_limit, device.memory_bytes, rank)
     if options.snapshots is not None and rank == 0:
@@ -211,8 +201,11 @@ def execute(
             traceback.print_exception(error, file=sys.stderr)
             deliver(run.report(Outcome.OOM, _first_line(error)))
 
+    run.job.listener = _listener(run, on_end, on_error)
+    run.job.where, run.job.accelerator = where, accelerator
     try:
-        _build_and_fit(run, where, accelerator, _listener(run, on_end, on_error))
+        run.sample(host.BEFORE_MODEL)
+        run_job(run.job)
     except Exception as error:
         on_error(error)
         if not delivered:
@@ -221,9 +214,7 @@ def execute(
 
 def _listener(
     run: _Run, on_end: Callable[[], None], on_error: Callable[[BaseException], None]
-) -> Any:
-    from memest.validate.training import Listener
-
+) -> Listener:
     if not run.plan.is_distributed:
         return Listener(on_end=on_end, on_error=on_error)
     return Listener(
@@ -231,84 +222,8 @@ def _listener(
         on_error=on_error,
         on_ready=run.begin_training,
         on_step=lambda: run.sample("after a micro-batch"),
+        on_model=lambda model: run.sample("after the model"),
     )
-
-
-def _build_and_fit(run: _Run, where: str, accelerator: str, listener: Any) -> None:
-    import torch
-
-    from memest.models_meta.registry import resolve_config
-    from memest.validate import data
-    from memest.validate.training import FineTune, ShardedFineTune, fit
-
-    plan, options = run.plan, run.options
-    run.sample(host.BEFORE_MODEL)
-    torch.manual_seed(SEED)
-    config = resolve_config(plan.model_name, trust_remote_code=options.trust_remote_code)
-    model = _build_model(run, config, where)
-    if options.data is None:
-        feed = data.synthetic_feed(plan, model, config)
-    else:
-        feed = data.dataset_feed(plan, config, options.data)
-    run.values = data.resolved_plan(plan, feed)
-    run.notes.extend(feed.notes if options.data else ())
-    make_optimizer = partial(_optimizer_over, plan, model)
-    if not plan.is_distributed:  # made now: what it allocates at once is not a step's
-        made = make_optimizer()
-        make_optimizer = partial(lambda optimizer: optimizer, made)
-    kind = ShardedFineTune if plan.strategy == "fsdp2" else FineTune
-    module = kind(model, make_optimizer, feed.batches, run.recorder, loss_output=feed.loss_output)
-    if isinstance(module, ShardedFineTune):
-        module.plan = plan
-    run.sample("after the model")
-    gc.collect()
-    if accelerator == "gpu":
-        torch.cuda.empty_cache()
-    run.recorder.start()
-    fit(module, plan, listener=listener, accelerator=accelerator)
-
-
-def _build_model(run: _Run, config: Any, where: str) -> Any:
-    """The plan's model on the device, ready to train and described in the report."""
-    from memest.models_meta.assemble import (
-        assemble,
-        compute_dtype,
-        describe_model,
-        trained_parameters,
-    )
-    from memest.models_meta.wrapping import stop_caching
-    from memest.validate import data, quantize
-
-    plan = run.plan
-    is_random = run.options.weights == "random"
-    model = assemble(
-        plan,
-        config,
-        device=where,
-        is_meta=False,
-        load=None if is_random else partial(data.load_weights, plan, config, device=where),
-        initialise=data.initialise if is_random else None,
-        quantize=partial(
-            quantize.quantize_for_real,
-            compute_dtype=compute_dtype(plan),
-            double_quant=plan.double_quant,
-            skip=plan.quant_skip,
-            quant=plan.quant,
-        ),
-    ).module
-    if plan.activation_checkpointing_policy:
-        stop_caching(model)
-    run.model = describe_model(model)
-    trained_parameters(model)  # an error where there are none, before anything else is made
-    return model
-
-
-def _optimizer_over(plan: TrainingPlan, model: Any) -> Any:
-    """Over what is trained at the time of the call, which a strategy may have replaced."""
-    from memest.models_meta.assemble import trained_parameters
-    from memest.validate.optimizers import make_real_optimizer
-
-    return make_real_optimizer(plan, trained_parameters(model))
 
 
 def limit_memory(limit_bytes: int | None, total_bytes: int, index: int = 0) -> None:

@@ -21,7 +21,8 @@ from memest.errors import MemestError
 from memest.plan import TrainingPlan
 from memest.report import Measurement
 from memest.validate import ranks
-from memest.validate.experiment import RunOptions, run_experiment
+from memest.loops.job import RunOptions
+from memest.validate.experiment import run_experiment
 
 T = TypeVar("T")
 Experiment = Callable[[TrainingPlan, RunOptions, Callable[[Measurement], Any]], None]

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from memest.errors import MemestError, PlanError
+from memest.loops.packages import is_installed, require
 from memest.plan import TrainingPlan
 from memest.plan.values import FLASH_ATTENTION_2
 from memest.report import Measurement, Outcome
 from memest.units import format_gib
 from memest.validate import results as results_file
-from memest.validate.device import Device, is_installed, library_versions, query_device, require
-from memest.validate.experiment import RunOptions
+from memest.validate.device import Device, library_versions, query_device
+from memest.loops.job import RunOptions
 from memest.validate.processes import (
     Child,
     call_in_child,
@@ -156,10 +157,10 @@ def _import_all(plans: Sequence[TrainingPlan], options: RunOptions) -> bool:
         import memest.models_meta.sharding
         import memest.models_meta.states
         import memest.models_meta.wrapping
-        import memest.validate.data
-        import memest.validate.optimizers
-        import memest.validate.strategies
-        import memest.validate.training
+        import memest.loops.data
+        import memest.loops.optimizers
+        import memest.loops.strategies
+        import memest.loops.lightning
 
     for plan in plans:
         config = memest.models_meta.registry.resolve_config(

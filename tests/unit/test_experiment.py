@@ -24,8 +24,8 @@ from memest.plan import TrainingPlan
 from memest.report import Measurement, Outcome, Phase
 from memest.validate import data, experiment
 from memest.validate.device import Device
-from memest.validate.optimizers import make_real_optimizer
-from memest.validate.probe import PhaseRecorder, Reading
+from memest.loops.optimizers import make_optimizer
+from memest.loops.probe import PhaseRecorder, Reading
 
 H200 = Device(
     name="NVIDIA H200", memory_bytes=143_155 << 20, capability=(9, 0), num_sms=132, driver="580.65"
@@ -302,7 +302,7 @@ def test_optimizers_have_the_defaults_of_torch(
 ) -> None:
     plan = TrainingPlan(model_name="gpt2", optim=optim)
 
-    optimizer = make_real_optimizer(plan, [torch.nn.Parameter(torch.ones(2))])
+    optimizer = make_optimizer(plan, [torch.nn.Parameter(torch.ones(2))])
 
     assert type(optimizer) is cls
     assert {k: optimizer.defaults[k] for k in defaults} == defaults

@@ -21,7 +21,7 @@ from memest.estimator.optimizers.specs import (
 )
 from memest.plan import TrainingPlan
 from memest.plan.values import OPTIMIZERS as NAMES
-from memest.validate.optimizers import BITSANDBYTES, make_real_optimizer
+from memest.loops.optimizers import BITSANDBYTES, make_real_optimizer
 
 BIG, SMALL = (300, 400), (7,)  # 120 000 elements: above 100 000, which are paged; 7: below 4096
 NUMEL = 300 * 400

@@ -21,7 +21,7 @@ from memest.plan import TrainingPlan
 from memest.report import Measurement, Outcome
 from memest.validate import processes, ranks
 from memest.validate.device import Device
-from memest.validate.experiment import RunOptions
+from memest.loops.job import RunOptions
 from memest.validate.runner import validate
 
 TWO_GPUS = Device(

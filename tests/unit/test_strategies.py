@@ -15,7 +15,7 @@ from torch import nn
 from memest.errors import UnsupportedError
 from memest.plan import TrainingPlan
 from memest.validate import device, strategies
-from memest.validate.optimizers import make_real_optimizer
+from memest.loops.optimizers import make_optimizer
 
 
 class Layer(nn.Linear):
@@ -158,6 +158,6 @@ def test_deepspeed_is_asked_for_where_it_is_not_installed() -> None:
         make("deepspeed_stage_2")
     offload = plan("deepspeed_stage_2_offload", optim="deepspeed_cpu")
     with pytest.raises(UnsupportedError, match="needs `deepspeed` here"):
-        make_real_optimizer(offload, [])
+        make_optimizer(offload, [])
 
     assert caught.value.hint == "pip install 'memest[deepspeed]'"

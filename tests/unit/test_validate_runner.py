@@ -24,7 +24,7 @@ from memest.report import Measurement, Outcome, Phase, PhaseRow, read_measuremen
 from memest.validate import device as device_module
 from memest.validate import processes, results, runner
 from memest.validate.device import Device
-from memest.validate.experiment import RunOptions
+from memest.loops.job import RunOptions
 from memest.validate.progress import finished_line, running_line
 from memest.validate.runner import Progress, validate
 

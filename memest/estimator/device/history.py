@@ -11,10 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from memest.estimator.allocator.caching import CachingAllocator
-from memest.estimator.device.storages import RETURNED, MemKind, Site, StorageTable
-
-EMPTIED = -(1 << 60)
-"""The event at which the script had the cache emptied."""
+from memest.estimator.device.storages import EMPTIED, RETURNED, MemKind, Site, StorageTable
 
 MAX_EVENTS = 2_000_000
 """Kept from the first on: 16 MB, and about 120 MB of storages; two hundred steps of GPT-2."""

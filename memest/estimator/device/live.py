@@ -248,7 +248,9 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
             if not source.is_contiguous() and not aten.is_non_overlapping_and_dense.default(source):
                 site = self._site(func)  # `copy_requires_temporaries` of Copy.cu
                 self._ends(self._workspace(source.numel() * source.itemsize, site))
-        value = self.values.value_of(source)
+        # a parameter has no data on the host, as none of a model built there has
+        is_parameter = isinstance(source, torch.nn.Parameter)
+        value = None if is_parameter else self.values.value_of(source)
         dtype = args[0].dtype if is_copy_ else kwargs.get("dtype") or source.dtype
         if value is None:
             if is_copy_:

@@ -27,6 +27,9 @@ class MemKind(StrEnum):
 RETURNED = -(1 << 40)
 """`RETURNED - id` is the event at which a block whose free was deferred returns to its pool."""
 
+EMPTIED = -(1 << 60)
+"""The event at which the script has the cache emptied."""
+
 
 @dataclass(frozen=True, slots=True)
 class Site:

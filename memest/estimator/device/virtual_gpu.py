@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,8 @@ class VirtualGpu:
         max_steps: optimizer steps after which `StepLimit` ends the script; None is no limit.
         is_strict: refuse to guess values.
         roots: folders whose code is the script's, wherever they lie.
+        lines: finds the line of the script; None looks outside of libraries and in `roots`.
+        make_recorder: the kind of recorder.
     """
 
     _active: VirtualGpu | None = None
@@ -68,6 +70,8 @@ class VirtualGpu:
         max_steps: int | None = None,
         is_strict: bool = False,
         roots: tuple[Path, ...] = (),
+        lines: ScriptLines | None = None,
+        make_recorder: Callable[..., LiveRecorder] = LiveRecorder,
     ) -> None:
         self.gpu = gpu
         self.limit_bytes = limit_bytes
@@ -77,7 +81,9 @@ class VirtualGpu:
             gpu.limit_bytes if limit_bytes is None else limit_bytes, card_bytes=gpu.limit_bytes
         )
         self.guesses = Guesses(is_strict)
-        self.recorder = LiveRecorder(gpu, self.allocator, self.guesses, ScriptLines(roots))
+        self.recorder = make_recorder(
+            gpu, self.allocator, self.guesses, lines or ScriptLines(roots)
+        )
         self._patches = Patches()
         self._stack = contextlib.ExitStack()
 

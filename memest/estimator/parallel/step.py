@@ -21,25 +21,10 @@ from memest.estimator.device.streams import StreamRecorder
 from memest.estimator.device.values import python_values
 from memest.estimator.optimizers.specs import optimizer_state_tensors
 from memest.estimator.parallel.strategy import BuildOptimizer, StepModule, Strategy
-from memest.estimator.trace.program import Played, Program, StateBytes
+from memest.estimator.trace.program import MicroBatch, Part, Probe, Program, StateBytes
 from memest.estimator.trace.step import LossScaler, StepTracer, without_cycles
 from memest.models_meta.states import States
-
-
-@dataclass(slots=True)
-class StepwiseProgram(Program):
-    """A program whose steps were traced one by one."""
-
-    steps: list[list[Played]] = field(default_factory=list)
-    """For each step its first micro-batch, one from the middle, and the last, as far as there are.
-    """
-
-    def play(self, step: int, micro: int, num_micro_batches: int) -> Played:
-        """Micro-batch `micro` of `step`."""
-        played = self.steps[min(step, len(self.steps) - 1)]
-        if micro == 0:
-            return played[0]
-        return played[-1] if micro == num_micro_batches - 1 else played[1]
+from memest.report import Phase
 
 
 class StrategyTracer(StepTracer):
@@ -50,7 +35,7 @@ class StrategyTracer(StepTracer):
     ) -> None:
         recorder = strategy.recorder
         super().__init__(recorder, autocast_dtype=autocast_dtype, accumulates=num_micro_batches > 1)
-        self.program = StepwiseProgram(recorder.storages, coverage=recorder.coverage)
+        self.program = Program(recorder.storages, coverage=recorder.coverage)
         self._streams: StreamRecorder = recorder
         self._strategy = strategy
         self._num_micro_batches = num_micro_batches
@@ -67,7 +52,6 @@ class StrategyTracer(StepTracer):
         """Wrap `model`, make its optimizer, trace `num_steps` steps of it."""
         recorder, strategy = self._streams, self._strategy
         recorder.tracker = ModuleTracker(model)
-        assert isinstance(self.program, StepwiseProgram)
         step = StepModule(model, loss_of_batch)
         with ExitStack() as stack:
             stack.enter_context(without_cycles())
@@ -85,11 +69,11 @@ class StrategyTracer(StepTracer):
         recorder.take_events()
         return self.program
 
-    def _step(self, scaler: LossScaler | None) -> list[Played]:
+    def _step(self, scaler: LossScaler | None) -> list[MicroBatch]:
         traced = min(self._num_micro_batches, 3)
         return [self._played(micro == 0, micro == traced - 1, scaler) for micro in range(traced)]
 
-    def _played(self, is_first: bool, is_last: bool, scaler: LossScaler | None) -> Played:
+    def _played(self, is_first: bool, is_last: bool, scaler: LossScaler | None) -> MicroBatch:
         recorder, strategy = self._streams, self._strategy
         assert recorder.tracker is not None
         recorder.phase = "forward"
@@ -122,14 +106,15 @@ class StrategyTracer(StepTracer):
         states.append(self._state_bytes())
         del scaled, closure_loss, result
         before, after, made, stepped = states
-        return Played(
-            forward=forward,
-            zero_grad=zero_grad,
-            backward=backward,
-            optimizer=optimizer,
-            release=recorder.take_events(),
-            states=(before, after, made, stepped),
-        )
+        parts = [
+            Part((), Probe(Phase.BEFORE_FORWARD, before)),
+            Part([*forward, *zero_grad], Probe(Phase.AFTER_FORWARD, after)),
+            Part(backward, Probe(Phase.AFTER_BACKWARD, made)),
+        ]
+        if optimizer is not None:  # DeepSpeed counts the micro-batches itself, the last is read
+            probe = Probe(Phase.AFTER_OPTIMIZER_STEP, stepped) if is_last else None
+            parts.append(Part(optimizer, probe))
+        return [*parts, Part(recorder.take_events())]
 
     def _label_grads(self) -> None:
         for tensor in self.kept.grads():

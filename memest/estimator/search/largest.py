@@ -221,12 +221,17 @@ def peak_requested(program: Program, num_micro_batches: int) -> int:
     No allocator reserves less. A third step, and a micro-batch in the middle, repeat another.
     """
     num_bytes = [round_request(n) if n else 0 for n in program.storages.num_bytes]
-    alive = {event for event in program.setup if event >= 0} - {~e for e in program.setup if e < 0}
+    alive: set[int] = set()
+    for event in program.setup:
+        if event >= 0:
+            alive.add(event)
+        else:
+            alive.discard(~event)
     total = peak = sum(num_bytes[index] for index in alive)
     micros = sorted({0, min(1, num_micro_batches - 1), num_micro_batches - 1})
     for step, micro in itertools.product(range(2), micros):
-        for events in program.play(step, micro, num_micro_batches).streams():
-            for event in events:
+        for part in program.play(step, micro, num_micro_batches):
+            for event in part.events:
                 if event >= 0:
                     if event not in alive:
                         alive.add(event)

@@ -1,11 +1,18 @@
-"""What a trace leaves: the event streams of a run, and in which order they are played."""
+"""What a run leaves: the event streams between its probes, and in which order they are played."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from memest.estimator.device.storages import Coverage, StorageTable
+from memest.estimator.device.storages import RETURNED, Coverage, StorageTable
+from memest.report import Phase
+
+Shift = Mapping[int, int]
+"""Before a stretch is played again, what it made last time goes by the name of what it will free:
+{made and kept by it: made before it and freed by it}.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,65 +24,46 @@ class StateBytes:
     optimizer: int
 
 
-@dataclass(slots=True)
-class MicroBatch:
-    """The event streams of one micro-batch."""
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Where the memory is read, and what the model and the optimizer hold there."""
 
-    forward: list[int]
-    """From the batch's arrival to the result of the closure, before `zero_grad`."""
-
-    backward: list[int]
-
-    release: list[int]
-    """What dies when Lightning drops the result of the closure."""
-
-    scaling: list[int] = field(default_factory=list)
-    """What a loss scaler makes, after `zero_grad` and before the backward."""
+    phase: Phase
+    state: StateBytes
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
-    """One micro-batch of a run, as it is replayed: event streams in order, and what is read."""
+class Part:
+    """Events in order, then a probe or none."""
 
-    forward: Sequence[int]
-    zero_grad: Sequence[int]
-    """With the scaling of the loss, which comes after it."""
+    events: Sequence[int]
+    probe: Probe | None = None
 
-    backward: Sequence[int]
-    optimizer: Sequence[int] | None
-    """None where no step of the optimizer follows."""
 
-    release: Sequence[int]
-    states: tuple[StateBytes, StateBytes, StateBytes, StateBytes]
-    """Before the forward, after it, after the backward, after the optimizer's step."""
-
-    def streams(self) -> Iterator[Sequence[int]]:
-        """All events in order."""
-        yield self.forward
-        yield self.zero_grad
-        yield self.backward
-        yield self.optimizer or ()
-        yield self.release
+MicroBatch = Sequence[Part]
+"""The parts of one micro-batch, in order; what the one before left to be freed is in the first."""
 
 
 @dataclass(slots=True)
 class Program:
-    """Everything that replay needs: storages, event streams, and what the probes read."""
+    """Everything that replay needs: storages, event streams, and what the probes read.
+
+    The steps are those that ran. A run of more micro-batches or steps plays the one in the middle
+    of a step, and the last step, again.
+    """
 
     storages: StorageTable
     setup: list[int] = field(default_factory=list)
-    first: MicroBatch | None = None
-    accumulating: MicroBatch | None = None
-    optimizer_first: list[int] = field(default_factory=list)
-    optimizer_next: list[int] = field(default_factory=list)
-    grads: list[int] = field(default_factory=list)
-    """Storage ids of the gradients, in the order in which `zero_grad` frees them."""
+    """Before the training: the model is built, and the cache emptied."""
 
-    before: StateBytes = StateBytes(0, 0, 0)
-    """Before the first forward."""
+    steps: list[list[MicroBatch]] = field(default_factory=list)
+    """Of each step its first micro-batch, one from the middle, the last, as far as there are."""
 
-    after: StateBytes = StateBytes(0, 0, 0)
-    """After the first optimizer step; nothing changes from there on."""
+    step_shift: Shift = field(default_factory=dict)
+    """Before the last step is played again."""
+
+    micro_shifts: list[Shift] = field(default_factory=list)
+    """Of each step, before its middle micro-batch is played again."""
 
     coverage: Coverage = field(default_factory=Coverage)
 
@@ -83,29 +71,75 @@ class Program:
     """What `AddressSpace` asks; true of a rank among several GPUs."""
 
     num_known_steps: int | None = None
-    """Steps that were traced one by one; None where the later ones repeat the second."""
+    """Steps after which the rows of the last are taken to repeat; None where they are replayed."""
 
-    def play(self, step: int, micro: int, num_micro_batches: int) -> Played:
+    def play(self, step: int, micro: int, num_micro_batches: int) -> MicroBatch:
         """Micro-batch `micro` of `step`."""
-        batch = self.accumulating if micro else self.first
-        assert batch is not None
-        optimizer = None
-        if micro == num_micro_batches - 1:
-            optimizer = self.optimizer_next if step else self.optimizer_first
-        return Played(
-            forward=batch.forward,
-            zero_grad=[*(() if micro else (~index for index in self.grads)), *batch.scaling],
-            backward=batch.backward,
-            optimizer=optimizer,
-            release=batch.release,
-            states=self._states(step, micro),
-        )
+        played = self.steps[min(step, len(self.steps) - 1)]
+        if micro == 0:
+            return played[0]
+        return played[-1] if micro == num_micro_batches - 1 else played[1]
 
-    def _states(
-        self, step: int, micro: int
-    ) -> tuple[StateBytes, StateBytes, StateBytes, StateBytes]:
-        before, after = self.before, self.after
-        made = after if step else replace(after, optimizer=before.optimizer)
-        if micro:
-            return made, made, made, after
-        return after if step else before, replace(made, grads=0), made, after
+    def shift(self, step: int, micro: int, num_micro_batches: int) -> Shift:
+        """What changes its name before micro-batch `micro` of `step` is played."""
+        last = len(self.steps) - 1
+        if micro == 0:
+            return self.step_shift if step > last else {}
+        if 1 < micro < num_micro_batches - 1 and self.micro_shifts:
+            return self.micro_shifts[min(step, last)]
+        return {}
+
+    def first_forward(self) -> Sequence[int]:
+        """The events of the first forward."""
+        for part in self.steps[0][0]:
+            if part.probe is not None and part.probe.phase is Phase.AFTER_FORWARD:
+                return part.events
+        return ()
+
+    def streams(self) -> Iterator[Sequence[int]]:
+        """All event streams, each once."""
+        yield self.setup
+        for step in self.steps:
+            for batch in step:
+                for part in batch:
+                    yield part.events
+
+
+def find_shifts(program: Program) -> None:
+    """Fill in what changes its name when a part of `program` is played again."""
+    if len(program.steps) > 1:
+        program.step_shift = shift_of(program.storages, program.steps[-1])
+    for step in program.steps:
+        middle = [step[1]] if len(step) > 2 else []
+        program.micro_shifts.append(shift_of(program.storages, middle))
+
+
+def shift_of(storages: StorageTable, batches: Iterable[MicroBatch]) -> dict[int, int]:
+    """Pairs what `batches` make and keep with what they free of before, by what made both."""
+    kept: dict[int, None] = {}
+    freed: list[int] = []
+    for batch in batches:
+        for part in batch:
+            for event in part.events:
+                if event >= 0:
+                    kept[event] = None
+                elif event <= RETURNED:
+                    continue
+                elif ~event in kept:
+                    del kept[~event]
+                else:
+                    freed.append(~event)
+    waiting: dict[object, list[int]] = defaultdict(list)
+    for index in sorted(freed):
+        waiting[_origin(storages, index)].append(index)
+    found = {}
+    for index in kept:
+        before = waiting.get(_origin(storages, index))
+        if before:
+            found[index] = before.pop(0)
+    return found
+
+
+def _origin(storages: StorageTable, index: int) -> object:
+    site = storages.sites[index]
+    return site.op, site.module, storages.kinds[index], storages.num_bytes[index]

@@ -106,7 +106,7 @@ def _num_events(program: Program, num_steps: int, num_micro_batches: int) -> int
     """Births and deaths of a run, all repetitions included."""
 
     def of(micro: int) -> int:
-        return sum(map(len, program.play(1, micro, num_micro_batches).streams()))
+        return sum(len(part.events) for part in program.play(1, micro, num_micro_batches))
 
     middle = of(1) * (num_micro_batches - 2) if num_micro_batches > 2 else 0
     last = of(num_micro_batches - 1) if num_micro_batches > 1 else 0

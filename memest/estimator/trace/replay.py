@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from memest.estimator.allocator.addresses import AddressSpace
 from memest.estimator.allocator.caching import Block, CachingAllocator, OutOfMemory
-from memest.estimator.device.storages import RETURNED
-from memest.estimator.trace.program import Played, Program, StateBytes
+from memest.estimator.device.storages import EMPTIED, RETURNED
+from memest.estimator.trace.program import MicroBatch, Probe, Program, Shift
 from memest.report import Phase, PhaseRow
 
 
@@ -75,7 +75,7 @@ def replay(
     """Run `num_steps` optimizer steps of `num_micro_batches` each.
 
     Args:
-        program: traced by `StepTracer`.
+        program: what ran.
         num_steps: optimizer steps.
         num_micro_batches: micro-batches per step.
         limit_bytes: what the allocator may reserve; None is no limit.
@@ -106,24 +106,36 @@ def live_at(program: Program, num_micro_batches: int, moment: Moment) -> list[in
     alive: dict[int, None] = {}
     count = 0
     for step in range(moment.step + 1):
-        for events in _streams(program, step, num_micro_batches):
+        for shift, events in _streams(program, step, num_micro_batches):
+            rename(alive, shift)
             for event in events:
                 count += 1
                 if event >= 0:
                     alive[event] = None
-                else:
+                elif event > RETURNED:
                     alive.pop(~event, None)
                 if count == moment.index:
                     return list(alive)
     return list(alive)
 
 
-def _streams(program: Program, step: int, num_micro_batches: int) -> Iterable[Sequence[int]]:
-    """The event streams of a step in order; `_Run.steps` reads its probes between them."""
+def rename(held: dict[int, Any], shift: Shift) -> None:
+    """Let what is held under a name that is to be made again go by the name in `shift`."""
+    for made, before in shift.items():
+        if made in held:
+            held[before] = held.pop(made)
+
+
+def _streams(
+    program: Program, step: int, num_micro_batches: int
+) -> Iterable[tuple[Shift, Sequence[int]]]:
+    """The event streams of a step in order, each with what changes its name before it."""
     if step == 0:
-        yield program.setup
+        yield {}, program.setup
     for micro in range(num_micro_batches):
-        yield from program.play(step, micro, num_micro_batches).streams()
+        yield program.shift(step, micro, num_micro_batches), ()
+        for part in program.play(step, micro, num_micro_batches):
+            yield {}, part.events
 
 
 class _Run:
@@ -135,7 +147,7 @@ class _Run:
         self.result = Replayed()
         self.blocks: dict[int, Block] = {}
         self.deferred: dict[int, Block] = {}
-        self.before: Played | None = None
+        self.before: MicroBatch | None = None
         self.num_events = 0
         self.step = 0
         self.storage = -1
@@ -186,27 +198,21 @@ class _Run:
                     for later in range(1, num_copies + 1):
                         rows += _shifted(last, micro_batch=later)
                     batch = self.program.play(self.step, micro, num_micro_batches)
-                    self.num_events += num_copies * sum(map(len, batch.streams()))
+                    self.num_events += num_copies * sum(len(part.events) for part in batch)
                     micro += num_copies
             micro += 1
 
     def _one_micro_batch(self, micro: int, num_micro_batches: int) -> None:
         batch = self.program.play(self.step, micro, num_micro_batches)
+        rename(self.blocks, self.program.shift(self.step, micro, num_micro_batches))
         if batch is self.before:  # what it left waiting is returned where another one follows
             for index in list(self.deferred):
                 self.allocator.complete(self.deferred.pop(index))
         self.before = batch
-        self._probe(Phase.BEFORE_FORWARD, micro, batch.states[0])
-        self._apply(batch.forward)
-        self._apply(batch.zero_grad)
-        self._probe(Phase.AFTER_FORWARD, micro, batch.states[1])
-        self._apply(batch.backward)
-        self._probe(Phase.AFTER_BACKWARD, micro, batch.states[2])
-        if batch.optimizer is not None:
-            self._apply(batch.optimizer)
-            if micro == num_micro_batches - 1:  # DeepSpeed counts the others itself
-                self._probe(Phase.AFTER_OPTIMIZER_STEP, micro, batch.states[3])
-        self._apply(batch.release)
+        for part in batch:
+            self._apply(part.events)
+            if part.probe is not None:
+                self._probe(part.probe, micro)
 
     def _apply(self, events: Sequence[int]) -> None:
         storages = self.program.storages
@@ -224,6 +230,8 @@ class _Run:
                 block = pop(~event, None)
                 if block is not None:  # what a step makes once and keeps does not die again
                     free(block)
+                elif event == EMPTIED:
+                    allocator.empty_cache()
             elif event not in blocks and num_bytes[event]:  # nor is it born again
                 self.num_events, self.storage = count, event
                 blocks[event] = malloc(num_bytes[event])
@@ -237,7 +245,9 @@ class _Run:
         storages, blocks, result = self.program.storages, self.blocks, self.result
         for event in events:
             self.num_events += 1
-            if event <= RETURNED:
+            if event == EMPTIED:
+                self.allocator.empty_cache()
+            elif event <= RETURNED:
                 block = self.deferred.pop(RETURNED - event, None)
                 if block is not None:
                     self.allocator.complete(block)
@@ -258,14 +268,14 @@ class _Run:
                     result.peak_allocated_bytes = self.allocator.allocated_bytes
                     result.peak = Moment(self.num_events, self.step, event)
 
-    def _probe(self, phase: Phase, micro_batch: int, state: StateBytes) -> None:
-        allocator = self.allocator
+    def _probe(self, probe: Probe, micro_batch: int) -> None:
+        allocator, state = self.allocator, probe.state
         self.close_peaks()
         self.result.rows.append(
             PhaseRow(
                 step=self.step,
                 micro_batch=micro_batch,
-                phase=phase,
+                phase=probe.phase,
                 params_bytes=state.params,
                 grads_bytes=state.grads,
                 optimizer_bytes=state.optimizer,
@@ -336,9 +346,9 @@ class _ObservedRun(_Run):
             if is_new and event in self.blocks:
                 self.observer.born(event, self.blocks[event])
 
-    def _probe(self, phase: Phase, micro_batch: int, state: StateBytes) -> None:
-        super()._probe(phase, micro_batch, state)
-        self.observer.reached(self.step, micro_batch, phase)
+    def _probe(self, probe: Probe, micro_batch: int) -> None:
+        super()._probe(probe, micro_batch)
+        self.observer.reached(self.step, micro_batch, probe.phase)
 
     def _state(self) -> tuple[object, ...]:
         return (object(),)  # no state is that of before

@@ -93,6 +93,9 @@ def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> Non
             patches.set(functional, "lib", library)
             patches.set(sys.modules["bitsandbytes.cextension"], "lib", library)
         __import__("bitsandbytes.backends.cuda.ops")
+        forget_card = sys.modules["bitsandbytes.backends.cuda.ops"]._gpu_dispatch_props.cache_clear
+        forget_card()
+        patches.on_undo(forget_card)
         operators = torch.ops.bitsandbytes
         update = _WithNumbers(operators.optimizer_update_32bit)
         patches.set(operators, "optimizer_update_32bit", update)

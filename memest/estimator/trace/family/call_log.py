@@ -7,8 +7,9 @@ batch sizes are the same templates in the same order with other numbers; see `re
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -16,14 +17,16 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from memest.estimator.device.dispatch import Recipe, Recorder
-from memest.estimator.device.storages import Site, StorageTable
-from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.device.dispatch import Recipe
+from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.storages import Site
 from memest.estimator.kernels.attention import choice
 from memest.estimator.kernels.cublas import MATMULS
-from memest.models_meta.quantized.fused_gemm import FusedGemmRule
 
 aten = torch.ops.aten
+
+GEMM_RULE = "_gemm_4bit_use_custom_fn"
+"""By which bitsandbytes (0.50.2, backends/cuda/ops.py) chooses a kernel by the shapes of a product."""
 
 ALIGNMENT = 16
 """Storage offsets count modulo it: kernels ask for alignment of at most 16 elements."""
@@ -59,7 +62,7 @@ class Call:
 
 @dataclass(slots=True)
 class Stretch:
-    """What `take_events` gave, with the calls that made it."""
+    """The events from one cut to the next, with the calls that made them."""
 
     events: list[int]
     calls: list[Call]
@@ -90,57 +93,60 @@ class CallLog:
     choices: dict[Choice, None] = field(default_factory=dict)
 
 
-class LoggingRecorder(Recorder):
-    """A `Recorder` that also fills a `CallLog`; what it records is the same."""
+class LoggingRecorder(LiveRecorder):  # type: ignore[no-untyped-call]
+    """A `LiveRecorder` that also fills a `CallLog`; what it records is the same."""
 
-    def __init__(self, gpu: Gpu, storages: StorageTable) -> None:
-        super().__init__(gpu, storages)
-        self.log = CallLog()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.calls = CallLog()
         self._calls: list[Call] = []
         self._templates: dict[Template, int] = {}
         self._by_recipe: dict[int, int] = {}
         self._kept: list[Recipe] = []  # so that the ids above stay theirs
+        self._cut_at = 0
 
-    def __enter__(self) -> Any:
-        self._patches = ExitStack()
-        self._choose, self._applies = choice.choose_backend, FusedGemmRule.applies
-        watched = (
-            mock.patch.object(choice, "choose_backend", self._choose_backend),
-            mock.patch.object(FusedGemmRule, "applies", self._watch_gemm()),
-        )
-        for patch in watched:
-            self._patches.enter_context(patch)
-        return super().__enter__()  # type: ignore[no-untyped-call]
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within it, decisions that are taken by shapes are kept."""
+        self._choose = choice.choose_backend
+        with ExitStack() as self._patches:
+            watched = mock.patch.object(choice, "choose_backend", self._choose_backend)
+            self._patches.enter_context(watched)
+            yield
 
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        self._patches.close()
-
-    def take_events(self) -> list[int]:
-        """The events since the last call; they and their calls are a stretch of the log."""
-        events = super().take_events()
-        self.log.stretches.append(Stretch(list(events), self._calls))
+    def cut(self) -> None:
+        """The events since the last cut, and their calls, are a stretch of the log."""
+        gemm = sys.modules.get("bitsandbytes.backends.cuda.ops")
+        if not self.calls.stretches and gemm is not None:  # the model has imported it
+            rule = mock.patch.object(gemm, GEMM_RULE, self._watch_gemm(getattr(gemm, GEMM_RULE)))
+            self._patches.enter_context(rule)
+        events = self.log.events[self._cut_at :].tolist()
+        self._cut_at = len(self.log.events)
+        self.calls.stretches.append(Stretch(events, self._calls))
         self._calls = []
-        return events
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Recipe) -> None:
-        start, first_id = len(self.events), len(self.storages.num_bytes)
+        self.settle()
+        start, first_id = len(self.log.events), len(self.storages.num_bytes)
         super()._record(func, args, kwargs, out, recipe)
+        self.settle()
         index = self._by_recipe.get(id(recipe))
         if index is None:
             more = self._more_numbers(func, args)
             template = take_numbers((func, args, kwargs, out, more))
             index = self._templates.setdefault(template, len(self._templates))
-            if index == len(self.log.templates):
-                self.log.templates.append(template)
+            if index == len(self.calls.templates):
+                self.calls.templates.append(template)
             self._by_recipe[id(recipe)] = index
             self._kept.append(recipe)
         in_backward = func in MATMULS and torch._C._current_autograd_node() is not None
         born: tuple[tuple[int, int], ...] = ()
         if len(self.storages.num_bytes) > first_id:
             born = tuple(self._born_here(out, recipe, first_id))
-        end = len(self.events)
-        self._calls.append(Call(start, end, index, born, self._site(func), in_backward))
+        first = self._cut_at
+        end = len(self.log.events)
+        call = Call(start - first, end - first, index, born, self._site(func), in_backward)
+        self._calls.append(call)
 
     def _born_here(self, out: Any, recipe: Recipe, first_id: int) -> Iterator[tuple[int, int]]:
         seen = set()
@@ -163,16 +169,14 @@ class LoggingRecorder(Recorder):
         given = {k: v for k, v in kwargs.items() if k not in ("gpu", "rules")}
         tensors = [a for a in args if isinstance(a, Tensor)]
         grads = (*(t.requires_grad for t in tensors), torch.is_grad_enabled())
-        self.log.choices[Choice("attention", take_numbers((args, given)), grads, outcome)] = None
+        self.calls.choices[Choice("attention", take_numbers((args, given)), grads, outcome)] = None
         return outcome
 
-    def _watch_gemm(self) -> Callable[..., bool]:
-        choices, applies = self.log.choices, self._applies
-
-        def watched(rule: FusedGemmRule, num_rows: int, shape: Any, dtype: torch.dtype) -> bool:
-            outcome = applies(rule, num_rows, shape, dtype)
-            template = take_numbers(((num_rows, tuple(shape), dtype), {}))
-            choices[Choice("gemm_4bit", template, (), outcome)] = None
+    def _watch_gemm(self, rule: Callable[..., bool]) -> Callable[..., bool]:
+        def watched(*args: Any, **kwargs: Any) -> bool:
+            outcome = rule(*args, **kwargs)
+            template = take_numbers((args, kwargs))
+            self.calls.choices[Choice("gemm_4bit", template, (), outcome)] = None
             return outcome
 
         return watched

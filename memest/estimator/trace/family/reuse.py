@@ -22,16 +22,19 @@ Left out: a branch that depends on the size other than by a threshold, such as o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib import import_module
 from itertools import pairwise
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
 from memest.estimator.device.dispatch import Recipe, Recorder
-from memest.estimator.device.storages import Coverage, MemKind, Site, StorageTable
+from memest.estimator.device.storages import EMPTIED, Coverage, MemKind, Site, StorageTable
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.kernels.attention.choice import choose_backend
 from memest.estimator.kernels.attention.events import ATTENTION_EVENTS
@@ -40,6 +43,7 @@ from memest.estimator.kernels.scratch import Events
 from memest.estimator.kernels.staged import STAGED_EVENTS, masked_scatter_backward_events
 from memest.estimator.kernels.tables import OUTPUT_BYTES, SCRATCH, has_no_scratch
 from memest.estimator.trace.family.call_log import (
+    GEMM_RULE,
     Call,
     CallLog,
     Choice,
@@ -51,10 +55,9 @@ from memest.estimator.trace.family.call_log import (
     put_numbers,
     storage_bytes,
 )
-from memest.estimator.trace.one_gpu import trace_with
-from memest.estimator.trace.program import MicroBatch, Program
+from memest.estimator.trace.program import Part, Program, Shift
 from memest.estimator.trace.traced import TracedPlan
-from memest.models_meta.quantized.fused_gemm import FusedGemmRule
+from memest.estimator.trace.virtual_run import canonical, run_plan, within_model
 from memest.plan import TrainingPlan
 
 MASKED_SCATTER_BACKWARD = torch.ops.aten.masked_scatter_backward.default
@@ -86,10 +89,23 @@ class LoggedTrace:
 
 
 def logged_trace(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False) -> LoggedTrace:
-    """Trace `plan` and keep its calls."""
-    recorder = LoggingRecorder(gpu, StorageTable())
-    traced = trace_with(recorder, plan, trust_remote_code=trust_remote_code)
-    return LoggedTrace(traced, recorder.log)
+    """Run `plan` on `gpu` and keep its calls."""
+    with ExitStack() as stack:
+        made: list[LoggingRecorder] = []
+
+        def make_recorder(*args: Any) -> LoggingRecorder:
+            made.append(LoggingRecorder(*args))
+            stack.enter_context(made[0].watching())
+            return made[0]
+
+        traced = run_plan(
+            canonical(plan),
+            gpu,
+            trust_remote_code=trust_remote_code,
+            make_recorder=make_recorder,
+            at_cut=lambda: made[0].cut(),
+        )
+    return LoggedTrace(traced, made[0].calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,13 +284,19 @@ class _Weaver:
     def _copy(self, old: Sequence[int], events: list[int]) -> None:
         """Deaths, and births outside of calls."""
         for event in old:
-            if event < 0 and ~event not in self.ids:  # one of the workspaces, all cleared in order
+            if event == EMPTIED:
+                events.append(event)
+            elif event < 0 and ~event not in self.ids:  # one of the workspaces, all cleared in order
                 first = next(iter(self._workspaces))
                 events.append(~self._workspaces.pop(first))
             elif event < 0:
                 events.append(~self.ids[~event])
             else:
                 events.append(self._born(event, (_NO_CALL, event)))
+
+    def renamed(self, shift: Shift) -> dict[int, int]:
+        """`shift` in the ids of the storages that were made here."""
+        return {self.ids[made]: self.ids[before] for made, before in shift.items()}
 
     def _born(self, old: int, slot: tuple[int, int]) -> int:
         table = self.base.storages
@@ -290,6 +312,7 @@ class _Weaver:
         if form.is_partial:
             self.unmodelled[self._names[call.template]] += 1
         born = dict(call.born)
+        site = within_model(call.site)
         temporary: dict[int, int] = {}
         count = num_temporary = 0
         for request in form.requests:
@@ -297,7 +320,7 @@ class _Weaver:
                 events.append(~temporary.pop(request[0]))
                 continue
             if request is None:
-                index = self._add((call.template, count), call.site, MemKind.WORKSPACE)
+                index = self._add((call.template, count), site, MemKind.WORKSPACE)
                 events.append(index)
                 temporary[num_temporary] = index
                 num_temporary += 1
@@ -310,7 +333,7 @@ class _Weaver:
             if workspace in self._workspaces:
                 continue
             slot = (call.template, count + position)
-            events.append(self._add(slot, call.site, MemKind.WORKSPACE))
+            events.append(self._add(slot, site, MemKind.WORKSPACE))
             if position < form.num_copies:
                 passing.append(events[-1])
             else:
@@ -328,33 +351,21 @@ class _Woven:
     slots: tuple[tuple[int, int], ...]
 
 
-def _micro_batch(streams: Iterator[list[int]]) -> MicroBatch:
-    """The next stretches, in the order in which `StepTracer` took them."""
-    forward, scaling, backward, release = (next(streams) for _ in range(4))
-    return MicroBatch(forward, backward, release, scaling)
-
-
 def _weave(sample: LoggedTrace, forms: Sequence[_Form]) -> _Woven:
     base = sample.traced.program
     weaver = _Weaver(sample, forms)
-    num_micro_batches = 1 if base.accumulating is None else 2
-    num_setup = len(weaver.streams) - 4 * num_micro_batches - 3  # two of the optimizer, the end
-    setup = [event for stream in weaver.streams[:num_setup] for event in stream]
-    streams = iter(weaver.streams[num_setup:])
-    first = _micro_batch(streams)
-    accumulating = None
-    if base.accumulating is not None:
-        accumulating = _micro_batch(streams)
+    streams = iter(weaver.streams)
+    setup = next(streams)
+    steps: list[Any] = [
+        [[Part(next(streams), part.probe) for part in batch] for batch in step]
+        for step in base.steps
+    ]
     program = Program(
         storages=weaver.storages,
         setup=setup,
-        first=first,
-        accumulating=accumulating,
-        optimizer_first=next(streams),
-        optimizer_next=next(streams),
-        grads=[weaver.ids[index] for index in base.grads],
-        before=base.before,
-        after=base.after,
+        steps=steps,
+        step_shift=weaver.renamed(base.step_shift),
+        micro_shifts=[weaver.renamed(shift) for shift in base.micro_shifts],
         coverage=Coverage(base.coverage.num_ops, weaver.unmodelled),
     )
     return _Woven(program, tuple(weaver.slots))
@@ -450,8 +461,10 @@ def choose_again(choice: Choice, numbers: Sequence[int], gpu: Gpu) -> Any:
     except RuntimeError:  # no tensor has such a shape
         return None
     if choice.rule == "gemm_4bit":
-        rule = FusedGemmRule(capability=gpu.capability, num_sms=gpu.num_sms)
-        return rule.applies(*args)
+        ops = import_module("bitsandbytes.backends.cuda.ops")
+        card = gpu.num_sms, *gpu.capability
+        with mock.patch.object(ops, "_gpu_dispatch_props", lambda index: card):
+            return getattr(ops, GEMM_RULE)(*args, **kwargs)
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
     for tensor, needs_grad in zip(tensors, choice.grads, strict=False):
         tensor.requires_grad_(needs_grad)

@@ -68,7 +68,8 @@ class PhaseRecorder:
     peak_reserved_bytes: int = 0
     micro_batches_begun: int = 0
     on_row: Callable[[], None] = lambda: None
-    _states: Any = None
+    states: Any = None
+    """The `States` that are summed, from the first row on."""
 
     def start(self) -> None:
         """Forget what the building of the model needed."""
@@ -92,13 +93,13 @@ class PhaseRecorder:
             self.micro_batches_begun += 1
         step, micro_batch = divmod(self.micro_batches_begun - 1, self.num_micro_batches)
         reading = self.note_peaks()
-        if self._states is None:
+        if self.states is None:
             from memest.models_meta.states import States
 
-            self._states = States(model, optimizer)
-        params = self._num_bytes(self._states.params())
-        grads = self._num_bytes(self._states.grads())
-        state = self._num_bytes(self._states.optimizer())
+            self.states = States(model, optimizer)
+        params = self._num_bytes(self.states.params())
+        grads = self._num_bytes(self.states.grads())
+        state = self._num_bytes(self.states.optimizer())
         self.rows.append(
             PhaseRow(
                 step=step,

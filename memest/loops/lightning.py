@@ -11,19 +11,20 @@ alone is a phase. `before_forward` is read before a strategy's wrapper is entere
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 
 from memest.models_meta.assemble import loss_of
 from memest.plan import TrainingPlan
 from memest.report import Phase
-from memest.validate.probe import PhaseRecorder
-from memest.validate.strategies import make_strategy, shard_model
+from memest.loops.job import Job, Listener
+from memest.loops.probe import PhaseRecorder
+from memest.loops.strategies import make_strategy, shard_model
 
 Inputs = dict[str, Any]
 
@@ -59,6 +60,10 @@ class FineTune(L.LightningModule):
 
     def _record(self, phase: Phase) -> None:
         self._recorder.record(phase, self.trainer.model, self.trainer.optimizers[0])
+
+    def cpu(self) -> Any:
+        """Lightning asks for the module on the host when all is done; nobody needs it there."""
+        return self
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The optimizer, over parameters as the strategy left them."""
@@ -101,19 +106,6 @@ class ShardedFineTune(FineTune):
         shard_model(self.model, self.plan, self.device_mesh)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Listener:
-    """Who is told of what; `on_end` and `on_error` before Lightning copies all to the host."""
-
-    on_end: Callable[[], None]
-    on_error: Callable[[BaseException], None]
-    on_ready: Callable[[], None] = lambda: None
-    """The strategy has set up everything, and no step has begun."""
-
-    on_step: Callable[[], None] = lambda: None
-    """A micro-batch has ended."""
-
-
 class _Messenger(Callback):
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
@@ -131,29 +123,46 @@ class _Messenger(Callback):
         self._listener.on_error(exception)
 
 
-def fit(
-    module: FineTune,
-    plan: TrainingPlan,
-    *,
-    listener: Listener,
-    accelerator: str = "gpu",
-) -> None:
-    """Train for the plan's steps; a callback that does not return spares the teardown.
+class OneProcess(LightningEnvironment):
+    """One process, whatever the environment says of launchers and clusters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._node_rank = self._group_rank = 0
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """It is all that there is."""
+        return True
+
+    def local_rank(self) -> int:
+        """The first."""
+        return 0
+
+    def node_rank(self) -> int:
+        """The first."""
+        return 0
+
+
+def fit(module: FineTune, job: Job) -> None:
+    """Train for the plan's steps; a listener that does not return spares the teardown.
 
     Every rank gets the same micro-batches.
     """
+    plan = job.plan
     num_batches = plan.steps * plan.accumulate_grad_batches
     precision: Any = plan.precision  # one of Lightning's own, as the plan checks
     trainer = L.Trainer(
-        accelerator=accelerator,
-        devices=plan.devices,
+        accelerator=job.accelerator,
+        devices=1 if job.is_alone else plan.devices,
         precision=precision,
-        strategy=make_strategy(plan, module.model),
+        strategy=job.strategy or make_strategy(plan, module.model),
+        plugins=[OneProcess()] if job.is_alone else None,
         accumulate_grad_batches=plan.accumulate_grad_batches,
         max_epochs=1,
         max_steps=plan.steps,
         limit_train_batches=num_batches,
-        callbacks=[_Messenger(listener)],
+        callbacks=[_Messenger(job.listener)],
         use_distributed_sampler=False,
         logger=False,
         enable_checkpointing=False,

@@ -15,7 +15,7 @@ from memest.models_meta.assemble import input_dtype, sequence_length
 from memest.models_meta.batch import make_batch
 from memest.models_meta.registry import ModelConfig, error_text
 from memest.plan import TrainingPlan
-from memest.validate.device import require
+from memest.loops.packages import require
 
 MAX_CAPTION_TOKENS = 50
 """As the lab's processor cuts captions (`max_length=50`, padding to the longest)."""

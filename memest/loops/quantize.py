@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from memest.models_meta.quantized.int8 import THRESHOLD
 from memest.models_meta.quantized.nf4 import layers_to_quantize
 
 
-def quantize_for_real(
+def quantize(
     model: nn.Module,
     *,
     compute_dtype: torch.dtype,
@@ -95,3 +95,20 @@ def _in_4_bits(original: Any, compute_dtype: torch.dtype, double_quant: bool) ->
     )
     layer.weight = packed.to(weight.device)  # packs it
     return layer
+
+
+def quant_state_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Every tensor that quantisation keeps beside the parameters of `model`: scales and codes.
+
+    Of `Params4bit` the `quant_state`, with the one of its scales; of `Int8Params` the scales `SCB`.
+    """
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        state = getattr(weight, "quant_state", None)
+        while state is not None:
+            held = (state.absmax, state.code, state.offset)
+            yield from (tensor for tensor in held if isinstance(tensor, torch.Tensor))
+            state = state.state2
+        scales = getattr(weight, "SCB", None)
+        if isinstance(scales, torch.Tensor):
+            yield scales

@@ -74,7 +74,7 @@ def _deepspeed(plan: TrainingPlan) -> Any:
 
     `logging_batch_size_per_gpu` only scales a throughput; Lightning would ask the data loader.
     """
-    from memest.validate.device import require
+    from memest.loops.packages import require
 
     require("deepspeed")
     from lightning.pytorch.strategies import DeepSpeedStrategy

@@ -45,7 +45,7 @@ BITSANDBYTES = {
 """A plan's name -> the class in `bitsandbytes.optim`."""
 
 
-def make_real_optimizer(
+def make_optimizer(
     plan: TrainingPlan, params: Sequence[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
     """The plan's optimizer over `params`, with its library's defaults.
@@ -73,7 +73,7 @@ def make_real_optimizer(
 
 def _deepspeed_cpu_adam() -> Callable[..., torch.optim.Optimizer]:
     """DeepSpeed's Adam on the host, decoupled weight decay by default; compiled at first use."""
-    from memest.validate.device import require
+    from memest.loops.packages import require
 
     require("deepspeed")
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -82,7 +82,7 @@ def _deepspeed_cpu_adam() -> Callable[..., torch.optim.Optimizer]:
 
 
 def _bitsandbytes_class(name: str) -> Callable[..., torch.optim.Optimizer]:
-    from memest.validate.device import require
+    from memest.loops.packages import require
 
     require("bitsandbytes")
     import bitsandbytes  # here, because it opens the GPU

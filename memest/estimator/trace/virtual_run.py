@@ -1,0 +1,301 @@
+"""From a plan to its program on one GPU: the plan's own loop, run on a GPU that is not there.
+
+The first steps run as `memest validate` runs them, of a step's micro-batches the first, one from the
+middle and the last; whatever a plan has more of repeats these (`program`). The card has no end here:
+where a real one has, replays of the program find out.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from memest.errors import MemestError, UnsupportedError
+from memest.estimator.device.lines import ScriptLines
+from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.storages import MemKind, Site, StorageTable
+from memest.estimator.device.virtual_gpu import VirtualGpu
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.hardware.libraries import libraries_bytes
+from memest.estimator.kernels.attention.flash2 import check_gpu
+from memest.estimator.trace.program import Part, Probe, Program, StateBytes, find_shifts
+from memest.estimator.trace.traced import TracedPlan, elements_by_dtype, model_failure
+from memest.loops.job import Job, Listener, RunOptions, run_job
+from memest.loops.probe import CudaMemory, PhaseRecorder
+from memest.loops.quantize import quant_state_tensors
+from memest.models_meta.assemble import sequence_length
+from memest.models_meta.geometry import LayerGeometry, layer_geometry
+from memest.models_meta.quantized.int8 import ASSUMPTION
+from memest.models_meta.registry import ModelConfig, quiet_transformers, resolve_config
+from memest.plan import TrainingPlan
+from memest.plan.values import FLASH_ATTENTION_2
+from memest.report import Phase
+
+WITHOUT_END = 1 << 50
+"""Bytes of a card that no plan fills."""
+
+MAX_STEPS = 2
+"""Steps that differ: the first makes the optimizer's state, and its gradients live on into the
+second."""
+
+MAX_MICRO_BATCHES = 3
+"""Of a step: one that makes gradients, one that adds to them, one before the optimizer's step."""
+
+_NOT_RUN: dict[str, Any] = {
+    "name": "",
+    "gpu": (),
+    "gpu_memory": None,
+    "memory_limit": None,
+    "host_memory": None,
+}
+"""Keys that change the replay and not the run."""
+
+
+def canonical(plan: TrainingPlan) -> TrainingPlan:
+    """`plan` as far as it is run; plans that differ in the rest share a program."""
+    return replace(
+        plan,
+        **_NOT_RUN,
+        steps=MAX_STEPS,
+        accumulate_grad_batches=min(plan.accumulate_grad_batches, MAX_MICRO_BATCHES),
+    )
+
+
+class NoLines(ScriptLines):
+    """No script runs."""
+
+    def frame(self, frame: Any = None) -> None:
+        """No frame is a script's."""
+        return
+
+    def current(self) -> str:
+        """No line runs."""
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A probe, and how many events were before it."""
+
+    num_events: int
+    step: int
+    micro_batch: int
+    probe: Probe
+
+
+@dataclass(slots=True)
+class _Watch:
+    """What is noted while the loop runs."""
+
+    virtual: VirtualGpu
+    config: ModelConfig
+    at_cut: Callable[[], None]
+    job: Any = None
+    model: Any = None
+    num_setup: int = 0
+    num_storages: int = 0
+    rows: list[_Row] = field(default_factory=list)
+    param_groups: dict[str, dict[str, int]] = field(default_factory=dict)
+    host_bytes: int = 0
+    geometry: LayerGeometry | None = None
+
+    def _cut(self) -> int:
+        """Close a stretch of events; how many there were."""
+        recorder = self.virtual.recorder
+        recorder.settle()
+        self.at_cut()
+        self.num_storages = len(recorder.storages.num_bytes)
+        return len(recorder.log.events)
+
+    def starts(self) -> None:
+        """The model is built and the cache empty."""
+        self.virtual.recorder.has_started = True
+        self.num_setup = self._cut()
+
+    def has_model(self, model: nn.Module) -> None:
+        """It is built."""
+        self.model = model
+        recorder = self.virtual.recorder
+        for tensor in quant_state_tensors(model):
+            recorder.label(tensor, MemKind.BUFFERS)
+
+    def reached(self) -> None:
+        """A probe has read the memory."""
+        row = self.job.recorder.rows[-1]
+        state = StateBytes(row.params_bytes, row.grads_bytes, row.optimizer_bytes)
+        self.rows.append(_Row(self._cut(), row.step, row.micro_batch, Probe(row.phase, state)))
+        if row.phase is Phase.AFTER_BACKWARD:
+            self.param_groups["grads"] = elements_by_dtype(self.job.recorder.states.grads())
+
+    def ended(self) -> None:
+        """The last step is done, and all that is held still lives."""
+        states = self.job.recorder.states
+        held = list({id(t): t for t in states.optimizer()}.values())
+        on_card = [t for t in held if t.device.type == "cuda"]
+        self.param_groups["params"] = elements_by_dtype(states.params())
+        self.param_groups["optimizer"] = elements_by_dtype(on_card)
+        self.host_bytes = sum(t.numel() * t.itemsize for t in held if hasattr(t, "is_paged"))
+        self.geometry = layer_geometry(self.model, self.config)
+        self.virtual.recorder.labels.of_models()
+
+
+class _PhaseRecorder(PhaseRecorder):
+    """Tells of the start, too."""
+
+    on_start: Callable[[], None]
+
+    def start(self) -> None:
+        """Forget what the building of the model needed."""
+        super().start()
+        self.on_start()
+
+
+def run_plan(
+    plan: TrainingPlan,
+    gpu: Gpu,
+    *,
+    trust_remote_code: bool = False,
+    make_recorder: Callable[..., LiveRecorder] = LiveRecorder,
+    at_cut: Callable[[], None] = lambda: None,
+) -> TracedPlan:
+    """The program of `plan`, which is canonical.
+
+    Args:
+        plan: what is run.
+        gpu: whose kernels run.
+        trust_remote_code: whether code that comes with a model may run.
+        make_recorder: the kind of recorder that sees it.
+        at_cut: called at the beginning of the training and at each probe.
+
+    Raises:
+        MemestError: the plan cannot be run, or memest cannot model it.
+    """
+    config = resolve_config(plan.model_name, trust_remote_code=trust_remote_code)
+    seq_len = sequence_length(plan, config)
+    if plan.attn_implementation == FLASH_ATTENTION_2:
+        check_gpu(gpu)
+    virtual = VirtualGpu(
+        gpu, limit_bytes=WITHOUT_END, lines=NoLines(), make_recorder=make_recorder
+    )
+    watch = _Watch(virtual, config, at_cut)
+    recorder = _PhaseRecorder(CudaMemory(), plan.accumulate_grad_batches, on_row=watch.reached)
+    recorder.on_start = watch.starts
+    watch.job = job = Job(
+        plan,
+        recorder,
+        Listener(on_end=watch.ended, on_model=watch.has_model),
+        RunOptions(trust_remote_code=trust_remote_code),
+        is_alone=True,
+    )
+    _run(job, virtual, watch)
+    return TracedPlan(
+        program=_program(watch),
+        model=job.model,
+        param_groups=watch.param_groups,
+        host_bytes=watch.host_bytes,
+        notes=tuple(_notes(watch)),
+        seq_len=seq_len,
+        image_size=job.values["image_size"],
+        libraries_bytes=libraries_bytes(plan),
+        geometry=watch.geometry,
+    )
+
+
+def _run(job: Job, virtual: VirtualGpu, watch: _Watch) -> None:
+    try:
+        with _quietly(), without_cycles(), virtual:
+            run_job(job)
+    except MemestError:
+        raise
+    except Exception as error:  # the model's own code, which may do anything
+        raise model_failure(job.plan, watch.model, error) from error
+    if virtual.recorder.log.is_full:
+        raise UnsupportedError(
+            f"a step of `{job.plan.label}` has too many events to be kept",
+            hint="reduce `accumulate_grad_batches` to 1",
+        )
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without what Lightning and transformers tell users of a run that is theirs."""
+    import lightning.pytorch  # sets its level as it is imported
+
+    loggers = [logging.getLogger(f"lightning.{name}") for name in ("pytorch", "fabric")]
+    levels = [logger.level for logger in loggers]
+    with quiet_transformers():
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+@contextmanager
+def without_cycles() -> Iterator[None]:
+    """No collection in the middle of a run, so that two runs of a plan are the same.
+
+    What there was before is left alone by those that the loop itself asks for.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+def _notes(watch: _Watch) -> Iterator[str]:
+    plan = watch.job.plan
+    yield from watch.job.notes
+    if plan.use_qlora and plan.quant == "int8":
+        yield ASSUMPTION
+    yield from watch.virtual.notes
+    for (_, what), count in sorted(watch.virtual.guesses.counts.items()):
+        yield f"a value is read that is not known without a GPU, {count} times: {what}"
+
+
+def _program(watch: _Watch) -> Program:
+    recorder = watch.virtual.recorder
+    events = recorder.log.events
+    program = Program(
+        storages=_storages(recorder.storages, watch.num_storages),
+        setup=events[: watch.num_setup].tolist(),
+        coverage=recorder.coverage,
+    )
+    start = watch.num_setup
+    for row in watch.rows:
+        part = Part(events[start : row.num_events].tolist(), row.probe)
+        start = row.num_events
+        if row.step == len(program.steps):
+            program.steps.append([])
+        step: list[Any] = program.steps[row.step]
+        if row.micro_batch == len(step):
+            step.append([])
+        step[row.micro_batch].append(part)
+    find_shifts(program)
+    return program
+
+
+def _storages(storages: StorageTable, count: int) -> StorageTable:
+    """The first of them, their modules named by the paths within the model."""
+    sites = [within_model(site) for site in storages.sites[:count]]
+    return StorageTable(storages.num_bytes[:count], sites, storages.kinds[:count])
+
+
+@cache
+def within_model(site: Site) -> Site:
+    """`site` without the class of the model before its module."""
+    return Site(site.op, site.module.partition(".")[2], site.phase)

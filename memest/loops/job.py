@@ -1,0 +1,167 @@
+"""One plan made ready to train and trained: the model, its batches, its optimizer, its loop.
+
+The same code on both sides. `memest validate` runs it on a GPU, `memest predict` on a virtual one.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from memest.loops.probe import PhaseRecorder
+from memest.plan import TrainingPlan
+
+SEED = 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    """What a run needs beside its plan."""
+
+    weights: str = "random"
+    """`random`, or `pretrained`: the checkpoint from the Hub or a local folder."""
+
+    data: Path | None = None
+    """A `datasets` folder with the columns `image` and `text`; None makes a synthetic batch."""
+
+    snapshots: Path | None = None
+    """A folder for a recording of the allocator; None records nothing."""
+
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listener:
+    """Who is told of what; `on_end` and `on_error` before the loop's own teardown."""
+
+    on_end: Callable[[], None]
+    on_error: Callable[[BaseException], None] = lambda error: None
+    on_ready: Callable[[], None] = lambda: None
+    """The strategy has set up everything, and no step has begun."""
+
+    on_step: Callable[[], None] = lambda: None
+    """A micro-batch has ended."""
+
+    on_model: Callable[[Any], None] = lambda model: None
+    """The model is built and described."""
+
+
+@dataclass(slots=True)
+class Job:
+    """One training run, and what is known of it so far."""
+
+    plan: TrainingPlan
+    recorder: PhaseRecorder
+    listener: Listener
+    options: RunOptions = field(default_factory=RunOptions)
+    where: str = "cuda"
+    """The device on which the model is made."""
+
+    accelerator: str = "gpu"
+    """Of Lightning's Trainer: `gpu`, or `cpu` in tests."""
+
+    strategy: Any = None
+    """In place of the strategy that the plan names; None makes that."""
+
+    is_alone: bool = False
+    """Whether this process stands for all, and looks for no others."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    """The plan with the sizes that were used."""
+
+    model: dict[str, Any] = field(default_factory=dict)
+    """Class and numbers of parameters."""
+
+    notes: list[str] = field(default_factory=list)
+    """What was decided on the way."""
+
+    data_notes: list[str] = field(default_factory=list)
+    """Of these, what the data decided."""
+
+
+def run_job(job: Job) -> None:
+    """Build the model of `job.plan`, and train it for the plan's steps.
+
+    Raises:
+        MemestError: the plan cannot be run.
+    """
+    import torch
+
+    from memest.loops import data
+    from memest.loops.lightning import FineTune, ShardedFineTune, fit
+    from memest.models_meta.registry import resolve_config
+
+    plan, options = job.plan, job.options
+    torch.manual_seed(SEED)
+    config = resolve_config(plan.model_name, trust_remote_code=options.trust_remote_code)
+    model = _build_model(job, config)
+    if options.data is None:
+        feed = data.synthetic_feed(plan, model, config)
+    else:
+        feed = data.dataset_feed(plan, config, options.data)
+    job.values = data.resolved_plan(plan, feed)
+    job.notes.extend(feed.notes)
+    job.data_notes = list(feed.notes) if options.data is not None else []
+    make_optimizer = partial(_optimizer_over, plan, model)
+    if not plan.is_distributed:  # made now: what it allocates at once is not a step's
+        made = make_optimizer()
+        make_optimizer = partial(lambda optimizer: optimizer, made)
+    kind = ShardedFineTune if plan.strategy == "fsdp2" else FineTune
+    module = kind(model, make_optimizer, feed.batches, job.recorder, loss_output=feed.loss_output)
+    if isinstance(module, ShardedFineTune):
+        module.plan = plan
+    job.listener.on_model(model)
+    gc.collect()
+    if job.accelerator == "gpu":
+        torch.cuda.empty_cache()
+    job.recorder.start()
+    fit(module, job)
+
+
+def _build_model(job: Job, config: Any) -> Any:
+    """The plan's model on the device, ready to train and described."""
+    from memest.loops import data, quantize
+    from memest.models_meta.assemble import (
+        assemble,
+        compute_dtype,
+        describe_model,
+        trained_parameters,
+    )
+    from memest.models_meta.wrapping import stop_caching
+
+    plan = job.plan
+    is_random = job.options.weights == "random"
+    assembled = assemble(
+        plan,
+        config,
+        device=job.where,
+        is_meta=False,
+        load=None if is_random else partial(data.load_weights, plan, config, device=job.where),
+        initialise=data.initialise if is_random else None,
+        quantize=partial(
+            quantize.quantize,
+            compute_dtype=compute_dtype(plan),
+            double_quant=plan.double_quant,
+            skip=plan.quant_skip,
+            quant=plan.quant,
+        ),
+    )
+    job.notes.extend(assembled.notes)
+    model = assembled.module
+    if plan.activation_checkpointing_policy:
+        stop_caching(model)
+    job.model = describe_model(model)
+    trained_parameters(model)  # an error where there are none, before anything else is made
+    return model
+
+
+def _optimizer_over(plan: TrainingPlan, model: Any) -> Any:
+    """Over what is trained at the time of the call, which a strategy may have replaced."""
+    from memest.loops.optimizers import make_optimizer
+    from memest.models_meta.assemble import trained_parameters
+
+    return make_optimizer(plan, trained_parameters(model))
