@@ -223,12 +223,15 @@ def _run(job: Job, virtual: VirtualGpu, watch: _Watch) -> None:
         )
 
 
+_TALKATIVE = ("lightning.pytorch", "lightning.fabric", "bitsandbytes")
+
+
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Without what Lightning and transformers tell users of a run that is theirs."""
     import lightning.pytorch  # sets its level as it is imported
 
-    loggers = [logging.getLogger(f"lightning.{name}") for name in ("pytorch", "fabric")]
+    loggers = [logging.getLogger(name) for name in _TALKATIVE]
     levels = [logger.level for logger in loggers]
     with quiet_transformers():
         for logger in loggers:
