@@ -66,7 +66,7 @@ def _fsdp2(plan: TrainingPlan) -> Any:
     """The mesh of replicas by shards, which `fully_shard` takes as HSDP; `shard_model` uses it."""
     from lightning.pytorch.strategies import ModelParallelStrategy
 
-    return ModelParallelStrategy(*(hybrid_shape(plan) or (plan.devices, 1)))
+    return ModelParallelStrategy(*(hybrid_shape(plan) or (plan.world_size, 1)))
 
 
 def _deepspeed(plan: TrainingPlan) -> Any:

@@ -30,7 +30,7 @@ def hybrid_shape(plan: TrainingPlan) -> tuple[int, int] | None:
     """Replicas and the GPUs that share each, under `HYBRID_SHARD`; None without it."""
     if plan.sharding_strategy != "HYBRID_SHARD":
         return None
-    return plan.devices // shard_size(plan), shard_size(plan)
+    return plan.world_size // shard_size(plan), shard_size(plan)
 
 
 def fully_shard_layers(model: nn.Module, plan: TrainingPlan, mesh: Any) -> None:

@@ -77,7 +77,7 @@ def modules_named(model: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.
 
 def shard_size(plan: TrainingPlan) -> int:
     """GPUs that share one copy under `HYBRID_SHARD`: the plan's, or the 8 of a node, or all."""
-    return plan.shard_size or min(8, plan.devices)
+    return plan.shard_size or min(8, plan.world_size)
 
 
 def layer_class_names(model: nn.Module) -> tuple[str, ...]:

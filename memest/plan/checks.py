@@ -6,12 +6,14 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from memest.errors import PlanError, closest, shown
+from memest.plan.optimizers import OPTIMIZERS
 from memest.plan.values import (
     ALL_LINEAR,
     ATTENTIONS,
+    CLIPPING,
     FLASH_ATTENTION_2,
+    LOOPS,
     LORA_BIASES,
-    OPTIMIZERS,
     PRECISIONS,
     QUANTISATIONS,
     SHARDINGS,
@@ -21,8 +23,6 @@ from memest.plan.values import (
 if TYPE_CHECKING:
     from memest.plan.training_plan import TrainingPlan
 
-_WITH_MOMENTUM = ("sgd", "sgd_fused", "sgd_single", "rmsprop", "rmsprop_single")
-
 _LIMITS = {
     "batch_size": 1 << 16,
     "accumulate_grad_batches": 1 << 16,
@@ -31,6 +31,9 @@ _LIMITS = {
     "lora_r": 1 << 14,
     "steps": 1000,
     "devices": 1 << 14,
+    "num_nodes": 1 << 12,
+    "val_batch_size": 1 << 16,
+    "val_check_interval": 1 << 20,
     "bucket_cap_mb": 1 << 20,
     "shard_size": 1 << 14,
     "reduce_bucket_size": 1 << 40,
@@ -39,6 +42,8 @@ _LIMITS = {
 """The largest value that is taken for a request and not for a slip."""
 
 _LARGEST_ALPHA = 1e6
+
+_MOST_VAL_BATCHES = 1000
 
 
 def check(plan: TrainingPlan) -> None:
@@ -50,7 +55,8 @@ def check(plan: TrainingPlan) -> None:
     _check_types(plan)
     for key, allowed in (
         ("precision", PRECISIONS),
-        ("optim", OPTIMIZERS),
+        ("loop", LOOPS),
+        ("gradient_clip_algorithm", CLIPPING),
         ("strategy", STRATEGIES),
         ("attn_implementation", ATTENTIONS),
         ("quant", QUANTISATIONS),
@@ -77,6 +83,15 @@ def _check_numbers(plan: TrainingPlan) -> None:
         raise PlanError("`model_name` is empty", hint="`memest models` lists what is bundled")
     if not 0 <= plan.lora_dropout < 1:
         raise PlanError(f"`lora_dropout` is {shown(plan.lora_dropout)}", hint="give 0 <= p < 1")
+    for key in ("weight_decay", "gradient_clip_val"):
+        value = getattr(plan, key)
+        if value is not None and not 0 <= value < float("inf"):
+            raise PlanError(f"`{key}` is {shown(value)}", hint="give a number from 0 on")
+    if not 0 <= plan.limit_val_batches <= _MOST_VAL_BATCHES:
+        raise PlanError(
+            f"`limit_val_batches` is {shown(plan.limit_val_batches)}",
+            hint=f"give a whole number from 0 to {_MOST_VAL_BATCHES}; they are alike",
+        )
     if not 0 <= plan.momentum < 1:
         raise PlanError(f"`momentum` is {shown(plan.momentum)}", hint="give 0 <= momentum < 1")
     if not 0 < plan.lora_alpha <= _LARGEST_ALPHA:
@@ -88,16 +103,18 @@ def _check_numbers(plan: TrainingPlan) -> None:
 
 
 def _check_combinations(plan: TrainingPlan) -> None:
-    if plan.momentum and plan.optim not in _WITH_MOMENTUM:
+    row = OPTIMIZERS[plan.optim]
+    if plan.momentum and not row.has_momentum:
         raise PlanError(
             f"`momentum` {plan.momentum} does not go with `optim` `{plan.optim}`",
             hint="use it with `sgd` or `rmsprop`",
         )
-    if plan.nesterov and not (plan.momentum and plan.optim.startswith("sgd")):
+    if plan.nesterov and not (plan.momentum and row.has_nesterov):
         raise PlanError(
             f"`nesterov` does not go with `optim` `{plan.optim}`, momentum {plan.momentum}",
             hint="use it with `sgd` and a `momentum` above 0",
         )
+    _check_loop(plan)
     if (
         plan.attn_implementation == FLASH_ATTENTION_2
         and plan.precision == "32-true"
@@ -120,6 +137,36 @@ def _check_combinations(plan: TrainingPlan) -> None:
             hint="leave `padded` out or raise `batch_size`",
         )
     _check_strategy(plan)
+
+
+def _check_loop(plan: TrainingPlan) -> None:
+    for key in ("val_batch_size", "val_check_interval"):
+        if getattr(plan, key) is not None and not plan.validates:
+            raise PlanError(
+                f"`{key}` is given and `limit_val_batches` is 0: nothing is validated",
+                hint="give `limit_val_batches`, or leave it out",
+            )
+    if plan.validates and plan.val_check_interval is not None:
+        num_batches = plan.steps * plan.accumulate_grad_batches
+        if plan.val_check_interval > num_batches:
+            raise PlanError(
+                f"`val_check_interval` {plan.val_check_interval} is beyond the {num_batches}"
+                " micro-batches of the run",
+                hint="raise `steps`, or leave it out to validate at the end",
+            )
+    if plan.loop == "lightning":
+        return
+    if plan.is_distributed:
+        raise PlanError(
+            f"`loop` `{plan.loop}` does not go with `strategy` `{plan.strategy}` on"
+            f" {plan.world_size} GPUs, which is Lightning's",
+            hint="leave `loop` out, or predict one GPU",
+        )
+    if plan.gradient_clip_algorithm != "norm":
+        raise PlanError(
+            f"`gradient_clip_algorithm` `value` does not go with `loop` `{plan.loop}`",
+            hint="use `norm`, or `loop: lightning`",
+        )
 
 
 def _check_adapters(plan: TrainingPlan) -> None:
@@ -167,9 +214,9 @@ def _check_strategy(plan: TrainingPlan) -> None:
             hint="use `ddp` or `deepspeed_stage_2`, or LoRA without quantisation",
         )
     _check_keys_of_strategy(plan)
-    if plan.shard_size is not None and plan.devices % plan.shard_size:
+    if plan.shard_size is not None and plan.world_size % plan.shard_size:
         raise PlanError(
-            f"`shard_size` {plan.shard_size} does not divide {plan.devices} GPUs",
+            f"`shard_size` {plan.shard_size} does not divide {plan.world_size} GPUs",
             hint="give a divisor of `devices`",
         )
 
@@ -209,7 +256,8 @@ def _check_keys_of_strategy(plan: TrainingPlan) -> None:
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "int": (int,), "int | None": (int,), "str": (str,), "str | None": (str,), "bool": (bool,),
-    "bool | None": (bool,), "float": (float, int), "tuple[str, ...]": (tuple,),
+    "bool | None": (bool,), "float": (float, int), "float | None": (float, int),
+    "tuple[str, ...]": (tuple,), "tuple[tuple[str, Any], ...]": (tuple,),
 }  # fmt: skip
 _KIND_NAMES = {
     int: "a whole number", str: "text", bool: "true or false", float: "a number",
@@ -224,7 +272,8 @@ def _check_types(plan: TrainingPlan) -> None:
         is_right = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
         if value is None and "None" in str(field.type):
             is_right = True
-        if isinstance(value, tuple) and not all(isinstance(item, str) and item for item in value):
+        holds_names = str(field.type) == "tuple[str, ...]" and isinstance(value, tuple)
+        if holds_names and not all(isinstance(item, str) and item for item in value):
             is_right = False
         if not is_right:
             raise PlanError(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from memest.errors import PlanError, shown
 from memest.plan.checks import check, suggest
+from memest.plan.other_names import OTHER_NAMES, read_other_names
+from memest.plan.optimizers import optimizer_name
 from memest.plan.values import IGNORED_KEYS, PRECISION_ALIASES
 from memest.units import parse_bytes
 
@@ -36,8 +39,27 @@ class TrainingPlan:
     precision: str = "bf16-true"
     """One of `PRECISIONS`, as Lightning names them."""
 
+    loop: str = "lightning"
+    """One of `LOOPS`: whose training loop runs. Lightning frees gradients after the forward of the
+    next step, the others before it."""
+
     optim: str = "adamw"
-    """One of `OPTIMIZERS`."""
+    """One of `OPTIMIZERS`, a class of `torch.optim` or `bitsandbytes.optim`, or a name of
+    `TrainingArguments`."""
+
+    optim_options: tuple[tuple[str, Any], ...] = ()
+    """Further options of the optimizer's class, such as `amsgrad: true`; a mapping in files."""
+
+    weight_decay: float | None = None
+    """Of the optimizer; None is its own default. The multi-tensor path of SGD and Adam copies the
+    gradients for it."""
+
+    gradient_clip_val: float | None = None
+    """Norm (or value) to which gradients are clipped; None is the loop's default: none in Lightning
+    and a plain loop, 1.0 in the Trainer of transformers. 0 clips nothing."""
+
+    gradient_clip_algorithm: str = "norm"
+    """`norm` or `value`, as Lightning names them."""
 
     momentum: float = 0.0
     """Of `sgd` and `rmsprop`; above 0 it adds a buffer of the size of the trainable parameters."""
@@ -52,7 +74,10 @@ class TrainingPlan:
     """One of `STRATEGIES`; `auto` is Lightning's choice: DDP on several GPUs."""
 
     devices: int = 1
-    """GPUs, over all nodes."""
+    """GPUs of each node; where `num_nodes` is left at 1, of all. `auto` is taken as 1."""
+
+    num_nodes: int = 1
+    """Nodes."""
 
     gradient_as_bucket_view: bool = False
     """DDP: gradients lie in the buckets that are summed, instead of beside them."""
@@ -150,16 +175,31 @@ class TrainingPlan:
     host_memory: int | None = None
     """Bytes of host memory of the node, for a verdict of its own."""
 
+    limit_val_batches: int = 0
+    """Batches of each validation; 0 runs none."""
+
+    val_batch_size: int | None = None
+    """Samples of a validation batch and GPU; None is `batch_size`."""
+
+    val_check_interval: int | None = None
+    """Micro-batches between validations; None validates at the end."""
+
     steps: int = 2
     """Optimizer steps to simulate; from the third on only fragmentation can grow."""
 
+    assumed: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    """What was read into the plan, for the report; no key of it."""
+
     def __post_init__(self) -> None:
+        if isinstance(self.optim, str):
+            object.__setattr__(self, "optim", optimizer_name(self.optim))
+        object.__setattr__(self, "optim_options", _options(self.optim_options))
         check(self)
 
     @property
     def is_ddp(self) -> bool:
         """Whether every GPU holds the whole model and gradients are summed in buckets."""
-        return self.strategy.startswith("ddp") or (self.strategy == "auto" and self.devices > 1)
+        return self.strategy.startswith("ddp") or (self.strategy == "auto" and self.world_size > 1)
 
     @property
     def is_fsdp(self) -> bool:
@@ -182,6 +222,16 @@ class TrainingPlan:
         return self.is_ddp or self.is_fsdp or self.is_deepspeed
 
     @property
+    def world_size(self) -> int:
+        """GPUs over all nodes."""
+        return self.devices * self.num_nodes
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is a validation."""
+        return self.limit_val_batches > 0
+
+    @property
     def uses_adapters(self) -> bool:
         """Whether only adapters are trained."""
         return self.use_lora or self.use_qlora
@@ -198,7 +248,8 @@ class TrainingPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values, for JSON; `from_dict` reads it back."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values = {name: getattr(self, name) for name in PLAN_KEYS}
+        values["optim_options"] = dict(self.optim_options)
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
     @classmethod
@@ -219,17 +270,22 @@ class TrainingPlan:
                 hint="write one `key: value` per line, `model_name` among them",
             )
         merged = {**values, **{k: v for k, v in overrides.items() if v is not None}}
-        known = {f.name for f in dataclasses.fields(cls)}
+        merged, assumed = read_other_names(merged)
+        known = set(PLAN_KEYS)
         for key in merged:
             if not isinstance(key, str) or (key not in known and key not in IGNORED_KEYS):
                 raise PlanError(
                     f"{shown(key)} is not a key of a plan",
-                    hint=suggest(shown(key).strip("`"), known, "keys"),
+                    hint=suggest(shown(key).strip("`"), known | OTHER_NAMES, "keys"),
                 )
         given = {k: _normalise(k, v) for k, v in merged.items() if k in known and v is not None}
         if "model_name" not in given:
             raise PlanError("the plan names no model", hint="give `model_name`, or `--model NAME`")
-        return cls(**given)
+        return cls(**given, assumed=assumed)
+
+
+PLAN_KEYS = tuple(f.name for f in dataclasses.fields(TrainingPlan) if f.name != "assumed")
+"""The keys of a plan, in order."""
 
 
 _TUPLES = frozenset(
@@ -250,6 +306,31 @@ def _normalise(key: str, value: Any) -> Any:
         text = value if isinstance(value, str) else shown(value).strip("`")
         return PRECISION_ALIASES.get(text, text)
     return value
+
+
+def _options(value: Any) -> tuple[tuple[str, Any], ...]:
+    """A mapping, pairs, or text such as `amsgrad=true,eps=1e-6`."""
+    hint = "write `name: value` lines, or `name=value` separated by commas"
+    if isinstance(value, str):
+        pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+        value = {name.strip(): _literal(text.strip()) for name, _, text in pairs}
+    if isinstance(value, list | tuple):
+        value = dict(value)
+    plain = (bool, int, float, str, type(None))
+    if not isinstance(value, Mapping) or not all(
+        isinstance(k, str) and k.isidentifier() and isinstance(v, plain) for k, v in value.items()
+    ):
+        raise PlanError(f"`optim_options` is {shown(value)}", hint=hint)
+    return tuple(value.items())
+
+
+def _literal(text: str) -> Any:
+    if text.casefold() in ("true", "false", "none"):
+        return {"true": True, "false": False, "none": None}[text.casefold()]
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def _names(key: str, value: Any) -> tuple[str, ...]:

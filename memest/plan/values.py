@@ -7,13 +7,10 @@ PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed")
 PRECISION_ALIASES = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 """As Lightning 2.6 reads its short forms (`fabric/connector.py`)."""
 
-OPTIMIZERS = (
-    "adamw", "adamw_fused", "adamw_single", "adam", "adam_fused", "adam_single",
-    "sgd", "sgd_fused", "sgd_single", "rmsprop", "rmsprop_single", "adagrad", "adagrad_single",
-    "adafactor", "adafactor_foreach",
-    "adam_8bit", "adamw_8bit", "paged_adam_8bit", "paged_adamw_8bit", "paged_adamw_32bit",
-    "lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit", "deepspeed_cpu",
-)  # fmt: skip
+LOOPS = ("lightning", "transformers", "plain")
+"""Lightning's Trainer, the Trainer of transformers, and a loop of a user's own."""
+
+CLIPPING = ("norm", "value")
 
 STRATEGIES = (
     "auto", "ddp", "ddp_find_unused_parameters_true", "fsdp", "fsdp2",
@@ -38,11 +35,11 @@ ALL_LINEAR = "all-linear"
 
 IGNORED_KEYS = frozenset(
     """
-    lr learning_rate weight_decay betas eps num_workers max_epochs max_steps min_epochs num_epochs
-    epochs limit_train_batches limit_val_batches log_every_n_steps val_check_interval seed shuffle
-    pin_memory persistent_workers lr_scheduler scheduler warmup_steps warmup_ratio experiment_name
-    project run_name output_dir save_dir logger log_dir enable_checkpointing enable_progress_bar
-    dataset dataset_name data_dir train_size val_size accelerator note expected
+    lr learning_rate betas eps num_workers max_epochs max_steps min_epochs num_epochs epochs
+    limit_train_batches log_every_n_steps seed shuffle pin_memory persistent_workers lr_scheduler
+    scheduler warmup_steps warmup_ratio experiment_name project run_name output_dir save_dir logger
+    log_dir enable_checkpointing enable_progress_bar dataset dataset_name data_dir train_size
+    val_size note expected
     """.split()
 )
-"""Keys of lab configs that do not touch the memory of the training step."""
+"""Keys of lab configs that do not touch the memory of a step: a test runs each with and without."""

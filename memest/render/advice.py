@@ -30,7 +30,7 @@ def _heading(advice: Advice) -> list[str]:
     if plan.accumulate_grad_batches > 1:
         facts.append(f"accumulation {plan.accumulate_grad_batches}")
     if plan.is_distributed:
-        facts.append(f"{plan.strategy} on {plan.devices} GPUs")
+        facts.append(f"{plan.strategy} on {plan.world_size} GPUs")
     facts.append(f"on {advice.gpu}")
     figures = (
         f"{format_gib(current.peak_reserved_bytes)} reserved,"

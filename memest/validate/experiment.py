@@ -147,7 +147,7 @@ def run_experiment(
     at_start = [host.sample("the start")] if plan.is_distributed else []
     device = query_device(rank)
     if plan.is_distributed:
-        _open_device(rank, plan.devices)
+        _open_device(rank, plan.world_size)
     job = Job(plan, recorder, Listener(on_end=lambda: None), options)
     run = _Run(job, device, used_before, started, rank=rank, samples=at_start)
     run.sample("after CUDA's start")

@@ -140,7 +140,7 @@ def run_and_exit(
 
     if plan.is_distributed:
         measured = ranks.run_ranks(
-            plan.devices,
+            plan.world_size,
             fork_child,
             lambda path: _run_rank(plan, options, path, experiment),
             read_report,

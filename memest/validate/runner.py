@@ -272,8 +272,8 @@ def _wait(child: Child, timeout_s: float, tick: Callable[[], None]) -> str:
 
 def _refusal(runner: Runner, plan: TrainingPlan) -> str:
     """Why the plan must not run on this machine; empty where it may."""
-    if plan.devices > runner.device.num_devices:
-        return f"it needs {plan.devices} GPUs, and the machine has {runner.device.num_devices}"
+    if plan.world_size > runner.device.num_devices:
+        return f"it needs {plan.world_size} GPUs, and the machine has {runner.device.num_devices}"
     if plan.is_deepspeed and not is_installed("deepspeed"):
         return "it needs `deepspeed` (pip install 'memest[deepspeed]')"
     try:

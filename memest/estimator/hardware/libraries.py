@@ -46,7 +46,7 @@ def _communicators_bytes(plan: TrainingPlan) -> int:
     if not plan.is_distributed:
         return 0
     if plan.is_deepspeed:
-        is_alone = plan.devices == 1
+        is_alone = plan.world_size == 1
         return DEEPSPEED_ALONE_BYTES if is_alone else COMMUNICATOR_BYTES + DEEPSPEED_BYTES
     if plan.is_fsdp and plan.sharding_strategy == "HYBRID_SHARD":
         return COMMUNICATOR_BYTES + 2 * SUBGROUP_BYTES

@@ -77,7 +77,7 @@ class Fsdp2(Strategy):
         super().setup(step)
         shape = hybrid_shape(self.plan)
         names = ("data_parallel", "tensor_parallel") if shape else None
-        mesh = init_device_mesh("cpu", shape or (self.plan.devices,), mesh_dim_names=names)
+        mesh = init_device_mesh("cpu", shape or (self.plan.world_size,), mesh_dim_names=names)
         fully_shard_layers(step.model, self.plan, mesh)
 
     def make_optimizer(self, build: BuildOptimizer) -> None:

@@ -69,9 +69,9 @@ def candidate_ranks(plan: TrainingPlan) -> Sequence[int]:
     is_cut = plan.is_deepspeed and not plan.strategy.startswith("deepspeed_stage_3")
     if not is_cut:
         return (0,)
-    if plan.devices <= MAX_ALL_RANKS:
-        return range(plan.devices)
-    return (0, 1, plan.devices // 2, plan.devices - 1)
+    if plan.world_size <= MAX_ALL_RANKS:
+        return range(plan.world_size)
+    return (0, 1, plan.world_size // 2, plan.world_size - 1)
 
 
 def _need(plan: TrainingPlan, traced: TracedPlan) -> tuple[int, int]:
@@ -109,7 +109,7 @@ def trace_rank(
         padded=plan.is_padded,
     )
     program = _run(tracer, plan, model, batch)
-    program.ranges_stay = plan.devices > 1
+    program.ranges_stay = plan.world_size > 1
     kept = tracer.kept
     host_terms = _host_terms(strategy)
     return TracedPlan(
@@ -151,7 +151,7 @@ def _host_terms(strategy: Strategy) -> tuple[Term, ...]:
 def _notes(plan: TrainingPlan, rank: int, trained_bytes: int) -> Iterator[str]:
     """What is assumed of a run on several GPUs."""
     yield (
-        f"the figures are those of rank {rank} of {plan.devices}, and no rank holds more; the cache"
+        f"the figures are those of rank {rank} of {plan.world_size}, and no rank holds more; the cache"
         " is emptied once more when the strategy has wrapped the model"
     )
     yield (

@@ -62,7 +62,7 @@ class Strategy:
         self.plan = plan
         self.recorder = recorder
         self.rank = rank
-        self.world_size = plan.devices
+        self.world_size = plan.world_size
         self.module: nn.Module = nn.Identity()
         """What the forward is called on."""
 

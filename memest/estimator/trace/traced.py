@@ -79,9 +79,9 @@ def build_module(plan: TrainingPlan, gpu: Gpu, config: ModelConfig, notes: list[
     return assembled.module
 
 
-def model_failure(plan: TrainingPlan, model: nn.Module, error: Exception) -> TraceError:
+def model_failure(plan: TrainingPlan, model: nn.Module | None, error: Exception) -> TraceError:
     """Name the innermost module of `model` in which its code raised."""
-    names = {id(module): name for name, module in model.named_modules()}
+    names = {} if model is None else {id(m): name for name, m in model.named_modules()}
     where, frames = "", error.__traceback__
     while frames is not None:
         where = names.get(id(frames.tb_frame.f_locals.get("self")), where)

@@ -56,6 +56,8 @@ def _from_data(function: Constructor, *, copies: bool) -> Constructor:
     def call(*args: Any, device: Any = None, **kwargs: Any) -> Any:
         device = resolve(device if device is not None else _default_device())
         data = args[0] if args else kwargs.get("data")
+        if args and isinstance(data, list | tuple):
+            args = (_numbers(data), *args[1:])
         if isinstance(data, Tensor) and is_meta(data):
             moved = data if device is None else data.to(device)
             dtype = kwargs.get("dtype")
@@ -70,6 +72,21 @@ def _from_data(function: Constructor, *, copies: bool) -> Constructor:
         return moved.requires_grad_() if wants_grad else moved
 
     return call
+
+
+def _numbers(data: Any) -> Any:
+    """Nested `data` with the values of the tensors in it that have none in C++, which would read
+    them one by one.
+    """
+    if isinstance(data, Tensor):
+        return data.tolist() if is_meta(data) else data
+    if isinstance(data, list | tuple) and not all(map(_is_number, data)):
+        return [_numbers(item) for item in data]
+    return data
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
 
 
 def _new_tensor(self: Tensor, data: Any, *, dtype: Any = None, **kwargs: Any) -> Tensor:

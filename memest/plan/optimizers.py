@@ -1,0 +1,180 @@
+"""Every optimizer that a plan can name, one row each: prediction and measurement make it from the row.
+
+A class of `torch.optim` or `bitsandbytes.optim` can be named by its own name, too (`AdamW`,
+`bitsandbytes.optim.Lion8bit`), and by the spelling of `TrainingArguments` (`adamw_torch_fused`).
+Source: torch 2.11 (torch/optim), bitsandbytes 0.50.2 (bitsandbytes/optim), transformers 5.17
+(`OptimizerNames` in training_args.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from memest.errors import PlanError, UnsupportedError, closest, shown
+
+TORCH, BITSANDBYTES, DEEPSPEED = "torch", "bitsandbytes", "deepspeed"
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerRow:
+    """How an optimizer is made: `class_name(params, lr=..., **options)`."""
+
+    library: str
+    class_name: str
+    options: tuple[tuple[str, Any], ...] = ()
+    """Beside those that a plan gives."""
+
+    transformers: str = ""
+    """Its name in `TrainingArguments.optim`, where the Trainer makes the same."""
+
+    @property
+    def has_momentum(self) -> bool:
+        """Whether `momentum` is an option."""
+        return self.class_name.rstrip("0123456789bit") in ("SGD", "RMSprop", "LARS", "Muon")
+
+    @property
+    def has_nesterov(self) -> bool:
+        """Whether `nesterov` is an option."""
+        return self.library == TORCH and self.class_name in ("SGD", "Muon")
+
+
+_FOREACH = (
+    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop",
+    "SGD",
+)  # fmt: skip
+"""Those that take their multi-tensor path unless told otherwise."""
+
+_FUSED = ("Adam", "AdamW", "SGD")
+"""Those with fused kernels for CUDA."""
+
+_8_AND_32_BITS = (
+    "Adagrad", "Adam", "AdamW", "AdEMAMix", "LAMB", "LARS", "Lion", "RMSprop", "SGD",
+)  # fmt: skip
+_PAGED = ("Adam", "AdamW", "AdEMAMix", "Lion")
+
+_OF_THE_TRAINER = {
+    "adamw": "adamw_torch",
+    "adamw_fused": "adamw_torch_fused",
+    "sgd": "sgd",
+    "adagrad": "adagrad",
+    "rmsprop": "rmsprop",
+    "adamw_8bit": "adamw_bnb_8bit",
+    "paged_adamw_8bit": "paged_adamw_8bit",
+    "paged_adamw_32bit": "paged_adamw_32bit",
+    "lion_8bit": "lion_8bit",
+    "lion_32bit": "lion_32bit",
+    "paged_lion_8bit": "paged_lion_8bit",
+    "paged_lion_32bit": "paged_lion_32bit",
+    "ademamix_8bit": "ademamix_8bit",
+    "ademamix_32bit": "ademamix",
+    "paged_ademamix_8bit": "paged_ademamix_8bit",
+    "paged_ademamix_32bit": "paged_ademamix_32bit",
+    "rmsprop_8bit": "rmsprop_bnb_8bit",
+    "rmsprop_32bit": "rmsprop_bnb_32bit",
+}
+
+
+def _rows() -> Iterator[tuple[str, OptimizerRow]]:
+    def row(name: str, library: str, class_name: str, **options: Any) -> tuple[str, OptimizerRow]:
+        spelling = _OF_THE_TRAINER.get(name, "")
+        return name, OptimizerRow(library, class_name, tuple(options.items()), spelling)
+
+    for name in _FOREACH:
+        yield row(name.lower(), TORCH, name)
+        yield row(f"{name.lower()}_single", TORCH, name, foreach=False)
+    for name in _FUSED:
+        yield row(f"{name.lower()}_fused", TORCH, name, fused=True)
+    # Only Adafactor takes its single-tensor path when `foreach` is left open.
+    yield row("adafactor", TORCH, "Adafactor")
+    yield row("adafactor_foreach", TORCH, "Adafactor", foreach=True)
+    yield row("muon", TORCH, "Muon")
+    for name in _8_AND_32_BITS:
+        for bits in ("8bit", "32bit"):
+            yield row(f"{name.lower()}_{bits}", BITSANDBYTES, f"{name}{bits}")
+            if name in _PAGED:
+                yield row(f"paged_{name.lower()}_{bits}", BITSANDBYTES, f"Paged{name}{bits}")
+    yield row("deepspeed_cpu", DEEPSPEED, "DeepSpeedCPUAdam")
+
+
+OPTIMIZERS: Mapping[str, OptimizerRow] = dict(_rows())
+"""A plan's name of an optimizer -> its row."""
+
+_BY_CLASS = {
+    (row.library, row.class_name): name
+    for name, row in reversed(list(OPTIMIZERS.items()))
+    if not row.options
+}
+_ALIASES = {
+    **{spelling: name for name, spelling in _OF_THE_TRAINER.items()},
+    "rmsprop_bnb": "rmsprop_32bit",
+    "paged_adam": "paged_adam_32bit",
+    "paged_adamw": "paged_adamw_32bit",
+    "paged_lion": "paged_lion_32bit",
+    "paged_ademamix": "paged_ademamix_32bit",
+    "ademamix": "ademamix_32bit",
+    "lion": "lion_32bit",
+}
+
+_ELSEWHERE = {
+    "schedule_free": "schedulefree",
+    "galore": "galore_torch",
+    "apollo": "apollo_torch",
+    "lomo": "lomo_optim",
+    "adalomo": "lomo_optim",
+    "grokadamw": "grokadamw",
+    "stable_adamw": "torch_optimi",
+    "adamw_torch_4bit": "torchao",
+    "adamw_torch_8bit": "torchao",
+    "adamw_anyprecision": "torchdistx",
+    "adamw_torch_xla": "torch_xla",
+    "adamw_torch_npu": "torch_npu",
+    "shampoo": "distributed_shampoo",
+    "soap": "soap",
+    "sophia": "sophia",
+    "prodigy": "prodigyopt",
+}
+"""Beginnings of names that are known, and the packages that have them."""
+
+_NOT_FOR_PLANS = {
+    "lbfgs": "evaluates its loss as often as values decide, which are not known",
+    "sparseadam": "takes sparse gradients, and no model of a plan makes any",
+}
+
+
+def optimizer_name(asked: str) -> str:
+    """The name in `OPTIMIZERS` of what is asked for by any of its names.
+
+    Raises:
+        PlanError: no optimizer has this name.
+        UnsupportedError: it is known, but not to plans.
+    """
+    if asked in OPTIMIZERS:
+        return asked
+    library, _, class_name = asked.rpartition(".")
+    for of, prefixes in ((TORCH, ("", "torch.optim")), (BITSANDBYTES, ("", "bitsandbytes.optim", "bnb.optim"))):
+        if library in prefixes and (of, class_name) in _BY_CLASS:
+            return _BY_CLASS[of, class_name]
+    plain = class_name.casefold().replace("-", "_")
+    if plain in OPTIMIZERS:
+        return plain
+    if plain in _ALIASES:
+        return _ALIASES[plain]
+    script = "`memest run` takes a script that uses it"
+    for name, reason in _NOT_FOR_PLANS.items():
+        if plain == name:
+            raise UnsupportedError(f"optimizer {shown(asked)} {reason}", hint=script)
+    squeezed = plain.replace("_", "")
+    for name, package in _ELSEWHERE.items():
+        if plain.startswith(name) or squeezed.startswith(name.replace("_", "")):
+            raise UnsupportedError(
+                f"optimizer {shown(asked)} is of the package `{package}`, which plans do not know",
+                hint=script,
+            )
+    near = closest(plain, OPTIMIZERS)
+    raise PlanError(
+        f"`optim` cannot be {shown(asked)}",
+        hint=f"allowed: {', '.join(f'`{k}`' for k in near or OPTIMIZERS)}, or the name of a class of"
+        " `torch.optim` or `bitsandbytes.optim`",
+    )

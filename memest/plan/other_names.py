@@ -1,0 +1,195 @@
+"""Names of Lightning and of transformers' `TrainingArguments` that mean keys of a plan.
+
+Source: transformers 5.17, training_args.py; Lightning 2.6, pytorch/trainer/trainer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from memest.errors import PlanError, UnsupportedError, shown
+
+VAL_BATCHES = 2
+"""Of a validation whose number of batches is not said."""
+
+_SAME = {
+    "per_device_train_batch_size": "batch_size",
+    "per_gpu_train_batch_size": "batch_size",
+    "gradient_accumulation_steps": "accumulate_grad_batches",
+    "gradient_checkpointing": "act_ckpt",
+    "max_grad_norm": "gradient_clip_val",
+    "per_device_eval_batch_size": "val_batch_size",
+    "optim_args": "optim_options",
+}
+"""A name of `TrainingArguments` -> the plan's."""
+
+_OFF = (None, False, 0, 0.0, "", "no", "none", "None", [], {})
+
+_NOT_MODELLED = {
+    "label_smoothing_factor", "neftune_noise_alpha", "use_liger_kernel", "liger_kernel_config",
+    "torch_empty_cache_steps", "full_determinism", "fsdp", "fsdp_config", "deepspeed",
+    "torch_compile", "torch_compile_backend", "torch_compile_mode", "bf16_full_eval",
+    "fp16_full_eval", "galore_config", "parallelism_config", "accelerator_config",
+    "include_num_input_tokens_seen", "optim_target_modules",
+}  # fmt: skip
+"""Names of `TrainingArguments` that touch memory and that no plan has; refused where they are on."""
+
+_PASSED_OVER = frozenset(
+    """
+    do_train do_eval do_predict overwrite_output_dir num_train_epochs adam_beta1 adam_beta2
+    adam_epsilon lr_scheduler_type lr_scheduler_kwargs logging_strategy logging_steps
+    logging_first_step logging_nan_inf_filter log_level log_level_replica log_on_each_node
+    logging_dir save_strategy save_steps save_total_limit save_safetensors save_on_each_node
+    save_only_model restore_callback_states_from_checkpoint report_to run_name project
+    trackio_space_id trackio_bucket_id trackio_static_space_id disable_tqdm
+    remove_unused_columns label_names
+    load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip
+    dataloader_num_workers dataloader_prefetch_factor dataloader_persistent_workers
+    dataloader_pin_memory dataloader_drop_last group_by_length length_column_name
+    train_sampling_strategy data_seed push_to_hub hub_model_id hub_strategy hub_token
+    hub_private_repo hub_always_push hub_revision resume_from_checkpoint tf32 local_rank ddp_backend
+    ddp_timeout ddp_broadcast_buffers debug past_index eval_delay eval_on_start
+    eval_do_concat_batches eval_use_gather_object batch_eval_metrics include_for_metrics
+    include_tokens_per_second prediction_loss_only average_tokens_across_devices skip_memory_metrics
+    enable_jit_checkpoint auto_find_batch_size use_cache warmup_ratio
+    """.split()
+)
+"""Names of `TrainingArguments` that do not touch the memory of a step, or that memest leaves off."""
+
+_OF_TRAINING_ARGUMENTS = (
+    {*_SAME, "bf16", "fp16", "eval_strategy", "eval_steps", "gradient_checkpointing_kwargs"}
+    | {"use_cpu", "eval_accumulation_steps"}
+    | _NOT_MODELLED
+    | _PASSED_OVER
+)
+
+OTHER_NAMES = frozenset({*_OF_TRAINING_ARGUMENTS, "accelerator"})
+"""All that are read, passed over or refused."""
+
+_CUDA = ("gpu", "cuda", "auto", None)
+
+
+def read_other_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """`values` in the names of a plan, and what was assumed on the way.
+
+    Raises:
+        PlanError: a value contradicts another, or asks for anything but a CUDA GPU.
+        UnsupportedError: a name touches memory, and plans do not know it.
+    """
+    found = dict(values)
+    assumed: list[str] = []
+    names = [key for key in found if key in _OF_TRAINING_ARGUMENTS]
+    for key in names:
+        if key in _NOT_MODELLED and found[key] not in _OFF:
+            raise UnsupportedError(
+                f"`{key}` of TrainingArguments touches memory, and plans do not know it",
+                hint="`memest run` takes a script that uses it, or leave it out",
+            )
+    _read_lightning(found, assumed)
+    if any(key in found for key in (*_SAME, "bf16", "fp16")):
+        if "loop" not in found:
+            found["loop"] = "transformers"
+            assumed.append("keys of TrainingArguments: the Trainer of transformers runs")
+    _read_precision(found)
+    _read_evaluation(found, assumed)
+    _read_checkpointing(found)
+    for name, key in _SAME.items():
+        if name in found:
+            value = found.pop(name)
+            if key in found and found[key] != value:
+                raise PlanError(
+                    f"`{name}` is {shown(value)} and `{key}` is {shown(found[key])}: they are one",
+                    hint="leave one of them out",
+                )
+            if value is not None:
+                found[key] = value
+    for key in names:
+        found.pop(key, None)
+    return found, tuple(assumed)
+
+
+def _read_lightning(found: dict[str, Any], assumed: list[str]) -> None:
+    accelerator = found.pop("accelerator", None)
+    if accelerator not in _CUDA or found.pop("use_cpu", False) is True:
+        asked = accelerator if accelerator not in _CUDA else "cpu"
+        raise PlanError(
+            f"`accelerator` is {shown(asked)}, and memest knows the memory of CUDA GPUs alone",
+            hint="use `gpu`, or leave it out",
+        )
+    if found.get("devices") in ("auto", -1, "-1"):
+        found["devices"] = 1
+        assumed.append("`devices: auto` is taken as one GPU: say how many the node has")
+    _replace(
+        found, "limit_val_batches", float, lambda share: VAL_BATCHES if share else 0,
+        "a share of the validation's batches is taken as {}: they are alike", assumed,
+    )  # fmt: skip
+    _replace(
+        found, "val_check_interval", float, lambda share: None,
+        "validation at a share of the epoch is taken to be at the end", assumed,
+    )  # fmt: skip
+    if not found.get("limit_val_batches") and "val_check_interval" in found:
+        del found["val_check_interval"]  # of a lab's config that validates nothing
+
+
+def _replace(
+    found: dict[str, Any],
+    key: str,
+    kind: type,
+    change: Callable[[Any], Any],
+    note: str,
+    assumed: list[str],
+) -> None:
+    if isinstance(found.get(key), kind):
+        value = change(found[key])
+        if found[key]:
+            assumed.append(note.format(value))
+        found[key] = value
+
+
+def _read_precision(found: dict[str, Any]) -> None:
+    flags = {key: found.pop(key) for key in ("bf16", "fp16") if key in found}
+    for key, value in flags.items():
+        if not isinstance(value, bool | None):
+            raise PlanError(f"`{key}` is {shown(value)}", hint="give `true` or `false`")
+    on = [key for key, value in flags.items() if value]
+    if len(on) > 1:
+        raise PlanError("`bf16` and `fp16` are both on", hint="choose one of them")
+    if not flags:
+        return
+    precision = {"bf16": "bf16-mixed", "fp16": "16-mixed"}[on[0]] if on else "32-true"
+    if on and found.get("precision", precision) != precision:
+        raise PlanError(
+            f"`{on[0]}` means `precision` `{precision}`, which is {shown(found['precision'])}",
+            hint="leave one of them out",
+        )
+    found.setdefault("precision", precision)
+
+
+def _read_evaluation(found: dict[str, Any], assumed: list[str]) -> None:
+    strategy = found.pop("eval_strategy", "no")
+    steps = found.pop("eval_steps", None)
+    found.pop("eval_accumulation_steps", None)
+    if strategy in _OFF:
+        found.pop("per_device_eval_batch_size", None)
+        return
+    if "limit_val_batches" not in found:
+        found["limit_val_batches"] = VAL_BATCHES
+        assumed.append(f"an evaluation of {VAL_BATCHES} batches: set `limit_val_batches`")
+    if strategy == "steps" and isinstance(steps, int) and not isinstance(steps, bool):
+        micro_batches = found.get(
+            "gradient_accumulation_steps", found.get("accumulate_grad_batches", 1)
+        )
+        interval = steps * micro_batches
+        if interval <= found.get("steps", 2) * micro_batches:
+            found.setdefault("val_check_interval", interval)
+
+
+def _read_checkpointing(found: dict[str, Any]) -> None:
+    options = found.pop("gradient_checkpointing_kwargs", None) or {}
+    if options not in ({}, {"use_reentrant": False}):
+        raise UnsupportedError(
+            f"`gradient_checkpointing_kwargs` is {shown(options)}, and plans checkpoint without"
+            " reentering",
+            hint="leave it out, or run the script by `memest run`",
+        )
