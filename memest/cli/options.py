@@ -9,8 +9,9 @@ import click
 
 from memest.plan.values import (
     ATTENTIONS,
+    CLIPPING,
+    LOOPS,
     LORA_BIASES,
-    OPTIMIZERS,
     PRECISIONS,
     QUANTISATIONS,
     SHARDINGS,
@@ -31,7 +32,13 @@ _PLAN_OPTIONS = [
     click.option("--bs", "batch_size", type=int, help="Samples per micro-batch."),
     click.option("--acc", "accumulate_grad_batches", type=int, help="Micro-batches per step."),
     click.option("--precision", help=f"{', '.join(PRECISIONS)}."),
-    click.option("--optim", help=f"{', '.join(OPTIMIZERS)}."),
+    click.option("--loop", help=f"Whose training loop: {', '.join(LOOPS)}."),
+    click.option("--optim", help="A name of docs/plan.md, such as adamw or paged_adamw_8bit, or a"
+                 " class of torch.optim or bitsandbytes.optim."),
+    click.option("--optim-options", help="More of them: amsgrad=true,eps=1e-6."),
+    click.option("--weight-decay", type=float, help="Of the optimizer."),
+    click.option("--clip", "gradient_clip_val", type=float, help="Clip gradients to this norm."),
+    click.option("--clip-algorithm", "gradient_clip_algorithm", help=f"{', '.join(CLIPPING)}."),
     click.option("--momentum", type=float, help="Of sgd and rmsprop."),
     click.option("--nesterov/--no-nesterov", default=None, help="Of sgd with momentum."),
     click.option("--act-ckpt/--no-act-ckpt", default=None, help="Activation checkpointing."),
@@ -53,7 +60,8 @@ _PLAN_OPTIONS = [
                  help="Quantise nf4's scales too."),
     click.option("--quant-skip", multiple=True, help="Module that stays unquantised."),
     click.option("--strategy", help=f"{', '.join(STRATEGIES)}."),
-    click.option("--devices", type=int, help="Number of GPUs."),
+    click.option("--devices", type=int, help="Number of GPUs, or of each node's."),
+    click.option("--num-nodes", type=int, help="Number of nodes."),
     click.option("--sharding", "sharding_strategy", help=f"FSDP: {', '.join(SHARDINGS)}."),
     click.option("--shard-size", type=int, help="FSDP, HYBRID_SHARD: GPUs that share a copy."),
     click.option("--wrap", "wrap_classes", multiple=True, help="FSDP: layer class to wrap."),
@@ -75,6 +83,10 @@ _PLAN_OPTIONS = [
     click.option("--gpu-memory", type=_Size(), help="Memory of a GPU not in the catalogue: 24GiB."),
     click.option("--memory-limit", type=_Size(), help="Cap on the allocator: 78.4GiB."),
     click.option("--host-memory", type=_Size(), help="Host memory of the node to judge: 256GiB."),
+    click.option("--val-batches", "limit_val_batches", type=int, help="Batches of a validation."),
+    click.option("--val-bs", "val_batch_size", type=int, help="Samples of a validation batch."),
+    click.option("--val-interval", "val_check_interval", type=int,
+                 help="Micro-batches between validations."),
     click.option("--steps", type=int, help="Optimizer steps to simulate."),
 ]  # fmt: skip
 

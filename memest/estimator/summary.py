@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,8 @@ def summarise(
     """The prediction for `primary`, with the verdicts of all GPUs."""
     program = traced.program
     coverage = program.coverage
+    terms = peak_terms(traced, plan.accumulate_grad_batches, result)
+    peak = _peak(program, result.peak)
     return Prediction(
         name=plan.label,
         plan=plan.to_dict() | _resolved(plan, traced),
@@ -55,17 +57,21 @@ def summarise(
         host_terms=traced.host_terms,
         host_verdict=judge_host(traced.host_bytes, plan.host_memory),
         unlimited_reserved_bytes=unlimited.peak_reserved_bytes,
-        peak=_peak(program, result.peak),
+        peak=peak,
         phases=tuple(result.rows),
         verdict=outcome,
         verdicts=verdicts,
-        terms=peak_terms(traced, plan.accumulate_grad_batches, result),
+        terms=terms,
         coverage={
             "num_ops": coverage.num_ops,
             "num_modelled": coverage.num_ops - sum(coverage.unmodelled.values()),
             "unmodelled": dict(sorted(coverage.unmodelled.items())),
         },
-        assumptions=_assumptions(plan, traced, primary, unlimited),
+        assumptions=(
+            *_assumptions(plan, traced, primary, unlimited),
+            _loop_line(plan, result, terms, peak.phase),
+            *plan.assumed,
+        ),
         closed_form=closed_form(plan, program, traced.geometry, traced.seq_len),
         versions=_versions(),
         elapsed_s=elapsed_s,
@@ -84,6 +90,26 @@ def judge_host(needed_bytes: int, limit_bytes: int | None) -> Verdict | None:
         reserved_bytes=needed_bytes,
         at="" if margin >= 0 else "host memory",
     )
+
+
+_LOOPS = {
+    "lightning": "Lightning's loop, which frees gradients after the forward of the next step",
+    "transformers": "the loop of transformers' Trainer, which frees gradients after each step and"
+    " clips them to a norm of {clip}",
+    "plain": "a plain loop, with `zero_grad` after each step",
+}
+
+
+def _loop_line(plan: TrainingPlan, result: Replayed, terms: Sequence[Term], phase: str) -> str:
+    """Whose loop runs, and what its order costs at the peak."""
+    clip = 1 if plan.gradient_clip_val is None else plan.gradient_clip_val
+    line = _LOOPS[plan.loop].format(clip=f"{clip:g}")
+    grads = sum(term.num_bytes for term in terms if term.kind == "grads")
+    if plan.loop != "lightning" or plan.is_distributed:
+        return line
+    if phase == "forward" and result.peak.step and grads:
+        return f"{line}: {format_gib(grads)} of them are part of the peak (`loop: plain` has none)"
+    return f"{line}: none of the peak is due to that"
 
 
 def peak_terms(traced: TracedPlan, num_micro_batches: int, result: Replayed) -> tuple[Term, ...]:
@@ -226,6 +252,8 @@ def _assumptions(
         f"CUDA kernels as torch {'.'.join(map(str, TARGET_TORCH))} runs them on compute"
         f" capability {primary.capability[0]}.{primary.capability[1]}; PyTorch's default allocator"
     )
+    if plan.precision.startswith("bf16") and primary.capability < (8, 0):
+        lines.append(f"bfloat16 is emulated on {primary.name}: `16-mixed` is what it is made for")
     lines.append(f"a CUDA context of {format_bytes(primary.context_bytes)} beside the allocator")
     return (*lines, *traced.notes)
 

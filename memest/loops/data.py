@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from memest.errors import MemestError, PlanError
 from memest.models_meta.assemble import input_dtype, sequence_length
-from memest.models_meta.batch import make_batch
+from memest.loops.task import Inputs
+from memest.models_meta.batch import Batch, make_batch
 from memest.models_meta.registry import ModelConfig, error_text
 from memest.plan import TrainingPlan
 from memest.loops.packages import require
@@ -22,14 +23,13 @@ MAX_CAPTION_TOKENS = 50
 
 INIT_STD = 0.02
 
-Inputs = dict[str, Any]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Feed:
     """The micro-batches of a run, on the host, and their sizes."""
 
     batches: Sequence[Inputs]
+    val_batches: Sequence[Inputs]
     loss_output: str
     seq_len: int
     padded: bool
@@ -47,24 +47,43 @@ def initialise(model: nn.Module) -> None:
 
 def synthetic_feed(plan: TrainingPlan, model: nn.Module, config: ModelConfig) -> Feed:
     """One micro-batch for all, as the prediction has it, with random numbers in place of pixels."""
-    batch = make_batch(
-        model,
-        batch_size=plan.batch_size,
-        seq_len=sequence_length(plan, config),
-        image_size=plan.image_size,
-        padded=plan.is_padded,
-    )
-    inputs: Inputs = dict(batch.flags)
-    for item in batch.tensors:
-        inputs[item.name] = item.value if item.is_real else torch.randn(item.value.shape)
+    batch = _synthetic(plan, model, config, plan.batch_size)
+    inputs = _inputs(batch, plan)
+    val_batches = [inputs] if plan.validates else []
+    if plan.validates and plan.val_batch_size not in (None, plan.batch_size):
+        val_batches = [_inputs(_synthetic(plan, model, config, plan.val_batch_size), plan)]
+    notes = list(batch.notes)
+    if plan.image_size is not None and batch.image_size is None:
+        notes.append(f"`image_size` is passed over: `{config.name}` takes no images")
     return Feed(
-        batches=[_cast(inputs, plan)],
+        batches=[inputs],
+        val_batches=val_batches,
         loss_output=batch.loss_output,
         seq_len=sequence_length(plan, config),
         padded=plan.is_padded,
         image_size=batch.image_size,
-        notes=batch.notes,
+        notes=tuple(notes),
     )
+
+
+def _synthetic(
+    plan: TrainingPlan, model: nn.Module, config: ModelConfig, batch_size: int | None
+) -> Batch:
+    size = batch_size or plan.batch_size
+    return make_batch(
+        model,
+        batch_size=size,
+        seq_len=sequence_length(plan, config),
+        image_size=plan.image_size,
+        padded=plan.is_padded and size > 1,
+    )
+
+
+def _inputs(batch: Batch, plan: TrainingPlan) -> Inputs:
+    inputs: Inputs = dict(batch.flags)
+    for item in batch.tensors:
+        inputs[item.name] = item.value if item.is_real else torch.randn(item.value.shape)
+    return _cast(inputs, plan)
 
 
 def dataset_feed(plan: TrainingPlan, config: ModelConfig, folder: Path) -> Feed:
@@ -120,6 +139,7 @@ def _feed_of(rows: Any, plan: TrainingPlan, processor: Any) -> Feed:
     uneven = f"micro-batches of {min(lengths)} to {max(lengths)} tokens"
     return Feed(
         batches=batches,
+        val_batches=batches,
         loss_output="loss",
         seq_len=max(lengths),
         padded=any(not bool(batch["attention_mask"].all()) for batch in batches),

@@ -9,6 +9,7 @@ import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def run_job(job: Job) -> None:
     import torch
 
     from memest.loops import data
-    from memest.loops.lightning import FineTune, ShardedFineTune, fit
+    from memest.loops.task import Task
     from memest.models_meta.registry import resolve_config
 
     plan, options = job.plan, job.options
@@ -110,16 +111,22 @@ def run_job(job: Job) -> None:
     if not plan.is_distributed:  # made now: what it allocates at once is not a step's
         made = make_optimizer()
         make_optimizer = partial(lambda optimizer: optimizer, made)
-    kind = ShardedFineTune if plan.strategy == "fsdp2" else FineTune
-    module = kind(model, make_optimizer, feed.batches, job.recorder, loss_output=feed.loss_output)
-    if isinstance(module, ShardedFineTune):
-        module.plan = plan
-    job.listener.on_model(model)
+    task = Task(
+        plan=plan,
+        model=model,
+        make_optimizer=make_optimizer,
+        batches=feed.batches,
+        val_batches=feed.val_batches,
+        recorder=job.recorder,
+        loss_output=feed.loss_output,
+    )
+    del model, feed, make_optimizer
+    job.listener.on_model(task.model)
     gc.collect()
     if job.accelerator == "gpu":
         torch.cuda.empty_cache()
     job.recorder.start()
-    fit(module, job)
+    import_module(f"memest.loops.{plan.loop}").fit(task, job)
 
 
 def _build_model(job: Job, config: Any) -> Any:

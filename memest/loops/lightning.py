@@ -10,56 +10,37 @@ alone is a phase. `before_forward` is read before a strategy's wrapper is entere
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from torch import Tensor, nn
+from torch import Tensor
 
-from memest.models_meta.assemble import loss_of
-from memest.plan import TrainingPlan
-from memest.report import Phase
 from memest.loops.job import Job, Listener
-from memest.loops.probe import PhaseRecorder
 from memest.loops.strategies import make_strategy, shard_model
+from memest.loops.task import Inputs, Task
+from memest.models_meta.assemble import loss_of
+from memest.report import Phase
 
-Inputs = dict[str, Any]
+NUM_SANITY_STEPS = 2
+"""Batches of the validation that Lightning runs before the first step, by default."""
 
 
 class FineTune(L.LightningModule):
     """The fine-tune of a plan, with a probe at each phase.
 
     The batch is on the host and is moved inside `training_step`, after the first probe.
-
-    Args:
-        model: on the device, ready to train.
-        make_optimizer: called once the strategy has divided the model.
-        batches: inputs on the host; used in turn, over and over.
-        recorder: takes the rows.
-        loss_output: the output to differentiate.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        make_optimizer: Callable[[], torch.optim.Optimizer],
-        batches: Sequence[Inputs],
-        recorder: PhaseRecorder,
-        *,
-        loss_output: str = "loss",
-    ) -> None:
+    def __init__(self, task: Task) -> None:
         super().__init__()
-        self.model = model
-        self._make_optimizer = make_optimizer
-        self._batches = batches
-        self._recorder = recorder
-        self._loss_output = loss_output
+        self.model = task.model
+        self._task = task
 
     def _record(self, phase: Phase) -> None:
-        self._recorder.record(phase, self.trainer.model, self.trainer.optimizers[0])
+        self._task.recorder.record(phase, self.trainer.model, self.trainer.optimizers[0])
 
     def cpu(self) -> Any:
         """Lightning asks for the module on the host when all is done; nobody needs it there."""
@@ -67,7 +48,7 @@ class FineTune(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The optimizer, over parameters as the strategy left them."""
-        return self._make_optimizer()
+        return self._task.make_optimizer()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Before anything of the micro-batch."""
@@ -75,8 +56,17 @@ class FineTune(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The loss of the next micro-batch; `batch` is its number."""
-        inputs = self._batches[batch_idx % len(self._batches)]
-        return loss_of(self.model, self._moved(inputs), self._loss_output)
+        inputs = self._task.batch(batch_idx)
+        return loss_of(self.model, self._moved(inputs), self._task.loss_output)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """The loss of the next micro-batch of the validation."""
+        inputs = self._task.val_batch(batch_idx)
+        loss_of(self.model, self._moved(inputs), self._task.loss_output)
+
+    def on_validation_end(self) -> None:
+        """When the module trains again."""
+        self._record(Phase.AFTER_VALIDATION)
 
     def _moved(self, inputs: Inputs) -> Inputs:
         return {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
@@ -92,18 +82,16 @@ class FineTune(L.LightningModule):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """The step, then the last phase of it."""
         super().optimizer_step(*args, **kwargs)
-        if self._recorder.is_last_micro_batch:
+        if self._task.recorder.is_last_micro_batch:
             self._record(Phase.AFTER_OPTIMIZER_STEP)
 
 
 class ShardedFineTune(FineTune):
     """The same under FSDP2, which Lightning leaves to the module itself."""
 
-    plan: TrainingPlan
-
     def configure_model(self) -> None:
         """Divide the model over the mesh of the strategy."""
-        shard_model(self.model, self.plan, self.device_mesh)
+        shard_model(self.model, self._task.plan, self.device_mesh)
 
 
 class _Messenger(Callback):
@@ -144,31 +132,46 @@ class OneProcess(LightningEnvironment):
         return 0
 
 
-def fit(module: FineTune, job: Job) -> None:
+def fit(task: Task, job: Job) -> None:
     """Train for the plan's steps; a listener that does not return spares the teardown.
 
     Every rank gets the same micro-batches.
     """
     plan = job.plan
+    kind = ShardedFineTune if plan.strategy == "fsdp2" else FineTune
+    module = kind(task)
     num_batches = plan.steps * plan.accumulate_grad_batches
     precision: Any = plan.precision  # one of Lightning's own, as the plan checks
+    interval: Any = {}
+    if plan.val_check_interval is not None:
+        interval = {"val_check_interval": plan.val_check_interval, "check_val_every_n_epoch": None}
     trainer = L.Trainer(
         accelerator=job.accelerator,
         devices=1 if job.is_alone else plan.devices,
+        num_nodes=1 if job.is_alone else plan.num_nodes,
         precision=precision,
         strategy=job.strategy or make_strategy(plan, module.model),
         plugins=[OneProcess()] if job.is_alone else None,
         accumulate_grad_batches=plan.accumulate_grad_batches,
+        gradient_clip_val=plan.gradient_clip_val,
+        gradient_clip_algorithm=plan.gradient_clip_algorithm if plan.gradient_clip_val else None,
         max_epochs=1,
         max_steps=plan.steps,
         limit_train_batches=num_batches,
+        limit_val_batches=plan.limit_val_batches,
+        num_sanity_val_steps=NUM_SANITY_STEPS if plan.validates else 0,
         callbacks=[_Messenger(job.listener)],
         use_distributed_sampler=False,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        num_sanity_val_steps=0,
+        **interval,
     )
-    numbers: Any = range(num_batches)
-    trainer.fit(module, torch.utils.data.DataLoader(numbers, batch_size=None, num_workers=0))
+    trainer.fit(module, _numbers(num_batches), _numbers(plan.limit_val_batches))
+
+
+def _numbers(count: int) -> Any:
+    """A loader of the numbers of `count` batches; None where there are none."""
+    numbers: Any = range(count)
+    return torch.utils.data.DataLoader(numbers, batch_size=None, num_workers=0) if count else None

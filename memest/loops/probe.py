@@ -91,7 +91,8 @@ class PhaseRecorder:
         """One row; a `before_forward` begins the next micro-batch."""
         if phase is Phase.BEFORE_FORWARD:
             self.micro_batches_begun += 1
-        step, micro_batch = divmod(self.micro_batches_begun - 1, self.num_micro_batches)
+        number = max(0, self.micro_batches_begun - 1)  # a validation may come before all
+        step, micro_batch = divmod(number, self.num_micro_batches)
         reading = self.note_peaks()
         if self.states is None:
             from memest.models_meta.states import States

@@ -12,12 +12,13 @@ SCHEMA = "memest.report/1"
 
 
 class Phase(StrEnum):
-    """The four moments of a step at which the lab reads the memory."""
+    """The four moments of a step at which the lab reads the memory, and the end of a validation."""
 
     BEFORE_FORWARD = "before_forward"
     AFTER_FORWARD = "after_forward"
     AFTER_BACKWARD = "after_backward"
     AFTER_OPTIMIZER_STEP = "after_optimizer_step"
+    AFTER_VALIDATION = "after_validation"
 
 
 class Outcome(StrEnum):

@@ -76,6 +76,8 @@ class Program:
     def play(self, step: int, micro: int, num_micro_batches: int) -> MicroBatch:
         """Micro-batch `micro` of `step`."""
         played = self.steps[min(step, len(self.steps) - 1)]
+        if len(played) == num_micro_batches:
+            return played[micro]
         if micro == 0:
             return played[0]
         return played[-1] if micro == num_micro_batches - 1 else played[1]

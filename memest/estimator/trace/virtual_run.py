@@ -21,7 +21,7 @@ from memest.errors import MemestError, UnsupportedError
 from memest.estimator.device.lines import ScriptLines
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.storages import MemKind, Site, StorageTable
-from memest.estimator.device.virtual_gpu import VirtualGpu
+from memest.estimator.device.virtual_gpu import GRADS_LIVE_ON, VirtualGpu
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.hardware.libraries import libraries_bytes
 from memest.estimator.kernels.attention.flash2 import check_gpu
@@ -60,6 +60,8 @@ _NOT_RUN: dict[str, Any] = {
 
 def canonical(plan: TrainingPlan) -> TrainingPlan:
     """`plan` as far as it is run; plans that differ in the rest share a program."""
+    if plan.validates:  # where validations fall is a matter of all that ran before
+        return replace(plan, **_NOT_RUN)
     return replace(
         plan,
         **_NOT_RUN,
@@ -265,9 +267,9 @@ def _notes(watch: _Watch) -> Iterator[str]:
     yield from watch.job.notes
     if plan.use_qlora and plan.quant == "int8":
         yield ASSUMPTION
-    yield from watch.virtual.notes
+    yield from (note for note in watch.virtual.notes if note != GRADS_LIVE_ON)  # of a script's own
     for (_, what), count in sorted(watch.virtual.guesses.counts.items()):
-        yield f"a value is read that is not known without a GPU, {count} times: {what}"
+        yield f"{what}: read {count} times in what ran, not known without a GPU, and guessed"
 
 
 def _program(watch: _Watch) -> Program:

@@ -1,0 +1,90 @@
+"""A loop as users write it: forward, backward, clipping, step, `zero_grad` after the step."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memest.loops.job import Job
+from memest.loops.task import Inputs, Task
+from memest.models_meta.assemble import half_dtype, loss_of
+from memest.report import Phase
+
+
+def fit(task: Task, job: Job) -> None:
+    """Train for the plan's steps, and validate as often as it says."""
+    loop = _Loop(task, job)
+    job.listener.on_ready()
+    number = 0
+    for _ in range(job.plan.steps):
+        for micro_batch in range(job.plan.accumulate_grad_batches):
+            loop.micro_batch(number)
+            number += 1
+            if micro_batch == job.plan.accumulate_grad_batches - 1:
+                loop.step()
+            job.listener.on_step()
+            if loop.validates_after(number):
+                loop.validate()
+    job.listener.on_end()
+
+
+class _Loop:
+    def __init__(self, task: Task, job: Job) -> None:
+        self.task, self.plan, self.where = task, job.plan, job.where
+        self.device_type = torch.device(job.where).type
+        self.model, self.optimizer = task.model, task.make_optimizer()
+        self.scaler = torch.amp.GradScaler(
+            self.device_type, enabled=self.plan.precision == "16-mixed"
+        )
+
+    def micro_batch(self, number: int) -> None:
+        """Forward and backward."""
+        self._record(Phase.BEFORE_FORWARD)
+        inputs = self._moved(self.task.batch(number))
+        with self._autocast():
+            loss = loss_of(self.model, inputs, self.task.loss_output)
+        loss = loss / self.plan.accumulate_grad_batches
+        self._record(Phase.AFTER_FORWARD)
+        self.scaler.scale(loss).backward()
+        self._record(Phase.AFTER_BACKWARD)
+
+    def step(self) -> None:
+        """Clip, update, and drop the gradients."""
+        if self.plan.gradient_clip_val:
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.gradient_clip_val)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self._record(Phase.AFTER_OPTIMIZER_STEP)
+
+    def validates_after(self, number: int) -> bool:
+        """Whether a validation follows the `number`-th micro-batch."""
+        plan = self.plan
+        last = plan.steps * plan.accumulate_grad_batches
+        return plan.validates and number % (plan.val_check_interval or last) == 0
+
+    @torch.no_grad()
+    def validate(self) -> None:
+        """The losses of the validation."""
+        self.model.eval()
+        for number in range(self.plan.limit_val_batches):
+            inputs = self._moved(self.task.val_batch(number))
+            with self._autocast():
+                loss_of(self.model, inputs, self.task.loss_output)
+        self.model.train()
+        self._record(Phase.AFTER_VALIDATION)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if not self.plan.precision.endswith("-mixed"):
+            return nullcontext()
+        return torch.autocast(self.device_type, half_dtype(self.plan))
+
+    def _moved(self, inputs: Inputs) -> Inputs:
+        return {k: v.to(self.where) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+
+    def _record(self, phase: Phase) -> None:
+        self.task.recorder.record(phase, self.model, self.optimizer)

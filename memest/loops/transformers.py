@@ -1,0 +1,153 @@
+"""The Trainer of transformers 5.17, with a probe at each phase.
+
+Where the four phases lie in it (`training_step` of trainer.py): `training_step` moves the batch to
+the GPU, calls `compute_loss` and the backward; gradients are clipped, the optimizer steps, and
+`zero_grad` follows, before the callbacks are told of the step.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from memest.loops.job import Job
+from memest.loops.optimizers import LEARNING_RATE
+from memest.loops.task import Inputs, Task
+from memest.models_meta.assemble import loss_of
+from memest.plan import TrainingPlan
+from memest.plan.optimizers import OPTIMIZERS
+from memest.report import Phase
+
+
+def fit(task: Task, job: Job) -> None:
+    """Train for the plan's steps, and evaluate as often as it says."""
+    plan = job.plan
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(**_arguments(plan, folder))
+        # as in a user's script the Trainer makes the optimizer, in groups with and without decay
+        own = None if "optim" in _optimizer(plan) else task.make_optimizer()
+        trainer = ProbedTrainer(
+            task,
+            job,
+            model=task.model,
+            args=arguments,
+            train_dataset=_Numbers(plan.steps * plan.accumulate_grad_batches),
+            eval_dataset=_Numbers(plan.limit_val_batches) if plan.validates else None,
+            optimizers=(own, None),
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+
+
+class _Numbers(torch.utils.data.Dataset[int]):
+    """The numbers of batches: the collator makes one of each."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class ProbedTrainer(Trainer):  # type: ignore[misc]
+    """Takes the batches of `task`, and reads the memory."""
+
+    def __init__(self, task: Task, job: Job, **options: Any) -> None:
+        self.task, self.listener = task, job.listener
+        super().__init__(**options)
+        self.add_callback(_Messenger(self))
+
+    def get_train_dataloader(self) -> Any:
+        """One micro-batch for each number."""
+        return self.accelerator.prepare(_loader(self.train_dataset, self.task.batch))
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Likewise of the evaluation."""
+        return self.accelerator.prepare(_loader(self.eval_dataset, self.task.val_batch))
+
+    def training_step(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> Tensor:
+        """Between the probes of its ends."""
+        self.record(Phase.BEFORE_FORWARD)
+        loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
+        self.record(Phase.AFTER_BACKWARD)
+        self.listener.on_step()
+        return loss
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Inputs, return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
+        """The plan's loss."""
+        loss = loss_of(model, inputs, self.task.loss_output)
+        if model.training:
+            self.record(Phase.AFTER_FORWARD)
+        return (loss, {"loss": loss}) if return_outputs else loss
+
+    def record(self, phase: Phase) -> None:
+        """Read the memory."""
+        self.task.recorder.record(phase, self.model, self.optimizer)
+
+
+class _Messenger(TrainerCallback):
+    def __init__(self, trainer: ProbedTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._trainer.listener.on_ready()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self._trainer.record(Phase.AFTER_OPTIMIZER_STEP)
+
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self._trainer.record(Phase.AFTER_VALIDATION)
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self._trainer.listener.on_end()
+
+
+def _loader(numbers: Any, batch_of: Any) -> Any:
+    return torch.utils.data.DataLoader(
+        numbers, batch_size=1, collate_fn=lambda chosen: batch_of(chosen[0])
+    )
+
+
+def _optimizer(plan: TrainingPlan) -> dict[str, Any]:
+    """The optimizer in the Trainer's words, where it makes the same; else nothing."""
+    name = OPTIMIZERS[plan.optim].transformers
+    if not name or plan.momentum or plan.nesterov or plan.optim_options:
+        return {}
+    decay = {} if plan.weight_decay is None else {"weight_decay": plan.weight_decay}
+    return {"optim": name, "learning_rate": LEARNING_RATE, **decay}
+
+
+def _arguments(plan: TrainingPlan, folder: str) -> dict[str, Any]:
+    clipping = {} if plan.gradient_clip_val is None else {"max_grad_norm": plan.gradient_clip_val}
+    evaluation: dict[str, Any] = {}
+    if plan.validates:
+        interval = plan.val_check_interval or plan.steps * plan.accumulate_grad_batches
+        evaluation = {
+            "eval_strategy": "steps",
+            "eval_steps": interval // plan.accumulate_grad_batches,
+        }
+    return {
+        "output_dir": folder,
+        "per_device_train_batch_size": 1,
+        "per_device_eval_batch_size": 1,
+        "gradient_accumulation_steps": plan.accumulate_grad_batches,
+        "max_steps": plan.steps,
+        "bf16": plan.precision == "bf16-mixed",
+        "fp16": plan.precision == "16-mixed",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "log_level": "error",
+        **_optimizer(plan),
+        **clipping,
+        **evaluation,
+    }
