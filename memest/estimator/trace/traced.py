@@ -88,8 +88,8 @@ def model_failure(plan: TrainingPlan, model: nn.Module | None, error: Exception)
         frames = frames.tb_next
     first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return TraceError(
-        f"`{where or plan.model_name}` fails on the meta device: {first_line}",
-        hint="its code needs a real device or other inputs; memest cannot predict this plan",
+        f"`{where or plan.model_name}` fails: {first_line}",
+        hint="a GPU would most likely say the same; if not, memest cannot predict this plan",
     )
 
 
