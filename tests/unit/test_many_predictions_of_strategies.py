@@ -15,11 +15,12 @@ from memest.estimator.search.sweep import sweep
 from memest.estimator.search.techniques import technique_values
 from memest.estimator.search.trace_series import TraceSeries
 from memest.estimator.trace.family.reuse import FormBroken
-from memest.estimator.trace.program import MicroBatch, Program, StateBytes
+from memest.estimator.trace.program import Program, StateBytes
 from memest.estimator.trace.recording import Act, record_run, timeline
 from memest.estimator.trace.replay import replay
 from memest.estimator.trace.snapshot import chrome_trace, torch_snapshot
 from memest.plan import TrainingPlan
+from tests.programs import lightning_program
 
 MIB = 1 << 20
 FSDP = TrainingPlan(model_name="gpt2", strategy="fsdp", devices=4, seq_len=32, gpu=("rtx-4090",))
@@ -91,10 +92,10 @@ def shared() -> Program:
     storages.add(4 * MIB, Site("aten.empty", "net", "forward"), MemKind.GATHERED)
     storages.add(3 * MIB, Site("aten.mm", "net", "forward"), MemKind.ACTIVATIONS)
     state = StateBytes(1024, 0, 0)
-    return Program(
+    return lightning_program(
         storages,
         setup=[WEIGHT],
-        first=MicroBatch([WHOLE, OUTPUT], [~WHOLE, RETURNED - WHOLE, ~OUTPUT], []),
+        first=([WHOLE, OUTPUT], [~WHOLE, RETURNED - WHOLE, ~OUTPUT], []),
         optimizer_first=[],
         optimizer_next=[],
         grads=[],
@@ -124,7 +125,7 @@ def test_a_block_that_waits_is_not_allocated_any_more() -> None:
 
 def test_the_snapshot_gives_each_block_and_segment_its_stream() -> None:
     program = shared()
-    program.first.backward.remove(RETURNED - WHOLE)  # the run ends before it is returned
+    program.steps[0][0][2].events.remove(RETURNED - WHOLE)  # the run ends before it is returned
 
     snapshot = torch_snapshot(record_run(program, num_steps=1, num_micro_batches=1))
 

@@ -17,7 +17,7 @@ from torch.cuda import _memory_viz
 from memest.errors import PlanError
 from memest.estimator.device.storages import MemKind, Site, StorageTable
 from memest.estimator.predict import record_plan
-from memest.estimator.trace.program import MicroBatch, Program, StateBytes
+from memest.estimator.trace.program import Program, StateBytes
 from memest.estimator.trace.recording import Act, Recording, Stretch, record_run, timeline
 from memest.estimator.trace.replay import replay
 from memest.estimator.trace.snapshot import (
@@ -27,6 +27,7 @@ from memest.estimator.trace.snapshot import (
     write_snapshot,
 )
 from memest.plan import TrainingPlan
+from tests.programs import lightning_program
 
 MIB = 1 << 20
 PARAM, BATCH, ACTIVATION, GRAD, STATE, TEMPORARY, WORKSPACE = range(7)
@@ -46,10 +47,10 @@ def program() -> Program:
     storages = StorageTable()
     for size, site, kind in STORAGES:
         storages.add(size, site, kind)
-    return Program(
+    return lightning_program(
         storages,
         setup=[PARAM],
-        first=MicroBatch([WORKSPACE, BATCH, ACTIVATION], [GRAD, ~ACTIVATION], [~BATCH]),
+        first=([WORKSPACE, BATCH, ACTIVATION], [GRAD, ~ACTIVATION], [~BATCH]),
         optimizer_first=[STATE, TEMPORARY, ~TEMPORARY],
         optimizer_next=[TEMPORARY, ~TEMPORARY],
         grads=[GRAD],

@@ -11,16 +11,23 @@ from hypothesis import strategies as st
 
 from memest.estimator.device.storages import MemKind, Site, StorageTable
 from memest.estimator.trace import replay as replay_module
-from memest.estimator.trace.program import MicroBatch, Program, StateBytes
+from memest.estimator.trace.program import Program, StateBytes
 from memest.estimator.trace.replay import Moment, Replayed, live_at, replay
 from memest.report import Phase
+from tests.programs import lightning_program
 
 MIB = 1 << 20
 PARAM, BATCH, ACTIVATION, LOSS, GRAD, STATE, TEMPORARY, WORKSPACE = range(8)
 SIZES = [4096, 512, 8192, 512, 4096, 2048, 1024, 16384]
 
 
-def program(sizes: Sequence[int] = SIZES, *, accumulates: bool = False) -> Program:
+def program(
+    sizes: Sequence[int] = SIZES,
+    *,
+    accumulates: bool = False,
+    optimizer_first: Sequence[int] = (STATE, TEMPORARY, ~TEMPORARY),
+    optimizer_next: Sequence[int] = (TEMPORARY, ~TEMPORARY),
+) -> Program:
     """One parameter, one activation, one gradient, one state; a workspace that is made once.
 
     forward: workspace, batch, activation, loss. backward: gradient; activation and batch die.
@@ -29,17 +36,17 @@ def program(sizes: Sequence[int] = SIZES, *, accumulates: bool = False) -> Progr
     for size in sizes:
         storages.add(size, Site("", "", ""), MemKind.ACTIVATIONS)
     forward = [WORKSPACE, BATCH, ACTIVATION, LOSS]
-    return Program(
+    return lightning_program(
         storages,
         setup=[PARAM],
-        first=MicroBatch(forward, [GRAD, ~ACTIVATION, ~BATCH], [~LOSS]),
-        accumulating=MicroBatch(
+        first=(forward, [GRAD, ~ACTIVATION, ~BATCH], [~LOSS]),
+        accumulating=(
             [BATCH, ACTIVATION, LOSS], [TEMPORARY, ~TEMPORARY, ~ACTIVATION, ~BATCH], [~LOSS]
         )
         if accumulates
         else None,
-        optimizer_first=[STATE, TEMPORARY, ~TEMPORARY],
-        optimizer_next=[TEMPORARY, ~TEMPORARY],
+        optimizer_first=optimizer_first,
+        optimizer_next=optimizer_next,
         grads=[GRAD],
         before=StateBytes(4096, 0, 0),
         after=StateBytes(4096, 4096, 2048),
@@ -150,9 +157,9 @@ def test_micro_batches_after_the_first_add_to_the_gradients() -> None:
 
 def test_the_cache_is_emptied_between_setup_and_the_first_step() -> None:
     """What building the model left behind is no part of the peaks."""
-    made = program([4096, 512, 8192, 512, 4096, 2048, 64 * MIB, 16384])
+    sizes = [4096, 512, 8192, 512, 4096, 2048, 64 * MIB, 16384]
+    made = program(sizes, optimizer_first=[STATE], optimizer_next=[])
     made.setup = [TEMPORARY, PARAM, ~TEMPORARY]
-    made.optimizer_first, made.optimizer_next = [STATE], []
 
     result = run(made)
 
@@ -260,7 +267,7 @@ sizes = st.lists(
 def test_copies_equal_runs_whatever_the_sizes(
     num_bytes: list[int], steps: int, micro_batches: int, limit: int | None
 ) -> None:
-    made = program(num_bytes, accumulates=True)
+    made = program(num_bytes, accumulates=micro_batches > 1)
 
     quick = run(made, steps, micro_batches, limit_bytes=limit)
     full = without_shortcut(made, steps, micro_batches, limit_bytes=limit)
@@ -278,7 +285,7 @@ def test_what_is_alive_at_the_peak_adds_up_to_it(
     num_bytes: list[int], steps: int, micro_batches: int
 ) -> None:
     """Requests of what is alive, rounded, are the peak but for unsplit blocks."""
-    made = program(num_bytes, accumulates=True)
+    made = program(num_bytes, accumulates=micro_batches > 1)
 
     result = run(made, steps, micro_batches)
 
@@ -289,8 +296,7 @@ def test_what_is_alive_at_the_peak_adds_up_to_it(
 
 def test_later_steps_run_the_stream_of_later_steps() -> None:
     """A temporary of the first optimizer step alone does not come back in the second."""
-    made = program()
-    made.optimizer_next = []
+    made = program(optimizer_next=[])
 
     first, second = (row for row in run(made, steps=2).rows if row.phase == "after_optimizer_step")
 

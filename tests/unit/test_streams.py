@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from memest.estimator.device.storages import RETURNED, MemKind, Site, StorageTable
 from memest.estimator.device.streams import MAIN, DeviceHandle, StreamRecorder
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.parallel.step import StepwiseProgram
-from memest.estimator.trace.program import Played, StateBytes
+from memest.estimator.trace.program import Part, Program
 from memest.estimator.trace.replay import replay
 
 MIB = 1 << 20
@@ -203,14 +202,12 @@ def test_a_resized_storage_is_freed_and_taken_anew(recorder: StreamRecorder) -> 
 WAITING, OTHER = 0, 1
 
 
-def stepwise(events: list[list[int]], streams: dict[int, int]) -> StepwiseProgram:
+def stepwise(events: list[list[int]], streams: dict[int, int]) -> Program:
     """A step whose micro-batches have these events in their forward, in blocks of 20 MiB."""
     storages = StorageTable(streams=streams, deferred={WAITING})
     for _ in range(2):
         storages.add(20 * MIB, Site("", "", ""), MemKind.ACTIVATIONS)
-    nothing = StateBytes(0, 0, 0)
-    played = [Played(e, [], [], None, [], (nothing,) * 4) for e in events]
-    return StepwiseProgram(storages, steps=[played])
+    return Program(storages, steps=[[[Part(e)] for e in events]])
 
 
 def test_a_block_that_waits_is_not_allocated_and_not_free() -> None:

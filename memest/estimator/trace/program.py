@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from memest.estimator.device.storages import RETURNED, Coverage, StorageTable
@@ -109,36 +109,41 @@ class Program:
 
 def find_shifts(program: Program) -> None:
     """Fill in what changes its name when a part of `program` is played again."""
-    if len(program.steps) > 1:
-        program.step_shift = shift_of(program.storages, program.steps[-1])
+    alive: dict[int, None] = {}
+    _play(program.setup, alive)
+    program.micro_shifts = []
     for step in program.steps:
-        middle = [step[1]] if len(step) > 2 else []
-        program.micro_shifts.append(shift_of(program.storages, middle))
+        before_step = set(alive)
+        shift: Shift = {}
+        for number, batch in enumerate(step):
+            before = set(alive)
+            for part in batch:
+                _play(part.events, alive)
+            if number == 1 and len(step) > 2:
+                shift = _pairs(program.storages, before, alive)
+        program.micro_shifts.append(shift)
+        if len(program.steps) > 1:
+            program.step_shift = _pairs(program.storages, before_step, alive)
 
 
-def shift_of(storages: StorageTable, batches: Iterable[MicroBatch]) -> dict[int, int]:
-    """Pairs what `batches` make and keep with what they free of before, by what made both."""
-    kept: dict[int, None] = {}
-    freed: list[int] = []
-    for batch in batches:
-        for part in batch:
-            for event in part.events:
-                if event >= 0:
-                    kept[event] = None
-                elif event <= RETURNED:
-                    continue
-                elif ~event in kept:
-                    del kept[~event]
-                else:
-                    freed.append(~event)
-    waiting: dict[object, list[int]] = defaultdict(list)
-    for index in sorted(freed):
-        waiting[_origin(storages, index)].append(index)
+def _play(events: Sequence[int], alive: dict[int, None]) -> None:
+    for event in events:
+        if event >= 0:
+            alive[event] = None
+        elif event > RETURNED:
+            alive.pop(~event, None)
+
+
+def _pairs(storages: StorageTable, before: set[int], after: Mapping[int, None]) -> dict[int, int]:
+    """What is there `after` and was not `before`, with what was and is not, by what made both."""
+    freed: dict[object, list[int]] = defaultdict(list)
+    for index in sorted(before.difference(after)):
+        freed[_origin(storages, index)].append(index)
     found = {}
-    for index in kept:
-        before = waiting.get(_origin(storages, index))
-        if before:
-            found[index] = before.pop(0)
+    for index in after:
+        like = freed.get(_origin(storages, index)) if index not in before else None
+        if like:
+            found[index] = like.pop(0)
     return found
 
 
