@@ -150,4 +150,5 @@ def _arguments(plan: TrainingPlan, folder: str) -> dict[str, Any]:
         **_optimizer(plan),
         **clipping,
         **evaluation,
+        **dict(plan.trainer_options),
     }

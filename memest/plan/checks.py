@@ -12,6 +12,7 @@ from memest.plan.values import (
     ATTENTIONS,
     CLIPPING,
     FLASH_ATTENTION_2,
+    LOGGING,
     LOOPS,
     LORA_BIASES,
     PRECISIONS,
@@ -140,6 +141,12 @@ def _check_combinations(plan: TrainingPlan) -> None:
 
 
 def _check_loop(plan: TrainingPlan) -> None:
+    for key, _ in plan.trainer_options:
+        if plan.loop != "transformers" or key not in LOGGING:
+            raise PlanError(
+                f"`trainer_options` has `{key}`, with `loop` `{plan.loop}`",
+                hint=f"with `loop: transformers` it takes {', '.join(f'`{k}`' for k in LOGGING)}",
+            )
     for key in ("val_batch_size", "val_check_interval"):
         if getattr(plan, key) is not None and not plan.validates:
             raise PlanError(

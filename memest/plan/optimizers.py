@@ -70,7 +70,6 @@ _OF_THE_TRAINER = {
     "ademamix_8bit": "ademamix_8bit",
     "ademamix_32bit": "ademamix",
     "paged_ademamix_8bit": "paged_ademamix_8bit",
-    "paged_ademamix_32bit": "paged_ademamix_32bit",
     "rmsprop_8bit": "rmsprop_bnb_8bit",
     "rmsprop_32bit": "rmsprop_bnb_32bit",
 }
@@ -159,7 +158,7 @@ def optimizer_name(asked: str) -> str:
         if library in prefixes and (of, class_name) in _BY_CLASS:
             return _BY_CLASS[of, class_name]
     plain = class_name.casefold().replace("-", "_")
-    if plain in OPTIMIZERS:
+    if plain in OPTIMIZERS and plain not in _NOT_FOR_PLANS:
         return plain
     if plain in _ALIASES:
         return _ALIASES[plain]

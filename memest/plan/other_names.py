@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from memest.errors import PlanError, UnsupportedError, shown
+from memest.plan.values import LOGGING
 
 VAL_BATCHES = 2
 """Of a validation whose number of batches is not said."""
@@ -38,8 +39,7 @@ _NOT_MODELLED = {
 _PASSED_OVER = frozenset(
     """
     do_train do_eval do_predict overwrite_output_dir num_train_epochs adam_beta1 adam_beta2
-    adam_epsilon lr_scheduler_type lr_scheduler_kwargs logging_strategy logging_steps
-    logging_first_step logging_nan_inf_filter log_level log_level_replica log_on_each_node
+    adam_epsilon lr_scheduler_type lr_scheduler_kwargs log_level log_level_replica log_on_each_node
     logging_dir save_strategy save_steps save_total_limit save_safetensors save_on_each_node
     save_only_model restore_callback_states_from_checkpoint report_to run_name project
     trackio_space_id trackio_bucket_id trackio_static_space_id disable_tqdm
@@ -58,7 +58,7 @@ _PASSED_OVER = frozenset(
 """Names of `TrainingArguments` that do not touch the memory of a step, or that memest leaves off."""
 
 _OF_TRAINING_ARGUMENTS = (
-    {*_SAME, "bf16", "fp16", "eval_strategy", "eval_steps", "gradient_checkpointing_kwargs"}
+    {*_SAME, *LOGGING, "bf16", "fp16", "eval_strategy", "eval_steps", "gradient_checkpointing_kwargs"}
     | {"use_cpu", "eval_accumulation_steps"}
     | _NOT_MODELLED
     | _PASSED_OVER
@@ -91,6 +91,9 @@ def read_other_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[s
         if "loop" not in found:
             found["loop"] = "transformers"
             assumed.append("keys of TrainingArguments: the Trainer of transformers runs")
+    logging = {key: found.pop(key) for key in LOGGING if key in found}
+    if logging and found.get("loop") == "transformers":
+        found["trainer_options"] = {**dict(found.get("trainer_options", {})), **logging}
     _read_precision(found)
     _read_evaluation(found, assumed)
     _read_checkpointing(found)
@@ -111,7 +114,8 @@ def read_other_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[s
 
 def _read_lightning(found: dict[str, Any], assumed: list[str]) -> None:
     accelerator = found.pop("accelerator", None)
-    if accelerator not in _CUDA or found.pop("use_cpu", False) is True:
+    uses_cpu = found.pop("use_cpu", False)
+    if accelerator not in _CUDA or uses_cpu is True:
         asked = accelerator if accelerator not in _CUDA else "cpu"
         raise PlanError(
             f"`accelerator` is {shown(asked)}, and memest knows the memory of CUDA GPUs alone",

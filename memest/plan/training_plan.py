@@ -184,6 +184,10 @@ class TrainingPlan:
     val_check_interval: int | None = None
     """Micro-batches between validations; None validates at the end."""
 
+    trainer_options: tuple[tuple[str, Any], ...] = ()
+    """`loop: transformers`: how it logs, in the words of `TrainingArguments`, such as
+    `logging_steps: 1`; each line of a log makes some scalars. A mapping in files."""
+
     steps: int = 2
     """Optimizer steps to simulate; from the third on only fragmentation can grow."""
 
@@ -193,7 +197,8 @@ class TrainingPlan:
     def __post_init__(self) -> None:
         if isinstance(self.optim, str):
             object.__setattr__(self, "optim", optimizer_name(self.optim))
-        object.__setattr__(self, "optim_options", _options(self.optim_options))
+        for key in _OPTIONS:
+            object.__setattr__(self, key, _options(key, getattr(self, key)))
         check(self)
 
     @property
@@ -249,7 +254,7 @@ class TrainingPlan:
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values, for JSON; `from_dict` reads it back."""
         values = {name: getattr(self, name) for name in PLAN_KEYS}
-        values["optim_options"] = dict(self.optim_options)
+        values |= {key: dict(values[key]) for key in _OPTIONS}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
     @classmethod
@@ -294,6 +299,7 @@ _TUPLES = frozenset(
         "wrap_classes", "activation_checkpointing_policy",
     }
 )  # fmt: skip
+_OPTIONS = ("optim_options", "trainer_options")
 _SIZES = frozenset({"gpu_memory", "memory_limit", "host_memory"})
 
 
@@ -308,19 +314,20 @@ def _normalise(key: str, value: Any) -> Any:
     return value
 
 
-def _options(value: Any) -> tuple[tuple[str, Any], ...]:
+def _options(key: str, value: Any) -> tuple[tuple[str, Any], ...]:
     """A mapping, pairs, or text such as `amsgrad=true,eps=1e-6`."""
     hint = "write `name: value` lines, or `name=value` separated by commas"
     if isinstance(value, str):
         pairs = [part.partition("=") for part in value.split(",") if part.strip()]
         value = {name.strip(): _literal(text.strip()) for name, _, text in pairs}
     if isinstance(value, list | tuple):
-        value = dict(value)
+        pairs = [item for item in value if isinstance(item, list | tuple) and len(item) == 2]
+        value = dict(pairs) if len(pairs) == len(value) else shown(value)
     plain = (bool, int, float, str, type(None))
     if not isinstance(value, Mapping) or not all(
         isinstance(k, str) and k.isidentifier() and isinstance(v, plain) for k, v in value.items()
     ):
-        raise PlanError(f"`optim_options` is {shown(value)}", hint=hint)
+        raise PlanError(f"`{key}` is {shown(value)}", hint=hint)
     return tuple(value.items())
 
 

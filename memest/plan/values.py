@@ -10,6 +10,11 @@ PRECISION_ALIASES = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 LOOPS = ("lightning", "transformers", "plain")
 """Lightning's Trainer, the Trainer of transformers, and a loop of a user's own."""
 
+LOGGING = (
+    "logging_steps", "logging_strategy", "logging_first_step", "logging_nan_inf_filter",
+)  # fmt: skip
+"""What of `TrainingArguments` makes scalars on the GPU: `trainer_options`."""
+
 CLIPPING = ("norm", "value")
 
 STRATEGIES = (

@@ -87,9 +87,10 @@ class Program:
         last = len(self.steps) - 1
         if micro == 0:
             return self.step_shift if step > last else {}
-        if 1 < micro < num_micro_batches - 1 and self.micro_shifts:
-            return self.micro_shifts[min(step, last)]
-        return {}
+        is_known = len(self.steps[min(step, last)]) == num_micro_batches
+        if is_known or not 1 < micro < num_micro_batches - 1 or not self.micro_shifts:
+            return {}
+        return self.micro_shifts[min(step, last)]
 
     def first_forward(self) -> Sequence[int]:
         """The events of the first forward."""

@@ -174,7 +174,7 @@ class _Run:
                 self._repeat(rows[start:], num_steps)
                 return
             previous, state = state, self._state()
-            if state == previous:
+            if state == previous and self.step + 1 >= len(self.program.steps):
                 self._repeat(rows[start:], num_steps)
                 return
 
@@ -191,14 +191,15 @@ class _Run:
             start = len(rows)
             self._one_micro_batch(micro, num_micro_batches)
             num_copies = num_micro_batches - 2 - micro
-            if num_copies > 0:
+            play = self.program.play
+            last_played = play(self.step, micro, num_micro_batches)
+            if num_copies > 0 and play(self.step, micro + 1, num_micro_batches) is last_played:
                 previous, state = state, self._state()
                 if state == previous:
                     last = rows[start:]
                     for later in range(1, num_copies + 1):
                         rows += _shifted(last, micro_batch=later)
-                    batch = self.program.play(self.step, micro, num_micro_batches)
-                    self.num_events += num_copies * sum(len(part.events) for part in batch)
+                    self.num_events += num_copies * sum(len(part.events) for part in last_played)
                     micro += num_copies
             micro += 1
 
