@@ -11,7 +11,7 @@ from memest.estimator.device.storages import StorageTable
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.trace.one_gpu import canonical, trace_one
 from memest.estimator.trace.traced import TracedPlan
-from memest.estimator.trace.virtual_run import canonical as canonical_run, run_plan
+from memest.estimator.trace.virtual_run import canonical as canonical_run, run_plan, shortened
 from memest.models_meta.flash_attention import stand_in
 from memest.models_meta.registry import quiet_transformers
 from memest.plan import TrainingPlan
@@ -36,7 +36,8 @@ def trace_plan(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False)
 
 @functools.lru_cache(maxsize=8)
 def _run(plan: TrainingPlan, gpu: Gpu, trust_remote_code: bool) -> TracedPlan:
-    return run_plan(plan, gpu, trust_remote_code=trust_remote_code)
+    plan, num_ahead = shortened(plan)
+    return run_plan(plan, gpu, num_ahead=num_ahead, trust_remote_code=trust_remote_code)
 
 
 @functools.lru_cache(maxsize=8)

@@ -71,6 +71,9 @@ class Job:
     is_alone: bool = False
     """Whether this process stands for all, and looks for no others."""
 
+    num_ahead: int = 0
+    """Micro-batches of a step that are loaded and not run."""
+
     values: dict[str, Any] = field(default_factory=dict)
     """The plan with the sizes that were used."""
 

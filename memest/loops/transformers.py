@@ -11,6 +11,7 @@ import tempfile
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
@@ -60,7 +61,7 @@ class ProbedTrainer(Trainer):  # type: ignore[misc]
     """Takes the batches of `task`, and reads the memory."""
 
     def __init__(self, task: Task, job: Job, **options: Any) -> None:
-        self.task, self.listener = task, job.listener
+        self.task, self.listener, self.num_ahead = task, job.listener, job.num_ahead
         super().__init__(**options)
         self.add_callback(_Messenger(self))
 
@@ -71,6 +72,13 @@ class ProbedTrainer(Trainer):  # type: ignore[misc]
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Likewise of the evaluation."""
         return self.accelerator.prepare(_loader(self.eval_dataset, self.task.val_batch))
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """All micro-batches of a step are moved to the GPU at once: also those that are not run."""
+        found = super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches = [self.task.batch(number) for number in range(self.num_ahead)]
+        self._ahead = [send_to_device(batch, device) for batch in batches]  # type: ignore[no-untyped-call]
+        return found
 
     def training_step(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> Tensor:
         """Between the probes of its ends."""

@@ -59,15 +59,24 @@ _NOT_RUN: dict[str, Any] = {
 
 
 def canonical(plan: TrainingPlan) -> TrainingPlan:
-    """`plan` as far as it is run; plans that differ in the rest share a program."""
+    """`plan` as far as its program depends on it; plans that differ in the rest share it."""
     if plan.validates:  # where validations fall is a matter of all that ran before
         return replace(plan, **_NOT_RUN)
+    num_micro_batches = plan.accumulate_grad_batches
+    if plan.loop != "transformers":  # which loads all of a step's at once
+        num_micro_batches = min(num_micro_batches, MAX_MICRO_BATCHES)
     return replace(
-        plan,
-        **_NOT_RUN,
-        steps=MAX_STEPS,
-        accumulate_grad_batches=min(plan.accumulate_grad_batches, MAX_MICRO_BATCHES),
+        plan, **_NOT_RUN, steps=MAX_STEPS, accumulate_grad_batches=num_micro_batches
     )
+
+
+def shortened(plan: TrainingPlan) -> tuple[TrainingPlan, int]:
+    """What of `plan` is run, and the number of micro-batches of a step that are loaded alone."""
+    plan = canonical(plan)
+    if plan.validates:
+        return plan, 0
+    num_run = min(plan.accumulate_grad_batches, MAX_MICRO_BATCHES)
+    return replace(plan, accumulate_grad_batches=num_run), plan.accumulate_grad_batches - num_run
 
 
 class NoLines(ScriptLines):
@@ -163,15 +172,17 @@ def run_plan(
     plan: TrainingPlan,
     gpu: Gpu,
     *,
+    num_ahead: int = 0,
     trust_remote_code: bool = False,
     make_recorder: Callable[..., LiveRecorder] = LiveRecorder,
     at_cut: Callable[[], None] = lambda: None,
 ) -> TracedPlan:
-    """The program of `plan`, which is canonical.
+    """The program of `plan`, all of which is run: see `shortened`.
 
     Args:
         plan: what is run.
         gpu: whose kernels run.
+        num_ahead: micro-batches of a step that are loaded and not run.
         trust_remote_code: whether code that comes with a model may run.
         make_recorder: the kind of recorder that sees it.
         at_cut: called at the beginning of the training and at each probe.
@@ -195,6 +206,7 @@ def run_plan(
         Listener(on_end=watch.ended, on_model=watch.has_model),
         RunOptions(trust_remote_code=trust_remote_code),
         is_alone=True,
+        num_ahead=num_ahead,
     )
     _run(job, virtual, watch)
     return TracedPlan(

@@ -57,7 +57,7 @@ from memest.estimator.trace.family.call_log import (
 )
 from memest.estimator.trace.program import Part, Program, Shift
 from memest.estimator.trace.traced import TracedPlan
-from memest.estimator.trace.virtual_run import canonical, run_plan, within_model
+from memest.estimator.trace.virtual_run import run_plan, shortened, within_model
 from memest.plan import TrainingPlan
 
 MASKED_SCATTER_BACKWARD = torch.ops.aten.masked_scatter_backward.default
@@ -98,9 +98,11 @@ def logged_trace(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = Fals
             stack.enter_context(made[0].watching())
             return made[0]
 
+        plan, num_ahead = shortened(plan)
         traced = run_plan(
-            canonical(plan),
+            plan,
             gpu,
+            num_ahead=num_ahead,
             trust_remote_code=trust_remote_code,
             make_recorder=make_recorder,
             at_cut=lambda: made[0].cut(),
