@@ -82,7 +82,8 @@ def _rows() -> Iterator[tuple[str, OptimizerRow]]:
 
     for name in _FOREACH:
         yield row(name.lower(), TORCH, name)
-        yield row(f"{name.lower()}_single", TORCH, name, foreach=False)
+        unfused = {"fused": False} if name in _FUSED else {}
+        yield row(f"{name.lower()}_single", TORCH, name, foreach=False, **unfused)
     for name in _FUSED:
         yield row(f"{name.lower()}_fused", TORCH, name, fused=True)
     # Only Adafactor takes its single-tensor path when `foreach` is left open.

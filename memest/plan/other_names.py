@@ -121,7 +121,7 @@ def _read_lightning(found: dict[str, Any], assumed: list[str]) -> None:
             f"`accelerator` is {shown(asked)}, and memest knows the memory of CUDA GPUs alone",
             hint="use `gpu`, or leave it out",
         )
-    if found.get("devices") in ("auto", -1, "-1"):
+    if found.get("devices") == "auto":
         found["devices"] = 1
         assumed.append("`devices: auto` is taken as one GPU: say how many the node has")
     _replace(

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from memest.errors import PlanError, shown
+from memest.errors import PlanError, closest, shown
 from memest.plan.checks import check, suggest
 from memest.plan.other_names import OTHER_NAMES, read_other_names
 from memest.plan.optimizers import optimizer_name
@@ -281,7 +281,7 @@ class TrainingPlan:
             if not isinstance(key, str) or (key not in known and key not in IGNORED_KEYS):
                 raise PlanError(
                     f"{shown(key)} is not a key of a plan",
-                    hint=suggest(shown(key).strip("`"), known | OTHER_NAMES, "keys"),
+                    hint=_near_keys(shown(key).strip("`"), known),
                 )
         given = {k: _normalise(k, v) for k, v in merged.items() if k in known and v is not None}
         if "model_name" not in given:
@@ -312,6 +312,11 @@ def _normalise(key: str, value: Any) -> Any:
         text = value if isinstance(value, str) else shown(value).strip("`")
         return PRECISION_ALIASES.get(text, text)
     return value
+
+
+def _near_keys(key: str, known: set[str]) -> str:
+    near = closest(key, known | OTHER_NAMES)
+    return suggest(key, known | OTHER_NAMES if near else known, "keys")
 
 
 def _options(key: str, value: Any) -> tuple[tuple[str, Any], ...]:

@@ -22,10 +22,12 @@ from memest.errors import PlanError
 from memest.models_meta.registry import resolve_config
 from memest.plan import TrainingPlan
 from memest.report import Measurement, Outcome, Phase
-from memest.validate import data, experiment
-from memest.validate.device import Device
+from memest.loops import data
+from memest.loops.job import Job, Listener, RunOptions
 from memest.loops.optimizers import make_optimizer
 from memest.loops.probe import PhaseRecorder, Reading
+from memest.validate import experiment
+from memest.validate.device import Device
 
 H200 = Device(
     name="NVIDIA H200", memory_bytes=143_155 << 20, capability=(9, 0), num_sms=132, driver="580.65"
@@ -74,12 +76,11 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs a plan with Lightning on the CPU, quietly."""
     monkeypatch.setattr(experiment, "process_figures", lambda before, index: {"a test": 10**6})
 
-    def run(options: experiment.RunOptions | None = None, **values: Any) -> Measurement:
+    def run(options: RunOptions | None = None, **values: Any) -> Measurement:
         plan = TrainingPlan.from_dict({"seq_len": 5, "batch_size": 2, **values})
         recorder = PhaseRecorder(HostMemory(), plan.accumulate_grad_batches)
-        state = experiment._Run(
-            plan, options or experiment.RunOptions(), H200, None, time.perf_counter(), recorder
-        )
+        job = Job(plan, recorder, Listener(on_end=lambda: None), options or RunOptions())
+        state = experiment._Run(job, H200, None, time.perf_counter())
         delivered: list[Measurement] = []
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Lightning's advice on workers and devices
@@ -202,7 +203,7 @@ def test_published_weights_take_the_memory_of_random_ones(
 
     random = run(model_name=str(folder), precision="bf16-true")
     loaded = run(
-        experiment.RunOptions(weights="pretrained"), model_name=str(folder), precision="bf16-true"
+        RunOptions(weights="pretrained"), model_name=str(folder), precision="bf16-true"
     )
 
     def states(measured: Measurement) -> list[tuple[int, int, int]]:
@@ -216,7 +217,7 @@ def test_a_folder_without_weights_is_said_so(
     run: Run, model: Callable[[dict[str, Any]], str]
 ) -> None:
     with pytest.raises(PlanError, match="has no weights"):
-        run(experiment.RunOptions(weights="pretrained"), model_name=model(LLAMA))
+        run(RunOptions(weights="pretrained"), model_name=model(LLAMA))
 
 
 class _Rows(list[dict[str, Any]]):
@@ -335,7 +336,7 @@ def test_a_run_on_a_gpu_reads_the_allocator(model: Callable[[dict[str, Any]], st
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        experiment.run_experiment(plan, experiment.RunOptions(), delivered.append)
+        experiment.run_experiment(plan, RunOptions(), delivered.append)
 
     (measured,) = delivered
     assert measured.verdict is Outcome.FITS

@@ -282,7 +282,7 @@ def test_a_real_model_without_the_package_says_what_is_missing(tmp_path: Path) -
 def test_a_measurement_without_the_package_is_refused_before_it_starts(tmp_path: Path) -> None:
     device = Device(name="x", memory_bytes=1, capability=(9, 0), num_sms=132, driver="")
 
-    with pytest.raises(UnsupportedError, match="`memest validate` needs `flash_attn` here") as e:
+    with pytest.raises(UnsupportedError, match="needs the package `flash_attn`") as e:
         validate([plan("gpt2")], results=tmp_path / "r.jsonl", device=device)
     assert e.value.hint == "pip install flash-attn --no-build-isolation"
 

@@ -14,7 +14,7 @@ from textwrap import dedent, indent
 
 import pytest
 
-from memest.errors import TraceError
+from memest.errors import TraceError, UnsupportedError
 from memest.estimator.predict import predict
 from memest.plan import TrainingPlan
 from memest.report import Prediction
@@ -144,27 +144,25 @@ def test_a_plain_block_is_predicted(predicted: Predict) -> None:
     assert prediction.model["num_params"] == 2 * VOCABULARY * WIDTH + WIDTH * WIDTH + WIDTH
 
 
-def test_a_branch_on_an_activation_names_the_module_and_the_reason(predicted: Predict) -> None:
+def test_a_branch_on_an_activation_is_guessed_and_said(predicted: Predict) -> None:
     reads = """
     y = self.linear(x)
     return y * 2 if y.mean() > 0 else y
     """
-    with pytest.raises(TraceError, match=r"`block` .*reads a value that is computed from weights"):
-        predicted(block(reads))
+    assert any("guessed" in line for line in predicted(block(reads)).assumptions)
 
 
 @pytest.mark.parametrize("reading", ["item()", "tolist()"])
-def test_reading_an_activation_by_name_is_refused_too(predicted: Predict, reading: str) -> None:
-    with pytest.raises(
-        TraceError,
-        match=r"`block` .* to the host that are computed from weights|reads a value that is",
-    ):
-        predicted(block(f"x = self.linear(x)\nx.sum().{reading}\nreturn x"))
+def test_reading_an_activation_by_name_is_too(predicted: Predict, reading: str) -> None:
+    report = predicted(block(f"x = self.linear(x)\nx.sum().{reading}\nreturn x"))
+
+    assert any("guessed" in line for line in report.assumptions)
 
 
-def test_a_copy_of_an_activation_to_numpy_names_the_module(predicted: Predict) -> None:
-    with pytest.raises(TraceError, match="`block` "):
-        predicted(block("x = self.linear(x)\nx.detach().cpu().numpy()\nreturn x"))
+def test_a_copy_of_an_activation_to_numpy_is_one_number_everywhere(predicted: Predict) -> None:
+    report = predicted(block("x = self.linear(x)\nx.detach().cpu().numpy()\nreturn x"))
+
+    assert any("guessed" in line for line in report.assumptions)
 
 
 def test_a_branch_on_the_mask_is_followed(predicted: Predict) -> None:
@@ -198,13 +196,13 @@ def test_a_custom_autograd_function_keeps_what_it_saves(predicted: Predict) -> N
     assert held[1] - held[0] == ROWS * WIDTH * 4
 
 
-def test_a_custom_function_with_a_kernel_of_its_own_names_the_module(predicted: Predict) -> None:
-    """A compiled extension asks for the address of its data, which a meta tensor does not have."""
+def test_a_custom_function_that_fails_names_the_module(predicted: Predict) -> None:
+    """Tensors have addresses here, as those of the card."""
     function = """
     class Kernel(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
-            if x.data_ptr() == 0:
+            if x.data_ptr() != 0:
                 raise RuntimeError("no kernel for this device")
             return x * 2
 
@@ -212,7 +210,7 @@ def test_a_custom_function_with_a_kernel_of_its_own_names_the_module(predicted: 
         def backward(ctx, grad):
             return grad * 2
     """
-    with pytest.raises(TraceError, match="`block` fails on the meta device: no kernel for this"):
+    with pytest.raises(TraceError, match="`block` fails: no kernel for this"):
         predicted(block("return Kernel.apply(self.linear(x))", before=function))
 
 
@@ -256,5 +254,5 @@ def test_rows_chosen_by_an_activation_name_the_module_and_the_reason(predicted: 
     y = self.linear(x)
     return y + y[y[..., 0] > 0].mean()
     """
-    with pytest.raises(TraceError, match=r"`block` .* a result whose shape depends on weights"):
+    with pytest.raises(UnsupportedError, match=r"`block`.* a result whose shape depends on values"):
         predicted(block(chosen))

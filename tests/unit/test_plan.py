@@ -12,7 +12,8 @@ import pytest
 
 from memest.errors import MemestError, PlanError
 from memest.plan import TrainingPlan
-from memest.plan.values import ATTENTIONS, IGNORED_KEYS, OPTIMIZERS, PRECISIONS, STRATEGIES
+from memest.plan.optimizers import OPTIMIZERS
+from memest.plan.values import ATTENTIONS, IGNORED_KEYS, PRECISIONS, STRATEGIES
 
 
 def plan(**values: Any) -> TrainingPlan:
@@ -204,7 +205,6 @@ def test_a_plan_that_is_no_mapping_is_refused(values: Any) -> None:
         ("precision", "fp8", PRECISIONS),
         ("precision", 64, PRECISIONS),
         ("precision", "BF16-true", PRECISIONS),
-        ("optim", "adamv", OPTIMIZERS),
         ("strategy", "dp", STRATEGIES),
         ("attn_implementation", "flash", ATTENTIONS),
     ],

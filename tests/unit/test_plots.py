@@ -38,7 +38,7 @@ from memest.report import (
 )
 from memest.units import GIB
 
-BEFORE, FORWARD, BACKWARD, STEP = Phase
+BEFORE, FORWARD, BACKWARD, STEP, _ = Phase
 LIMIT = 60 * GIB
 SMALL_CARD, LARGE_CARD = 20 * GIB, 60 * GIB
 

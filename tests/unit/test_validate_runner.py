@@ -25,6 +25,7 @@ from memest.validate import device as device_module
 from memest.validate import processes, results, runner
 from memest.validate.device import Device
 from memest.loops.job import RunOptions
+from memest.loops.packages import require
 from memest.validate.progress import finished_line, running_line
 from memest.validate.runner import Progress, validate
 
@@ -346,8 +347,8 @@ def test_a_spawned_experiment_reads_its_request_and_leaves_a_log(tmp_path: Path)
 
 
 def test_a_missing_package_is_named_with_its_extra() -> None:
-    with pytest.raises(UnsupportedError, match="needs `no_such_package`") as caught:
-        device_module.require("torch", "no_such_package")
+    with pytest.raises(UnsupportedError, match="needs the package `no_such_package`") as caught:
+        require("torch", "no_such_package")
     assert caught.value.hint == "pip install 'memest[validate]'"
 
 

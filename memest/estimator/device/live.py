@@ -343,7 +343,8 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
     def _failure(self, func: Any, error: Exception) -> Exception:  # type: ignore[override]
         """What a script is told; an error of its own stays its own."""
         name = str(func).removesuffix(".default")
-        where = self.lines.current() or "the script"
+        module = self.modules.current().partition(".")[2]
+        where = self.lines.current() or (f"`{module}`" if module else "the script")
         if isinstance(error, ValueUnknown) or func in DEPENDS_ON_VALUES:
             return UnsupportedError(
                 f"{where}: `{name}` gives a result whose shape depends on values that are not "
