@@ -71,6 +71,9 @@ class Job:
     is_alone: bool = False
     """Whether this process stands for all, and looks for no others."""
 
+    rank: int = 0
+    """Of the plan's devices, where this process stands for all."""
+
     values: dict[str, Any] = field(default_factory=dict)
     """The plan with the sizes that were used."""
 
