@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -144,20 +143,15 @@ def predicted_requests(name: str) -> list[list[Request]]:
 
 
 def event_phases(plan: TrainingPlan, program: Program) -> list[list[int]]:
-    """Events between the probes: what the end of a micro-batch does is read before the next."""
-    phases: list[list[int]] = []
-    release: Sequence[int] = ()
-    for step in range(plan.steps):
-        for micro in range(plan.accumulate_grad_batches):
-            played = program.play(step, micro, plan.accumulate_grad_batches)
-            if step or micro:
-                phases.append(list(release))
-            phases += [[*played.forward, *played.zero_grad], list(played.backward)]
-            steps = micro == plan.accumulate_grad_batches - 1
-            if played.optimizer is not None and steps:
-                phases.append(list(played.optimizer))
-            release = played.release
-    return phases
+    """Events between the probes, from the first forward on."""
+    num_micro_batches = plan.accumulate_grad_batches
+    return [
+        list(part.events)
+        for step in range(plan.steps)
+        for micro in range(num_micro_batches)
+        for part in program.play(step, micro, num_micro_batches)
+        if part.probe is not None
+    ][1:]
 
 
 PACKED = pytest.mark.xfail(

@@ -8,17 +8,12 @@ same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
 from typing import Any, Protocol
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from memest.errors import UnsupportedError
-from memest.estimator.device.streams import StreamRecorder
 from memest.estimator.device.tensors import is_meta, tensors_in
 
 _SUM, _PRODUCT = 0, 2
@@ -115,46 +110,3 @@ def _group(args: Iterable[Any]) -> Any:
         if isinstance(value, torch._C.ScriptObject) and "ProcessGroup" in str(value._type()):
             return torch._C._distributed_c10d.ProcessGroup.unbox(value)
     raise TypeError("a collective without a group")
-
-
-# of traces without a virtual GPU, which are to go
-
-_COLLECTIVES = (
-    "all_gather_single", "all_gather_into_tensor", "all_gather", "reduce_scatter_single",
-    "reduce_scatter_tensor", "reduce_scatter", "all_reduce", "broadcast", "barrier",
-)  # fmt: skip
-
-
-@contextmanager
-def process_group(recorder: StreamRecorder, world_size: int, rank: int) -> Iterator[None]:
-    """A group of `world_size` of which this process is `rank`, whose collectives do nothing.
-
-    Raises:
-        UnsupportedError: the process belongs to a group already.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    def collective(*args: Any, async_op: bool = False, **kwargs: Any) -> _Done | None:
-        tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
-        recorder.transfer(max((t.numel() * t.element_size() for t in tensors), default=0))
-        return _Done() if async_op else None
-
-    if dist.is_initialized():
-        raise UnsupportedError(
-            "this process belongs to a group of `torch.distributed` already",
-            hint="predict in a process of its own, or before `init_process_group`",
-        )
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    try:
-        with ExitStack() as stack:
-            for name in _COLLECTIVES:
-                if hasattr(dist, name):
-                    stack.enter_context(mock.patch.object(dist, name, collective))
-            yield
-    finally:
-        dist.destroy_process_group()
-
-
-class _Done:
-    def wait(self, *args: Any) -> bool:
-        return True

@@ -69,6 +69,8 @@ class Labels:
             return
         if index is None:
             return
+        if kind is MemKind.PARAMS and self._storages.kinds[index] is MemKind.GATHERED:
+            return  # a parameter that stays whole where others are divided
         self._storages.kinds[index] = kind
         site = self._storages.sites[index]
         if owner and not site.module:

@@ -62,12 +62,7 @@ def run_rank(
     made: list[Any] = []
 
     def make_strategy(recorder: LiveRecorder) -> Any:
-        """In place of DeepSpeed's its mirror; else what the plan names."""
-        if not plan.is_deepspeed:
-            return None
-        from memest.estimator.parallel.deepspeed import MirroredDeepSpeed
-
-        made.append(MirroredDeepSpeed(plan, recorder, rank))
+        made.append(strategy_of(plan, recorder, rank))
         return made[0]
 
     traced = run_plan(
@@ -77,13 +72,22 @@ def run_rank(
         make_strategy=make_strategy,
         trust_remote_code=trust_remote_code,
     )
-    host_terms = _host_terms(plan, made[0].zero.host_terms()) if made else ()
+    host_terms = _host_terms(plan, made[0].zero.host_terms()) if plan.is_deepspeed else ()
     return replace(
         traced,
         notes=(*traced.notes, *_notes(plan, rank, traced.trained_bytes)),
         host_terms=host_terms,
         host_bytes=sum(term.num_bytes for term in host_terms),
     )
+
+
+def strategy_of(plan: TrainingPlan, recorder: LiveRecorder, rank: int) -> Any:
+    """In place of DeepSpeed's strategy one with its mirror; None for Lightning's own."""
+    if not plan.is_deepspeed:
+        return None
+    from memest.estimator.parallel.deepspeed import MirroredDeepSpeed
+
+    return MirroredDeepSpeed(plan, recorder, rank)
 
 
 def _host_terms(plan: TrainingPlan, of_rank: Sequence[HostTerm]) -> tuple[Term, ...]:

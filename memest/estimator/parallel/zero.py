@@ -123,6 +123,7 @@ class Zero:
         self.dtype = compute_dtype(plan)
         self.is_boundary = False
         self.module: nn.Module
+        self._master: Tensor
         self.zero: ZeroOptimizer
         self.trained: list[nn.Parameter] = []
         self._first_optimizer: Any = None
@@ -146,6 +147,11 @@ class Zero:
         with torch.no_grad():
             self.zero = ZeroOptimizer(inner, self.zero_grad)
             self.divide()
+
+    def masters(self) -> Iterator[Tensor]:
+        """The copies that the optimizer updates, where they lie on the GPU."""
+        if not self.plan.offloads:
+            yield self._master
 
     def replace_adagrad(self, masters: Sequence[Tensor]) -> None:
         """`initialize_optimizer_states`: where the optimizer is Adagrad, another over `masters`."""
@@ -189,6 +195,7 @@ class Zero:
         if is_last:
             with torch.no_grad():
                 self.update()
+                self.label(self.masters(), MemKind.OPTIMIZER)  # to a step they are parameters
                 self._norm_of_engine = self._global_grad_norm
                 self.zero_grad()
         if self._num_steps >= UNTIMED_STEPS:

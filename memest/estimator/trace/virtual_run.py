@@ -20,7 +20,8 @@ from unittest import mock
 import torch
 from torch import nn
 
-from memest.errors import MemestError, UnsupportedError
+from memest.errors import MemestError, PlanError, UnsupportedError
+from memest.estimator.device.distributed.ddp import NotFinished
 from memest.estimator.device.lines import ScriptLines
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.ranks import Ranks
@@ -252,6 +253,13 @@ def _run(job: Job, virtual: VirtualGpu, watch: _Watch) -> None:
             run_job(job)
     except MemestError:
         raise
+    except NotFinished as error:
+        shapes = error.missing_shapes
+        raise PlanError(
+            f"plain `ddp` cannot train this: {len(shapes)} trained parameters get no gradient,"
+            f" such as one of shape {shapes[0]}",
+            hint="use `strategy: ddp_find_unused_parameters_true`, or `freeze` them",
+        ) from error
     except Exception as error:  # the model's own code, which may do anything
         raise model_failure(job.plan, watch.model, error) from error
     if virtual.recorder.log.is_full:

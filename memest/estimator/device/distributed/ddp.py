@@ -43,6 +43,14 @@ NOT_FINISHED = (
 """As `Reducer::ensure_prior_reduction_finished` words it."""
 
 
+class NotFinished(RuntimeError):
+    """A reduction waits for gradients that never came."""
+
+    def __init__(self, missing: Sequence[nn.Parameter]) -> None:
+        super().__init__(NOT_FINISHED)
+        self.missing_shapes = [tuple(parameter.shape) for parameter in missing]
+
+
 class Reducer:
     """`dist.Reducer` of the virtual GPU; its parameters are those of C++'s constructor."""
 
@@ -167,14 +175,9 @@ class Reducer:
     def _should_rebuild(self) -> bool:
         return (self._is_static or not self._finds_unused) and not self._has_rebuilt
 
-    @property
-    def missing(self) -> list[nn.Parameter]:
-        """Parameters that the last summed backward gave no gradient, though it should have."""
-        return [self._params[i] for i in sorted(self._missing)] if self._expects_hooks else []
-
     def _ensure_finished(self) -> None:
         if self._expects_hooks and self._needs_finalize:
-            raise RuntimeError(NOT_FINISHED)
+            raise NotFinished([self._params[i] for i in sorted(self._missing)])
 
     def _not_reached(self, outputs: Sequence[Tensor]) -> set[int]:
         """As `search_unused_parameters`: no path leads from `outputs` to their accumulators."""
