@@ -155,15 +155,8 @@ def event_phases(plan: TrainingPlan, program: Program) -> list[list[int]]:
     ][1:]
 
 
-PACKED = pytest.mark.xfail(
-    strict=True, reason="the tables of pointers of FSDP2's packing kernels are not modelled"
-)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=PACKED if n == "gpt2-fsdp2" else ()) for n in RUNS]
-)
+@pytest.mark.parametrize("name", RUNS)
 def test_the_predicted_requests_are_the_recorded_ones(name: str) -> None:
     """In every phase: their order, bytes, and streams up to the numbers that these have."""
     made, measured = predicted_requests(name), recorded_requests(name)

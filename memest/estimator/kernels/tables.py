@@ -55,6 +55,7 @@ from memest.estimator.kernels.losses import (
     LOSS_SCRATCH,
     LOSSES_WITHOUT_SCRATCH,
 )
+from memest.estimator.kernels.packing import chunk_cat_scratch, split_with_sizes_copy_scratch
 from memest.estimator.kernels.recurrent import recurrent_is_modelled
 from memest.estimator.kernels.reductions import (
     accumulator_bytes_of,
@@ -310,6 +311,8 @@ SCRATCH: dict[OpOverload, ScratchRule] = {
     aten.logsumexp.default: logsumexp_scratch,
     aten.equal.default: equal_scratch,
     aten.isinf.default: isinf_scratch,
+    aten.split_with_sizes_copy.out: split_with_sizes_copy_scratch,
+    aten._chunk_cat.out: chunk_cat_scratch,
     aten.pow.Scalar: power_of_scalar_scratch,
     aten._softmax.default: input_copy_after,
     aten._log_softmax.default: input_copy_after,
