@@ -18,3 +18,7 @@ class Ranks:
     def local_rank(self) -> int:
         """Of the ranks of its host."""
         return self.rank % self.num_local
+
+
+ALONE = Ranks()
+"""A run on one GPU."""

@@ -241,9 +241,7 @@ def run_plan(
     )
 
 
-def _ranks(plan: TrainingPlan, rank: int) -> Ranks | None:
-    if not plan.is_distributed:
-        return None
+def _ranks(plan: TrainingPlan, rank: int) -> Ranks:
     return Ranks(rank=rank, world_size=plan.world_size, num_local=plan.devices)
 
 

@@ -12,16 +12,17 @@ from __future__ import annotations
 from torch import distributed
 
 from memest.estimator.device.distributed import ddp, dtensor, fsdp, process_group
+from memest.estimator.device.imports import ImportHooks
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.ranks import Ranks
 
 
-def install(patches: Patches, recorder: LiveRecorder, ranks: Ranks) -> None:
+def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks, ranks: Ranks) -> None:
     """Let the script find the other ranks of `ranks`."""
     if not distributed.is_available():
         return
     process_group.install(patches, recorder, ranks)
     ddp.install(patches, recorder)
-    dtensor.install(patches)
-    fsdp.install(patches, recorder)
+    hooks.after("torch.distributed.tensor", lambda module: dtensor.install(patches))
+    hooks.after("torch.distributed.fsdp", lambda module: fsdp.install(patches, recorder))

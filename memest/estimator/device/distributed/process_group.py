@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -30,16 +31,18 @@ class _Names:
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
-        self.default = "nccl"
+        self._default = "nccl"
 
-    def give(self, group: Any, backend: Any) -> None:
+    def give(self, group: Any, backend: Any, *, is_default: bool = False) -> None:
         """`group` was asked for as `backend`; None is that of the default group."""
-        name = str(backend or self.default).lower()
-        self._names[id(group)] = "nccl" if "nccl" in name or name == FAKE else name
+        name = str(backend or self._default).lower()
+        self._names[id(group)] = name = "nccl" if "nccl" in name or name == FAKE else name
+        if is_default:
+            self._default = name
 
-    def of(self, group: Any) -> str:
-        """What `get_backend` says of `group`."""
-        return self._names.get(id(group), self.default)
+    def of(self, group: Any) -> str | None:
+        """What `get_backend` says of `group`; None of one that was not made here."""
+        return self._names.get(id(group))
 
 
 def install(patches: Patches, recorder: LiveRecorder, ranks: Ranks) -> None:
@@ -48,7 +51,8 @@ def install(patches: Patches, recorder: LiveRecorder, ranks: Ranks) -> None:
     Raises:
         UnsupportedError: the process belongs to a group already.
     """
-    if dist.is_initialized():
+    was_initialized = dist.is_initialized()
+    if was_initialized and ranks.world_size > 1:
         raise UnsupportedError(
             "this process belongs to a group of `torch.distributed` already",
             hint="predict in a process of its own, or before `init_process_group`",
@@ -63,19 +67,27 @@ def install(patches: Patches, recorder: LiveRecorder, ranks: Ranks) -> None:
 
     set_both("init_process_group", _joining(c10d.init_process_group, ranks, names))
     set_both("new_group", _grouping(c10d.new_group, names))
-    set_both("get_backend", lambda group=None: names.of(group or c10d._get_default_group()))
+    set_both("get_backend", _backend_of(c10d.get_backend, names))
     set_both("barrier", _barrier(recorder))
     set_both("monitored_barrier", _barrier(recorder))
     for name, function in _of_objects(ranks).items():
         set_both(name, function)
     set_both("is_nccl_available", lambda: True)
     patches.set(torch.cuda.nccl, "version", lambda: NCCL_VERSION)
-    patches.on_undo(_leave)
+    if not was_initialized:
+        patches.on_undo(_leave)
 
 
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _backend_of(get_backend: Callable[..., Any], names: _Names) -> Callable[..., Any]:
+    def backend(group: Any = None) -> Any:
+        return names.of(group or c10d._get_default_group()) or get_backend(group)
+
+    return backend
 
 
 def _joining(join: Callable[..., Any], ranks: Ranks, names: _Names) -> Callable[..., Any]:
@@ -91,14 +103,16 @@ def _joining(join: Callable[..., Any], ranks: Ranks, names: _Names) -> Callable[
     ) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        if world_size not in (-1, ranks.world_size) or rank not in (-1, ranks.rank):
+        size = world_size if world_size >= 0 else int(os.environ.get("WORLD_SIZE") or 1)
+        number = rank if rank >= 0 else int(os.environ.get("RANK") or 0)
+        if (size, number) != (ranks.world_size, ranks.rank):
             raise UnsupportedError(
-                f"`init_process_group` is asked for rank {rank} of {world_size}, and this is rank"
+                f"`init_process_group` is asked for rank {number} of {size}, and this is rank"
                 f" {ranks.rank} of {ranks.world_size}",
-                hint="let it read the environment that `torchrun` makes",
+                hint=f"simulate as many: `memest run --nproc-per-node {size} ...`",
             )
-        join(backend=FAKE, rank=ranks.rank, world_size=ranks.world_size, store=FakeStore())
-        names.default = "nccl" if backend is None or "nccl" in str(backend).lower() else backend
+        join(backend=FAKE, rank=ranks.rank, world_size=size, store=FakeStore())
+        names.give(c10d._get_default_group(), backend, is_default=True)
 
     return init_process_group
 
