@@ -489,13 +489,13 @@ _FOREACH_MAXIMUM = "_foreach_maximum"
 def has_no_scratch(func: OpOverload) -> bool:
     """Whether CUDA is known to allocate the outputs of `func` and nothing else.
 
-    The profiler's marks; views; elementwise ops by torch's own tag (TensorIterator casts inside
+    The profiler's marks; collectives, since NCCL's buffers are its own; views; elementwise ops by torch's own tag (TensorIterator casts inside
     the kernel); `_foreach_*`, except reductions; the matrix products, whose workspaces `cublas`
     models; and `NO_SCRATCH`.
     """
     namespace, _, name = func._schema.name.partition("::")
     if namespace != "aten" or func in SCRATCH or name in _COMPOSED:
-        return namespace == "profiler"
+        return namespace in ("profiler", "_c10d_functional")
     if func.is_view or torch.Tag.pointwise in func.tags or func in MATMULS:
         return True
     if name.startswith("_foreach_"):
