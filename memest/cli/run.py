@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -14,6 +15,7 @@ import click
 from memest.cli.files import check_writable, write_text
 from memest.cli.group import OOM_EXIT_CODE, main, tell
 from memest.errors import PlanError
+from memest.estimator.device.ranks import ALONE, Ranks
 from memest.estimator.hardware.gpus import Gpu, custom_gpu, find_gpu
 from memest.estimator.predict import PRIMARY_GPU
 from memest.run.target import Target, check_single_process, find_module, find_script
@@ -21,6 +23,7 @@ from memest.units import parse_bytes
 
 if TYPE_CHECKING:
     from memest.report import RunReport
+    from memest.run.launcher import Ran
     from memest.run.session import Session
 
 NOT_USED_EXIT_CODE = 2
@@ -65,6 +68,10 @@ _FILE = click.Path(path_type=Path)
 @click.option("--gpu", "gpu_name", help=f"The card; by default {PRIMARY_GPU}.")
 @click.option("--gpu-memory", type=_Bytes(), help="Memory of a card not in the catalogue: 24GiB.")
 @click.option("--memory-limit", type=_Bytes(), help="Cap on the allocator: 78.4GiB.")
+@click.option(
+    "--nproc-per-node", type=click.IntRange(1), default=1, help="GPUs per node, as of `torchrun`."
+)
+@click.option("--nnodes", type=click.IntRange(1), default=1, help="Nodes, likewise.")
 @click.option("--max-steps", type=click.IntRange(1), help="End after so many optimizer steps.")
 @click.option("--strict", is_flag=True, help="Refuse to guess values that the script reads.")
 @click.option("--json", "json_path", type=_FILE, help="Write the report to a file as JSON.")
@@ -78,6 +85,8 @@ def run(
     gpu_name: str | None,
     gpu_memory: int | None,
     memory_limit: int | None,
+    nproc_per_node: int,
+    nnodes: int,
     max_steps: int | None,
     strict: bool,
     json_path: Path | None,
@@ -97,25 +106,40 @@ def run(
     memest run train.py --bs 8
     memest run --gpu a100-80gb --max-steps 3 train.py
     memest run --gpu rtx-4090 --check --json report.json -m package.train --lr 1e-4
+    memest run --nproc-per-node 4 train.py
     """
     target = _target(module, command)
     check_single_process(os.environ)
     card = _card(gpu_name, gpu_memory)
     files = _Files(json_path, html, snapshot, chrome_trace)
     with _no_real_card():
-        from memest.run.launcher import run_target
+        from memest.run.launcher import Ran, run_target
+        from memest.run.ranks import chosen_ranks
         from memest.run.session import Session
 
-    session = Session(
-        card,
-        memory_limit=memory_limit,
-        max_steps=max_steps,
-        is_strict=strict,
-        name=target.label,
-        roots=target.roots,
-    )
+    def session_of(ranks: Ranks) -> Session:
+        return Session(
+            card,
+            memory_limit=memory_limit,
+            max_steps=max_steps,
+            is_strict=strict,
+            name=target.label,
+            roots=target.roots,
+            ranks=ranks,
+        )
+
+    def run_one(ranks: Ranks, written: _Files) -> Ran:
+        session = session_of(ranks)
+        ran = run_target(target, session)
+        if ran.report is not None:
+            written.write(ran.report, session)
+        return ran
+
     out = sys.stdout
-    ran = run_target(target, session)
+    if nproc_per_node * nnodes > 1:
+        ran = _run_ranks(chosen_ranks(nproc_per_node, nnodes), run_one, files)
+    else:
+        ran = run_one(ALONE, files)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     if ran.error_text:
@@ -130,8 +154,30 @@ def run(
             )
         return ran.exit_code or NOT_USED_EXIT_CODE
     _print(ran.report, out)
-    files.write(ran.report, session)
     return OOM_EXIT_CODE if check and not ran.report.fits else ran.exit_code
+
+
+def _run_ranks(
+    chosen: Sequence[Ranks], run_one: Callable[[Ranks, _Files], Ran], files: _Files
+) -> Ran:
+    """The ranks one after another, until one fails; the files are those of the worst."""
+    from memest.run.launcher import Ran
+    from memest.run.ranks import run_rank, together
+
+    reports: list[tuple[Ranks, RunReport]] = []
+    ran = Ran(0, "", None, None)
+    for ranks in chosen:
+        written = files.of_rank(ranks.rank)
+        ran = run_rank(ranks, lambda ranks, written=written: run_one(ranks, written))
+        if ran.report is not None:
+            reports.append((ranks, ran.report))
+        if ran.exit_code:
+            break
+    if not reports:
+        return ran
+    report = together(reports)
+    files.keep_of(report, [ranks.rank for ranks, _ in reports])
+    return replace(ran, report=report)
 
 
 @contextlib.contextmanager
@@ -172,6 +218,23 @@ class _Files:
                 check_writable(path)
         self.json, self.html, self.snapshot, self.chrome = paths
 
+    def of_rank(self, rank: int) -> _Files:
+        """Files beside these, for one rank of several."""
+        paths = (self.json, self.html, self.snapshot, self.chrome)
+        return _Files(*(p and _beside(p, rank) for p in paths))
+
+    def keep_of(self, report: RunReport, ranks: Sequence[int]) -> None:
+        """Let those of the report's rank be the files, of `ranks` that have written some."""
+        for path in (self.json, self.html, self.snapshot, self.chrome):
+            for rank in ranks:
+                written = path and _beside(path, rank)
+                if written and rank == report.rank:
+                    written.replace(path)
+                elif written:
+                    written.unlink()
+        if self.json is not None:
+            write_text(self.json, report.to_json() + "\n")
+
     def write(self, report: RunReport, session: Session) -> None:
         """Write all that was asked for."""
         if self.json is not None:
@@ -189,6 +252,10 @@ class _Files:
             write_snapshot(recording, self.snapshot)
         if self.chrome is not None:
             write_chrome_trace(recording, self.chrome)
+
+
+def _beside(path: Path, rank: int) -> Path:
+    return path.with_name(f".{path.name}.rank{rank}")
 
 
 def _print(report: RunReport, out: TextIO) -> None:

@@ -74,6 +74,9 @@ class Job:
     num_ahead: int = 0
     """Micro-batches of a step that are loaded and not run."""
 
+    rank: int = 0
+    """Of the plan's devices, where this process stands for all."""
+
     values: dict[str, Any] = field(default_factory=dict)
     """The plan with the sizes that were used."""
 

@@ -112,24 +112,39 @@ class _Messenger(Callback):
 
 
 class OneProcess(LightningEnvironment):
-    """One process, whatever the environment says of launchers and clusters."""
+    """One process, whatever the environment says of launchers and clusters.
 
-    def __init__(self) -> None:
+    Args:
+        rank: that of this process.
+        num_local: ranks of each host.
+    """
+
+    def __init__(self, rank: int = 0, num_local: int = 1) -> None:
         super().__init__()
-        self._node_rank = self._group_rank = 0
+        self._host, self._rank = divmod(rank, num_local)
 
     @property
     def creates_processes_externally(self) -> bool:
         """It is all that there is."""
         return True
 
+    @property
+    def main_address(self) -> str:
+        """Nobody is called."""
+        return "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        """Likewise."""
+        return 1
+
     def local_rank(self) -> int:
-        """The first."""
-        return 0
+        """Of its host."""
+        return self._rank
 
     def node_rank(self) -> int:
-        """The first."""
-        return 0
+        """The host."""
+        return self._host
 
 
 def fit(task: Task, job: Job) -> None:
@@ -147,11 +162,11 @@ def fit(task: Task, job: Job) -> None:
         interval = {"val_check_interval": plan.val_check_interval, "check_val_every_n_epoch": None}
     trainer = L.Trainer(
         accelerator=job.accelerator,
-        devices=1 if job.is_alone else plan.devices,
-        num_nodes=1 if job.is_alone else plan.num_nodes,
+        devices=plan.devices,
+        num_nodes=plan.num_nodes,
         precision=precision,
         strategy=job.strategy or make_strategy(plan, module.model),
-        plugins=[OneProcess()] if job.is_alone else None,
+        plugins=[OneProcess(job.rank, plan.devices)] if job.is_alone else None,
         accumulate_grad_batches=plan.accumulate_grad_batches,
         gradient_clip_val=plan.gradient_clip_val,
         gradient_clip_algorithm=plan.gradient_clip_algorithm if plan.gradient_clip_val else None,

@@ -38,6 +38,7 @@ def render_run(report: RunReport) -> str:
         heading(report),
         _terms(report),
         _totals(report),
+        _ranks(report),
         _modules(report.modules),
         _lines(report.lines),
         _levels(report),
@@ -102,12 +103,27 @@ def _totals(report: RunReport) -> list[str]:
         ["reserved", format_gib(report.peak_reserved_bytes),
          f"torch.cuda.max_memory_reserved; cached beside it {format_bytes(slack)}"],
         ["process", format_gib(report.process_bytes),
-         f"nvidia-smi; CUDA context {format_bytes(context)}"],
+         f"nvidia-smi; CUDA context {'and NCCL ' if report.ranks else ''}{format_bytes(context)}"],
     ]  # fmt: skip
     if report.host_bytes:
         note = "of the host, for tensors that memest keeps without data"
         rows.append(["host", format_gib(report.host_bytes), note])
     return [f"peak on {report.gpu}", *table(rows, left=1, last_left=True)]
+
+
+def rank_rows(report: RunReport) -> list[list[str]]:
+    """A table of the ranks that were run in GiB, with a head."""
+    rows = [["by rank, GiB", "allocated", "reserved", "process", "steps", ""]]
+    for row in report.ranks:
+        sizes = (row.peak_allocated_bytes, row.peak_reserved_bytes, row.process_bytes)
+        rows.append(
+            [f"rank {row.rank}", *map(_gib, sizes), str(row.num_steps), _ENDINGS[row.ending]]
+        )
+    return rows
+
+
+def _ranks(report: RunReport) -> list[str]:
+    return table(rank_rows(report), left=1, last_left=True) if report.ranks else []
 
 
 def module_rows(rows: Sequence[HeldRow], limit: int | None = None) -> list[list[str]]:

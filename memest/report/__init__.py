@@ -15,7 +15,16 @@ from memest.report.records import (
     Verdict,
 )
 from memest.report.reports import read_measurements
-from memest.report.run import Ending, Guess, HeldRow, RunPeak, RunPhase, RunReport, RunStep
+from memest.report.run import (
+    Ending,
+    Guess,
+    HeldRow,
+    RankRow,
+    RunPeak,
+    RunPhase,
+    RunReport,
+    RunStep,
+)
 
 __all__ = [
     "ClosedForm",
@@ -31,6 +40,7 @@ __all__ = [
     "Report",
     "RunPeak",
     "RunPhase",
+    "RankRow",
     "RunReport",
     "RunStep",
     "Term",

@@ -97,6 +97,18 @@ class Guess:
     count: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankRow:
+    """One rank of a script on several GPUs."""
+
+    rank: int
+    ending: Ending
+    num_steps: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    process_bytes: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
     """What a script did to the memory of the GPU that it believed in."""
@@ -121,7 +133,7 @@ class RunReport:
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     process_bytes: int
-    """What nvidia-smi shows: reserved and the CUDA context."""
+    """What nvidia-smi shows: reserved, the CUDA context, and NCCL on several GPUs."""
 
     host_bytes: int
     """Host memory that tensors without data would hold, at its highest."""
@@ -145,6 +157,11 @@ class RunReport:
     assumptions: tuple[str, ...]
     versions: Mapping[str, str]
     elapsed_s: float
+    rank: int = 0
+    """Whose report this is, where there are several."""
+
+    ranks: tuple[RankRow, ...] = ()
+    """Those that were run; empty on one GPU."""
 
     @property
     def fits(self) -> bool:

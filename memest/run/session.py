@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ import torch
 
 from memest.errors import MemestError
 from memest.estimator.device.patches import Patches
+from memest.estimator.device.ranks import ALONE, Ranks
 from memest.estimator.device.virtual_gpu import StepLimit, VirtualGpu
 from memest.estimator.hardware.gpus import Gpu, custom_gpu, find_gpu
+from memest.estimator.hardware.libraries import communicator_bytes
 from memest.estimator.predict import PRIMARY_GPU
 from memest.report import Ending, RunReport
 from memest.run import processes
@@ -29,6 +32,7 @@ class Session:
         is_strict: refuse to guess values.
         name: of what runs, for the report.
         roots: folders of libraries whose code is the script's.
+        ranks: which rank of how many this is.
     """
 
     def __init__(
@@ -40,15 +44,22 @@ class Session:
         is_strict: bool = False,
         name: str = "a block of code",
         roots: tuple[Path, ...] = (),
+        ranks: Ranks = ALONE,
     ) -> None:
         self.gpu = gpu
         self.name = name
         self.ending = Ending.RUNNING
         self.error = ""
-        usable = gpu.limit_bytes
+        self.ranks = ranks
+        usable = gpu.limit_bytes - communicator_bytes(ranks.world_size)
         self._limit = None if memory_limit is None else min(memory_limit, usable)
         self._virtual = VirtualGpu(
-            gpu, limit_bytes=self._limit, max_steps=max_steps, is_strict=is_strict, roots=roots
+            gpu,
+            limit_bytes=self._limit,
+            max_steps=max_steps,
+            is_strict=is_strict,
+            roots=roots,
+            ranks=ranks,
         )
         self._patches = Patches()
         self._started = 0.0
@@ -60,7 +71,7 @@ class Session:
                 "this virtual GPU was used before", hint="call `memest.virtual_gpu` again"
             )
         self._virtual.__enter__()
-        processes.install(self._patches)
+        processes.install(self._patches, self.ranks)
         self._started = time.perf_counter()
         return self
 
@@ -169,7 +180,7 @@ def ending_of(error: BaseException | None) -> tuple[Ending, str]:
         ending = Ending.UNSUPPORTED
     text = " ".join(str(error).split())
     if ending is Ending.OOM:
-        text = text.partition(" GPU 0 has")[0]  # the rest is in the report
+        text = re.split(r" GPU \d+ has", text)[0]  # the rest is in the report
     return ending, f"{type(error).__name__}: {text[:400]}"
 
 

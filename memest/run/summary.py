@@ -15,6 +15,7 @@ from memest.estimator.device.lines import ScriptLines
 from memest.estimator.device.storages import Coverage, MemKind, Site
 from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu
+from memest.estimator.hardware.libraries import communicator_bytes
 from memest.estimator.kernels.tables import TARGET_TORCH
 from memest.report import Ending, Guess, HeldRow, Outcome, RunPeak, RunPhase, RunReport, RunStep
 from memest.run.verdicts import judge_gpus
@@ -58,6 +59,7 @@ def report_of(
     held = history.held_at_peak()
     outcome = Outcome.OOM if ending is Ending.OOM else Outcome.FITS
     cap = _cap(virtual)
+    of_nccl = communicator_bytes(virtual.ranks.world_size)
     verdicts, notes = judge_gpus(virtual, outcome, cap)
     return RunReport(
         name=name,
@@ -69,7 +71,7 @@ def report_of(
         num_steps=virtual.num_steps,
         peak_allocated_bytes=history.peak_allocated_bytes,
         peak_reserved_bytes=history.peak_reserved_bytes,
-        process_bytes=history.peak_reserved_bytes + gpu.context_bytes,
+        process_bytes=history.peak_reserved_bytes + gpu.context_bytes + of_nccl,
         host_bytes=recorder.peak_host_bytes,
         peak=_peak(history),
         terms=_terms(held, history.peak_allocated_bytes),
@@ -119,7 +121,8 @@ def _coverage(coverage: Coverage) -> dict[str, Any]:
 def _cap(virtual: VirtualGpu) -> float | None:
     """The share of a card's memory that the script allows itself; None if it has said nothing."""
     limit, gpu = virtual.allocator.limit_bytes, virtual.gpu
-    if limit is None or limit >= min(gpu.limit_bytes, virtual.limit_bytes or gpu.limit_bytes):
+    usable = gpu.limit_bytes - communicator_bytes(virtual.ranks.world_size)
+    if limit is None or limit >= min(usable, virtual.limit_bytes or usable):
         return None
     return limit / gpu.memory_bytes
 
@@ -212,6 +215,11 @@ def _assumptions(virtual: VirtualGpu, gpu: Gpu) -> Iterable[str]:
         " kernels of that card"
     )
     yield f"a CUDA context of {format_bytes(gpu.context_bytes)} beside the allocator"
+    if virtual.ranks.world_size > 1:
+        yield (
+            f"{format_bytes(communicator_bytes(virtual.ranks.world_size))} of NCCL for one group of"
+            " all ranks, as measured on four H200 of one host; each further group takes more"
+        )
     if log.is_full:
         yield (
             f"the first {len(log.events)} of {log.num_events} allocations and frees, which are"

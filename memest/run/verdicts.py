@@ -8,6 +8,7 @@ from dataclasses import replace
 from memest.estimator.device.storages import Site
 from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu, find_gpu
+from memest.estimator.hardware.libraries import communicator_bytes
 from memest.report import Outcome, Verdict
 from memest.run.replays import LogReplay, replay_log
 
@@ -79,7 +80,8 @@ def _refused_too(own: Verdict, limit_bytes: int) -> Verdict:
 
 
 def _usable_bytes(virtual: VirtualGpu, gpu: Gpu, share: float | None) -> int:
-    usable = min(gpu.limit_bytes, virtual.limit_bytes or gpu.limit_bytes)
+    usable = gpu.limit_bytes - communicator_bytes(virtual.ranks.world_size)
+    usable = min(usable, virtual.limit_bytes or usable)
     return usable if share is None else min(usable, int(share * gpu.memory_bytes))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,9 @@ ALLOC, FREE, SEGMENT_ALLOC, SEGMENT_FREE, FREE_REQUESTED = range(5)
 FOLDER = Path(__file__).parent / "ranks"
 RUNS: dict[str, Any] = json.loads((FOLDER / "manifest.json").read_text(encoding="utf-8"))
 
-FLAG_BYTES = 8
-"""An `int64` that Lightning and DeepSpeed sum over the ranks to agree on something, no tensor of
-the step; predictions leave it out."""
+NOT_MIRRORED = {"gpt2-ds3": 8}
+"""Of this run requests of so many bytes are left out: DeepSpeed makes a double more than its mirror
+while it combines norms."""
 
 Request = tuple[int, int]
 """Bytes and stream."""
@@ -124,8 +123,9 @@ def recorded_requests(name: str) -> list[list[Request]]:
     """What each phase asked for: from the first forward on."""
     events, marks = recorded(name), RUNS[name]["event_marks"]
     phases = [events[a:b] for a, b in pairwise(marks)]
+    left_out = NOT_MIRRORED.get(name)
     return [
-        [(e[2], e[3]) for e in phase if e[0] == ALLOC and e[2] != FLAG_BYTES] for phase in phases
+        [(e[2], e[3]) for e in phase if e[0] == ALLOC and e[2] != left_out] for phase in phases
     ]
 
 
@@ -137,38 +137,26 @@ def predicted_requests(name: str) -> list[list[Request]]:
         [
             (storages.num_bytes[e], storages.streams.get(e, MAIN))
             for e in phase
-            if e >= 0 and storages.num_bytes[e] not in (0, FLAG_BYTES)
+            if e >= 0 and storages.num_bytes[e] not in (0, NOT_MIRRORED.get(name))
         ]
         for phase in event_phases(plan, program)
     ]
 
 
 def event_phases(plan: TrainingPlan, program: Program) -> list[list[int]]:
-    """Events between the probes: what the end of a micro-batch does is read before the next."""
-    phases: list[list[int]] = []
-    release: Sequence[int] = ()
-    for step in range(plan.steps):
-        for micro in range(plan.accumulate_grad_batches):
-            played = program.play(step, micro, plan.accumulate_grad_batches)
-            if step or micro:
-                phases.append(list(release))
-            phases += [[*played.forward, *played.zero_grad], list(played.backward)]
-            steps = micro == plan.accumulate_grad_batches - 1
-            if played.optimizer is not None and steps:
-                phases.append(list(played.optimizer))
-            release = played.release
-    return phases
-
-
-PACKED = pytest.mark.xfail(
-    strict=True, reason="the tables of pointers of FSDP2's packing kernels are not modelled"
-)
+    """Events between the probes, from the first forward on."""
+    num_micro_batches = plan.accumulate_grad_batches
+    return [
+        list(part.events)
+        for step in range(plan.steps)
+        for micro in range(num_micro_batches)
+        for part in program.play(step, micro, num_micro_batches)
+        if part.probe is not None
+    ][1:]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=PACKED if n == "gpt2-fsdp2" else ()) for n in RUNS]
-)
+@pytest.mark.parametrize("name", RUNS)
 def test_the_predicted_requests_are_the_recorded_ones(name: str) -> None:
     """In every phase: their order, bytes, and streams up to the numbers that these have."""
     made, measured = predicted_requests(name), recorded_requests(name)

@@ -13,14 +13,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from memest.estimator.device.storages import StorageTable
-from memest.estimator.device.streams import StreamRecorder
-from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.optimizers.specs import make_optimizer
-from memest.estimator.parallel.rank import make_strategy
-from memest.estimator.parallel.step import StepwiseProgram, StrategyTracer
-from memest.estimator.trace.program import StateBytes
-from memest.plan import TrainingPlan
+from memest import report
+from memest.estimator.trace.program import Program, StateBytes
+from tests.ranks import alive_after, events_until, run_rank
 
 B = 2
 WORD = 4
@@ -73,31 +68,26 @@ def up_to(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def traced(
-    widths: Widths, *, rank: int = 0, num_micro_batches: int = 1, num_steps: int = 1, **options: Any
-) -> StepwiseProgram:
+def traced(widths: Widths, *, rank: int = 0, num_steps: int = 1, **options: Any) -> Program:
     """The steps of one rank."""
-    values = {"optim": "adamw", "precision": "32-true"} | options
+    values = {"optim": "adamw", "precision": "32-true", "steps": num_steps} | options
     if values["strategy"].startswith("fsdp"):
         values["wrap_classes"] = ("Layer",)
-    plan = TrainingPlan(model_name="m", **values)
-    recorder = StreamRecorder(find_gpu("h200"), StorageTable())
-    strategy = make_strategy(plan, recorder, rank)
-    tracer = StrategyTracer(strategy, autocast_dtype=None, num_micro_batches=num_micro_batches)
-    model = tracer.setup(partial(Tower, widths))
-    x = torch.empty(B, widths[0], device="meta")
-    build = partial(make_optimizer, plan.optim)
-    program = tracer.run_steps(model, lambda module: module(x), build, None, num_steps)
-    assert isinstance(program, StepwiseProgram)
-    return program
+    return run_rank(partial(Tower, widths), (B, widths[0]), rank=rank, **values)
 
 
-def after_backward(program: StepwiseProgram) -> StateBytes:
-    return program.steps[0][-1].states[2]
+def states(program: Program, phase: report.Phase) -> list[StateBytes]:
+    """What the first step's probes of this phase read."""
+    probes = [part.probe for batch in program.steps[0] for part in batch if part.probe]
+    return [probe.state for probe in probes if probe.phase is phase]
 
 
-def after_step(program: StepwiseProgram) -> StateBytes:
-    return program.steps[0][-1].states[3]
+def after_backward(program: Program) -> StateBytes:
+    return states(program, report.Phase.AFTER_BACKWARD)[-1]
+
+
+def after_step(program: Program) -> StateBytes:
+    return states(program, report.Phase.AFTER_OPTIMIZER_STEP)[-1]
 
 
 def kept(widths: Widths, world_size: int, **options: Any) -> list[tuple[int, int, int]]:
@@ -110,7 +100,7 @@ def kept(widths: Widths, world_size: int, **options: Any) -> list[tuple[int, int
 some_widths = st.lists(st.integers(1, 23), min_size=2, max_size=3)
 some_worlds = st.integers(1, 5)
 few = settings(
-    max_examples=8, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate]
+    max_examples=4, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate]
 )
 
 
@@ -195,15 +185,9 @@ def test_uneven_rows_leave_the_last_rank_less() -> None:
 WIDTHS = (6, 8, 8, 8)
 
 
-def alive_after_forward(program: StepwiseProgram) -> int:
-    num_bytes = program.storages.num_bytes
-    alive: set[int] = set()
-    for event in [*program.setup, *program.steps[0][0].forward]:
-        if event >= 0:
-            alive.add(event)
-        else:
-            alive.discard(~event)
-    return sum(num_bytes[index] for index in alive)
+def alive_after_forward(program: Program) -> int:
+    events = events_until(program, 0, 0, report.Phase.AFTER_FORWARD)
+    return sum(alive_after(program, events).values())
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
@@ -220,10 +204,10 @@ def test_what_full_shard_frees_grad_op_keeps(strategy: str) -> None:
 
 def test_gradients_stay_whole_until_the_last_micro_batch() -> None:
     """Lightning's `no_sync` under FSDP1: whole flat gradients beside nothing; then shards."""
-    program = traced(WIDTHS, strategy="fsdp", devices=4, num_micro_batches=3)
+    program = traced(WIDTHS, strategy="fsdp", devices=4, accumulate_grad_batches=3)
     whole = WORD * sum(flat_numel(shapes, 4) for shapes in units(WIDTHS))
 
-    grads = [played.states[2].grads for played in program.steps[0]]
+    grads = [state.grads for state in states(program, report.Phase.AFTER_BACKWARD)]
     assert grads == [whole, whole, whole // 4]
 
 

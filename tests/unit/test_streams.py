@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memest.estimator.device.storages import RETURNED, MemKind, Site, StorageTable
-from memest.estimator.device.streams import MAIN, DeviceHandle, StreamRecorder
+from memest.estimator.device.streams import MAIN, Event, Stream, StreamRecorder
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.trace.program import Part, Program
 from memest.estimator.trace.replay import replay
@@ -111,13 +111,12 @@ def test_blocks_come_back_in_the_order_in_which_their_streams_finish(
 
 def test_a_wait_for_a_stream_does_not_hold_the_host(recorder: StreamRecorder) -> None:
     """`wait_stream` moves the waiting stream to the end of the other; `synchronize` the host."""
-    handle = DeviceHandle(recorder, 8)
-    side = handle.Stream()
-    with handle.stream(side):
+    side = Stream(recorder, recorder.new_stream())
+    with recorder.on_stream(side.number):
         recorder.transfer(LONG)
     end = recorder.event(side.number)
     start = recorder._host
-    handle.current_stream().wait_stream(side)
+    Stream(recorder, MAIN).wait_stream(side)
 
     assert recorder.event(MAIN) == end > start == recorder._host
     side.synchronize()
@@ -126,14 +125,13 @@ def test_a_wait_for_a_stream_does_not_hold_the_host(recorder: StreamRecorder) ->
 
 def test_an_event_marks_what_a_stream_has_been_given(recorder: StreamRecorder) -> None:
     """A stream that waits for it does not wait for what comes later."""
-    handle = DeviceHandle(recorder, 8)
-    side = handle.Stream()
-    with handle.stream(side):
+    side = Stream(recorder, recorder.new_stream())
+    with recorder.on_stream(side.number):
         recorder.transfer(LONG)
-        event = handle.Event()
+        event = Event(recorder)
         event.record()
         recorder.transfer(LONG)
-    handle.current_stream().wait_event(event)
+    Stream(recorder, MAIN).wait_event(event)
 
     assert recorder.event(MAIN) == event.time < recorder.event(side.number)
     assert not event.query()

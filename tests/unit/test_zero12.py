@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from memest.estimator.device.storages import MemKind, StorageTable
-from memest.estimator.device.streams import StreamRecorder
-from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.optimizers.specs import make_optimizer
-from memest.estimator.parallel.strategy import StepModule
+from memest.estimator.device.storages import MemKind
 from memest.estimator.parallel.zero12 import Zero12
 from memest.plan import TrainingPlan
+from tests.ranks import ZeroRun
 
 # Shapes: B rows, D width in, F width out, H heads of the loss. Pairwise different.
 B, D, F, H = 3, 5, 7, 2
@@ -45,79 +39,27 @@ class Model(nn.Module):
         return out.sum()
 
 
-class Run:
-    """One rank of a plan, step by step, with all that is alive in the end."""
+class Run(ZeroRun):
+    """One rank of a plan with this strategy."""
 
     def __init__(
         self,
         strategy: str,
         *,
         rank: int = 0,
-        optim: str = "sgd",
         prepare: Callable[[Model], Any] = lambda model: None,
         **options: Any,
     ) -> None:
-        options = {"devices": W, "reduce_bucket_size": BUCKET} | options
-        self.plan = TrainingPlan(model_name="m", strategy=strategy, optim=optim, **options)
-        self.recorder = StreamRecorder(find_gpu("h200"), StorageTable())
-        self.zero = Zero12(self.plan, self.recorder, rank)
-        self.events: list[int] = []
-        dtype = torch.float32 if self.plan.precision == "32-true" else torch.bfloat16
-        with self.recorder, torch.device("meta"):
-            model = Model().to(dtype)
-            prepare(model)
-        for parameter in model.parameters():
-            self.recorder.label(parameter, MemKind.PARAMS)
-        x = torch.empty(B, D, dtype=dtype, device="meta")
-        self.model = model
-        with self.recorder:
-            self.zero.setup(StepModule(model, lambda module: module(x)))
-            self.zero.make_optimizer(partial(make_optimizer, optim))
-        self.take()
+        options = {"devices": W, "reduce_bucket_size": BUCKET, "optim": "sgd"} | options
+        plan = TrainingPlan(model_name="m", strategy=strategy, **options)
+        super().__init__(Zero12, plan, Model, (B, D), rank=rank, prepare=prepare)
 
-    def take(self) -> list[int]:
-        """The events since the last call."""
-        taken = self.recorder.take_events()
-        self.events += taken
-        return taken
 
-    def micro_batch(self, *, is_last: bool = True) -> list[int]:
-        """A forward and a backward; the events of the backward."""
-        with ExitStack() as stack:
-            stack.enter_context(self.recorder)
-            loss = self.zero.forward(is_last=is_last)
-            self.take()
-            self.zero.backward(loss, is_last=is_last)
-            del loss
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                self.recorder.label(parameter.grad, MemKind.GRADS)
-        return self.take()
-
-    def step(self) -> list[int]:
-        """The optimizer's step."""
-        with self.recorder:
-            self.zero.optimizer_step(None, is_last=True)
-        return self.take()
-
-    def sizes(self, events: Sequence[int], kind: MemKind) -> list[int]:
-        """Bytes of what `events` made for `kind`."""
-        table = self.recorder.storages
-        return [table.num_bytes[e] for e in events if e >= 0 and table.kinds[e] is kind]
-
-    def alive(self) -> Counter[MemKind]:
-        """Bytes by kind of what lives now."""
-        table = self.recorder.storages
-        living: dict[int, None] = {}
-        for event in self.events:
-            if event >= 0:
-                living[event] = None
-            else:
-                living.pop(~event, None)
-        found: Counter[MemKind] = Counter()
-        for index in living:
-            found[table.kinds[index]] += table.num_bytes[index]
-        return found
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """No rank is left open."""
+    yield
+    ZeroRun.close()
 
 
 def test_parameters_are_one_flat_tensor_padded_to_twice_the_ranks() -> None:
@@ -164,7 +106,7 @@ def test_two_buckets_live_through_the_backward_alone() -> None:
     """Two of `reduce_bucket_size` 16-bit elements; the second takes over when the first is full."""
     run = Run("deepspeed_stage_2")
 
-    made = run.sizes(run.micro_batch(), MemKind.BUCKETS)
+    made = run.sizes(run.micro_batch()[1], MemKind.BUCKETS)
 
     assert made[:2] == [2 * BUCKET, 2 * BUCKET]
     assert run.alive()[MemKind.BUCKETS] == 0
@@ -173,10 +115,10 @@ def test_two_buckets_live_through_the_backward_alone() -> None:
 def test_a_bucket_of_several_ranks_is_joined_for_its_reduction() -> None:
     """All 49 gradients belong to four ranks, so they are copied; those of one rank are not."""
     four = Run("deepspeed_stage_2")
-    one = Run("deepspeed_stage_2", devices=1)
+    assert four.sizes(four.micro_batch()[1], MemKind.BUCKETS)[2:] == [2 * TRAINED]
 
-    assert four.sizes(four.micro_batch(), MemKind.BUCKETS)[2:] == [2 * TRAINED]
-    assert one.sizes(one.micro_batch(), MemKind.BUCKETS)[2:] == []
+    one = Run("deepspeed_stage_2", devices=1)
+    assert one.sizes(one.micro_batch()[1], MemKind.BUCKETS)[2:] == []
 
 
 @pytest.mark.parametrize(
@@ -240,7 +182,7 @@ def test_a_gradient_beyond_the_bucket_is_reduced_where_it_is() -> None:
     """35 elements do not fit a bucket of 20; one rank keeps all, and one element of padding."""
     run = Run("deepspeed_stage_2", devices=1, reduce_bucket_size=20)
 
-    made = run.sizes(run.micro_batch(), MemKind.BUCKETS)
+    made = run.sizes(run.micro_batch()[1], MemKind.BUCKETS)
 
     assert made == [2 * 20, 2 * 20]
     assert run.alive()[MemKind.GRADS] == 2 * (TRAINED + 1)
@@ -291,7 +233,7 @@ def test_full_precision_needs_no_second_gradient() -> None:
     """In `32-true` buckets, gradients and masters have 32 bits, and the norm is taken once."""
     run = Run("deepspeed_stage_2", precision="32-true")
 
-    made = run.sizes(run.micro_batch(), MemKind.BUCKETS)
+    made = run.sizes(run.micro_batch()[1], MemKind.BUCKETS)
 
     assert made == [4 * BUCKET, 4 * BUCKET, 4 * TRAINED]
     assert run.alive()[MemKind.PARAMS] == 4 * PADDED

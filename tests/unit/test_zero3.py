@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memest.estimator.device.storages import MemKind, StorageTable
-from memest.estimator.device.streams import MAIN, StreamRecorder
-from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.optimizers.specs import make_optimizer
-from memest.estimator.parallel.strategy import StepModule
+from memest.estimator.device.storages import MemKind
+from memest.estimator.device.streams import MAIN
 from memest.estimator.parallel.zero3 import Zero3
 from memest.estimator.parallel.zero3_coordinator import PERSISTENCE_NUMEL, PREFETCH_NUMEL
 from memest.plan import TrainingPlan
+from tests.ranks import ZeroRun
 
 # Shapes: B rows, D width in, E width between, H heads of the loss. Pairwise different.
 B, D, E, H = 3, 401, 307, 2
@@ -54,8 +48,8 @@ class Peeking(Model):
         return out.sum()
 
 
-class Run:
-    """One rank of a plan, step by step, with all that is alive in the end."""
+class Run(ZeroRun):
+    """One rank of a plan with this strategy."""
 
     def __init__(
         self,
@@ -68,63 +62,20 @@ class Run:
     ) -> None:
         optim = "deepspeed_cpu" if strategy.endswith("offload") else "sgd"
         options = {"devices": W, "reduce_bucket_size": BUCKET, "optim": optim} | options
-        self.plan = TrainingPlan(model_name="m", strategy=strategy, **options)
-        self.recorder = StreamRecorder(find_gpu("h200"), StorageTable())
-        self.zero = Zero3(self.plan, self.recorder, rank)
-        self.events: list[int] = []
-        dtype = torch.float32 if self.plan.precision == "32-true" else torch.bfloat16
-        with self.recorder, torch.device("meta"):
-            self.model = make().to(dtype)
-        for name, parameter in self.model.named_parameters():
-            self.recorder.label(parameter, MemKind.PARAMS)
-            parameter.requires_grad_(name not in freeze)
-        x = torch.empty(B, D, dtype=dtype, device="meta")
-        with self.zero.active(), self.recorder:
-            self.zero.setup(StepModule(self.model, lambda module: module(x)))
-            self.zero.make_optimizer(partial(make_optimizer, self.plan.optim))
-        self.take()
+        plan = TrainingPlan(model_name="m", strategy=strategy, **options)
 
-    def take(self) -> list[int]:
-        """The events since the last call."""
-        taken = self.recorder.take_events()
-        self.events += taken
-        return taken
+        def prepare(model: nn.Module) -> None:
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(name not in freeze)
 
-    def micro_batch(self, *, is_last: bool = True) -> tuple[list[int], list[int]]:
-        """The events of a forward and of a backward."""
-        with ExitStack() as stack:
-            stack.enter_context(self.zero.active())
-            stack.enter_context(self.recorder)
-            loss = self.zero.forward(is_last=is_last)
-            forward = self.take()
-            self.zero.backward(loss, is_last=is_last)
-            del loss
-        return forward, self.take()
+        super().__init__(Zero3, plan, make, (B, D), rank=rank, prepare=prepare)
 
-    def step(self) -> list[int]:
-        """The optimizer's step."""
-        with self.zero.active(), self.recorder:
-            self.zero.optimizer_step(None, is_last=True)
-        return self.take()
 
-    def sizes(self, events: Sequence[int], kind: MemKind) -> list[int]:
-        """Bytes of what `events` made for `kind`."""
-        table = self.recorder.storages
-        return [table.num_bytes[e] for e in events if e >= 0 and table.kinds[e] is kind]
-
-    def alive(self) -> Counter[MemKind]:
-        """Bytes by kind of what lives now."""
-        table = self.recorder.storages
-        living: dict[int, None] = {}
-        for event in (e for e in self.events if e > -(1 << 39)):
-            if event >= 0:
-                living[event] = None
-            else:
-                living.pop(~event, None)
-        found: Counter[MemKind] = Counter()
-        for index in living:
-            found[table.kinds[index]] += table.num_bytes[index]
-        return found
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """No rank is left open."""
+    yield
+    ZeroRun.close()
 
 
 def test_a_rank_keeps_a_part_of_each_parameter() -> None:
@@ -289,7 +240,7 @@ def test_the_linear_layer_is_put_back() -> None:
     original = F.linear
 
     run = Run()
-    with run.zero.active():
+    with run.zero.linear_layers():
         assert F.linear is not original
 
     assert F.linear is original

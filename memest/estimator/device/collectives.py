@@ -1,58 +1,112 @@
-"""One rank of a process group of any size, alone in its process: nothing is sent.
+"""Collectives of a process group that sends nothing: the other ranks have what this one has.
 
-torch's own `fake` backend answers what a strategy asks of its group (rank, size, subgroups). The
-collectives themselves move no memory that the caching allocator sees: NCCL's buffers are its own.
+They move no memory that the caching allocator sees, NCCL's buffers are its own, but take their time
+on the stream that is current (`hardware/speed.py`). Where values are known they follow: a sum over
+W ranks is W times what this one has, so that what ranks agree on comes out as if all had said the
+same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
-from unittest import mock
+from collections.abc import Iterable
+from typing import Any, Protocol
 
-import torch.distributed as dist
+import torch
 from torch import Tensor
 
-from memest.errors import UnsupportedError
-from memest.estimator.device.streams import StreamRecorder
+from memest.estimator.device.tensors import is_meta, tensors_in
 
-_COLLECTIVES = (
-    "all_gather_single", "all_gather_into_tensor", "all_gather", "reduce_scatter_single",
-    "reduce_scatter_tensor", "reduce_scatter", "all_reduce", "broadcast", "barrier",
-)  # fmt: skip
+_SUM, _PRODUCT = 0, 2
+"""Of `c10d::ReduceOp::RedOpType` (torch/csrc/distributed/c10d/Types.hpp)."""
 
 
-@contextmanager
-def process_group(recorder: StreamRecorder, world_size: int, rank: int) -> Iterator[None]:
-    """A group of `world_size` of which this process is `rank`, whose collectives do nothing.
+class _Recorder(Protocol):
+    values: Any
 
-    Raises:
-        UnsupportedError: the process belongs to a group already.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    def transfer(self, num_bytes: int) -> None:
+        """A collective on the current stream moves so much."""
 
-    def collective(*args: Any, async_op: bool = False, **kwargs: Any) -> _Done | None:
-        tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+
+def run(recorder: _Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `func`, an operator of `c10d`, returns, once its outputs are as they would be."""
+    given = (*args, *kwargs.values())
+    tensors = list(tensors_in(given))
+    if any(map(is_meta, tensors)):
         recorder.transfer(max((t.numel() * t.element_size() for t in tensors), default=0))
-        return _Done() if async_op else None
-
-    if dist.is_initialized():
-        raise UnsupportedError(
-            "this process belongs to a group of `torch.distributed` already",
-            hint="predict in a process of its own, or before `init_process_group`",
-        )
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    try:
-        with ExitStack() as stack:
-            for name in _COLLECTIVES:
-                if hasattr(dist, name):
-                    stack.enter_context(mock.patch.object(dist, name, collective))
-            yield
-    finally:
-        dist.destroy_process_group()
+    _fill(recorder, func._schema.name.removeprefix("c10d::"), args)
+    returned = tuple(
+        args[0] if "Tensor" in str(result.type) else _work() for result in func._schema.returns
+    )
+    return returned[0] if len(returned) == 1 else returned
 
 
-class _Done:
-    def wait(self, *args: Any) -> bool:
-        return True
+def _work() -> Any:
+    return torch._C._distributed_c10d.FakeWork().boxed()
+
+
+def _fill(recorder: _Recorder, name: str, args: tuple[Any, ...]) -> None:
+    """Give the outputs of a collective their values, as far as they are known."""
+    if name in ("allreduce_", "allreduce_coalesced_", "reduce_"):
+        for tensor in args[0]:
+            _write(recorder, tensor, tensor, _factor(args))
+    elif name in ("allgather_", "allgather_coalesced_", "gather_"):
+        for outputs, given in zip(args[0], args[1], strict=False):
+            for output in outputs:
+                _write(recorder, output, given)
+    elif name in ("_allgather_base_", "_reduce_scatter_base_"):
+        _fill_flat(recorder, name, args[0], args[1], _factor(args))
+    elif name in ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"):
+        for output, given in zip(args[0], args[1], strict=True):
+            _fill_flat(recorder, name, output, given, _factor(args))
+    elif name in ("scatter_", "reduce_scatter_"):
+        for output, given in zip(args[0], args[1], strict=False):
+            if given:
+                _write(recorder, output, given[_group(args).rank()], _factor(args))
+    elif name == "alltoall_":
+        for output, given in zip(args[0], args[1], strict=True):
+            _write(recorder, output, given)
+    elif name == "alltoall_base_":
+        _write(recorder, args[0], args[1])
+
+
+def _fill_flat(
+    recorder: _Recorder, name: str, output: Tensor, given: Tensor, factor: int
+) -> None:
+    """Of a gather the input over and over, of a scattered sum the part of this rank."""
+    if is_meta(output) or is_meta(given):
+        return  # shards of floats, whose values nobody knows
+    if output.numel() >= given.numel():
+        output.view(-1, given.numel()).copy_(given.reshape(1, -1))
+    else:
+        output.copy_(given.reshape(-1)[: output.numel()].view(output.shape) * factor)
+
+
+def _write(recorder: _Recorder, output: Tensor, given: Tensor, factor: int = 1) -> None:
+    known = given if not is_meta(given) else recorder.values.value_of(given)
+    if is_meta(output):
+        if known is None or known.shape != output.shape:
+            if output is not given:
+                recorder.values.drop(output.untyped_storage()._cdata)
+        elif output is not given or factor != 1:
+            twin = recorder.values.value_of(output)
+            if twin is not None:
+                twin.copy_(known * factor)
+            elif output.is_contiguous():
+                recorder.values.adopt(output, known * factor)
+    elif known is not None and (output is not given or factor != 1):
+        output.copy_(known.reshape(output.shape) * factor)
+
+
+def _factor(args: tuple[Any, ...]) -> int:
+    """By what a sum over ranks that have the same is more than that of one."""
+    for op in args[2:]:
+        if isinstance(op, torch._C.ScriptObject) and "ReduceOp" in str(op._type()):
+            return int(_group(args).size()) if op.op() == _SUM else 1
+    return 1
+
+
+def _group(args: Iterable[Any]) -> Any:
+    for value in args:
+        if isinstance(value, torch._C.ScriptObject) and "ProcessGroup" in str(value._type()):
+            return torch._C._distributed_c10d.ProcessGroup.unbox(value)
+    raise TypeError("a collective without a group")

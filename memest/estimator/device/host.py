@@ -26,6 +26,7 @@ from memest.estimator.device.tensors import (
     Place,
     host_storages,
     is_meta,
+    local_part,
     storage_key,
     tensors_in,
 )
@@ -79,6 +80,7 @@ class HostRecorder(StreamRecorder):  # type: ignore[no-untyped-call]
 
     def place(self, tensor: Tensor) -> Place:
         """Where `tensor` lies in the run that is simulated."""
+        tensor = local_part(tensor)
         if not is_meta(tensor):
             return Place.REAL
         key = storage_key(tensor)

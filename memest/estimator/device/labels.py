@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from memest.estimator.device.modules import LiveModules
 from memest.estimator.device.storages import MemKind, Site, StorageTable
-from memest.estimator.device.tensors import is_meta, storage_key
+from memest.estimator.device.tensors import is_meta, local_part, storage_key
 
 
 class Labels:
@@ -64,11 +64,13 @@ class Labels:
 
     def _label(self, tensor: Tensor, kind: MemKind, owner: str) -> None:
         try:
-            index = self._live.get(storage_key(tensor))
+            index = self._live.get(storage_key(local_part(tensor)))
         except (NotImplementedError, RuntimeError):  # a subclass without a storage
             return
         if index is None:
             return
+        if kind is MemKind.PARAMS and self._storages.kinds[index] is MemKind.GATHERED:
+            return  # a parameter that stays whole where others are divided
         self._storages.kinds[index] = kind
         site = self._storages.sites[index]
         if owner and not site.module:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.errors import UnsupportedError
 from memest.estimator.allocator.caching import Block, CachingAllocator, OutOfMemory
+from memest.estimator.device import collectives
 from memest.estimator.device.custom_operators import key_of_other_operators
 from memest.estimator.device.dispatch import Recorder
 from memest.estimator.device.guesses import ASSUMED, Guesses, comparison, selection
@@ -30,9 +31,11 @@ from memest.estimator.device.lines import ScriptLines
 from memest.estimator.device.messages import out_of_memory
 from memest.estimator.device.modules import LiveModules
 from memest.estimator.device.processes import refuse_in_child
+from memest.estimator.device.shards import local_foreach
 from memest.estimator.device.storages import RETURNED, MemKind, Site
 from memest.estimator.device.streams import MAIN
 from memest.estimator.device.tensors import (
+    CARD,
     CPU,
     INSIDE,
     META,
@@ -66,6 +69,15 @@ _MAY_MIX_DEVICES = frozenset((
     aten._pack_padded_sequence.default, aten._ctc_loss.default, aten._ctc_loss_backward.default,
 ))  # fmt: skip
 """Operators that torch lets take tensors of the host beside those of the GPU."""
+
+
+_IN_THE_LIKENESS = frozenset((
+    aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default,
+    aten.full_like.default, aten.rand_like.default, aten.randn_like.default,
+    aten.randint_like.default, aten.new_empty.default, aten.new_empty_strided.default,
+    aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
+))  # fmt: skip
+"""Factories whose argument only says what is made."""
 
 
 class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
@@ -124,7 +136,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         for kind in types:
             if self._has_its_own_dispatch(kind):
-                return NotImplemented
+                return local_foreach(self, func, args, kwargs)
         INSIDE.depth += 1
         try:
             return self._dispatch(func, types, args, kwargs)
@@ -141,6 +153,8 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
 
     def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         traits = traits_of(func)
+        if traits.is_collective:
+            return collectives.run(self, func, args, kwargs)
         if traits.is_view and not self._how_it_runs(func):
             return self._view(func, args, kwargs)
         on_card = on_host = no_place = False
@@ -164,7 +178,8 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         if target == "cuda":
             if not on_card and func is aten._to_copy.default:
                 return self._to_card(func, types, args, {**kwargs, "device": META}, no_place)
-            return self._on_card(func, types, args, {**kwargs, "device": META}, no_place)
+            adopts = no_place and func not in _IN_THE_LIKENESS
+            return self._on_card(func, types, args, {**kwargs, "device": META}, adopts)
         if on_card:
             is_to_host = func is aten.copy_.default and self.place(args[0]) is not Place.CARD
             if target == "cpu" or is_to_host:
@@ -235,6 +250,8 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
                 return self._on_card(func, types, args, kwargs, adopts)
             finally:
                 self.kind = before
+                if not (kwargs.get("non_blocking") and self.is_pinned(args[0])):
+                    self.host_waits(self.event(self.stream))  # pageable memory is waited for
 
     def _copy_to_host(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A copy of a tensor of the card, whose values are rarely known."""
@@ -271,7 +288,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
                     return
                 raise RuntimeError(
                     "Expected all tensors to be on the same device, but found at least two "
-                    "devices, cuda:0 and cpu! (when checking arguments in method "
+                    f"devices, {CARD.device} and cpu! (when checking arguments in method "
                     f"wrapper_CUDA_{func._schema.name.removeprefix('aten::')})"
                 )
 
@@ -357,6 +374,14 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
                 hint="the operator has no meta kernel; see docs/run.md for what is supported",
             )
         return error
+
+    def resize(self, tensor: Tensor, num_bytes: int, kind: MemKind = MemKind.ACTIVATIONS) -> None:
+        """As `StreamRecorder.resize`; what has no bytes left still lies on the card."""
+        self.phase = self.current_phase()
+        with self._lock:
+            super().resize(tensor, num_bytes, kind)
+            if not num_bytes:
+                self._born(tensor, 0, Site("", "", self.phase), kind)
 
     # --- events
 

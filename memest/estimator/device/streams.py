@@ -62,8 +62,6 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if any(t.__name__ == "DTensor" for t in types):
-            return NotImplemented  # it runs the operator on its local tensors
         node = torch._C._current_autograd_node()
         is_given = node is None or self._given_in_backward
         stream = self.stream if is_given else self._stream_of_call(node, func, args)
@@ -280,46 +278,3 @@ class Event:
     def query(self) -> bool:
         """Whether the GPU has passed it: it lags."""
         return False
-
-
-class DeviceHandle:
-    """Stands for the module `torch.cuda` towards the code of a strategy."""
-
-    def __init__(self, recorder: StreamRecorder, num_devices: int) -> None:
-        self._recorder = recorder
-        self._num_devices = num_devices
-
-    def is_available(self) -> bool:
-        """There is a device."""
-        return True
-
-    def current_device(self) -> torch.device:
-        """Where tensors of the GPU lie."""
-        return torch.device("meta")
-
-    def device_count(self) -> int:
-        """GPUs of a node."""
-        return self._num_devices
-
-    def current_stream(self) -> Stream:
-        """The stream that is current."""
-        return Stream(self._recorder, self._recorder.stream)
-
-    def Stream(self, priority: int = 0) -> Stream:
-        """A new stream."""
-        return Stream(self._recorder, self._recorder.new_stream())
-
-    @contextmanager
-    def stream(self, stream: Any) -> Iterator[None]:
-        """What runs inside runs on `stream`."""
-        with self._recorder.on_stream(stream.number):
-            yield
-
-    def Event(self, **options: Any) -> Event:
-        """A new event."""
-        return Event(self._recorder)
-
-    def synchronize(self) -> None:
-        """The host waits for every stream."""
-        for number in range(self._recorder._num_streams):
-            self._recorder.host_waits(self._recorder.event(number))

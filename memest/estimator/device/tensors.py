@@ -17,7 +17,19 @@ from torch import Tensor
 
 META = torch.device("meta")
 CPU = torch.device("cpu")
-CUDA = torch.device("cuda", 0)
+
+
+class _Card:
+    """The virtual GPU of this process."""
+
+    device = torch.device("cuda", 0)
+    """What tensors say; another index where it is one of several GPUs of a host."""
+
+    num_visible = 1
+    """GPUs of the host; the others are other ranks'."""
+
+
+CARD = _Card()
 
 _is_meta_in_c: Callable[[Any], bool] = vars(torch._C.TensorBase)["is_meta"].__get__
 _device_in_c: Callable[[Any], torch.device] = vars(torch._C.TensorBase)["device"].__get__
@@ -33,6 +45,13 @@ def is_meta(tensor: Tensor) -> bool:
         return _is_meta_in_c(tensor)
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a DTensor, which has no storage of its own; else `tensor`."""
+    if type(tensor) in PLAIN:
+        return tensor
+    return getattr(tensor, "_local_tensor", tensor)  # type: ignore[no-any-return]
+
+
 def true_device(tensor: Tensor) -> torch.device:
     """The device that torch's C++ sees."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -43,7 +62,7 @@ def resolve(device: Any) -> Any:
     """`device` with the index that `"cuda"` stands for; None and all else as it is.
 
     Raises:
-        RuntimeError: another GPU than the first, as torch words it.
+        RuntimeError: another GPU than this process has, as torch words it.
     """
     if device is None or isinstance(device, bool | torch.dtype):
         return device
@@ -55,11 +74,13 @@ def resolve(device: Any) -> Any:
         return device
     if found.type != "cuda":
         return device
-    if found.index:
-        raise RuntimeError(
-            f"CUDA error: invalid device ordinal: {found} (this run has one virtual GPU)"
-        )
-    return CUDA
+    if found.index is None or found.index == CARD.device.index:
+        return CARD.device
+    if CARD.num_visible == 1:
+        what = "this run has one virtual GPU"
+    else:
+        what = f"this rank's virtual GPU is {CARD.device}"
+    raise RuntimeError(f"CUDA error: invalid device ordinal: {found} ({what})")
 
 
 class Place(Enum):

@@ -16,6 +16,9 @@ from memest.estimator.kernels.cublas import MATMULS
 
 aten = torch.ops.aten
 
+COLLECTIVES = frozenset(("c10d",))
+"""Namespaces of the operators through which a `ProcessGroup` sends."""
+
 DEPENDS_ON_VALUES = frozenset((
     aten.masked_scatter_backward.default, aten.nonzero.default, aten.masked_select.default,
     aten.index.Tensor, aten._unique2.default, aten.unique_consecutive.default,
@@ -28,7 +31,7 @@ class Traits:
     """The traits of one operator."""
 
     __slots__ = (
-        "depends_on_values", "func", "is_matmul", "is_mutable", "is_view",
+        "depends_on_values", "func", "is_matmul", "is_collective", "is_mutable", "is_view",
         "may_be_in_place", "name", "reads_value", "returns_nothing",
     )  # fmt: skip
 
@@ -42,6 +45,7 @@ class Traits:
         self.reads_value = func in READS_VALUE
         self.depends_on_values = func in DEPENDS_ON_VALUES
         self.is_matmul = func in MATMULS
+        self.is_collective = func.namespace in COLLECTIVES
 
 
 _known: dict[int, Traits] = {}

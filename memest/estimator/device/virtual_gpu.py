@@ -21,6 +21,7 @@ from memest.estimator.allocator.statistics import CountingAllocator
 from memest.estimator.device import (
     attributes,
     cuda,
+    distributed,
     encoder,
     files,
     layouts,
@@ -34,8 +35,10 @@ from memest.estimator.device.imports import ImportHooks
 from memest.estimator.device.lines import ScriptLines
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
-from memest.estimator.device.tensors import host_storages
+from memest.estimator.device.ranks import ALONE, Ranks
+from memest.estimator.device.tensors import CARD, host_storages
 from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.hardware.libraries import communicator_bytes
 
 GRADS_LIVE_ON = (
     "gradients live through the forward of the next step, since the script frees them after it: "
@@ -58,6 +61,7 @@ class VirtualGpu:
         roots: folders whose code is the script's, wherever they lie.
         lines: finds the line of the script; None looks outside of libraries and in `roots`.
         make_recorder: the kind of recorder.
+        ranks: which rank of how many this GPU is.
     """
 
     _active: VirtualGpu | None = None
@@ -72,13 +76,16 @@ class VirtualGpu:
         roots: tuple[Path, ...] = (),
         lines: ScriptLines | None = None,
         make_recorder: Callable[..., LiveRecorder] = LiveRecorder,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.gpu = gpu
+        self.ranks = ranks
         self.limit_bytes = limit_bytes
         self.max_steps = max_steps
         self.num_steps = 0
+        usable = gpu.limit_bytes - communicator_bytes(ranks.world_size)
         self.allocator = CountingAllocator(
-            gpu.limit_bytes if limit_bytes is None else limit_bytes, card_bytes=gpu.limit_bytes
+            usable if limit_bytes is None else limit_bytes, card_bytes=gpu.limit_bytes
         )
         self.guesses = Guesses(is_strict)
         self.recorder = make_recorder(
@@ -106,6 +113,8 @@ class VirtualGpu:
         if VirtualGpu._active is not None:
             raise MemestError("a virtual GPU is active already", hint="leave it first")
         VirtualGpu._active = self
+        CARD.device = torch.device("cuda", self.ranks.local_rank)
+        CARD.num_visible = self.ranks.num_local
         recorder, patches = self.recorder, self._patches
         attributes.install(patches, recorder)
         cuda.install(patches, recorder)
@@ -118,6 +127,7 @@ class VirtualGpu:
         processes.install(patches)
         files.install(patches, recorder, hooks)
         libraries.install(patches, recorder, hooks)
+        distributed.install(patches, recorder, hooks, self.ranks)
         self._install_threads()
         self._install_steps()
         patches.set(torch, "clear_autocast_cache", CASTS.clear)
@@ -136,6 +146,7 @@ class VirtualGpu:
         host_storages.clear()
         CASTS.clear()
         recurrent.forget()
+        CARD.device, CARD.num_visible = torch.device("cuda", 0), 1
         VirtualGpu._active = None
 
     @contextlib.contextmanager

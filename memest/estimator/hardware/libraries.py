@@ -42,6 +42,11 @@ def libraries_bytes(plan: TrainingPlan) -> int:
     return int8_bytes + _communicators_bytes(plan)
 
 
+def communicator_bytes(world_size: int) -> int:
+    """Bytes on each GPU for the group of all ranks of a script; others that it makes are left out."""
+    return COMMUNICATOR_BYTES if world_size > 1 else 0
+
+
 def _communicators_bytes(plan: TrainingPlan) -> int:
     if not plan.is_distributed:
         return 0

@@ -55,6 +55,7 @@ from memest.estimator.kernels.losses import (
     LOSS_SCRATCH,
     LOSSES_WITHOUT_SCRATCH,
 )
+from memest.estimator.kernels.packing import chunk_cat_scratch, split_with_sizes_copy_scratch
 from memest.estimator.kernels.recurrent import recurrent_is_modelled
 from memest.estimator.kernels.reductions import (
     accumulator_bytes_of,
@@ -310,6 +311,8 @@ SCRATCH: dict[OpOverload, ScratchRule] = {
     aten.logsumexp.default: logsumexp_scratch,
     aten.equal.default: equal_scratch,
     aten.isinf.default: isinf_scratch,
+    aten.split_with_sizes_copy.out: split_with_sizes_copy_scratch,
+    aten._chunk_cat.out: chunk_cat_scratch,
     aten.pow.Scalar: power_of_scalar_scratch,
     aten._softmax.default: input_copy_after,
     aten._log_softmax.default: input_copy_after,
@@ -486,13 +489,13 @@ _FOREACH_MAXIMUM = "_foreach_maximum"
 def has_no_scratch(func: OpOverload) -> bool:
     """Whether CUDA is known to allocate the outputs of `func` and nothing else.
 
-    The profiler's marks; views; elementwise ops by torch's own tag (TensorIterator casts inside
+    The profiler's marks; collectives, since NCCL's buffers are its own; views; elementwise ops by torch's own tag (TensorIterator casts inside
     the kernel); `_foreach_*`, except reductions; the matrix products, whose workspaces `cublas`
     models; and `NO_SCRATCH`.
     """
     namespace, _, name = func._schema.name.partition("::")
     if namespace != "aten" or func in SCRATCH or name in _COMPOSED:
-        return namespace == "profiler"
+        return namespace in ("profiler", "_c10d_functional")
     if func.is_view or torch.Tag.pointwise in func.tags or func in MATMULS:
         return True
     if name.startswith("_foreach_"):

@@ -14,6 +14,8 @@ exceeds, no gradient clipping.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.device.storages import MemKind
-from memest.estimator.device.streams import MAIN, DeviceHandle, StreamRecorder
-from memest.estimator.parallel.strategy import BuildOptimizer, StepModule, Strategy
+from memest.estimator.device.streams import MAIN, StreamRecorder
 from memest.plan import TrainingPlan
 
 LOSS_SCALE = float(1 << 16)
@@ -33,6 +34,20 @@ UNTIMED_STEPS = 2
 """Steps before `ThroughputTimer` begins to wait for the GPU (utils/timer.py, `start_step`)."""
 
 _CASTABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+GPU = "cuda"
+"""Where it makes its tensors: the virtual GPU of this rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostTerm:
+    """Bytes of host memory that one rank holds on purpose."""
+
+    what: str
+    num_bytes: int
+    arithmetic: str
+    is_pinned: bool = False
 
 
 def compute_dtype(plan: TrainingPlan) -> torch.dtype:
@@ -59,18 +74,23 @@ class HostAdam(torch.optim.Optimizer):
         super().__init__(list(params), {"lr": 0.0})
 
     def step(self, closure: Any = None) -> Any:
-        """An update on the host; `ZeroStrategy.host_terms` says what it holds there."""
+        """An update on the host; `Zero.host_terms` says what it holds there."""
 
 
 class ZeroOptimizer:
     """What a probe finds in `trainer.optimizers[0]`, by the names that DeepSpeed gives it."""
 
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, zero_grad: Callable[[], None]) -> None:
         self.optimizer = inner
+        self._zero_grad = zero_grad
         self.averaged_gradients: dict[int, list[Tensor] | None] = {}
         self.all_grad_tensors: dict[int, list[Tensor] | None] = {}
         self.grad_partitions_flat_buffer: Tensor | None = None
         self.fp32_partitioned_groups_flat: list[Tensor] = []
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the model's own parameters."""
+        self._zero_grad()
 
     @property
     def state(self) -> Any:
@@ -83,16 +103,27 @@ class ZeroOptimizer:
         return self.optimizer.param_groups
 
 
-class ZeroStrategy(Strategy):
-    """DeepSpeed's engine as Lightning drives it; a stage fills in the five methods below."""
+class Zero:
+    """DeepSpeed's engine around the step of one rank; a stage fills in the methods at the end.
 
-    steps_each_micro_batch = True
-    uses_autocast = False
+    All methods run on the virtual GPU. The order of a micro-batch: `forward`, `zero_grad` (first of
+    a step), `backward`, `step`; `start` comes before the first one.
+
+    Args:
+        plan: of a DeepSpeed strategy.
+        recorder: of the virtual GPU.
+        rank: of the plan's GPUs.
+    """
 
     def __init__(self, plan: TrainingPlan, recorder: StreamRecorder, rank: int = 0) -> None:
-        super().__init__(plan, recorder, rank)
+        self.plan = plan
+        self.recorder = recorder
+        self.rank = rank
+        self.world_size = plan.world_size
         self.dtype = compute_dtype(plan)
         self.is_boundary = False
+        self.module: nn.Module
+        self._master: Tensor
         self.zero: ZeroOptimizer
         self.trained: list[nn.Parameter] = []
         self._first_optimizer: Any = None
@@ -100,28 +131,27 @@ class ZeroStrategy(Strategy):
         self._norm_of_engine: Any = 0.0
         self._num_steps = 0
 
-    def setup(self, step: StepModule) -> None:
-        """Keep the module: the engine starts once there is an optimizer."""
-        super().setup(step)
-
-    def make_optimizer(self, build: BuildOptimizer) -> None:
-        """Make the optimizer over the whole parameters, cast them, divide.
+    def start(self, module: nn.Module, inner: torch.optim.Optimizer) -> None:
+        """Cast the parameters of `module`, over which `inner` was made, and divide them.
 
         The engine keeps the optimizer it was given (`basic_optimizer`), and with it the state that
         Adagrad makes at once and that is never used: it makes another Adagrad over its own masters.
         """
-        params = [p for p in self.module.parameters() if p.requires_grad]
-        inner = HostAdam(params) if self.plan.optim == "deepspeed_cpu" else build(params)
+        self.module = module
+        params = [p for p in module.parameters() if p.requires_grad]
         self._first_optimizer = inner
         for state in inner.state.values():
             self.label((v for v in state.values() if isinstance(v, Tensor)), MemKind.OPTIMIZER)
         self._cast_parameters()
         self.trained = [p for p in params if p.numel()]
         with torch.no_grad():
-            self.zero = ZeroOptimizer(inner)
+            self.zero = ZeroOptimizer(inner, self.zero_grad)
             self.divide()
-        optimizer: Any = self.zero
-        self.optimizer = optimizer
+
+    def masters(self) -> Iterator[Tensor]:
+        """The copies that the optimizer updates, where they lie on the GPU."""
+        if not self.plan.offloads:
+            yield self._master
 
     def replace_adagrad(self, masters: Sequence[Tensor]) -> None:
         """`initialize_optimizer_states`: where the optimizer is Adagrad, another over `masters`."""
@@ -130,12 +160,18 @@ class ZeroStrategy(Strategy):
                 again = torch.optim.Adagrad(list(masters), **self.zero.optimizer.defaults)
             self.zero.optimizer = again
 
-    def forward(self, *, is_last: bool) -> Tensor:
-        """The loss of the next micro-batch; DeepSpeed's throughput timer waits for the GPU."""
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around the forward of a micro-batch; DeepSpeed's throughput timer waits for the GPU."""
         if self._num_steps >= UNTIMED_STEPS:
             self.wait_for_all()
         self.begin_forward()
-        return super().forward(is_last=is_last)
+        yield
+
+    @contextmanager
+    def linear_layers(self) -> Iterator[None]:
+        """Inside, linear layers are those of the stage."""
+        yield
 
     def zero_grad(self) -> None:
         """Forget the gradients of the model's own parameters."""
@@ -154,16 +190,21 @@ class ZeroStrategy(Strategy):
         with torch.no_grad():
             self.after_backward()
 
-    def optimizer_step(self, scaler: Any, *, is_last: bool) -> None:
+    def step(self, *, is_last: bool) -> None:
         """The update, in the micro-batch that ends with a step; DeepSpeed has its own scaler."""
         if is_last:
             with torch.no_grad():
                 self.update()
+                self.label(self.masters(), MemKind.OPTIMIZER)  # to a step they are parameters
                 self._norm_of_engine = self._global_grad_norm
                 self.zero_grad()
         if self._num_steps >= UNTIMED_STEPS:
             self.wait_for_all()
         self._num_steps += is_last
+
+    def host_terms(self) -> list[HostTerm]:
+        """What this rank holds in host memory at the end of a step."""
+        return []
 
     def divide(self) -> None:
         """Flatten, partition and make the masters."""
@@ -198,7 +239,7 @@ class ZeroStrategy(Strategy):
 
     def wait_for_all(self) -> None:
         """The host waits for every stream."""
-        DeviceHandle(self.recorder, self.world_size).synchronize()
+        torch.cuda.synchronize()
 
     def label(self, tensors: Iterable[Tensor], kind: MemKind) -> None:
         """Say what tensors are held for."""

@@ -22,10 +22,11 @@ from torch._utils import _flatten_dense_tensors
 
 from memest.estimator.device.storages import MemKind
 from memest.estimator.device.streams import StreamRecorder
-from memest.estimator.parallel.strategy import HostTerm
 from memest.estimator.parallel.zero import (
+    GPU,
     LOSS_SCALE,
-    ZeroStrategy,
+    HostTerm,
+    Zero,
     has_inf_or_nan,
     mask_invalid,
     partitions_of,
@@ -64,7 +65,7 @@ class Bucket:
         self.numel = 0
 
 
-class Zero12(ZeroStrategy):
+class Zero12(Zero):
     """Stage 1 (optimizer state divided) and stage 2 (gradients too), on the GPU or offloaded."""
 
     def __init__(self, plan: TrainingPlan, recorder: StreamRecorder, rank: int = 0) -> None:
@@ -100,12 +101,12 @@ class Zero12(ZeroStrategy):
         if plan.offloads:
             largest = max(p.numel() for p in self.trained)
             self._largest_numel = largest
-            self._temporary = torch.zeros(largest, device="meta", dtype=self.dtype)
+            self._temporary = torch.zeros(largest, device=GPU, dtype=self.dtype)
             recorder.label(self._temporary, MemKind.BUCKETS)
         for parameter in self.trained:
             when_grad_arrives(parameter, self._arrived)
         if not plan.offloads:
-            zeros = torch.zeros(numel, dtype=torch.float32, device="meta")
+            zeros = torch.zeros(numel, dtype=torch.float32, device=GPU)
             self._master.grad = zeros
             self.replace_adagrad([self._master])
             self._master.grad = None
@@ -116,7 +117,7 @@ class Zero12(ZeroStrategy):
         numel = sum(p.numel() for p in self.trained)
         parts: list[Tensor] = [p.detach() for p in self.trained]
         if numel % alignment:
-            pad = torch.zeros(alignment - numel % alignment, dtype=self.dtype, device="meta")
+            pad = torch.zeros(alignment - numel % alignment, dtype=self.dtype, device=GPU)
             parts.append(pad)
         self.flat = _flatten_dense_tensors(parts).detach()  # type: ignore[no-untyped-call]
         del parts
@@ -158,7 +159,7 @@ class Zero12(ZeroStrategy):
         bucket = self.bucket
         bucket.buffers.clear()
         for _ in range(2):
-            buffer = torch.empty(self.plan.reduce_bucket_size, dtype=self.dtype, device="meta")
+            buffer = torch.empty(self.plan.reduce_bucket_size, dtype=self.dtype, device=GPU)
             self.recorder.label(buffer, MemKind.BUCKETS)
             bucket.buffers.append(buffer)
         bucket.index = 0
@@ -244,7 +245,7 @@ class Zero12(ZeroStrategy):
             return
         if self._grads_in_partition is None:
             total = sum(p.numel() for p in self._mine)
-            self._grads_in_partition = torch.empty(total, dtype=self.dtype, device="meta")
+            self._grads_in_partition = torch.empty(total, dtype=self.dtype, device=GPU)
             self.recorder.label(self._grads_in_partition, MemKind.GRADS)
             self._grads_offset = 0
         grad, numel = parameter.grad, parameter.numel()
@@ -312,7 +313,7 @@ class Zero12(ZeroStrategy):
         self._kept = None
         missing = self.partition_numel - sum(p.numel() for p in pieces)
         if missing:
-            pieces.append(torch.zeros(missing, dtype=self.dtype, device="meta"))
+            pieces.append(torch.zeros(missing, dtype=self.dtype, device=GPU))
             self.recorder.label(pieces[-1], MemKind.GRADS)
         self.zero.averaged_gradients[0] = pieces
 
@@ -368,7 +369,7 @@ class Zero12(ZeroStrategy):
         if norms:
             total = torch.stack(norms).pow(2.0).sum().float()
         else:
-            total = torch.tensor(0.0, dtype=torch.float32, device="meta")
+            total = torch.tensor(0.0, dtype=torch.float32, device=GPU)
         total = total.pow(0.5)
         mask_invalid(total)
         return total
@@ -377,12 +378,12 @@ class Zero12(ZeroStrategy):
         """The host has the gradients; only scalars are made on the GPU."""
         self.wait(self._reduction)
         if self.dtype is not torch.float32:
-            flag = torch.tensor([0], dtype=torch.uint8, device="meta")
+            flag = torch.tensor([0], dtype=torch.uint8, device=GPU)
             self.wait()
             del flag
         for _ in self._norms:
             self.wait(self._reduction)
-        total = torch.tensor([0.0], dtype=torch.float, device="meta")
+        total = torch.tensor([0.0], dtype=torch.float, device=GPU)
         self.wait()
         del total
         self._norms = {}
@@ -418,7 +419,7 @@ class Zero12(ZeroStrategy):
 
 def _num_overflowing(grads: Sequence[Tensor]) -> Tensor:
     """`has_overflow_partitioned_grads_serial`."""
-    count = torch.zeros([1], dtype=torch.float, device="meta")
+    count = torch.zeros([1], dtype=torch.float, device=GPU)
     for grad in grads:
         count += has_inf_or_nan(grad)
     return count

@@ -27,10 +27,11 @@ from torch._utils import _flatten_dense_tensors
 
 from memest.estimator.device.storages import MemKind
 from memest.estimator.device.streams import MAIN, StreamRecorder, Time
-from memest.estimator.parallel.strategy import HostTerm
 from memest.estimator.parallel.zero import (
+    GPU,
     LOSS_SCALE,
-    ZeroStrategy,
+    HostTerm,
+    Zero,
     mask_invalid,
     on_host,
     send,
@@ -50,12 +51,12 @@ NORM_CHUNK = 250_000_000
 """`_constant_buffered_norm2`: elements whose norm is taken at once."""
 
 
-class Zero3(ZeroStrategy):
+class Zero3(Zero):
     """Stage 3, on the GPU or with parameters and optimizer offloaded."""
 
     def __init__(self, plan: TrainingPlan, recorder: StreamRecorder, rank: int = 0) -> None:
         super().__init__(plan, recorder, rank)
-        self._store: ParameterStore | None = None
+        self.store: ParameterStore | None = None
         self._hooks: Hooks
         self._micro_step = 0
         self._has_reduced = False
@@ -63,12 +64,6 @@ class Zero3(ZeroStrategy):
         self._bucketed: list[Partitioned] = []
         self._num_bucketed = 0
         self._events: deque[Time] = deque()
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Linear layers are DeepSpeed's."""
-        with keeping_parameters(lambda: self._store):
-            yield
 
     def divide(self) -> None:
         """`__init__`: partition all, make the masters, the bucket and the hooks."""
@@ -80,7 +75,7 @@ class Zero3(ZeroStrategy):
         self._persistent = [one for one in store.params if one.is_persistent]
         self._coordinator = Coordinator(store, self.module, recorder.new_stream())
         self._hooks = Hooks(self.module, self._coordinator)
-        device = "cpu" if plan.offloads else "meta"
+        device = "cpu" if plan.offloads else GPU
         self._overflow = torch.zeros(1, dtype=torch.bool, device=device)
         self._reduction = recorder.new_stream()
         found = (store.find(p) for p in self.trained)
@@ -88,7 +83,7 @@ class Zero3(ZeroStrategy):
         self._numel = sum(one.part_numel for one in self._mine)
         self._join_partitions(store)
         self._make_masters()
-        bucket = torch.empty(plan.reduce_bucket_size, dtype=self.dtype, device="meta")
+        bucket = torch.empty(plan.reduce_bucket_size, dtype=self.dtype, device=GPU)
         recorder.label(bucket, MemKind.BUCKETS)
         self._bucket = bucket
         self._make_gradients()
@@ -96,7 +91,7 @@ class Zero3(ZeroStrategy):
             store.gather_now([one])
             when_grad_arrives(one.param, self._arrived)
             store.free(one)
-        self._store = store
+        self.store = store
 
     def _join_partitions(self, store: ParameterStore) -> None:
         """`_create_fp16_partitions_with_defragmentation`: one flat tensor of the trained ones.
@@ -111,7 +106,7 @@ class Zero3(ZeroStrategy):
             for one in self._mine:
                 store.set_part(one, on_host(one.part_numel, self.dtype))
             return
-        self._flat = torch.empty(self._numel, dtype=self.dtype, device="meta")
+        self._flat = torch.empty(self._numel, dtype=self.dtype, device=GPU)
         self.recorder.label(self._flat, MemKind.PARAMS)
         self._set_parts(store)
 
@@ -137,7 +132,7 @@ class Zero3(ZeroStrategy):
         self._master.requires_grad_()
         self.zero.optimizer.param_groups[0]["params"] = []
         self.zero.fp32_partitioned_groups_flat = [self._master]
-        zeros = torch.zeros(self._numel, dtype=torch.float32, device="meta")
+        zeros = torch.zeros(self._numel, dtype=torch.float32, device=GPU)
         self._master.grad = zeros
         self.replace_adagrad([self._master])
         self._master.grad = None
@@ -147,7 +142,7 @@ class Zero3(ZeroStrategy):
         if self.plan.offloads:
             flat = on_host(self._numel, self.dtype)
         else:
-            flat = torch.zeros(self._numel, dtype=self.dtype, device="meta")
+            flat = torch.zeros(self._numel, dtype=self.dtype, device=GPU)
             self.recorder.label(flat, MemKind.GRADS)
         self.zero.grad_partitions_flat_buffer = flat
         parts = split(flat, [one.part_numel for one in self._mine])
@@ -161,10 +156,17 @@ class Zero3(ZeroStrategy):
             self._micro_step += 1
         self._has_reduced = False
 
-    def forward(self, *, is_last: bool) -> Tensor:
-        """The loss of the next micro-batch."""
-        with self._hooks.in_forward():
-            return super().forward(is_last=is_last)
+    @contextmanager
+    def linear_layers(self) -> Iterator[None]:
+        """DeepSpeed's own."""
+        with keeping_parameters(lambda: self.store):
+            yield
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Also notices parameters that modules read of each other."""
+        with super().forward(), self._hooks.in_forward():
+            yield
 
     def zero_grad(self) -> None:
         """Also begins to count micro-batches anew."""
@@ -177,8 +179,8 @@ class Zero3(ZeroStrategy):
 
     def _arrived(self, parameter: nn.Parameter) -> None:
         """`reduce_independent_p_g_buckets_and_remove_grads`, `__add_grad_to_ipg_bucket`."""
-        assert self._store is not None
-        one, recorder = self._store.find(parameter), self.recorder
+        assert self.store is not None
+        one, recorder = self.store.find(parameter), self.recorder
         grad = parameter.grad
         assert one is not None
         assert grad is not None
@@ -224,13 +226,13 @@ class Zero3(ZeroStrategy):
             joined = grad.view(-1)
         else:
             padding = [
-                torch.empty(missing, dtype=self.dtype, device="meta")
+                torch.empty(missing, dtype=self.dtype, device=GPU)
                 for rank in range(world)
                 for one in params
                 if (missing := one.part_numel - _share(one, rank)) > 0
             ]
             numel = world * sum(one.part_numel for one in params)
-            joined = torch.empty(numel, dtype=self.dtype, device="meta")
+            joined = torch.empty(numel, dtype=self.dtype, device=GPU)
             self.label([*padding, joined], MemKind.BUCKETS)
         send(self.recorder, joined, world)
         mine = torch.chunk(joined, world)[self.rank]
@@ -265,7 +267,7 @@ class Zero3(ZeroStrategy):
         """
         if not self._micro_step:
             self.wait(self._reduction)
-        on_gpu = torch.empty(numel, dtype=self.dtype, device="meta")
+        on_gpu = torch.empty(numel, dtype=self.dtype, device=GPU)
         self.recorder.label(on_gpu, MemKind.BUCKETS)
         if self._micro_step:
             self.wait(self._reduction)
@@ -306,8 +308,8 @@ class Zero3(ZeroStrategy):
             combined = self.keep_norm(norm, scale)
             self.zero_grad()
             self._update_on_gpu(scale)
-        assert self._store is not None
-        self._store.gather_now(self._persistent)
+        assert self.store is not None
+        self.store.gather_now(self._persistent)
         del norm, combined
 
     def _averaged(self) -> list[Tensor]:
@@ -339,7 +341,7 @@ class Zero3(ZeroStrategy):
             if not self.plan.offloads:
                 self._overflow.logical_or_(torch.isinf(flat).any())
                 self._overflow.logical_or_(torch.isnan(flat).any())
-            flag = torch.empty(1, dtype=torch.bool, device="meta").to(torch.uint8)
+            flag = torch.empty(1, dtype=torch.bool, device=GPU).to(torch.uint8)
         self.recorder.stream_waits(MAIN, self.recorder.event(self._reduction))
         self.wait()
         del flag
@@ -351,7 +353,7 @@ class Zero3(ZeroStrategy):
         total = summed**0.5
         is_inf, is_nan = total.isinf(), total.isnan()
         invalid = is_nan.logical_or(is_inf)
-        minus_one = torch.tensor(-1.0, device="meta", dtype=torch.float)
+        minus_one = torch.tensor(-1.0, device=GPU, dtype=torch.float)
         return torch.where(invalid, minus_one, total)
 
     def _norm_on_host(self) -> None:
@@ -360,7 +362,7 @@ class Zero3(ZeroStrategy):
         for norm in self._norms.values():
             total += norm**2.0
         self.wait()
-        summed = torch.tensor([0.0], dtype=torch.float, device="meta")
+        summed = torch.tensor([0.0], dtype=torch.float, device=GPU)
         total = summed[0] ** 0.5
         mask_invalid(total)
         self.wait()
@@ -386,9 +388,9 @@ class Zero3(ZeroStrategy):
             HostTerm("gradients", item * numel, f"{item} B x {of}"),
             HostTerm("Adam moments", 8 * numel, f"2 x 4 B x {of}"),
         ]
-        assert self._store is not None
+        assert self.store is not None
         trained = {one.index for one in self._mine}
-        frozen = [one for one in self._store.params if one.index not in trained]
+        frozen = [one for one in self.store.params if one.index not in trained]
         if frozen:
             num_bytes = sum(one.part_numel * one.dtype.itemsize for one in frozen)
             count = sum(one.part_numel for one in frozen)

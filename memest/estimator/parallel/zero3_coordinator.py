@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from memest.estimator.device.streams import Time
+from memest.estimator.parallel.zero import GPU
 from memest.estimator.parallel.zero3_parameters import (
     Handle,
     ParameterStore,
@@ -162,7 +163,7 @@ class Coordinator:
     def _compare_with_others(self, num_ints: int) -> None:
         """`assert_ints_same_as_other_ranks` (runtime/zero/utils.py): the length, then the list."""
         for numel in (1, num_ints):
-            sent = torch.empty(numel, dtype=torch.int64, device="meta")
+            sent = torch.empty(numel, dtype=torch.int64, device=GPU)
             self.recorder.host_waits(self.recorder.event(self.recorder.stream))
             del sent
 

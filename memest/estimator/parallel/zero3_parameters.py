@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.device.storages import MemKind
 from memest.estimator.device.streams import StreamRecorder
-from memest.estimator.parallel.zero import on_host, send
+from memest.estimator.parallel.zero import GPU, on_host, send
 
 
 class Status(Enum):
@@ -85,11 +84,10 @@ class ParameterStore:
         self.offloads = offloads
         self.params: list[Partitioned] = []
         self._of: dict[int, Partitioned] = {}
-        with _disable_current_modes():
-            self._empty = {
-                dtype: torch.empty(0, dtype=dtype, device="meta")
-                for dtype in (torch.float32, torch.bfloat16, torch.float16)
-            }
+        self._empty = {
+            dtype: torch.empty(0, dtype=dtype, device=GPU)
+            for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        }
 
     def find(self, param: Any) -> Partitioned | None:
         """The partitioned parameter that `param` is, if it is one."""
@@ -107,7 +105,7 @@ class ParameterStore:
     def _new_part(self, one: Partitioned) -> Tensor:
         if self.offloads:
             return on_host(one.part_numel, one.dtype)
-        part = torch.empty(one.part_numel, dtype=one.dtype, device="meta")
+        part = torch.empty(one.part_numel, dtype=one.dtype, device=GPU)
         self.recorder.label(part, MemKind.PARAMS)
         return part
 
@@ -177,7 +175,7 @@ class ParameterStore:
 
     def new_whole(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor for gathered parameters."""
-        whole = torch.empty(numel, dtype=dtype, device="meta")
+        whole = torch.empty(numel, dtype=dtype, device=GPU)
         self.recorder.label(whole, MemKind.GATHERED)
         return whole
 

@@ -51,6 +51,9 @@ class TracedPlan:
     libraries_bytes: int = 0
     """Of NCCL and others on each GPU, beside the allocator and the context."""
 
+    trained_bytes: int = 0
+    """Of the trained parameters before a strategy divides them."""
+
 
 def import_adapters(plan: TrainingPlan) -> None:
     """Import peft, if `plan` needs it, before anything is recorded: what its libraries make when

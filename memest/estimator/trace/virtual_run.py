@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
+from unittest import mock
 
+import torch
 from torch import nn
 
-from memest.errors import MemestError, UnsupportedError
+from memest.errors import MemestError, PlanError, UnsupportedError
+from memest.estimator.device.distributed.ddp import NotFinished
 from memest.estimator.device.lines import ScriptLines
 from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.ranks import Ranks
 from memest.estimator.device.storages import MemKind, Site, StorageTable
 from memest.estimator.device.virtual_gpu import GRADS_LIVE_ON, VirtualGpu
 from memest.estimator.hardware.gpus import Gpu
@@ -45,6 +50,9 @@ MAX_STEPS = 2
 """Steps that differ: the first makes the optimizer's state, and its gradients live on into the
 second."""
 
+MAX_STEPS_OF_STRATEGY = 3
+"""Likewise: the first makes the optimizer's state, the second what the strategy rebuilds."""
+
 MAX_MICRO_BATCHES = 3
 """Of a step: one that makes gradients, one that adds to them, one before the optimizer's step."""
 
@@ -66,7 +74,10 @@ def canonical(plan: TrainingPlan) -> TrainingPlan:
     if plan.loop != "transformers":  # which loads all of a step's at once
         num_micro_batches = min(num_micro_batches, MAX_MICRO_BATCHES)
     return replace(
-        plan, **_NOT_RUN, steps=MAX_STEPS, accumulate_grad_batches=num_micro_batches
+        plan,
+        **_NOT_RUN,
+        steps=min(plan.steps, MAX_STEPS_OF_STRATEGY) if plan.is_distributed else MAX_STEPS,
+        accumulate_grad_batches=num_micro_batches,
     )
 
 
@@ -116,6 +127,7 @@ class _Watch:
     param_groups: dict[str, dict[str, int]] = field(default_factory=dict)
     host_bytes: int = 0
     geometry: LayerGeometry | None = None
+    trained_bytes: int = 0
 
     def _cut(self) -> int:
         """Close a stretch of events; how many there were."""
@@ -126,16 +138,25 @@ class _Watch:
         return len(recorder.log.events)
 
     def starts(self) -> None:
-        """The model is built and the cache empty."""
+        """The model is built, a strategy has wrapped it, and the cache is empty."""
         self.virtual.recorder.has_started = True
         self.num_setup = self._cut()
 
     def has_model(self, model: nn.Module) -> None:
         """It is built."""
         self.model = model
+        trained = (p for p in model.parameters() if p.requires_grad)
+        self.trained_bytes = sum(p.numel() * p.element_size() for p in trained)
         recorder = self.virtual.recorder
         for tensor in quant_state_tensors(model):
             recorder.label(tensor, MemKind.BUFFERS)
+
+    def ready(self) -> None:
+        """The strategy has wrapped the model: what that needed is no part of the training."""
+        if self.job.plan.is_distributed:
+            gc.collect()
+            torch.cuda.empty_cache()
+            self.job.recorder.start()
 
     def reached(self) -> None:
         """A probe has read the memory."""
@@ -176,6 +197,8 @@ def run_plan(
     trust_remote_code: bool = False,
     make_recorder: Callable[..., LiveRecorder] = LiveRecorder,
     at_cut: Callable[[], None] = lambda: None,
+    rank: int = 0,
+    make_strategy: Callable[[LiveRecorder], Any] = lambda recorder: None,
 ) -> TracedPlan:
     """The program of `plan`, all of which is run: see `shortened`.
 
@@ -186,6 +209,8 @@ def run_plan(
         trust_remote_code: whether code that comes with a model may run.
         make_recorder: the kind of recorder that sees it.
         at_cut: called at the beginning of the training and at each probe.
+        rank: of the plan's devices, the one that runs.
+        make_strategy: Lightning's strategy, given the recorder; None makes that of the plan.
 
     Raises:
         MemestError: the plan cannot be run, or memest cannot model it.
@@ -195,7 +220,11 @@ def run_plan(
     if plan.attn_implementation == FLASH_ATTENTION_2:
         check_gpu(gpu)
     virtual = VirtualGpu(
-        gpu, limit_bytes=WITHOUT_END, lines=NoLines(), make_recorder=make_recorder
+        gpu,
+        limit_bytes=WITHOUT_END,
+        lines=NoLines(),
+        make_recorder=make_recorder,
+        ranks=_ranks(plan, rank),
     )
     watch = _Watch(virtual, config, at_cut)
     recorder = _PhaseRecorder(CudaMemory(), plan.accumulate_grad_batches, on_row=watch.reached)
@@ -203,10 +232,13 @@ def run_plan(
     watch.job = job = Job(
         plan,
         recorder,
-        Listener(on_end=watch.ended, on_model=watch.has_model),
+        Listener(on_end=watch.ended, on_model=watch.has_model, on_ready=watch.ready),
         RunOptions(trust_remote_code=trust_remote_code),
+        strategy=make_strategy(virtual.recorder),
         is_alone=True,
         num_ahead=num_ahead,
+        rank=rank,
+        where=f"cuda:{rank % plan.devices}",
     )
     _run(job, virtual, watch)
     return TracedPlan(
@@ -219,15 +251,27 @@ def run_plan(
         image_size=job.values["image_size"],
         libraries_bytes=libraries_bytes(plan),
         geometry=watch.geometry,
+        trained_bytes=watch.trained_bytes,
     )
+
+
+def _ranks(plan: TrainingPlan, rank: int) -> Ranks:
+    return Ranks(rank=rank, world_size=plan.world_size, num_local=plan.devices)
 
 
 def _run(job: Job, virtual: VirtualGpu, watch: _Watch) -> None:
     try:
-        with _quietly(), without_cycles(), virtual:
+        with _as_before(), _quietly(), without_cycles(), virtual:
             run_job(job)
     except MemestError:
         raise
+    except NotFinished as error:
+        shapes = error.missing_shapes
+        raise PlanError(
+            f"plain `ddp` cannot train this: {len(shapes)} trained parameters get no gradient,"
+            f" such as one of shape {shapes[0]}",
+            hint="use `strategy: ddp_find_unused_parameters_true`, or `freeze` them",
+        ) from error
     except Exception as error:  # the model's own code, which may do anything
         raise model_failure(job.plan, watch.model, error) from error
     if virtual.recorder.log.is_full:
@@ -235,6 +279,19 @@ def _run(job: Job, virtual: VirtualGpu, watch: _Watch) -> None:
             f"a step of `{job.plan.label}` has too many events to be kept",
             hint="reduce `accumulate_grad_batches` to 1",
         )
+
+
+@contextmanager
+def _as_before() -> Iterator[None]:
+    """What Lightning tells other processes of a run is gone after it."""
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+    rank, num_threads = getattr(rank_zero_only, "rank", None), torch.get_num_threads()
+    try:
+        with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": str(num_threads)}):
+            yield
+    finally:
+        rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
 
 _TALKATIVE = ("lightning.pytorch", "lightning.fabric", "bitsandbytes")
@@ -288,7 +345,7 @@ def _program(watch: _Watch) -> Program:
     recorder = watch.virtual.recorder
     events = recorder.log.events
     program = Program(
-        storages=_storages(recorder.storages, watch.num_storages),
+        storages=_storages(recorder.storages, watch.num_storages, _root(watch)),
         setup=events[: watch.num_setup].tolist(),
         coverage=recorder.coverage,
     )
@@ -302,17 +359,39 @@ def _program(watch: _Watch) -> Program:
         if row.micro_batch == len(step):
             step.append([])
         step[row.micro_batch].append(part)
+    if watch.job.plan.is_distributed:
+        program.ranges_stay = watch.job.plan.world_size > 1
+        program.num_known_steps = len(program.steps)
     find_shifts(program)
     return program
 
 
-def _storages(storages: StorageTable, count: int) -> StorageTable:
+def _root(watch: _Watch) -> str:
+    """What the model goes by where a strategy has put others around it."""
+    if not watch.job.plan.is_distributed:
+        return ""
+    return watch.virtual.recorder.modules.path_of(watch.model)
+
+
+def _storages(storages: StorageTable, count: int, root: str) -> StorageTable:
     """The first of them, their modules named by the paths within the model."""
-    sites = [within_model(site) for site in storages.sites[:count]]
-    return StorageTable(storages.num_bytes[:count], sites, storages.kinds[:count])
+    sites = [within_model(site, root) for site in storages.sites[:count]]
+    streams = {index: stream for index, stream in storages.streams.items() if index < count}
+    deferred = {index for index in storages.deferred if index < count}
+    kinds = storages.kinds[:count]
+    return StorageTable(storages.num_bytes[:count], sites, kinds, streams, deferred)
+
+
+_WRAPPERS = frozenset(("_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
+"""Names under which torch puts a module into another one around it."""
 
 
 @cache
-def within_model(site: Site) -> Site:
-    """`site` without the class of the model before its module."""
-    return Site(site.op, site.module.partition(".")[2], site.phase)
+def within_model(site: Site, root: str = "") -> Site:
+    """`site`, its module named by the path within the model, which itself goes by `root`."""
+    module = site.module
+    inside = module.removeprefix(f"{root}.")
+    if not root or inside == module:  # outside of the model, or there is nothing around it
+        inside = "" if f"{root}.".startswith(f"{module}.") else module.partition(".")[2]
+    names = (name for name in inside.split(".") if name not in _WRAPPERS)
+    return Site(site.op, ".".join(names), site.phase)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._device import DeviceContext, _device_constructors
 
 from memest.estimator.device.patches import Patches
-from memest.estimator.device.tensors import CPU, CUDA, is_meta, resolve
+from memest.estimator.device.tensors import CPU, CARD, is_meta, resolve
 
 Constructor = Callable[..., Any]
 
@@ -68,7 +68,7 @@ def _from_data(function: Constructor, *, copies: bool) -> Constructor:
             return function(*args, device=device, **kwargs)
         wants_grad = kwargs.pop("requires_grad", False)
         kwargs.pop("pin_memory", None)
-        moved = function(*args, device=CPU, **kwargs).to(CUDA)
+        moved = function(*args, device=CPU, **kwargs).to(CARD.device)
         return moved.requires_grad_() if wants_grad else moved
 
     return call

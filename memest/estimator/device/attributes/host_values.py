@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memest.estimator.device.guesses import filler
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
-from memest.estimator.device.tensors import Place, is_meta
+from memest.estimator.device.tensors import CARD, Place, is_meta
 
 OnHost = Callable[[Tensor], Tensor]
 
@@ -62,7 +62,7 @@ def _install_arrays(patches: Patches, recorder: LiveRecorder, on_host: OnHost) -
             return numpy_(tensor, force=force)
         if recorder.place(tensor) is Place.CARD and not force:
             raise TypeError(
-                "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the "
+                f"can't convert {CARD.device} device type tensor to numpy. Use Tensor.cpu() to copy the "
                 "tensor to host memory first."
             )
         if tensor.requires_grad and not force:
@@ -99,6 +99,6 @@ def _install_text(patches: Patches, recorder: LiveRecorder, on_host: OnHost) -> 
             return repr_(tensor, tensor_contents=tensor_contents)
         with _disable_current_modes():
             shown = repr_(on_host(tensor.detach()), tensor_contents=tensor_contents)
-        return f"{shown[:-1]}, device='cuda:0')" if place is Place.CARD else shown
+        return f"{shown[:-1]}, device='{CARD.device}')" if place is Place.CARD else shown
 
     patches.set(Tensor, "__repr__", text)

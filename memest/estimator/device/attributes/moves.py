@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
-from memest.estimator.device.tensors import CPU, CUDA, META, PLAIN, Place, resolve
+from memest.estimator.device.tensors import CPU, CARD, META, PLAIN, Place, resolve
 
 Move = Callable[..., Tensor]
 
@@ -38,7 +38,7 @@ def install(patches: Patches, recorder: LiveRecorder) -> None:
         non_blocking: bool = False,
         memory_format: torch.memory_format = torch.preserve_format,
     ) -> Tensor:
-        where = CUDA if device is None else device
+        where = CARD.device if device is None else device
         return move(tensor, where, non_blocking=non_blocking, memory_format=memory_format)
 
     def cpu(tensor: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
@@ -85,7 +85,7 @@ def _mover(recorder: LiveRecorder, to_: Move) -> Move:
                 return tensor
             return to_(tensor, _dtype_of(tensor, rest, kwargs), **kwargs)
         elif torch.device(device).type == "cuda":
-            device = CUDA
+            device = CARD.device
         elif torch.device(device).type == "meta" and place in (Place.CARD, Place.HOST):
             dtype = _dtype_of(tensor, rest, kwargs)
             with _disable_current_modes():

@@ -12,11 +12,12 @@ from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.tensors import (
     CPU,
-    CUDA,
+    CARD,
     INSIDE,
     META,
     host_storages,
     is_meta,
+    local_part,
     storage_key,
     true_device,
 )
@@ -31,8 +32,8 @@ class LegacyTensor:
     def __call__(self, *args: Any) -> Tensor:
         """A tensor of the data, or of the sizes, that are given."""
         if len(args) == 1 and not isinstance(args[0], int):
-            return torch.tensor(args[0], dtype=self.dtype, device=CUDA)
-        return torch.empty(args or (0,), dtype=self.dtype, device=CUDA)
+            return torch.tensor(args[0], dtype=self.dtype, device=CARD.device)
+        return torch.empty(args or (0,), dtype=self.dtype, device=CARD.device)
 
 
 _LEGACY = {
@@ -54,7 +55,7 @@ def install(patches: Patches, recorder: LiveRecorder) -> None:
     patches.set(Tensor, "is_cuda", says("cuda"))
     patches.set(Tensor, "is_meta", says("meta"))
     patches.set(Tensor, "is_cpu", says("cpu"))
-    patches.set(Tensor, "get_device", lambda t: 0 if device(t).type == "cuda" else -1)
+    patches.set(Tensor, "get_device", lambda t: CARD.device.index if device(t).type == "cuda" else -1)
     _install_types(patches, device)
     _install_addresses(patches, recorder)
     _install_storages(patches, recorder)
@@ -64,6 +65,7 @@ def _device_of(recorder: LiveRecorder) -> Callable[[Tensor], torch.device]:
     live = recorder._live
 
     def device(tensor: Tensor) -> torch.device:
+        tensor = local_part(tensor)
         if not is_meta(tensor):
             return true_device(tensor)
         if INSIDE.depth:
@@ -73,7 +75,7 @@ def _device_of(recorder: LiveRecorder) -> Callable[[Tensor], torch.device]:
         except (NotImplementedError, RuntimeError):  # a subclass without a storage
             return META
         if key in live:
-            return CUDA
+            return CARD.device
         return CPU if key in host_storages else META
 
     return device
@@ -92,9 +94,9 @@ def _install_types(patches: Patches, device: Callable[[Tensor], torch.device]) -
             return name
         if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
             element = getattr(torch, dtype.removeprefix("torch.cuda.")).dtype
-            return tensor.to(device=CUDA, dtype=element)
+            return tensor.to(device=CARD.device, dtype=element)
         if isinstance(dtype, LegacyTensor):
-            return tensor.to(device=CUDA, dtype=dtype.dtype)
+            return tensor.to(device=CARD.device, dtype=dtype.dtype)
         return kind_of(tensor, dtype, *args, **kwargs)
 
     patches.set(Tensor, "type", type_)
@@ -126,7 +128,7 @@ def _install_storages(patches: Patches, recorder: LiveRecorder) -> None:
     def device(storage: torch.UntypedStorage) -> torch.device:
         key = storage._cdata
         if not INSIDE.depth and key in live:
-            return CUDA
+            return CARD.device
         if key in host_storages and not INSIDE.depth:
             return CPU
         found: torch.device = true_device_of.__get__(storage)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from memest.errors import UnsupportedError
 from memest.estimator.device.patches import Patches
-from memest.estimator.device.tensors import CUDA
+from memest.estimator.device.tensors import CARD
 
 
 def install(patches: Patches) -> None:
@@ -18,7 +18,7 @@ def install(patches: Patches) -> None:
 
     def scatter(tensor: Tensor, devices: Sequence[int], *options: Any) -> list[Tensor]:
         _only_one(devices)
-        return [tensor.to(CUDA)]
+        return [tensor.to(CARD.device)]
 
     def broadcast(tensor: Tensor, devices: Sequence[int]) -> list[Tensor]:
         _only_one(devices)

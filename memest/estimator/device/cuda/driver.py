@@ -16,7 +16,7 @@ from memest.estimator.device.cuda.properties import DeviceProperties, properties
 from memest.estimator.device.cuda.runtime import Cudart
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
-from memest.estimator.device.tensors import CUDA, resolve
+from memest.estimator.device.tensors import CARD, resolve
 
 CUDA_VERSION = "13.0"
 """Of the build that is simulated: torch 2.11.0+cu130."""
@@ -41,27 +41,40 @@ def install(patches: Patches, recorder: LiveRecorder) -> None:
 
 
 _FACTS: dict[str, Any] = {
-    "_cuda_init": None, "_cuda_getDeviceCount": 1, "_cuda_getDevice": 0,
-    "_cuda_exchangeDevice": 0, "_cuda_maybeExchangeDevice": 0, "_cuda_isInBadFork": False,
+    "_cuda_init": None, "_cuda_isInBadFork": False,
     "_cuda_hasPrimaryContext": True, "_cuda_getArchFlags": ARCHITECTURES,
     "_cuda_getCompiledVersion": DRIVER_VERSION, "_cuda_getDriverVersion": DRIVER_VERSION,
     "_cuda_isCurrentStreamCapturing": False, "_cuda_ipc_collect": None,
-    "_cuda_canDeviceAccessPeer": False, "_cuda_sleep": None, "_get_accelerator": CUDA,
-    "_accelerator_getAccelerator": CUDA, "_accelerator_getDeviceIndex": 0,
-    "_accelerator_setDeviceIndex": None, "_accelerator_exchangeDevice": 0,
-    "_accelerator_maybeExchangeDevice": 0, "_accelerator_hooks_device_count": 1,
-    "_accelerator_hooks_get_current_device": 0, "_accelerator_hooks_set_current_device": None,
-    "_accelerator_hooks_exchange_device": 0, "_accelerator_hooks_maybe_exchange_device": 0,
+    "_cuda_canDeviceAccessPeer": False, "_cuda_sleep": None,
+    "_accelerator_setDeviceIndex": None, "_accelerator_hooks_set_current_device": None,
     "_accelerator_isAllocatorInitialized": True, "_cuda_tunableop_is_enabled": False,
 }  # fmt: skip
 """What functions of `torch._C` return, whatever they are asked."""
 
 _FACTS_OF_CUDA: dict[str, Any] = {
     "_lazy_init": None, "_is_compiled": True, "is_initialized": True, "is_available": True,
-    "device_count": 1, "_device_count_nvml": 1, "_raw_device_count_nvml": 1,
-    "_exchange_device": 0, "_maybe_exchange_device": 0, "can_device_access_peer": False,
+    "can_device_access_peer": False,
 }  # fmt: skip
 """Likewise of `torch.cuda`."""
+
+_COUNTS = {
+    "_C": ("_cuda_getDeviceCount", "_accelerator_hooks_device_count"),
+    "cuda": ("device_count", "_device_count_nvml", "_raw_device_count_nvml"),
+}
+"""What says how many GPUs there are."""
+
+_INDICES = {
+    "_C": (
+        "_cuda_getDevice", "_cuda_exchangeDevice", "_cuda_maybeExchangeDevice",
+        "_accelerator_getDeviceIndex", "_accelerator_exchangeDevice",
+        "_accelerator_maybeExchangeDevice", "_accelerator_hooks_get_current_device",
+        "_accelerator_hooks_exchange_device", "_accelerator_hooks_maybe_exchange_device",
+    ),
+    "cuda": ("_exchange_device", "_maybe_exchange_device"),
+}  # fmt: skip
+"""What says which one is current."""
+
+_DEVICES = {"_C": ("_get_accelerator", "_accelerator_getAccelerator")}
 
 
 def _constant(value: Any) -> Any:
@@ -74,6 +87,11 @@ def _install_devices(patches: Patches, recorder: LiveRecorder) -> None:
         patches.set(torch._C, name, _constant(value))
     for name, value in _FACTS_OF_CUDA.items():
         patches.set(torch.cuda, name, _constant(value))
+    answers = (_COUNTS, CARD.num_visible), (_INDICES, CARD.device.index), (_DEVICES, CARD.device)
+    for names, answer in answers:
+        for owner, functions in names.items():
+            for name in functions:
+                patches.set(getattr(torch, owner), name, _constant(answer))
 
     def synchronize(*args: Any) -> None:
         for number in range(recorder._num_streams):

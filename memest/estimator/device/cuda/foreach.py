@@ -14,9 +14,7 @@ from torch import Tensor
 
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
-from memest.estimator.device.tensors import CPU, CUDA, META, Place
-
-_DEVICES = {Place.CARD: CUDA, Place.HOST: CPU, Place.REAL: CPU, Place.META: META}
+from memest.estimator.device.tensors import CARD, CPU, META, Place
 
 Lists = list[list[Tensor | None]]
 
@@ -34,13 +32,19 @@ def install(patches: Patches, recorder: LiveRecorder) -> None:
             positions: dict[Any, list[int]] = {}
             for position, tensor in enumerate(members[0]):
                 place = Place.META if tensor is None else recorder.place(tensor)
-                positions.setdefault(_DEVICES[place], []).append(position)
+                positions.setdefault(_device_at(place), []).append(position)
             for where, chosen in positions.items():
                 picked = [[one[i] for i in chosen] if one else one for one in members]
                 _join(found, (where, dtype), picked, [indices[i] for i in chosen if indices])
         return found
 
     patches.set(torch._C, "_group_tensors_by_device_and_dtype", grouped)
+
+
+def _device_at(place: Place) -> torch.device:
+    if place is Place.CARD:
+        return CARD.device
+    return META if place is Place.META else CPU
 
 
 def _join(found: dict[Any, Any], key: Any, members: Lists, indices: list[int]) -> None:

@@ -20,6 +20,7 @@ from memest.estimator.device.cuda.driver import CUDA_VERSION
 from memest.estimator.device.cuda.properties import UUID
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
+from memest.estimator.device.tensors import CARD
 from memest.estimator.hardware.gpus import Gpu
 
 DRIVER_VERSION = "580.159.03"
@@ -91,11 +92,12 @@ def _forget() -> None:
 
 
 def _index_of(device: Any) -> int:
-    """The index that NVML gives the GPU; the only one, whatever `CUDA_VISIBLE_DEVICES` says."""
+    """The index that NVML gives the GPU, whatever `CUDA_VISIBLE_DEVICES` says."""
     index = torch.cuda._utils._get_device_index(device, optional=True)
-    if index:
-        raise RuntimeError(f"device {index} is not visible (CUDA_VISIBLE_DEVICES=[0])")
-    return 0
+    if index not in range(CARD.num_visible):
+        visible = list(range(CARD.num_visible))
+        raise RuntimeError(f"device {index} is not visible (CUDA_VISIBLE_DEVICES={visible})")
+    return int(index)
 
 
 def _made() -> ModuleType:
@@ -132,7 +134,7 @@ def _answers(recorder: LiveRecorder, module: ModuleType) -> dict[str, Any]:
         return gpu.context_bytes + allocator.reserved_bytes
 
     def by_index(index: int) -> Handle:
-        if index != 0:
+        if index not in range(CARD.num_visible):
             raise module.NVMLError(_INVALID_ARGUMENT)
         return handle
 
@@ -180,9 +182,9 @@ def _facts(gpu: Gpu) -> dict[str, Any]:
         "nvmlSystemGetNVMLVersion": f"{major}.{DRIVER_VERSION}",
         "nvmlSystemGetCudaDriverVersion": int(major) * 1000 + int(minor) * 10,
         "nvmlSystemGetCudaDriverVersion_v2": int(major) * 1000 + int(minor) * 10,
-        "nvmlDeviceGetCount": 1, "nvmlDeviceGetCount_v2": 1,
+        "nvmlDeviceGetCount": CARD.num_visible, "nvmlDeviceGetCount_v2": CARD.num_visible,
         "nvmlDeviceGetName": gpu.label, "nvmlDeviceGetUUID": f"GPU-{UUID}",
-        "nvmlDeviceGetIndex": 0, "nvmlDeviceGetMinorNumber": 0,
+        "nvmlDeviceGetIndex": CARD.device.index, "nvmlDeviceGetMinorNumber": CARD.device.index,
         "nvmlDeviceGetCudaComputeCapability": gpu.capability,
         "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=0, memory=0),
         "nvmlDeviceGetTemperature": 0, "nvmlDeviceGetPowerUsage": 0,

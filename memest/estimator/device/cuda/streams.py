@@ -10,7 +10,7 @@ from memest.errors import UnsupportedError
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.streams import MAIN, Event, Stream
-from memest.estimator.device.tensors import CUDA, resolve
+from memest.estimator.device.tensors import CARD, resolve
 
 PRIORITIES = (0, -3)
 """The least and the greatest, since `max_compile_time_stream_priorities` (c10/cuda/CUDAStream.h)
@@ -27,9 +27,9 @@ class CudaStream(Stream):
         resolve(device)
         number = options.get("number", options.get("stream_id"))
         super().__init__(self.session, self.session.new_stream() if number is None else number)
-        self.device = CUDA
+        self.device = CARD.device
         self.priority = priority
-        self.device_index, self.device_type = 0, 1
+        self.device_index, self.device_type = CARD.device.index, 1
         self.cuda_stream = self.stream_id = self.native_handle = self.number
         self._contexts: list[StreamContext] = []
 
@@ -62,7 +62,7 @@ class CudaStream(Stream):
         self._contexts.pop().__exit__(*exception)
 
     def __repr__(self) -> str:
-        return f"<torch.cuda.Stream device=cuda:0 cuda_stream={self.number:#x}>"
+        return f"<torch.cuda.Stream device={CARD.device} cuda_stream={self.number:#x}>"
 
 
 class ExternalStream(CudaStream):
@@ -84,7 +84,7 @@ class CudaEvent(Event):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(self.session)
-        self.device = CUDA
+        self.device = CARD.device
         self.cuda_event = self.event_id = 0
 
     def query(self) -> bool:
@@ -123,7 +123,7 @@ class _Generic(type):
     original: type
 
     def __call__(cls, device: Any = None, *args: Any, **options: Any) -> Any:
-        where = CUDA if device is None else resolve(device)
+        where = CARD.device if device is None else resolve(device)
         if torch.device(where).type == "cuda":
             if cls.of_cuda.__name__ == "Event":
                 return cls.of_cuda(*args, **options)

@@ -26,7 +26,7 @@ from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.tensors import (
     CPU,
-    CUDA,
+    CARD,
     META,
     Place,
     host_storages,
@@ -75,7 +75,7 @@ class Checkpoints:
                 "files written by the script hold stand-ins for tensors whose values are not known"
             )
         if storage._cdata in self._recorder._live:
-            setattr(made, _LOCATION, "cuda:0")
+            setattr(made, _LOCATION, str(CARD.device))
         storage_class: Any = torch.storage.TypedStorage
         typed = storage_class(wrap_storage=made, dtype=tensor.dtype, _internal=True)
         arguments = typed, *geometry, tensor.requires_grad, OrderedDict()  # type: ignore[var-annotated]
@@ -144,7 +144,7 @@ class Checkpoints:
         if not location.startswith("cuda"):
             return None
         resolve(location)
-        setattr(storage, _LOCATION, "cuda:0")
+        setattr(storage, _LOCATION, str(CARD.device))
         return storage
 
     def rebuilt(
@@ -289,7 +289,7 @@ def _install_storages(patches: Patches, recorder: LiveRecorder, checkpoints: Che
     def to_card(storage: Any, device: Any = None, non_blocking: bool = False) -> Any:
         if storage._cdata in recorder._live:
             return storage
-        return checkpoints.restored(storage, str(resolve(CUDA if device is None else device)))
+        return checkpoints.restored(storage, str(resolve(CARD.device if device is None else device)))
 
     def to(storage: Any, *, device: Any, non_blocking: bool = False) -> Any:
         if torch.device(device).type == "cuda":

@@ -18,6 +18,7 @@ from memest.estimator.device.imports import ImportHooks
 from memest.estimator.device.libraries.triton_stand_in import StandInFinder
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
+from memest.estimator.device.tensors import CARD
 
 MILLISECONDS = 1.0
 """What every kernel takes where a script times it."""
@@ -57,7 +58,7 @@ class Driver:
         """The card."""
         import torch
 
-        return torch.device("cuda", 0)
+        return CARD.device
 
     def get_device_interface(self) -> Any:
         """As torch has it."""

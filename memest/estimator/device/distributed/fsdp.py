@@ -1,0 +1,84 @@
+"""FSDP on the virtual GPU: torch's own code runs; storages that it frees and takes again are told of.
+
+`FullyShardedDataParallel` and `fully_shard` decide which parameters there are, what is padded,
+gathered, freed and reduced, in which order and on which streams. They free memory by resizing the
+storage of a tensor that lives on, which no operator tells of.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.patches import Patches
+from memest.estimator.device.storages import MemKind
+from memest.estimator.device.tensors import Place
+
+
+def install(patches: Patches, recorder: LiveRecorder) -> None:
+    """Let FSDP1 and FSDP2 free and take storages of the card."""
+    _install_first(patches, recorder)
+    _install_second(patches, recorder)
+
+
+def _resizer(recorder: LiveRecorder) -> Any:
+    def resize(tensor: Tensor, num_bytes: int) -> None:
+        """Let the storage of `tensor`, which lies on the card, have `num_bytes`."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes() == num_bytes:
+            return
+        if recorder.place(tensor) is Place.CARD or not storage.nbytes():
+            recorder.resize(tensor, num_bytes, MemKind.GATHERED)
+        else:
+            storage.resize_(num_bytes)
+
+    return resize
+
+
+def _install_first(patches: Patches, recorder: LiveRecorder) -> None:
+    """FSDP1: flat parameters."""
+    from torch.distributed.fsdp import _flat_param, _init_utils, _runtime_utils
+
+    resize = _resizer(recorder)
+
+    def record_stream(tensor: Tensor, stream: Any) -> None:
+        recorder.record_stream(tensor, stream.number)
+
+    def take(tensor: Tensor, size: torch.Size) -> None:
+        resize(tensor, size.numel() * tensor.element_size())
+
+    def free(tensor: Tensor) -> None:
+        resize(tensor, 0)
+
+    patches.set(_init_utils, "_need_to_materialize_module", lambda *args: (False, False))
+    for owner in (_flat_param, _runtime_utils):
+        patches.set(owner, "_no_dispatch_record_stream", record_stream)
+    patches.set(_flat_param, "_alloc_storage", take)
+    patches.set(_flat_param, "_free_storage", free)
+    patches.set(_flat_param, "_data_ptr_allocated", lambda t: t.untyped_storage().nbytes() > 0)
+    patches.set(_flat_param, "_same_storage", same_storage)
+
+
+def _install_second(patches: Patches, recorder: LiveRecorder) -> None:
+    """FSDP2: buffers of gathered parameters."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+
+    resize = _resizer(recorder)
+
+    def take(tensor: Tensor) -> None:
+        resize(tensor, tensor.numel() * tensor.itemsize)
+
+    def free(tensor: Tensor) -> None:
+        resize(tensor, 0)
+
+    patches.set(_fsdp_param, "alloc_storage", take)
+    patches.set(_fsdp_param_group, "alloc_storage", take)
+    patches.set(_fsdp_param, "free_storage", free)
+
+
+def same_storage(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are views of one storage."""
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)

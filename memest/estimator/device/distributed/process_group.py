@@ -1,0 +1,189 @@
+"""`torch.distributed` of one rank: groups that know who is who, and send nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from memest.errors import UnsupportedError
+from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.patches import Patches
+from memest.estimator.device.ranks import Ranks
+from memest.estimator.device.tensors import CARD
+
+FAKE = "fake"
+"""torch's own backend that sends nothing."""
+
+
+NCCL_VERSION = (2, 28, 9)
+"""What torch 2.11 for CUDA 13 is built with (`.ci/docker/ci_commit_pins/nccl.txt`)."""
+
+
+class _Names:
+    """The backends by which groups were asked for; torch's own names all are `FAKE`."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+        self._default = "nccl"
+
+    def give(self, group: Any, backend: Any, *, is_default: bool = False) -> None:
+        """`group` was asked for as `backend`; None is that of the default group."""
+        name = str(backend or self._default).lower()
+        self._names[id(group)] = name = "nccl" if "nccl" in name or name == FAKE else name
+        if is_default:
+            self._default = name
+
+    def of(self, group: Any) -> str | None:
+        """What `get_backend` says of `group`; None of one that was not made here."""
+        return self._names.get(id(group))
+
+
+def install(patches: Patches, recorder: LiveRecorder, ranks: Ranks) -> None:
+    """Let a script join the group of `ranks`, of which this process is one.
+
+    Raises:
+        UnsupportedError: the process belongs to a group already.
+    """
+    was_initialized = dist.is_initialized()
+    if was_initialized and ranks.world_size > 1:
+        raise UnsupportedError(
+            "this process belongs to a group of `torch.distributed` already",
+            hint="predict in a process of its own, or before `init_process_group`",
+        )
+    names = _Names()
+    patches.set(sys, "excepthook", sys.excepthook)  # which a group replaces
+
+    def set_both(name: str, value: Any) -> None:
+        patches.set(c10d, name, value)
+        if hasattr(dist, name):
+            patches.set(dist, name, value)
+
+    set_both("init_process_group", _joining(c10d.init_process_group, ranks, names))
+    set_both("new_group", _grouping(c10d.new_group, names))
+    set_both("get_backend", _backend_of(c10d.get_backend, names))
+    set_both("barrier", _barrier(recorder))
+    set_both("monitored_barrier", _barrier(recorder))
+    for name, function in _of_objects(ranks).items():
+        set_both(name, function)
+    set_both("is_nccl_available", lambda: True)
+    patches.set(torch.cuda.nccl, "version", lambda: NCCL_VERSION)
+    if not was_initialized:
+        patches.on_undo(_leave)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _backend_of(get_backend: Callable[..., Any], names: _Names) -> Callable[..., Any]:
+    def backend(group: Any = None) -> Any:
+        return names.of(group or c10d._get_default_group()) or get_backend(group)
+
+    return backend
+
+
+def _joining(join: Callable[..., Any], ranks: Ranks, names: _Names) -> Callable[..., Any]:
+    def init_process_group(
+        backend: str | None = None,
+        init_method: str | None = None,
+        timeout: Any = None,
+        world_size: int = -1,
+        rank: int = -1,
+        store: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        size = world_size if world_size >= 0 else int(os.environ.get("WORLD_SIZE") or 1)
+        number = rank if rank >= 0 else int(os.environ.get("RANK") or 0)
+        if (size, number) != (ranks.world_size, ranks.rank):
+            raise UnsupportedError(
+                f"`init_process_group` is asked for rank {number} of {size}, and this is rank"
+                f" {ranks.rank} of {ranks.world_size}",
+                hint=f"simulate as many: `memest run --nproc-per-node {size} ...`",
+            )
+        join(backend=FAKE, rank=ranks.rank, world_size=size, store=FakeStore())
+        names.give(c10d._get_default_group(), backend, is_default=True)
+
+    return init_process_group
+
+
+def _grouping(make: Callable[..., Any], names: _Names) -> Callable[..., Any]:
+    def new_group(
+        ranks: Any = None,
+        timeout: Any = None,
+        backend: Any = None,
+        pg_options: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        kwargs.pop("device_id", None)
+        group = make(ranks, None, FAKE, None, *args, **kwargs)
+        names.give(group, backend)
+        return group
+
+    return new_group
+
+
+def _of_objects(ranks: Ranks) -> dict[str, Callable[..., Any]]:
+    """Collectives of Python objects: the other ranks have what this one has.
+
+    Left out: the bytes on the GPU through which NCCL sends pickled objects, for as long as that
+    takes.
+    """
+
+    def size_of(group: Any) -> int:
+        return int(dist.get_world_size(group))
+
+    def broadcast_object_list(objects: Any, *args: Any, **kwargs: Any) -> None:
+        return
+
+    def all_gather_object(objects: Any, obj: Any, group: Any = None) -> None:
+        objects[:] = [obj] * size_of(group)
+
+    def gather_object(
+        obj: Any, objects: Any = None, dst: Any = None, group: Any = None, group_dst: Any = None
+    ) -> None:
+        if objects is not None:
+            objects[:] = [obj] * size_of(group)
+
+    def scatter_object_list(out: Any, objects: Any = None, *args: Any, **kwargs: Any) -> None:
+        if not objects:
+            raise UnsupportedError(
+                f"rank {ranks.rank} waits for an object that another rank has",
+                hint="give every rank the list, or simulate the rank that sends it",
+            )
+        out[0] = objects[ranks.rank]
+
+    return {
+        "broadcast_object_list": broadcast_object_list,
+        "all_gather_object": all_gather_object,
+        "gather_object": gather_object,
+        "scatter_object_list": scatter_object_list,
+    }
+
+
+def _barrier(recorder: LiveRecorder) -> Callable[..., Any]:
+    """NCCL's barrier sums a tensor of one element, and is waited for by the host.
+
+    The operator's own argument, a byte, is a static variable, so it lives until the next barrier
+    (`ProcessGroup::barrier` in ProcessGroup.hpp, `ProcessGroupNCCL::barrier`, torch 2.11).
+    """
+    kept: list[Tensor] = []
+
+    def barrier(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        kept[:] = [torch.empty(1, dtype=torch.uint8, device=CARD.device)]
+        torch.zeros(1, device=CARD.device)
+        recorder.host_waits(recorder.event(recorder.stream))
+        return torch._C._distributed_c10d.FakeWork() if async_op else None
+
+    return barrier
