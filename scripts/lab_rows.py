@@ -70,18 +70,19 @@ def models() -> dict[str, tuple[str, ...]]:
     }
 
 
+BF16 = ("--precision", "bf16-true")
 _FULL = (
     ("TinyLlama, 32-true, batch 32", "tiny-llama", 32, 32, (), OOM),
     ("TinyLlama, batch 8", "tiny-llama", 8, 8, (), FITS),
     ("TinyLlama, accumulation 32/8", "tiny-llama", 32, 8, (), FITS),
-    ("TinyLlama, bf16-true, 32/8", "tiny-llama", 32, 8, ("--precision", "bf16-true"), FITS),
+    ("TinyLlama, bf16-true, 32/8", "tiny-llama", 32, 8, BF16, FITS),
     ("TinyLlama, bf16-mixed, 32/8", "tiny-llama", 32, 8, ("--precision", "bf16-mixed"), FITS),
-    ("OpenLLaMA 3B, bf16-true, 32/8", "open-llama-3b", 32, 8, (), FITS),
-    ("OpenLLaMA 7B, bf16-true, 16/4", "open-llama-7b", 16, 4, (), FITS),
-    ("OpenLLaMA 13B, bf16-true, 1/1", "open-llama-13b", 1, 1, (), OOM),
+    ("OpenLLaMA 3B, bf16-true, 32/8", "open-llama-3b", 32, 8, BF16, FITS),
+    ("OpenLLaMA 7B, bf16-true, 16/4", "open-llama-7b", 16, 4, BF16, FITS),
+    ("OpenLLaMA 13B, bf16-true, 1/1", "open-llama-13b", 1, 1, BF16, OOM),
     (
         "OpenLLaMA 13B, SGD, 1/1", "open-llama-13b", 1, 1,
-        ("--optimizer", "SGD", "--train.max_steps", "25"), FITS,
+        (*BF16, "--optimizer", "SGD", "--train.max_steps", "25"), FITS,
     ),
 )  # fmt: skip
 _LORA = (
@@ -104,16 +105,22 @@ def _litgpt() -> Iterator[Row]:
         yield Row(lab=LITGPT, gpu="a100-80gb", what=what, target=target, published=FITS)
 
 
+ONE_GPU = (
+    "7B on one GPU, batch 4",
+    "the same, accumulation over 4",
+    "the same, rows of up to 421 tokens",
+)
+"""The last is the length of which 61.97 GiB would be printed."""
+
 SEVERAL = "several GPUs are not simulated by `memest run` yet: this row follows"
 
 
 def _one_of_four() -> Iterator[Row]:
     checkpoint = "checkpoints/openlm-research/open_llama_7b"
-    for what, options, published in (
-        ("7B on one GPU, batch 4", ("4",), "61.97, 71.35"),
-        ("the same, accumulation over 4", ("4", "4"), "61.99, 73.30"),
-        ("the same, rows of up to 421 tokens", ("4", "1", "421"), "61.97, 71.35"),
-    ):
+    options_and_published = (
+        (("4",), "61.97, 71.35"), (("4", "4"), "61.99, 73.30"), (("4", "1", "421"), "61.97, 71.35")
+    )  # fmt: skip
+    for what, (options, published) in zip(ONE_GPU, options_and_published, strict=True):
         target = ("config/one_gpu.py", checkpoint, *options)
         yield Row(lab=FOUR, gpu="a100-80gb", what=what, target=target, published=published)
     for what, published in (

@@ -50,7 +50,9 @@ def main() -> int:
     if rows:
         with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
             prepare(Path(folder))
-            for row, figures in zip(rows, pool.map(lambda r: run(r, Path(folder)), rows), strict=True):
+            for row, figures in zip(
+                rows, pool.map(lambda r: run(r, Path(folder)), rows), strict=True
+            ):
                 has_failed |= "error" in figures
                 print(row.name, json.dumps(figures), flush=True)
                 kept[row.name] = figures

@@ -1,4 +1,4 @@
-"""Rows in the form of Alpaca2k's, drawn at random: what LitGPT's recipes get in place of a download.
+"""Rows in the form of Alpaca2k's, drawn at random: what recipes get in place of a download.
 
 Half of the answers fill a row of 512 tokens, so that a run of three steps has batches as long as
 the longest of an epoch; the others are shorter, as batches of the real data are.

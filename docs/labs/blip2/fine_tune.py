@@ -70,9 +70,7 @@ class Captioner(L.LightningModule):
 
     def load(self):
         """All weights are trained; `precision` casts them when the training begins."""
-        return Blip2ForConditionalGeneration.from_pretrained(
-            cfg["model_name"], dtype=torch.float32
-        )
+        return Blip2ForConditionalGeneration.from_pretrained(cfg["model_name"], dtype=torch.float32)
 
     def training_step(self, batch, index):
         pixels = self.processor.image_processor(batch["images"], return_tensors="pt")

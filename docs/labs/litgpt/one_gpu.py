@@ -1,4 +1,4 @@
-"""OpenLLaMA-7B on one GPU: LitGPT's `LLM` in a LightningModule, as `python one_gpu.py` or `memest run`.
+"""OpenLLaMA-7B on one GPU: LitGPT's `LLM` in a LightningModule.
 
 one_gpu.py [CHECKPOINT] [BATCH_SIZE] [ACCUMULATE] [MAX_LENGTH]
 """

@@ -73,7 +73,9 @@ def litgpt_model(name: str) -> StandInModel:
         save_weights(weights, folder / "lit_model.pth")
         save_config(config, folder)
         ids = {f"{key}_token_id": vocabulary.ids.get(key) for key in ("bos", "eos")}
-        _write_json(folder / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
+        _write_json(
+            folder / "generation_config.json", {k: v for k, v in ids.items() if v is not None}
+        )
 
     return StandInModel(config.name, vocabulary, weights, write)
 
@@ -88,7 +90,9 @@ def _litgpt_config(name: str, known: ModelConfig | None) -> Any:
         if hub_id in names or name in names:
             return Config(**given)
     near = closest(name, [given["name"] for given in configs])
-    hint = f"closest: {', '.join(f'`{n}`' for n in near)}" if near else "`litgpt download` lists all"
+    hint = (
+        f"closest: {', '.join(f'`{n}`' for n in near)}" if near else "`litgpt download` lists all"
+    )
     raise PlanError(f"LitGPT has no config of {shown(name)}", hint=hint)
 
 
@@ -149,7 +153,7 @@ def _write_processors(config: Any, folder: Path) -> None:
 def _default_of(mapping: Any, config: Any) -> Any:
     """The preprocessor that `mapping` has for `config`, with its image size."""
     found = mapping.get(type(config), None)
-    classes = found.values() if isinstance(found, dict) else found
+    classes: Any = found.values() if isinstance(found, dict) else found
     if found is None or isinstance(found, type):
         classes = (found,)
     side = getattr(getattr(config, "vision_config", config), "image_size", None)

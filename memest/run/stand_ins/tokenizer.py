@@ -71,9 +71,11 @@ def vocabulary_of(config: Any) -> Vocabulary | None:
     size = getattr(text, "vocab_size", None)
     if not isinstance(size, int) or size < 1:
         return None
-    ids = {}
+    ids: dict[str, int] = {}
     for name in ("bos", "eos", "pad", "image", "video"):
-        for owner, key in itertools.product((text, config), (f"{name}_token_id", f"{name}_token_index")):
+        for owner, key in itertools.product(
+            (text, config), (f"{name}_token_id", f"{name}_token_index")
+        ):
             found = getattr(owner, key, None)
             first = found[0] if isinstance(found, list) and found else found
             if isinstance(first, int) and 0 <= first < size:
@@ -154,7 +156,7 @@ def _fast_tokenizer(
         normalizers.Replace(Regex(f"[{group}{group.upper()}]"), letter)
         for letter, group in LETTERS.items()
     ]
-    made.normalizer = normalizers.Sequence(letters)  # type: ignore[arg-type]
+    made.normalizer = normalizers.Sequence(letters)
     piece = rf" ?[A-Za-z]{{1,{PIECE_LETTERS}}}| ?[0-9]| ?[^\sA-Za-z0-9]| {{1,{MAX_BLANKS}}}|\s"
     made.pre_tokenizer = pre_tokenizers.Split(Regex(piece), "isolated")
     made.decoder = decoders.Fuse()

@@ -27,7 +27,9 @@ pytestmark = [
         importlib.util.find_spec("litgpt") is None,
         reason="LitGPT is not installed: `pip install --no-deps litgpt==0.5.13`",
     ),
-    pytest.mark.filterwarnings("ignore"),  # LitGPT's own, of packages that it has not caught up with
+    pytest.mark.filterwarnings(
+        "ignore"
+    ),  # LitGPT's own, of packages that it has not caught up with
 ]
 
 WEIGHTS = 14_067_712
@@ -221,7 +223,9 @@ def test_thunder_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     thunder.jit = lambda model: model  # type: ignore[attr-defined]
     thunder.__spec__ = importlib.util.spec_from_loader("thunder", None)
     monkeypatch.setitem(sys.modules, "thunder", thunder)
-    Path("jitted.py").write_text("import thunder, torch\nthunder.jit(torch.nn.Linear(2, 2).cuda())\n")
+    Path("jitted.py").write_text(
+        "import thunder, torch\nthunder.jit(torch.nn.Linear(2, 2).cuda())\n"
+    )
     ran = run_target(find_script("jitted.py", ()), Session(find_gpu("h200")))
 
     assert isinstance(ran.refusal, UnsupportedError)

@@ -1,7 +1,7 @@
 """LitGPT on the virtual GPU: all of it is its own; here is only what its users are told.
 
-Where its checkpoint is not there, its own message is followed by how to get a stand-in. Its releases
-differ in what they keep for the backward, so the report names one that was not measured.
+Where its checkpoint is not there, its own message is followed by how to get a stand-in. Its
+releases differ in what they keep for the backward, so the report names one that was not measured.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> Non
                 error.add_note(OFFER)
                 raise
             except SystemExit:
-                print(OFFER, file=sys.stderr)
+                sys.stderr.write(f"{OFFER}\n")
                 raise
 
         return check_valid_checkpoint_dir
