@@ -140,7 +140,7 @@ def _write_processors(config: Any, folder: Path) -> None:
         if made is not None:
             made.save_pretrained(folder)
             parts[part] = made
-    processor = PROCESSOR_MAPPING.get(type(config), None)
+    processor: Any = PROCESSOR_MAPPING.get(type(config), None)
     if not parts or processor is None or not (folder / "tokenizer.json").is_file():
         return
     parts["tokenizer"] = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -152,10 +152,10 @@ def _write_processors(config: Any, folder: Path) -> None:
 
 def _default_of(mapping: Any, config: Any) -> Any:
     """The preprocessor that `mapping` has for `config`, with its image size."""
-    found = mapping.get(type(config), None)
-    classes: Any = found.values() if isinstance(found, dict) else found
-    if found is None or isinstance(found, type):
-        classes = (found,)
+    found: Any = mapping.get(type(config), None)
+    if isinstance(found, dict):
+        found = tuple(found.values())
+    classes = found if isinstance(found, tuple) else (found,)
     side = getattr(getattr(config, "vision_config", config), "image_size", None)
     for cls in classes:
         if cls is None:
