@@ -31,10 +31,11 @@ def stand_in_folder(folder: Path, about: str) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.iterdir():
             path.unlink()
-        (folder / MARKER).write_text(_text(about, ()), encoding="utf-8")
-        yield
-        names = sorted(path.name for path in folder.iterdir() if path.name != MARKER)
-        (folder / MARKER).write_text(_text(about, names), encoding="utf-8")
+        try:
+            yield
+        finally:  # what was written in part is a stand-in's, too
+            names = sorted(path.name for path in folder.iterdir() if path.name != MARKER)
+            (folder / MARKER).write_text(_text(about, names), encoding="utf-8")
     except OSError as error:
         raise PlanError(
             f"{shown(str(folder))} cannot be written: {error.strerror or error}",

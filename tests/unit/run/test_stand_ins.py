@@ -179,3 +179,18 @@ def test_the_command_says_what_it_has_written(
     assert "a stand-in of vit-base-patch16-224, 200 tensors" in capsys.readouterr().out
     config = json.loads((tmp_path / "vit" / "config.json").read_text())
     assert config["model_type"] == "vit"
+
+
+def test_one_that_failed_midway_can_be_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(models, "save_weights", full)
+        with pytest.raises(PlanError, match="cannot be written: No space left on device"):
+            write_checkpoint("vit-base-patch16-224", tmp_path, layout="hf")
+    write_checkpoint("vit-base-patch16-224", tmp_path, layout="hf")
+
+    assert (tmp_path / "pytorch_model.bin").is_file()
