@@ -9,6 +9,7 @@ from __future__ import annotations
 from memest.cli import (  # noqa: F401
     advise,
     chart,
+    checkpoint,
     compare,
     lists,
     predict,

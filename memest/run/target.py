@@ -23,6 +23,12 @@ LAUNCHERS = frozenset((
 ))  # fmt: skip
 """Modules that start the script in processes of their own, which would not see the virtual GPU."""
 
+IS_INSTALLED = "is it installed here?"
+INSTALLED_BY = {
+    "litgpt": "`pip install 'memest[litgpt]'`, then `pip install --no-deps litgpt==0.5.13`",
+}
+"""Packages with an extra of their own."""
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -98,7 +104,7 @@ def find_module(name: str, args: tuple[str, ...]) -> Target:
     except (ImportError, ValueError):
         spec = None
     if spec is None or not all(part.isidentifier() for part in name.split(".")):
-        raise PlanError(f"no such module: {shown(name)}", hint="is it installed here?")
+        raise PlanError(f"no such module: {shown(name)}", hint=INSTALLED_BY.get(top, IS_INSTALLED))
     origin = spec.origin or next(iter(spec.submodule_search_locations or ()), "")
     folder = Path(origin).parent if spec.origin else Path(origin)
     is_library = "site-packages" in folder.parts and folder.name != "site-packages"

@@ -23,16 +23,11 @@ def install(patches: Patches, recorder: LiveRecorder) -> None:
 
     def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
         if isinstance(data, Tensor) and not recorder.is_off and _is_plain_on_host(data):
-            with _disable_current_modes():
-                size, stride = data.size(), data.stride()
-                bare = torch.empty_strided(size, stride, dtype=data.dtype, device=META)
-            recorder.put_on_host(bare)
-            recorder.know(bare, data)
-            data = bare
+            data = _without_data(data, recorder)
         return make(cls, data, requires_grad)
 
     patches.set(nn.Parameter, "__new__", staticmethod(new))
-    _install_data(patches)
+    _install_data(patches, recorder)
     are_alike = torch._has_compatible_shallow_copy_type
 
     def can_replace(tensor: Tensor, other: Tensor) -> bool:
@@ -44,11 +39,21 @@ def install(patches: Patches, recorder: LiveRecorder) -> None:
     patches.set(torch, "_has_compatible_shallow_copy_type", can_replace)
 
 
+def _without_data(data: Tensor, recorder: LiveRecorder) -> Tensor:
+    """A tensor of the host in the likeness of `data`, which it only remembers if it is small."""
+    with _disable_current_modes():
+        size, stride = data.size(), data.stride()
+        bare = torch.empty_strided(size, stride, dtype=data.dtype, device=META)
+    recorder.put_on_host(bare)
+    recorder.know(bare, data)
+    return bare
+
+
 def _is_plain_on_host(data: Tensor) -> bool:
     return type(data) in PLAIN and not is_meta(data) and true_device(data).type == "cpu"
 
 
-def _install_data(patches: Patches) -> None:
+def _install_data(patches: Patches, recorder: LiveRecorder) -> None:
     """`Tensor.data` may go between a real tensor and one without data."""
     data_of: Any = vars(torch._C.TensorBase)["data"]
     swap_tensors: Any = torch.utils.swap_tensors
@@ -57,7 +62,14 @@ def _install_data(patches: Patches) -> None:
         if is_meta(tensor) != is_meta(value):
             swapped = Tensor._make_subclass(type(tensor), value.detach(), tensor.requires_grad)
             vars(swapped).update(vars(tensor))  # class and attributes are swapped as well
-            swap_tensors(tensor, swapped)
+            try:
+                swap_tensors(tensor, swapped)
+            except (
+                RuntimeError
+            ):  # autograd holds it, too: a graph that an exception has left behind
+                if not is_meta(tensor):
+                    raise
+                data_of.__set__(tensor, _without_data(value, recorder))
             return
         data_of.__set__(tensor, value)
 

@@ -212,6 +212,29 @@ class Checkpoints:
         return base
 
 
+class StandIn:
+    """What is to be written for a tensor without data, outside of a virtual GPU.
+
+    `torch.save` of one writes what it writes of such a tensor within: plain torch reads zeros, and
+    on a virtual GPU they take what the tensor would take.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        tensor = self._tensor
+        size = tuple(tensor.size())
+        num_bytes = tensor.numel() * tensor.itemsize
+        strides = torch.empty(size, device=META).stride()
+        storage_class: Any = torch.storage.TypedStorage
+        one = torch.zeros(1, dtype=tensor.dtype).untyped_storage()
+        typed = storage_class(wrap_storage=one, dtype=tensor.dtype, _internal=True)
+        metadata = {_mark(num_bytes, 0, strides): True}
+        arguments = typed, 0, size, (0,) * len(size), False, OrderedDict(), metadata  # type: ignore[var-annotated]
+        return torch._utils._rebuild_tensor_v2, arguments
+
+
 def install(patches: Patches, recorder: LiveRecorder) -> None:
     """Let what torch writes and reads know of the virtual GPU."""
     checkpoints = Checkpoints(recorder)

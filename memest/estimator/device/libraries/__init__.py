@@ -13,6 +13,7 @@ from memest.estimator.device.libraries import (
     compilers,
     extensions,
     flash_attn,
+    litgpt,
     triton,
 )
 from memest.estimator.device.live import LiveRecorder
@@ -26,4 +27,5 @@ def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> Non
     bitsandbytes.install(patches, recorder, hooks)
     flash_attn.install(patches, recorder, hooks)
     compilers.install(patches, recorder, hooks)
+    litgpt.install(patches, recorder, hooks)
     extensions.install(patches, recorder, hooks)

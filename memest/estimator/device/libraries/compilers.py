@@ -22,6 +22,11 @@ COMPILED = (
     "`torch.compile` ran its function eagerly: a compiled one keeps fewer temporaries, and its "
     "compiler may take memory of its own"
 )
+CAPTURES = "reduce-overhead"
+"""The mode of `torch.compile` that is made of CUDA graphs, which keep pools of their own
+(https://docs.pytorch.org/docs/stable/generated/torch.compile.html).
+"""
+
 SCRIPTED = "`torch.jit` ran its functions eagerly: nothing is fused"
 
 
@@ -36,6 +41,7 @@ def _install_compile(patches: Patches, recorder: LiveRecorder, hooks: ImportHook
     def compile_(model: Any = None, **options: Any) -> Any:
         if model is None:
             return lambda function: compile_(function, **options)
+        _refuse_what_differs(options)
         _note(recorder, COMPILED)
         if isinstance(model, nn.Module):
             model.__dict__["_orig_mod"] = model  # what scripts unwrap
@@ -53,6 +59,20 @@ def _install_compile(patches: Patches, recorder: LiveRecorder, hooks: ImportHook
     patches.set(torch.compiler, "compile", compile_)
     hooks.after("torch._dynamo.config", without_dynamo)
     hooks.after("torch._dynamo", without_caches)
+
+
+def _refuse_what_differs(options: dict[str, Any]) -> None:
+    """Refuse what a run of the function as it is written does not stand for."""
+    mode, backend = options.get("mode"), options.get("backend")
+    if mode == CAPTURES:
+        raise UnsupportedError(
+            f"`torch.compile(mode={mode!r})` records CUDA graphs, whose memory is not simulated",
+            hint="compile without that mode, or not at all (`--compile false` of LitGPT)",
+        )
+    if "thunder" in str(backend or "") or "thunder" in getattr(backend, "__module__", ""):
+        raise UnsupportedError(
+            "`torch.compile` by Thunder is not simulated", hint="run the script without Thunder"
+        )
 
 
 def _note(recorder: LiveRecorder, text: str) -> None:

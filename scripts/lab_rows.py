@@ -1,0 +1,170 @@
+"""The commands of the labs, and what was published of each; `make_labs.py` runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+SUITES = ROOT / "memest" / "validate" / "suites"
+
+MAX_STEPS = 3
+OOM, FITS = "out of memory", "fits"
+
+LITGPT = "Single GPU, LitGPT, A100 80GB"
+FOUR = "Four GPUs, LitGPT in a LightningModule, A100 80GB"
+BLIP2 = "Single GPU, BLIP-2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One command of a lab."""
+
+    lab: str
+    gpu: str
+    what: str
+    target: tuple[str, ...]
+    """The script or module with its arguments; empty where `memest run` cannot run it."""
+
+    published: str
+
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        """As the key of its figures."""
+        return f"{self.gpu}: {self.what}"
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """What is typed after `memest`."""
+        return ("run", "--gpu", self.gpu, "--max-steps", str(MAX_STEPS), *self.target)
+
+
+def rows() -> list[Row]:
+    """All of them, in the order of the page."""
+    found = [*_litgpt(), *_one_of_four()]
+    for gpu, suite in (("a100-80gb", "lab-a100"), ("h100-80gb", "lab-h100")):
+        found += _blip2(gpu, suite)
+    return found
+
+
+def models() -> dict[str, tuple[str, ...]]:
+    """The layout to the Hub ids whose checkpoints the rows read."""
+    return {
+        "litgpt": (
+            "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T",
+            "openlm-research/open_llama_3b",
+            "openlm-research/open_llama_7b",
+            "openlm-research/open_llama_13b",
+        ),
+        "hf": (
+            "Salesforce/blip2-opt-2.7b",
+            "Salesforce/blip2-opt-6.7b",
+            "Salesforce/blip2-flan-t5-xxl",
+        ),
+    }
+
+
+BF16 = ("--precision", "bf16-true")
+_FULL = (
+    ("TinyLlama, 32-true, batch 32", "tiny-llama", 32, 32, (), OOM),
+    ("TinyLlama, batch 8", "tiny-llama", 8, 8, (), FITS),
+    ("TinyLlama, accumulation 32/8", "tiny-llama", 32, 8, (), FITS),
+    ("TinyLlama, bf16-true, 32/8", "tiny-llama", 32, 8, BF16, FITS),
+    ("TinyLlama, bf16-mixed, 32/8", "tiny-llama", 32, 8, ("--precision", "bf16-mixed"), FITS),
+    ("OpenLLaMA 3B, bf16-true, 32/8", "open-llama-3b", 32, 8, BF16, FITS),
+    ("OpenLLaMA 7B, bf16-true, 16/4", "open-llama-7b", 16, 4, BF16, FITS),
+    ("OpenLLaMA 13B, bf16-true, 1/1", "open-llama-13b", 1, 1, BF16, OOM),
+    (
+        "OpenLLaMA 13B, SGD, 1/1", "open-llama-13b", 1, 1,
+        (*BF16, "--optimizer", "SGD", "--train.max_steps", "25"), FITS,
+    ),
+)  # fmt: skip
+_LORA = (
+    ("TinyLlama, LoRA", "tiny-llama", ()),
+    ("OpenLLaMA 3B, LoRA", "open-llama-3b", ()),
+    ("OpenLLaMA 7B, LoRA", "open-llama-7b", ()),
+    ("OpenLLaMA 7B, LoRA on nf4", "open-llama-7b", ("--quantize", "bnb.nf4")),
+    ("OpenLLaMA 13B, LoRA", "open-llama-13b", ()),
+)
+
+
+def _litgpt() -> Iterator[Row]:
+    for what, recipe, batch, micro, options, published in _FULL:
+        batches = ("--train.global_batch_size", str(batch), "--train.micro_batch_size", str(micro))
+        config = ("--config", f"config/{recipe}-full.yaml")
+        target = ("-m", "litgpt", "finetune_full", *config, *batches, *options)
+        yield Row(lab=LITGPT, gpu="a100-80gb", what=what, target=target, published=published)
+    for what, recipe, options in _LORA:
+        target = ("-m", "litgpt", "finetune", "--config", f"config/{recipe}-lora.yaml", *options)
+        yield Row(lab=LITGPT, gpu="a100-80gb", what=what, target=target, published=FITS)
+
+
+ONE_GPU = (
+    "7B on one GPU, batch 4",
+    "the same, accumulation over 4",
+    "the same, rows of up to 421 tokens",
+)
+"""The last is the length of which 61.97 GiB would be printed."""
+
+SEVERAL = "several GPUs are not simulated by `memest run` yet: this row follows"
+
+
+def _one_of_four() -> Iterator[Row]:
+    checkpoint = "checkpoints/openlm-research/open_llama_7b"
+    options_and_published = (
+        (("4",), "61.97, 71.35"), (("4", "4"), "61.99, 73.30"), (("4", "1", "421"), "61.97, 71.35")
+    )  # fmt: skip
+    for what, (options, published) in zip(ONE_GPU, options_and_published, strict=True):
+        target = ("config/one_gpu.py", checkpoint, *options)
+        yield Row(lab=FOUR, gpu="a100-80gb", what=what, target=target, published=published)
+    for what, published in (
+        ("7B on 4 GPUs, DDP", "69.62 to 73.98, 78.06 to 78.30"),
+        ("7B on 4 GPUs, FSDP FULL_SHARD", "31.96 to 36.33, 55.76 to 56.00"),
+        ("7B on 4 GPUs, FSDP, batch 8", "59.51 to 62.95, 62.71 to 67.67"),
+        ("13B on 4 GPUs, ZeRO-3, optimizer offloaded", FITS),
+    ):
+        yield Row(
+            lab=FOUR, gpu="a100-80gb", what=what, target=(), published=published, note=SEVERAL
+        )
+
+
+_DEFAULTS: Mapping[str, Any] = {"accumulate_grad_batches": 1, "optim": "adamw", "act_ckpt": False}
+_OF_ADAPTERS = ("use_lora", "use_qlora", "lora_r", "lora_alpha", "lora_dropout")
+_NOT_GIVEN = ("name", "expected", "note", "seq_len", "lora_target_modules", "num_workers")
+
+
+def _blip2(gpu: str, suite: str) -> Iterator[Row]:
+    given = yaml.safe_load((SUITES / f"{suite}.yaml").read_text(encoding="utf-8"))
+    for experiment in given["experiments"]:
+        cfg = {**given["defaults"], **experiment}
+        has_adapters = bool(cfg.get("use_lora") or cfg.get("use_qlora"))
+        cfg["model_name"] = f"Salesforce/{cfg['model_name']}"
+        if cfg.get("use_qlora"):
+            cfg |= {"use_lora": False, "accumulate_grad_batches": 1}
+        edits = tuple(
+            f"{key}={value}"
+            for key, value in cfg.items()
+            if key not in _NOT_GIVEN and (has_adapters or _DEFAULTS.get(key) != value)
+        )
+        script = "fine_tune_lora.py" if has_adapters else "fine_tune.py"
+        is_offloaded = str(cfg.get("strategy", "")).startswith("deepspeed")
+        yield Row(
+            lab=BLIP2,
+            gpu=gpu,
+            what=experiment["name"],
+            target=() if is_offloaded else (script, *edits),
+            published=OOM if cfg["expected"] == "oom" else FITS,
+            note=OFFLOADED if is_offloaded else "",
+        )
+
+
+OFFLOADED = (
+    "DeepSpeed is not simulated by `memest run` yet; `memest predict --strategy "
+    "deepspeed_stage_2_offload` predicts the plan"
+)

@@ -1,0 +1,130 @@
+"""The labs, run command by command on a virtual GPU, and docs/labs.md from what came out.
+
+python scripts/make_labs.py [--jobs N] [--page] [NAMES...]
+
+Runs every command of `lab_rows.py`, or those whose name holds one of NAMES, in a folder with
+stand-in checkpoints and random data; keeps the figures in results/labs.json and writes the page.
+With `--page` only the page is written. All of them take minutes; LitGPT has to be installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import lab_rows
+import labs_page
+
+ROOT = lab_rows.ROOT
+FIGURES = ROOT / "results" / "labs.json"
+PAGE = ROOT / "docs" / "labs.md"
+SCRIPTS = ROOT / "docs" / "labs"
+TIMEOUT_S = 600
+
+PRINTED = re.compile(r"tokens \((\d+), (\d+)\): allocated ([\d.]+) GiB, reserved ([\d.]+) GiB")
+"""What `one_gpu.py` says after each forward."""
+
+
+def main() -> int:
+    """Run what is asked for; 1 where a command could not be run."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--page", action="store_true", help="only write the page")
+    options = parser.parse_args()
+    kept = json.loads(FIGURES.read_text(encoding="utf-8")) if FIGURES.is_file() else {}
+    rows = [row for row in lab_rows.rows() if row.target and not options.page]
+    rows = [r for r in rows if not options.names or any(n in r.name for n in options.names)]
+    has_failed = False
+    if rows:
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
+            prepare(Path(folder))
+            for row, figures in zip(
+                rows, pool.map(lambda r: run(r, Path(folder)), rows), strict=True
+            ):
+                has_failed |= "error" in figures
+                print(row.name, json.dumps(figures), flush=True)
+                kept[row.name] = figures
+    names = [row.name for row in lab_rows.rows() if row.target]
+    lines = [f" {json.dumps(name)}: {json.dumps(kept[name])}" for name in names if name in kept]
+    FIGURES.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    PAGE.write_text(labs_page.page_of(lab_rows.rows(), kept), encoding="utf-8")
+    return int(has_failed)
+
+
+def prepare(folder: Path) -> None:
+    """The folder in which the commands are typed: scripts, recipes and stand-in checkpoints."""
+    (folder / "config").symlink_to(SCRIPTS / "litgpt")
+    for script in (SCRIPTS / "blip2").glob("*.py"):
+        (folder / script.name).symlink_to(script)
+    for layout, names in lab_rows.models().items():
+        for name in names:
+            place = f"checkpoints/{name}" if layout == "litgpt" else name
+            memest(["checkpoint", name, place, "--format", layout], folder).check_returncode()
+
+
+def memest(arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """The command line of this checkout, offline, with the rows in place of the data set."""
+    paths = (str(ROOT), str(ROOT / "scripts" / "labs"), os.environ.get("PYTHONPATH", ""))
+    return subprocess.run(
+        [sys.executable, "-m", "memest", *arguments],
+        cwd=folder,
+        env={
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join(p for p in paths if p),
+            "TOKENIZERS_PARALLELISM": "false",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
+    )
+
+
+def run(row: lab_rows.Row, folder: Path) -> dict[str, Any]:
+    """What the report says of a command, and what the run cost."""
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place, "report.json")
+        command = [row.command[0], "--json", str(path), *row.command[1:]]
+        started = time.perf_counter()
+        done = memest(command, folder)
+        seconds = time.perf_counter() - started
+        if not path.is_file():
+            return {"error": done.stderr.strip()[-300:]}
+        figures = figures_of(json.loads(path.read_text(encoding="utf-8")))
+    printed = [list(map(float, found)) for found in PRINTED.findall(done.stdout)]
+    if printed:
+        figures["printed"] = printed[-1]
+    return {**figures, "seconds": round(seconds)}
+
+
+def figures_of(report: Mapping[str, Any]) -> dict[str, Any]:
+    """What the page needs of a report."""
+    if report["ending"] in ("crashed", "unsupported"):
+        return {"error": report["error"]}
+    return {
+        "verdict": report["verdict"],
+        "allocated_bytes": report["peak_allocated_bytes"],
+        "reserved_bytes": report["peak_reserved_bytes"],
+        "limit_bytes": report["limit_bytes"],
+        "unmodelled": report["coverage"]["unmodelled"],
+    }
+
+
+if __name__ == "__main__":
+    status = main()
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(f"largest process {usage.ru_maxrss / 2**20:.2f} GiB")
+    sys.exit(status)

@@ -1,0 +1,53 @@
+"""The page of the labs is in step with the commands, the figures and the published verdicts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def rows() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import lab_rows
+
+    yield lab_rows
+    sys.path.remove(str(ROOT / "scripts"))
+
+
+def test_the_page_is_what_its_command_makes(rows: ModuleType) -> None:
+    import labs_page
+
+    figures = json.loads((ROOT / "results" / "labs.json").read_text(encoding="utf-8"))
+    page = (ROOT / "docs" / "labs.md").read_text(encoding="utf-8")
+    assert labs_page.page_of(rows.rows(), figures) == page
+
+
+def test_each_command_that_runs_has_figures_and_ends_as_published(rows: ModuleType) -> None:
+    figures = json.loads((ROOT / "results" / "labs.json").read_text(encoding="utf-8"))
+    ran = {row.name: row for row in rows.rows() if row.target}
+
+    assert figures.keys() == ran.keys()
+    verdicts = {rows.OOM: "oom", rows.FITS: "fits"}
+    for name, row in ran.items():
+        assert figures[name]["verdict"] == verdicts.get(row.published, "fits"), name
+
+
+def test_the_scripts_and_recipes_of_the_commands_are_there(rows: ModuleType) -> None:
+    folders = ROOT / "docs" / "labs" / "litgpt", ROOT / "docs" / "labs" / "blip2"
+    there = {path.name for folder in folders for path in folder.iterdir()}
+    asked = {
+        Path(arg).name
+        for row in rows.rows()
+        for arg in row.target
+        if arg.endswith((".py", ".yaml"))
+    }
+
+    assert asked | {"fine_tune.py"} == there - {"__pycache__"}
