@@ -16,6 +16,7 @@ from memest.cli.group import OOM_EXIT_CODE, main, tell
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import Gpu, custom_gpu, find_gpu
 from memest.estimator.predict import PRIMARY_GPU
+from memest.run.no_input import NoInput
 from memest.run.target import Target, check_single_process, find_module, find_script
 from memest.units import parse_bytes
 
@@ -66,7 +67,14 @@ _FILE = click.Path(path_type=Path)
 @click.option("--gpu-memory", type=_Bytes(), help="Memory of a card not in the catalogue: 24GiB.")
 @click.option("--memory-limit", type=_Bytes(), help="Cap on the allocator: 78.4GiB.")
 @click.option("--max-steps", type=click.IntRange(1), help="End after so many optimizer steps.")
+@click.option(
+    "--batch-parts",
+    type=click.IntRange(1),
+    default=1,
+    help="Take one of so many parts of DataLoaders' batches: what if they were smaller?",
+)
 @click.option("--strict", is_flag=True, help="Refuse to guess values that the script reads.")
+@click.option("--no-input", is_flag=True, help="Refuse a script that reads from stdin.")
 @click.option("--json", "json_path", type=_FILE, help="Write the report to a file as JSON.")
 @click.option("--html", type=_FILE, help="Write the report as a page.")
 @click.option("--snapshot", type=_FILE, help="Write the run as PyTorch's snapshot.")
@@ -79,7 +87,9 @@ def run(
     gpu_memory: int | None,
     memory_limit: int | None,
     max_steps: int | None,
+    batch_parts: int,
     strict: bool,
+    no_input: bool,
     json_path: Path | None,
     html: Path | None,
     snapshot: Path | None,
@@ -113,8 +123,11 @@ def run(
         is_strict=strict,
         name=target.label,
         roots=target.roots,
+        batch_parts=batch_parts,
     )
     out = sys.stdout
+    if no_input:
+        sys.stdin = NoInput()
     ran = run_target(target, session)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -123,15 +136,18 @@ def run(
     if ran.refusal is not None:
         tell(str(ran.refusal), ran.refusal.hint)
     if ran.report is None:
-        if not ran.exit_code:
-            tell(
-                "the script has not used the GPU, so there is nothing to report",
-                "does it ask `torch.cuda.is_available()`, and move its model to `cuda`?",
-            )
-        return ran.exit_code or NOT_USED_EXIT_CODE
+        return ran.exit_code or _not_used()
     _print(ran.report, out)
     files.write(ran.report, session)
     return OOM_EXIT_CODE if check and not ran.report.fits else ran.exit_code
+
+
+def _not_used() -> int:
+    tell(
+        "the script has not used the GPU, so there is nothing to report",
+        "does it ask `torch.cuda.is_available()`, and move its model to `cuda`?",
+    )
+    return NOT_USED_EXIT_CODE
 
 
 @contextlib.contextmanager

@@ -14,9 +14,12 @@ from memest.estimator.device.virtual_gpu import StepLimit, VirtualGpu
 from memest.estimator.hardware.gpus import Gpu, custom_gpu, find_gpu
 from memest.estimator.predict import PRIMARY_GPU
 from memest.report import Ending, RunReport
-from memest.run import processes
+from memest.run import processes, smaller_batches
 from memest.run.summary import report_of
 from memest.units import parse_bytes
+
+_LONGEST_CHAIN = 20
+"""Of errors that were raised while another was handled."""
 
 
 class Session:
@@ -29,6 +32,7 @@ class Session:
         is_strict: refuse to guess values.
         name: of what runs, for the report.
         roots: folders of libraries whose code is the script's.
+        batch_parts: DataLoaders take one of so many parts of each batch.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class Session:
         is_strict: bool = False,
         name: str = "a block of code",
         roots: tuple[Path, ...] = (),
+        batch_parts: int = 1,
     ) -> None:
         self.gpu = gpu
         self.name = name
@@ -50,6 +55,7 @@ class Session:
         self._virtual = VirtualGpu(
             gpu, limit_bytes=self._limit, max_steps=max_steps, is_strict=is_strict, roots=roots
         )
+        self._batch_parts = batch_parts
         self._patches = Patches()
         self._started = 0.0
         self._elapsed_s: float | None = None
@@ -61,6 +67,11 @@ class Session:
             )
         self._virtual.__enter__()
         processes.install(self._patches)
+        if self._batch_parts > 1:
+            smaller_batches.install(self._patches, self._batch_parts)
+            self._virtual.recorder.note(
+                f"batches of DataLoaders are cut to 1/{self._batch_parts}, as asked"
+            )
         self._started = time.perf_counter()
         return self
 
@@ -155,7 +166,7 @@ def ending_of(error: BaseException | None) -> tuple[Ending, str]:
     """How a script ended whose last word was `error`, and that in a line."""
     if error is None:
         return Ending.FINISHED, ""
-    if isinstance(error, StepLimit):
+    if _is_stopped(error):
         return Ending.STOPPED, ""
     if isinstance(error, SystemExit):
         is_said = error.code not in (None, 0)
@@ -171,6 +182,16 @@ def ending_of(error: BaseException | None) -> tuple[Ending, str]:
     if ending is Ending.OOM:
         text = text.partition(" GPU 0 has")[0]  # the rest is in the report
     return ending, f"{type(error).__name__}: {text[:400]}"
+
+
+def _is_stopped(error: BaseException) -> bool:
+    """Whether `error` is a `StepLimit`, or what cleaning up after one led to."""
+    context: BaseException | None = error
+    for _ in range(_LONGEST_CHAIN):
+        if context is None or isinstance(context, StepLimit):
+            break
+        context = context.__context__
+    return isinstance(context, StepLimit)
 
 
 def refusal_within(error: BaseException | None) -> MemestError | None:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
-from memest.estimator.device.tensors import META, PLAIN, Place, is_meta, true_device
+from memest.estimator.device.tensors import CPU, META, PLAIN, Place, is_meta, true_device
 
 
 def install(patches: Patches, recorder: LiveRecorder) -> None:
@@ -23,16 +23,11 @@ def install(patches: Patches, recorder: LiveRecorder) -> None:
 
     def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
         if isinstance(data, Tensor) and not recorder.is_off and _is_plain_on_host(data):
-            with _disable_current_modes():
-                size, stride = data.size(), data.stride()
-                bare = torch.empty_strided(size, stride, dtype=data.dtype, device=META)
-            recorder.put_on_host(bare)
-            recorder.know(bare, data)
-            data = bare
+            data = _without_data(recorder, data)
         return make(cls, data, requires_grad)
 
     patches.set(nn.Parameter, "__new__", staticmethod(new))
-    _install_data(patches)
+    _install_data(patches, recorder)
     are_alike = torch._has_compatible_shallow_copy_type
 
     def can_replace(tensor: Tensor, other: Tensor) -> bool:
@@ -48,17 +43,45 @@ def _is_plain_on_host(data: Tensor) -> bool:
     return type(data) in PLAIN and not is_meta(data) and true_device(data).type == "cpu"
 
 
-def _install_data(patches: Patches) -> None:
+def _without_data(recorder: LiveRecorder, data: Tensor) -> Tensor:
+    """A tensor of the host like `data` that takes no room."""
+    with _disable_current_modes():
+        size, stride = data.size(), data.stride()
+        bare = torch.empty_strided(size, stride, dtype=data.dtype, device=META)
+    recorder.put_on_host(bare)
+    recorder.know(bare, data)
+    return bare
+
+
+def _install_data(patches: Patches, recorder: LiveRecorder) -> None:
     """`Tensor.data` may go between a real tensor and one without data."""
     data_of: Any = vars(torch._C.TensorBase)["data"]
     swap_tensors: Any = torch.utils.swap_tensors
 
     def set_data(tensor: Tensor, value: Tensor) -> None:
+        if is_meta(tensor) and not is_meta(value) and _is_gradient(tensor):
+            value = _without_data(recorder, value)
         if is_meta(tensor) != is_meta(value):
             swapped = Tensor._make_subclass(type(tensor), value.detach(), tensor.requires_grad)
             vars(swapped).update(vars(tensor))  # class and attributes are swapped as well
+            grad = tensor.grad if tensor.is_leaf else None
             swap_tensors(tensor, swapped)
+            if grad is not None and is_meta(grad) != is_meta(tensor):
+                tensor.grad = _stand_in(grad, is_meta(tensor))
             return
         data_of.__set__(tensor, value)
 
     patches.set(Tensor, "data", property(data_of.__get__, set_data))
+
+
+def _stand_in(grad: Tensor, has_no_data: bool) -> Tensor:
+    """What `Module.to` finds and replaces in turn; torch has gradients lie where parameters do."""
+    where = META if has_no_data else CPU
+    with _disable_current_modes():
+        return torch.empty_strided(grad.size(), grad.stride(), dtype=grad.dtype, device=where)
+
+
+def _is_gradient(tensor: Tensor) -> bool:
+    """Whether something in C++ holds `tensor`, as a parameter does its `grad`: it cannot swap."""
+    use_count: int = tensor._use_count()  # type: ignore[attr-defined]
+    return use_count > 1 and not tensor.requires_grad
