@@ -284,7 +284,8 @@ class _Check:
         else:
             if not device.is_known:
                 card += ["--gpu-memory", str(device.total_bytes)]
-            card += ["--memory-limit", str(max(_SMALLEST_LIMIT, device.room_bytes))]
+            if device.room_bytes < device.gpu.limit_bytes:
+                card += ["--memory-limit", str(max(_SMALLEST_LIMIT, device.room_bytes))]
         seconds = self.time_limit - self.elapsed_s
         if seconds <= 0:
             return _Ran(None, "no time is left")
