@@ -14,6 +14,7 @@ import click
 from memest.cli.files import check_writable, write_text
 from memest.cli.group import OOM_EXIT_CODE, main, tell
 from memest.errors import PlanError
+from memest.estimator.allocator.settings import settings_from
 from memest.estimator.hardware.gpus import Gpu, custom_gpu, find_gpu
 from memest.estimator.predict import PRIMARY_GPU
 from memest.run.no_input import NoInput
@@ -110,6 +111,7 @@ def run(
     """
     target = _target(module, command)
     check_single_process(os.environ)
+    settings_from(os.environ)  # which the allocator reads at its first request
     card = _card(gpu_name, gpu_memory)
     files = _Files(json_path, html, snapshot, chrome_trace)
     with _no_real_card():

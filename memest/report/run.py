@@ -145,6 +145,8 @@ class RunReport:
     assumptions: tuple[str, ...]
     versions: Mapping[str, str]
     elapsed_s: float
+    allocator: str = ""
+    """Its settings, as `PYTORCH_ALLOC_CONF` gives them; empty: the defaults."""
 
     @property
     def fits(self) -> bool:
@@ -162,7 +164,8 @@ class RunReport:
         Raises:
             KeyError, TypeError, ValueError: the values are not those of such a report.
         """
-        given = {field.name: values[field.name] for field in fields(cls)}
+        given = {"allocator": "", **values}
+        given = {field.name: given[field.name] for field in fields(cls)}
         rows = {
             "terms": HeldRow, "modules": HeldRow, "lines": HeldRow,
             "phases": RunPhase, "steps": RunStep, "guesses": Guess,

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from memest.estimator.allocator.addresses import AddressSpace
 from memest.estimator.allocator.caching import Block, CachingAllocator, OutOfMemory
+from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings
 from memest.estimator.device.history import EMPTIED, EventLog
 from memest.estimator.device.storages import RETURNED, StorageTable
 from memest.estimator.device.virtual_gpu import VirtualGpu
-from memest.estimator.trace.recording import Mark, Recording, RecordingObserver
+from memest.estimator.trace.recording import Act, Action, Mark, Recording, RecordingObserver
 from memest.estimator.trace.replay import Moment, ObservedAllocator, Replayed
 from memest.report import Phase, RunReport
 
@@ -35,12 +37,17 @@ class LogReplay:
     refusal: Refusal | None
 
 
-def replay_log(log: EventLog, storages: StorageTable, limit_bytes: int | None) -> LogReplay:
+def replay_log(
+    log: EventLog,
+    storages: StorageTable,
+    limit_bytes: int | None,
+    settings: AllocatorSettings = DEFAULT,
+) -> LogReplay:
     """The events that are kept, on a card whose allocator can reserve `limit_bytes`.
 
     The script is taken to do the same there: it does not see that the card is another.
     """
-    allocator = CachingAllocator(limit_bytes)
+    allocator = CachingAllocator(limit_bytes, settings=settings)
     refusal = _Replay(allocator, storages).run(log.events)
     return LogReplay(
         allocator.peak_allocated_bytes,
@@ -51,7 +58,12 @@ def replay_log(log: EventLog, storages: StorageTable, limit_bytes: int | None) -
 
 
 def record_log(
-    log: EventLog, storages: StorageTable, limit_bytes: int | None, gpu: str, refused_bytes: int = 0
+    log: EventLog,
+    storages: StorageTable,
+    limit_bytes: int | None,
+    gpu: str,
+    refused_bytes: int = 0,
+    settings: AllocatorSettings = DEFAULT,
 ) -> Recording:
     """Every action of the allocator for the events that are kept.
 
@@ -61,10 +73,14 @@ def record_log(
         limit_bytes: what the allocator could reserve.
         gpu: the card's name.
         refused_bytes: of the request that ended the script, or 0.
+        settings: of the allocator.
     """
     recording = Recording(storages, limit_bytes, gpu)
     observer = RecordingObserver(recording, ranges_stay=False)
-    run = _ObservedReplay(ObservedAllocator(limit_bytes, observer), storages, observer)
+    observer.addresses = _RecordedAddresses(recording.actions)
+    allocator = ObservedAllocator(limit_bytes, observer)
+    allocator.use(settings)
+    run = _ObservedReplay(allocator, storages, observer)
     result = Replayed()
     position, steps = 0, _Steps()
     for at, name in log.marks:
@@ -80,6 +96,29 @@ def record_log(
     result.peak = Moment(run.peak_position, _step_at(recording.marks, run.peak_actions), -1)
     recording.result = result
     return recording
+
+
+class _RecordedAddresses(AddressSpace):
+    """Writes down what the driver gives and takes."""
+
+    def __init__(self, actions: list[Action]) -> None:
+        super().__init__()
+        self._actions = actions
+
+    def take(self, num_bytes: int) -> int:
+        address = super().take(num_bytes)
+        self.mapped(address, num_bytes)
+        return address
+
+    def give_back(self, address: int, num_bytes: int) -> None:
+        self.unmapped(address, num_bytes)
+        super().give_back(address, num_bytes)
+
+    def mapped(self, address: int, num_bytes: int) -> None:
+        self._actions.append(Action(Act.SEGMENT_ALLOC, address, num_bytes, -1))
+
+    def unmapped(self, address: int, num_bytes: int) -> None:
+        self._actions.append(Action(Act.SEGMENT_FREE, address, num_bytes, -1))
 
 
 class _Replay:
@@ -188,4 +227,11 @@ def record_run_of(virtual: VirtualGpu, report: RunReport) -> Recording:
     """Every action of the allocator in the run of `virtual`, of which `report` is."""
     recorder = virtual.recorder
     refused = recorder.refused[0] if recorder.refused and not report.fits else 0
-    return record_log(recorder.log, recorder.storages, report.limit_bytes, report.gpu, refused)
+    return record_log(
+        recorder.log,
+        recorder.storages,
+        report.limit_bytes,
+        report.gpu,
+        refused,
+        virtual.allocator.settings,
+    )

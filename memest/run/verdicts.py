@@ -88,6 +88,7 @@ class _Judge:
 
     def __init__(self, virtual: VirtualGpu) -> None:
         self._recorder = virtual.recorder
+        self._settings = virtual.allocator.settings
         history = virtual.recorder.history
         self._allocated = history.peak_allocated_bytes
         self._unlimited = history.peak_reserved_bytes
@@ -132,7 +133,8 @@ class _Judge:
         )
 
     def _replay(self, limit_bytes: int | None) -> LogReplay:
-        return replay_log(self._recorder.log, self._recorder.storages, limit_bytes)
+        recorder, settings = self._recorder, self._settings
+        return replay_log(recorder.log, recorder.storages, limit_bytes, settings)
 
     def _at(self, position: int, storage: int) -> str:
         return _where(

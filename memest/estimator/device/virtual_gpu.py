@@ -17,7 +17,8 @@ from torch.optim.optimizer import (
 )
 
 from memest.errors import MemestError
-from memest.estimator.allocator.statistics import CountingAllocator
+from memest.estimator.allocator.settings import AllocatorSettings, settings_from
+from memest.estimator.allocator.statistics import CountingAllocator, allow_share
 from memest.estimator.device import (
     attributes,
     cuda,
@@ -56,6 +57,7 @@ class VirtualGpu:
         max_steps: optimizer steps after which `StepLimit` ends the script; None is no limit.
         is_strict: refuse to guess values.
         roots: folders whose code is the script's, wherever they lie.
+        settings: of the allocator; None is what the environment says when it is first used.
     """
 
     _active: VirtualGpu | None = None
@@ -68,6 +70,7 @@ class VirtualGpu:
         max_steps: int | None = None,
         is_strict: bool = False,
         roots: tuple[Path, ...] = (),
+        settings: AllocatorSettings | None = None,
     ) -> None:
         self.gpu = gpu
         self.limit_bytes = limit_bytes
@@ -76,10 +79,20 @@ class VirtualGpu:
         self.allocator = CountingAllocator(
             gpu.limit_bytes if limit_bytes is None else limit_bytes, card_bytes=gpu.limit_bytes
         )
+        if limit_bytes is not None and limit_bytes < gpu.limit_bytes:
+            self.allocator.allowed_bytes = limit_bytes
+        self.allocator.use_late(lambda: self._settings(settings))
         self.guesses = Guesses(is_strict)
         self.recorder = LiveRecorder(gpu, self.allocator, self.guesses, ScriptLines(roots))
         self._patches = Patches()
         self._stack = contextlib.ExitStack()
+
+    def _settings(self, given: AllocatorSettings | None) -> AllocatorSettings:
+        settings = settings_from(os.environ) if given is None else given
+        if settings.memory_fraction < 1:
+            most = self.gpu.limit_bytes if self.limit_bytes is None else self.limit_bytes
+            allow_share(self.allocator, settings.memory_fraction, self.gpu.memory_bytes, most)
+        return settings
 
     @property
     def notes(self) -> list[str]:
