@@ -17,6 +17,8 @@ EIGHT_BIT_SHARE = 0.74
 """Of two float32 moments, what bitsandbytes' blockwise 8-bit ones save: 8 B to 2 B and 8 B per 256
 elements (`bitsandbytes/optim/optimizer.py`: blocks of 256, one float32 `absmax` each)."""
 
+EXPANDABLE = "expandable_segments:True"
+
 MOST_PARTS = 64
 """A micro-batch is not cut into more."""
 
@@ -33,7 +35,15 @@ class Suggestion:
     """By the estimate."""
 
     options: tuple[str, ...] = ()
-    """Of `memest run`, to simulate it; none where the script itself has to be changed."""
+    """Of `memest run`, to simulate it."""
+
+    alloc_conf: str = ""
+    """What comes to `PYTORCH_ALLOC_CONF`, to simulate it."""
+
+    @property
+    def can_be_simulated(self) -> bool:
+        """Whether `memest run` can do it; else the script itself has to be changed."""
+        return bool(self.options or self.alloc_conf)
 
 
 def suggestions(report: RunReport, limit_bytes: int) -> tuple[Suggestion, ...]:
@@ -58,11 +68,12 @@ def _all(report: RunReport, over: int) -> Iterator[Suggestion]:
             price="nothing: the same update in one kernel, without temporaries",
             saved_bytes=temporaries,
         )
-    if cached:
+    if cached and EXPANDABLE not in report.allocator:
         yield Suggestion(
-            title="`PYTORCH_ALLOC_CONF=expandable_segments:True` in the environment",
+            title=f"`PYTORCH_ALLOC_CONF={EXPANDABLE}` in the environment",
             price="nothing: the allocator keeps less in pieces that nothing fits into",
             saved_bytes=cached,
+            alloc_conf=EXPANDABLE,
         )
     grows = held.get("activations", 0) + held.get("batch", 0) + (0 if in_step else temporaries)
     parts = next((n for n in _powers_of_two() if grows - grows // n >= over), 0)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from memest.estimator.allocator.settings import VARIABLES
 from memest.report import Ending, RunReport
 from memest.run.advice import Suggestion, render_suggestions, suggestions
 from memest.run.device_at_hand import DeviceAtHand, device_at_hand
@@ -259,9 +260,9 @@ class _Check:
     def _tried(self, typed: Typed, device: DeviceAtHand, found: Iterable[Suggestion]) -> list[str]:
         """The first of `found` that fits when it is simulated, if time is left to."""
         for each in found:
-            if not each.options:
+            if not each.can_be_simulated:
                 continue
-            report = self._run(typed, device, each.options).report
+            report = self._run(typed, device, each.options, alloc_conf=each.alloc_conf).report
             if report is not None and report.fits and not report.error:
                 room = f"{format_gib(report.peak_reserved_bytes)} of"
                 return [
@@ -276,6 +277,7 @@ class _Check:
         device: DeviceAtHand,
         options: Sequence[str] = (),
         memory: str | None = None,
+        alloc_conf: str = "",
     ) -> _Ran:
         """The script on a virtual card like `device`, or like it with `memory`."""
         card = ["--gpu", device.gpu.name]
@@ -292,12 +294,26 @@ class _Check:
         folder = Path(tempfile.mkdtemp(prefix="memest-preflight-"))
         try:
             steps = ("--max-steps", str(self.max_steps), "--no-input")
-            return _run_script(typed, [*card, *steps, *options], folder, seconds)
+            return _run_script(
+                typed, [*card, *steps, *options], _environment(alloc_conf), folder, seconds
+            )
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run_script(typed: Typed, options: list[str], folder: Path, seconds: float) -> _Ran:
+def _environment(alloc_conf: str) -> dict[str, str]:
+    """Of a virtual run: the script's, and settings of the allocator beside those that it has."""
+    found = {**os.environ, **_QUIET, VARIABLE: INSIDE}
+    if alloc_conf:
+        newer, older = VARIABLES
+        before = os.environ.get(newer, os.environ.get(older, ""))
+        found[newer] = ",".join(filter(None, (before, alloc_conf)))
+    return found
+
+
+def _run_script(
+    typed: Typed, options: list[str], environment: dict[str, str], folder: Path, seconds: float
+) -> _Ran:
     """`memest run OPTIONS` on a script, its output kept away, for at most `seconds`."""
     report, output = folder / "report.json", folder / "output.txt"
     boot = _BOOT.format(seconds=int(seconds) + 5, folder=str(Path(__file__).parents[2]))
@@ -307,7 +323,7 @@ def _run_script(typed: Typed, options: list[str], folder: Path, seconds: float) 
         process = subprocess.Popen(
             [*command, *typed.words],
             cwd=typed.folder,
-            env={**os.environ, **_QUIET, VARIABLE: INSIDE},
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=stream,

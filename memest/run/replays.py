@@ -99,26 +99,52 @@ def record_log(
 
 
 class _RecordedAddresses(AddressSpace):
-    """Writes down what the driver gives and takes."""
+    """Writes down what the driver gives and takes.
+
+    An expandable segment that grows is written as one that goes and a larger one that comes.
+    """
 
     def __init__(self, actions: list[Action]) -> None:
         super().__init__()
         self._actions = actions
+        self._ends: dict[int, int] = {}  # of what is mapped, by its beginning
 
     def take(self, num_bytes: int) -> int:
         address = super().take(num_bytes)
-        self.mapped(address, num_bytes)
+        self._add(Act.SEGMENT_ALLOC, address, num_bytes)
         return address
 
     def give_back(self, address: int, num_bytes: int) -> None:
-        self.unmapped(address, num_bytes)
+        self._add(Act.SEGMENT_FREE, address, num_bytes)
         super().give_back(address, num_bytes)
 
     def mapped(self, address: int, num_bytes: int) -> None:
-        self._actions.append(Action(Act.SEGMENT_ALLOC, address, num_bytes, -1))
+        begin, end = address, address + num_bytes
+        for first, last in list(self._ends.items()):
+            if first == end or last == begin:
+                self._drop(first)
+                begin, end = min(begin, first), max(end, last)
+        self._keep(begin, end)
 
     def unmapped(self, address: int, num_bytes: int) -> None:
-        self._actions.append(Action(Act.SEGMENT_FREE, address, num_bytes, -1))
+        end = address + num_bytes
+        first = next(f for f, last in self._ends.items() if f <= address and end <= last)
+        last = self._drop(first)
+        self._keep(first, address)
+        self._keep(end, last)
+
+    def _drop(self, first: int) -> int:
+        last = self._ends.pop(first)
+        self._add(Act.SEGMENT_FREE, first, last - first)
+        return last
+
+    def _keep(self, first: int, last: int) -> None:
+        if first < last:
+            self._ends[first] = last
+            self._add(Act.SEGMENT_ALLOC, first, last - first)
+
+    def _add(self, act: Act, address: int, num_bytes: int) -> None:
+        self._actions.append(Action(act, address, num_bytes, -1))
 
 
 class _Replay:

@@ -17,6 +17,7 @@ import torch
 
 import memest
 from memest.errors import PlanError, UnsupportedError
+from memest.estimator.allocator.settings import parse_settings
 from memest.estimator.hardware.gpus import custom_gpu, find_gpu
 from memest.report import Ending, RunReport
 from memest.run import preflight as module
@@ -62,23 +63,37 @@ class Runs:
 
     def __init__(self, *, has_loader: bool = True) -> None:
         self.options: list[dict[str, str]] = []
+        self.environments: list[dict[str, str]] = []
         self.has_loader = has_loader
 
-    def __call__(self, typed: Typed, options: list[str], folder: Path, seconds: float) -> Any:
+    def __call__(
+        self,
+        typed: Typed,
+        options: list[str],
+        environment: dict[str, str],
+        folder: Path,
+        seconds: float,
+    ) -> Any:
         words = [word for word in options if word != "--no-input"]
         given = dict(zip(words[::2], words[1::2], strict=True))
         self.options.append(given)
+        self.environments.append(environment)
         gpu = find_gpu(given["--gpu"])
         if "--gpu-memory" in given:
             gpu = custom_gpu(parse_bytes(given["--gpu-memory"]), gpu)
         limit = given.get("--memory-limit")
         session = Session(gpu, memory_limit=None if limit is None else int(limit))
+        settings = environment.get("PYTORCH_ALLOC_CONF", "")
+        session.virtual.allocator.use_late(lambda: parse_settings(settings))
         try:
             with session:
-                train(8 // int(given.get("--batch-parts", "1")) if self.has_loader else 8)
+                self.train(8 // int(given.get("--batch-parts", "1")) if self.has_loader else 8)
         except torch.OutOfMemoryError:
             pass
         return module._Ran(session.report())
+
+    def train(self, num_samples: int) -> None:
+        train(num_samples)
 
 
 @pytest.fixture(autouse=True)
@@ -157,6 +172,38 @@ def test_a_change_that_cannot_be_simulated_is_estimated(
     said = capsys.readouterr().err
     assert "best change: 1/2 of the micro-batch" in said
     assert "estimated from what fills the peak" in said
+
+
+class Growing(Runs):
+    """A run whose batches become longer, so that its cached segments serve no more."""
+
+    def train(self, num_samples: int) -> None:
+        parameter = torch.nn.Parameter(torch.ones(4, device="cuda"))
+        optimizer = torch.optim.SGD([parameter])
+        self.walls: list[torch.Tensor] = []  # each stays in the segment of what was freed
+        for num_mib in range(20, 100, 8):
+            torch.empty(num_mib * MIB, dtype=torch.uint8, device="cuda")
+            self.walls.append(torch.empty(20 * MIB, dtype=torch.uint8, device="cuda"))
+        parameter.sum().backward()
+        optimizer.step()
+        self.walls.clear()
+
+
+def test_a_setting_of_the_allocator_is_tried_beside_those_that_are_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on(monkeypatch, card(320 * MIB))
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "roundup_power2_divisions:16")
+    made = Growing()
+    monkeypatch.setattr(module, "_run_script", made)
+
+    with pytest.raises(memest.PreflightStop):
+        memest.preflight()
+
+    said = capsys.readouterr().err
+    assert "best change, simulated: `PYTORCH_ALLOC_CONF=expandable_segments:True`" in said
+    wanted = "roundup_power2_divisions:16,expandable_segments:True"
+    assert made.environments[-1]["PYTORCH_ALLOC_CONF"] == wanted
 
 
 def test_a_tight_script_is_warned_of(
@@ -263,7 +310,7 @@ def test_a_virtual_run_that_ends_early_proves_nothing(
     ending: Ending, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def crash(typed: Typed, *args: Any) -> Any:
-        report = Runs()(typed, ["--gpu", "h200"], Path(), 1.0).report
+        report = Runs()(typed, ["--gpu", "h200"], {}, Path(), 1.0).report
         return module._Ran(replace(report, ending=ending, error="ValueError: no such file"))
 
     on(monkeypatch, card(60 * GIB))
@@ -285,7 +332,7 @@ def test_a_card_that_the_catalogue_lacks_is_simulated_with_its_memory(
 
 
 def test_a_report_is_read_back_from_its_json(runs: Runs) -> None:
-    report = runs(Typed(("train.py",), "."), ["--gpu", "h200"], Path(), 1.0).report
+    report = runs(Typed(("train.py",), "."), ["--gpu", "h200"], {}, Path(), 1.0).report
 
     assert RunReport.from_dict(json.loads(report.to_json())) == report
 
