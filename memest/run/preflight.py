@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -243,7 +243,7 @@ class _Check:
             f"memest preflight: `{typed.label}` will not fit {_card(device)}, so it is stopped"
             f" before it starts; `{VARIABLE}=off` lets it run",
             "",
-            str(report),
+            str(replace(report, verdicts={report.gpu: report.verdicts[report.gpu]}, notes=())),
             "",
         ]
         endless = self._run(typed, device, memory=ENDLESS).report

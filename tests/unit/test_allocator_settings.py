@@ -126,6 +126,11 @@ def test_another_allocator_is_refused_by_name() -> None:
         parse_settings("backend:cudaMallocAsync")
 
 
+def test_no_cache_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match="`PYTORCH_NO_CUDA_MEMORY_CACHING` asks for an"):
+        settings_from({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+
+
 def test_options_that_change_nothing_on_the_card_are_named() -> None:
     found = parse_settings("pinned_use_background_threads:True,expandable_segments:True")
 

@@ -17,6 +17,8 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """The first is the newer name; options of CUDA alone are read from the second, if both are set
 (`AllocatorConfig.cpp`, `CUDAAllocatorConfig.h`)."""
 
+NO_CACHE = "PYTORCH_NO_CUDA_MEMORY_CACHING"
+
 MIB = 1 << 20
 NUM_INTERVALS = 16
 """Of `roundup_power2_divisions`: from 1 MiB to 64 GiB, one per power of two."""
@@ -112,6 +114,11 @@ def settings_from(environment: Mapping[str, str]) -> AllocatorSettings:
     Raises:
         PlanError, UnsupportedError: as `parse_settings`.
     """
+    if environment.get(NO_CACHE, "0").strip() not in ("", "0"):
+        raise UnsupportedError(
+            f"`{NO_CACHE}` asks for an allocator without a cache, which cannot be simulated",
+            hint=f"run it without `{NO_CACHE}`",
+        )
     newer, older = (environment.get(name) for name in VARIABLES)
     if newer is None and older is None:
         return DEFAULT
