@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memest.estimator.allocator.addresses import AddressSpace
-from memest.estimator.allocator.caching import Block, CachingAllocator, OutOfMemory
+from memest.estimator.allocator.blocks import Block
+from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
 from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings
 from memest.estimator.device.history import EMPTIED, EventLog
 from memest.estimator.device.storages import RETURNED, StorageTable

@@ -16,7 +16,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from memest.estimator.allocator.caching import ROUND_BYTES, Block, OutOfMemory
+from memest.estimator.allocator.blocks import ROUND_BYTES, Block
+from memest.estimator.allocator.caching import OutOfMemory
 from memest.estimator.allocator.expandable import Unmapped
 from memest.estimator.allocator.settings import AllocatorSettings, parse_settings
 from memest.estimator.allocator.statistics import CountingAllocator, allow_share

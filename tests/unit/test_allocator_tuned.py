@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from memest.estimator.allocator.caching import Block, CachingAllocator, OutOfMemory
+from memest.estimator.allocator.blocks import Block
+from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
 from memest.estimator.allocator.expandable import Unmapped
 from memest.estimator.allocator.settings import parse_settings
 from memest.estimator.allocator.statistics import CountingAllocator, allow_share

@@ -12,34 +12,15 @@ from collections.abc import Callable, Iterable, Iterator
 from memest.estimator.allocator.addresses import AddressSpace
 from memest.estimator.allocator.blocks import (
     ADDRESS_BITS,
-    LARGE_SEGMENT_BYTES,
-    MIN_OWN_SEGMENT_BYTES,
     ROUND_BYTES,
-    SEGMENT_ROUND_BYTES,
     SMALL_REQUEST_BYTES,
-    SMALL_SEGMENT_BYTES,
-    Block,
     FreeBlocks,
-    round_request,
     segment_bytes,
 )
+from memest.estimator.allocator.blocks import SMALL_SEGMENT_BYTES as SMALL_SEGMENT_BYTES
+from memest.estimator.allocator.blocks import Block as Block
 from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings
 from memest.estimator.allocator.tuned import Tuning
-
-__all__ = [
-    "LARGE_SEGMENT_BYTES",
-    "MIN_OWN_SEGMENT_BYTES",
-    "ROUND_BYTES",
-    "SEGMENT_ROUND_BYTES",
-    "SMALL_REQUEST_BYTES",
-    "SMALL_SEGMENT_BYTES",
-    "Block",
-    "CachingAllocator",
-    "FreeBlocks",
-    "OutOfMemory",
-    "round_request",
-    "segment_bytes",
-]
 
 
 class OutOfMemory(Exception):

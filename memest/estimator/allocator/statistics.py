@@ -14,13 +14,8 @@ from typing import Any
 import numpy as np
 
 from memest.estimator.allocator.addresses import AddressSpace
-from memest.estimator.allocator.caching import (
-    SMALL_REQUEST_BYTES,
-    Block,
-    CachingAllocator,
-    OutOfMemory,
-    round_request,
-)
+from memest.estimator.allocator.blocks import SMALL_REQUEST_BYTES, Block, round_request
+from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
 from memest.estimator.allocator.expandable import Unmapped
 from memest.estimator.allocator.memory_history import MemoryHistory
 from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings

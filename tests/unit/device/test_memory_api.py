@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from memest.errors import PlanError, UnsupportedError
-from memest.estimator.allocator.caching import Block, OutOfMemory
+from memest.estimator.allocator.blocks import Block
+from memest.estimator.allocator.caching import OutOfMemory
 from memest.estimator.allocator.statistics import CountingAllocator, Stat
 from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import find_gpu
