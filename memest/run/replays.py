@@ -43,12 +43,23 @@ def replay_log(
     storages: StorageTable,
     limit_bytes: int | None,
     settings: AllocatorSettings = DEFAULT,
+    *,
+    is_share: bool = False,
 ) -> LogReplay:
     """The events that are kept, on a card whose allocator can reserve `limit_bytes`.
 
     The script is taken to do the same there: it does not see that the card is another.
+
+    Args:
+        log: the events.
+        storages: what they are about.
+        limit_bytes: what can be reserved; None is a card without end.
+        settings: of the allocator.
+        is_share: the limit is what is allowed, and the card has more.
     """
     allocator = CachingAllocator(limit_bytes, settings=settings)
+    if is_share:
+        allocator.card_bytes, allocator.allowed_bytes = None, limit_bytes
     refusal = _Replay(allocator, storages).run(log.events)
     return LogReplay(
         allocator.peak_allocated_bytes,
@@ -64,7 +75,7 @@ def record_log(
     limit_bytes: int | None,
     gpu: str,
     refused_bytes: int = 0,
-    settings: AllocatorSettings = DEFAULT,
+    like: CachingAllocator | None = None,
 ) -> Recording:
     """Every action of the allocator for the events that are kept.
 
@@ -74,13 +85,15 @@ def record_log(
         limit_bytes: what the allocator could reserve.
         gpu: the card's name.
         refused_bytes: of the request that ended the script, or 0.
-        settings: of the allocator.
+        like: an allocator whose settings count; None is the defaults.
     """
     recording = Recording(storages, limit_bytes, gpu)
     observer = RecordingObserver(recording, ranges_stay=False)
     observer.addresses = _RecordedAddresses(recording.actions)
     allocator = ObservedAllocator(limit_bytes, observer)
-    allocator.use(settings)
+    if like is not None:
+        allocator.use(like.settings)
+        allocator.card_bytes, allocator.allowed_bytes = like.card_bytes, like.allowed_bytes
     run = _ObservedReplay(allocator, storages, observer)
     result = Replayed()
     position, steps = 0, _Steps()
@@ -260,5 +273,5 @@ def record_run_of(virtual: VirtualGpu, report: RunReport) -> Recording:
         report.limit_bytes,
         report.gpu,
         refused,
-        virtual.allocator.settings,
+        virtual.allocator,
     )

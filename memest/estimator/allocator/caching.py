@@ -50,7 +50,7 @@ class CachingAllocator:
     ):
         self.limit_bytes = limit_bytes
         self.card_bytes = limit_bytes
-        """What the card has for it, where `limit_bytes` is a share of that."""
+        """What the card has for it, where `limit_bytes` is a share of that; None: without end."""
 
         self.allowed_bytes: int | None = None
         """What it allows itself: a share of the card's whole memory, where that is less than 1."""
@@ -265,7 +265,7 @@ class CachingAllocator:
     def _is_capped(self) -> bool:
         """Whether less is allowed than the card has."""
         limit, card = self.limit_bytes, self.card_bytes
-        return limit is not None and card is not None and limit < card
+        return limit is not None and (card is None or limit < card)
 
     def has_room_for(self, num_bytes: int) -> bool:
         """Whether the card has memory to map."""
