@@ -121,18 +121,20 @@ def test_oversize_blocks_are_counted() -> None:
 def test_old_segments_are_given_back_above_a_share_of_what_is_allowed() -> None:
     made = counting("garbage_collection_threshold:0.5", GIB)
     allow_share(made, 0.5, GIB, GIB)  # 512 MiB allowed, collected above 256
-    old, young = made.malloc(100 * MIB), made.malloc(110 * MIB)
+    old, young, busy = (made.malloc(num_mib * MIB) for num_mib in (100, 120, 130))
     made.free(old)
-    for _ in range(4):
-        made.free(made.malloc(90 * MIB))  # of the older block, which is split and whole again
+    made.free(busy)
+    busy = made.malloc(130 * MIB)  # a search in which `old` ages
     made.free(young)
-    made.malloc(120 * MIB)  # at most the threshold is reserved: nothing to do
-    assert made.reserved_bytes == 330 * MIB
+    assert made.reserved_bytes == 350 * MIB
 
-    made.malloc(130 * MIB)
+    made.malloc(140 * MIB)  # 94 MiB too many: `old` is enough
 
-    assert made.reserved_bytes < 460 * MIB
-    assert made.num_retries == 0
+    assert made.reserved_bytes == 390 * MIB
+    assert (made.num_segments_freed, made.num_retries) == (1, 0)
+    assert made.malloc(120 * MIB).num_bytes == 120 * MIB  # that of `young`
+    assert made.reserved_bytes == 390 * MIB
+    made.free(busy)
 
 
 def test_nothing_is_collected_where_all_of_the_card_is_allowed() -> None:
