@@ -103,9 +103,10 @@ def _has_driver() -> bool:
 
 
 def _has_context(torch: Any) -> bool:
-    with suppress(Exception):  # whatever a build without CUDA lacks
-        return bool(torch.cuda.is_initialized() and torch._C._cuda_hasPrimaryContext(0))
-    return False
+    if not torch.cuda.is_initialized():
+        return False
+    asks = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    return asks is None or bool(asks(0))
 
 
 def _of_this_process(torch: Any) -> DeviceAtHand:

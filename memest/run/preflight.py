@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
+from memest.errors import PlanError, shown
 from memest.estimator.allocator.settings import VARIABLES
 from memest.report import Ending, RunReport
 from memest.run.advice import Suggestion, render_suggestions, suggestions
@@ -122,10 +123,14 @@ def preflight(
 
     Raises:
         PreflightStop: it will not fit.
-        PlanError: `margin` is no size.
+        PlanError: `margin` is no size, or there are no steps.
     """
     global _done
     margin_bytes = None if margin is None else parse_bytes(margin)
+    if max_steps < 1:
+        raise PlanError(
+            f"`max_steps` is {shown(max_steps)}", hint="three say what there is to know"
+        )
     if _is_off():
         return _OFF_HERE
     main = sys.modules.get("__main__")
@@ -148,7 +153,7 @@ def _is_off() -> bool:
         return True
     if multiprocessing.parent_process() is not None:
         return True  # a worker that imports the script
-    if any(os.environ.get(name, "0").strip() not in ("", "0") for name in _RANKS):
+    if any(os.environ.get(name, "").strip() not in ("", "0", "-1") for name in _RANKS):
         return True
     virtual = sys.modules.get("memest.estimator.device.virtual_gpu")
     return virtual is not None and virtual.VirtualGpu._active is not None

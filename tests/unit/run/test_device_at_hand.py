@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -199,6 +200,24 @@ def test_what_this_process_has_cached_is_free() -> None:
     )
 
     assert module._of_this_process(torch).room_bytes == 100 * GIB
+
+
+@pytest.mark.parametrize("has_context", [True, False])
+def test_torch_is_asked_where_it_has_a_context_already(
+    has_context: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = SimpleNamespace(
+        cuda=SimpleNamespace(is_initialized=lambda: True),
+        _C=SimpleNamespace(_cuda_hasPrimaryContext=lambda index: has_context),
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(module, "_of_this_process", lambda torch: ASKED)
+    machine(monkeypatch, H100_FREE)
+
+    found = device_at_hand({})
+
+    assert found is not None
+    assert (found is ASKED) == has_context
 
 
 def test_a_card_that_the_catalogue_lacks_is_like_the_nearest() -> None:

@@ -222,6 +222,11 @@ def test_a_margin_that_is_no_size_is_refused_at_once() -> None:
         memest.preflight(margin="much")
 
 
+def test_steps_that_are_none_are_refused_at_once() -> None:
+    with pytest.raises(PlanError, match="`max_steps` is `0`"):
+        memest.preflight(max_steps=0)
+
+
 def test_it_checks_once(monkeypatch: pytest.MonkeyPatch, runs: Runs) -> None:
     on(monkeypatch, card(60 * GIB))
 
