@@ -7,6 +7,8 @@
     with memest.virtual_gpu("a100-80gb") as gpu:
         train()  # any code, on a GPU that is not there
 
+    memest.preflight()  # first line of a script: stop it if it will not fit the real GPU
+
 Importing it loads neither torch nor transformers; `predict` and `virtual_gpu` do.
 """
 
@@ -22,12 +24,13 @@ if TYPE_CHECKING:
     from memest.estimator.kernels.registry import register_kernel
     from memest.estimator.kernels.scratch import Scratch
     from memest.estimator.predict import predict
+    from memest.run.preflight import Preflight, PreflightStop, preflight
     from memest.run.session import virtual_gpu
 
 __version__ = "0.1.0"
 __all__ = [
-    "MemestError", "Prediction", "Scratch", "TrainingPlan", "predict", "register_kernel",
-    "virtual_gpu",
+    "MemestError", "Prediction", "Preflight", "PreflightStop", "Scratch", "TrainingPlan", "predict",
+    "preflight", "register_kernel", "virtual_gpu",
 ]  # fmt: skip
 
 
@@ -36,6 +39,10 @@ def __getattr__(name: str) -> Any:
         from memest.estimator.predict import predict
 
         return predict
+    if name in ("Preflight", "PreflightStop", "preflight"):
+        from memest.run import preflight
+
+        return getattr(preflight, name)
     if name == "virtual_gpu":
         from memest.run.session import virtual_gpu
 

@@ -15,9 +15,11 @@ import click
 from memest.cli.files import check_writable, write_text
 from memest.cli.group import OOM_EXIT_CODE, main, tell
 from memest.errors import PlanError
+from memest.estimator.allocator.settings import settings_from
 from memest.estimator.device.ranks import ALONE, Ranks
 from memest.estimator.hardware.gpus import Gpu, custom_gpu, find_gpu
 from memest.estimator.predict import PRIMARY_GPU
+from memest.run.no_input import NoInput
 from memest.run.target import Target, check_single_process, find_module, find_script
 from memest.units import parse_bytes
 
@@ -73,7 +75,14 @@ _FILE = click.Path(path_type=Path)
 )
 @click.option("--nnodes", type=click.IntRange(1), default=1, help="Nodes, likewise.")
 @click.option("--max-steps", type=click.IntRange(1), help="End after so many optimizer steps.")
+@click.option(
+    "--batch-parts",
+    type=click.IntRange(1),
+    default=1,
+    help="Take one of so many parts of DataLoaders' batches: what if they were smaller?",
+)
 @click.option("--strict", is_flag=True, help="Refuse to guess values that the script reads.")
+@click.option("--no-input", is_flag=True, help="Refuse a script that reads from stdin.")
 @click.option("--json", "json_path", type=_FILE, help="Write the report to a file as JSON.")
 @click.option("--html", type=_FILE, help="Write the report as a page.")
 @click.option("--snapshot", type=_FILE, help="Write the run as PyTorch's snapshot.")
@@ -88,7 +97,9 @@ def run(
     nproc_per_node: int,
     nnodes: int,
     max_steps: int | None,
+    batch_parts: int,
     strict: bool,
+    no_input: bool,
     json_path: Path | None,
     html: Path | None,
     snapshot: Path | None,
@@ -110,6 +121,7 @@ def run(
     """
     target = _target(module, command)
     check_single_process(os.environ)
+    settings_from(os.environ)  # which the allocator reads at its first request
     card = _card(gpu_name, gpu_memory)
     files = _Files(json_path, html, snapshot, chrome_trace)
     with _no_real_card():
@@ -126,6 +138,7 @@ def run(
             name=target.label,
             roots=target.roots,
             ranks=ranks,
+            batch_parts=batch_parts,
         )
 
     def run_one(ranks: Ranks, written: _Files) -> Ran:
@@ -136,6 +149,8 @@ def run(
         return ran
 
     out = sys.stdout
+    if no_input:
+        sys.stdin = NoInput()
     if nproc_per_node * nnodes > 1:
         ran = _run_ranks(chosen_ranks(nproc_per_node, nnodes), run_one, files)
     else:
@@ -147,12 +162,7 @@ def run(
     if ran.refusal is not None:
         tell(str(ran.refusal), ran.refusal.hint)
     if ran.report is None:
-        if not ran.exit_code:
-            tell(
-                "the script has not used the GPU, so there is nothing to report",
-                "does it ask `torch.cuda.is_available()`, and move its model to `cuda`?",
-            )
-        return ran.exit_code or NOT_USED_EXIT_CODE
+        return ran.exit_code or _not_used()
     _print(ran.report, out)
     return OOM_EXIT_CODE if check and not ran.report.fits else ran.exit_code
 
@@ -178,6 +188,14 @@ def _run_ranks(
     report = together(reports)
     files.keep_of(report, [ranks.rank for ranks, _ in reports])
     return replace(ran, report=report)
+
+
+def _not_used() -> int:
+    tell(
+        "the script has not used the GPU, so there is nothing to report",
+        "does it ask `torch.cuda.is_available()`, and move its model to `cuda`?",
+    )
+    return NOT_USED_EXIT_CODE
 
 
 @contextlib.contextmanager

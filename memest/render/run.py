@@ -67,6 +67,8 @@ def heading(report: RunReport) -> list[str]:
     if report.ending in (Ending.CRASHED, Ending.UNSUPPORTED, Ending.INTERRUPTED, Ending.RUNNING):
         verdict = "fits so far"
     lines = [f"{report.name}", f"{_ENDINGS[report.ending]}; {steps} on {report.gpu}: {verdict}"]
+    if report.allocator:
+        lines.append(f"allocator: {report.allocator}")
     if report.error:
         lines.append(report.error)
     return lines

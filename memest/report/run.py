@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from typing import Any, ClassVar
 
@@ -163,6 +163,9 @@ class RunReport:
     ranks: tuple[RankRow, ...] = ()
     """Those that were run; empty on one GPU."""
 
+    allocator: str = ""
+    """Its settings, as `PYTORCH_ALLOC_CONF` gives them; empty: the defaults."""
+
     @property
     def fits(self) -> bool:
         """Whether the script went through on its GPU, as far as its memory goes."""
@@ -171,6 +174,37 @@ class RunReport:
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON values."""
         return {"schema": SCHEMA, "kind": self.kind, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RunReport:
+        """A report from what `to_dict` made of it.
+
+        Raises:
+            KeyError, TypeError, ValueError: the values are not those of such a report.
+        """
+        given = {"allocator": "", **values}
+        given = {field.name: given[field.name] for field in fields(cls)}
+        rows = {
+            "terms": HeldRow, "modules": HeldRow, "lines": HeldRow,
+            "phases": RunPhase, "steps": RunStep, "guesses": Guess,
+        }  # fmt: skip
+        for name, row in rows.items():
+            given[name] = tuple(row(**each) for each in given[name])
+        verdicts = {
+            name: Verdict(**{**each, "verdict": Outcome(each["verdict"])})
+            for name, each in given["verdicts"].items()
+        }
+        return cls(
+            **{
+                **given,
+                "ending": Ending(given["ending"]),
+                "verdict": Outcome(given["verdict"]),
+                "peak": RunPeak(**given["peak"]),
+                "verdicts": verdicts,
+                "notes": tuple(given["notes"]),
+                "assumptions": tuple(given["assumptions"]),
+            }
+        )
 
     def to_json(self) -> str:
         """One line of JSON."""

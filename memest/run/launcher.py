@@ -109,7 +109,7 @@ def _ran(error: BaseException | None, report: RunReport | None) -> Ran:
         if code is None or isinstance(code, int):
             return Ran(code or 0, "", None, report)
         return Ran(1, f"{code}\n", None, report)
-    if error is None:
+    if error is None or ending is Ending.STOPPED:
         return Ran(0, "", None, report)
     if ending is Ending.INTERRUPTED:
         return Ran(INTERRUPTED_EXIT_CODE, traceback_of(error), None, report)

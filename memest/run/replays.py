@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memest.estimator.allocator.caching import Block, CachingAllocator, OutOfMemory
+from memest.estimator.allocator.addresses import AddressSpace
+from memest.estimator.allocator.blocks import Block
+from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
+from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings
 from memest.estimator.device.history import EventLog
 from memest.estimator.device.storages import EMPTIED, RETURNED, StorageTable
 from memest.estimator.device.virtual_gpu import VirtualGpu
-from memest.estimator.trace.recording import Mark, Recording, RecordingObserver
+from memest.estimator.trace.recording import Act, Action, Mark, Recording, RecordingObserver
 from memest.estimator.trace.replay import Moment, ObservedAllocator, Replayed
 from memest.report import Phase, RunReport
 
@@ -35,12 +38,28 @@ class LogReplay:
     refusal: Refusal | None
 
 
-def replay_log(log: EventLog, storages: StorageTable, limit_bytes: int | None) -> LogReplay:
+def replay_log(
+    log: EventLog,
+    storages: StorageTable,
+    limit_bytes: int | None,
+    settings: AllocatorSettings = DEFAULT,
+    *,
+    is_share: bool = False,
+) -> LogReplay:
     """The events that are kept, on a card whose allocator can reserve `limit_bytes`.
 
     The script is taken to do the same there: it does not see that the card is another.
+
+    Args:
+        log: the events.
+        storages: what they are about.
+        limit_bytes: what can be reserved; None is a card without end.
+        settings: of the allocator.
+        is_share: the limit is what is allowed, and the card has more.
     """
-    allocator = CachingAllocator(limit_bytes)
+    allocator = CachingAllocator(limit_bytes, settings=settings)
+    if is_share:
+        allocator.card_bytes, allocator.allowed_bytes = None, limit_bytes
     refusal = _Replay(allocator, storages).run(log.events)
     return LogReplay(
         allocator.peak_allocated_bytes,
@@ -51,7 +70,12 @@ def replay_log(log: EventLog, storages: StorageTable, limit_bytes: int | None) -
 
 
 def record_log(
-    log: EventLog, storages: StorageTable, limit_bytes: int | None, gpu: str, refused_bytes: int = 0
+    log: EventLog,
+    storages: StorageTable,
+    limit_bytes: int | None,
+    gpu: str,
+    refused_bytes: int = 0,
+    like: CachingAllocator | None = None,
 ) -> Recording:
     """Every action of the allocator for the events that are kept.
 
@@ -61,10 +85,16 @@ def record_log(
         limit_bytes: what the allocator could reserve.
         gpu: the card's name.
         refused_bytes: of the request that ended the script, or 0.
+        like: an allocator whose settings count; None is the defaults.
     """
     recording = Recording(storages, limit_bytes, gpu)
     observer = RecordingObserver(recording, ranges_stay=False)
-    run = _ObservedReplay(ObservedAllocator(limit_bytes, observer), storages, observer)
+    observer.addresses = _RecordedAddresses(recording.actions)
+    allocator = ObservedAllocator(limit_bytes, observer)
+    if like is not None:
+        allocator.use(like.settings)
+        allocator.card_bytes, allocator.allowed_bytes = like.card_bytes, like.allowed_bytes
+    run = _ObservedReplay(allocator, storages, observer)
     result = Replayed()
     position, steps = 0, _Steps()
     for at, name in log.marks:
@@ -80,6 +110,55 @@ def record_log(
     result.peak = Moment(run.peak_position, _step_at(recording.marks, run.peak_actions), -1)
     recording.result = result
     return recording
+
+
+class _RecordedAddresses(AddressSpace):
+    """Writes down what the driver gives and takes.
+
+    An expandable segment that grows is written as one that goes and a larger one that comes.
+    """
+
+    def __init__(self, actions: list[Action]) -> None:
+        super().__init__()
+        self._actions = actions
+        self._ends: dict[int, int] = {}  # of what is mapped, by its beginning
+
+    def take(self, num_bytes: int) -> int:
+        address = super().take(num_bytes)
+        self._add(Act.SEGMENT_ALLOC, address, num_bytes)
+        return address
+
+    def give_back(self, address: int, num_bytes: int) -> None:
+        self._add(Act.SEGMENT_FREE, address, num_bytes)
+        super().give_back(address, num_bytes)
+
+    def mapped(self, address: int, num_bytes: int) -> None:
+        begin, end = address, address + num_bytes
+        for first, last in list(self._ends.items()):
+            if first == end or last == begin:
+                self._drop(first)
+                begin, end = min(begin, first), max(end, last)
+        self._keep(begin, end)
+
+    def unmapped(self, address: int, num_bytes: int) -> None:
+        end = address + num_bytes
+        first = next(f for f, last in self._ends.items() if f <= address and end <= last)
+        last = self._drop(first)
+        self._keep(first, address)
+        self._keep(end, last)
+
+    def _drop(self, first: int) -> int:
+        last = self._ends.pop(first)
+        self._add(Act.SEGMENT_FREE, first, last - first)
+        return last
+
+    def _keep(self, first: int, last: int) -> None:
+        if first < last:
+            self._ends[first] = last
+            self._add(Act.SEGMENT_ALLOC, first, last - first)
+
+    def _add(self, act: Act, address: int, num_bytes: int) -> None:
+        self._actions.append(Action(act, address, num_bytes, -1))
 
 
 class _Replay:
@@ -188,4 +267,11 @@ def record_run_of(virtual: VirtualGpu, report: RunReport) -> Recording:
     """Every action of the allocator in the run of `virtual`, of which `report` is."""
     recorder = virtual.recorder
     refused = recorder.refused[0] if recorder.refused and not report.fits else 0
-    return record_log(recorder.log, recorder.storages, report.limit_bytes, report.gpu, refused)
+    return record_log(
+        recorder.log,
+        recorder.storages,
+        report.limit_bytes,
+        report.gpu,
+        refused,
+        virtual.allocator,
+    )

@@ -17,9 +17,12 @@ from memest.estimator.hardware.gpus import Gpu, custom_gpu, find_gpu
 from memest.estimator.hardware.libraries import communicator_bytes
 from memest.estimator.predict import PRIMARY_GPU
 from memest.report import Ending, RunReport
-from memest.run import processes
+from memest.run import processes, smaller_batches
 from memest.run.summary import report_of
 from memest.units import parse_bytes
+
+_LONGEST_CHAIN = 20
+"""Of errors that were raised while another was handled."""
 
 
 class Session:
@@ -33,6 +36,7 @@ class Session:
         name: of what runs, for the report.
         roots: folders of libraries whose code is the script's.
         ranks: which rank of how many this is.
+        batch_parts: DataLoaders take one of so many parts of each batch.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class Session:
         name: str = "a block of code",
         roots: tuple[Path, ...] = (),
         ranks: Ranks = ALONE,
+        batch_parts: int = 1,
     ) -> None:
         self.gpu = gpu
         self.name = name
@@ -61,6 +66,7 @@ class Session:
             roots=roots,
             ranks=ranks,
         )
+        self._batch_parts = batch_parts
         self._patches = Patches()
         self._started = 0.0
         self._elapsed_s: float | None = None
@@ -72,6 +78,11 @@ class Session:
             )
         self._virtual.__enter__()
         processes.install(self._patches, self.ranks)
+        if self._batch_parts > 1:
+            smaller_batches.install(self._patches, self._batch_parts)
+            self._virtual.recorder.note(
+                f"batches of DataLoaders are cut to 1/{self._batch_parts}, as asked"
+            )
         self._started = time.perf_counter()
         return self
 
@@ -166,7 +177,7 @@ def ending_of(error: BaseException | None) -> tuple[Ending, str]:
     """How a script ended whose last word was `error`, and that in a line."""
     if error is None:
         return Ending.FINISHED, ""
-    if isinstance(error, StepLimit):
+    if _is_stopped(error):
         return Ending.STOPPED, ""
     if isinstance(error, SystemExit):
         is_said = error.code not in (None, 0)
@@ -182,6 +193,16 @@ def ending_of(error: BaseException | None) -> tuple[Ending, str]:
     if ending is Ending.OOM:
         text = re.split(r" GPU \d+ has", text)[0]  # the rest is in the report
     return ending, f"{type(error).__name__}: {text[:400]}"
+
+
+def _is_stopped(error: BaseException) -> bool:
+    """Whether `error` is a `StepLimit`, or what cleaning up after one led to."""
+    context: BaseException | None = error
+    for _ in range(_LONGEST_CHAIN):
+        if context is None or isinstance(context, StepLimit):
+            break
+        context = context.__context__
+    return isinstance(context, StepLimit)
 
 
 def refusal_within(error: BaseException | None) -> MemestError | None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from memest.estimator.allocator.settings import describe
 from memest.estimator.device.guesses import Guesses
 from memest.estimator.device.history import Held, History
 from memest.estimator.device.lines import ScriptLines
@@ -87,6 +88,7 @@ def report_of(
         assumptions=tuple(_assumptions(virtual, gpu)),
         versions=_versions(),
         elapsed_s=elapsed_s,
+        allocator=virtual.allocator.settings.text,
     )  # fmt: skip
 
 
@@ -207,7 +209,8 @@ def _assumptions(virtual: VirtualGpu, gpu: Gpu) -> Iterable[str]:
     log = virtual.recorder.log
     yield (
         f"CUDA kernels as torch {'.'.join(map(str, TARGET_TORCH))} runs them on {gpu.label},"
-        f" compute capability {gpu.capability[0]}.{gpu.capability[1]}; PyTorch's default allocator"
+        f" compute capability {gpu.capability[0]}.{gpu.capability[1]};"
+        f" {describe(virtual.allocator.settings)}"
     )
     others = [name for name in DEFAULT_GPUS if name != gpu.name]
     yield (

@@ -25,7 +25,7 @@ def judge_gpus(
     """
     own = virtual.gpu
     verdicts = {own.name: _own_verdict(virtual, outcome)}
-    judge = _Judge(virtual)
+    judge = _Judge(virtual, share)
     unknown = []
     for gpu in map(find_gpu, DEFAULT_GPUS):
         if gpu.name == own.name:
@@ -86,23 +86,33 @@ def _usable_bytes(virtual: VirtualGpu, gpu: Gpu, share: float | None) -> int:
 
 
 class _Judge:
-    """Verdicts on cards by what they can reserve."""
+    """Verdicts on cards by what they can reserve.
 
-    def __init__(self, virtual: VirtualGpu) -> None:
+    Args:
+        virtual: the run.
+        share: of a card's memory, where the script or a setting allows no more.
+    """
+
+    def __init__(self, virtual: VirtualGpu, share: float | None) -> None:
         self._recorder = virtual.recorder
+        self._settings = virtual.allocator.settings
         history = virtual.recorder.history
         self._allocated = history.peak_allocated_bytes
         self._unlimited = history.peak_reserved_bytes
         """Reserved on a card without end."""
 
-        self._was_free = not virtual.allocator.num_retries
+        settings = virtual.allocator.settings
+        self._collects = settings.garbage_collection_threshold > 0 and share is not None
+        self._is_share = share is not None
+        gives_back = self._collects or settings.max_split_bytes is not None
+        self._was_free = not virtual.allocator.num_retries and not gives_back
         if not self._was_free and not self._recorder.log.is_full:
             self._unlimited = self._replay(None).peak_reserved_bytes
             self._was_free = True
 
     def verdict(self, limit_bytes: int) -> Verdict | None:
         """Whether all of it fits in `limit_bytes`; None where the log does not reach that far."""
-        if self._was_free and self._unlimited <= limit_bytes:
+        if self._was_free and self._unlimited <= limit_bytes and not self._collects:
             return self._fits(limit_bytes, self._unlimited)
         found = self._replay(limit_bytes)
         if found.refusal is not None:
@@ -134,7 +144,10 @@ class _Judge:
         )
 
     def _replay(self, limit_bytes: int | None) -> LogReplay:
-        return replay_log(self._recorder.log, self._recorder.storages, limit_bytes)
+        recorder, settings = self._recorder, self._settings
+        return replay_log(
+            recorder.log, recorder.storages, limit_bytes, settings, is_share=self._is_share
+        )
 
     def _at(self, position: int, storage: int) -> str:
         return _where(

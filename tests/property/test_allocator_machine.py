@@ -16,14 +16,13 @@ from hypothesis.stateful import (
     rule,
 )
 
-from memest.estimator.allocator.caching import (
+from memest.estimator.allocator.blocks import (
     ROUND_BYTES,
     SMALL_REQUEST_BYTES,
     Block,
-    CachingAllocator,
-    OutOfMemory,
     round_request,
 )
+from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
 
 MIB = 1 << 20
 sizes = (

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from memest.estimator.allocator.addresses import AddressSpace
-from memest.estimator.allocator.caching import Block, CachingAllocator
+from memest.estimator.allocator.blocks import Block
+from memest.estimator.allocator.caching import CachingAllocator
 from memest.estimator.device.streams import MAIN
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.trace.program import Program

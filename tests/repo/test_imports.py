@@ -23,7 +23,7 @@ FLOORS = [
     {"estimator"},
     {"run", "validate"},
     {"plots", "render"},
-    {"cli", "__main__"},
+    {"cli", "__main__", "lightning", "transformers"},
 ]
 """The rooms of the package, lowest first."""
 
@@ -222,6 +222,7 @@ RUN_CLI = "from memest.cli import main\ntry:\n    main({args})\nexcept SystemExi
     [
         "import memest",
         "import memest; memest.TrainingPlan(model_name='gpt2')",
+        "import memest, os; os.environ['CUDA_VISIBLE_DEVICES'] = ''; memest.preflight()",
         "import memest.report, memest.render.text, memest.plan.files\n"
         "import memest.estimator.hardware.gpus",
         RUN_CLI.format(args=["--help"]),
@@ -235,6 +236,7 @@ RUN_CLI = "from memest.cli import main\ntry:\n    main({args})\nexcept SystemExi
     ids=[
         "import",
         "plan",
+        "preflight",
         "modules",
         "help",
         "predict-help",

@@ -77,6 +77,12 @@ class AddressSpace:
                 address, num_bytes = min(address, hole.address), num_bytes + hole.num_bytes
         self._add_hole(_Hole(address, num_bytes, range_at))
 
+    def mapped(self, address: int, num_bytes: int) -> None:
+        """Memory was mapped to addresses of an expandable segment; for those who record."""
+
+    def unmapped(self, address: int, num_bytes: int) -> None:
+        """Such memory was taken away again."""
+
     def _lowest_hole(self, num_bytes: int) -> _Hole | None:
         """The hole that a segment goes into, taken out of the list."""
         if num_bytes > self._most_room:

@@ -1,35 +1,26 @@
 """CUDA's caching allocator, simulated: which requests share a segment, and what stays reserved.
 
-Mirrors `c10/cuda/CUDACachingAllocator.cpp` (torch 2.11 and 2.13) with its default settings: no
-expandable segments, no `max_split_size_mb`, no garbage collection. Each stream has pools of its
-own. Sizes and thresholds are those of `c10/core/AllocatorConfig.h`; a test reads them from the
-installed headers.
+Mirrors `c10/cuda/CUDACachingAllocator.cpp` (torch 2.11 and 2.13). What its settings change is in
+`tuned.py`; without any, nothing is asked there. Each stream has pools of its own.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 
 from memest.estimator.allocator.addresses import AddressSpace
-
-ROUND_BYTES = 512
-"""`kMinBlockSize`: every request is rounded up to a multiple of it."""
-
-SMALL_REQUEST_BYTES = 1 << 20
-"""`kSmallSize`: requests up to it come from the small pool."""
-
-SMALL_SEGMENT_BYTES = 2 << 20
-"""`kSmallBuffer`: the segments of the small pool."""
-
-LARGE_SEGMENT_BYTES = 20 << 20
-"""`kLargeBuffer`: the segment fetched for a large request below `MIN_OWN_SEGMENT_BYTES`."""
-
-MIN_OWN_SEGMENT_BYTES = 10 << 20
-"""`kMinLargeAlloc`: from here on a request gets a segment of its own size."""
-
-SEGMENT_ROUND_BYTES = 2 << 20
-"""`kRoundLarge`: own segments are rounded up to a multiple of it."""
+from memest.estimator.allocator.blocks import (
+    ADDRESS_BITS,
+    ROUND_BYTES,
+    SMALL_REQUEST_BYTES,
+    FreeBlocks,
+    segment_bytes,
+)
+from memest.estimator.allocator.blocks import SMALL_SEGMENT_BYTES as SMALL_SEGMENT_BYTES
+from memest.estimator.allocator.blocks import Block as Block
+from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings
+from memest.estimator.allocator.tuned import Tuning
 
 
 class OutOfMemory(Exception):
@@ -40,70 +31,6 @@ class OutOfMemory(Exception):
         self.request_bytes = request_bytes
 
 
-@dataclass(eq=False, slots=True)
-class Block:
-    """A piece of a segment; neighbours are linked in address order."""
-
-    address: int
-    num_bytes: int
-    is_small: bool
-    is_free: bool = False
-    previous: Block | None = None
-    next: Block | None = None
-    stream: int = 0
-    requested_bytes: int = field(init=False, repr=False)
-    """What was asked for; set by `CountingAllocator` alone."""
-
-
-def round_request(num_bytes: int) -> int:
-    """The block size that serves a request.
-
-    >>> round_request(1), round_request(512), round_request(513)
-    (512, 512, 1024)
-    """
-    return max(ROUND_BYTES, -(-num_bytes // ROUND_BYTES) * ROUND_BYTES)
-
-
-def segment_bytes(block_bytes: int) -> int:
-    """The segment that `cudaMalloc` is asked for when no cached block serves a rounded request.
-
-    >>> [segment_bytes(size) >> 20 for size in (512, 3 << 20, (10 << 20) + 512)]
-    [2, 20, 12]
-    """
-    if block_bytes <= SMALL_REQUEST_BYTES:
-        return SMALL_SEGMENT_BYTES
-    if block_bytes < MIN_OWN_SEGMENT_BYTES:
-        return LARGE_SEGMENT_BYTES
-    return -(-block_bytes // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
-
-
-_ADDRESS_BITS = 48
-
-
-class FreeBlocks:
-    """The free blocks of one pool in the order of the allocator's search: by size, then address.
-
-    A key is both in one number, which is quicker to compare than a pair. `CachingAllocator` works
-    on `keys` and `by_key` itself where every call counts.
-    """
-
-    __slots__ = ("by_key", "keys")
-
-    def __init__(self) -> None:
-        self.keys: list[int] = []
-        self.by_key: dict[int, Block] = {}
-
-    def discard(self, block: Block) -> None:
-        """Take `block` out, which is in the pool."""
-        key = block.num_bytes << _ADDRESS_BITS | block.address
-        del self.keys[bisect_left(self.keys, key)]
-        del self.by_key[key]
-
-    def blocks(self) -> list[Block]:
-        """Every block, in no order."""
-        return list(self.by_key.values())
-
-
 class CachingAllocator:
     """One GPU's allocator.
 
@@ -112,10 +39,22 @@ class CachingAllocator:
             the cap of `set_per_process_memory_fraction`; None is a card without end.
         addresses: where `cudaMalloc` puts segments; the order of addresses breaks ties between
             equal blocks.
+        settings: how it differs from its defaults.
     """
 
-    def __init__(self, limit_bytes: int | None = None, addresses: AddressSpace | None = None):
+    def __init__(
+        self,
+        limit_bytes: int | None = None,
+        addresses: AddressSpace | None = None,
+        settings: AllocatorSettings = DEFAULT,
+    ):
         self.limit_bytes = limit_bytes
+        self.card_bytes = limit_bytes
+        """What the card has for it, where `limit_bytes` is a share of that; None: without end."""
+
+        self.allowed_bytes: int | None = None
+        """What it allows itself: a share of the card's whole memory, where that is less than 1."""
+
         self.allocated_bytes = 0
         self.reserved_bytes = 0
         self.peak_allocated_bytes = 0
@@ -125,6 +64,27 @@ class CachingAllocator:
         self._pools_of_streams: dict[int, tuple[FreeBlocks, FreeBlocks]] = {0: self._pools}
         self._deferred: dict[int, Block] = {}
         self._addresses = addresses or AddressSpace()
+        self.settings = DEFAULT
+        self._tuning: Tuning | None = None
+        self._read: Callable[[], AllocatorSettings] | None = None
+        self.use(settings)
+
+    def use(self, settings: AllocatorSettings) -> None:
+        """Work by `settings` from now on; nothing may have been reserved."""
+        assert not self.reserved_bytes
+        self.settings = settings
+        self._tuning = None if settings.is_default else Tuning(self, settings)
+
+    def use_late(self, read: Callable[[], AllocatorSettings]) -> None:
+        """Work by what `read` returns at the first request."""
+        self._read = read
+        self._tuning = Tuning(self, DEFAULT)
+
+    def read_settings(self) -> None:
+        """Read the settings now, if that was left for later."""
+        if self._read is not None:
+            read, self._read = self._read, None
+            self.use(read())
 
     def malloc(self, num_bytes: int, stream: int = 0) -> Block:
         """A block for a request of `num_bytes` on `stream`.
@@ -132,15 +92,19 @@ class CachingAllocator:
         Raises:
             OutOfMemory: no block is free and the limit leaves no room for a segment.
         """
+        if self._tuning is not None:
+            self.read_settings()
+        if self._tuning is not None:
+            return self._counted(self._tuning.malloc(num_bytes, stream))
         size = -(-num_bytes // ROUND_BYTES) * ROUND_BYTES or ROUND_BYTES
         is_small = size <= SMALL_REQUEST_BYTES
-        pool = (self._pools if not stream else self._pools_of(stream))[is_small]
+        pool = (self._pools if not stream else self.pools_of(stream))[is_small]
         keys = pool.keys
-        index = bisect_left(keys, size << _ADDRESS_BITS)  # the smallest, at the lowest address
+        index = bisect_left(keys, size << ADDRESS_BITS)  # the smallest, at the lowest address
         if index < len(keys):
             block = pool.by_key.pop(keys.pop(index))
         else:
-            block = self._new_segment(num_bytes, size, is_small, stream)
+            block = self.new_segment(num_bytes, size, is_small, stream)
         remaining = block.num_bytes - size
         if remaining >= ROUND_BYTES if is_small else remaining > SMALL_REQUEST_BYTES:
             after = block.next
@@ -149,13 +113,18 @@ class CachingAllocator:
                 after.previous = rest
             block.next = rest
             block.num_bytes = size
-            key = remaining << _ADDRESS_BITS | rest.address
+            key = remaining << ADDRESS_BITS | rest.address
             insort(keys, key)
             pool.by_key[key] = rest
         block.is_free = False
         allocated = self.allocated_bytes = self.allocated_bytes + block.num_bytes
         if allocated > self.peak_allocated_bytes:
             self.peak_allocated_bytes = allocated
+        return block
+
+    def _counted(self, block: Block) -> Block:
+        self.allocated_bytes += block.num_bytes
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return block
 
     def free(self, block: Block) -> None:
@@ -167,7 +136,7 @@ class CachingAllocator:
         keys, by_key = pool.keys, pool.by_key
         before, after = block.previous, block.next
         if before is not None and before.is_free:
-            key = before.num_bytes << _ADDRESS_BITS | before.address
+            key = before.num_bytes << ADDRESS_BITS | before.address
             del keys[bisect_left(keys, key)], by_key[key]
             block.address = before.address
             num_bytes += before.num_bytes
@@ -175,7 +144,7 @@ class CachingAllocator:
             if first is not None:
                 first.next = block
         if after is not None and after.is_free:
-            key = after.num_bytes << _ADDRESS_BITS | after.address
+            key = after.num_bytes << ADDRESS_BITS | after.address
             del keys[bisect_left(keys, key)], by_key[key]
             num_bytes += after.num_bytes
             last = block.next = after.next
@@ -183,9 +152,11 @@ class CachingAllocator:
                 last.previous = block
         block.num_bytes = num_bytes
         block.is_free = True
-        key = num_bytes << _ADDRESS_BITS | block.address
+        key = num_bytes << ADDRESS_BITS | block.address
         insort(keys, key)
         by_key[key] = block
+        if self._tuning is not None:
+            self._tuning.inserted(block)
 
     def defer(self, block: Block) -> None:
         """Free a block that another stream still uses: not allocated any more, and not free yet."""
@@ -202,36 +173,110 @@ class CachingAllocator:
         """Wait for deferred blocks; give every segment that is wholly free back to the driver."""
         for block in list(self._deferred.values()):
             self.complete(block)
-        for pools in self._pools_of_streams.values():
-            for pool in pools:
-                for block in pool.blocks():
-                    if block.previous is None and block.next is None:
-                        pool.discard(block)
-                        self.reserved_bytes -= block.num_bytes
-                        self._addresses.give_back(block.address, block.num_bytes)
+        if self._tuning is not None and self._tuning.expandable is not None:
+            self._tuning.expandable.give_back()
+            return
+        for is_small in (False, True):
+            for pool, block in self.unsplit(is_small=is_small):
+                pool.discard(block)
+                self.release(block)
 
-    def _pools_of(self, stream: int) -> tuple[FreeBlocks, FreeBlocks]:
+    def unsplit(self, *, is_small: bool) -> Iterator[tuple[FreeBlocks, Block]]:
+        """The free segments of the small or the large pools, by stream, size and address.
+
+        They may be released meanwhile.
+        """
+        for stream in sorted(self._pools_of_streams):
+            pool = self._pools_of_streams[stream][is_small]
+            for block in [pool.by_key[key] for key in pool.keys]:
+                if block.previous is None and block.next is None:
+                    yield pool, block
+
+    def release(self, block: Block) -> None:
+        """Give a segment, which is in no pool any more, back to the driver."""
+        self.reserved_bytes -= block.num_bytes
+        self._addresses.give_back(block.address, block.num_bytes)
+
+    @property
+    def streams(self) -> Iterable[int]:
+        """Those that have asked for memory."""
+        return self._pools_of_streams.keys()
+
+    def pools_of(self, stream: int) -> tuple[FreeBlocks, FreeBlocks]:
+        """The free blocks of a stream: of the large pool, and of the small one."""
         return self._pools_of_streams.setdefault(stream, (FreeBlocks(), FreeBlocks()))
 
     def layout(self) -> tuple[object, ...]:
         """What decides the future besides the live blocks: the free blocks of all pools."""
         every = (pool for pools in self._pools_of_streams.values() for pool in pools)
-        return tuple(tuple(pool.keys) for pool in every)
+        free = tuple(tuple(pool.keys) for pool in every)
+        return free if self._tuning is None else (*free, *self._tuning.layout())
 
     def reset_peaks(self) -> None:
         """As `torch.cuda.reset_peak_memory_stats`."""
         self.peak_allocated_bytes = self.allocated_bytes
         self.peak_reserved_bytes = self.reserved_bytes
 
-    def _new_segment(self, request_bytes: int, size: int, is_small: bool, stream: int) -> Block:
-        num_bytes = segment_bytes(size)
-        if self.limit_bytes is not None and self.reserved_bytes + num_bytes > self.limit_bytes:
+    def new_segment(self, request_bytes: int, size: int, is_small: bool, stream: int) -> Block:
+        """Memory of the driver for a request that no free block serves.
+
+        Raises:
+            OutOfMemory: the driver has none, even after all that is cached has been given back.
+        """
+        tuning = self._tuning
+        block = self._from_driver(size, is_small, stream)
+        if block is None and tuning is not None and tuning.release_oversize(size, is_small, stream):
+            block = self._from_driver(size, is_small, stream)
+        if block is None:
             # a failed cudaMalloc frees all cached segments and is tried once more
             self.num_retries += 1
             self.empty_cache()
-            if self.reserved_bytes + num_bytes > self.limit_bytes:
-                raise OutOfMemory(request_bytes)
+            block = self._from_driver(size, is_small, stream)
+        if block is None:
+            raise OutOfMemory(request_bytes)
+        return block
+
+    def _from_driver(self, size: int, is_small: bool, stream: int) -> Block | None:
+        """A segment, or where segments are expandable a block for which one has grown."""
+        tuning = self._tuning
+        num_bytes = segment_bytes(size) if tuning is None else tuning.segment_bytes(size)
+        if tuning is not None and tuning.expandable is not None:
+            if self._is_capped and self.reserved_bytes + num_bytes > (self.limit_bytes or 0):
+                return None
+            return tuning.expandable.grow(size, is_small, stream)
+        if self.limit_bytes is not None and self.reserved_bytes + num_bytes > self.limit_bytes:
+            return None
+        self._reserve(num_bytes)
+        block = Block(self._addresses.take(num_bytes), num_bytes, is_small, stream=stream)
+        self.taken(block)
+        return block
+
+    def _reserve(self, num_bytes: int) -> None:
         self.reserved_bytes += num_bytes
         if self.reserved_bytes > self.peak_reserved_bytes:
             self.peak_reserved_bytes = self.reserved_bytes
-        return Block(self._addresses.take(num_bytes), num_bytes, is_small, stream=stream)
+
+    def taken(self, block: Block) -> None:
+        """`block` is a new segment; for those who count."""
+
+    # --- of expandable segments
+
+    @property
+    def _is_capped(self) -> bool:
+        """Whether less is allowed than the card has."""
+        limit, card = self.limit_bytes, self.card_bytes
+        return limit is not None and (card is None or limit < card)
+
+    def has_room_for(self, num_bytes: int) -> bool:
+        """Whether the card has memory to map."""
+        return self.card_bytes is None or self.reserved_bytes + num_bytes <= self.card_bytes
+
+    def mapped(self, address: int, num_bytes: int, block: Block) -> None:
+        """Memory was mapped to addresses that are part of `block` now."""
+        self._reserve(num_bytes)
+        self._addresses.mapped(address, num_bytes)
+
+    def unmapped(self, address: int, num_bytes: int, block: Block) -> None:
+        """The memory of addresses that are part of `block` now is the driver's again."""
+        self.reserved_bytes -= num_bytes
+        self._addresses.unmapped(address, num_bytes)

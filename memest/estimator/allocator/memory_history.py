@@ -12,7 +12,8 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
-from memest.estimator.allocator.caching import Block
+from memest.estimator.allocator.blocks import Block
+from memest.estimator.allocator.expandable import Unmapped
 from memest.estimator.allocator.torch_format import (
     POOL,
     block_entry,
@@ -135,6 +136,17 @@ class MemoryHistory:
             stack = self._gather()
         self._add("segment_free", block.address, block.num_bytes, block.stream, stack)
 
+    def segment_mapped(self, address: int, num_bytes: int, block: Block) -> None:
+        """An expandable segment has grown."""
+        if self._stack is not None and (block.previous is None):
+            self.of_segments.setdefault(block.address, self._stack)
+        self._add("segment_map", address, num_bytes, block.stream, self._stack)
+
+    def segment_unmapped(self, address: int, num_bytes: int, block: Block) -> None:
+        """An expandable segment has given memory back."""
+        stack = self._gather() if self.context >= Context.ALL else None
+        self._add("segment_unmap", address, num_bytes, block.stream, stack)
+
     def refused(self, num_bytes: int, stream: int, free_bytes: int) -> None:
         """No memory for a block of `num_bytes`, of which `cudaMalloc` has `free_bytes` left."""
         self._add("oom", free_bytes, num_bytes, stream, self._stack)
@@ -185,7 +197,8 @@ def segment_of(
     is_deferred: Callable[[Block], bool],
     history: MemoryHistory | None,
 ) -> dict[str, Any]:
-    """The segment that begins with `first`, as `torch.cuda.memory_snapshot` gives it.
+    """The segment that begins with `first`, as `torch.cuda.memory_snapshot` gives it; of an
+    expandable one the part that is mapped without a gap.
 
     Args:
         first: its first block.
@@ -195,7 +208,11 @@ def segment_of(
     blocks = []
     num_bytes = 0
     block: Block | None = first
+    is_expandable = isinstance(first.previous, Unmapped)
     while block is not None:
+        if isinstance(block, Unmapped):
+            is_expandable = True
+            break
         if block.is_free:
             blocks.append(free_block_entry(block.address, block.num_bytes))
         else:
@@ -212,6 +229,7 @@ def segment_of(
         num_bytes,
         stream=first.stream,
         is_small=first.is_small,
+        is_expandable=is_expandable,
         blocks=blocks,
         frames=frames,
     )

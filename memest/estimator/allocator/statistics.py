@@ -14,14 +14,11 @@ from typing import Any
 import numpy as np
 
 from memest.estimator.allocator.addresses import AddressSpace
-from memest.estimator.allocator.caching import (
-    SMALL_REQUEST_BYTES,
-    Block,
-    CachingAllocator,
-    OutOfMemory,
-    round_request,
-)
+from memest.estimator.allocator.blocks import SMALL_REQUEST_BYTES, Block, round_request
+from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
+from memest.estimator.allocator.expandable import Unmapped
 from memest.estimator.allocator.memory_history import MemoryHistory
+from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings
 
 POOLS = ("all", "small_pool", "large_pool")
 """`StatType`, in its order."""
@@ -76,7 +73,7 @@ class CountingAllocator(CachingAllocator):
     """A `CachingAllocator` that can tell all that `torch.cuda.memory_stats` tells.
 
     Args:
-        limit_bytes, addresses: as in `CachingAllocator`.
+        limit_bytes, addresses, settings: as in `CachingAllocator`.
         card_bytes: what the card leaves the allocator, whatever the limit; None is the limit.
     """
 
@@ -86,8 +83,9 @@ class CountingAllocator(CachingAllocator):
         addresses: AddressSpace | None = None,
         *,
         card_bytes: int | None = None,
+        settings: AllocatorSettings = DEFAULT,
     ) -> None:
-        super().__init__(limit_bytes, addresses)
+        super().__init__(limit_bytes, addresses, settings)
         self.card_bytes = limit_bytes if card_bytes is None else card_bytes
         self.observers: list[Callable[[int, int], None]] = []
         """Called when no memory is left: with the bytes of the block, and those that are free."""
@@ -99,6 +97,7 @@ class CountingAllocator(CachingAllocator):
         self._stats = {name: [Stat() for _ in POOLS] for name in (*_REQUESTS, *_SEGMENTS)}
         self._log: list[int] = []  # of each request: +-block, bytes asked for, change of splits
         self._retries_forgotten = 0
+        self._oversize = {name: Stat() for name in ("allocations", "segments")}
 
     def malloc(self, num_bytes: int, stream: int = 0) -> Block:
         """As `CachingAllocator.malloc`.
@@ -115,7 +114,9 @@ class CountingAllocator(CachingAllocator):
             self._note_refusal(num_bytes, stream)
             raise
         size, after = block.num_bytes, block.next
-        if after is None:
+        if self._tuning is not None and self._is_outside_splits(size, 1):
+            change = 0
+        elif after is None:
             change = 0 if block.previous is None else -size - 1
         elif not after.is_free:
             change = -size - 1
@@ -147,6 +148,8 @@ class CountingAllocator(CachingAllocator):
         _free(self, block)
         if block.previous is not None or block.next is not None:
             change += block.num_bytes + 1
+        if self._tuning is not None and self._is_outside_splits(size, -1):
+            change = 0
         self._log += (-size, block.requested_bytes, change)
 
     def defer(self, block: Block) -> None:
@@ -182,37 +185,46 @@ class CountingAllocator(CachingAllocator):
         )
 
     def empty_cache(self) -> None:
-        """As `release_cached_blocks`: the large pool first, by stream, size and address."""
+        """As `release_cached_blocks`."""
         self.num_syncs += 1
-        for block in list(self._deferred.values()):
-            self.complete(block)
-        for is_small in (False, True):
-            for stream in sorted(self._pools_of_streams):
-                pool = self._pools_of_streams[stream][is_small]
-                for block in [pool.by_key[key] for key in pool.keys]:
-                    if block.previous is None and block.next is None:
-                        pool.discard(block)
-                        self._release(block)
+        super().empty_cache()
 
-    def _release(self, block: Block) -> None:
+    def release(self, block: Block) -> None:
+        """As `CachingAllocator.release`."""
         self.num_segments_freed += 1
-        self.reserved_bytes -= block.num_bytes
-        self._addresses.give_back(block.address, block.num_bytes)
+        super().release(block)
         self._change(block.is_small, segment=-1, reserved_bytes=-block.num_bytes)
+        self._count_oversize("segments", block.num_bytes, -1)
         if self.history is not None:
             self.history.segment_freed(block)
 
-    def _new_segment(self, request_bytes: int, size: int, is_small: bool, stream: int) -> Block:
-        block = super()._new_segment(request_bytes, size, is_small, stream)
+    def taken(self, block: Block) -> None:
+        """As `CachingAllocator.taken`."""
         self.num_segments += 1
-        self._change(is_small, segment=1, reserved_bytes=block.num_bytes)
+        self._change(block.is_small, segment=1, reserved_bytes=block.num_bytes)
+        self._count_oversize("segments", block.num_bytes, 1)
         if self.history is not None:
             self.history.segment_allocated(block)
-        return block
+
+    def mapped(self, address: int, num_bytes: int, block: Block) -> None:
+        """As `CachingAllocator.mapped`."""
+        super().mapped(address, num_bytes, block)
+        self.num_segments += 1
+        self._change(block.is_small, reserved_bytes=num_bytes)
+        if self.history is not None:
+            self.history.segment_mapped(address, num_bytes, block)
+
+    def unmapped(self, address: int, num_bytes: int, block: Block) -> None:
+        """As `CachingAllocator.unmapped`."""
+        super().unmapped(address, num_bytes, block)
+        self.num_segments_freed += 1
+        self._change(block.is_small, reserved_bytes=-num_bytes)
+        if self.history is not None:
+            self.history.segment_unmapped(address, num_bytes, block)
 
     def _note_refusal(self, num_bytes: int, stream: int) -> None:
         self.num_ooms += 1
-        size = round_request(num_bytes)
+        size = round_request(num_bytes) if self._tuning is None else self._tuning.rounded(num_bytes)
         free_bytes = max(0, (self.card_bytes or 0) - self.reserved_bytes)
         if self.history is not None:
             self.history.refused(size, stream, free_bytes)
@@ -222,16 +234,18 @@ class CountingAllocator(CachingAllocator):
     # --- what is asked
 
     def memory_stats(self) -> dict[str, Any]:
-        """As `torch._C._cuda_memoryStats`; blocks are always split, so that none is oversize."""
+        """As `torch._C._cuda_memoryStats`."""
+        self.read_settings()
         self._add_up()
+        max_split = self.settings.max_split_bytes
         tables: dict[str, Any] = {
             name: {pool: stat.as_dict() for pool, stat in zip(POOLS, stats, strict=True)}
             for name, stats in self._stats.items()
         }
         return tables | {
-            "oversize_allocations": Stat().as_dict(),
-            "oversize_segments": Stat().as_dict(),
-            "max_split_size": -1,  # the largest size_t, as torch hands it over
+            "oversize_allocations": self._oversize["allocations"].as_dict(),
+            "oversize_segments": self._oversize["segments"].as_dict(),
+            "max_split_size": -1 if max_split is None else max_split,  # -1: the largest size_t
             "num_alloc_retries": self.num_retries - self._retries_forgotten,
             "num_ooms": self.num_ooms,
             "num_oom_rejections": 0,
@@ -246,6 +260,8 @@ class CountingAllocator(CachingAllocator):
         for stats in self._stats.values():
             for stat in stats:
                 stat.peak = stat.current
+        for stat in self._oversize.values():
+            stat.peak = stat.current
 
     def reset_accumulated_stats(self) -> None:
         """As `torch.cuda.reset_accumulated_memory_stats`."""
@@ -253,6 +269,8 @@ class CountingAllocator(CachingAllocator):
         for stats in self._stats.values():
             for stat in stats:
                 stat.allocated = stat.freed = 0
+        for stat in self._oversize.values():
+            stat.allocated = stat.freed = 0
         self._retries_forgotten = self.num_retries
         self.num_ooms = self.num_syncs = self.num_segments = self.num_segments_freed = 0
 
@@ -261,10 +279,29 @@ class CountingAllocator(CachingAllocator):
         return id(block) in self._deferred
 
     def segments(self, live: list[Block]) -> list[Block]:
-        """The first block of every segment by address; `live` are the blocks that are in use."""
+        """The first block of every segment by address; `live` are the blocks that are in use.
+
+        Of an expandable one each mapped part counts as a segment.
+        """
         free = (b for pools in self._pools_of_streams.values() for p in pools for b in p.blocks())
-        every = {id(b): b for b in (*live, *self._deferred.values(), *free) if b.previous is None}
+        every = {
+            id(b): b
+            for b in (*live, *self._deferred.values(), *free)
+            if b.previous is None or isinstance(b.previous, Unmapped)
+        }
         return sorted(every.values(), key=lambda block: block.address)
+
+    def _is_outside_splits(self, num_bytes: int, sign: int) -> bool:
+        """Count a block that comes or goes; whether it lies in an expandable segment, whose free
+        blocks are no split ones.
+        """
+        self._count_oversize("allocations", num_bytes, sign)
+        return self.settings.expandable_segments
+
+    def _count_oversize(self, name: str, num_bytes: int, sign: int) -> None:
+        max_split = self.settings.max_split_bytes
+        if max_split is not None and num_bytes >= max_split:
+            self._oversize[name].change(sign)
 
     def _change(self, is_small: bool, **amounts: int) -> None:
         for name, amount in amounts.items():
@@ -296,3 +333,19 @@ def _parts(change: Any) -> tuple[Any, Any]:
     half = _SPLIT_CYCLE // 2
     num_blocks = (change + half) % _SPLIT_CYCLE - half
     return num_blocks, change - num_blocks
+
+
+def allow_share(
+    allocator: CountingAllocator, share: float, total_bytes: int, most_bytes: int
+) -> None:
+    """As `setMemoryFraction`: of all of the card's memory, and never more than it leaves.
+
+    Args:
+        allocator: what is limited.
+        share: from 0 to 1, which allows all.
+        total_bytes: of the card.
+        most_bytes: what the allocator can reserve there.
+    """
+    allowed = int(share * total_bytes)
+    allocator.allowed_bytes = allowed if share < 1 else None
+    allocator.limit_bytes = min(most_bytes, allowed)

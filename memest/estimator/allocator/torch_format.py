@@ -8,11 +8,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from memest.estimator.allocator.settings import AllocatorSettings
+
 POOL = (0, 0)
 """The id of the default pool among those of `torch.cuda.MemPool`."""
 
 SETTINGS = {"PYTORCH_ALLOC_CONF": "", "expandable_segments": False}
 """`allocator_settings` of an allocator with its defaults."""
+
+
+def settings_entry(settings: AllocatorSettings) -> dict[str, Any]:
+    """`allocator_settings`."""
+    return {
+        "PYTORCH_ALLOC_CONF": settings.text,
+        "expandable_segments": settings.expandable_segments,
+    }
 
 
 def block_entry(
@@ -39,6 +49,7 @@ def segment_entry(
     *,
     stream: int,
     is_small: bool,
+    is_expandable: bool = False,
     blocks: list[dict[str, Any]],
     frames: list[dict[str, Any]],
 ) -> dict[str, Any]:
@@ -55,7 +66,7 @@ def segment_entry(
         "stream": stream,
         "segment_type": "small" if is_small else "large",
         "segment_pool_id": POOL,
-        "is_expandable": False,
+        "is_expandable": is_expandable,
         "frames": frames,
         "blocks": blocks,
     }

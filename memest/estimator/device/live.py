@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.errors import UnsupportedError
-from memest.estimator.allocator.caching import Block, CachingAllocator, OutOfMemory
+from memest.estimator.allocator.blocks import Block
+from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
 from memest.estimator.device import collectives
 from memest.estimator.device.custom_operators import key_of_other_operators
 from memest.estimator.device.dispatch import Recorder

@@ -17,7 +17,8 @@ from torch.optim.optimizer import (
 )
 
 from memest.errors import MemestError
-from memest.estimator.allocator.statistics import CountingAllocator
+from memest.estimator.allocator.settings import AllocatorSettings, settings_from
+from memest.estimator.allocator.statistics import CountingAllocator, allow_share
 from memest.estimator.device import (
     attributes,
     cuda,
@@ -62,6 +63,7 @@ class VirtualGpu:
         lines: finds the line of the script; None looks outside of libraries and in `roots`.
         make_recorder: the kind of recorder.
         ranks: which rank of how many this GPU is.
+        settings: of the allocator; None is what the environment says when it is first used.
     """
 
     _active: VirtualGpu | None = None
@@ -77,6 +79,7 @@ class VirtualGpu:
         lines: ScriptLines | None = None,
         make_recorder: Callable[..., LiveRecorder] = LiveRecorder,
         ranks: Ranks = ALONE,
+        settings: AllocatorSettings | None = None,
     ) -> None:
         self.gpu = gpu
         self.ranks = ranks
@@ -87,12 +90,22 @@ class VirtualGpu:
         self.allocator = CountingAllocator(
             usable if limit_bytes is None else limit_bytes, card_bytes=gpu.limit_bytes
         )
+        if limit_bytes is not None and limit_bytes < gpu.limit_bytes:
+            self.allocator.allowed_bytes = limit_bytes
+        self.allocator.use_late(lambda: self._settings(settings))
         self.guesses = Guesses(is_strict)
         self.recorder = make_recorder(
             gpu, self.allocator, self.guesses, lines or ScriptLines(roots)
         )
         self._patches = Patches()
         self._stack = contextlib.ExitStack()
+
+    def _settings(self, given: AllocatorSettings | None) -> AllocatorSettings:
+        settings = settings_from(os.environ) if given is None else given
+        if settings.memory_fraction < 1:
+            most = self.gpu.limit_bytes if self.limit_bytes is None else self.limit_bytes
+            allow_share(self.allocator, settings.memory_fraction, self.gpu.memory_bytes, most)
+        return settings
 
     @property
     def notes(self) -> list[str]:

@@ -166,6 +166,21 @@ def match_device(name: str, total_bytes: int) -> Gpu | None:
     )
 
 
+def nearest_gpu(capability: tuple[int, int], memory_bytes: int) -> Gpu:
+    """The entry whose kernels are likeliest those of a GPU that the catalogue lacks.
+
+    One of the same compute capability, else of the highest one below it, else the lowest; among
+    several the one with the nearest memory.
+
+    >>> nearest_gpu((8, 9), 12 << 30).capability, nearest_gpu((8, 7), 32 << 30).capability
+    ((8, 9), (8, 6))
+    """
+    known = sorted({gpu.capability for gpu in list_gpus()})
+    chosen = max((c for c in known if c <= capability), default=known[0])
+    alike = (gpu for gpu in list_gpus() if gpu.capability == chosen)
+    return min(alike, key=lambda gpu: abs(gpu.memory_bytes - memory_bytes))
+
+
 def _folded(name: str) -> str:
     return re.sub(r"[\s_-]", "", name.casefold()).removeprefix("nvidia")
 

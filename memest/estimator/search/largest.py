@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import Any
 
 from memest.errors import PlanError
-from memest.estimator.allocator.caching import round_request
+from memest.estimator.allocator.blocks import round_request
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.predict import judge_verdict, usable_bytes
 from memest.estimator.search.trace_series import GROWTH, SPACING, TraceSeries

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from memest.errors import PlanError
 from memest.estimator.allocator.addresses import AddressSpace
-from memest.estimator.allocator.caching import Block
+from memest.estimator.allocator.blocks import Block
 from memest.estimator.device.storages import MemKind, StorageTable
 from memest.estimator.trace.program import Program
 from memest.estimator.trace.replay import Replayed, replay

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from memest.estimator.allocator.addresses import AddressSpace
-from memest.estimator.allocator.caching import Block, CachingAllocator, OutOfMemory
+from memest.estimator.allocator.blocks import Block
+from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
 from memest.estimator.device.storages import EMPTIED, RETURNED
 from memest.estimator.trace.program import MicroBatch, Probe, Program, Shift
 from memest.report import Phase, PhaseRow

@@ -22,6 +22,7 @@ from torch import nn
 
 from memest.errors import MemestError, PlanError, UnsupportedError
 from memest.estimator.device.distributed.ddp import NotFinished
+from memest.estimator.allocator.settings import DEFAULT
 from memest.estimator.device.lines import ScriptLines
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.ranks import Ranks
@@ -225,6 +226,7 @@ def run_plan(
         lines=NoLines(),
         make_recorder=make_recorder,
         ranks=_ranks(plan, rank),
+        settings=DEFAULT,
     )
     watch = _Watch(virtual, config, at_cut)
     recorder = _PhaseRecorder(CudaMemory(), plan.accumulate_grad_batches, on_row=watch.reached)

@@ -108,6 +108,20 @@ def test_a_module_goes_to_the_card_and_back(gpu: VirtualGpu) -> None:
     assert model.to("meta")[0].weight.is_meta
 
 
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_module_with_gradients_goes_back(gpu: VirtualGpu, is_trained: bool) -> None:
+    """As Lightning's teardown takes it, after a last step whose gradients were not freed."""
+    linear = nn.Linear(64, 64).cuda()
+    optimizer = torch.optim.AdamW(linear.parameters())
+    linear(torch.ones(2, 64, device="cuda")).sum().backward()
+    if is_trained:
+        optimizer.step()
+    linear.cpu()
+    assert all(p.grad is not None and p.grad.device.type == "cpu" for p in linear.parameters())
+    linear.cuda()
+    assert all(p.grad is not None and p.grad.is_cuda for p in linear.parameters())
+
+
 def test_pinned_tensors_say_so(gpu: VirtualGpu) -> None:
     assert torch.zeros(4).pin_memory().is_pinned()
     assert torch.empty(4, pin_memory=True).is_pinned()

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from memest.errors import UnsupportedError
-from memest.estimator.allocator.caching import Block, OutOfMemory
+from memest.errors import PlanError, UnsupportedError
+from memest.estimator.allocator.blocks import Block
+from memest.estimator.allocator.caching import OutOfMemory
 from memest.estimator.allocator.statistics import CountingAllocator, Stat
 from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import find_gpu
@@ -266,9 +267,53 @@ def test_other_allocators_are_refused_by_name(gpu: VirtualGpu, name: str) -> Non
             getattr(owner, name)()
 
 
-def test_settings_cannot_change_while_the_script_runs(gpu: VirtualGpu) -> None:
-    with pytest.raises(UnsupportedError, match="allocator's settings"):
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+def test_settings_can_change_until_the_first_segment(gpu: VirtualGpu) -> None:
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True,max_split_size_mb:64")
+    torch._C._accelerator_setAllocatorSettings("per_process_memory_fraction:0.5")
+    held = torch.empty(30 << 20, dtype=torch.uint8, device="cuda")
+    with pytest.raises(UnsupportedError, match="allocator's settings after its first segment"):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
     with pytest.raises(UnsupportedError, match="without a cache"):
         torch.cuda.memory.caching_allocator_enable(False)
+    assert torch.cuda.memory_reserved() == 40 << 20
+    assert torch.cuda.memory_stats()["max_split_size"] == -1
+    assert torch.cuda.get_per_process_memory_fraction() == 0.5
     assert torch.cuda.get_allocator_backend() == "native"
+    assert held.numel() == 30 << 20
+
+
+def test_the_environment_is_read_at_the_first_request(
+    gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    torch.cuda.memory._record_memory_history()
+    held = [torch.empty(30 << 20, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    del held[0]
+    torch.cuda.empty_cache()
+    snapshot = torch.cuda.memory._snapshot()
+    actions = [(entry["action"], entry["size"] >> 20) for entry in snapshot["device_traces"][0]]
+    assert actions == [
+        ("segment_map", 40),
+        ("alloc", 30),
+        ("segment_map", 20),
+        ("alloc", 30),
+        ("free_requested", 30),
+        ("free_completed", 30),
+        ("segment_unmap", 20),
+    ]
+    (segment,) = snapshot["segments"]
+    assert segment["is_expandable"]
+    assert [block["size"] >> 20 for block in segment["blocks"]] == [10, 30]
+    assert snapshot["allocator_settings"] == {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "expandable_segments": True,
+    }
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_settings_that_torch_refuses_are_refused(
+    gpu: VirtualGpu, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "expandable_segment:True")
+    with pytest.raises(PlanError, match="Unrecognized key 'expandable_segment' in CUDA allocator"):
+        torch.empty(1, device="cuda")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +105,60 @@ def test_files_are_written_where_the_command_was_typed(
     assert "<script" not in page
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert (folder / "run.pickle").stat().st_size > 1000
+
+
+def test_the_allocators_settings_are_those_of_the_environment(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    files = ("--json", "report.json", "--html", "page.html", "--snapshot", "run.pickle")
+
+    assert run(*files, "train.py", "3") == 0
+    report = json.loads((folder / "report.json").read_text())
+    out = capsys.readouterr().out
+    assert report["allocator"] == "expandable_segments:True"
+    assert report["peak_reserved_bytes"] % (20 << 20) == 2 << 20  # pieces of each pool
+    assert report["verdicts"]["a100-40gb"]["reserved_bytes"] == report["peak_reserved_bytes"]
+    assert "\nallocator: expandable_segments:True\n" in out
+    assert "PyTorch's allocator with `expandable_segments:True`" in out
+    assert "allocator: expandable_segments:True" in (folder / "page.html").read_text()
+    snapshot = pickle.loads((folder / "run.pickle").read_bytes())
+    assert len(snapshot["segments"]) == 2
+    for segment in snapshot["segments"]:
+        assert sum(block["size"] for block in segment["blocks"]) == segment["total_size"]
+
+
+def test_settings_that_a_script_makes_count(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # undone after the test, whatever the script does
+    line = "import os\nos.environ['PYTORCH_ALLOC_CONF'] = 'max_split_size_mb:32'\n"
+    (folder / "train.py").write_text(line + TRAIN)
+
+    assert run("train.py", "1") == 0
+    assert "\nallocator: max_split_size_mb:32\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "says"),
+    [
+        ("max_split_size_mb:8", 2, "CachingAllocator option max_split_size_mb too small, must be"),
+        ("backend:cudaMallocAsync", 3, "`backend:cudaMallocAsync` is another allocator"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_before_anything_runs(
+    text: str,
+    code: int,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", text)
+
+    assert run("train.py", "1") == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert says in captured.err
 
 
 def test_check_exits_with_5_where_it_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import multiprocessing as torch_multiprocessing
 from torch import nn
+from torch.utils.data import DataLoader
 
 import memest
 from memest.errors import MemestError, PlanError
+from memest.estimator.hardware.gpus import find_gpu
 from memest.report import Ending, Outcome, RunReport
 from memest.run.session import Session
 
@@ -184,6 +186,33 @@ def test_a_step_limit_ends_the_block() -> None:
         train(5)
 
     assert (gpu.num_steps, gpu.report().ending) == (2, Ending.STOPPED)
+
+
+def test_a_step_limit_stays_one_whatever_cleaning_up_after_it_raises() -> None:
+    def train_and_clean_up() -> None:
+        try:
+            train()
+        finally:
+            raise ValueError("in vain")
+
+    gpu = memest.virtual_gpu(max_steps=1)
+    with pytest.raises(ValueError, match="in vain"), gpu:
+        train_and_clean_up()
+
+    assert gpu.report().ending is Ending.STOPPED
+
+
+def test_dataloaders_take_a_part_of_each_batch() -> None:
+    gpu = Session(find_gpu("h200"), batch_parts=4)
+    loader = DataLoader(torch.arange(100), batch_size=8)
+    with gpu:
+        sizes = [len(batch) for batch in loader]
+        whole = [len(batch) for batch in DataLoader(torch.arange(3))]
+
+    assert sizes == [2] * 12 + [1]
+    assert whole == [1, 1, 1]
+    assert [len(batch) for batch in loader] == [8] * 12 + [4]
+    assert "batches of DataLoaders are cut to 1/4, as asked" in gpu.virtual.notes
 
 
 def test_values_are_not_guessed_where_that_is_refused() -> None:

@@ -28,3 +28,45 @@ def test_what_a_small_card_refuses_is_not_known_of_larger_ones() -> None:
         torch.empty(60 << 30, dtype=torch.uint8, device="cuda")
 
     assert set(gpu.report().verdicts) == {"a100-40gb"}
+
+
+def pile_up(sizes: list[int]) -> None:
+    """Requests of so many MiB, each freed before the next."""
+    for num_mib in sizes:
+        torch.empty(num_mib << 20, dtype=torch.uint8, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("text", "reserved_mib"),
+    [("", 6000), ("expandable_segments:True", 3000), ("max_split_size_mb:64", 6000)],
+)
+def test_other_cards_are_judged_with_the_settings(
+    text: str, reserved_mib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", text)
+    gpu = memest.virtual_gpu("a100-80gb")
+    with gpu:
+        pile_up([1000, 2000, 3000])
+
+    report = gpu.report()
+    assert report.allocator == text
+    found = {v.reserved_bytes >> 20 for v in report.verdicts.values()}
+    assert found == {report.peak_reserved_bytes >> 20} == {reserved_mib}
+
+
+@pytest.mark.parametrize("setting", ["max_split_size_mb:64", "garbage_collection_threshold:0.4"])
+def test_a_share_of_each_card_is_kept_by_giving_back(
+    setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenth of the smallest card, 4045 MiB, has no room for all three segments."""
+    text = f"{setting},per_process_memory_fraction:0.1"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", text)
+    gpu = memest.virtual_gpu("h200")
+    with gpu:
+        pile_up([1000, 2000, 3000])
+
+    verdicts = gpu.report().verdicts
+    assert {v.verdict for v in verdicts.values()} == {Outcome.FITS}
+    assert verdicts["h200"].reserved_bytes >> 20 in (6000, 5000)
+    assert verdicts["a100-40gb"].reserved_bytes >> 20 in (3000, 4000)
+    assert verdicts["a100-40gb"].limit_bytes == int(0.1 * 42412802048)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
-from memest.estimator.device.tensors import META, PLAIN, Place, is_meta, true_device
+from memest.estimator.device.tensors import CPU, META, PLAIN, Place, is_meta, true_device
 
 
 def install(patches: Patches, recorder: LiveRecorder) -> None:
@@ -59,18 +59,34 @@ def _install_data(patches: Patches, recorder: LiveRecorder) -> None:
     swap_tensors: Any = torch.utils.swap_tensors
 
     def set_data(tensor: Tensor, value: Tensor) -> None:
+        if is_meta(tensor) and not is_meta(value) and _is_gradient(tensor):
+            value = _without_data(value, recorder)
         if is_meta(tensor) != is_meta(value):
             swapped = Tensor._make_subclass(type(tensor), value.detach(), tensor.requires_grad)
             vars(swapped).update(vars(tensor))  # class and attributes are swapped as well
+            grad = tensor.grad if tensor.is_leaf else None
             try:
                 swap_tensors(tensor, swapped)
-            except (
-                RuntimeError
-            ):  # autograd holds it, too: a graph that an exception has left behind
+            except RuntimeError:  # autograd holds it: a graph that an exception has left behind
                 if not is_meta(tensor):
                     raise
                 data_of.__set__(tensor, _without_data(value, recorder))
+            if grad is not None and is_meta(grad) != is_meta(tensor):
+                tensor.grad = _stand_in(grad, is_meta(tensor))
             return
         data_of.__set__(tensor, value)
 
     patches.set(Tensor, "data", property(data_of.__get__, set_data))
+
+
+def _stand_in(grad: Tensor, has_no_data: bool) -> Tensor:
+    """What `Module.to` finds and replaces in turn; torch has gradients lie where parameters do."""
+    where = META if has_no_data else CPU
+    with _disable_current_modes():
+        return torch.empty_strided(grad.size(), grad.stride(), dtype=grad.dtype, device=where)
+
+
+def _is_gradient(tensor: Tensor) -> bool:
+    """Whether something in C++ holds `tensor`, as a parameter does its `grad`: it cannot swap."""
+    use_count: int = tensor._use_count()  # type: ignore[attr-defined]
+    return use_count > 1 and not tensor.requires_grad

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from memest.errors import UnsupportedError
-from memest.estimator.allocator.statistics import CountingAllocator
+from memest.estimator.allocator.settings import changed_settings
+from memest.estimator.allocator.statistics import CountingAllocator, allow_share
 from memest.estimator.device.cuda import memory_history
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
@@ -68,17 +69,28 @@ def _install_statistics(
 def _install_limits(patches: Patches, recorder: LiveRecorder, allocator: CountingAllocator) -> None:
     gpu, given = recorder.gpu, allocator.limit_bytes
     most = gpu.limit_bytes if given is None else given
-    allowed = [gpu.memory_bytes if most >= gpu.limit_bytes else most]
 
     def set_fraction(fraction: float, device: Any = 0) -> None:
         """As `setMemoryFraction`: of all of the card's memory, and never more than it leaves."""
         _check(device)
-        allowed[0] = int(fraction * gpu.memory_bytes)
-        allocator.limit_bytes = min(most, allowed[0])
+        allocator.read_settings()
+        allow_share(allocator, fraction, gpu.memory_bytes, most)
 
     def fraction(device: Any = 0) -> float:
         _check(device)
-        return allowed[0] / gpu.memory_bytes
+        allocator.read_settings()
+        allowed = allocator.allowed_bytes
+        return 1.0 if allowed is None else allowed / gpu.memory_bytes
+
+    def change_settings(text: str) -> None:
+        """As `setAllocatorSettings`, while nothing has been reserved."""
+        allocator.read_settings()
+        if allocator.reserved_bytes:
+            raise _unsupported("a change of the allocator's settings after its first segment")
+        settings = changed_settings(allocator.settings, text)
+        allocator.use(settings)
+        if settings.memory_fraction != 1:
+            allow_share(allocator, settings.memory_fraction, gpu.memory_bytes, most)
 
     def mem_get_info(device: Any = None) -> tuple[int, int]:
         resolve(device)
@@ -91,6 +103,8 @@ def _install_limits(patches: Patches, recorder: LiveRecorder, allocator: Countin
         "_cuda_getMemoryFraction": fraction,
         "_cuda_getAllocatorBackend": lambda: "native",
         "_accelerator_getMemoryInfo": mem_get_info,
+        "_accelerator_setAllocatorSettings": change_settings,
+        "_accelerator_getAllocatorSettings": lambda: allocator.settings.text,
     }
     patches.set_all(torch._C, in_c)
     patches.set(torch.cuda, "mem_get_info", mem_get_info)
@@ -164,8 +178,6 @@ def _install_refusals(patches: Patches) -> None:
     for name in ("use_mem_pool", "change_current_allocator"):
         patches.set(torch.cuda.memory, name, refuse(f"torch.cuda.{name}"))
         patches.set(torch.cuda, name, refuse(f"torch.cuda.{name}"))
-    settings = refuse("a change of the allocator's settings while the script runs")
-    patches.set(torch._C, "_accelerator_setAllocatorSettings", settings)
     patches.set(torch._C, "_cuda_getAllocator", refuse("torch.cuda.memory._get_current_allocator"))
     patches.set(torch._C, "_cuda_cudaHostAllocator", refuse("the allocator of pinned memory"))
 

@@ -10,7 +10,7 @@ import torch
 
 from memest.estimator.allocator.memory_history import Context, MemoryHistory, segment_of
 from memest.estimator.allocator.statistics import CountingAllocator
-from memest.estimator.allocator.torch_format import SETTINGS
+from memest.estimator.allocator.torch_format import settings_entry
 from memest.estimator.device.cuda.stacks import Stacks
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
@@ -146,7 +146,7 @@ class Recordings:
         return {
             "segments": segments,
             "device_traces": [trace],
-            "allocator_settings": dict(SETTINGS),
+            "allocator_settings": settings_entry(allocator.settings),
             "external_annotations": [],
         }
 

@@ -1,0 +1,342 @@
+"""The settings of CUDA's caching allocator: `PYTORCH_ALLOC_CONF`, read as torch reads it.
+
+Mirrors `c10/core/AllocatorConfig.cpp` and `c10/cuda/CUDAAllocatorConfig.cpp`, torch 2.11 (and 2.13,
+which adds `large_segment_size_mb`): what is taken, what is refused and with which words. A text is
+cut at `:`, `,`, `[` and `]`, spaces do not count, and a number ends where its digits do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from memest.errors import PlanError, UnsupportedError, shown
+
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""The first is the newer name; options of CUDA alone are read from the second, if both are set
+(`AllocatorConfig.cpp`, `CUDAAllocatorConfig.h`)."""
+
+NO_CACHE = "PYTORCH_NO_CUDA_MEMORY_CACHING"
+
+MIB = 1 << 20
+NUM_INTERVALS = 16
+"""Of `roundup_power2_divisions`: from 1 MiB to 64 GiB, one per power of two."""
+
+DEFAULT_LARGE_BYTES = 20 << 20
+"""`kLargeBuffer`."""
+
+WITHOUT_EFFECT = (
+    "pinned_use_background_threads", "pinned_use_cuda_host_register", "pinned_num_register_threads",
+    "pinned_reserve_segment_size_mb", "pinned_free_catch_all", "pinned_max_round_threshold_mb",
+    "pinned_max_cached_size_mb", "release_lock_on_cudamalloc", "release_lock_on_hipmalloc",
+    "pinned_use_hip_host_register", "graph_capture_record_stream_reuse", "throw_on_cudamalloc_oom",
+)  # fmt: skip
+"""Options about pinned memory of the host, locks, CUDA graphs, and when an error comes: no byte of
+the card depends on them."""
+
+_OUT_OF_BOUNDS = "Index out of bounds in ConfigTokenizer"
+_TOKEN = re.compile(r"[,:\[\]]|[^,:\[\]]+")
+_INTEGER = re.compile(r"([+-]?)(\d+)")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AllocatorSettings:
+    """How the allocator differs from its defaults."""
+
+    expandable_segments: bool = False
+    """One segment per pool and stream that grows, instead of a `cudaMalloc` per segment."""
+
+    max_split_bytes: int | None = None
+    """Larger blocks are not split, and serve no smaller requests."""
+
+    max_non_split_rounding_bytes: int = DEFAULT_LARGE_BYTES
+    """How much larger a block that is not split may be than its request."""
+
+    roundup_divisions: tuple[int, ...] = (0,) * NUM_INTERVALS
+    """Parts of the way to the next power of two that requests round up to, by their size."""
+
+    garbage_collection_threshold: float = 0.0
+    """Share of the allowed memory above which old cached segments are given back; has an effect
+    only where less than all of the card is allowed."""
+
+    memory_fraction: float = 1.0
+    """`per_process_memory_fraction`: share of the card that is allowed."""
+
+    large_segment_bytes: int = DEFAULT_LARGE_BYTES
+    """Fetched for a request between 1 and 10 MiB; by which an expandable segment grows."""
+
+    without_effect: tuple[str, ...] = ()
+    """Options that were given and change nothing on the card."""
+
+    text: str = ""
+    """As it was given."""
+
+    @property
+    def is_default(self) -> bool:
+        """Whether the allocator behaves as without any setting."""
+        return replace(self, text="", without_effect=()) == DEFAULT
+
+    def roundup_divisions_of(self, num_bytes: int) -> int:
+        """What a request of `num_bytes` is rounded up by; 0 is by multiples of 512."""
+        index = num_bytes.bit_length() - 1 - (MIB.bit_length() - 1)
+        return self.roundup_divisions[min(max(0, index), NUM_INTERVALS - 1)]
+
+    def __str__(self) -> str:
+        """As it was given, or that it is the default."""
+        return self.text or "PyTorch's defaults"
+
+
+DEFAULT = AllocatorSettings()
+
+
+class _RefusedError(Exception):
+    """torch refuses the text; the message is torch's."""
+
+
+def parse_settings(text: str) -> AllocatorSettings:
+    """The settings that `PYTORCH_ALLOC_CONF=text` asks for.
+
+    >>> parse_settings("expandable_segments:True, max_split_size_mb:64").max_split_bytes >> 20
+    64
+
+    Raises:
+        PlanError: torch refuses it; the message is torch's.
+        UnsupportedError: it asks for another allocator.
+    """
+    return _parse(text, text)
+
+
+def settings_from(environment: Mapping[str, str]) -> AllocatorSettings:
+    """The settings of a process with `environment`.
+
+    Raises:
+        PlanError, UnsupportedError: as `parse_settings`.
+    """
+    if environment.get(NO_CACHE, "0").strip() not in ("", "0"):
+        raise UnsupportedError(
+            f"`{NO_CACHE}` asks for an allocator without a cache, which cannot be simulated",
+            hint=f"run it without `{NO_CACHE}`",
+        )
+    newer, older = (environment.get(name) for name in VARIABLES)
+    if newer is None and older is None:
+        return DEFAULT
+    common = newer if newer is not None else older
+    cuda = older if older is not None else newer
+    return _parse(common or "", cuda or "")
+
+
+def _parse(common: str, cuda: str) -> AllocatorSettings:
+    given = common if common == cuda else f"{common}; {cuda}"
+    try:
+        common_fields = dict(_fields(_tokens(common), is_cuda=False))
+        cuda_fields = dict(_fields(_tokens(cuda), is_cuda=True))
+    except _RefusedError as error:
+        raise PlanError(
+            f"`{VARIABLES[0]}={given}` is refused by torch: {error}",
+            hint="write it as `expandable_segments:True,max_split_size_mb:64`",
+        ) from None
+    if cuda_fields.pop("backend", "native") != "native":
+        raise UnsupportedError(
+            "`backend:cudaMallocAsync` is another allocator, which cannot be simulated",
+            hint="`backend:native` is PyTorch's own",
+        )
+    fields = {**common_fields, **cuda_fields}
+    fields["without_effect"] = tuple(
+        name for name in WITHOUT_EFFECT if fields.pop(name, None) is not None
+    )
+    return AllocatorSettings(**fields, text=given)  # type: ignore[arg-type]
+
+
+class _Tokens:
+    """The pieces of a text, as `ConfigTokenizer` gives them."""
+
+    def __init__(self, words: list[str]) -> None:
+        self.words = words
+
+    def __getitem__(self, at: int) -> str:
+        if at >= len(self.words):
+            raise _RefusedError(_OUT_OF_BOUNDS)
+        return self.words[at]
+
+    def boolean(self, at: int) -> bool:
+        word = self[at]
+        if word not in ("True", "False"):
+            raise _RefusedError(
+                f"Expected 'True' or 'False' at index {at} in ConfigTokenizer but got '{word}'"
+            )
+        return word == "True"
+
+    def integer(self, at: int) -> int:
+        """As `std::stoull`: what begins as a number is one, and below 0 it wraps around."""
+        found = _INTEGER.match(self[at])
+        if found is None or int(found[2]) >= 1 << 64:
+            raise _RefusedError("stoull")
+        return (-int(found[2]) if found[1] == "-" else int(found[2])) % (1 << 64)
+
+    def number(self, at: int) -> float:
+        found = _NUMBER.match(self[at])
+        if found is None:
+            raise _RefusedError("stod")
+        return float(found[0])
+
+    def end_of_value(self, at: int) -> int:
+        """Where the value at `at` ends: there, or at the bracket that closes it."""
+        if self[at] != "[":
+            return at
+        while at < len(self.words) and self.words[at] != "]":
+            at += 1
+        if at == len(self.words):
+            raise _RefusedError(
+                "Expected closing bracket ']' in ConfigTokenizer but reached end of config"
+            )
+        return at
+
+
+def _tokens(text: str) -> _Tokens:
+    return _Tokens(_TOKEN.findall("".join(text.split())))
+
+
+def _fields(tokens: _Tokens, *, is_cuda: bool) -> Iterator[tuple[str, object]]:
+    """The fields of `AllocatorSettings` that one of torch's two parsers reads."""
+    own, others = (_OF_CUDA, _COMMON) if is_cuda else (_COMMON, _OF_CUDA)
+    at = 0
+    while at < len(tokens.words):
+        key = tokens[at]
+        tokens[at + 1]
+        tokens[at + 2]
+        if key in own:
+            name, value, end = own[key](tokens, at + 2)
+            yield name, value
+        elif is_cuda and key not in others and key not in WITHOUT_EFFECT:
+            raise _RefusedError(f"Unrecognized key '{key}' in CUDA allocator config.")
+        else:
+            end = tokens.end_of_value(at + 2)
+            if is_cuda and key in WITHOUT_EFFECT:
+                yield key, True
+        at = end + 2
+
+
+_Read = Callable[[_Tokens, int], tuple[str, object, int]]
+
+
+def _expandable(tokens: _Tokens, at: int) -> tuple[str, object, int]:
+    return "expandable_segments", tokens.boolean(at), at
+
+
+def _megabytes(key: str, field: str) -> _Read:
+    def read(tokens: _Tokens, at: int) -> tuple[str, object, int]:
+        value = tokens.integer(at)
+        if value < DEFAULT_LARGE_BYTES // MIB:
+            raise _RefusedError(f"CachingAllocator option {key} too small, must be >= 20")
+        return field, value * MIB, at
+
+    return read
+
+
+def _large_segment(tokens: _Tokens, at: int) -> tuple[str, object, int]:
+    value = tokens.integer(at)
+    if value <= 10:
+        raise _RefusedError("CachingAllocator option large_segment_size_mb must be > 10 MB")
+    return "large_segment_bytes", value * MIB, at
+
+
+def _collection(tokens: _Tokens, at: int) -> tuple[str, object, int]:
+    value = tokens.number(at)
+    if not 0 < value < 1:
+        raise _RefusedError("garbage_collect_threshold is invalid, set it in (0.0, 1.0)")
+    return "garbage_collection_threshold", value, at
+
+
+def _fraction(tokens: _Tokens, at: int) -> tuple[str, object, int]:
+    value = tokens.number(at)
+    if not 0 <= value <= 1:
+        raise _RefusedError("per_process_memory_fraction is invalid, set it in [0.0, 1.0]")
+    return "memory_fraction", value, at
+
+
+def _backend(tokens: _Tokens, at: int) -> tuple[str, object, int]:
+    if tokens[at] not in ("native", "cudaMallocAsync"):
+        raise _RefusedError("Unknown allocator backend, options are native and cudaMallocAsync")
+    return "backend", tokens[at], at
+
+
+def _roundup(tokens: _Tokens, at: int) -> tuple[str, object, int]:
+    divisions = [0] * NUM_INTERVALS
+    if tokens[at] != "[":
+        value = tokens.integer(at)
+        if not _is_power_of_2(value):
+            raise _RefusedError("For roundups, the divisions has to be power of 2")
+        return "roundup_divisions", (value,) * NUM_INTERVALS, at
+    end = tokens.end_of_value(at)
+    last, is_first = 0, True
+    for place in range(at + 1, end, 4):  # boundary, colon, divisions, comma
+        value = tokens.integer(place + 2)
+        if value and not _is_power_of_2(value):
+            raise _RefusedError(
+                "For roundups, the divisions has to be power of 2 or 0 to disable roundup"
+            )
+        if tokens[place] == ">":
+            divisions[last + 1 :] = [value] * (NUM_INTERVALS - last - 1)
+            continue
+        boundary = tokens.integer(place)
+        if not _is_power_of_2(boundary):
+            raise _RefusedError("For roundups, the intervals have to be power of 2")
+        last = min(boundary.bit_length() - 1, NUM_INTERVALS - 1)
+        if is_first:
+            divisions[:last] = [value] * last
+            is_first = False
+        divisions[last] = value
+    return "roundup_divisions", tuple(divisions), end
+
+
+def _is_power_of_2(value: int) -> bool:
+    return value > 0 and value & (value - 1) == 0
+
+
+_COMMON: dict[str, _Read] = {
+    "expandable_segments": _expandable,
+    "max_split_size_mb": _megabytes("max_split_size_mb", "max_split_bytes"),
+    "max_non_split_rounding_mb": _megabytes(
+        "max_non_split_rounding_mb", "max_non_split_rounding_bytes"
+    ),
+    "garbage_collection_threshold": _collection,
+    "roundup_power2_divisions": _roundup,
+    "large_segment_size_mb": _large_segment,
+}
+_OF_CUDA: dict[str, _Read] = {"per_process_memory_fraction": _fraction, "backend": _backend}
+
+
+def describe(settings: AllocatorSettings) -> str:
+    """For the assumptions of a report.
+
+    >>> describe(DEFAULT)
+    "PyTorch's default allocator"
+    """
+    if not settings.text:
+        return "PyTorch's default allocator"
+    without = ", ".join(settings.without_effect)
+    note = f" ({without}: no effect on the card)" if without else ""
+    return f"PyTorch's allocator with {shown(settings.text)}{note}"
+
+
+_KEPT = {
+    "expandable_segments": "expandable_segments",
+    "max_non_split_rounding_mb": "max_non_split_rounding_bytes",
+    "large_segment_size_mb": "large_segment_bytes",
+}
+"""Options that stay as they were where a later text does not name them; all others go back to their
+defaults (`parseArgs`)."""
+
+
+def changed_settings(before: AllocatorSettings, text: str) -> AllocatorSettings:
+    """What `torch.cuda.memory._set_allocator_settings(text)` makes of `before`.
+
+    Raises:
+        PlanError, UnsupportedError: as `parse_settings`.
+    """
+    after = parse_settings(text)
+    named = set(_tokens(text).words)
+    kept = {field: getattr(before, field) for key, field in _KEPT.items() if key not in named}
+    return replace(after, **kept)

@@ -1,0 +1,196 @@
+"""What the allocator's settings change: how it rounds, searches, splits, grows and gives back.
+
+Mirrors `c10/cuda/CUDACachingAllocator.cpp`, torch 2.11: `round_size`, `get_free_block`,
+`should_split`, `garbage_collect_cached_blocks`, `release_available_cached_blocks`. Of expandable
+segments see `expandable.py`. `CachingAllocator` asks here only where a setting is not the default.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import TYPE_CHECKING
+
+from memest.estimator.allocator.blocks import (
+    ADDRESS_BITS,
+    MIN_OWN_SEGMENT_BYTES,
+    ROUND_BYTES,
+    SMALL_REQUEST_BYTES,
+    Block,
+    FreeBlocks,
+    round_request,
+    segment_bytes,
+)
+from memest.estimator.allocator.expandable import ExpandableSegments
+from memest.estimator.allocator.settings import AllocatorSettings
+
+if TYPE_CHECKING:
+    from memest.estimator.allocator.caching import CachingAllocator
+
+
+class Tuning:
+    """The settings at work in one allocator.
+
+    Args:
+        allocator: whose pools these are.
+        settings: not all default.
+    """
+
+    def __init__(self, allocator: CachingAllocator, settings: AllocatorSettings) -> None:
+        self.settings = settings
+        self.expandable = (
+            ExpandableSegments(allocator, settings.large_segment_bytes)
+            if settings.expandable_segments
+            else None
+        )
+        self._allocator = allocator
+        self._max_split = settings.max_split_bytes
+        self._num_searches = [0, 0]  # `get_free_blocks_call_count`, by size of the pool
+        self._inserted_at: dict[int, int] = {}  # by the identity of a block that is free
+
+    # --- sizes
+
+    def rounded(self, num_bytes: int) -> int:
+        """The block size that serves a request."""
+        if num_bytes < ROUND_BYTES:
+            return ROUND_BYTES
+        divisions = self.settings.roundup_divisions_of(num_bytes)
+        if not divisions or num_bytes <= ROUND_BYTES * divisions:
+            return round_request(num_bytes)
+        floor = 1 << (num_bytes.bit_length() - 1)
+        if divisions == 1 or num_bytes == floor:
+            return num_bytes
+        step = floor // divisions
+        return -(-num_bytes // step) * step
+
+    def segment_bytes(self, block_bytes: int) -> int:
+        """The segment that `cudaMalloc` is asked for."""
+        if SMALL_REQUEST_BYTES < block_bytes < MIN_OWN_SEGMENT_BYTES:
+            return self.settings.large_segment_bytes
+        return segment_bytes(block_bytes)
+
+    # --- a request
+
+    def malloc(self, num_bytes: int, stream: int) -> Block:
+        """As `CachingAllocator.malloc`."""
+        allocator = self._allocator
+        size = self.rounded(num_bytes)
+        is_small = size <= SMALL_REQUEST_BYTES
+        pool = allocator.pools_of(stream)[is_small]
+        if self.collects:
+            self._num_searches[is_small] += 1
+        block = self._found(pool, size)
+        if block is None:
+            if self.collects:
+                self._collect()
+            block = allocator.new_segment(num_bytes, size, is_small, stream)
+        remaining = block.num_bytes - size
+        if self._splits(size, remaining, is_small):
+            rest = Block(block.address + size, remaining, is_small, True, block, block.next, stream)
+            if block.next is not None:
+                block.next.previous = rest
+            block.next = rest
+            block.num_bytes = size
+            key = remaining << ADDRESS_BITS | rest.address
+            insort(pool.keys, key)
+            pool.by_key[key] = rest
+            self.inserted(rest)
+        block.is_free = False
+        return block
+
+    def _found(self, pool: FreeBlocks, size: int) -> Block | None:
+        """The free block that serves a request of `size`, taken out of its pool."""
+        index = bisect_left(pool.keys, size << ADDRESS_BITS)
+        if index == len(pool.keys):
+            return None
+        if self.expandable is not None:
+            index = self.expandable.best(pool, index)
+        key = pool.keys[index]
+        found = key >> ADDRESS_BITS
+        if self._max_split is not None:
+            if size < self._max_split <= found:
+                return None  # an oversize block is kept for large requests
+            spare = self.settings.max_non_split_rounding_bytes
+            if size >= self._max_split and found >= size + spare:
+                return None
+        del pool.keys[index]
+        return pool.by_key.pop(key)
+
+    def _splits(self, size: int, remaining: int, is_small: bool) -> bool:
+        if is_small or self.expandable is not None:
+            return remaining >= ROUND_BYTES
+        if self._max_split is not None and size >= self._max_split:
+            return False
+        return remaining > SMALL_REQUEST_BYTES
+
+    # --- what is given back
+
+    @property
+    def collects(self) -> bool:
+        """Whether old segments are given back: by a threshold, of a share of the card."""
+        return (
+            self.settings.garbage_collection_threshold > 0
+            and self._allocator.allowed_bytes is not None
+        )
+
+    def inserted(self, block: Block) -> None:
+        """`block` has come into its pool."""
+        if self.settings.garbage_collection_threshold:
+            self._inserted_at[id(block)] = self._num_searches[block.is_small]
+
+    def _collect(self) -> None:
+        """Give back the unsplit large segments that have lain idle longest."""
+        allocator = self._allocator
+        assert allocator.allowed_bytes is not None
+        share = self.settings.garbage_collection_threshold
+        target = allocator.reserved_bytes - int(share * allocator.allowed_bytes)
+        if target <= 0:
+            return
+        ages = {id(b): self._age(b) for _, b in allocator.unsplit(is_small=False)}
+        total, count, reclaimed, has_freed = sum(ages.values()), len(ages), 0, True
+        while reclaimed < target and has_freed and count:
+            threshold, has_freed = total / count, False
+            for pool, block in allocator.unsplit(is_small=False):
+                age = self._age(block)
+                if self.expandable is not None or age < threshold:
+                    continue
+                has_freed = True
+                reclaimed += block.num_bytes
+                total -= age
+                count -= 1
+                pool.discard(block)
+                allocator.release(block)
+
+    def _age(self, block: Block) -> int:
+        return self._num_searches[block.is_small] - self._inserted_at.get(id(block), 0)
+
+    def release_oversize(self, size: int, is_small: bool, stream: int) -> bool:
+        """Give back one oversize block that is large enough, or as many as are together.
+
+        Whether it was enough for a request of `size`.
+        """
+        if self._max_split is None:
+            return False
+        allocator = self._allocator
+        pool = allocator.pools_of(stream)[is_small]
+        wanted = max(size, self._max_split)
+        index = bisect_left(pool.keys, wanted << ADDRESS_BITS)
+        if index < len(pool.keys) and self.expandable is None:
+            block = pool.by_key[pool.keys[index]]
+            pool.discard(block)
+            allocator.release(block)
+            return True
+        released = 0
+        for block in [pool.by_key[key] for key in reversed(pool.keys)]:
+            if released >= wanted or block.num_bytes < self._max_split:
+                break
+            if self.expandable is None:
+                released += block.num_bytes
+                pool.discard(block)
+                allocator.release(block)
+        return released >= wanted
+
+    def layout(self) -> tuple[object, ...]:
+        """What decides the future besides live and free blocks."""
+        if self.collects:
+            return (object(),)  # ages: no two states are the same
+        return () if self.expandable is None else self.expandable.layout()

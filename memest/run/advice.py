@@ -1,0 +1,122 @@
+"""What to change in a script that does not fit: read from what fills its peak.
+
+These are estimates: what a change takes away is read from the peak of a run on a card without end,
+and nothing else is taken to change. What `memest run` can do without touching the script says so by
+its options; the preflight tries those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from memest.report import RunReport
+from memest.units import format_gib
+
+EIGHT_BIT_SHARE = 0.74
+"""Of two float32 moments, what bitsandbytes' blockwise 8-bit ones save: 8 B to 2 B and 8 B per 256
+elements (`bitsandbytes/optim/optimizer.py`: blocks of 256, one float32 `absmax` each)."""
+
+EXPANDABLE = "expandable_segments:True"
+
+MOST_PARTS = 64
+"""A micro-batch is not cut into more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suggestion:
+    """One change, and what it would take away from the peak."""
+
+    title: str
+    price: str
+    """What it costs, in plain words."""
+
+    saved_bytes: int
+    """By the estimate."""
+
+    options: tuple[str, ...] = ()
+    """Of `memest run`, to simulate it."""
+
+    alloc_conf: str = ""
+    """What comes to `PYTORCH_ALLOC_CONF`, to simulate it."""
+
+    @property
+    def can_be_simulated(self) -> bool:
+        """Whether `memest run` can do it; else the script itself has to be changed."""
+        return bool(self.options or self.alloc_conf)
+
+
+def suggestions(report: RunReport, limit_bytes: int) -> tuple[Suggestion, ...]:
+    """Changes of which each alone is enough by this estimate, cheapest first.
+
+    Args:
+        report: of the script on a card that has room for it.
+        limit_bytes: what the allocator of the real one can reserve.
+    """
+    over = report.peak_reserved_bytes - limit_bytes
+    return tuple(s for s in _all(report, over) if s.saved_bytes >= over) if over > 0 else ()
+
+
+def _all(report: RunReport, over: int) -> Iterator[Suggestion]:
+    held = {term.name: term.num_bytes for term in report.terms}
+    in_step = report.peak.phase == "optimizer"
+    temporaries = held.get("temporaries", 0)
+    cached = report.peak_reserved_bytes - report.peak_allocated_bytes
+    if in_step and temporaries:
+        yield Suggestion(
+            title="`fused=True` in the optimizer",
+            price="nothing: the same update in one kernel, without temporaries",
+            saved_bytes=temporaries,
+        )
+    if cached and EXPANDABLE not in report.allocator:
+        yield Suggestion(
+            title=f"`PYTORCH_ALLOC_CONF={EXPANDABLE}` in the environment",
+            price="nothing: the allocator keeps less in pieces that nothing fits into",
+            saved_bytes=cached,
+            alloc_conf=EXPANDABLE,
+        )
+    grows = held.get("activations", 0) + held.get("batch", 0) + (0 if in_step else temporaries)
+    parts = next((n for n in _powers_of_two() if grows - grows // n >= over), 0)
+    if parts:
+        yield Suggestion(
+            title=f"1/{parts} of the micro-batch, and {parts} times the accumulation",
+            price="same mathematics, at most a little more time",
+            saved_bytes=grows - grows // parts,
+            options=("--batch-parts", str(parts)),
+        )
+    yield Suggestion(
+        title="activation checkpointing, if it is not on",
+        price="same mathematics, about a third more time",
+        saved_bytes=held.get("activations", 0) // 2,
+    )
+    yield Suggestion(
+        title="an 8-bit optimizer, if its state is of 32 bits",
+        price="another optimizer",
+        saved_bytes=int(held.get("optimizer", 0) * EIGHT_BIT_SHARE),
+    )
+    trained = held.get("grads", 0) + held.get("optimizer", 0)
+    yield Suggestion(
+        title="LoRA adapters instead of all parameters",
+        price="fewer parameters trained",
+        saved_bytes=trained,
+    )
+
+
+def _powers_of_two() -> Iterator[int]:
+    number = 2
+    while number <= MOST_PARTS:
+        yield number
+        number *= 2
+
+
+def render_suggestions(found: Sequence[Suggestion]) -> list[str]:
+    """The best change and the next of another kind, or that none alone is enough."""
+    if not found:
+        return [
+            "best change: none alone is enough; a smaller model, several GPUs or offload may be"
+        ]
+    lines = [
+        f"{name}: {each.title} (about {format_gib(each.saved_bytes)} less; {each.price})"
+        for name, each in zip(("best change", "or"), found, strict=False)
+    ]
+    return [*lines, "estimated from what fills the peak; `memest run` on the changed script tells"]
