@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from memest.cli.files import check_writable, read_plans, write_text
+from memest.cli.files import check_writable, given_only, read_plans, write_text
 from memest.cli.group import OOM_EXIT_CODE, main
 from memest.cli.options import plan_options
 from memest.errors import PlanError
@@ -43,7 +43,7 @@ def advise(
     memest advise --model blip2-opt-2.7b --precision 32-true --bs 64 --gpu a100-80gb
     memest advise --config lab.yaml --gpu rtx-4090 --json
     """
-    given = {k: v for k, v in flags.items() if v is not None and v != ()}
+    given = given_only(flags)
     plan = read_plans(config, None, given)[0]
     if len(plan.gpu) + (plan.gpu_memory is not None) != 1:
         raise PlanError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memest.cli.files import make_folder, read_plans, write_text
+from memest.cli.files import given_only, make_folder, read_plans, write_text
 from memest.cli.group import main
 from memest.cli.options import plan_options
 from memest.cli.sweep import grid_options, grid_points
@@ -139,7 +139,7 @@ def phases(
     "--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it."
 )
 @click.option("--suite", type=click.Path(path_type=Path), help="A chart for each of many plans.")
-@click.option("--step", type=click.IntRange(0), help="Of the run; by default that of the peak.")
+@click.option("--step", type=click.IntRange(1), help="Of the run; by default that of the peak.")
 @chart_options
 def timeline(
     config: Path | None,
@@ -159,10 +159,10 @@ def timeline(
     wanted = parse_wanted(formats)
     plans = read_plans(config, suite, given_only(flags))
     for plan in plans:
-        if step is not None and step >= plan.steps:
+        if step is not None and step > plan.steps:
             raise PlanError(
                 f"`--step {step}` is not among the {plan.steps} of `{plan.label}`",
-                hint="the first is 0; `--steps` simulates more",
+                hint="the first is 1; `--steps` simulates more",
             )
     make_folder(out)
     from memest.estimator.predict import record_plan
@@ -171,7 +171,7 @@ def timeline(
 
     for stem, plan in zip(_stems("timeline", plans), plans, strict=True):
         recording = record_plan(plan)
-        line = timeline_of(recording, step)
+        line = timeline_of(recording, None if step is None else step - 1)
         figure = plot_timeline(
             line,
             name=plan.label,
@@ -301,11 +301,6 @@ def parse_wanted(text: str) -> list[str]:
     from memest.plots import parse_formats
 
     return parse_formats(text)
-
-
-def given_only(flags: dict[str, Any]) -> dict[str, Any]:
-    """The flags that say something."""
-    return {k: v for k, v in flags.items() if v is not None and v != ()}
 
 
 def _stems(chart_name: str, plans: Sequence[TrainingPlan]) -> list[str]:

@@ -13,6 +13,7 @@ import click
 
 from memest.cli.files import check_writable, write_text
 from memest.cli.group import OOM_EXIT_CODE, main, tell
+from memest.cli.terminal import has_colour
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import Gpu, custom_gpu, find_gpu
 from memest.estimator.predict import PRIMARY_GPU
@@ -72,6 +73,7 @@ _FILE = click.Path(path_type=Path)
 @click.option("--snapshot", type=_FILE, help="Write the run as PyTorch's snapshot.")
 @click.option("--chrome-trace", type=_FILE, help="Write the run for Perfetto, as JSON.")
 @click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if it does not fit.")
+@click.option("-v", "--verbose", is_flag=True, help="With all that is assumed.")
 @click.option("-m", "module", help="Run a module, as `python -m` does; ends memest's options.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
 def run(
@@ -85,6 +87,7 @@ def run(
     snapshot: Path | None,
     chrome_trace: Path | None,
     check: bool,
+    verbose: bool,
     module: str | None,
     command: tuple[str, ...],
 ) -> int:
@@ -129,7 +132,7 @@ def run(
                 "does it ask `torch.cuda.is_available()`, and move its model to `cuda`?",
             )
         return ran.exit_code or NOT_USED_EXIT_CODE
-    _print(ran.report, out)
+    _print(ran.report, out, verbose=verbose)
     files.write(ran.report, session)
     return OOM_EXIT_CODE if check and not ran.report.fits else ran.exit_code
 
@@ -191,5 +194,8 @@ class _Files:
             write_chrome_trace(recording, self.chrome)
 
 
-def _print(report: RunReport, out: TextIO) -> None:
-    click.echo(f"\n{RULE}\n{report}", file=out)
+def _print(report: RunReport, out: TextIO, *, verbose: bool) -> None:
+    from memest.render.run import render_run
+
+    text = render_run(report, colour=out is sys.stdout and has_colour(), verbose=verbose)
+    click.echo(f"\n{RULE}\n{text}", file=out)

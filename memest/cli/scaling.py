@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memest.cli.chart import chart, chart_options, given_only, parse_wanted, save_chart
-from memest.cli.files import make_folder
+from memest.cli.chart import chart, chart_options, parse_wanted, save_chart
+from memest.cli.files import given_only, make_folder
 from memest.cli.options import plan_options
 from memest.errors import PlanError
 from memest.plan.files import read_config

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memest.cli.files import check_writable, read_plans, write_text
+from memest.cli.files import check_writable, given_only, read_plans, write_text
 from memest.cli.group import OOM_EXIT_CODE, main
 from memest.cli.options import plan_options
 from memest.errors import PlanError
@@ -53,7 +53,7 @@ def max_batch(
     memest max-batch --model blip2-flan-t5-xxl --all-techniques --gpu a100-40gb --gpu a100-80gb
     """
     key = "seq_len" if max_seq_len else "batch_size"
-    given = {k: v for k, v in flags.items() if v is not None and v != ()}
+    given = given_only(flags)
     if key in given:
         raise PlanError(
             f"`{key}` is given, and is what is looked for",

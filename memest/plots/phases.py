@@ -270,7 +270,9 @@ def _write_words(
     figure: Figure, theme: Theme, reports: Sequence[Report], step: int, micro_batch: int
 ) -> None:
     count = reports[0].plan.get("accumulate_grad_batches", 1)
-    which = f"step {step}" + (f", micro-batch {micro_batch + 1} of {count}" if count != 1 else "")
+    which = f"step {step + 1}" + (
+        f", micro-batch {micro_batch + 1} of {count}" if count != 1 else ""
+    )
     if len({report.verdict for report in reports}) == 1:
         kinds = " and ".join(report.kind for report in reports)
         end = f"{kinds}; verdict: {_said(reports[0].verdict)}"

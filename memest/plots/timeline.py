@@ -248,7 +248,7 @@ def _write_words(
         figure,
         theme,
         f"Memory over one step: {name}",
-        f"predicted on {gpu}, step {timeline.step} of the run (the first is 0)",
+        f"predicted on {gpu}, step {timeline.step + 1} of the run",
     )
     handles: list[Patch | Line2D] = [
         key(color_of(theme, area), area, theme) for area, sizes in areas.items() if any(sizes)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from memest.render.answer import answer, people
+from memest.render.text import step_name
 from memest.report import Outcome, Prediction, Verdict
 from memest.units import GIB, format_gib
 
@@ -24,6 +26,7 @@ body { margin: 0 auto; padding: 1rem; max-width: 76rem; background: var(--page);
 h1 { font-size: 1.6rem; line-height: 1.2; margin: .3rem 0; overflow-wrap: anywhere; }
 h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; }
 p, ul { margin: .4rem 0; overflow-wrap: anywhere; } .muted { color: var(--muted); }
+.answer { font-size: 1.25rem; font-weight: 700; }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(15rem, 1fr)); gap: .7rem; }
 .card { background: var(--card); border-radius: .5rem; padding: .7rem .9rem;
   overflow-wrap: anywhere; min-width: 0; }
@@ -120,6 +123,7 @@ def _one(report: Prediction, recording: Recording | None) -> str:
     limit = _limit_bytes(report)
     sections = [
         f"<h1>{escape(report.name)}</h1>",
+        lead(answer(report)),
         _facts(report),
         verdict_cards(report.verdicts),
         "<h2>What fills the GPU at the peak</h2>",
@@ -150,6 +154,13 @@ def _one(report: Prediction, recording: Recording | None) -> str:
         _assumed(report),
     ]
     return "\n".join(sections)
+
+
+def lead(lines: Sequence[str]) -> str:
+    """The answer: its first line large."""
+    first, *others = [*lines, ""]
+    rest = "".join(f"<p>{escape(line)}</p>" for line in others if line)
+    return f'<p class="answer">{escape(first)}</p>{rest}'
 
 
 def _many(reports: Sequence[Prediction]) -> str:
@@ -217,7 +228,7 @@ def verdict_cards(verdicts: Mapping[str, Verdict]) -> str:
         share = 100 * min(1.0, verdict.reserved_bytes / max(1, verdict.limit_bytes))
         margin = format_gib(abs(verdict.margin_bytes))
         words = f"{margin} too much" if is_oom else f"{margin} to spare"
-        where = f'<div class="muted">{escape(verdict.at)}</div>' if verdict.at else ""
+        where = f'<div class="muted">{escape(people(verdict.at))}</div>' if verdict.at else ""
         cards.append(
             f'<div class="card {"oom" if is_oom else "fits"}"><b>{escape(name)}</b> '
             f'<b class="verdict">{"out of memory" if is_oom else "fits"}</b>'
@@ -275,7 +286,7 @@ def _phases(report: Prediction) -> str:
                 row.params_bytes, row.grads_bytes, row.optimizer_bytes, row.activations_bytes,
                 row.allocated_bytes, row.peak_allocated_bytes, row.reserved_bytes,
             )  # fmt: skip
-            step = f"{row.step}.{row.micro_batch}" if last else f"{row.step}"
+            step = step_name(row.step, row.micro_batch if last else None)
             rows.append([step, str(row.phase).replace("_", " "), *map(_gib, sizes)])
     return html_table(rows, text=2)
 

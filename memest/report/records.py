@@ -193,7 +193,7 @@ class Prediction(Report):
         """The text report."""
         from memest.render.text import render_text
 
-        return render_text(self)
+        return render_text(self, verbose=True)
 
     def _repr_html_(self) -> str:
         from memest.render.text import render_html_table

@@ -111,7 +111,7 @@ def test_a_sweep_is_drawn_at_once_or_from_its_file(tmp_path: Path) -> None:
         (["chart", "lab", "--suite", "no-such"], "there is no suite and no file `no-such`"),
         (["chart", "lab", "--gpu", "a10000"], "`a10000` is not in the"),
         (["chart", "timeline"], "the plan names no model"),
-        (["chart", "timeline", *PLAN, "--step", "2"], "`--step 2` is not among the 2 of `gpt2`"),
+        (["chart", "timeline", *PLAN, "--step", "3"], "`--step 3` is not among the 2 of `gpt2`"),
         (["chart", "validate", "no.jsonl"], "`no.jsonl` cannot be read"),
         (["chart", "batches"], "Missing option '--model'"),
         (["chart", "sweep"], "the plan names no model"),

@@ -232,7 +232,7 @@ def test_of_a_run_out_of_memory_the_micro_batch_in_which_it_failed_is_shown() ->
 
     figure = plot_phases(failed, measured(phases=start + ROWS), gpu_limit_bytes=LIMIT)
     assert list(find(figure, ".*:oom")) == ["predicted:after_forward:oom"]
-    assert "step 0" in find(figure, "subtitle")["subtitle"].get_text()
+    assert "step 1" in find(figure, "subtitle")["subtitle"].get_text()
 
 
 def test_the_phase_that_ran_out_of_memory_is_hatched_and_those_after_it_were_not_reached() -> None:
@@ -263,7 +263,7 @@ def test_verdicts_that_differ_are_named() -> None:
     figure = plot_phases(predicted(), out_of_memory(measured), gpu_limit_bytes=LIMIT)
 
     subtitle = find(figure, "subtitle")["subtitle"].get_text()
-    assert subtitle.endswith("step 1; fits predicted, OOM measured")
+    assert subtitle.endswith("step 2; fits predicted, OOM measured")
 
 
 # ------------------------------------------------------------------ scatter

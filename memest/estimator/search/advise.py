@@ -210,6 +210,32 @@ def advise(
     )
 
 
+def cheapest_change(
+    plan: TrainingPlan,
+    gpu: Gpu | str,
+    prediction: Prediction,
+    *,
+    max_predictions: int = 8,
+    trust_remote_code: bool = False,
+) -> Option | None:
+    """The first single change, cheapest in kind first, with which `plan` fits `gpu`.
+
+    Of a tight one the next grade, where that is enough. `prediction` is that of `plan`, whose
+    verdicts hold one of `gpu`. None where no change alone is enough, or none was found with so
+    many predictions.
+    """
+    card = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    search = _Search(_on_card(plan, card), card, max_predictions, trust_remote_code)
+    found: Option | None = None
+    with suppress(_Spent, MemestError):
+        for option in search._singles(levers_for(search.plan, search.facts(prediction), card)):
+            if found is None or (option.cost == found.cost and not option.is_tight):
+                found = option
+            if not found.is_tight or option.cost != found.cost:
+                break
+    return found
+
+
 def _on_card(plan: TrainingPlan, gpu: Gpu) -> TrainingPlan:
     """`plan` asked about this GPU alone."""
     if any(known.name == gpu.name for known in list_gpus()):
