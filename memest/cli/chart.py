@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +18,15 @@ from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.plan import TrainingPlan
 from memest.plan.files import read_suite
+from memest.units import TIB
 
 if TYPE_CHECKING:
+    from memest.estimator.search.sweep import Grid
     from memest.estimator.trace.recording import Timeline
     from memest.report import Prediction
 
-LAB_GPUS = ("a100-40gb", "a100-80gb", "h100-80gb", "h200")
-"""The cards whose lines the ladder of the lab is drawn against."""
+CHART_GPU = "a100-80gb"
+"""The card of a chart where none is named: that of the lab."""
 
 _CHART_OPTIONS = [
     click.option(
@@ -54,7 +57,11 @@ def chart() -> None:
 @click.option(
     "--suite", default="lab-a100", show_default=True, help="lab-a100, lab-h100, or a file of plans."
 )
-@click.option("--gpu", multiple=True, help="Card to draw a line for; the first decides the bars.")
+@click.option(
+    "--gpu",
+    multiple=True,
+    help="Card to draw a line for; the first decides the bars. By default the suite's own.",
+)
 @click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
 @chart_options
 def lab(
@@ -78,7 +85,7 @@ def lab(
 
     wanted = parse_wanted(formats)
     path = find_suite(suite)
-    cards = list(gpu) or _lab_cards(path.stem)
+    cards = list(gpu) or _own_cards(path)
     limits = {card_label(name): find_gpu(name).limit_bytes for name in cards}
     plans = read_suite(path, {"gpu": cards})
     make_folder(out)
@@ -91,14 +98,40 @@ def lab(
     if not predicted:
         raise PlanError(f"`{suite}` has no plan that can be drawn", hint="name another suite")
     reports = [report for _, report in predicted]
-    figure = plot_ladder(reports, limits=limits, dark=dark)
+    figure = plot_ladder(
+        reports, limits=limits, dark=dark, unlimited=_needs(predicted, jobs), suite=path.stem
+    )
     save_chart(figure, out / path.stem, wanted, title, [report.to_dict() for report in reports])
 
 
-def _lab_cards(suite: str) -> list[str]:
-    """The cards of the lab, the one that the suite was run on first."""
-    own = "h100-80gb" if "h100" in suite else "a100-80gb"
-    return [own, *(name for name in LAB_GPUS if name != own)]
+def _own_cards(path: Path) -> list[str]:
+    """The cards that a suite's plans name, or the one that the lab's suite was run on."""
+    named = dict.fromkeys(name for plan in read_suite(path, {}) for name in plan.gpu)
+    return list(named) or ["h100-80gb" if "h100" in path.stem else CHART_GPU]
+
+
+def _needs(
+    predicted: Sequence[tuple[TrainingPlan, Prediction]], jobs: int | None
+) -> dict[str, Prediction]:
+    """The plans that do not fit, by name, on a card that holds them."""
+    from memest.estimator.search.suite import apart, predict_each
+
+    larger = [
+        replace(plan, gpu=(), gpu_memory=TIB, memory_limit=None)
+        for plan, report in predicted
+        if report.verdict == "oom"
+    ]
+    if not larger:
+        return {}
+    found, _ = apart(larger, predict_each(larger, jobs=jobs))
+    return {report.name: report for _, report in found}
+
+
+def on_a_card(plan: TrainingPlan) -> TrainingPlan:
+    """`plan` with the card of the chart, where it names none."""
+    if plan.gpu or plan.gpu_memory is not None:
+        return plan
+    return replace(plan, gpu=(CHART_GPU,))
 
 
 @chart.command()
@@ -123,7 +156,7 @@ def phases(
     memest chart phases --model blip2-opt-2.7b --bs 16 --precision 32-true --gpu a100-80gb
     """
     wanted = parse_wanted(formats)
-    plans = read_plans(config, suite, given_only(flags))
+    plans = [on_a_card(plan) for plan in read_plans(config, suite, given_only(flags))]
     make_folder(out)
     from memest.estimator.search.suite import predict_all
     from memest.plots import plot_phases
@@ -157,7 +190,7 @@ def timeline(
     memest chart timeline --model blip2-opt-2.7b --bs 16 --precision 32-true --gpu a100-80gb
     """
     wanted = parse_wanted(formats)
-    plans = read_plans(config, suite, given_only(flags))
+    plans = [on_a_card(plan) for plan in read_plans(config, suite, given_only(flags))]
     for plan in plans:
         if step is not None and step > plan.steps:
             raise PlanError(
@@ -165,7 +198,7 @@ def timeline(
                 hint="the first is 1; `--steps` simulates more",
             )
     make_folder(out)
-    from memest.estimator.predict import record_plan
+    from memest.estimator.predict import predict, record_plan
     from memest.estimator.trace.recording import timeline as timeline_of
     from memest.plots import plot_timeline
 
@@ -178,13 +211,14 @@ def timeline(
             gpu=recording.gpu,
             gpu_limit_bytes=recording.limit_bytes,
             dark=dark,
+            plan=predict(plan).plan,  # with the length that the model's default is
         )
         save_chart(figure, out / stem, wanted, title, _points(line))
 
 
 @chart.command()
 @click.option("--model", "models", multiple=True, required=True, help="May be given again.")
-@click.option("--gpu", default="a100-80gb", show_default=True, help="Card that has to hold them.")
+@click.option("--gpu", default=CHART_GPU, show_default=True, help="Card that has to hold them.")
 @click.option("--seq-len", type=int, help="Tokens per sample, padding included.")
 @click.option("--image-size", type=int, help="Pixels per side.")
 @click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
@@ -218,7 +252,9 @@ def batches(
             cells = table.setdefault(row.technique, {})
             cells[plan.label] = None if found is None else found.value or 0
             data.append({"model_name": plan.model_name, **row.to_dict()})
-    figure = plot_largest_batch(table, gpu=gpu, dark=dark)
+    length = plans[0].seq_len
+    said = [f"{length} tokens" if length else "each model's default tokens"]
+    figure = plot_largest_batch(table, gpu=card.name, dark=dark, said=said)
     save_chart(figure, out / "batches", wanted, title, data)
 
 
@@ -253,6 +289,8 @@ def sweep_chart(
             f"`{file}` holds a sweep, and flags ask for another",
             hint="give either a file or the flags of `memest sweep`",
         )
+    if not flags["gpu"] and flags["gpu_memory"] is None and flags["config"] is None:
+        flags["gpu"] = (CHART_GPU,)
     points = grid_points(**flags) if file is None else []
     rows = [] if file is None else read_rows(file)
     make_folder(out)
@@ -260,8 +298,26 @@ def sweep_chart(
     from memest.plots.heatmap import plot_fits
 
     table = fits_table(rows, across)
-    figure = plot_fits(table.verdicts, across=table.across, gpu=", ".join(table.gpus), dark=dark)
+    figure = plot_fits(
+        table.verdicts,
+        across=table.across,
+        gpu=", ".join(table.gpus),
+        dark=dark,
+        said=_in_common(rows, points),
+    )
     save_chart(figure, out / "sweep", wanted, title, rows)
+
+
+def _in_common(rows: Sequence[dict[str, Any]], points: Grid) -> list[str]:
+    """What all plans of a sweep are, as far as its rows or its plans say."""
+    from memest.plots.words import setting_words
+
+    plans = [plan.to_dict() for _, plan in points if isinstance(plan, TrainingPlan)] or rows
+    same = {k: v for k, v in plans[0].items() if all(plan.get(k) == v for plan in plans)}
+    model = [str(same["model_name"])] if same.get("model_name") else []
+    length = [f"{same['seq_len']} tokens"] if same.get("seq_len") else []
+    kept = {k: v for k, v in same.items() if k in ("precision", "batch_size", "optim")}
+    return [*model, *setting_words(kept), *length]
 
 
 @chart.command("validate")

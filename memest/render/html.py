@@ -138,7 +138,12 @@ def _one(report: Prediction, recording: Recording | None) -> str:
             "<h2>Over one step</h2>",
             chart(
                 lambda dark: plot_timeline(
-                    line, name=report.name, gpu=report.gpu, gpu_limit_bytes=limit, dark=dark
+                    line,
+                    name=report.name,
+                    gpu=report.gpu,
+                    gpu_limit_bytes=limit,
+                    dark=dark,
+                    plan=report.plan,
                 ),
                 "memory over the events of one step, by what it is held for",
             ),
