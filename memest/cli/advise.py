@@ -11,6 +11,7 @@ import click
 from memest.cli.files import check_writable, given_only, read_plans, write_text
 from memest.cli.group import OOM_EXIT_CODE, main
 from memest.cli.options import plan_options
+from memest.cli.progress import shown
 from memest.errors import PlanError
 
 
@@ -60,9 +61,10 @@ def advise(
     from memest.estimator.search.advise import advise as find_advice
     from memest.render.advice import render_advice
 
-    advice = find_advice(
-        plan, gpu, max_predictions=max_predictions, trust_remote_code=trust_remote_code
-    )
+    with shown():
+        advice = find_advice(
+            plan, gpu, max_predictions=max_predictions, trust_remote_code=trust_remote_code
+        )
     text = json.dumps(advice.to_dict()) if as_json else render_advice(advice)
     if output is None:
         click.echo(text)

@@ -13,6 +13,7 @@ import click
 from memest.cli.files import given_only, make_folder, read_plans, write_text
 from memest.cli.group import main
 from memest.cli.options import plan_options
+from memest.cli.progress import shown
 from memest.cli.sweep import grid_options, grid_points
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu
@@ -63,11 +64,13 @@ def chart() -> None:
     help="Card to draw a line for; the first decides the bars. By default the suite's own.",
 )
 @click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
+@click.option("--resume", is_flag=True, help="Go on where it was interrupted.")
 @chart_options
 def lab(
     suite: str,
     gpu: tuple[str, ...],
     jobs: int | None,
+    resume: bool,
     out: Path,
     formats: str,
     dark: bool,
@@ -89,18 +92,21 @@ def lab(
     limits = {card_label(name): find_gpu(name).limit_bytes for name in cards}
     plans = read_suite(path, {"gpu": cards})
     make_folder(out)
-    from memest.estimator.search.suite import apart, predict_each
+    from memest.cli.kept import predict_kept
+    from memest.estimator.search.suite import apart
     from memest.plots import plot_ladder
 
-    predicted, failed = apart(plans, predict_each(plans, jobs=jobs))
+    with shown():
+        found = predict_kept(plans, out / path.stem, is_resumed=resume, jobs=jobs)
+    predicted, failed = apart(plans, found)
+    with shown("what the others would need", with_results=False):
+        unlimited = _needs(predicted, jobs)
     for plan, error in failed:
         click.echo(f"not drawn: {plan.label}: {error}", err=True)
     if not predicted:
         raise PlanError(f"`{suite}` has no plan that can be drawn", hint="name another suite")
     reports = [report for _, report in predicted]
-    figure = plot_ladder(
-        reports, limits=limits, dark=dark, unlimited=_needs(predicted, jobs), suite=path.stem
-    )
+    figure = plot_ladder(reports, limits=limits, dark=dark, unlimited=unlimited, suite=path.stem)
     save_chart(figure, out / path.stem, wanted, title, [report.to_dict() for report in reports])
 
 
@@ -161,7 +167,9 @@ def phases(
     from memest.estimator.search.suite import predict_all
     from memest.plots import plot_phases
 
-    for stem, report in zip(_stems("phases", plans), predict_all(plans), strict=True):
+    with shown():
+        reports = predict_all(plans)
+    for stem, report in zip(_stems("phases", plans), reports, strict=True):
         figure = plot_phases(report, None, gpu_limit_bytes=_limit_bytes(report), dark=dark)
         save_chart(figure, out / stem, wanted, title, [report.to_dict()])
 
@@ -203,7 +211,8 @@ def timeline(
     from memest.plots import plot_timeline
 
     for stem, plan in zip(_stems("timeline", plans), plans, strict=True):
-        recording = record_plan(plan)
+        with shown(plan.label):
+            recording, known = record_plan(plan), predict(plan).plan
         line = timeline_of(recording, None if step is None else step - 1)
         figure = plot_timeline(
             line,
@@ -211,7 +220,7 @@ def timeline(
             gpu=recording.gpu,
             gpu_limit_bytes=recording.limit_bytes,
             dark=dark,
-            plan=predict(plan).plan,  # with the length that the model's default is
+            plan=known,  # with the length that is the model's default
         )
         save_chart(figure, out / stem, wanted, title, _points(line))
 
@@ -247,7 +256,9 @@ def batches(
     table: dict[str, dict[str, int | None]] = {}
     data = []
     for plan in plans:
-        for row in largest_of_all(plan, [card], jobs=jobs):
+        with shown():
+            found_rows = largest_of_all(plan, [card], jobs=jobs)
+        for row in found_rows:
             found = row.largest
             cells = table.setdefault(row.technique, {})
             cells[plan.label] = None if found is None else found.value or 0
@@ -294,7 +305,8 @@ def sweep_chart(
     points = grid_points(**flags) if file is None else []
     rows = [] if file is None else read_rows(file)
     make_folder(out)
-    rows = rows or sweep_grid(points, jobs=jobs, trust_remote_code=trust_remote_code)
+    with shown():
+        rows = rows or sweep_grid(points, jobs=jobs, trust_remote_code=trust_remote_code)
     from memest.plots.heatmap import plot_fits
 
     table = fits_table(rows, across)
@@ -346,7 +358,8 @@ def validate_chart(
     from memest.estimator.search.suite import predict_all
     from memest.plots import plot_scatter
 
-    pairs = list(zip(predict_all(plans, jobs=jobs), measured, strict=True))
+    with shown():
+        pairs = list(zip(predict_all(plans, jobs=jobs), measured, strict=True))
     figure = plot_scatter(pairs, dark=dark)
     data = [report.to_dict() for pair in pairs for report in pair]
     save_chart(figure, out / "validate", wanted, title, data)

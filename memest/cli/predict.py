@@ -11,6 +11,7 @@ import click
 from memest.cli.files import check_writable, given_only, read_plans, write_text
 from memest.cli.group import OOM_EXIT_CODE, main, tell
 from memest.cli.options import plan_options
+from memest.cli.progress import shown
 from memest.cli.terminal import has_colour
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import custom_gpu
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per plan.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the report to a file.")
 @click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if a plan does not fit.")
+@click.option("--resume", is_flag=True, help="Of a suite with -o: go on where it was interrupted.")
 @click.option("-v", "--verbose", is_flag=True, help="With all that is assumed.")
 @click.option(
     "--jobs", type=click.IntRange(1), help="Processes for a suite; by default one per core."
@@ -50,12 +52,8 @@ def predict(
     as_json: bool,
     output: Path | None,
     check: bool,
+    resume: bool,
     verbose: bool,
-    jobs: int | None,
-    trust_remote_code: bool,
-    html: Path | None,
-    snapshot: Path | None,
-    chrome_trace: Path | None,
     **flags: Any,
 ) -> int:
     """Predict one plan, or a suite of them.
@@ -67,26 +65,24 @@ def predict(
     memest predict --suite experiments.yaml --json
     memest predict --model gpt2 --bs 8 --html report.html --snapshot step.pickle
     """
+    files = {name: flags.pop(name) for name in ("html", "snapshot", "chrome_trace")}
+    how = {name: flags.pop(name) for name in ("jobs", "trust_remote_code")}
     plans = read_plans(config, suite, given_only(flags))
-    for path in (output, html, snapshot, chrome_trace):
+    for path in (output, *files.values()):
         if path is not None:
             check_writable(path)
-    if (snapshot or chrome_trace) and len(plans) > 1:
+    if (files["snapshot"] or files["chrome_trace"]) and len(plans) > 1:
         raise PlanError("a recording is of one plan", hint="leave `--suite` out")
-    from memest.estimator.search.suite import apart, named, predict_each
+    from memest.cli.kept import predict_kept
+    from memest.estimator.search.suite import apart, named
 
-    found = predict_each(plans, jobs=jobs, trust_remote_code=trust_remote_code)
+    with shown():
+        found = predict_kept(plans, output if suite else None, is_resumed=resume, **how)
     predicted, failed = apart(plans, found)
     if suite is None and failed:
         raise failed[0][1]
     reports = [report for _, report in predicted]
-    write_files(
-        [plan for plan, _ in predicted],
-        reports,
-        html=html,
-        snapshot=snapshot,
-        chrome_trace=chrome_trace,
-    )
+    write_files([plan for plan, _ in predicted], reports, **files)
     if as_json:
         text = "\n".join(report.to_json() for report in reports)
     elif suite is not None:
@@ -95,7 +91,7 @@ def predict(
         text = render_suite(reports)
     else:
         looks = {"colour": output is None and has_colour(), "verbose": verbose}
-        text = _one(plans[0], reports[0], trust_remote_code, **looks)
+        text = _one(plans[0], reports[0], how["trust_remote_code"], **looks)
     if output is None:
         click.echo(text)
     else:
@@ -117,7 +113,8 @@ def _one(
 ) -> str:
     from memest.render.text import render_text
 
-    change = _cheapest(plan, report, trust_remote_code=trust_remote_code)
+    with shown("looking for what would fit"):
+        change = _cheapest(plan, report, trust_remote_code=trust_remote_code)
     return render_text(report, change=change, colour=colour, verbose=verbose)
 
 

@@ -27,6 +27,7 @@ from memest.estimator.hardware.gpus import Gpu, find_gpu, list_gpus
 from memest.estimator.predict import predict
 from memest.estimator.search.changes import NOT_TRIED, Change, Cost, Lever, apply, levers_for
 from memest.estimator.search.commands import ModelFacts, predict_command, training_lines
+from memest.estimator.search.processes import Event, tell
 from memest.plan import TrainingPlan
 from memest.report import Outcome, Prediction
 
@@ -289,8 +290,17 @@ class _Search:
                 if self.num_predictions >= self.max_predictions:
                     raise _Spent
                 self.num_predictions += 1
+                title = " + ".join(change.title for change in ordered)
+                told: dict[str, Any] = {
+                    "label": title,
+                    "weight": 1,
+                    "total": self.max_predictions,
+                    "task": plan,
+                }
+                tell(Event(is_done=False, **told))
                 prediction = predict(plan, trust_remote_code=self.trust_remote_code)
                 self._known[plan] = self._option(plan, ordered, prediction)
+                tell(Event(is_done=True, result=self._known[plan], **told))
             known = self._known[plan]
             if len(ordered) < len(known.changes):  # the rest had no effect beside these
                 known = self._known[plan] = replace(known, changes=ordered)
