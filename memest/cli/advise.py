@@ -38,7 +38,7 @@ def advise(
     trust_remote_code: bool,
     **flags: Any,
 ) -> int:
-    """Find what to change in a plan so that it fits one GPU, cheapest in kind first.
+    """Find what makes a plan fit a GPU, cheapest in kind first.
 
     \b
     memest advise --model blip2-opt-2.7b --precision 32-true --bs 64 --gpu a100-80gb

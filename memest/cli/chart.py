@@ -12,7 +12,7 @@ import click
 
 from memest.cli.files import given_only, make_folder, read_plans, write_text
 from memest.cli.group import main
-from memest.cli.options import plan_options
+from memest.cli.options import VALUES, completes, plan_options, suite_names
 from memest.cli.progress import shown
 from memest.cli.sweep import grid_options, grid_points
 from memest.errors import PlanError
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 CHART_GPU = "a100-80gb"
 """The card of a chart where none is named: that of the lab."""
 
+JSON_FILES = "memest.cli.chart.json"
+"""Key of the context: whether the files are printed as JSON."""
+
 _CHART_OPTIONS = [
     click.option(
         "--out", type=click.Path(path_type=Path), default=Path("charts"), show_default=True,
@@ -39,6 +42,10 @@ _CHART_OPTIONS = [
     ),
     click.option("--dark", is_flag=True, help="For dark slides."),
     click.option("--title", default="", help="In place of the chart's own."),
+    click.option(
+        "--json", "as_json", is_flag=True, expose_value=False, help="The files as a JSON object.",
+        callback=lambda ctx, param, value: ctx.meta.__setitem__(JSON_FILES, value),
+    ),
 ]  # fmt: skip
 
 
@@ -56,7 +63,11 @@ def chart() -> None:
 
 @chart.command()
 @click.option(
-    "--suite", default="lab-a100", show_default=True, help="lab-a100, lab-h100, or a file of plans."
+    "--suite",
+    default="lab-a100",
+    show_default=True,
+    help="lab-a100, lab-h100, lab-multi, or a file of plans.",
+    shell_complete=completes(suite_names),
 )
 @click.option(
     "--gpu",
@@ -226,8 +237,21 @@ def timeline(
 
 
 @chart.command()
-@click.option("--model", "models", multiple=True, required=True, help="May be given again.")
-@click.option("--gpu", default=CHART_GPU, show_default=True, help="Card that has to hold them.")
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    required=True,
+    help="May be given again.",
+    shell_complete=completes(VALUES["models"]),
+)
+@click.option(
+    "--gpu",
+    default=CHART_GPU,
+    show_default=True,
+    help="Card that has to hold them.",
+    shell_complete=completes(VALUES["gpu"]),
+)
 @click.option("--seq-len", type=int, help="Tokens per sample, padding included.")
 @click.option("--image-size", type=int, help="Pixels per side.")
 @click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
@@ -409,8 +433,12 @@ def save_chart(
     """The pictures, then their data as JSON Lines; says what was written."""
     from memest.plots import retitle, save
 
-    for written in save(retitle(figure, title), path, formats):
-        click.echo(written)
+    pictures = save(retitle(figure, title), path, formats)
     data_file = path.with_name(f"{path.name}.jsonl")
     write_text(data_file, "".join(json.dumps(row) + "\n" for row in data))
-    click.echo(data_file)
+    if click.get_current_context().meta.get(JSON_FILES):
+        files = {"pictures": [str(p) for p in pictures], "data": str(data_file)}
+        click.echo(json.dumps(files))
+        return
+    for written in (*pictures, data_file):
+        click.echo(written)

@@ -38,7 +38,7 @@ def compare(
     output: Path | None,
     jobs: int | None,
 ) -> int:
-    """Predict what measured runs printed, and show both side by side.
+    """Show predictions beside measured runs.
 
     \b
     memest compare results/lab-h200.jsonl

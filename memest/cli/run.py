@@ -13,6 +13,7 @@ import click
 
 from memest.cli.files import check_writable, write_text
 from memest.cli.group import OOM_EXIT_CODE, main, tell
+from memest.cli.options import VALUES, completes
 from memest.cli.terminal import has_colour
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import Gpu, custom_gpu, find_gpu
@@ -63,7 +64,12 @@ _FILE = click.Path(path_type=Path)
 
 
 @main.command(cls=_RunCommand, context_settings={"allow_interspersed_args": False})
-@click.option("--gpu", "gpu_name", help=f"The card; by default {PRIMARY_GPU}.")
+@click.option(
+    "--gpu",
+    "gpu_name",
+    help=f"The card; by default {PRIMARY_GPU}.",
+    shell_complete=completes(VALUES["gpu"]),
+)
 @click.option("--gpu-memory", type=_Bytes(), help="Memory of a card not in the catalogue: 24GiB.")
 @click.option("--memory-limit", type=_Bytes(), help="Cap on the allocator: 78.4GiB.")
 @click.option("--max-steps", type=click.IntRange(1), help="End after so many optimizer steps.")
@@ -91,7 +97,7 @@ def run(
     module: str | None,
     command: tuple[str, ...],
 ) -> int:
-    """Run a training script, unmodified, on a GPU that is not there.
+    """Run a script, unmodified, on a GPU that is not there.
 
     The script runs from its first line to its last, its output untouched. After it comes a report
     of the GPU memory that it would have taken, by kind, module and line.

@@ -10,7 +10,7 @@ import click
 
 from memest.cli.files import check_writable, given_only, read_plans, write_text
 from memest.cli.group import OOM_EXIT_CODE, main
-from memest.cli.options import plan_options
+from memest.cli.options import VALUES, completes, plan_options
 from memest.cli.progress import shown
 from memest.errors import PlanError
 from memest.plan.files import read_config
@@ -113,8 +113,17 @@ _SWEEP_KEYS = {
 
 
 _GRID_OPTIONS = [
-    *(click.option(flag, key, help=text) for flag, (key, text) in _SWEEP_KEYS.items()),
-    click.option("--gpu", multiple=True, help="GPU to judge; may be given again, or as a list."),
+    *(
+        click.option(
+            flag, key, help=text,
+            shell_complete=completes(VALUES[key], is_list=True) if key in VALUES else None,
+        )
+        for flag, (key, text) in _SWEEP_KEYS.items()
+    ),
+    click.option(
+        "--gpu", multiple=True, help="GPU to judge; may be given again, or as a list.",
+        shell_complete=completes(VALUES["gpu"]),
+    ),
     click.option("--gpu-memory", help="Memory of a GPU not in the catalogue: 24GiB."),
     click.option("--vary", multiple=True, metavar="KEY=VALUES", help="Any other key of a plan."),
     click.option(
@@ -176,7 +185,7 @@ def sweep(
     trust_remote_code: bool,
     **flags: Any,
 ) -> int:
-    """Predict every combination of lists and ranges of a plan's keys.
+    """Predict every combination of a plan's keys.
 
     \b
     memest sweep --model gpt2,opt-125m --bs 1:64 --gpu a100-40gb -o sweep.csv

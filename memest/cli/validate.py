@@ -55,7 +55,7 @@ def validate(
     trust_remote_code: bool,
     **flags: Any,
 ) -> int:
-    """Run plans for real on the GPU at hand, and write what they printed.
+    """Run plans for real on the GPU at hand.
 
     Without a plan it takes the suite of the GPU. The table goes to stderr, `--json` to stdout.
 

@@ -21,7 +21,6 @@ from memest.report import Outcome, PhaseRow, Prediction, Verdict
 from memest.units import MIB, format_bytes, format_count, format_gib
 
 if TYPE_CHECKING:
-    from memest.estimator.hardware.gpus import Gpu
     from memest.estimator.search.advise import Option
     from memest.models_meta.registry import ModelEntry
 
@@ -73,24 +72,6 @@ def render_models(entries: Iterable[ModelEntry]) -> str:
     rows = [["model", "family", "modality", "parameters", "Hugging Face id"]]
     rows += [[e.name, e.family, e.modality, format_count(e.num_params), e.hub_id] for e in entries]
     return "\n".join(table(rows, left=3, last_left=True))
-
-
-def render_gpus(gpus: Iterable[Gpu]) -> str:
-    """The catalogue of GPUs."""
-    rows = [["gpu", "memory", "context", "usable", "compute", "SMs", "name"]]
-    rows += [
-        [
-            g.name,
-            format_gib(g.memory_bytes),
-            format_bytes(g.context_bytes),
-            format_gib(g.limit_bytes),
-            f"{g.capability[0]}.{g.capability[1]}",
-            str(g.num_sms),
-            g.label,
-        ]
-        for g in gpus
-    ]
-    return "\n".join(table(rows, left=1, last_left=True))
 
 
 def render_html_table(prediction: Prediction) -> str:
