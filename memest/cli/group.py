@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import Any
@@ -79,7 +80,27 @@ class _Group(click.Group):
         except BrokenPipeError:  # the reader of a pipe has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(0)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            _no_room(error)
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except OSError as error:
+            _no_room(error)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""Errors of a write."""
+
+
+def _no_room(error: OSError) -> None:
+    """The output cannot be written; what is left of it goes nowhere, so that nothing fails anew."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    fail(f"the output cannot be written: {error.strerror}", "write where there is room", 1)
 
 
 def fail(message: str, hint: str, code: int) -> None:
