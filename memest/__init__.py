@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from memest.estimator.predict import predict
     from memest.run.session import virtual_gpu
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "MemestError", "Prediction", "Scratch", "TrainingPlan", "predict", "register_kernel",
     "virtual_gpu",

@@ -55,6 +55,19 @@ th.note { text-align: left; } td.note { text-align: left; white-space: normal; m
 td.text:first-child, th.text:first-child { position: sticky; left: 0; background: var(--page); }
 @media (max-width: 40rem) { td.text:first-child { white-space: normal; min-width: 8rem; } }
 td.bad { font-weight: 700; background: var(--ink); color: var(--page); }
+.wide { background: linear-gradient(to right, var(--page) 30%, transparent),
+  linear-gradient(to left, var(--page) 30%, transparent) 100% 0,
+  linear-gradient(to right, var(--muted), transparent),
+  linear-gradient(to left, var(--muted), transparent) 100% 0;
+  background-repeat: no-repeat; background-size: 2.5rem 100%, 2.5rem 100%, .8rem 100%, .8rem 100%;
+  background-attachment: local, local, scroll, scroll; }
+.wide .cue { display: none; position: sticky; left: 0; }
+@media (max-width: 46rem) { .chart .cue { display: block; color: var(--muted); }
+  table.noted tr { display: grid; grid-template-columns: 1fr 6rem 5rem;
+    border-bottom: 1px solid var(--line); }
+  table.noted th, table.noted td { border-bottom: 0; }
+  table.noted .note { grid-column: 1 / -1; min-width: 0; color: var(--muted); padding-top: 0; }
+  table.noted th.note { display: none; } }
 .chart img { display: block; width: 100%; min-width: 46rem; height: auto; border-radius: .4rem; }
 details { border-bottom: 1px solid var(--line); padding: .5rem 0; }
 summary { cursor: pointer; font-weight: 600; overflow-wrap: anywhere; }
@@ -334,7 +347,8 @@ def html_table(rows: Iterable[Sequence[str]], *, text: int, notes: bool = False)
         for tag, group in (("th", [head]), ("td", body))
         for row in group
     ]  # fmt: skip
-    return f'<div class="wide"><table>{"".join(lines)}</table></div>'
+    kind_of = ' class="noted"' if notes else ""
+    return f'<div class="wide"><table{kind_of}>{"".join(lines)}</table></div>'
 
 
 def chart(draw: Callable[[bool], Any], words: str) -> str:
@@ -346,6 +360,7 @@ def chart(draw: Callable[[bool], Any], words: str) -> str:
         for is_dark in (False, True)
     )
     return (
-        f'<div class="chart wide"><picture><source media="(prefers-color-scheme: dark)" '
+        f'<div class="chart wide"><span class="cue">wider than the screen: scroll &rarr;</span>'
+        '<picture><source media="(prefers-color-scheme: dark)" '
         f'srcset="{dark}"><img alt="{escape(words)}" src="{light}"></picture></div>'
     )
