@@ -10,6 +10,7 @@ from memest.cli import (  # noqa: F401
     advise,
     chart,
     compare,
+    explore,
     lists,
     predict,
     run,
