@@ -26,7 +26,11 @@ from memest.render.explorer import MAX_PAGE_BYTES, render_explorer, technique_of
 from memest.units import GIB
 
 CARDS = ("a100-80gb", "a100-40gb")
-SOME = [SETTINGS[0], SETTINGS[9], {**SETTINGS[14], "lora_r": 8}]
+SOME = [
+    SETTINGS[0],
+    {"precision": "bf16-true", "optim": "sgd", "act_ckpt": True},
+    {"precision": "bf16-true", "optim": "adamw", "act_ckpt": False, "use_lora": True, "lora_r": 8},
+]
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
@@ -79,6 +83,17 @@ def test_the_grid_has_every_combination(points: list[Explored]) -> None:
     assert len(points) == len(SOME) * 3 * 2
     assert len({replace(p.plan, name="") for p in points}) == len(points)
     assert {technique_of(p.plan) for p in points} == {"full", "LoRA"}
+
+
+def test_batch_sizes_of_one_progression_share_traces() -> None:
+    """Powers of two are no progression: their even numbers are."""
+    made = explore(["gpt2"], CARDS[:1], settings=SOME[:1], batches=(2, 4, 8, 16, 32),
+                   micro_batches=(1,), seq_len=64, jobs=1)  # fmt: skip
+
+    report = predict(replace(made[3].plan, gpu=CARDS[:1]))
+    assert made[3].plan.batch_size == 16
+    assert made[3].reserved_bytes == report.unlimited_reserved_bytes
+    assert sum(made[3].kinds.values()) == report.peak_allocated_bytes
 
 
 def test_the_grid_of_the_lab_has_600_plans() -> None:

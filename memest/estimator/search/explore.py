@@ -7,6 +7,7 @@ every point is replayed on its own, so it says what `predict` says of that plan,
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,13 +32,13 @@ _FULL = [
     for precision in ("32-true", "bf16-true")
     for optim in ("adamw", "sgd", "adam_8bit")
     for is_ckpt in (False, True)
+    if precision == "bf16-true" or optim == "adamw" or not is_ckpt
 ]
-_MIXED = [{"precision": "bf16-mixed", "optim": "adamw", "act_ckpt": c} for c in (False, True)]
+_MIXED = [{"precision": "bf16-mixed", "optim": "adamw", "act_ckpt": False}]
 _ADAPTED = [
     {"precision": precision, "optim": "adamw", "act_ckpt": is_ckpt, technique: True}
     for technique in ("use_lora", "use_qlora")
-    for precision in ("32-true", "bf16-true")
-    for is_ckpt in (False, True)
+    for precision, is_ckpt in (("32-true", False), ("bf16-true", False), ("bf16-true", True))
 ]
 SETTINGS: tuple[Mapping[str, Any], ...] = (*_FULL, *_MIXED, *_ADAPTED)
 """What a group of traces is for; adapters train with AdamW, as in the lab."""
@@ -124,7 +125,7 @@ def _group(
         with frozen_garbage():
             series = {chip: TraceSeries(plan, gpu, "batch_size") for chip, gpu in chips.items()}
             for each in series.values():
-                each.cover(batches)
+                each.cover(_progression(batches))
             for batch, count in itertools.product(batches, micro_batches):
                 asked = replace(plan, batch_size=batch, accumulate_grad_batches=count)
                 traced = {chip: each.at(batch) for chip, each in series.items()}
@@ -132,6 +133,13 @@ def _group(
     except MemestError as error:
         return error
     return found
+
+
+def _progression(batches: Sequence[int]) -> Sequence[int]:
+    """Values of one spacing that hold `batches`, so that one family of traces covers them all."""
+    rest = sorted(set(batches) - {1})
+    step = math.gcd(*rest) if rest else 1
+    return range(step, rest[-1] + 1, step) if len(rest) > 4 else batches
 
 
 def _point(plan: TrainingPlan, traced: Mapping[Any, Any], cards: Sequence[Gpu]) -> Explored:
