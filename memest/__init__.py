@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from memest.run.preflight import Preflight, PreflightStop, preflight
     from memest.run.session import virtual_gpu
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "MemestError", "Prediction", "Preflight", "PreflightStop", "Scratch", "TrainingPlan", "predict",
     "preflight", "register_kernel", "virtual_gpu",

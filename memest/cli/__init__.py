@@ -11,6 +11,7 @@ from memest.cli import (  # noqa: F401
     chart,
     checkpoint,
     compare,
+    explore,
     lists,
     predict,
     run,

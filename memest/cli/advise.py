@@ -8,9 +8,10 @@ from typing import Any
 
 import click
 
-from memest.cli.files import check_writable, read_plans, write_text
+from memest.cli.files import check_writable, given_only, read_plans, write_text
 from memest.cli.group import OOM_EXIT_CODE, main
 from memest.cli.options import plan_options
+from memest.cli.progress import shown
 from memest.errors import PlanError
 
 
@@ -37,13 +38,13 @@ def advise(
     trust_remote_code: bool,
     **flags: Any,
 ) -> int:
-    """Find what to change in a plan so that it fits one GPU, cheapest in kind first.
+    """Find what makes a plan fit a GPU, cheapest in kind first.
 
     \b
     memest advise --model blip2-opt-2.7b --precision 32-true --bs 64 --gpu a100-80gb
     memest advise --config lab.yaml --gpu rtx-4090 --json
     """
-    given = {k: v for k, v in flags.items() if v is not None and v != ()}
+    given = given_only(flags)
     plan = read_plans(config, None, given)[0]
     if len(plan.gpu) + (plan.gpu_memory is not None) != 1:
         raise PlanError(
@@ -60,9 +61,10 @@ def advise(
     from memest.estimator.search.advise import advise as find_advice
     from memest.render.advice import render_advice
 
-    advice = find_advice(
-        plan, gpu, max_predictions=max_predictions, trust_remote_code=trust_remote_code
-    )
+    with shown():
+        advice = find_advice(
+            plan, gpu, max_predictions=max_predictions, trust_remote_code=trust_remote_code
+        )
     text = json.dumps(advice.to_dict()) if as_json else render_advice(advice)
     if output is None:
         click.echo(text)

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from memest.cli.files import make_folder, read_plans, write_text
+from memest.cli.files import given_only, make_folder, read_plans, write_text
 from memest.cli.group import main
-from memest.cli.options import plan_options
+from memest.cli.options import VALUES, completes, plan_options, suite_names
+from memest.cli.progress import shown
 from memest.cli.sweep import grid_options, grid_points
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.plan import TrainingPlan
 from memest.plan.files import read_suite
+from memest.units import TIB
 
 if TYPE_CHECKING:
+    from memest.estimator.search.sweep import Grid
     from memest.estimator.trace.recording import Timeline
     from memest.report import Prediction
 
-LAB_GPUS = ("a100-40gb", "a100-80gb", "h100-80gb", "h200")
-"""The cards whose lines the ladder of the lab is drawn against."""
+CHART_GPU = "a100-80gb"
+"""The card of a chart where none is named: that of the lab."""
+
+JSON_FILES = "memest.cli.chart.json"
+"""Key of the context: whether the files are printed as JSON."""
 
 _CHART_OPTIONS = [
     click.option(
@@ -35,6 +42,10 @@ _CHART_OPTIONS = [
     ),
     click.option("--dark", is_flag=True, help="For dark slides."),
     click.option("--title", default="", help="In place of the chart's own."),
+    click.option(
+        "--json", "as_json", is_flag=True, expose_value=False, help="The files as a JSON object.",
+        callback=lambda ctx, param, value: ctx.meta.__setitem__(JSON_FILES, value),
+    ),
 ]  # fmt: skip
 
 
@@ -52,15 +63,25 @@ def chart() -> None:
 
 @chart.command()
 @click.option(
-    "--suite", default="lab-a100", show_default=True, help="lab-a100, lab-h100, or a file of plans."
+    "--suite",
+    default="lab-a100",
+    show_default=True,
+    help="lab-a100, lab-h100, lab-multi, or a file of plans.",
+    shell_complete=completes(suite_names),
 )
-@click.option("--gpu", multiple=True, help="Card to draw a line for; the first decides the bars.")
+@click.option(
+    "--gpu",
+    multiple=True,
+    help="Card to draw a line for; the first decides the bars. By default the suite's own.",
+)
 @click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
+@click.option("--resume", is_flag=True, help="Go on where it was interrupted.")
 @chart_options
 def lab(
     suite: str,
     gpu: tuple[str, ...],
     jobs: int | None,
+    resume: bool,
     out: Path,
     formats: str,
     dark: bool,
@@ -78,27 +99,56 @@ def lab(
 
     wanted = parse_wanted(formats)
     path = find_suite(suite)
-    cards = list(gpu) or _lab_cards(path.stem)
+    cards = list(gpu) or _own_cards(path)
     limits = {card_label(name): find_gpu(name).limit_bytes for name in cards}
     plans = read_suite(path, {"gpu": cards})
     make_folder(out)
-    from memest.estimator.search.suite import apart, predict_each
+    from memest.cli.kept import predict_kept
+    from memest.estimator.search.suite import apart
     from memest.plots import plot_ladder
 
-    predicted, failed = apart(plans, predict_each(plans, jobs=jobs))
+    with shown():
+        found = predict_kept(plans, out / path.stem, is_resumed=resume, jobs=jobs)
+    predicted, failed = apart(plans, found)
+    with shown("what the others would need", with_results=False):
+        unlimited = _needs(predicted, jobs)
     for plan, error in failed:
         click.echo(f"not drawn: {plan.label}: {error}", err=True)
     if not predicted:
         raise PlanError(f"`{suite}` has no plan that can be drawn", hint="name another suite")
     reports = [report for _, report in predicted]
-    figure = plot_ladder(reports, limits=limits, dark=dark)
+    figure = plot_ladder(reports, limits=limits, dark=dark, unlimited=unlimited, suite=path.stem)
     save_chart(figure, out / path.stem, wanted, title, [report.to_dict() for report in reports])
 
 
-def _lab_cards(suite: str) -> list[str]:
-    """The cards of the lab, the one that the suite was run on first."""
-    own = "h100-80gb" if "h100" in suite else "a100-80gb"
-    return [own, *(name for name in LAB_GPUS if name != own)]
+def _own_cards(path: Path) -> list[str]:
+    """The cards that a suite's plans name, or the one that the lab's suite was run on."""
+    named = dict.fromkeys(name for plan in read_suite(path, {}) for name in plan.gpu)
+    return list(named) or ["h100-80gb" if "h100" in path.stem else CHART_GPU]
+
+
+def _needs(
+    predicted: Sequence[tuple[TrainingPlan, Prediction]], jobs: int | None
+) -> dict[str, Prediction]:
+    """The plans that do not fit, by name, on a card that holds them."""
+    from memest.estimator.search.suite import apart, predict_each
+
+    larger = [
+        replace(plan, gpu=(), gpu_memory=TIB, memory_limit=None)
+        for plan, report in predicted
+        if report.verdict == "oom"
+    ]
+    if not larger:
+        return {}
+    found, _ = apart(larger, predict_each(larger, jobs=jobs))
+    return {report.name: report for _, report in found}
+
+
+def on_a_card(plan: TrainingPlan) -> TrainingPlan:
+    """`plan` with the card of the chart, where it names none."""
+    if plan.gpu or plan.gpu_memory is not None:
+        return plan
+    return replace(plan, gpu=(CHART_GPU,))
 
 
 @chart.command()
@@ -123,12 +173,14 @@ def phases(
     memest chart phases --model blip2-opt-2.7b --bs 16 --precision 32-true --gpu a100-80gb
     """
     wanted = parse_wanted(formats)
-    plans = read_plans(config, suite, given_only(flags))
+    plans = [on_a_card(plan) for plan in read_plans(config, suite, given_only(flags))]
     make_folder(out)
     from memest.estimator.search.suite import predict_all
     from memest.plots import plot_phases
 
-    for stem, report in zip(_stems("phases", plans), predict_all(plans), strict=True):
+    with shown():
+        reports = predict_all(plans)
+    for stem, report in zip(_stems("phases", plans), reports, strict=True):
         figure = plot_phases(report, None, gpu_limit_bytes=_limit_bytes(report), dark=dark)
         save_chart(figure, out / stem, wanted, title, [report.to_dict()])
 
@@ -139,7 +191,7 @@ def phases(
     "--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it."
 )
 @click.option("--suite", type=click.Path(path_type=Path), help="A chart for each of many plans.")
-@click.option("--step", type=click.IntRange(0), help="Of the run; by default that of the peak.")
+@click.option("--step", type=click.IntRange(1), help="Of the run; by default that of the peak.")
 @chart_options
 def timeline(
     config: Path | None,
@@ -157,34 +209,49 @@ def timeline(
     memest chart timeline --model blip2-opt-2.7b --bs 16 --precision 32-true --gpu a100-80gb
     """
     wanted = parse_wanted(formats)
-    plans = read_plans(config, suite, given_only(flags))
+    plans = [on_a_card(plan) for plan in read_plans(config, suite, given_only(flags))]
     for plan in plans:
-        if step is not None and step >= plan.steps:
+        if step is not None and step > plan.steps:
             raise PlanError(
                 f"`--step {step}` is not among the {plan.steps} of `{plan.label}`",
-                hint="the first is 0; `--steps` simulates more",
+                hint="the first is 1; `--steps` simulates more",
             )
     make_folder(out)
-    from memest.estimator.predict import record_plan
+    from memest.estimator.predict import predict, record_plan
     from memest.estimator.trace.recording import timeline as timeline_of
     from memest.plots import plot_timeline
 
     for stem, plan in zip(_stems("timeline", plans), plans, strict=True):
-        recording = record_plan(plan)
-        line = timeline_of(recording, step)
+        with shown(plan.label):
+            recording, known = record_plan(plan), predict(plan).plan
+        line = timeline_of(recording, None if step is None else step - 1)
         figure = plot_timeline(
             line,
             name=plan.label,
             gpu=recording.gpu,
             gpu_limit_bytes=recording.limit_bytes,
             dark=dark,
+            plan=known,  # with the length that is the model's default
         )
         save_chart(figure, out / stem, wanted, title, _points(line))
 
 
 @chart.command()
-@click.option("--model", "models", multiple=True, required=True, help="May be given again.")
-@click.option("--gpu", default="a100-80gb", show_default=True, help="Card that has to hold them.")
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    required=True,
+    help="May be given again.",
+    shell_complete=completes(VALUES["models"]),
+)
+@click.option(
+    "--gpu",
+    default=CHART_GPU,
+    show_default=True,
+    help="Card that has to hold them.",
+    shell_complete=completes(VALUES["gpu"]),
+)
 @click.option("--seq-len", type=int, help="Tokens per sample, padding included.")
 @click.option("--image-size", type=int, help="Pixels per side.")
 @click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
@@ -213,12 +280,16 @@ def batches(
     table: dict[str, dict[str, int | None]] = {}
     data = []
     for plan in plans:
-        for row in largest_of_all(plan, [card], jobs=jobs):
+        with shown():
+            found_rows = largest_of_all(plan, [card], jobs=jobs)
+        for row in found_rows:
             found = row.largest
             cells = table.setdefault(row.technique, {})
             cells[plan.label] = None if found is None else found.value or 0
             data.append({"model_name": plan.model_name, **row.to_dict()})
-    figure = plot_largest_batch(table, gpu=gpu, dark=dark)
+    length = plans[0].seq_len
+    said = [f"{length} tokens" if length else "each model's default tokens"]
+    figure = plot_largest_batch(table, gpu=card.name, dark=dark, said=said)
     save_chart(figure, out / "batches", wanted, title, data)
 
 
@@ -253,15 +324,36 @@ def sweep_chart(
             f"`{file}` holds a sweep, and flags ask for another",
             hint="give either a file or the flags of `memest sweep`",
         )
+    if not flags["gpu"] and flags["gpu_memory"] is None and flags["config"] is None:
+        flags["gpu"] = (CHART_GPU,)
     points = grid_points(**flags) if file is None else []
     rows = [] if file is None else read_rows(file)
     make_folder(out)
-    rows = rows or sweep_grid(points, jobs=jobs, trust_remote_code=trust_remote_code)
+    with shown():
+        rows = rows or sweep_grid(points, jobs=jobs, trust_remote_code=trust_remote_code)
     from memest.plots.heatmap import plot_fits
 
     table = fits_table(rows, across)
-    figure = plot_fits(table.verdicts, across=table.across, gpu=", ".join(table.gpus), dark=dark)
+    figure = plot_fits(
+        table.verdicts,
+        across=table.across,
+        gpu=", ".join(table.gpus),
+        dark=dark,
+        said=_in_common(rows, points),
+    )
     save_chart(figure, out / "sweep", wanted, title, rows)
+
+
+def _in_common(rows: Sequence[dict[str, Any]], points: Grid) -> list[str]:
+    """What all plans of a sweep are, as far as its rows or its plans say."""
+    from memest.plots.words import setting_words
+
+    plans = [plan.to_dict() for _, plan in points if isinstance(plan, TrainingPlan)] or rows
+    same = {k: v for k, v in plans[0].items() if all(plan.get(k) == v for plan in plans)}
+    model = [str(same["model_name"])] if same.get("model_name") else []
+    length = [f"{same['seq_len']} tokens"] if same.get("seq_len") else []
+    kept = {k: v for k, v in same.items() if k in ("precision", "batch_size", "optim")}
+    return [*model, *setting_words(kept), *length]
 
 
 @chart.command("validate")
@@ -290,7 +382,8 @@ def validate_chart(
     from memest.estimator.search.suite import predict_all
     from memest.plots import plot_scatter
 
-    pairs = list(zip(predict_all(plans, jobs=jobs), measured, strict=True))
+    with shown():
+        pairs = list(zip(predict_all(plans, jobs=jobs), measured, strict=True))
     figure = plot_scatter(pairs, dark=dark)
     data = [report.to_dict() for pair in pairs for report in pair]
     save_chart(figure, out / "validate", wanted, title, data)
@@ -301,11 +394,6 @@ def parse_wanted(text: str) -> list[str]:
     from memest.plots import parse_formats
 
     return parse_formats(text)
-
-
-def given_only(flags: dict[str, Any]) -> dict[str, Any]:
-    """The flags that say something."""
-    return {k: v for k, v in flags.items() if v is not None and v != ()}
 
 
 def _stems(chart_name: str, plans: Sequence[TrainingPlan]) -> list[str]:
@@ -345,8 +433,12 @@ def save_chart(
     """The pictures, then their data as JSON Lines; says what was written."""
     from memest.plots import retitle, save
 
-    for written in save(retitle(figure, title), path, formats):
-        click.echo(written)
+    pictures = save(retitle(figure, title), path, formats)
     data_file = path.with_name(f"{path.name}.jsonl")
     write_text(data_file, "".join(json.dumps(row) + "\n" for row in data))
-    click.echo(data_file)
+    if click.get_current_context().meta.get(JSON_FILES):
+        files = {"pictures": [str(p) for p in pictures], "data": str(data_file)}
+        click.echo(json.dumps(files))
+        return
+    for written in (*pictures, data_file):
+        click.echo(written)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from memest.validate.compare import Comparison
 from memest.cli.files import check_writable, make_folder, write_text
 from memest.cli.group import fail, main
+from memest.cli.progress import shown
 
 
 @main.command()
@@ -37,7 +38,7 @@ def compare(
     output: Path | None,
     jobs: int | None,
 ) -> int:
-    """Predict what measured runs printed, and show both side by side.
+    """Show predictions beside measured runs.
 
     \b
     memest compare results/lab-h200.jsonl
@@ -55,7 +56,8 @@ def compare(
     from memest.estimator.search.suite import predict_all
     from memest.render.compare import comparison_json, render_comparison, render_comparison_markdown
 
-    comparisons = compare_reports(measured, predict_all(plans, jobs=jobs))
+    with shown():
+        comparisons = compare_reports(measured, predict_all(plans, jobs=jobs))
     summary = summarise(comparisons, tolerances)
     if as_json:
         text = json.dumps(comparison_json(comparisons, summary))

@@ -11,6 +11,11 @@ from memest.plan import TrainingPlan
 from memest.plan.files import read_config, read_suite
 
 
+def given_only(flags: dict[str, Any]) -> dict[str, Any]:
+    """The flags that say something."""
+    return {k: v for k, v in flags.items() if v is not None and v != ()}
+
+
 def read_plans(
     config: Path | None, suite: Path | None, given: dict[str, Any]
 ) -> list[TrainingPlan]:

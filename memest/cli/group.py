@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import Any
@@ -15,8 +16,52 @@ OOM_EXIT_CODE = 5
 """Of `--check` when a plan does not fit; without it a verdict is a result, and the exit code 0."""
 
 
+SECTIONS = {
+    "Predict": ("run", "predict", "explore"),
+    "Search": ("advise", "max-batch", "sweep"),
+    "Draw": ("chart",),
+    "Measure": ("validate", "compare"),
+    "Look up": ("models", "gpus", "completion"),
+}
+"""Of `memest --help`; a command that is in none comes last."""
+
+
+class _Command(click.Command):
+    """Its help has the options in the sections that `options.py` names."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                section = OPTION_SECTIONS.get(str(param.name), "Options")
+                sections.setdefault(section, []).append(record)
+        own = sections.pop("Options", [])
+        for name, records in {"Options": own, **sections}.items():
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records)
+
+
+OPTION_SECTIONS: dict[str, str] = {}
+"""Name of a parameter -> the section of its command's help; filled by `options.py`."""
+
+
 class _Group(click.Group):
     """Turns every expected error into two lines on stderr and its own exit code."""
+
+    command_class = _Command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The commands in sections."""
+        listed = {name for names in SECTIONS.values() for name in names}
+        rest = tuple(name for name in self.list_commands(ctx) if name not in listed)
+        for section, names in {**SECTIONS, "Others": rest}.items():
+            found = [(n, c) for n in names if (c := self.get_command(ctx, n)) is not None]
+            rows = [(name, command.get_short_help_str(70)) for name, command in found]
+            if rows:
+                with formatter.section(section):
+                    formatter.write_dl(rows)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         kwargs["standalone_mode"] = False
@@ -35,7 +80,27 @@ class _Group(click.Group):
         except BrokenPipeError:  # the reader of a pipe has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(0)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            _no_room(error)
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except OSError as error:
+            _no_room(error)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""Errors of a write."""
+
+
+def _no_room(error: OSError) -> None:
+    """The output cannot be written; what is left of it goes nowhere, so that nothing fails anew."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    fail(f"the output cannot be written: {error.strerror}", "write where there is room", 1)
 
 
 def fail(message: str, hint: str, code: int) -> None:

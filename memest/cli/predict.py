@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memest.cli.files import check_writable, read_plans, write_text
+from memest.cli.files import check_writable, given_only, read_plans, write_text
 from memest.cli.group import OOM_EXIT_CODE, main, tell
 from memest.cli.options import plan_options
+from memest.cli.progress import shown
+from memest.cli.terminal import has_colour
 from memest.errors import PlanError
+from memest.estimator.hardware.gpus import custom_gpu
 from memest.plan import TrainingPlan
 
 if TYPE_CHECKING:
+    from memest.estimator.search.advise import Option
     from memest.report import Prediction
 
 
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per plan.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the report to a file.")
 @click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if a plan does not fit.")
+@click.option("--resume", is_flag=True, help="Of a suite with -o: go on where it was interrupted.")
+@click.option("-v", "--verbose", is_flag=True, help="With all that is assumed.")
 @click.option(
     "--jobs", type=click.IntRange(1), help="Processes for a suite; by default one per core."
 )
@@ -46,11 +52,8 @@ def predict(
     as_json: bool,
     output: Path | None,
     check: bool,
-    jobs: int | None,
-    trust_remote_code: bool,
-    html: Path | None,
-    snapshot: Path | None,
-    chrome_trace: Path | None,
+    resume: bool,
+    verbose: bool,
     **flags: Any,
 ) -> int:
     """Predict one plan, or a suite of them.
@@ -62,32 +65,33 @@ def predict(
     memest predict --suite experiments.yaml --json
     memest predict --model gpt2 --bs 8 --html report.html --snapshot step.pickle
     """
-    given = {k: v for k, v in flags.items() if v is not None and v != ()}
-    plans = read_plans(config, suite, given)
-    for path in (output, html, snapshot, chrome_trace):
+    files = {name: flags.pop(name) for name in ("html", "snapshot", "chrome_trace")}
+    how = {name: flags.pop(name) for name in ("jobs", "trust_remote_code")}
+    plans = read_plans(config, suite, given_only(flags))
+    for path in (output, *files.values()):
         if path is not None:
             check_writable(path)
-    if (snapshot or chrome_trace) and len(plans) > 1:
+    if (files["snapshot"] or files["chrome_trace"]) and len(plans) > 1:
         raise PlanError("a recording is of one plan", hint="leave `--suite` out")
-    from memest.estimator.search.suite import apart, named, predict_each
-    from memest.render.text import render_suite, render_text
+    from memest.cli.kept import predict_kept
+    from memest.estimator.search.suite import apart, named
 
-    found = predict_each(plans, jobs=jobs, trust_remote_code=trust_remote_code)
+    with shown():
+        found = predict_kept(plans, output if suite else None, is_resumed=resume, **how)
     predicted, failed = apart(plans, found)
     if suite is None and failed:
         raise failed[0][1]
     reports = [report for _, report in predicted]
-    write_files(
-        [plan for plan, _ in predicted],
-        reports,
-        html=html,
-        snapshot=snapshot,
-        chrome_trace=chrome_trace,
-    )
+    write_files([plan for plan, _ in predicted], reports, **files)
     if as_json:
         text = "\n".join(report.to_json() for report in reports)
+    elif suite is not None:
+        from memest.render.text import render_suite
+
+        text = render_suite(reports)
     else:
-        text = render_text(reports[0]) if suite is None else render_suite(reports)
+        looks = {"colour": output is None and has_colour(), "verbose": verbose}
+        text = _one(plans[0], reports[0], how["trust_remote_code"], **looks)
     if output is None:
         click.echo(text)
     else:
@@ -97,6 +101,32 @@ def predict(
     if failed:
         return failed[0][1].exit_code
     return OOM_EXIT_CODE if check and any(r.verdict == "oom" for r in reports) else 0
+
+
+def _one(
+    plan: TrainingPlan,
+    report: Prediction,
+    trust_remote_code: bool,
+    *,
+    colour: bool,
+    verbose: bool,
+) -> str:
+    from memest.render.text import render_text
+
+    with shown("looking for what would fit"):
+        change = _cheapest(plan, report, trust_remote_code=trust_remote_code)
+    return render_text(report, change=change, colour=colour, verbose=verbose)
+
+
+def _cheapest(plan: TrainingPlan, report: Prediction, *, trust_remote_code: bool) -> Option | None:
+    """Of a plan that does not fit: the cheapest change with which it does, if it is soon found."""
+    verdict = report.verdicts.get(report.gpu)
+    if verdict is None or verdict.verdict != "oom":
+        return None
+    from memest.estimator.search.advise import cheapest_change
+
+    card = custom_gpu(plan.gpu_memory) if plan.gpu_memory and not plan.gpu else report.gpu
+    return cheapest_change(plan, card, report, trust_remote_code=trust_remote_code)
 
 
 def write_files(

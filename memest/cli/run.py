@@ -14,6 +14,8 @@ import click
 
 from memest.cli.files import check_writable, write_text
 from memest.cli.group import OOM_EXIT_CODE, main, tell
+from memest.cli.options import VALUES, completes
+from memest.cli.terminal import has_colour
 from memest.errors import PlanError
 from memest.estimator.allocator.settings import settings_from
 from memest.estimator.device.ranks import ALONE, Ranks
@@ -67,7 +69,12 @@ _FILE = click.Path(path_type=Path)
 
 
 @main.command(cls=_RunCommand, context_settings={"allow_interspersed_args": False})
-@click.option("--gpu", "gpu_name", help=f"The card; by default {PRIMARY_GPU}.")
+@click.option(
+    "--gpu",
+    "gpu_name",
+    help=f"The card; by default {PRIMARY_GPU}.",
+    shell_complete=completes(VALUES["gpu"]),
+)
 @click.option("--gpu-memory", type=_Bytes(), help="Memory of a card not in the catalogue: 24GiB.")
 @click.option("--memory-limit", type=_Bytes(), help="Cap on the allocator: 78.4GiB.")
 @click.option(
@@ -88,6 +95,7 @@ _FILE = click.Path(path_type=Path)
 @click.option("--snapshot", type=_FILE, help="Write the run as PyTorch's snapshot.")
 @click.option("--chrome-trace", type=_FILE, help="Write the run for Perfetto, as JSON.")
 @click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if it does not fit.")
+@click.option("-v", "--verbose", is_flag=True, help="With all that is assumed.")
 @click.option("-m", "module", help="Run a module, as `python -m` does; ends memest's options.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
 def run(
@@ -105,10 +113,11 @@ def run(
     snapshot: Path | None,
     chrome_trace: Path | None,
     check: bool,
+    verbose: bool,
     module: str | None,
     command: tuple[str, ...],
 ) -> int:
-    """Run a training script, unmodified, on a GPU that is not there.
+    """Run a script, unmodified, on a GPU that is not there.
 
     The script runs from its first line to its last, its output untouched. After it comes a report
     of the GPU memory that it would have taken, by kind, module and line.
@@ -163,7 +172,7 @@ def run(
         tell(str(ran.refusal), ran.refusal.hint)
     if ran.report is None:
         return ran.exit_code or _not_used()
-    _print(ran.report, out)
+    _print(ran.report, out, verbose=verbose)
     return OOM_EXIT_CODE if check and not ran.report.fits else ran.exit_code
 
 
@@ -276,5 +285,8 @@ def _beside(path: Path, rank: int) -> Path:
     return path.with_name(f".{path.name}.rank{rank}")
 
 
-def _print(report: RunReport, out: TextIO) -> None:
-    click.echo(f"\n{RULE}\n{report}", file=out)
+def _print(report: RunReport, out: TextIO, *, verbose: bool) -> None:
+    from memest.render.run import render_run
+
+    text = render_run(report, colour=out is sys.stdout and has_colour(), verbose=verbose)
+    click.echo(f"\n{RULE}\n{text}", file=out)

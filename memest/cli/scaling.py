@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memest.cli.chart import chart, chart_options, given_only, parse_wanted, save_chart
-from memest.cli.files import make_folder
+from memest.cli.chart import chart, chart_options, parse_wanted, save_chart
+from memest.cli.files import given_only, make_folder
 from memest.cli.options import plan_options
+from memest.cli.progress import shown
 from memest.errors import PlanError
 from memest.plan.files import read_config
 
@@ -85,7 +86,8 @@ def scaling(
             hint=f"name one of {', '.join(f'`{name}`' for name in names)}",
         )
     make_folder(out)
-    lines = scale(values, strategies=names, devices=numbers, jobs=jobs)
+    with shown():
+        lines = scale(values, strategies=names, devices=numbers, jobs=jobs)
     for line in lines:
         for note in line.notes:
             click.echo(f"{line.strategy}: {note}", err=True)

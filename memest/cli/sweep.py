@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memest.cli.files import check_writable, read_plans, write_text
+from memest.cli.files import check_writable, given_only, read_plans, write_text
 from memest.cli.group import OOM_EXIT_CODE, main
-from memest.cli.options import plan_options
+from memest.cli.options import VALUES, completes, plan_options
+from memest.cli.progress import shown
 from memest.errors import PlanError
 from memest.plan.files import read_config
 
@@ -53,7 +54,7 @@ def max_batch(
     memest max-batch --model blip2-flan-t5-xxl --all-techniques --gpu a100-40gb --gpu a100-80gb
     """
     key = "seq_len" if max_seq_len else "batch_size"
-    given = {k: v for k, v in flags.items() if v is not None and v != ()}
+    given = given_only(flags)
     if key in given:
         raise PlanError(
             f"`{key}` is given, and is what is looked for",
@@ -71,14 +72,16 @@ def max_batch(
     if all_techniques:
         from memest.estimator.search.techniques import largest_of_all
 
-        rows = largest_of_all(plan, gpus, key, jobs=jobs, trust_remote_code=trust_remote_code)
+        with shown():
+            rows = largest_of_all(plan, gpus, key, jobs=jobs, trust_remote_code=trust_remote_code)
         nothing_fits = all(r.largest is None or r.largest.value is None for r in rows)
         as_rows = [r.to_dict() for r in rows]
         text = json_lines(as_rows) if as_json else render_techniques(rows, key)
     else:
         from memest.estimator.search.largest import largest
 
-        found = largest(plan, gpus, key, trust_remote_code=trust_remote_code)
+        with shown(f"{plan.label}: looking for the largest"):
+            found = largest(plan, gpus, key, trust_remote_code=trust_remote_code)
         nothing_fits = any(row.value is None for row in found)
         as_rows = [row.to_dict() for row in found]
         text = json_lines(as_rows) if as_json else render_largest(found)
@@ -110,8 +113,17 @@ _SWEEP_KEYS = {
 
 
 _GRID_OPTIONS = [
-    *(click.option(flag, key, help=text) for flag, (key, text) in _SWEEP_KEYS.items()),
-    click.option("--gpu", multiple=True, help="GPU to judge; may be given again, or as a list."),
+    *(
+        click.option(
+            flag, key, help=text,
+            shell_complete=completes(VALUES[key], is_list=True) if key in VALUES else None,
+        )
+        for flag, (key, text) in _SWEEP_KEYS.items()
+    ),
+    click.option(
+        "--gpu", multiple=True, help="GPU to judge; may be given again, or as a list.",
+        shell_complete=completes(VALUES["gpu"]),
+    ),
     click.option("--gpu-memory", help="Memory of a GPU not in the catalogue: 24GiB."),
     click.option("--vary", multiple=True, metavar="KEY=VALUES", help="Any other key of a plan."),
     click.option(
@@ -163,15 +175,17 @@ def grid_points(
 @click.option("--json", "as_json", is_flag=True, help="JSON Lines instead of CSV.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="A .csv or .jsonl file.")
 @click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if nothing fits.")
+@click.option("--resume", is_flag=True, help="With -o: go on where it was interrupted.")
 def sweep(
     as_json: bool,
     output: Path | None,
     check: bool,
+    resume: bool,
     jobs: int | None,
     trust_remote_code: bool,
     **flags: Any,
 ) -> int:
-    """Predict every combination of lists and ranges of a plan's keys.
+    """Predict every combination of a plan's keys.
 
     \b
     memest sweep --model gpt2,opt-125m --bs 1:64 --gpu a100-40gb -o sweep.csv
@@ -181,11 +195,13 @@ def sweep(
     as_json = _wants_json(output, as_json)
     if output is not None:
         check_writable(output)
-    from memest.estimator.search.sweep import sweep_grid
+    from memest.cli.kept import sweep_kept
     from memest.render.sweep import json_lines, to_csv
 
     points = grid_points(**flags)
-    rows = sweep_grid(points, jobs=jobs, trust_remote_code=trust_remote_code)
+    how: dict[str, Any] = {"jobs": jobs, "trust_remote_code": trust_remote_code}
+    with shown():
+        rows = sweep_kept(points, output, is_resumed=resume, **how)
     text = json_lines(rows) if as_json else to_csv(rows)
     if output is None:
         click.echo(text)

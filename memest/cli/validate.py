@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from memest.cli.files import read_plans
+from memest.cli.files import given_only, read_plans
 from memest.cli.group import main
 from memest.cli.options import plan_options
 from memest.errors import PlanError
@@ -55,7 +55,7 @@ def validate(
     trust_remote_code: bool,
     **flags: Any,
 ) -> int:
-    """Run plans for real on the GPU at hand, and write what they printed.
+    """Run plans for real on the GPU at hand.
 
     Without a plan it takes the suite of the GPU. The table goes to stderr, `--json` to stdout.
 
@@ -64,7 +64,7 @@ def validate(
     memest validate --suite lab-a100 --memory-limit 78.66GiB --resume
     memest validate --model blip2-opt-2.7b --bs 16 --precision 32-true
     """
-    given = {k: v for k, v in flags.items() if v is not None and v != ()}
+    given = given_only(flags)
     for key in ("gpu", "gpu_memory"):
         if key in given:
             raise PlanError(

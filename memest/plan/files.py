@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from memest.errors import PlanError
+from memest.plan.reading import parse_yaml, read_limited
 from memest.plan.training_plan import TrainingPlan
-
-MAX_FILE_BYTES = 4 << 20
-"""No config is larger; a file beyond it is something else."""
 
 
 def read_config(path: Path, overrides: Mapping[str, Any]) -> TrainingPlan:
@@ -74,25 +72,7 @@ def _experiment_name(path: Path, number: int, values: Any, names: set[str]) -> s
 
 
 def _read_mapping(path: Path) -> dict[Any, Any]:
-    import yaml
-
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise PlanError(
-                f"`{path}` is larger than 4 MiB", hint="name a YAML or JSON file of plans"
-            )
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise PlanError(
-            f"`{path}` cannot be read: {error.strerror}", hint="check the path"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise PlanError(f"`{path}` is not text", hint="name a YAML or JSON file") from error
-    try:
-        loaded = yaml.safe_load(text)  # JSON is YAML
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        first = " ".join(str(error).split())[:200]
-        raise PlanError(f"`{path}` is not valid YAML: {first}", hint="mend the file") from error
+    loaded = parse_yaml(read_limited(path), path)
     if not isinstance(loaded, dict):
         raise PlanError(f"`{path}` holds no mapping", hint="write `key: value` lines")
     return loaded

@@ -18,6 +18,7 @@ from memest.plots.style import (
     VALUE,
     WIDTH,
     Theme,
+    card_label,
     hatch,
     key,
     require,
@@ -28,6 +29,7 @@ from memest.plots.style import (
     write_legend,
     write_title,
 )
+from memest.plots.words import DOT, version_words
 from memest.report import Outcome, Verdict
 from memest.units import GIB
 
@@ -53,12 +55,16 @@ class _Cell:
 
 
 def plot_largest_batch(
-    table: Mapping[str, Mapping[str, int | None]], *, gpu: str, dark: bool = False
+    table: Mapping[str, Mapping[str, int | None]],
+    *,
+    gpu: str,
+    dark: bool = False,
+    said: Sequence[str] = (),
 ) -> Figure:
     """The largest batch that fits `gpu`, by row and column: techniques and models, either way.
 
     A 0 says that not even a batch of one fits, None that the two do not go together. The more fits,
-    the stronger the colour, by the batch's logarithm.
+    the stronger the colour, by the batch's logarithm. `said` of the plans goes into the subtitle.
 
     Raises:
         PlanError: the table is empty.
@@ -80,7 +86,10 @@ def plot_largest_batch(
     return _draw_table(
         (list(table), columns),
         cell,
-        words=("The largest batch that fits", f"predicted for {gpu}; OOM = not even a batch of 1"),
+        words=(
+            f"The largest batch that fits {card_label(gpu)}",
+            DOT.join([*said, "predicted", "OOM: not even a batch of 1", version_words()]),
+        ),
         handles=lambda theme: [
             key(_shade(0.0, dark), "1", theme),
             key(_shade(0.5, dark), str(round(most**0.5)), theme),
@@ -96,11 +105,13 @@ def plot_fits(
     across: str,
     gpu: str,
     dark: bool = False,
+    said: Sequence[str] = (),
 ) -> Figure:
     """What of a sweep fits: `verdicts` by (row, column), in the order in which they come.
 
     `across` says what the columns are, `batch size`. A cell that fits is coloured by how much of
     the card is reserved, with the GiB in it where there is room; one that does not is hatched.
+    `said` of what all its plans have in common goes into the subtitle.
 
     Raises:
         PlanError: there is no verdict.
@@ -124,7 +135,14 @@ def plot_fits(
         cell,
         words=(
             "What fits, and what is out of memory",
-            f"by {across}; GiB reserved at the peak, {gpu}",
+            DOT.join(
+                [
+                    *said,
+                    ", ".join(map(card_label, gpu.split(", "))),
+                    f"GiB reserved by {across}",
+                    version_words(),
+                ]
+            ),
         ),
         handles=lambda theme: [
             key(_shade(0.0, dark), "empty", theme),
@@ -161,7 +179,8 @@ def _draw_table(
         axes.set_axis_off()
         has_oom = False
         wide, tall = width / len(columns), inches / len(rows)
-        size = min(24.0, 0.68 * 72 * tall)
+        cells = [cell(row, column, theme) for row in rows for column in columns]
+        size = _size_for(cells, min(24.0, 0.68 * 72 * tall), wide)
         for i, row in enumerate(rows):
             axes.text(
                 -0.15 / wide, i + 0.5, shortened(row, VALUE, left - _LEFT - 0.2),
@@ -182,6 +201,13 @@ def _draw_table(
     return figure
 
 
+def _size_for(cells: Sequence[_Cell], size: float, wide: float) -> float:
+    """The largest size at which all cells can be written, all in one size."""
+    texts = [cell.short or cell.text for cell in cells if not cell.is_oom and cell.text]
+    widest = max((text_width(text, size, bold=True) for text in texts), default=0.0)
+    return max(float(SMALL), min(size, size * (wide - 0.07) / max(widest, 0.01)))
+
+
 def _draw_cell(
     axes: Axes,
     theme: Theme,
@@ -200,14 +226,10 @@ def _draw_cell(
     ink = text_on(cell.color)
     if cell.is_oom:
         hatch(axes, box, theme.muted, zorder=2, gid=f"oom:{i}:{j}")
-    text, used = next(
-        (
-            (text, used)
-            for text in (cell.text, cell.short)
-            for used in (size, 0.8 * size, float(SMALL))
-            if used <= size and text and text_width(text, used, bold=True) + 0.08 < wide
-        ),
-        ("", size),
+    used = size
+    text = next(
+        (t for t in (cell.text, cell.short) if t and text_width(t, size, bold=True) + 0.06 < wide),
+        "",
     )
     if cell.is_oom and text:
         half, high = text_width(text, used, bold=True) / 2 / wide + 0.05 / wide, used / 72 / tall

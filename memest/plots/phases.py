@@ -19,6 +19,7 @@ from memest.plots.style import (
     WIDTH,
     Theme,
     bare,
+    card_label,
     hatch,
     key,
     runs_distributed,
@@ -30,6 +31,7 @@ from memest.plots.style import (
     write_legend,
     write_title,
 )
+from memest.plots.words import plan_line
 from memest.report import Measurement, Outcome, Phase, PhaseRow, Prediction, Report
 from memest.units import GIB, format_gib
 
@@ -190,7 +192,8 @@ def _draw_column(
             linewidth=1.6, linestyle=(0, (3, 2)), gid=f"{gid}:peak",
         )
     )  # fmt: skip
-    _above(axes, theme, x, peak, f"{peak:.1f}")
+    crosses = peak < limit and _inches(axes, limit - peak) < _NUMBER_INCHES
+    _above(axes, theme, x, limit if crosses else peak, f"{peak:.1f}")
 
 
 def _draw_missing(
@@ -245,7 +248,7 @@ def _draw_limit(
 ) -> None:
     """The GPU's line, its name over it on the side where the bars are lower."""
     capped = ", capped" if report.plan.get("memory_limit") else ""
-    text = f"usable on {report.gpu}{capped}: {format_gib(limit_bytes, 1)}"
+    text = f"usable on {card_label(report.gpu)}{capped}: {format_gib(limit_bytes, 1)}"
     y, offset, anchor = limit_bytes / GIB, 5, "bottom"
     left, right = max(tops[:2]), max(tops[2:])
     x, align, highest = (-0.48, "left", left) if left < right else (3.48, "right", right)
@@ -269,14 +272,14 @@ def _draw_limit(
 def _write_words(
     figure: Figure, theme: Theme, reports: Sequence[Report], step: int, micro_batch: int
 ) -> None:
-    count = reports[0].plan.get("accumulate_grad_batches", 1)
-    which = f"step {step}" + (f", micro-batch {micro_batch + 1} of {count}" if count != 1 else "")
+    count = reports[0].plan.get("accumulate_grad_batches") or 1
+    which = f"micro-batch {micro_batch + 1} of {count}" if count > 1 else ""
     if len({report.verdict for report in reports}) == 1:
-        kinds = " and ".join(report.kind for report in reports)
-        end = f"{kinds}; verdict: {_said(reports[0].verdict)}"
+        end = f"{' and '.join(r.kind for r in reports)}: {_said(reports[0].verdict)}"
     else:
-        end = ", ".join(f"{_said(report.verdict)} {report.kind}" for report in reports)
-    write_title(figure, theme, reports[0].name, f"GPU memory at the phases of {which}; {end}")
+        end = ", ".join(f"{r.kind}: {_said(r.verdict)}" for r in reports)
+    title = f"{reports[0].name}: step {step + 1}"
+    write_title(figure, theme, title, plan_line(reports[:1], which, end))
 
 
 def _said(outcome: Outcome) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import log2
 
@@ -28,6 +28,7 @@ from memest.plots.style import (
     text_width,
     write_title,
 )
+from memest.plots.words import label_of, plan_line
 from memest.report import Outcome, Prediction
 from memest.units import GIB
 
@@ -43,10 +44,6 @@ _TERMS = 3
 
 _MIN_SHARE = 0.01
 """Of the peak; what is less is not named."""
-
-_NAMES = {"ddp": "DDP", "fsdp": "FSDP", "fsdp2": "FSDP2"} | {
-    f"deepspeed_stage_{stage}": f"ZeRO-{stage}" for stage in (1, 2, 3)
-}
 
 _FAMILIES = {
     "ddp": ("", "o"),
@@ -77,17 +74,6 @@ def look_of(strategy: str, theme: Theme) -> Look:
     if base == strategy:
         return Look(color, marker, "-", color)
     return Look(color, marker, (0, (4, 2)), theme.background)
-
-
-def label_of(strategy: str) -> str:
-    """A strategy as a slide names it.
-
-    >>> label_of("deepspeed_stage_3_offload"), label_of("fsdp2")
-    ('ZeRO-3 offload', 'FSDP2')
-    """
-    base = strategy.removesuffix("_offload").removesuffix("_find_unused_parameters_true")
-    tail = {"_offload": " offload", "": ""}.get(strategy.removeprefix(base), ", unused found")
-    return _NAMES[base] + tail
 
 
 def large_constants(line: ScalingLine) -> dict[str, int]:
@@ -304,20 +290,9 @@ def spread(ends: Sequence[float], gap: float, height: float) -> list[float]:
 
 
 def subtitle_of(report: Prediction) -> str:
-    """What is trained, and how."""
-    plan = report.plan
-    words = [
-        plan["precision"],
-        plan["optim"],
-        f"batch {plan['batch_size']} per GPU",
-        f"{plan['seq_len']} tokens",
-    ]
-    if plan["accumulate_grad_batches"] > 1:
-        words.insert(3, f"accumulation {plan['accumulate_grad_batches']}")
-    for flag, word in (("act_ckpt", "checkpointing"), ("use_lora", "LoRA"), ("use_qlora", "QLoRA")):
-        if plan.get(flag):
-            words.append(word)
-    return f"{', '.join(words)}; predicted on {report.gpu}"
+    """What is trained, and how, whatever the number of GPUs."""
+    plan = {**report.plan, "devices": 1, "strategy": "auto"}
+    return plan_line([replace(report, plan=plan)], "per GPU, predicted")
 
 
 def _write_words(figure: Figure, theme: Theme, lines: Sequence[ScalingLine]) -> None:

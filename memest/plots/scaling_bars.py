@@ -13,7 +13,6 @@ from memest.errors import PlanError
 from memest.estimator.search.scaling import ScalingLine, kind_bytes
 from memest.plots.scaling import (
     format_size,
-    label_of,
     large_constants,
     needed_bytes,
     subtitle_of,
@@ -38,6 +37,7 @@ from memest.plots.style import (
     write_title,
 )
 from memest.plots.timeline import color_of
+from memest.plots.words import label_of
 from memest.report import Outcome, Prediction
 from memest.units import GIB
 

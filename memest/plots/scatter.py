@@ -27,6 +27,7 @@ from memest.plots.style import (
     text_width,
     write_title,
 )
+from memest.plots.words import DOT, card_words, token_words, version_words
 from memest.report import Measurement, Outcome, Prediction
 from memest.units import GIB
 
@@ -72,7 +73,7 @@ def plot_scatter(pairs: Sequence[Pair], *, dark: bool = False) -> Figure:
             figure,
             theme,
             "Predicted against measured",
-            _subtitle(len(drawn), left_out),
+            _subtitle([p for p, _ in drawn], left_out),
         )
     return figure
 
@@ -81,13 +82,19 @@ def _is_measured(measured: Measurement) -> bool:
     return min(measured.peak_allocated_bytes, measured.peak_reserved_bytes) > 0
 
 
-def _subtitle(num_drawn: int, left_out: int) -> str:
+def _subtitle(predicted: Sequence[Prediction], left_out: int) -> str:
+    num_drawn = len(predicted)
     noun = "experiment" if num_drawn == 1 else "experiments"
-    bands = " and ".join(f"±{band:g} %" for band in sorted(BANDS))
     listed = f", the {MAX_ROWS} furthest off listed" if num_drawn > MAX_ROWS else ""
-    error = "of measured" if listed else f"= (predicted {MINUS} measured) / measured"
-    text = f"{num_drawn} {noun}{listed}; error {error}; shaded: {bands}"
-    return text + (f"; {left_out} without a measurement left out" if left_out else "")
+    parts = [
+        f"{num_drawn} {noun}{listed}",
+        card_words(predicted),
+        token_words(predicted),
+        f"error of measured, shaded {' and '.join(f'±{band:g} %' for band in sorted(BANDS))}",
+        f"{left_out} without a measurement left out" if left_out else "",
+        version_words(predicted),
+    ]
+    return DOT.join(part for part in parts if part)
 
 
 def _draw_diagonal(

@@ -179,7 +179,7 @@ def widest_gap(start: float, stop: float, lines: Sequence[float]) -> tuple[float
 
 
 def write_title(figure: Figure, theme: Theme, title: str, subtitle: str) -> None:
-    """The two lines at the top left of a slide."""
+    """The two lines at the top left of a slide; the second is set smaller before it is cut."""
     height = figure.get_figheight()
     room = WIDTH - 0.8
     figure.text(
@@ -191,11 +191,12 @@ def write_title(figure: Figure, theme: Theme, title: str, subtitle: str) -> None
         va="top",
         gid="title",
     )
+    size = next((s for s in (TICK, VALUE, SMALL) if text_width(subtitle, s) <= room), SMALL)
     figure.text(
         0.4 / WIDTH,
         1 - 0.80 / height,
-        shortened(subtitle, TICK, room),
-        size=TICK,
+        shortened(subtitle, size, room),
+        size=size,
         color=theme.muted,
         va="top",
         gid="subtitle",
@@ -227,13 +228,15 @@ def retitle(figure: Figure, title: str) -> Figure:
 
 def write_legend(figure: Figure, theme: Theme, handles: Sequence[Patch], *, top: float) -> None:
     """One row of keys across the slide, its upper edge `top` inches under the slide's."""
+    room = WIDTH - 0.7
+    size = next((s for s in (VALUE, SMALL) if keys_width(handles, s) <= room), SMALL)
     figure.legend(
         handles=list(handles),
         loc="upper left",
         bbox_to_anchor=(0.3 / WIDTH, 1 - top / figure.get_figheight()),
         bbox_transform=figure.transFigure,
         ncols=len(handles),
-        fontsize=VALUE,
+        fontsize=size,
         frameon=False,
         labelcolor=theme.ink,
         handlelength=1.3,
@@ -242,6 +245,11 @@ def write_legend(figure: Figure, theme: Theme, handles: Sequence[Patch], *, top:
         columnspacing=1.2,
         borderaxespad=0.0,
     )
+
+
+def keys_width(handles: Sequence[Patch], size: float) -> float:
+    """Inches of a row of keys: each has a swatch, its label and the space to the next."""
+    return sum(text_width(str(h.get_label()), size) + 3.0 * size / 72 for h in handles)
 
 
 def key(color: str, label: str, theme: Theme) -> Patch:

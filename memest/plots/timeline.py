@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -21,6 +22,7 @@ from memest.plots.style import (
     WIDTH,
     Theme,
     bare,
+    card_label,
     key,
     shortened,
     slide,
@@ -28,6 +30,7 @@ from memest.plots.style import (
     text_width,
     write_title,
 )
+from memest.plots.words import DOT, setting_words, version_words
 from memest.units import GIB
 
 MAX_COLUMNS = 600
@@ -61,12 +64,13 @@ def plot_timeline(
     gpu: str,
     gpu_limit_bytes: int | None = None,
     dark: bool = False,
+    plan: Mapping[str, Any] | None = None,
 ) -> Figure:
     """Memory over the events of one step, as stacked areas under the line of what is reserved.
 
     An event is an allocation or a free: the order is the run's, the distances are not its time.
     The line of the GPU is drawn where it is near what the step needs. `rest` is buffers, the batch
-    and the workspaces of kernels.
+    and the workspaces of kernels. `plan` is said in the subtitle.
     """
     columns = _columns(timeline)
     areas = {
@@ -95,7 +99,7 @@ def plot_timeline(
         )  # fmt: skip
         if has_line:
             axes.axhline(limit, color=theme.limit, linewidth=2.6, gid="limit")
-            text = f"{gpu}: {limit:.1f} GiB"
+            text = f"{card_label(gpu)}: {limit:.1f} GiB"
             peak_inches = width * timeline.peak / axes.get_xlim()[1]
             is_left = peak_inches > text_width(text, VALUE, bold=True) + 0.2
             axes.text(
@@ -105,7 +109,7 @@ def plot_timeline(
             )  # fmt: skip
         _draw_stretches(axes, theme, timeline.stretches, (width, height))
         _mark_peak(axes, theme, timeline, width)
-        _write_words(figure, theme, timeline, name, gpu, areas)
+        _write_words(figure, theme, timeline, (name, gpu, plan or {}), areas)
     return figure
 
 
@@ -240,16 +244,15 @@ def _write_words(
     figure: Figure,
     theme: Theme,
     timeline: Timeline,
-    name: str,
-    gpu: str,
+    words: tuple[str, str, Mapping[str, Any]],
     areas: Mapping[str, Sequence[float]],
 ) -> None:
-    write_title(
-        figure,
-        theme,
-        f"Memory over one step: {name}",
-        f"predicted on {gpu}, step {timeline.step} of the run (the first is 0)",
-    )
+    name, gpu, plan = words
+    said = setting_words(plan)
+    if plan.get("seq_len"):
+        said.append(f"{plan['seq_len']} tokens")
+    said += [card_label(gpu), f"step {timeline.step + 1}", version_words()]
+    write_title(figure, theme, f"Memory over one step: {name}", DOT.join(said))
     handles: list[Patch | Line2D] = [
         key(color_of(theme, area), area, theme) for area, sizes in areas.items() if any(sizes)
     ]

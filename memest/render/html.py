@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from memest.render.answer import answer, people
+from memest.render.text import step_name
 from memest.report import Outcome, Prediction, Verdict
 from memest.units import GIB, format_gib
 
@@ -24,6 +26,7 @@ body { margin: 0 auto; padding: 1rem; max-width: 76rem; background: var(--page);
 h1 { font-size: 1.6rem; line-height: 1.2; margin: .3rem 0; overflow-wrap: anywhere; }
 h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; }
 p, ul { margin: .4rem 0; overflow-wrap: anywhere; } .muted { color: var(--muted); }
+.answer { font-size: 1.25rem; font-weight: 700; }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(15rem, 1fr)); gap: .7rem; }
 .card { background: var(--card); border-radius: .5rem; padding: .7rem .9rem;
   overflow-wrap: anywhere; min-width: 0; }
@@ -52,6 +55,19 @@ th.note { text-align: left; } td.note { text-align: left; white-space: normal; m
 td.text:first-child, th.text:first-child { position: sticky; left: 0; background: var(--page); }
 @media (max-width: 40rem) { td.text:first-child { white-space: normal; min-width: 8rem; } }
 td.bad { font-weight: 700; background: var(--ink); color: var(--page); }
+.wide { background: linear-gradient(to right, var(--page) 30%, transparent),
+  linear-gradient(to left, var(--page) 30%, transparent) 100% 0,
+  linear-gradient(to right, var(--muted), transparent),
+  linear-gradient(to left, var(--muted), transparent) 100% 0;
+  background-repeat: no-repeat; background-size: 2.5rem 100%, 2.5rem 100%, .8rem 100%, .8rem 100%;
+  background-attachment: local, local, scroll, scroll; }
+.wide .cue { display: none; position: sticky; left: 0; }
+@media (max-width: 46rem) { .chart .cue { display: block; color: var(--muted); }
+  table.noted tr { display: grid; grid-template-columns: 1fr 6rem 5rem;
+    border-bottom: 1px solid var(--line); }
+  table.noted th, table.noted td { border-bottom: 0; }
+  table.noted .note { grid-column: 1 / -1; min-width: 0; color: var(--muted); padding-top: 0; }
+  table.noted th.note { display: none; } }
 .chart img { display: block; width: 100%; min-width: 46rem; height: auto; border-radius: .4rem; }
 details { border-bottom: 1px solid var(--line); padding: .5rem 0; }
 summary { cursor: pointer; font-weight: 600; overflow-wrap: anywhere; }
@@ -120,6 +136,7 @@ def _one(report: Prediction, recording: Recording | None) -> str:
     limit = _limit_bytes(report)
     sections = [
         f"<h1>{escape(report.name)}</h1>",
+        lead(answer(report)),
         _facts(report),
         verdict_cards(report.verdicts),
         "<h2>What fills the GPU at the peak</h2>",
@@ -134,7 +151,12 @@ def _one(report: Prediction, recording: Recording | None) -> str:
             "<h2>Over one step</h2>",
             chart(
                 lambda dark: plot_timeline(
-                    line, name=report.name, gpu=report.gpu, gpu_limit_bytes=limit, dark=dark
+                    line,
+                    name=report.name,
+                    gpu=report.gpu,
+                    gpu_limit_bytes=limit,
+                    dark=dark,
+                    plan=report.plan,
                 ),
                 "memory over the events of one step, by what it is held for",
             ),
@@ -150,6 +172,13 @@ def _one(report: Prediction, recording: Recording | None) -> str:
         _assumed(report),
     ]
     return "\n".join(sections)
+
+
+def lead(lines: Sequence[str]) -> str:
+    """The answer: its first line large."""
+    first, *others = [*lines, ""]
+    rest = "".join(f"<p>{escape(line)}</p>" for line in others if line)
+    return f'<p class="answer">{escape(first)}</p>{rest}'
 
 
 def _many(reports: Sequence[Prediction]) -> str:
@@ -217,7 +246,7 @@ def verdict_cards(verdicts: Mapping[str, Verdict]) -> str:
         share = 100 * min(1.0, verdict.reserved_bytes / max(1, verdict.limit_bytes))
         margin = format_gib(abs(verdict.margin_bytes))
         words = f"{margin} too much" if is_oom else f"{margin} to spare"
-        where = f'<div class="muted">{escape(verdict.at)}</div>' if verdict.at else ""
+        where = f'<div class="muted">{escape(people(verdict.at))}</div>' if verdict.at else ""
         cards.append(
             f'<div class="card {"oom" if is_oom else "fits"}"><b>{escape(name)}</b> '
             f'<b class="verdict">{"out of memory" if is_oom else "fits"}</b>'
@@ -275,7 +304,7 @@ def _phases(report: Prediction) -> str:
                 row.params_bytes, row.grads_bytes, row.optimizer_bytes, row.activations_bytes,
                 row.allocated_bytes, row.peak_allocated_bytes, row.reserved_bytes,
             )  # fmt: skip
-            step = f"{row.step}.{row.micro_batch}" if last else f"{row.step}"
+            step = step_name(row.step, row.micro_batch if last else None)
             rows.append([step, str(row.phase).replace("_", " "), *map(_gib, sizes)])
     return html_table(rows, text=2)
 
@@ -318,7 +347,8 @@ def html_table(rows: Iterable[Sequence[str]], *, text: int, notes: bool = False)
         for tag, group in (("th", [head]), ("td", body))
         for row in group
     ]  # fmt: skip
-    return f'<div class="wide"><table>{"".join(lines)}</table></div>'
+    kind_of = ' class="noted"' if notes else ""
+    return f'<div class="wide"><table{kind_of}>{"".join(lines)}</table></div>'
 
 
 def chart(draw: Callable[[bool], Any], words: str) -> str:
@@ -330,6 +360,7 @@ def chart(draw: Callable[[bool], Any], words: str) -> str:
         for is_dark in (False, True)
     )
     return (
-        f'<div class="chart wide"><picture><source media="(prefers-color-scheme: dark)" '
+        f'<div class="chart wide"><span class="cue">wider than the screen: scroll &rarr;</span>'
+        '<picture><source media="(prefers-color-scheme: dark)" '
         f'srcset="{dark}"><img alt="{escape(words)}" src="{light}"></picture></div>'
     )

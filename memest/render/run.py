@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memest.render.text import table, verdict_table
+from memest.render.answer import (
+    BAD,
+    DIM,
+    failures,
+    paint,
+    verdict_line,
+    why_line,
+)
+from memest.render.text import brief, table, verdict_table
 from memest.report import Ending, HeldRow, Outcome, RunReport
 from memest.units import GIB, format_bytes, format_gib
 
@@ -32,9 +40,13 @@ _WHY = {
 }
 
 
-def render_run(report: RunReport) -> str:
-    """The whole report: ending, what filled the peak, steps, phases, verdicts, what is assumed."""
+def render_run(report: RunReport, *, colour: bool = False, verbose: bool = False) -> str:
+    """The whole report: the answer, what filled the peak, steps, phases, verdicts, what is assumed.
+
+    `verbose` adds all that is assumed.
+    """
     sections = [
+        answer_of_run(report, colour=colour),
         heading(report),
         _terms(report),
         _totals(report),
@@ -42,9 +54,9 @@ def render_run(report: RunReport) -> str:
         _modules(report.modules),
         _lines(report.lines),
         _levels(report),
-        verdict_table(report.verdicts),
+        verdict_table(report.verdicts, colour=colour),
         _guesses(report),
-        _assumed(report),
+        [paint(line, DIM, colour=colour) for line in _assumed(report, verbose=verbose)],
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
@@ -60,11 +72,34 @@ _ENDINGS = {
 }
 
 
+_CUT_SHORT = (Ending.CRASHED, Ending.UNSUPPORTED, Ending.INTERRUPTED, Ending.RUNNING)
+
+
+def answer_of_run(report: RunReport, *, colour: bool = False) -> list[str]:
+    """Whether the script fits its card, and what fills the peak, in two lines."""
+    verdict, is_oom = report.verdicts.get(report.gpu), report.verdict is Outcome.OOM
+    if verdict is None:
+        return []
+    if is_oom:  # how much the script would have asked for after this nobody knows
+        head = paint("does not fit", BAD, colour=colour)
+        first = (
+            f"{head} {report.gpu}: {format_gib(verdict.reserved_bytes)} of"
+            f" {format_gib(verdict.limit_bytes)} usable are reserved, and the next request needs"
+            f" {format_gib(-verdict.margin_bytes)} more than is left"
+        )
+    else:
+        so_far = report.ending in _CUT_SHORT
+        first = verdict_line(verdict, report.gpu, colour=colour, so_far=so_far)
+    kinds = ((term.name, term.num_bytes) for term in report.terms)
+    why = why_line(report.peak.step, report.peak.phase, kinds, is_oom=False)
+    return [first, why]
+
+
 def heading(report: RunReport) -> list[str]:
     """What ran, where, and how it ended."""
     steps = f"{report.num_steps} optimizer step{'s' if report.num_steps != 1 else ''}"
     verdict = "out of memory" if report.verdict is Outcome.OOM else "fits"
-    if report.ending in (Ending.CRASHED, Ending.UNSUPPORTED, Ending.INTERRUPTED, Ending.RUNNING):
+    if report.ending in _CUT_SHORT:
         verdict = "fits so far"
     lines = [f"{report.name}", f"{_ENDINGS[report.ending]}; {steps} on {report.gpu}: {verdict}"]
     if report.allocator:
@@ -80,9 +115,9 @@ def why(kind: str) -> str:
 
 
 def where(report: RunReport) -> str:
-    """Where the peak was: step, phase, module, operator, line."""
+    """Where the peak was: step, phase, module, line."""
     peak = report.peak
-    parts = (f"step {peak.step}", peak.phase, peak.module, peak.op, peak.line)
+    parts = (f"step {peak.step + 1}", peak.phase, peak.module, peak.line)
     return ", ".join(part for part in parts if part)
 
 
@@ -172,7 +207,7 @@ def _levels(report: RunReport) -> list[str]:
         )
     for step in report.steps:
         sizes = (step.allocated_bytes, step.peak_allocated_bytes, step.peak_reserved_bytes)
-        rows.append([f"step {step.step}", *map(_gib, sizes)])
+        rows.append([f"step {step.step + 1}", *map(_gib, sizes)])
     return table(rows, left=1) if len(rows) > 1 else []
 
 
@@ -192,14 +227,17 @@ def times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
-def _assumed(report: RunReport) -> list[str]:
+def _assumed(report: RunReport, *, verbose: bool) -> list[str]:
     coverage = report.coverage
     lines = [f"note: {line}" for line in report.notes]
-    lines += [f"assumed: {line}" for line in report.assumptions]
+    lines += brief(report.assumptions, verbose=verbose)
     known, all_ops = coverage["num_modelled"], coverage["num_ops"]
     lines.append(f"coverage: {known} of {all_ops} operator calls modelled")
     for op, count in coverage["unmodelled"].items():
         lines.append(f"not modelled: workspace of {op} ({count} calls)")
+    if report.peak.op:
+        lines.append(f"peak allocated in {report.peak.op}")
+    lines += failures(report.verdicts)
     versions = ", ".join(f"{k} {v}" for k, v in report.versions.items())
     lines.append(f"versions: {versions}; {report.elapsed_s:.1f} s")
     return lines

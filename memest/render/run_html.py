@@ -5,8 +5,8 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from memest.render.html import chart, html_table, page, verdict_cards
-from memest.render.run import heading, module_rows, times, where, why
+from memest.render.html import chart, html_table, lead, page, verdict_cards
+from memest.render.run import answer_of_run, heading, module_rows, times, where, why
 from memest.report import HeldRow, RunReport
 from memest.units import GIB, format_gib
 
@@ -53,7 +53,7 @@ def run_fragment(report: RunReport) -> str:
         [name, "OOM" if v.verdict == "oom" else "fits", f"{v.margin_bytes / GIB:+.2f}"]
         for name, v in report.verdicts.items()
     ]
-    head = "<br>".join(escape(line) for line in heading(report))
+    head = "<br>".join(escape(line) for line in [*answer_of_run(report), *heading(report)])
     tables = (rows, _line_rows(report.lines[:8]), verdicts)
     return f"<p><b>{head}</b></p>" + "".join(html_table(t, text=1) for t in tables)
 
@@ -61,6 +61,7 @@ def run_fragment(report: RunReport) -> str:
 def _sections(report: RunReport) -> list[str]:
     facts = " &middot; ".join(escape(line) for line in heading(report)[1:])
     return [
+        lead(answer_of_run(report)),
         f'<p class="muted">{facts}</p>',
         verdict_cards(report.verdicts),
         "<h2>What fills the GPU at the peak</h2>"
@@ -117,7 +118,7 @@ def _level_rows(report: RunReport) -> list[list[str]]:
         rows.append([phase.name, "", *(f"{size / GIB:.3f}" for size in sizes)])
     for step in report.steps:
         levels = (step.allocated_bytes, step.peak_allocated_bytes, step.peak_reserved_bytes)
-        rows.append([f"step {step.step}", *(f"{size / GIB:.3f}" for size in levels)])
+        rows.append([f"step {step.step + 1}", *(f"{size / GIB:.3f}" for size in levels)])
     return rows
 
 

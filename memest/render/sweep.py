@@ -10,6 +10,7 @@ from typing import Any
 
 from memest.estimator.search.largest import Largest
 from memest.estimator.search.techniques import TechniqueRow
+from memest.render.answer import people
 from memest.render.text import table
 from memest.units import GIB, format_gib
 
@@ -29,7 +30,7 @@ def render_largest(rows: Sequence[Largest]) -> str:
     for row in rows:
         if row.value is None:
             size = getattr(row.plan, row.key)
-            lines.append(f"{row.gpu}: {noun} {size} is out of memory at {row.at}")
+            lines.append(f"{row.gpu}: {noun} {size} is out of memory at {people(row.at)}")
         elif row.ceiling:
             lines.append(f"{row.gpu}: memory is left; {row.ceiling}")
         elif row.margin_bytes < _TIGHT_SHARE * row.limit_bytes:

@@ -6,24 +6,46 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from memest.render.answer import (
+    BAD,
+    DIM,
+    GOOD,
+    answer,
+    failures,
+    is_tight,
+    paint,
+    people,
+    without_operator,
+)
 from memest.report import Outcome, PhaseRow, Prediction, Verdict
 from memest.units import MIB, format_bytes, format_count, format_gib
 
 if TYPE_CHECKING:
-    from memest.estimator.hardware.gpus import Gpu
+    from memest.estimator.search.advise import Option
     from memest.models_meta.registry import ModelEntry
 
 
-def render_text(prediction: Prediction) -> str:
-    """The whole report: plan, terms, phases, totals, verdicts, assumptions, coverage."""
+def render_text(
+    prediction: Prediction,
+    *,
+    change: Option | None = None,
+    colour: bool = False,
+    verbose: bool = False,
+) -> str:
+    """The whole report: the answer, then plan, terms, phases, totals, verdicts, coverage.
+
+    `change` is the cheapest that fits, where one was looked for; `verbose` adds all that is
+    assumed and the versions.
+    """
     sections = [
+        answer(prediction, change=change, colour=colour),
         _heading(prediction),
         _terms(prediction),
         _totals(prediction),
         _phases(prediction),
         _closed_form(prediction),
-        verdict_table(prediction.verdicts),
-        _assumed(prediction),
+        verdict_table(prediction.verdicts, colour=colour),
+        [paint(line, DIM, colour=colour) for line in _assumed(prediction, verbose=verbose)],
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
@@ -50,24 +72,6 @@ def render_models(entries: Iterable[ModelEntry]) -> str:
     rows = [["model", "family", "modality", "parameters", "Hugging Face id"]]
     rows += [[e.name, e.family, e.modality, format_count(e.num_params), e.hub_id] for e in entries]
     return "\n".join(table(rows, left=3, last_left=True))
-
-
-def render_gpus(gpus: Iterable[Gpu]) -> str:
-    """The catalogue of GPUs."""
-    rows = [["gpu", "memory", "context", "usable", "compute", "SMs", "name"]]
-    rows += [
-        [
-            g.name,
-            format_gib(g.memory_bytes),
-            format_bytes(g.context_bytes),
-            format_gib(g.limit_bytes),
-            f"{g.capability[0]}.{g.capability[1]}",
-            str(g.num_sms),
-            g.label,
-        ]
-        for g in gpus
-    ]
-    return "\n".join(table(rows, left=1, last_left=True))
 
 
 def render_html_table(prediction: Prediction) -> str:
@@ -124,7 +128,8 @@ def _terms(prediction: Prediction) -> list[str]:
     peak = prediction.peak_allocated_bytes
     for term in prediction.terms:
         share = f"{100 * term.num_bytes / max(1, peak):.1f} %"
-        note = f"{term.arithmetic}: {term.why}" if term.kind not in ("params",) else term.arithmetic
+        why = without_operator(term.why)
+        note = f"{term.arithmetic}: {why}" if term.kind != "params" else term.arithmetic
         rows.append([term.kind, format_gib(term.num_bytes, 3), share, note])
     rows.append(["peak allocated", format_gib(peak, 3), "100.0 %", _where(prediction)])
     return table(rows, left=1, last_left=True)
@@ -133,7 +138,7 @@ def _terms(prediction: Prediction) -> list[str]:
 def _where(prediction: Prediction) -> str:
     peak = prediction.peak
     module = f", {peak.module}" if peak.module else ""
-    return f"step {peak.step}, {peak.phase}{module}, {peak.op}"
+    return f"step {peak.step + 1}, {peak.phase}{module}"
 
 
 def _totals(prediction: Prediction) -> list[str]:
@@ -180,12 +185,21 @@ def _phases(prediction: Prediction) -> list[str]:
 
 
 def _phase_cells(row: PhaseRow, last_micro_batch: int) -> list[str]:
-    step = f"{row.step}" if last_micro_batch == 0 else f"{row.step}.{row.micro_batch}"
+    step = step_name(row.step, row.micro_batch if last_micro_batch else None)
     values = (
         row.params_bytes, row.grads_bytes, row.optimizer_bytes, row.activations_bytes,
         row.allocated_bytes, row.peak_allocated_bytes, row.reserved_bytes,
     )  # fmt: skip
     return [step, str(row.phase), *(f"{v / 2**30:.2f}" for v in values)]
+
+
+def step_name(step: int, micro_batch: int | None) -> str:
+    """A step as people count it, with its micro-batch where it has several.
+
+    >>> step_name(0, None), step_name(1, 3)
+    ('1', '2.4')
+    """
+    return f"{step + 1}" if micro_batch is None else f"{step + 1}.{micro_batch + 1}"
 
 
 def _closed_form(prediction: Prediction) -> list[str]:
@@ -203,34 +217,52 @@ def _closed_form(prediction: Prediction) -> list[str]:
     return [title, *table(rows, left=1, last_left=True)]
 
 
-def verdict_table(verdicts: Mapping[str, Verdict]) -> list[str]:
+def verdict_table(verdicts: Mapping[str, Verdict], *, colour: bool = False) -> list[str]:
     """A line for each card: whether the run fits, and what it leaves free."""
     rows = [["gpu", "usable", "reserved", "verdict", "margin", ""]]
     rows += [_verdict_cells(name, verdict) for name, verdict in verdicts.items()]
-    return table(rows, left=1, last_left=True)
+    lines = table(rows, left=1, last_left=True)
+    codes = [BAD if v.verdict is Outcome.OOM else GOOD for v in verdicts.values()]
+    words = ["OOM" if v.verdict is Outcome.OOM else "fits" for v in verdicts.values()]
+    return lines[:1] + [
+        line.replace(f" {word} ", f" {paint(word, code, colour=colour)} ", 1)
+        for line, word, code in zip(lines[1:], words, codes, strict=True)
+    ]
 
 
 def _verdict_cells(name: str, verdict: Verdict) -> list[str]:
     is_oom = verdict.verdict is Outcome.OOM
+    note = f"at {people(verdict.at)}" if is_oom else "tight" if is_tight(verdict) else ""
     return [
         name,
         format_gib(verdict.limit_bytes),
         format_gib(verdict.reserved_bytes),
         "OOM" if is_oom else "fits",
         f"{verdict.margin_bytes / 2**30:+.2f} GiB",
-        f"at {verdict.at}" if is_oom else "",
+        note,
     ]
 
 
-def _assumed(prediction: Prediction) -> list[str]:
+def _assumed(prediction: Prediction, *, verbose: bool) -> list[str]:
+    """What is assumed, all of it or the first line, and what is not modelled."""
     coverage = prediction.coverage
-    lines = [f"assumed: {line}" for line in prediction.assumptions]
+    lines = brief(prediction.assumptions, verbose=verbose)
     known, all_ops = coverage["num_modelled"], coverage["num_ops"]
     lines.append(f"coverage: {known} of {all_ops} operator calls modelled")
     for op, count in coverage["unmodelled"].items():
         lines.append(f"not modelled: workspace of {op} ({count} calls)")
+    lines.append(f"peak allocated in {prediction.peak.op}")
+    lines += failures(prediction.verdicts)
     versions = ", ".join(f"{k} {v}" for k, v in prediction.versions.items())
     lines.append(f"versions: {versions}; {prediction.elapsed_s:.1f} s")
+    return lines
+
+
+def brief(assumptions: Sequence[str], *, verbose: bool) -> list[str]:
+    """A line for each assumption; without `verbose` the first, and how many more there are."""
+    lines = [f"assumed: {line}" for line in assumptions[: None if verbose else 1]]
+    if more := len(assumptions) - len(lines):
+        lines[-1] += f"; {more} more with --verbose"
     return lines
 
 

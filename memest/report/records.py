@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from typing import Any, ClassVar, Self
@@ -166,6 +166,14 @@ class Report:
         return cls(**given)
 
 
+def _verdict(values: Mapping[str, Any]) -> Verdict:
+    return Verdict(**{**values, "verdict": Outcome(values["verdict"])})
+
+
+def _terms(values: Iterable[Mapping[str, Any]]) -> tuple[Term, ...]:
+    return tuple(Term(**term) for term in values)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prediction(Report):
     """What a run of the plan would print, known without running it."""
@@ -190,11 +198,28 @@ class Prediction(Report):
     closed_form: ClosedForm | None = None
     """The textbook's formula, where it applies; no figure of the report is made of it."""
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """As `Report`'s."""
+        own = dict(values)
+        own["peak"] = Peak(**values["peak"])
+        own["verdicts"] = {k: _verdict(v) for k, v in values["verdicts"].items()}
+        own["terms"] = _terms(values["terms"])
+        own["host_terms"] = _terms(values.get("host_terms", ()))
+        own["assumptions"] = tuple(values["assumptions"])
+        host, closed = values.get("host_verdict"), values.get("closed_form")
+        own["host_verdict"] = None if host is None else _verdict(host)
+        if closed is not None:
+            own["closed_form"] = ClosedForm(
+                **closed | {"differences": _terms(closed["differences"])}
+            )
+        return super().from_dict(own)
+
     def __str__(self) -> str:
         """The text report."""
         from memest.render.text import render_text
 
-        return render_text(self)
+        return render_text(self, verbose=True)
 
     def _repr_html_(self) -> str:
         from memest.render.text import render_html_table

@@ -7,7 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from memest.errors import PlanError
+from memest.plan.reading import read_limited
 from memest.report.records import SCHEMA, Measurement
+
+MAX_RESULTS_BYTES = 512 << 20
+"""A report is some ten KiB; a file beyond it is something else."""
 
 
 def read_measurements(path: Path) -> list[Measurement]:
@@ -20,14 +24,7 @@ def read_measurements(path: Path) -> list[Measurement]:
 
 
 def _measurements(path: Path) -> Iterator[Measurement]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise PlanError(
-            f"`{path}` cannot be read: {error.strerror}", hint="check the path"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise PlanError(f"`{path}` is not text", hint="name a file of measured reports") from error
+    lines = read_limited(path, MAX_RESULTS_BYTES, what="measured reports").splitlines()
     if not any(line.strip() for line in lines):
         raise PlanError(f"`{path}` is empty", hint="name a file of measured reports")
     for number, line in enumerate(lines, 1):

@@ -214,7 +214,7 @@ class RunReport:
         """The text report."""
         from memest.render.run import render_run
 
-        return render_run(self)
+        return render_run(self, verbose=True)
 
     def _repr_html_(self) -> str:
         from memest.render.run_html import run_fragment

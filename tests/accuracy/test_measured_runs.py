@@ -178,3 +178,5 @@ def test_the_page_shows_what_is_true(make_docs: docs, runs: docs.Runs) -> None:
     page = make_docs.PAGE.read_text(encoding="utf-8")
 
     assert page.splitlines() == make_docs.accuracy_page(runs).splitlines()
+    tables = make_docs.TABLES.read_text(encoding="utf-8")
+    assert tables.splitlines() == make_docs.tables_page(runs).splitlines()

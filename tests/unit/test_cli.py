@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -121,3 +122,64 @@ def test_a_local_config_is_a_model(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["model"]["num_params"] == (
         embeddings + 2 * (attention + mlp + norms) + 64
     )
+
+
+def completed(*words: str) -> list[str]:
+    env = {
+        **os.environ,
+        "_MEMEST_COMPLETE": "bash_complete",
+        "COMP_WORDS": " ".join(["memest", *words]),
+        "COMP_CWORD": str(len(words)),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "memest"], capture_output=True, text=True, check=False, env=env
+    )
+    return [line.partition(",")[2] for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["predict", "--optim", "adafactor"], {"adafactor", "adafactor_foreach"}),
+        (["predict", "--gpu", "a100"], {"a100-40gb", "a100-80gb"}),
+        (["run", "--gpu", "h2"], {"h200"}),
+        (["predict", "--model", "blip2-opt"], {"blip2-opt-2.7b", "blip2-opt-6.7b"}),
+        (["sweep", "--precision", "32-true,bf16"], {"32-true,bf16-true", "32-true,bf16-mixed"}),
+        (["chart", "lab", "--suite", "lab-"], {"lab-a100", "lab-h100", "lab-multi"}),
+        (["mod"], {"models"}),
+    ],
+)
+def test_a_shell_completes_values(words: list[str], expected: set[str]) -> None:
+    assert expected <= set(completed(*words))
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_of_a_shell_names_memest(shell: str) -> None:
+    done = memest("completion", shell)
+
+    assert "_MEMEST_COMPLETE" in done.stdout
+    assert done.returncode == 0
+
+
+def test_lists_are_json_lines_too() -> None:
+    models = [json.loads(line) for line in memest("models", "--json").stdout.splitlines()]
+    gpus = [json.loads(line) for line in memest("gpus", "--json").stdout.splitlines()]
+
+    assert "blip2-flan-t5-xxl" in {model["name"] for model in models}
+    assert {gpu["name"] for gpu in gpus if gpu["evidence"] == "measured"} == {"h100-80gb", "h200"}
+    assert all(gpu["limit_bytes"] == gpu["memory_bytes"] - gpu["context_bytes"] for gpu in gpus)
+
+
+def test_every_command_is_in_a_section_of_the_help() -> None:
+    from memest.cli import main
+    from memest.cli.group import SECTIONS
+
+    assert set(main.commands) <= {name for names in SECTIONS.values() for name in names}
+    out = memest("--help").stdout
+    assert [line for line in out.splitlines() if line.startswith(("Predict:", "Search:"))]
+    assert "Adapters and quantisation:" in memest("predict", "--help").stdout
+
+
+def test_the_source_of_every_figure_is_a_flag_away() -> None:
+    assert "chiemon" not in memest("gpus").stdout
+    assert "chiemon" in memest("gpus", "--verbose").stdout

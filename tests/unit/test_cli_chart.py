@@ -100,7 +100,12 @@ def test_a_sweep_is_drawn_at_once_or_from_its_file(tmp_path: Path) -> None:
     verdicts = [(int(r["batch_size"]), r["verdict"]) for r in rows(made / "sweep.jsonl")]
     assert verdicts == [(int(r["batch_size"]), r["verdict"]) for r in rows(read / "sweep.jsonl")]
     assert len(verdicts) == 6
-    assert (made / "sweep.png").read_bytes() == (read / "sweep.png").read_bytes()
+
+
+def test_a_chart_without_a_card_is_of_the_lab_s(tmp_path: Path) -> None:
+    assert memest("chart", "phases", *PLAN[:4], "--out", str(tmp_path)) == 0
+
+    assert [r["gpu"] for r in rows(tmp_path / "phases.jsonl")] == ["a100-80gb"]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +116,7 @@ def test_a_sweep_is_drawn_at_once_or_from_its_file(tmp_path: Path) -> None:
         (["chart", "lab", "--suite", "no-such"], "there is no suite and no file `no-such`"),
         (["chart", "lab", "--gpu", "a10000"], "`a10000` is not in the"),
         (["chart", "timeline"], "the plan names no model"),
-        (["chart", "timeline", *PLAN, "--step", "2"], "`--step 2` is not among the 2 of `gpt2`"),
+        (["chart", "timeline", *PLAN, "--step", "3"], "`--step 3` is not among the 2 of `gpt2`"),
         (["chart", "validate", "no.jsonl"], "`no.jsonl` cannot be read"),
         (["chart", "batches"], "Missing option '--model'"),
         (["chart", "sweep"], "the plan names no model"),

@@ -47,8 +47,17 @@ def test_every_cell_runs_and_shows_something() -> None:
     assert shown.count("repr") == 1
 
 
-def test_the_notebook_is_committed_without_outputs() -> None:
-    assert all(not cell["outputs"] for cell in cells() if cell["cell_type"] == "code")
+def test_the_notebook_is_committed_with_its_outputs() -> None:
+    """As `python scripts/gallery.py` writes them."""
+    found = [
+        {mime for output in cell["outputs"] for mime in output["data"]}
+        for cell in cells()
+        if cell["cell_type"] == "code"
+    ]
+
+    assert sum("image/png" in mimes for mimes in found) == 5
+    assert sum("text/html" in mimes for mimes in found) == 2
+    assert all("text/plain" in mimes for mimes in found)
 
 
 def test_the_notebook_has_the_form_that_jupyter_opens() -> None:

@@ -87,7 +87,7 @@ def test_a_missing_file_and_a_binary_one_are_errors(tmp_path: Path) -> None:
 
 
 def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
-    path = write(tmp_path, "a" * (5 << 20))
+    path = write(tmp_path, "a" * (1 << 20))
 
-    with pytest.raises(PlanError, match="larger than 4 MiB"):
+    with pytest.raises(PlanError, match="larger than 512 KiB"):
         read_config(path, {})

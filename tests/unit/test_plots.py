@@ -196,12 +196,12 @@ def test_a_phase_says_what_it_is_in_gib_and_by_how_much_the_peak_is_off() -> Non
 
     said = words(figure)
     assert "allocated, GiB" in said
-    assert "usable on a100-80gb: 60.0 GiB" in said
+    assert "usable on A100 80GB: 60.0 GiB" in said
     assert {"before forward", "after forward", "after backward", "after optimizer step"} <= {*said}
     assert said.count("11.0") == 8  # optimizer state, in each bar
     assert said.count("peak ±0.00 %") == 3
     assert "peak +10.00 %" in said
-    assert "lora-b8" in said
+    assert "lora-b8: step 2" in said
 
 
 def test_the_limit_is_a_line_unless_it_would_flatten_the_bars() -> None:
@@ -210,7 +210,7 @@ def test_the_limit_is_a_line_unless_it_would_flatten_the_bars() -> None:
 
     assert list(find(near, "limit")["limit"].get_ydata()) == [60, 60]
     assert not find(far, "limit")
-    assert "usable on a100-80gb: 139.0 GiB, above this chart ↑" in words(far)
+    assert "usable on A100 80GB: 139.0 GiB, above this chart ↑" in words(far)
 
 
 def test_the_last_micro_batch_of_step_1_is_shown_or_of_step_0_where_it_is_the_only_one() -> None:
@@ -232,7 +232,7 @@ def test_of_a_run_out_of_memory_the_micro_batch_in_which_it_failed_is_shown() ->
 
     figure = plot_phases(failed, measured(phases=start + ROWS), gpu_limit_bytes=LIMIT)
     assert list(find(figure, ".*:oom")) == ["predicted:after_forward:oom"]
-    assert "step 0" in find(figure, "subtitle")["subtitle"].get_text()
+    assert find(figure, "title")["title"].get_text() == "lora-b8: step 1"
 
 
 def test_the_phase_that_ran_out_of_memory_is_hatched_and_those_after_it_were_not_reached() -> None:
@@ -263,7 +263,7 @@ def test_verdicts_that_differ_are_named() -> None:
     figure = plot_phases(predicted(), out_of_memory(measured), gpu_limit_bytes=LIMIT)
 
     subtitle = find(figure, "subtitle")["subtitle"].get_text()
-    assert subtitle.endswith("step 1; fits predicted, OOM measured")
+    assert "predicted: fits, measured: OOM" in subtitle
 
 
 # ------------------------------------------------------------------ scatter
@@ -314,7 +314,7 @@ def test_of_too_many_experiments_the_largest_errors_are_listed() -> None:
     said = words(plot_scatter(pairs))
 
     assert [w for w in said if w.startswith("run")] == [f"run{i}" for i in range(10, 40)]
-    assert any(w.startswith("40 experiments, the 30 furthest off listed; error of") for w in said)
+    assert any(w.startswith("40 experiments, the 30 furthest off listed · A100 80GB") for w in said)
 
 
 # ------------------------------------------------------------------ ladder
@@ -342,33 +342,72 @@ def test_of_a_forward_that_ran_out_of_memory_what_came_after_its_start_is_activa
     }  # fmt: skip
 
 
-def test_a_ladder_s_bars_add_up_to_the_peaks() -> None:
-    figure = plot_ladder(
-        [predicted(), measured(), out_of_memory(predicted, terms=(term("params", 50),))],
-        limits={"B 60GB": LARGE_CARD},
-    )
+def verdict_on(outcome: Outcome, limit: int, margin: int) -> dict[str, Verdict]:
+    return {
+        "a100-80gb": Verdict(
+            verdict=outcome, margin_bytes=margin, limit_bytes=limit, reserved_bytes=limit
+        )
+    }
 
-    for index, peak in enumerate((33, 33, 50)):
-        bars = find(figure, f"{index}:({'|'.join(KINDS)})")
-        assert sum(bar.get_width() for bar in bars.values()) == peak
-        assert find(figure, f"{index}:total")[f"{index}:total"].get_text() == f"{peak}.0"
-    assert "allocated at the peak, GiB" in words(figure)
-    assert "B 60GB\n60.0 GiB" in words(figure)
+
+def test_a_ladder_s_bars_add_up_to_what_is_needed() -> None:
+    """What is allocated by kind, and what is cached beside it; 40 GiB are reserved."""
+    oom = out_of_memory(predicted, unlimited_reserved_bytes=71 * GIB, terms=(term("params", 50),))
+    figure = plot_ladder([predicted(), measured(), oom], limits={"B 60GB": LARGE_CARD})
+
+    for index, needed in enumerate((40, 40, 71)):
+        bars = find(figure, f"{index}:({'|'.join([*KINDS, 'cached', 'unknown'])})")
+        assert sum(bar.get_width() for bar in bars.values()) == needed
+        assert find(figure, f"{index}:total")[f"{index}:total"].get_text() == f"{needed}.0"
+    assert "B 60GB: 60.0 GiB" in words(figure)
     assert list(find(figure, "limit:.*")["limit:B 60GB"].get_xdata()) == [60, 60]
 
 
-def test_out_of_memory_is_hatched_and_labelled_and_shows_what_would_be_reserved() -> None:
-    oom = out_of_memory(predicted, unlimited_reserved_bytes=71 * GIB, terms=(term("params", 50),))
-    figure = plot_ladder([predicted(), oom], limits={"B 60GB": LARGE_CARD})
+def test_what_does_not_fit_is_drawn_whole_with_the_part_beyond_the_card_marked() -> None:
+    """It stopped with 50 GiB of parameters; on a card that holds it, the kinds are known."""
+    oom = out_of_memory(
+        predicted,
+        unlimited_reserved_bytes=71 * GIB,
+        terms=(term("params", 50),),
+        verdicts=verdict_on(Outcome.OOM, 60 * GIB, -11 * GIB),
+    )
+    whole = predicted(terms=(term("params", 50), term("activations", 18)))
+    limits = {"A100 80GB": LARGE_CARD}
+    figure = plot_ladder([predicted(), oom], limits=limits, unlimited={oom.name: whole})
 
-    hatched = find(figure, r"\d:.*:oom")
-    assert list(hatched) == ["1:params:oom"]
-    strokes = [xy for path in hatched["1:params:oom"].get_paths() for xy in path.vertices]
-    assert len(strokes) > 20
-    assert all(0 <= x <= 50.0001 and 0.5999 <= y <= 1.4001 for x, y in strokes)  # inside the bar
-    shortage = find(figure, ".*:shortage")["1:shortage"]
-    assert (shortage.get_x(), shortage.get_x() + shortage.get_width()) == (50, 71)
-    assert [a.get_text() for a in find(figure, ".*:verdict").values()] == ["OOM"]
+    widths = {gid: bar.get_width() for gid, bar in find(figure, "1:[a-z]+").items()
+              if isinstance(bar, Rectangle)}  # fmt: skip
+    assert widths["1:params"] == 50
+    assert widths["1:activations"] == 18
+    assert widths["1:cached"] == 3
+    excess = find(figure, ".*:excess")["1:excess"]
+    assert (excess.get_x(), excess.get_x() + excess.get_width()) == (60, 71)
+    strokes = find(figure, ".*:excess:strokes")["1:excess:strokes"].get_paths()
+    assert all(60 <= x <= 71.0001 for path in strokes for x, _ in path.vertices)
+    assert find(figure, "1:on:.*")["1:on:A100 80GB"].get_text() == "OOM"
+
+
+def test_a_margin_that_drivers_differ_by_is_tight() -> None:
+    tight = predicted(verdicts=verdict_on(Outcome.FITS, 60 * GIB, GIB // 2))
+    roomy = predicted(verdicts=verdict_on(Outcome.FITS, 60 * GIB, GIB))
+    figure = plot_ladder([tight, roomy], limits={"A100 80GB": 60 * GIB})
+
+    assert [find(figure, f"{i}:on:.*")[f"{i}:on:A100 80GB"].get_text() for i in (0, 1)] == [
+        "tight", "fits",
+    ]  # fmt: skip
+
+
+def test_a_row_of_the_ladder_says_what_distinguishes_it() -> None:
+    plan = {"model_name": "gpt2", "precision": "bf16-true", "batch_size": 4, "optim": "sgd",
+            "accumulate_grad_batches": 2, "use_lora": True, "lora_r": 8, "seq_len": 25,
+            "devices": 1}  # fmt: skip
+    figure = plot_ladder([predicted(name="gpt2 sgd", plan=plan)], limits={}, suite="mine")
+
+    detail = find(figure, "0:detail")["0:detail"].get_text()
+    assert detail == "bf16-true · batch 4 x 2 · sgd · LoRA 8"
+    subtitle = find(figure, "subtitle")["subtitle"].get_text()
+    assert subtitle.startswith("1 experiment of mine, predicted for A100 80GB · 25 tokens · memest")
+    assert "NCCL" not in subtitle
 
 
 def test_the_verdict_for_a_card_is_the_replayed_one_where_there_is_one() -> None:
@@ -401,10 +440,10 @@ def test_how_much_a_measured_oom_would_have_needed_is_not_known() -> None:
 def test_a_long_ladder_grows_instead_of_its_type_shrinking() -> None:
     def size(count: int) -> float:
         figure = plot_ladder([measured()] * count, limits={})
-        return round(figure.axes[0].get_yticklabels()[0].get_fontsize(), 6)
+        return round(find(figure, "0:name")["0:name"].get_fontsize(), 6)
 
-    assert size(56) == size(28) < size(10)
-    assert plot_ladder([measured()] * 28, limits={}).get_figheight() == 7.5
+    assert size(36) == size(18) < size(10)
+    assert plot_ladder([measured()] * 18, limits={}).get_figheight() == 7.5
 
 
 def test_a_ladder_of_nothing_is_refused() -> None:
@@ -465,7 +504,7 @@ def test_no_two_words_lie_on_each_other() -> None:
     crowded = {"A 14GB": 14 * GIB, "B 16GB": 16 * GIB, "C 18GB": 18 * GIB, "D 40GB": 40 * GIB}
     over = plot_phases(predicted(), measured(), gpu_limit_bytes=25 * GIB)
     near = plot_phases(predicted(), measured(), gpu_limit_bytes=34 * GIB)
-    many = plot_ladder([predicted()] * 28, limits=crowded)
+    many = plot_ladder([predicted()] * 18, limits=crowded)
     rows = plot_scatter([(predicted(), measured())] * 30)
     for figure in [*all_charts().values(), over, near, many, rows]:
         boxes = [(t.get_text(), Text.get_window_extent(t)) for t in drawn_texts(figure)]
@@ -481,7 +520,7 @@ def test_a_long_name_loses_its_middle_and_a_dollar_stays_a_dollar(tmp_path: Path
     assert text_width(shortened(long, 26, 5), 26) <= 5
     assert re.fullmatch("a+…z+", shortened(long, 26, 5))
     figure = plot_phases(predicted(name="cost $1_000$"), None, gpu_limit_bytes=LIMIT)
-    assert "cost $1_000$" in words(figure)
+    assert "cost $1_000$: step 2" in words(figure)
     save(figure, tmp_path / "dollar")
     save(plot_ladder([predicted(name=long), predicted(name="$x^$")], limits={}), tmp_path / "l")
 

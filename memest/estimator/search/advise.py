@@ -27,6 +27,7 @@ from memest.estimator.hardware.gpus import Gpu, find_gpu, list_gpus
 from memest.estimator.predict import predict
 from memest.estimator.search.changes import NOT_TRIED, Change, Cost, Lever, apply, levers_for
 from memest.estimator.search.commands import ModelFacts, predict_command, training_lines
+from memest.estimator.search.processes import Event, tell
 from memest.plan import TrainingPlan
 from memest.report import Outcome, Prediction
 
@@ -210,6 +211,32 @@ def advise(
     )
 
 
+def cheapest_change(
+    plan: TrainingPlan,
+    gpu: Gpu | str,
+    prediction: Prediction,
+    *,
+    max_predictions: int = 8,
+    trust_remote_code: bool = False,
+) -> Option | None:
+    """The first single change, cheapest in kind first, with which `plan` fits `gpu`.
+
+    Of a tight one the next grade, where that is enough. `prediction` is that of `plan`, whose
+    verdicts hold one of `gpu`. None where no change alone is enough, or none was found with so
+    many predictions.
+    """
+    card = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    search = _Search(_on_card(plan, card), card, max_predictions, trust_remote_code)
+    found: Option | None = None
+    with suppress(_Spent, MemestError):
+        for option in search._singles(levers_for(search.plan, search.facts(prediction), card)):
+            if found is None or (option.cost == found.cost and not option.is_tight):
+                found = option
+            if not found.is_tight or option.cost != found.cost:
+                break
+    return found
+
+
 def _on_card(plan: TrainingPlan, gpu: Gpu) -> TrainingPlan:
     """`plan` asked about this GPU alone."""
     if any(known.name == gpu.name for known in list_gpus()):
@@ -263,8 +290,17 @@ class _Search:
                 if self.num_predictions >= self.max_predictions:
                     raise _Spent
                 self.num_predictions += 1
+                title = " + ".join(change.title for change in ordered)
+                told: dict[str, Any] = {
+                    "label": title,
+                    "weight": 1,
+                    "total": self.max_predictions,
+                    "task": plan,
+                }
+                tell(Event(is_done=False, **told))
                 prediction = predict(plan, trust_remote_code=self.trust_remote_code)
                 self._known[plan] = self._option(plan, ordered, prediction)
+                tell(Event(is_done=True, result=self._known[plan], **told))
             known = self._known[plan]
             if len(ordered) < len(known.changes):  # the rest had no effect beside these
                 known = self._known[plan] = replace(known, changes=ordered)

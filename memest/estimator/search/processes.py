@@ -1,22 +1,113 @@
-"""The same question of many plans, over several processes."""
+"""The same question of many plans, over several processes, and what a watcher is told meanwhile."""
 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from typing import TypeVar
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """A task that begins, or that has ended with a result."""
+
+    label: str
+    """Of the task, for people."""
+
+    is_done: bool
+    weight: int
+    """Plans that the task is about."""
+
+    total: int
+    """Plans of all tasks."""
+
+    task: Any
+    result: Any = None
+
+
+Watcher = Callable[[Event], None]
+
+_watchers: ContextVar[tuple[Watcher, ...]] = ContextVar("_watchers", default=())
+
+
+@contextmanager
+def watched(by: Watcher) -> Iterator[None]:
+    """Within the block `by` is told of every task; of blocks within each other all are."""
+    token = _watchers.set((*_watchers.get(), by))
+    try:
+        yield
+    finally:
+        _watchers.reset(token)
+
+
+def tell(event: Event) -> None:
+    """Tell those who watch."""
+    for watcher in _watchers.get():
+        watcher(event)
+
+
 def over_processes(
-    one: Callable[[T], R], tasks: Sequence[T], num_processes: int, *, chunksize: int = 1
+    one: Callable[[T], R],
+    tasks: Sequence[T],
+    num_processes: int,
+    *,
+    label: Callable[[T], str] = str,
+    weight: Callable[[T], int] = lambda task: 1,
 ) -> list[R]:
-    """`one` of each task, in their order; one process is this one, more are fresh ones."""
+    """`one` of each task, in their order; one process is this one, more are fresh ones.
+
+    A process takes the next task when it has done one. `label` and `weight` are for who watches.
+    """
+    total = sum(map(weight, tasks))
+
+    def say(task: T, *, is_done: bool, result: R | None = None) -> None:
+        tell(
+            Event(
+                label=label(task), is_done=is_done, weight=weight(task), total=total, task=task,
+                result=result,
+            )
+        )  # fmt: skip
+
     if num_processes == 1:
-        return [one(task) for task in tasks]
+        results = []
+        for task in tasks:
+            say(task, is_done=False)
+            results.append(one(task))
+            say(task, is_done=True, result=results[-1])
+        return results
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
-        return list(pool.map(one, tasks, chunksize=chunksize))
+    found: dict[int, R] = {}
+    pool = ProcessPoolExecutor(num_processes, mp_context=context, initializer=_ignore_interrupts)
+    try:
+        running: dict[Future[R], int] = {}
+        waiting = iter(range(len(tasks)))
+        while len(found) < len(tasks):
+            for index in waiting:
+                say(tasks[index], is_done=False)
+                running[pool.submit(one, tasks[index])] = index
+                if len(running) >= num_processes:
+                    break
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                index = running.pop(future)
+                found[index] = future.result()
+                say(tasks[index], is_done=True, result=found[index])
+    except BaseException:
+        for process in list((getattr(pool, "_processes", None) or {}).values()):
+            process.terminate()  # what is under way is of no use to anybody
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+    return [found[index] for index in range(len(tasks))]
+
+
+def _ignore_interrupts() -> None:
+    """An interrupt of the terminal comes to every process; the parent alone answers it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

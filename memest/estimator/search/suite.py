@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -75,15 +76,37 @@ def _over_processes(
     for plan in plans:  # what can be refused at once is refused before anything heavy is imported
         judged_gpus(plan)
         check_name(plan.model_name)
-    num_processes = min(jobs or os.cpu_count() or 1, len(plans))
-    if num_processes == 1 or (jobs is None and len(plans) < MIN_PLANS_FOR_PROCESSES):
-        return [one(plan) for plan in plans]
-    # Plans of one model next to each other, so that a process imports and traces them once.
-    order = sorted(range(len(plans)), key=lambda i: (plans[i].model_name, plans[i].precision))
-    chunk = -(-len(plans) // num_processes)
-    found = over_processes(one, [plans[i] for i in order], num_processes, chunksize=chunk)
-    by_index = dict(zip(order, found, strict=True))
+    groups = list(_alike(plans).values())
+    num_processes = min(jobs or os.cpu_count() or 1, len(groups))
+    if jobs is None and len(plans) < MIN_PLANS_FOR_PROCESSES:
+        num_processes = 1
+    found = over_processes(
+        partial(_each, one=one), [[plans[i] for i in group] for group in groups],
+        max(1, num_processes), label=_name_of, weight=len,
+    )  # fmt: skip
+    by_index = {
+        index: result
+        for group, results in zip(groups, found, strict=True)
+        for index, result in zip(group, results, strict=True)
+    }
     return [by_index[i] for i in range(len(plans))]
+
+
+def _alike(plans: Sequence[TrainingPlan]) -> dict[TrainingPlan, list[int]]:
+    """Plans by what is traced of them, by position; those that take longest first."""
+    groups: dict[TrainingPlan, list[int]] = {}
+    for index, plan in enumerate(plans):
+        traced = replace(plan, name="", memory_limit=None, host_memory=None, steps=2)
+        groups.setdefault(traced, []).append(index)
+    return dict(sorted(groups.items(), key=lambda item: not item[0].is_distributed))
+
+
+def _each(plans: Sequence[TrainingPlan], *, one: Callable[[TrainingPlan], T]) -> list[T]:
+    return [one(plan) for plan in plans]
+
+
+def _name_of(plans: Sequence[TrainingPlan]) -> str:
+    return plans[0].label + (f" and {len(plans) - 1} alike" if len(plans) > 1 else "")
 
 
 def _predict_or_error(plan: TrainingPlan, *, trust_remote_code: bool) -> Prediction | MemestError:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from memest.errors import MemestError, PlanError, shown
 from memest.estimator.predict import judged_gpus
 from memest.estimator.search.processes import over_processes
 from memest.plan import TrainingPlan
-from memest.report import Verdict
+from memest.report import Outcome, Verdict
 
 if TYPE_CHECKING:
     from memest.estimator.search.trace_series import TraceSeries
@@ -59,6 +59,20 @@ class SweepPoint:
 
     error: str = ""
 
+    def to_dict(self) -> dict[str, Any]:
+        """All but the plan, as JSON values."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "plan"} | {
+            "verdict": None if self.verdict is None else asdict(self.verdict)
+        }
+
+    @classmethod
+    def from_dict(cls, plan: TrainingPlan, values: Mapping[str, Any]) -> SweepPoint:
+        """What `to_dict` wrote, with its plan."""
+        own = dict(values)
+        if (found := values["verdict"]) is not None:
+            own["verdict"] = Verdict(**found | {"verdict": Outcome(found["verdict"])})
+        return cls(plan=plan, **own)
+
     def to_row(self, keys: Iterable[str]) -> dict[str, Any]:
         """Flat values: those of `keys` of the plan, then what the card says."""
         found = self.verdict
@@ -74,6 +88,10 @@ class SweepPoint:
             "oom_at": "" if found is None else found.at,
             "error": self.error,
         }
+
+
+Known = Mapping[TrainingPlan, list[SweepPoint]]
+"""Points that were found before."""
 
 
 def parse_values(key: str, text: str) -> list[Any]:
@@ -169,10 +187,11 @@ def sweep_grid(
     *,
     jobs: int | None = None,
     trust_remote_code: bool = False,
+    known: Known | None = None,
 ) -> list[dict[str, Any]]:
     """Flat rows for the points of `make_grid`, those that are no plans among them."""
     plans = [plan for _, plan in grid if isinstance(plan, TrainingPlan)]
-    points = sweep(plans, jobs=jobs, trust_remote_code=trust_remote_code)
+    points = sweep(plans, jobs=jobs, trust_remote_code=trust_remote_code, known=known)
     keys = list(dict.fromkeys(["model_name", *(key for changes, _ in grid for key in changes)]))
     keys = [key for key in keys if key not in ("gpu", "gpu_memory")]
     rows = iter([point.to_row(keys) for point in points])
@@ -190,25 +209,35 @@ def sweep_grid(
 
 
 def sweep(
-    plans: Sequence[TrainingPlan], *, jobs: int | None = None, trust_remote_code: bool = False
+    plans: Sequence[TrainingPlan],
+    *,
+    jobs: int | None = None,
+    trust_remote_code: bool = False,
+    known: Known | None = None,
 ) -> list[SweepPoint]:
     """Every plan on each card that it asks about, in their order.
 
-    A plan that cannot be predicted gives points with an `error`.
+    A plan that cannot be predicted gives points with an `error`. The points of plans in `known` are
+    taken from there.
 
     Raises:
         MemestError: none of the plans can be predicted; the error is the first one's.
     """
-    groups = list(_groups(plans).values())
-    tasks = [([plans[i] for i in group.members], group.key) for group in groups]
+    known = known or {}
+    new = [plan for plan in plans if plan not in known]
+    groups = list(_groups(new).values())
+    tasks = [([new[i] for i in group.members], group.key) for group in groups]
     jobs = jobs or os.cpu_count() or 1
-    num_processes = min(jobs, len(tasks))
+    num_processes = max(1, min(jobs, len(tasks)))
     one = partial(_sweep_group, jobs=jobs // num_processes, trust_remote_code=trust_remote_code)
-    found = over_processes(one, tasks, num_processes)
+    found = over_processes(
+        one, tasks, num_processes, label=_label_of, weight=lambda task: len(task[0])
+    )
     by_index: dict[int, list[SweepPoint] | MemestError] = {}
     for group, results in zip(groups, found, strict=True):
         by_index |= dict(zip(group.members, results, strict=True))
-    ordered = [by_index[i] for i in range(len(plans))]
+    made = iter([by_index[i] for i in range(len(new))])
+    ordered = [known[plan] if plan in known else next(made) for plan in plans]
     errors = [result for result in ordered if isinstance(result, MemestError)]
     if len(errors) == len(ordered):
         raise errors[0]
@@ -219,6 +248,15 @@ def sweep(
         else:
             points += result
     return points
+
+
+def _label_of(task: tuple[Sequence[TrainingPlan], str]) -> str:
+    plans, key = task
+    first = plans[0]
+    parts = [first.label, first.precision, first.optim]
+    if len(plans) > 1:
+        parts.append(f"{len(plans)} of {key.replace('_', ' ')}")
+    return " ".join(parts)
 
 
 def _failed(plan: TrainingPlan, error: MemestError) -> list[SweepPoint]:

@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from memest.errors import PlanError, shown
+from memest.plan.reading import read_limited
 from memest.report import Outcome, Verdict
+
+MAX_SWEEP_BYTES = 64 << 20
+"""A row is some hundred bytes; a file beyond it is something else."""
 
 _FIRST_RESULT = "verdict"
 """The columns before it say which plan and card a row is of."""
@@ -33,13 +37,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     Raises:
         PlanError: the file cannot be read or is no sweep.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
-        raise PlanError(
-            f"`{path}` cannot be read: {reason}", hint="write it with `memest sweep -o sweep.csv`"
-        ) from error
+    text = read_limited(path, MAX_SWEEP_BYTES, what="`memest sweep -o`")
     try:
         rows: list[Any]
         if path.suffix == ".csv":

@@ -94,7 +94,7 @@ def largest_of_all(
     one = partial(_rows, gpus=tuple(gpus), key=key, trust_remote_code=trust_remote_code)
     tasks = list(technique_values(plan).items())
     num_processes = min(jobs or os.cpu_count() or 1, len(tasks))
-    found = over_processes(one, tasks, num_processes)
+    found = over_processes(one, tasks, num_processes, label=lambda task: f"{plan.label}, {task[0]}")
     errors = [result for result in found if isinstance(result, MemestError)]
     if len(errors) == len(found):
         raise errors[0]

@@ -1,0 +1,123 @@
+"""`memest explore`: a page to play with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from memest.cli.files import check_writable, write_text
+from memest.cli.group import main
+from memest.cli.options import VALUES, completes, suite_names
+from memest.cli.progress import shown
+from memest.errors import PlanError
+from memest.estimator.hardware.gpus import find_gpu
+from memest.plan.files import read_suite
+
+LAB_CARDS = {"h100": ("h100-80gb", "h200"), "": ("a100-80gb", "a100-40gb")}
+"""By a word in the suite's name: its own card first, and another of the same chip, which costs no
+further trace."""
+
+MODELS = ("blip2-opt-2.7b", "blip2-opt-6.7b", "blip2-flan-t5-xxl")
+"""Of the lab."""
+
+
+@main.command()
+@click.option(
+    "--suite",
+    help="Models and tokens of a suite: lab-a100, or a file of plans.",
+    shell_complete=completes(suite_names),
+)
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    help="May be given again; by default those of the lab.",
+    shell_complete=completes(VALUES["models"]),
+)
+@click.option(
+    "--gpu",
+    multiple=True,
+    help="Card to choose; may be given again. By default the suite's own.",
+    shell_complete=completes(VALUES["gpu"]),
+)
+@click.option(
+    "--seq-len", type=click.IntRange(1), help="Tokens per sample; by default the suite's."
+)
+@click.option("--bs", "batches", default="1,2,4,8,16,32,64", show_default=True, help="Batch sizes.")
+@click.option("--acc", "counts", default="1,4", show_default=True, help="Micro-batches per step.")
+@click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
+@click.option("--json", "as_json", is_flag=True, help="What was made as a JSON object.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    default=Path("explorer.html"),
+    show_default=True,
+    help="The page.",
+)
+def explore(
+    suite: str | None,
+    models: tuple[str, ...],
+    gpu: tuple[str, ...],
+    seq_len: int | None,
+    batches: str,
+    counts: str,
+    jobs: int | None,
+    as_json: bool,
+    output: Path,
+) -> None:
+    """Write a page to play with: what does it need, and with batch 8?
+
+    Choose model, batch, precision, optimizer, technique and card; bar, phases and verdict follow.
+    One file, without a server or a network. Every figure is a prediction, made now.
+
+    \b
+    memest explore --suite lab-a100 -o explorer.html
+    memest explore --model gpt2 --model opt-125m --seq-len 512 --gpu rtx-4090
+    """
+    if suite is not None and models:
+        raise PlanError("`--suite` and `--model` are given together", hint="choose one")
+    from memest.estimator.search.sweep import parse_values
+
+    sizes, micro = (
+        parse_values("batch_size", batches),
+        parse_values("accumulate_grad_batches", counts),
+    )
+    names, length = list(models or MODELS), seq_len
+    if suite is not None or not models:
+        names, length = _of_suite(suite or "lab-a100", seq_len)
+    word = "h100" if suite is not None and "h100" in suite else ""
+    cards = [find_gpu(name) for name in gpu or LAB_CARDS[word]]
+    check_writable(output)
+    from memest.estimator.search.explore import explore as explore_grid
+    from memest.render.explorer import MAX_PAGE_BYTES, render_explorer
+
+    with shown():
+        points = explore_grid(
+            names, [card.name for card in cards], batches=sizes, micro_batches=micro,
+            seq_len=length, jobs=jobs,
+        )  # fmt: skip
+    limits = {card.name: card.limit_bytes for card in cards}
+    tokens = f"{length} tokens" if length else "each model's default tokens"
+    page = render_explorer(points, limits, tokens=tokens)
+    if len(page.encode()) > MAX_PAGE_BYTES:
+        raise PlanError(
+            f"the page has {len(page) / 2**20:.1f} MiB, more than 3",
+            hint="name fewer models, batch sizes or cards",
+        )
+    write_text(output, page)
+    made = {"page": str(output), "plans": len(points), "bytes": len(page.encode())}
+    click.echo(json.dumps(made) if as_json else f"{output}: {len(points)} plans")
+
+
+def _of_suite(suite: str, seq_len: int | None) -> tuple[list[str], int | None]:
+    """The models of a suite, and the tokens that most of its plans have."""
+    from memest.validate.suite_files import find_suite
+
+    plans = read_suite(find_suite(suite), {})
+    lengths = [plan.seq_len for plan in plans]
+    return list(dict.fromkeys(p.model_name for p in plans)), seq_len or max(
+        set(lengths), key=lengths.count
+    )

@@ -1,0 +1,119 @@
+"""Text and YAML of files that users name, which may be anything: devices, pipes, bombs."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import stat
+from pathlib import Path
+from typing import Any
+
+from memest.errors import PlanError
+
+MAX_FILE_BYTES = 512 << 10
+"""No config is larger, and no suite of a thousand experiments; more is something else."""
+
+MAX_NODES = 100_000
+"""Values of a YAML file with every alias written out; a suite of a thousand experiments has fewer.
+"""
+
+_MAX_WAIT_S = 60.0
+"""Seconds for which a pipe may be silent."""
+
+
+def read_limited(path: Path, max_bytes: int = MAX_FILE_BYTES, *, what: str = "plans") -> str:
+    """The text of a regular file or a pipe of at most `max_bytes`.
+
+    Args:
+        path: of the file.
+        max_bytes: beyond which it is refused before it is read.
+        what: the file holds, for the hint.
+
+    Raises:
+        PlanError: it cannot be read, is too large, is no text, or is a device or a folder.
+    """
+    hint = f"name a file of {what}"
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            kind = os.fstat(descriptor)
+            if not (stat.S_ISREG(kind.st_mode) or stat.S_ISFIFO(kind.st_mode)):
+                is_folder = stat.S_ISDIR(kind.st_mode)
+                raise PlanError(
+                    f"`{path}` is {'a folder' if is_folder else 'no regular file'}", hint=hint
+                )
+            data = b"" if kind.st_size > max_bytes else _read(descriptor, max_bytes)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise PlanError(f"`{path}` cannot be read: {error.strerror}", hint=hint) from error
+    if max(kind.st_size, len(data)) > max_bytes:
+        size = f"{max_bytes >> 10} KiB" if max_bytes < 1 << 20 else f"{max_bytes >> 20} MiB"
+        raise PlanError(f"`{path}` is larger than {size}", hint=hint)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise PlanError(f"`{path}` is not text", hint=hint) from error
+
+
+def _read(descriptor: int, max_bytes: int) -> bytes:
+    """All there is, or a little more than `max_bytes`."""
+    data = bytearray()
+    while len(data) <= max_bytes:
+        try:
+            chunk = os.read(descriptor, 1 << 16)
+        except BlockingIOError:  # the writer of a pipe takes its time
+            if not select.select([descriptor], [], [], _MAX_WAIT_S)[0]:
+                break
+            continue
+        if not chunk:
+            break
+        data += chunk
+    return bytes(data)
+
+
+def parse_yaml(text: str, path: Path) -> Any:
+    """The values of a YAML or JSON text.
+
+    Raises:
+        PlanError: it is neither, or its aliases make it larger than `MAX_NODES`.
+    """
+    import yaml
+
+    if text.lstrip().startswith(("{", "[")):
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            pass  # YAML has braces too
+    loader: Any = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _size(node, {}, set()) > MAX_NODES:
+            raise PlanError(
+                f"`{path}` has more than {MAX_NODES} values, aliases written out",
+                hint="name a YAML or JSON file of plans",
+            )
+        return loader.construct_document(node)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        first = " ".join(str(error).split())[:200]
+        raise PlanError(f"`{path}` is not valid YAML: {first}", hint="mend the file") from error
+    finally:
+        loader.dispose()
+
+
+def _size(node: Any, known: dict[int, int], above: set[int]) -> int:
+    """How many values a node stands for; one that holds itself is endless."""
+    if id(node) in above:
+        return MAX_NODES + 1
+    if id(node) not in known:
+        above.add(id(node))
+        parts = node.value if isinstance(node.value, list) else []
+        children = [
+            part for pair in parts for part in (pair if isinstance(pair, tuple) else [pair])
+        ]
+        known[id(node)] = 1 + sum(_size(child, known, above) for child in children)
+        above.discard(id(node))
+    return known[id(node)]

@@ -1,0 +1,119 @@
+"""The answer over a report: two lines that say whether it fits, by how much, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+
+from memest import Prediction, TrainingPlan, predict
+from memest.cli.terminal import has_colour
+from memest.estimator.search.advise import TIGHT_SHARE, cheapest_change
+from memest.render.answer import answer, moment, people, shares, verdict_line
+from memest.render.text import render_text
+from memest.report import Outcome, Verdict
+
+FITS = Verdict(verdict=Outcome.FITS, margin_bytes=50 << 30, limit_bytes=78 << 30,
+               reserved_bytes=28 << 30)  # fmt: skip
+PLAN = TrainingPlan(
+    model_name="gpt2",
+    batch_size=4,
+    precision="32-true",
+    seq_len=128,
+    gpu=("t4",),
+    memory_limit=2 << 30,
+)
+
+
+@pytest.fixture(scope="module")
+def too_large() -> Prediction:
+    return predict(PLAN)
+
+
+def test_a_plan_that_fits_says_how_much_is_left() -> None:
+    line = verdict_line(FITS, "a100-80gb")
+
+    assert line == ("fits a100-80gb: 28.00 GiB of 78.00 GiB usable at the peak, 50.00 GiB to spare")
+
+
+@pytest.mark.parametrize(("share", "is_tight"), [(1.01, False), (0.99, True)])
+def test_a_margin_below_what_drivers_differ_by_is_tight(share: float, is_tight: bool) -> None:
+    margin = int(share * TIGHT_SHARE * FITS.limit_bytes)
+    verdict = dataclasses.replace(
+        FITS, margin_bytes=margin, reserved_bytes=FITS.limit_bytes - margin
+    )
+
+    assert ("tight" in verdict_line(verdict, "a100-80gb")) == is_tight
+
+
+def test_the_first_line_of_a_report_is_the_verdict(too_large: Prediction) -> None:
+    first, second, *_ = render_text(too_large).splitlines()
+
+    assert first.startswith("does not fit t4: needs ")
+    assert first.endswith("more than the 2.00 GiB usable")
+    assert second.startswith("runs out ")
+    assert "step 1" in second or "step 2" in second
+
+
+def test_a_no_names_a_change_that_fits_and_the_command_for_more(too_large: Prediction) -> None:
+    change = cheapest_change(PLAN, "t4", too_large, max_predictions=20)
+
+    assert change is not None
+    assert predict(change.plan).verdict is Outcome.FITS
+    lines = answer(too_large, change=change)
+    assert any(line.startswith(f"would fit with {change.title}: ") for line in lines)
+    assert lines[-1].startswith("more: memest advise --model gpt2 --bs 4 --precision 32-true")
+
+
+def test_operators_are_named_in_the_last_part_alone(too_large: Prediction) -> None:
+    *parts, last = render_text(too_large).split("\n\n")
+
+    assert "aten." in last
+    assert "aten." not in "".join(parts)
+
+
+def test_without_verbose_the_assumptions_are_counted(too_large: Prediction) -> None:
+    count = len(too_large.assumptions)
+
+    assert f"; {count - 1} more with --verbose" in render_text(too_large)
+    verbose = render_text(too_large, verbose=True)
+    assert all(f"assumed: {line}" in verbose for line in too_large.assumptions)
+
+
+def test_colours_change_no_word(too_large: Prediction) -> None:
+    import re
+
+    coloured = render_text(too_large, colour=True)
+
+    assert "\x1b[" in coloured
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == render_text(too_large)
+
+
+@pytest.mark.parametrize(
+    ("env", "is_terminal", "expected"),
+    [({}, True, True), ({"NO_COLOR": "1"}, True, False), ({"TERM": "dumb"}, True, False),
+     ({}, False, False), ({"NO_COLOR": ""}, True, True)],
+)  # fmt: skip
+def test_colours_are_for_terminals_where_nobody_asked_for_none(
+    env: dict[str, str], is_terminal: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for key, value in ({"TERM": "xterm"} | env).items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: is_terminal))
+
+    assert has_colour() is expected
+
+
+def test_steps_are_counted_from_one_for_people() -> None:
+    assert people("step 0, backward, model.layers.3, aten.mm, train.py:4") == (
+        "step 1, backward, model.layers.3, train.py:4"
+    )
+    assert people("after step 9") == "after step 10"
+    assert moment(0, "forward") == "in the forward of step 1"
+
+
+def test_shares_add_up_to_a_hundred() -> None:
+    assert shares([("params", 50), ("grads", 50)]) == "50 % each for params and grads"
+    assert shares([("params", 97), ("batch", 3)]) == "97 % for params, 3 % for the rest"

@@ -1,0 +1,287 @@
+"""The page to play with, in a real browser without a head: choices, figures, links, silence.
+
+    apt-get install chromium
+
+installs the browser; without one the tests that need it are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memest import TrainingPlan, predict
+from memest.cli import main
+from memest.errors import PlanError
+from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.search.explore import SETTINGS, Explored, explore
+from memest.render.explorer import MAX_PAGE_BYTES, render_explorer, technique_of
+from memest.units import GIB
+
+CARDS = ("a100-80gb", "a100-40gb")
+SOME = [
+    SETTINGS[0],
+    {"precision": "bf16-true", "optim": "sgd", "act_ckpt": True},
+    {"precision": "bf16-true", "optim": "adamw", "act_ckpt": False, "use_lora": True, "lora_r": 8},
+]
+
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
+)
+needs_browser = pytest.mark.skipif(
+    not BROWSER, reason="no browser: apt-get install chromium installs one"
+)
+
+
+@pytest.fixture(scope="module")
+def points() -> list[Explored]:
+    return explore(
+        ["gpt2"], CARDS, settings=SOME, batches=(1, 2, 3), micro_batches=(1, 2), seq_len=64, jobs=1
+    )
+
+
+@pytest.fixture(scope="module")
+def page(points: list[Explored], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "explorer.html"
+    limits = {name: find_gpu(name).limit_bytes for name in CARDS}
+    path.write_text(render_explorer(points, limits, tokens="64 tokens"), encoding="utf-8")
+    return path
+
+
+def asked(point: Explored) -> TrainingPlan:
+    return replace(point.plan, gpu=CARDS)
+
+
+@pytest.mark.parametrize("index", [0, 3, 8, 13, 17])
+def test_every_figure_is_that_of_predict(points: list[Explored], index: int) -> None:
+    point = points[index]
+    report = predict(asked(point))
+
+    assert sum(point.kinds.values()) == report.peak_allocated_bytes
+    assert point.reserved_bytes == report.unlimited_reserved_bytes
+    assert point.cards == {
+        name: (v.verdict == "fits", v.reserved_bytes, v.margin_bytes)
+        for name, v in report.verdicts.items()
+    }
+    last = point.plan.accumulate_grad_batches - 1
+    rows = [r for r in report.phases if (r.step, r.micro_batch) == (1, last)]
+    assert [(row[0], row[4]) for row in point.phases] == [
+        (r.params_bytes, r.peak_allocated_bytes) for r in rows
+    ]
+    of_kind = [t.num_bytes for t in report.terms if t.kind == "activations"]
+    assert point.kinds["activations"] == sum(of_kind)
+
+
+def test_the_grid_has_every_combination(points: list[Explored]) -> None:
+    assert len(points) == len(SOME) * 3 * 2
+    assert len({replace(p.plan, name="") for p in points}) == len(points)
+    assert {technique_of(p.plan) for p in points} == {"full", "LoRA"}
+
+
+def test_batch_sizes_of_one_progression_share_traces() -> None:
+    """Powers of two are no progression: their even numbers are."""
+    made = explore(["gpt2"], CARDS[:1], settings=SOME[:1], batches=(2, 4, 8, 16, 32),
+                   micro_batches=(1,), seq_len=64, jobs=1)  # fmt: skip
+
+    report = predict(replace(made[3].plan, gpu=CARDS[:1]))
+    assert made[3].plan.batch_size == 16
+    assert made[3].reserved_bytes == report.unlimited_reserved_bytes
+    assert sum(made[3].kinds.values()) == report.peak_allocated_bytes
+
+
+def test_the_grid_of_the_lab_has_600_plans() -> None:
+    from memest.cli.explore import MODELS
+    from memest.estimator.search.explore import BATCHES, MICRO_BATCHES
+
+    assert len(MODELS) * len(SETTINGS) * len(BATCHES) * len(MICRO_BATCHES) >= 600
+
+
+def test_the_page_needs_nothing_but_itself(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+
+    assert len(text.encode()) < MAX_PAGE_BYTES // 10
+    assert re.findall(r"(?:src|href)=[\"'](?!data:)", text) == []
+    assert "default-src 'none'" in text
+    assert "http:" not in text
+    assert "https:" not in text
+
+
+def test_an_empty_grid_is_refused() -> None:
+    with pytest.raises(PlanError, match="the grid is empty"):
+        explore([], CARDS)
+
+
+def test_the_command_refuses_what_contradicts_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["explore", "--suite", "lab-a100", "--model", "gpt2"])
+
+    assert ended.value.code == 2
+    assert "`--suite` and `--model`" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------ in the browser
+
+PLAY = """
+<script>
+addEventListener("load", () => {
+  const out = [], by = id => document.getElementById(id);
+  const all = wanted => [...document.querySelectorAll(wanted)];
+  const look = what => out.push({
+    what, hash: location.hash, hidden: by("shown").hidden, why: by("why").textContent,
+    verdict: by("verdict").textContent, margin: by("margin").textContent,
+    bar: all("#bar button").map(piece => [piece.className, +piece.dataset.bytes]),
+    phases: all(".phase").length, off: all("label.off").length,
+  });
+  const choose = (name, value) => {
+    const input = all(`input[name=${name}]`).find(one => one.value === value);
+    const start = performance.now();
+    input.click();
+    document.body.offsetWidth;
+    out.push({ what: "ms", ms: performance.now() - start });
+  };
+  look("start");
+  choose("batch", "3"); look("batch 3");
+  choose("accumulation", "2"); look("accumulation 2");
+  choose("card", "a100-40gb"); look("card");
+  choose("optimizer", "sgd"); look("not there");
+  choose("optimizer", "adamw");
+  document.querySelector("#bar button.optimizer").focus(); look("focus");
+  location.hash = "batch=2&precision=32-true&optimizer=adamw&accumulation=1";
+  addEventListener("hashchange", () => setTimeout(() => {
+    look("link");
+    const found = Object.assign(document.createElement("pre"), { id: "found" });
+    found.textContent = JSON.stringify(out);
+    document.body.replaceChildren(found);
+  }));
+});
+</script>
+"""
+
+
+QUIET = (
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--no-first-run", "--host-resolver-rules=MAP * ~NOTFOUND",
+)  # fmt: skip
+"""The browser asks its maker for updates; the resolver of names is off, whatever it does."""
+
+MAKER = re.compile(r"https?://[\w.-]*\b(google|googleapis|gvt1|gstatic)\.com/")
+
+
+def browse(url: str, *options: str) -> tuple[str, str]:
+    """The page's text after its scripts, and what the browser says of it."""
+    done = subprocess.run(
+        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
+         "--virtual-time-budget=4000", "--dump-dom", *QUIET, *options, url],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    return done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def played(page: Path) -> tuple[dict[str, dict[str, Any]], list[float], str, Path]:
+    """What is seen after each choice, how long each took, the console, the log of the network."""
+    path, log = page.with_name("played.html"), page.with_name("net.json")
+    path.write_text(page.read_text(encoding="utf-8").replace("</body>", PLAY + "</body>"))
+    dom, said = browse(path.as_uri(), f"--log-net-log={log}", "--window-size=500,900")
+    found = re.search(r'<pre id="found">(.*?)</pre>', dom, re.S)
+    assert found is not None, dom[-500:] + said[-500:]
+    import html
+
+    steps = json.loads(html.unescape(found[1]))
+    looks = {step["what"]: step for step in steps if step["what"] != "ms"}
+    return looks, [step["ms"] for step in steps if step["what"] == "ms"], said, log
+
+
+def at(points: list[Explored], **keys: Any) -> Explored:
+    return next(p for p in points if all(getattr(p.plan, k) == v for k, v in keys.items()))
+
+
+@needs_browser
+def test_a_choice_changes_the_bar_to_the_figures_of_predict(
+    played: Any, points: list[Explored]
+) -> None:
+    looks = played[0]
+    for what, batch, count, card in (
+        ("start", 1, 1, CARDS[0]), ("batch 3", 3, 1, CARDS[0]), ("accumulation 2", 3, 2, CARDS[0]),
+        ("card", 3, 2, CARDS[1]), ("link", 2, 1, CARDS[1]),
+    ):  # fmt: skip
+        point = at(points, batch_size=batch, accumulate_grad_batches=count, optim="adamw",
+                   precision="32-true", act_ckpt=False, use_lora=False)  # fmt: skip
+        report = predict(asked(point))
+        verdict = report.verdicts[card]
+        bar = dict(looks[what]["bar"])
+        assert sum(bar.values()) == verdict.reserved_bytes
+        for kind in ("params", "grads", "optimizer"):
+            assert bar.get(kind, 0) == sum(t.num_bytes for t in report.terms if t.kind == kind)
+        assert looks[what]["verdict"] == "fits"
+        assert f"{verdict.margin_bytes / GIB:.2f} GiB to spare" in looks[what]["margin"]
+        assert looks[what]["phases"] == 4
+
+
+@needs_browser
+def test_what_is_not_in_the_grid_is_marked_and_said(played: Any) -> None:
+    looks = played[0]
+
+    assert looks["start"]["off"] > 0
+    assert looks["not there"]["hidden"]
+    assert looks["not there"]["verdict"] == "not in the grid"
+    assert not looks["focus"]["hidden"]
+
+
+@needs_browser
+def test_a_part_of_the_bar_says_its_arithmetic_to_the_keyboard(played: Any) -> None:
+    assert re.match(r"optimizer [\d.]+ GiB = .* x 4 B \(float32\)", played[0]["focus"]["why"])
+
+
+@needs_browser
+def test_a_link_keeps_the_state(played: Any) -> None:
+    assert "batch=3" in played[0]["batch 3"]["hash"]
+    assert "card=a100-40gb" in played[0]["card"]["hash"]
+
+
+@needs_browser
+def test_a_choice_answers_within_50_ms(played: Any) -> None:
+    assert sorted(played[1])[len(played[1]) // 2] < 50
+
+
+@needs_browser
+def test_nothing_leaves_the_page_and_the_console_is_silent(played: Any) -> None:
+    _, _, said, log = played
+    urls = set(re.findall(r'"url":"([^"]+)"', log.read_text(encoding="utf-8")))
+
+    assert "CONSOLE" not in said
+    assert [url for url in urls if url.startswith("http") and not MAKER.match(url)] == []
+
+
+@needs_browser
+def test_these_two_checks_can_fail(tmp_path: Path) -> None:
+    bad, log = tmp_path / "bad.html", tmp_path / "net.json"
+    bad.write_text("<script>fetch('https://example.invalid/x'); console.error('boo');</script>")
+    _, said = browse(bad.as_uri(), f"--log-net-log={log}")
+
+    assert "CONSOLE" in said
+    assert '"url":"https://example.invalid/x"' in log.read_text(encoding="utf-8")
+
+
+@needs_browser
+def test_the_page_is_as_wide_as_a_phone(page: Path) -> None:
+    """390 px, in a frame: a window without a head is never narrower than 500."""
+    frame = page.with_name("frame.html")
+    frame.write_text(
+        f'<iframe id="f" src="{page.name}" style="width:390px;height:900px;border:0"></iframe>'
+        '<pre id="w"></pre><script>addEventListener("load", () => {'
+        ' const page = document.getElementById("f").contentDocument.documentElement;'
+        ' document.getElementById("w").textContent = page.scrollWidth; });</script>'
+    )
+    dom, _ = browse(frame.as_uri(), "--allow-file-access-from-files")
+    found = re.search(r'<pre id="w">(\d+)</pre>', dom)
+
+    assert found is not None, dom[-500:]
+    assert int(found[1]) <= 390
