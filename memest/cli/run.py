@@ -134,7 +134,7 @@ def run(
     card = _card(gpu_name, gpu_memory)
     files = _Files(json_path, html, snapshot, chrome_trace)
     with _no_real_card():
-        from memest.run.launcher import Ran, run_target
+        from memest.run.launcher import run_target
         from memest.run.ranks import chosen_ranks
         from memest.run.session import Session
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from memest.errors import MemestError, PlanError
-from memest.models_meta.assemble import input_dtype, sequence_length
+from memest.loops.packages import require
 from memest.loops.task import Inputs
+from memest.models_meta.assemble import input_dtype, sequence_length
 from memest.models_meta.batch import Batch, make_batch
 from memest.models_meta.registry import ModelConfig, error_text
 from memest.plan import TrainingPlan
-from memest.loops.packages import require
 
 MAX_CAPTION_TOKENS = 50
 """As the lab's processor cuts captions (`max_length=50`, padding to the longest)."""

@@ -13,6 +13,7 @@ _INSTALL_OTHERS = {
     "flash_attn": "pip install flash-attn --no-build-isolation",
 }
 
+
 def require(*packages: str) -> None:
     """Check that optional packages are installed, without importing them.
 

@@ -155,7 +155,10 @@ def optimizer_name(asked: str) -> str:
     if asked in OPTIMIZERS:
         return asked
     library, _, class_name = asked.rpartition(".")
-    for of, prefixes in ((TORCH, ("", "torch.optim")), (BITSANDBYTES, ("", "bitsandbytes.optim", "bnb.optim"))):
+    for of, prefixes in (
+        (TORCH, ("", "torch.optim")),
+        (BITSANDBYTES, ("", "bitsandbytes.optim", "bnb.optim")),
+    ):
         if library in prefixes and (of, class_name) in _BY_CLASS:
             return _BY_CLASS[of, class_name]
     plain = class_name.casefold().replace("-", "_")

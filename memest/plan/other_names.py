@@ -58,7 +58,15 @@ _PASSED_OVER = frozenset(
 """Names of `TrainingArguments` that do not touch the memory of a step, or that memest leaves off."""
 
 _OF_TRAINING_ARGUMENTS = (
-    {*_SAME, *LOGGING, "bf16", "fp16", "eval_strategy", "eval_steps", "gradient_checkpointing_kwargs"}
+    {
+        *_SAME,
+        *LOGGING,
+        "bf16",
+        "fp16",
+        "eval_strategy",
+        "eval_steps",
+        "gradient_checkpointing_kwargs",
+    }
     | {"use_cpu", "eval_accumulation_steps"}
     | _NOT_MODELLED
     | _PASSED_OVER

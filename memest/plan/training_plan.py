@@ -10,8 +10,8 @@ from typing import Any
 
 from memest.errors import PlanError, closest, shown
 from memest.plan.checks import check, suggest
-from memest.plan.other_names import OTHER_NAMES, read_other_names
 from memest.plan.optimizers import optimizer_name
+from memest.plan.other_names import OTHER_NAMES, read_other_names
 from memest.plan.values import IGNORED_KEYS, PRECISION_ALIASES
 from memest.units import parse_bytes
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from memest.errors import MemestError
 from memest.loops.job import Job, Listener, RunOptions, run_job
+from memest.loops.probe import CudaMemory, PhaseRecorder
 from memest.plan import TrainingPlan
 from memest.report import Measurement, Outcome
 from memest.validate import host
@@ -26,7 +27,6 @@ from memest.validate.device import (
     process_figures,
     query_device,
 )
-from memest.loops.probe import CudaMemory, PhaseRecorder
 from memest.validate.snapshot import count_events, file_stem, start_recording, write_recording
 
 _OUT_OF_MEMORY = (

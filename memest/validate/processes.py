@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from memest.errors import MemestError
+from memest.loops.job import RunOptions
 from memest.plan import TrainingPlan
 from memest.report import Measurement
 from memest.validate import ranks
-from memest.loops.job import RunOptions
 from memest.validate.experiment import run_experiment
 
 T = TypeVar("T")

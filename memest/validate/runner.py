@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from memest.errors import MemestError, PlanError
+from memest.loops.job import RunOptions
 from memest.loops.packages import is_installed, require
 from memest.plan import TrainingPlan
 from memest.plan.values import FLASH_ATTENTION_2
@@ -21,7 +22,6 @@ from memest.report import Measurement, Outcome
 from memest.units import format_gib
 from memest.validate import results as results_file
 from memest.validate.device import Device, library_versions, query_device
-from memest.loops.job import RunOptions
 from memest.validate.processes import (
     Child,
     call_in_child,
@@ -152,15 +152,15 @@ def _import_all(plans: Sequence[TrainingPlan], options: RunOptions) -> bool:
     import transformers
 
     with _without_bitsandbytes():
+        import memest.loops.data
+        import memest.loops.lightning
+        import memest.loops.optimizers
+        import memest.loops.strategies
         import memest.models_meta.assemble
         import memest.models_meta.registry
         import memest.models_meta.sharding
         import memest.models_meta.states
         import memest.models_meta.wrapping
-        import memest.loops.data
-        import memest.loops.optimizers
-        import memest.loops.strategies
-        import memest.loops.lightning
 
     for plan in plans:
         config = memest.models_meta.registry.resolve_config(

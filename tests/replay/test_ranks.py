@@ -125,9 +125,7 @@ def recorded_requests(name: str) -> list[list[Request]]:
     events, marks = recorded(name), RUNS[name]["event_marks"]
     phases = [events[a:b] for a, b in pairwise(marks)]
     left_out = NOT_MIRRORED.get(name)
-    return [
-        [(e[2], e[3]) for e in phase if e[0] == ALLOC and e[2] != left_out] for phase in phases
-    ]
+    return [[(e[2], e[3]) for e in phase if e[0] == ALLOC and e[2] != left_out] for phase in phases]
 
 
 def predicted_requests(name: str) -> list[list[Request]]:

@@ -19,13 +19,13 @@ pytest.importorskip("lightning")
 import torch
 
 from memest.errors import PlanError
-from memest.models_meta.registry import resolve_config
-from memest.plan import TrainingPlan
-from memest.report import Measurement, Outcome, Phase
 from memest.loops import data
 from memest.loops.job import Job, Listener, RunOptions
 from memest.loops.optimizers import make_optimizer
 from memest.loops.probe import PhaseRecorder, Reading
+from memest.models_meta.registry import resolve_config
+from memest.plan import TrainingPlan
+from memest.report import Measurement, Outcome, Phase
 from memest.validate import experiment
 from memest.validate.device import Device
 
@@ -202,9 +202,7 @@ def test_published_weights_take_the_memory_of_random_ones(
     LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(folder)
 
     random = run(model_name=str(folder), precision="bf16-true")
-    loaded = run(
-        RunOptions(weights="pretrained"), model_name=str(folder), precision="bf16-true"
-    )
+    loaded = run(RunOptions(weights="pretrained"), model_name=str(folder), precision="bf16-true")
 
     def states(measured: Measurement) -> list[tuple[int, int, int]]:
         return [(r.params_bytes, r.grads_bytes, r.optimizer_bytes) for r in measured.phases]

@@ -125,9 +125,7 @@ def test_a_repeated_step_is_the_one_that_would_have_run(loop: str, model: str) -
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_validation_is_a_phase_with_its_peak(loop: str, model: str) -> None:
     keys = {"model_name": model, "batch_size": 2, "seq_len": 9, "loop": loop, "gpu": ["h200"]}
-    report = predict(
-        TrainingPlan.from_dict(keys | {"limit_val_batches": 2, "val_batch_size": 64})
-    )
+    report = predict(TrainingPlan.from_dict(keys | {"limit_val_batches": 2, "val_batch_size": 64}))
 
     validation = report.phases[-1]
     assert validation.phase is Phase.AFTER_VALIDATION

@@ -19,9 +19,9 @@ from memest.estimator.optimizers.specs import (
     optimizer_state_bytes,
     optimizer_state_tensors,
 )
+from memest.loops.optimizers import BITSANDBYTES, make_real_optimizer
 from memest.plan import TrainingPlan
 from memest.plan.values import OPTIMIZERS as NAMES
-from memest.loops.optimizers import BITSANDBYTES, make_real_optimizer
 
 BIG, SMALL = (300, 400), (7,)  # 120 000 elements: above 100 000, which are paged; 7: below 4096
 NUMEL = 300 * 400

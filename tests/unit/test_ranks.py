@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
+from memest.loops.job import RunOptions
 from memest.plan import TrainingPlan
 from memest.report import Measurement, Outcome
 from memest.validate import processes, ranks
 from memest.validate.device import Device
-from memest.loops.job import RunOptions
 from memest.validate.runner import validate
 
 TWO_GPUS = Device(

@@ -41,7 +41,9 @@ def program(
         setup=[PARAM],
         first=(forward, [GRAD, ~ACTIVATION, ~BATCH], [~LOSS]),
         accumulating=(
-            [BATCH, ACTIVATION, LOSS], [TEMPORARY, ~TEMPORARY, ~ACTIVATION, ~BATCH], [~LOSS]
+            [BATCH, ACTIVATION, LOSS],
+            [TEMPORARY, ~TEMPORARY, ~ACTIVATION, ~BATCH],
+            [~LOSS],
         )
         if accumulates
         else None,

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from memest.errors import UnsupportedError
+from memest.loops.optimizers import make_optimizer
 from memest.plan import TrainingPlan
 from memest.validate import device, strategies
-from memest.loops.optimizers import make_optimizer
 
 
 class Layer(nn.Linear):

@@ -19,13 +19,13 @@ pytest.importorskip("lightning")
 from memest.cli import main
 from memest.errors import MemestError, PlanError, UnsupportedError
 from memest.estimator.hardware.libraries import DEEPSPEED_HOST_BYTES
+from memest.loops.job import RunOptions
+from memest.loops.packages import require
 from memest.plan import TrainingPlan
 from memest.report import Measurement, Outcome, Phase, PhaseRow, read_measurements
 from memest.validate import device as device_module
 from memest.validate import processes, results, runner
 from memest.validate.device import Device
-from memest.loops.job import RunOptions
-from memest.loops.packages import require
 from memest.validate.progress import finished_line, running_line
 from memest.validate.runner import Progress, validate
 

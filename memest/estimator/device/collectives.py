@@ -69,9 +69,7 @@ def _fill(recorder: _Recorder, name: str, args: tuple[Any, ...]) -> None:
         _write(recorder, args[0], args[1])
 
 
-def _fill_flat(
-    recorder: _Recorder, name: str, output: Tensor, given: Tensor, factor: int
-) -> None:
+def _fill_flat(recorder: _Recorder, name: str, output: Tensor, given: Tensor, factor: int) -> None:
     """Of a gather the input over and over, of a scattered sum the part of this rank."""
     if is_meta(output) or is_meta(given):
         return  # shards of floats, whose values nobody knows

@@ -340,7 +340,12 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
 
     def _follow_values(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         in_step = self.phase_given == "optimizer" and not torch.is_grad_enabled()  # no closure runs
-        if in_step and isinstance(out, Tensor) and out.numel() > MAX_STATE_NUMEL and not self.values.is_known(out):
+        if (
+            in_step
+            and isinstance(out, Tensor)
+            and out.numel() > MAX_STATE_NUMEL
+            and not self.values.is_known(out)
+        ):
             return
         super()._follow_values(func, args, kwargs, out)
         if isinstance(out, Tensor) and out.dtype is torch.bool:

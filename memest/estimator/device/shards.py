@@ -62,4 +62,3 @@ def _like(tensor: Any, local: Tensor) -> Any:
         meta = type(spec.tensor_meta)(spec.shape, spec.stride, local.dtype)
         spec = spec.shallow_copy_with_tensor_meta(meta)
     return type(tensor)(local, spec, requires_grad=False)
-

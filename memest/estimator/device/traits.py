@@ -31,8 +31,16 @@ class Traits:
     """The traits of one operator."""
 
     __slots__ = (
-        "depends_on_values", "func", "is_matmul", "is_collective", "is_mutable", "is_view",
-        "may_be_in_place", "name", "reads_value", "returns_nothing",
+        "depends_on_values",
+        "func",
+        "is_collective",
+        "is_matmul",
+        "is_mutable",
+        "is_view",
+        "may_be_in_place",
+        "name",
+        "reads_value",
+        "returns_nothing",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:

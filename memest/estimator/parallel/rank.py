@@ -22,9 +22,7 @@ MAX_ALL_RANKS = 8
 """Up to here every rank of ZeRO 1 and 2 is traced; beyond, some."""
 
 
-def run_worst_rank(
-    plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False
-) -> TracedPlan:
+def run_worst_rank(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False) -> TracedPlan:
     """The program of the rank that reserves most, then allocates most."""
     traced = [
         run_rank(plan, gpu, rank=rank, trust_remote_code=trust_remote_code)

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from memest.errors import MemestError, PlanError, UnsupportedError
-from memest.estimator.device.distributed.ddp import NotFinished
 from memest.estimator.allocator.settings import DEFAULT
+from memest.estimator.device.distributed.ddp import NotFinished
 from memest.estimator.device.lines import ScriptLines
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.ranks import Ranks
@@ -302,7 +302,6 @@ _TALKATIVE = ("lightning.pytorch", "lightning.fabric", "bitsandbytes")
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Without what Lightning and transformers tell users of a run that is theirs."""
-    import lightning.pytorch  # sets its level as it is imported
 
     loggers = [logging.getLogger(name) for name in _TALKATIVE]
     levels = [logger.level for logger in loggers]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._device import DeviceContext, _device_constructors
 
 from memest.estimator.device.patches import Patches
-from memest.estimator.device.tensors import CPU, CARD, is_meta, resolve
+from memest.estimator.device.tensors import CARD, CPU, is_meta, resolve
 
 Constructor = Callable[..., Any]
 

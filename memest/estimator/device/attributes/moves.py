@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
-from memest.estimator.device.tensors import CPU, CARD, META, PLAIN, Place, resolve
+from memest.estimator.device.tensors import CARD, CPU, META, PLAIN, Place, resolve
 
 Move = Callable[..., Tensor]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.tensors import (
-    CPU,
     CARD,
+    CPU,
     INSIDE,
     META,
     host_storages,
@@ -55,7 +55,9 @@ def install(patches: Patches, recorder: LiveRecorder) -> None:
     patches.set(Tensor, "is_cuda", says("cuda"))
     patches.set(Tensor, "is_meta", says("meta"))
     patches.set(Tensor, "is_cpu", says("cpu"))
-    patches.set(Tensor, "get_device", lambda t: CARD.device.index if device(t).type == "cuda" else -1)
+    patches.set(
+        Tensor, "get_device", lambda t: CARD.device.index if device(t).type == "cuda" else -1
+    )
     _install_types(patches, device)
     _install_addresses(patches, recorder)
     _install_storages(patches, recorder)

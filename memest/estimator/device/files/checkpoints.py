@@ -25,8 +25,8 @@ from memest.estimator.device.host import VIRTUAL_HOST_BYTES
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.tensors import (
-    CPU,
     CARD,
+    CPU,
     META,
     Place,
     host_storages,
@@ -312,7 +312,9 @@ def _install_storages(patches: Patches, recorder: LiveRecorder, checkpoints: Che
     def to_card(storage: Any, device: Any = None, non_blocking: bool = False) -> Any:
         if storage._cdata in recorder._live:
             return storage
-        return checkpoints.restored(storage, str(resolve(CARD.device if device is None else device)))
+        return checkpoints.restored(
+            storage, str(resolve(CARD.device if device is None else device))
+        )
 
     def to(storage: Any, *, device: Any, non_blocking: bool = False) -> Any:
         if torch.device(device).type == "cuda":

@@ -56,7 +56,6 @@ class Driver:
 
     def get_active_torch_device(self) -> Any:
         """The card."""
-        import torch
 
         return CARD.device
 

@@ -288,7 +288,9 @@ class _Weaver:
         for event in old:
             if event == EMPTIED:
                 events.append(event)
-            elif event < 0 and ~event not in self.ids:  # one of the workspaces, all cleared in order
+            elif (
+                event < 0 and ~event not in self.ids
+            ):  # one of the workspaces, all cleared in order
                 first = next(iter(self._workspaces))
                 events.append(~self._workspaces.pop(first))
             elif event < 0:
