@@ -8,6 +8,8 @@ from memest.estimator.device.storages import StorageTable
 from memest.estimator.trace.program import MicroBatch, Part, Probe, Program, StateBytes, find_shifts
 from memest.report import Phase
 
+NOTHING = StateBytes(0, 0, 0)
+
 Streams = tuple[Sequence[int], Sequence[int], Sequence[int]]
 """Of a micro-batch: the forward, the backward, and what is freed after all probes."""
 
@@ -21,8 +23,8 @@ def lightning_program(
     optimizer_first: Sequence[int] = (),
     optimizer_next: Sequence[int] = (),
     grads: Sequence[int] = (),
-    before: StateBytes = StateBytes(0, 0, 0),
-    after: StateBytes = StateBytes(0, 0, 0),
+    before: StateBytes = NOTHING,
+    after: StateBytes = NOTHING,
 ) -> Program:
     """Two steps; with `accumulating`, of three micro-batches each.
 

@@ -1,4 +1,4 @@
-"""A plan's optimizer over parameters, made by its own library: on a GPU or on one that is not there."""
+"""A plan's optimizer, made by its own library: on a GPU or on one that is not there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every optimizer that a plan can name, one row each: prediction and measurement make it from the row.
+"""Every optimizer that a plan can name, one row each: both sides make it from the row.
 
 A class of `torch.optim` or `bitsandbytes.optim` can be named by its own name, too (`AdamW`,
 `bitsandbytes.optim.Lion8bit`), and by the spelling of `TrainingArguments` (`adamw_torch_fused`).
@@ -180,6 +180,6 @@ def optimizer_name(asked: str) -> str:
     near = closest(plain, OPTIMIZERS)
     raise PlanError(
         f"`optim` cannot be {shown(asked)}",
-        hint=f"allowed: {', '.join(f'`{k}`' for k in near or OPTIMIZERS)}, or the name of a class of"
-        " `torch.optim` or `bitsandbytes.optim`",
+        hint=f"allowed: {', '.join(f'`{k}`' for k in near or OPTIMIZERS)}, or the name of a class"
+        " of `torch.optim` or `bitsandbytes.optim`",
     )

@@ -34,7 +34,7 @@ _NOT_MODELLED = {
     "fp16_full_eval", "galore_config", "parallelism_config", "accelerator_config",
     "include_num_input_tokens_seen", "optim_target_modules",
 }  # fmt: skip
-"""Names of `TrainingArguments` that touch memory and that no plan has; refused where they are on."""
+"""Names of `TrainingArguments` that touch memory and that no plan has: refused where on."""
 
 _PASSED_OVER = frozenset(
     """
@@ -55,7 +55,7 @@ _PASSED_OVER = frozenset(
     enable_jit_checkpoint auto_find_batch_size use_cache warmup_ratio
     """.split()
 )
-"""Names of `TrainingArguments` that do not touch the memory of a step, or that memest leaves off."""
+"""Names of `TrainingArguments` that do not touch the memory of a step, or are left off."""
 
 _OF_TRAINING_ARGUMENTS = (
     {
@@ -95,10 +95,9 @@ def read_other_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[s
                 hint="`memest run` takes a script that uses it, or leave it out",
             )
     _read_lightning(found, assumed)
-    if any(key in found for key in (*_SAME, "bf16", "fp16")):
-        if "loop" not in found:
-            found["loop"] = "transformers"
-            assumed.append("keys of TrainingArguments: the Trainer of transformers runs")
+    if "loop" not in found and any(key in found for key in (*_SAME, "bf16", "fp16")):
+        found["loop"] = "transformers"
+        assumed.append("keys of TrainingArguments: the Trainer of transformers runs")
     logging = {key: found.pop(key) for key in LOGGING if key in found}
     if logging and found.get("loop") == "transformers":
         found["trainer_options"] = {**dict(found.get("trainer_options", {})), **logging}

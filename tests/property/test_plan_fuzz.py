@@ -45,7 +45,8 @@ values = st.recursive(
 likely = {
     "batch_size": st.integers(1, 9), "accumulate_grad_batches": st.integers(1, 5),
     "precision": st.sampled_from([*PRECISIONS, *PRECISION_ALIASES, 16, 32]),
-    "optim": st.sampled_from(sorted(OPTIMIZERS)), "act_ckpt": st.booleans(), "use_lora": st.booleans(),
+    "optim": st.sampled_from(sorted(OPTIMIZERS)), "act_ckpt": st.booleans(),
+    "use_lora": st.booleans(),
     "use_qlora": st.booleans(), "double_quant": st.booleans(), "lora_dropout": st.floats(0, 1),
     "lora_alpha": st.floats(0, 100), "momentum": st.sampled_from([0, 0.0, 0.9]),
     "lora_target_modules": st.lists(st.text(max_size=5), max_size=3) | st.text(max_size=9),

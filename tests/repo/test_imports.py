@@ -20,6 +20,7 @@ FLOORS = [
     {"plan"},
     {"report"},
     {"models_meta"},
+    {"loops"},
     {"estimator"},
     {"run", "validate"},
     {"plots", "render"},

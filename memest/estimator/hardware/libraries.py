@@ -43,7 +43,7 @@ def libraries_bytes(plan: TrainingPlan) -> int:
 
 
 def communicator_bytes(world_size: int) -> int:
-    """Bytes on each GPU for the group of all ranks of a script; others that it makes are left out."""
+    """Bytes on each GPU for the group of all ranks of a script; its others are left out."""
     return COMMUNICATOR_BYTES if world_size > 1 else 0
 
 

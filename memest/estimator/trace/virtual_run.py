@@ -1,8 +1,8 @@
 """From a plan to its program on one GPU: the plan's own loop, run on a GPU that is not there.
 
-The first steps run as `memest validate` runs them, of a step's micro-batches the first, one from the
-middle and the last; whatever a plan has more of repeats these (`program`). The card has no end here:
-where a real one has, replays of the program find out.
+The first steps run as `memest validate` runs them, of a step's micro-batches the first, one from
+the middle and the last; whatever a plan has more of repeats these (`program`). The card has no end
+here: where a real one has, replays of the program find out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One rank of a process group, alone in its process: nothing is sent.
 
-- `process_group` lets `init_process_group` make a group of torch's own `fake` backend, which answers
+- `process_group` lets `init_process_group` make a group of torch's `fake` backend, which answers
   who is who, and calls it what the script asked for.
 - `ddp` mirrors the reducer of `DistributedDataParallel`, which is C++ and asks for real gradients.
 - `dtensor` lets a DTensor's operators be looked at without FakeTensors.

@@ -26,7 +26,7 @@ from memest.estimator.kernels.cublas import MATMULS
 aten = torch.ops.aten
 
 GEMM_RULE = "_gemm_4bit_use_custom_fn"
-"""By which bitsandbytes (0.50.2, backends/cuda/ops.py) chooses a kernel by the shapes of a product."""
+"""bitsandbytes (0.50.2, backends/cuda/ops.py) chooses a kernel by it, from a product's shapes."""
 
 ALIGNMENT = 16
 """Storage offsets count modulo it: kernels ask for alignment of at most 16 elements."""

@@ -467,7 +467,7 @@ def choose_again(choice: Choice, numbers: Sequence[int], gpu: Gpu) -> Any:
     if choice.rule == "gemm_4bit":
         ops = import_module("bitsandbytes.backends.cuda.ops")
         card = gpu.num_sms, *gpu.capability
-        with mock.patch.object(ops, "_gpu_dispatch_props", lambda index: card):
+        with mock.patch.object(ops, "_gpu_dispatch_props", return_value=card):
             return getattr(ops, GEMM_RULE)(*args, **kwargs)
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
     for tensor, needs_grad in zip(tensors, choice.grads, strict=False):
