@@ -10,13 +10,10 @@ ends the trace with an error that names the module.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from memest.estimator.device.tensors import is_meta, storage_key, tensors_in
@@ -99,11 +96,6 @@ class ShadowValues:
             return None
         empty = torch.empty(0, dtype=tensor.dtype)
         return empty.set_(twin, tensor.storage_offset(), tensor.size(), tensor.stride())
-
-    def known_or_same(self, tensor: Tensor) -> Tensor:
-        """The twin of `tensor` where it has one."""
-        value = self.value_of(tensor)
-        return tensor if value is None else value
 
     def positions(self, indices: list[Tensor | None]) -> list[Tensor | None] | None:
         """`indices` with each mask as the positions of its true entries, meta tensors; CUDA makes
@@ -259,49 +251,6 @@ class LiveValues(ShadowValues):
     def _has_room(self, num_bytes: int) -> bool:
         is_small = num_bytes <= MAX_TOTAL_BYTES >> 8
         return is_small or self._twins.num_bytes + num_bytes <= MAX_TOTAL_BYTES
-
-
-@contextmanager
-def python_values(values: ShadowValues) -> Iterator[None]:
-    """Within it, what crosses between Python numbers and tensors unseen by a dispatch mode does so
-    through twins.
-
-    `tensor.tolist()` and `tensor.item()` give the numbers of the twin, and `torch.tensor(numbers,
-    device=...)` makes a tensor that is seen, with a twin; torch fills such a tensor on the host and
-    copies it.
-    """
-    tensor = torch.tensor
-
-    def of_twin(method: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        def call(self: Tensor) -> Any:
-            if self.device.type == "meta":
-                with _disable_current_modes():
-                    value = values.value_of(self)
-                    if value is not None:
-                        return method(value)
-            return method(self)
-
-        return call
-
-    def tensor_with_twin(data: Any, *, device: Any = None, **options: Any) -> Tensor:
-        is_on_gpu = device is not None and torch.device(device).type == "meta"
-        if not is_on_gpu or isinstance(data, Tensor):
-            return tensor(data, device=device, **options)
-        with _disable_current_modes():
-            known = tree_map_only(Tensor, values.known_or_same, data)
-            value = tensor(known, dtype=options.get("dtype"), device="cpu")
-        made = torch.empty(value.shape, dtype=value.dtype, device=device)
-        if not value.is_floating_point():
-            with _disable_current_modes():
-                values.adopt(made, value)
-        return made.requires_grad_(bool(options.get("requires_grad", False)))
-
-    with (
-        mock.patch.object(Tensor, "tolist", of_twin(Tensor.tolist)),
-        mock.patch.object(Tensor, "item", of_twin(Tensor.item)),
-        mock.patch.object(torch, "tensor", tensor_with_twin),
-    ):
-        yield
 
 
 def materialise(values: Any) -> Any:
