@@ -200,6 +200,15 @@ def test_results_move_to_the_cpu_with_the_values() -> None:
     assert made.tolist() == [0, 1, 2]
 
 
+def test_room_without_values_is_the_same_in_every_run(recorder: Recorder) -> None:
+    ids = known(recorder, [[3, 1, 0], [5, 0, 0]])
+
+    made = [torch.empty(999, dtype=torch.int32, device="meta"), torch.empty_like(ids)]
+    made += [ids.new_empty(7), ids.new_empty_strided((3, 2), (1, 3))]
+
+    assert all(not any(torch.tensor(value_of(recorder, m)).flatten().tolist()) for m in made)
+
+
 def test_a_known_tensor_moves_to_the_host_with_its_value(recorder: Recorder) -> None:
     """`.cpu()` of a meta tensor has nothing to copy; what comes back takes no GPU memory."""
     lengths = known(recorder, [3, 4])

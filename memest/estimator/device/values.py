@@ -38,6 +38,14 @@ _CONSTANT_LIKE = frozenset(
 MAX_TOTAL_BYTES = 1 << 28
 """Twins of a script together, but for those of up to a 256th of it."""
 
+_UNWRITTEN = frozenset((
+    aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default,
+    aten.new_empty.default, aten.new_empty_strided.default,
+))  # fmt: skip
+"""Room for values: there are none yet. Zeros stand there, so that no two runs differ by what lay in
+the memory.
+"""
+
 READS_VALUE = frozenset(
     {
         aten._local_scalar_dense.default,
@@ -135,9 +143,9 @@ class ShadowValues:
         """After `func` ran on meta tensors: give its integer and boolean results their twins."""
         written = [a for a in args[:1] if isinstance(a, Tensor) and func._schema.is_mutable]
         results = [o for o in _flat(out) if isinstance(o, Tensor)]
-        if func is aten.empty.memory_format:
-            for result in filter(self._wants_twin, results):  # room for values: there are none yet
-                room = torch.empty(result.untyped_storage().nbytes(), dtype=torch.uint8)
+        if func in _UNWRITTEN:
+            for result in filter(self._wants_twin, results):
+                room = torch.zeros(result.untyped_storage().nbytes(), dtype=torch.uint8)
                 self._twins[result.untyped_storage()._cdata] = room.untyped_storage()
             return
         if not written and not any(self._wants_twin(o) for o in results):
