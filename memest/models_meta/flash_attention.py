@@ -3,8 +3,8 @@ kernels.
 
 A mirror of flash-attn 2.8.3 (flash_attn/flash_attn_interface.py and bert_padding.py) as
 transformers 5.17 calls it (modeling_flash_attention_utils.py, integrations/flash_attention.py). The
-package needs a GPU to be built and imported, so a virtual one stands in for it: the same tensors are
-kept, and each kernel is one operator, whose requests of memory
+package needs a GPU to be built and imported, so this stands in for it: the same tensors are kept,
+and each kernel is one operator, whose requests of memory
 `memest.estimator.kernels.attention.flash2` knows.
 
 Left out: ALiBi slopes and paged keys, which transformers does not pass; returned probabilities.

@@ -109,7 +109,9 @@ def test_probes_read_the_sums_before_and_after(folder: Path) -> None:
 
     assert states(program, Phase.BEFORE_FORWARD)[0] == StateBytes(params, 0, 0)
     assert states(program, Phase.AFTER_BACKWARD)[0] == StateBytes(params, params, 0)
-    assert states(program, Phase.AFTER_OPTIMIZER_STEP) == [StateBytes(params, params, 2 * params)] * 2
+    assert (
+        states(program, Phase.AFTER_OPTIMIZER_STEP) == [StateBytes(params, params, 2 * params)] * 2
+    )
 
 
 def test_sgd_keeps_nothing_and_mixed_precision_all_in_float32(folder: Path) -> None:

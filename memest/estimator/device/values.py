@@ -4,12 +4,12 @@ meta tensors.
 Models branch on values (`attention_mask.all()`, the largest position). A meta tensor has none. Ids,
 masks, positions and what is computed from them alone keep a twin on the CPU, one per storage, so
 that views and in-place writes agree. What depends on weights or activations has no twin; reading it
-ends the trace with an error that names the module.
+is an error that names the operator; on the virtual GPU it is guessed (`guesses`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
 )
 
+
 @pytest.fixture
 def gpu() -> Iterator[VirtualGpu]:
     with VirtualGpu(find_gpu("h100-80gb")) as virtual:
