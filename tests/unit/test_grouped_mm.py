@@ -46,7 +46,7 @@ def test_before_ampere_transformers_multiplies_expert_by_expert(name: str) -> No
     """Forward: the result. Backward: gradients of rows and of weights, wanted or not."""
     made = [op for op in operators(name) if "zeros" in op]
 
-    offsets, *of_products = made
+    _offsets, *of_products = made
     assert of_products == ["aten.zeros", "aten.zeros_like", "aten.zeros_like"]
 
 

@@ -1,8 +1,8 @@
 """From a plan to its program: the plan's own loop, run on a GPU that is not there.
 
-The first steps run as `memest validate` runs them, of a step's micro-batches the first, one from the
-middle and the last; whatever a plan has more of repeats these (`program`). The card has no end here:
-where a real one has, replays of the program find out.
+The first steps run as `memest validate` runs them, of a step's micro-batches the first, one from
+the middle and the last; whatever a plan has more of repeats these (`program`). The card has no end
+here: where a real one has, replays of the program find out.
 """
 
 from __future__ import annotations
@@ -300,7 +300,7 @@ _TALKATIVE = ("lightning.pytorch", "lightning.fabric", "bitsandbytes")
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Without what Lightning and transformers tell users of a run that is theirs."""
-    import lightning.pytorch  # sets its level as it is imported
+    import lightning.pytorch  # noqa: F401 - sets its level as it is imported
 
     loggers = [logging.getLogger(name) for name in _TALKATIVE]
     levels = [logger.level for logger in loggers]
