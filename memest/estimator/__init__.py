@@ -1,1 +1,1 @@
-"""How much it needs: the step traced on the meta device, and replayed through the allocator."""
+"""How much it needs: its training loop run on a virtual GPU, and replayed through the allocator."""

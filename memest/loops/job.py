@@ -152,7 +152,6 @@ def _build_model(job: Job, config: Any) -> Any:
         plan,
         config,
         device=job.where,
-        is_meta=False,
         load=None if is_random else partial(data.load_weights, plan, config, device=job.where),
         initialise=data.initialise if is_random else None,
         quantize=partial(

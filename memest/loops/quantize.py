@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memest.models_meta.quantized.int8 import THRESHOLD
-from memest.models_meta.quantized.nf4 import layers_to_quantize
+from memest.models_meta.quantized import THRESHOLD, layers_to_quantize
 
 
 def quantize(
@@ -24,14 +23,13 @@ def quantize(
     in place.
 
     Layer by layer over a list of the modules, which holds the originals to the end, as a loop over
-    `list(model.named_modules())` does. The layers, their order and the skipped names are those of
-    the prediction (`quantize_nf4` and `quantize_int8` of `memest.models_meta`).
+    `list(model.named_modules())` does.
 
     Raises:
         PlanError: no layer is left to quantise.
     """
     original: Any
-    for name, original in layers_to_quantize(model, list(skip)):
+    for name, original in layers_to_quantize(model, skip):
         layer = (
             _in_8_bits(original)
             if quant == "int8"

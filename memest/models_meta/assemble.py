@@ -1,7 +1,7 @@
 """The module that a plan trains: built, tied, quantised, adapted, frozen, cast, checkpointing set.
 
-One sequence for both sides. A prediction runs it on the meta device with mirrors of the quantised
-layers; a measured run on the GPU, with bitsandbytes' own.
+One sequence for both sides: a measured run makes it on a GPU, a prediction on a virtual one, both
+with peft's and bitsandbytes' own layers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from memest.errors import PlanError, UnsupportedError
 from memest.models_meta.batch import num_image_tokens
 from memest.models_meta.build import build_model, freeze, num_positions
 from memest.models_meta.flash_attention import mark_quantized
-from memest.models_meta.quantized.nf4 import prepare_for_kbit_training
+from memest.models_meta.quantized import prepare_for_kbit_training
 from memest.models_meta.registry import ModelConfig
 from memest.models_meta.tying import set_tied_embeddings
 from memest.plan import TrainingPlan
@@ -42,10 +42,9 @@ def assemble(
     config: ModelConfig,
     *,
     quantize: Callable[[nn.Module], Any],
-    device: torch.device | str = "meta",
+    device: torch.device | str,
     load: Callable[[torch.dtype], nn.Module] | None = None,
     initialise: Callable[[nn.Module], Any] | None = None,
-    is_meta: bool = True,
 ) -> Assembled:
     """The module as Lightning trains it.
 
@@ -57,7 +56,6 @@ def assemble(
         device: where the parameters are made.
         load: makes the module, in the dtype given; None builds it from the config.
         initialise: gives the weights values before anything is derived from them.
-        is_meta: whether layers of peft are mirrors that need no bitsandbytes.
 
     Raises:
         MemestError: the model class, the adapters or the patterns do not go together.
@@ -92,7 +90,6 @@ def assemble(
             modules_to_save=plan.lora_modules_to_save,
             use_rslora=plan.use_rslora,
             use_dora=plan.use_dora,
-            is_meta=is_meta,
         )
     if plan.freeze:
         freeze(model, plan.freeze)

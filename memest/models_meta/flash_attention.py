@@ -3,8 +3,8 @@ kernels.
 
 A mirror of flash-attn 2.8.3 (flash_attn/flash_attn_interface.py and bert_padding.py) as
 transformers 5.17 calls it (modeling_flash_attention_utils.py, integrations/flash_attention.py). The
-package needs a GPU to be built and imported, so a prediction stands in for it: the same tensors are
-kept, and each kernel is one operator, whose requests of memory
+package needs a GPU to be built and imported, so this stands in for it: the same tensors are kept,
+and each kernel is one operator, whose requests of memory
 `memest.estimator.kernels.attention.flash2` knows.
 
 Left out: ALiBi slopes and paged keys, which transformers does not pass; returned probabilities.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -303,16 +303,12 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
 
 @contextlib.contextmanager
-def stand_in(attn_implementation: str | None) -> Iterator[None]:
+def stand_in() -> Iterator[None]:
     """Within it, transformers finds the functions above where it looks for those of `flash_attn`.
 
-    For `flash_attention_2` alone; whether the package is installed makes no difference. Its modules
-    are not imported and `sys.modules` stays as it is. transformers asks for the autocast of the
-    tensors' device; that of the trace is kept as the CPU's.
+    Whether the package is installed makes no difference. Its modules are not imported and
+    `sys.modules` stays as it is.
     """
-    if attn_implementation != FLASH_ATTENTION_2:
-        yield
-        return
     from transformers import modeling_flash_attention_utils as utils
 
     lazy_imports = utils._lazy_imports
@@ -340,20 +336,11 @@ def stand_in(attn_implementation: str | None) -> Iterator[None]:
             stack.enter_context(
                 mock.patch.object(module, "_flash_attention_forward", forward, create=True)
             )
-        for name in ("is_autocast_enabled", "get_autocast_dtype"):
-            stack.enter_context(mock.patch.object(torch, name, _as_cpu(getattr(torch, name))))
         yield
 
 
 _IMPORT_WITH_THE_PACKAGE = ("falcon", "gpt_neo", "gptj")
 """Families whose modules import `_flash_attention_forward` only where the package is installed."""
-
-
-def _as_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*device_type: str) -> Any:
-        return function(*("cpu" if name == "meta" else name for name in device_type))
-
-    return call
 
 
 def mark_quantized(model: nn.Module) -> None:

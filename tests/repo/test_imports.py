@@ -33,7 +33,6 @@ ESTIMATOR_FLOORS = [
     {"allocator"},
     {"kernels"},
     {"device"},
-    {"optimizers"},
     {"trace"},
     {"parallel"},
     {"closed_form", "predict", "summary", "traced_plan"},
@@ -45,9 +44,10 @@ DEVICE_FLOORS = [
     {"collectives", "cuda_semantics", "custom_operators", "dispatch", "fused"}
     | {"guesses", "history", "host", "imports", "in_place", "labels", "layouts", "lines"}
     | {"messages", "modules"}
-    | {"patches", "processes", "recurrent", "storages", "streams", "tensors", "traits", "values"},
+    | {"patches", "processes", "ranks", "recurrent", "shards", "storages", "streams", "tensors"}
+    | {"traits", "values"},
     {"live"},
-    {"attributes", "cuda", "encoder", "files", "libraries"},
+    {"attributes", "cuda", "distributed", "encoder", "files", "libraries"},
     {"virtual_gpu"},
 ]
 """The files and rooms of the virtual GPU, lowest first; more in `device/__init__.py`."""
@@ -60,7 +60,7 @@ HEAVY = ("torch", "transformers", "matplotlib", "peft", "accelerate", "lightning
 
 
 def parts_of(path: Path) -> list[str]:
-    """`memest/estimator/trace/step.py` -> estimator, trace, step."""
+    """`memest/estimator/trace/replay.py` -> estimator, trace, replay."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return [part for part in parts if part != "__init__"]
 

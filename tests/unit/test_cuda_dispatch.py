@@ -16,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from memest.estimator.device import cuda_semantics as module
-from memest.estimator.device.cuda_semantics import autocast, cuda_semantics
+from memest.estimator.device.cuda_semantics import decisions_of
+from memest.estimator.device.storages import MemKind
+from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import find_gpu
 
 H200 = find_gpu("h200")
@@ -57,9 +59,25 @@ class Calls(TorchDispatchMode):
 
 
 @contextmanager
+def autocast(dtype: torch.dtype | None) -> Iterator[None]:
+    """`torch.autocast("cuda", dtype, cache_enabled=False)`, which does nothing without a GPU."""
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    was_cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_enabled("cuda", dtype is not None)
+    torch.set_autocast_dtype("cuda", dtype or before[1])
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])
+        torch.set_autocast_cache_enabled(was_cached)
+
+
+@contextmanager
 def on_gpu(autocast_dtype: torch.dtype | None = None) -> Iterator[Calls]:
     calls = Calls()
-    with cuda_semantics(H200), autocast(autocast_dtype), calls:
+    with decisions_of(H200), autocast(autocast_dtype), calls:
         yield calls
 
 
@@ -250,25 +268,29 @@ def test_transformers_can_switch_autocast_off() -> None:
     """Rotary embeddings are computed in float32 under `maybe_autocast(enabled=False)`."""
     from transformers.utils.generic import maybe_autocast
 
-    with on_gpu(BF16):
-        with maybe_autocast(device_type="meta", enabled=False):
-            assert F.linear(meta(3, 5), meta(7, 5)).dtype is FP32
-        assert F.linear(meta(3, 5), meta(7, 5)).dtype is BF16
+    with VirtualGpu(H200), torch.autocast("cuda", BF16):
+        x, weight = torch.empty(3, 5, device="cuda"), torch.empty(7, 5, device="cuda")
+        with maybe_autocast(device_type=x.device.type, enabled=False):
+            assert F.linear(x, weight).dtype is FP32
+        assert F.linear(x, weight).dtype is BF16
 
 
 def test_checkpointing_recomputes_under_the_same_autocast() -> None:
     """The backward runs outside of autocast, but the recomputation casts as the forward did."""
-    layer = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 5)).to("meta")
-    x = meta(3, 5, grad=True)
-    calls = Calls()
-    with cuda_semantics(H200), calls:
-        with autocast(BF16):
+    with VirtualGpu(H200) as gpu:
+        layer = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 5)).cuda()
+        x = torch.empty(3, 5, device="cuda", requires_grad=True)
+        with torch.autocast("cuda", BF16):
             out = checkpoint(layer, x, use_reentrant=False)
-        in_forward = len(calls.made)
+        storages = gpu.recorder.storages
+        in_forward = len(storages.sites)
         out.float().sum().backward()
 
-    recomputed = [dtype for name, dtype in calls.made[in_forward:] if name in ("addmm", "gelu")]
-    assert recomputed[:2] == [BF16, BF16]
+        made = range(in_forward, len(storages.sites))
+        outputs = [i for i in made if storages.kinds[i] is not MemKind.WORKSPACE]
+        ran = [(storages.sites[i].op, storages.num_bytes[i]) for i in outputs]
+        recomputed = [(op, n) for op, n in ran if op in ("aten.addmm", "aten.gelu")]
+    assert recomputed[:2] == [("aten.addmm", 3 * 7 * 2), ("aten.gelu", 3 * 7 * 2)]
 
 
 def key_state() -> tuple[bool, bool]:
@@ -289,7 +311,7 @@ def test_nothing_stays_switched_on() -> None:
         F.dropout(meta(3, 5), 0.1, training=True)
         assert F.softmax(meta(3, 5, dtype=BF16), -1).dtype is BF16
     assert "native_dropout" not in calls.names
-    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled("cuda")
 
 
 def test_nothing_stays_switched_on_after_an_error() -> None:
@@ -299,7 +321,7 @@ def test_nothing_stays_switched_on_after_an_error() -> None:
 
     assert key_state() == before
     assert not module._INSIDE.autocast
-    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled("cuda")
 
 
 def test_contexts_nest() -> None:

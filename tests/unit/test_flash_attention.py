@@ -17,7 +17,7 @@ import memest.models_meta.flash_attention as fa
 from memest.errors import PlanError, UnsupportedError
 from memest.estimator.device.dispatch import Recorder
 from memest.estimator.device.storages import MemKind, StorageTable
-from memest.estimator.device.values import python_values
+from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.predict import predict
 from memest.estimator.search.trace_series import TraceSeries
@@ -194,11 +194,10 @@ def test_temporaries_are_workspace_and_end_with_the_kernel() -> None:
 
 
 def test_padding_is_taken_out_and_put_back() -> None:
-    log = recorder()
-    mask = torch.empty(2, 4, dtype=torch.int64, device="meta")
-    log.values.adopt(mask, torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]]))
-    with log, python_values(log.values):
-        rows, indices, begins, longest, _ = fa.unpad_input(tensor(2, 4, H, E), mask)
+    with VirtualGpu(find_gpu("h200")):
+        mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]]).cuda()
+        states = torch.empty(2, 4, H, E, dtype=bf16, device="cuda", requires_grad=True)
+        rows, indices, begins, longest, _ = fa.unpad_input(states, mask)
         back = fa.pad_input(rows, indices, 2, 4)
         back.sum().backward()
 

@@ -6,13 +6,9 @@ import re
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from memest.errors import PlanError
 from memest.estimator.predict import predict
-from memest.models_meta.adapters import LoraLinear4bit, apply_lora
-from memest.models_meta.quantized.nf4 import quantize_nf4
 from memest.plan import TrainingPlan
 from memest.report import Prediction
 
@@ -51,23 +47,6 @@ def test_dora_keeps_the_weight_it_dequantises_until_the_backward() -> None:
 
     grown = dora.phases[1].activations_bytes - plain.phases[1].activations_bytes
     assert grown > LAYERS * QKV * WIDTH * 2
-
-
-def test_dora_runs_on_a_4bit_mirror() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)).bfloat16()
-    quantize_nf4(model, compute_dtype=torch.bfloat16, skip=["1"])
-
-    adapted = apply_lora(
-        model, r=4, alpha=8, dropout=0.1, target_modules=["0"], use_dora=True
-    ).train()
-    adapted(torch.empty(3, 64, dtype=torch.bfloat16, device="meta")).sum().backward()
-
-    layer = adapted.get_submodule("base_model.model.0")
-    assert type(layer) is LoraLinear4bit
-    trained = [p for p in layer.parameters() if p.requires_grad]
-    assert sorted(tuple(p.shape) for p in trained) == [(4, 64), (128,), (128, 4)]
-    assert all(p.grad is not None for p in trained)
 
 
 def test_rslora_changes_no_byte() -> None:

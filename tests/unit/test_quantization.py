@@ -1,265 +1,344 @@
-"""4-bit layers allocate what bitsandbytes allocates."""
+"""What bitsandbytes' layers ask of the allocator, in the order and the sizes of its own Python."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
-import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memest.errors import PlanError
-from memest.estimator.device.dispatch import Recorder
-from memest.estimator.device.storages import StorageTable
+from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import find_gpu
-from memest.models_meta.quantized.fused_gemm import FusedGemmRule
-from memest.models_meta.quantized.nf4 import (
-    Linear4bit,
-    Params4bit,
-    modules_to_skip,
-    prepare_for_kbit_training,
-    quant_state_tensors,
-    quantize_nf4,
+from memest.loops.quantize import quant_state_tensors, quantize
+from memest.models_meta.quantized import prepare_for_kbit_training
+from memest.plan import TrainingPlan
+from tests.requested import Requests, without_workspaces
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
 )
 
-N, K = 320, 192  # 61 440 weights: 960 blocks of 64, 3.75 blocks of 256 of these
+# Shapes: N out_features, K in_features; M rows of the input, which is above 1 MiB: the virtual GPU
+# keeps no values of it.
+N, K, M = 320, 192, 3000  # 61 440 weights: 960 blocks of 64, 3.75 blocks of 256 of these
+BF16 = torch.bfloat16
 
 
-def layers(*, bias: bool = True, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
-    with torch.device("meta"):
-        return nn.Sequential(nn.Linear(K, N, bias=bias), nn.LayerNorm(N)).to(dtype)
+@pytest.fixture
+def requests() -> Iterator[Requests]:
+    with VirtualGpu(find_gpu("h100-80gb")) as gpu:
+        yield Requests(gpu)
 
 
-def test_a_weight_becomes_half_a_byte_per_element_in_one_column() -> None:
-    model = quantize_nf4(layers(), compute_dtype=torch.bfloat16)
+def layers(*, bias: bool = True) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(K, N, bias=bias), nn.LayerNorm(N)).to("cuda", BF16)
 
-    weight = model[0].weight  # type: ignore[index]
 
-    assert type(weight) is Params4bit
+def in_4_bits(model: nn.Module, *, double_quant: bool = False, dtype: torch.dtype = BF16) -> None:
+    quantize(model, compute_dtype=dtype, double_quant=double_quant)
+
+
+def in_8_bits(model: nn.Module) -> None:
+    quantize(model, compute_dtype=BF16, quant="int8")
+
+
+def kinds(model: nn.Module) -> dict[str, tuple[torch.dtype, str, bool]]:
+    named = model.named_parameters()
+    return {name: (p.dtype, p.device.type, p.requires_grad) for name, p in named}
+
+
+# --- 4 bits
+
+
+def test_a_weight_becomes_half_a_byte_per_element_in_one_column(requests: Requests) -> None:
+    import bitsandbytes
+
+    model = layers()
+    in_4_bits(model)
+    weight = model[0].weight
+
+    assert type(weight) is bitsandbytes.nn.Params4bit
     assert (tuple(weight.shape), weight.dtype) == ((N * K // 2, 1), torch.uint8)
-    assert not weight.requires_grad
+    assert kinds(model)["0.weight"] == (torch.uint8, "cuda", False)
 
 
-def test_its_state_is_a_scale_per_64_elements_and_a_code_of_16() -> None:
-    model = quantize_nf4(layers(), compute_dtype=torch.bfloat16)
-
-    assert [t.nbytes for t in quant_state_tensors(model)] == [960 * 4, 16 * 4]
-
-
-def test_double_quantisation_keeps_its_scales_in_bytes_and_one_map_for_all() -> None:
-    model = quantize_nf4(layers(), compute_dtype=torch.bfloat16, double_quant=True)
-
-    sizes = sorted(t.nbytes for t in quant_state_tensors(model))
-
-    # offset, 4 nested scales, code, scales as bytes, the layer's map and the one that all share
-    assert sizes == [4, 4 * 4, 64, 960, 1024, 1024]
-
-
-def test_double_quantisation_asks_in_the_order_of_bitsandbytes() -> None:
-    """960 scales; the weight; a code, its absolute values and their maximum; the mean of the
-    scales and their distance from it; at the first layer the map of all; nested scales; bytes; a
-    map of its own.
+def test_4_bits_ask_for_scales_the_weight_and_a_code_with_its_maximum(requests: Requests) -> None:
+    """A scale of 4 bytes for 64 elements; a code of 16 values, their absolute values, the largest.
+    The loop holds the weights themselves to its end.
     """
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(K, N), nn.Linear(N, K)).bfloat16()
-    recorder = Recorder(find_gpu("h200"), StorageTable())
+    model = nn.Sequential(nn.Linear(K, N), nn.Linear(N, K)).to("cuda", BF16)
 
-    with recorder:
-        quantize_nf4(model, compute_dtype=torch.bfloat16, double_quant=True)
+    asked = requests.of(lambda: in_4_bits(model))
+
+    layer = [960 * 4, N * K // 2, 64, 64, 4]
+    assert asked[:5] == layer
+    assert asked[7:12] == layer
+    assert sorted(asked[12:]) == [-2 * N * K, -2 * N * K, -64, -4]
+    assert [t.nbytes for t in quant_state_tensors(model)] == [960 * 4, 16 * 4] * 2
+
+
+def test_double_quantisation_asks_for_the_scales_of_scales(requests: Requests) -> None:
+    """The mean of the scales and their distance from it; at the first layer the map of all; a scale
+    of 4 bytes for 256 scales; a byte for each; a map of its own.
+    """
+    model = nn.Sequential(nn.Linear(K, N), nn.Linear(N, K)).to("cuda", BF16)
+
+    made = requests.made(lambda: in_4_bits(model, double_quant=True))
 
     before, after = [3840, N * K // 2, 64, 64, 4, 4, 3840], [16, 960, 1024]
-    made = [recorder.storages.num_bytes[event] for event in recorder.events if event >= 0]
     assert made == [*before, 1024, *after, *before, *after]
+    kept = [t.nbytes for t in quant_state_tensors(model[:1])]
+    assert sorted(kept) == [4, 4 * 4, 64, 960, 1024]
 
 
-def test_the_bias_takes_the_compute_dtype_for_good_at_the_first_call() -> None:
-    model = quantize_nf4(layers(), compute_dtype=torch.bfloat16)
-    prepare_for_kbit_training(model, use_gradient_checkpointing=False)
-    layer = model[0]  # type: ignore[index]
-    before = layer.bias.dtype
+def test_a_transposed_weight_is_copied_until_it_is_packed(requests: Requests) -> None:
+    from transformers.pytorch_utils import Conv1D
 
-    output = layer(torch.empty(2, 7, K, device="meta"))
+    model = nn.Sequential(Conv1D(192, 64), nn.Linear(192, 64)).to("cuda", BF16)
 
-    assert (before, layer.bias.dtype) == (torch.float32, torch.bfloat16)
-    assert (output.shape, output.dtype) == ((2, 7, N), torch.float32)
+    asked = requests.of(lambda: in_4_bits(model))
 
-
-def test_preparing_casts_all_but_4bit_weights_to_fp32_and_freezes_them() -> None:
-    model = quantize_nf4(layers(), compute_dtype=torch.bfloat16)
-
-    prepare_for_kbit_training(model, use_gradient_checkpointing=False)
-
-    found = {name: (p.dtype, p.requires_grad) for name, p in model.named_parameters()}
-    assert found == {
-        "0.weight": (torch.uint8, False),
-        "0.bias": (torch.float32, False),
-        "1.weight": (torch.float32, False),
-        "1.bias": (torch.float32, False),
-    }
+    assert asked[:6] == [2 * 64 * 192, 4 * 192, 64 * 192 // 2, 64, 64, 4]
+    assert sorted(asked[6:9]) == [-2 * 64 * 192, -64, -4]
+    assert asked[9:14] == [4 * 192, 64 * 192 // 2, 64, 64, 4]
+    assert (model[0].in_features, model[0].out_features) == (64, 192)
 
 
-class EmptyLog(TorchDispatchMode):
-    """What `torch.empty` makes, and which of it is alive."""
+def test_preparing_casts_what_is_not_quantised_to_fp32(requests: Requests) -> None:
+    for quantise, dtype in ((in_4_bits, torch.uint8), (in_8_bits, torch.int8)):
+        model = layers()
+        quantise(model)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[tuple[tuple[int, ...], torch.dtype]] = []
-        self.storages: list[weakref.ref[Any]] = []
+        prepare_for_kbit_training(model, use_gradient_checkpointing=False)
 
-    @property
-    def num_alive(self) -> int:
-        return sum(storage() is not None for storage in self.storages)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.empty.memory_format:
-            self.made.append((tuple(out.shape), out.dtype))
-            self.storages.append(weakref.ref(out.untyped_storage()))
-        return out
+        assert kinds(model) == {
+            "0.weight": (dtype, "cuda", False),
+            "0.bias": (torch.float32, "cuda", False),
+            "1.weight": (torch.float32, "cuda", False),
+            "1.bias": (torch.float32, "cuda", False),
+        }
 
 
-def test_a_layer_keeps_neither_its_input_nor_a_dequantised_weight() -> None:
-    """700 rows are too many for the fused kernel, so the weight is dequantised, twice."""
-    layer = quantize_nf4(layers(), compute_dtype=torch.float32)[0]  # type: ignore[index]
-    x = torch.zeros(700, K, device="meta", requires_grad=True)
+@pytest.mark.parametrize("double_quant", [False, True])
+def test_a_4_bit_layer_dequantises_its_weight_twice_and_keeps_none(
+    requests: Requests, double_quant: bool
+) -> None:
+    """M rows are too many for the fused kernel. With double quantisation the scales come first, and
+    with the mean that was taken from them; the backward has the weight in the dtype in which it was
+    loaded, and casts from there.
+    """
+    model = layers(bias=False)
+    in_4_bits(model, double_quant=double_quant, dtype=torch.float32)
+    x = torch.empty(M, K, device="cuda", requires_grad=True)
+    out: list[torch.Tensor] = []
 
-    with EmptyLog() as log:
-        hidden = x * 2
-        storage = weakref.ref(hidden.untyped_storage())
-        output = layer(hidden)
-        del hidden
-        forward, num_alive, input_is_dead = list(log.made), log.num_alive, storage() is None
-        output.sum().backward()
+    forward = without_workspaces(requests.of(lambda: out.append(model[0](x))))
+    grad = torch.empty_like(out[0])
+    backward = without_workspaces(requests.of(lambda: out[0].backward(grad)))
 
-    assert forward == [((N, K), torch.float32)]
-    assert num_alive == 0
-    assert input_is_dead
-    # back in the dtype in which the weight was loaded, and cast from there
-    assert log.made[1:] == [((N, K), torch.bfloat16)]
-    assert x.grad is not None
+    scales = [4 * 960, 4 * 960] if double_quant else []
+    made = [n for n in forward if n > 0]
+    assert made == [*scales, 4 * N * K, 4 * M * N]
+    assert sorted(n for n in forward if n < 0) == sorted(-n for n in made[:-1])
+    scales = scales[:1]
+    assert [n for n in backward if n > 0] == [*scales, 2 * N * K, 4 * N * K, 4 * M * K]
+    assert sum(backward) == 4 * M * K  # the gradient of x alone stays
 
 
-def test_a_fused_product_dequantises_nothing() -> None:
-    layer = quantize_nf4(layers(), compute_dtype=torch.bfloat16)[0]  # type: ignore[index]
-    x = torch.zeros(4, K, dtype=torch.bfloat16, device="meta")
+def test_a_bias_takes_the_dtype_of_the_product_for_good(requests: Requests) -> None:
+    for quantise in (in_4_bits, in_8_bits):
+        model = layers()
+        quantise(model)
+        prepare_for_kbit_training(model, use_gradient_checkpointing=False)
+        before = model[0].bias.dtype
 
-    with EmptyLog() as log:
-        output = layer(x)
+        output = model[0](torch.zeros(2, 7, K, device="cuda", dtype=BF16))
 
-    assert log.made == []
-    assert output.shape == (4, N)
+        assert (before, model[0].bias.dtype) == (torch.float32, BF16)
+        assert (output.shape, output.dtype) == ((2, 7, N), BF16)
 
 
 @pytest.mark.parametrize(
-    ("capability", "num_sms", "rows", "shape", "dtype", "fused"),
+    ("gpu", "rows", "shape", "fused"),
     [
-        ((9, 0), 132, 4, (4096, 4096), torch.float32, True),  # four rows always
-        ((9, 0), 132, 8, (4096, 4096), torch.float32, False),  # fp32 has no tensor core kernel
-        ((9, 0), 132, 1537, (2048, 512), torch.bfloat16, False),  # beyond 1536 never
-        ((9, 0), 132, 4, (4096, 100), torch.bfloat16, False),  # 100 is no multiple of 64
-        ((9, 0), 132, 512, (2048, 512), torch.bfloat16, True),  # small weight, 32 tiles of 132
-        ((9, 0), 132, 513, (2048, 512), torch.bfloat16, False),
-        ((9, 0), 132, 64, (32000, 4096), torch.bfloat16, True),  # 500 tiles: over three waves
-        ((9, 0), 132, 65, (32000, 4096), torch.bfloat16, False),
-        ((9, 0), 132, 8, (4096, 4096), torch.bfloat16, False),  # 64 tiles: below half a wave
-        ((8, 0), 108, 16, (4096, 4096), torch.bfloat16, False),  # square, 64 tiles: below 0.6
-        ((8, 9), 128, 8, (4096, 4096), torch.bfloat16, True),
-        ((8, 9), 128, 9, (4096, 4096), torch.bfloat16, False),
-        ((10, 0), 148, 32, (32000, 4096), torch.bfloat16, True),
-        ((7, 5), 40, 8, (4096, 4096), torch.bfloat16, False),  # there fp16 only
+        ("h100-80gb", 4, (4096, 4096), True),  # four rows always
+        ("h100-80gb", 4, (4096, 100), False),  # 100 is no multiple of 64
+        ("h100-80gb", 512, (2048, 512), True),  # small weight, 32 tiles of 132
+        ("h100-80gb", 513, (2048, 512), False),
+        ("h100-80gb", 64, (32000, 4096), True),  # 500 tiles: over three waves
+        ("h100-80gb", 65, (32000, 4096), False),
+        ("a100-80gb", 16, (4096, 4096), False),  # square, 64 tiles: below 0.6 of a wave
+        ("rtx-4090", 8, (4096, 4096), True),
+        ("rtx-4090", 9, (4096, 4096), False),
+        ("b200", 32, (32000, 4096), True),
     ],
 )
-def test_the_fused_kernel_runs_where_bitsandbytes_measured_it_faster(
-    capability: tuple[int, int],
-    num_sms: int,
-    rows: int,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    fused: bool,
+@pytest.mark.filterwarnings("ignore:inner dimension")
+def test_the_fused_kernel_runs_where_bitsandbytes_takes_it_on_that_card(
+    gpu: str, rows: int, shape: tuple[int, int], fused: bool
 ) -> None:
-    rule = FusedGemmRule(capability=capability, num_sms=num_sms)
+    n, k = shape
+    with VirtualGpu(find_gpu(gpu)) as virtual:
+        model = nn.Sequential(nn.Linear(k, n, bias=False)).to("cuda", BF16)
+        in_4_bits(model)
+        x = torch.empty(rows, k, device="cuda", dtype=BF16)
 
-    assert rule.applies(rows, shape, dtype) is fused
+        made = Requests(virtual).made(lambda: model(x))
+
+    output, dequantised = 2 * rows * n, 2 * n * k
+    assert (made == [output]) is fused
+    assert fused or made[0] == dequantised
 
 
-def test_named_modules_are_left_alone() -> None:
-    with torch.device("meta"):
-        model = nn.ModuleDict({"wo": nn.Linear(K, N), "wi": nn.Linear(K, N)})
+# --- 8 bits
 
-    quantize_nf4(model, compute_dtype=None, skip=["wo"])
 
-    assert [type(module) for module in model.values()] == [nn.Linear, Linear4bit]
+def test_8_bits_ask_for_a_copy_in_fp16_that_comes_from_the_host(requests: Requests) -> None:
+    import bitsandbytes
+
+    model = layers()
+
+    asked = requests.of(lambda: in_8_bits(model))
+
+    assert asked == [2 * N * K, 4 * N, N * K, -2 * N * K, -2 * N * K]
+    assert type(model[0].weight) is bitsandbytes.nn.Int8Params
+    assert (tuple(model[0].weight.shape), model[0].weight.dtype) == ((N, K), torch.int8)
+    assert [t.nbytes for t in quant_state_tensors(model)] == [4 * N]
+
+
+def test_the_conv1d_of_transformers_is_transposed(requests: Requests) -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    model = nn.Sequential(Conv1D(N, K)).to("cuda", BF16)
+    in_8_bits(model)
+
+    assert tuple(model[0].weight.shape) == (N, K)
+
+
+def eight_bits(requests: Requests, dtype: torch.dtype) -> tuple[list[int], list[int]]:
+    """Of a forward and its backward what is asked for, but for what one block holds (results of
+    one value, their partial ones) and cuBLAS's workspaces.
+    """
+    model = layers(bias=False)
+    in_8_bits(model)
+    x = torch.empty(M, K, device="cuda", dtype=dtype, requires_grad=True)
+    out: list[torch.Tensor] = []
+    forward = requests.made(lambda: out.append(model[0](x)))
+    grad = torch.empty_like(out[0])
+    backward = requests.made(lambda: out[0].backward(grad))
+    return [n for n in forward if n > 512], without_workspaces(backward)
+
+
+@pytest.mark.filterwarnings("ignore:MatMul8bitLt")
+def test_the_forward_passes_through_fp16_int8_and_int32(requests: Requests) -> None:
+    """Input in fp16; scales, int8; |x|, mask, its `any`; int32 and fp16 products; the output. The
+    backward dequantises the weight in the dtype of the input.
+    """
+    forward, backward = eight_bits(requests, BF16)
+
+    looked_at = [4 * M, M * K, 2 * M * K, M * K]
+    assert forward == [2 * M * K, *looked_at, 4 * M * N, 2 * M * N, 2 * M * N]
+    assert backward == [2 * N * K, 4 * N, 2 * M * K]
+
+
+def test_in_fp16_neither_input_nor_output_is_cast(requests: Requests) -> None:
+    forward, _ = eight_bits(requests, torch.float16)
+
+    assert forward == [4 * M, M * K, 2 * M * K, M * K, 4 * M * N, 2 * M * N]
+
+
+# --- which layers
+
+
+def test_named_modules_are_left_alone(requests: Requests) -> None:
+    import bitsandbytes
+
+    model = nn.ModuleDict({"wo": nn.Linear(K, N), "wi": nn.Linear(K, N)}).to("cuda", BF16)
+
+    quantize(model, compute_dtype=BF16, skip=["wo"])
+
+    assert [type(m) for m in model.values()] == [nn.Linear, bitsandbytes.nn.Linear4bit]
 
 
 def test_a_model_without_a_layer_to_quantise_is_refused() -> None:
-    with pytest.raises(PlanError, match=re.escape("`LayerNorm` has no linear layer")):
-        quantize_nf4(nn.LayerNorm(8, device="meta"), compute_dtype=None)
+    with pytest.raises(PlanError, match=re.escape("`LayerNorm` has no linear layer to quantise")):
+        quantize(nn.LayerNorm(8), compute_dtype=BF16)
 
 
-def test_transformers_keeps_the_output_embedding_and_wo_of_t5() -> None:
+def test_layers_of_a_class_of_their_own_are_named_where_nothing_else_can_be_quantised() -> None:
+    """As `FalconLinear`: transformers converts layers whose class is `nn.Linear` itself."""
+
+    class OwnLinear(nn.Linear):
+        pass
+
+    with pytest.raises(PlanError) as raised:
+        quantize(nn.Sequential(OwnLinear(8, 8)), compute_dtype=BF16, quant="int8")
+
+    assert raised.value.hint.startswith("transformers converts no `OwnLinear`; ")
+
+
+def test_a_plan_leaves_the_output_embedding_and_wo_of_t5(requests: Requests) -> None:
+    import bitsandbytes
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
         vocab_size=96, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4,
         feed_forward_proj="gated-gelu",
     )  # fmt: skip
-    with torch.device("meta"):
-        model = T5ForConditionalGeneration(config)
-    assert {"lm_head", "wo"} <= set(modules_to_skip(model))
+    model = T5ForConditionalGeneration(config).to("cuda", BF16)
 
-    quantize_nf4(model, compute_dtype=torch.bfloat16)
+    quantize(model, compute_dtype=BF16, skip=TrainingPlan(model_name="t5-small").quant_skip)
 
     left = {n.rpartition(".")[2] for n, m in model.named_modules() if type(m) is nn.Linear}
+    packed = [m for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
     # per block: q, k, v, o, wi_0, wi_1; the decoder has a second attention
     assert left == {"lm_head", "wo"}
-    assert sum(isinstance(m, Linear4bit) for m in model.modules()) == 2 * (4 + 2) + 2 * (8 + 2)
+    assert len(packed) == 2 * (4 + 2) + 2 * (8 + 2)
 
 
-def test_the_transposed_layers_of_gpt2_are_quantised_the_right_way_round() -> None:
+def test_checkpointing_lets_gradients_into_the_frozen_model(requests: Requests) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    with torch.device("meta"):
-        model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=96))
-
-    quantize_nf4(model, compute_dtype=torch.bfloat16)
-
-    layer = model.transformer.h[0].attn.c_attn
-    assert (layer.in_features, layer.out_features) == (64, 192)
-
-
-def test_a_transposed_weight_is_copied_until_it_is_packed() -> None:
-    """64 x 192 in bf16, before 192 scales, half a byte per weight and a code with its maximum."""
-    from transformers.pytorch_utils import Conv1D
-
-    with torch.device("meta"):
-        model = nn.Sequential(Conv1D(192, 64), nn.Linear(192, 64)).bfloat16()
-    recorder = Recorder(find_gpu("h200"), StorageTable())
-
-    with recorder:
-        quantize_nf4(model, compute_dtype=torch.bfloat16)
-
-    sizes = recorder.storages.num_bytes
-    events = [sizes[e] if e >= 0 else -sizes[~e] for e in recorder.events]
-    first, second = events[:9], [size for size in events[9:] if size > 0]
-    assert first == [2 * 64 * 192, 4 * 192, 64 * 192 // 2, 64, 64, 4, -64, -4, -2 * 64 * 192]
-    assert second == [4 * 192, 64 * 192 // 2, 64, 64, 4]
-
-
-def test_checkpointing_lets_gradients_into_the_frozen_model() -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    with torch.device("meta"):
-        model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=96))
-    quantize_nf4(model, compute_dtype=torch.bfloat16)
+    config = GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=96)
+    model = GPT2LMHeadModel(config).to("cuda", BF16)
+    in_4_bits(model)
 
     prepare_for_kbit_training(model, use_gradient_checkpointing=True)
 
-    ids = torch.zeros(2, 3, dtype=torch.long, device="meta")
+    ids = torch.zeros(2, 3, dtype=torch.long, device="cuda")
     assert model.get_input_embeddings()(ids).requires_grad
     assert model.is_gradient_checkpointing
+
+
+# --- plans
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"quant": "int8"}, "`quant` is given without QLoRA"),
+        ({"quant": "int4", "use_qlora": True}, "`quant` cannot be `int4`"),
+        (
+            {"quant": "int8", "use_qlora": True, "double_quant": True},
+            "`double_quant` does not go with `quant` `int8`",
+        ),
+    ],
+)
+def test_plans_that_contradict_themselves_are_refused(values: dict[str, object], text: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(text)):
+        TrainingPlan.from_dict({"model_name": "gpt2", **values})
+
+
+def test_a_prediction_says_that_outliers_are_left_out() -> None:
+    from memest.estimator.predict import predict
+
+    prediction = predict(
+        TrainingPlan(model_name="gpt2", use_qlora=True, quant="int8", batch_size=1, seq_len=32)
+    )
+
+    assert any("no activation reaches 6.0" in line for line in prediction.assumptions)
+    assert prediction.coverage["unmodelled"] == {}

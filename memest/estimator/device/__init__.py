@@ -10,6 +10,7 @@ One file builds on another in this order; none imports from below:
   tensors without data; `live` sends each event to the allocator as the script runs (with
   `history`, `labels`, `lines` and `modules`).
 - `attributes/` (what a tensor says and where it goes), `cuda/` (`torch.cuda`, NVML), `encoder`,
-  `files/` (checkpoints, published weights) and `libraries/` put all this in torch's place.
+  `distributed/` (one rank of several), `files/` (checkpoints, published weights) and `libraries/`
+  put all this in torch's place.
 - `virtual_gpu` is the session in which a script sees it.
 """

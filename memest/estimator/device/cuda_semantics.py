@@ -3,13 +3,12 @@ backends.
 
 torch decides these in C++ by `tensor.is_cuda()`. A meta tensor never is, so the decisions are put
 back where torch makes them: as kernels on a dispatch key in front of autograd, which is switched on
-for the traced code only. The key is `AutocastIPU`, whose backend no longer exists in torch; nothing
-else is registered on it. Autograd and the recorder below see the operators that a GPU would run,
-called from Python or from C++ alike.
+for the simulated code only. The key is `AutocastIPU`, whose backend no longer exists in torch;
+nothing else is registered on it. Autograd and the recorder below see the operators that a GPU would
+run, called from Python or from C++ alike.
 
-The autocast state is that of `torch.autocast("cuda")` on the virtual GPU, and that of
-`torch.autocast("cpu")` where a step is traced without one; torch keeps both per thread, and
-activation checkpointing saves and restores them for the recomputation.
+The autocast state is that of `torch.autocast("cuda")`; torch keeps it per thread, and activation
+checkpointing saves and restores it for the recomputation.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -30,7 +28,6 @@ from memest.estimator.device.tensors import on_gpu
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.kernels.attention.choice import scaled_dot_product_attention
 from memest.estimator.kernels.batch_norm import takes_cudnn
-from memest.estimator.kernels.grouped_mm import experts_as_on
 
 KEY_NAME = "AutocastIPU"
 _KEY = getattr(torch._C.DispatchKey, KEY_NAME)
@@ -67,7 +64,8 @@ PROMOTE = """
 
 _library: list[torch.library.Library] = []
 _active_gpu: list[Gpu] = []
-_autocast_device = ["cpu"]
+_CUDA = "cuda"
+"""The device whose autocast state counts."""
 
 
 class _Inside(threading.local):
@@ -92,7 +90,7 @@ class CastCache:
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """`tensor.to(dtype)`, kept where torch keeps it."""
         is_kept = (
-            dtype is torch.get_autocast_dtype(_autocast_device[-1])
+            dtype is torch.get_autocast_dtype(_CUDA)
             and tensor.dtype is torch.float32
             and tensor.requires_grad
             and tensor.is_leaf
@@ -118,62 +116,18 @@ CASTS = CastCache()
 
 
 @contextlib.contextmanager
-def cuda_semantics(gpu: Gpu) -> Iterator[None]:
-    """Within it, a traced step's operators on meta tensors take the decisions that they take on
-    `gpu`, and so does transformers, which asks the device of its tensors.
-    """
-    with decisions_of(gpu, autocast_device="cpu"), _transformers_autocast(), experts_as_on(gpu):
-        yield
-
-
-@contextlib.contextmanager
-def decisions_of(gpu: Gpu, *, autocast_device: str) -> Iterator[None]:
-    """Within it, this thread's operators on meta tensors take the decisions of `gpu`.
-
-    `autocast_device` is the device whose autocast state counts.
-    """
+def decisions_of(gpu: Gpu) -> Iterator[None]:
+    """Within it, this thread's operators on meta tensors take the decisions of `gpu`."""
     _register_once()
     was_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY)
     torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, False)
     _active_gpu.append(gpu)
-    _autocast_device.append(autocast_device)
     try:
         with torch._C._IncludeDispatchKeyGuard(_KEY):
             yield
     finally:
         _active_gpu.pop()
-        _autocast_device.pop()
         torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, was_excluded)
-
-
-def autocast(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-    """The autocast context that Lightning's `MixedPrecision` opens; None is full or true half
-    precision.
-
-    Lightning 2.6 passes `cache_enabled=False` (plugins/precision/amp.py), so casts are made anew
-    for each operator.
-    """
-    if dtype is None:
-        return contextlib.nullcontext()
-    return torch.autocast("cpu", dtype=dtype, cache_enabled=False)
-
-
-@contextlib.contextmanager
-def _transformers_autocast() -> Iterator[None]:
-    """Let `maybe_autocast(device.type, enabled=False)` of transformers switch off the autocast of
-    the trace.
-
-    transformers 5.17 (utils/generic.py) returns a null context for the meta device.
-    """
-    from transformers.utils import generic
-
-    def null_or_off() -> contextlib.AbstractContextManager[Any]:
-        if torch.is_autocast_enabled(_autocast_device[-1]):
-            return torch.autocast(_autocast_device[-1], enabled=False)
-        return contextlib.nullcontext()
-
-    with mock.patch.object(generic, "nullcontext", null_or_off):
-        yield
 
 
 def _register_once() -> None:
@@ -208,8 +162,7 @@ def _register_once() -> None:
 
 
 def _decisions() -> tuple[Gpu, torch.dtype | None]:
-    device = _autocast_device[-1]
-    is_cast = torch.is_autocast_enabled(device)
+    is_cast = torch.is_autocast_enabled(_CUDA)
     return _active_gpu[-1], torch.float16 if is_cast else None  # AutocastRNN.cpp knows no other
 
 
@@ -232,7 +185,7 @@ def _with_policy(
     kernel: Callable[..., Any],
 ) -> Callable[..., Any]:
     def cast_then_run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if _INSIDE.autocast or not torch.is_autocast_enabled(_autocast_device[-1]):
+        if _INSIDE.autocast or not torch.is_autocast_enabled(_CUDA):
             return kernel(keyset, *args, **kwargs)
         # as torch does, casts and the operators inside a composite run without autocast
         _INSIDE.autocast = True
@@ -281,7 +234,7 @@ def _cast_all(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype)
 
 
 def _to_lower_precision(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    return _cast_all(args, kwargs, torch.get_autocast_dtype(_autocast_device[-1]))
+    return _cast_all(args, kwargs, torch.get_autocast_dtype(_CUDA))
 
 
 def _to_float32(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -308,9 +261,7 @@ def _to_widest(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     if not flat:
         return args, kwargs
     is_mixed = any(a.dtype is torch.float32 for a in flat)
-    return _cast_all(
-        args, kwargs, torch.float32 if is_mixed else torch.get_autocast_dtype(_autocast_device[-1])
-    )
+    return _cast_all(args, kwargs, torch.float32 if is_mixed else torch.get_autocast_dtype(_CUDA))
 
 
 def _dropout(keyset: Any, x: Tensor, p: float, train: bool) -> Tensor:

@@ -17,7 +17,6 @@ from memest.estimator.device.in_place import (
     as_without_a_mode,
     owners_of_a_sole_gradient,
 )
-from memest.estimator.device.modules import ModuleTracker
 from memest.estimator.device.recurrent import packing_events
 from memest.estimator.device.storages import Coverage, MemKind, Site, StorageTable
 from memest.estimator.device.traits import DEPENDS_ON_VALUES, traits_of
@@ -101,7 +100,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.values = ShadowValues()
         self.phase = ""
         self.kind = MemKind.ACTIVATIONS
-        self.tracker: ModuleTracker | None = None
         owners_of_a_sole_gradient()  # looked at once, before anything is recorded
         self._cublas = CublasWorkspaces(gpu.capability)
         self._workspaces: list[int] = []
@@ -229,7 +227,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise self._failure(func, error) from error
 
     def _failure(self, func: Any, error: Exception) -> TraceError:
-        where = (self.tracker.current() if self.tracker else "") or "the model"
         name = str(func).removesuffix(".default")
         if traits_of(func).reads_value or isinstance(error, ValueUnknown):
             reason = "reads a value that is computed from weights or activations"
@@ -240,7 +237,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             reason = str(error).splitlines()[0]
         return TraceError(
-            f"`{where}` cannot be traced without a GPU: `{name}` {reason}",
+            f"the model cannot be traced without a GPU: `{name}` {reason}",
             hint="the shapes of its tensors depend on values; memest cannot predict this model yet",
         )
 
@@ -360,11 +357,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._cublas.bytes_for(func, args, kwargs, "backward" if in_backward else "main")
 
     def _site(self, func: Any) -> Site:
-        module = self.tracker.current() if self.tracker is not None else ""
-        key = (func, module, self.phase)
+        key = (func, self.phase)
         site = self._sites.get(key)
         if site is None:
-            site = self._sites[key] = Site(str(func).removesuffix(".default"), module, self.phase)
+            site = self._sites[key] = Site(str(func).removesuffix(".default"), "", self.phase)
         return site
 
     def _workspace(self, num_bytes: int, site: Site) -> int:

@@ -4,19 +4,16 @@ meta tensors.
 Models branch on values (`attention_mask.all()`, the largest position). A meta tensor has none. Ids,
 masks, positions and what is computed from them alone keep a twin on the CPU, one per storage, so
 that views and in-place writes agree. What depends on weights or activations has no twin; reading it
-ends the trace with an error that names the module.
+is an error that names the operator; on the virtual GPU it is guessed (`guesses`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from memest.estimator.device.tensors import is_meta, storage_key, tensors_in
@@ -40,6 +37,14 @@ _CONSTANT_LIKE = frozenset(
 
 MAX_TOTAL_BYTES = 1 << 28
 """Twins of a script together, but for those of up to a 256th of it."""
+
+_UNWRITTEN = frozenset((
+    aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default,
+    aten.new_empty.default, aten.new_empty_strided.default,
+))  # fmt: skip
+"""Room for values: there are none yet. Zeros stand there, so that no two runs differ by what lay in
+the memory.
+"""
 
 READS_VALUE = frozenset(
     {
@@ -100,11 +105,6 @@ class ShadowValues:
         empty = torch.empty(0, dtype=tensor.dtype)
         return empty.set_(twin, tensor.storage_offset(), tensor.size(), tensor.stride())
 
-    def known_or_same(self, tensor: Tensor) -> Tensor:
-        """The twin of `tensor` where it has one."""
-        value = self.value_of(tensor)
-        return tensor if value is None else value
-
     def positions(self, indices: list[Tensor | None]) -> list[Tensor | None] | None:
         """`indices` with each mask as the positions of its true entries, meta tensors; CUDA makes
         them first, too. None where a mask has no value.
@@ -143,9 +143,9 @@ class ShadowValues:
         """After `func` ran on meta tensors: give its integer and boolean results their twins."""
         written = [a for a in args[:1] if isinstance(a, Tensor) and func._schema.is_mutable]
         results = [o for o in _flat(out) if isinstance(o, Tensor)]
-        if func is aten.empty.memory_format:
-            for result in filter(self._wants_twin, results):  # room for values: there are none yet
-                room = torch.empty(result.untyped_storage().nbytes(), dtype=torch.uint8)
+        if func in _UNWRITTEN:
+            for result in filter(self._wants_twin, results):
+                room = torch.zeros(result.untyped_storage().nbytes(), dtype=torch.uint8)
                 self._twins[result.untyped_storage()._cdata] = room.untyped_storage()
             return
         if not written and not any(self._wants_twin(o) for o in results):
@@ -259,49 +259,6 @@ class LiveValues(ShadowValues):
     def _has_room(self, num_bytes: int) -> bool:
         is_small = num_bytes <= MAX_TOTAL_BYTES >> 8
         return is_small or self._twins.num_bytes + num_bytes <= MAX_TOTAL_BYTES
-
-
-@contextmanager
-def python_values(values: ShadowValues) -> Iterator[None]:
-    """Within it, what crosses between Python numbers and tensors unseen by a dispatch mode does so
-    through twins.
-
-    `tensor.tolist()` and `tensor.item()` give the numbers of the twin, and `torch.tensor(numbers,
-    device=...)` makes a tensor that is seen, with a twin; torch fills such a tensor on the host and
-    copies it.
-    """
-    tensor = torch.tensor
-
-    def of_twin(method: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        def call(self: Tensor) -> Any:
-            if self.device.type == "meta":
-                with _disable_current_modes():
-                    value = values.value_of(self)
-                    if value is not None:
-                        return method(value)
-            return method(self)
-
-        return call
-
-    def tensor_with_twin(data: Any, *, device: Any = None, **options: Any) -> Tensor:
-        is_on_gpu = device is not None and torch.device(device).type == "meta"
-        if not is_on_gpu or isinstance(data, Tensor):
-            return tensor(data, device=device, **options)
-        with _disable_current_modes():
-            known = tree_map_only(Tensor, values.known_or_same, data)
-            value = tensor(known, dtype=options.get("dtype"), device="cpu")
-        made = torch.empty(value.shape, dtype=value.dtype, device=device)
-        if not value.is_floating_point():
-            with _disable_current_modes():
-                values.adopt(made, value)
-        return made.requires_grad_(bool(options.get("requires_grad", False)))
-
-    with (
-        mock.patch.object(Tensor, "tolist", of_twin(Tensor.tolist)),
-        mock.patch.object(Tensor, "item", of_twin(Tensor.item)),
-        mock.patch.object(torch, "tensor", tensor_with_twin),
-    ):
-        yield
 
 
 def materialise(values: Any) -> Any:

@@ -165,7 +165,7 @@ class VirtualGpu:
     @contextlib.contextmanager
     def in_this_thread(self) -> Iterator[None]:
         """Within it, what this thread runs runs on the virtual GPU."""
-        with decisions_of(self.gpu, autocast_device="cuda"), self.recorder:
+        with decisions_of(self.gpu), self.recorder:
             yield
 
     def _install_threads(self) -> None:

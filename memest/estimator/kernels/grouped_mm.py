@@ -14,10 +14,7 @@ Shapes: G groups, M rows of the left, N columns of the right.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -29,49 +26,6 @@ from memest.estimator.kernels.scratch import Scratch
 _POINTER_BYTES = 8
 _PROBLEM_BYTES = 3 * 4
 """M, N and K of a group as int32."""
-
-OLDEST = (8, 0)
-"""From it on transformers 5.17 calls torch's operator (`_can_use_grouped_mm`)."""
-
-
-@contextlib.contextmanager
-def experts_as_on(gpu: Gpu) -> Iterator[None]:
-    """Within it, transformers multiplies experts as it does on `gpu`.
-
-    It asks the device of the weights, which is the meta device here.
-    """
-    if gpu.capability >= OLDEST:
-        yield
-        return
-    from transformers.integrations import moe
-
-    with mock.patch.object(moe, "_grouped_mm", _one_by_one):
-        yield
-
-
-def _one_by_one(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """`_grouped_mm` of transformers where torch's operator cannot be used."""
-    out: Tensor = _OneByOne.apply(input.to(weight.dtype), weight, offs)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _OneByOne(torch.autograd.Function):
-    """`transformers::grouped_mm_fallback`: an `mm` for each group into slices of the result.
-
-    The products ask for nothing; how the rows are spread over the groups does not matter. The
-    backward makes the gradients of both factors, wanted or not.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
-        ctx.save_for_backward(left, right)
-        ctx.offsets = offsets
-        return torch.zeros(left.size(0), right.size(2), device=left.device, dtype=left.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        left, right = ctx.saved_tensors
-        return torch.zeros_like(left), torch.zeros_like(right), None
 
 
 def grouped_mm_output(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

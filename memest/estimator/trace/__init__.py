@@ -1,5 +1,5 @@
-"""One training step as a program of event streams, and what is read off it.
+"""A plan's training as a program of event streams, and what is read off it.
 
-`step` traces it in Lightning's order, `replay` runs it through the allocator, `recording` and
-`snapshot` write down what the allocator did.
+`virtual_run` makes the program by running the plan's own loop on a virtual GPU, `replay` plays it
+through the allocator, `recording` and `snapshot` write down what the allocator did.
 """

@@ -1,8 +1,7 @@
-"""A plan's program with what the report says of the model, and the steps that make one."""
+"""A plan's program with what the report says of the model."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -11,21 +10,9 @@ import torch
 from torch import nn
 
 from memest.errors import TraceError
-from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.kernels.attention.flash2 import check_gpu
 from memest.estimator.trace.program import Program
-from memest.models_meta.assemble import (
-    assemble,
-    compute_dtype,
-)
-from memest.models_meta.batch import Batch
 from memest.models_meta.geometry import LayerGeometry
-from memest.models_meta.quantized.fused_gemm import FusedGemmRule
-from memest.models_meta.quantized.int8 import ASSUMPTION, quantize_int8
-from memest.models_meta.quantized.nf4 import quantize_nf4
-from memest.models_meta.registry import ModelConfig
 from memest.plan import TrainingPlan
-from memest.plan.values import FLASH_ATTENTION_2
 from memest.report import Term
 
 
@@ -55,33 +42,6 @@ class TracedPlan:
     """Of the trained parameters before a strategy divides them."""
 
 
-def import_adapters(plan: TrainingPlan) -> None:
-    """Import peft, if `plan` needs it, before anything is recorded: what its libraries make when
-    they are imported is no part of a step.
-    """
-    if plan.uses_adapters:
-        import memest.models_meta.adapters  # noqa: F401
-
-
-def build_module(plan: TrainingPlan, gpu: Gpu, config: ModelConfig, notes: list[str]) -> nn.Module:
-    """The module of `plan` on the current device; appends to `notes` what was decided."""
-    quantize = functools.partial(
-        quantize_nf4,
-        compute_dtype=compute_dtype(plan),
-        double_quant=plan.double_quant,
-        skip=plan.quant_skip,
-        rule=FusedGemmRule(capability=gpu.capability, num_sms=gpu.num_sms),
-    )
-    if plan.quant == "int8":
-        quantize = functools.partial(quantize_int8, skip=plan.quant_skip)
-        notes.append(ASSUMPTION)
-    if plan.attn_implementation == FLASH_ATTENTION_2:
-        check_gpu(gpu)
-    assembled = assemble(plan, config, quantize=quantize)
-    notes.extend(assembled.notes)
-    return assembled.module
-
-
 def model_failure(plan: TrainingPlan, model: nn.Module | None, error: Exception) -> TraceError:
     """Name the innermost module of `model` in which its code raised."""
     names = {} if model is None else {id(m): name for name, m in model.named_modules()}
@@ -94,19 +54,6 @@ def model_failure(plan: TrainingPlan, model: nn.Module | None, error: Exception)
         f"`{where or plan.model_name}` fails: {first_line}",
         hint="a GPU would most likely say the same; if not, memest cannot predict this plan",
     )
-
-
-def move_batch(recorder: Any, batch: Batch, float_dtype: torch.dtype | None) -> dict[str, Any]:
-    """The batch as it arrives on the GPU: meta tensors, with twins of what has values."""
-    moved: dict[str, Any] = dict(batch.flags)
-    for item in batch.tensors:
-        dtype = item.value.dtype
-        if float_dtype is not None and dtype.is_floating_point:
-            dtype = float_dtype
-        moved[item.name] = torch.empty(item.value.shape, dtype=dtype, device="meta")
-        if item.is_real:
-            recorder.values.adopt(moved[item.name], item.value)
-    return moved
 
 
 def elements_by_dtype(tensors: Iterable[torch.Tensor]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""From a plan to its program on one GPU: the plan's own loop, run on a GPU that is not there.
+"""From a plan to its program: the plan's own loop, run on a GPU that is not there.
 
 The first steps run as `memest validate` runs them, of a step's micro-batches the first, one from
 the middle and the last; whatever a plan has more of repeats these (`program`). The card has no end
@@ -38,7 +38,7 @@ from memest.loops.probe import CudaMemory, PhaseRecorder
 from memest.loops.quantize import quant_state_tensors
 from memest.models_meta.assemble import sequence_length
 from memest.models_meta.geometry import LayerGeometry, layer_geometry
-from memest.models_meta.quantized.int8 import ASSUMPTION
+from memest.models_meta.quantized import ASSUMPTION
 from memest.models_meta.registry import ModelConfig, quiet_transformers, resolve_config
 from memest.plan import TrainingPlan
 from memest.plan.values import FLASH_ATTENTION_2
@@ -302,6 +302,7 @@ _TALKATIVE = ("lightning.pytorch", "lightning.fabric", "bitsandbytes")
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Without what Lightning and transformers tell users of a run that is theirs."""
+    import lightning.pytorch  # noqa: F401 - sets its level as it is imported
 
     loggers = [logging.getLogger(name) for name in _TALKATIVE]
     levels = [logger.level for logger in loggers]

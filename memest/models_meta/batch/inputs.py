@@ -56,10 +56,6 @@ class Batch:
         """What forward takes: real integer tensors on the CPU, meta floats, and the flags."""
         return {tensor.name: tensor.value for tensor in self.tensors} | dict(self.flags)
 
-    def meta_kwargs(self) -> dict[str, Any]:
-        """`kwargs` with every tensor on the meta device."""
-        return {t.name: t.value.to("meta") for t in self.tensors} | dict(self.flags)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:

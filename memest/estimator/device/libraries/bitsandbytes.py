@@ -4,8 +4,8 @@ The CUDA backend of bitsandbytes (backends/cuda/ops.py) makes its tensors by tor
 addresses to a native library, whose kernels ask torch's allocator for nothing. So a library that
 does nothing is loaded in its place. Paged states come from `cudaMallocManaged`, outside of the
 allocator; they lie where tensors of the host do.
-Source: bitsandbytes 0.50.2, cextension.py, functional.py, backends/cuda/ops.py. Evidence: the
-layers ask for what `models_meta.quantized` asks for, which was measured.
+Source: bitsandbytes 0.50.2, cextension.py, functional.py, backends/cuda/ops.py. Evidence: measured
+plans with `use_qlora` and with its optimizers (results/*.jsonl).
 """
 
 from __future__ import annotations

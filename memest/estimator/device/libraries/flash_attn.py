@@ -52,7 +52,7 @@ def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> Non
             if attn_implementation == FLASH_ATTENTION_2 and not is_standing_in:
                 is_standing_in.append(True)
                 recorder.note(_NOTE)
-                stack.enter_context(flash_attention.stand_in(FLASH_ATTENTION_2))
+                stack.enter_context(flash_attention.stand_in())
             return check(model, attn_implementation, *args, **kwargs)
 
         patches.set(kind, "_check_and_adjust_attn_implementation", checked)

@@ -1,1 +1,0 @@
-"""Every optimizer that a plan can name, made to run on meta parameters as it runs on CUDA."""

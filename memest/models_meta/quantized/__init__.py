@@ -1,1 +1,0 @@
-"""The linear layers of bitsandbytes on the meta device: the same tensors, none of its kernels."""
