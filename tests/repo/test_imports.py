@@ -20,6 +20,7 @@ FLOORS = [
     {"plan"},
     {"report"},
     {"models_meta"},
+    {"loops"},
     {"estimator"},
     {"run", "validate"},
     {"plots", "render"},
@@ -44,9 +45,10 @@ DEVICE_FLOORS = [
     {"collectives", "cuda_semantics", "custom_operators", "dispatch", "fused"}
     | {"guesses", "history", "host", "imports", "in_place", "labels", "layouts", "lines"}
     | {"messages", "modules"}
-    | {"patches", "processes", "recurrent", "storages", "streams", "tensors", "traits", "values"},
+    | {"patches", "processes", "ranks", "recurrent", "shards", "storages", "streams", "tensors"}
+    | {"traits", "values"},
     {"live"},
-    {"attributes", "cuda", "encoder", "files", "libraries"},
+    {"attributes", "cuda", "distributed", "encoder", "files", "libraries"},
     {"virtual_gpu"},
 ]
 """The files and rooms of the virtual GPU, lowest first; more in `device/__init__.py`."""

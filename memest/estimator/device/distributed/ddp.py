@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from memest.errors import UnsupportedError
 from memest.estimator.device.live import LiveRecorder
@@ -104,7 +105,8 @@ class Reducer:
             if reducer is not None:
                 reducer._arrived(parameter)
 
-        hooks: Any = [p.register_post_accumulate_grad_hook(arrived) for p in self._params]
+        params: list[Any] = self._params
+        hooks = [p.register_post_accumulate_grad_hook(arrived) for p in params]
         self._remove = weakref.finalize(self, _remove_all, hooks)
 
     # what DistributedDataParallel asks for
@@ -129,9 +131,9 @@ class Reducer:
         self._ensure_finished()
         if not self._should_rebuild or not self._arrivals:
             return False
-        order = [self._params[i] for i in self._arrivals]
-        buckets, _ = dist._compute_bucket_assignment_by_size(
-            order, self._caps, [False] * len(order), self._arrivals
+        order: list[Tensor] = [self._params[i] for i in self._arrivals]
+        buckets, _ = c10d._compute_bucket_assignment_by_size(
+            [*order], self._caps, [False] * len(order), self._arrivals
         )
         self._sync_order(len(self._params) + 1, len(buckets))
         self._has_rebuilt = True
@@ -325,7 +327,7 @@ def _broadcast(tensors: Sequence[Tensor], buffer_bytes: int) -> None:
     """As `broadcast_coalesced`: buckets are flattened, sent, and copied back, two in flight."""
     if not tensors:
         return
-    buckets, _ = dist._compute_bucket_assignment_by_size(list(tensors), [buffer_bytes])
+    buckets, _ = c10d._compute_bucket_assignment_by_size(list(tensors), [buffer_bytes])
     in_flight: list[Any] = []
     for indices in buckets:
         members = [tensors[i].detach() for i in indices]
@@ -350,7 +352,8 @@ def _is_alias(a: Tensor, b: Tensor) -> bool:
 
 
 def _at_end_of_backward(action: Any) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(action)  # type: ignore[attr-defined]
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(action)
 
 
 def _remove_all(hooks: Iterable[Any]) -> None:
