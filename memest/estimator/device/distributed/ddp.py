@@ -1,4 +1,4 @@
-"""DistributedDataParallel's reducer: buckets that gradients are copied into, summed in, copied out of.
+"""DistributedDataParallel's reducer: buckets that gradients are copied into, summed in, copied from.
 
 torch's Python code of `DistributedDataParallel` runs as it is. Its reducer is C++, which asks for
 gradients on a device, so `Reducer` mirrors `torch/csrc/distributed/c10d/reducer.cpp` of torch 2.11
@@ -265,7 +265,7 @@ class Reducer:
                 parameter.grad.copy_(view)
 
     def _make_buckets(self, buckets: Iterable[Sequence[int]]) -> None:
-        """As `initialize_buckets`: one flat tensor a bucket, with views of the parameters' shapes."""
+        """As `initialize_buckets`: a flat tensor each, with views of the parameters' shapes."""
         self._views: dict[int, Tensor] = {}
         for members in buckets:
             params = [self._params[i] for i in members]

@@ -1,4 +1,4 @@
-"""FSDP on the virtual GPU: torch's own code runs; storages that it frees and takes again are told of.
+"""FSDP on the virtual GPU: torch's own code; storages that it frees and takes again are told of.
 
 `FullyShardedDataParallel` and `fully_shard` decide which parameters there are, what is padded,
 gathered, freed and reduced, in which order and on which streams. They free memory by resizing the
