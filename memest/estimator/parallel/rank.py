@@ -110,8 +110,8 @@ def _host_terms(plan: TrainingPlan, of_rank: Sequence[HostTerm]) -> tuple[Term, 
 def _notes(plan: TrainingPlan, rank: int, trained_bytes: int) -> Iterator[str]:
     """What is assumed of a run on several GPUs."""
     yield (
-        f"the figures are those of rank {rank} of {plan.world_size}, and no rank holds more; the cache"
-        " is emptied once more when the strategy has wrapped the model"
+        f"the figures are those of rank {rank} of {plan.world_size}, and no rank holds more; the"
+        " cache is emptied once more when the strategy has wrapped the model"
     )
     yield (
         f"{format_bytes(libraries_bytes(plan))} of NCCL on each GPU, as on four H200 of one host"

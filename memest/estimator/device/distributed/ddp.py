@@ -1,4 +1,4 @@
-"""DistributedDataParallel's reducer: buckets that gradients are copied into, summed in, copied from.
+"""DistributedDataParallel's reducer: buckets that gradients go into and come from.
 
 torch's Python code of `DistributedDataParallel` runs as it is. Its reducer is C++, which asks for
 gradients on a device, so `Reducer` mirrors `torch/csrc/distributed/c10d/reducer.cpp` of torch 2.11
@@ -278,6 +278,15 @@ class Reducer:
                 piece = flat[start : start + parameter.numel()]
                 self._views[id(parameter)] = _in_the_shape_of(parameter, piece)
                 start += parameter.numel()
+                self._move_grad(parameter)
+
+    @torch.no_grad()
+    def _move_grad(self, parameter: nn.Parameter) -> None:
+        """As `initialize_bucket_views`: a gradient that is there goes into the new bucket."""
+        grad, view = parameter.grad, self._views[id(parameter)]
+        if self._is_view and grad is not None and not _is_alias(grad, view):
+            view.copy_(grad)
+            parameter.grad = view
 
     def _sync_order(self, *counts: int) -> None:
         """As `sync_bucket_indices`: the order of rank 0 is sent to all."""
