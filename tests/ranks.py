@@ -1,4 +1,4 @@
-"""Small models on one rank of several virtual GPUs, by the strategies of plans."""
+"""Small models on one rank of several virtual GPUs, by Lightning's strategies."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -18,7 +19,6 @@ from memest.cli.options import VALUES, completes
 from memest.cli.terminal import has_colour
 from memest.errors import PlanError
 from memest.estimator.allocator.settings import settings_from
-from memest.estimator.device.ranks import ALONE, Ranks
 from memest.estimator.hardware.gpus import Gpu, custom_gpu, find_gpu
 from memest.estimator.predict import PRIMARY_GPU
 from memest.run.no_input import NoInput
@@ -26,6 +26,7 @@ from memest.run.target import Target, check_single_process, find_module, find_sc
 from memest.units import parse_bytes
 
 if TYPE_CHECKING:
+    from memest.estimator.device.ranks import Ranks
     from memest.report import RunReport
     from memest.run.launcher import Ran
     from memest.run.session import Session
@@ -134,36 +135,21 @@ def run(
     card = _card(gpu_name, gpu_memory)
     files = _Files(json_path, html, snapshot, chrome_trace)
     with _no_real_card():
-        from memest.run.launcher import run_target
         from memest.run.ranks import chosen_ranks
         from memest.run.session import Session
 
-    def session_of(ranks: Ranks) -> Session:
-        return Session(
-            card,
-            memory_limit=memory_limit,
-            max_steps=max_steps,
-            is_strict=strict,
-            name=target.label,
-            roots=target.roots,
-            ranks=ranks,
-            batch_parts=batch_parts,
-        )
-
-    def run_one(ranks: Ranks, written: _Files) -> Ran:
-        session = session_of(ranks)
-        ran = run_target(target, session)
-        if ran.report is not None:
-            written.write(ran.report, session)
-        return ran
-
+    chosen = chosen_ranks(nproc_per_node, nnodes)
+    options: dict[str, Any] = {
+        "memory_limit": memory_limit,
+        "max_steps": max_steps,
+        "is_strict": strict,
+        "batch_parts": batch_parts,
+    }
+    make = partial(Session, card, name=target.label, roots=target.roots, **options)
     out = sys.stdout
     if no_input:
         sys.stdin = NoInput()
-    if nproc_per_node * nnodes > 1:
-        ran = _run_ranks(chosen_ranks(nproc_per_node, nnodes), run_one, files)
-    else:
-        ran = run_one(ALONE, files)
+    ran = _run_ranks(chosen, partial(_run_one, target, make), files)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     if ran.error_text:
@@ -176,18 +162,28 @@ def run(
     return OOM_EXIT_CODE if check and not ran.report.fits else ran.exit_code
 
 
+def _run_one(target: Target, make: Callable[..., Session], files: _Files, ranks: Ranks) -> Ran:
+    """One rank, in this process."""
+    from memest.run.launcher import run_target
+
+    session = make(ranks=ranks)
+    ran = run_target(target, session)
+    if ran.report is not None:
+        files.write(ran.report, session)
+    return ran
+
+
 def _run_ranks(
-    chosen: Sequence[Ranks], run_one: Callable[[Ranks, _Files], Ran], files: _Files
+    chosen: Sequence[Ranks], run_one: Callable[[_Files, Ranks], Ran], files: _Files
 ) -> Ran:
     """The ranks one after another, until one fails; the files are those of the worst."""
-    from memest.run.launcher import Ran
     from memest.run.ranks import run_rank, together
 
+    if len(chosen) == 1:
+        return run_one(files, chosen[0])
     reports: list[tuple[Ranks, RunReport]] = []
-    ran = Ran(0, "", None, None)
     for ranks in chosen:
-        written = files.of_rank(ranks.rank)
-        ran = run_rank(ranks, lambda ranks, written=written: run_one(ranks, written))
+        ran = run_rank(ranks, partial(run_one, files.of_rank(ranks.rank)))
         if ran.report is not None:
             reports.append((ranks, ran.report))
         if ran.exit_code:
@@ -252,13 +248,13 @@ class _Files:
 
     def keep_of(self, report: RunReport, ranks: Sequence[int]) -> None:
         """Let those of the report's rank be the files, of `ranks` that have written some."""
-        for path in (self.json, self.html, self.snapshot, self.chrome):
+        paths = (self.json, self.html, self.snapshot, self.chrome)
+        for path in filter(None, paths):
             for rank in ranks:
-                written = path and _beside(path, rank)
-                if written and rank == report.rank:
-                    written.replace(path)
-                elif written:
-                    written.unlink()
+                if rank == report.rank:
+                    _beside(path, rank).replace(path)
+                else:
+                    _beside(path, rank).unlink()
         if self.json is not None:
             write_text(self.json, report.to_json() + "\n")
 

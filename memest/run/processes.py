@@ -1,4 +1,4 @@
-"""What starts several processes: a script may start as many as there are ranks: this one."""
+"""What starts several processes: as many as there are ranks, of which this is one."""
 
 from __future__ import annotations
 

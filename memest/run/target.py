@@ -12,7 +12,7 @@ from pathlib import Path
 
 from memest.errors import PlanError, UnsupportedError, closest, shown
 
-SEVERAL_GPUS_HINT = "`memest predict --devices N --strategy ...` predicts a plan on several GPUs"
+SEVERAL_GPUS_HINT = "run it outside of the launcher: `memest run --nproc-per-node N train.py`"
 
 COMMANDS = frozenset(("python", "python3", "torchrun", "accelerate", "deepspeed", "lightning"))
 """What people type before a script that `memest run` runs itself."""
@@ -71,6 +71,8 @@ def find_script(name: str, args: tuple[str, ...]) -> Target:
         hint = f"did you mean `{near[0]}`?" if near else "a module is run with `-m`"
         if name in COMMANDS:
             hint = "name the Python script itself: `memest run train.py`"
+            if name != "python":
+                hint += "; `--nproc-per-node N` is for several GPUs"
         raise PlanError(f"no such script: {shown(name)}", hint=hint)
     if path.is_dir() and not (path / "__main__.py").is_file():
         raise PlanError(
@@ -94,7 +96,7 @@ def find_module(name: str, args: tuple[str, ...]) -> Target:
     if name in LAUNCHERS:
         raise UnsupportedError(
             f"{shown(name)} starts the script in other processes, which have no virtual GPU",
-            hint="give the script itself to `memest run`",
+            hint="give the script itself to `memest run`, with `--nproc-per-node N`",
         )
     if name.endswith(".py") and Path(name).is_file():
         raise PlanError(f"no such module: {shown(name)}", hint="a script is run without `-m`")
@@ -120,6 +122,6 @@ def check_single_process(environment: Mapping[str, str]) -> None:
     size = environment.get("WORLD_SIZE", "1")
     if size.strip() not in ("", "1"):
         raise UnsupportedError(
-            f"several GPUs are not simulated yet by `memest run`: `WORLD_SIZE` is {shown(size)}",
+            f"a launcher has started this as one of several: `WORLD_SIZE` is {shown(size)}",
             hint=SEVERAL_GPUS_HINT,
         )

@@ -119,6 +119,17 @@ def test_a_bucket_view_keeps_gradients_in_the_buckets_alone() -> None:
     assert alive(program)[MemKind.BUCKETS] + alive(program)[MemKind.GRADS] == WHOLE
 
 
+def test_gradients_in_the_old_buckets_move_to_the_new_ones() -> None:
+    """So that the old ones are gone when the model runs forward again."""
+    program = run(gradient_as_bucket_view=True)
+    kinds, events = program.storages.kinds, list(program.steps[1][0][1].events)
+    held_for = (MemKind.BUCKETS, MemKind.GRADS)  # the latter, once gradients are views of it
+    [first] = [e for e in program.setup if e >= 0 and kinds[e] in held_for]
+
+    runs = [e for e in events if e >= 0 and program.storages.sites[e].module == "body.up"]
+    assert events.index(~first) < events.index(runs[0])
+
+
 def test_buckets_wait_for_the_micro_batch_that_sums() -> None:
     """Under accumulation the second step makes them anew, the first micro-batches do not."""
     program = run(accumulate_grad_batches=3)

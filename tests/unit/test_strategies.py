@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from memest.errors import UnsupportedError
+from memest.loops import packages, strategies
 from memest.loops.optimizers import make_optimizer
 from memest.plan import TrainingPlan
-from memest.validate import device, strategies
 
 
 class Layer(nn.Linear):
@@ -136,7 +136,7 @@ def test_deepspeed_gets_its_stage_and_what_lies_in_host_memory(
     strategy: str, stage: int, of_optimizer: bool, of_params: bool, given: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(device, "require", lambda *packages: None)
+    monkeypatch.setattr(packages, "require", lambda *packages: None)
     optim = "deepspeed_cpu" if of_optimizer else "adamw"
 
     make(strategy, optim=optim, batch_size=3, reduce_bucket_size=5, allgather_bucket_size=7)
@@ -149,15 +149,15 @@ def test_deepspeed_gets_its_stage_and_what_lies_in_host_memory(
 
 @pytest.fixture
 def without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "is_installed", lambda package: package != "deepspeed")
+    monkeypatch.setattr(packages, "is_installed", lambda package: package != "deepspeed")
 
 
 @pytest.mark.usefixtures("without_deepspeed")
 def test_deepspeed_is_asked_for_where_it_is_not_installed() -> None:
-    with pytest.raises(UnsupportedError, match="needs `deepspeed` here") as caught:
+    with pytest.raises(UnsupportedError, match="needs the package `deepspeed`") as caught:
         make("deepspeed_stage_2")
     offload = plan("deepspeed_stage_2_offload", optim="deepspeed_cpu")
-    with pytest.raises(UnsupportedError, match="needs `deepspeed` here"):
+    with pytest.raises(UnsupportedError, match="needs the package `deepspeed`"):
         make_optimizer(offload, [])
 
     assert caught.value.hint == "pip install 'memest[deepspeed]'"

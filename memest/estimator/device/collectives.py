@@ -16,7 +16,7 @@ from torch import Tensor
 
 from memest.estimator.device.tensors import is_meta, tensors_in
 
-_SUM, _PRODUCT = 0, 2
+_SUM = 0
 """Of `c10d::ReduceOp::RedOpType` (torch/csrc/distributed/c10d/Types.hpp)."""
 
 
@@ -99,7 +99,8 @@ def _factor(args: tuple[Any, ...]) -> int:
     """By what a sum over ranks that have the same is more than that of one."""
     for op in args[2:]:
         if isinstance(op, torch._C.ScriptObject) and "ReduceOp" in str(op._type()):
-            return int(_group(args).size()) if op.op() == _SUM else 1
+            what: Any = op
+            return int(_group(args).size()) if what.op() == _SUM else 1
     return 1
 
 

@@ -72,15 +72,6 @@ _MAY_MIX_DEVICES = frozenset((
 """Operators that torch lets take tensors of the host beside those of the GPU."""
 
 
-_IN_THE_LIKENESS = frozenset((
-    aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default,
-    aten.full_like.default, aten.rand_like.default, aten.randn_like.default,
-    aten.randint_like.default, aten.new_empty.default, aten.new_empty_strided.default,
-    aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
-))  # fmt: skip
-"""Factories whose argument only says what is made."""
-
-
 class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
     """The dispatch mode of the virtual GPU.
 
@@ -179,7 +170,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         if target == "cuda":
             if not on_card and func is aten._to_copy.default:
                 return self._to_card(func, types, args, {**kwargs, "device": META}, no_place)
-            adopts = no_place and func not in _IN_THE_LIKENESS
+            adopts = no_place and not traits.makes_alike
             return self._on_card(func, types, args, {**kwargs, "device": META}, adopts)
         if on_card:
             is_to_host = func is aten.copy_.default and self.place(args[0]) is not Place.CARD

@@ -16,8 +16,9 @@ def out_of_memory(gpu: Gpu, allocator: CachingAllocator, num_bytes: int) -> str:
     if limit is not None and limit < gpu.limit_bytes:
         capped = f"{_size(limit)} allowed; "
     return (
-        f"CUDA out of memory. Tried to allocate {_size(num_bytes)}. GPU {CARD.device.index} has a"
-        f" total capacity of {_size(gpu.memory_bytes)} of which {_size(max(0, gpu.memory_bytes - in_use))} is "
+        f"CUDA out of memory. Tried to allocate {_size(num_bytes)}. "
+        f"GPU {CARD.device.index} has a total capacity of {_size(gpu.memory_bytes)} "
+        f"of which {_size(max(0, gpu.memory_bytes - in_use))} is "
         f"free. Including non-PyTorch memory, this process has {_size(in_use)} memory in use. "
         f"{capped}Of the allocated memory {_size(allocator.allocated_bytes)} is allocated by "
         f"PyTorch, and {_size(cached)} is reserved by PyTorch but unallocated. If reserved but "

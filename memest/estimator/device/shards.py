@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def local_foreach(recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An elementwise operator on lists of DTensors that lie alike, or `NotImplemented`."""
+    """An elementwise operator on lists of DTensors that lie alike; else `NotImplemented`."""
     name = func._schema.name.removeprefix("aten::")
     if not name.startswith("_foreach_") or name in _REDUCTIONS or kwargs:
         return NotImplemented

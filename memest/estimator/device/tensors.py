@@ -49,7 +49,7 @@ def local_part(tensor: Tensor) -> Tensor:
     """What this process holds of a DTensor, which has no storage of its own; else `tensor`."""
     if type(tensor) in PLAIN:
         return tensor
-    return getattr(tensor, "_local_tensor", tensor)  # type: ignore[no-any-return]
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def true_device(tensor: Tensor) -> torch.device:

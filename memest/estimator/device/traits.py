@@ -16,6 +16,14 @@ from memest.estimator.kernels.cublas import MATMULS
 
 aten = torch.ops.aten
 
+IN_THE_LIKENESS = frozenset((
+    aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default,
+    aten.full_like.default, aten.rand_like.default, aten.randn_like.default,
+    aten.randint_like.default, aten.new_empty.default, aten.new_empty_strided.default,
+    aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
+))  # fmt: skip
+"""Factories whose argument only says what is made."""
+
 COLLECTIVES = frozenset(("c10d",))
 """Namespaces of the operators through which a `ProcessGroup` sends."""
 
@@ -37,6 +45,7 @@ class Traits:
         "is_matmul",
         "is_mutable",
         "is_view",
+        "makes_alike",
         "may_be_in_place",
         "name",
         "reads_value",
@@ -54,6 +63,7 @@ class Traits:
         self.depends_on_values = func in DEPENDS_ON_VALUES
         self.is_matmul = func in MATMULS
         self.is_collective = func.namespace in COLLECTIVES
+        self.makes_alike = func in IN_THE_LIKENESS
 
 
 _known: dict[int, Traits] = {}

@@ -125,6 +125,7 @@ class VirtualGpu:
     def __enter__(self) -> VirtualGpu:
         if VirtualGpu._active is not None:
             raise MemestError("a virtual GPU is active already", hint="leave it first")
+        distributed.check(self.ranks)
         VirtualGpu._active = self
         CARD.device = torch.device("cuda", self.ranks.local_rank)
         CARD.num_visible = self.ranks.num_local

@@ -1,4 +1,4 @@
-"""DeepSpeed in Lightning, without DeepSpeed: Lightning's strategy drives a mirror of the engine.
+"""DeepSpeed in Lightning, without DeepSpeed: Lightning's own strategy drives a mirror of it.
 
 `lightning.pytorch.strategies.DeepSpeedStrategy` and its precision plugin run as they are; what they
 ask of the package `deepspeed` is answered by `zero12` and `zero3`.

@@ -71,7 +71,10 @@ def test_one_of_several_processes_is_refused(
     monkeypatch.setenv("WORLD_SIZE", "4")
 
     assert run("train.py", "2") == 3
-    assert "`WORLD_SIZE` is `4`\nhint: `memest predict --devices N" in capsys.readouterr().err
+    assert (
+        "`WORLD_SIZE` is `4`\nhint: run it outside of the launcher: `memest run --nproc-per-node"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_launcher_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,3 +212,67 @@ def test_from_the_shell(folder: Path) -> None:
 
     assert done.returncode == 4, done.stderr
     assert done.stdout.startswith("me cuda:0 Tesla T4\n\n---")
+
+
+TRAIN_TOGETHER = """
+import os, sys, torch, torch.distributed as dist
+from torch import nn
+dist.init_process_group("nccl")
+local, rank = int(os.environ["LOCAL_RANK"]), dist.get_rank()
+if rank == int(sys.argv[1]):
+    extra = torch.zeros(3 << 20, device=f"cuda:{local}")
+torch.cuda.set_device(local)
+model = nn.parallel.DistributedDataParallel(nn.Linear(512, 512).to(local), device_ids=[local])
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(2):
+    model(torch.ones(8, 512, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("rank", rank, "of", dist.get_world_size(), "on", model.device)
+"""
+
+
+def run_in_a_process(*args: str) -> subprocess.CompletedProcess[str]:
+    """As typed: ranks are forked, which a process whose threads have run cannot do."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "memest", "run", *args]
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=120, check=False
+    )
+
+
+def test_the_first_and_the_last_rank_are_run_and_the_worst_is_reported(folder: Path) -> None:
+    """Two nodes of two: ranks 0 and 3, of which the last makes 12 MiB more."""
+    (folder / "together.py").write_text(TRAIN_TOGETHER)
+    files = ("--json", "report.json", "--html", "page.html")
+
+    ran = run_in_a_process("--nproc-per-node", "2", "--nnodes=2", *files, "together.py", "3")
+    assert ran.returncode == 0, ran.stderr
+    out = ran.stdout
+    report = json.loads((folder / "report.json").read_text())
+
+    assert out.startswith("rank 0 of 4 on cuda:0\nrank 3 of 4 on cuda:1\n")
+    assert "by rank, GiB" in out
+    first, last = report["ranks"]
+    assert [first["rank"], last["rank"], report["rank"]] == [0, 3, 3]
+    assert last["peak_allocated_bytes"] - first["peak_allocated_bytes"] == 12 << 20
+    assert report["peak_allocated_bytes"] == last["peak_allocated_bytes"]
+    assert report["process_bytes"] == report["peak_reserved_bytes"] + (846 + 760) * 2**20
+    assert {p.name for p in folder.iterdir()} == {
+        "page.html", "report.json", "together.py", "train.py",
+    }  # fmt: skip
+
+
+def test_a_rank_that_crashes_ends_the_run(folder: Path) -> None:
+    (folder / "crash.py").write_text("import os\nraise ValueError(os.environ['RANK'])\n")
+
+    ran = run_in_a_process("--nproc-per-node", "2", "crash.py")
+
+    assert ran.returncode == 1
+    assert ran.stderr.count("ValueError: ") == 1
+    assert "ValueError: 0" in ran.stderr
+
+
+def test_more_ranks_than_make_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--nproc-per-node", "99999", "train.py", "1") == 2
+    assert "99999 ranks are too many" in capsys.readouterr().err

@@ -232,9 +232,10 @@ def test_a_card_that_does_not_exist_is_refused_before_the_block() -> None:
 @pytest.mark.parametrize("num_processes", [2, 4])
 def test_several_processes_are_refused_by_name(num_processes: int) -> None:
     with memest.virtual_gpu():
-        with pytest.raises(MemestError, match="several GPUs are not simulated yet"):
+        with pytest.raises(MemestError, match="processes, and 1 is simulated") as caught:
             multiprocessing.spawn(print, nprocs=num_processes)
-        with pytest.raises(MemestError, match="several GPUs are not simulated yet"):
+        assert f"`memest run --nproc-per-node {num_processes} ...`" in caught.value.hint
+        with pytest.raises(MemestError, match=f"rank 0 of {num_processes}, and this is rank 0 of"):
             torch.distributed.init_process_group("nccl", world_size=num_processes, rank=0)
 
 

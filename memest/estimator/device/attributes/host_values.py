@@ -62,8 +62,8 @@ def _install_arrays(patches: Patches, recorder: LiveRecorder, on_host: OnHost) -
             return numpy_(tensor, force=force)
         if recorder.place(tensor) is Place.CARD and not force:
             raise TypeError(
-                f"can't convert {CARD.device} device type tensor to numpy. Use Tensor.cpu() to copy"
-                " the tensor to host memory first."
+                f"can't convert {CARD.device} device type tensor to numpy. Use Tensor.cpu() to "
+                "copy the tensor to host memory first."
             )
         if tensor.requires_grad and not force:
             raise RuntimeError(

@@ -1,6 +1,6 @@
 """One rank of a process group, alone in its process: nothing is sent.
 
-- `process_group` lets `init_process_group` make a group of torch's `fake` backend, which answers
+- `process_group` lets `init_process_group` make a group of torch's own `fake` backend, which says
   who is who, and calls it what the script asked for.
 - `ddp` mirrors the reducer of `DistributedDataParallel`, which is C++ and asks for real gradients.
 - `dtensor` lets a DTensor's operators be looked at without FakeTensors.
@@ -16,6 +16,8 @@ from memest.estimator.device.imports import ImportHooks
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.ranks import Ranks
+
+check = process_group.check
 
 
 def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks, ranks: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""DistributedDataParallel's reducer: buckets that gradients are copied into and out of.
+"""DistributedDataParallel's reducer: buckets that gradients go into and come from.
 
 torch's Python code of `DistributedDataParallel` runs as it is. Its reducer is C++, which asks for
 gradients on a device, so `Reducer` mirrors `torch/csrc/distributed/c10d/reducer.cpp` of torch 2.11
@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from memest.errors import UnsupportedError
 from memest.estimator.device.live import LiveRecorder
@@ -104,7 +105,8 @@ class Reducer:
             if reducer is not None:
                 reducer._arrived(parameter)
 
-        hooks: Any = [p.register_post_accumulate_grad_hook(arrived) for p in self._params]
+        params: list[Any] = self._params
+        hooks = [p.register_post_accumulate_grad_hook(arrived) for p in params]
         self._remove = weakref.finalize(self, _remove_all, hooks)
 
     # what DistributedDataParallel asks for
@@ -129,9 +131,9 @@ class Reducer:
         self._ensure_finished()
         if not self._should_rebuild or not self._arrivals:
             return False
-        order = [self._params[i] for i in self._arrivals]
-        buckets, _ = dist._compute_bucket_assignment_by_size(
-            order, self._caps, [False] * len(order), self._arrivals
+        order: list[Tensor] = [self._params[i] for i in self._arrivals]
+        buckets, _ = c10d._compute_bucket_assignment_by_size(
+            [*order], self._caps, [False] * len(order), self._arrivals
         )
         self._sync_order(len(self._params) + 1, len(buckets))
         self._has_rebuilt = True
@@ -263,7 +265,7 @@ class Reducer:
                 parameter.grad.copy_(view)
 
     def _make_buckets(self, buckets: Iterable[Sequence[int]]) -> None:
-        """As `initialize_buckets`: one flat tensor a bucket, with views of parameters' shapes."""
+        """As `initialize_buckets`: a flat tensor each, with views of the parameters' shapes."""
         self._views: dict[int, Tensor] = {}
         for members in buckets:
             params = [self._params[i] for i in members]
@@ -276,6 +278,15 @@ class Reducer:
                 piece = flat[start : start + parameter.numel()]
                 self._views[id(parameter)] = _in_the_shape_of(parameter, piece)
                 start += parameter.numel()
+                self._move_grad(parameter)
+
+    @torch.no_grad()
+    def _move_grad(self, parameter: nn.Parameter) -> None:
+        """As `initialize_bucket_views`: a gradient that is there goes into the new bucket."""
+        grad, view = parameter.grad, self._views[id(parameter)]
+        if self._is_view and grad is not None and not _is_alias(grad, view):
+            view.copy_(grad)
+            parameter.grad = view
 
     def _sync_order(self, *counts: int) -> None:
         """As `sync_bucket_indices`: the order of rank 0 is sent to all."""
@@ -325,7 +336,7 @@ def _broadcast(tensors: Sequence[Tensor], buffer_bytes: int) -> None:
     """As `broadcast_coalesced`: buckets are flattened, sent, and copied back, two in flight."""
     if not tensors:
         return
-    buckets, _ = dist._compute_bucket_assignment_by_size(list(tensors), [buffer_bytes])
+    buckets, _ = c10d._compute_bucket_assignment_by_size(list(tensors), [buffer_bytes])
     in_flight: list[Any] = []
     for indices in buckets:
         members = [tensors[i].detach() for i in indices]
@@ -350,7 +361,8 @@ def _is_alias(a: Tensor, b: Tensor) -> bool:
 
 
 def _at_end_of_backward(action: Any) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(action)  # type: ignore[attr-defined]
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(action)
 
 
 def _remove_all(hooks: Iterable[Any]) -> None:

@@ -45,18 +45,22 @@ class _Names:
         return self._names.get(id(group))
 
 
-def install(patches: Patches, recorder: LiveRecorder, ranks: Ranks) -> None:
-    """Let a script join the group of `ranks`, of which this process is one.
+def check(ranks: Ranks) -> None:
+    """Whether this process can be one of `ranks`.
 
     Raises:
-        UnsupportedError: the process belongs to a group already.
+        UnsupportedError: it belongs to a group already.
     """
-    was_initialized = dist.is_initialized()
-    if was_initialized and ranks.world_size > 1:
+    if ranks.world_size > 1 and dist.is_available() and dist.is_initialized():
         raise UnsupportedError(
             "this process belongs to a group of `torch.distributed` already",
             hint="predict in a process of its own, or before `init_process_group`",
         )
+
+
+def install(patches: Patches, recorder: LiveRecorder, ranks: Ranks) -> None:
+    """Let a script join the group of `ranks`, of which this process is one."""
+    was_initialized = dist.is_initialized()
     names = _Names()
     patches.set(sys, "excepthook", sys.excepthook)  # which a group replaces
 

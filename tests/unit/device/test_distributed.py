@@ -1,0 +1,145 @@
+"""One rank of several on the virtual GPU: groups, collectives, barriers, shards."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from memest.errors import UnsupportedError
+from memest.estimator.device.virtual_gpu import VirtualGpu
+from tests.ranks import gpu_of_rank
+
+WORLD_SIZE = 4
+RANK = 2
+
+
+@pytest.fixture
+def rank() -> Iterator[VirtualGpu]:
+    """Rank 2 of 4, in its group."""
+    with gpu_of_rank(RANK, WORLD_SIZE) as virtual:
+        dist.init_process_group("nccl", rank=RANK, world_size=WORLD_SIZE)
+        yield virtual
+
+
+@pytest.mark.usefixtures("rank")
+def test_a_group_knows_who_is_who() -> None:
+    part = dist.new_group([0, RANK])
+
+    assert (dist.get_rank(), dist.get_world_size()) == (RANK, WORLD_SIZE)
+    assert (dist.get_rank(part), dist.get_world_size(part)) == (1, 2)
+    assert dist.get_backend() == dist.get_backend(part) == "nccl"
+    assert dist.is_nccl_available()
+
+
+def test_the_group_is_left_with_the_gpu() -> None:
+    with gpu_of_rank(0, 2):
+        dist.init_process_group("nccl", rank=0, world_size=2)
+
+    assert not dist.is_initialized()
+    assert not dist.is_nccl_available()
+
+
+@pytest.mark.usefixtures("rank")
+def test_a_rank_has_its_own_of_the_hosts_gpus() -> None:
+    x = torch.ones(3, device="cuda")
+
+    assert (torch.cuda.device_count(), torch.cuda.current_device()) == (WORLD_SIZE, RANK)
+    assert x.device == torch.device("cuda", RANK) == x.to(RANK).device
+    with pytest.raises(RuntimeError, match="this rank's virtual GPU is cuda:2"):
+        x.to("cuda:0")
+
+
+def test_a_script_that_asks_for_other_ranks_is_told_how_to_get_them() -> None:
+    with gpu_of_rank(0, 1), pytest.raises(UnsupportedError, match="rank 0 of 8") as caught:
+        dist.init_process_group("nccl", rank=0, world_size=8)
+    assert caught.value.hint == "simulate as many: `memest run --nproc-per-node 8 ...`"
+
+
+@pytest.mark.usefixtures("rank")
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_what_ranks_agree_on_comes_out_as_if_all_had_said_the_same(device: str) -> None:
+    flag = torch.tensor([1, 3], device=device)
+    highest = flag.clone()
+    dist.all_reduce(flag)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+    parts = [torch.empty(2, dtype=torch.int64, device=device) for _ in range(WORLD_SIZE)]
+    dist.all_gather(parts, highest)
+    dist.broadcast(highest, 0)
+
+    assert flag.tolist() == [WORLD_SIZE, 3 * WORLD_SIZE]
+    assert highest.tolist() == [1, 3]
+    assert [part.tolist() for part in parts] == [[1, 3]] * WORLD_SIZE
+
+
+@pytest.mark.usefixtures("rank")
+def test_objects_of_the_other_ranks_are_those_of_this_one() -> None:
+    everyone: list[object] = [None] * WORLD_SIZE
+    dist.all_gather_object(everyone, {"rank": RANK})
+    sent = ["seed"]
+    dist.broadcast_object_list(sent, src=0)
+
+    assert everyone == [{"rank": RANK}] * WORLD_SIZE
+    assert sent == ["seed"]
+
+
+@pytest.mark.usefixtures("rank")
+def test_a_barrier_keeps_a_byte_until_the_next() -> None:
+    before = torch.cuda.memory_allocated()
+    held = []
+    for _ in range(2):
+        dist.barrier()
+        held.append(torch.cuda.memory_allocated() - before)
+
+    assert held == [512, 512]
+
+
+@pytest.mark.usefixtures("rank")
+def test_ddp_sums_into_buckets_beside_the_gradients() -> None:
+    """A weight of 4 MiB: itself, its bucket, its gradient."""
+    model = DistributedDataParallel(nn.Linear(1024, 1024, bias=False).cuda(), device_ids=[RANK])
+    weight = 1024 * 1024 * 4
+    assert torch.cuda.memory_allocated() == 2 * weight
+    with model.no_sync():
+        model(torch.ones(2, 1024, device="cuda")).sum().backward()
+    assert model.module.weight.grad is not None
+    model(torch.ones(2, 1024, device="cuda")).sum().backward()
+    torch._C._cuda_clearCublasWorkspaces()
+
+    assert torch.cuda.memory_allocated() // weight == 3
+
+
+@pytest.mark.usefixtures("rank")
+def test_fully_shard_keeps_a_rows_part_between_steps() -> None:
+    """A weight of 1024 rows on 4 ranks; the optimizer's lists run on the local shards."""
+    model = nn.Sequential(nn.Linear(1024, 1024, bias=False).cuda())
+    fully_shard(model[0], mesh=init_device_mesh("cuda", (WORLD_SIZE,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    shard = 1024 * 1024 * 4 // WORLD_SIZE
+    assert torch.cuda.memory_allocated() == shard
+    model(torch.ones(2, 1024, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+    [weight] = model.parameters()
+    assert weight.device.type == "cuda"
+    assert optimizer.state[weight]["exp_avg"]._local_tensor.shape == (1024 // WORLD_SIZE, 1024)
+
+
+def test_a_rank_that_is_alone_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with gpu_of_rank(0, 1):
+        dist.init_process_group("nccl", init_method="env://")
+        model = DistributedDataParallel(nn.Linear(8, 8).cuda())
+        model(torch.ones(1, 8, device="cuda")).sum().backward()
+
+        assert dist.get_world_size() == 1
+    assert "RANK" not in os.environ
