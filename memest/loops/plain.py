@@ -48,7 +48,7 @@ class _Loop:
             loss = loss_of(self.model, inputs, self.task.loss_output)
         loss = loss / self.plan.accumulate_grad_batches
         self._record(Phase.AFTER_FORWARD)
-        self.scaler.scale(loss).backward()
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         self._record(Phase.AFTER_BACKWARD)
 
     def step(self) -> None:

@@ -11,7 +11,7 @@ import tempfile
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
+from accelerate.utils import send_to_device  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
@@ -57,7 +57,7 @@ class _Numbers(torch.utils.data.Dataset[int]):
         return index
 
 
-class ProbedTrainer(Trainer):  # type: ignore[misc]
+class ProbedTrainer(Trainer):
     """Takes the batches of `task`, and reads the memory."""
 
     def __init__(self, task: Task, job: Job, **options: Any) -> None:
@@ -77,7 +77,7 @@ class ProbedTrainer(Trainer):  # type: ignore[misc]
         """All micro-batches of a step are moved to the GPU at once: also those that are not run."""
         found = super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = [self.task.batch(number) for number in range(self.num_ahead)]
-        self._ahead = [send_to_device(batch, device) for batch in batches]  # type: ignore[no-untyped-call]
+        self._ahead = [send_to_device(batch, device) for batch in batches]
         return found
 
     def training_step(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> Tensor:
@@ -89,7 +89,11 @@ class ProbedTrainer(Trainer):  # type: ignore[misc]
         return loss
 
     def compute_loss(
-        self, model: nn.Module, inputs: Inputs, return_outputs: bool = False, **kwargs: Any
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
     ) -> Any:
         """The plan's loss."""
         loss = loss_of(model, inputs, self.task.loss_output)

@@ -25,7 +25,7 @@ _SAME = {
 }
 """A name of `TrainingArguments` -> the plan's."""
 
-_OFF = (None, False, 0, 0.0, "", "no", "none", "None", [], {})
+_OFF: tuple[Any, ...] = (None, False, 0, 0.0, "", "no", "none", "None", [], {})
 
 _NOT_MODELLED = {
     "label_smoothing_factor", "neftune_noise_alpha", "use_liger_kernel", "liger_kernel_config",

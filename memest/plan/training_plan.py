@@ -326,8 +326,8 @@ def _options(key: str, value: Any) -> tuple[tuple[str, Any], ...]:
         pairs = [part.partition("=") for part in value.split(",") if part.strip()]
         value = {name.strip(): _literal(text.strip()) for name, _, text in pairs}
     if isinstance(value, list | tuple):
-        pairs = [item for item in value if isinstance(item, list | tuple) and len(item) == 2]
-        value = dict(pairs) if len(pairs) == len(value) else shown(value)
+        are_pairs = all(isinstance(item, list | tuple) and len(item) == 2 for item in value)
+        value = dict(value) if are_pairs else shown(value)
     plain = (bool, int, float, str, type(None))
     if not isinstance(value, Mapping) or not all(
         isinstance(k, str) and k.isidentifier() and isinstance(v, plain) for k, v in value.items()

@@ -17,7 +17,7 @@ TOTALS = {
     "process": "process_bytes",
 }
 
-TOLERANCES = {"allocated": 0.5, "reserved": 2.0, "process": 2.0, "phase": 1.0}
+TOLERANCES = {"allocated": 0.5, "reserved": 0.5, "process": 2.0, "phase": 1.0}
 """Per cent that a single run may be off. `allocated` and `phase` follow from the event stream;
 `reserved` also from the addresses that the driver hands out, which a replay cannot know; `process`
 from the CUDA context of another driver."""

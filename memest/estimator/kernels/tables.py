@@ -489,9 +489,10 @@ _FOREACH_MAXIMUM = "_foreach_maximum"
 def has_no_scratch(func: OpOverload) -> bool:
     """Whether CUDA is known to allocate the outputs of `func` and nothing else.
 
-    The profiler's marks; collectives, since NCCL's buffers are its own; views; elementwise ops by
-    torch's own tag (TensorIterator casts inside the kernel); `_foreach_*`, except reductions; the matrix products, whose workspaces `cublas`
-    models; and `NO_SCRATCH`.
+    The profiler's marks; collectives and what stands for transfers, whose buffers are its own;
+    views; elementwise ops by torch's own tag (TensorIterator casts inside the kernel);
+    `_foreach_*`, except reductions; the matrix products, whose workspaces `cublas` models; and
+    `NO_SCRATCH`.
     """
     namespace, _, name = func._schema.name.partition("::")
     if namespace != "aten" or func in SCRATCH or name in _COMPOSED:
