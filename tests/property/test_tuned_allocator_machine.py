@@ -38,7 +38,8 @@ texts = st.lists(
             "roundup_power2_divisions:8",
             "roundup_power2_divisions:[2:2,32:4,>:0]",
             "garbage_collection_threshold:0.3",
-            "large_segment_size_mb:32",
+            "roundup_power2_divisions:1",
+            "large_segment_size_mb:16",
         ]
     ),
     min_size=1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from memest.errors import PlanError, UnsupportedError
 from memest.estimator.allocator.settings import (
     DEFAULT,
+    NEWER,
     AllocatorSettings,
     changed_settings,
     describe,
@@ -48,12 +50,8 @@ def test_what_torch_takes_is_taken(text: str, wanted: AllocatorSettings) -> None
     found = parse_settings(text)
 
     assert found.text == text
-    assert AllocatorSettings(**{**_fields(found), "text": ""}) == wanted
+    assert replace(found, text="") == wanted
     assert found.is_default == (wanted == DEFAULT)
-
-
-def _fields(settings: AllocatorSettings) -> dict[str, object]:
-    return {name: getattr(settings, name) for name in AllocatorSettings.__slots__}
 
 
 REFUSED = {
@@ -70,13 +68,18 @@ REFUSED = {
     "roundup_power2_divisions:3": "For roundups, the divisions has to be power of 2",
     "roundup_power2_divisions:[64:3]": "has to be power of 2 or 0 to disable roundup",
     "roundup_power2_divisions:[63:4]": "For roundups, the intervals have to be power of 2",
-    "roundup_power2_divisions:[64:4": "in ConfigTokenizer",
+    "roundup_power2_divisions:[64:4": "Index out of bounds in ConfigTokenizer",
+    "roundup_power2_divisions:[": "Expected closing bracket ']' in ConfigTokenizer but reached end",
+    "large_segment_size_mb:40,max_split_size_mb:32": "max_split_size_mb too small, must be >= 40",
+    "max_non_split_rounding_mb:32,large_segment_size_mb:40": "too small, must be >= 40",
+    "pinned_use_background_threads:1": "Expected 'True' or 'False' at index 2 in ConfigTokenizer",
 }
 REFUSED_BY_CUDA = {
     "expandable_segment:True": "Unrecognized key 'expandable_segment' in CUDA allocator config.",
     "per_process_memory_fraction:2": "per_process_memory_fraction is invalid, set it in [0.0, 1.0]",
     "backend:mine": "Unknown allocator backend, options are native and cudaMallocAsync",
 }
+"""As torch 2.11.0+cu130 says it on an H100."""
 
 
 @pytest.mark.parametrize(("text", "says"), [*REFUSED.items(), *REFUSED_BY_CUDA.items()])
@@ -93,7 +96,7 @@ def torch_settings() -> Iterator[None]:
     if torch.version.cuda is not None:
         pytest.skip("a build for CUDA has an allocator whose settings this would change")
     yield
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False,large_segment_size_mb:20")
 
 
 @pytest.mark.usefixtures("torch_settings")
@@ -142,6 +145,20 @@ def test_options_that_change_nothing_on_the_card_are_named() -> None:
     assert parse_settings("pinned_use_background_threads:True").is_default
 
 
+@pytest.mark.parametrize("key", NEWER)
+def test_torch_2_11_refuses_what_later_torch_takes(key: str) -> None:
+    text = f"{key}:{8 if key.endswith('_mb') else True}"
+    with pytest.raises(PlanError, match=f"Unrecognized key '{key}' in CUDA allocator config"):
+        parse_settings(text, torch_release=(2, 11))
+
+    found = parse_settings(text, torch_release=(2, 13))
+
+    assert found.is_default
+    assert describe(found).endswith(
+        f"({key}: no effect on the card) (torch 2.11 does not know {key})"
+    )
+
+
 def test_both_variables_count() -> None:
     """The newer one for what all devices share, the older one for what is CUDA's alone."""
     assert settings_from({}) is DEFAULT
@@ -161,3 +178,12 @@ def test_a_later_text_keeps_what_torch_keeps() -> None:
     assert after.expandable_segments
     assert after.max_split_bytes is None
     assert after.garbage_collection_threshold == 0.5
+
+
+def test_the_bounds_of_a_later_text_follow_the_large_segments_that_stay() -> None:
+    before = parse_settings("large_segment_size_mb:40")
+
+    with pytest.raises(PlanError, match="max_split_size_mb too small, must be >= 40"):
+        changed_settings(before, "max_split_size_mb:32")
+
+    assert changed_settings(before, "max_split_size_mb:48").large_segment_bytes == 40 * MIB

@@ -34,6 +34,8 @@ def counting(text: str, limit: int) -> CountingAllocator:
         ("roundup_power2_divisions:4", 1200, 1536),  # below 4 * 512 it goes by 512
         ("roundup_power2_divisions:4", 2100, 2560),
         ("roundup_power2_divisions:1", 5 * MIB + 512, 5 * MIB + 512),
+        ("roundup_power2_divisions:1", 3664, 4096),  # one part: by 512, as measured
+        ("roundup_power2_divisions:[256:1,>:8]", 11255809, 11256320),
         ("roundup_power2_divisions:[4:2,>:0]", 5 * MIB, 6 * MIB),
         ("roundup_power2_divisions:[4:2,>:0]", 9 * MIB + 1, 9 * MIB + 512),
         ("roundup_power2_divisions:[4:2,>:0]", 3 * MIB, 3 * MIB),

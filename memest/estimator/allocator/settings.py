@@ -1,15 +1,17 @@
 """The settings of CUDA's caching allocator: `PYTORCH_ALLOC_CONF`, read as torch reads it.
 
-Mirrors `c10/core/AllocatorConfig.cpp` and `c10/cuda/CUDAAllocatorConfig.cpp`, torch 2.11 (and 2.13,
-which adds `large_segment_size_mb`): what is taken, what is refused and with which words. A text is
-cut at `:`, `,`, `[` and `]`, spaces do not count, and a number ends where its digits do.
+Mirrors `c10/core/AllocatorConfig.cpp` and `c10/cuda/CUDAAllocatorConfig.cpp`, torch 2.11 and 2.13:
+what is taken, what is refused and with which words (those of 2.11 from an H100). A text is cut at
+`:`, `,`, `[` and `]`, spaces do not count, and a number ends where its digits do.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib.metadata import version
 
 from memest.errors import PlanError, UnsupportedError, shown
 
@@ -35,7 +37,14 @@ WITHOUT_EFFECT = (
 """Options about pinned memory of the host, locks, CUDA graphs, and when an error comes: no byte of
 the card depends on them."""
 
+NEWER = ("pinned_free_catch_all", "pinned_max_cached_size_mb", "throw_on_cudamalloc_oom")
+"""Of these, what torch 2.11 refuses as unknown (measured); 2.13 takes it."""
+
+_LAST_WITHOUT_NEWER = (2, 11)
+
+_LARGE_SEGMENT = "large_segment_size_mb"
 _OUT_OF_BOUNDS = "Index out of bounds in ConfigTokenizer"
+_NOT_CLOSED = "Expected closing bracket ']' in ConfigTokenizer but reached end of config"
 _TOKEN = re.compile(r"[,:\[\]]|[^,:\[\]]+")
 _INTEGER = re.compile(r"([+-]?)(\d+)")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -95,8 +104,12 @@ class _RefusedError(Exception):
     """torch refuses the text; the message is torch's."""
 
 
-def parse_settings(text: str) -> AllocatorSettings:
+def parse_settings(text: str, torch_release: tuple[int, int] | None = None) -> AllocatorSettings:
     """The settings that `PYTORCH_ALLOC_CONF=text` asks for.
+
+    Args:
+        text: as in the environment.
+        torch_release: `(major, minor)` of the torch that reads it; None is the one installed.
 
     >>> parse_settings("expandable_segments:True, max_split_size_mb:64").max_split_bytes >> 20
     64
@@ -105,7 +118,13 @@ def parse_settings(text: str) -> AllocatorSettings:
         PlanError: torch refuses it; the message is torch's.
         UnsupportedError: it asks for another allocator.
     """
-    return _parse(text, text)
+    return _parse(text, text, torch_release)
+
+
+@cache
+def _installed_torch() -> tuple[int, int]:
+    major, minor = version("torch").split(".")[:2]
+    return int(major), int(minor)
 
 
 def settings_from(environment: Mapping[str, str]) -> AllocatorSettings:
@@ -127,11 +146,18 @@ def settings_from(environment: Mapping[str, str]) -> AllocatorSettings:
     return _parse(common or "", cuda or "")
 
 
-def _parse(common: str, cuda: str) -> AllocatorSettings:
+def _parse(
+    common: str,
+    cuda: str,
+    torch_release: tuple[int, int] | None = None,
+    large_bytes: int = DEFAULT_LARGE_BYTES,
+) -> AllocatorSettings:
     given = common if common == cuda else f"{common}; {cuda}"
+    is_old = (torch_release or _installed_torch()) <= _LAST_WITHOUT_NEWER
+    unknown = NEWER if is_old else ()
     try:
-        common_fields = dict(_fields(_tokens(common), is_cuda=False))
-        cuda_fields = dict(_fields(_tokens(cuda), is_cuda=True))
+        common_fields = dict(_fields(_tokens(common, large_bytes), unknown, is_cuda=False))
+        cuda_fields = dict(_fields(_tokens(cuda), unknown, is_cuda=True))
     except _RefusedError as error:
         raise PlanError(
             f"`{VARIABLES[0]}={given}` is refused by torch: {error}",
@@ -150,10 +176,16 @@ def _parse(common: str, cuda: str) -> AllocatorSettings:
 
 
 class _Tokens:
-    """The pieces of a text, as `ConfigTokenizer` gives them."""
+    """The pieces of a text, as `ConfigTokenizer` gives them.
 
-    def __init__(self, words: list[str]) -> None:
+    Args:
+        words: the pieces.
+        large_bytes: the size of large segments, unless the words set it.
+    """
+
+    def __init__(self, words: list[str], large_bytes: int) -> None:
         self.words = words
+        self.large_bytes = large_bytes
 
     def __getitem__(self, at: int) -> str:
         if at >= len(self.words):
@@ -181,6 +213,15 @@ class _Tokens:
             raise _RefusedError("stod")
         return float(found[0])
 
+    def read_large_segment(self) -> None:
+        """Before all else, wherever it stands: the bounds of other options follow it."""
+        for at, word in enumerate(self.words):
+            if word == _LARGE_SEGMENT:
+                value = self.integer(at + 2)
+                if value <= 10:
+                    raise _RefusedError(f"CachingAllocator option {word} must be > 10 MB")
+                self.large_bytes = value * MIB
+
     def end_of_value(self, at: int) -> int:
         """Where the value at `at` ends: there, or at the bracket that closes it."""
         if self[at] != "[":
@@ -188,32 +229,37 @@ class _Tokens:
         while at < len(self.words) and self.words[at] != "]":
             at += 1
         if at == len(self.words):
-            raise _RefusedError(
-                "Expected closing bracket ']' in ConfigTokenizer but reached end of config"
-            )
+            raise _RefusedError(_NOT_CLOSED)
         return at
 
 
-def _tokens(text: str) -> _Tokens:
-    return _Tokens(_TOKEN.findall("".join(text.split())))
+def _tokens(text: str, large_bytes: int = DEFAULT_LARGE_BYTES) -> _Tokens:
+    return _Tokens(_TOKEN.findall("".join(text.split())), large_bytes)
 
 
-def _fields(tokens: _Tokens, *, is_cuda: bool) -> Iterator[tuple[str, object]]:
+def _fields(
+    tokens: _Tokens, unknown: Container[str], *, is_cuda: bool
+) -> Iterator[tuple[str, object]]:
     """The fields of `AllocatorSettings` that one of torch's two parsers reads."""
     own, others = (_OF_CUDA, _COMMON) if is_cuda else (_COMMON, _OF_CUDA)
+    if not is_cuda:
+        tokens.read_large_segment()
     at = 0
     while at < len(tokens.words):
         key = tokens[at]
-        tokens[at + 1]
         tokens[at + 2]
+        is_host = key in WITHOUT_EFFECT and key not in unknown
         if key in own:
             name, value, end = own[key](tokens, at + 2)
             yield name, value
-        elif is_cuda and key not in others and key not in WITHOUT_EFFECT:
+        elif is_cuda and key not in others and not is_host:
             raise _RefusedError(f"Unrecognized key '{key}' in CUDA allocator config.")
+        elif is_host and not is_cuda and key in _OF_HOST:
+            _OF_HOST[key](tokens, at + 2)
+            end = at + 2
         else:
             end = tokens.end_of_value(at + 2)
-            if is_cuda and key in WITHOUT_EFFECT:
+            if is_cuda and is_host:
                 yield key, True
         at = end + 2
 
@@ -227,19 +273,16 @@ def _expandable(tokens: _Tokens, at: int) -> tuple[str, object, int]:
 
 def _megabytes(key: str, field: str) -> _Read:
     def read(tokens: _Tokens, at: int) -> tuple[str, object, int]:
-        value = tokens.integer(at)
-        if value < DEFAULT_LARGE_BYTES // MIB:
-            raise _RefusedError(f"CachingAllocator option {key} too small, must be >= 20")
+        value, least = tokens.integer(at), tokens.large_bytes // MIB
+        if value < least:
+            raise _RefusedError(f"CachingAllocator option {key} too small, must be >= {least}")
         return field, value * MIB, at
 
     return read
 
 
 def _large_segment(tokens: _Tokens, at: int) -> tuple[str, object, int]:
-    value = tokens.integer(at)
-    if value <= 10:
-        raise _RefusedError("CachingAllocator option large_segment_size_mb must be > 10 MB")
-    return "large_segment_bytes", value * MIB, at
+    return "large_segment_bytes", tokens.large_bytes, at
 
 
 def _collection(tokens: _Tokens, at: int) -> tuple[str, object, int]:
@@ -269,26 +312,28 @@ def _roundup(tokens: _Tokens, at: int) -> tuple[str, object, int]:
         if not _is_power_of_2(value):
             raise _RefusedError("For roundups, the divisions has to be power of 2")
         return "roundup_divisions", (value,) * NUM_INTERVALS, at
-    end = tokens.end_of_value(at)
-    last, is_first = 0, True
-    for place in range(at + 1, end, 4):  # boundary, colon, divisions, comma
-        value = tokens.integer(place + 2)
+    last, is_first, at = 0, True, at + 1
+    while at < len(tokens.words) and tokens[at] != "]":
+        value = tokens.integer(at + 2)  # after its boundary and a colon
         if value and not _is_power_of_2(value):
             raise _RefusedError(
                 "For roundups, the divisions has to be power of 2 or 0 to disable roundup"
             )
-        if tokens[place] == ">":
+        if tokens[at] == ">":
             divisions[last + 1 :] = [value] * (NUM_INTERVALS - last - 1)
-            continue
-        boundary = tokens.integer(place)
-        if not _is_power_of_2(boundary):
-            raise _RefusedError("For roundups, the intervals have to be power of 2")
-        last = min(boundary.bit_length() - 1, NUM_INTERVALS - 1)
-        if is_first:
-            divisions[:last] = [value] * last
-            is_first = False
-        divisions[last] = value
-    return "roundup_divisions", tuple(divisions), end
+        else:
+            boundary = tokens.integer(at)
+            if not _is_power_of_2(boundary):
+                raise _RefusedError("For roundups, the intervals have to be power of 2")
+            last = min(boundary.bit_length() - 1, NUM_INTERVALS - 1)
+            if is_first:
+                divisions[:last] = [value] * last
+                is_first = False
+            divisions[last] = value
+        at += 3 if tokens[at + 3] == "]" else 4  # a comma
+    if at >= len(tokens.words):
+        raise _RefusedError(_NOT_CLOSED)
+    return "roundup_divisions", tuple(divisions), at
 
 
 def _is_power_of_2(value: int) -> bool:
@@ -303,9 +348,15 @@ _COMMON: dict[str, _Read] = {
     ),
     "garbage_collection_threshold": _collection,
     "roundup_power2_divisions": _roundup,
-    "large_segment_size_mb": _large_segment,
+    _LARGE_SEGMENT: _large_segment,
 }
 _OF_CUDA: dict[str, _Read] = {"per_process_memory_fraction": _fraction, "backend": _backend}
+_OF_HOST: dict[str, Callable[[_Tokens, int], object]] = {
+    "pinned_use_background_threads": _Tokens.boolean,
+    "pinned_max_round_threshold_mb": _Tokens.integer,
+    "pinned_max_cached_size_mb": _Tokens.integer,
+}
+"""What the parser for all devices checks, and no byte of the card depends on."""
 
 
 def describe(settings: AllocatorSettings) -> str:
@@ -318,13 +369,15 @@ def describe(settings: AllocatorSettings) -> str:
         return "PyTorch's default allocator"
     without = ", ".join(settings.without_effect)
     note = f" ({without}: no effect on the card)" if without else ""
+    if newer := ", ".join(name for name in settings.without_effect if name in NEWER):
+        note += f" (torch 2.11 does not know {newer})"
     return f"PyTorch's allocator with {shown(settings.text)}{note}"
 
 
 _KEPT = {
     "expandable_segments": "expandable_segments",
     "max_non_split_rounding_mb": "max_non_split_rounding_bytes",
-    "large_segment_size_mb": "large_segment_bytes",
+    _LARGE_SEGMENT: "large_segment_bytes",
 }
 """Options that stay as they were where a later text does not name them; all others go back to their
 defaults (`parseArgs`)."""
@@ -336,7 +389,7 @@ def changed_settings(before: AllocatorSettings, text: str) -> AllocatorSettings:
     Raises:
         PlanError, UnsupportedError: as `parse_settings`.
     """
-    after = parse_settings(text)
+    after = _parse(text, text, large_bytes=before.large_segment_bytes)
     named = set(_tokens(text).words)
     kept = {field: getattr(before, field) for key, field in _KEPT.items() if key not in named}
     return replace(after, **kept)

@@ -54,10 +54,10 @@ class Tuning:
         if num_bytes < ROUND_BYTES:
             return ROUND_BYTES
         divisions = self.settings.roundup_divisions_of(num_bytes)
-        if not divisions or num_bytes <= ROUND_BYTES * divisions:
+        if divisions <= 1 or num_bytes <= ROUND_BYTES * divisions:
             return round_request(num_bytes)
         floor = 1 << (num_bytes.bit_length() - 1)
-        if divisions == 1 or num_bytes == floor:
+        if num_bytes == floor:
             return num_bytes
         step = floor // divisions
         return -(-num_bytes // step) * step
