@@ -1,5 +1,6 @@
 """Generates what the documentation says about accuracy: docs/accuracy.md on a page, every run in
-docs/accuracy-tables.md, and charts in docs/img/; from the kernel tables alone, docs/kernels.md.
+docs/accuracy-tables.md, charts in docs/img/, and results/unmodelled.json; from the kernel tables
+alone, docs/kernels.md.
 
     python scripts/make_docs.py              # predict every measured run, write pages and charts
     python scripts/make_docs.py --no-charts
@@ -8,6 +9,7 @@ docs/accuracy-tables.md, and charts in docs/img/; from the kernel tables alone, 
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +26,9 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
 PAGE = ROOT / "docs" / "accuracy.md"
 TABLES = ROOT / "docs" / "accuracy-tables.md"
+UNMODELLED = RESULTS / "unmodelled.json"
+"""By file and run, the operators that its prediction does not model."""
+
 IMAGES = ROOT / "docs" / "img"
 
 TABLES_HEAD = """# Accuracy, run by run
@@ -44,6 +49,7 @@ def main(args: Sequence[str]) -> None:
     """Write the pages, and unless told otherwise the charts."""
     kernels_page.main()
     runs = measured_and_predicted(jobs=None)
+    UNMODELLED.write_text(json.dumps(unmodelled(runs), indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(accuracy_page(runs), encoding="utf-8")
     TABLES.write_text(tables_page(runs), encoding="utf-8")
     if "--no-charts" not in args:
@@ -60,6 +66,18 @@ def measured_and_predicted(jobs: int | None) -> Runs:
     everything = [m for reports in measured.values() for m in reports]
     predictions = iter(predict_all([plan_of(m) for m in everything], jobs=jobs))
     return {name: (ms, [next(predictions) for _ in ms]) for name, ms in measured.items()}
+
+
+def unmodelled(runs: Runs) -> dict[str, dict[str, list[str]]]:
+    """By file and run, the operators that its prediction does not model; a test holds it."""
+    return {
+        name: {
+            m.name: sorted(p.coverage["unmodelled"])
+            for m, p in zip(*pair, strict=True)
+            if p.coverage["unmodelled"]
+        }
+        for name, pair in runs.items()
+    }
 
 
 def accuracy_page(runs: Runs) -> str:

@@ -92,7 +92,8 @@ def _rows() -> Iterator[tuple[str, OptimizerRow]]:
     yield row("muon", TORCH, "Muon")
     for name in _8_AND_32_BITS:
         for bits in ("8bit", "32bit"):
-            yield row(f"{name.lower()}_{bits}", BITSANDBYTES, f"{name}{bits}")
+            if (name, bits) != ("LARS", "8bit"):
+                yield row(f"{name.lower()}_{bits}", BITSANDBYTES, f"{name}{bits}")
             if name in _PAGED and (name, bits) != ("AdEMAMix", "32bit"):
                 yield row(f"paged_{name.lower()}_{bits}", BITSANDBYTES, f"Paged{name}{bits}")
     yield row("deepspeed_cpu", DEEPSPEED, "DeepSpeedCPUAdam")
@@ -140,6 +141,7 @@ _NOT_FOR_PLANS = {
     "lbfgs": "evaluates its loss as often as values decide, which are not known",
     "lamb_8bit": "has no kernels in bitsandbytes 0.50.2",
     "lamb_32bit": "has no kernels in bitsandbytes 0.50.2",
+    "lars_8bit": "has no kernels in bitsandbytes 0.50.2",
     "paged_ademamix_32bit": "ended in an illegal memory access of bitsandbytes 0.50.2 on an H100",
     "sparseadam": "takes sparse gradients, and no model of a plan makes any",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ import pytest
 from memest.report import Outcome, read_measurements
 from memest.validate.compare import (
     TOLERANCES,
+    TOTALS,
     Comparison,
     allowed_percent,
     comparable,
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = sorted((ROOT / "results").glob("*.jsonl"))
+MISSES = json.loads((ROOT / "results" / "misses.json").read_text())
+"""By file and run: what misses its bound, a total or the name of a test, and the cause."""
+
 KEYS = [(path.stem, m.name) for path in RESULTS for m in comparable(read_measurements(path))[0]]
 
 MEDIAN_ALLOCATED = 0.1  # per cent
@@ -56,22 +61,23 @@ def comparisons(runs: docs.Runs) -> dict[tuple[str, str], Comparison]:
 def one(
     request: pytest.FixtureRequest, comparisons: dict[tuple[str, str], Comparison]
 ) -> Comparison:
+    """A run; where a test of it is known to miss its bound, that it does is what is tested."""
+    file, name = request.param
+    cause = MISSES.get(file, {}).get(name, {}).get(tested(request))
+    if cause:
+        request.applymarker(pytest.mark.xfail(reason=cause, strict=True))
     return comparisons[request.param]
 
 
-KEPT_THE_FIRST_BUCKETS = {"tinyllama-ddp-mid"}
-"""One of four ranks still held the first step's buckets in the second, of which the report warns
-(docs/strategies.md); another run of the same plan did not."""
-
-
-HAVE_OUTLIERS = {"gemma-3-4b-it-1", "gemma-3-4b-it-2"}
-"""LLM.int8 copies the columns in which an activation is beyond 6: here thousands, in `down_proj`.
-They depend on values; the report assumes none, and says so."""
+def tested(request: pytest.FixtureRequest) -> str:
+    """The figure that a test is about, as `results/misses.json` names it."""
+    parameters = request.node.callspec.params
+    return str(parameters.get("figure") or request.function.__name__.removeprefix("test_"))
 
 
 def test_the_verdict_is_what_happened(one: Comparison) -> None:
-    assert one.is_verdict_right or one.name in KEPT_THE_FIRST_BUCKETS
-    assert one.predicted.verdicts["h200"].verdict == one.predicted.verdict
+    assert one.is_verdict_right
+    assert one.predicted.verdicts[one.measured.gpu].verdict == one.predicted.verdict
 
 
 def test_parameters_are_counted_exactly(one: Comparison) -> None:
@@ -79,16 +85,11 @@ def test_parameters_are_counted_exactly(one: Comparison) -> None:
         assert one.predicted.model[key] == one.measured.model[key]
 
 
-def test_the_totals_are_within_their_tolerances(one: Comparison) -> None:
-    if one.name in KEPT_THE_FIRST_BUCKETS:
-        pytest.skip("the run ended where the prediction goes on")
-    if one.name in HAVE_OUTLIERS:
-        pytest.skip("what LLM.int8 copies depends on values")
+@pytest.mark.parametrize("figure", TOTALS)
+def test_a_total_is_within_its_tolerance(one: Comparison, figure: str) -> None:
     allowed = allowed_percent(one, TOLERANCES)
 
-    assert {
-        k: d.error_percent for k, d in one.totals.items() if abs(d.error_percent) > allowed[k]
-    } == {}
+    assert abs(one.totals[figure].error_percent) <= allowed[figure]
 
 
 HOST_PERCENT = 5.0
@@ -106,8 +107,6 @@ def test_the_host_memory_of_offload_is_within_its_tolerance(one: Comparison) -> 
 
 
 def test_the_phases_are_those_that_were_read(one: Comparison) -> None:
-    if one.name in KEPT_THE_FIRST_BUCKETS:
-        pytest.skip("the run ended where the prediction goes on")
     predicted, measured = (
         [(r.step, r.micro_batch, r.phase) for r in report.phases]
         for report in (one.predicted, one.measured)
@@ -122,27 +121,16 @@ def test_params_grads_and_optimizer_are_exact_in_every_phase(one: Comparison) ->
 
 
 def test_allocated_is_within_its_tolerance_in_every_phase(one: Comparison) -> None:
-    if one.name in HAVE_OUTLIERS:
-        pytest.skip("what LLM.int8 copies depends on values")
     worst, allowed = one.worst_phase, allowed_percent(one, TOLERANCES)
 
     assert worst is None or abs(worst.error_percent) <= allowed["phase"]
 
 
-KNOWN_UNMODELLED = {
-    "aten.convolution",  # cuDNN picks an algorithm, and its workspace, by unpublished heuristics
-    "aten.convolution_backward",
-    "aten._grouped_mm",  # CUTLASS's workspace, of mixture-of-experts models in bf16
-    "aten.index_put_",  # through a mask whose values are not known (Qwen2-VL)
-    "aten.set_.source_Tensor",  # FSDP1 points a parameter at other storage
-    "fsdp.all_gather_copy_in",  # FSDP2's copies pass addresses to the GPU, some KiB a call
-    "fsdp.chunk_cat",
-    "fsdp.split_with_sizes_copy",
-}
-
-
-def test_what_is_left_unmodelled_is_known(one: Comparison) -> None:
-    assert set(one.predicted.coverage["unmodelled"]) <= KNOWN_UNMODELLED
+def test_what_is_left_unmodelled_is_what_the_results_say(
+    make_docs: docs, runs: docs.Runs
+) -> None:
+    """Otherwise: `python scripts/make_docs.py`."""
+    assert make_docs.unmodelled(runs) == json.loads(make_docs.UNMODELLED.read_text())
 
 
 def test_the_median_errors_are_within_their_tolerances(
