@@ -116,10 +116,12 @@ def gpu_rows() -> Table:
     return rows
 
 
-def _experts(gpu: Gpu) -> str:
-    from memest.estimator.kernels.grouped_mm import OLDEST
+OLDEST_OF_GROUPED_MM = (8, 0)
+"""From it on transformers 5.17 calls torch's operator (`_can_use_grouped_mm`)."""
 
-    if gpu.capability < OLDEST:
+
+def _experts(gpu: Gpu) -> str:
+    if gpu.capability < OLDEST_OF_GROUPED_MM:
         return "loop of `mm` in transformers"
     tokens = torch.empty(8, 16, dtype=torch.bfloat16, device="meta")
     args = (tokens, tokens.new_empty(2, 16, 8), None)

@@ -218,18 +218,8 @@ def test_what_is_just_too_small_is_not_paged(requests: Requests) -> None:
 # --- all of them
 
 
-NO_KERNEL = pytest.mark.xfail(
-    strict=True, raises=ValueError, reason="bitsandbytes 0.50.2 has no kernel for it, on no GPU"
-)
-
-
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[NO_KERNEL] if name == "lars_8bit" else [])
-        for name, row in sorted(OPTIMIZERS.items())
-        if row.library != DEEPSPEED
-    ],
+    "name", [name for name, row in sorted(OPTIMIZERS.items()) if row.library != DEEPSPEED]
 )
 def test_every_optimizer_of_a_plan_steps_and_keeps_no_more_in_its_second_step(
     requests: Requests, name: str
