@@ -126,9 +126,7 @@ def test_allocated_is_within_its_tolerance_in_every_phase(one: Comparison) -> No
     assert worst is None or abs(worst.error_percent) <= allowed["phase"]
 
 
-def test_what_is_left_unmodelled_is_what_the_results_say(
-    make_docs: docs, runs: docs.Runs
-) -> None:
+def test_what_is_left_unmodelled_is_what_the_results_say(make_docs: docs, runs: docs.Runs) -> None:
     """Otherwise: `python scripts/make_docs.py`."""
     assert make_docs.unmodelled(runs) == json.loads(make_docs.UNMODELLED.read_text())
 

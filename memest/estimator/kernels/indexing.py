@@ -111,13 +111,15 @@ def index_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
 
 
 def index_put_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`index_put` that overwrites (TensorAdvancedIndexing.cpp): copies of unlike indices; a mask is
-    a `masked_fill`.
+    """`index_put` that overwrites (TensorAdvancedIndexing.cpp): a number from the host is copied to
+    the GPU, then unlike indices; a mask is a `masked_fill`.
     """
     indices = index_tensors(args)
     if not indices or any(i.dtype in MASK_DTYPES for i in indices):
         return Scratch()
-    return Scratch(after=_copies_of_unlike_strides(indices))
+    value = args[2]
+    number = (value.itemsize,) if value.device.type == "cpu" and not value.dim() else ()
+    return Scratch(after=(*number, *_copies_of_unlike_strides(indices)))
 
 
 def indexing_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:

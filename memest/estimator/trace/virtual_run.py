@@ -190,6 +190,26 @@ class _PhaseRecorder(PhaseRecorder):
         self.on_start()
 
 
+@contextmanager
+def without_cycles() -> Iterator[None]:
+    """No collection in the middle of a run, so that two runs of a plan are the same.
+
+    What there was before is left alone by those that the loop itself asks for; what the run leaves
+    in cycles, its model for one, is collected at its end.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.collect()
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+@without_cycles()
 def run_plan(
     plan: TrainingPlan,
     gpu: Gpu,
@@ -263,7 +283,7 @@ def _ranks(plan: TrainingPlan, rank: int) -> Ranks:
 
 def _run(job: Job, virtual: VirtualGpu, watch: _Watch) -> None:
     try:
-        with _as_before(), _quietly(), without_cycles(), virtual:
+        with _as_before(), _quietly(), virtual:
             run_job(job)
     except MemestError:
         raise
@@ -314,23 +334,6 @@ def _quietly() -> Iterator[None]:
         finally:
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
-
-
-@contextmanager
-def without_cycles() -> Iterator[None]:
-    """No collection in the middle of a run, so that two runs of a plan are the same.
-
-    What there was before is left alone by those that the loop itself asks for.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        if was_enabled:
-            gc.enable()
 
 
 def _notes(watch: _Watch) -> Iterator[str]:
