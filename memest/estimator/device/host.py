@@ -83,7 +83,10 @@ class HostRecorder(StreamRecorder):  # type: ignore[no-untyped-call]
         tensor = local_part(tensor)
         if not is_meta(tensor):
             return Place.REAL
-        key = storage_key(tensor)
+        try:
+            key = storage_key(tensor)
+        except NotImplementedError:  # a tensor of `torch.vmap` lies where that which it wraps does
+            return self.place(torch._C._functorch.get_unwrapped(tensor))
         if key in self._live:
             return Place.CARD
         return Place.HOST if key in host_storages else Place.META
