@@ -75,12 +75,18 @@ def _device_of(recorder: LiveRecorder) -> Callable[[Tensor], torch.device]:
         try:
             key = storage_key(tensor)
         except (NotImplementedError, RuntimeError):  # a subclass without a storage
-            return META
+            inner = torch._C._functorch.get_unwrapped(tensor) if _is_of_vmap(tensor) else None
+            return META if inner is None else device(inner)
         if key in live:
             return CARD.device
         return CPU if key in host_storages else META
 
     return device
+
+
+def _is_of_vmap(tensor: Tensor) -> bool:
+    """Whether `torch.vmap` has wrapped it: it lies where what is in it does."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _install_types(patches: Patches, device: Callable[[Tensor], torch.device]) -> None:
