@@ -111,7 +111,8 @@ def accuracy_page(runs: Runs) -> str:
             f"{found.median_percent[key]:.3f} %, {found.worst_percent[key]:+.3f} %"
             for key in ("allocated", "reserved", "process", "phase")
         )
-        link = f"[{name}](accuracy-tables.md#{name}-nvidia-h200)"
+        anchor = f"{name} {measured[0].device['name']}".casefold().replace(" ", "-")
+        link = f"[{name}](accuracy-tables.md#{anchor})"
         sections.append(f"| {link} | {right} of {len(comparisons)} | {errors} |")
     return "\n".join(sections) + "\n"
 
