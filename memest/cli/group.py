@@ -17,7 +17,7 @@ OOM_EXIT_CODE = 5
 
 
 SECTIONS = {
-    "Predict": ("run", "predict", "explore"),
+    "Predict": ("run", "checkpoint", "predict", "explore"),
     "Search": ("advise", "max-batch", "sweep"),
     "Draw": ("chart",),
     "Measure": ("validate", "compare"),

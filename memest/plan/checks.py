@@ -110,6 +110,11 @@ def _check_combinations(plan: TrainingPlan) -> None:
             f"`momentum` {plan.momentum} does not go with `optim` `{plan.optim}`",
             hint="use it with `sgd` or `rmsprop`",
         )
+    if row.needs_momentum and not (plan.momentum or dict(plan.optim_options).get("momentum")):
+        raise PlanError(
+            f"`optim` `{plan.optim}` of bitsandbytes cannot be made without `momentum`",
+            hint="give a `momentum` above 0, such as 0.9",
+        )
     if plan.nesterov and not (plan.momentum and row.has_nesterov):
         raise PlanError(
             f"`nesterov` does not go with `optim` `{plan.optim}`, momentum {plan.momentum}",

@@ -35,6 +35,11 @@ class OptimizerRow:
         return self.class_name.rstrip("0123456789bit") in ("SGD", "RMSprop", "LARS", "Muon")
 
     @property
+    def needs_momentum(self) -> bool:
+        """Whether it refuses to be made without (bitsandbytes 0.50, `optim/sgd.py`, `lars.py`)."""
+        return self.library == BITSANDBYTES and self.class_name.startswith(("SGD", "LARS"))
+
+    @property
     def has_nesterov(self) -> bool:
         """Whether `nesterov` is an option."""
         return self.library == TORCH and self.class_name in ("SGD", "Muon")

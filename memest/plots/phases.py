@@ -38,7 +38,12 @@ from memest.units import GIB, format_gib
 STACK = KINDS[:4]
 
 _FRAME = (1.15, 1.4, WIDTH - 1.15 - 0.3, HEIGHT - 1.4 - 1.75)  # left, bottom, width, height
-_PHASES = tuple(Phase)
+_PHASES = (
+    Phase.BEFORE_FORWARD,
+    Phase.AFTER_FORWARD,
+    Phase.AFTER_BACKWARD,
+    Phase.AFTER_OPTIMIZER_STEP,
+)
 _NUMBER_INCHES = 0.35  # of a number over a bar
 _FAR_LIMIT = 2.2
 """A limit this many times above the highest bar is named at the edge instead of drawn."""

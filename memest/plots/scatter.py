@@ -90,7 +90,7 @@ def _subtitle(predicted: Sequence[Prediction], left_out: int) -> str:
         f"{num_drawn} {noun}{listed}",
         card_words(predicted),
         token_words(predicted),
-        f"error of measured, shaded {' and '.join(f'±{band:g} %' for band in sorted(BANDS))}",
+        f"shaded {' and '.join(f'±{band:g} %' for band in sorted(BANDS))}",
         f"{left_out} without a measurement left out" if left_out else "",
         version_words(predicted),
     ]

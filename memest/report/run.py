@@ -186,7 +186,7 @@ class RunReport:
         given = {field.name: given[field.name] for field in fields(cls)}
         rows = {
             "terms": HeldRow, "modules": HeldRow, "lines": HeldRow,
-            "phases": RunPhase, "steps": RunStep, "guesses": Guess,
+            "phases": RunPhase, "steps": RunStep, "guesses": Guess, "ranks": RankRow,
         }  # fmt: skip
         for name, row in rows.items():
             given[name] = tuple(row(**each) for each in given[name])

@@ -228,8 +228,7 @@ def test_every_optimizer_of_a_plan_steps_and_keeps_no_more_in_its_second_step(
         pytest.importorskip("bitsandbytes")
     shapes = [BIG] if name == "muon" else [BIG, SMALL]  # which takes matrices alone
 
-    needs_momentum = name.startswith(("sgd_", "lars")) and OPTIMIZERS[name].library == BITSANDBYTES
-    given = {"momentum": 0.9} if needs_momentum else {}
+    given = {"momentum": 0.9} if OPTIMIZERS[name].needs_momentum else {}
 
     first, second = steps(requests, name, *shapes, **given)
 

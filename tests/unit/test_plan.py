@@ -86,7 +86,15 @@ def test_every_precision_is_its_own_name(precision: str) -> None:
 
 @pytest.mark.parametrize("optim", [o for o in OPTIMIZERS if o != "deepspeed_cpu"])
 def test_every_optimizer_makes_a_plan(optim: str) -> None:
-    assert plan(optim=optim).optim == optim
+    given = {"momentum": 0.9} if OPTIMIZERS[optim].needs_momentum else {}
+    assert plan(optim=optim, **given).optim == optim
+
+
+def test_an_optimizer_of_bitsandbytes_that_needs_momentum_says_so() -> None:
+    assert message_of(PlanError, optim="sgd_8bit") == (
+        "`optim` `sgd_8bit` of bitsandbytes cannot be made without `momentum`",
+        "give a `momentum` above 0, such as 0.9",
+    )
 
 
 @pytest.mark.parametrize("key", sorted(IGNORED_KEYS))

@@ -185,7 +185,7 @@ def test_the_outline_reaches_the_peak_since_the_phase_before() -> None:
     outlines = find(plot_phases(predicted(), None, gpu_limit_bytes=LIMIT), "predicted:.*:peak")
 
     tops = {gid: bar.get_y() + bar.get_height() for gid, bar in outlines.items()}
-    assert [tops[f"predicted:{p}:peak"] for p in Phase] == [24, 29, 33, 31]
+    assert [tops[f"predicted:{p}:peak"] for p in list(Phase)[:4]] == [24, 29, 33, 31]
 
 
 def test_a_phase_says_what_it_is_in_gib_and_by_how_much_the_peak_is_off() -> None:

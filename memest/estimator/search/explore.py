@@ -90,7 +90,6 @@ def explore(
     tasks: list[TrainingPlan] = []
     for model, setting in itertools.product(dict.fromkeys(models), settings):
         values = {"model_name": model, "seq_len": seq_len, "batch_size": max(batches), **setting}
-        values["accumulate_grad_batches"] = max(micro_batches)  # its trace has what one takes, too
         tasks.append(TrainingPlan.from_dict({k: v for k, v in values.items() if v is not None}))
     one = partial(_group, cards=cards, batches=tuple(batches), micro_batches=tuple(micro_batches))
     found = over_processes(
@@ -123,13 +122,16 @@ def _group(
     found: list[Explored] = []
     try:
         with frozen_garbage():
-            series = {chip: TraceSeries(plan, gpu, "batch_size") for chip, gpu in chips.items()}
-            for each in series.values():
-                each.cover(_progression(batches))
-            for batch, count in itertools.product(batches, micro_batches):
-                asked = replace(plan, batch_size=batch, accumulate_grad_batches=count)
-                traced = {chip: each.at(batch) for chip, each in series.items()}
-                found.append(_point(asked, traced, cards))
+            for count in micro_batches:
+                accumulated = replace(plan, accumulate_grad_batches=count)
+                series = {
+                    chip: TraceSeries(accumulated, gpu, "batch_size") for chip, gpu in chips.items()
+                }
+                for each in series.values():
+                    each.cover(_progression(batches))
+                for batch in batches:
+                    traced = {chip: each.at(batch) for chip, each in series.items()}
+                    found.append(_point(replace(accumulated, batch_size=batch), traced, cards))
     except MemestError as error:
         return error
     return found
