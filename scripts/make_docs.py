@@ -1,9 +1,10 @@
 """Generates what the documentation says about accuracy: docs/accuracy.md on a page, every run in
-docs/accuracy-tables.md, charts in docs/img/, and results/unmodelled.json; from the kernel tables
-alone, docs/kernels.md.
+docs/accuracy-tables.md, charts in docs/img/, results/predictions.jsonl.gz and unmodelled.json; from
+the kernel tables alone, docs/kernels.md.
 
     python scripts/make_docs.py              # predict every measured run, write pages and charts
     python scripts/make_docs.py --no-charts
+    python scripts/make_docs.py --stored     # from the predictions that are kept
     python scripts/kernels_page.py           # docs/kernels.md only, in seconds
 """
 
@@ -15,15 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import kernels_page
+from stored_predictions import RESULTS, Runs, predicted_now, store, stored
 
-from memest.estimator.search.suite import predict_all
 from memest.render.compare import render_comparison_markdown
-from memest.report import Measurement, Prediction, read_measurements
 from memest.units import format_gib
-from memest.validate.compare import Comparison, comparable, compare, plan_of, summarise
+from memest.validate.compare import Comparison, compare, summarise
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "results"
 PAGE = ROOT / "docs" / "accuracy.md"
 TABLES = ROOT / "docs" / "accuracy-tables.md"
 UNMODELLED = RESULTS / "unmodelled.json"
@@ -48,24 +47,16 @@ error of allocated memory at any of the four phases.
 def main(args: Sequence[str]) -> None:
     """Write the pages, and unless told otherwise the charts."""
     kernels_page.main()
-    runs = measured_and_predicted(jobs=None)
+    if "--stored" in args:
+        runs = stored()
+    else:
+        runs = predicted_now()
+        store(runs)
     UNMODELLED.write_text(json.dumps(unmodelled(runs), indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(accuracy_page(runs), encoding="utf-8")
     TABLES.write_text(tables_page(runs), encoding="utf-8")
     if "--no-charts" not in args:
         draw(runs)
-
-
-Runs = dict[str, tuple[list[Measurement], list[Prediction]]]
-
-
-def measured_and_predicted(jobs: int | None) -> Runs:
-    """By results file: every measured run with its prediction."""
-    paths = sorted(RESULTS.glob("*.jsonl"))
-    measured = {path.stem: comparable(read_measurements(path))[0] for path in paths}
-    everything = [m for reports in measured.values() for m in reports]
-    predictions = iter(predict_all([plan_of(m) for m in everything], jobs=jobs))
-    return {name: (ms, [next(predictions) for _ in ms]) for name, ms in measured.items()}
 
 
 def unmodelled(runs: Runs) -> dict[str, dict[str, list[str]]]:

@@ -1,4 +1,4 @@
-"""Every measured run of `results/` against its prediction, and the page that shows them."""
+"""Every measured run of `results/` against what is kept of its prediction, and the pages."""
 
 from __future__ import annotations
 
@@ -34,8 +34,6 @@ MEDIAN_ALLOCATED = 0.1  # per cent
 MEDIAN_RESERVED = 0.3
 MEDIAN_ON_SEVERAL_GPUS = {"allocated": 0.1, "reserved": 0.5, "process": 0.5}
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="session")
 def make_docs() -> docs:
@@ -49,7 +47,7 @@ def make_docs() -> docs:
 
 @pytest.fixture(scope="session")
 def runs(make_docs: docs) -> docs.Runs:
-    return make_docs.measured_and_predicted(jobs=2)
+    return make_docs.stored()
 
 
 @pytest.fixture(scope="session")
@@ -63,13 +61,13 @@ def one(
 ) -> Comparison:
     """A run; where a test of it is known to miss its bound, that it does is what is tested."""
     file, name = request.param
-    cause = MISSES.get(file, {}).get(name, {}).get(tested(request))
+    cause = MISSES.get(file, {}).get(name, {}).get(figure_of(request))
     if cause:
         request.applymarker(pytest.mark.xfail(reason=cause, strict=True))
     return comparisons[request.param]
 
 
-def tested(request: pytest.FixtureRequest) -> str:
+def figure_of(request: pytest.FixtureRequest) -> str:
     """The figure that a test is about, as `results/misses.json` names it."""
     parameters = request.node.callspec.params
     return str(parameters.get("figure") or request.function.__name__.removeprefix("test_"))
