@@ -2,7 +2,7 @@
 
 `mish` and `rms_norm` are taken apart by autograd unless the device has a fused kernel; `kernels`
 puts the choice back above autograd. `MADE_HERE` gives the results that torch's meta device does not
-know.
+know, or takes long to find.
 
 Sources (torch 2.11): aten/src/ATen/native/layer_norm.cpp (`rms_norm_symint`),
 native/cuda/layer_norm_kernel.cu (`_fused_rms_norm_cuda`), native/native_functions.yaml,
@@ -122,7 +122,18 @@ def _multilabel_margin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[T
     return _margin_loss(args[0], args[2] != 0), is_target
 
 
+def _normal(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """As it is: on meta torch makes the numbers first, by a dozen operators."""
+    filled: Tensor = args[0]
+    std = args[2] if len(args) > 2 else kwargs.get("std", 1.0)
+    if filled.is_floating_point() and std >= 0:
+        return filled
+    made: Tensor = aten.normal_.default(*args, **kwargs)  # says what is wrong
+    return made
+
+
 MADE_HERE: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {
+    aten.normal_.default: _normal,
     aten._fused_rms_norm.default: _rms_norm,
     aten.mish_backward.default: _like(1),
     aten._ctc_loss_backward.default: _like(1),
