@@ -12,6 +12,7 @@ from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings
 from memest.estimator.device.history import EventLog
 from memest.estimator.device.storages import EMPTIED, RETURNED, StorageTable
 from memest.estimator.device.virtual_gpu import VirtualGpu
+from memest.estimator.trace.program import ended_by
 from memest.estimator.trace.recording import Act, Action, Mark, Recording, RecordingObserver
 from memest.estimator.trace.replay import Moment, ObservedAllocator, Replayed
 from memest.report import Phase, RunReport
@@ -45,6 +46,7 @@ def replay_log(
     settings: AllocatorSettings = DEFAULT,
     *,
     is_share: bool = False,
+    is_prompt: bool = False,
 ) -> LogReplay:
     """The events that are kept, on a card whose allocator can reserve `limit_bytes`.
 
@@ -56,11 +58,12 @@ def replay_log(
         limit_bytes: what can be reserved; None is a card without end.
         settings: of the allocator.
         is_share: the limit is what is allowed, and the card has more.
+        is_prompt: what `replay` means by it.
     """
     allocator = CachingAllocator(limit_bytes, settings=settings)
     if is_share:
         allocator.card_bytes, allocator.allowed_bytes = None, limit_bytes
-    refusal = _Replay(allocator, storages).run(log.events)
+    refusal = _Replay(allocator, storages, is_prompt=is_prompt).run(log.events)
     return LogReplay(
         allocator.peak_allocated_bytes,
         allocator.peak_reserved_bytes,
@@ -162,7 +165,10 @@ class _RecordedAddresses(AddressSpace):
 
 
 class _Replay:
-    def __init__(self, allocator: CachingAllocator, storages: StorageTable) -> None:
+    def __init__(
+        self, allocator: CachingAllocator, storages: StorageTable, *, is_prompt: bool = False
+    ) -> None:
+        self.is_prompt = is_prompt
         self.allocator = allocator
         self.storages = storages
         self.blocks: dict[int, Block] = {}
@@ -171,7 +177,7 @@ class _Replay:
     def run(self, events: Sequence[int]) -> Refusal | None:
         """Apply events; the request that no memory was left for ends it."""
         allocator, blocks, storages = self.allocator, self.blocks, self.storages
-        num_bytes, streams, deferred = storages.num_bytes, storages.streams, storages.deferred
+        num_bytes, streams = storages.num_bytes, storages.streams
         for position, event in enumerate(events):
             if event >= 0:
                 if not num_bytes[event]:
@@ -180,22 +186,25 @@ class _Replay:
                     blocks[event] = allocator.malloc(num_bytes[event], streams.get(event, 0))
                 except OutOfMemory:
                     return Refusal(position, event, num_bytes[event])
-            elif event > RETURNED:
-                block = blocks.pop(~event, None)
-                if block is None:
-                    continue
-                if ~event in deferred:
-                    self.deferred[~event] = block
-                    allocator.defer(block)
-                else:
-                    allocator.free(block)
             elif event == EMPTIED:
                 allocator.empty_cache()
             else:
-                block = self.deferred.pop(RETURNED - event, None)
-                if block is not None:
-                    allocator.complete(block)
+                self._ends(event)
         return None
+
+    def _ends(self, event: int) -> None:
+        allocator, storages = self.allocator, self.storages
+        ended = ended_by(event, storages, is_prompt=self.is_prompt)
+        block = self.blocks.pop(ended, None)
+        if block is None:
+            block = self.deferred.pop(RETURNED - event, None)
+            if block is not None:
+                allocator.complete(block)
+        elif ended in storages.deferred and not self.is_prompt:
+            self.deferred[ended] = block
+            allocator.defer(block)
+        else:
+            allocator.free(block)
 
 
 class _ObservedReplay(_Replay):
@@ -214,10 +223,11 @@ class _ObservedReplay(_Replay):
         """As without an observer, event by event."""
         for event in events:
             self._position += 1
-            if RETURNED < event < 0 and ~event in self.blocks:
-                block = self.blocks[~event]
-                self._names[id(block)] = ~event
-                self.observer.dies(~event, block)
+            ended = ended_by(event, self.storages) if event < 0 else -1
+            if ended in self.blocks:
+                block = self.blocks[ended]
+                self._names[id(block)] = ended
+                self.observer.dies(ended, block)
             refusal = super().run((event,))
             if refusal is not None:
                 return refusal

@@ -47,6 +47,7 @@ class LiveStorages(StorageTable):
         """Storage `index` is dead, and nobody will ask about it any more."""
         self.streams.pop(index, None)
         self.deferred.discard(index)
+        self.shelved.discard(index)
         self.unused.append(index)
 
 
@@ -232,11 +233,13 @@ class History:
         self._top_at = len(log.open)
 
     def _live_through(self, events: array[int]) -> None:
-        alive = self._alive
+        alive, shelved = self._alive, self._storages.shelved
         for event in events:
             if event >= 0:
                 alive.add(event)
-            elif event > RETURNED:
+            elif event <= RETURNED:
+                alive.discard(RETURNED - event)
+            elif ~event not in shelved:
                 alive.discard(~event)
 
     def _reuse(self) -> None:
@@ -247,7 +250,7 @@ class History:
             index = ~event
             if event <= RETURNED:
                 index = RETURNED - event
-            elif index in storages.deferred:
+            elif index in storages.deferred or index in storages.shelved:
                 continue
             if index >= first and index not in alive:
                 storages.forget(index)

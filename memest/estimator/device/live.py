@@ -50,6 +50,7 @@ from memest.estimator.device.tensors import (
 from memest.estimator.device.traits import DEPENDS_ON_VALUES, traits_of
 from memest.estimator.device.values import LiveValues, ValueUnknown
 from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.hardware.speed import SEGMENT_US
 
 aten = torch.ops.aten
 
@@ -386,8 +387,11 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         self.settle()
         num_bytes = self.storages.num_bytes[index]
         if num_bytes:
+            before = self.allocator.reserved_bytes
             try:
                 self.blocks[index] = self.allocator.malloc(num_bytes, self.stream)
+                if self.allocator.reserved_bytes > before:
+                    self.host_spends(SEGMENT_US)
             except OutOfMemory:
                 self.num_ooms += 1
                 self.history.emptied()  # the allocator gave back its cache before it gave up
@@ -408,7 +412,8 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         self.settle()
         block = self.blocks.pop(index, None)
         if block is not None:
-            self.allocator.complete(block)
+            is_shelved = index in self.storages.shelved
+            (self.allocator.free if is_shelved else self.allocator.complete)(block)
         self.log.open.append(RETURNED - index)
 
     def settle(self) -> None:
@@ -417,12 +422,14 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         if not dead:
             return
         position = 0
-        log, blocks, deferred = self.log.open, self.blocks, self.storages.deferred
+        log, blocks, storages = self.log.open, self.blocks, self.storages
         while position < len(dead):
             index = dead[position]
             position += 1
             log.append(~index)
-            if index in deferred:
+            if index in storages.shelved:
+                continue
+            if index in storages.deferred:
                 block = blocks.get(index)
                 if block is not None:
                     self.allocator.defer(block)

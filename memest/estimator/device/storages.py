@@ -25,7 +25,8 @@ class MemKind(StrEnum):
 
 
 RETURNED = -(1 << 40)
-"""`RETURNED - id` is the event at which a block whose free was deferred returns to its pool."""
+"""`RETURNED - id` is the event at which a block whose free was deferred returns to its pool, at the
+latest; at the earliest that is its death."""
 
 EMPTIED = -(1 << 60)
 """The event at which the script has the cache emptied."""
@@ -54,6 +55,14 @@ class StorageTable:
 
     deferred: set[int] = field(default_factory=set)
     """Storages whose blocks return to their pool later than they are freed."""
+
+    shelved: set[int] = field(default_factory=set)
+    """Storages that a collective may keep beyond their death, until `RETURNED - id`."""
+
+    @property
+    def depends_on_time(self) -> bool:
+        """Whether how fast the GPU is decides when a block comes back."""
+        return bool(self.deferred or self.shelved)
 
     def add(self, num_bytes: int, site: Site, kind: MemKind) -> int:
         """A new storage; returns its id."""

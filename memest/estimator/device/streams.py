@@ -4,7 +4,9 @@ The caching allocator keeps the free blocks of each stream apart. A block that a
 (`record_stream`) is counted as freed at once and handed out again only after the GPU has passed the
 point at which it was freed (`c10/cuda/CUDACachingAllocator.cpp`, `free` and `process_events`,
 which looks at each request). Whether it has depends on time: the host launches one operator after
-another, and each stream works through its own (`speed.py`).
+another, and each stream works through its own (`speed.py`). On one GPU that is taken as it comes
+out; on several, where it decides how much each rank reserves, the events say when a block comes back
+at the latest (`SLOWEST`), and a replay may let it come back at once.
 """
 
 from __future__ import annotations
@@ -36,8 +38,19 @@ MAIN = 0
 MAX_SWITCHES = 400_000
 """Between streams, of which a running script's recorder remembers where they were."""
 
-Time = float
-"""Microseconds since the start of the trace."""
+SLOWEST = 5.0
+"""How many times as long as at its peak rates a GPU of several is given for its kernels: 20 % of the
+peak. A guess; the ranks of the FSDP runs in results/h200-multi.jsonl lie between 0 and that."""
+
+Time = tuple[float, float]
+"""Microseconds since the start, with kernels at the peak rates and at `SLOWEST`."""
+
+START: Time = (0.0, 0.0)
+
+
+def later(a: Time, b: Time) -> Time:
+    """At each pace the later of two times."""
+    return max(a[0], b[0]), max(a[1], b[1])
 
 
 class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
@@ -51,10 +64,14 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
 
         self._num_streams = 1
         self._speed = speed_of(gpu)
-        self._host: Time = 0.0
+        self.is_slow = False
+        """Which pace decides when a deferred block returns."""
+
+        self._shelf: set[int] = set()
+        self._host = START
         self._busy_until: dict[int, Time] = {}
         self._uses: dict[int, set[int]] = {}
-        self._pending: list[tuple[Time, int]] = []
+        self._pending: list[tuple[float, int]] = []
         self._given_in_backward = False
         self._starts: list[int] = []
         self._streams: list[int] = []
@@ -87,9 +104,14 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
         self._launch(self.stream, host_copy_us(self._speed, num_bytes))
         self.host_waits(self.event(self.stream))
 
-    def _launch(self, stream: int, duration: Time) -> None:
-        self._host += LAUNCH_US
-        self._busy_until[stream] = max(self.event(stream), self._host) + duration
+    def host_spends(self, duration: float) -> None:
+        """The host is busy for `duration` microseconds."""
+        self._host = self._host[0] + duration, self._host[1] + duration
+
+    def _launch(self, stream: int, duration: float) -> None:
+        self.host_spends(LAUNCH_US)
+        fast, slow = later(self.event(stream), self._host)
+        self._busy_until[stream] = fast + duration, slow + SLOWEST * duration
 
     def _stream_of_call(self, node: Any, func: Any, args: tuple[Any, ...]) -> int:
         """The stream of a call within `node`; a sum that the engine makes is the next node's.
@@ -161,19 +183,35 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     def event(self, stream: int) -> Time:
         """As `Event.record`: when `stream` will have done what it has been given."""
-        return self._busy_until.get(stream, 0.0)
+        return self._busy_until.get(stream, START)
 
     def stream_waits(self, stream: int, event: Time) -> None:
         """`stream` goes on only after `event`; the host does not wait."""
-        self._busy_until[stream] = max(self.event(stream), event)
+        self._busy_until[stream] = later(self.event(stream), event)
 
     def host_waits(self, event: Time) -> None:
         """The host goes on only after `event`."""
-        self._host = max(self._host, event)
+        self._host = later(self._host, event)
+
+    def has_passed(self, event: Time) -> bool:
+        """Whether `event` lies behind the host."""
+        return event[self.is_slow] <= self._host[self.is_slow]
+
+    def shelve(self, tensor: Tensor) -> None:
+        """A collective may keep the storage of `tensor`, should it die, until `clear_shelf`."""
+        index = self.id_of(tensor)
+        if index is not None:
+            self._shelf.add(index)
+
+    def clear_shelf(self) -> None:
+        """What collectives have kept dies now at the latest."""
+        for index in sorted(self._shelf & self.storages.shelved):
+            self._returns(index)
+        self._shelf.clear()
 
     def _return_blocks(self) -> None:
         """Before a request: blocks that all have done with return to their pools."""
-        while self._pending and self._pending[0][0] <= self._host:
+        while self._pending and self._pending[0][0] <= self._host[self.is_slow]:
             self._returns(heappop(self._pending)[1])
 
     def _returns(self, index: int) -> None:
@@ -208,9 +246,14 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
             self.storages.streams[first] = self.stream
 
     def _end(self, index: int) -> None:
+        if index in self._shelf:
+            self.storages.shelved.add(index)
+            self._ends(index)
+            return
         self._ends(index)
-        done = max((self.event(stream) for stream in self._uses.pop(index, ())), default=0.0)
-        if done > self._host:
+        pace = self.is_slow
+        done = max((self.event(stream)[pace] for stream in self._uses.pop(index, ())), default=0.0)
+        if done > self._host[pace]:
             self.storages.deferred.add(index)
             heappush(self._pending, (done, index))
 
@@ -259,7 +302,7 @@ class Event:
 
     def __init__(self, recorder: StreamRecorder) -> None:
         self.recorder = recorder
-        self.time: Time = 0.0
+        self.time = START
 
     def record(self, stream: Stream | None = None) -> None:
         """Mark the point that `stream`, or the current one, has come to."""

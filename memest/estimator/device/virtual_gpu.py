@@ -97,6 +97,7 @@ class VirtualGpu:
         self.recorder = make_recorder(
             gpu, self.allocator, self.guesses, lines or ScriptLines(roots)
         )
+        self.recorder.is_slow = ranks.world_size > 1
         self._patches = Patches()
         self._stack = contextlib.ExitStack()
 

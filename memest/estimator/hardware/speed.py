@@ -22,6 +22,9 @@ LAUNCH_US = 15.6
 """Host time of an operator of a training step in eager mode: `scripts/measure_launch.py` on the
 host of an H200, torch 2.11."""
 
+SEGMENT_US = 100.0
+"""Host time of a `cudaMalloc`: a guess of its order."""
+
 
 @dataclass(frozen=True, slots=True)
 class Speed:

@@ -22,22 +22,28 @@ MAX_ALL_RANKS = 8
 """Up to here every rank of ZeRO 1 and 2 is traced; beyond, some."""
 
 
-def run_worst_rank(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False) -> TracedPlan:
-    """The program of the rank that reserves most, then allocates most."""
+def run_ranks(
+    plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False
+) -> tuple[TracedPlan, ...]:
+    """The programs of ranks that differ, the one that reserves most, then allocates most, first."""
     traced = [
         run_rank(plan, gpu, rank=rank, trust_remote_code=trust_remote_code)
         for rank in candidate_ranks(plan)
     ]
-    return traced[0] if len(traced) == 1 else max(traced, key=functools.partial(_need, plan))
+    if len(traced) > 1:
+        traced.sort(key=functools.partial(_need, plan), reverse=True)
+    return tuple(traced)
 
 
 def candidate_ranks(plan: TrainingPlan) -> Sequence[int]:
-    """Ranks of which one holds the most.
+    """Ranks that differ, of which one holds the most.
 
-    Under DDP and FSDP the first, which never gets the padding. ZeRO 1 and 2 cut the joined
-    parameters without regard to where one ends, and a rank keeps what overlaps its part: all of
-    them, or of many the first, the second, one in the middle, the last.
+    Under DDP all hold the same, and under FSDP2 and ZeRO-3 none more than the first. FSDP1, and
+    ZeRO 1 and 2, cut joined parameters without regard to where one ends, and a rank keeps what
+    overlaps its part: all ranks, or of many some.
     """
+    if plan.strategy == "fsdp" and plan.sharding_strategy != "NO_SHARD":
+        return range(4) if plan.world_size == 4 else sorted({0, plan.world_size - 1})
     is_cut = plan.is_deepspeed and not plan.strategy.startswith("deepspeed_stage_3")
     if not is_cut:
         return (0,)

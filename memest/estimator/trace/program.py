@@ -111,7 +111,7 @@ class Program:
 def find_shifts(program: Program) -> None:
     """Fill in what changes its name when a part of `program` is played again."""
     alive: dict[int, None] = {}
-    _play(program.setup, alive)
+    _play(program.setup, alive, program.storages)
     program.micro_shifts = []
     for step in program.steps:
         before_step = set(alive)
@@ -119,7 +119,7 @@ def find_shifts(program: Program) -> None:
         for number, batch in enumerate(step):
             before = set(alive)
             for part in batch:
-                _play(part.events, alive)
+                _play(part.events, alive, program.storages)
             if number == 1 and len(step) > 2:
                 shift = _pairs(program.storages, before, alive)
         program.micro_shifts.append(shift)
@@ -127,12 +127,23 @@ def find_shifts(program: Program) -> None:
             program.step_shift = _pairs(program.storages, before_step, alive)
 
 
-def _play(events: Sequence[int], alive: dict[int, None]) -> None:
+def _play(events: Sequence[int], alive: dict[int, None], storages: StorageTable) -> None:
     for event in events:
         if event >= 0:
             alive[event] = None
-        elif event > RETURNED:
-            alive.pop(~event, None)
+        else:
+            alive.pop(ended_by(event, storages), None)
+
+
+def ended_by(event: int, storages: StorageTable, *, is_prompt: bool = False) -> int:
+    """The storage of which `event`, which is no birth, is the end; -1 where it is of none.
+
+    What is on a shelf ends as it returns, and at its death if the GPU `is_prompt`.
+    """
+    is_return = event <= RETURNED
+    index = RETURNED - event if is_return else ~event
+    is_shelved = index in storages.shelved and not is_prompt
+    return index if is_return == is_shelved else -1
 
 
 def _pairs(storages: StorageTable, before: set[int], after: Mapping[int, None]) -> dict[int, int]:

@@ -10,7 +10,7 @@ from memest.estimator.allocator.addresses import AddressSpace
 from memest.estimator.allocator.blocks import Block
 from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
 from memest.estimator.device.storages import EMPTIED, RETURNED
-from memest.estimator.trace.program import MicroBatch, Probe, Program, Shift
+from memest.estimator.trace.program import MicroBatch, Probe, Program, Shift, ended_by
 from memest.report import Phase, PhaseRow
 
 
@@ -72,6 +72,7 @@ def replay(
     limit_bytes: int | None = None,
     num_bytes: Sequence[int] | None = None,
     observer: Observer | None = None,
+    is_prompt: bool = False,
 ) -> Replayed:
     """Run `num_steps` optimizer steps of `num_micro_batches` each.
 
@@ -83,10 +84,12 @@ def replay(
         num_bytes: requested bytes by storage id, where they differ from the program's own, as
             on another GPU.
         observer: sees every step and micro-batch, also those that only repeat the one before.
+        is_prompt: blocks whose return depends on how fast the GPU is are back as they die, and not
+            at the latest moment.
     """
     sizes = num_bytes or program.storages.num_bytes
     run = (
-        _Run(program, limit_bytes, sizes)
+        _Run(program, limit_bytes, sizes, is_prompt=is_prompt)
         if observer is None
         else _ObservedRun(program, limit_bytes, sizes, observer)
     )
@@ -102,8 +105,11 @@ def replay(
     return run.result
 
 
-def live_at(program: Program, num_micro_batches: int, moment: Moment) -> list[int]:
+def live_at(
+    program: Program, num_micro_batches: int, moment: Moment, *, is_prompt: bool = False
+) -> list[int]:
     """The ids of the storages alive just after the event of `moment`."""
+    storages = program.storages
     alive: dict[int, None] = {}
     count = 0
     for step in range(moment.step + 1):
@@ -113,8 +119,8 @@ def live_at(program: Program, num_micro_batches: int, moment: Moment) -> list[in
                 count += 1
                 if event >= 0:
                     alive[event] = None
-                elif event > RETURNED:
-                    alive.pop(~event, None)
+                else:
+                    alive.pop(ended_by(event, storages, is_prompt=is_prompt), None)
                 if count == moment.index:
                     return list(alive)
     return list(alive)
@@ -140,8 +146,16 @@ def _streams(
 
 
 class _Run:
-    def __init__(self, program: Program, limit_bytes: int | None, num_bytes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        limit_bytes: int | None,
+        num_bytes: Sequence[int],
+        *,
+        is_prompt: bool = False,
+    ) -> None:
         self.program = program
+        self.is_prompt = is_prompt
         self.num_bytes = num_bytes
         addresses = AddressSpace(ranges_stay=program.ranges_stay)
         self.allocator = CachingAllocator(limit_bytes, addresses)
@@ -218,7 +232,7 @@ class _Run:
 
     def _apply(self, events: Sequence[int]) -> None:
         storages = self.program.storages
-        if storages.streams or storages.deferred:
+        if storages.streams or storages.depends_on_time:
             self._apply_on_streams(events)
             return
         allocator, blocks, num_bytes = self.allocator, self.blocks, self.num_bytes
@@ -249,16 +263,15 @@ class _Run:
             self.num_events += 1
             if event == EMPTIED:
                 self.allocator.empty_cache()
-            elif event <= RETURNED:
-                block = self.deferred.pop(RETURNED - event, None)
-                if block is not None:
-                    self.allocator.complete(block)
             elif event < 0:
-                block = blocks.pop(~event, None)
+                ended = ended_by(event, storages, is_prompt=self.is_prompt)
+                block = blocks.pop(ended, None)
                 if block is None:
-                    continue
-                if ~event in storages.deferred:
-                    self.deferred[~event] = block
+                    returned = self.deferred.pop(RETURNED - event, None)
+                    if returned is not None:
+                        self.allocator.complete(returned)
+                elif ended in storages.deferred and not self.is_prompt:
+                    self.deferred[ended] = block
                     self.allocator.defer(block)
                 else:
                     self.allocator.free(block)
@@ -339,10 +352,11 @@ class _ObservedRun(_Run):
 
     def _apply(self, events: Sequence[int]) -> None:
         for event in events:
-            if event < 0 and ~event in self.blocks:
-                block = self.blocks[~event]
-                self.allocator.storages[id(block)] = ~event
-                self.observer.dies(~event, block)
+            ended = ended_by(event, self.program.storages) if event < 0 else -1
+            if ended in self.blocks:
+                block = self.blocks[ended]
+                self.allocator.storages[id(block)] = ended
+                self.observer.dies(ended, block)
             is_new = event >= 0 and event not in self.blocks
             super()._apply((event,))
             if is_new and event in self.blocks:

@@ -382,9 +382,9 @@ def _storages(storages: StorageTable, count: int, root: str) -> StorageTable:
     """The first of them, their modules named by the paths within the model."""
     sites = [within_model(site, root) for site in storages.sites[:count]]
     streams = {index: stream for index, stream in storages.streams.items() if index < count}
-    deferred = {index for index in storages.deferred if index < count}
+    later = [{i for i in kept if i < count} for kept in (storages.deferred, storages.shelved)]
     kinds = storages.kinds[:count]
-    return StorageTable(storages.num_bytes[:count], sites, kinds, streams, deferred)
+    return StorageTable(storages.num_bytes[:count], sites, kinds, streams, *later)
 
 
 _WRAPPERS = frozenset(("_fsdp_wrapped_module", "_checkpoint_wrapped_module"))

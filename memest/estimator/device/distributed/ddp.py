@@ -7,6 +7,10 @@ a dtype shares one bucket (without `find_unused_parameters`); the forward after 
 backward makes the buckets anew, in the order in which gradients arrived.
 
 The sums take no time here: NCCL has a stream of its own, and nothing is freed that waits for it.
+What has been summed may live on: `ProcessGroupNCCL` keeps a collective's tensors on a shelf of its
+work (`stashed_for_allocator_safety_`), the watchdog passes on the shelves of what is done whenever
+it looks, and the next collective empties those. So the buckets of the first step, which are made
+anew in the second forward, may live until its backward sums the first of the new ones.
 """
 
 from __future__ import annotations
@@ -30,6 +34,12 @@ from memest.estimator.device.tensors import Place
 
 FIRST_BUCKET_BYTES = 1 << 20
 """`kDefaultFirstBucketBytes` (`reducer.hpp`)."""
+
+WATCHDOG_US = 100_000
+"""How often the watchdog looks (`kWatchdogThreadSleepMillis`, `ProcessGroupNCCL.cpp`)."""
+
+BEST_SHARE = 0.8
+"""Of the peak rates that an optimizer's kernels come to at best: a guess."""
 
 BROADCASTS_IN_FLIGHT = 2
 """`max_in_flight` of `broadcast_coalesced` (`comm.cpp`)."""
@@ -84,6 +94,10 @@ class Reducer:
         self._is_view = gradient_as_bucket_view
         self._arrivals: list[int] = []
         self._has_rebuilt = False
+        self._before_sum: set[int] = set()
+        """Gradients that the first sum of new buckets waits for."""
+
+        self._summed_at = 0.0
         self._expects_hooks = self._waits_for_end = False
         self._needs_finalize = False
         self._missing: set[int] = set()
@@ -138,9 +152,17 @@ class Reducer:
         self._sync_order(len(self._params) + 1, len(buckets))
         self._has_rebuilt = True
         self._arrivals = []
+        if self._may_be_kept():
+            for view in self._views.values():
+                self.session.shelve(view)
         self._views.clear()
         self._make_buckets(buckets)
+        self._before_sum = set(buckets[0])
         return True
+
+    def _may_be_kept(self) -> bool:
+        """Whether the watchdog may not have looked since the sums of the step before were done."""
+        return self.session.event(MAIN)[0] - self._summed_at < BEST_SHARE * WATCHDOG_US
 
     def set_logger(self, logger: Any) -> None:
         """Nothing is logged."""
@@ -242,6 +264,10 @@ class Reducer:
     def _ready(self, index: int) -> None:
         """As `mark_variable_ready`: the last one ends the reduction with the backward."""
         self._missing.discard(index)
+        if index in self._before_sum:
+            self._before_sum.discard(index)
+            if not self._before_sum:
+                self.session.clear_shelf()
         if not self._missing:
             if torch._C._current_graph_task_id() == -1:  # no backward, as all are unused
                 return
@@ -251,6 +277,7 @@ class Reducer:
     def _finalize(self) -> None:
         """As `finalize_backward`: what is summed goes back into the gradients."""
         self._expects_hooks = self._needs_finalize = False
+        self._summed_at = self.session.event(MAIN)[0]
         if self._waits_for_end:
             self._join_streams()
         if self._is_view:
