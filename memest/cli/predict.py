@@ -100,7 +100,7 @@ def predict(
         tell(str(error), error.hint)
     if failed:
         return failed[0][1].exit_code
-    return OOM_EXIT_CODE if check and any(r.verdict == "oom" for r in reports) else 0
+    return OOM_EXIT_CODE if check and any(r.verdict != "fits" for r in reports) else 0
 
 
 def _one(

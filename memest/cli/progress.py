@@ -10,6 +10,7 @@ from typing import Any
 
 from memest.errors import MemestError
 from memest.estimator.search.processes import Event, watched
+from memest.render.answer import WORDS
 from memest.report import Outcome, Prediction
 from memest.units import format_gib
 
@@ -93,8 +94,8 @@ def result_lines(result: Any) -> list[str]:
         if isinstance(each, Prediction):
             is_oom = each.verdict is Outcome.OOM
             need = each.unlimited_reserved_bytes if is_oom else each.peak_reserved_bytes
-            verdict = "OOM " if is_oom else "fits"
-            lines.append(f"{verdict}  {format_gib(need):>10}  {each.name} on {each.gpu}")
+            word = WORDS[each.verdict]
+            lines.append(f"{word:4}  {format_gib(need):>10}  {each.name} on {each.gpu}")
         elif isinstance(each, MemestError):
             lines.append(f"not predicted: {each}")
     return lines

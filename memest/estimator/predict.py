@@ -10,7 +10,6 @@ from memest.estimator.hardware.libraries import libraries_bytes
 from memest.plan import TrainingPlan
 
 if TYPE_CHECKING:
-    from memest.estimator.trace.program import Program
     from memest.estimator.trace.recording import Recording
     from memest.estimator.trace.replay import Replayed
     from memest.report import Prediction, Verdict
@@ -26,41 +25,26 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False) -> Predictio
     Raises:
         MemestError: the plan cannot be run, or memest cannot model it.
     """
+    from memest.estimator.readings import judge, readings_of
     from memest.estimator.summary import summarise
-    from memest.estimator.trace.replay import replay
-    from memest.estimator.traced_plan import trace_plan
+    from memest.estimator.traced_plan import trace_ranks
 
     started = time.perf_counter()
     gpus = judged_gpus(plan)
     primary = gpus[0] if plan.gpu or plan.gpu_memory else find_gpu(PRIMARY_GPU)
-    traced = trace_plan(plan, primary, trust_remote_code=trust_remote_code)
-
-    def run(program: Program, limit_bytes: int | None) -> Replayed:
-        return replay(
-            program,
-            num_steps=plan.steps,
-            num_micro_batches=plan.accumulate_grad_batches,
-            limit_bytes=limit_bytes,
-        )
-
-    unlimited = run(traced.program, None)
+    own = readings_of(plan, trace_ranks(plan, primary, trust_remote_code=trust_remote_code))
     verdicts: dict[str, Verdict] = {}
-    results: dict[str, Replayed] = {}
+    results: dict[str, tuple[Replayed, ...]] = {}
     for gpu in {g.name: g for g in (primary, *gpus)}.values():
-        on_gpu, free = traced, unlimited
+        on_gpu = own
         if not _runs_alike(gpu, primary):
-            on_gpu = trace_plan(plan, gpu, trust_remote_code=trust_remote_code)
-            free = run(on_gpu.program, None)
-        limit = usable_bytes(plan, gpu)
-        result = free if free.peak_reserved_bytes <= limit else run(on_gpu.program, limit)
-        results[gpu.name] = result
-        verdicts[gpu.name] = judge_verdict(result, free, limit, on_gpu.program)
+            on_gpu = readings_of(plan, trace_ranks(plan, gpu, trust_remote_code=trust_remote_code))
+        verdicts[gpu.name], results[gpu.name] = judge(on_gpu, usable_bytes(plan, gpu))
     return summarise(
         plan=plan,
-        traced=traced,
         primary=primary,
-        result=results[primary.name],
-        unlimited=unlimited,
+        readings=own,
+        results=results[primary.name],
         verdicts={g.name: verdicts[g.name] for g in gpus},
         outcome=verdicts[primary.name].verdict,
         elapsed_s=time.perf_counter() - started,
@@ -107,26 +91,3 @@ def usable_bytes(plan: TrainingPlan, gpu: Gpu) -> int:
 def _runs_alike(gpu: Gpu, other: Gpu) -> bool:
     """Whether the same kernels run on both: cards of one chip differ in memory alone."""
     return (gpu.capability, gpu.num_sms) == (other.capability, other.num_sms)
-
-
-def judge_verdict(result: Replayed, free: Replayed, limit: int, program: Program) -> Verdict:
-    """What a replay under `limit` bytes says; `free` is the same run without a limit."""
-    from memest.report import Outcome, Verdict
-
-    reserved = result.peak_reserved_bytes
-    if result.failed is None:
-        return Verdict(
-            verdict=Outcome.FITS,
-            margin_bytes=limit - reserved,
-            limit_bytes=limit,
-            reserved_bytes=reserved,
-        )
-    site = program.storages.sites[result.failed.storage]
-    where = ", ".join(part for part in (site.phase, site.module, site.op) if part)
-    return Verdict(
-        verdict=Outcome.OOM,
-        margin_bytes=limit - free.peak_reserved_bytes,
-        limit_bytes=limit,
-        reserved_bytes=reserved,
-        at=f"step {result.failed.step}, {where}",
-    )

@@ -12,6 +12,7 @@ from memest.estimator.closed_form import closed_form
 from memest.estimator.device.storages import MemKind
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.kernels.tables import TARGET_TORCH
+from memest.estimator.readings import Reading, interval, phase_intervals
 from memest.estimator.trace.replay import Moment, Replayed, live_at
 from memest.plan import TrainingPlan
 from memest.report import Outcome, Peak, Prediction, Term, Verdict
@@ -32,15 +33,21 @@ _LAYER = re.compile(r"^(.*?)\.(\d+)(?:\.|$)")
 def summarise(
     *,
     plan: TrainingPlan,
-    traced: TracedPlan,
     primary: Gpu,
-    result: Replayed,
-    unlimited: Replayed,
+    readings: Sequence[Reading],
+    results: Sequence[Replayed],
     verdicts: Mapping[str, Verdict],
     outcome: Outcome,
     elapsed_s: float,
 ) -> Prediction:
-    """The prediction for `primary`, with the verdicts of all GPUs."""
+    """The prediction for `primary`, with the verdicts of all GPUs.
+
+    Its figures are those of the first of `readings`, which reserves most; `results` are all of them
+    on that GPU.
+    """
+    traced, unlimited, result = readings[0].traced, readings[0].free, results[0]
+    beside = primary.context_bytes + traced.libraries_bytes
+    reserved = [each.peak_reserved_bytes for each in results]
     program = traced.program
     coverage = program.coverage
     terms = peak_terms(traced, plan.accumulate_grad_batches, result)
@@ -52,7 +59,13 @@ def summarise(
         gpu=primary.name,
         peak_allocated_bytes=result.peak_allocated_bytes,
         peak_reserved_bytes=result.peak_reserved_bytes,
-        process_bytes=result.peak_reserved_bytes + primary.context_bytes + traced.libraries_bytes,
+        process_bytes=result.peak_reserved_bytes + beside,
+        intervals={
+            "allocated": interval(each.peak_allocated_bytes for each in results),
+            "reserved": interval(reserved),
+            "process": interval(reserved, beside=beside),
+        },
+        phase_intervals=phase_intervals(results) if len(results) > 1 else (),
         host_bytes=traced.host_bytes,
         host_terms=traced.host_terms,
         host_verdict=judge_host(traced.host_bytes, plan.host_memory),
@@ -117,7 +130,7 @@ def peak_terms(traced: TracedPlan, num_micro_batches: int, result: Replayed) -> 
     program = traced.program
     storages = program.storages
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for index in live_at(program, num_micro_batches, result.peak):
+    for index in live_at(program, num_micro_batches, result.peak, is_prompt=result.is_prompt):
         groups[_group(program, index)].append(index)
     terms = []
     for (kind, owner), members in groups.items():

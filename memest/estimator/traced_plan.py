@@ -22,8 +22,9 @@ _SAME_CHIP: dict[str, Any] = {
 
 
 def trace_plan(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False) -> TracedPlan:
-    """The program of `plan` on `gpu`, of several ranks that of the worst; plans that differ in limits
-    and steps alone share it.
+    """The program of `plan` on `gpu`, of several ranks that of the worst.
+
+    Plans that differ in limits and steps alone share it.
     """
     return trace_ranks(plan, gpu, trust_remote_code=trust_remote_code)[0]
 

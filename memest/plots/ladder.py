@@ -334,7 +334,7 @@ def _verdict(report: Row, limit: int, card: str) -> str:
     outcome = outcome_on(report, limit, card)
     if outcome is Outcome.FITS and is_tight_on(report, card):
         return "tight"
-    return {None: "?", Outcome.OOM: "OOM"}.get(outcome, "fits")
+    return {None: "?", Outcome.MAY: "may", Outcome.OOM: "OOM"}.get(outcome, "fits")
 
 
 def _write_verdict(

@@ -27,8 +27,11 @@ _OPERATOR = re.compile(r"^(aten|prims|_?c10d\w*|fsdp|bitsandbytes|torchvision|fl
 _NAMED_PERCENT = 4.5
 """Of the peak; what is less is part of the rest."""
 
-GOOD, BAD, DIM, BOLD = "32;1", "31;1", "2", "1"
+GOOD, BAD, OPEN, DIM, BOLD = "32;1", "31;1", "33;1", "2", "1"
 """Colours of a terminal (ECMA-48, select graphic rendition)."""
+
+WORDS = {Outcome.FITS: "fits", Outcome.MAY: "may", Outcome.OOM: "OOM"}
+COLOURS = {Outcome.FITS: GOOD, Outcome.MAY: OPEN, Outcome.OOM: BAD}
 
 
 def paint(text: str, code: str, *, colour: bool) -> str:
@@ -56,6 +59,13 @@ def verdict_line(verdict: Verdict, gpu: str, *, colour: bool = False, so_far: bo
         needed = format_gib(verdict.limit_bytes - verdict.margin_bytes)
         lacking = format_gib(-verdict.margin_bytes)
         return f"{head} {gpu}: needs {needed}, {lacking} more than the {usable} usable"
+    if verdict.verdict is Outcome.MAY:
+        head = paint("may or may not fit", OPEN, colour=colour)
+        needed = format_gib(verdict.limit_bytes - verdict.margin_bytes)
+        return (
+            f"{head} {gpu}: needs up to {needed} of {usable} usable, and fits where blocks come"
+            " back in time"
+        )
     word = "fits so far on" if so_far else "fits"
     tight = ", but tight" if is_tight(verdict) else ""
     head = paint(f"{word} {gpu}{tight}", GOOD, colour=colour)
@@ -127,6 +137,8 @@ def answer(
         ),
     ]
     lines += _others(prediction)
+    if verdict.decides:
+        lines.append(f"what decides: {verdict.decides}")
     if is_oom:
         lines += _change_lines(change, colour=colour)
         lines.append(f"more: {advise_command(prediction)}")
@@ -141,11 +153,12 @@ def answer(
 
 def _others(prediction: Prediction) -> list[str]:
     """The verdicts of the cards beside the first, by name."""
-    by_outcome: dict[bool, list[str]] = {True: [], False: []}
+    by_outcome: dict[Outcome, list[str]] = {each: [] for each in WORDS}
     for name, verdict in prediction.verdicts.items():
         if name != prediction.gpu:
-            by_outcome[verdict.verdict is not Outcome.OOM].append(name)
-    words = [f"{'fits' if ok else 'not'} {', '.join(n)}" for ok, n in by_outcome.items() if n]
+            by_outcome[verdict.verdict].append(name)
+    told = {**WORDS, Outcome.OOM: "not"}
+    words = [f"{told[each]} {', '.join(names)}" for each, names in by_outcome.items() if names]
     return [f"other cards: {'; '.join(words)}"] if words else []
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from memest.render.answer import answer, people
+from memest.render.answer import WORDS, answer, people
 from memest.render.text import step_name
 from memest.report import Outcome, Prediction, Verdict
 from memest.units import GIB, format_gib
@@ -32,6 +32,7 @@ p, ul { margin: .4rem 0; overflow-wrap: anywhere; } .muted { color: var(--muted)
   overflow-wrap: anywhere; min-width: 0; }
 .card b { font-size: 1.15rem; } .oom b.verdict::before { content: "\\2715\\00a0"; }
 .fits b.verdict::before { content: "\\2713\\00a0"; }
+.may b.verdict::before { content: "?\\00a0"; }
 .meter { height: .7rem; border: 1px solid var(--ink); border-radius: .2rem; margin: .4rem 0;
   overflow: hidden; }
 .meter i { display: block; height: 100%; background: var(--ink); }
@@ -238,18 +239,20 @@ def _facts(report: Prediction) -> str:
     return f'<p class="muted">{escape(" · ".join(facts))}</p>'
 
 
+_CARD_WORDS = {Outcome.FITS: "fits", Outcome.MAY: "may fit", Outcome.OOM: "out of memory"}
+
+
 def verdict_cards(verdicts: Mapping[str, Verdict]) -> str:
     """A card for each GPU: whether it fits, and with how much to spare."""
     cards = []
     for name, verdict in verdicts.items():
-        is_oom = verdict.verdict is Outcome.OOM
         share = 100 * min(1.0, verdict.reserved_bytes / max(1, verdict.limit_bytes))
         margin = format_gib(abs(verdict.margin_bytes))
-        words = f"{margin} too much" if is_oom else f"{margin} to spare"
+        words = f"{margin} {'to spare' if verdict.margin_bytes >= 0 else 'too much'}"
         where = f'<div class="muted">{escape(people(verdict.at))}</div>' if verdict.at else ""
         cards.append(
-            f'<div class="card {"oom" if is_oom else "fits"}"><b>{escape(name)}</b> '
-            f'<b class="verdict">{"out of memory" if is_oom else "fits"}</b>'
+            f'<div class="card {verdict.verdict}"><b>{escape(name)}</b> '
+            f'<b class="verdict">{_CARD_WORDS[verdict.verdict]}</b>'
             f'<div class="meter"><i style="width:{share:.1f}%"></i></div>'
             f"{format_gib(verdict.reserved_bytes)} reserved of {format_gib(verdict.limit_bytes)}: "
             f"{words}{where}</div>"
@@ -322,7 +325,7 @@ def _verdict_word(report: Prediction, gpu: str) -> str:
     verdict = report.verdicts.get(gpu)
     if verdict is None:
         return ""
-    return "OOM" if verdict.verdict is Outcome.OOM else "fits"
+    return WORDS[verdict.verdict]
 
 
 def _gib(num_bytes: int) -> str:

@@ -95,10 +95,17 @@ def answer_of_run(report: RunReport, *, colour: bool = False) -> list[str]:
     return [first, why]
 
 
+_OUTCOMES = {
+    Outcome.FITS: "fits",
+    Outcome.MAY: "may or may not fit",
+    Outcome.OOM: "out of memory",
+}
+
+
 def heading(report: RunReport) -> list[str]:
     """What ran, where, and how it ended."""
     steps = f"{report.num_steps} optimizer step{'s' if report.num_steps != 1 else ''}"
-    verdict = "out of memory" if report.verdict is Outcome.OOM else "fits"
+    verdict = _OUTCOMES[report.verdict]
     if report.ending in _CUT_SHORT:
         verdict = "fits so far"
     lines = [f"{report.name}", f"{_ENDINGS[report.ending]}; {steps} on {report.gpu}: {verdict}"]

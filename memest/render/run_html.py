@@ -6,6 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from memest.render.html import chart, html_table, lead, page, verdict_cards
+from memest.render.answer import WORDS
 from memest.render.run import answer_of_run, heading, module_rows, times, where, why
 from memest.report import HeldRow, RunReport
 from memest.units import GIB, format_gib
@@ -50,7 +51,7 @@ def run_fragment(report: RunReport) -> str:
     rows.append(["peak reserved", f"{report.peak_reserved_bytes / GIB:.3f}", ""])
     verdicts = [["GPU", "verdict", "margin, GiB"]]
     verdicts += [
-        [name, "OOM" if v.verdict == "oom" else "fits", f"{v.margin_bytes / GIB:+.2f}"]
+        [name, WORDS[v.verdict], f"{v.margin_bytes / GIB:+.2f}"]
         for name, v in report.verdicts.items()
     ]
     head = "<br>".join(escape(line) for line in [*answer_of_run(report), *heading(report)])

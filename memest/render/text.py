@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from memest.render.answer import (
-    BAD,
+    COLOURS,
     DIM,
-    GOOD,
+    WORDS,
     answer,
     failures,
     is_tight,
@@ -159,6 +159,11 @@ def _totals(prediction: Prediction) -> list[str]:
             ["", format_gib(t.num_bytes), f"{t.kind}: {t.arithmetic}, {t.why}"]
             for t in prediction.host_terms
         ]
+    for row in rows:
+        found = prediction.intervals.get(row[0])
+        if found is not None and found.low_bytes < found.high_bytes:
+            low, high = (f"{n / 2**30:.2f}" for n in (found.low_bytes, found.high_bytes))
+            row[2] += f"; on a rank between {low} and {high}"
     return [f"peak on {prediction.gpu}", *table(rows, left=1, last_left=True)]
 
 
@@ -222,8 +227,8 @@ def verdict_table(verdicts: Mapping[str, Verdict], *, colour: bool = False) -> l
     rows = [["gpu", "usable", "reserved", "verdict", "margin", ""]]
     rows += [_verdict_cells(name, verdict) for name, verdict in verdicts.items()]
     lines = table(rows, left=1, last_left=True)
-    codes = [BAD if v.verdict is Outcome.OOM else GOOD for v in verdicts.values()]
-    words = ["OOM" if v.verdict is Outcome.OOM else "fits" for v in verdicts.values()]
+    codes = [COLOURS[v.verdict] for v in verdicts.values()]
+    words = [WORDS[v.verdict] for v in verdicts.values()]
     return lines[:1] + [
         line.replace(f" {word} ", f" {paint(word, code, colour=colour)} ", 1)
         for line, word, code in zip(lines[1:], words, codes, strict=True)
@@ -231,13 +236,12 @@ def verdict_table(verdicts: Mapping[str, Verdict], *, colour: bool = False) -> l
 
 
 def _verdict_cells(name: str, verdict: Verdict) -> list[str]:
-    is_oom = verdict.verdict is Outcome.OOM
-    note = f"at {people(verdict.at)}" if is_oom else "tight" if is_tight(verdict) else ""
+    note = f"at {people(verdict.at)}" if verdict.at else "tight" if is_tight(verdict) else ""
     return [
         name,
         format_gib(verdict.limit_bytes),
         format_gib(verdict.reserved_bytes),
-        "OOM" if is_oom else "fits",
+        WORDS[verdict.verdict],
         f"{verdict.margin_bytes / 2**30:+.2f} GiB",
         note,
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from memest.report.records import (
     ClosedForm,
+    Interval,
     Measurement,
     Outcome,
     Peak,
@@ -31,6 +32,7 @@ __all__ = [
     "Ending",
     "Guess",
     "HeldRow",
+    "Interval",
     "Measurement",
     "Outcome",
     "Peak",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, ClassVar, Self
 
@@ -26,6 +26,9 @@ class Outcome(StrEnum):
 
     FITS = "fits"
     OOM = "oom"
+    MAY = "may"
+    """Predicted on several GPUs: it depends on when blocks come back that streams share."""
+
     FAILED = "failed"
     """Of a measured run alone: it crashed, or ran out of time."""
 
@@ -63,6 +66,14 @@ class Peak:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """Between what the figure of a rank should lie."""
+
+    low_bytes: int
+    high_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
     """Whether a plan runs on one GPU, and with how much to spare."""
 
@@ -78,7 +89,10 @@ class Verdict:
     """Peak reserved on this GPU, up to the failure if it is out of memory."""
 
     at: str = ""
-    """Of an `oom`: step, phase, module and operator of the request that failed."""
+    """Of an `oom` or a `may`: step, phase, module and operator of the request that failed."""
+
+    decides: str = ""
+    """Of a `may`: the blocks on whose return it depends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,6 +212,15 @@ class Prediction(Report):
     closed_form: ClosedForm | None = None
     """The textbook's formula, where it applies; no figure of the report is made of it."""
 
+    intervals: Mapping[str, Interval] = field(default_factory=dict)
+    """Of `allocated`, `reserved` and `process` at their peaks, over the ranks that differ and the
+    moments at which blocks can come back that two streams or a collective share. The figures of the
+    report are of the reading that reserves most. On one GPU low is high.
+    """
+
+    phase_intervals: tuple[Interval, ...] = ()
+    """Of the bytes allocated at each of `phases`; empty on one GPU."""
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """As `Report`'s."""
@@ -207,6 +230,8 @@ class Prediction(Report):
         own["terms"] = _terms(values["terms"])
         own["host_terms"] = _terms(values.get("host_terms", ()))
         own["assumptions"] = tuple(values["assumptions"])
+        own["intervals"] = {k: Interval(**v) for k, v in values.get("intervals", {}).items()}
+        own["phase_intervals"] = tuple(Interval(**v) for v in values.get("phase_intervals", ()))
         host, closed = values.get("host_verdict"), values.get("closed_form")
         own["host_verdict"] = None if host is None else _verdict(host)
         if closed is not None:

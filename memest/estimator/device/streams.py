@@ -5,8 +5,8 @@ The caching allocator keeps the free blocks of each stream apart. A block that a
 point at which it was freed (`c10/cuda/CUDACachingAllocator.cpp`, `free` and `process_events`,
 which looks at each request). Whether it has depends on time: the host launches one operator after
 another, and each stream works through its own (`speed.py`). On one GPU that is taken as it comes
-out; on several, where it decides how much each rank reserves, the events say when a block comes back
-at the latest (`SLOWEST`), and a replay may let it come back at once.
+out; on several, where it decides how much each rank reserves, the events say when a block comes
+back at the latest (`SLOWEST`), and a replay may let it come back at once.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ MAX_SWITCHES = 400_000
 """Between streams, of which a running script's recorder remembers where they were."""
 
 SLOWEST = 5.0
-"""How many times as long as at its peak rates a GPU of several is given for its kernels: 20 % of the
-peak. A guess; the ranks of the FSDP runs in results/h200-multi.jsonl lie between 0 and that."""
+"""How many times as long as at its peak rates a GPU of several is given for its kernels: 20 % of
+the peak. A guess; the ranks of the FSDP runs in results/h200-multi.jsonl lie between 0 and that.
+"""
 
 Time = tuple[float, float]
 """Microseconds since the start, with kernels at the peak rates and at `SLOWEST`."""

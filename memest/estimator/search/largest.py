@@ -25,7 +25,8 @@ from typing import Any
 from memest.errors import PlanError
 from memest.estimator.allocator.blocks import round_request
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.predict import judge_verdict, usable_bytes
+from memest.estimator.predict import usable_bytes
+from memest.estimator.readings import judge_verdict
 from memest.estimator.search.trace_series import GROWTH, SPACING, TraceSeries
 from memest.estimator.trace.family.reuse import FormBroken, with_value
 from memest.estimator.trace.program import Program
@@ -84,7 +85,7 @@ class Judged:
     @cached_property
     def verdict(self) -> Verdict:
         """As `predict` gives it."""
-        return judge_verdict(self.result, self.free, self._limit, self._traced.program)
+        return judge_verdict(self.result, self.free, self._limit, self._traced)
 
     @cached_property
     def requested_bytes(self) -> int:

@@ -41,6 +41,9 @@ class Replayed:
     num_retries: int = 0
     """Times that the allocator gave back its cache to go on."""
 
+    is_prompt: bool = False
+    """Which of the two moments blocks returned at that depend on the GPU's speed."""
+
 
 class Observer(Protocol):
     """Sees a run as it is replayed."""
@@ -159,7 +162,7 @@ class _Run:
         self.num_bytes = num_bytes
         addresses = AddressSpace(ranges_stay=program.ranges_stay)
         self.allocator = CachingAllocator(limit_bytes, addresses)
-        self.result = Replayed()
+        self.result = Replayed(is_prompt=is_prompt)
         self.blocks: dict[int, Block] = {}
         self.deferred: dict[int, Block] = {}
         self.before: MicroBatch | None = None
