@@ -19,8 +19,8 @@ import kernels_page
 from stored_predictions import RESULTS, Runs, predicted_now, store, stored
 
 from memest.render.compare import render_comparison_markdown
-from memest.units import format_gib
-from memest.validate.compare import Comparison, compare, summarise
+from memest.units import GIB, format_gib
+from memest.validate.compare import TOTALS, Comparison, compare, summarise
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "accuracy.md"
@@ -127,18 +127,18 @@ def ranks_section(comparisons: Sequence[Comparison]) -> str:
     several = [c for c in comparisons if c.measured.ranks]
     lines = [
         "\n## Ranks and hosts\n",
-        "The tables above hold the prediction to the worst rank. The ranks of one run differ too:"
-        " under FSDP1, and where gradients are summed beside the backward, blocks that two streams"
-        " use come back when the GPU has caught up with the host.\n",
-        "| experiment | reserved, worst rank above the best | predicted, off the worst |",
-        "|---|---|---|",
+        "The tables above show an interval where ranks differ, or blocks come back sooner or later"
+        " that two streams or a collective share; the error is how far the rank that is off by most"
+        " lies outside. Below are the runs whose ranks or intervals are apart by more than 0.005 %"
+        " of what is reserved or allocated.\n",
+        "| experiment | reserved on the ranks | predicted | allocated on the ranks | predicted |",
+        "|---|---|---|---|---|",
     ]
-    lines += [
-        f"| {c.name} | {c.rank_spread_percent['reserved']:.2f} % |"
-        f" {c.totals['reserved'].error_percent:+.2f} % |"
-        for c in several
-        if c.rank_spread_percent["reserved"] > 0.005
-    ]
+    for c in several:
+        spans = [_spans(c, name) for name in ("reserved", "allocated")]
+        if any(max(span) > 1.00005 * min(span) for pair in spans for span in pair):
+            cells = (f"{_gib(measured)} | {_gib(predicted)}" for measured, predicted in spans)
+            lines.append(f"| {c.name} | {' | '.join(cells)} |")
     lines += [
         "\nHost memory under offload, all ranks together:\n",
         "| experiment | measured | predicted | error |",
@@ -151,6 +151,18 @@ def ranks_section(comparisons: Sequence[Comparison]) -> str:
         if c.predicted.host_terms
     ]
     return "\n".join(lines)
+
+
+def _spans(comparison: Comparison, name: str) -> tuple[list[int], list[int]]:
+    """Of a total the ranks' figures, and the ends of what was predicted."""
+    found = comparison.totals[name].predicted
+    ranks = [rank[TOTALS[name]] for rank in comparison.measured.ranks]
+    return ranks, [found.low_bytes, found.high_bytes]
+
+
+def _gib(figures: Sequence[int]) -> str:
+    low, high = f"{min(figures) / GIB:.2f}", f"{max(figures) / GIB:.2f}"
+    return high if low == high else f"{low} to {high}"
 
 
 def draw(runs: Runs) -> None:

@@ -68,6 +68,9 @@ class _RunCommand(click.Command):
 
 _FILE = click.Path(path_type=Path)
 
+MAX_SECONDS_OF_RANK = 1800.0
+"""After which a rank is taken to wait for one that is not there."""
+
 
 @main.command(cls=_RunCommand, context_settings={"allow_interspersed_args": False})
 @click.option(
@@ -82,6 +85,11 @@ _FILE = click.Path(path_type=Path)
     "--nproc-per-node", type=click.IntRange(1), default=1, help="GPUs per node, as of `torchrun`."
 )
 @click.option("--nnodes", type=click.IntRange(1), default=1, help="Nodes, likewise.")
+@click.option(
+    "--time-limit",
+    type=click.FloatRange(min=0, min_open=True),
+    help="End a script after so many seconds. [several GPUs: 1800]",
+)
 @click.option("--max-steps", type=click.IntRange(1), help="End after so many optimizer steps.")
 @click.option(
     "--batch-parts",
@@ -105,6 +113,7 @@ def run(
     memory_limit: int | None,
     nproc_per_node: int,
     nnodes: int,
+    time_limit: float | None,
     max_steps: int | None,
     batch_parts: int,
     strict: bool,
@@ -149,7 +158,9 @@ def run(
     out = sys.stdout
     if no_input:
         sys.stdin = NoInput()
-    ran = _run_ranks(chosen, partial(_run_one, target, make), files)
+    if time_limit is None and len(chosen) > 1:
+        time_limit = MAX_SECONDS_OF_RANK
+    ran = _run_ranks(chosen, partial(_run_one, target, make, limit_s=time_limit), files)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     if ran.error_text:
@@ -159,33 +170,44 @@ def run(
     if ran.report is None:
         return ran.exit_code or _not_used()
     _print(ran.report, out, verbose=verbose)
-    return OOM_EXIT_CODE if check and not ran.report.fits else ran.exit_code
+    return OOM_EXIT_CODE if check and ran.report.verdict != "fits" else ran.exit_code
 
 
-def _run_one(target: Target, make: Callable[..., Session], files: _Files, ranks: Ranks) -> Ran:
+def _run_one(
+    target: Target,
+    make: Callable[..., Session],
+    files: _Files | None,
+    ranks: Ranks,
+    *,
+    limit_s: float | None,
+    is_prompt: bool = False,
+) -> Ran:
     """One rank, in this process."""
     from memest.run.launcher import run_target
 
-    session = make(ranks=ranks)
-    ran = run_target(target, session)
-    if ran.report is not None:
+    session = make(ranks=ranks, is_prompt=is_prompt)
+    ran = run_target(target, session, limit_s=limit_s)
+    if ran.report is not None and files is not None:
         files.write(ran.report, session)
     return ran
 
 
-def _run_ranks(
-    chosen: Sequence[Ranks], run_one: Callable[[_Files, Ranks], Ran], files: _Files
-) -> Ran:
+def _run_ranks(chosen: Sequence[Ranks], run_one: Callable[..., Ran], files: _Files) -> Ran:
     """The ranks one after another, until one fails; the files are those of the worst."""
-    from memest.run.ranks import run_rank, together
+    from memest.run.ranks import open_verdict, run_rank, together
 
     if len(chosen) == 1:
         return run_one(files, chosen[0])
     reports: list[tuple[Ranks, RunReport]] = []
     for ranks in chosen:
         ran = run_rank(ranks, partial(run_one, files.of_rank(ranks.rank)))
-        if ran.report is not None:
-            reports.append((ranks, ran.report))
+        report = ran.report
+        if report is not None:
+            if not report.fits and ran.what_decides:
+                again = run_rank(ranks, partial(run_one, None, is_prompt=True), is_silent=True)
+                if again.report is not None and again.report.fits:
+                    report = open_verdict(report, ran.what_decides)
+            reports.append((ranks, report))
         if ran.exit_code:
             break
     if not reports:

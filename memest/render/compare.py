@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from memest.render.text import table
-from memest.units import MIB, format_gib
+from memest.units import GIB, MIB, format_gib
 
 if TYPE_CHECKING:
+    from memest.report import Interval
     from memest.validate.compare import Comparison, Summary
 
 _HEADER = [
@@ -69,7 +70,7 @@ def _cells(comparison: Comparison) -> list[str]:
     for difference in comparison.totals.values():
         cells += [
             format_gib(difference.measured_bytes),
-            format_gib(difference.predicted_bytes),
+            _predicted(difference.predicted),
             f"{difference.error_percent:+.3f} %",
         ]
     worst = comparison.worst_phase
@@ -79,13 +80,23 @@ def _cells(comparison: Comparison) -> list[str]:
     return cells
 
 
+def _predicted(found: Interval) -> str:
+    high = format_gib(found.high_bytes)
+    low = f"{found.low_bytes / GIB:.2f}"
+    return high if found.low_bytes == found.high_bytes else f"{low} to {high}"
+
+
 def _summary(summary: Summary) -> list[str]:
     lines = [
         f"{name}: median {median:.3f} %, worst {summary.worst_percent[name]:+.3f} %"
         for name, median in summary.median_percent.items()
     ]
     right = sum(n for (m, p), n in summary.verdicts.items() if m == p)
-    lines.append(f"verdicts: {right} of {sum(summary.verdicts.values())} right")
+    may = sum(n for (_, p), n in summary.verdicts.items() if p == "may")
+    lines.append(
+        f"verdicts: {right} of {sum(summary.verdicts.values())} right"
+        + (f", {may} left open" if may else "")
+    )
     lines += [f"measured {m}, predicted {p}: {n}" for (m, p), n in sorted(summary.verdicts.items())]
     return lines
 
@@ -111,6 +122,7 @@ def _difference(difference: Any) -> dict[str, Any]:
     return {
         "what": difference.what,
         "predicted_bytes": difference.predicted_bytes,
+        "low_bytes": difference.predicted.low_bytes,
         "measured_bytes": difference.measured_bytes,
         "error_percent": difference.error_percent,
     }

@@ -12,7 +12,7 @@ from memest.render.answer import (
     verdict_line,
     why_line,
 )
-from memest.render.text import brief, table, verdict_table
+from memest.render.text import brief, say_intervals, table, verdict_table
 from memest.report import Ending, HeldRow, Outcome, RunReport
 from memest.units import GIB, format_bytes, format_gib
 
@@ -92,7 +92,7 @@ def answer_of_run(report: RunReport, *, colour: bool = False) -> list[str]:
         first = verdict_line(verdict, report.gpu, colour=colour, so_far=so_far)
     kinds = ((term.name, term.num_bytes) for term in report.terms)
     why = why_line(report.peak.step, report.peak.phase, kinds, is_oom=False)
-    return [first, why]
+    return [first, why, *([f"what decides: {verdict.decides}"] if verdict.decides else [])]
 
 
 _OUTCOMES = {
@@ -149,6 +149,7 @@ def _totals(report: RunReport) -> list[str]:
         ["process", format_gib(report.process_bytes),
          f"nvidia-smi; CUDA context {'and NCCL ' if report.ranks else ''}{format_bytes(context)}"],
     ]  # fmt: skip
+    say_intervals(rows, report.intervals)
     if report.host_bytes:
         note = "of the host, for tensors that memest keeps without data"
         rows.append(["host", format_gib(report.host_bytes), note])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from memest.render.html import chart, html_table, lead, page, verdict_cards
 from memest.render.answer import WORDS
+from memest.render.html import chart, html_table, lead, page, verdict_cards
 from memest.render.run import answer_of_run, heading, module_rows, times, where, why
 from memest.report import HeldRow, RunReport
 from memest.units import GIB, format_gib

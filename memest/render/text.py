@@ -17,7 +17,7 @@ from memest.render.answer import (
     people,
     without_operator,
 )
-from memest.report import Outcome, PhaseRow, Prediction, Verdict
+from memest.report import Interval, Outcome, PhaseRow, Prediction, Verdict
 from memest.units import MIB, format_bytes, format_count, format_gib
 
 if TYPE_CHECKING:
@@ -159,12 +159,17 @@ def _totals(prediction: Prediction) -> list[str]:
             ["", format_gib(t.num_bytes), f"{t.kind}: {t.arithmetic}, {t.why}"]
             for t in prediction.host_terms
         ]
+    say_intervals(rows, prediction.intervals)
+    return [f"peak on {prediction.gpu}", *table(rows, left=1, last_left=True)]
+
+
+def say_intervals(rows: Iterable[list[str]], intervals: Mapping[str, Interval]) -> None:
+    """Add to the note of each of `rows` between what its figure lies, by the name in front."""
     for row in rows:
-        found = prediction.intervals.get(row[0])
+        found = intervals.get(row[0])
         if found is not None and found.low_bytes < found.high_bytes:
             low, high = (f"{n / 2**30:.2f}" for n in (found.low_bytes, found.high_bytes))
-            row[2] += f"; on a rank between {low} and {high}"
-    return [f"peak on {prediction.gpu}", *table(rows, left=1, last_left=True)]
+            row[-1] += f"; on a rank between {low} and {high}"
 
 
 def _host_note(prediction: Prediction) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, ClassVar
 
-from memest.report.records import SCHEMA, Outcome, Verdict
+from memest.report.records import SCHEMA, Interval, Outcome, Verdict
 
 
 class Ending(StrEnum):
@@ -163,6 +163,12 @@ class RunReport:
     ranks: tuple[RankRow, ...] = ()
     """Those that were run; empty on one GPU."""
 
+    intervals: Mapping[str, Interval] = field(default_factory=dict)
+    """Of `allocated`, `reserved` and `process` at their peaks: over the ranks that were run, and
+    the moments at which blocks can come back that two streams or a collective share. The figures of
+    the report are those of the worst rank and the latest moment. On one GPU low is high.
+    """
+
     allocator: str = ""
     """Its settings, as `PYTORCH_ALLOC_CONF` gives them; empty: the defaults."""
 
@@ -182,7 +188,7 @@ class RunReport:
         Raises:
             KeyError, TypeError, ValueError: the values are not those of such a report.
         """
-        given = {"allocator": "", **values}
+        given = {"allocator": "", "intervals": {}, **values}
         given = {field.name: given[field.name] for field in fields(cls)}
         rows = {
             "terms": HeldRow, "modules": HeldRow, "lines": HeldRow,
@@ -201,6 +207,7 @@ class RunReport:
                 "verdict": Outcome(given["verdict"]),
                 "peak": RunPeak(**given["peak"]),
                 "verdicts": verdicts,
+                "intervals": {k: Interval(**v) for k, v in given["intervals"].items()},
                 "notes": tuple(given["notes"]),
                 "assumptions": tuple(given["assumptions"]),
             }

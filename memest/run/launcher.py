@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import linecache
 import runpy
+import signal
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
 
 import torch
 
-from memest.errors import MemestError, PlanError, shown
+from memest.errors import MemestError, PlanError, UnsupportedError, shown
+from memest.estimator.readings import held_later
 from memest.report import Ending, RunReport
 from memest.run.session import Session, ending_of, refusal_within
 from memest.run.target import Target
@@ -41,9 +45,14 @@ class Ran:
     report: RunReport | None
     """None where it never used the GPU."""
 
+    what_decides: str = ""
+    """Blocks that came back at the latest moment, and may do so before."""
 
-def run_target(target: Target, session: Session) -> Ran:
+
+def run_target(target: Target, session: Session, *, limit_s: float | None = None) -> Ran:
     """Run `target` on the card of `session`, which has not been entered.
+
+    After `limit_s` seconds it is ended, with the line where it is.
 
     Raises:
         PlanError: the module is not there, or cannot be run.
@@ -54,7 +63,7 @@ def run_target(target: Target, session: Session) -> Ran:
     sys.path[:1] = [target.import_path]
     error: BaseException | None = None
     try:
-        with session:
+        with session, time_limit(limit_s, session.virtual.recorder.lines.current):
             _run(target)
     except BaseException as raised:
         error = raised
@@ -62,9 +71,37 @@ def run_target(target: Target, session: Session) -> Ran:
         sys.argv, sys.path[:] = before
     if isinstance(error, PlanError) and error.__cause__ is _NOT_RUN:
         raise error
-    is_used = session.peak_allocated_bytes or session.virtual.recorder.num_ooms
+    recorder = session.virtual.recorder
+    is_used = session.peak_allocated_bytes or recorder.num_ooms
     report = session.report() if is_used else None
-    return _ran(error, report)
+    decides = held_later(recorder.storages) if recorder.is_slow else ""
+    return replace(_ran(error, report), what_decides=decides)
+
+
+@contextmanager
+def time_limit(seconds: float | None, line: Callable[[], str]) -> Iterator[None]:
+    """Within it no more time passes than that; None is no limit.
+
+    Raises:
+        UnsupportedError: in what runs, at the line that it has come to.
+    """
+    if seconds is None:
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise UnsupportedError(
+            f"the script has run for {seconds:g} s, and is at {line() or 'a line of a library'}",
+            hint="does it wait for another rank? A longer `--time-limit` gives it more",
+        )
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 _NOT_RUN = ImportError("not run")

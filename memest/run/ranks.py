@@ -16,7 +16,7 @@ from typing import Any
 
 from memest.errors import MemestError, PlanError
 from memest.estimator.device.ranks import Ranks
-from memest.report import RankRow, RunReport
+from memest.report import Interval, Outcome, RankRow, RunReport
 from memest.run.launcher import Ran
 
 MAX_RANKS = 1 << 14
@@ -59,13 +59,15 @@ def environment(ranks: Ranks) -> dict[str, str]:
     return {name: str(value) for name, value in told.items()}
 
 
-def run_rank(ranks: Ranks, run: Callable[[Ranks], Ran]) -> Ran:
+def run_rank(ranks: Ranks, run: Callable[[Ranks], Ran], *, is_silent: bool = False) -> Ran:
     """`run` in a process of its own, with the environment of the rank."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
+        if is_silent:
+            _be_silent()
         _be_rank(ranks, run, writer)
     os.close(writer)
     try:
@@ -85,6 +87,19 @@ def run_rank(ranks: Ranks, run: Callable[[Ranks], Ran]) -> Ran:
     if isinstance(ran, MemestError):
         raise ran
     return ran
+
+
+def _be_silent() -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):
+        os.dup2(nowhere, number)
+
+
+def open_verdict(report: RunReport, decides: str) -> RunReport:
+    """Of a rank that ran out of memory at the latest moment, and did not at the earliest."""
+    own = replace(report.verdicts[report.gpu], verdict=Outcome.MAY, decides=decides)
+    verdicts = {**report.verdicts, report.gpu: own}
+    return replace(report, verdict=Outcome.MAY, verdicts=verdicts)
 
 
 def _be_rank(ranks: Ranks, run: Callable[[Ranks], Ran], writer: int) -> None:
@@ -112,9 +127,10 @@ def together(reports: Sequence[tuple[Ranks, RunReport]]) -> RunReport:
     The worst is one that ran out of memory; of several, or of none, the one that reserved most.
     """
 
-    def need(pair: tuple[Ranks, RunReport]) -> tuple[bool, int, int]:
+    def need(pair: tuple[Ranks, RunReport]) -> tuple[int, int, int]:
         report = pair[1]
-        return not report.fits, report.peak_reserved_bytes, report.peak_allocated_bytes
+        is_bad = _BADNESS.index(report.verdict)
+        return is_bad, report.peak_reserved_bytes, report.peak_allocated_bytes
 
     worst_of, worst = max(reports, key=need)
     rows = tuple(_rows(reports))
@@ -123,7 +139,20 @@ def together(reports: Sequence[tuple[Ranks, RunReport]]) -> RunReport:
         f"rank {worst_of.rank} of {size}; of the others {_listed(reports, worst_of)} was run, and"
         " collectives gave each what it would get if all ranks had what it has"
     )
-    return replace(worst, rank=worst_of.rank, ranks=rows, notes=(note, *worst.notes))
+    every = [report.intervals for _, report in reports if report.intervals]
+    intervals = {
+        name: Interval(
+            low_bytes=min(found[name].low_bytes for found in every),
+            high_bytes=max(found[name].high_bytes for found in every),
+        )
+        for name in worst.intervals
+    }
+    return replace(
+        worst, rank=worst_of.rank, ranks=rows, intervals=intervals, notes=(note, *worst.notes)
+    )
+
+
+_BADNESS = (Outcome.FITS, Outcome.MAY, Outcome.OOM)
 
 
 def _listed(reports: Sequence[tuple[Ranks, RunReport]], worst: Ranks) -> str:

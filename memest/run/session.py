@@ -37,6 +37,7 @@ class Session:
         roots: folders of libraries whose code is the script's.
         ranks: which rank of how many this is.
         batch_parts: DataLoaders take one of so many parts of each batch.
+        is_prompt: blocks that several streams use return as they die.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Session:
         roots: tuple[Path, ...] = (),
         ranks: Ranks = ALONE,
         batch_parts: int = 1,
+        is_prompt: bool = False,
     ) -> None:
         self.gpu = gpu
         self.name = name
@@ -65,6 +67,7 @@ class Session:
             is_strict=is_strict,
             roots=roots,
             ranks=ranks,
+            is_prompt=is_prompt,
         )
         self._batch_parts = batch_parts
         self._patches = Patches()

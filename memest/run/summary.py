@@ -19,7 +19,7 @@ from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu
 from memest.estimator.hardware.libraries import communicator_bytes
 from memest.estimator.kernels.tables import TARGET_TORCH
 from memest.report import Ending, Guess, HeldRow, Outcome, RunPeak, RunPhase, RunReport, RunStep
-from memest.run.verdicts import judge_gpus
+from memest.run.verdicts import intervals_of, judge_gpus
 from memest.units import format_bytes
 
 KINDS = (
@@ -81,6 +81,7 @@ def report_of(
         phases=tuple(RunPhase(name=p, peak_allocated_bytes=a, peak_reserved_bytes=r)
                      for p, (a, r) in history.phases.items()),
         steps=_steps(history),
+        intervals=intervals_of(virtual, beside=gpu.context_bytes + of_nccl),
         verdicts=verdicts,
         guesses=_guesses(recorder.guesses),
         coverage=_coverage(recorder.coverage),

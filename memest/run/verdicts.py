@@ -9,7 +9,8 @@ from memest.estimator.device.storages import Site
 from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu, find_gpu
 from memest.estimator.hardware.libraries import communicator_bytes
-from memest.report import Outcome, Verdict
+from memest.estimator.readings import interval
+from memest.report import Interval, Outcome, Verdict
 from memest.run.replays import LogReplay, replay_log
 
 
@@ -51,6 +52,31 @@ def judge_gpus(
         )
     order = {name: place for place, name in enumerate(DEFAULT_GPUS)}
     return dict(sorted(verdicts.items(), key=lambda item: order.get(item[0], -1))), notes
+
+
+def intervals_of(virtual: VirtualGpu, *, beside: int) -> dict[str, Interval]:
+    """What the run has allocated, reserved and, with `beside` more, taken as a process.
+
+    From the latest moment at which shared blocks can return, at which the script ran, to the
+    earliest, at which its requests are replayed, if all of them were kept.
+    """
+    recorder, history = virtual.recorder, virtual.recorder.history
+    allocated, reserved = [history.peak_allocated_bytes], [history.peak_reserved_bytes]
+    if recorder.is_slow and recorder.storages.depends_on_time and not recorder.log.is_full:
+        early = replay_log(
+            recorder.log,
+            recorder.storages,
+            virtual.allocator.limit_bytes,
+            virtual.allocator.settings,
+            is_prompt=True,
+        )
+        allocated.append(early.peak_allocated_bytes)
+        reserved.append(early.peak_reserved_bytes)
+    return {
+        "allocated": interval(allocated),
+        "reserved": interval(reserved),
+        "process": interval(reserved, beside=beside),
+    }
 
 
 def _own_verdict(virtual: VirtualGpu, outcome: Outcome) -> Verdict:

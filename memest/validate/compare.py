@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from memest.errors import PlanError, UnknownModelError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.plan import TrainingPlan
-from memest.report import Measurement, Outcome, PhaseRow, Prediction, Report
+from memest.report import Interval, Measurement, Outcome, PhaseRow, Prediction, Report
 
 TOTALS = {
     "allocated": "peak_allocated_bytes",
@@ -22,9 +22,8 @@ TOLERANCES = {"allocated": 0.5, "reserved": 0.5, "process": 2.0, "phase": 1.0}
 `reserved` also from the addresses that the driver hands out, which a replay cannot know; `process`
 from the CUDA context of another driver."""
 
-TOLERANCES_ON_SEVERAL_GPUS = {"allocated": 3.0, "reserved": 6.0, "process": 6.0, "phase": 3.0}
-"""The same where a strategy runs. Blocks that two streams use come back when the GPU has caught up,
-so the ranks of one run differ; that spread is allowed on top."""
+SLACK = {"allocated": 0.5, "reserved": 0.5, "process": 0.5, "phase": 0.5}
+"""Per cent that a rank of several may lie outside the interval that is predicted."""
 
 STATES = ("params_bytes", "grads_bytes", "optimizer_bytes")
 """Of a phase, what must be equal to the byte."""
@@ -35,13 +34,19 @@ class Difference:
     """One figure on both sides."""
 
     what: str
-    predicted_bytes: int
+    predicted: Interval
     measured_bytes: int
 
     @property
+    def predicted_bytes(self) -> int:
+        """The higher figure, if there are two."""
+        return self.predicted.high_bytes
+
+    @property
     def error_bytes(self) -> int:
-        """Predicted less measured."""
-        return self.predicted_bytes - self.measured_bytes
+        """Predicted less measured; of an interval 0 within it, and beyond it the distance."""
+        nearest = max(self.measured_bytes, self.predicted.low_bytes)
+        return min(nearest, self.predicted.high_bytes) - self.measured_bytes
 
     @property
     def error_percent(self) -> float:
@@ -75,17 +80,8 @@ class Comparison:
 
     @property
     def is_verdict_right(self) -> bool:
-        """Whether both sides end alike."""
-        return self.predicted.verdict == self.measured.verdict
-
-    @property
-    def rank_spread_percent(self) -> Mapping[str, float]:
-        """By how much the worst rank of a total is above the best, of the best."""
-        spread = {}
-        for name, key in TOTALS.items():
-            values = [rank[key] for rank in self.measured.ranks]
-            spread[name] = 100 * (max(values) / min(values) - 1) if len(values) > 1 else 0.0
-        return spread
+        """Whether both sides end alike; a `may` is right either way."""
+        return self.predicted.verdict in (self.measured.verdict, Outcome.MAY)
 
     @property
     def worst_phase(self) -> Difference | None:
@@ -181,16 +177,15 @@ def parse_tolerances(given: Sequence[str]) -> dict[str, float]:
 
 def _compare(measured: Measurement, predicted: Prediction) -> Comparison:
     pairs = list(zip(predicted.phases, measured.phases, strict=False))
+    of_phases = predicted.phase_intervals or [exactly(p.allocated_bytes) for p, _ in pairs]
     phases = tuple(
-        Difference(
-            what=_label(m), predicted_bytes=p.allocated_bytes, measured_bytes=m.allocated_bytes
-        )
-        for p, m in pairs
+        Difference(what=_label(m), predicted=found, measured_bytes=m.allocated_bytes)
+        for found, (_, m) in zip(of_phases, pairs, strict=False)
     )
     states = tuple(
         Difference(
             what=f"{key} {_label(m)}",
-            predicted_bytes=getattr(p, key),
+            predicted=exactly(getattr(p, key)),
             measured_bytes=getattr(m, key),
         )
         for p, m in pairs
@@ -201,7 +196,7 @@ def _compare(measured: Measurement, predicted: Prediction) -> Comparison:
         name=measured.name,
         measured=measured,
         predicted=predicted,
-        totals={name: _total(key, predicted, measured) for name, key in TOTALS.items()},
+        totals={name: _total(name, predicted, measured) for name in TOTALS},
         phases=phases,
         states=states,
         residual=_residual(pairs),
@@ -209,10 +204,18 @@ def _compare(measured: Measurement, predicted: Prediction) -> Comparison:
     )
 
 
-def _total(key: str, predicted: Report, measured: Report) -> Difference:
-    return Difference(
-        what=key, predicted_bytes=getattr(predicted, key), measured_bytes=getattr(measured, key)
-    )
+def exactly(num_bytes: int) -> Interval:
+    """The interval of one figure."""
+    return Interval(low_bytes=num_bytes, high_bytes=num_bytes)
+
+
+def _total(name: str, predicted: Prediction, measured: Measurement) -> Difference:
+    """Of the rank that is off by most, or else of the one that the report is of."""
+    key = TOTALS[name]
+    found = predicted.intervals.get(name) or exactly(getattr(predicted, key))
+    values = [getattr(measured, key), *(rank[key] for rank in measured.ranks)]
+    each = [Difference(what=key, predicted=found, measured_bytes=value) for value in values]
+    return max(each, key=lambda difference: abs(difference.error_percent))
 
 
 def _label(row: PhaseRow) -> str:
@@ -245,13 +248,8 @@ def _version_differences(measured: Report, predicted: Report) -> tuple[str, ...]
 
 def allowed_percent(comparison: Comparison, tolerances: Mapping[str, float]) -> dict[str, float]:
     """What each total, and a phase, of this run may be off; `tolerances` is for one GPU."""
-    if not comparison.measured.ranks:
-        return dict(tolerances)
-    spread = comparison.rank_spread_percent
-    return {
-        name: max(tolerances[name], percent) + spread.get(name, spread["allocated"])
-        for name, percent in TOLERANCES_ON_SEVERAL_GPUS.items()
-    }
+    several = SLACK if len(comparison.measured.ranks) > 1 else {}
+    return {**tolerances, **several}
 
 
 def _broken(comparison: Comparison, tolerances: Mapping[str, float]) -> list[str]:

@@ -390,8 +390,8 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
             before = self.allocator.reserved_bytes
             try:
                 self.blocks[index] = self.allocator.malloc(num_bytes, self.stream)
-                if self.allocator.reserved_bytes > before:
-                    self.host_spends(SEGMENT_US)
+                if self.is_slow and self.allocator.reserved_bytes > before:
+                    self.host_spends(SEGMENT_US, 0.0)
             except OutOfMemory:
                 self.num_ooms += 1
                 self.history.emptied()  # the allocator gave back its cache before it gave up

@@ -68,6 +68,9 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
         self.is_slow = False
         """Which pace decides when a deferred block returns."""
 
+        self.is_prompt = False
+        """Whether blocks return as they die, whoever shares them."""
+
         self._shelf: set[int] = set()
         self._host = START
         self._busy_until: dict[int, Time] = {}
@@ -105,12 +108,12 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
         self._launch(self.stream, host_copy_us(self._speed, num_bytes))
         self.host_waits(self.event(self.stream))
 
-    def host_spends(self, duration: float) -> None:
-        """The host is busy for `duration` microseconds."""
-        self._host = self._host[0] + duration, self._host[1] + duration
+    def host_spends(self, fast: float, slow: float) -> None:
+        """The host is busy for so many microseconds, at either pace of the GPU."""
+        self._host = self._host[0] + fast, self._host[1] + slow
 
     def _launch(self, stream: int, duration: float) -> None:
-        self.host_spends(LAUNCH_US)
+        self.host_spends(LAUNCH_US, LAUNCH_US)
         fast, slow = later(self.event(stream), self._host)
         self._busy_until[stream] = fast + duration, slow + SLOWEST * duration
 
@@ -247,6 +250,10 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
             self.storages.streams[first] = self.stream
 
     def _end(self, index: int) -> None:
+        if self.is_prompt:
+            self._ends(index)
+            self._uses.pop(index, None)
+            return
         if index in self._shelf:
             self.storages.shelved.add(index)
             self._ends(index)

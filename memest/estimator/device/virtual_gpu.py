@@ -80,6 +80,7 @@ class VirtualGpu:
         make_recorder: Callable[..., LiveRecorder] = LiveRecorder,
         ranks: Ranks = ALONE,
         settings: AllocatorSettings | None = None,
+        is_prompt: bool = False,
     ) -> None:
         self.gpu = gpu
         self.ranks = ranks
@@ -98,6 +99,7 @@ class VirtualGpu:
             gpu, self.allocator, self.guesses, lines or ScriptLines(roots)
         )
         self.recorder.is_slow = ranks.world_size > 1
+        self.recorder.is_prompt = is_prompt
         self._patches = Patches()
         self._stack = contextlib.ExitStack()
 

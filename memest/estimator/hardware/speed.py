@@ -23,7 +23,7 @@ LAUNCH_US = 15.6
 host of an H200, torch 2.11."""
 
 SEGMENT_US = 100.0
-"""Host time of a `cudaMalloc`: a guess of its order."""
+"""Host time of a `cudaMalloc`: a guess of its order; 0 where the GPU is to lag most."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.storages import StorageTable
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.hardware.libraries import DEEPSPEED_HOST_BYTES, libraries_bytes
 from memest.estimator.parallel.zero import HostTerm
+from memest.estimator.readings import held_later
 from memest.estimator.trace.replay import replay
 from memest.estimator.trace.traced import TracedPlan
 from memest.estimator.trace.virtual_run import run_plan
 from memest.plan import TrainingPlan
 from memest.report import Term
-from memest.units import format_bytes, format_gib
+from memest.units import format_bytes
 
 MAX_ALL_RANKS = 8
 """Up to here every rank of ZeRO 1 and 2 is traced; beyond, some."""
@@ -79,7 +81,7 @@ def run_rank(
     host_terms = _host_terms(plan, made[0].zero.host_terms()) if plan.is_deepspeed else ()
     return replace(
         traced,
-        notes=(*traced.notes, *_notes(plan, rank, traced.trained_bytes)),
+        notes=(*traced.notes, *_notes(plan, rank, traced.program.storages)),
         host_terms=host_terms,
         host_bytes=sum(term.num_bytes for term in host_terms),
     )
@@ -113,22 +115,15 @@ def _host_terms(plan: TrainingPlan, of_rank: Sequence[HostTerm]) -> tuple[Term, 
     )
 
 
-def _notes(plan: TrainingPlan, rank: int, trained_bytes: int) -> Iterator[str]:
+def _notes(plan: TrainingPlan, rank: int, storages: StorageTable) -> Iterator[str]:
     """What is assumed of a run on several GPUs."""
     yield (
-        f"the figures are those of rank {rank} of {plan.world_size}, and no rank holds more; the"
-        " cache is emptied once more when the strategy has wrapped the model"
+        f"the figures are those of rank {rank} of {plan.world_size}, the one of those that differ"
+        " that reserves most; the cache is emptied once more when the model has been wrapped"
     )
     yield (
         f"{format_bytes(libraries_bytes(plan))} of NCCL on each GPU, as on four H200 of one host"
     )
-    if plan.is_ddp:
-        yield (
-            f"a rank may hold the first step's buckets, {format_gib(trained_bytes)}, into the"
-            " second: measured on a few ranks where steps are short, and not counted here"
-        )
-    if plan.strategy == "fsdp":
-        yield (
-            "blocks that two streams share come back when the GPU has caught up with the host:"
-            " reserved memory differs between the ranks of one run, by up to 11 % where measured"
-        )
+    kept = held_later(storages)
+    if kept and plan.world_size > 1:
+        yield f"between low and high of a figure: {kept}"

@@ -38,9 +38,6 @@ class TracedPlan:
     libraries_bytes: int = 0
     """Of NCCL and others on each GPU, beside the allocator and the context."""
 
-    trained_bytes: int = 0
-    """Of the trained parameters before a strategy divides them."""
-
 
 def model_failure(plan: TrainingPlan, model: nn.Module | None, error: Exception) -> TraceError:
     """Name the innermost module of `model` in which its code raised."""

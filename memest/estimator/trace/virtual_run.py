@@ -128,7 +128,6 @@ class _Watch:
     param_groups: dict[str, dict[str, int]] = field(default_factory=dict)
     host_bytes: int = 0
     geometry: LayerGeometry | None = None
-    trained_bytes: int = 0
 
     def _cut(self) -> int:
         """Close a stretch of events; how many there were."""
@@ -146,8 +145,6 @@ class _Watch:
     def has_model(self, model: nn.Module) -> None:
         """It is built."""
         self.model = model
-        trained = (p for p in model.parameters() if p.requires_grad)
-        self.trained_bytes = sum(p.numel() * p.element_size() for p in trained)
         recorder = self.virtual.recorder
         for tensor in quant_state_tensors(model):
             recorder.label(tensor, MemKind.BUFFERS)
@@ -273,7 +270,6 @@ def run_plan(
         image_size=job.values["image_size"],
         libraries_bytes=libraries_bytes(plan),
         geometry=watch.geometry,
-        trained_bytes=watch.trained_bytes,
     )
 
 

@@ -276,3 +276,52 @@ def test_a_rank_that_crashes_ends_the_run(folder: Path) -> None:
 def test_more_ranks_than_make_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--nproc-per-node", "99999", "train.py", "1") == 2
     assert "99999 ranks are too many" in capsys.readouterr().err
+
+
+TRAIN_WIDE = """
+import os
+import torch
+from torch import distributed as dist, nn
+
+dist.init_process_group("nccl")
+local = int(os.environ["LOCAL_RANK"])
+layers = [nn.Linear(2048, 2048) for _ in range(8)]
+model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers).to(local), device_ids=[local])
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(2):
+    optimizer.zero_grad()
+    model(torch.ones(16384, 2048, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_buckets_that_may_live_on_leave_the_verdict_open(folder: Path) -> None:
+    (folder / "wide.py").write_text(TRAIN_WIDE)
+
+    free = run_in_a_process("--nproc-per-node", "2", "--json", "free.json", "wide.py")
+    assert free.returncode == 0, free.stderr
+    found = json.loads((folder / "free.json").read_text())["intervals"]["allocated"]
+    assert found["high_bytes"] - found["low_bytes"] > 100 << 20
+    limit = ("--memory-limit", str(found["high_bytes"]))
+    tight = run_in_a_process("--nproc-per-node=2", *limit, "--json", "t.json", "--check", "wide.py")
+    report = json.loads((folder / "t.json").read_text())
+
+    assert tight.returncode == 5
+    assert tight.stdout.splitlines()[2].startswith("may or may not fit h200")
+    assert report["verdict"] == report["verdicts"]["h200"]["verdict"] == "may"
+    assert "buckets may live on" in report["verdicts"]["h200"]["decides"]
+    assert f"of {found['low_bytes']}" not in tight.stderr
+
+
+def test_a_script_that_waits_for_ever_is_ended_at_its_line(folder: Path) -> None:
+    (folder / "waits.py").write_text(
+        "import os, time, torch\ntorch.ones(8, device='cuda')\n"
+        "while not os.path.exists('never'):\n    time.sleep(0.1)\n"
+    )
+
+    for options in ([], ["--nproc-per-node", "2"]):
+        ran = run_in_a_process(*options, "--time-limit", "1", "waits.py")
+
+        assert ran.returncode == 3
+        assert "Error: the script has run for 1 s, and is at waits.py:" in ran.stderr
+        assert "does it wait for another rank?" in ran.stderr
