@@ -109,8 +109,8 @@ _SECTIONS = {
         "gradient_clip_algorithm", "momentum", "nesterov", "act_ckpt", "steps",
         "limit_val_batches", "val_batch_size", "val_check_interval",
     ),
-    "Inputs": ("seq_len", "padded", "image_size"),
-    "Cards": ("gpu", "gpu_memory", "memory_limit", "host_memory"),
+    "Inputs": ("seq_len", "lengths", "padded", "image_size"),
+    "Cards": ("gpu", "gpu_memory", "memory_limit", "alloc_conf", "host_memory"),
 }  # fmt: skip
 
 
@@ -162,6 +162,7 @@ _PLAN_OPTIONS = [
     click.option("--reduce-bucket-size", type=int, help="DeepSpeed: elements summed at once."),
     click.option("--allgather-bucket-size", type=int, help="DeepSpeed: elements gathered at once."),
     click.option("--seq-len", type=int, help="Tokens per sample, padding included."),
+    click.option("--lengths", help="Tokens of each micro-batch in turn: 512,96,300 or a file."),
     click.option("--padded/--no-padded", default=None, help="Whether some rows are shorter."),
     click.option("--image-size", type=int, help="Pixels per side."),
     _choice("--attn", "attn_implementation", values=ATTENTIONS),
@@ -172,6 +173,7 @@ _PLAN_OPTIONS = [
                  shell_complete=completes(gpu_names)),
     click.option("--gpu-memory", type=_Size(), help="Memory of a GPU not in the catalogue: 24GiB."),
     click.option("--memory-limit", type=_Size(), help="Cap on the allocator: 78.4GiB."),
+    click.option("--alloc-conf", help="The allocator's settings: expandable_segments:True."),
     click.option("--host-memory", type=_Size(), help="Host memory of the node to judge: 256GiB."),
     click.option("--val-batches", "limit_val_batches", type=int, help="Batches of a validation."),
     click.option("--val-bs", "val_batch_size", type=int, help="Samples of a validation batch."),

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings, parse_settings
 from memest.estimator.device.storages import StorageTable
-from memest.estimator.trace.replay import Replayed, replay
+from memest.estimator.trace.replay import Observer, Replayed, replay
 from memest.estimator.trace.traced import TracedPlan
 from memest.plan import TrainingPlan
 from memest.report import Interval, Outcome, Verdict
@@ -30,9 +31,7 @@ class Reading:
 
     def under(self, limit_bytes: int) -> Replayed:
         """The same where the allocator can reserve no more than `limit_bytes`."""
-        if self.free.peak_reserved_bytes <= limit_bytes:
-            return self.free
-        return _replayed(self.plan, self.traced, limit_bytes, is_prompt=self.is_prompt)
+        return run_under(self.plan, self.traced, self.free, limit_bytes, is_prompt=self.is_prompt)
 
     def verdict(self, result: Replayed, limit_bytes: int) -> Verdict:
         """What `result`, which is that `under` the limit, says."""
@@ -42,7 +41,7 @@ class Reading:
 def readings_of(plan: TrainingPlan, ranks: Sequence[TracedPlan]) -> list[Reading]:
     """Every reading of the ranks that were traced, the one that reserves most first."""
     found = [
-        Reading(plan, traced, is_prompt, _replayed(plan, traced, None, is_prompt=is_prompt))
+        Reading(plan, traced, is_prompt, replay_plan(plan, traced, None, is_prompt=is_prompt))
         for traced in ranks
         for is_prompt in ((False, True) if _depends_on_time(plan, traced) else (False,))
     ]
@@ -123,15 +122,51 @@ def phase_intervals(results: Sequence[Replayed]) -> tuple[Interval, ...]:
     )
 
 
-def _replayed(
-    plan: TrainingPlan, traced: TracedPlan, limit_bytes: int | None, *, is_prompt: bool
+def settings_of(plan: TrainingPlan) -> AllocatorSettings:
+    """Of the allocator in a run of `plan`.
+
+    Raises:
+        PlanError: torch refuses `alloc_conf`; the message is torch's.
+    """
+    return parse_settings(plan.alloc_conf) if plan.alloc_conf else DEFAULT
+
+
+def run_under(
+    plan: TrainingPlan,
+    traced: TracedPlan,
+    free: Replayed,
+    limit_bytes: int,
+    *,
+    is_prompt: bool = False,
 ) -> Replayed:
+    """The run where the allocator can reserve no more; `free` is the same without a limit.
+
+    With settings the limit may be felt before it is reached.
+    """
+    if free.peak_reserved_bytes <= limit_bytes and settings_of(plan).is_default:
+        return free
+    return replay_plan(plan, traced, limit_bytes, is_prompt=is_prompt)
+
+
+def replay_plan(
+    plan: TrainingPlan,
+    traced: TracedPlan,
+    limit_bytes: int | None,
+    *,
+    is_prompt: bool = False,
+    observer: Observer | None = None,
+) -> Replayed:
+    """The plan's steps, by its settings of the allocator."""
+    settings = settings_of(plan)
     return replay(
         traced.program,
         num_steps=plan.steps,
         num_micro_batches=plan.accumulate_grad_batches,
         limit_bytes=limit_bytes,
         is_prompt=is_prompt,
+        settings=settings,
+        is_share=plan.memory_limit is not None or settings.memory_fraction < 1,
+        observer=observer,
     )
 
 

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from memest.estimator.allocator.settings import describe
 from memest.estimator.closed_form import closed_form
 from memest.estimator.device.storages import MemKind
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.kernels.tables import TARGET_TORCH
-from memest.estimator.readings import Reading, interval, phase_intervals
+from memest.estimator.readings import Reading, interval, phase_intervals, settings_of
 from memest.estimator.trace.replay import Moment, Replayed, live_at
 from memest.plan import TrainingPlan
 from memest.report import Outcome, Peak, Prediction, Term, Verdict
@@ -85,7 +86,9 @@ def summarise(
             _loop_line(plan, result, terms, peak.phase),
             *plan.assumed,
         ),
-        closed_form=closed_form(plan, program, traced.geometry, traced.seq_len),
+        closed_form=None
+        if plan.lengths
+        else closed_form(plan, program, traced.geometry, traced.seq_len),
         versions=_versions(),
         elapsed_s=elapsed_s,
     )
@@ -237,7 +240,7 @@ def _peak(program: Program, moment: Moment) -> Peak:
 
 def _resolved(plan: TrainingPlan, traced: TracedPlan) -> dict[str, Any]:
     return {
-        "seq_len": traced.seq_len,
+        "seq_len": None if plan.lengths else traced.seq_len,
         "image_size": traced.image_size,
         "padded": plan.is_padded,
     }
@@ -247,7 +250,11 @@ def _assumptions(
     plan: TrainingPlan, traced: TracedPlan, primary: Gpu, unlimited: Replayed
 ) -> tuple[str, ...]:
     tokens = f"{traced.seq_len} tokens per sample, padding included"
-    lines = [tokens if plan.seq_len else f"{tokens}; the default, set it with `seq_len`"]
+    if plan.lengths:
+        num_run = plan.steps * plan.accumulate_grad_batches
+        lines = [f"{num_run} micro-batches of {min(plan.lengths)} to {max(plan.lengths)} tokens"]
+    else:
+        lines = [tokens if plan.seq_len else f"{tokens}; the default, set it with `seq_len`"]
     if traced.image_size is not None:
         lines.append(f"images of {traced.image_size} x {traced.image_size} pixels")
     lines.append(
@@ -263,7 +270,8 @@ def _assumptions(
         )
     lines.append(
         f"CUDA kernels as torch {'.'.join(map(str, TARGET_TORCH))} runs them on compute"
-        f" capability {primary.capability[0]}.{primary.capability[1]}; PyTorch's default allocator"
+        f" capability {primary.capability[0]}.{primary.capability[1]};"
+        f" {describe(settings_of(plan))}"
     )
     if plan.precision.startswith("bf16") and primary.capability < (8, 0):
         lines.append(f"bfloat16 is emulated on {primary.name}: `16-mixed` is what it is made for")

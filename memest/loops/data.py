@@ -46,9 +46,17 @@ def initialise(model: nn.Module) -> None:
 
 
 def synthetic_feed(plan: TrainingPlan, model: nn.Module, config: ModelConfig) -> Feed:
-    """One micro-batch for all, as the prediction has it, with random numbers in place of pixels."""
+    """One micro-batch for all, or one of each of the plan's lengths in turn, as the prediction has
+    it, with random numbers in place of pixels.
+    """
+    seq_len = sequence_length(plan, config)
     batch = _synthetic(plan, model, config, plan.batch_size)
     inputs = _inputs(batch, plan)
+    made = {seq_len: inputs}
+    for length in plan.lengths:
+        if length not in made:
+            shaped = _synthetic(plan, model, config, plan.batch_size, length)
+            made[length] = _inputs(shaped, plan)
     val_batches = [inputs] if plan.validates else []
     if plan.validates and plan.val_batch_size not in (None, plan.batch_size):
         val_batches = [_inputs(_synthetic(plan, model, config, plan.val_batch_size), plan)]
@@ -56,10 +64,10 @@ def synthetic_feed(plan: TrainingPlan, model: nn.Module, config: ModelConfig) ->
     if plan.image_size is not None and batch.image_size is None:
         notes.append(f"`image_size` is passed over: `{config.name}` takes no images")
     return Feed(
-        batches=[inputs],
+        batches=[made[length] for length in plan.lengths or (seq_len,)],
         val_batches=val_batches,
         loss_output=batch.loss_output,
-        seq_len=sequence_length(plan, config),
+        seq_len=seq_len,
         padded=plan.is_padded,
         image_size=batch.image_size,
         notes=tuple(notes),
@@ -67,13 +75,17 @@ def synthetic_feed(plan: TrainingPlan, model: nn.Module, config: ModelConfig) ->
 
 
 def _synthetic(
-    plan: TrainingPlan, model: nn.Module, config: ModelConfig, batch_size: int | None
+    plan: TrainingPlan,
+    model: nn.Module,
+    config: ModelConfig,
+    batch_size: int | None,
+    seq_len: int | None = None,
 ) -> Batch:
     size = batch_size or plan.batch_size
     return make_batch(
         model,
         batch_size=size,
-        seq_len=sequence_length(plan, config),
+        seq_len=seq_len or sequence_length(plan, config),
         image_size=plan.image_size,
         padded=plan.is_padded and size > 1,
     )
@@ -222,5 +234,6 @@ def _processor(config: ModelConfig) -> Any:
 
 def resolved_plan(plan: TrainingPlan, feed: Feed) -> dict[str, Any]:
     """The plan as reports hold it, with the sizes that were used."""
-    sized = replace(plan, seq_len=feed.seq_len, image_size=feed.image_size, padded=feed.padded)
+    seq_len = None if plan.lengths else feed.seq_len
+    sized = replace(plan, seq_len=seq_len, image_size=feed.image_size, padded=feed.padded)
     return sized.to_dict()

@@ -162,15 +162,17 @@ def sequence_length(plan: TrainingPlan, config: ModelConfig) -> int:
     """
     positions = num_positions(config.pretrained)
     modality = config.entry.modality if config.entry is not None else "text"
-    if plan.seq_len is None:
+    asked = max(plan.lengths, default=plan.seq_len)
+    if asked is None:
         default = DEFAULT_SEQ_LEN[modality] + num_image_tokens(config.pretrained, plan.image_size)
         return min(default, positions) if positions else default
-    if positions is not None and plan.seq_len > positions:
+    if positions is not None and asked > positions:
+        key = "lengths" if plan.lengths else "seq_len"
         raise PlanError(
-            f"`seq_len` {plan.seq_len} is beyond the {positions} positions of `{config.name}`",
+            f"`{key}` {asked} is beyond the {positions} positions of `{config.name}`",
             hint=f"give at most {positions}",
         )
-    return plan.seq_len
+    return asked
 
 
 def _enable_checkpointing(model: Any, plan: TrainingPlan) -> None:

@@ -120,6 +120,12 @@ def _check_combinations(plan: TrainingPlan) -> None:
             f"`nesterov` does not go with `optim` `{plan.optim}`, momentum {plan.momentum}",
             hint="use it with `sgd` and a `momentum` above 0",
         )
+    if plan.lengths and plan.seq_len is not None:
+        raise PlanError("`lengths` and `seq_len` are both given", hint="leave out one of them")
+    if plan.lengths and max(plan.lengths) > _LIMITS["seq_len"]:
+        raise PlanError(
+            f"`lengths` has {max(plan.lengths)}", hint=f"give at most {_LIMITS['seq_len']} tokens"
+        )
     _check_loop(plan)
     if (
         plan.attn_implementation == FLASH_ATTENTION_2
@@ -269,7 +275,8 @@ def _check_keys_of_strategy(plan: TrainingPlan) -> None:
 _KINDS: dict[str, tuple[type, ...]] = {
     "int": (int,), "int | None": (int,), "str": (str,), "str | None": (str,), "bool": (bool,),
     "bool | None": (bool,), "float": (float, int), "float | None": (float, int),
-    "tuple[str, ...]": (tuple,), "tuple[tuple[str, Any], ...]": (tuple,),
+    "tuple[str, ...]": (tuple,), "tuple[int, ...]": (tuple,),
+    "tuple[tuple[str, Any], ...]": (tuple,),
 }  # fmt: skip
 _KIND_NAMES = {
     int: "a whole number", str: "text", bool: "true or false", float: "a number",

@@ -10,6 +10,7 @@ from typing import Any
 
 from memest.errors import PlanError, closest, shown
 from memest.plan.checks import check, suggest
+from memest.plan.lengths import read_lengths, steps_of
 from memest.plan.optimizers import optimizer_name
 from memest.plan.other_names import OTHER_NAMES, read_other_names
 from memest.plan.values import IGNORED_KEYS, PRECISION_ALIASES
@@ -148,6 +149,11 @@ class TrainingPlan:
     seq_len: int | None = None
     """Tokens per sample, padding included; None is the modality's default, as the report states."""
 
+    lengths: tuple[int, ...] = ()
+    """Tokens per sample of each micro-batch in turn, in place of `seq_len`; from a list, or a file
+    with a number per line. Every micro-batch is run, and `steps` are as many as there are lengths
+    for, unless it is given."""
+
     padded: bool | None = None
     """Some row is shorter than the rest, so masks are material; None is `batch_size > 1`."""
 
@@ -171,6 +177,9 @@ class TrainingPlan:
 
     memory_limit: int | None = None
     """Bytes that the allocator may reserve, as `set_per_process_memory_fraction` caps it."""
+
+    alloc_conf: str = ""
+    """Settings of the allocator, as in `PYTORCH_ALLOC_CONF`: `expandable_segments:True`."""
 
     host_memory: int | None = None
     """Bytes of host memory of the node, for a verdict of its own."""
@@ -199,6 +208,8 @@ class TrainingPlan:
             object.__setattr__(self, "optim", optimizer_name(self.optim))
         for key in _OPTIONS:
             object.__setattr__(self, key, _options(key, getattr(self, key)))
+        if self.lengths != ():
+            object.__setattr__(self, "lengths", read_lengths(self.lengths))
         check(self)
 
     @property
@@ -284,6 +295,10 @@ class TrainingPlan:
                     hint=_near_keys(shown(key).strip("`"), known),
                 )
         given = {k: _normalise(k, v) for k, v in merged.items() if k in known and v is not None}
+        if isinstance(given.get("seq_len"), list | tuple):
+            given["lengths"] = read_lengths(given.pop("seq_len"))
+        if given.get("lengths") and "steps" not in given:
+            given["steps"] = steps_of(given["lengths"], given.get("accumulate_grad_batches", 1))
         if "model_name" not in given:
             raise PlanError("the plan names no model", hint="give `model_name`, or `--model NAME`")
         return cls(**given, assumed=assumed)
@@ -308,6 +323,8 @@ def _normalise(key: str, value: Any) -> Any:
         return parse_bytes(value)
     if key in _TUPLES:
         return _names(key, value)
+    if key == "lengths":
+        return read_lengths(value)
     if key == "precision" and isinstance(value, int | str) and not isinstance(value, bool):
         text = value if isinstance(value, str) else shown(value).strip("`")
         return PRECISION_ALIASES.get(text, text)

@@ -8,7 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from memest.render.answer import WORDS, answer, people
-from memest.render.text import step_name
+from memest.render.text import step_name, tokens_of
 from memest.report import Outcome, Prediction, Verdict
 from memest.units import GIB, format_gib
 
@@ -224,7 +224,7 @@ def _facts(report: Prediction) -> str:
         plan["optim"],
         f"batch {plan['batch_size']}",
         f"accumulation {plan['accumulate_grad_batches']}",
-        f"{plan['seq_len']} tokens",
+        tokens_of(plan),
     ]
     for flag, word in (
         ("act_ckpt", "activation checkpointing"),

@@ -99,7 +99,7 @@ def _heading(prediction: Prediction) -> list[str]:
     ]
     if plan["accumulate_grad_batches"] > 1:
         facts.append(f"accumulation {plan['accumulate_grad_batches']}")
-    facts.append(f"{plan['seq_len']} tokens")
+    facts.append(tokens_of(plan))
     if plan["strategy"] != "auto" or plan["devices"] > 1:
         facts.append(_strategy(plan))
     if plan["act_ckpt"]:
@@ -161,6 +161,18 @@ def _totals(prediction: Prediction) -> list[str]:
         ]
     say_intervals(rows, prediction.intervals)
     return [f"peak on {prediction.gpu}", *table(rows, left=1, last_left=True)]
+
+
+def tokens_of(plan: Mapping[str, Any]) -> str:
+    """Tokens of a sample, as a report says them.
+
+    >>> tokens_of({"seq_len": 512}), tokens_of({"seq_len": None, "lengths": [96, 512]})
+    ('512 tokens', '2 lengths from 96 to 512 tokens')
+    """
+    lengths = plan.get("lengths")
+    if not lengths:
+        return f"{plan['seq_len']} tokens"
+    return f"{len(lengths)} lengths from {min(lengths)} to {max(lengths)} tokens"
 
 
 def say_intervals(rows: Iterable[list[str]], intervals: Mapping[str, Interval]) -> None:

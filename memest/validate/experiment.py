@@ -140,6 +140,11 @@ def run_experiment(
     `deliver` that leaves the process spares that. Out of memory is a verdict; every other error is
     raised.
     """
+    if plan.alloc_conf:
+        import torch
+
+        os.environ["PYTORCH_ALLOC_CONF"] = plan.alloc_conf
+        torch.cuda.memory._set_allocator_settings(plan.alloc_conf)
     rank = int(os.environ["LOCAL_RANK"]) if plan.is_distributed else 0
     used_before = device_used_bytes(rank)
     started = time.perf_counter()

@@ -126,7 +126,8 @@ def test_every_rendering_has_the_run_and_its_error() -> None:
         assert "run" in text
         assert "-10.000 %" in text
     assert comparison_json(comparisons, summary)["experiments"][0]["totals"]["allocated"] == {
-        "what": "peak_allocated_bytes", "predicted_bytes": 9 * GIB, "measured_bytes": 10 * GIB,
+        "what": "peak_allocated_bytes", "predicted_bytes": 9 * GIB, "low_bytes": 9 * GIB,
+        "measured_bytes": 10 * GIB,
         "error_percent": -10.0,
     }  # fmt: skip
 

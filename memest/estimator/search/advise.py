@@ -25,7 +25,15 @@ from typing import Any
 from memest.errors import MemestError, PlanError
 from memest.estimator.hardware.gpus import Gpu, find_gpu, list_gpus
 from memest.estimator.predict import predict
-from memest.estimator.search.changes import NOT_TRIED, Change, Cost, Lever, apply, levers_for
+from memest.estimator.search.changes import (
+    LAST_RESORTS,
+    NOT_TRIED,
+    Change,
+    Cost,
+    Lever,
+    apply,
+    levers_for,
+)
 from memest.estimator.search.commands import ModelFacts, predict_command, training_lines
 from memest.estimator.search.processes import Event, tell
 from memest.plan import TrainingPlan
@@ -339,7 +347,7 @@ class _Search:
         for option in self._singles(levers):
             options[option.plan] = option
         usable = self._usable(levers)
-        for cost in Cost:
+        for cost in (each for each in Cost if each not in LAST_RESORTS):
             if any(option.cost <= cost for option in options.values()):
                 return
             for option in self._combinations(usable, cost):
@@ -347,13 +355,22 @@ class _Search:
 
     def _singles(self, levers: Sequence[Lever]) -> Iterator[Option]:
         """Each change alone, cheapest first; once a lever has an answer, none more at that cost."""
+        has_found = False
         for cost, lever in itertools.product(Cost, levers):
-            if lever.is_graded and lever.changes[0].cost is cost:
-                yield from self._graded(lever)
-            elif not lever.is_graded:
-                weighed = (self.weigh([c]) for c in lever.changes if c.cost is cost)
-                answer = next((option for option in weighed if option and option.fits), None)
-                yield from [answer] if answer else []
+            if cost in LAST_RESORTS and has_found:
+                continue
+            for option in self._of_lever(lever, cost):
+                has_found = True
+                yield option
+
+    def _of_lever(self, lever: Lever, cost: Cost) -> Iterator[Option]:
+        """Its changes of this cost, up to the first that fits."""
+        if lever.is_graded and lever.changes[0].cost is cost:
+            yield from self._graded(lever)
+        elif not lever.is_graded:
+            weighed = (self.weigh([c]) for c in lever.changes if c.cost is cost)
+            answer = next((option for option in weighed if option and option.fits), None)
+            yield from [answer] if answer else []
 
     def _graded(self, lever: Lever) -> Iterator[Option]:
         """The mildest grade that fits, and where that is tight, the next."""
@@ -433,6 +450,7 @@ class _Search:
 def _strongest(levers: Sequence[Lever], cost: Cost) -> list[tuple[Lever, Change]]:
     """Of each lever its last change up to `cost`; another optimizer only where it is the cost."""
     allowed = {c for c in Cost if c <= cost and (c is not Cost.OPTIMIZER or cost is c)}
+    allowed -= set(LAST_RESORTS)
     found = []
     for lever in levers:
         changes = [change for change in lever.changes if change.cost in allowed]
@@ -469,6 +487,6 @@ def _model_facts(plan: TrainingPlan, prediction: Prediction, trust_remote_code: 
         class_name=str(prediction.model["class"]),
         vision_modules=tuple(towers),
         lora_targets=tuple(targets),
-        seq_len=int(prediction.plan["seq_len"]),
+        seq_len=max(plan.lengths, default=prediction.plan["seq_len"]),
         image_size=prediction.plan["image_size"],
     )

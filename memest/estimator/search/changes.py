@@ -26,9 +26,11 @@ class Cost(IntEnum):
     NOTHING = 0
     TIME = 1
     PRECISION = 2
-    OPTIMIZER = 3
-    TRAINED = 4
-    INPUTS = 5
+    OFFLOAD = 3
+    OPTIMIZER = 4
+    TRAINED = 5
+    INPUTS = 6
+    HARDWARE = 7
 
     @property
     def words(self) -> str:
@@ -40,10 +42,15 @@ _COST_WORDS = {
     Cost.NOTHING: "same mathematics, no more time",
     Cost.TIME: "same mathematics, more time",
     Cost.PRECISION: "numbers of fewer bits",
+    Cost.OFFLOAD: "same mathematics, more time, host memory",
     Cost.OPTIMIZER: "another optimizer",
     Cost.TRAINED: "fewer parameters trained",
     Cost.INPUTS: "smaller inputs",
+    Cost.HARDWARE: "more GPUs",
 }
+
+LAST_RESORTS = (Cost.OFFLOAD, Cost.HARDWARE)
+"""Tried where nothing cheaper fits, and alone: they take another trainer, or other hardware."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,11 +76,13 @@ class Lever:
 
 
 NOT_TRIED = (
-    "sharding over several GPUs; predict it with `--strategy fsdp --devices 4`",
-    "the optimizer on the host; predict it with `--strategy deepspeed_stage_2_offload"
+    "sharding and offload beside other changes; predict it with `--strategy fsdp2 --devices 4`",
+    "weights on the host, too; predict it with `--strategy deepspeed_stage_3_offload"
     " --optim deepspeed_cpu`",
 )
 """What may help too, and takes other hardware or another trainer than the plan's."""
+
+NUMBERS_OF_GPUS = (2, 4, 8)
 
 
 def apply(plan: TrainingPlan, changes: Iterable[Change]) -> TrainingPlan:
@@ -86,6 +95,9 @@ def apply(plan: TrainingPlan, changes: Iterable[Change]) -> TrainingPlan:
     updates: dict[str, Any] = {}
     for change in changes:
         updates |= change.updates
+    if plan.lengths and "seq_len" in updates:
+        longest = updates.pop("seq_len")
+        updates["lengths"] = tuple(min(length, longest) for length in plan.lengths)
     if updates.get("use_lora") or updates.get("use_qlora"):
         updates["freeze"] = ()
     if updates.get("batch_size") == 1 and plan.padded:
@@ -99,6 +111,7 @@ def levers_for(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> tuple[Lever, 
     """What can be changed in `plan` to make it smaller; levers in the order of what they cost."""
     found = (
         _attention(plan),
+        _allocator(plan),
         _optimizer(plan),
         _accumulation(plan),
         _checkpointing(plan),
@@ -107,6 +120,8 @@ def levers_for(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> tuple[Lever, 
         _adapters(plan),
         _text(plan, facts),
         _image(facts),
+        _offload(plan),
+        _sharding(plan),
     )
     return tuple(lever for lever in found if lever.changes)
 
@@ -122,6 +137,48 @@ def _attention(plan: TrainingPlan) -> Lever:
     )
     return Lever(changes=(change,))
 
+
+def _allocator(plan: TrainingPlan) -> Lever:
+    if "expandable_segments" in plan.alloc_conf:
+        return Lever(changes=())
+    change = Change(
+        title="expandable segments",
+        cost=Cost.NOTHING,
+        price="nothing: cached memory is cut and joined in smaller pieces",
+        updates={"alloc_conf": ",".join(filter(None, (plan.alloc_conf, EXPANDABLE)))},
+    )
+    return Lever(changes=(change,))
+
+
+def _offload(plan: TrainingPlan) -> Lever:
+    is_plain = plan.strategy == "auto" and plan.devices == 1 and plan.loop == "lightning"
+    if not is_plain or plan.uses_adapters or plan.optim not in _FULL_ADAM:
+        return Lever(changes=())
+    change = Change(
+        title="the optimizer on the host (DeepSpeed)",
+        cost=Cost.OFFLOAD,
+        price="slower steps, by the host's arithmetic and its link; DeepSpeed and host memory",
+        updates={"strategy": "deepspeed_stage_2_offload", "optim": "deepspeed_cpu"},
+    )
+    return Lever(changes=(change,))
+
+
+def _sharding(plan: TrainingPlan) -> Lever:
+    if plan.strategy != "auto" or plan.devices > 1 or plan.loop != "lightning":
+        return Lever(changes=())
+    changes = (
+        Change(
+            title=f"sharded over {number} GPUs (FSDP2)",
+            cost=Cost.HARDWARE,
+            price=f"{number} GPUs and the traffic between them; as many times the samples a step",
+            updates={"strategy": "fsdp2", "devices": number},
+        )
+        for number in NUMBERS_OF_GPUS
+    )
+    return Lever(changes=tuple(changes), is_graded=True)
+
+
+EXPANDABLE = "expandable_segments:True"
 
 _FUSED = {"adamw": "adamw_fused", "adamw_single": "adamw_fused", "adam": "adam_fused"}
 _FULL_ADAM = {

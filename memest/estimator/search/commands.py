@@ -22,7 +22,11 @@ _FLAGS = {
     "lora_modules_to_save": "--lora-save", "lora_bias": "--lora-bias", "quant": "--quant",
     "image_size": "--image-size", "attn_implementation": "--attn", "freeze": "--freeze",
     "gpu": "--gpu", "gpu_memory": "--gpu-memory", "memory_limit": "--memory-limit",
-    "steps": "--steps",
+    "steps": "--steps", "loop": "--loop", "weight_decay": "--weight-decay",
+    "gradient_clip_val": "--clip", "gradient_clip_algorithm": "--clip-algorithm",
+    "num_nodes": "--num-nodes", "limit_val_batches": "--val-batches", "val_batch_size": "--val-bs",
+    "val_check_interval": "--val-interval", "alloc_conf": "--alloc-conf",
+    "optim_options": "--optim-options", "lengths": "--lengths",
 }  # fmt: skip
 _SWITCHES = {
     "act_ckpt": ("--act-ckpt", "--no-act-ckpt"),
@@ -47,7 +51,10 @@ _OPTIMIZER_CALLS = {
     "adamw_8bit": ("bitsandbytes.optim.AdamW8bit", ""),
     "paged_adam_8bit": ("bitsandbytes.optim.PagedAdam8bit", ""),
     "paged_adamw_8bit": ("bitsandbytes.optim.PagedAdamW8bit", ""),
+    "deepspeed_cpu": ("deepspeed.ops.adam.DeepSpeedCPUAdam", ""),
 }
+_STRATEGIES = {"fsdp2": "ModelParallelStrategy()"}
+"""By their names in a plan, where Lightning has none; `configure_model` shards by `fully_shard`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +88,8 @@ def predict_command(plan: TrainingPlan) -> str:
         if key in _SWITCHES:
             words.append(_SWITCHES[key][0 if value else 1])
         elif key in _FLAGS:
-            for item in value if isinstance(value, list) else [value]:
+            is_repeated = isinstance(value, list) and key != "lengths"
+            for item in value if is_repeated else [value]:
                 words += [_FLAGS[key], _text(key, item)]
     return shlex.join(words)
 
@@ -89,6 +97,10 @@ def predict_command(plan: TrainingPlan) -> str:
 def _text(key: str, value: Any) -> str:
     if key in ("gpu_memory", "memory_limit", "host_memory") and value % GIB == 0:
         return f"{value // GIB}GiB"
+    if key == "lengths":
+        return ",".join(map(str, value))
+    if key == "optim_options":
+        return ",".join(f"{name}={option}" for name, option in value.items())
     return str(value)
 
 
@@ -99,6 +111,7 @@ def training_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts)
     `model` and `dataset` stand for the reader's own.
     """
     return (
+        *_allocator_lines(before, after),
         *_loading_lines(before, after, facts),
         *_adapter_lines(before, after, facts),
         *_checkpointing_lines(before, after),
@@ -107,6 +120,12 @@ def training_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts)
         *_input_lines(before, after),
         *_trainer_lines(before, after),
     )
+
+
+def _allocator_lines(before: TrainingPlan, after: TrainingPlan) -> list[str]:
+    if after.alloc_conf == before.alloc_conf:
+        return []
+    return [f'os.environ["PYTORCH_ALLOC_CONF"] = "{after.alloc_conf}"  # before torch is imported']
 
 
 def _loading_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts) -> list[str]:
@@ -200,6 +219,11 @@ def _trainer_lines(before: TrainingPlan, after: TrainingPlan) -> list[str]:
         arguments.append(f"accumulate_grad_batches={after.accumulate_grad_batches}")
     if after.precision != before.precision:
         arguments.append(f'precision="{after.precision}"')
+    if after.devices != before.devices:
+        arguments.append(f"devices={after.devices}")
+    if after.strategy != before.strategy:
+        known = _STRATEGIES.get(after.strategy, f'"{after.strategy}"')
+        arguments.append(f"strategy={known}")
     return [f"L.Trainer({', '.join(arguments)})"] if arguments else []
 
 

@@ -26,11 +26,11 @@ from memest.errors import PlanError
 from memest.estimator.allocator.blocks import round_request
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.predict import usable_bytes
-from memest.estimator.readings import judge_verdict
+from memest.estimator.readings import judge_verdict, replay_plan, run_under
 from memest.estimator.search.trace_series import GROWTH, SPACING, TraceSeries
 from memest.estimator.trace.family.reuse import FormBroken, with_value
 from memest.estimator.trace.program import Program
-from memest.estimator.trace.replay import Replayed, replay
+from memest.estimator.trace.replay import Replayed
 from memest.estimator.trace.traced import TracedPlan
 from memest.models_meta.assemble import sequence_length
 from memest.models_meta.batch.make import MAX_TOKENS
@@ -78,8 +78,8 @@ class Judged:
     def result(self) -> Replayed:
         """The run on the card."""
         free = self.__dict__.get("free")
-        if free is not None and free.peak_reserved_bytes <= self._limit:
-            return self.free
+        if free is not None:
+            return run_under(self._plan, self._traced, self.free, self._limit)
         return self._replay(self._limit)
 
     @cached_property
@@ -98,12 +98,7 @@ class Judged:
         return self.result.failed is None
 
     def _replay(self, limit_bytes: int | None) -> Replayed:
-        return replay(
-            self._traced.program,
-            num_steps=self._plan.steps,
-            num_micro_batches=self._plan.accumulate_grad_batches,
-            limit_bytes=limit_bytes,
-        )
+        return replay_plan(self._plan, self._traced, limit_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ from itertools import pairwise
 from memest.errors import PlanError
 from memest.estimator.allocator.addresses import AddressSpace
 from memest.estimator.allocator.blocks import Block
+from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings
 from memest.estimator.device.storages import MemKind, StorageTable
 from memest.estimator.trace.program import Program
 from memest.estimator.trace.replay import Replayed, replay
@@ -78,7 +79,13 @@ MAX_EVENTS = 4_000_000
 
 
 def record_run(
-    program: Program, *, num_steps: int, num_micro_batches: int, limit_bytes: int | None = None
+    program: Program,
+    *,
+    num_steps: int,
+    num_micro_batches: int,
+    limit_bytes: int | None = None,
+    settings: AllocatorSettings = DEFAULT,
+    is_share: bool = False,
 ) -> Recording:
     """Replay a run as `replay` does, and write down every action of the allocator.
 
@@ -98,6 +105,8 @@ def record_run(
         num_micro_batches=num_micro_batches,
         limit_bytes=limit_bytes,
         observer=RecordingObserver(recording, ranges_stay=program.ranges_stay),
+        settings=settings,
+        is_share=is_share,
     )
     return recording
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from memest.estimator.allocator.addresses import AddressSpace
 from memest.estimator.allocator.blocks import Block
 from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
+from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings
 from memest.estimator.device.storages import EMPTIED, RETURNED
 from memest.estimator.trace.program import MicroBatch, Probe, Program, Shift, ended_by
 from memest.report import Phase, PhaseRow
@@ -76,6 +77,8 @@ def replay(
     num_bytes: Sequence[int] | None = None,
     observer: Observer | None = None,
     is_prompt: bool = False,
+    settings: AllocatorSettings = DEFAULT,
+    is_share: bool = False,
 ) -> Replayed:
     """Run `num_steps` optimizer steps of `num_micro_batches` each.
 
@@ -89,6 +92,8 @@ def replay(
         observer: sees every step and micro-batch, also those that only repeat the one before.
         is_prompt: blocks whose return depends on how fast the GPU is are back as they die, and not
             at the latest moment.
+        settings: of the allocator.
+        is_share: the limit is what is allowed, and the card has more.
     """
     sizes = num_bytes or program.storages.num_bytes
     run = (
@@ -96,6 +101,10 @@ def replay(
         if observer is None
         else _ObservedRun(program, limit_bytes, sizes, observer)
     )
+    if not settings.is_default:
+        run.allocator.use(settings)
+        if is_share:
+            run.allocator.card_bytes, run.allocator.allowed_bytes = None, limit_bytes
     try:
         run.steps(num_steps, num_micro_batches)
     except OutOfMemory as error:

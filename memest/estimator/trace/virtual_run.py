@@ -63,13 +63,14 @@ _NOT_RUN: dict[str, Any] = {
     "gpu_memory": None,
     "memory_limit": None,
     "host_memory": None,
+    "alloc_conf": "",
 }
 """Keys that change the replay and not the run."""
 
 
 def canonical(plan: TrainingPlan) -> TrainingPlan:
     """`plan` as far as its program depends on it; plans that differ in the rest share it."""
-    if plan.validates:  # where validations fall is a matter of all that ran before
+    if _is_whole(plan):
         return replace(plan, **_NOT_RUN)
     num_micro_batches = plan.accumulate_grad_batches
     if plan.loop != "transformers":  # which loads all of a step's at once
@@ -82,10 +83,15 @@ def canonical(plan: TrainingPlan) -> TrainingPlan:
     )
 
 
+def _is_whole(plan: TrainingPlan) -> bool:
+    """Whether all of it runs: batches differ, or where validations fall is a matter of them all."""
+    return plan.validates or bool(plan.lengths)
+
+
 def shortened(plan: TrainingPlan) -> tuple[TrainingPlan, int]:
     """What of `plan` is run, and the number of micro-batches of a step that are loaded alone."""
     plan = canonical(plan)
-    if plan.validates:
+    if _is_whole(plan):
         return plan, 0
     num_run = min(plan.accumulate_grad_batches, MAX_MICRO_BATCHES)
     return replace(plan, accumulate_grad_batches=num_run), plan.accumulate_grad_batches - num_run
