@@ -12,6 +12,7 @@ from memest.cli import (  # noqa: F401
     checkpoint,
     compare,
     explore,
+    fragmentation,
     lists,
     predict,
     run,

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from memest.plots.fragmentation import plot_fragmentation
     from memest.plots.heatmap import plot_fits, plot_largest_batch
     from memest.plots.ladder import plot_ladder
     from memest.plots.phases import plot_phases
@@ -28,6 +29,7 @@ __all__ = [
     "card_label",
     "parse_formats",
     "plot_fits",
+    "plot_fragmentation",
     "plot_ladder",
     "plot_largest_batch",
     "plot_phases",
@@ -45,6 +47,7 @@ _HOMES = {
     "card_label": "memest.plots.style",
     "parse_formats": "memest.plots.saving",
     "plot_fits": "memest.plots.heatmap",
+    "plot_fragmentation": "memest.plots.fragmentation",
     "plot_ladder": "memest.plots.ladder",
     "plot_largest_batch": "memest.plots.heatmap",
     "plot_phases": "memest.plots.phases",

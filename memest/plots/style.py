@@ -206,10 +206,12 @@ def write_title(figure: Figure, theme: Theme, title: str, subtitle: str) -> None
 def card_label(gpu: str) -> str:
     """A card of the catalogue as a slide names it.
 
-    >>> card_label("a100-80gb"), card_label("custom")
-    ('A100 80GB', 'custom')
+    >>> card_label("a100-80gb"), card_label("12.00GiB"), card_label("custom")
+    ('A100 80GB', '12.00 GiB', 'custom')
     """
-    return gpu.replace("-", " ").upper() if any(c.isdigit() for c in gpu) else gpu
+    if not any(c.isdigit() for c in gpu):
+        return gpu
+    return gpu.replace("-", " ").upper().replace("GIB", " GiB")
 
 
 def runs_distributed(report: Report) -> bool:

@@ -1,0 +1,81 @@
+"""One run under several settings of the allocator: what each has reserved after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from memest.estimator.predict import judged_gpus, predict, usable_bytes
+from memest.plan import TrainingPlan
+from memest.report import Prediction
+
+SETTINGS = ("", "expandable_segments:True", "max_split_size_mb:64")
+"""That a chart compares where none is asked for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Growth:
+    """One run under one setting of the allocator, on a card without end."""
+
+    alloc_conf: str
+    allocated: tuple[int, ...]
+    """Bytes at the peak of each step."""
+
+    reserved: tuple[int, ...]
+    """Bytes at the end of each step."""
+
+    failed_step: int | None
+    """On the card: the step that runs out of memory, from 0."""
+
+    @property
+    def label(self) -> str:
+        """The setting, or that there is none."""
+        return self.alloc_conf or "PyTorch's defaults"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per step, as JSON values."""
+        return [
+            {
+                "alloc_conf": self.alloc_conf,
+                "step": step,
+                "allocated_bytes": allocated,
+                "reserved_bytes": reserved,
+                "fragmentation_bytes": reserved - allocated,
+                "is_oom": step == self.failed_step,
+            }
+            for step, (allocated, reserved) in enumerate(
+                zip(self.allocated, self.reserved, strict=True)
+            )
+        ]
+
+
+def growths(
+    plan: TrainingPlan, settings: Sequence[str] = SETTINGS, *, trust_remote_code: bool = False
+) -> tuple[Prediction, list[Growth]]:
+    """The prediction of `plan`, and its growth under each of `settings`; the run is traced once.
+
+    Raises:
+        MemestError: torch refuses a setting, or the plan cannot be predicted.
+    """
+    from memest.estimator.readings import replay_plan
+    from memest.estimator.traced_plan import trace_plan
+
+    plans = [replace(plan, alloc_conf=text) for text in dict.fromkeys(settings)]
+    for each in plans:
+        judged_gpus(each)
+    gpu = judged_gpus(plan)[0]
+    traced = trace_plan(plan, gpu, trust_remote_code=trust_remote_code)
+    found = []
+    for each in plans:
+        free = replay_plan(each, traced, None)
+        limited = replay_plan(each, traced, usable_bytes(each, gpu))
+        by_step = [[row for row in free.rows if row.step == step] for step in range(plan.steps)]
+        growth = Growth(
+            alloc_conf=each.alloc_conf,
+            allocated=tuple(max(row.peak_allocated_bytes for row in rows) for rows in by_step),
+            reserved=tuple(rows[-1].reserved_bytes for rows in by_step),
+            failed_step=None if limited.failed is None else limited.failed.step,
+        )
+        found.append(growth)
+    return predict(plan, trust_remote_code=trust_remote_code), found

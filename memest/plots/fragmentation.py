@@ -1,0 +1,195 @@
+"""Allocated and reserved over the steps of one run, by settings of the allocator."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from memest.estimator.search.growth import Growth
+from memest.plots.scaling import spread
+from memest.plots.style import (
+    HEIGHT,
+    LABEL,
+    TICK,
+    VALUE,
+    WIDTH,
+    Theme,
+    bare,
+    card_label,
+    require,
+    shortened,
+    slide,
+    text_width,
+    write_title,
+)
+from memest.plots.words import plan_line
+from memest.report import Prediction
+from memest.units import GIB
+
+_LEFT, _TOP, _BOTTOM = 1.0, 1.75, 0.95  # inches
+_COLUMN = 5.1
+"""Inches at the right: each setting, what it reserves, and how much of that is not in use."""
+
+_BLOCK = 0.9  # inches of one setting in the column
+
+_LOOKS = (("#D55E00", "-"), ("#0072B2", "--"), ("#CC79A7", "-."), ("#009E73", ":"))
+"""Colours, and dashes that tell without them."""
+
+
+def plot_fragmentation(
+    report: Prediction, runs: Sequence[Growth], *, gpu_limit_bytes: int, dark: bool = False
+) -> Figure:
+    """What a run holds at the peak of each step, and what is reserved for it, in GiB.
+
+    The filled area is what tensors hold, under the first setting; each line is what the allocator
+    has reserved under one setting. What lies between is cached, and of no use to another request
+    where it has the wrong size. A cross is the step that runs out of memory on the card.
+
+    Raises:
+        PlanError: there is no run.
+    """
+    require(list(runs))
+    with slide(dark=dark) as (figure, theme):
+        width, height = WIDTH - _LEFT - _COLUMN, HEIGHT - _TOP - _BOTTOM
+        axes = figure.add_axes((_LEFT / WIDTH, _BOTTOM / HEIGHT, width / WIDTH, height / HEIGHT))
+        bare(axes, theme, grid="y")
+        _set_axes(axes, runs, gpu_limit_bytes)
+        _draw_allocated(axes, theme, runs[0])
+        for run, (color, dashes) in zip(runs, _LOOKS, strict=False):
+            _draw_run(axes, theme, run, color, dashes)
+        _draw_limit(axes, theme, report, runs, gpu_limit_bytes, (width, height))
+        _draw_column(axes, theme, runs, (width, height))
+        title = f"{report.name}: {_title(runs)}"
+        write_title(figure, theme, title, plan_line([report], _lengths(report)))
+    return figure
+
+
+def _title(runs: Sequence[Growth]) -> str:
+    first = runs[0].failed_step
+    if first is not None:
+        return f"out of memory in step {first + 1}"
+    return "what is reserved, and what is in use"
+
+
+def _lengths(report: Prediction) -> str:
+    lengths = report.plan.get("lengths")
+    return f"{min(lengths)} to {max(lengths)} tokens" if lengths else ""
+
+
+def _set_axes(axes: Axes, runs: Sequence[Growth], limit_bytes: int) -> None:
+    highest = max(max(run.reserved) for run in runs)
+    is_near = limit_bytes < 1.6 * highest
+    axes.set(xlim=(1, max(2, len(runs[0].allocated))))
+    axes.set(ylim=(0, 1.12 * max(highest, limit_bytes if is_near else 0) / GIB))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
+    axes.set_xlabel("optimizer step", size=LABEL, labelpad=4)
+    axes.set_ylabel("GiB", size=LABEL)
+    axes.tick_params(labelsize=TICK)
+
+
+def _draw_allocated(axes: Axes, theme: Theme, run: Growth) -> None:
+    steps = range(1, len(run.allocated) + 1)
+    values = [value / GIB for value in run.allocated]
+    axes.fill_between(
+        steps, values, step="mid", color=theme.muted, alpha=0.45, linewidth=0, zorder=2,
+        gid="allocated",
+    )  # fmt: skip
+    axes.annotate(
+        "in use at the peak of each step", (0.5, 0.02), xycoords="axes fraction", ha="center",
+        va="bottom", size=VALUE, weight="bold", zorder=6, gid="allocated:name",
+    )  # fmt: skip
+
+
+def _draw_run(axes: Axes, theme: Theme, run: Growth, color: str, dashes: str) -> None:
+    values = [value / GIB for value in run.reserved]
+    axes.plot(
+        range(1, len(values) + 1), values, color=color, linestyle=dashes, linewidth=3.4, zorder=4,
+        gid=f"reserved:{run.alloc_conf}", clip_on=False,
+    )  # fmt: skip
+    if run.failed_step is not None:
+        axes.plot(
+            [run.failed_step + 1], [values[run.failed_step]], color=theme.ink, linestyle="none",
+            marker="x", markersize=17, markeredgewidth=3.4, zorder=6, clip_on=False,
+            gid=f"oom:{run.alloc_conf}",
+        )  # fmt: skip
+
+
+def _draw_limit(
+    axes: Axes,
+    theme: Theme,
+    report: Prediction,
+    runs: Sequence[Growth],
+    limit_bytes: int,
+    panel: tuple[float, float],
+) -> None:
+    """The card's line, its name where the fewest lines pass."""
+    limit, top = limit_bytes / GIB, axes.get_ylim()[1]
+    if limit > top:
+        return
+    text = f"{card_label(report.gpu)}: {limit:.1f} GiB usable"
+    text = shortened(text, VALUE, panel[0] - 0.2, bold=True)
+    share = text_width(text, VALUE, bold=True) / panel[0]
+    tall = 0.4 * top / panel[1]
+    is_right, is_over = min(
+        itertools.product((False, True), (True, False)),
+        key=lambda place: _crossings(runs, share, limit if place[1] else limit - tall, tall, place),
+    )
+    axes.axhline(limit, color=theme.limit, linewidth=3.0, zorder=3, gid="limit")
+    axes.annotate(
+        text, (0.995 if is_right else 0.005, limit), (0, 5 if is_over else -5),
+        xycoords=axes.get_yaxis_transform(), textcoords="offset points",
+        ha="right" if is_right else "left", va="bottom" if is_over else "top",
+        size=VALUE, weight="bold", zorder=5, gid="limit:name",
+        bbox={"facecolor": theme.background, "edgecolor": "none", "pad": 1.0},
+    )  # fmt: skip
+
+
+def _crossings(
+    runs: Sequence[Growth], share: float, low: float, tall: float, place: tuple[bool, bool]
+) -> int:
+    """Points of lines within a text that takes `share` of the width, from `low` on `tall`."""
+    num_steps = len(runs[0].reserved)
+    within = (
+        range(int(num_steps * (1 - share)), num_steps)
+        if place[0]
+        else range(int(num_steps * share) + 1)
+    )
+    values = [run.reserved[step] / GIB for run in runs for step in within if step < num_steps]
+    values += [runs[0].allocated[step] / GIB for step in within if step < num_steps]
+    return sum(low <= value <= low + tall for value in values)
+
+
+def _draw_column(
+    axes: Axes, theme: Theme, runs: Sequence[Growth], panel: tuple[float, float]
+) -> None:
+    """Each setting beside the end of its line, as far as others leave room."""
+    width, height = panel
+    top = axes.get_ylim()[1]
+    order = sorted(range(len(runs)), key=lambda i: runs[i].reserved[-1])
+    ends = [runs[i].reserved[-1] / GIB / top * height for i in order]
+    places = spread(ends, min(_BLOCK, height / len(runs)), height)
+    for index, end, place in zip(order, ends, places, strict=True):
+        run, (color, dashes) = runs[index], _LOOKS[index % len(_LOOKS)]
+        axes.plot(
+            [1, 1 + 0.3 / width, 1 + 0.75 / width],
+            [end / height, place / height, place / height],
+            transform=axes.transAxes, color=color, linestyle=dashes, linewidth=2.6, clip_on=False,
+            zorder=2,
+        )  # fmt: skip
+        left, room = 1 + 0.88 / width, _COLUMN - 0.98
+        reserved = max(run.reserved)
+        oom = f"  OOM in step {run.failed_step + 1}" if run.failed_step is not None else ""
+        axes.text(
+            left, place / height, f"{reserved / GIB:.1f} GiB{oom}", transform=axes.transAxes,
+            size=LABEL, weight="bold", va="center_baseline", clip_on=False,
+            gid=f"end:{run.alloc_conf}",
+        )  # fmt: skip
+        axes.text(
+            left, (place - 0.36) / height, shortened(run.label, VALUE, room),
+            transform=axes.transAxes, size=VALUE, color=theme.muted, va="center_baseline",
+            clip_on=False, gid=f"name:{run.alloc_conf}",
+        )  # fmt: skip
