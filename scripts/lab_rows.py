@@ -33,6 +33,7 @@ class Row:
     published: str
 
     note: str = ""
+    num_gpus: int = 1
 
     @property
     def name(self) -> str:
@@ -42,7 +43,9 @@ class Row:
     @property
     def command(self) -> tuple[str, ...]:
         """What is typed after `memest`."""
-        return ("run", "--gpu", self.gpu, "--max-steps", str(MAX_STEPS), *self.target)
+        several = ("--nproc-per-node", str(self.num_gpus)) if self.num_gpus > 1 else ()
+        options = (*several, "--gpu", self.gpu, "--max-steps", str(MAX_STEPS))
+        return ("run", *options, *self.target)
 
 
 def rows() -> list[Row]:
@@ -112,7 +115,12 @@ ONE_GPU = (
 )
 """The last is the length of which 61.97 GiB would be printed."""
 
-SEVERAL = "several GPUs are not simulated by `memest run` yet: this row follows"
+OF_DDP, OF_FSDP = "69.62 to 73.98, 78.06 to 78.30", "31.96 to 36.33, 55.76 to 56.00"
+OF_FSDP_8 = "59.51 to 62.95, 62.71 to 67.67"
+OFFLOADED_13B = (
+    "DeepSpeed is not simulated by `memest run` yet; `memest predict --model open_llama_13b"
+    " --strategy deepspeed_stage_3_offload --optim deepspeed_cpu --devices 4 --gpu a100-80gb`"
+)
 
 
 def _one_of_four() -> Iterator[Row]:
@@ -123,15 +131,22 @@ def _one_of_four() -> Iterator[Row]:
     for what, (options, published) in zip(ONE_GPU, options_and_published, strict=True):
         target = ("config/one_gpu.py", checkpoint, *options)
         yield Row(lab=FOUR, gpu="a100-80gb", what=what, target=target, published=published)
-    for what, published in (
-        ("7B on 4 GPUs, DDP", "69.62 to 73.98, 78.06 to 78.30"),
-        ("7B on 4 GPUs, FSDP FULL_SHARD", "31.96 to 36.33, 55.76 to 56.00"),
-        ("7B on 4 GPUs, FSDP, batch 8", "59.51 to 62.95, 62.71 to 67.67"),
-        ("13B on 4 GPUs, ZeRO-3, optimizer offloaded", FITS),
+    for what, options, published in (
+        ("7B on 4 GPUs, DDP", ("4", "ddp"), OF_DDP),
+        ("the same, DDP, rows of up to 421 tokens", ("4", "ddp", "421"), OF_DDP),
+        ("7B on 4 GPUs, FSDP FULL_SHARD", ("4", "fsdp"), OF_FSDP),
+        ("the same, FSDP, rows of up to 421 tokens", ("4", "fsdp", "421"), OF_FSDP),
+        ("7B on 4 GPUs, FSDP, batch 8", ("8", "fsdp"), OF_FSDP_8),
+        ("the same, batch 8, rows of up to 421 tokens", ("8", "fsdp", "421"), OF_FSDP_8),
     ):
+        target = ("config/four_gpus.py", checkpoint, *options)
         yield Row(
-            lab=FOUR, gpu="a100-80gb", what=what, target=(), published=published, note=SEVERAL
+            lab=FOUR, gpu="a100-80gb", what=what, target=target, published=published, num_gpus=4
         )
+    yield Row(
+        lab=FOUR, gpu="a100-80gb", what="13B on 4 GPUs, ZeRO-3, optimizer offloaded", target=(),
+        published=FITS, note=OFFLOADED_13B,
+    )  # fmt: skip
 
 
 _DEFAULTS: Mapping[str, Any] = {"accumulate_grad_batches": 1, "optim": "adamw", "act_ckpt": False}

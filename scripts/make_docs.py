@@ -44,9 +44,9 @@ run is a real Lightning fine-tune; its prediction was made on a CPU, from the pl
 signed, of what was measured. `process` is what the driver reports. "worst phase" is the largest
 error of allocated memory at any of the four phases.
 
-On several GPUs a prediction is an interval: ranks differ, and when blocks come back that two streams
-or a collective share is a matter of time. The error is how far the rank that is off by most lies
-outside; 0 within.
+On several GPUs a prediction is an interval: ranks differ, and when blocks come back that two
+streams or a collective share is a matter of time. The error is how far the rank that is off by most
+lies outside; 0 within.
 """
 
 

@@ -84,8 +84,8 @@ def _own_verdict(virtual: VirtualGpu, outcome: Outcome) -> Verdict:
     limit = virtual.gpu.limit_bytes if allocator.limit_bytes is None else allocator.limit_bytes
     margin, at = limit - history.peak_reserved_bytes, ""
     if outcome is Outcome.OOM and virtual.recorder.refused is not None:
-        num_bytes, site = virtual.recorder.refused
-        margin = limit - allocator.reserved_bytes - num_bytes
+        num_bytes, site, reserved = virtual.recorder.refused
+        margin = limit - reserved - num_bytes
         at = _where(virtual.num_steps, site)
     return Verdict(
         verdict=outcome,

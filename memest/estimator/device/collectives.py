@@ -37,7 +37,9 @@ def run(recorder: _Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     returned = tuple(
         args[0] if "Tensor" in str(result.type) else _work() for result in func._schema.returns
     )
-    return returned[0] if len(returned) == 1 else returned
+    if len(returned) > 1:
+        return returned
+    return returned[0] if returned else None
 
 
 def _work() -> Any:

@@ -101,8 +101,8 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         """What the report should say of the run, each once; see `note`."""
 
         self.num_ooms = 0
-        self.refused: tuple[int, Site] | None = None
-        """Bytes and site of the last request that no memory was left for."""
+        self.refused: tuple[int, Site, int] | None = None
+        """Bytes and site of the last request that no memory was left for, and what was reserved."""
 
         self.phase_given = ""
         """A phase that the driver knows of, such as `optimizer`; "" lets autograd tell."""
@@ -395,7 +395,8 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
             except OutOfMemory:
                 self.num_ooms += 1
                 self.history.emptied()  # the allocator gave back its cache before it gave up
-                self.refused = num_bytes, self.storages.sites[index]
+                reserved = self.allocator.reserved_bytes
+                self.refused = num_bytes, self.storages.sites[index], reserved
                 message = out_of_memory(self.gpu, self.allocator, num_bytes)
                 raise torch.OutOfMemoryError(message) from None
         self.log.open.append(index)
