@@ -158,19 +158,23 @@ def run(
     out = sys.stdout
     if no_input:
         sys.stdin = NoInput()
-    if time_limit is None and len(chosen) > 1:
-        time_limit = MAX_SECONDS_OF_RANK
-    ran = _run_ranks(chosen, partial(_run_one, target, make, limit_s=time_limit), files)
+    limit_s = time_limit or (MAX_SECONDS_OF_RANK if len(chosen) > 1 else None)
+    ran = _run_ranks(chosen, partial(_run_one, target, make, limit_s=limit_s), files)
+    _tell_errors(ran)
+    if ran.report is None:
+        return ran.exit_code or _not_used()
+    _print(ran.report, out, verbose=verbose)
+    return OOM_EXIT_CODE if check and ran.report.verdict != "fits" else ran.exit_code
+
+
+def _tell_errors(ran: Ran) -> None:
+    """What the script said last, after all that it printed."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     if ran.error_text:
         sys.stderr.write(ran.error_text)
     if ran.refusal is not None:
         tell(str(ran.refusal), ran.refusal.hint)
-    if ran.report is None:
-        return ran.exit_code or _not_used()
-    _print(ran.report, out, verbose=verbose)
-    return OOM_EXIT_CODE if check and ran.report.verdict != "fits" else ran.exit_code
 
 
 def _run_one(

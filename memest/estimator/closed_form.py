@@ -40,7 +40,7 @@ def closed_form(
 
     It is about all of a dense model trained in 16 bit on one GPU.
     """
-    is_other = plan.uses_adapters or plan.freeze or plan.is_distributed
+    is_other = plan.uses_adapters or plan.freeze or plan.is_distributed or plan.lengths
     if geometry is None or is_other or plan.precision == "32-true":
         return None
     layers = held_by_layers(program)

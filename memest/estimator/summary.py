@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from memest.estimator.allocator.settings import describe
 from memest.estimator.closed_form import closed_form
-from memest.estimator.device.storages import MemKind
+from memest.estimator.device.storages import Coverage, MemKind
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.kernels.tables import TARGET_TORCH
 from memest.estimator.readings import Reading, interval, phase_intervals, settings_of
 from memest.estimator.trace.replay import Moment, Replayed, live_at
 from memest.plan import TrainingPlan
-from memest.report import Outcome, Peak, Prediction, Term, Verdict
+from memest.report import Interval, Outcome, Peak, Prediction, Term, Verdict
 from memest.units import MIB, format_bytes, format_count, format_gib
 
 if TYPE_CHECKING:
@@ -48,9 +48,7 @@ def summarise(
     """
     traced, unlimited, result = readings[0].traced, readings[0].free, results[0]
     beside = primary.context_bytes + traced.libraries_bytes
-    reserved = [each.peak_reserved_bytes for each in results]
     program = traced.program
-    coverage = program.coverage
     terms = peak_terms(traced, plan.accumulate_grad_batches, result)
     peak = _peak(program, result.peak)
     return Prediction(
@@ -61,11 +59,7 @@ def summarise(
         peak_allocated_bytes=result.peak_allocated_bytes,
         peak_reserved_bytes=result.peak_reserved_bytes,
         process_bytes=result.peak_reserved_bytes + beside,
-        intervals={
-            "allocated": interval(each.peak_allocated_bytes for each in results),
-            "reserved": interval(reserved),
-            "process": interval(reserved, beside=beside),
-        },
+        intervals=_intervals(results, beside),
         phase_intervals=phase_intervals(results) if len(results) > 1 else (),
         host_bytes=traced.host_bytes,
         host_terms=traced.host_terms,
@@ -76,22 +70,33 @@ def summarise(
         verdict=outcome,
         verdicts=verdicts,
         terms=terms,
-        coverage={
-            "num_ops": coverage.num_ops,
-            "num_modelled": coverage.num_ops - sum(coverage.unmodelled.values()),
-            "unmodelled": dict(sorted(coverage.unmodelled.items())),
-        },
+        coverage=_coverage(program.coverage),
         assumptions=(
             *_assumptions(plan, traced, primary, unlimited),
             _loop_line(plan, result, terms, peak.phase),
             *plan.assumed,
         ),
-        closed_form=None
-        if plan.lengths
-        else closed_form(plan, program, traced.geometry, traced.seq_len),
+        closed_form=closed_form(plan, program, traced.geometry, traced.seq_len),
         versions=_versions(),
         elapsed_s=elapsed_s,
     )
+
+
+def _intervals(results: Sequence[Replayed], beside: int) -> dict[str, Interval]:
+    reserved = [each.peak_reserved_bytes for each in results]
+    return {
+        "allocated": interval(each.peak_allocated_bytes for each in results),
+        "reserved": interval(reserved),
+        "process": interval(reserved, beside=beside),
+    }
+
+
+def _coverage(coverage: Coverage) -> dict[str, Any]:
+    return {
+        "num_ops": coverage.num_ops,
+        "num_modelled": coverage.num_ops - sum(coverage.unmodelled.values()),
+        "unmodelled": dict(sorted(coverage.unmodelled.items())),
+    }
 
 
 def judge_host(needed_bytes: int, limit_bytes: int | None) -> Verdict | None:

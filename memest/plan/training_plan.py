@@ -208,8 +208,7 @@ class TrainingPlan:
             object.__setattr__(self, "optim", optimizer_name(self.optim))
         for key in _OPTIONS:
             object.__setattr__(self, key, _options(key, getattr(self, key)))
-        if self.lengths != ():
-            object.__setattr__(self, "lengths", read_lengths(self.lengths))
+        object.__setattr__(self, "lengths", read_lengths(self.lengths) if self.lengths else ())
         check(self)
 
     @property
@@ -324,7 +323,7 @@ def _normalise(key: str, value: Any) -> Any:
     if key in _TUPLES:
         return _names(key, value)
     if key == "lengths":
-        return read_lengths(value)
+        return read_lengths(value) if value else ()
     if key == "precision" and isinstance(value, int | str) and not isinstance(value, bool):
         text = value if isinstance(value, str) else shown(value).strip("`")
         return PRECISION_ALIASES.get(text, text)

@@ -91,10 +91,15 @@ def _subtitle(predicted: Sequence[Prediction], left_out: int) -> str:
         card_words(predicted),
         token_words(predicted),
         f"shaded {' and '.join(f'±{band:g} %' for band in sorted(BANDS))}",
+        "distance to the interval on several GPUs" if any(map(_is_open, predicted)) else "",
         f"{left_out} without a measurement left out" if left_out else "",
         version_words(predicted),
     ]
     return DOT.join(part for part in parts if part)
+
+
+def _is_open(predicted: Prediction) -> bool:
+    return any(found.low_bytes < found.high_bytes for found in predicted.intervals.values())
 
 
 def _draw_diagonal(
@@ -104,7 +109,7 @@ def _draw_diagonal(
     quantity = _QUANTITIES[index]
     low = HEIGHT - _DIAGONALS_TOP - _SQUARE - index * (_SQUARE + 0.4)
     axes = figure.add_axes((1.15 / WIDTH, low / HEIGHT, _SQUARE / WIDTH, _SQUARE / HEIGHT))
-    points = [(getattr(m, quantity) / GIB, getattr(p, quantity) / GIB) for p, m in pairs]
+    points = [(m / GIB, p / GIB) for p, m in (_both(pair, quantity) for pair in pairs)]
     for band, color in zip(BANDS, theme.band, strict=True):
         axes.fill_between(
             [0, end], [0, end * (1 - band / 100)], [0, end * (1 + band / 100)], color=color,
@@ -139,7 +144,7 @@ def _draw_errors(figure: Figure, theme: Theme, pairs: Sequence[Pair]) -> None:
     left = _ERRORS_LEFT + 0.1 + max(text_width(name, size) for name in names)
     width = WIDTH - 0.3 - 2 * _COLUMN - left
     axes = figure.add_axes((left / WIDTH, _ERRORS_BOTTOM / HEIGHT, width / WIDTH, height / HEIGHT))
-    errors = [[percent_off(getattr(p, q), getattr(m, q)) for p, m in rows] for q in _QUANTITIES]
+    errors = [[percent_off(*_both(pair, q)) for pair in rows] for q in _QUANTITIES]
     reach = max(_MIN_REACH, *(1.1 * abs(e) for column in errors for e in column))
     for band, color in zip(BANDS, theme.band, strict=True):
         if band < reach:
@@ -162,7 +167,7 @@ def _draw_errors(figure: Figure, theme: Theme, pairs: Sequence[Pair]) -> None:
         )  # fmt: skip
         x = 1 + (index + 1) * _COLUMN / width
         for row, (p, m) in enumerate(rows):
-            text = signed_percent(getattr(p, _QUANTITIES[index]), getattr(m, _QUANTITIES[index]))
+            text = signed_percent(*_both((p, m), _QUANTITIES[index]))
             axes.text(
                 x, row, text.removesuffix(" %"), transform=axes.get_yaxis_transform(),
                 ha="right", va="center_baseline", size=size, clip_on=False,
@@ -177,7 +182,7 @@ def _draw_errors(figure: Figure, theme: Theme, pairs: Sequence[Pair]) -> None:
 def _write_summary(figure: Figure, theme: Theme, pairs: Sequence[Pair]) -> None:
     """Over the rows: what the markers are, the median and the worst of all pairs."""
     for index, quantity in enumerate(_QUANTITIES):
-        errors = [percent_off(getattr(p, quantity), getattr(m, quantity)) for p, m in pairs]
+        errors = [percent_off(*_both(pair, quantity)) for pair in pairs]
         worst = max(pairs, key=lambda pair: abs(percent_off(*_both(pair, quantity))))
         y = 1 - (1.42 + 0.34 * index) / HEIGHT
         text = f"{_NAMES[index]}: median {median(abs(e) for e in errors):.3f} %, "
@@ -196,17 +201,19 @@ def _write_summary(figure: Figure, theme: Theme, pairs: Sequence[Pair]) -> None:
 
 
 def _both(pair: Pair, quantity: str) -> tuple[int, int]:
-    return getattr(pair[0], quantity), getattr(pair[1], quantity)
+    """Predicted and measured; of an interval the figure that is nearest to what was measured."""
+    predicted, measured = getattr(pair[0], quantity), getattr(pair[1], quantity)
+    found = pair[0].intervals.get(quantity.removeprefix("peak_").removesuffix("_bytes"))
+    if found is not None and found.low_bytes < found.high_bytes:
+        predicted = min(max(measured, found.low_bytes), found.high_bytes)
+    return predicted, measured
 
 
 def _listed(pairs: Sequence[Pair]) -> list[Pair]:
     """All pairs in their order, or those with the largest errors where they are too many."""
 
     def worst(index: int) -> float:
-        predicted, measured = pairs[index]
-        return max(
-            abs(percent_off(getattr(predicted, q), getattr(measured, q))) for q in _QUANTITIES
-        )
+        return max(abs(percent_off(*_both(pairs[index], q))) for q in _QUANTITIES)
 
     kept = sorted(sorted(range(len(pairs)), key=worst, reverse=True)[:MAX_ROWS])
     return [pairs[index] for index in kept]

@@ -16,8 +16,9 @@ from memest.estimator.allocator.blocks import Block
 from memest.estimator.allocator.caching import CachingAllocator
 from memest.estimator.device.streams import MAIN
 from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.parallel.rank import run_rank
 from memest.estimator.trace.program import Program
-from memest.estimator.traced_plan import trace_plan
+from memest.estimator.trace.virtual_run import canonical
 from memest.plan import TrainingPlan
 
 ALLOC, FREE, SEGMENT_ALLOC, SEGMENT_FREE, FREE_REQUESTED = range(5)
@@ -130,7 +131,7 @@ def recorded_requests(name: str) -> list[list[Request]]:
 
 def predicted_requests(name: str) -> list[list[Request]]:
     plan = TrainingPlan.from_dict(RUNS[name]["plan"] | {"gpu": ["h200"]})
-    program = trace_plan(plan, find_gpu("h200")).program
+    program = run_rank(canonical(plan), find_gpu("h200"), rank=0).program
     storages = program.storages
     return [
         [

@@ -34,6 +34,7 @@ ESTIMATOR_FLOORS = [
     {"kernels"},
     {"device"},
     {"trace"},
+    {"readings"},
     {"parallel"},
     {"closed_form", "predict", "summary", "traced_plan"},
     {"search"},

@@ -20,7 +20,7 @@ from memest.errors import PlanError
 from memest.estimator.hardware.gpus import custom_gpu, find_gpu
 from memest.estimator.predict import predict
 from memest.estimator.search.advise import Advice, advise
-from memest.estimator.search.changes import Change, Cost, apply, levers_for
+from memest.estimator.search.changes import LAST_RESORTS, Change, Cost, apply, levers_for
 from memest.estimator.search.commands import ModelFacts, predict_command, training_lines
 from memest.plan import TrainingPlan
 from memest.render.advice import render_advice
@@ -233,7 +233,36 @@ def test_an_optimizer_is_followed_by_smaller_ones_of_its_kind(
 ) -> None:
     changes = all_changes(replace(PLAN, optim=optim)).values()
 
-    assert [c.updates["optim"] for c in changes if "optim" in c.updates] == expected
+    made = [c for c in changes if "optim" in c.updates and "strategy" not in c.updates]
+    assert [c.updates["optim"] for c in made] == expected
+
+
+def test_offload_and_sharding_are_last_resorts_of_a_plain_plan() -> None:
+    changes = all_changes(PLAN)
+    last = {title: c for title, c in changes.items() if c.cost in LAST_RESORTS}
+
+    assert list(last) == [
+        "the optimizer on the host (DeepSpeed)",
+        *(f"sharded over {number} GPUs (FSDP2)" for number in (2, 4, 8)),
+    ]
+    plan = apply(replace(PLAN, precision="bf16-true"), [last["sharded over 2 GPUs (FSDP2)"]])
+    assert (plan.strategy, plan.devices) == ("fsdp2", 2)
+    assert parsed(predict_command(plan)) == plan
+    assert predict(plan).verdict is Outcome.FITS
+    for other in ({"use_lora": True}, {"optim": "sgd"}, {"loop": "plain"}):
+        titles = all_changes(replace(PLAN, **other))
+        assert "the optimizer on the host (DeepSpeed)" not in titles
+
+
+def test_expandable_segments_are_tried_first_and_said_to_a_script() -> None:
+    change = all_changes(replace(PLAN, alloc_conf="max_split_size_mb:64"))["expandable segments"]
+    plan = apply(PLAN, [change])
+
+    assert change.cost is Cost.NOTHING
+    assert plan.alloc_conf == "max_split_size_mb:64,expandable_segments:True"
+    assert "expandable segments" not in all_changes(plan)
+    assert training_lines(PLAN, plan, FACTS)[0].startswith('os.environ["PYTORCH_ALLOC_CONF"] = ')
+    assert parsed(predict_command(plan)) == plan
 
 
 @pytest.mark.parametrize(

@@ -137,3 +137,22 @@ def comparison(func: Any, args: tuple[Any, ...], out: Tensor) -> Tensor | None:
     if func in _ALL_TRUE:
         return torch.ones(out.shape, dtype=torch.bool)
     return None
+
+
+def bincount(
+    guesses: Guesses,
+    line: str,
+    tensor: Tensor,
+    weights: Tensor | None = None,
+    minlength: int = 0,
+) -> Tensor | None:
+    """`bincount` of unknown numbers: as long as the script says, if it does.
+
+    A metric that gives the number of its classes has no larger ones.
+    """
+    if not minlength:
+        return None
+    guesses.note(line, f"{minlength} as the length of a bincount")
+    dtype = torch.int64 if weights is None else weights.dtype
+    dtype = torch.float64 if weights is not None and dtype is not torch.float32 else dtype
+    return torch.empty(minlength, dtype=dtype, device="meta")

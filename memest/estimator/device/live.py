@@ -23,7 +23,7 @@ from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
 from memest.estimator.device import collectives
 from memest.estimator.device.custom_operators import key_of_other_operators
 from memest.estimator.device.dispatch import Recorder
-from memest.estimator.device.guesses import ASSUMED, Guesses, comparison, selection
+from memest.estimator.device.guesses import ASSUMED, Guesses, bincount, comparison, selection
 from memest.estimator.device.history import EventLog, History, LiveStorages
 from memest.estimator.device.host import HostRecorder, without_tensors
 from memest.estimator.device.labels import Labels
@@ -292,24 +292,10 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         if func in DEPENDS_ON_VALUES and self.values.guessed and self.values.is_guessed(args):
             raise self._failure(func, ValueUnknown(str(func)))
         if func is aten.bincount.default and self.values.value_of(args[0]) is None:
-            bins = self._bins(*args, **kwargs)
+            bins = bincount(self.guesses, self.lines.current(), *args, **kwargs)
             if bins is not None:
                 return bins
         return dense(super()._run(func, args, kwargs), func, self.lines.current)
-
-    def _bins(
-        self, tensor: Tensor, weights: Tensor | None = None, minlength: int = 0
-    ) -> Tensor | None:
-        """`bincount` of unknown numbers: as long as the script says, if it does.
-
-        A metric that gives the number of its classes has no larger ones.
-        """
-        if not minlength:
-            return None
-        self.guesses.note(self.lines.current(), f"{minlength} as the length of a bincount")
-        dtype = torch.int64 if weights is None else weights.dtype
-        dtype = torch.float64 if weights is not None and dtype is not torch.float32 else dtype
-        return torch.empty(minlength, dtype=dtype, device=META)
 
     def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.host_waits(self.event(self.stream))
