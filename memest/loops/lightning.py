@@ -106,6 +106,7 @@ class _Messenger(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._listener.on_end()
+        trainer.strategy.optimizers = []  # their state would go to the host, where nobody needs it
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._listener.on_error(exception)
