@@ -91,7 +91,7 @@ def _subtitle(predicted: Sequence[Prediction], left_out: int) -> str:
         card_words(predicted),
         token_words(predicted),
         f"shaded {' and '.join(f'±{band:g} %' for band in sorted(BANDS))}",
-        "distance to the interval on several GPUs" if any(map(_is_open, predicted)) else "",
+        "off the interval" if any(map(_is_open, predicted)) else "",
         f"{left_out} without a measurement left out" if left_out else "",
         version_words(predicted),
     ]

@@ -46,6 +46,27 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_report_of_four_ranks_is_the_one_shown(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "torchrun.md").read_text(encoding="utf-8")
+    (tmp_path / "ddp.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    options = ("--nproc-per-node", "4", "--gpu", "a100-80gb")
+
+    out, tight = (
+        subprocess.run(
+            [sys.executable, "-m", "memest", "run", *options, *more, "ddp.py"],
+            cwd=tmp_path, capture_output=True, text=True, check=False,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        ).stdout.splitlines()
+        for more in ((), ("--memory-limit", "1.9GiB"))
+    )  # fmt: skip
+
+    shown, verdict = re.findall(r"\n\n```\n(.*?)\n```", page, re.S)
+    assert len(shown.splitlines()) > 10
+    assert [line for line in shown.splitlines() if line not in out] == []
+    assert [line for line in verdict.splitlines() if line not in tight] == []
+
+
+@pytest.mark.slow
 def test_the_report_of_an_example_is_the_one_shown(tmp_path: Path) -> None:
     out = memest_run(tmp_path, "bf16.py", "--gpu", "a100-40gb").splitlines()
     shown = PAGE.partition("(some lines left out):\n\n```\n")[2].partition("\n```")[0].splitlines()
