@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from memest.estimator.allocator.settings import DEFAULT, parse_settings
+from memest.estimator.allocator.settings import parse_settings
 from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu, custom_gpu, find_gpu
 from memest.estimator.hardware.libraries import libraries_bytes
 from memest.plan import TrainingPlan
@@ -58,6 +58,7 @@ def record_plan(plan: TrainingPlan, *, trust_remote_code: bool = False) -> Recor
     Raises:
         MemestError: the plan cannot be run, or memest cannot model it.
     """
+    from memest.estimator.readings import is_share, settings_of
     from memest.estimator.trace.recording import record_run
     from memest.estimator.traced_plan import trace_plan
 
@@ -68,8 +69,8 @@ def record_plan(plan: TrainingPlan, *, trust_remote_code: bool = False) -> Recor
         num_steps=plan.steps,
         num_micro_batches=plan.accumulate_grad_batches,
         limit_bytes=usable_bytes(plan, gpu),
-        settings=parse_settings(plan.alloc_conf) if plan.alloc_conf else DEFAULT,
-        is_share=plan.memory_limit is not None,
+        settings=settings_of(plan),
+        is_share=is_share(plan),
     )
     recording.gpu = gpu.name
     return recording
@@ -81,8 +82,7 @@ def judged_gpus(plan: TrainingPlan) -> list[Gpu]:
     Raises:
         MemestError: there is no such GPU, or torch refuses the plan's `alloc_conf`.
     """
-    if plan.alloc_conf:
-        parse_settings(plan.alloc_conf)
+    parse_settings(plan.alloc_conf)
     gpus = [find_gpu(name) for name in plan.gpu]
     if plan.gpu_memory is not None:
         gpus.append(custom_gpu(plan.gpu_memory))
@@ -94,10 +94,8 @@ def usable_bytes(plan: TrainingPlan, gpu: Gpu) -> int:
     the context and the libraries of several GPUs.
     """
     usable = gpu.limit_bytes - libraries_bytes(plan)
-    if plan.alloc_conf:
-        share = parse_settings(plan.alloc_conf).memory_fraction
-        usable = min(usable, int(share * gpu.memory_bytes))
-    return min(usable, plan.memory_limit or usable)
+    share = parse_settings(plan.alloc_conf).memory_fraction
+    return min(usable, int(share * gpu.memory_bytes), plan.memory_limit or usable)
 
 
 def _runs_alike(gpu: Gpu, other: Gpu) -> bool:

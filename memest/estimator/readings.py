@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings, parse_settings
+from memest.estimator.allocator.settings import AllocatorSettings, parse_settings
 from memest.estimator.device.storages import StorageTable
 from memest.estimator.trace.replay import Observer, Replayed, replay
 from memest.estimator.trace.traced import TracedPlan
@@ -128,7 +128,12 @@ def settings_of(plan: TrainingPlan) -> AllocatorSettings:
     Raises:
         PlanError: torch refuses `alloc_conf`; the message is torch's.
     """
-    return parse_settings(plan.alloc_conf) if plan.alloc_conf else DEFAULT
+    return parse_settings(plan.alloc_conf)
+
+
+def is_share(plan: TrainingPlan) -> bool:
+    """Whether the limit is what the plan allows itself of a card that has more."""
+    return plan.memory_limit is not None or settings_of(plan).memory_fraction < 1
 
 
 def run_under(
@@ -157,15 +162,14 @@ def replay_plan(
     observer: Observer | None = None,
 ) -> Replayed:
     """The plan's steps, by its settings of the allocator."""
-    settings = settings_of(plan)
     return replay(
         traced.program,
         num_steps=plan.steps,
         num_micro_batches=plan.accumulate_grad_batches,
         limit_bytes=limit_bytes,
         is_prompt=is_prompt,
-        settings=settings,
-        is_share=plan.memory_limit is not None or settings.memory_fraction < 1,
+        settings=settings_of(plan),
+        is_share=is_share(plan),
         observer=observer,
     )
 

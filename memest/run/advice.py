@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from memest.estimator.allocator.settings import EXPANDABLE
 from memest.report import RunReport
 from memest.units import format_gib
 
 EIGHT_BIT_SHARE = 0.74
 """Of two float32 moments, what bitsandbytes' blockwise 8-bit ones save: 8 B to 2 B and 8 B per 256
 elements (`bitsandbytes/optim/optimizer.py`: blocks of 256, one float32 `absmax` each)."""
-
-EXPANDABLE = "expandable_segments:True"
 
 MOST_PARTS = 64
 """A micro-batch is not cut into more."""

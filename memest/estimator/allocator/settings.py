@@ -15,6 +15,9 @@ from importlib.metadata import version
 
 from memest.errors import PlanError, UnsupportedError, shown
 
+EXPANDABLE = "expandable_segments:True"
+"""The setting that advice tries: segments that grow are cut and joined as requests come."""
+
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """The first is the newer name; options of CUDA alone are read from the second, if both are set
 (`AllocatorConfig.cpp`, `CUDAAllocatorConfig.h`)."""

@@ -23,6 +23,9 @@ from memest.units import format_bytes
 MAX_ALL_RANKS = 8
 """Up to here every rank of ZeRO 1 and 2 is traced; beyond, some."""
 
+MAX_ALL_RANKS_OF_FSDP = 4
+"""Likewise of FSDP1, of whose ranks beyond it the first and the last are traced."""
+
 
 def run_ranks(
     plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False
@@ -45,7 +48,8 @@ def candidate_ranks(plan: TrainingPlan) -> Sequence[int]:
     overlaps its part: all ranks, or of many some.
     """
     if plan.strategy == "fsdp" and plan.sharding_strategy != "NO_SHARD":
-        return range(4) if plan.world_size == 4 else sorted({0, plan.world_size - 1})
+        is_few = plan.world_size <= MAX_ALL_RANKS_OF_FSDP
+        return range(plan.world_size) if is_few else (0, plan.world_size - 1)
     is_cut = plan.is_deepspeed and not plan.strategy.startswith("deepspeed_stage_3")
     if not is_cut:
         return (0,)

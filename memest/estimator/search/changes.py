@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
+from memest.estimator.allocator.settings import EXPANDABLE
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.search.commands import ModelFacts
 from memest.plan import TrainingPlan
@@ -177,8 +178,6 @@ def _sharding(plan: TrainingPlan) -> Lever:
     )
     return Lever(changes=tuple(changes), is_graded=True)
 
-
-EXPANDABLE = "expandable_segments:True"
 
 _FUSED = {"adamw": "adamw_fused", "adamw_single": "adamw_fused", "adam": "adam_fused"}
 _FULL_ADAM = {

@@ -75,7 +75,7 @@ class ModelFacts:
 
 
 def predict_command(plan: TrainingPlan) -> str:
-    """The `memest predict` that predicts `plan`; its name, which has no flag, is left out.
+    """The `memest predict` that predicts `plan`; its name and `trainer_options` have no flag.
 
     >>> predict_command(TrainingPlan(model_name="gpt2", act_ckpt=True, gpu=("t4",)))
     'memest predict --model gpt2 --bs 1 --precision bf16-true --optim adamw --act-ckpt --gpu t4'
