@@ -198,6 +198,7 @@ def _run_one(
 
 def _run_ranks(chosen: Sequence[Ranks], run_one: Callable[..., Ran], files: _Files) -> Ran:
     """The ranks one after another, until one fails; the files are those of the worst."""
+    from memest.report import Outcome
     from memest.run.ranks import open_verdict, run_rank, together
 
     if len(chosen) == 1:
@@ -207,7 +208,7 @@ def _run_ranks(chosen: Sequence[Ranks], run_one: Callable[..., Ran], files: _Fil
         ran = run_rank(ranks, partial(run_one, files.of_rank(ranks.rank)))
         report = ran.report
         if report is not None:
-            if not report.fits and ran.what_decides:
+            if report.verdict is Outcome.OOM and ran.what_decides:
                 again = run_rank(ranks, partial(run_one, None, is_prompt=True), is_silent=True)
                 if again.report is not None and again.report.fits:
                     report = open_verdict(report, ran.what_decides)

@@ -1,9 +1,10 @@
 """One plan read more than once: by ranks that differ, and with blocks that come back early or late.
 
 When a block comes back that two streams use, or that a collective keeps, depends on how fast the
-GPU is. A run on several GPUs is therefore read twice for each rank that was traced: with such
-blocks back as they die, and at the latest moment (`StreamRecorder`). What any rank of a real run
-shows should lie between the lowest and the highest of these. On one GPU there is one reading.
+GPU is. A run on several GPUs is therefore read thrice for each rank that was traced: with such
+blocks back as they die, at the latest moment (`StreamRecorder`), and so after the first step alone.
+What any rank of a real run shows should lie between the lowest and the highest of these. On one
+GPU there is one reading.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from memest.estimator.allocator.settings import AllocatorSettings, parse_settings
-from memest.estimator.device.storages import StorageTable
+from memest.estimator.device.storages import Returns, StorageTable
 from memest.estimator.trace.replay import Observer, Replayed, replay
 from memest.estimator.trace.traced import TracedPlan
 from memest.plan import TrainingPlan
@@ -22,16 +23,16 @@ from memest.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A rank of a plan, at one pace, on a card without end."""
+    """A rank of a plan, with blocks that come back at one moment, on a card without end."""
 
     plan: TrainingPlan
     traced: TracedPlan
-    is_prompt: bool
+    returns: Returns
     free: Replayed
 
     def under(self, limit_bytes: int) -> Replayed:
         """The same where the allocator can reserve no more than `limit_bytes`."""
-        return run_under(self.plan, self.traced, self.free, limit_bytes, is_prompt=self.is_prompt)
+        return run_under(self.plan, self.traced, self.free, limit_bytes, self.returns)
 
     def verdict(self, result: Replayed, limit_bytes: int) -> Verdict:
         """What `result`, which is that `under` the limit, says."""
@@ -41,9 +42,9 @@ class Reading:
 def readings_of(plan: TrainingPlan, ranks: Sequence[TracedPlan]) -> list[Reading]:
     """Every reading of the ranks that were traced, the one that reserves most first."""
     found = [
-        Reading(plan, traced, is_prompt, replay_plan(plan, traced, None, is_prompt=is_prompt))
+        Reading(plan, traced, returns, replay_plan(plan, traced, None, returns))
         for traced in ranks
-        for is_prompt in ((False, True) if _depends_on_time(plan, traced) else (False,))
+        for returns in (Returns if _depends_on_time(plan, traced) else (Returns.LATEST,))
     ]
     found.sort(
         key=lambda reading: (reading.free.peak_reserved_bytes, reading.free.peak_allocated_bytes),
@@ -55,17 +56,17 @@ def readings_of(plan: TrainingPlan, ranks: Sequence[TracedPlan]) -> list[Reading
 def judge(readings: Sequence[Reading], limit_bytes: int) -> tuple[Verdict, tuple[Replayed, ...]]:
     """The verdict on a card, and each reading under its limit.
 
-    It fits where every reading does, and is out of memory where a rank is at either pace.
+    It fits where every reading does, and is out of memory where a rank is in each of its own.
     """
     results = tuple(reading.under(limit_bytes) for reading in readings)
     failed = [i for i, result in enumerate(results) if result.failed is not None]
     if not failed:
         return readings[0].verdict(results[0], limit_bytes), results
     verdict = readings[failed[0]].verdict(results[failed[0]], limit_bytes)
-    paces: dict[int, list[bool]] = {}
+    of_ranks: dict[int, list[bool]] = {}
     for reading, result in zip(readings, results, strict=True):
-        paces.setdefault(id(reading.traced), []).append(result.failed is not None)
-    if any(map(all, paces.values())):
+        of_ranks.setdefault(id(reading.traced), []).append(result.failed is not None)
+    if any(map(all, of_ranks.values())):
         return verdict, results
     decides = held_later(readings[failed[0]].traced.program.storages)
     return replace(verdict, verdict=Outcome.MAY, decides=decides), results
@@ -141,8 +142,7 @@ def run_under(
     traced: TracedPlan,
     free: Replayed,
     limit_bytes: int,
-    *,
-    is_prompt: bool = False,
+    returns: Returns = Returns.LATEST,
 ) -> Replayed:
     """The run where the allocator can reserve no more; `free` is the same without a limit.
 
@@ -150,15 +150,15 @@ def run_under(
     """
     if free.peak_reserved_bytes <= limit_bytes and settings_of(plan).is_default:
         return free
-    return replay_plan(plan, traced, limit_bytes, is_prompt=is_prompt)
+    return replay_plan(plan, traced, limit_bytes, returns)
 
 
 def replay_plan(
     plan: TrainingPlan,
     traced: TracedPlan,
     limit_bytes: int | None,
+    returns: Returns = Returns.LATEST,
     *,
-    is_prompt: bool = False,
     observer: Observer | None = None,
 ) -> Replayed:
     """The plan's steps, by its settings of the allocator."""
@@ -167,7 +167,7 @@ def replay_plan(
         num_steps=plan.steps,
         num_micro_batches=plan.accumulate_grad_batches,
         limit_bytes=limit_bytes,
-        is_prompt=is_prompt,
+        returns=returns,
         settings=settings_of(plan),
         is_share=is_share(plan),
         observer=observer,

@@ -10,7 +10,7 @@ from memest.estimator.allocator.blocks import Block
 from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
 from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings
 from memest.estimator.device.history import EventLog
-from memest.estimator.device.storages import EMPTIED, RETURNED, StorageTable
+from memest.estimator.device.storages import EMPTIED, RETURNED, Returns, StorageTable
 from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.trace.program import ended_by
 from memest.estimator.trace.recording import Act, Action, Mark, Recording, RecordingObserver
@@ -46,7 +46,7 @@ def replay_log(
     settings: AllocatorSettings = DEFAULT,
     *,
     is_share: bool = False,
-    is_prompt: bool = False,
+    returns: Returns = Returns.LATEST,
 ) -> LogReplay:
     """The events that are kept, on a card whose allocator can reserve `limit_bytes`.
 
@@ -58,12 +58,20 @@ def replay_log(
         limit_bytes: what can be reserved; None is a card without end.
         settings: of the allocator.
         is_share: the limit is what is allowed, and the card has more.
-        is_prompt: what `replay` means by it.
+        returns: when blocks come back whose return depends on how fast the GPU is.
     """
     allocator = CachingAllocator(limit_bytes, settings=settings)
     if is_share:
         allocator.card_bytes, allocator.allowed_bytes = None, limit_bytes
-    refusal = _Replay(allocator, storages, is_prompt=is_prompt).run(log.events)
+    run = _Replay(allocator, storages, at_once=returns.at_once(0))
+    refusal, first = None, 0
+    if returns is Returns.AT_ONCE_AT_FIRST:
+        ends = (at for at, name in log.marks if name == "after_optimizer_step")
+        first = next(ends, len(log.events))
+        refusal = run.run(log.events[:first])
+        run.at_once = False
+    if refusal is None:
+        refusal = run.run(log.events[first:], first)
     return LogReplay(
         allocator.peak_allocated_bytes,
         allocator.peak_reserved_bytes,
@@ -166,19 +174,19 @@ class _RecordedAddresses(AddressSpace):
 
 class _Replay:
     def __init__(
-        self, allocator: CachingAllocator, storages: StorageTable, *, is_prompt: bool = False
+        self, allocator: CachingAllocator, storages: StorageTable, *, at_once: bool = False
     ) -> None:
-        self.is_prompt = is_prompt
+        self.at_once = at_once
         self.allocator = allocator
         self.storages = storages
         self.blocks: dict[int, Block] = {}
         self.deferred: dict[int, Block] = {}
 
-    def run(self, events: Sequence[int]) -> Refusal | None:
-        """Apply events; the request that no memory was left for ends it."""
+    def run(self, events: Sequence[int], first: int = 0) -> Refusal | None:
+        """Apply events from position `first` on; the request that no memory was left for ends it."""
         allocator, blocks, storages = self.allocator, self.blocks, self.storages
         num_bytes, streams = storages.num_bytes, storages.streams
-        for position, event in enumerate(events):
+        for position, event in enumerate(events, first):
             if event >= 0:
                 if not num_bytes[event]:
                     continue
@@ -194,13 +202,13 @@ class _Replay:
 
     def _ends(self, event: int) -> None:
         allocator, storages = self.allocator, self.storages
-        ended = ended_by(event, storages, is_prompt=self.is_prompt)
+        ended = ended_by(event, storages, at_once=self.at_once)
         block = self.blocks.pop(ended, None)
         if block is None:
             block = self.deferred.pop(RETURNED - event, None)
             if block is not None:
                 allocator.complete(block)
-        elif ended in storages.deferred and not self.is_prompt:
+        elif ended in storages.deferred and not self.at_once:
             self.deferred[ended] = block
             allocator.defer(block)
         else:
@@ -219,7 +227,7 @@ class _ObservedReplay(_Replay):
         self._names = allocator.storages
         self._highest = self._position = 0
 
-    def run(self, events: Sequence[int]) -> Refusal | None:
+    def run(self, events: Sequence[int], first: int = 0) -> Refusal | None:
         """As without an observer, event by event."""
         for event in events:
             self._position += 1

@@ -67,7 +67,7 @@ def report_of(
         gpu=gpu.name,
         ending=ending,
         error=error,
-        verdict=outcome,
+        verdict=verdicts[gpu.name].verdict,
         limit_bytes=verdicts[gpu.name].limit_bytes,
         num_steps=virtual.num_steps,
         peak_allocated_bytes=history.peak_allocated_bytes,

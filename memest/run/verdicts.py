@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from memest.estimator.device.storages import Site
+from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.storages import Returns, Site
 from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu, find_gpu
 from memest.estimator.hardware.libraries import communicator_bytes
-from memest.estimator.readings import interval
+from memest.estimator.readings import held_later, interval
 from memest.report import Interval, Outcome, Verdict
 from memest.run.replays import LogReplay, replay_log
 
@@ -25,14 +26,18 @@ def judge_gpus(
         share: of a card's memory, where the script has set one.
     """
     own = virtual.gpu
-    verdicts = {own.name: _own_verdict(virtual, outcome)}
     judge = _Judge(virtual, share)
+    verdicts = {own.name: _own_verdict(virtual, outcome)}
+    if outcome is Outcome.FITS:
+        verdicts[own.name] = judge.over_moments(verdicts[own.name])
     unknown = []
     for gpu in map(find_gpu, DEFAULT_GPUS):
         if gpu.name == own.name:
             continue
         limit = _usable_bytes(virtual, gpu, share)
         verdict = judge.verdict(limit)
+        if verdict is not None and outcome is Outcome.FITS:
+            verdict = judge.over_moments(verdict)
         if verdict is not None and (outcome is not Outcome.OOM or verdict.verdict is Outcome.OOM):
             verdicts[gpu.name] = verdict
         elif outcome is Outcome.OOM and limit <= verdicts[own.name].limit_bytes:
@@ -57,26 +62,28 @@ def judge_gpus(
 def intervals_of(virtual: VirtualGpu, *, beside: int) -> dict[str, Interval]:
     """What the run has allocated, reserved and, with `beside` more, taken as a process.
 
-    From the latest moment at which shared blocks can return, at which the script ran, to the
-    earliest, at which its requests are replayed, if all of them were kept.
+    With shared blocks that return at the latest moment, as the script ran, and at the earlier ones,
+    at which its requests are replayed, if all of them were kept.
     """
     recorder, history = virtual.recorder, virtual.recorder.history
     allocated, reserved = [history.peak_allocated_bytes], [history.peak_reserved_bytes]
-    if recorder.is_slow and recorder.storages.depends_on_time and not recorder.log.is_full:
-        early = replay_log(
-            recorder.log,
-            recorder.storages,
-            virtual.allocator.limit_bytes,
-            virtual.allocator.settings,
-            is_prompt=True,
-        )
-        allocated.append(early.peak_allocated_bytes)
-        reserved.append(early.peak_reserved_bytes)
+    limit, settings = virtual.allocator.limit_bytes, virtual.allocator.settings
+    for returns in _earlier(recorder):
+        again = replay_log(recorder.log, recorder.storages, limit, settings, returns=returns)
+        allocated.append(again.peak_allocated_bytes)
+        reserved.append(again.peak_reserved_bytes)
     return {
         "allocated": interval(allocated),
         "reserved": interval(reserved),
         "process": interval(reserved, beside=beside),
     }
+
+
+def _earlier(recorder: LiveRecorder) -> tuple[Returns, ...]:
+    """The moments beside the latest at which shared blocks may return, if that can be told."""
+    if recorder.is_slow and recorder.storages.depends_on_time and not recorder.log.is_full:
+        return Returns.AT_ONCE, Returns.AT_ONCE_AT_FIRST
+    return ()
 
 
 def _own_verdict(virtual: VirtualGpu, outcome: Outcome) -> Verdict:
@@ -161,6 +168,27 @@ class _Judge:
             )
         return None
 
+    def over_moments(self, latest: Verdict) -> Verdict:
+        """What `latest`, a verdict with blocks that return at the latest moment, is over all."""
+        moments = _earlier(self._recorder)
+        if not moments:
+            return latest
+        limit = latest.limit_bytes
+        highest, is_refused = self._unlimited, []
+        for returns in moments:
+            free = self._replay(None, returns)
+            highest = max(highest, free.peak_reserved_bytes)
+            fits = free.peak_reserved_bytes <= limit and not self._collects
+            is_refused.append(not fits and self._replay(limit, returns).refusal is not None)
+        if latest.verdict is Outcome.FITS and not any(is_refused):
+            return replace(latest, margin_bytes=limit - max(highest, latest.reserved_bytes))
+        if latest.verdict is Outcome.OOM and all(is_refused):
+            return latest
+        decides = held_later(self._recorder.storages)
+        return replace(
+            latest, verdict=Outcome.MAY, margin_bytes=min(-1, limit - highest), decides=decides
+        )
+
     def _fits(self, limit_bytes: int, reserved_bytes: int) -> Verdict:
         return Verdict(
             verdict=Outcome.FITS,
@@ -169,10 +197,17 @@ class _Judge:
             reserved_bytes=reserved_bytes,
         )
 
-    def _replay(self, limit_bytes: int | None) -> LogReplay:
+    def _replay(
+        self, limit_bytes: int | None, returns: Returns = Returns.LATEST
+    ) -> LogReplay:
         recorder, settings = self._recorder, self._settings
         return replay_log(
-            recorder.log, recorder.storages, limit_bytes, settings, is_share=self._is_share
+            recorder.log,
+            recorder.storages,
+            limit_bytes,
+            settings,
+            is_share=self._is_share,
+            returns=returns,
         )
 
     def _at(self, position: int, storage: int) -> str:

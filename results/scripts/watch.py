@@ -4,11 +4,13 @@ watch.py [--out FILE] [--limit GIB] SCRIPT ARGS...
 watch.py [--out FILE] [--limit GIB] -m MODULE ARGS...
 
 The file holds, in bytes, the peaks, what was allocated at the end, and after each of the first
-twelve optimizer steps `[allocated, peak allocated, reserved]`.
+twelve optimizer steps `[allocated, peak allocated, reserved]`. Where torchrun starts it, each rank
+writes its own, with its number before the suffix: `figures.1.json`.
 """
 
 import argparse
 import json
+import os
 import runpy
 import sys
 import time
@@ -24,7 +26,7 @@ def main():
     """Run what is asked for; exit with 1 where it failed by anything but lack of memory."""
     options = _options()
     if options.limit:
-        total_bytes = torch.cuda.get_device_properties(0).total_memory
+        total_bytes = torch.cuda.get_device_properties().total_memory
         torch.cuda.set_per_process_memory_fraction(options.limit * 2**30 / total_bytes)
     steps = []
     register_optimizer_step_post_hook(lambda *_: _note(steps))
@@ -38,11 +40,11 @@ def main():
         "end_allocated_bytes": torch.cuda.memory_allocated(),
         "steps": steps,
         "seconds": round(time.perf_counter() - started, 1),
-        "gpu": torch.cuda.get_device_name(0),
+        "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
     }
     if options.out:
-        Path(options.out).write_text(json.dumps(figures), encoding="utf-8")
+        _place(options.out).write_text(json.dumps(figures), encoding="utf-8")
     print(json.dumps({key: value for key, value in figures.items() if key != "steps"}))
     if status == "failed":
         sys.exit(1)
@@ -56,6 +58,12 @@ def _options():
     parser.add_argument("script")
     parser.add_argument("args", nargs=argparse.REMAINDER)
     return parser.parse_args()
+
+
+def _place(out):
+    rank = os.environ.get("RANK")
+    path = Path(out)
+    return path if rank is None else path.with_suffix(f".{rank}{path.suffix}")
 
 
 def _note(steps):

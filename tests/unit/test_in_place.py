@@ -19,6 +19,7 @@ H200 = Gpu(
     memory_bytes=140 * GIB,
     capability=(9, 0),
     num_sms=132,
+    memory_gb_s=4800,
     context_bytes=0,
     source="test",
 )

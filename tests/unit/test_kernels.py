@@ -34,6 +34,7 @@ def gpu(capability: tuple[int, int] = (9, 0), num_sms: int = 132) -> Gpu:
         memory_bytes=80 * GIB,
         capability=capability,
         num_sms=num_sms,
+        memory_gb_s=4800,
         context_bytes=0,
         source="test",
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from memest import TrainingPlan, predict
-from memest.estimator.device.storages import RETURNED, MemKind, Site, StorageTable
+from memest.estimator.device.storages import RETURNED, MemKind, Returns, Site, StorageTable
 from memest.estimator.trace.program import Part, Program, ended_by
 from memest.estimator.trace.replay import live_at, replay
 from memest.report import Interval, Outcome, Prediction
@@ -93,19 +93,19 @@ def test_what_is_kept_counts_as_allocated_and_what_is_deferred_does_not(
     kept: bool, late_mib: int
 ) -> None:
     late, prompt = (
-        replay(program(kept=kept), num_steps=1, num_micro_batches=1, is_prompt=is_prompt)
-        for is_prompt in (False, True)
+        replay(program(kept=kept), num_steps=1, num_micro_batches=1, returns=returns)
+        for returns in (Returns.LATEST, Returns.AT_ONCE)
     )
 
     assert late.peak_allocated_bytes == late_mib * MIB
     assert late.peak_reserved_bytes == 80 * MIB
     assert (prompt.peak_allocated_bytes, prompt.peak_reserved_bytes) == (40 * MIB, 40 * MIB)
     assert len(live_at(program(kept=kept), 1, late.peak)) == late_mib // 40
-    assert live_at(program(kept=kept), 1, prompt.peak, is_prompt=True) == [0]
+    assert live_at(program(kept=kept), 1, prompt.peak, Returns.AT_ONCE) == [0]
 
 
 def test_an_event_ends_a_storage_once() -> None:
     storages = program(kept=True).storages
 
     assert [ended_by(event, storages) for event in (~0, RETURNED - 0, ~1)] == [-1, 0, 1]
-    assert [ended_by(e, storages, is_prompt=True) for e in (~0, RETURNED - 0, ~1)] == [0, -1, 1]
+    assert [ended_by(e, storages, at_once=True) for e in (~0, RETURNED - 0, ~1)] == [0, -1, 1]

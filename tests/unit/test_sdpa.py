@@ -37,6 +37,7 @@ def gpu(major: int, minor: int, num_sms: int = 132) -> Gpu:
         memory_bytes=2**34,
         capability=(major, minor),
         num_sms=num_sms,
+        memory_gb_s=4800,
         context_bytes=0,
         source="test",
     )

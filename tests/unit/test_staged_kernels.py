@@ -30,6 +30,7 @@ H200 = Gpu(
     capability=(9, 0),
     num_sms=132,
     context_bytes=0,
+    memory_gb_s=4800,
     source="test",
 )
 

@@ -50,7 +50,7 @@ from memest.estimator.device.tensors import (
 from memest.estimator.device.traits import DEPENDS_ON_VALUES, traits_of
 from memest.estimator.device.values import LiveValues, ValueUnknown
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.hardware.speed import SEGMENT_US
+from memest.estimator.hardware.speed import segment_us
 
 aten = torch.ops.aten
 
@@ -211,7 +211,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
                         self.adopt(tensor, self.kind)
             elif adopts and is_meta(args[0]) and self.place(args[0]) is Place.META:
                 raise NotImplementedError("Cannot copy out of meta tensor; no data!")
-            if self._num_streams == 1:
+            if self._num_streams == 1 and not self.is_slow:
                 return Recorder.__torch_dispatch__(self, func, types, args, kwargs)
             return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -377,7 +377,8 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
             try:
                 self.blocks[index] = self.allocator.malloc(num_bytes, self.stream)
                 if self.is_slow and self.allocator.reserved_bytes > before:
-                    self.host_spends(SEGMENT_US, 0.0)
+                    taken = self.allocator.reserved_bytes - before
+                    self.host_spends(segment_us(taken), 0.0)
             except OutOfMemory:
                 self.num_ooms += 1
                 self.history.emptied()  # the allocator gave back its cache before it gave up

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum, StrEnum
 
 
 class MemKind(StrEnum):
@@ -22,6 +22,19 @@ class MemKind(StrEnum):
 
     GATHERED = "gathered"
     """Parameters that were gathered from the GPUs that share them."""
+
+
+class Returns(Enum):
+    """When blocks come back whose return depends on how fast the GPU is."""
+
+    LATEST = "at the latest moment"
+    AT_ONCE = "as they die"
+    AT_ONCE_AT_FIRST = "as they die in the first step, and then at the latest moment"
+    """The host loads kernels in the first step, so that the GPU waits for it there."""
+
+    def at_once(self, step: int) -> bool:
+        """Whether blocks that die in `step` are back at once."""
+        return self is Returns.AT_ONCE or (self is Returns.AT_ONCE_AT_FIRST and step == 0)
 
 
 RETURNED = -(1 << 40)

@@ -12,19 +12,23 @@ back at the latest (`SLOWEST`), and a replay may let it come back at once.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from heapq import heappop, heappush
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from memest.estimator.device.dispatch import Recorder
 from memest.estimator.device.storages import RETURNED, MemKind, Site, StorageTable
 from memest.estimator.device.tensors import tensors_in
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.hardware.speed import (
+    LAUNCH_QUEUE,
     LAUNCH_US,
     host_copy_us,
     kernel_us,
@@ -38,9 +42,14 @@ MAIN = 0
 MAX_SWITCHES = 400_000
 """Between streams, of which a running script's recorder remembers where they were."""
 
-SLOWEST = 5.0
-"""How many times as long as at its peak rates a GPU of several is given for its kernels: 20 % of
-the peak. A guess; the ranks of the FSDP runs in results/h200-multi.jsonl lie between 0 and that.
+SLOWEST = 2.2
+"""How many times as long as at its peak rates a GPU of several is given for its kernels:
+`scripts/measure_pace.py` on an H100.
+"""
+
+WAIT_US = 2000.0
+"""How long a collective waits for the other ranks at the slowest pace: a guess of its order; the
+recorded ranks of results/scripts/ wait for up to so long.
 """
 
 Time = tuple[float, float]
@@ -63,6 +72,9 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
         self.accumulates_on = MAIN
         """The stream on which the nodes were made that add to the gradients of parameters."""
 
+        self.leaf_streams: Any = WeakIdKeyDictionary()
+        """By parameter the stream on which its own such node was made, where that is known."""
+
         self._num_streams = 1
         self._speed = speed_of(gpu)
         self.is_slow = False
@@ -73,6 +85,9 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
 
         self._shelf: set[int] = set()
         self._host = START
+        self._queues: dict[int, deque[Time]] = defaultdict(partial(deque, maxlen=LAUNCH_QUEUE))
+        """When the last launches of each stream will be done."""
+
         self._busy_until: dict[int, Time] = {}
         self._uses: dict[int, set[int]] = {}
         self._pending: list[tuple[float, int]] = []
@@ -96,12 +111,12 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
         finally:
             self.stream = before
         if not func.is_view:
-            self._launch(stream, kernel_us(self._speed, func, args, kwargs, out))
+            self._launch(stream, kernel_us(self.gpu, self._speed, func, args, kwargs, out))
         return out
 
     def transfer(self, num_bytes: int) -> None:
         """A collective on the current stream moves `num_bytes`."""
-        self._launch(self.stream, transfer_us(self._speed, num_bytes))
+        self._launch(self.stream, transfer_us(self._speed, num_bytes), WAIT_US)
 
     def copy_from_host(self, num_bytes: int) -> None:
         """A copy of pageable memory on the current stream, for which the host waits."""
@@ -112,10 +127,14 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
         """The host is busy for so many microseconds, at either pace of the GPU."""
         self._host = self._host[0] + fast, self._host[1] + slow
 
-    def _launch(self, stream: int, duration: float) -> None:
+    def _launch(self, stream: int, duration: float, wait: float = 0.0) -> None:
         self.host_spends(LAUNCH_US, LAUNCH_US)
+        queue = self._queues[stream]
+        if len(queue) == LAUNCH_QUEUE:
+            self.host_waits(queue[0])
         fast, slow = later(self.event(stream), self._host)
-        self._busy_until[stream] = fast + duration, slow + SLOWEST * duration
+        done = self._busy_until[stream] = fast + duration, slow + SLOWEST * duration + wait
+        queue.append(done)
 
     def _stream_of_call(self, node: Any, func: Any, args: tuple[Any, ...]) -> int:
         """The stream of a call within `node`; a sum that the engine makes is the next node's.
@@ -128,8 +147,10 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
             for consumer, index in node.next_functions:
                 taken = getattr(consumer, "_input_metadata", ())
                 if index < len(taken) and tuple(taken[index].shape) == args[0].shape:
-                    is_parameter = getattr(consumer, "variable", None) is not None
-                    stream = self.accumulates_on if is_parameter else self._stream_of(consumer)
+                    variable = getattr(consumer, "variable", None)
+                    stream = self._stream_of(consumer)
+                    if variable is not None and variable not in self.leaf_streams:
+                        stream = self.accumulates_on
                     self.stream_waits(stream, self.event(producer))
                     return stream
         return producer
@@ -140,8 +161,10 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
         The engine waits for the inputs and notes that the stream uses them (`InputBuffer::add`,
         torch/csrc/autograd/input_buffer.cpp).
         """
-        if getattr(node, "variable", None) is not None:
-            return self.stream
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            stream: int = self.leaf_streams.get(variable, self.stream)
+            return stream
         index = bisect_right(self._starts, node._sequence_nr()) - 1
         return self._streams[index] if index >= 0 else MAIN
 
@@ -196,6 +219,11 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
     def host_waits(self, event: Time) -> None:
         """The host goes on only after `event`."""
         self._host = later(self._host, event)
+
+    @property
+    def host_time(self) -> Time:
+        """Microseconds of the host since the start."""
+        return self._host
 
     def has_passed(self, event: Time) -> bool:
         """Whether `event` lies behind the host."""

@@ -65,6 +65,11 @@ class Gpu:
     num_sms: int
     """Streaming multiprocessors: decides how reductions and attention are split."""
 
+    memory_gb_s: int
+    """Bandwidth of its memory by NVIDIA's data sheet, in 1e9 bytes/s; only the moments at which
+    blocks come back depend on it (`speed.py`).
+    """
+
     context_bytes: int
     """What one CUDA process holds beside the caching allocator: context, kernels, libraries."""
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
@@ -19,11 +21,17 @@ from torch.utils.flop_counter import flop_registry
 from memest.estimator.hardware.gpus import Gpu
 
 LAUNCH_US = 15.6
-"""Host time of an operator of a training step in eager mode: `scripts/measure_launch.py` on the
+"""Host time of an operator of a training step in eager mode: `scripts/measure_pace.py` on the
 host of an H200, torch 2.11."""
 
-SEGMENT_US = 100.0
-"""Host time of a `cudaMalloc`: a guess of its order; 0 where the GPU is to lag most."""
+SEGMENT_US = ((2, 63), (64, 68), (256, 75), (512, 100), (1024, 131), (4096, 295), (8192, 510))
+"""The least host time of a `cudaMalloc` by its MiB, of eleven each: `scripts/measure_pace.py` on the
+host of an H100. On that of another it took up to eight times as long.
+"""
+
+LAUNCH_QUEUE = 1022
+"""Launches that a stream takes before the GPU has run the first of them; the next makes the host
+wait: `scripts/measure_pace.py` on an H100, driver 580."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +40,6 @@ class Speed:
 
     tflops_16bit: float
     tflops_32bit: float
-    memory_gb_s: float
     link_gb_s: float
     """To the other GPUs of a node, one direction."""
 
@@ -41,14 +48,14 @@ class Speed:
 
 
 _BY_CAPABILITY = {
-    (7, 0): Speed(125, 15.7, 900, 150, 16),
-    (7, 5): Speed(65, 8.1, 320, 16, 16),
-    (8, 0): Speed(312, 19.5, 2039, 300, 32),
-    (8, 6): Speed(125, 31.2, 600, 32, 32),
-    (8, 9): Speed(165, 82.6, 1008, 32, 32),
-    (9, 0): Speed(989, 67, 4800, 450, 64),
-    (10, 0): Speed(2250, 80, 8000, 900, 64),
-    (12, 0): Speed(210, 105, 1792, 64, 64),
+    (7, 0): Speed(125, 15.7, 150, 16),
+    (7, 5): Speed(65, 8.1, 16, 16),
+    (8, 0): Speed(312, 19.5, 300, 32),
+    (8, 6): Speed(125, 31.2, 32, 32),
+    (8, 9): Speed(165, 82.6, 32, 32),
+    (9, 0): Speed(989, 67, 450, 64),
+    (10, 0): Speed(2250, 80, 900, 64),
+    (12, 0): Speed(210, 105, 64, 64),
 }
 """From NVIDIA's data sheets: V100 SXM2, T4, A100 80GB SXM, A10, RTX 4090, H200 SXM, B200, RTX 5090.
 """
@@ -60,12 +67,19 @@ def speed_of(gpu: Gpu) -> Speed:
     return _BY_CAPABILITY[max(known, default=min(_BY_CAPABILITY))]
 
 
-def kernel_us(speed: Speed, func: Any, args: Any, kwargs: Any, out: Any) -> float:
+def segment_us(num_bytes: int) -> float:
+    """Microseconds of the host for a `cudaMalloc` of `num_bytes`."""
+    mib, cost = zip(*SEGMENT_US, strict=True)
+    return float(np.interp(num_bytes / 2**20, mib, cost))
+
+
+def kernel_us(gpu: Gpu, speed: Speed, func: Any, args: Any, kwargs: Any, out: Any) -> float:
     """Microseconds of the kernels of one call; 0 for a view."""
     if func.is_view:
         return 0.0
-    num_bytes = sum(t.numel() * t.element_size() for t in _tensors((*args, out)))
-    moved = num_bytes / speed.memory_gb_s * 1e-3
+    written = [args[i] for i in _written(func) if i < len(args)]
+    num_bytes = sum(t.numel() * t.element_size() for t in _tensors((*args, *written, out)))
+    moved = num_bytes / gpu.memory_gb_s * 1e-3
     count = flop_registry.get(func._overloadpacket)
     if count is None:
         return moved
@@ -84,6 +98,15 @@ def host_copy_us(speed: Speed, num_bytes: int) -> float:
 def transfer_us(speed: Speed, num_bytes: int) -> float:
     """Microseconds of a collective that moves `num_bytes` through one GPU's link."""
     return num_bytes / speed.link_gb_s * 1e-3
+
+
+@cache
+def _written(func: Any) -> tuple[int, ...]:
+    """The positions of what an operator in place reads and writes, and does not return."""
+    if func._schema.returns:
+        return ()
+    arguments = enumerate(func._schema.arguments)
+    return tuple(i for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

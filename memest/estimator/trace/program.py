@@ -135,14 +135,14 @@ def _play(events: Sequence[int], alive: dict[int, None], storages: StorageTable)
             alive.pop(ended_by(event, storages), None)
 
 
-def ended_by(event: int, storages: StorageTable, *, is_prompt: bool = False) -> int:
+def ended_by(event: int, storages: StorageTable, *, at_once: bool = False) -> int:
     """The storage of which `event`, which is no birth, is the end; -1 where it is of none.
 
-    What is on a shelf ends as it returns, and at its death if the GPU `is_prompt`.
+    What is on a shelf ends as it returns, and at its death if blocks come back `at_once`.
     """
     is_return = event <= RETURNED
     index = RETURNED - event if is_return else ~event
-    is_shelved = index in storages.shelved and not is_prompt
+    is_shelved = index in storages.shelved and not at_once
     return index if is_return == is_shelved else -1
 
 

@@ -10,7 +10,7 @@ from memest.estimator.allocator.addresses import AddressSpace
 from memest.estimator.allocator.blocks import Block
 from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
 from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings
-from memest.estimator.device.storages import EMPTIED, RETURNED
+from memest.estimator.device.storages import EMPTIED, RETURNED, Returns
 from memest.estimator.trace.program import MicroBatch, Probe, Program, Shift, ended_by
 from memest.report import Phase, PhaseRow
 
@@ -42,8 +42,8 @@ class Replayed:
     num_retries: int = 0
     """Times that the allocator gave back its cache to go on."""
 
-    is_prompt: bool = False
-    """Which of the two moments blocks returned at that depend on the GPU's speed."""
+    returns: Returns = Returns.LATEST
+    """When blocks returned that depend on the GPU's speed."""
 
 
 class Observer(Protocol):
@@ -76,7 +76,7 @@ def replay(
     limit_bytes: int | None = None,
     num_bytes: Sequence[int] | None = None,
     observer: Observer | None = None,
-    is_prompt: bool = False,
+    returns: Returns = Returns.LATEST,
     settings: AllocatorSettings = DEFAULT,
     is_share: bool = False,
 ) -> Replayed:
@@ -90,14 +90,13 @@ def replay(
         num_bytes: requested bytes by storage id, where they differ from the program's own, as
             on another GPU.
         observer: sees every step and micro-batch, also those that only repeat the one before.
-        is_prompt: blocks whose return depends on how fast the GPU is are back as they die, and not
-            at the latest moment.
+        returns: when blocks come back whose return depends on how fast the GPU is.
         settings: of the allocator.
         is_share: the limit is what is allowed, and the card has more.
     """
     sizes = num_bytes or program.storages.num_bytes
     run = (
-        _Run(program, limit_bytes, sizes, is_prompt=is_prompt)
+        _Run(program, limit_bytes, sizes, returns)
         if observer is None
         else _ObservedRun(program, limit_bytes, sizes, observer)
     )
@@ -118,13 +117,17 @@ def replay(
 
 
 def live_at(
-    program: Program, num_micro_batches: int, moment: Moment, *, is_prompt: bool = False
+    program: Program,
+    num_micro_batches: int,
+    moment: Moment,
+    returns: Returns = Returns.LATEST,
 ) -> list[int]:
     """The ids of the storages alive just after the event of `moment`."""
     storages = program.storages
     alive: dict[int, None] = {}
     count = 0
     for step in range(moment.step + 1):
+        at_once = returns.at_once(step)
         for shift, events in _streams(program, step, num_micro_batches):
             rename(alive, shift)
             for event in events:
@@ -132,7 +135,7 @@ def live_at(
                 if event >= 0:
                     alive[event] = None
                 else:
-                    alive.pop(ended_by(event, storages, is_prompt=is_prompt), None)
+                    alive.pop(ended_by(event, storages, at_once=at_once), None)
                 if count == moment.index:
                     return list(alive)
     return list(alive)
@@ -163,15 +166,14 @@ class _Run:
         program: Program,
         limit_bytes: int | None,
         num_bytes: Sequence[int],
-        *,
-        is_prompt: bool = False,
+        returns: Returns = Returns.LATEST,
     ) -> None:
         self.program = program
-        self.is_prompt = is_prompt
+        self.returns = returns
         self.num_bytes = num_bytes
         addresses = AddressSpace(ranges_stay=program.ranges_stay)
         self.allocator = CachingAllocator(limit_bytes, addresses)
-        self.result = Replayed(is_prompt=is_prompt)
+        self.result = Replayed(returns=returns)
         self.blocks: dict[int, Block] = {}
         self.deferred: dict[int, Block] = {}
         self.before: MicroBatch | None = None
@@ -271,18 +273,19 @@ class _Run:
     def _apply_on_streams(self, events: Sequence[int]) -> None:
         """As `_apply`, with pools by stream and blocks that come back later."""
         storages, blocks, result = self.program.storages, self.blocks, self.result
+        at_once = self.returns.at_once(self.step)
         for event in events:
             self.num_events += 1
             if event == EMPTIED:
                 self.allocator.empty_cache()
             elif event < 0:
-                ended = ended_by(event, storages, is_prompt=self.is_prompt)
+                ended = ended_by(event, storages, at_once=at_once)
                 block = blocks.pop(ended, None)
                 if block is None:
                     returned = self.deferred.pop(RETURNED - event, None)
                     if returned is not None:
                         self.allocator.complete(returned)
-                elif ended in storages.deferred and not self.is_prompt:
+                elif ended in storages.deferred and not at_once:
                     self.deferred[ended] = block
                     self.allocator.defer(block)
                 else:

@@ -10,7 +10,7 @@ The sums take no time here: NCCL has a stream of its own, and nothing is freed t
 What has been summed may live on: `ProcessGroupNCCL` keeps a collective's tensors on a shelf of its
 work (`stashed_for_allocator_safety_`), the watchdog passes on the shelves of what is done whenever
 it looks, and the next collective empties those. So the buckets of the first step, which are made
-anew in the second forward, may live until its backward sums the first of the new ones.
+anew in the second forward, may live until its backward sums one of the new ones.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ FIRST_BUCKET_BYTES = 1 << 20
 WATCHDOG_US = 100_000
 """How often the watchdog looks (`kWatchdogThreadSleepMillis`, `ProcessGroupNCCL.cpp`)."""
 
-BEST_SHARE = 0.8
-"""Of the peak rates that an optimizer's kernels come to at best: a guess."""
+BEST_SHARE = 0.85
+"""Of the peak rates that an optimizer's kernels come to at best: `scripts/measure_pace.py` on an
+H100, of AdamW.
+"""
 
 BROADCASTS_IN_FLIGHT = 2
 """`max_in_flight` of `broadcast_coalesced` (`comm.cpp`)."""
@@ -93,10 +95,8 @@ class Reducer:
         self._is_static = False
         self._is_view = gradient_as_bucket_view
         self._arrivals: list[int] = []
-        self._has_rebuilt = False
-        self._before_sum: set[int] = set()
-        """Gradients that the first sum of new buckets waits for."""
-
+        self._has_rebuilt = self._has_summed_anew = False
+        self._num_iterations = 0
         self._summed_at = 0.0
         self._expects_hooks = self._waits_for_end = False
         self._needs_finalize = False
@@ -106,8 +106,7 @@ class Reducer:
         self._stream = recorder.accumulates_on = recorder.stream
         self._make_buckets(bucket_indices)
         if find_unused_parameters:
-            self._used = torch.empty(len(params), dtype=torch.int32, device=params[0].device)
-            recorder.label(self._used, MemKind.BUCKETS)
+            self._note_used()
         self._index_of = {id(p): i for i, p in enumerate(self._params)}
         self._add_hooks()
 
@@ -126,13 +125,20 @@ class Reducer:
     # what DistributedDataParallel asks for
 
     def prepare_for_forward(self) -> None:
-        """Counts iterations, for logs."""
+        """As `prepare_for_forward`: counts iterations.
+
+        Shelves are empty once there was a collective in the next iteration.
+        """
+        self._num_iterations += 1
+        if self._has_summed_anew:
+            self.session.clear_shelf()
 
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
         """As `prepare_for_backward`: the next backward sums gradients."""
         self._ensure_finished()
         self._expects_hooks = True
         self._missing = set(range(len(self._params)))
+        self._waiting = [set(members) for members in self._buckets]
         self._unused = set()
         if self._finds_unused and not self._is_static:
             self._unused = self._not_reached(outputs)
@@ -153,30 +159,47 @@ class Reducer:
         self._has_rebuilt = True
         self._arrivals = []
         if self._may_be_kept():
-            for view in self._views.values():
-                self.session.shelve(view)
+            self._shelve_buckets()
         self._views.clear()
         self._make_buckets(buckets)
-        self._before_sum = set(buckets[0])
         return True
 
+    def _shelve_buckets(self) -> None:
+        for view in self._views.values():
+            self.session.shelve(view)
+
     def _may_be_kept(self) -> bool:
-        """Whether the watchdog may not have looked since the sums of the step before were done."""
-        return self.session.event(MAIN)[0] - self._summed_at < BEST_SHARE * WATCHDOG_US
+        """Whether the watchdog may not have looked since the sums of the first step were done."""
+        return self.session.host_time[0] - self._summed_at < BEST_SHARE * WATCHDOG_US
 
     def set_logger(self, logger: Any) -> None:
         """Nothing is logged."""
 
     def _set_static_graph(self) -> None:
+        """As `set_static_graph`: which parameters are used is looked for in the first step."""
         self._is_static = True
+        self._note_used()
 
+    def _note_used(self) -> None:
+        """As `initialize_local_used_map`."""
+        params = self._params
+        self._used = torch.empty(len(params), dtype=torch.int32, device=params[0].device)
+        self.session.label(self._used, MemKind.BUCKETS)
+
+    @torch.no_grad()
     def _delay_all_reduce(self) -> None:
         """As `delay_all_reduce`: of a static graph's first iteration, at the end of its backward.
 
         All gradients are copied then, and are parameters that got none taken for zero.
         """
-        for index in sorted(self._missing):
-            self._ready(index)
+        self._needs_finalize = True
+        for index, parameter in enumerate(self._params):
+            if parameter.grad is None:
+                self._unused.add(index)
+            else:
+                self._copy_in(parameter)
+        self._missing.clear()
+        self._finalize()
 
     def _remove_autograd_hooks(self) -> None:
         self._remove()
@@ -225,6 +248,8 @@ class Reducer:
         self._note_stream(parameter)
         if not self._expects_hooks:
             return
+        if self._is_static and self._num_iterations == 1:
+            return  # until `_delay_all_reduce`
         index = self._index_of[id(parameter)]
         if self._should_rebuild:
             self._arrivals.append(index)
@@ -264,10 +289,10 @@ class Reducer:
     def _ready(self, index: int) -> None:
         """As `mark_variable_ready`: the last one ends the reduction with the backward."""
         self._missing.discard(index)
-        if index in self._before_sum:
-            self._before_sum.discard(index)
-            if not self._before_sum:
-                self.session.clear_shelf()
+        waiting = self._waiting[self._bucket_of[index]]
+        waiting.discard(index)
+        if not waiting and not self._may_be_kept():  # the bucket is summed, so shelves are emptied
+            self.session.clear_shelf()
         if not self._missing:
             if torch._C._current_graph_task_id() == -1:  # no backward, as all are unused
                 return
@@ -277,7 +302,9 @@ class Reducer:
     def _finalize(self) -> None:
         """As `finalize_backward`: what is summed goes back into the gradients."""
         self._expects_hooks = self._needs_finalize = False
-        self._summed_at = self.session.event(MAIN)[0]
+        self._has_summed_anew = self._has_rebuilt
+        if not self._has_rebuilt:
+            self._summed_at = self.session.event(MAIN)[0]
         if self._waits_for_end:
             self._join_streams()
         if self._is_view:
@@ -294,7 +321,9 @@ class Reducer:
     def _make_buckets(self, buckets: Iterable[Sequence[int]]) -> None:
         """As `initialize_buckets`: a flat tensor each, with views of the parameters' shapes."""
         self._views: dict[int, Tensor] = {}
-        for members in buckets:
+        self._buckets = [list(members) for members in buckets]
+        self._bucket_of = {index: i for i, ms in enumerate(self._buckets) for index in ms}
+        for members in self._buckets:
             params = [self._params[i] for i in members]
             flat = torch.empty(
                 sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device
@@ -320,6 +349,7 @@ class Reducer:
         device = self._params[0].device
         sent = [torch.empty(n, dtype=torch.int32, device=device) for n in counts]
         del sent
+        self.session.host_waits(self.session.event(MAIN))  # and reads it
 
 
 class Logger:
@@ -354,9 +384,23 @@ def install(patches: Patches, recorder: LiveRecorder) -> None:
     patches.set(dist, "Reducer", made)
     patches.set(dist, "Logger", Logger)
     patches.set(dist, "_broadcast_coalesced", broadcast_coalesced)
-    patches.set(dist, "_verify_params_across_processes", lambda *args, **kwargs: None)
+    patches.set(dist, "_verify_params_across_processes", _verify_params)
     patches.set(dist, "_register_comm_hook", refuse)
     patches.set(dist, "_register_builtin_comm_hook", refuse)
+
+
+def _verify_params(group: Any, params: Sequence[Tensor], logger: Any = None) -> None:
+    """As `verify_params_across_processes`: their number is gathered, flat and one by one, and then
+    their sizes and strides are sent from rank 0.
+    """
+    device = params[0].device
+    given = torch.empty(1, dtype=torch.int64, device=device)
+    found = [torch.empty_like(given) for _ in range(group.size())]
+    flat = torch.empty(group.size(), dtype=torch.int64, device=device)
+    del flat
+    num_told = 2 * sum(parameter.dim() for parameter in params)
+    told = torch.empty(num_told, dtype=torch.int64, device=device)
+    del given, found, told
 
 
 def _broadcast(tensors: Sequence[Tensor], buffer_bytes: int) -> None:
@@ -364,15 +408,13 @@ def _broadcast(tensors: Sequence[Tensor], buffer_bytes: int) -> None:
     if not tensors:
         return
     buckets, _ = c10d._compute_bucket_assignment_by_size(list(tensors), [buffer_bytes])
-    in_flight: list[Any] = []
+    in_flight: list[Tensor | None] = []
     for indices in buckets:
-        members = [tensors[i].detach() for i in indices]
-        flat = members[0].reshape(-1)
-        if len(members) > 1:
-            flat = torch.cat([t.contiguous().view(-1) for t in members])
         if len(in_flight) >= BROADCASTS_IN_FLIGHT:
             in_flight.pop(0)
-        in_flight.append((flat, members))
+        members = [tensors[i].detach() for i in indices]
+        whole = len(members) > 1
+        in_flight.append(torch.cat([t.contiguous().view(-1) for t in members]) if whole else None)
 
 
 def _in_the_shape_of(parameter: Tensor, piece: Tensor) -> Tensor:

@@ -7,10 +7,12 @@ storage of a tensor that lives on, which no operator tells of.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
@@ -53,13 +55,61 @@ def _install_first(patches: Patches, recorder: LiveRecorder) -> None:
     def free(tensor: Tensor) -> None:
         resize(tensor, 0)
 
-    patches.set(_init_utils, "_need_to_materialize_module", lambda *args: (False, False))
+    def needs_to_be_made(
+        module: nn.Module, ignored: set[Any], ignored_modules: set[nn.Module]
+    ) -> tuple[bool, bool]:
+        """As `_need_to_materialize_module`: whether `module` lies on the meta device itself."""
+        tensors: list[Tensor] = [*_init_utils._get_orig_params(module, ignored)]
+        for submodule in module.modules():
+            if submodule not in ignored_modules:
+                tensors += submodule.buffers(recurse=False)
+        return any(recorder.place(tensor) is Place.META for tensor in tensors), False
+
+    patches.set(_init_utils, "_need_to_materialize_module", needs_to_be_made)
+    _install_handle(patches, recorder, _flat_param.FlatParamHandle, free)
+    post_backward_hook = _runtime_utils._post_backward_hook
+
+    def after_backward(state: Any, handle: Any, *args: Any) -> None:
+        """Hooks of a node run on the node's stream."""
+        with recorder.on_stream(recorder.leaf_streams.get(handle.flat_param, recorder.stream)):
+            post_backward_hook(state, handle, *args)
+
+    patches.set(_runtime_utils, "_post_backward_hook", after_backward)
     for owner in (_flat_param, _runtime_utils):
         patches.set(owner, "_no_dispatch_record_stream", record_stream)
     patches.set(_flat_param, "_alloc_storage", take)
     patches.set(_flat_param, "_free_storage", free)
     patches.set(_flat_param, "_data_ptr_allocated", lambda t: t.untyped_storage().nbytes() > 0)
     patches.set(_flat_param, "_same_storage", same_storage)
+
+
+def _install_handle(
+    patches: Patches, recorder: LiveRecorder, handle_type: Any, free: Callable[[Tensor], None]
+) -> None:
+    """What a handle does by means that no operator tells of."""
+    get_shard, use_sharded_views = handle_type._get_shard, handle_type._use_sharded_views
+    use_unsharded_views = handle_type._use_unsharded_views
+
+    def own_shard(tensor: Tensor, rank: int, world_size: int) -> tuple[Tensor, int]:
+        """As `_get_shard`; what `shard` divides it frees next, by its `_typed_storage`."""
+        found: tuple[Tensor, int] = get_shard(tensor, rank, world_size)
+        if sys._getframe(1).f_code.co_name == "shard":
+            free(tensor)
+        return found
+
+    def views(handle: Any, as_params: bool) -> None:
+        """Views of a flat parameter make the node that adds to its gradient, in each forward."""
+        recorder.leaf_streams[handle.flat_param] = recorder.stream
+        use_unsharded_views(handle, as_params)
+
+    def sharded_views(handle: Any) -> None:
+        """A tensor of the meta device that inference made cannot be the data of one it did not."""
+        with torch.inference_mode(False), torch.no_grad():
+            use_sharded_views(handle)
+
+    patches.set(handle_type, "_get_shard", staticmethod(own_shard))
+    patches.set(handle_type, "_use_sharded_views", sharded_views)
+    patches.set(handle_type, "_use_unsharded_views", views)
 
 
 def _install_second(patches: Patches, recorder: LiveRecorder) -> None:

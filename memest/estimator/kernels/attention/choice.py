@@ -388,7 +388,8 @@ def math_attention(
     Half precision is computed in float32 (`allow_fp16_bf16_reduction_math_sdp` off). Not the
     operation itself, because that adds the mask out of place whenever a dispatch mode is active
     (`areAnyTensorSubclassLike`), while a real run adds it in place: one B x H x L x S buffer less.
-    Every name below lives until the end, as its namesake does in the source.
+    Every name below lives until the end, as its namesake does in the source, and the last to be
+    declared goes first.
     """
     dtype = query.dtype
     query_acc, key_acc, value_acc = query, key, value
@@ -418,5 +419,5 @@ def math_attention(
     # The weights are a second result, converted before the output is computed, and dropped here.
     weights = attn.to(dtype)
     out = torch.matmul(attn, all_values).to(dtype)
-    del weights
+    del weights, attn, all_keys, all_values, scaled, attn_mask, value_acc, key_acc, query_acc
     return out
