@@ -83,7 +83,8 @@ def segments() -> None:
             taken.append(1e6 * (time.perf_counter() - started))
             torch.cuda.caching_allocator_delete(address)
             torch.cuda.empty_cache()
-        print(f"a segment of {mib} MiB: {min(taken):.0f} us (median {statistics.median(taken):.0f})")
+        median = statistics.median(taken)
+        print(f"a segment of {mib} MiB: {min(taken):.0f} us (median {median:.0f})")
 
 
 def queue() -> None:

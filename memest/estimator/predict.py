@@ -28,18 +28,18 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False) -> Predictio
     """
     from memest.estimator.readings import judge, readings_of
     from memest.estimator.summary import summarise
-    from memest.estimator.traced_plan import trace_ranks
+    from memest.estimator.traced_plan import trace_plan
 
     started = time.perf_counter()
     gpus = judged_gpus(plan)
     primary = gpus[0] if plan.gpu or plan.gpu_memory else find_gpu(PRIMARY_GPU)
-    own = readings_of(plan, trace_ranks(plan, primary, trust_remote_code=trust_remote_code))
+    own = readings_of(plan, trace_plan(plan, primary, trust_remote_code=trust_remote_code))
     verdicts: dict[str, Verdict] = {}
     results: dict[str, tuple[Replayed, ...]] = {}
     for gpu in {g.name: g for g in (primary, *gpus)}.values():
         on_gpu = own
         if not _runs_alike(gpu, primary):
-            on_gpu = readings_of(plan, trace_ranks(plan, gpu, trust_remote_code=trust_remote_code))
+            on_gpu = readings_of(plan, trace_plan(plan, gpu, trust_remote_code=trust_remote_code))
         verdicts[gpu.name], results[gpu.name] = judge(on_gpu, usable_bytes(plan, gpu))
     return summarise(
         plan=plan,
@@ -58,19 +58,22 @@ def record_plan(plan: TrainingPlan, *, trust_remote_code: bool = False) -> Recor
     Raises:
         MemestError: the plan cannot be run, or memest cannot model it.
     """
-    from memest.estimator.readings import is_share, settings_of
+    from memest.estimator.readings import is_share, readings_of, settings_of
     from memest.estimator.trace.recording import record_run
     from memest.estimator.traced_plan import trace_plan
 
     is_asked = plan.gpu or plan.gpu_memory is not None
     gpu = judged_gpus(plan)[0] if is_asked else find_gpu(PRIMARY_GPU)
+    traced = trace_plan(plan, gpu, trust_remote_code=trust_remote_code)
+    reading = readings_of(plan, traced)[0]
     recording = record_run(
-        trace_plan(plan, gpu, trust_remote_code=trust_remote_code).program,
+        reading.traced.program,
         num_steps=plan.steps,
         num_micro_batches=plan.accumulate_grad_batches,
         limit_bytes=usable_bytes(plan, gpu),
         settings=settings_of(plan),
         is_share=is_share(plan),
+        returns=reading.returns,
     )
     recording.gpu = gpu.name
     return recording

@@ -39,8 +39,9 @@ class Reading:
         return judge_verdict(result, self.free, limit_bytes, self.traced)
 
 
-def readings_of(plan: TrainingPlan, ranks: Sequence[TracedPlan]) -> list[Reading]:
+def readings_of(plan: TrainingPlan, worst: TracedPlan) -> list[Reading]:
     """Every reading of the ranks that were traced, the one that reserves most first."""
+    ranks = (worst, *worst.others)
     found = [
         Reading(plan, traced, returns, replay_plan(plan, traced, None, returns))
         for traced in ranks

@@ -22,25 +22,19 @@ _SAME_CHIP: dict[str, Any] = {
 
 
 def trace_plan(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False) -> TracedPlan:
-    """The program of `plan` on `gpu`, of several ranks that of the worst.
+    """The program of `plan` on `gpu`, of several ranks that of the worst, with the others.
 
     Plans that differ in limits and steps alone share it.
     """
-    return trace_ranks(plan, gpu, trust_remote_code=trust_remote_code)[0]
-
-
-def trace_ranks(
-    plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False
-) -> tuple[TracedPlan, ...]:
-    """The programs of the ranks of `plan` that differ, the worst first; one without a strategy."""
     return _run(canonical(plan), replace(gpu, **_SAME_CHIP), trust_remote_code)
 
 
 @functools.lru_cache(maxsize=8)
-def _run(plan: TrainingPlan, gpu: Gpu, trust_remote_code: bool) -> tuple[TracedPlan, ...]:
+def _run(plan: TrainingPlan, gpu: Gpu, trust_remote_code: bool) -> TracedPlan:
     if plan.is_distributed:
         from memest.estimator.parallel.rank import run_ranks
 
-        return run_ranks(plan, gpu, trust_remote_code=trust_remote_code)
+        worst, *others = run_ranks(plan, gpu, trust_remote_code=trust_remote_code)
+        return replace(worst, others=tuple(others))
     plan, num_ahead = shortened(plan)
-    return (run_plan(plan, gpu, num_ahead=num_ahead, trust_remote_code=trust_remote_code),)
+    return run_plan(plan, gpu, num_ahead=num_ahead, trust_remote_code=trust_remote_code)

@@ -183,7 +183,10 @@ class _Replay:
         self.deferred: dict[int, Block] = {}
 
     def run(self, events: Sequence[int], first: int = 0) -> Refusal | None:
-        """Apply events from position `first` on; the request that no memory was left for ends it."""
+        """Apply events, of which `first` is the position of the first one, in order.
+
+        The request that no memory was left for ends it.
+        """
         allocator, blocks, storages = self.allocator, self.blocks, self.storages
         num_bytes, streams = storages.num_bytes, storages.streams
         for position, event in enumerate(events, first):

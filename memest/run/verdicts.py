@@ -197,9 +197,7 @@ class _Judge:
             reserved_bytes=reserved_bytes,
         )
 
-    def _replay(
-        self, limit_bytes: int | None, returns: Returns = Returns.LATEST
-    ) -> LogReplay:
+    def _replay(self, limit_bytes: int | None, returns: Returns = Returns.LATEST) -> LogReplay:
         recorder, settings = self._recorder, self._settings
         return replay_log(
             recorder.log,

@@ -1,6 +1,8 @@
 """Three steps of a GPT-2 under what trains on several GPUs for its user.
 
-torchrun --nproc-per-node 2 trainers.py hf|accelerate|lightning ddp|fsdp|fsdp2 f32|amp [ACCUMULATION]
+torchrun --nproc-per-node 2 trainers.py hf|accelerate|lightning ddp|fsdp|fsdp2 f32|amp [MICRO]
+
+MICRO is how many micro-batches a step has (1).
 """
 
 import sys
@@ -27,6 +29,7 @@ class Tokens(Dataset):
 
 
 def hf(model):
+    """The Trainer of transformers."""
     from transformers import Trainer, TrainingArguments
 
     shards = {
@@ -50,6 +53,7 @@ def hf(model):
 
 
 def accelerate(model):
+    """A loop of its own, with clipping."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     plugin = None
@@ -76,6 +80,7 @@ def accelerate(model):
 
 
 def lightning(model):
+    """Lightning's Trainer; the loss is logged over all ranks."""
     import lightning as L
     from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
     from transformers.models.gpt2.modeling_gpt2 import GPT2Block
@@ -104,9 +109,7 @@ def lightning(model):
     ways = {
         "ddp": lambda: "ddp",
         "fsdp": lambda: FSDPStrategy(auto_wrap_policy={GPT2Block}),
-        "fsdp2": lambda: ModelParallelStrategy(
-            data_parallel_size=2, tensor_parallel_size=1
-        ),
+        "fsdp2": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
     }
     L.Trainer(
         devices=2,

@@ -126,7 +126,8 @@ def test_a_limit_that_is_never_reached_changes_nothing(
     if limit >= free.peak_reserved_bytes:
         assert capped.phases == free.phases
         assert capped.verdict == "fits"
-    assert capped.peak_reserved_bytes <= limit
+    held = free.phases[0].reserved_bytes  # as the model came onto the GPU, which no limit hinders
+    assert capped.peak_reserved_bytes <= max(limit, held)
     if limit < free.peak_allocated_bytes:
         assert capped.verdict == "oom"
 

@@ -83,6 +83,16 @@ def resolve(device: Any) -> Any:
     raise RuntimeError(f"CUDA error: invalid device ordinal: {found} ({what})")
 
 
+def is_another(device: Any) -> bool:
+    """Whether `device` is a GPU of the host that is another process's, of which it may be asked."""
+    if device is None or isinstance(device, bool):
+        return False
+    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if found.type != "cuda" or found.index is None or found.index == CARD.device.index:
+        return False
+    return 0 <= found.index < CARD.num_visible
+
+
 class Place(Enum):
     """Where a tensor lies in the run that is simulated."""
 

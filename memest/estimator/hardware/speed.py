@@ -25,8 +25,8 @@ LAUNCH_US = 15.6
 host of an H200, torch 2.11."""
 
 SEGMENT_US = ((2, 63), (64, 68), (256, 75), (512, 100), (1024, 131), (4096, 295), (8192, 510))
-"""The least host time of a `cudaMalloc` by its MiB, of eleven each: `scripts/measure_pace.py` on the
-host of an H100. On that of another it took up to eight times as long.
+"""The least host time of a `cudaMalloc` by its MiB, of eleven each: `scripts/measure_pace.py` on
+the host of an H100. On that of another it took up to eight times as long.
 """
 
 LAUNCH_QUEUE = 1022

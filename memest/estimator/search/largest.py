@@ -26,7 +26,14 @@ from memest.errors import PlanError
 from memest.estimator.allocator.blocks import round_request
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.predict import usable_bytes
-from memest.estimator.readings import judge_verdict, replay_plan, run_under
+from memest.estimator.readings import (
+    Reading,
+    judge,
+    judge_verdict,
+    readings_of,
+    replay_plan,
+    run_under,
+)
 from memest.estimator.search.trace_series import GROWTH, SPACING, TraceSeries
 from memest.estimator.trace.family.reuse import FormBroken, with_value
 from memest.estimator.trace.program import Program
@@ -36,7 +43,7 @@ from memest.models_meta.assemble import sequence_length
 from memest.models_meta.batch.make import MAX_TOKENS
 from memest.models_meta.registry import resolve_config
 from memest.plan import TrainingPlan
-from memest.report import Verdict
+from memest.report import Outcome, Verdict
 
 SCHEMA = "memest.largest/1"
 
@@ -68,8 +75,20 @@ class Judged:
             self.free = free
 
     @cached_property
+    def _readings(self) -> list[Reading]:
+        """More than one where ranks differ, or time decides; the one that reserves most first."""
+        is_one = not self._plan.is_distributed
+        return [] if is_one else readings_of(self._plan, self._traced)
+
+    @cached_property
+    def _over_readings(self) -> tuple[Verdict, tuple[Replayed, ...]]:
+        return judge(self._readings, self._limit)
+
+    @cached_property
     def free(self) -> Replayed:
         """The run on a card without end."""
+        if self._readings:
+            return self._readings[0].free
         if "result" in self.__dict__ and not self.result.num_retries:
             return self.result  # it never came to the limit
         return self._replay(None)
@@ -77,6 +96,8 @@ class Judged:
     @cached_property
     def result(self) -> Replayed:
         """The run on the card."""
+        if self._readings:
+            return self._over_readings[1][0]
         free = self.__dict__.get("free")
         if free is not None:
             return run_under(self._plan, self._traced, self.free, self._limit)
@@ -85,6 +106,8 @@ class Judged:
     @cached_property
     def verdict(self) -> Verdict:
         """As `predict` gives it."""
+        if self._readings:
+            return self._over_readings[0]
         return judge_verdict(self.result, self.free, self._limit, self._traced)
 
     @cached_property
@@ -94,7 +117,9 @@ class Judged:
 
     @property
     def fits(self) -> bool:
-        """Whether it runs to its end."""
+        """Whether it runs to its end, in every reading."""
+        if self._readings:
+            return self.verdict.verdict is Outcome.FITS
         return self.result.failed is None
 
     def _replay(self, limit_bytes: int | None) -> Replayed:

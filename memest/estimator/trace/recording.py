@@ -11,7 +11,7 @@ from memest.errors import PlanError
 from memest.estimator.allocator.addresses import AddressSpace
 from memest.estimator.allocator.blocks import Block
 from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings
-from memest.estimator.device.storages import MemKind, StorageTable
+from memest.estimator.device.storages import MemKind, Returns, StorageTable
 from memest.estimator.trace.program import Program
 from memest.estimator.trace.replay import Replayed, replay
 from memest.report import Phase
@@ -86,6 +86,7 @@ def record_run(
     limit_bytes: int | None = None,
     settings: AllocatorSettings = DEFAULT,
     is_share: bool = False,
+    returns: Returns = Returns.LATEST,
 ) -> Recording:
     """Replay a run as `replay` does, and write down every action of the allocator.
 
@@ -107,6 +108,7 @@ def record_run(
         observer=RecordingObserver(recording, ranges_stay=program.ranges_stay),
         settings=settings,
         is_share=is_share,
+        returns=returns,
     )
     return recording
 

@@ -98,7 +98,7 @@ def replay(
     run = (
         _Run(program, limit_bytes, sizes, returns)
         if observer is None
-        else _ObservedRun(program, limit_bytes, sizes, observer)
+        else _ObservedRun(program, limit_bytes, sizes, observer, returns)
     )
     if not settings.is_default:
         run.allocator.use(settings)
@@ -360,14 +360,16 @@ class _ObservedRun(_Run):
         limit_bytes: int | None,
         num_bytes: Sequence[int],
         observer: Observer,
+        returns: Returns,
     ) -> None:
-        super().__init__(program, limit_bytes, num_bytes)
+        super().__init__(program, limit_bytes, num_bytes, returns)
         self.observer = observer
         self.allocator: ObservedAllocator = ObservedAllocator(limit_bytes, observer)
 
     def _apply(self, events: Sequence[int]) -> None:
+        at_once = self.returns.at_once(self.step)
         for event in events:
-            ended = ended_by(event, self.program.storages) if event < 0 else -1
+            ended = ended_by(event, self.program.storages, at_once=at_once) if event < 0 else -1
             if ended in self.blocks:
                 block = self.blocks[ended]
                 self.allocator.storages[id(block)] = ended

@@ -38,6 +38,9 @@ class TracedPlan:
     libraries_bytes: int = 0
     """Of NCCL and others on each GPU, beside the allocator and the context."""
 
+    others: tuple[TracedPlan, ...] = ()
+    """The other ranks that were traced as they differ, where this is the worst of several."""
+
 
 def model_failure(plan: TrainingPlan, model: nn.Module | None, error: Exception) -> TraceError:
     """Name the innermost module of `model` in which its code raised."""

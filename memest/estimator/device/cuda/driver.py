@@ -16,7 +16,7 @@ from memest.estimator.device.cuda.properties import DeviceProperties, properties
 from memest.estimator.device.cuda.runtime import Cudart
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
-from memest.estimator.device.tensors import CARD, resolve
+from memest.estimator.device.tensors import CARD, is_another, resolve
 
 CUDA_VERSION = "13.0"
 """Of the build that is simulated: torch 2.11.0+cu130."""
@@ -173,7 +173,9 @@ _DTYPES = (
 
 
 def _of(device: Any, properties: DeviceProperties) -> DeviceProperties:
-    resolve(device)
+    """All GPUs of a host are of one kind."""
+    if not is_another(device):
+        resolve(device)
     return properties
 
 

@@ -12,7 +12,7 @@ from memest.estimator.allocator.statistics import CountingAllocator, allow_share
 from memest.estimator.device.cuda import memory_history
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
-from memest.estimator.device.tensors import resolve
+from memest.estimator.device.tensors import is_another, resolve
 
 _HOST_STATS = ("allocations", "allocated_bytes", "active_requests", "active_bytes")
 _HOST_TIMES = ("host_alloc_time", "host_free_time")
@@ -93,6 +93,8 @@ def _install_limits(patches: Patches, recorder: LiveRecorder, allocator: Countin
             allow_share(allocator, settings.memory_fraction, gpu.memory_bytes, most)
 
     def mem_get_info(device: Any = None) -> tuple[int, int]:
+        if is_another(device):  # which has as much as this one at first
+            return gpu.memory_bytes - gpu.context_bytes, gpu.memory_bytes
         resolve(device)
         recorder.settle()
         free = gpu.memory_bytes - gpu.context_bytes - allocator.reserved_bytes

@@ -400,7 +400,7 @@ def _verify_params(group: Any, params: Sequence[Tensor], logger: Any = None) -> 
     del flat
     num_told = 2 * sum(parameter.dim() for parameter in params)
     told = torch.empty(num_told, dtype=torch.int64, device=device)
-    del given, found, told
+    del told, found, given
 
 
 def _broadcast(tensors: Sequence[Tensor], buffer_bytes: int) -> None:
@@ -415,6 +415,8 @@ def _broadcast(tensors: Sequence[Tensor], buffer_bytes: int) -> None:
         members = [tensors[i].detach() for i in indices]
         whole = len(members) > 1
         in_flight.append(torch.cat([t.contiguous().view(-1) for t in members]) if whole else None)
+    while in_flight:
+        in_flight.pop(0)
 
 
 def _in_the_shape_of(parameter: Tensor, piece: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 
 from memest.estimator.device.patches import Patches
@@ -22,6 +23,5 @@ def forget() -> None:
     """Clear every cached function of the modules that say what is available."""
     for name in _MODULES:
         for function in list(vars(sys.modules.get(name, object)).values()):
-            clear = getattr(function, "cache_clear", None)
-            if callable(clear):
-                clear()
+            if isinstance(function, functools._lru_cache_wrapper):  # others may only look alike
+                function.cache_clear()

@@ -1,0 +1,76 @@
+"""Scripts on two GPUs: each request and free, its size and its stream, in the recorded order."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from memest.estimator.device.ranks import Ranks
+from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.trace.recording import Act
+from memest.run.launcher import Ran, run_target
+from memest.run.ranks import run_rank
+from memest.run.replays import record_run_of
+from memest.run.session import Session
+from memest.run.target import find_script
+
+FOLDER = Path(__file__).parent / "scripts"
+RESULTS = Path(__file__).parents[2] / "results" / "scripts"
+RECORDED = sorted(path.name.removesuffix(".npy.gz") for path in FOLDER.iterdir())
+BLOCK_BYTES = 512
+
+
+def recorded(name: str) -> list[tuple[int, int]]:
+    """Bytes of each block that was requested, negative where it was freed, and its stream."""
+    with gzip.open(FOLDER / f"{name}.npy.gz") as file:
+        return [tuple(row) for row in np.load(file).tolist()]
+
+
+def simulate(case: str, rank: int, out: Path) -> Ran:
+    """Run the script as a rank of two; what it requests and frees is written to `out`."""
+    given = json.loads((RESULTS / "measured_ranks.json").read_text(encoding="utf-8"))
+    arguments = given["cases"][case]
+    target = find_script(str(RESULTS / arguments["script"]), tuple(arguments["args"]))
+
+    def run(ranks: Ranks) -> Ran:
+        gpu = find_gpu("h100-80gb")
+        session = Session(gpu, name=case, roots=target.roots, ranks=ranks, is_prompt=True)
+        ran = run_target(target, session)
+        assert ran.report is not None, ran.error_text
+        out.write_bytes(pickle.dumps(requests(session, ran.report)))
+        return ran
+
+    return run_rank(Ranks(rank=rank, world_size=2, num_local=2), run, is_silent=True)
+
+
+def requests(session: Session, report: Any) -> list[tuple[int, int]]:
+    """As `recorded`, of a run on the virtual GPU; streams are numbered as they come."""
+    recording = record_run_of(session.virtual, report)
+    storages, numbers, found = session.virtual.recorder.storages, {0: 0}, []
+    for action in recording.actions:
+        if action.act not in (Act.ALLOC, Act.FREE, Act.FREE_REQUESTED):
+            continue
+        num_bytes = -(-storages.num_bytes[action.storage] // BLOCK_BYTES) * BLOCK_BYTES
+        stream = storages.streams.get(action.storage, 0)
+        number = numbers.setdefault(stream, len(numbers))
+        found.append((num_bytes if action.act is Act.ALLOC else -num_bytes, number))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_rank_requests_and_frees_as_the_recorded_one(name: str, tmp_path: Path) -> None:
+    case, _, rank = name.rpartition(".rank")
+    ran = simulate(case, int(rank), tmp_path / "requests")
+
+    ours, theirs = pickle.loads((tmp_path / "requests").read_bytes()), recorded(name)
+
+    assert not ran.exit_code
+    assert [pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]] == []
+    assert len(ours) == len(theirs)
