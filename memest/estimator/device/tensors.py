@@ -85,7 +85,7 @@ def resolve(device: Any) -> Any:
 
 def is_another(device: Any) -> bool:
     """Whether `device` is a GPU of the host that is another process's, of which it may be asked."""
-    if device is None or isinstance(device, bool):
+    if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
         return False
     found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if found.type != "cuda" or found.index is None or found.index == CARD.device.index:

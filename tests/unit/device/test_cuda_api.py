@@ -29,6 +29,7 @@ def test_properties_are_those_of_the_card(gpu: VirtualGpu) -> None:
 
     assert found.name == torch.cuda.get_device_name(0) == "NVIDIA A100-SXM4-80GB"
     assert (found.major, found.minor) == torch.cuda.get_device_capability("cuda:0")
+    assert (found.major, found.minor) == torch.cuda.get_device_capability(torch.cuda.device(0))
     assert found.L2_cache_size == 40 << 20
     assert found.shared_memory_per_block_optin == 166912
     assert "L2_cache_size=40MB" in repr(found)

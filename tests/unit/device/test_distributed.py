@@ -57,6 +57,17 @@ def test_a_rank_has_its_own_of_the_hosts_gpus() -> None:
         x.to("cuda:0")
 
 
+@pytest.mark.usefixtures("rank")
+def test_any_gpu_of_the_host_can_be_asked_about() -> None:
+    """As scripts do that print the name of `cuda:0` on every rank."""
+    names = {torch.cuda.get_device_name(index) for index in range(WORLD_SIZE)}
+
+    assert names == {torch.cuda.get_device_name()}
+    assert torch.cuda.mem_get_info(0)[0] > torch.cuda.mem_get_info()[1] // 2
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        torch.cuda.get_device_name(WORLD_SIZE)
+
+
 def test_a_script_that_asks_for_other_ranks_is_told_how_to_get_them() -> None:
     with gpu_of_rank(0, 1), pytest.raises(UnsupportedError, match="rank 0 of 8") as caught:
         dist.init_process_group("nccl", rank=0, world_size=8)
