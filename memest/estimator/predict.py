@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memest.estimator.allocator.settings import parse_settings
 from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu, custom_gpu, find_gpu
@@ -11,6 +11,7 @@ from memest.estimator.hardware.libraries import libraries_bytes
 from memest.plan import TrainingPlan
 
 if TYPE_CHECKING:
+    from memest.estimator.readings import Reading
     from memest.estimator.trace.recording import Recording
     from memest.estimator.trace.replay import Replayed
     from memest.report import Prediction, Verdict
@@ -33,18 +34,19 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False) -> Predictio
     started = time.perf_counter()
     gpus = judged_gpus(plan)
     primary = gpus[0] if plan.gpu or plan.gpu_memory else find_gpu(PRIMARY_GPU)
-    own = readings_of(plan, trace_plan(plan, primary, trust_remote_code=trust_remote_code))
+    on_chips: dict[tuple[Any, ...], list[Reading]] = {}
     verdicts: dict[str, Verdict] = {}
     results: dict[str, tuple[Replayed, ...]] = {}
     for gpu in {g.name: g for g in (primary, *gpus)}.values():
-        on_gpu = own
-        if not _runs_alike(gpu, primary):
-            on_gpu = readings_of(plan, trace_plan(plan, gpu, trust_remote_code=trust_remote_code))
-        verdicts[gpu.name], results[gpu.name] = judge(on_gpu, usable_bytes(plan, gpu))
+        chip = gpu.capability, gpu.num_sms  # whose cards differ in rates alone, as readings do
+        if chip not in on_chips:
+            traced = trace_plan(plan, gpu, trust_remote_code=trust_remote_code)
+            on_chips[chip] = readings_of(plan, traced)
+        verdicts[gpu.name], results[gpu.name] = judge(on_chips[chip], usable_bytes(plan, gpu))
     return summarise(
         plan=plan,
         primary=primary,
-        readings=own,
+        readings=on_chips[primary.capability, primary.num_sms],
         results=results[primary.name],
         verdicts={g.name: verdicts[g.name] for g in gpus},
         outcome=verdicts[primary.name].verdict,
@@ -99,8 +101,3 @@ def usable_bytes(plan: TrainingPlan, gpu: Gpu) -> int:
     usable = gpu.limit_bytes - libraries_bytes(plan)
     share = parse_settings(plan.alloc_conf).memory_fraction
     return min(usable, int(share * gpu.memory_bytes), plan.memory_limit or usable)
-
-
-def _runs_alike(gpu: Gpu, other: Gpu) -> bool:
-    """Whether the same kernels run on both: cards of one chip differ in memory alone."""
-    return (gpu.capability, gpu.num_sms) == (other.capability, other.num_sms)

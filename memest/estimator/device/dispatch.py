@@ -107,6 +107,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._references: dict[int, _Reference] = {}
         self._on_death = self._storage_died
         self._recipes: dict[Any, Recipe] = {}
+        self.last_recipe: Recipe | None = None
+        """Of the last call, where calls like it have the same one."""
+
         self._repeatable: set[int] = set()
         self._sites: dict[Any, Site] = {}
 
@@ -161,6 +164,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        self.last_recipe = None
         self.coverage.num_ops += 1
         traits = traits_of(func)
         if traits.may_be_in_place:
@@ -181,6 +185,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = recipe.make_outputs()
         self._record(func, args, kwargs, out, recipe)
         self._follow_values(func, args, kwargs, out)
+        if key is not None:
+            self.last_recipe = recipe
         return out
 
     def _new_recipe(self, func: Any, args: Any, kwargs: Any, out: Any, key: Any) -> Recipe:
