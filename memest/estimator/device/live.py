@@ -406,9 +406,12 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
 
     def settle(self) -> None:
         """Give back the blocks of the storages that have died."""
+        if self._dead:
+            with self._lock:  # any thread of the script may come here
+                self._settle()
+
+    def _settle(self) -> None:
         dead = self._dead
-        if not dead:
-            return
         position = 0
         log, blocks, storages = self.log.open, self.blocks, self.storages
         while position < len(dead):

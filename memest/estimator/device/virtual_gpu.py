@@ -185,13 +185,14 @@ class VirtualGpu:
 
     def _install_steps(self) -> None:
         recorder = self.recorder
-        stepped: list[weakref.ref[Any]] = []
+        stepped: dict[int, weakref.ref[Any]] = {}  # by thread: another's gradients are not read
 
         def called(model: Any, is_new: bool) -> None:
             if is_new:
                 recorder.labels.of_model(model)
             if stepped and model.training and torch.is_grad_enabled():
-                optimizer = stepped.pop()()
+                found = stepped.pop(threading.get_ident(), None)
+                optimizer = None if found is None else found()
                 if optimizer is not None and _holds_grads(recorder, optimizer):
                     recorder.note(GRADS_LIVE_ON)
 
@@ -214,7 +215,7 @@ class VirtualGpu:
             recorder.guesses.stepped()
             recorder.modules.forget()
             recorder.history.stepped()
-            stepped[:] = [weakref.ref(optimizer)]
+            stepped[threading.get_ident()] = weakref.ref(optimizer)
             self.num_steps += 1
             if self.max_steps is not None and self.num_steps >= self.max_steps:
                 raise StepLimit(0)
