@@ -23,7 +23,7 @@ def read(name: str) -> dict[str, Any]:
 
 MEASURED, SIMULATED = read("measured_ranks")["cases"], read("simulated_ranks")["cases"]
 CAUSES, MISSES = read("misses")["causes"], read("misses")["ranks"]
-QUICK = ("ddp-static-ckpt-bf16", "fsdp-policy-acc", "accelerate-fsdp-amp", "hf-fsdp2-amp-2")
+QUICK = ("ddp-static-ckpt-bf16", "accelerate-fsdp-amp")
 
 
 def with_its_cause(name: str) -> Any:
