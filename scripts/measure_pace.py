@@ -3,6 +3,7 @@
     python scripts/measure_pace.py [--steps-only]
 
 - `LAUNCH_US`: the host's time for an operator, of GPT-2 on so few tokens that the GPU waits for it;
+- `LOAD_US`: by how much the first step of AdamW takes longer than the second, by its operators;
 - `SEGMENT_US`: the host's time for a `cudaMalloc`, by its size;
 - `LAUNCH_QUEUE`: after how many launches that the GPU has not run the host waits;
 - how many times as long as at the peak rates training steps and optimizers take (`SLOWEST` and
@@ -41,12 +42,14 @@ class Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
             sys.exit("this GPU is not in the catalogue: its peak rates are not known")
         self.gpu = found
         self.num_ops, self.us = 0, 0.0
+        self.operators: set[Any] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         self.num_ops += not func.is_view
+        self.operators |= set() if func.is_view else {func}
         speed = speed_of(self.gpu)
         self.us += kernel_us(self.gpu, speed, func, args, kwargs or {}, out)
         return out
@@ -56,10 +59,30 @@ def main() -> None:
     """Print all of it."""
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     if "--steps-only" not in sys.argv:
+        loads()
         launches()
         segments()
         queue()
     steps()
+
+
+def loads() -> None:
+    """The host's time for the first launch of an operator; nothing else has run before."""
+    parameter = torch.nn.Parameter(torch.zeros(1 << 20, device="cuda"))
+    optimizer = torch.optim.AdamW([parameter])
+    parameter.grad = torch.zeros_like(parameter)
+    torch.cuda.synchronize()
+    taken = []
+    for _ in range(2):
+        started = time.perf_counter()
+        optimizer.step()
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - started)
+    with Peak() as peak:
+        optimizer.step()
+    more_us = 1e6 * (taken[0] - taken[1])
+    print(f"the first step of AdamW takes {1e-3 * more_us:.1f} ms longer than the second,")
+    print(f"  {more_us / len(peak.operators):.0f} us for each of {len(peak.operators)} operators")
 
 
 def launches() -> None:

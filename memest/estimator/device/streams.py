@@ -30,6 +30,7 @@ from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.hardware.speed import (
     LAUNCH_QUEUE,
     LAUNCH_US,
+    LOAD_US,
     host_copy_us,
     kernel_us,
     speed_of,
@@ -78,6 +79,7 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
         self._num_streams = 1
         self._speed = speed_of(gpu)
         self._durations: dict[int, float] = {}
+        self._loaded: set[Any] = set()
         self.is_slow = False
         """Which pace decides when a deferred block returns."""
 
@@ -112,6 +114,9 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
         finally:
             self.stream = before
         if not func.is_view:
+            if func not in self._loaded:
+                self._loaded.add(func)
+                self.host_spends(LOAD_US, 0.0)
             self._launch(stream, self._duration(func, args, kwargs, out))
         return out
 

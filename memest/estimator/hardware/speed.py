@@ -29,6 +29,12 @@ SEGMENT_US = ((2, 63), (64, 68), (256, 75), (512, 100), (1024, 131), (4096, 295)
 the host of an H100. On that of another it took up to eight times as long.
 """
 
+LOAD_US = 2500.0
+"""Host time of the first launch of an operator, which loads its kernels, at least; 0 where the GPU
+is to lag most. In the scripts on two H100s of results/scripts/ the first step of AdamW, with its
+dozen of operators, took 33 to 300 ms longer than the next; `scripts/measure_pace.py` does that too.
+"""
+
 LAUNCH_QUEUE = 1022
 """Launches that a stream takes before the GPU has run the first of them; the next makes the host
 wait: `scripts/measure_pace.py` on an H100, driver 580."""
