@@ -39,6 +39,17 @@ def test_a_group_knows_who_is_who() -> None:
     assert dist.is_nccl_available()
 
 
+def test_a_mesh_joins_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tensor-parallel scripts do, which make a mesh and nothing else."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with gpu_of_rank(1, 2):
+        mesh = init_device_mesh("cuda", (2,))
+
+        assert (mesh.size(), mesh.get_local_rank(), dist.get_world_size()) == (2, 1, 2)
+
+
 def test_the_group_is_left_with_the_gpu() -> None:
     with gpu_of_rank(0, 2):
         dist.init_process_group("nccl", rank=0, world_size=2)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
 from memest.errors import UnsupportedError
@@ -66,8 +67,9 @@ def install(patches: Patches, recorder: LiveRecorder, ranks: Ranks) -> None:
 
     def set_both(name: str, value: Any) -> None:
         patches.set(c10d, name, value)
-        if hasattr(dist, name):
-            patches.set(dist, name, value)
+        for owner in (dist, device_mesh):  # a mesh joins by itself where the script has not
+            if hasattr(owner, name):
+                patches.set(owner, name, value)
 
     set_both("init_process_group", _joining(c10d.init_process_group, ranks, names))
     set_both("new_group", _grouping(c10d.new_group, names))
