@@ -129,6 +129,7 @@ class _Judge:
     def __init__(self, virtual: VirtualGpu, share: float | None) -> None:
         self._recorder = virtual.recorder
         self._settings = virtual.allocator.settings
+        self._free_runs: dict[Returns, LogReplay] = {}
         history = virtual.recorder.history
         self._allocated = history.peak_allocated_bytes
         self._unlimited = history.peak_reserved_bytes
@@ -176,7 +177,7 @@ class _Judge:
         limit = latest.limit_bytes
         highest, is_refused = self._unlimited, []
         for returns in moments:
-            free = self._replay(None, returns)
+            free = self._free(returns)
             highest = max(highest, free.peak_reserved_bytes)
             fits = free.peak_reserved_bytes <= limit and not self._collects
             is_refused.append(not fits and self._replay(limit, returns).refusal is not None)
@@ -196,6 +197,12 @@ class _Judge:
             limit_bytes=limit_bytes,
             reserved_bytes=reserved_bytes,
         )
+
+    def _free(self, returns: Returns) -> LogReplay:
+        """On a card without end; the same for all cards."""
+        if returns not in self._free_runs:
+            self._free_runs[returns] = self._replay(None, returns)
+        return self._free_runs[returns]
 
     def _replay(self, limit_bytes: int | None, returns: Returns = Returns.LATEST) -> LogReplay:
         recorder, settings = self._recorder, self._settings

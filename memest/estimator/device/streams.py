@@ -45,12 +45,12 @@ MAX_SWITCHES = 400_000
 
 SLOWEST = 2.2
 """How many times as long as at its peak rates a GPU of several is given for its kernels:
-`scripts/measure_pace.py` on an H100.
+`scripts/measure_pace.py` on an H100, of GPT-2's steps 1.3 to 2.2.
 """
 
 WAIT_US = 2000.0
-"""How long a collective waits for the other ranks at the slowest pace: a guess of its order; the
-recorded ranks of results/scripts/ wait for up to so long.
+"""How long a collective waits for the other ranks at the slowest pace: a guess, made with the FSDP1
+scripts of the first 29 in results/scripts/measured_ranks.json in sight; it was not measured itself.
 """
 
 Time = tuple[float, float]
