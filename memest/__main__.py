@@ -1,8 +1,34 @@
-"""`python -m memest`: the command line without an installed script."""
+"""The `memest` of the shell, and `python -m memest`: the command line, and a short way out."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
+import sys
+
 from memest.cli import main
 
+
+def command() -> None:
+    """Run the command line and end.
+
+    Python takes a second to free what torch and a traced model hold, object by object; the system
+    does it at once. A script under `memest run` ends as Python would end it.
+    """
+    code: object = 0
+    try:
+        main()
+    except SystemExit as end:
+        if sys.argv[1:2] == ["run"]:
+            raise
+        code = end.code
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody is left to be told
+            stream.flush()
+    os._exit(code if isinstance(code, int) else 1)
+
+
 if __name__ == "__main__":
-    main()
+    command()

@@ -11,6 +11,7 @@ import click
 
 from memest import __version__
 from memest.errors import MemestError
+from memest.estimator.search.processes import collect_seldom
 
 OOM_EXIT_CODE = 5
 """Of `--check` when a plan does not fit; without it a verdict is a result, and the exit code 0."""
@@ -123,5 +124,7 @@ def main(ctx: click.Context) -> None:
     """Predict the GPU memory of a fine-tune before a GPU is rented."""
     if ctx.invoked_subcommand == "run":  # what a script says is its own
         return
+    if ctx.invoked_subcommand != "validate":  # whose runs are real
+        ctx.call_on_close(collect_seldom())
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -39,7 +39,7 @@ from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.kernels.attention.choice import choose_backend
 from memest.estimator.kernels.attention.events import ATTENTION_EVENTS
 from memest.estimator.kernels.cublas import MATMULS, CublasWorkspaces
-from memest.estimator.kernels.scratch import Events
+from memest.estimator.kernels.scratch import OLDEST, Events
 from memest.estimator.kernels.staged import STAGED_EVENTS, masked_scatter_backward_events
 from memest.estimator.kernels.tables import OUTPUT_BYTES, SCRATCH, has_no_scratch
 from memest.estimator.trace.family.call_log import (
@@ -225,11 +225,12 @@ def _requests(
     num_bytes: list[int] = []
     temporary: list[tuple[int, int]] = []  # (ordinal, bytes)
     for n, position in recipe.events:
-        if position is not None:
+        if position is not None and position != OLDEST:
             requests.append(position)
             num_bytes.append(own[position] if n is None else n)
         elif n is not None and n < 0:
-            freed = next(t for t in reversed(temporary) if t[1] == -n)
+            among = temporary if position == OLDEST else reversed(temporary)
+            freed = next(t for t in among if t[1] == -n)
             temporary.remove(freed)
             requests.append((freed[0],))
         else:
