@@ -45,8 +45,11 @@ def test_what_a_series_makes_is_what_a_trace_says(values: dict[str, Any], gpu: s
         assert series.at(batch_size) == alone, batch_size
 
 
-def test_sixty_four_sizes_of_one_form_cost_four_traces() -> None:
-    series = TraceSeries(TrainingPlan(model_name="gpt2", seq_len=48), find_gpu("h200"))
+@pytest.mark.parametrize("precision", ["bf16-true", "32-true"])
+def test_sixty_four_sizes_of_one_form_cost_four_traces(precision: str) -> None:
+    """Attention in float32 frees the older of two temporaries first."""
+    plan = TrainingPlan(model_name="gpt2", seq_len=48, precision=precision)
+    series = TraceSeries(plan, find_gpu("h200"))
     series.cover(range(1, 65))
 
     for batch_size in range(1, 65):
