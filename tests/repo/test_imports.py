@@ -43,7 +43,7 @@ ESTIMATOR_FLOORS = [
 
 DEVICE_FLOORS = [
     {"collectives", "cuda_semantics", "custom_operators", "dispatch", "fused"}
-    | {"guesses", "history", "host", "imports", "in_place", "labels", "layouts", "lines"}
+    | {"garbage", "guesses", "history", "host", "imports", "in_place", "labels", "layouts", "lines"}
     | {"messages", "modules"}
     | {"patches", "processes", "ranks", "recurrent", "shards", "storages", "streams", "tensors"}
     | {"traits", "values"},

@@ -273,13 +273,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What one call of `func` asks of the allocator, and what it returns."""
         is_tuple = isinstance(out, list | tuple)
         results = _results(out)
-        specs = tuple((t.size(), t.stride(), t.dtype) for t in results if _is_on_gpu(t))
+        specs = tuple([(t.size(), t.stride(), t.dtype) for t in results if _is_on_gpu(t)])
         ordered = self._ordered_events(func, args, kwargs, out)
         if ordered is not None:
             note = NOT_MODELLED[func](self.gpu) if func in NOT_MODELLED else ""
             is_partial = bool(note) or is_partly_modelled(func, args, kwargs, self.gpu)
             return Recipe(
-                specs, is_tuple, tuple((e.num_bytes, e.output) for e in ordered), is_partial
+                specs, is_tuple, tuple([(e.num_bytes, e.output) for e in ordered]), is_partial
             )
         scratch, is_partial = self._scratch(func, args, kwargs, out)
         rule = OUTPUT_BYTES.get(func)
@@ -436,6 +436,9 @@ def _key(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
     return (id(func), default, *map(_signature, args), *map(_signature, kwargs.items()))
 
 
+_SEQUENCES = (list, tuple)
+
+
 def _signature(value: Any) -> Any:
     """What of an argument decides the shapes of outputs; 1, 1.0 and True differ."""
     if isinstance(value, Tensor):
@@ -446,8 +449,8 @@ def _signature(value: Any) -> Any:
             value.device.type,
             value.storage_offset() % 16,
         )
-    if isinstance(value, list | tuple):
-        return tuple(map(_signature, value))
+    if isinstance(value, _SEQUENCES):
+        return tuple([_signature(item) for item in value])
     return type(value), value
 
 

@@ -153,7 +153,7 @@ class HostRecorder(StreamRecorder):  # type: ignore[no-untyped-call]
 
     def _on_meta(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         try:
-            return func(*map(_bare, args), **kwargs)
+            return func(*_bare(args), **kwargs)
         except (NotImplementedError, RuntimeError) as error:
             if func is aten.index.Tensor and (positions := self.values.positions(args[1])):
                 return func(_bare(args[0]), positions)
@@ -191,7 +191,7 @@ class HostRecorder(StreamRecorder):  # type: ignore[no-untyped-call]
         """The result without data, if it is too large and of floating-point numbers."""
         if func._schema.is_mutable or func.is_view:
             return None
-        meta_args = map(_bare, args)
+        meta_args = _bare(args)
         if func in _FACTORIES or "device" in kwargs:
             kwargs = {**kwargs, "device": META}
         try:
@@ -255,13 +255,15 @@ def _bare(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value if is_meta(value) or not value.dim() else value.to(META)
     if isinstance(value, list | tuple):
-        return type(value)(map(_bare, value))
+        items = [_bare(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
     return value
 
 
 def without_tensors(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments for a factory on the host that is asked in the likeness of a tensor of the card."""
-    return tuple(
+    made = [
         torch.empty_strided(a.size(), a.stride(), dtype=a.dtype) if isinstance(a, Tensor) else a
         for a in args
-    )
+    ]
+    return tuple(made)

@@ -10,6 +10,7 @@ it moves it to the GPU costs nothing, whatever its size.
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 
@@ -17,19 +18,19 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memest.errors import UnsupportedError
 from memest.estimator.allocator.blocks import Block
 from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
 from memest.estimator.device import collectives
 from memest.estimator.device.custom_operators import key_of_other_operators
-from memest.estimator.device.dispatch import Recorder
+from memest.estimator.device.dispatch import Recipe, Recorder
+from memest.estimator.device.garbage import PER_STORAGE, GarbagePace
 from memest.estimator.device.guesses import ASSUMED, Guesses, bincount, comparison, selection
 from memest.estimator.device.history import EventLog, History, LiveStorages
 from memest.estimator.device.host import HostRecorder, without_tensors
 from memest.estimator.device.labels import Labels
 from memest.estimator.device.layouts import dense
 from memest.estimator.device.lines import ScriptLines
-from memest.estimator.device.messages import out_of_memory
+from memest.estimator.device.messages import out_of_memory, refusal
 from memest.estimator.device.modules import LiveModules
 from memest.estimator.device.processes import refuse_in_child
 from memest.estimator.device.shards import local_foreach
@@ -112,6 +113,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
 
         self.has_started = False
         self.is_off = False
+        self.pace = GarbagePace()
         self._dead: list[int] = []
         self._lock = threading.RLock()
         self._skips: dict[type, bool] = {}
@@ -343,21 +345,9 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
 
     def _failure(self, func: Any, error: Exception) -> Exception:  # type: ignore[override]
         """What a script is told; an error of its own stays its own."""
-        name = str(func).removesuffix(".default")
         module = self.modules.current().partition(".")[2]
         where = self.lines.current() or (f"`{module}`" if module else "the script")
-        if isinstance(error, ValueUnknown) or func in DEPENDS_ON_VALUES:
-            return UnsupportedError(
-                f"{where}: `{name}` gives a result whose shape depends on values that are not "
-                "known without a GPU",
-                hint="guard it, or give it values that the script makes itself",
-            )
-        if "meta" in str(error).casefold() or isinstance(error, NotImplementedError):
-            return UnsupportedError(
-                f"{where}: `{name}` cannot be simulated: {str(error).splitlines()[0][:200]}",
-                hint="the operator has no meta kernel; see docs/run.md for what is supported",
-            )
-        return error
+        return refusal(func, error, where)
 
     def resize(self, tensor: Tensor, num_bytes: int, kind: MemKind = MemKind.ACTIVATIONS) -> None:
         """As `StreamRecorder.resize`; what has no bytes left still lies on the card."""
@@ -392,6 +382,23 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
             storages.streams[index] = self.stream
         if num_bytes:
             self.history.born(index, storages.sites[index])
+
+    def _born(self, tensor: Tensor, num_bytes: int | None, site: Site, kind: MemKind) -> None:
+        before = len(self._references)
+        super()._born(tensor, num_bytes, site, kind)
+        if len(self._references) > before:
+            self.pace.made(PER_STORAGE)
+
+    def _new_recipe(self, func: Any, args: Any, kwargs: Any, out: Any, key: Any) -> Recipe:
+        before, num_recipes = gc.get_count()[0], len(self._recipes)
+        recipe = super()._new_recipe(func, args, kwargs, out, key)
+        if len(self._recipes) > num_recipes:
+            self.pace.made(max(0, gc.get_count()[0] - before))
+        return recipe
+
+    def _died(self, index: int, key: int) -> None:
+        super()._died(index, key)
+        self.pace.made(-PER_STORAGE)
 
     def _ends(self, index: int) -> None:
         self._dead.append(index)  # may be called by the garbage collector, at any moment

@@ -1,9 +1,14 @@
-"""What torch's C++ says, worded as it words it."""
+"""What a script is told: out of memory as torch's C++ words it, and what cannot be simulated."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from memest.errors import UnsupportedError
 from memest.estimator.allocator.caching import CachingAllocator
 from memest.estimator.device.tensors import CARD
+from memest.estimator.device.traits import DEPENDS_ON_VALUES
+from memest.estimator.device.values import ValueUnknown
 from memest.estimator.hardware.gpus import Gpu
 
 
@@ -37,3 +42,20 @@ def _size(num_bytes: int) -> str:
     if num_bytes <= 1024**3:
         return f"{num_bytes / 1024**2:.2f} MiB"
     return f"{num_bytes / 1024**3:.2f} GiB"
+
+
+def refusal(func: Any, error: Exception, where: str) -> Exception:
+    """What a script is told that came to `where`; an error of its own stays its own."""
+    name = str(func).removesuffix(".default")
+    if isinstance(error, ValueUnknown) or func in DEPENDS_ON_VALUES:
+        return UnsupportedError(
+            f"{where}: `{name}` gives a result whose shape depends on values that are not "
+            "known without a GPU",
+            hint="guard it, or give it values that the script makes itself",
+        )
+    if "meta" in str(error).casefold() or isinstance(error, NotImplementedError):
+        return UnsupportedError(
+            f"{where}: `{name}` cannot be simulated: {str(error).splitlines()[0][:200]}",
+            hint="the operator has no meta kernel; see docs/run.md for what is supported",
+        )
+    return error

@@ -28,6 +28,7 @@ class LiveModules:
         self._stack: list[nn.Module] = []
         self._starts: list[int] = []
         self._owners: list[tuple[str, str]] = []
+        self._known_owners: dict[tuple[str, str], tuple[str, str]] = {}
         self._line = ""
         self._models: dict[int, weakref.ref[nn.Module]] = {}
         self.is_generating = False
@@ -105,11 +106,13 @@ class LiveModules:
         """
         start = torch._C._autograd._get_sequence_nr() + offset
         name = self._names.get(id(self._stack[-1]), "") if self._stack else ""
+        owner = name, self._line
+        owner = self._known_owners.setdefault(owner, owner)
         if self._starts and self._starts[-1] >= start:
-            self._owners[-1] = name, self._line
+            self._owners[-1] = owner
             return
         self._starts.append(start)
-        self._owners.append((name, self._line))
+        self._owners.append(owner)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if not self._stack:

@@ -17,6 +17,10 @@ from torch import Tensor
 
 META = torch.device("meta")
 CPU = torch.device("cpu")
+_Device = torch.device
+"""torch's own class, whatever stands in its place."""
+
+_NO_DEVICE = (bool, torch.dtype)
 
 
 class _Card:
@@ -64,12 +68,14 @@ def resolve(device: Any) -> Any:
     Raises:
         RuntimeError: another GPU than this process has, as torch words it.
     """
-    if device is None or isinstance(device, bool | torch.dtype):
+    if device is None or isinstance(device, _NO_DEVICE):
         return device
     if isinstance(device, int):
-        found = torch.device("cuda", device)
-    elif isinstance(device, str | torch.device):
-        found = torch.device(device)
+        found = _Device("cuda", device)
+    elif isinstance(device, str):
+        found = _Device(device)
+    elif isinstance(device, _Device):
+        found = device
     else:
         return device
     if found.type != "cuda":

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from memest.estimator.device.tensors import is_meta, storage_key, tensors_in
 
@@ -133,8 +132,8 @@ class ShadowValues:
                 raise ValueUnknown(str(func))
             return value
 
-        cpu_kwargs = {k: v for k, v in kwargs.items() if k not in _IGNORED_ON_CPU}
-        cpu_args, cpu_kwargs = tree_map_only(Tensor, twin, (args, cpu_kwargs))
+        cpu_args = _mapped(twin, args)
+        cpu_kwargs = {k: _mapped(twin, v) for k, v in kwargs.items() if k not in _IGNORED_ON_CPU}
         if "device" in kwargs:
             cpu_kwargs["device"] = torch.device("cpu")
         return func(*cpu_args, **cpu_kwargs)
@@ -263,7 +262,19 @@ class LiveValues(ShadowValues):
 
 def materialise(values: Any) -> Any:
     """Meta tensors of the shapes that `values` (computed on twins) turned out to have."""
-    return tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), values)
+    return _mapped(lambda t: torch.empty_like(t, device="meta"), values)
+
+
+def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """`value` with `function` of each tensor in it. That of torch's pytree leaves a cycle behind,
+    at which Python would look for garbage more often than in a real run.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, list | tuple):
+        items = [_mapped(function, item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
 
 
 def known_without_values(func: Any, args: tuple[Any, ...]) -> Callable[[Tensor], Tensor] | None:

@@ -159,6 +159,7 @@ class VirtualGpu:
         self.recorder.history.fold()
         self._stack.close()
         self._patches.undo()
+        self.recorder.pace.stop()
         self.recorder.is_off = True
         host_storages.clear()
         CASTS.clear()
