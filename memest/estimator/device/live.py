@@ -30,14 +30,13 @@ from memest.estimator.device.host import HostRecorder, without_tensors
 from memest.estimator.device.labels import Labels
 from memest.estimator.device.layouts import dense
 from memest.estimator.device.lines import ScriptLines
-from memest.estimator.device.messages import out_of_memory, refusal
+from memest.estimator.device.messages import out_of_memory, refusal, two_devices
 from memest.estimator.device.modules import LiveModules
 from memest.estimator.device.processes import refuse_in_child
 from memest.estimator.device.shards import local_foreach
 from memest.estimator.device.storages import RETURNED, MemKind, Site
 from memest.estimator.device.streams import MAIN
 from memest.estimator.device.tensors import (
-    CARD,
     CPU,
     INSIDE,
     META,
@@ -281,11 +280,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
             if tensor.dim() and self.place(tensor) in (Place.REAL, Place.HOST):
                 if func._schema.name.startswith(("aten::_foreach", "aten::_fused")):
                     return
-                raise RuntimeError(
-                    "Expected all tensors to be on the same device, but found at least two "
-                    f"devices, {CARD.device} and cpu! (when checking arguments in method "
-                    f"wrapper_CUDA_{func._schema.name.removeprefix('aten::')})"
-                )
+                raise RuntimeError(two_devices(func))
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         schema = func._schema

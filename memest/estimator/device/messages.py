@@ -44,6 +44,15 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 1024**3:.2f} GiB"
 
 
+def two_devices(func: Any) -> str:
+    """As torch refuses tensors of the host beside those of the GPU."""
+    return (
+        "Expected all tensors to be on the same device, but found at least two "
+        f"devices, {CARD.device} and cpu! (when checking arguments in method "
+        f"wrapper_CUDA_{func._schema.name.removeprefix('aten::')})"
+    )
+
+
 def refusal(func: Any, error: Exception, where: str) -> Exception:
     """What a script is told that came to `where`; an error of its own stays its own."""
     name = str(func).removesuffix(".default")
