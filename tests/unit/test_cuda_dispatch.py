@@ -36,6 +36,8 @@ NOT_MODELLED = {
     "norm.Scalar",  # redispatched with another signature; models call linalg_vector_norm
     "norm.ScalarOpt_dim",
 }
+SINCE_2_11 = {"rms_norm"}
+"""Casts of the installed torch that 2.11 does not make: `torch._C` of 2.11 lists no such kernel."""
 
 
 class Calls(TorchDispatchMode):
@@ -103,7 +105,7 @@ def test_the_lists_are_those_of_the_installed_torch(macro: str) -> None:
     ours = POLICIES[macro]
 
     assert len(ours) == len(set(ours))
-    assert set(ours) == installed_lists()[macro]
+    assert set(ours) == installed_lists()[macro] - SINCE_2_11
 
 
 def test_all_that_torch_registers_for_autocast_is_modelled_or_known() -> None:
@@ -113,7 +115,7 @@ def test_all_that_torch_registers_for_autocast_is_modelled_or_known() -> None:
     }
     ours = {name for names in POLICIES.values() for name in names}
 
-    assert registered - ours == NOT_MODELLED
+    assert registered - ours == NOT_MODELLED | SINCE_2_11
     assert ours <= registered
 
 
@@ -126,7 +128,7 @@ def test_nothing_else_uses_the_dispatch_key() -> None:
     layers = ("lstm", "gru", "rnn_tanh", "rnn_relu")
     ours |= {f"{layer}.{form}" for layer in layers for form in ("input", "data")}
 
-    ours |= {"mish_backward", "ctc_loss.Tensor"}
+    ours |= {"rms_norm", "mish_backward", "ctc_loss.Tensor", "one_hot", "_pad_packed_sequence"}
     assert {name.removeprefix("aten::") for name in registered} == ours
 
 

@@ -182,7 +182,8 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
                 self._check_devices(func, args, kwargs)
             return self._on_card(func, types, args, kwargs, no_place)
         if target == "meta":
-            if torch._C._current_graph_task_id() != -1:  # a formula asks for the device of C++
+            # C++ asks for what a tensor of the card says to it: a formula of autograd, a composite
+            if INSIDE.composite or torch._C._current_graph_task_id() != -1:
                 return self._on_card(func, types, args, kwargs, False)
             return func(*args, **kwargs)
         if on_host:

@@ -119,6 +119,8 @@ class _Inside(threading.local):
     """Whether this thread runs the recorder's own code."""
 
     depth = 0
+    composite = False
+    """It runs an operator of C++ that makes tensors in the likeness of one on the card."""
 
 
 INSIDE = _Inside()

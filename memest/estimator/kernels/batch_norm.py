@@ -1,9 +1,9 @@
-"""Batch norm: cuDNN's workspaces, and torch's choice between cuDNN and its own kernels.
+"""Batch norm: cuDNN's workspaces, torch's choice between cuDNN and its own kernels, and theirs.
 
-Sources: `_select_batch_norm_backend` of ATen/native/Normalization.cpp and cudnn/BatchNorm.cpp
-(torch 2.11). In NCHW there is no workspace. The rule for channels-last is deduced from all float16
-calls of ResNet-18, ResNet-50 and MobileNetV2 on an H100 (cuDNN 9.19), 65 shapes, and gives all of
-them to the byte.
+Sources: `_select_batch_norm_backend` of ATen/native/Normalization.cpp, cudnn/BatchNorm.cpp, and of
+torch's own kernels cuda/Normalization.cu and Normalization.cuh (torch 2.11). With cuDNN there is no
+workspace in NCHW. The rule for channels-last is deduced from all float16 calls of ResNet-18,
+ResNet-50 and MobileNetV2 on an H100 (cuDNN 9.19), 65 shapes, and gives all of them to the byte.
 
 Symbols: M samples times pixels, C channels.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.kernels.scratch import Scratch
+from memest.estimator.kernels.scratch import Events, Scratch, outputs, passing, temporaries
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -105,3 +105,69 @@ def batch_norm_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gp
         return not _is_channels_last(tensor)
     is_measured = tensor.dtype == torch.float16 and gpu.capability == (9, 0)
     return bool(not _is_channels_last(tensor) or is_measured)
+
+
+def _takes_rows(tensor: Tensor) -> bool:
+    """`batch_norm_use_channels_last_kernels`: the channels of a sample lie side by side."""
+    if tensor.dim() == 2:
+        return tensor.is_contiguous() and tensor.stride(1) == 1
+    return tensor.dim() > 3 and _is_channels_last(tensor)
+
+
+def _last_power_of_2(number: int) -> int:
+    return 1 << (max(1, number).bit_length() - 1)
+
+
+def _staging(tensor: Tensor, sums_per_channel: int) -> tuple[int, ...]:
+    """What blocks of rows leave to each other: sums in float32, and a flag for each group of
+    channels; nothing where fewer than 8 blocks would share a group (`flexible_launch_configs`).
+    """
+    channels = tensor.shape[1]
+    rows = tensor.numel() // max(1, channels)
+    width = min(_last_power_of_2(channels), 32)
+    height = min(_last_power_of_2(-(-rows // 4)), 512 // width)
+    if width * height != 512:
+        width = min(_last_power_of_2(channels), 512 // height)
+    blocks = min(-(-rows // (height * 16)), 128)
+    if blocks < 8:
+        return ()
+    return sums_per_channel * channels * blocks * 4, -(-channels // width) * 4
+
+
+def native_batch_norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`batch_norm_cuda` by torch's own kernels: in training staged sums where channels lie side by
+    side.
+    """
+    tensor, is_training = args[0], args[5]
+    return Scratch(after=_staging(tensor, 4) if is_training and _takes_rows(tensor) else ())
+
+
+def statistics_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`batch_norm_stats`, of `SyncBatchNorm`."""
+    return Scratch(after=_staging(args[0], 4) if _takes_rows(args[0]) else ())
+
+
+def statistics_gradient_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`batch_norm_backward_reduce`, of `SyncBatchNorm`."""
+    return Scratch(after=_staging(args[1], 2) if _takes_rows(args[1]) else ())
+
+
+def native_batch_norm_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`batch_norm_backward_cuda`: one kernel, or where channels lie side by side, or the input
+    needs no gradient, sums over the samples first.
+    """
+    tensor, wanted = args[1], args[9]
+    takes_rows = _takes_rows(tensor)
+    sizes = {i: t.numel() * t.itemsize for i, t in enumerate(out) if t is not None and wanted[i]}
+    if wanted[0] and not takes_rows:
+        return tuple(outputs(sizes))
+    of_input = outputs({0: sizes.pop(0)} if wanted[0] else {})
+    sums = (tensor.shape[1] * (8 if tensor.dtype == torch.float64 else 4),) * 2
+    staged = _staging(tensor, 2) if takes_rows else ()
+    return tuple(
+        temporaries(*sums)
+        + outputs(sizes)
+        + passing(*staged)
+        + of_input
+        + temporaries(*(-n for n in sums))
+    )

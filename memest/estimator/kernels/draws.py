@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.kernels.cub import radix_sort_bytes
+from memest.estimator.kernels.reductions import reduce_bytes
 from memest.estimator.kernels.scratch import Events, EventsFn, outputs, passing, temporaries
 
 aten = torch.ops.aten
@@ -71,6 +72,12 @@ def multinomial_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events
         return _with_replacement(args, out)
     rows = probabilities.shape[0] if probabilities.dim() > 1 else 1
     noise = probabilities.numel() * item
+    extreme = passing(
+        *reduce_bytes(
+            probabilities, (), gpu, dtype=probabilities.dtype, out_dtype=probabilities.dtype,
+            accumulator_bytes=item,
+        )
+    )  # fmt: skip
     sums = temporaries(rows * item, rows, 1, -rows, -rows * item)
     if probabilities.dim() == 1:
         sums = temporaries(item, 1, -item)
@@ -78,7 +85,11 @@ def multinomial_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events
     kept = 1, 1
     return tuple(
         outputs({0: out.numel() * out.itemsize})
-        + temporaries(item, 1, item, 1, 1, -1, -item, -1, -item)
+        + temporaries(item)
+        + extreme
+        + temporaries(1, item)
+        + extreme
+        + temporaries(1, 1, -1, -item, -1, -item)
         + sums
         + passing(1)
         + temporaries(noise)

@@ -21,8 +21,13 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.kernels.cub import radix_sort_bytes, scan_bytes, segmented_sort_bytes
-from memest.estimator.kernels.scratch import Scratch
+from memest.estimator.kernels.cub import (
+    radix_sort_bytes,
+    scan_bytes,
+    segmented_sort_bytes,
+    select_bytes,
+)
+from memest.estimator.kernels.scratch import Events, Scratch, outputs, passing, temporaries
 
 FEW_INDICES = 3072
 """Up to so many indices `embedding_dense_backward_cuda` adds rows without sorting."""
@@ -59,8 +64,10 @@ def contiguous_copy(*tensors: Tensor | None) -> tuple[int, ...]:
 
 
 def embedding_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`embedding` (native/Embedding.cpp): the indices as one contiguous row, where they are not."""
-    return Scratch(before=contiguous_copy(args[1]))
+    """`embedding` (native/Embedding.cpp): the indices as one contiguous row, where they are not;
+    `index_select` takes every stride of a vector.
+    """
+    return Scratch(before=contiguous_copy(args[1]) if args[1].dim() > 1 else ())
 
 
 def adds_atomically(num_indices: int, num_rows: int, width: int, gpu: Gpu) -> bool:
@@ -190,31 +197,31 @@ def sort_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> 
     return length <= SMALL_SORT or (tensor.itemsize > 1 and is_last and tensor.is_contiguous())
 
 
-def topk_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+def topk_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`topk` of TensorTopK.cu: a contiguous input, and where many blocks search a slice (`mbtopk`)
     what they share.
 
     ::
 
         per slice  the k-th value, its pattern and how many are sought (8 B each), 256 counts of 4 B
-        per block  256 counts of 2 B, then two counts of 4 B, summed by a scan
+        per block  256 counts of 2 B, then two counts of 4 B, each summed by a scan
 
     Evidence: exact on an H100 for 1 to 64 slices of 32,000 to a million elements.
     """
-    copies = contiguous_copy(args[0])
+    kept = [*contiguous_copy(args[0])]
     count, length = _slices(args, kwargs, 2)
-    if not _topk_takes_many_blocks(count, length):
-        return Scratch(after=copies)
-    threads = gpu.num_sms * TOPK_BLOCKS_PER_SM * TOPK_THREADS
-    items = min(64, max(4, -(-count * length // threads))) * TOPK_THREADS
-    blocks = count * -(-length // items)
-    per_slice = (count * args[0].itemsize, count * 8, count * 8)
-    return Scratch(
-        after=(
-            *copies, *per_slice, blocks * 512, count * 1024, blocks * 4, blocks * 4,
-            TOPK_SCAN_BYTES,
-        )
-    )  # fmt: skip
+    scans: tuple[int, ...] = ()
+    if _topk_takes_many_blocks(count, length):
+        threads = gpu.num_sms * TOPK_BLOCKS_PER_SM * TOPK_THREADS
+        items = min(64, max(4, -(-count * length // threads))) * TOPK_THREADS
+        blocks = count * -(-length // items)
+        kept += [count * args[0].itemsize, count * 8, count * 8]
+        kept += [blocks * 512, count * 1024, blocks * 4, blocks * 4]
+        scans = (TOPK_SCAN_BYTES, -TOPK_SCAN_BYTES) * 2
+    return tuple(
+        outputs({i: t.numel() * t.itemsize for i, t in enumerate(out)})
+        + temporaries(*kept, *scans, *(-n for n in reversed(kept)))
+    )
 
 
 def _topk_takes_many_blocks(count: int, length: int) -> bool:
@@ -246,3 +253,37 @@ def cumsum_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     threads = 128 if dtype.itemsize >= 16 else 256 if dtype.itemsize >= 8 else 512
     blocks = min(gpu.num_sms, -(-tensor.numel() // (threads * 16)))
     return Scratch(after=(*cast, blocks * dtype.itemsize))
+
+
+def isin_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`isin_default_kernel_gpu` of TensorCompare.cpp: every element beside each that is sought, and
+    whether any of them is equal.
+    """
+    return Scratch(after=(args[0].numel() * args[1].numel(), args[0].numel()))
+
+
+def isin_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Whether so few are sought that they are compared one by one; else they are sorted."""
+    return bool(args[1].numel() < int(10 * args[0].numel() ** 0.145))
+
+
+def renorm_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`embedding_renorm_cuda_` of Embedding.cu: the sorted indices and their positions, those that
+    differ, and how many.
+    """
+    indices = args[1]
+    row = indices.numel() * INDEX_BYTES
+    copies = contiguous_copy(indices)
+    sorting = sort_scratch((indices,), {}, None, gpu).after
+    return tuple(
+        temporaries(row, row)
+        + passing(*copies, *sorting)
+        + temporaries(-row)
+        + passing(row, INDEX_BYTES, select_bytes(indices.numel(), gpu))
+        + temporaries(-row)
+    )
+
+
+def renorm_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Whether one block finds the indices that differ, as was measured."""
+    return bool(args[1].numel() <= SMALL_SORT)

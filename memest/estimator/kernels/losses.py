@@ -1,7 +1,7 @@
 """Temporaries of the losses: elementwise buffers, and which of them the result keeps.
 
 Sources (torch 2.11, `aten/src/ATen/native`): Loss.cpp, cuda/MultiMarginLoss.cu,
-cuda/MultiLabelMarginCriterion.cu, cuda/LossCTC.cu.
+cuda/MultiLabelMarginCriterion.cu, cuda/LossCTC.cu, cuda/NLLLoss.cu.
 Evidence: the allocator's events of each loss, recorded on an H100.
 """
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.kernels.indexing import contiguous_copy
 from memest.estimator.kernels.reductions import sum_bytes
 from memest.estimator.kernels.scratch import (
     OLDEST,
@@ -114,6 +115,22 @@ def soft_margin_outputs(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> list[
     return [args[0].numel() * out.itemsize] if is_reduced(args, 2) else None
 
 
+def nll_loss_copies(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`nll_loss_forward` (cuda/NLLLoss.cu), reduced: input, weight and target made contiguous."""
+    log_probs, target, weight, reduction = args[:4]
+    if reduction == 0 or log_probs.dim() < 2:
+        return Scratch()
+    return Scratch(after=contiguous_copy(log_probs, weight, target))
+
+
+def nll_loss_gradient_copies(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`nll_loss_backward`, likewise."""
+    _, log_probs, target, weight, reduction = args[:5]
+    if reduction == 0 or log_probs.dim() < 2:
+        return Scratch()
+    return Scratch(after=contiguous_copy(target, weight))
+
+
 def soft_margin_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`soft_margin_loss` of Loss.cpp, reduced: the mean or sum, copied into the loss."""
     if not is_reduced(args, 2):
@@ -179,6 +196,8 @@ def ctc_loss_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> 
 
 
 LOSS_SCRATCH: dict[OpOverload, ScratchFn] = {
+    aten.nll_loss_forward.default: nll_loss_copies,
+    aten.nll_loss_backward.default: nll_loss_gradient_copies,
     aten.mse_loss.default: mse_loss_scratch,
     aten.smooth_l1_loss.default: mse_loss_scratch,
     aten.binary_cross_entropy.default: bce_of_probabilities_scratch,

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.kernels.indexing import contiguous_copy
-from memest.estimator.kernels.scratch import Events, KernelEvent, outputs, temporaries
+from memest.estimator.kernels.reductions import sum_bytes
+from memest.estimator.kernels.scratch import Events, KernelEvent, outputs, passing, temporaries
 
 aten = torch.ops.aten
 
@@ -291,16 +292,16 @@ def recurrent_backward_events(args: tuple[Any, ...], kwargs: Any, out: Any, gpu:
     grads = contiguous_copy(None if grad is None else _in_steps(grad, args, 14, 18))
     grads += contiguous_copy(grad_hy, grad_cy)
     workspace = training_workspace_bytes(layers)
-    passing = temporaries(workspace, -workspace)
+    between = temporaries(workspace, -workspace)
     events = temporaries(*zeros, *x_copy, *grads)
     events += outputs({i: _bytes(out[i]) for i in range(3) if out[i] is not None})
-    events += passing + temporaries(*(-n for n in (*grads, *x_copy)))
+    events += between + temporaries(*(-n for n in (*grads, *x_copy)))
     if args[21][3]:
         flat = _bytes(args[3])
         is_own = args[2] < 4
         events += temporaries(*x_copy)
         events += temporaries(flat) if is_own else [KernelEvent(flat, 3)]
-        events += passing
+        events += between
         if is_own:  # without biases the gradients are copied out of the buffer
             events += outputs({3 + i: _bytes(g) for i, g in enumerate(out[3])})
             events += temporaries(-flat)
@@ -321,8 +322,34 @@ def recurrent_is_modelled(func: Any, args: tuple[Any, ...], kwargs: Any, gpu: Gp
     return is_measured(layers_of_forward(args), is_training=bool(args[12]))
 
 
+def lstm_cell_events(args: tuple[Any, ...], kwargs: Any, out: Any, gpu: Gpu) -> Events:
+    """`_thnn_fused_lstm_cell` (cuda/RNN.cu): what the gradient needs, then the states."""
+    return tuple(outputs({i: _bytes(out[i]) for i in (2, 0, 1)}))
+
+
+def gru_cell_events(args: tuple[Any, ...], kwargs: Any, out: Any, gpu: Gpu) -> Events:
+    """`_thnn_fused_gru_cell`, likewise."""
+    return tuple(outputs({i: _bytes(out[i]) for i in (1, 0)}))
+
+
+def lstm_cell_backward_events(args: tuple[Any, ...], kwargs: Any, out: Any, gpu: Gpu) -> Events:
+    """`_thnn_fused_lstm_cell_backward_impl`: the gradients of gates and state, and the sum of the
+    gates' over the samples.
+    """
+    gates, state, bias = out
+    if gates is None:
+        return ()
+    events = outputs({0: _bytes(gates), 1: _bytes(state)})
+    if bias is not None:
+        events += outputs({2: _bytes(bias)}) + passing(*sum_bytes(gates, (0,), gates.dtype, gpu))
+    return tuple(events)
+
+
 RECURRENT_EVENTS = {
     aten._cudnn_rnn.default: recurrent_events,
     aten._cudnn_rnn_backward.default: recurrent_backward_events,
+    aten._thnn_fused_lstm_cell.default: lstm_cell_events,
+    aten._thnn_fused_gru_cell.default: gru_cell_events,
+    aten._thnn_fused_lstm_cell_backward_impl.default: lstm_cell_backward_events,
 }
 """What each operation asks of the allocator, in order."""

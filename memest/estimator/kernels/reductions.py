@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.kernels.scratch import Scratch
+from memest.estimator.kernels.scratch import Events, Scratch, outputs, passing, temporaries
 
 MAX_REDUCE_THREADS = 512
 """`mnt_wrapper<T>::MAX_NUM_THREADS` of Reduce.cuh, for every dtype but complex double."""
@@ -424,11 +424,26 @@ def variance_scratch(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, gp
     return Scratch(after=staged)
 
 
-def logsumexp_scratch(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, gpu: Gpu) -> Scratch:
-    """`logsumexp_out_impl` of ReduceOps.cpp at its peak: shifted exponentials, maxima."""
+def logsumexp_events(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, gpu: Gpu) -> Events:
+    """`logsumexp_out_impl` of ReduceOps.cpp: the maxima, which of them are infinite, the
+    exponentials of what is below, and their sum, the result.
+    """
     tensor, result = args[0], _tensor_out(out)
-    exponentials = tensor.numel() * result.dtype.itemsize
-    return Scratch(after=(exponentials, result.numel() * result.dtype.itemsize))
+    dtype, dims = result.dtype, _dims_of(args, kwargs, 1)
+    maxima, exponentials = (t.numel() * dtype.itemsize for t in (result, tensor))
+    largest = reduce_bytes(
+        tensor, dims, gpu, dtype=tensor.dtype, out_dtype=dtype, accumulator_bytes=dtype.itemsize
+    )
+    shifted = torch.empty(tensor.shape, dtype=dtype, device="meta")
+    return tuple(
+        temporaries(maxima)
+        + passing(*largest)
+        + passing(maxima, result.numel())
+        + temporaries(exponentials)
+        + outputs({0: maxima})
+        + passing(*sum_bytes(shifted, dims, dtype, gpu))
+        + temporaries(-exponentials, -maxima)
+    )
 
 
 def equal_scratch(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, gpu: Gpu) -> Scratch:

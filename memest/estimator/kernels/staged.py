@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.kernels.batch_norm import native_batch_norm_backward_events
 from memest.estimator.kernels.convolution import (
     backward_workspaces,
     convolution_format,
@@ -45,10 +46,13 @@ from memest.estimator.kernels.indexing import (
     broadcast,
     contiguous_copy,
     index_tensors,
+    renorm_events,
+    topk_events,
 )
 from memest.estimator.kernels.losses import LOSS_EVENTS
 from memest.estimator.kernels.reductions import (
     accumulator_bytes_of,
+    logsumexp_events,
     sum_bytes,
     threads_per_sm,
 )
@@ -107,7 +111,7 @@ def embedding_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) ->
     """
     grad, indices, num_rows = args[0], args[1], args[2]
     num_indices, width = indices.numel(), grad.shape[-1]
-    copies = contiguous_copy(grad, indices)
+    copies = contiguous_copy(indices, grad)
     gradient = outputs({0: num_rows * width * grad.itemsize})
     if num_indices <= FEW_INDICES:
         return tuple(temporaries(*copies) + gradient + temporaries(*(-n for n in reversed(copies))))
@@ -318,6 +322,10 @@ STAGED_EVENTS: dict[OpOverload, EventsFn] = {
     aten._embedding_bag.default: embedding_bag_events,
     aten._embedding_bag_backward.default: embedding_bag_backward_events,
     aten.nonzero.default: nonzero_events,
+    aten.topk.default: topk_events,
+    aten.embedding_renorm_.default: renorm_events,
+    aten.logsumexp.default: logsumexp_events,
+    aten.native_batch_norm_backward.default: native_batch_norm_backward_events,
     aten.repeat_interleave.Tensor: repeat_interleave_events,
     aten.masked_scatter_backward.default: masked_scatter_backward_events,
     aten.convolution_backward.default: convolution_backward_events,

@@ -27,6 +27,9 @@ from memest.estimator.kernels.batch_norm import (
     batch_norm_backward_scratch,
     batch_norm_is_modelled,
     batch_norm_scratch,
+    native_batch_norm_scratch,
+    statistics_gradient_scratch,
+    statistics_scratch,
 )
 from memest.estimator.kernels.convolution import (
     convolution_is_modelled,
@@ -44,11 +47,13 @@ from memest.estimator.kernels.indexing import (
     index_put_scratch,
     index_scratch,
     indexing_is_modelled,
+    isin_is_modelled,
+    isin_scratch,
     masked_scatter_scratch,
+    renorm_is_modelled,
     sort_is_modelled,
     sort_scratch,
     topk_is_modelled,
-    topk_scratch,
 )
 from memest.estimator.kernels.losses import (
     LOSS_OUTPUTS,
@@ -62,7 +67,6 @@ from memest.estimator.kernels.reductions import (
     equal_scratch,
     extreme_scratch,
     indexed_extreme_scratch,
-    logsumexp_scratch,
     norm_scratch,
     product_scratch,
     sum_all_scratch,
@@ -308,7 +312,6 @@ SCRATCH: dict[OpOverload, ScratchRule] = {
     aten.var.correction: variance_scratch,
     aten.var_mean.correction: variance_scratch,
     aten.std_mean.correction: variance_scratch,
-    aten.logsumexp.default: logsumexp_scratch,
     aten.equal.default: equal_scratch,
     aten.isinf.default: isinf_scratch,
     aten.split_with_sizes_copy.out: split_with_sizes_copy_scratch,
@@ -335,9 +338,12 @@ SCRATCH: dict[OpOverload, ScratchRule] = {
     aten.masked_scatter_.default: masked_scatter_scratch,
     aten.sort.default: sort_scratch,
     aten.sort.stable: sort_scratch,
-    aten.topk.default: topk_scratch,
+    aten.isin.Tensor_Tensor: isin_scratch,
     aten.cumsum.default: cumsum_scratch,
     aten.convolution.default: convolution_scratch,
+    aten.native_batch_norm.default: native_batch_norm_scratch,
+    aten.batch_norm_stats.default: statistics_scratch,
+    aten.batch_norm_backward_reduce.default: statistics_gradient_scratch,
     aten.cudnn_batch_norm.default: batch_norm_scratch,
     aten.cudnn_batch_norm_backward.default: batch_norm_backward_scratch,
     aten.upsample_bicubic2d_backward.default: input_copy_after,
@@ -401,6 +407,8 @@ MODELLED_WHERE: dict[OpOverload, ModelledRule] = {
     aten.sort.default: sort_is_modelled,
     aten.sort.stable: sort_is_modelled,
     aten.topk.default: topk_is_modelled,
+    aten.isin.Tensor_Tensor: isin_is_modelled,
+    aten.embedding_renorm_.default: renorm_is_modelled,
     aten.histc.default: histogram_is_modelled,
     aten._grouped_mm.default: grouped_mm_is_modelled,
     aten._cudnn_rnn.default: recurrent_is_modelled,
@@ -432,10 +440,11 @@ _LOOKUPS = (
     "scatter_add scatter_add_"
 )
 _NEURAL = (
-    "native_dropout_backward nll_loss_forward nll_loss_backward "
+    "native_dropout_backward "
     "mse_loss_backward binary_cross_entropy_backward glu glu_backward upsample_bicubic2d "
     "_adaptive_avg_pool2d max_pool2d_with_indices hardtanh_backward leaky_relu_backward "
-    "native_batch_norm native_batch_norm_backward"
+    "batch_norm_elemt batch_norm_gather_stats_with_counts batch_norm_backward_elemt "
+    "isin.Tensor_Scalar"
 )
 _ACTIVATIONS = (
     "softplus_backward hardswish hardswish_backward elu_backward leaky_relu_backward "
