@@ -51,6 +51,7 @@ from memest.estimator.device.traits import DEPENDS_ON_VALUES, traits_of
 from memest.estimator.device.values import LiveValues, ValueUnknown
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.hardware.speed import segment_us
+from memest.estimator.kernels.transfers import to_host_scratch
 
 aten = torch.ops.aten
 
@@ -197,7 +198,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
 
     def _view(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A view lies where its base does, and asks for nothing."""
-        if is_meta(args[0]):
+        if isinstance(args[0], Tensor) and is_meta(args[0]):  # C++ hands on numbers as numbers
             self.coverage.num_ops += 1
         return func(*args, **kwargs)
 
@@ -257,9 +258,11 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
             return self._in_memory(func, without_tensors(args), factory)
         with self._lock:
             self.host_waits(self.event(self.stream))
-            if not source.is_contiguous() and not aten.is_non_overlapping_and_dense.default(source):
-                site = self._site(func)  # `copy_requires_temporaries` of Copy.cu
-                self._ends(self._workspace(source.numel() * source.itemsize, site))
+            made = [
+                self._workspace(n, self._site(func)) for n in to_host_scratch(func, args, kwargs)
+            ]
+            for index in reversed(made):
+                self._ends(index)
         # a parameter has no data on the host, as none of a model built there has
         is_parameter = isinstance(source, torch.nn.Parameter)
         value = None if is_parameter else self.values.value_of(source)
