@@ -220,11 +220,9 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
 
     def _how_it_runs(self, func: Any) -> Any:
         """Where `func` is made of other operators, the dispatch key under which; else None."""
-        try:
-            return self._made_of_others[id(func)]
-        except KeyError:
-            found = self._made_of_others[id(func)] = key_of_other_operators(func)
-            return found
+        if id(func) not in self._made_of_others:
+            self._made_of_others[id(func)] = key_of_other_operators(func)
+        return self._made_of_others[id(func)]
 
     def _by_other_operators(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run what is made of other operators, so that those are recorded."""
@@ -258,10 +256,8 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
             return self._in_memory(func, without_tensors(args), factory)
         with self._lock:
             self.host_waits(self.event(self.stream))
-            made = [
-                self._workspace(n, self._site(func)) for n in to_host_scratch(func, args, kwargs)
-            ]
-            for index in reversed(made):
+            site, sizes = self._site(func), to_host_scratch(func, args, kwargs)
+            for index in reversed([self._workspace(n, site) for n in sizes]):
                 self._ends(index)
         # a parameter has no data on the host, as none of a model built there has
         is_parameter = isinstance(source, torch.nn.Parameter)
