@@ -1,13 +1,15 @@
 """Operators of which CUDA has one kernel where meta runs several, or none.
 
 `mish` and `rms_norm` are taken apart by autograd unless the device has a fused kernel, `one_hot`
-compares on meta where CUDA scatters; `kernels` puts the choice back above autograd. `MADE_HERE`
+compares on meta where CUDA scatters, and the gradient of `cumprod` takes a way there that no value
+decides; `kernels` puts the choice back above autograd. `MADE_HERE`
 gives the results that torch's meta device does not know, or takes long to find.
 
 Sources (torch 2.11, aten/src/ATen): native/layer_norm.cpp (`rms_norm_symint`),
 native/cuda/layer_norm_kernel.cu (`_fused_rms_norm_cuda`), native/native_functions.yaml,
-native/LossCTC.cpp, native/Onehot.cpp, native/cuda/MultiMarginLoss.cu,
-native/cuda/MultiLabelMarginCriterion.cu and native/cuda/Normalization.cu.
+native/LossCTC.cpp, native/Onehot.cpp, native/ReduceOps.cpp (`cumprod_backward`),
+native/cuda/MultiMarginLoss.cu, native/cuda/MultiLabelMarginCriterion.cu and
+native/cuda/Normalization.cu.
 """
 
 from __future__ import annotations
@@ -98,8 +100,19 @@ def kernels(below: Any) -> dict[str, Callable[..., Any]]:
         zeros = torch.zeros((*classes.shape, num_classes), dtype=torch.int64, device=classes.device)
         return zeros.scatter_(-1, classes.unsqueeze(-1), 1)
 
+    def cumprod_backward(keyset: Any, grad: Tensor, x: Tensor, dim: int, output: Tensor) -> Tensor:
+        if not on_gpu(x) or x.is_complex() or x.dim() == 0 or x.shape[dim] == 1:
+            made: Tensor = aten.cumprod_backward.default.redispatch(
+                keyset & below, grad, x, dim, output
+            )
+            return made
+        products, is_zero = output * grad, x == 0
+        is_zero.any()  # which the host reads; none is taken to be
+        return products.flip(dim).cumsum(dim).flip(dim).div(x)
+
     return {
         "rms_norm": rms_norm,
+        "cumprod_backward": cumprod_backward,
         "mish_backward": mish_backward,
         "ctc_loss.Tensor": ctc_loss,
         "one_hot": one_hot,
