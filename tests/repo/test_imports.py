@@ -45,7 +45,8 @@ DEVICE_FLOORS = [
     {"collectives", "cuda_semantics", "custom_operators", "dispatch", "fused"}
     | {"garbage", "guesses", "history", "host", "imports", "in_place", "labels", "layouts", "lines"}
     | {"messages", "modules"}
-    | {"patches", "processes", "ranks", "recurrent", "shards", "storages", "streams", "tensors"}
+    | {"patches", "processes", "ranks", "recurrent", "shards", "storages", "streams"}
+    | {"synchronised", "tensors"}
     | {"traits", "values"},
     {"live"},
     {"attributes", "cuda", "distributed", "encoder", "files", "libraries"},

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memest.errors import TraceError
-from memest.estimator.device import fused, recurrent
+from memest.estimator.device import fused, recurrent, synchronised
 from memest.estimator.device.in_place import (
     as_without_a_mode,
     owners_of_a_sole_gradient,
@@ -398,7 +398,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.values.drop(key)
 
 
-_MADE_HERE = {**recurrent.MADE_HERE, **fused.MADE_HERE}
+_MADE_HERE = {**recurrent.MADE_HERE, **fused.MADE_HERE, **synchronised.MADE_HERE}
 _ATTENTION_EVENTS = {**ATTENTION_EVENTS, **FLASH_ATTENTION_2_EVENTS}
 _EVENTS = {
     **STAGED_EVENTS,

@@ -8,8 +8,7 @@ gives the results that torch's meta device does not know, or takes long to find.
 Sources (torch 2.11, aten/src/ATen): native/layer_norm.cpp (`rms_norm_symint`),
 native/cuda/layer_norm_kernel.cu (`_fused_rms_norm_cuda`), native/native_functions.yaml,
 native/LossCTC.cpp, native/Onehot.cpp, native/ReduceOps.cpp (`cumprod_backward`),
-native/cuda/MultiMarginLoss.cu, native/cuda/MultiLabelMarginCriterion.cu and
-native/cuda/Normalization.cu.
+native/cuda/MultiMarginLoss.cu and native/cuda/MultiLabelMarginCriterion.cu.
 """
 
 from __future__ import annotations
@@ -91,6 +90,16 @@ def kernels(below: Any) -> dict[str, Callable[..., Any]]:
         loss: Tensor = aten.ctc_loss.IntList(log_probs, targets, *numbers, *args[4:])
         return loss
 
+    return {
+        "rms_norm": rms_norm,
+        "cumprod_backward": _cumprod_backward(below),
+        "mish_backward": mish_backward,
+        "ctc_loss.Tensor": ctc_loss,
+        "one_hot": _one_hot(below),
+    }
+
+
+def _one_hot(below: Any) -> Callable[..., Tensor]:
     def one_hot(keyset: Any, classes: Tensor, num_classes: int = -1) -> Tensor:
         if not on_gpu(classes) or not classes.numel():
             made: Tensor = aten.one_hot.default.redispatch(keyset & below, classes, num_classes)
@@ -100,23 +109,20 @@ def kernels(below: Any) -> dict[str, Callable[..., Any]]:
         zeros = torch.zeros((*classes.shape, num_classes), dtype=torch.int64, device=classes.device)
         return zeros.scatter_(-1, classes.unsqueeze(-1), 1)
 
-    def cumprod_backward(keyset: Any, grad: Tensor, x: Tensor, dim: int, output: Tensor) -> Tensor:
+    return one_hot
+
+
+def _cumprod_backward(below: Any) -> Callable[..., Tensor]:
+    def backward(keyset: Any, grad: Tensor, x: Tensor, dim: int, output: Tensor) -> Tensor:
         if not on_gpu(x) or x.is_complex() or x.dim() == 0 or x.shape[dim] == 1:
-            made: Tensor = aten.cumprod_backward.default.redispatch(
-                keyset & below, grad, x, dim, output
-            )
+            op = aten.cumprod_backward.default
+            made: Tensor = op.redispatch(keyset & below, grad, x, dim, output)
             return made
         products, is_zero = output * grad, x == 0
         is_zero.any()  # which the host reads; none is taken to be
         return products.flip(dim).cumsum(dim).flip(dim).div(x)
 
-    return {
-        "rms_norm": rms_norm,
-        "cumprod_backward": cumprod_backward,
-        "mish_backward": mish_backward,
-        "ctc_loss.Tensor": ctc_loss,
-        "one_hot": one_hot,
-    }
+    return backward
 
 
 def _rms_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -160,44 +166,10 @@ def _normal(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return made
 
 
-def _statistics(tensor: Tensor) -> Tensor:
-    """A number for each channel, of float32 or wider."""
-    dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-    return torch.empty(tensor.shape[1], dtype=dtype, device="meta")
-
-
-def _batch_norm_stats(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    return _statistics(args[0]), _statistics(args[0])
-
-
-def _batch_norm_sums(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The sums that its gradient needs, and the gradients of weight and bias."""
-    _, tensor, _, _, weight, _, of_weight, of_bias = args
-    made = torch.empty_like if weight is not None else None
-    return (
-        _statistics(tensor),
-        _statistics(tensor),
-        made(weight) if made and of_weight else None,
-        made(weight) if made and of_bias else None,
-    )
-
-
-def _dense_like(position: int) -> Callable[[tuple[Any, ...], dict[str, Any]], Tensor]:
-    def make(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        return torch.empty_like(args[position])
-
-    return make
-
-
 MADE_HERE: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {
     aten.normal_.default: _normal,
     aten._fused_rms_norm.default: _rms_norm,
     aten.mish_backward.default: _like(1),
-    aten.batch_norm_stats.default: _batch_norm_stats,
-    aten.batch_norm_gather_stats_with_counts.default: _batch_norm_stats,
-    aten.batch_norm_elemt.default: _dense_like(0),
-    aten.batch_norm_backward_reduce.default: _batch_norm_sums,
-    aten.batch_norm_backward_elemt.default: _dense_like(1),
     aten._ctc_loss_backward.default: _like(1),
     aten.multi_margin_loss.default: _multi_margin,
     aten.multi_margin_loss_backward.default: _like(1),

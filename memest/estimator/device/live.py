@@ -30,7 +30,7 @@ from memest.estimator.device.host import HostRecorder, without_tensors
 from memest.estimator.device.labels import Labels
 from memest.estimator.device.layouts import dense
 from memest.estimator.device.lines import ScriptLines
-from memest.estimator.device.messages import out_of_memory, refusal, two_devices
+from memest.estimator.device.messages import BENCHMARK, out_of_memory, refusal, two_devices
 from memest.estimator.device.modules import LiveModules
 from memest.estimator.device.processes import refuse_in_child
 from memest.estimator.device.shards import local_foreach
@@ -51,6 +51,7 @@ from memest.estimator.device.traits import DEPENDS_ON_VALUES, traits_of
 from memest.estimator.device.values import LiveValues, ValueUnknown
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.hardware.speed import segment_us
+from memest.estimator.kernels.tables import CONVOLUTIONS
 from memest.estimator.kernels.transfers import to_host_scratch
 
 aten = torch.ops.aten
@@ -379,16 +380,17 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
             self.history.born(index, storages.sites[index])
 
     def _born(self, tensor: Tensor, num_bytes: int | None, site: Site, kind: MemKind) -> None:
-        before = len(self._references)
+        before = len(self.storages.num_bytes)
         super()._born(tensor, num_bytes, site, kind)
-        if len(self._references) > before:
-            self.pace.made(PER_STORAGE)
+        self.pace.made(PER_STORAGE * (len(self.storages.num_bytes) - before))
 
     def _new_recipe(self, func: Any, args: Any, kwargs: Any, out: Any, key: Any) -> Recipe:
         before, num_recipes = gc.get_count()[0], len(self._recipes)
         recipe = super()._new_recipe(func, args, kwargs, out, key)
         if len(self._recipes) > num_recipes:
             self.pace.made(max(0, gc.get_count()[0] - before))
+        if func in CONVOLUTIONS and torch._C._get_cudnn_benchmark():
+            self.note(BENCHMARK)
         return recipe
 
     def _died(self, index: int, key: int) -> None:

@@ -385,7 +385,7 @@ _CONTIGUOUS_GRADIENTS = (
 )
 
 
-_CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
+CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 
 
 def as_on_cuda(func: OpOverload, args: Args, out: Any) -> Any:
@@ -394,7 +394,7 @@ def as_on_cuda(func: OpOverload, args: Args, out: Any) -> Any:
     The gradient of a norm's input is contiguous (layer_norm_kernel.cu); on meta it follows the
     gradient that came in. A convolution of cuDNN keeps channels-last.
     """
-    if func in _CONVOLUTIONS:
+    if func in CONVOLUTIONS:
         return convolution_outputs(func, args, out)
     if func not in _CONTIGUOUS_GRADIENTS:
         return out
