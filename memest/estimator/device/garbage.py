@@ -23,14 +23,20 @@ class GarbagePace:
     """Moves the threshold of Python's youngest generation by what is not the script's."""
 
     def __init__(self) -> None:
-        self._own = 0
+        self._own = self._moved = 0
+        self._threshold = (0, 0, 0)
+        self._is_kept = False
+
+    def start(self) -> None:
+        """From here on the threshold moves."""
+        self._own, self._is_kept = 0, True
         self._threshold = gc.get_threshold()
         self._moved = self._threshold[0]
         gc.callbacks.append(self._looked)
 
     def made(self, num_objects: int) -> None:
         """So many containers that live on were made, or dropped, for the recorder's own sake."""
-        if not gc.isenabled():
+        if not self._is_kept or not gc.isenabled():
             self._own += num_objects
             return
         now = gc.get_threshold()
@@ -43,6 +49,7 @@ class GarbagePace:
 
     def stop(self) -> None:
         """The threshold is the script's again."""
+        self._is_kept = False
         gc.callbacks.remove(self._looked)
         if gc.get_threshold()[0] == self._moved:
             gc.set_threshold(*self._threshold)

@@ -151,6 +151,7 @@ class VirtualGpu:
         for handle in recorder.modules.hooks():
             self._stack.callback(handle.remove)
         self._stack.enter_context(self.in_this_thread())
+        recorder.pace.start()
         return self
 
     def __exit__(self, *exception: Any) -> None:

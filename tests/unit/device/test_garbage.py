@@ -26,6 +26,7 @@ def usual_thresholds() -> Iterator[None]:
 @pytest.fixture
 def pace() -> Iterator[GarbagePace]:
     made = GarbagePace()
+    made.start()
     yield made
     made.stop()
 
