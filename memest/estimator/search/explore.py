@@ -122,13 +122,15 @@ def _group(
     found: list[Explored] = []
     try:
         with frozen_garbage():
+            series: dict[Any, TraceSeries] = {}
             for count in micro_batches:
                 accumulated = replace(plan, accumulate_grad_batches=count)
                 series = {
-                    chip: TraceSeries(accumulated, gpu, "batch_size") for chip, gpu in chips.items()
+                    chip: TraceSeries(accumulated, gpu, "batch_size", like=series.get(chip))
+                    for chip, gpu in chips.items()
                 }
                 for each in series.values():
-                    each.cover(_progression(batches))
+                    each.cover(_progression(batches), asked=batches)
                 for batch in batches:
                     traced = {chip: each.at(batch) for chip, each in series.items()}
                     found.append(_point(replace(accumulated, batch_size=batch), traced, cards))

@@ -41,6 +41,8 @@ class TraceSeries:
         plan: the plan; its own value of `key` does not matter.
         gpu: whose kernels run.
         key: `batch_size` or `seq_len`.
+        like: of the same plan with other micro-batches, which run the same model: what a family
+            covers there, one here covers without a further check.
     """
 
     def __init__(
@@ -50,8 +52,9 @@ class TraceSeries:
         key: str = "batch_size",
         *,
         trust_remote_code: bool = False,
+        like: TraceSeries | None = None,
     ) -> None:
-        self.plan, self.gpu, self.key = plan, gpu, key
+        self.plan, self.gpu, self.key, self.like = plan, gpu, key, like
         self.num_traces = 0
         self.trust_remote_code = trust_remote_code
         self._traces: dict[int, LoggedTrace] = {}
@@ -125,17 +128,20 @@ class TraceSeries:
         self._families.clear()
         self._covered.clear()
 
-    def cover(self, values: Iterable[int]) -> None:
+    def cover(self, values: Iterable[int], *, asked: Iterable[int] | None = None) -> None:
         """Make `at` cheap for `values`; whatever it returns has been checked as far as it can be.
 
+        Of `values` only those in `asked` matter, all by default: the others are steps between.
+
         A run of values with one spacing is cut where a decision by shapes falls otherwise. Each
-        part is covered by a family of its first few, if that agrees with a trace at its last; if
-        not, each half by itself.
+        part is covered by a family of its first few, if that agrees with a trace at the last that
+        is asked for; if not, each half by itself.
         """
         if self.is_alone:
             return
-        for run in runs_of_one_spacing(sorted(set(values) - {1})):
-            self._cover(run)
+        run_of, wanted = sorted(set(values) - {1}), set(values if asked is None else asked)
+        for run in runs_of_one_spacing(run_of):
+            self._cover(run, wanted)
 
     def family(self, start: int, spacing: int = 1) -> Family:
         """The family whose first sample is at `start`; nothing is checked away from its samples.
@@ -166,23 +172,27 @@ class TraceSeries:
     def _with_length(self, traced: TracedPlan, value: int) -> TracedPlan:
         return replace(traced, seq_len=value) if self.key == "seq_len" else traced
 
-    def _cover(self, run: Sequence[int]) -> None:
-        if len(run) <= DEGREE[self.key] + 2:
+    def _cover(self, run: Sequence[int], asked: set[int]) -> None:
+        if len(asked.intersection(run)) <= DEGREE[self.key] + 2:
             return
         middle = len(run) // 2
         try:
             family = self.family(run[0], run[1] - run[0])
             is_other = (i for i, v in enumerate(run) if not family.chooses_alike(v))
             end = next(is_other, len(run))
-            if self.agrees(family, run[end - 1]):
+            held = asked.intersection(run[:end])
+            if held and (self._holds_elsewhere(held) or self.agrees(family, max(held))):
                 self._covered |= dict.fromkeys(run[:end], family)
-                self._cover(run[end:])
+                self._cover(run[end:], asked)
                 return
             middle = min(middle, end)
         except FormBroken:
             pass
-        self._cover(run[:middle])
-        self._cover(run[middle:])
+        self._cover(run[:middle], asked)
+        self._cover(run[middle:], asked)
+
+    def _holds_elsewhere(self, values: set[int]) -> bool:
+        return self.like is not None and values <= self.like._covered.keys()
 
 
 def runs_of_one_spacing(values: Sequence[int]) -> list[list[int]]:
