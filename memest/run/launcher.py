@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import runpy
 import signal
@@ -62,6 +63,7 @@ def run_target(target: Target, session: Session, *, limit_s: float | None = None
     sys.argv = [target.name, *target.args]
     sys.path[:1] = [target.import_path]
     error: BaseException | None = None
+    gc.collect()  # what was made before does not move the moments of the next collections
     try:
         with session, time_limit(limit_s, session.virtual.recorder.lines.current):
             _run(target)

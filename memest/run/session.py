@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import time
 from pathlib import Path
@@ -80,7 +79,6 @@ class Session:
             raise MemestError(
                 "this virtual GPU was used before", hint="call `memest.virtual_gpu` again"
             )
-        gc.collect(1)  # what was made before does not move the moments of the next collections
         self._virtual.__enter__()
         processes.install(self._patches, self.ranks)
         if self._batch_parts > 1:
