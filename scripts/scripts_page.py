@@ -94,7 +94,10 @@ def page_of(measured: Figures, simulated: Figures, misses: Figures, public: Figu
     """All of docs/scripts.md."""
     cases, runs = measured["cases"], simulated["cases"]
     offs = {name: difference(cases[name], runs[name]) for name in cases if name in runs}
-    sections = [HEAD.format(gpu=measured["gpu"], **measured["versions"]), *_summary(cases, offs)]
+    ended = {name: off for name, off in offs.items() if runs[name]["status"] != "failed"}
+    sections = [HEAD.format(gpu=measured["gpu"], **measured["versions"]), *_summary(cases, ended)]
+    if len(ended) < len(offs):
+        sections.append(f"\n{len(offs) - len(ended)} more stop here at what cannot be simulated.")
     sections += _misses(offs, misses)
     for origin, title in ORIGINS.items():
         names = [n for n in offs if cases[n]["origin"] == origin]
@@ -140,6 +143,14 @@ def _misses(offs: Mapping[str, Difference], misses: Figures) -> list[str]:
 
 
 def _row(name: str, measured: Figures, simulated: Figures, off: Difference) -> str:
+    if simulated["status"] == "failed":
+        reason = simulated["error"].partition(": ")[2]
+        figures = (f"{measured[key]:,}" for key in FIGURES[:2])
+        return (
+            f"| {name} | `{command_of(measured)}` | "
+            + " | stops | ".join(figures)
+            + (f" | stops | {reason} |")
+        )
     cells = [
         name,
         f"`{command_of(measured)}`",
