@@ -35,7 +35,7 @@ D = nn.Sequential(nn.Conv2d(NC, DIM, 3, padding=1), ResDown(DIM, 2 * DIM), ResDo
 optG = torch.optim.Adam(G.parameters(), 1e-4, betas=(0.0, 0.9))
 optD = torch.optim.Adam(D.parameters(), 1e-4, betas=(0.0, 0.9))
 one = torch.tensor(1, dtype=torch.float).cuda()
-mone = one * -1
+minus_one = one * -1
 
 
 def gradient_penalty(real, fake):
@@ -55,7 +55,7 @@ for iteration in range(2):
         D.zero_grad()
         real = torch.randn(BS, NC, 64, 64).cuda()
         d_real = D(real).mean()
-        d_real.backward(mone)
+        d_real.backward(minus_one)
         with torch.no_grad():
             z = torch.randn(BS, 128).cuda()
             fake = G(z)
@@ -69,6 +69,6 @@ for iteration in range(2):
         p.requires_grad_(False)
     G.zero_grad()
     g = D(G(torch.randn(BS, 128).cuda())).mean()
-    g.backward(mone)
+    g.backward(minus_one)
     optG.step()
     print("iter", iteration, -g.item(), torch.cuda.memory_allocated())
