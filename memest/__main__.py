@@ -16,18 +16,18 @@ def command() -> None:
     Python takes a second to free what torch and a traced model hold, object by object; the system
     does it at once. A script under `memest run` ends as Python would end it.
     """
-    code: object = 0
+    code = 0
     try:
         main()
     except SystemExit as end:
-        if sys.argv[1:2] == ["run"]:
+        if sys.argv[1:2] == ["run"] or not isinstance(end.code, int | None):
             raise
-        code = end.code
+        code = end.code or 0
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody is left to be told
             stream.flush()
-    os._exit(code if isinstance(code, int) else 1)
+    os._exit(code)
 
 
 if __name__ == "__main__":
