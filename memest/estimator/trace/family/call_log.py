@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -21,15 +22,28 @@ from memest.estimator.device.dispatch import Recipe
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.storages import Site
 from memest.estimator.kernels.attention import choice
+from memest.estimator.kernels.attention.events import ATTENTION_EVENTS
 from memest.estimator.kernels.cublas import MATMULS
+from memest.estimator.kernels.staged import STAGED_EVENTS
+from memest.estimator.kernels.tables import OUTPUT_BYTES, SCRATCH, has_no_scratch
 
 aten = torch.ops.aten
 
 GEMM_RULE = "_gemm_4bit_use_custom_fn"
 """bitsandbytes (0.50.2, backends/cuda/ops.py) chooses a kernel by it, from a product's shapes."""
 
+MASKED_SCATTER_BACKWARD = aten.masked_scatter_backward.default
+
 ALIGNMENT = 16
 """Storage offsets count modulo it: kernels ask for alignment of at most 16 elements."""
+
+
+@cache
+def is_plain(func: Any) -> bool:
+    """Whether a call makes its outputs as meta does, whatever the shapes, and nothing else."""
+    tables = (ATTENTION_EVENTS, STAGED_EVENTS, SCRATCH, OUTPUT_BYTES, MATMULS)
+    is_listed = any(func in table for table in tables)
+    return has_no_scratch(func) and not is_listed and func is not MASKED_SCATTER_BACKWARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +144,9 @@ class LoggingRecorder(LiveRecorder):  # type: ignore[no-untyped-call]
         start, first_id = len(self.log.events), len(self.storages.num_bytes)
         super()._record(func, args, kwargs, out, recipe)
         self.settle()
+        has_made = len(self.storages.num_bytes) > first_id
+        if not has_made and is_plain(func):  # nor does it ask for anything at another size
+            return
         index = self._by_recipe.get(id(recipe))
         if index is None:
             more = self._more_numbers(func, args)
@@ -141,7 +158,7 @@ class LoggingRecorder(LiveRecorder):  # type: ignore[no-untyped-call]
             self._kept.append(recipe)
         in_backward = func in MATMULS and torch._C._current_autograd_node() is not None
         born: tuple[tuple[int, int], ...] = ()
-        if len(self.storages.num_bytes) > first_id:
+        if has_made:
             born = tuple(self._born_here(out, recipe, first_id))
         first = self._cut_at
         end = len(self.log.events)
@@ -159,7 +176,7 @@ class LoggingRecorder(LiveRecorder):  # type: ignore[no-untyped-call]
 
     def _more_numbers(self, func: Any, args: Any) -> tuple[int, ...]:
         """What the requests of a call depend on besides shapes."""
-        if func is aten.masked_scatter_backward.default:
+        if func is MASKED_SCATTER_BACKWARD:
             mask = self.values.value_of(args[1])
             return () if mask is None else (int(mask.sum()),)
         return ()

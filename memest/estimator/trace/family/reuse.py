@@ -25,7 +25,6 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cache
 from importlib import import_module
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -37,13 +36,12 @@ from memest.estimator.device.dispatch import Recipe, Recorder
 from memest.estimator.device.storages import EMPTIED, Coverage, MemKind, Site, StorageTable
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.kernels.attention.choice import choose_backend
-from memest.estimator.kernels.attention.events import ATTENTION_EVENTS
 from memest.estimator.kernels.cublas import MATMULS, CublasWorkspaces
 from memest.estimator.kernels.scratch import OLDEST, Events
-from memest.estimator.kernels.staged import STAGED_EVENTS, masked_scatter_backward_events
-from memest.estimator.kernels.tables import OUTPUT_BYTES, SCRATCH, has_no_scratch
+from memest.estimator.kernels.staged import masked_scatter_backward_events
 from memest.estimator.trace.family.call_log import (
     GEMM_RULE,
+    MASKED_SCATTER_BACKWARD,
     Call,
     CallLog,
     Choice,
@@ -51,6 +49,7 @@ from memest.estimator.trace.family.call_log import (
     Stretch,
     Template,
     count_numbers,
+    is_plain,
     on_gpu,
     put_numbers,
     storage_bytes,
@@ -59,8 +58,6 @@ from memest.estimator.trace.program import Part, Program, Shift
 from memest.estimator.trace.traced import TracedPlan
 from memest.estimator.trace.virtual_run import run_plan, shortened, within_model
 from memest.plan import TrainingPlan
-
-MASKED_SCATTER_BACKWARD = torch.ops.aten.masked_scatter_backward.default
 
 DEGREE = {"batch_size": 1, "seq_len": 2}
 """Of the polynomials in the size, by the key of the plan that is varied."""
@@ -198,7 +195,7 @@ class _Evaluator:
         start = sum(map(count_numbers, items[:3]))
         own = storage_bytes(items[3], iter(numbers[start:]))
         func = items[0]
-        if _is_plain(func):
+        if is_plain(func):
             positions = [i for i, is_made in enumerate(on_gpu(items[3])) if is_made]
             form = _Form(tuple(positions), 0, 0, False)
             return _Asks(form, tuple(own[i] for i in positions))
@@ -239,14 +236,6 @@ def _requests(
             requests.append(None)
             num_bytes.append(n)
     return tuple(requests), num_bytes
-
-
-@cache
-def _is_plain(func: Any) -> bool:
-    """Whether a call makes its outputs as meta does, whatever the shapes, and nothing else."""
-    tables = (ATTENTION_EVENTS, STAGED_EVENTS, SCRATCH, OUTPUT_BYTES, MATMULS)
-    is_listed = any(func in table for table in tables)
-    return has_no_scratch(func) and not is_listed and func is not MASKED_SCATTER_BACKWARD
 
 
 _NO_CALL = -1
