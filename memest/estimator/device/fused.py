@@ -2,8 +2,8 @@
 
 `mish` and `rms_norm` are taken apart by autograd unless the device has a fused kernel, `one_hot`
 compares on meta where CUDA scatters, and the gradient of `cumprod` takes a way there that no value
-decides; `kernels` puts the choice back above autograd. `MADE_HERE`
-gives the results that torch's meta device does not know, or takes long to find.
+decides; `kernels` puts the choice back above autograd. `MADE_HERE` gives the results that torch's
+meta device does not know, or takes long to find.
 
 Sources (torch 2.11, aten/src/ATen): native/layer_norm.cpp (`rms_norm_symint`),
 native/cuda/layer_norm_kernel.cu (`_fused_rms_norm_cuda`), native/native_functions.yaml,

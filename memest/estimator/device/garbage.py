@@ -4,6 +4,9 @@ A module that is built and replaced is often part of a cycle, and holds its memo
 Python looks for cycles: when 700 containers more were made than dropped (`gc.get_threshold`). The
 recorder makes containers of its own, which a real run does not; the threshold is moved by as many.
 
+What runs for every operator makes tuples of a known length, `tuple([...])`: those made from an
+iterator are cut to size, which Python counts as made and not as dropped; and it leaves no cycles.
+
 Left out: tensors that a real run makes and keeps in C++ alone, such as the gradients of a backward,
 have objects of Python here.
 """
@@ -50,7 +53,8 @@ class GarbagePace:
     def stop(self) -> None:
         """The threshold is the script's again."""
         self._is_kept = False
-        gc.callbacks.remove(self._looked)
+        if self._looked in gc.callbacks:  # which the script may clear
+            gc.callbacks.remove(self._looked)
         if gc.get_threshold()[0] == self._moved:
             gc.set_threshold(*self._threshold)
 

@@ -263,7 +263,10 @@ def isin_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
 
 
 def isin_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Whether so few are sought that they are compared one by one; else they are sorted."""
+    """Whether so few are sought that they are compared one by one; else they are sorted.
+
+    `isin` of TensorCompare.cpp, the number by its own formula.
+    """
     return bool(args[1].numel() < int(10 * args[0].numel() ** 0.145))
 
 

@@ -146,8 +146,8 @@ def fft_to_real_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scrat
     return Scratch(after=(args[0].numel() * args[0].itemsize,))
 
 
-def never(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """cuFFT's workspaces, for one, which depend on the factors of each length."""
+def fft_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """It is not: cuFFT's workspaces depend on the factors of each length."""
     return False
 
 
@@ -417,7 +417,7 @@ MODELLED_WHERE: dict[OpOverload, ModelledRule] = {
     aten._unsafe_index_put.default: indexing_is_modelled,
     aten.sort.default: sort_is_modelled,
     aten.sort.stable: sort_is_modelled,
-    aten._fft_c2r.default: never,
+    aten._fft_c2r.default: fft_is_modelled,
     aten.topk.default: topk_is_modelled,
     aten.isin.Tensor_Tensor: isin_is_modelled,
     aten.embedding_renorm_.default: renorm_is_modelled,

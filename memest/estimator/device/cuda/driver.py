@@ -180,7 +180,10 @@ def _of(device: Any, properties: DeviceProperties) -> DeviceProperties:
 
 
 def _install_random(patches: Patches) -> None:
-    """The state of a generator that draws nothing: what is put in comes out again."""
+    """The state of a generator that draws nothing: what is put in comes out again.
+
+    It has 16 bytes, a seed and an offset (`CUDAGeneratorImpl::get_state`, torch 2.11).
+    """
     states: dict[str, Any] = {"seed": 0, "state": torch.zeros(16, dtype=torch.uint8)}
 
     def manual_seed(seed: int) -> None:

@@ -1,0 +1,86 @@
+"""What C++ runs otherwise for tensors of the card than for those of meta, as a script meets it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import memest
+from memest.run.session import Session
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    with memest.virtual_gpu("h100-80gb") as entered:
+        yield entered
+
+
+@pytest.fixture(autouse=True)
+def _use(session: Session) -> None:
+    """Every test runs on the card."""
+
+
+def test_autocast_leaves_the_dtype_of_a_root_mean_square_norm() -> None:
+    x = torch.ones(4, 64, dtype=torch.bfloat16, device="cuda")
+
+    with torch.autocast("cuda", torch.bfloat16):
+        assert F.rms_norm(x, (64,)).dtype == torch.bfloat16
+
+
+def test_numbers_of_the_complex_plane_take_part_in_a_backward() -> None:
+    p = torch.ones(3, device="cuda", requires_grad=True)
+
+    ((1j * p).real.sum() + (p / 2j).abs().sum()).backward()  # type: ignore[no-untyped-call]
+
+    assert p.grad is not None
+    assert p.grad.shape == (3,)
+
+
+def test_padded_steps_lie_on_the_card() -> None:
+    packed = pack_padded_sequence(
+        torch.ones(4, 6, 8, device="cuda"), torch.tensor([6, 5, 3, 2]), batch_first=True
+    )
+    before = torch.cuda.memory_allocated()
+
+    padded, lengths = pad_packed_sequence(packed, batch_first=True)
+
+    assert padded.device.type == "cuda"
+    assert torch.cuda.memory_allocated() - before == 1024  # 768, in blocks of 512
+    assert lengths.tolist() == [6, 5, 3, 2]
+
+
+def test_classes_become_rows_by_one_allocation() -> None:
+    classes = torch.tensor([0, 2, 1], device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+
+    rows = F.one_hot(classes, 128)
+
+    assert (rows.shape, rows.dtype) == ((3, 128), torch.int64)
+    assert torch.cuda.max_memory_allocated() - before == 3 * 128 * 8
+    assert F.one_hot(classes).shape == (3, 3)
+
+
+def test_the_gradient_of_a_running_product_needs_no_values() -> None:
+    x = torch.ones(4, 16, device="cuda", requires_grad=True)
+
+    x.cumprod(1).sum().backward()  # type: ignore[no-untyped-call]
+
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_the_report_says_that_cudnn_tries_its_kernels(
+    session: Session, monkeypatch: pytest.MonkeyPatch, is_on: bool
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", is_on)
+
+    nn.Conv2d(3, 8, 3).cuda()(torch.ones(1, 3, 32, 32, device="cuda"))
+
+    assert any("cudnn.benchmark" in note for note in session.virtual.notes) == is_on
