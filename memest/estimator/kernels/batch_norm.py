@@ -30,6 +30,10 @@ BACKWARD_ROWS, BACKWARD_HEADER = 96, 1056
 SUMS_BYTES = 2 * 4 * CHANNELS_PER_BLOCK
 """Two float32 sums for each channel of a block."""
 
+ROWS_PER_THREAD, BLOCK_THREADS = 16, 512
+MAX_BLOCKS, MIN_BLOCKS = 128, 8
+"""`ELEMENTS_PER_THREAD`, `MAX_BLOCK_SIZE`, `MAX_H_BLOCK` and the least worth a sum over the grid."""
+
 MAX_TRAINED_SAMPLES, MAX_EVALUATED_SAMPLES = 880801, 65535
 
 
@@ -125,11 +129,11 @@ def _staging(tensor: Tensor, sums_per_channel: int) -> tuple[int, ...]:
     channels = tensor.shape[1]
     rows = tensor.numel() // max(1, channels)
     width = min(_last_power_of_2(channels), 32)
-    height = min(_last_power_of_2(-(-rows // 4)), 512 // width)
-    if width * height != 512:
-        width = min(_last_power_of_2(channels), 512 // height)
-    blocks = min(-(-rows // (height * 16)), 128)
-    if blocks < 8:
+    height = min(_last_power_of_2(-(-rows // ROWS_PER_THREAD)), BLOCK_THREADS // width)
+    if width * height != BLOCK_THREADS:
+        width = min(_last_power_of_2(channels), BLOCK_THREADS // height)
+    blocks = min(-(-rows // (height * ROWS_PER_THREAD)), MAX_BLOCKS)
+    if blocks < MIN_BLOCKS:
         return ()
     return sums_per_channel * channels * blocks * 4, -(-channels // width) * 4
 
