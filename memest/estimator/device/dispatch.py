@@ -54,7 +54,9 @@ aten = torch.ops.aten
 class Recipe:
     """What a call with the same shapes does again: its outputs and its requests of memory."""
 
-    specs: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
+    specs: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype] | None, ...]
+    """Of each output; None is a gradient that nobody asked for."""
+
     is_tuple: bool
     events: tuple[tuple[int | None, int | None], ...]
     """(bytes, position of the output or None for a temporary); bytes None is the output's own size,
@@ -67,8 +69,8 @@ class Recipe:
     def make_outputs(self) -> Any:
         """Fresh meta tensors as the call returns them."""
         made = [
-            torch.empty_strided(size, stride, dtype=d, device="meta")
-            for size, stride, d in self.specs
+            spec and torch.empty_strided(spec[0], spec[1], dtype=spec[2], device="meta")
+            for spec in self.specs
         ]
         return tuple(made) if self.is_tuple else made[0]
 
@@ -254,8 +256,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         if func._schema.is_mutable or any(r.alias_info is not None for r in func._schema.returns):
             return False
-        results = out if isinstance(out, list | tuple) else (out,)
-        if not all(map(_is_on_gpu, results)):
+        given = out if isinstance(out, list | tuple) else (out,)
+        results = [result for result in given if result is not None]
+        if not results or not all(map(_is_on_gpu, results)):
             return False
         storages = {t.untyped_storage()._cdata for t in results}
         if any(isinstance(a, Tensor) and a.untyped_storage()._cdata in storages for a in args):
@@ -273,7 +276,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What one call of `func` asks of the allocator, and what it returns."""
         is_tuple = isinstance(out, list | tuple)
         results = _results(out)
-        specs = tuple([(t.size(), t.stride(), t.dtype) for t in results if _is_on_gpu(t)])
+        specs = tuple(
+            [
+                None if t is None else (t.size(), t.stride(), t.dtype)
+                for t in results
+                if t is None or _is_on_gpu(t)
+            ]
+        )
         ordered = self._ordered_events(func, args, kwargs, out)
         if ordered is not None:
             note = NOT_MODELLED[func](self.gpu) if func in NOT_MODELLED else ""

@@ -1,7 +1,7 @@
 """A grid of plans for a page to play with: what each holds, at its phases and on each card.
 
-Plans that differ in the batch size, the micro-batches and the cards of one chip share a few traces;
-every point is replayed on its own, so it says what `predict` says of that plan, to the byte.
+Plans of one model share traces as `related_plans` tells, and the cards of one chip do. Every point
+is replayed on its own, so it says what `predict` says of that plan, to the byte.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memest.errors import MemestError, PlanError
 from memest.estimator.hardware.gpus import Gpu, find_gpu
@@ -21,9 +21,12 @@ from memest.models_meta.registry import check_name
 from memest.plan import TrainingPlan
 from memest.report import Outcome
 
+if TYPE_CHECKING:
+    from memest.estimator.search.related_plans import RelatedPlans
+
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MICRO_BATCHES = (1, 4)
-"""Values of the two keys that cost no further trace."""
+"""Values of the two keys that cost few traces."""
 
 KINDS = ("params", "grads", "optimizer", "activations", "temporaries", "rest")
 
@@ -87,56 +90,62 @@ def explore(
         raise PlanError("the grid is empty", hint="name a model, a GPU and a batch size")
     for model in models:
         check_name(model)
-    tasks: list[TrainingPlan] = []
+    from memest.estimator.search.related_plans import SAME_MODEL
+
+    tasks: dict[Any, list[TrainingPlan]] = {}
     for model, setting in itertools.product(dict.fromkeys(models), settings):
         values = {"model_name": model, "seq_len": seq_len, "batch_size": max(batches), **setting}
-        tasks.append(TrainingPlan.from_dict({k: v for k, v in values.items() if v is not None}))
+        plan = TrainingPlan.from_dict({k: v for k, v in values.items() if v is not None})
+        tasks.setdefault(replace(plan, **SAME_MODEL), []).append(plan)
     one = partial(_group, cards=cards, batches=tuple(batches), micro_batches=tuple(micro_batches))
     found = over_processes(
-        one, tasks, min(jobs or os.cpu_count() or 1, len(tasks)), label=_label,
-        weight=lambda plan: len(batches) * len(micro_batches),
+        one, list(tasks.values()), min(jobs or os.cpu_count() or 1, len(tasks)), label=_label,
+        weight=lambda plans: len(plans) * len(batches) * len(micro_batches),
     )  # fmt: skip
-    points = [point for group in found if isinstance(group, list) for point in group]
+    groups = list(itertools.chain.from_iterable(found))
+    points = [point for group in groups if isinstance(group, list) for point in group]
     if not points:
-        raise next(error for error in found if isinstance(error, MemestError))
+        raise next(error for error in groups if isinstance(error, MemestError))
     return points
 
 
-def _label(plan: TrainingPlan) -> str:
+def _label(plans: Sequence[TrainingPlan]) -> str:
+    plan = plans[0]
     adapter = " QLoRA" if plan.use_qlora else " LoRA" if plan.use_lora else ""
-    return f"{plan.model_name} {plan.precision} {plan.optim}{adapter}"
+    return f"{plan.model_name} {plan.precision}{adapter}"
 
 
 def _group(
-    plan: TrainingPlan,
+    plans: Sequence[TrainingPlan],
     *,
     cards: Sequence[Gpu],
     batches: Sequence[int],
     micro_batches: Sequence[int],
-) -> list[Explored] | MemestError:
-    """All batch sizes and numbers of micro-batches of one plan."""
+) -> list[list[Explored] | MemestError]:
+    """All batch sizes and numbers of micro-batches of plans whose models make the same calls."""
+    from memest.estimator.search.related_plans import RelatedPlans
     from memest.estimator.search.sweep import frozen_garbage
-    from memest.estimator.search.trace_series import TraceSeries
 
-    chips = {(gpu.capability, gpu.num_sms): gpu for gpu in reversed(cards)}
-    found: list[Explored] = []
-    try:
-        with frozen_garbage():
-            series: dict[Any, TraceSeries] = {}
-            for count in micro_batches:
-                accumulated = replace(plan, accumulate_grad_batches=count)
-                series = {
-                    chip: TraceSeries(accumulated, gpu, "batch_size", like=series.get(chip))
-                    for chip, gpu in chips.items()
-                }
-                for each in series.values():
-                    each.cover(_progression(batches), asked=batches)
-                for batch in batches:
-                    traced = {chip: each.at(batch) for chip, each in series.items()}
-                    found.append(_point(replace(accumulated, batch_size=batch), traced, cards))
-    except MemestError as error:
-        return error
+    steps = _progression(batches)
+    chips = {_chip(gpu): RelatedPlans(gpu, steps, batches) for gpu in reversed(cards)}
+    found: list[list[Explored] | MemestError] = []
+    with frozen_garbage():
+        for plan in plans:
+            grid = itertools.product(micro_batches, batches)
+            try:
+                points = [
+                    _point(replace(plan, accumulate_grad_batches=n, batch_size=b), chips, cards)
+                    for n, b in grid
+                ]
+                found.append(points)
+            except MemestError as error:
+                found.append(error)
     return found
+
+
+def _chip(gpu: Gpu) -> tuple[Any, ...]:
+    """What the programs of a plan depend on."""
+    return gpu.capability, gpu.num_sms
 
 
 def _progression(batches: Sequence[int]) -> Sequence[int]:
@@ -146,21 +155,22 @@ def _progression(batches: Sequence[int]) -> Sequence[int]:
     return range(step, rest[-1] + 1, step) if len(rest) > 4 else batches
 
 
-def _point(plan: TrainingPlan, traced: Mapping[Any, Any], cards: Sequence[Gpu]) -> Explored:
+def _point(plan: TrainingPlan, chips: Mapping[Any, RelatedPlans], cards: Sequence[Gpu]) -> Explored:
     from memest.estimator.search.largest import Judged, limit_of
     from memest.estimator.summary import peak_terms
 
+    traced = {chip: related.at(plan) for chip, related in chips.items()}
     free: dict[Any, Any] = {}
     verdicts: dict[str, tuple[bool, int, int]] = {}
     for gpu in cards:
-        chip = (gpu.capability, gpu.num_sms)
+        chip = _chip(gpu)
         judged = Judged(traced[chip], plan, limit_of(plan, gpu), free.get(chip))
         free[chip] = judged.free
         verdict = judged.verdict
         verdicts[gpu.name] = (
             verdict.verdict is Outcome.FITS, verdict.reserved_bytes, verdict.margin_bytes,
         )  # fmt: skip
-    first = (cards[0].capability, cards[0].num_sms)
+    first = _chip(cards[0])
     whole = free[first]
     terms = peak_terms(traced[first], plan.accumulate_grad_batches, whole)
     kinds, words = _by_kind(terms)

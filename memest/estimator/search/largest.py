@@ -14,7 +14,6 @@ one size better than its neighbour, and gives back its cache when a card is full
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -37,7 +36,7 @@ from memest.estimator.readings import (
 from memest.estimator.search.trace_series import GROWTH, SPACING, TraceSeries
 from memest.estimator.trace.family.reuse import FormBroken, with_value
 from memest.estimator.trace.program import Program
-from memest.estimator.trace.replay import Replayed
+from memest.estimator.trace.replay import Replayed, rename, streams_of
 from memest.estimator.trace.traced import TracedPlan
 from memest.models_meta.assemble import sequence_length
 from memest.models_meta.batch.make import MAX_TOKENS
@@ -242,25 +241,25 @@ def peak_requested(program: Program, num_micro_batches: int) -> int:
     No allocator reserves less. A third step, and a micro-batch in the middle, repeat another.
     """
     num_bytes = [round_request(n) if n else 0 for n in program.storages.num_bytes]
-    alive: set[int] = set()
-    for event in program.setup:
-        if event >= 0:
-            alive.add(event)
-        else:
-            alive.discard(~event)
-    total = peak = sum(num_bytes[index] for index in alive)
-    micros = sorted({0, min(1, num_micro_batches - 1), num_micro_batches - 1})
-    for step, micro in itertools.product(range(2), micros):
-        for part in program.play(step, micro, num_micro_batches):
-            for event in part.events:
+    num_played = len(program.steps[0])
+    if num_played != num_micro_batches:  # one from the middle is as another
+        num_played = min(num_micro_batches, 3)
+    alive: dict[int, None] = {}
+    total = peak = 0
+    for step in range(2):
+        for shift, events in streams_of(program, step, num_played):
+            rename(alive, shift)
+            for event in events:
                 if event >= 0:
                     if event not in alive:
-                        alive.add(event)
+                        alive[event] = None
                         total += num_bytes[event]
                         peak = max(peak, total)
                 elif ~event in alive:
-                    alive.remove(~event)
+                    del alive[~event]
                     total -= num_bytes[~event]
+            if events is program.setup:  # how the model came onto the GPU is not judged
+                peak = total
     return peak
 
 

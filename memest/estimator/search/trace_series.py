@@ -12,13 +12,11 @@ from dataclasses import replace
 
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.trace.family.call_log import CallLog
+from memest.estimator.trace.family.call_log import CallLog, LoggedTrace, logged_trace
 from memest.estimator.trace.family.reuse import (
     DEGREE,
     Family,
     FormBroken,
-    LoggedTrace,
-    logged_trace,
     with_value,
 )
 from memest.estimator.trace.traced import TracedPlan
@@ -41,8 +39,6 @@ class TraceSeries:
         plan: the plan; its own value of `key` does not matter.
         gpu: whose kernels run.
         key: `batch_size` or `seq_len`.
-        like: of the same plan with other micro-batches, which run the same model: what a family
-            covers there, one here covers without a further check.
     """
 
     def __init__(
@@ -52,9 +48,8 @@ class TraceSeries:
         key: str = "batch_size",
         *,
         trust_remote_code: bool = False,
-        like: TraceSeries | None = None,
     ) -> None:
-        self.plan, self.gpu, self.key, self.like = plan, gpu, key, like
+        self.plan, self.gpu, self.key = plan, gpu, key
         self.num_traces = 0
         self.trust_remote_code = trust_remote_code
         self._traces: dict[int, LoggedTrace] = {}
@@ -139,8 +134,9 @@ class TraceSeries:
         """
         if self.is_alone:
             return
-        run_of, wanted = sorted(set(values) - {1}), set(values if asked is None else asked)
-        for run in runs_of_one_spacing(run_of):
+        values = sorted(set(values) - {1})
+        wanted = set(values if asked is None else asked)
+        for run in runs_of_one_spacing(values):
             self._cover(run, wanted)
 
     def family(self, start: int, spacing: int = 1) -> Family:
@@ -181,7 +177,7 @@ class TraceSeries:
             is_other = (i for i, v in enumerate(run) if not family.chooses_alike(v))
             end = next(is_other, len(run))
             held = asked.intersection(run[:end])
-            if held and (self._holds_elsewhere(held) or self.agrees(family, max(held))):
+            if held and self.agrees(family, max(held)):
                 self._covered |= dict.fromkeys(run[:end], family)
                 self._cover(run[end:], asked)
                 return
@@ -190,9 +186,6 @@ class TraceSeries:
             pass
         self._cover(run[:middle], asked)
         self._cover(run[middle:], asked)
-
-    def _holds_elsewhere(self, values: set[int]) -> bool:
-        return self.like is not None and values <= self.like._covered.keys()
 
 
 def runs_of_one_spacing(values: Sequence[int]) -> list[list[int]]:

@@ -39,6 +39,11 @@ class Part:
     events: Sequence[int]
     probe: Probe | None = None
 
+    @property
+    def is_optimizers(self) -> bool:
+        """Whether it is the optimizer's step."""
+        return self.probe is not None and self.probe.phase is Phase.AFTER_OPTIMIZER_STEP
+
 
 MicroBatch = Sequence[Part]
 """The parts of one micro-batch, in order; what the one before left to be freed is in the first."""
@@ -48,8 +53,8 @@ MicroBatch = Sequence[Part]
 class Program:
     """Everything that replay needs: storages, event streams, and what the probes read.
 
-    The steps are those that ran. A run of more micro-batches or steps plays the one in the middle
-    of a step, and the last step, again.
+    The steps are those that ran. A run of more steps plays the last again; one of more
+    micro-batches that in the middle, or of two the last without the optimizer's step.
     """
 
     storages: StorageTable
@@ -57,13 +62,15 @@ class Program:
     """Before the training: the model is built, and the cache emptied."""
 
     steps: list[list[MicroBatch]] = field(default_factory=list)
-    """Of each step its first micro-batch, one from the middle, the last, as far as there are."""
+    """Of each step its first micro-batch, then one from the middle where that is not as the last,
+    then the last, as far as there are.
+    """
 
     step_shift: Shift = field(default_factory=dict)
     """Before the last step is played again."""
 
     micro_shifts: list[Shift] = field(default_factory=list)
-    """Of each step, before its middle micro-batch is played again."""
+    """Of each step, before what was played as its middle micro-batch is played again."""
 
     coverage: Coverage = field(default_factory=Coverage)
 
@@ -73,22 +80,32 @@ class Program:
     num_known_steps: int | None = None
     """Steps after which the rows of the last are taken to repeat; None where they are replayed."""
 
+    _middles: dict[int, MicroBatch] = field(default_factory=dict, compare=False, repr=False)
+
     def play(self, step: int, micro: int, num_micro_batches: int) -> MicroBatch:
         """Micro-batch `micro` of `step`."""
-        played = self.steps[min(step, len(self.steps) - 1)]
-        if len(played) == num_micro_batches:
-            return played[micro]
-        if micro == 0:
-            return played[0]
-        return played[-1] if micro == num_micro_batches - 1 else played[1]
+        step = min(step, len(self.steps) - 1)
+        ran = self.steps[step]
+        if micro == 0 or len(ran) == num_micro_batches:
+            return ran[micro]
+        return ran[-1] if micro == num_micro_batches - 1 else self._middle(step)
+
+    def _middle(self, step: int) -> MicroBatch:
+        ran = self.steps[step]
+        if len(ran) > 2:
+            return ran[1]
+        if step not in self._middles:
+            self._middles[step] = [part for part in ran[-1] if not part.is_optimizers]
+        return self._middles[step]
 
     def shift(self, step: int, micro: int, num_micro_batches: int) -> Shift:
         """What changes its name before micro-batch `micro` of `step` is played."""
         last = len(self.steps) - 1
         if micro == 0:
             return self.step_shift if step > last else {}
-        is_known = len(self.steps[min(step, last)]) == num_micro_batches
-        if is_known or not 1 < micro < num_micro_batches - 1 or not self.micro_shifts:
+        num_run = len(self.steps[min(step, last)])
+        is_first_time = micro == 1 or (num_run > 2 and micro == num_micro_batches - 1)
+        if num_run == num_micro_batches or is_first_time or not self.micro_shifts:
             return {}
         return self.micro_shifts[min(step, last)]
 
@@ -118,10 +135,13 @@ def find_shifts(program: Program) -> None:
         shift: Shift = {}
         for number, batch in enumerate(step):
             before = set(alive)
-            for part in batch:
+            middle = [part for part in batch if not part.is_optimizers]
+            for part in middle:
                 _play(part.events, alive, program.storages)
-            if number == 1 and len(step) > 2:
+            if number == 1:
                 shift = _pairs(program.storages, before, alive)
+            for part in batch[len(middle) :]:
+                _play(part.events, alive, program.storages)
         program.micro_shifts.append(shift)
         if len(program.steps) > 1:
             program.step_shift = _pairs(program.storages, before_step, alive)

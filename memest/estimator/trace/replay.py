@@ -128,7 +128,7 @@ def live_at(
     count = 0
     for step in range(moment.step + 1):
         at_once = returns.at_once(step)
-        for shift, events in _streams(program, step, num_micro_batches):
+        for shift, events in streams_of(program, step, num_micro_batches):
             rename(alive, shift)
             for event in events:
                 count += 1
@@ -148,7 +148,7 @@ def rename(held: dict[int, Any], shift: Shift) -> None:
             held[before] = held.pop(made)
 
 
-def _streams(
+def streams_of(
     program: Program, step: int, num_micro_batches: int
 ) -> Iterable[tuple[Shift, Sequence[int]]]:
     """The event streams of a step in order, each with what changes its name before it."""

@@ -1,8 +1,8 @@
 """From a plan to its program: the plan's own loop, run on a GPU that is not there.
 
-The first steps run as `memest validate` runs them, of a step's micro-batches the first, one from
-the middle and the last; whatever a plan has more of repeats these (`program`). The card has no end
-here: where a real one has, replays of the program find out.
+The first steps run as `memest validate` runs them, of a step's micro-batches the first, the last
+and, where it differs from that, one from the middle; what a plan has more of repeats these
+(`program`). The card has no end here: where a real one has, replays of the program find out.
 """
 
 from __future__ import annotations
@@ -54,8 +54,13 @@ second."""
 MAX_STEPS_OF_STRATEGY = 3
 """Likewise: the first makes the optimizer's state, the second what the strategy rebuilds."""
 
-MAX_MICRO_BATCHES = 3
-"""Of a step: one that makes gradients, one that adds to them, one before the optimizer's step."""
+MAX_MICRO_BATCHES = 2
+"""Of a step: one that makes gradients, one that adds to them and is before the optimizer's step."""
+
+MAX_MICRO_BATCHES_APART = 3
+"""Where the last is not as those before it: a strategy sums gradients over the GPUs in it alone,
+and the Trainer of transformers has loaded all of a step's at once, which go one by one.
+"""
 
 _NOT_RUN: dict[str, Any] = {
     "name": "",
@@ -72,15 +77,25 @@ def canonical(plan: TrainingPlan) -> TrainingPlan:
     """`plan` as far as its program depends on it; plans that differ in the rest share it."""
     if _is_whole(plan):
         return replace(plan, **_NOT_RUN)
-    num_micro_batches = plan.accumulate_grad_batches
-    if plan.loop != "transformers":  # which loads all of a step's at once
-        num_micro_batches = min(num_micro_batches, MAX_MICRO_BATCHES)
     return replace(
         plan,
         **_NOT_RUN,
         steps=min(plan.steps, MAX_STEPS_OF_STRATEGY) if plan.is_distributed else MAX_STEPS,
-        accumulate_grad_batches=num_micro_batches,
+        accumulate_grad_batches=(
+            plan.accumulate_grad_batches if plan.loop == "transformers" else _num_run(plan)
+        ),
     )
+
+
+def repeats_micro_batches(plan: TrainingPlan) -> bool:
+    """Whether all of a step's micro-batches but the first are alike, the optimizer's step apart."""
+    return not (_is_whole(plan) or plan.is_distributed or plan.loop == "transformers")
+
+
+def _num_run(plan: TrainingPlan) -> int:
+    """Micro-batches of a step that run."""
+    most = MAX_MICRO_BATCHES if repeats_micro_batches(plan) else MAX_MICRO_BATCHES_APART
+    return min(plan.accumulate_grad_batches, most)
 
 
 def _is_whole(plan: TrainingPlan) -> bool:
@@ -93,7 +108,7 @@ def shortened(plan: TrainingPlan) -> tuple[TrainingPlan, int]:
     plan = canonical(plan)
     if _is_whole(plan):
         return plan, 0
-    num_run = min(plan.accumulate_grad_batches, MAX_MICRO_BATCHES)
+    num_run = _num_run(plan)
     return replace(plan, accumulate_grad_batches=num_run), plan.accumulate_grad_batches - num_run
 
 

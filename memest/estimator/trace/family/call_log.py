@@ -21,11 +21,15 @@ from torch import Tensor
 from memest.estimator.device.dispatch import Recipe
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.storages import Site
+from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.kernels.attention import choice
 from memest.estimator.kernels.attention.events import ATTENTION_EVENTS
 from memest.estimator.kernels.cublas import MATMULS
 from memest.estimator.kernels.staged import STAGED_EVENTS
 from memest.estimator.kernels.tables import OUTPUT_BYTES, SCRATCH, has_no_scratch
+from memest.estimator.trace.traced import TracedPlan
+from memest.estimator.trace.virtual_run import run_plan, shortened
+from memest.plan import TrainingPlan
 
 aten = torch.ops.aten
 
@@ -197,6 +201,36 @@ class LoggingRecorder(LiveRecorder):  # type: ignore[no-untyped-call]
             return outcome
 
         return watched
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedTrace:
+    """A traced plan with the calls that made it."""
+
+    traced: TracedPlan
+    log: CallLog
+
+
+def logged_trace(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False) -> LoggedTrace:
+    """Run `plan` on `gpu` and keep its calls."""
+    with ExitStack() as stack:
+        made: list[LoggingRecorder] = []
+
+        def make_recorder(*args: Any) -> LoggingRecorder:
+            made.append(LoggingRecorder(*args))
+            stack.enter_context(made[0].watching())
+            return made[0]
+
+        plan, num_ahead = shortened(plan)
+        traced = run_plan(
+            plan,
+            gpu,
+            num_ahead=num_ahead,
+            trust_remote_code=trust_remote_code,
+            make_recorder=make_recorder,
+            at_cut=lambda: made[0].cut(),
+        )
+    return LoggedTrace(traced, made[0].calls)
 
 
 def take_numbers(value: Any) -> Template:

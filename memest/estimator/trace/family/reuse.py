@@ -7,9 +7,11 @@ weights). So a `Family` is made of two or three traces at neighbouring sizes, an
 size n is made by
 
 1. every number by Newton's forward differences, which are whole numbers for whole n;
-2. the requests of each distinct call by the same kernel tables that a trace asks, once per call;
-   steps in them (a reduction in two stages, a split of the keys) are thereby where they are;
-3. the stretches of events, call by call, with the workspaces of cuBLAS at their first use.
+2. the requests of each distinct call by the same kernel tables that a trace asks, once per call
+   (`asks`); steps in them (a reduction in two stages, a split of the keys) are thereby where they
+   are;
+3. the stretches of events, call by call, with the workspaces of cuBLAS at their first use
+   (`weave`).
 
 It is the program of a trace where no branch was taken otherwise. What decides by shapes outside of
 the kernel tables, the choice of an attention backend, is taken again at n; that the rest agrees is
@@ -21,42 +23,29 @@ Left out: a branch that depends on the size other than by a threshold, such as o
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
 
-from memest.estimator.device.dispatch import Recipe, Recorder
-from memest.estimator.device.storages import EMPTIED, Coverage, MemKind, Site, StorageTable
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.kernels.attention.choice import choose_backend
-from memest.estimator.kernels.cublas import MATMULS, CublasWorkspaces
-from memest.estimator.kernels.scratch import OLDEST, Events
-from memest.estimator.kernels.staged import masked_scatter_backward_events
+from memest.estimator.trace.family.asks import Asks, Evaluator, Form
 from memest.estimator.trace.family.call_log import (
     GEMM_RULE,
-    MASKED_SCATTER_BACKWARD,
-    Call,
     CallLog,
     Choice,
-    LoggingRecorder,
+    LoggedTrace,
     Stretch,
     Template,
-    count_numbers,
-    is_plain,
-    on_gpu,
     put_numbers,
-    storage_bytes,
 )
-from memest.estimator.trace.program import Part, Program, Shift
+from memest.estimator.trace.family.weave import Woven, weave
 from memest.estimator.trace.traced import TracedPlan
-from memest.estimator.trace.virtual_run import run_plan, shortened, within_model
 from memest.plan import TrainingPlan
 
 DEGREE = {"batch_size": 1, "seq_len": 2}
@@ -78,42 +67,15 @@ class FormBroken(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class LoggedTrace:
-    """A traced plan with the calls that made it."""
-
-    traced: TracedPlan
-    log: CallLog
-
-
-def logged_trace(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False) -> LoggedTrace:
-    """Run `plan` on `gpu` and keep its calls."""
-    with ExitStack() as stack:
-        made: list[LoggingRecorder] = []
-
-        def make_recorder(*args: Any) -> LoggingRecorder:
-            made.append(LoggingRecorder(*args))
-            stack.enter_context(made[0].watching())
-            return made[0]
-
-        plan, num_ahead = shortened(plan)
-        traced = run_plan(
-            plan,
-            gpu,
-            num_ahead=num_ahead,
-            trust_remote_code=trust_remote_code,
-            make_recorder=make_recorder,
-            at_cut=lambda: made[0].cut(),
-        )
-    return LoggedTrace(traced, made[0].calls)
-
-
-@dataclass(frozen=True, slots=True)
 class _Numbers:
     """The numbers of one call as polynomials: their forward differences at the first sample."""
 
     template: Template
     differences: tuple[tuple[int, ...], ...]
     """The values at the first sample, their first differences, their second."""
+
+    at_first: list[Asks] = field(default_factory=list, compare=False, repr=False)
+    """What the call asks at the first sample, once it is known."""
 
     def at(self, index: int) -> list[int]:
         """The numbers `index` steps after the first sample."""
@@ -123,6 +85,14 @@ class _Numbers:
             binomial = binomial * (index - order + 1) // order
             values = [v + binomial * d for v, d in zip(values, difference, strict=True)]
         return values
+
+    def asks(self, index: int, evaluator: Evaluator) -> Asks:
+        """What the call asks `index` steps after the first sample."""
+        if index and not self.is_constant:
+            return evaluator.asks(self.template, self.at(index))
+        if not self.at_first:
+            self.at_first.append(evaluator.asks(self.template, self.differences[0]))
+        return self.at_first[0]
 
     @property
     def is_constant(self) -> bool:
@@ -143,234 +113,15 @@ def _numbers(samples: Sequence[Template]) -> _Numbers:
     return _Numbers(first, tuple(differences))
 
 
-@dataclass(frozen=True, slots=True)
-class _Asks:
-    """What one call asks of the allocator."""
-
-    form: _Form
-    """All but the numbers of bytes: calls of one form make the same stream of events."""
-
-    num_bytes: tuple[int, ...]
-    """Of each storage that the form makes, in its order."""
-
-
-class _Form(NamedTuple):
-    """The requests of a call, in order, without their bytes."""
-
-    requests: tuple[int | tuple[int] | None, ...]
-    """A number is the position of an output that is made here; (n,) frees the n-th temporary; None
-    makes one.
-    """
-
-    num_copies: int
-    """Contiguous operands of a matrix product: temporaries after the outputs."""
-
-    num_cublas: int
-    """Workspaces that it needs: that of the handle, then that of cuBLASLt."""
-
-    is_partial: bool
-
-
-class _CountingRecorder(Recorder):  # type: ignore[no-untyped-call]
-    """A `Recorder` that is told how many elements of a mask are true, and does not count them."""
-
-    num_selected: int | None = None
-
-    def _ordered_events(self, func: Any, args: Any, kwargs: Any, out: Any) -> Events | None:
-        if func is MASKED_SCATTER_BACKWARD:
-            return masked_scatter_backward_events(args, kwargs, out, self.gpu, self.num_selected)
-        return super()._ordered_events(func, args, kwargs, out)
-
-
-class _Evaluator:
-    """Asks the kernel tables what a call with given numbers allocates."""
-
-    def __init__(self, gpu: Gpu) -> None:
-        self.gpu = gpu
-        self._recorder = _CountingRecorder(gpu, StorageTable())
-
-    def asks(self, template: Template, numbers: Sequence[int]) -> _Asks:
-        """The requests of one call."""
-        items = template.shape.items
-        start = sum(map(count_numbers, items[:3]))
-        own = storage_bytes(items[3], iter(numbers[start:]))
-        func = items[0]
-        if is_plain(func):
-            positions = [i for i, is_made in enumerate(on_gpu(items[3])) if is_made]
-            form = _Form(tuple(positions), 0, 0, False)
-            return _Asks(form, tuple(own[i] for i in positions))
-        func, args, kwargs, out, more = put_numbers(template, numbers)
-        self._recorder.num_selected = None
-        if more:  # of a mask whose values the trace knew: how many are true
-            self._recorder.num_selected = more[0] * (args[0].numel() // max(1, args[1].numel()))
-        recipe = self._recorder._recipe(func, args, kwargs, out)
-        cublas: tuple[int, ...] = ()
-        copies: tuple[int, ...] = ()
-        if func in MATMULS:
-            fresh = CublasWorkspaces(self.gpu.capability)
-            cublas, copies = fresh.bytes_for(func, args, kwargs, "main")
-        requests, num_bytes = _requests(recipe, own)
-        form = _Form(requests, len(copies), len(cublas), recipe.is_partial)
-        return _Asks(form, (*num_bytes, *copies, *cublas))
-
-
-def _requests(
-    recipe: Recipe, own: Sequence[int]
-) -> tuple[tuple[int | tuple[int] | None, ...], list[int]]:
-    """The form of a recipe's events, and the bytes of what they make."""
-    requests: list[int | tuple[int] | None] = []
-    num_bytes: list[int] = []
-    temporary: list[tuple[int, int]] = []  # (ordinal, bytes)
-    for n, position in recipe.events:
-        if position is not None and position != OLDEST:
-            requests.append(position)
-            num_bytes.append(own[position] if n is None else n)
-        elif n is not None and n < 0:
-            among = temporary if position == OLDEST else reversed(temporary)
-            freed = next(t for t in among if t[1] == -n)
-            temporary.remove(freed)
-            requests.append((freed[0],))
-        else:
-            assert n is not None
-            temporary.append((sum(r is None for r in requests), n))
-            requests.append(None)
-            num_bytes.append(n)
-    return tuple(requests), num_bytes
-
-
-_NO_CALL = -1
-"""In place of a template: a storage that was there before the trace saw it."""
-
-_ZERO = -2
-"""In place of a template: an output that meta makes and CUDA does not."""
-
-
-class _Weaver:
-    """Makes the event streams of a program from the forms of its calls.
-
-    `slots` says of each storage where its bytes are found: (template, position in its `num_bytes`).
-    """
-
-    def __init__(self, sample: LoggedTrace, forms: Sequence[_Form]) -> None:
-        self.base = sample.traced.program
-        self.storages = StorageTable()
-        self.slots: list[tuple[int, int]] = []
-        self.ids: dict[int, int] = {}
-        self.unmodelled: Counter[str] = Counter()
-        self._forms = forms
-        self._names = [str(t.shape.items[0]).removesuffix(".default") for t in sample.log.templates]
-        self._workspaces: dict[tuple[bool, int], int] = {}
-        self.streams = [self._stream(stretch) for stretch in sample.log.stretches]
-
-    def _stream(self, stretch: Stretch) -> list[int]:
-        events: list[int] = []
-        done = 0
-        for call in stretch.calls:
-            if call.start > done:
-                self._copy(stretch.events[done : call.start], events)
-            self._call(call, self._forms[call.template], events)
-            done = call.end
-        self._copy(stretch.events[done:], events)
-        return events
-
-    def _copy(self, old: Sequence[int], events: list[int]) -> None:
-        """Deaths, and births outside of calls."""
-        for event in old:
-            if event == EMPTIED:
-                events.append(event)
-            elif (
-                event < 0 and ~event not in self.ids
-            ):  # one of the workspaces, all cleared in order
-                first = next(iter(self._workspaces))
-                events.append(~self._workspaces.pop(first))
-            elif event < 0:
-                events.append(~self.ids[~event])
-            else:
-                events.append(self._born(event, (_NO_CALL, event)))
-
-    def renamed(self, shift: Shift) -> dict[int, int]:
-        """`shift` in the ids of the storages that were made here."""
-        return {self.ids[made]: self.ids[before] for made, before in shift.items()}
-
-    def _born(self, old: int, slot: tuple[int, int]) -> int:
-        table = self.base.storages
-        index = self.ids[old] = self._add(slot, table.sites[old], table.kinds[old])
-        return index
-
-    def _add(self, slot: tuple[int, int], site: Site, kind: MemKind) -> int:
-        self.slots.append(slot)
-        return self.storages.add(0, site, kind)
-
-    def _call(self, call: Call, form: _Form, events: list[int]) -> None:
-        """As `Recorder._record` does it."""
-        if form.is_partial:
-            self.unmodelled[self._names[call.template]] += 1
-        born = dict(call.born)
-        site = within_model(call.site)
-        temporary: dict[int, int] = {}
-        count = num_temporary = 0
-        for request in form.requests:
-            if isinstance(request, tuple):
-                events.append(~temporary.pop(request[0]))
-                continue
-            if request is None:
-                index = self._add((call.template, count), site, MemKind.WORKSPACE)
-                events.append(index)
-                temporary[num_temporary] = index
-                num_temporary += 1
-            elif request in born:
-                events.append(self._born(born.pop(request), (call.template, count)))
-            count += 1
-        passing = list(temporary.values())
-        for position in range(form.num_copies + form.num_cublas):
-            workspace = (call.in_backward, position - form.num_copies)
-            if workspace in self._workspaces:
-                continue
-            slot = (call.template, count + position)
-            events.append(self._add(slot, site, MemKind.WORKSPACE))
-            if position < form.num_copies:
-                passing.append(events[-1])
-            else:
-                self._workspaces[workspace] = events[-1]
-        events.extend(~index for index in reversed(passing))
-        for old in born.values():
-            events.append(self._born(old, (_ZERO, 0)))
-
-
-@dataclass(frozen=True, slots=True)
-class _Woven:
-    """A program without its bytes, for all sizes at which the calls have the same forms."""
-
-    program: Program
-    slots: tuple[tuple[int, int], ...]
-
-
-def _weave(sample: LoggedTrace, forms: Sequence[_Form]) -> _Woven:
-    base = sample.traced.program
-    weaver = _Weaver(sample, forms)
-    streams = iter(weaver.streams)
-    setup = next(streams)
-    steps: list[Any] = [
-        [[Part(next(streams), part.probe) for part in batch] for batch in step]
-        for step in base.steps
-    ]
-    program = Program(
-        storages=weaver.storages,
-        setup=setup,
-        steps=steps,
-        step_shift=weaver.renamed(base.step_shift),
-        micro_shifts=[weaver.renamed(shift) for shift in base.micro_shifts],
-        coverage=Coverage(base.coverage.num_ops, weaver.unmodelled),
-    )
-    return _Woven(program, tuple(weaver.slots))
-
-
 class Family:
     """The programs of one plan at all sizes, from traces at neighbouring sizes.
 
     Args:
         samples: traces at `start`, `start + spacing` and so on, one more than the polynomials'
             degree.
+        gpu: whose kernels run.
+        start: the first size.
+        spacing: between the sizes, 1 where every size is meant.
 
     Raises:
         FormBroken: the samples do not make the same calls.
@@ -378,22 +129,15 @@ class Family:
 
     def __init__(self, samples: Sequence[LoggedTrace], gpu: Gpu, start: int, spacing: int) -> None:
         self.start, self.spacing = start, spacing
-        self._sample = samples[0]
-        self._gpu = gpu
-        self._evaluator = _Evaluator(gpu)
-        self._woven: dict[tuple[_Form, ...], _Woven] = {}
+        self._evaluator = Evaluator(gpu)
+        self._woven: dict[tuple[Form, ...], Woven] = {}
         _check_alike(samples)
         self._numbers, calls = _match(samples)
         self._sample = LoggedTrace(samples[0].traced, calls)
-        self._choices = [
-            (_numbers([choice.template for choice in choices]), choices[0])
-            for choices in zip(*(s.log.choices for s in samples), strict=True)
-        ]
-        self._constant = {
-            i: self._evaluator.asks(n.template, n.differences[0])
-            for i, n in enumerate(self._numbers)
-            if n.is_constant
-        }
+        if len({len(sample.log.choices) for sample in samples}) > 1:
+            raise FormBroken("other things are decided")
+        rows = zip(*(sample.log.choices for sample in samples), strict=True)
+        self._choices = {row[0]: _numbers([choice.template for choice in row]) for row in rows}
         for position, sample in enumerate(samples):
             value = start + position * spacing
             if self.at(value).program != sample.traced.program:
@@ -409,33 +153,27 @@ class Family:
             raise FormBroken(f"another kernel is chosen at {value}")
         index = (value - self.start) // self.spacing
         try:
-            asks = [
-                self._constant[i] if i in self._constant else self._asks(numbers, index)
-                for i, numbers in enumerate(self._numbers)
-            ]
+            asks = [numbers.asks(index, self._evaluator) for numbers in self._numbers]
         except (RuntimeError, ArithmeticError, LookupError, ValueError) as error:
             raise FormBroken(f"there is no such call at {value}: {error}") from error
-        forms = tuple(a.form for a in asks)
+        forms = tuple([a.form for a in asks])
         woven = self._woven.get(forms)
         if woven is None:
-            woven = self._woven[forms] = _weave(self._sample, forms)
+            woven = self._woven[forms] = weave(self._sample, forms)
         table = self._sample.traced.program.storages
         tables: list[Sequence[int]] = [a.num_bytes for a in asks]
-        tables += [(0,), table.num_bytes]  # at -2 and -1: `_ZERO` and `_NO_CALL`
+        tables += [(0,), table.num_bytes]  # at -2 and -1: `ZERO` and `NO_CALL`
         num_bytes = [tables[i][position] for i, position in woven.slots]
         storages = replace(woven.program.storages, num_bytes=num_bytes)
         program = replace(woven.program, storages=storages)
         return replace(self._sample.traced, program=program)
-
-    def _asks(self, numbers: _Numbers, index: int) -> _Asks:
-        return self._evaluator.asks(numbers.template, numbers.at(index))
 
     def chooses_alike(self, value: int) -> bool:
         """Whether every decision that is taken by shapes falls at `value` as in the samples."""
         outcomes = self.outcomes(value)
         return outcomes is not None and all(
             outcome == choice.outcome
-            for outcome, (_, choice) in zip(outcomes, self._choices, strict=True)
+            for outcome, choice in zip(outcomes, self._choices, strict=True)
         )
 
     def outcomes(self, value: int) -> tuple[Any, ...] | None:
@@ -444,7 +182,8 @@ class Family:
         if rest:
             return None
         return tuple(
-            choose_again(choice, numbers.at(index), self._gpu) for numbers, choice in self._choices
+            choose_again(choice, numbers.at(index), self._evaluator.gpu)
+            for choice, numbers in self._choices.items()
         )
 
 
@@ -488,7 +227,7 @@ def _match(samples: Sequence[LoggedTrace]) -> tuple[list[_Numbers], CallLog]:
             raise FormBroken("the model makes other calls")
         calls = []
         for row in zip(*(stretch.calls for stretch in group), strict=True):
-            key = tuple(call.template for call in row)
+            key = tuple([call.template for call in row])
             index = known.setdefault(key, len(known))
             calls.append(replace(row[0], template=index))
         stretches.append(Stretch(group[0].events, calls))

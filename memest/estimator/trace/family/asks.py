@@ -1,0 +1,118 @@
+"""What a call asks of the allocator, by its numbers: from the kernel tables that a trace asks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from memest.estimator.device.dispatch import Recipe, Recorder
+from memest.estimator.device.storages import StorageTable
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.kernels.cublas import MATMULS, CublasWorkspaces
+from memest.estimator.kernels.scratch import OLDEST, Events
+from memest.estimator.kernels.staged import masked_scatter_backward_events
+from memest.estimator.trace.family.call_log import (
+    MASKED_SCATTER_BACKWARD,
+    Template,
+    count_numbers,
+    is_plain,
+    on_gpu,
+    put_numbers,
+    storage_bytes,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Asks:
+    """What one call asks of the allocator."""
+
+    form: Form
+    """All but the numbers of bytes: calls of one form make the same stream of events."""
+
+    num_bytes: tuple[int, ...]
+    """Of each storage that the form makes, in its order."""
+
+
+class Form(NamedTuple):
+    """The requests of a call, in order, without their bytes."""
+
+    requests: tuple[int | tuple[int] | None, ...]
+    """A number is the position of an output that is made here; (n,) frees the n-th temporary; None
+    makes one.
+    """
+
+    num_copies: int
+    """Contiguous operands of a matrix product: temporaries after the outputs."""
+
+    num_cublas: int
+    """Workspaces that it needs: that of the handle, then that of cuBLASLt."""
+
+    is_partial: bool
+
+
+class _CountingRecorder(Recorder):  # type: ignore[no-untyped-call]
+    """A `Recorder` that is told how many elements of a mask are true, and does not count them."""
+
+    num_selected: int | None = None
+
+    def _ordered_events(self, func: Any, args: Any, kwargs: Any, out: Any) -> Events | None:
+        if func is MASKED_SCATTER_BACKWARD:
+            return masked_scatter_backward_events(args, kwargs, out, self.gpu, self.num_selected)
+        return super()._ordered_events(func, args, kwargs, out)
+
+
+class Evaluator:
+    """Asks the kernel tables what a call with given numbers allocates."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self._recorder = _CountingRecorder(gpu, StorageTable())
+
+    def asks(self, template: Template, numbers: Sequence[int]) -> Asks:
+        """The requests of one call."""
+        items = template.shape.items
+        start = sum(map(count_numbers, items[:3]))
+        own = storage_bytes(items[3], iter(numbers[start:]))
+        func = items[0]
+        if is_plain(func):
+            positions = [i for i, is_made in enumerate(on_gpu(items[3])) if is_made]
+            form = Form(tuple(positions), 0, 0, False)
+            return Asks(form, tuple(own[i] for i in positions))
+        func, args, kwargs, out, more = put_numbers(template, numbers)
+        self._recorder.num_selected = None
+        if more:  # of a mask whose values the trace knew: how many are true
+            self._recorder.num_selected = more[0] * (args[0].numel() // max(1, args[1].numel()))
+        recipe = self._recorder._recipe(func, args, kwargs, out)
+        cublas: tuple[int, ...] = ()
+        copies: tuple[int, ...] = ()
+        if func in MATMULS:
+            fresh = CublasWorkspaces(self.gpu.capability)
+            cublas, copies = fresh.bytes_for(func, args, kwargs, "main")
+        requests, num_bytes = _requests(recipe, own)
+        form = Form(requests, len(copies), len(cublas), recipe.is_partial)
+        return Asks(form, (*num_bytes, *copies, *cublas))
+
+
+def _requests(
+    recipe: Recipe, own: Sequence[int]
+) -> tuple[tuple[int | tuple[int] | None, ...], list[int]]:
+    """The form of a recipe's events, and the bytes of what they make."""
+    requests: list[int | tuple[int] | None] = []
+    num_bytes: list[int] = []
+    temporary: list[tuple[int, int]] = []  # (ordinal, bytes)
+    for n, position in recipe.events:
+        if position is not None and position != OLDEST:
+            requests.append(position)
+            num_bytes.append(own[position] if n is None else n)
+        elif n is not None and n < 0:
+            among = temporary if position == OLDEST else reversed(temporary)
+            freed = next(t for t in among if t[1] == -n)
+            temporary.remove(freed)
+            requests.append((freed[0],))
+        else:
+            assert n is not None
+            temporary.append((sum(r is None for r in requests), n))
+            requests.append(None)
+            num_bytes.append(n)
+    return tuple(requests), num_bytes

@@ -1,0 +1,141 @@
+"""Programs put together again from the calls of a trace, with other bytes in them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from memest.estimator.device.storages import EMPTIED, Coverage, MemKind, Site, StorageTable
+from memest.estimator.trace.family.asks import Form
+from memest.estimator.trace.family.call_log import Call, LoggedTrace, Stretch
+from memest.estimator.trace.program import Part, Program, Shift
+from memest.estimator.trace.virtual_run import within_model
+
+NO_CALL = -1
+"""In place of a template: a storage that was there before the trace saw it."""
+
+ZERO = -2
+"""In place of a template: an output that meta makes and CUDA does not."""
+
+
+class _Weaver:
+    """Makes the event streams of a program from the forms of its calls.
+
+    `slots` says of each storage where its bytes are found: (template, position in its `num_bytes`).
+    """
+
+    def __init__(self, sample: LoggedTrace, forms: Sequence[Form]) -> None:
+        self.base = sample.traced.program
+        self.storages = StorageTable()
+        self.slots: list[tuple[int, int]] = []
+        self.ids: dict[int, int] = {}
+        self.unmodelled: Counter[str] = Counter()
+        self._forms = forms
+        self._names = [str(t.shape.items[0]).removesuffix(".default") for t in sample.log.templates]
+        self._workspaces: dict[tuple[bool, int], int] = {}
+        self.streams = [self._stream(stretch) for stretch in sample.log.stretches]
+
+    def _stream(self, stretch: Stretch) -> list[int]:
+        events: list[int] = []
+        done = 0
+        for call in stretch.calls:
+            if call.start > done:
+                self._copy(stretch.events[done : call.start], events)
+            self._call(call, self._forms[call.template], events)
+            done = call.end
+        self._copy(stretch.events[done:], events)
+        return events
+
+    def _copy(self, old: Sequence[int], events: list[int]) -> None:
+        """Deaths, and births outside of calls."""
+        for event in old:
+            if event == EMPTIED:
+                events.append(event)
+            elif (
+                event < 0 and ~event not in self.ids
+            ):  # one of the workspaces, all cleared in order
+                first = next(iter(self._workspaces))
+                events.append(~self._workspaces.pop(first))
+            elif event < 0:
+                events.append(~self.ids[~event])
+            else:
+                events.append(self._born(event, (NO_CALL, event)))
+
+    def renamed(self, shift: Shift) -> dict[int, int]:
+        """`shift` in the ids of the storages that were made here."""
+        return {self.ids[made]: self.ids[before] for made, before in shift.items()}
+
+    def _born(self, old: int, slot: tuple[int, int]) -> int:
+        table = self.base.storages
+        index = self.ids[old] = self._add(slot, table.sites[old], table.kinds[old])
+        return index
+
+    def _add(self, slot: tuple[int, int], site: Site, kind: MemKind) -> int:
+        self.slots.append(slot)
+        return self.storages.add(0, site, kind)
+
+    def _call(self, call: Call, form: Form, events: list[int]) -> None:
+        """As `Recorder._record` does it."""
+        if form.is_partial:
+            self.unmodelled[self._names[call.template]] += 1
+        born = dict(call.born)
+        site = within_model(call.site)
+        temporary: dict[int, int] = {}
+        count = num_temporary = 0
+        for request in form.requests:
+            if isinstance(request, tuple):
+                events.append(~temporary.pop(request[0]))
+                continue
+            if request is None:
+                index = self._add((call.template, count), site, MemKind.WORKSPACE)
+                events.append(index)
+                temporary[num_temporary] = index
+                num_temporary += 1
+            elif request in born:
+                events.append(self._born(born.pop(request), (call.template, count)))
+            count += 1
+        passing = list(temporary.values())
+        for position in range(form.num_copies + form.num_cublas):
+            workspace = (call.in_backward, position - form.num_copies)
+            if workspace in self._workspaces:
+                continue
+            slot = (call.template, count + position)
+            events.append(self._add(slot, site, MemKind.WORKSPACE))
+            if position < form.num_copies:
+                passing.append(events[-1])
+            else:
+                self._workspaces[workspace] = events[-1]
+        events.extend(~index for index in reversed(passing))
+        for old in born.values():
+            events.append(self._born(old, (ZERO, 0)))
+
+
+@dataclass(frozen=True, slots=True)
+class Woven:
+    """A program without its bytes, for all sizes at which the calls have the same forms."""
+
+    program: Program
+    slots: tuple[tuple[int, int], ...]
+
+
+def weave(sample: LoggedTrace, forms: Sequence[Form]) -> Woven:
+    """The program of `sample` with the calls of these forms, one for each template of its log."""
+    base = sample.traced.program
+    weaver = _Weaver(sample, forms)
+    streams = iter(weaver.streams)
+    setup = next(streams)
+    steps: list[Any] = [
+        [[Part(next(streams), part.probe) for part in batch] for batch in step]
+        for step in base.steps
+    ]
+    program = Program(
+        storages=weaver.storages,
+        setup=setup,
+        steps=steps,
+        step_shift=weaver.renamed(base.step_shift),
+        micro_shifts=[weaver.renamed(shift) for shift in base.micro_shifts],
+        coverage=Coverage(base.coverage.num_ops, weaver.unmodelled),
+    )
+    return Woven(program, tuple(weaver.slots))
