@@ -90,5 +90,5 @@ def _row(point: Explored, cards: Sequence[str]) -> dict[str, Any]:
         "kinds": list(point.kinds.values()),
         "why": list(point.arithmetic.values()),
         "phases": point.phases,
-        "cards": [[int(fits), reserved, margin] for fits, reserved, margin in verdicts],
+        "cards": [[int(fits), margin] for fits, margin in verdicts],
     }

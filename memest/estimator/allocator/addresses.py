@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 
@@ -73,7 +73,7 @@ class AddressSpace:
             return
         for hole in [hole for hole in self._holes if hole.range_at == range_at]:
             if hole.address in (address + num_bytes, address - hole.num_bytes):
-                self._holes.remove(hole)
+                del self._holes[bisect_left(self._holes, hole)]
                 address, num_bytes = min(address, hole.address), num_bytes + hole.num_bytes
         self._add_hole(_Hole(address, num_bytes, range_at))
 

@@ -42,6 +42,7 @@ _ADAPTED = [
     {"precision": precision, "optim": "adamw", "act_ckpt": is_ckpt, technique: True}
     for technique in ("use_lora", "use_qlora")
     for precision, is_ckpt in (("32-true", False), ("bf16-true", False), ("bf16-true", True))
+    if precision == "bf16-true" or technique == "use_lora"
 ]
 SETTINGS: tuple[Mapping[str, Any], ...] = (*_FULL, *_MIXED, *_ADAPTED)
 """What a group of traces is for; adapters train with AdamW, as in the lab."""
@@ -64,8 +65,8 @@ class Explored:
     phases: tuple[tuple[int, int, int, int, int], ...]
     """Of the last micro-batch of the second step: params, grads, optimizer, activations, peak."""
 
-    cards: Mapping[str, tuple[bool, int, int]]
-    """Whether it fits, bytes reserved, margin; as the verdicts of `predict`."""
+    cards: Mapping[str, tuple[bool, int]]
+    """Whether it fits, and the margin; as the verdicts of `predict`."""
 
 
 def explore(
@@ -160,18 +161,21 @@ def _point(plan: TrainingPlan, chips: Mapping[Any, RelatedPlans], cards: Sequenc
     from memest.estimator.summary import peak_terms
 
     traced = {chip: related.at(plan) for chip, related in chips.items()}
-    free: dict[Any, Any] = {}
-    verdicts: dict[str, tuple[bool, int, int]] = {}
+    judged: dict[Any, Judged] = {}
+    verdicts: dict[str, tuple[bool, int]] = {}
     for gpu in cards:
-        chip = _chip(gpu)
-        judged = Judged(traced[chip], plan, limit_of(plan, gpu), free.get(chip))
-        free[chip] = judged.free
-        verdict = judged.verdict
-        verdicts[gpu.name] = (
-            verdict.verdict is Outcome.FITS, verdict.reserved_bytes, verdict.margin_bytes,
-        )  # fmt: skip
+        chip, limit = _chip(gpu), limit_of(plan, gpu)
+        free = judged[chip].free if chip in judged else None
+        found = Judged(traced[chip], plan, limit, free)
+        needed = found.free.peak_reserved_bytes
+        judged.setdefault(chip, found)
+        if needed > limit and judged[chip].requested_bytes > limit:  # nor would another order fit
+            verdicts[gpu.name] = False, limit - needed
+        else:
+            verdict = found.verdict
+            verdicts[gpu.name] = verdict.verdict is Outcome.FITS, verdict.margin_bytes
     first = _chip(cards[0])
-    whole = free[first]
+    whole = judged[first].free
     terms = peak_terms(traced[first], plan.accumulate_grad_batches, whole)
     kinds, words = _by_kind(terms)
     last = plan.accumulate_grad_batches - 1

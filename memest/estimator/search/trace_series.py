@@ -130,14 +130,37 @@ class TraceSeries:
 
         A run of values with one spacing is cut where a decision by shapes falls otherwise. Each
         part is covered by a family of its first few, if that agrees with a trace at the last that
-        is asked for; if not, each half by itself.
+        is asked for; if not, each half by itself. Where few of many are asked for, the family is of
+        the first and the last of these, if the same calls are made at both.
         """
         if self.is_alone:
             return
         values = sorted(set(values) - {1})
         wanted = set(values if asked is None else asked)
         for run in runs_of_one_spacing(values):
-            self._cover(run, wanted)
+            if not self._span(run, wanted):
+                self._cover(run, wanted)
+
+    def _span(self, run: Sequence[int], asked: set[int]) -> bool:
+        """Whether the sizes asked for, all multiples of the first, are covered by their ends.
+
+        What is padded to a multiple, and therefore no polynomial, is not so at multiples of a size
+        at which it is not; and where it is, its differences are no multiples of the sizes'.
+        """
+        held = sorted(asked.intersection(run))
+        is_few = DEGREE[self.key] == 1 and DEGREE[self.key] + 2 < len(held) < len(run) // 2
+        if not is_few or any(value % held[0] for value in held):
+            return False
+        first, last = held[0], held[-1]
+        ends = [self.trace(first), self.trace(last)]
+        try:
+            family = Family(ends, self.gpu, first, last - first, step=run[1] - run[0])
+            for value in held:
+                family.at(value)
+        except FormBroken:
+            return False
+        self._covered |= dict.fromkeys(held, family)
+        return True
 
     def family(self, start: int, spacing: int = 1) -> Family:
         """The family whose first sample is at `start`; nothing is checked away from its samples.

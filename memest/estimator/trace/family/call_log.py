@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from memest.estimator.device import tensors
 from memest.estimator.device.dispatch import Recipe
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.storages import Site
@@ -188,8 +189,8 @@ class LoggingRecorder(LiveRecorder):  # type: ignore[no-untyped-call]
     def _choose_backend(self, *args: Any, **kwargs: Any) -> Any:
         outcome = self._choose(*args, **kwargs)
         given = {k: v for k, v in kwargs.items() if k not in ("gpu", "rules")}
-        tensors = [a for a in args if isinstance(a, Tensor)]
-        grads = (*(t.requires_grad for t in tensors), torch.is_grad_enabled())
+        given_tensors = [a for a in args if isinstance(a, Tensor)]
+        grads = (*(t.requires_grad for t in given_tensors), torch.is_grad_enabled())
         self.calls.choices[Choice("attention", take_numbers((args, given)), grads, outcome)] = None
         return outcome
 
@@ -294,11 +295,13 @@ def _tensor_shape(tensor: Tensor, numbers: list[int]) -> _TensorShape:
     size, stride = tensor.size(), tensor.stride()
     numbers += size
     numbers += stride
-    num_bytes = tensor.untyped_storage().nbytes() if tensor.device.type == "meta" else 0
+    is_on_card = tensors.on_gpu(tensor)
+    num_bytes = tensor.untyped_storage().nbytes() if is_on_card else 0
     offset = int(tensor.storage_offset())
     is_dense = offset == 0 and num_bytes == dense_bytes(size, stride, tensor.element_size())
     numbers.append(num_bytes)
-    return _TensorShape(len(size), tensor.dtype, tensor.device.type, offset % ALIGNMENT, is_dense)
+    device = "meta" if is_on_card else "cpu"
+    return _TensorShape(len(size), tensor.dtype, device, offset % ALIGNMENT, is_dense)
 
 
 def dense_bytes(size: Iterable[int], stride: Iterable[int], item_bytes: int) -> int:

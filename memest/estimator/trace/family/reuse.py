@@ -3,10 +3,11 @@
 A trace at one size is a list of calls (`call_log`). As long as the model takes the same branches,
 the calls at another size are the same with other numbers, and each number is a polynomial in the
 size: of degree 1 in the batch size, of degree 2 in the sequence length (the strides of attention
-weights). So a `Family` is made of two or three traces at neighbouring sizes, and its program at a
+weights). So a `Family` is made of two or three traces at sizes of one spacing, and its program at a
 size n is made by
 
-1. every number by Newton's forward differences, which are whole numbers for whole n;
+1. every number by Newton's forward differences, which are whole numbers at steps of the spacing,
+   and have to be where n lies between;
 2. the requests of each distinct call by the same kernel tables that a trace asks, once per call
    (`asks`); steps in them (a reduction in two stages, a split of the keys) are thereby where they
    are;
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
@@ -77,16 +79,23 @@ class _Numbers:
     at_first: list[Asks] = field(default_factory=list, compare=False, repr=False)
     """What the call asks at the first sample, once it is known."""
 
-    def at(self, index: int) -> list[int]:
-        """The numbers `index` steps after the first sample."""
+    def at(self, index: Fraction) -> list[int]:
+        """The numbers `index` steps after the first sample.
+
+        Raises:
+            ValueError: one of them is not whole.
+        """
         values = list(self.differences[0])
-        binomial = 1
+        binomial = Fraction(1)
         for order, difference in enumerate(self.differences[1:], 1):
-            binomial = binomial * (index - order + 1) // order
-            values = [v + binomial * d for v, d in zip(values, difference, strict=True)]
+            binomial = binomial * (index - order + 1) / order
+            times, among = binomial.as_integer_ratio()
+            if among > 1 and any(times * d % among for d in difference):
+                raise ValueError("a number is not whole")
+            values = [v + times * d // among for v, d in zip(values, difference, strict=True)]
         return values
 
-    def asks(self, index: int, evaluator: Evaluator) -> Asks:
+    def asks(self, index: Fraction, evaluator: Evaluator) -> Asks:
         """What the call asks `index` steps after the first sample."""
         if index and not self.is_constant:
             return evaluator.asks(self.template, self.at(index))
@@ -114,21 +123,30 @@ def _numbers(samples: Sequence[Template]) -> _Numbers:
 
 
 class Family:
-    """The programs of one plan at all sizes, from traces at neighbouring sizes.
+    """The programs of one plan at all sizes, from traces at some.
 
     Args:
         samples: traces at `start`, `start + spacing` and so on, one more than the polynomials'
             degree.
         gpu: whose kernels run.
         start: the first size.
-        spacing: between the sizes, 1 where every size is meant.
+        spacing: between the samples.
+        step: between the sizes, a divisor of `spacing`, which it is by default.
 
     Raises:
         FormBroken: the samples do not make the same calls.
     """
 
-    def __init__(self, samples: Sequence[LoggedTrace], gpu: Gpu, start: int, spacing: int) -> None:
-        self.start, self.spacing = start, spacing
+    def __init__(
+        self,
+        samples: Sequence[LoggedTrace],
+        gpu: Gpu,
+        start: int,
+        spacing: int,
+        *,
+        step: int | None = None,
+    ) -> None:
+        self.start, self.spacing, self.step = start, spacing, step or spacing
         self._evaluator = Evaluator(gpu)
         self._woven: dict[tuple[Form, ...], Woven] = {}
         _check_alike(samples)
@@ -151,7 +169,7 @@ class Family:
         """
         if not self.chooses_alike(value):
             raise FormBroken(f"another kernel is chosen at {value}")
-        index = (value - self.start) // self.spacing
+        index = Fraction(value - self.start, self.spacing)
         try:
             asks = [numbers.asks(index, self._evaluator) for numbers in self._numbers]
         except (RuntimeError, ArithmeticError, LookupError, ValueError) as error:
@@ -177,14 +195,17 @@ class Family:
         )
 
     def outcomes(self, value: int) -> tuple[Any, ...] | None:
-        """The decisions by shapes at `value`; None where the spacing leaves it out."""
-        index, rest = divmod(value - self.start, self.spacing)
-        if rest:
+        """The decisions by shapes at `value`; None where the steps leave it out."""
+        if (value - self.start) % self.step:
             return None
-        return tuple(
-            choose_again(choice, numbers.at(index), self._evaluator.gpu)
-            for choice, numbers in self._choices.items()
-        )
+        index = Fraction(value - self.start, self.spacing)
+        try:
+            return tuple(
+                choose_again(choice, numbers.at(index), self._evaluator.gpu)
+                for choice, numbers in self._choices.items()
+            )
+        except ValueError:
+            return None
 
 
 def choose_again(choice: Choice, numbers: Sequence[int], gpu: Gpu) -> Any:
