@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memest.estimator.allocator.settings import parse_settings
+from memest.estimator.forked import forked
 from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu, custom_gpu, find_gpu
 from memest.estimator.hardware.libraries import libraries_bytes
 from memest.plan import TrainingPlan
@@ -21,37 +25,67 @@ PRIMARY_GPU = "h200"
 """Whose figures head a report when no GPU is asked for: the largest of the default set."""
 
 
-def predict(plan: TrainingPlan, *, trust_remote_code: bool = False) -> Prediction:
+def predict(plan: TrainingPlan, *, trust_remote_code: bool = False, jobs: int = 1) -> Prediction:
     """What a run of `plan` would print on each GPU, without a GPU.
+
+    Args:
+        plan: what would run.
+        trust_remote_code: whether code that comes with a model may run.
+        jobs: processes; a second one takes the cards of other chips than the first, under a
+            strategy, where that is worth it.
 
     Raises:
         MemestError: the plan cannot be run, or memest cannot model it.
     """
-    from memest.estimator.readings import judge, readings_of
     from memest.estimator.summary import summarise
-    from memest.estimator.traced_plan import trace_plan
 
     started = time.perf_counter()
     gpus = judged_gpus(plan)
     primary = gpus[0] if plan.gpu or plan.gpu_memory else find_gpu(PRIMARY_GPU)
-    on_chips: dict[tuple[Any, ...], list[Reading]] = {}
-    verdicts: dict[str, Verdict] = {}
-    results: dict[str, tuple[Replayed, ...]] = {}
+    by_chip: dict[tuple[Any, ...], list[Gpu]] = {}
     for gpu in {g.name: g for g in (primary, *gpus)}.values():
-        chip = gpu.capability, gpu.num_sms  # whose cards differ in rates alone, as readings do
-        if chip not in on_chips:
-            traced = trace_plan(plan, gpu, trust_remote_code=trust_remote_code)
-            on_chips[chip] = readings_of(plan, traced)
-        verdicts[gpu.name], results[gpu.name] = judge(on_chips[chip], usable_bytes(plan, gpu))
+        by_chip.setdefault((gpu.capability, gpu.num_sms), []).append(gpu)
+    first, *others = by_chip.values()
+
+    def on_others() -> dict[str, Verdict]:
+        judged = [_judged(plan, cards, trust_remote_code) for cards in others]
+        return {name: verdict for each in judged for name, verdict in each.verdicts.items()}
+
+    is_large = bool(others) and plan.is_distributed and jobs > 1
+    with forked(on_others) if is_large else nullcontext(lambda: None) as beside:
+        here = _judged(plan, first, trust_remote_code)
+        elsewhere = beside()
+    verdicts = here.verdicts | (on_others() if elsewhere is None else elsewhere)
     return summarise(
         plan=plan,
         primary=primary,
-        readings=on_chips[primary.capability, primary.num_sms],
-        results=results[primary.name],
+        readings=here.readings,
+        results=here.results[primary.name],
         verdicts={g.name: verdicts[g.name] for g in gpus},
         outcome=verdicts[primary.name].verdict,
         elapsed_s=time.perf_counter() - started,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """The cards of one chip, which differ in rates alone, as readings do."""
+
+    readings: list[Reading]
+    verdicts: dict[str, Verdict]
+    results: dict[str, tuple[Replayed, ...]]
+
+
+def _judged(plan: TrainingPlan, cards: Sequence[Gpu], trust_remote_code: bool) -> _Judged:
+    from memest.estimator.readings import judge, readings_of
+    from memest.estimator.traced_plan import trace_plan
+
+    traced = trace_plan(plan, cards[0], trust_remote_code=trust_remote_code)
+    found = _Judged(readings_of(plan, traced), {}, {})
+    for gpu in cards:
+        judged = judge(found.readings, usable_bytes(plan, gpu))
+        found.verdicts[gpu.name], found.results[gpu.name] = judged
+    return found
 
 
 def record_plan(plan: TrainingPlan, *, trust_remote_code: bool = False) -> Recording:

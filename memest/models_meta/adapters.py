@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from peft import LoraConfig, get_peft_model
-from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 from memest.errors import PlanError
@@ -41,6 +39,8 @@ def apply_lora(
     Raises:
         PlanError: nothing matches `target_modules`, or what matches cannot carry an adapter.
     """
+    from peft import LoraConfig, get_peft_model  # takes a second
+
     if r < 1:
         raise PlanError(f"`lora_r` is {r}", hint="give a rank of at least 1")
     targets = target_modules if isinstance(target_modules, str | None) else list(target_modules)
@@ -69,6 +69,8 @@ def apply_lora(
 
 def _check_saved(adapted: nn.Module, names: Sequence[str]) -> None:
     """peft passes over names in `modules_to_save` that no module has."""
+    from peft.utils import ModulesToSaveWrapper
+
     saved = [n for n, m in adapted.named_modules() if isinstance(m, ModulesToSaveWrapper)]
     for name in names:
         if not any(path == name or path.endswith(f".{name}") for path in saved):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from memest.errors import PlanError, UnsupportedError
+from memest.models_meta.adapters import apply_lora, linear_names
 from memest.models_meta.batch import num_image_tokens
 from memest.models_meta.build import build_model, freeze, num_positions
 from memest.models_meta.flash_attention import mark_quantized
@@ -78,8 +79,6 @@ def assemble(
         mark_quantized(model)
         prepare_for_kbit_training(model, use_gradient_checkpointing=plan.act_ckpt)
     if plan.uses_adapters:
-        from memest.models_meta.adapters import apply_lora  # imports peft
-
         model = apply_lora(
             model,
             r=plan.lora_r,
@@ -198,8 +197,6 @@ def lora_targets(model: Any) -> Sequence[str] | None:
 
     None leaves the choice to peft.
     """
-    from memest.models_meta.adapters import linear_names
-
     names = set(linear_names(model))
     for pair in (["q_proj", "v_proj"], ["q", "v"], ["query", "value"]):
         if names.issuperset(pair):

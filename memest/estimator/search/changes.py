@@ -108,6 +108,15 @@ def apply(plan: TrainingPlan, changes: Iterable[Change]) -> TrainingPlan:
     return replace(plan, **updates)
 
 
+def may_be_enough(change: Change, states_bytes: int, limit_bytes: int) -> bool:
+    """Whether `change` could make a plan fit into `limit_bytes`.
+
+    One that leaves the mathematics as it is keeps the params, grads and optimizer state, of which
+    `states_bytes` are held at one moment.
+    """
+    return change.cost > Cost.TIME or states_bytes <= limit_bytes
+
+
 def levers_for(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> tuple[Lever, ...]:
     """What can be changed in `plan` to make it smaller; levers in the order of what they cost."""
     found = (

@@ -44,8 +44,9 @@ def predict_each(
     Raises:
         MemestError: a plan asks for a model or a GPU that does not exist.
     """
+    alone = (jobs or os.cpu_count() or 1) if len(plans) == 1 else 1
     return _over_processes(
-        partial(_predict_or_error, trust_remote_code=trust_remote_code), plans, jobs
+        partial(_predict_or_error, trust_remote_code=trust_remote_code, jobs=alone), plans, jobs
     )
 
 
@@ -109,8 +110,10 @@ def _name_of(plans: Sequence[TrainingPlan]) -> str:
     return plans[0].label + (f" and {len(plans) - 1} alike" if len(plans) > 1 else "")
 
 
-def _predict_or_error(plan: TrainingPlan, *, trust_remote_code: bool) -> Prediction | MemestError:
+def _predict_or_error(
+    plan: TrainingPlan, *, trust_remote_code: bool, jobs: int
+) -> Prediction | MemestError:
     try:
-        return predict(plan, trust_remote_code=trust_remote_code)
+        return predict(plan, trust_remote_code=trust_remote_code, jobs=jobs)
     except MemestError as error:
         return error

@@ -109,6 +109,13 @@ class Program:
             return {}
         return self.micro_shifts[min(step, last)]
 
+    @property
+    def most_states_bytes(self) -> int:
+        """The most that params, grads and optimizer state take together at a probe."""
+        parts = (part for step in self.steps for batch in step for part in batch)
+        states = (part.probe.state for part in parts if part.probe is not None)
+        return max((s.params + s.grads + s.optimizer for s in states), default=0)
+
     def first_forward(self) -> Sequence[int]:
         """The events of the first forward."""
         for part in self.steps[0][0]:
