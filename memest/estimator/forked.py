@@ -53,6 +53,7 @@ def _do(work: Callable[[], Any], sender: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers it
     torch.set_num_threads(1)  # the threads of the parent are not here
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):  # what goes wrong here is said there
+    for stream in (1, 2):
         os.dup2(nowhere, stream)
-    sender.send(work())
+    with suppress(Exception):  # it goes wrong there, too, and is told
+        sender.send(work())

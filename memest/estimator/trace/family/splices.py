@@ -32,9 +32,10 @@ def of_one_micro_batch(traced: TracedPlan) -> TracedPlan:
     setup = source.again(program.setup)
     steps: list[list[MicroBatch]] = []
     for number, (first, last) in enumerate(program.steps):
-        kept = [*first, *(part for part in last if part.is_optimizers)]
-        steps.append([[Part(source.again(part.events), part.probe) for part in kept]])
+        parts = [Part(source.again(part.events), part.probe) for part in first]
         source.skip([p.events for p in last if not p.is_optimizers], program.micro_shifts[number])
+        parts += [Part(source.again(p.events), p.probe) for p in last if p.is_optimizers]
+        steps.append([parts])
     return replace(traced, program=_finished(made, setup, steps, program))
 
 
