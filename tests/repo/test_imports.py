@@ -29,7 +29,7 @@ FLOORS = [
 """The rooms of the package, lowest first."""
 
 ESTIMATOR_FLOORS = [
-    {"hardware"},
+    {"forked", "hardware"},
     {"allocator"},
     {"kernels"},
     {"device"},
