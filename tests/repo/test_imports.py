@@ -43,7 +43,18 @@ ESTIMATOR_FLOORS = [
 
 DEVICE_FLOORS = [
     {"collectives", "cuda_semantics", "custom_operators", "dispatch", "fused"}
-    | {"garbage", "guesses", "history", "host", "imports", "in_place", "labels", "layouts", "lines"}
+    | {
+        "garbage",
+        "guesses",
+        "history",
+        "host",
+        "host_draws",
+        "imports",
+        "in_place",
+        "labels",
+        "layouts",
+        "lines",
+    }
     | {"messages", "modules"}
     | {"patches", "processes", "ranks", "recurrent", "shards", "storages", "streams"}
     | {"synchronised", "tensors"}

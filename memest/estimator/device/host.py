@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from memest.errors import UnsupportedError
+from memest.estimator.device.host_draws import HostDraws
 from memest.estimator.device.storages import StorageTable
 from memest.estimator.device.streams import StreamRecorder
 from memest.estimator.device.tensors import (
@@ -73,10 +74,14 @@ class HostRecorder(StreamRecorder):  # type: ignore[no-untyped-call]
     def __init__(self, gpu: Gpu, storages: StorageTable) -> None:
         super().__init__(gpu, storages)
         self.host_bytes = self.peak_host_bytes = 0
+        self.draws = HostDraws(self._left_out)
         self._host_references: dict[int, Any] = {}
         self._pinned: dict[int, Any] = {}
         self._real_bytes = 0
         self._real: dict[int, Any] = {}
+
+    def _left_out(self, what: str) -> None:
+        """Random numbers of the host were not drawn."""
 
     def place(self, tensor: Tensor) -> Place:
         """Where `tensor` lies in the run that is simulated."""
@@ -139,6 +144,8 @@ class HostRecorder(StreamRecorder):  # type: ignore[no-untyped-call]
             return self.is_pinned(args[0])
         if func._schema.is_mutable:
             first = args[0] if args else None
+            if isinstance(first, Tensor) and is_meta(first):
+                self.draws.skip(func, first, kwargs.get("generator"))
             if not func._schema.returns:
                 return None
             if isinstance(first, Tensor) and not is_meta(first):
@@ -177,6 +184,8 @@ class HostRecorder(StreamRecorder):  # type: ignore[no-untyped-call]
             return self.is_pinned(args[0])
         if kwargs.get("pin_memory"):
             return self._pin(self._in_memory(func, args, {**kwargs, "pin_memory": False}))
+        if self.draws.num_waiting and torch.Tag.nondeterministic_seeded in func.tags:
+            self.draws.settle()
         if func in _FACTORIES or _has_large_floats(args):
             made = self._without_data(func, args, kwargs)
             if made is not None:
@@ -204,6 +213,7 @@ class HostRecorder(StreamRecorder):  # type: ignore[no-untyped-call]
         if num_bytes < VIRTUAL_HOST_BYTES or self._can_be_real(func, args, num_bytes):
             return None
         self.put_on_host(made)
+        self.draws.skip(func, made, kwargs.get("generator"))
         return made
 
     def _can_be_real(self, func: Any, args: tuple[Any, ...], num_bytes: int) -> bool:

@@ -230,13 +230,14 @@ class LiveValues(ShadowValues):
         """
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return super().compute(func, args, kwargs)
-        before = torch.get_rng_state()
+        generator = torch.default_generator
+        before = generator.get_state()
         try:
-            torch.set_rng_state(before if self._random_state is None else self._random_state)
+            generator.set_state(before if self._random_state is None else self._random_state)
             return super().compute(func, args, kwargs)
         finally:
-            self._random_state = torch.get_rng_state()
-            torch.set_rng_state(before)
+            self._random_state = generator.get_state()
+            generator.set_state(before)
 
     def _drop_all(self, func: Any, tensors: Iterable[Any]) -> None:
         """What a list operator writes is not followed; gradients are taken to be finite."""

@@ -138,6 +138,7 @@ class VirtualGpu:
         encoder.install(patches, recorder)
         layouts.install(patches, recorder.lines.current)
         recurrent.install(patches)
+        recorder.draws.install(patches)
         hooks = ImportHooks()
         hooks.install()
         self._stack.callback(hooks.remove)

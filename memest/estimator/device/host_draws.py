@@ -1,0 +1,106 @@
+"""Random numbers of the host that weights without data would have taken.
+
+A script that seeds, makes its model on the host and then shuffles its data shuffles by the numbers
+that come after those of the weights. So where weights without data are drawn, the host's generator
+moves on as far as the real ones would have moved it; when something real is drawn next, or the
+state is asked for, since most scripts that make large models never do.
+
+Source: torch 2.11.0, aten/src/ATen/native/cpu/DistributionTemplates.h (`uniform_kernel`,
+`normal_fill`) and ATen/core/DistributionsHelper.h: a number is one draw of 32 bits, two where it is
+a float64; normal ones are made in blocks of 16, of which the last is drawn again where it would
+not be whole, and of 16 bits is drawn whole (counted on torch 2.13). Other distributions are left
+out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memest.estimator.device.patches import Patches
+
+aten = torch.ops.aten
+
+MAX_DRAWS = 1 << 30
+"""More would take longer than 3 s (2 ns each); then the numbers that follow are others."""
+
+BLOCK = 16
+"""Of normal numbers (`normal_fill`)."""
+
+_UNIFORM = frozenset((
+    aten.uniform_.default, aten.rand.default, aten.rand.generator, aten.rand_like.default,
+))  # fmt: skip
+_NORMAL = frozenset((
+    aten.normal_.default, aten.randn.default, aten.randn.generator, aten.randn_like.default,
+    aten.normal.float_float,
+))  # fmt: skip
+
+
+def num_draws(func: Any, tensor: Tensor) -> int:
+    """Draws of 32 bits that `func` takes to fill a contiguous `tensor` on the host."""
+    count = tensor.numel()
+    if func in _NORMAL and count % BLOCK:
+        count += BLOCK if tensor.itemsize > 2 else -count % BLOCK
+    is_drawn = func in _UNIFORM or func in _NORMAL
+    return count * (2 if tensor.dtype is torch.float64 else 1) * is_drawn
+
+
+class HostDraws:
+    """Draws that the host's default generator has still to make.
+
+    Args:
+        note: told of what is left out.
+    """
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self.num_waiting = 0
+
+    def skip(self, func: Any, tensor: Tensor, generator: torch.Generator | None) -> None:
+        """`func` would have filled `tensor`, which has no data."""
+        if generator is None or generator is torch.default_generator:
+            self.num_waiting += num_draws(func, tensor)
+        else:
+            self._draw(num_draws(func, tensor), generator)
+
+    def settle(self) -> None:
+        """Make the draws that wait."""
+        count, self.num_waiting = self.num_waiting, 0
+        if count:
+            self._draw(count, None)
+
+    def forget(self) -> None:
+        """The generator begins anew."""
+        self.num_waiting = 0
+
+    def _draw(self, count: int, generator: torch.Generator | None) -> None:
+        if count > MAX_DRAWS:
+            self._note(f"{count:.1e} random numbers of weights left out before those of the host")
+            return
+        with _disable_current_modes():
+            scratch = torch.empty(min(count, 1 << 20), dtype=torch.uint8)
+            while count:
+                part = scratch[:count]
+                part.random_(generator=generator)
+                count -= len(part)
+
+    def install(self, patches: Patches) -> None:
+        """Let torch's functions that read or set the state of the default generator know."""
+        for name, before in (
+            ("get_rng_state", self.settle), ("set_rng_state", self.forget),
+            ("manual_seed", self.forget), ("seed", self.forget),
+        ):  # fmt: skip
+            patches.set(torch, name, _after(before, getattr(torch, name)))
+            patches.set(torch.random, name, getattr(torch, name))
+
+
+def _after(before: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before()
+        return function(*args, **kwargs)
+
+    return call

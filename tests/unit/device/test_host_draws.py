@@ -1,0 +1,86 @@
+"""The host's generator after weights without data, against that after real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import memest
+from memest.estimator.device import host_draws
+from memest.estimator.device.host_draws import HostDraws, num_draws
+
+aten = torch.ops.aten
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [16, 33, 1000, 4096])
+@pytest.mark.parametrize("name", ["uniform_", "normal_"])
+def test_a_generator_moves_on_as_far_as_the_real_one(
+    name: str, count: int, dtype: torch.dtype
+) -> None:
+    real, skipped = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
+    tensor = torch.empty(count, dtype=dtype)
+
+    getattr(tensor, name)(generator=real)
+    HostDraws(print).skip(getattr(aten, name).default, tensor, skipped)
+
+    assert torch.equal(real.get_state(), skipped.get_state())
+
+
+def model() -> nn.Module:
+    made = nn.Sequential(nn.Embedding(3001, 401), nn.Linear(401, 999), nn.LSTM(999, 77, 2))
+    for each in made.parameters():
+        if each.dim() > 1:
+            nn.init.trunc_normal_(each, std=0.02)
+    return made
+
+
+def shuffled() -> list[int]:
+    return torch.randperm(50).tolist()
+
+
+def state() -> list[int]:
+    return torch.get_rng_state().tolist()
+
+
+@pytest.mark.parametrize("read", [shuffled, state])
+def test_data_are_shuffled_as_after_real_weights(read: Callable[[], list[int]]) -> None:
+    torch.manual_seed(3)
+    model()
+    expected = read()
+
+    with memest.virtual_gpu("h100-80gb"):
+        torch.manual_seed(3)
+        model()
+        assert read() == expected
+        model()
+        torch.manual_seed(3)
+        model()
+        assert read() == expected
+
+
+def test_noise_too_large_to_be_real_is_counted() -> None:
+    torch.manual_seed(3)
+    torch.randn(3000, 3001)
+    expected = shuffled()
+
+    with memest.virtual_gpu("h100-80gb"):
+        torch.manual_seed(3)
+        torch.randn(3000, 3001)
+        assert shuffled() == expected
+
+
+def test_what_takes_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_draws, "MAX_DRAWS", 1000)
+    with memest.virtual_gpu("h100-80gb") as gpu:
+        nn.Linear(40, 40)
+        torch.randperm(4)
+        assert any("random numbers" in what for _, what in gpu.virtual.guesses.counts)
+
+
+def test_other_distributions_are_left_out() -> None:
+    assert num_draws(aten.exponential_.default, torch.empty(64)) == 0
