@@ -137,12 +137,15 @@ def _placed(arg: str, places: Mapping[str, str]) -> str:
 
 
 def environment(case: Case, given: Path | None) -> dict[str, str]:
-    """Offline, with the checkout; for the lab's script with the stand-ins of FOLDER."""
+    """Offline, with the checkout and what the case sets, such as `PYTORCH_CUDA_ALLOC_CONF`; for the
+    lab's script with the stand-ins of FOLDER.
+    """
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     if given is not None and FOLDERS.get(case["origin"]) == "prepared":
         paths.append(str(given / "prepared" / "stubs"))
     return {
         **os.environ,
+        **case.get("env", {}),
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join(p for p in paths if p),
         "TOKENIZERS_PARALLELISM": "false",

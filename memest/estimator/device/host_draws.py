@@ -73,10 +73,6 @@ class HostDraws:
         if count:
             self._draw(count, None)
 
-    def forget(self) -> None:
-        """The generator begins anew."""
-        self.num_waiting = 0
-
     def _draw(self, count: int, generator: torch.Generator | None) -> None:
         if count > MAX_DRAWS:
             self._note(f"{count:.1e} random numbers of weights left out before those of the host")
@@ -89,18 +85,32 @@ class HostDraws:
                 count -= len(part)
 
     def install(self, patches: Patches) -> None:
-        """Let torch's functions that read or set the state of the default generator know."""
-        for name, before in (
-            ("get_rng_state", self.settle), ("set_rng_state", self.forget),
-            ("manual_seed", self.forget), ("seed", self.forget),
+        """Let torch's functions that read or set the state of the default generator know.
+
+        They make no container for their arguments: those move when Python collects its garbage.
+        """
+        get_state, set_state = torch.get_rng_state, torch.set_rng_state
+        seed_by, seed = torch.manual_seed, torch.seed
+
+        def get_rng_state() -> Tensor:
+            self.settle()
+            return get_state()
+
+        def set_rng_state(new_state: Tensor) -> None:
+            self.num_waiting = 0
+            set_state(new_state)
+
+        def manual_seed(seed: int) -> torch.Generator:
+            self.num_waiting = 0
+            return seed_by(seed)
+
+        def seed_anew() -> int:
+            self.num_waiting = 0
+            return seed()
+
+        for name, function in (
+            ("get_rng_state", get_rng_state), ("set_rng_state", set_rng_state),
+            ("manual_seed", manual_seed), ("seed", seed_anew),
         ):  # fmt: skip
-            patches.set(torch, name, _after(before, getattr(torch, name)))
-            patches.set(torch.random, name, getattr(torch, name))
-
-
-def _after(before: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        before()
-        return function(*args, **kwargs)
-
-    return call
+            patches.set(torch, name, function)
+            patches.set(torch.random, name, function)
