@@ -7,8 +7,8 @@ One file builds on another in this order; none imports from below:
   says what a script reads where nothing is known.
 - `cuda_semantics` (with `recurrent`) decides as torch does for CUDA tensors, above autograd.
 - `dispatch` records every storage below autograd, `streams` on several streams; `host` knows of
-  tensors without data, `host_draws` of their random numbers; `live` sends each event to the allocator as the script runs (with
-  `history`, `labels`, `lines`, `modules` and `garbage`).
+  tensors without data, `host_draws` of their random numbers; `live` sends each event to the
+  allocator as the script runs (with `history`, `labels`, `lines`, `modules` and `garbage`).
 - `attributes/` (what a tensor says and where it goes), `cuda/` (`torch.cuda`, NVML), `encoder`,
   `distributed/` (one rank of several), `files/` (checkpoints, published weights) and `libraries/`
   put all this in torch's place.

@@ -74,14 +74,11 @@ class HostRecorder(StreamRecorder):  # type: ignore[no-untyped-call]
     def __init__(self, gpu: Gpu, storages: StorageTable) -> None:
         super().__init__(gpu, storages)
         self.host_bytes = self.peak_host_bytes = 0
-        self.draws = HostDraws(self._left_out)
+        self.draws = HostDraws()
         self._host_references: dict[int, Any] = {}
         self._pinned: dict[int, Any] = {}
         self._real_bytes = 0
         self._real: dict[int, Any] = {}
-
-    def _left_out(self, what: str) -> None:
-        """Random numbers of the host were not drawn."""
 
     def place(self, tensor: Tensor) -> Place:
         """Where `tensor` lies in the run that is simulated."""

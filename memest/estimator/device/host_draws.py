@@ -50,14 +50,10 @@ def num_draws(func: Any, tensor: Tensor) -> int:
 
 
 class HostDraws:
-    """Draws that the host's default generator has still to make.
+    """Draws that the host's default generator has still to make."""
 
-    Args:
-        note: told of what is left out.
-    """
-
-    def __init__(self, note: Callable[[str], None]) -> None:
-        self._note = note
+    def __init__(self) -> None:
+        self._note: Callable[[str], object] = str
         self.num_waiting = 0
 
     def skip(self, func: Any, tensor: Tensor, generator: torch.Generator | None) -> None:
@@ -84,11 +80,14 @@ class HostDraws:
                 part.random_(generator=generator)
                 count -= len(part)
 
-    def install(self, patches: Patches) -> None:
+    def install(self, patches: Patches, note: Callable[[str], object]) -> None:
         """Let torch's functions that read or set the state of the default generator know.
+
+        `note` is told of what is left out.
 
         They make no container for their arguments: those move when Python collects its garbage.
         """
+        self._note = note
         get_state, set_state = torch.get_rng_state, torch.set_rng_state
         seed_by, seed = torch.manual_seed, torch.seed
 

@@ -121,9 +121,6 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         self._made_of_others: dict[Any, Any] = {}
         self._live_sites: dict[Any, Site] = {}
 
-    def _left_out(self, what: str) -> None:
-        self.guesses.note(self.lines.current(), what)
-
     # --- operators
 
     def __torch_dispatch__(

@@ -138,7 +138,9 @@ class VirtualGpu:
         encoder.install(patches, recorder)
         layouts.install(patches, recorder.lines.current)
         recurrent.install(patches)
-        recorder.draws.install(patches)
+        recorder.draws.install(
+            patches, lambda what: self.guesses.note(recorder.lines.current(), what)
+        )
         hooks = ImportHooks()
         hooks.install()
         self._stack.callback(hooks.remove)
