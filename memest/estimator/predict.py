@@ -51,8 +51,8 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False, jobs: int = 
         judged = [_judged(plan, cards, trust_remote_code) for cards in others]
         return {name: verdict for each in judged for name, verdict in each.verdicts.items()}
 
-    is_large = bool(others) and plan.is_distributed and jobs > 1
-    with forked(on_others) if is_large else nullcontext(lambda: None) as beside:
+    has_help = bool(others) and plan.is_distributed and jobs > 1
+    with forked(on_others) if has_help else nullcontext(lambda: None) as beside:
         here = _judged(plan, first, trust_remote_code)
         elsewhere = beside()
     verdicts = here.verdicts | (on_others() if elsewhere is None else elsewhere)

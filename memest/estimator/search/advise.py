@@ -33,7 +33,7 @@ from memest.estimator.search.changes import (
     Lever,
     apply,
     levers_for,
-    may_be_enough,
+    that_may_be_enough,
 )
 from memest.estimator.search.commands import ModelFacts, predict_command, training_lines
 from memest.estimator.search.processes import Event, tell
@@ -238,15 +238,14 @@ def cheapest_change(
     card = find_gpu(gpu) if isinstance(gpu, str) else gpu
     search = _Search(_on_card(plan, card), card, max_predictions, trust_remote_code)
     found: Option | None = None
-    limit = prediction.verdicts[card.name].limit_bytes
     traced = trace_plan(search.plan, card, trust_remote_code=trust_remote_code)  # is known
-    states = traced.program.most_states_bytes
-    levers = [
-        replace(lever, changes=tuple(c for c in lever.changes if may_be_enough(c, states, limit)))
-        for lever in levers_for(search.plan, search.facts(prediction), card)
-    ]
+    levers = that_may_be_enough(
+        levers_for(search.plan, search.facts(prediction), card),
+        traced.program.most_states_bytes,
+        prediction.verdicts[card.name].limit_bytes,
+    )
     with suppress(_Spent, MemestError):
-        for option in search._singles([lever for lever in levers if lever.changes]):
+        for option in search._singles(levers):
             if found is None or (option.cost == found.cost and not option.is_tight):
                 found = option
             if not found.is_tight or option.cost != found.cost:

@@ -108,13 +108,19 @@ def apply(plan: TrainingPlan, changes: Iterable[Change]) -> TrainingPlan:
     return replace(plan, **updates)
 
 
-def may_be_enough(change: Change, states_bytes: int, limit_bytes: int) -> bool:
-    """Whether `change` could make a plan fit into `limit_bytes`.
+def that_may_be_enough(levers: Iterable[Lever], states_bytes: int, limit_bytes: int) -> list[Lever]:
+    """The changes that could make a plan fit into `limit_bytes`.
 
     One that leaves the mathematics as it is keeps the params, grads and optimizer state, of which
     `states_bytes` are held at one moment.
     """
-    return change.cost > Cost.TIME or states_bytes <= limit_bytes
+    if states_bytes <= limit_bytes:
+        return list(levers)
+    kept = (
+        replace(each, changes=tuple(c for c in each.changes if c.cost > Cost.TIME))
+        for each in levers
+    )
+    return [lever for lever in kept if lever.changes]
 
 
 def levers_for(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> tuple[Lever, ...]:

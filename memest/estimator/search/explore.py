@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MICRO_BATCHES = (1, 4)
-"""Values of the two keys that cost few traces."""
+"""Values of the two keys that cost least: batch sizes few traces, micro-batches none."""
 
 KINDS = ("params", "grads", "optimizer", "activations", "temporaries", "rest")
 
@@ -45,7 +45,9 @@ _ADAPTED = [
     if precision == "bf16-true" or technique == "use_lora"
 ]
 SETTINGS: tuple[Mapping[str, Any], ...] = (*_FULL, *_MIXED, *_ADAPTED)
-"""What a group of traces is for; adapters train with AdamW, as in the lab."""
+"""What is asked of each model. Adapters train with AdamW, as in the lab, and 4-bit weights are
+multiplied in bf16, as in QLoRA's paper (arXiv:2305.14314).
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

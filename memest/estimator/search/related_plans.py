@@ -74,11 +74,10 @@ class RelatedPlans:
         """That of the optimizer of `plan`, if it is all in which a plan with it is another."""
         size = min((b for b in self.batches if b > 1), default=1)
         short = replace(plan, act_ckpt=False, accumulate_grad_batches=1, batch_size=size)
-        key = replace(short, batch_size=1)
-        if key not in self._optimizers:
-            self._optimizers[key] = None
+        if short not in self._optimizers:
+            self._optimizers[short] = None
             with suppress(FormBroken):
                 own = trace_plan(short, self.gpu)
                 beside = self._in_short(replace(short, optim=self._lead))
-                self._optimizers[key] = OptimizerStep(own, beside)
-        return self._optimizers[key]
+                self._optimizers[short] = OptimizerStep(own, beside)
+        return self._optimizers[short]

@@ -142,13 +142,12 @@ def find_shifts(program: Program) -> None:
         shift: Shift = {}
         for number, batch in enumerate(step):
             before = set(alive)
-            middle = [part for part in batch if not part.is_optimizers]
-            for part in middle:
+            for part in batch:
+                if part.is_optimizers and number == 1:  # one in the middle ends here
+                    shift = _pairs(program.storages, before, alive)
                 _play(part.events, alive, program.storages)
-            if number == 1:
+            if number == 1 and not any(part.is_optimizers for part in batch):
                 shift = _pairs(program.storages, before, alive)
-            for part in batch[len(middle) :]:
-                _play(part.events, alive, program.storages)
         program.micro_shifts.append(shift)
         if len(program.steps) > 1:
             program.step_shift = _pairs(program.storages, before_step, alive)
