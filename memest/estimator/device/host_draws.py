@@ -5,10 +5,10 @@ that come after those of the weights. So where weights without data are drawn, t
 moves on as far as the real ones would have moved it; when something real is drawn next, or the
 state is asked for, since most scripts that make large models never do.
 
-Source: counted on torch 2.11.0, whose numbers are in the tests: a number is one draw of 32 bits, two
-where it is a float64; normal ones are made in blocks of 16, of which the last is drawn again where
-it would not be whole (aten/src/ATen/native/cpu/DistributionTemplates.h, `normal_fill`). Torch 2.13
-draws blocks of 16-bit numbers whole instead. Other distributions are left out.
+Source: counted on torch 2.11.0, whose numbers are in the tests. A number is one draw of 32 bits,
+two where it is a float64; normal ones are made in blocks of 16, of which the last is drawn again
+where it would not be whole (aten/src/ATen/native/cpu/DistributionTemplates.h, `normal_fill`).
+Torch 2.13 draws blocks of 16-bit numbers whole instead. Other distributions are left out.
 """
 
 from __future__ import annotations
