@@ -1,7 +1,8 @@
 """A script as `torchrun` would start it: some of its ranks, each in a process of its own.
 
 The ranks that are run are the first and the last. They run one after another, and wait for nobody:
-collectives give each the values that the other ranks would have if they had what this one has.
+collectives give each the values that the other ranks would have if they had what this one has, and
+broadcasts of the first what it has said.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from memest.errors import MemestError, PlanError
+from memest.estimator.device.broadcasts import Broadcasts
 from memest.estimator.device.ranks import Ranks
 from memest.report import Interval, Outcome, RankRow, RunReport
 from memest.run.launcher import Ran
@@ -35,8 +37,10 @@ def chosen_ranks(num_local: int, num_nodes: int) -> list[Ranks]:
     size = num_local * num_nodes
     if size > MAX_RANKS:
         raise PlanError(f"{size} ranks are too many", hint=f"simulate at most {MAX_RANKS}")
+    broadcasts = Broadcasts()
     return [
-        Ranks(rank=rank, world_size=size, num_local=num_local) for rank in sorted({0, size - 1})
+        Ranks(rank=rank, world_size=size, num_local=num_local, broadcasts=broadcasts)
+        for rank in sorted({0, size - 1})
     ]
 
 
@@ -83,7 +87,9 @@ def run_rank(ranks: Ranks, run: Callable[[Ranks], Ran], *, is_silent: bool = Fal
         raise MemestError(
             f"rank {ranks.rank} ended with {what}", hint="is there memory enough on this machine?"
         )
-    ran: Ran | MemestError = pickle.loads(answer)
+    ran: Ran | MemestError
+    ran, broadcasts = pickle.loads(answer)
+    ranks.broadcasts.learn(broadcasts)
     if isinstance(ran, MemestError):
         raise ran
     return ran
@@ -115,7 +121,7 @@ def _be_rank(ranks: Ranks, run: Callable[[Ranks], Ran], writer: int) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         with os.fdopen(writer, "wb") as pipe:
-            pickle.dump(ran, pipe)
+            pickle.dump((ran, ranks.broadcasts), pipe)
         code = 0
     finally:
         os._exit(code)

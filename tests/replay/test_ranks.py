@@ -17,6 +17,7 @@ from memest.estimator.allocator.caching import CachingAllocator
 from memest.estimator.device.streams import MAIN
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.parallel.rank import run_rank
+from memest.estimator.trace.virtual_run import ranks_of
 from memest.estimator.trace.program import Program
 from memest.estimator.trace.virtual_run import canonical
 from memest.plan import TrainingPlan
@@ -131,7 +132,7 @@ def recorded_requests(name: str) -> list[list[Request]]:
 
 def predicted_requests(name: str) -> list[list[Request]]:
     plan = TrainingPlan.from_dict(RUNS[name]["plan"] | {"gpu": ["h200"]})
-    program = run_rank(canonical(plan), find_gpu("h200"), rank=0).program
+    program = run_rank(canonical(plan), find_gpu("h200"), ranks_of(plan)).program
     storages = program.storages
     return [
         [

@@ -3,25 +3,35 @@
 They move no memory that the caching allocator sees, NCCL's buffers are its own, but take their time
 on the stream that is current (`hardware/speed.py`). Where values are known they follow: a sum over
 W ranks is W times what this one has, so that what ranks agree on comes out as if all had said the
-same.
+same. A broadcast gives what its source has said, where that rank was run before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
+from memest.estimator.device.patches import Patches
+from memest.estimator.device.ranks import Ranks
 from memest.estimator.device.tensors import is_meta, tensors_in
 
 _SUM = 0
 """Of `c10d::ReduceOp::RedOpType` (torch/csrc/distributed/c10d/Types.hpp)."""
 
 
+c10d_of_torch: Any = getattr(torch._C, "_distributed_c10d", None)
+
+
 class _Recorder(Protocol):
     values: Any
+    ranks: Ranks
+    works: Works
 
     def transfer(self, num_bytes: int) -> None:
         """A collective on the current stream moves so much."""
@@ -34,16 +44,57 @@ def run(recorder: _Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     if any(map(is_meta, tensors)):
         recorder.transfer(max((t.numel() * t.element_size() for t in tensors), default=0))
     _fill(recorder, func._schema.name.removeprefix("c10d::"), args)
+    work = recorder.works.begin(tensors if _goes_on(func, args) else ())
     returned = tuple(
-        args[0] if "Tensor" in str(result.type) else _work() for result in func._schema.returns
+        args[0] if "Tensor" in str(result.type) else work for result in func._schema.returns
     )
     if len(returned) > 1:
         return returned
     return returned[0] if returned else None
 
 
-def _work() -> Any:
-    return torch._C._distributed_c10d.FakeWork().boxed()
+def _goes_on(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether the host goes on at once; operators leave arguments out that are as by default."""
+    position, default = _of_asynchronous(func)
+    return bool(args[position] if position < len(args) else default)
+
+
+@cache
+def _of_asynchronous(func: Any) -> tuple[int, bool]:
+    """Where the argument is that says so, and its default."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name in ("asyncOp", "async_op"):
+            return position, argument.default_value
+    return 0, False
+
+
+class Works:
+    """Collectives that nobody has waited for yet. Each keeps its tensors until then, if the host
+    went on at once: `stashed_for_allocator_safety_` of ProcessGroupNCCL.cpp, torch 2.11.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: Any = WeakKeyDictionary()
+        self._last: Any = None
+        """What pybind finds again, so that the script is given the same object."""
+
+    def install(self, patches: Patches) -> None:
+        """Let what a script calls to wait be seen."""
+        work: Any = c10d_of_torch.FakeWork
+        wait = work.wait
+
+        def waits(work: Any, *args: Any, **kwargs: Any) -> Any:
+            self._tensors.pop(work, None)
+            return wait(work, *args, **kwargs)
+
+        patches.set(work, "wait", waits)
+
+    def begin(self, tensors: Sequence[Tensor]) -> Any:
+        """A collective that keeps `tensors`, as operators return it."""
+        self._last = work = c10d_of_torch.FakeWork()
+        if tensors:
+            self._tensors[work] = tensors
+        return work.boxed()
 
 
 def _fill(recorder: _Recorder, name: str, args: tuple[Any, ...]) -> None:
@@ -51,6 +102,8 @@ def _fill(recorder: _Recorder, name: str, args: tuple[Any, ...]) -> None:
     if name in ("allreduce_", "allreduce_coalesced_", "reduce_"):
         for tensor in args[0]:
             _write(recorder, tensor, tensor, _factor(args))
+    elif name == "broadcast_":
+        _broadcast(recorder, args)
     elif name in ("allgather_", "allgather_coalesced_", "gather_"):
         for outputs, given in zip(args[0], args[1], strict=False):
             for output in outputs:
@@ -71,6 +124,20 @@ def _fill(recorder: _Recorder, name: str, args: tuple[Any, ...]) -> None:
         _write(recorder, args[0], args[1])
 
 
+def _broadcast(recorder: _Recorder, args: tuple[Any, ...]) -> None:
+    tensors, root = args[0], args[2]
+    group = _group(args)
+    key = (tuple(dist.get_process_group_ranks(group)), root)
+    for tensor in tensors:
+        if group.rank() == root:
+            known = tensor if not is_meta(tensor) else recorder.values.value_of(tensor)
+            recorder.ranks.broadcasts.says(key, known)
+            continue
+        heard = recorder.ranks.broadcasts.hears(key)
+        if heard is not None and heard.shape == tensor.shape and heard.dtype == tensor.dtype:
+            _set(recorder, tensor, heard)
+
+
 def _fill_flat(recorder: _Recorder, name: str, output: Tensor, given: Tensor, factor: int) -> None:
     """Of a gather the input over and over, of a scattered sum the part of this rank."""
     if is_meta(output) or is_meta(given):
@@ -83,18 +150,23 @@ def _fill_flat(recorder: _Recorder, name: str, output: Tensor, given: Tensor, fa
 
 def _write(recorder: _Recorder, output: Tensor, given: Tensor, factor: int = 1) -> None:
     known = given if not is_meta(given) else recorder.values.value_of(given)
-    if is_meta(output):
-        if known is None or known.shape != output.shape:
-            if output is not given:
-                recorder.values.drop(output.untyped_storage()._cdata)
-        elif output is not given or factor != 1:
-            twin = recorder.values.value_of(output)
-            if twin is not None:
-                twin.copy_(known * factor)
-            elif output.is_contiguous():
-                recorder.values.adopt(output, known * factor)
-    elif known is not None and (output is not given or factor != 1):
-        output.copy_(known.reshape(output.shape) * factor)
+    if known is None or (is_meta(output) and known.shape != output.shape):
+        if is_meta(output) and output is not given:
+            recorder.values.drop(output.untyped_storage()._cdata)
+    elif output is not given or factor != 1:
+        _set(recorder, output, known * factor)
+
+
+def _set(recorder: _Recorder, output: Tensor, value: Tensor) -> None:
+    """Let `output` have the values of `value`."""
+    if not is_meta(output):
+        output.copy_(value.reshape(output.shape))
+        return
+    twin = recorder.values.value_of(output)
+    if twin is not None:
+        twin.copy_(value)
+    elif output.is_contiguous():
+        recorder.values.adopt(output, value)
 
 
 def _factor(args: tuple[Any, ...]) -> int:

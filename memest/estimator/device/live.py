@@ -33,6 +33,7 @@ from memest.estimator.device.lines import ScriptLines
 from memest.estimator.device.messages import BENCHMARK, out_of_memory, refusal, two_devices
 from memest.estimator.device.modules import LiveModules
 from memest.estimator.device.processes import refuse_in_child
+from memest.estimator.device.ranks import ALONE
 from memest.estimator.device.shards import local_foreach
 from memest.estimator.device.storages import RETURNED, MemKind, Site
 from memest.estimator.device.streams import MAIN
@@ -112,6 +113,8 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         self.has_closure = False
         """Whether the running step of an optimizer calls a closure of the script."""
 
+        self.ranks = ALONE
+        self.works = collectives.Works()
         self.has_started = False
         self.is_off = False
         self.pace = GarbagePace()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from memest.estimator.device.broadcasts import Broadcasts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,6 +15,9 @@ class Ranks:
     world_size: int = 1
     num_local: int = 1
     """GPUs, and with them ranks, of each host."""
+
+    broadcasts: Broadcasts = field(default_factory=Broadcasts, compare=False, repr=False)
+    """What ranks that were run before have said, and this one says."""
 
     @property
     def local_rank(self) -> int:

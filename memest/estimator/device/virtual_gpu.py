@@ -98,6 +98,8 @@ class VirtualGpu:
         self.recorder = make_recorder(
             gpu, self.allocator, self.guesses, lines or ScriptLines(roots)
         )
+        self.recorder.ranks = ranks
+        ranks.broadcasts.begin_rank()
         self.recorder.is_slow = ranks.world_size > 1
         self.recorder.is_prompt = is_prompt
         self._patches = Patches()

@@ -255,6 +255,18 @@ def cumsum_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     return Scratch(after=(*cast, blocks * dtype.itemsize))
 
 
+def where_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`where_self_out` (native/TensorCompare.cpp): what has not the type of the result is cast, a
+    number of the host is copied, and a condition of bytes becomes one of booleans.
+    """
+    condition, *values = args[:3]
+    on_card = [tensor for tensor in values if tensor.device.type != "cpu"]
+    casts = [t.numel() * out.itemsize for t in on_card if t.dtype != out.dtype]
+    copies = [1] * (condition.device.type == "cpu") + [out.itemsize] * (len(values) - len(on_card))
+    booleans = [condition.numel()] * (condition.dtype is torch.uint8)
+    return Scratch(before=tuple(casts + copies + booleans))
+
+
 def isin_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`isin_default_kernel_gpu` of TensorCompare.cpp: every element beside each that is sought, and
     whether any of them is equal.

@@ -54,6 +54,7 @@ from memest.estimator.kernels.indexing import (
     sort_is_modelled,
     sort_scratch,
     topk_is_modelled,
+    where_scratch,
 )
 from memest.estimator.kernels.losses import (
     LOSS_OUTPUTS,
@@ -351,6 +352,7 @@ SCRATCH: dict[OpOverload, ScratchRule] = {
     aten.sort.stable: sort_scratch,
     aten.isin.Tensor_Tensor: isin_scratch,
     aten.cumsum.default: cumsum_scratch,
+    aten.where.self: where_scratch,
     aten.convolution.default: convolution_scratch,
     aten.native_batch_norm.default: native_batch_norm_scratch,
     aten.batch_norm_stats.default: statistics_scratch,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.ranks import Ranks
 from memest.estimator.device.storages import StorageTable
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.hardware.libraries import DEEPSPEED_HOST_BYTES, libraries_bytes
@@ -15,7 +16,7 @@ from memest.estimator.parallel.zero import HostTerm
 from memest.estimator.readings import held_later
 from memest.estimator.trace.replay import replay
 from memest.estimator.trace.traced import TracedPlan
-from memest.estimator.trace.virtual_run import run_plan
+from memest.estimator.trace.virtual_run import ranks_of, run_plan
 from memest.plan import TrainingPlan
 from memest.report import Term
 from memest.units import format_bytes
@@ -31,8 +32,9 @@ def run_ranks(
     plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False
 ) -> tuple[TracedPlan, ...]:
     """The programs of ranks that differ, the one that reserves most, then allocates most, first."""
+    first = ranks_of(plan)
     traced = [
-        run_rank(plan, gpu, rank=rank, trust_remote_code=trust_remote_code)
+        run_rank(plan, gpu, replace(first, rank=rank), trust_remote_code=trust_remote_code)
         for rank in candidate_ranks(plan)
     ]
     if len(traced) > 1:
@@ -66,26 +68,26 @@ def _need(plan: TrainingPlan, traced: TracedPlan) -> tuple[int, int]:
 
 
 def run_rank(
-    plan: TrainingPlan, gpu: Gpu, *, rank: int = 0, trust_remote_code: bool = False
+    plan: TrainingPlan, gpu: Gpu, ranks: Ranks, *, trust_remote_code: bool = False
 ) -> TracedPlan:
     """The program of one rank."""
     made: list[Any] = []
 
     def make_strategy(recorder: LiveRecorder) -> Any:
-        made.append(strategy_of(plan, recorder, rank))
+        made.append(strategy_of(plan, recorder, ranks.rank))
         return made[0]
 
     traced = run_plan(
         plan,
         gpu,
-        rank=rank,
+        ranks=ranks,
         make_strategy=make_strategy,
         trust_remote_code=trust_remote_code,
     )
     host_terms = _host_terms(plan, made[0].zero.host_terms()) if plan.is_deepspeed else ()
     return replace(
         traced,
-        notes=(*traced.notes, *_notes(plan, rank, traced.program.storages)),
+        notes=(*traced.notes, *_notes(plan, ranks.rank, traced.program.storages)),
         host_terms=host_terms,
         host_bytes=sum(term.num_bytes for term in host_terms),
     )

@@ -236,7 +236,7 @@ def run_plan(
     trust_remote_code: bool = False,
     make_recorder: Callable[..., LiveRecorder] = LiveRecorder,
     at_cut: Callable[[], None] = lambda: None,
-    rank: int = 0,
+    ranks: Ranks | None = None,
     make_strategy: Callable[[LiveRecorder], Any] = lambda recorder: None,
 ) -> TracedPlan:
     """The program of `plan`, all of which is run: see `shortened`.
@@ -248,7 +248,7 @@ def run_plan(
         trust_remote_code: whether code that comes with a model may run.
         make_recorder: the kind of recorder that sees it.
         at_cut: called at the beginning of the training and at each probe.
-        rank: of the plan's devices, the one that runs.
+        ranks: which of the plan's devices it is; None is the first.
         make_strategy: Lightning's strategy, given the recorder; None makes that of the plan.
 
     Raises:
@@ -258,12 +258,13 @@ def run_plan(
     seq_len = sequence_length(plan, config)
     if plan.attn_implementation == FLASH_ATTENTION_2:
         check_gpu(gpu)
+    ranks = ranks or ranks_of(plan)
     virtual = VirtualGpu(
         gpu,
         limit_bytes=WITHOUT_END,
         lines=NoLines(),
         make_recorder=make_recorder,
-        ranks=_ranks(plan, rank),
+        ranks=ranks,
         settings=DEFAULT,
     )
     watch = _Watch(virtual, config, at_cut)
@@ -277,8 +278,8 @@ def run_plan(
         strategy=make_strategy(virtual.recorder),
         is_alone=True,
         num_ahead=num_ahead,
-        rank=rank,
-        where=f"cuda:{rank % plan.devices}",
+        rank=ranks.rank,
+        where=f"cuda:{ranks.local_rank}",
     )
     _run(job, virtual, watch)
     return TracedPlan(
@@ -294,8 +295,9 @@ def run_plan(
     )
 
 
-def _ranks(plan: TrainingPlan, rank: int) -> Ranks:
-    return Ranks(rank=rank, world_size=plan.world_size, num_local=plan.devices)
+def ranks_of(plan: TrainingPlan) -> Ranks:
+    """The first rank of `plan`."""
+    return Ranks(world_size=plan.world_size, num_local=plan.devices)
 
 
 def _run(job: Job, virtual: VirtualGpu, watch: _Watch) -> None:

@@ -10,10 +10,12 @@ import torch
 import torch.overrides
 from torch import Tensor
 from torch.utils._device import DeviceContext, _device_constructors
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.tensors import CARD, CPU, is_meta, resolve
 
+_Device = torch.device
 Constructor = Callable[..., Any]
 
 
@@ -42,9 +44,14 @@ def install(patches: Patches) -> None:
 def _with_device(function: Constructor) -> Constructor:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("device") is not None:
-            kwargs["device"] = resolve(kwargs["device"])
-        return function(*args, **kwargs)
+        device = kwargs.get("device")
+        if device is None:
+            return function(*args, **kwargs)
+        kwargs["device"] = device = resolve(device)
+        if not (args and isinstance(args[0], Tensor) and _Device(device).type == "meta"):
+            return function(*args, **kwargs)
+        with _disable_current_modes():  # in the likeness of a tensor that may be the card's
+            return function(*args, **kwargs)
 
     return call
 

@@ -28,6 +28,7 @@ def install(patches: Patches, recorder: LiveRecorder) -> None:
 
     patches.set(nn.Parameter, "__new__", staticmethod(new))
     _install_data(patches, recorder)
+    _install_grad(patches, recorder)
     are_alike = torch._has_compatible_shallow_copy_type
 
     def can_replace(tensor: Tensor, other: Tensor) -> bool:
@@ -77,6 +78,18 @@ def _install_data(patches: Patches, recorder: LiveRecorder) -> None:
         data_of.__set__(tensor, value)
 
     patches.set(Tensor, "data", property(data_of.__get__, set_data))
+
+
+def _install_grad(patches: Patches, recorder: LiveRecorder) -> None:
+    """`Tensor.grad` of the host may be real where the tensor has no data."""
+    grad_of: Any = vars(torch._C.TensorBase)["grad"]
+
+    def set_grad(tensor: Tensor, value: Tensor | None) -> None:
+        if value is not None and recorder.place(tensor) is Place.HOST and not is_meta(value):
+            value = _without_data(value, recorder)
+        grad_of.__set__(tensor, value)
+
+    patches.set(Tensor, "grad", property(grad_of.__get__, set_grad, grad_of.__delete__))
 
 
 def _stand_in(grad: Tensor, has_no_data: bool) -> Tensor:

@@ -63,6 +63,7 @@ def install(patches: Patches, recorder: LiveRecorder, ranks: Ranks) -> None:
     """Let a script join the group of `ranks`, of which this process is one."""
     was_initialized = dist.is_initialized()
     names = _Names()
+    recorder.works.install(patches)
     patches.set(sys, "excepthook", sys.excepthook)  # which a group replaces
 
     def set_both(name: str, value: Any) -> None:
@@ -141,7 +142,7 @@ def _grouping(make: Callable[..., Any], names: _Names) -> Callable[..., Any]:
 
 
 def _of_objects(ranks: Ranks) -> dict[str, Callable[..., Any]]:
-    """Collectives of Python objects: the other ranks have what this one has.
+    """Collectives of Python objects: the other ranks have what this one has, or has said.
 
     Left out: the bytes on the GPU through which NCCL sends pickled objects, for as long as that
     takes.
@@ -150,8 +151,22 @@ def _of_objects(ranks: Ranks) -> dict[str, Callable[..., Any]]:
     def size_of(group: Any) -> int:
         return int(dist.get_world_size(group))
 
-    def broadcast_object_list(objects: Any, *args: Any, **kwargs: Any) -> None:
-        return
+    def of_source(what: Any, src: Any, group: Any, group_src: Any) -> Any:
+        """`what` where this rank is the source, else what that has said."""
+        if group_src is not None:
+            src = dist.get_global_rank(group or c10d._get_default_group(), group_src)
+        key = (tuple(dist.get_process_group_ranks(group)), src, "objects")
+        if ranks.rank == (src or 0):
+            ranks.broadcasts.says(key, what)
+            return what
+        return ranks.broadcasts.hears(key)
+
+    def broadcast_object_list(
+        objects: Any, src: Any = None, group: Any = None, device: Any = None, group_src: Any = None
+    ) -> None:
+        said = of_source(objects, src, group, group_src)
+        if said is not None:
+            objects[:] = said
 
     def all_gather_object(objects: Any, obj: Any, group: Any = None) -> None:
         objects[:] = [obj] * size_of(group)
@@ -162,13 +177,16 @@ def _of_objects(ranks: Ranks) -> dict[str, Callable[..., Any]]:
         if objects is not None:
             objects[:] = [obj] * size_of(group)
 
-    def scatter_object_list(out: Any, objects: Any = None, *args: Any, **kwargs: Any) -> None:
+    def scatter_object_list(
+        out: Any, objects: Any = None, src: Any = None, group: Any = None, group_src: Any = None
+    ) -> None:
+        objects = of_source(objects, src, group, group_src)
         if not objects:
             raise UnsupportedError(
                 f"rank {ranks.rank} waits for an object that another rank has",
                 hint="give every rank the list, or simulate the rank that sends it",
             )
-        out[0] = objects[ranks.rank]
+        out[0] = objects[dist.get_rank(group)]
 
     return {
         "broadcast_object_list": broadcast_object_list,

@@ -11,6 +11,7 @@ from memest.estimator.device.libraries import (
     availability,
     bitsandbytes,
     compilers,
+    deepspeed,
     extensions,
     flash_attn,
     litgpt,
@@ -27,5 +28,6 @@ def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> Non
     bitsandbytes.install(patches, recorder, hooks)
     flash_attn.install(patches, recorder, hooks)
     compilers.install(patches, recorder, hooks)
+    deepspeed.install(patches, hooks)
     litgpt.install(patches, recorder, hooks)
     extensions.install(patches, recorder, hooks)
