@@ -14,11 +14,11 @@ from memest.plan import TrainingPlan
 _SAME_CHIP: dict[str, Any] = {
     "name": "",
     "label": "",
-    "memory_bytes": 0,
+    "memory_bytes": 1 << 50,
     "context_bytes": 0,
     "source": "",
 }
-"""What two cards of one chip may differ in."""
+"""What two cards of one chip may differ in: the run sees one with all memory that it asks for."""
 
 
 def trace_plan(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False) -> TracedPlan:
@@ -32,7 +32,7 @@ def trace_plan(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False)
 @functools.lru_cache(maxsize=8)
 def _run(plan: TrainingPlan, gpu: Gpu, trust_remote_code: bool) -> TracedPlan:
     if plan.is_distributed:
-        from memest.estimator.parallel.rank import run_ranks
+        from memest.estimator.ranks import run_ranks
 
         worst, *others = run_ranks(plan, gpu, trust_remote_code=trust_remote_code)
         return replace(worst, others=tuple(others))

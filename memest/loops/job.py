@@ -65,9 +65,6 @@ class Job:
     accelerator: str = "gpu"
     """Of Lightning's Trainer: `gpu`, or `cpu` in tests."""
 
-    strategy: Any = None
-    """In place of the strategy that the plan names; None makes that."""
-
     is_alone: bool = False
     """Whether this process stands for all, and looks for no others."""
 

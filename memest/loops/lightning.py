@@ -166,7 +166,7 @@ def fit(task: Task, job: Job) -> None:
         devices=plan.devices,
         num_nodes=plan.num_nodes,
         precision=precision,
-        strategy=job.strategy or make_strategy(plan, module.model),
+        strategy=make_strategy(plan, module.model),
         plugins=[OneProcess(job.rank, plan.devices)] if job.is_alone else None,
         accumulate_grad_batches=plan.accumulate_grad_batches,
         gradient_clip_val=plan.gradient_clip_val,

@@ -9,7 +9,7 @@ from memest.errors import UnsupportedError
 INSTALL = "pip install 'memest[validate]'"
 _INSTALL_OTHERS = {
     "datasets": "pip install datasets",
-    "deepspeed": "pip install 'memest[deepspeed]'",
+    "deepspeed": "pip install deepspeed",
     "flash_attn": "pip install flash-attn --no-build-isolation",
 }
 

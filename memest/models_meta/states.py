@@ -1,8 +1,7 @@
 """Params, gradients and optimizer state of this rank, wherever a strategy keeps them.
 
-One reading for both sides: of a run on a GPU, and of a prediction on the meta device, which gives
-its stand-ins the names that FSDP and DeepSpeed use. Reads attributes alone: no collective, no
-allocation.
+One reading for both sides: of a run on a GPU, and of one on a virtual GPU. Reads attributes alone:
+no collective, no allocation.
 """
 
 from __future__ import annotations

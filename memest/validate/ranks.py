@@ -168,7 +168,11 @@ def _collect(
             if read(paths[rank]) is not None:
                 continue  # it wrote the report in between
             if deadline == float("inf"):
-                _tell(rank, folder)
+                time.sleep(POLL_S)  # for those whose peer it was, or that were its peers
+                ended = [r for r, pid in enumerate(pids) if r == rank or not _is_running(pid)]
+                for each in ended:
+                    if read(paths[each]) is None:
+                        _tell(each, folder)
                 return []
         time.sleep(POLL_S)
 

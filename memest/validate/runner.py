@@ -275,7 +275,7 @@ def _refusal(runner: Runner, plan: TrainingPlan) -> str:
     if plan.world_size > runner.device.num_devices:
         return f"it needs {plan.world_size} GPUs, and the machine has {runner.device.num_devices}"
     if plan.is_deepspeed and not is_installed("deepspeed"):
-        return "it needs `deepspeed` (pip install 'memest[deepspeed]')"
+        return "it needs `deepspeed` (pip install deepspeed)"
     try:
         needed = runner.host_bytes(plan)
     except MemestError:

@@ -16,10 +16,9 @@ from memest.estimator.allocator.blocks import Block
 from memest.estimator.allocator.caching import CachingAllocator
 from memest.estimator.device.streams import MAIN
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.parallel.rank import run_rank
-from memest.estimator.trace.virtual_run import ranks_of
+from memest.estimator.ranks import run_rank
 from memest.estimator.trace.program import Program
-from memest.estimator.trace.virtual_run import canonical
+from memest.estimator.trace.virtual_run import canonical, ranks_of
 from memest.plan import TrainingPlan
 
 ALLOC, FREE, SEGMENT_ALLOC, SEGMENT_FREE, FREE_REQUESTED = range(5)

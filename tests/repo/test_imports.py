@@ -35,14 +35,14 @@ ESTIMATOR_FLOORS = [
     {"device"},
     {"trace"},
     {"readings"},
-    {"parallel"},
+    {"ranks"},
     {"closed_form", "predict", "summary", "traced_plan"},
     {"search"},
 ]
 """The rooms within the estimator, lowest first."""
 
 DEVICE_FLOORS = [
-    {"collectives", "cuda_semantics", "custom_operators", "dispatch", "fused"}
+    {"broadcasts", "collectives", "cuda_semantics", "custom_operators", "dispatch", "fused"}
     | {
         "garbage",
         "guesses",

@@ -160,4 +160,4 @@ def test_deepspeed_is_asked_for_where_it_is_not_installed() -> None:
     with pytest.raises(UnsupportedError, match="needs the package `deepspeed`"):
         make_optimizer(offload, [])
 
-    assert caught.value.hint == "pip install 'memest[deepspeed]'"
+    assert caught.value.hint == "pip install deepspeed"

@@ -13,6 +13,7 @@ What decides a shape is never made up: `nonzero` of a tensor without data is an 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -104,6 +105,12 @@ class HostRecorder(StreamRecorder):  # type: ignore[no-untyped-call]
         self.host_bytes += num_bytes
         self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
         self._host_references[key] = weakref.ref(storage, self._left_host(key, num_bytes))
+
+    def held_on_host(self) -> Iterator[tuple[int, bool]]:
+        """Bytes of every larger tensor on the host, with and without data; whether it is pinned."""
+        sizes = host_storages | {key: storage().nbytes() for key, storage in self._real.items()}
+        for key, num_bytes in sizes.items():
+            yield num_bytes, key in self._pinned
 
     def _left_host(self, key: int, num_bytes: int) -> Any:
         def died(reference: Any) -> None:

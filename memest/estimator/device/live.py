@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from memest.estimator.device.custom_operators import key_of_other_operators
 from memest.estimator.device.dispatch import Recipe, Recorder
 from memest.estimator.device.garbage import PER_STORAGE, GarbagePace
 from memest.estimator.device.guesses import ASSUMED, Guesses, bincount, comparison, selection
-from memest.estimator.device.history import EventLog, History, LiveStorages
+from memest.estimator.device.history import History, LiveStorages
 from memest.estimator.device.host import HostRecorder, without_tensors
 from memest.estimator.device.labels import Labels
 from memest.estimator.device.layouts import dense
@@ -121,7 +122,9 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         self._dead: list[int] = []
         self._lock = threading.RLock()
         self._skips: dict[type, bool] = {}
-        self._made_of_others: dict[Any, Any] = {}
+        self._how_it_runs = cache(key_of_other_operators)
+        """Of an operator that is made of others the dispatch key under which; else None."""
+
         self._live_sites: dict[Any, Site] = {}
 
     # --- operators
@@ -222,18 +225,12 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
                 return Recorder.__torch_dispatch__(self, func, types, args, kwargs)
             return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _how_it_runs(self, func: Any) -> Any:
-        """Where `func` is made of other operators, the dispatch key under which; else None."""
-        if id(func) not in self._made_of_others:
-            self._made_of_others[id(func)] = key_of_other_operators(func)
-        return self._made_of_others[id(func)]
-
     def _by_other_operators(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run what is made of other operators, so that those are recorded."""
         depth, INSIDE.depth = INSIDE.depth, 0
         try:
             with self:
-                return func._op_dk(self._made_of_others[id(func)], *args, **kwargs)
+                return func._op_dk(self._how_it_runs(func), *args, **kwargs)
         finally:
             INSIDE.depth = depth
 
@@ -486,6 +483,3 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         """Let the report say `text`, once."""
         if text not in self.notes:
             self.notes.append(text)
-
-
-__all__ = ["EventLog", "LiveRecorder"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -42,7 +42,7 @@ from memest.models_meta.quantized import ASSUMPTION
 from memest.models_meta.registry import ModelConfig, quiet_transformers, resolve_config
 from memest.plan import TrainingPlan
 from memest.plan.values import FLASH_ATTENTION_2
-from memest.report import Phase
+from memest.report import Phase, Term
 
 WITHOUT_END = 1 << 50
 """Bytes of a card that no plan fills."""
@@ -148,6 +148,7 @@ class _Watch:
     rows: list[_Row] = field(default_factory=list)
     param_groups: dict[str, dict[str, int]] = field(default_factory=dict)
     host_bytes: int = 0
+    host_terms: tuple[Term, ...] = ()
     geometry: LayerGeometry | None = None
 
     def _cut(self) -> int:
@@ -193,6 +194,8 @@ class _Watch:
         self.param_groups["params"] = elements_by_dtype(states.params())
         self.param_groups["optimizer"] = elements_by_dtype(on_card)
         self.host_bytes = sum(t.numel() * t.itemsize for t in held if hasattr(t, "is_paged"))
+        if self.job.plan.offloads:
+            self.host_terms = tuple(_host_terms(self.virtual.recorder.held_on_host()))
         self.geometry = layer_geometry(self.model, self.config)
         self.virtual.recorder.labels.of_models()
 
@@ -237,7 +240,6 @@ def run_plan(
     make_recorder: Callable[..., LiveRecorder] = LiveRecorder,
     at_cut: Callable[[], None] = lambda: None,
     ranks: Ranks | None = None,
-    make_strategy: Callable[[LiveRecorder], Any] = lambda recorder: None,
 ) -> TracedPlan:
     """The program of `plan`, all of which is run: see `shortened`.
 
@@ -249,7 +251,6 @@ def run_plan(
         make_recorder: the kind of recorder that sees it.
         at_cut: called at the beginning of the training and at each probe.
         ranks: which of the plan's devices it is; None is the first.
-        make_strategy: Lightning's strategy, given the recorder; None makes that of the plan.
 
     Raises:
         MemestError: the plan cannot be run, or memest cannot model it.
@@ -275,7 +276,6 @@ def run_plan(
         recorder,
         Listener(on_end=watch.ended, on_model=watch.has_model, on_ready=watch.ready),
         RunOptions(trust_remote_code=trust_remote_code),
-        strategy=make_strategy(virtual.recorder),
         is_alone=True,
         num_ahead=num_ahead,
         rank=ranks.rank,
@@ -287,6 +287,7 @@ def run_plan(
         model=job.model,
         param_groups=watch.param_groups,
         host_bytes=watch.host_bytes,
+        host_terms=watch.host_terms,
         notes=tuple(_notes(watch)),
         seq_len=seq_len,
         image_size=job.values["image_size"],
@@ -335,7 +336,7 @@ def _as_before() -> Iterator[None]:
         rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
 
-_TALKATIVE = ("lightning.pytorch", "lightning.fabric", "bitsandbytes")
+_TALKATIVE = ("lightning.pytorch", "lightning.fabric", "bitsandbytes", "DeepSpeed")
 
 
 @contextmanager
@@ -363,6 +364,21 @@ def _notes(watch: _Watch) -> Iterator[str]:
     yield from (note for note in watch.virtual.notes if note != GRADS_LIVE_ON)  # of a script's own
     for (_, what), count in sorted(watch.virtual.guesses.counts.items()):
         yield f"{what}: read {count} times in what ran, not known without a GPU, and guessed"
+
+
+def _host_terms(held: Iterable[tuple[int, bool]]) -> Iterator[Term]:
+    """Of the tensors on the host. Pinned ones are rounded up to a power of two
+    (`CachingHostAllocatorImpl::allocate`, aten/src/ATen/core/CachingHostAllocator.h).
+    """
+    sizes = list(held)
+    pinned = [1 << (num_bytes - 1).bit_length() for num_bytes, is_pinned in sizes if is_pinned]
+    pageable = [num_bytes for num_bytes, is_pinned in sizes if not is_pinned]
+    rounded = f"{len(pinned)} tensors, each to the next power of two"
+    if pinned:
+        yield Term(kind="pinned tensors", num_bytes=sum(pinned), arithmetic=rounded, why="pinned")
+    if pageable:
+        arithmetic = f"{len(pageable)} tensors"
+        yield Term(kind="tensors", num_bytes=sum(pageable), arithmetic=arithmetic, why="pageable")
 
 
 def _program(watch: _Watch) -> Program:

@@ -28,6 +28,6 @@ def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> Non
     bitsandbytes.install(patches, recorder, hooks)
     flash_attn.install(patches, recorder, hooks)
     compilers.install(patches, recorder, hooks)
-    deepspeed.install(patches, hooks)
+    deepspeed.install(patches, recorder, hooks)
     litgpt.install(patches, recorder, hooks)
     extensions.install(patches, recorder, hooks)

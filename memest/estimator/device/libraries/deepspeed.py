@@ -9,16 +9,20 @@ plans on four H200s (results/h200-multi.jsonl).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from memest.estimator.device.imports import ImportHooks
+from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
+from memest.estimator.device.storages import MemKind
 from memest.estimator.device.tensors import INSIDE
+from memest.models_meta.states import States
 
 Maker = Callable[..., Tensor]
 
@@ -29,6 +33,19 @@ KERNELS = frozenset((
 
 _MAKERS = "tensor empty zeros ones full arange eye randn".split()
 """Functions of torch that `deepspeed.zero.Init` wraps, as it has kept them."""
+
+
+_WITH_STATE = (
+    "deepspeed.comm.comm",
+    "deepspeed.utils.groups",
+    "deepspeed.runtime.zero.partition_parameters",
+)
+"""Modules that remember groups and contexts of a run in global variables."""
+
+
+def _restore_afterwards(patches: Patches, module: ModuleType) -> None:
+    before = dict(vars(module))
+    patches.on_undo(lambda: vars(module).update(before))
 
 
 class _Extension:
@@ -60,7 +77,31 @@ def _for_scripts(wrap: Callable[..., Maker]) -> Callable[..., Maker]:
     return wrapping
 
 
-def install(patches: Patches, hooks: ImportHooks) -> None:
+def _label(recorder: LiveRecorder, engine: Any) -> None:
+    """Say what the engine and the optimizer that it wraps hold."""
+    optimizer = engine.optimizer
+    if optimizer is None:
+        return
+    states = States(engine.module, optimizer)
+    held = {
+        MemKind.OPTIMIZER: states.optimizer(),
+        MemKind.GRADS: states.grads(),
+        MemKind.PARAMS: states.params(),
+        MemKind.BUCKETS: _buckets(optimizer),
+    }
+    for kind, tensors in held.items():
+        for tensor in tensors:
+            recorder.label(tensor, kind)
+
+
+def _buckets(optimizer: Any) -> Iterator[Tensor]:
+    """Of stages 1 and 2 each has a list of buffers, of stage 3 one."""
+    for bucket in getattr(optimizer, "ipg_buckets", {}).values():
+        buffer = getattr(bucket, "buffer", None)
+        yield from (buffer,) if isinstance(buffer, Tensor) else buffer or ()
+
+
+def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> None:
     """Let DeepSpeed, when it is imported or where it was, find the GPU and its extensions."""
 
     def after_builder(module: ModuleType) -> None:
@@ -74,12 +115,46 @@ def install(patches: Patches, hooks: ImportHooks) -> None:
     def after_accelerator(module: ModuleType) -> None:
         patches.set(module, "ds_accelerator", None)  # which looks for a GPU once
 
+    def after_engine(module: ModuleType) -> None:
+        step = module.DeepSpeedEngine.step
+
+        def labelled_step(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            _label(recorder, engine)
+            done = step(engine, *args, **kwargs)
+            _label(recorder, engine)
+            return done
+
+        patches.set(module.DeepSpeedEngine, "step", labelled_step)
+
+    def after_stages_1_and_2(module: ModuleType) -> None:
+        set_up = module.DeepSpeedZeroOptimizer.setup_buckets
+
+        def labelled_buckets(optimizer: Any) -> None:
+            set_up(optimizer)
+            for tensor in _buckets(optimizer):
+                recorder.label(tensor, MemKind.BUCKETS)
+
+        patches.set(module.DeepSpeedZeroOptimizer, "setup_buckets", labelled_buckets)
+
     def after_parameters(module: ModuleType) -> None:
+        gather = module._dist_allgather_fn
+
+        def labelled_gather(given: Tensor, gathered: Tensor, *args: Any, **kwargs: Any) -> Any:
+            recorder.label(gathered, MemKind.GATHERED)
+            return gather(given, gathered, *args, **kwargs)
+
+        patches.set(module, "_dist_allgather_fn", labelled_gather)
         for name in _MAKERS:
             patches.set(module, f"_orig_torch_{name}", getattr(torch, name))
         wrap = module.zero_wrapper_for_fp_tensor_constructor
         patches.set(module, "zero_wrapper_for_fp_tensor_constructor", _for_scripts(wrap))
 
+    for name in _WITH_STATE:
+        hooks.after(name, lambda module: _restore_afterwards(patches, module))
+    patches.set(functional, "linear", functional.linear)  # `zero.Init` replaces it for good
+    hooks.after("deepspeed.runtime.engine", after_engine)
+    hooks.after("deepspeed.runtime.zero.stage_1_and_2", after_stages_1_and_2)
     hooks.after("deepspeed.ops.op_builder.builder", after_builder)
+    hooks.after("deepspeed.utils.nvtx", lambda module: patches.set(module, "enable_nvtx", False))
     hooks.after("deepspeed.accelerator.real_accelerator", after_accelerator)
     hooks.after("deepspeed.runtime.zero.partition_parameters", after_parameters)

@@ -5,14 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
-from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.ranks import Ranks
 from memest.estimator.device.storages import StorageTable
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.hardware.libraries import DEEPSPEED_HOST_BYTES, libraries_bytes
-from memest.estimator.parallel.zero import HostTerm
 from memest.estimator.readings import held_later
 from memest.estimator.trace.replay import replay
 from memest.estimator.trace.traced import TracedPlan
@@ -71,54 +68,30 @@ def run_rank(
     plan: TrainingPlan, gpu: Gpu, ranks: Ranks, *, trust_remote_code: bool = False
 ) -> TracedPlan:
     """The program of one rank."""
-    made: list[Any] = []
-
-    def make_strategy(recorder: LiveRecorder) -> Any:
-        made.append(strategy_of(plan, recorder, ranks.rank))
-        return made[0]
-
-    traced = run_plan(
-        plan,
-        gpu,
-        ranks=ranks,
-        make_strategy=make_strategy,
-        trust_remote_code=trust_remote_code,
-    )
-    host_terms = _host_terms(plan, made[0].zero.host_terms()) if plan.is_deepspeed else ()
+    traced = run_plan(plan, gpu, ranks=ranks, trust_remote_code=trust_remote_code)
+    host_terms = tuple(_of_all_ranks(plan, traced.host_terms))
     return replace(
         traced,
         notes=(*traced.notes, *_notes(plan, ranks.rank, traced.program.storages)),
         host_terms=host_terms,
-        host_bytes=sum(term.num_bytes for term in host_terms),
+        host_bytes=sum(term.num_bytes for term in host_terms) or traced.host_bytes,
     )
 
 
-def strategy_of(plan: TrainingPlan, recorder: LiveRecorder, rank: int) -> Any:
-    """In place of DeepSpeed's strategy one with its mirror; None for Lightning's own."""
-    if not plan.is_deepspeed:
-        return None
-    from memest.estimator.parallel.deepspeed import MirroredDeepSpeed
-
-    return MirroredDeepSpeed(plan, recorder, rank)
-
-
-def _host_terms(plan: TrainingPlan, of_rank: Sequence[HostTerm]) -> tuple[Term, ...]:
-    """Of all ranks, which hold the same."""
-    held = [*of_rank]
-    if held:
-        arithmetic = f"{format_bytes(DEEPSPEED_HOST_BYTES)} as measured"
-        held.append(HostTerm("libraries", DEEPSPEED_HOST_BYTES, arithmetic))
+def _of_all_ranks(plan: TrainingPlan, terms: Sequence[Term]) -> Iterator[Term]:
+    """`terms` of one rank, of which each holds the same, and what libraries hold beside them."""
+    if not terms:
+        return
+    arithmetic = f"{format_bytes(DEEPSPEED_HOST_BYTES)} as measured"
+    libraries = Term(
+        kind="libraries", num_bytes=DEEPSPEED_HOST_BYTES, arithmetic=arithmetic, why="pageable"
+    )
     num_ranks = plan.world_size
     times = f"{num_ranks} GPUs x " if num_ranks > 1 else ""
-    return tuple(
-        Term(
-            kind=term.what,
-            num_bytes=num_ranks * term.num_bytes,
-            arithmetic=f"{times}{term.arithmetic}",
-            why="pinned" if term.is_pinned else "pageable",
+    for term in (*terms, libraries):
+        yield replace(
+            term, num_bytes=num_ranks * term.num_bytes, arithmetic=f"{times}{term.arithmetic}"
         )
-        for term in held
-    )
 
 
 def _notes(plan: TrainingPlan, rank: int, storages: StorageTable) -> Iterator[str]:

@@ -1,1 +1,0 @@
-"""Strategies over several GPUs, and offload: what they add to the step of one rank."""
