@@ -19,7 +19,7 @@ COMMANDS = frozenset(("python", "python3", "torchrun", "accelerate", "deepspeed"
 
 LAUNCHERS = frozenset((
     "torch.distributed.run", "torch.distributed.launch", "torch.distributed.elastic",
-    "accelerate.commands.launch",
+    "accelerate.commands.launch", "deepspeed.launcher.runner", "deepspeed.launcher.launch",
 ))  # fmt: skip
 """Modules that start the script in processes of their own, which would not see the virtual GPU."""
 

@@ -23,7 +23,7 @@ def read(name: str) -> dict[str, Any]:
 
 MEASURED, SIMULATED = read("measured_ranks")["cases"], read("simulated_ranks")["cases"]
 CAUSES, MISSES = read("misses")["causes"], read("misses")["ranks"]
-QUICK = ("ddp-static-ckpt-bf16", "accelerate-fsdp-amp")
+QUICK = ("ddp-static-ckpt-bf16", "field-deepspeed-2-fp16")
 
 
 def with_its_cause(name: str) -> Any:

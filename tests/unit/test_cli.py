@@ -100,7 +100,7 @@ def test_a_plan_that_does_not_fit_is_a_result_unless_checked(tmp_path: Path) -> 
     output = tmp_path / "report.txt"
 
     result = memest(*args, "-o", str(output))
-    checked = memest(*args, "--check")
+    checked = memest(*args, "--check", "--json")
 
     assert result.returncode == 0
     assert "OOM" in output.read_text()

@@ -256,15 +256,14 @@ def cumsum_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
 
 
 def where_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`where_self_out` (native/TensorCompare.cpp): what has not the type of the result is cast, a
-    number of the host is copied, and a condition of bytes becomes one of booleans.
+    """`where_self_out` (native/TensorCompare.cpp): what is of another type than the result is cast,
+    and a number of the host is copied.
     """
     condition, *values = args[:3]
     on_card = [tensor for tensor in values if tensor.device.type != "cpu"]
     casts = [t.numel() * out.itemsize for t in on_card if t.dtype != out.dtype]
     copies = [1] * (condition.device.type == "cpu") + [out.itemsize] * (len(values) - len(on_card))
-    booleans = [condition.numel()] * (condition.dtype is torch.uint8)
-    return Scratch(before=tuple(casts + copies + booleans))
+    return Scratch(before=tuple(casts + copies))
 
 
 def isin_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:

@@ -10,6 +10,7 @@ plans on four H200s (results/h200-multi.jsonl).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -77,6 +78,12 @@ def _for_scripts(wrap: Callable[..., Maker]) -> Callable[..., Maker]:
     return wrapping
 
 
+@cache
+def _asked_once(get_cpu_info: Callable[[], Any]) -> Any:
+    """What `cpuinfo` says, for which it starts a process of a second."""
+    return get_cpu_info()
+
+
 def _label(recorder: LiveRecorder, engine: Any) -> None:
     """Say what the engine and the optimizer that it wraps hold."""
     optimizer = engine.optimizer
@@ -111,6 +118,9 @@ def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> Non
             return _Extension() if builder.name in KERNELS else load(builder, *args, **kwargs)
 
         patches.set(module.OpBuilder, "load", load_extension)
+
+    def after_cpuinfo(module: ModuleType) -> None:
+        patches.set(module, "get_cpu_info", partial(_asked_once, module.get_cpu_info))
 
     def after_accelerator(module: ModuleType) -> None:
         patches.set(module, "ds_accelerator", None)  # which looks for a GPU once
@@ -155,6 +165,7 @@ def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> Non
     hooks.after("deepspeed.runtime.engine", after_engine)
     hooks.after("deepspeed.runtime.zero.stage_1_and_2", after_stages_1_and_2)
     hooks.after("deepspeed.ops.op_builder.builder", after_builder)
+    hooks.after("cpuinfo", after_cpuinfo)
     hooks.after("deepspeed.utils.nvtx", lambda module: patches.set(module, "enable_nvtx", False))
     hooks.after("deepspeed.accelerator.real_accelerator", after_accelerator)
     hooks.after("deepspeed.runtime.zero.partition_parameters", after_parameters)
