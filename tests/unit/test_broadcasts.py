@@ -29,6 +29,7 @@ assert names == ["run-7", {"lr": 0.1}], names
 assert order.tolist() == [0, 3, 6, 9, 12], order
 assert mine == ["abc"[rank]], mine
 work = dist.all_reduce(x, async_op=True)
+assert [t.shape for t in work.get_future().value()] == [x.shape]
 before = torch.cuda.memory_allocated()
 del x
 assert torch.cuda.memory_allocated() == before  # NCCL keeps it until somebody waits
