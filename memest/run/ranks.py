@@ -11,6 +11,7 @@ import os
 import pickle
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -123,6 +124,9 @@ def _be_rank(ranks: Ranks, run: Callable[[Ranks], Ran], writer: int) -> None:
         with os.fdopen(writer, "wb") as pipe:
             pickle.dump((ran, ranks.broadcasts), pipe)
         code = 0
+    except BaseException:  # an error of memest's own, which nobody else would tell of
+        traceback.print_exc()
+        sys.stderr.flush()
     finally:
         os._exit(code)
 

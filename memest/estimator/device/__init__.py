@@ -4,7 +4,8 @@ One file builds on another in this order; none imports from below:
 
 - `tensors` says where a tensor lies, `storages` what is known of its memory, `patches` lets names
   of torch stand for others. `values` keeps the small integers that models branch on, `guesses`
-  says what a script reads where nothing is known.
+  says what a script reads where nothing is known. `ranks` says which rank of several runs,
+  `broadcasts` what ranks have told it, `collectives` what it gets from the others.
 - `cuda_semantics` (with `recurrent`) decides as torch does for CUDA tensors, above autograd.
 - `dispatch` records every storage below autograd, `streams` on several streams; `host` knows of
   tensors without data, `host_draws` of their random numbers; `live` sends each event to the
