@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import socket
 import sys
 from collections.abc import Callable, Generator, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 STATE = pytest.StashKey[tuple[str, dict[tuple[str, str], Any]]]()
 """The folder and the names of torch before a test."""
+
+DEPTHS = {"n_layer", "num_decoder_layers", "num_hidden_layers", "num_layers"}
+"""What configs call the number of layers."""
 
 WRAPPED_BY_OTHERS = {("torch", "manual_seed"), ("torch", "compile")}
 """What torch._dynamo and lightning put wrappers around when they are imported."""
@@ -69,6 +74,30 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
     changed = {key for key, value in before.items() if after.get(key) is not value}
     assert changed <= WRAPPED_BY_OTHERS
     return done
+
+
+@pytest.fixture(scope="session")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """`shallow(name, layers)`: a bundled model of at most so many layers in each stack, as a path.
+
+    For tests that ask whether two ways agree: what one layer does, the next does again.
+    """
+    bundled = Path(__file__).parents[1] / "memest" / "models_meta" / "configs"
+
+    def cut(value: Any, layers: int) -> Any:
+        if not isinstance(value, dict):
+            return value
+        made = {key: cut(inner, layers) for key, inner in value.items()}
+        return made | {key: min(made[key], layers) for key in DEPTHS & made.keys()}
+
+    def path(name: str, layers: int = 2) -> str:
+        folder = tmp_path_factory.mktemp("models") / name
+        folder.mkdir()
+        config = json.loads((bundled / f"{name}.json").read_text(encoding="utf-8"))["config"]
+        (folder / "config.json").write_text(json.dumps(cut(config, layers)), encoding="utf-8")
+        return str(folder)
+
+    return cache(path)
 
 
 @pytest.fixture(autouse=True)

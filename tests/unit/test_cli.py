@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -95,8 +96,11 @@ def test_a_suite_is_json_lines_in_its_order(tmp_path: Path) -> None:
     assert list(reports[0]["verdicts"]) == ["t4"]
 
 
-def test_a_plan_that_does_not_fit_is_a_result_unless_checked(tmp_path: Path) -> None:
-    args = ("predict", "--model", "gpt2", "--seq-len", "16", "--memory-limit", "600MiB")
+def test_a_plan_that_does_not_fit_is_a_result_unless_checked(
+    tmp_path: Path, shallow: Callable[..., str]
+) -> None:
+    name = shallow("gpt2")
+    args = ("predict", "--model", name, "--seq-len", "16", "--memory-limit", "200MiB")
     output = tmp_path / "report.txt"
 
     result = memest(*args, "-o", str(output))

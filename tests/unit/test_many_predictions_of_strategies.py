@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
@@ -26,8 +27,11 @@ MIB = 1 << 20
 FSDP = TrainingPlan(model_name="gpt2", strategy="fsdp", devices=4, seq_len=32, gpu=("rtx-4090",))
 
 
-def test_a_sweep_of_a_strategy_gives_what_single_predictions_give() -> None:
-    plans = [TrainingPlan.from_dict(FSDP.to_dict(), batch_size=n) for n in (2, 3, 4, 5, 6)]
+def test_a_sweep_of_a_strategy_gives_what_single_predictions_give(
+    shallow: Callable[..., str],
+) -> None:
+    few = FSDP.to_dict() | {"model_name": shallow("gpt2")}
+    plans = [TrainingPlan.from_dict(few, batch_size=n) for n in (2, 3, 4, 5, 6)]
 
     points = sweep(plans, jobs=1)
 
@@ -38,8 +42,11 @@ def test_a_sweep_of_a_strategy_gives_what_single_predictions_give() -> None:
         assert point.verdict == alone.verdicts["rtx-4090"]
 
 
-def test_the_largest_batch_of_a_strategy_is_traced_size_by_size() -> None:
-    plan = TrainingPlan.from_dict(FSDP.to_dict(), seq_len=512, memory_limit="2GiB")
+def test_the_largest_batch_of_a_strategy_is_traced_size_by_size(
+    shallow: Callable[..., str],
+) -> None:
+    few = FSDP.to_dict() | {"model_name": shallow("gpt2")}
+    plan = TrainingPlan.from_dict(few, seq_len=512, memory_limit="2GiB")
 
     found = max_batch(plan, find_gpu("rtx-4090"))
 

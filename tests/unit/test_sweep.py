@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,11 @@ def verdict(plan: TrainingPlan, **changes: int) -> Outcome:
 
 
 @pytest.mark.parametrize("use_qlora", [False, True])
-def test_the_largest_batch_fits_and_the_next_does_not(use_qlora: bool) -> None:
+def test_the_largest_batch_fits_and_the_next_does_not(
+    use_qlora: bool, shallow: Callable[..., str]
+) -> None:
     plan = TrainingPlan(
-        model_name="opt-125m", seq_len=64, use_qlora=use_qlora, memory_limit=3 * GIB
+        model_name=shallow("opt-125m"), seq_len=64, use_qlora=use_qlora, memory_limit=3 * GIB
     )
 
     found = max_batch(plan, find_gpu("h200"))
@@ -74,9 +77,10 @@ def test_a_boundary_suite_has_both_sides() -> None:
     assert above["memory_limit"] == 4 * GIB
 
 
-def test_a_sweep_says_what_single_predictions_say() -> None:
+def test_a_sweep_says_what_single_predictions_say(shallow: Callable[..., str]) -> None:
+    name = shallow("gpt2")
     plans = [
-        TrainingPlan(model_name="gpt2", seq_len=256, batch_size=n, gpu=("t4", "a100-40gb"))
+        TrainingPlan(model_name=name, seq_len=256, batch_size=n, gpu=("t4", "a100-40gb"))
         for n in (1, 2, 3, 4, 5, 6, 90)
     ]
 
@@ -89,10 +93,13 @@ def test_a_sweep_says_what_single_predictions_say() -> None:
     assert {str(p.verdict.verdict) for p in points if p.verdict} == {"fits", "oom"}
 
 
-def test_points_replayed_in_several_processes_are_those_of_one() -> None:
+def test_points_replayed_in_several_processes_are_those_of_one(
+    shallow: Callable[..., str],
+) -> None:
     """Enough points to be shared out; a batch of one, which is traced by itself, among them."""
+    name = shallow("opt-125m")
     plans = [
-        TrainingPlan(model_name="opt-125m", seq_len=64, batch_size=n, gpu=("t4",))
+        TrainingPlan(model_name=name, seq_len=64, batch_size=n, gpu=("t4",))
         for n in range(1, MIN_PARALLEL_POINTS + 2)
     ]
 
