@@ -58,7 +58,7 @@ DEVICE_FLOORS = [
     | {"messages", "modules"}
     | {"patches", "processes", "ranks", "recurrent", "shards", "storages", "streams"}
     | {"synchronised", "tensors"}
-    | {"traits", "values"},
+    | {"traits", "values", "works"},
     {"live"},
     {"attributes", "cuda", "distributed", "encoder", "files", "libraries"},
     {"virtual_gpu"},

@@ -11,6 +11,7 @@ from memest.estimator.kernels.cublas import (
 
 aten = torch.ops.aten
 HOPPER, AMPERE = (9, 0), (8, 0)
+MAIN, SIDE, BACKWARD = ("main", 0), ("main", 3), ("backward", 0)
 BIG, SMALL, LT = 32 * 2**20, 8519680, 2**20
 
 
@@ -21,7 +22,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def after_first_use(torch_version: tuple[int, int] = (2, 11)) -> CublasWorkspaces:
     """A process on a Hopper whose main thread has multiplied once."""
     workspaces = CublasWorkspaces(HOPPER, torch_version)
-    workspaces.bytes_for(aten.mm.default, (meta(4, 8), meta(8, 16)), {}, "main")
+    workspaces.bytes_for(aten.mm.default, (meta(4, 8), meta(8, 16)), {}, MAIN)
     return workspaces
 
 
@@ -45,37 +46,37 @@ def test_the_workspace_depends_on_the_gpu_and_the_torch_version(
     assert cublas_workspace_bytes(capability, torch_version) == num_bytes
 
 
-def test_a_thread_gets_its_workspace_once() -> None:
+def test_a_thread_gets_a_workspace_once_for_each_stream() -> None:
     workspaces = CublasWorkspaces(HOPPER)
     args = (meta(4, 8), meta(8, 16))
-    threads = ["main", "main", "backward", "main", "backward"]
-    kept = [workspaces.bytes_for(aten.mm.default, args, {}, t)[0] for t in threads]
-    assert kept == [(BIG,), (), (BIG,), (), ()]
+    callers = [MAIN, MAIN, BACKWARD, MAIN, SIDE, BACKWARD, SIDE]
+    kept = [workspaces.bytes_for(aten.mm.default, args, {}, c)[0] for c in callers]
+    assert kept == [(BIG,), (), (BIG,), (), (BIG,), (), ()]
 
 
 def test_the_workspace_is_smaller_before_hopper() -> None:
     args = (meta(2, 4, 8), meta(2, 8, 16))
-    got = CublasWorkspaces(AMPERE).bytes_for(aten.bmm.default, args, {}, "main")
+    got = CublasWorkspaces(AMPERE).bytes_for(aten.bmm.default, args, {}, MAIN)
     assert got == ((SMALL,), ())
 
 
 def test_a_first_linear_with_bias_takes_both_workspaces() -> None:
     args = (meta(16), meta(4, 8), meta(16, 8).t())
     workspaces = CublasWorkspaces(HOPPER)
-    assert workspaces.bytes_for(aten.addmm.default, args, {}, "main") == ((BIG, LT), ())
-    assert workspaces.bytes_for(aten.addmm.default, args, {}, "main") == ((), ())
-    assert workspaces.bytes_for(aten.addmm.default, args, {}, "backward") == ((BIG, LT), ())
+    assert workspaces.bytes_for(aten.addmm.default, args, {}, MAIN) == ((BIG, LT), ())
+    assert workspaces.bytes_for(aten.addmm.default, args, {}, MAIN) == ((), ())
+    assert workspaces.bytes_for(aten.addmm.default, args, {}, BACKWARD) == ((BIG, LT), ())
     assert LT_WORKSPACE_BYTES == LT
 
 
 def test_the_workspace_of_cublaslt_comes_with_the_first_bias_not_the_first_product() -> None:
     args = (meta(16), meta(4, 8), meta(8, 16))
-    assert after_first_use().bytes_for(aten.addmm.default, args, {}, "main") == ((LT,), ())
+    assert after_first_use().bytes_for(aten.addmm.default, args, {}, MAIN) == ((LT,), ())
 
 
 def test_newer_torch_shares_one_workspace() -> None:
     args = (meta(16), meta(4, 8), meta(8, 16))
-    assert after_first_use((2, 12)).bytes_for(aten.addmm.default, args, {}, "main") == ((), ())
+    assert after_first_use((2, 12)).bytes_for(aten.addmm.default, args, {}, MAIN) == ((), ())
 
 
 @pytest.mark.parametrize(
@@ -91,25 +92,25 @@ def test_newer_torch_shares_one_workspace() -> None:
     ],
 )
 def test_addmm_without_a_fusable_bias_does_without_cublaslt(args, kwargs) -> None:
-    assert after_first_use().bytes_for(aten.addmm.default, args, kwargs, "main") == ((), ())
+    assert after_first_use().bytes_for(aten.addmm.default, args, kwargs, MAIN) == ((), ())
 
 
 def test_an_expanded_gradient_is_copied_for_the_length_of_the_op() -> None:
     grad = meta().expand(100, 50304)  # as the backward of `sum` gives it
     args = (grad, meta(50304, 8))
-    got = after_first_use().bytes_for(aten.mm.default, args, {}, "main")
+    got = after_first_use().bytes_for(aten.mm.default, args, {}, MAIN)
     assert got == ((), (100 * 50304 * 4,))
 
 
 def test_both_factors_are_copied_the_second_one_first() -> None:
     args = (meta().expand(4, 8), meta().expand(8, 16))
-    got = after_first_use().bytes_for(aten.mm.default, args, {}, "main")
+    got = after_first_use().bytes_for(aten.mm.default, args, {}, MAIN)
     assert got == ((), (8 * 16 * 4, 4 * 8 * 4))
 
 
 def test_a_half_precision_copy_takes_half() -> None:
     args = (meta(dtype=torch.bfloat16).expand(4, 8), meta(8, 16, dtype=torch.bfloat16))
-    got = after_first_use().bytes_for(aten.mm.default, args, {}, "main")
+    got = after_first_use().bytes_for(aten.mm.default, args, {}, MAIN)
     assert got == ((), (4 * 8 * 2,))
 
 
@@ -120,30 +121,30 @@ def test_a_half_precision_copy_takes_half() -> None:
 )
 def test_a_factor_with_one_unit_stride_is_read_in_place(factor) -> None:
     args = (factor, meta(8, 16))
-    assert after_first_use().bytes_for(aten.mm.default, args, {}, "main") == ((), ())
+    assert after_first_use().bytes_for(aten.mm.default, args, {}, MAIN) == ((), ())
 
 
 def test_a_factor_without_a_unit_stride_is_copied() -> None:
     args = (meta(4, 16)[:, ::2], meta(8, 16))
-    got = after_first_use().bytes_for(aten.mm.default, args, {}, "main")
+    got = after_first_use().bytes_for(aten.mm.default, args, {}, MAIN)
     assert got == ((), (4 * 8 * 4,))
 
 
 def test_a_batch_of_heads_permuted_out_of_the_middle_is_read_in_place() -> None:
     heads = meta(10, 3, 64).permute(1, 0, 2)  # (heads, tokens, width)
     args = (heads, heads.transpose(1, 2))
-    assert after_first_use().bytes_for(aten.bmm.default, args, {}, "main") == ((), ())
+    assert after_first_use().bytes_for(aten.bmm.default, args, {}, MAIN) == ((), ())
 
 
 def test_a_batch_whose_matrices_have_no_unit_stride_is_copied() -> None:
     batch = meta(10, 64, 3).permute(2, 0, 1)  # the batch is the innermost dim
-    got = after_first_use().bytes_for(aten.bmm.default, (batch, meta(3, 64, 5)), {}, "main")
+    got = after_first_use().bytes_for(aten.bmm.default, (batch, meta(3, 64, 5)), {}, MAIN)
     assert got == ((), (3 * 10 * 64 * 4,))
 
 
 def test_baddbmm_prepares_its_factors_not_its_summand() -> None:
     args = (meta().expand(3, 4, 16), meta().expand(3, 4, 8), meta(3, 8, 16))
-    got = after_first_use().bytes_for(aten.baddbmm.default, args, {}, "main")
+    got = after_first_use().bytes_for(aten.baddbmm.default, args, {}, MAIN)
     assert got == ((), (3 * 4 * 8 * 4,))
 
 
@@ -158,13 +159,13 @@ def test_baddbmm_prepares_its_factors_not_its_summand() -> None:
 )
 def test_an_empty_product_never_reaches_cublas(func, args) -> None:
     workspaces = CublasWorkspaces(HOPPER)
-    assert workspaces.bytes_for(func, args, {}, "main") == ((), ())
+    assert workspaces.bytes_for(func, args, {}, MAIN) == ((), ())
     args = (meta(4, 8), meta(8, 16))
-    assert workspaces.bytes_for(aten.mm.default, args, {}, "main") == ((BIG,), ())
+    assert workspaces.bytes_for(aten.mm.default, args, {}, MAIN) == ((BIG,), ())
 
 
 def test_other_ops_take_nothing() -> None:
-    got = CublasWorkspaces(HOPPER).bytes_for(aten.add.Tensor, (meta(4), meta(4)), {}, "main")
+    got = CublasWorkspaces(HOPPER).bytes_for(aten.add.Tensor, (meta(4), meta(4)), {}, MAIN)
     assert got == ((), ())
 
 

@@ -8,24 +8,20 @@ same. A broadcast gives what its source has said, where that rank was run before
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from memest.estimator.device.patches import Patches
 from memest.estimator.device.ranks import Ranks
 from memest.estimator.device.tensors import is_meta, tensors_in
+from memest.estimator.device.works import Works
 
 _SUM = 0
 """Of `c10d::ReduceOp::RedOpType` (torch/csrc/distributed/c10d/Types.hpp)."""
-
-
-c10d_of_torch: Any = getattr(torch._C, "_distributed_c10d", None)
 
 
 class _Recorder(Protocol):
@@ -42,9 +38,10 @@ def run(recorder: _Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     given = (*args, *kwargs.values())
     tensors = list(tensors_in(given))
     if any(map(is_meta, tensors)):
+        recorder.works.another()
         recorder.transfer(max((t.numel() * t.element_size() for t in tensors), default=0))
     _fill(recorder, func._schema.name.removeprefix("c10d::"), args)
-    work = recorder.works.begin(tensors if _goes_on(func, args) else ())
+    work = recorder.works.begun(tensors if _goes_on(func, args) else ())
     returned = tuple(
         args[0] if "Tensor" in str(result.type) else work for result in func._schema.returns
     )
@@ -66,41 +63,6 @@ def _of_asynchronous(func: Any) -> tuple[int, bool]:
         if argument.name in ("asyncOp", "async_op"):
             return position, argument.default_value
     return 0, False
-
-
-class Works:
-    """Collectives that nobody has waited for yet. Each keeps its tensors until then, if the host
-    went on at once: `stashed_for_allocator_safety_` of ProcessGroupNCCL.cpp, torch 2.11.
-    """
-
-    def __init__(self) -> None:
-        self._tensors: Any = WeakKeyDictionary()
-        self._last: Any = None
-        """What pybind finds again, so that the script is given the same object."""
-
-    def install(self, patches: Patches) -> None:
-        """Let what a script calls to wait be seen."""
-        work: Any = c10d_of_torch.FakeWork
-        wait = work.wait
-
-        def waits(work: Any, *args: Any, **kwargs: Any) -> Any:
-            self._tensors.pop(work, None)
-            return wait(work, *args, **kwargs)
-
-        def future(work: Any) -> Any:
-            found: Any = torch.futures.Future()
-            found.set_result(list(self._tensors.get(work, ())))
-            return found
-
-        patches.set(work, "wait", waits)
-        patches.set(work, "get_future", future)
-
-    def begin(self, tensors: Sequence[Tensor]) -> Any:
-        """A collective that keeps `tensors`, as operators return it."""
-        self._last = work = c10d_of_torch.FakeWork()
-        if tensors:
-            self._tensors[work] = tensors
-        return work.boxed()
 
 
 def _fill(recorder: _Recorder, name: str, args: tuple[Any, ...]) -> None:

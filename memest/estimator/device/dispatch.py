@@ -101,6 +101,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.coverage = Coverage()
         self.values = ShadowValues()
         self.phase = ""
+        self.stream = 0  # the default one
         self.kind = MemKind.ACTIVATIONS
         owners_of_a_sole_gradient()  # looked at once, before anything is recorded
         self._cublas = CublasWorkspaces(gpu.capability)
@@ -369,7 +370,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, args: Any, kwargs: Any
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         in_backward = torch._C._current_autograd_node() is not None
-        return self._cublas.bytes_for(func, args, kwargs, "backward" if in_backward else "main")
+        thread = "backward" if in_backward else "main"
+        return self._cublas.bytes_for(func, args, kwargs, (thread, self.stream))
 
     def _site(self, func: Any) -> Site:
         key = (func, self.phase)

@@ -51,6 +51,7 @@ from memest.estimator.device.tensors import (
 )
 from memest.estimator.device.traits import DEPENDS_ON_VALUES, traits_of
 from memest.estimator.device.values import LiveValues, ValueUnknown
+from memest.estimator.device.works import Works
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.hardware.speed import segment_us
 from memest.estimator.kernels.tables import CONVOLUTIONS
@@ -115,7 +116,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         """Whether the running step of an optimizer calls a closure of the script."""
 
         self.ranks = ALONE
-        self.works = collectives.Works()
+        self.works = Works(self)
         self.has_started = False
         self.is_off = False
         self.pace = GarbagePace()

@@ -40,12 +40,23 @@ from memest.estimator.hardware.speed import (
 MAIN = 0
 """The stream on which the model runs."""
 
+STREAMS_PER_POOL = 32
+"""`kStreamsPerPool` (c10/cuda/CUDAStream.cpp), for each priority; then the first comes again."""
+
 MAX_SWITCHES = 400_000
 """Between streams, of which a running script's recorder remembers where they were."""
 
 SLOWEST = 2.2
 """How many times as long as at its peak rates a GPU of several is given for its kernels:
 `scripts/measure_pace.py` on an H100, of GPT-2's steps 1.3 to 2.2.
+"""
+
+WATCHDOG_US = 100_000
+"""How often NCCL's watchdog looks (`kWatchdogThreadSleepMillis`, `ProcessGroupNCCL.cpp`)."""
+
+BEST_SHARE = 0.85
+"""Of the peak rates that an optimizer's kernels come to at best: 0.84 for AdamW over 740 million
+parameters in 32 bits on an H100; `scripts/measure_pace.py` measures it.
 """
 
 WAIT_US = 2000.0
@@ -77,6 +88,8 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
         """By parameter the stream on which its own such node was made, where that is known."""
 
         self._num_streams = 1
+        self._pools: dict[int, list[int]] = defaultdict(list)
+        self._num_taken: dict[int, int] = defaultdict(int)
         self._speed = speed_of(gpu)
         self._durations: dict[int, float] = {}
         self._loaded: set[Any] = set()
@@ -86,7 +99,7 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
         self.is_prompt = False
         """Whether blocks return as they die, whoever shares them."""
 
-        self._shelf: set[int] = set()
+        self._shelf: dict[int, float] = {}
         self._host = START
         self._queues: dict[int, deque[Time]] = defaultdict(partial(deque, maxlen=LAUNCH_QUEUE))
         """When the last launches of each stream will be done."""
@@ -184,10 +197,15 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
         index = bisect_right(self._starts, node._sequence_nr()) - 1
         return self._streams[index] if index >= 0 else MAIN
 
-    def new_stream(self) -> int:
-        """Another stream."""
-        self._num_streams += 1
-        return self._num_streams - 1
+    def new_stream(self, priority: int = 0) -> int:
+        """As `getStreamFromPool`: one of `STREAMS_PER_POOL`, each in its turn."""
+        pool = self._pools[priority]
+        turn = self._num_taken[priority] % STREAMS_PER_POOL
+        self._num_taken[priority] += 1
+        if turn == len(pool):
+            pool.append(self._num_streams)
+            self._num_streams += 1
+        return pool[turn]
 
     @contextmanager
     def on_stream(self, stream: int) -> Iterator[None]:
@@ -245,17 +263,25 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
         """Whether `event` lies behind the host."""
         return event[self.is_slow] <= self._host[self.is_slow]
 
-    def shelve(self, tensor: Tensor) -> None:
-        """A collective may keep the storage of `tensor`, should it die, until `clear_shelf`."""
+    def shelve(self, tensor: Tensor, done: float) -> None:
+        """A collective, which is `done` then, may keep the storage of `tensor`, should it die."""
         index = self.id_of(tensor)
         if index is not None:
-            self._shelf.add(index)
+            self._shelf[index] = done
 
-    def clear_shelf(self) -> None:
-        """What collectives have kept dies now at the latest."""
-        for index in sorted(self._shelf & self.storages.shelved):
-            self._returns(index)
-        self._shelf.clear()
+    def empty_shelves(self) -> None:
+        """Those that NCCL's watchdog has passed on by now at the latest; a collective does so."""
+        self.clear_shelf(self._host[0] - BEST_SHARE * WATCHDOG_US)
+
+    def clear_shelf(self, until: float) -> None:
+        """What collectives that were done `until` then have kept dies now at the latest."""
+        if not self._shelf:
+            return
+        late = sorted(index for index, done in self._shelf.items() if done <= until)
+        for index in late:
+            del self._shelf[index]
+            if index in self.storages.shelved:
+                self._returns(index)
 
     def _return_blocks(self) -> None:
         """Before a request: blocks that all have done with return to their pools."""

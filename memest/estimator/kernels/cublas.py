@@ -88,8 +88,15 @@ def cublas_workspace_bytes(
     return 8 * 4096 * KIB if large else 2 * 4096 * KIB + 8 * 16 * KIB
 
 
+Caller = tuple[str, int]
+"""The thread, `"main"` for the forward pass and the optimizer, `"backward"` for autograd's, where a
+checkpoint recomputes, too; and the number of its stream, 0 for the default one. A thread has one
+handle, a handle a workspace for each stream (`cublas_handle_stream_to_workspace`).
+"""
+
+
 class CublasWorkspaces:
-    """Which workspaces exist so far in one process on one GPU, thread by thread.
+    """Which workspaces exist so far in one process on one GPU, by thread and stream.
 
     Args:
         capability: compute capability of the GPU.
@@ -101,30 +108,29 @@ class CublasWorkspaces:
     ) -> None:
         self._handle_bytes = cublas_workspace_bytes(capability, torch_version)
         self._unified = torch_version >= _FIRST_UNIFIED_TORCH
-        self._threads_with_handle: set[str] = set()
-        self._threads_with_lt: set[str] = set()
+        self._with_handle: set[Caller] = set()
+        self._with_lt: set[Caller] = set()
 
     def bytes_for(
-        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], thread: str
+        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], caller: Caller
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """A workspace at a thread's first product, another for a fused bias, copies of operands
+        """A workspace at a caller's first product, another for a fused bias, copies of operands
         that cuBLAS cannot read: `(persistent, temporary)` bytes of one dispatched op.
 
         CUDA's order is: the result, the temporaries, then the persistent ones; the temporaries are
-        freed at the end of the op. The call counts: a workspace is returned once per `thread`
-        (`"main"` for the forward pass and the optimizer, `"backward"` for autograd's thread, which
-        is also where a checkpoint recomputes). An op that is not in `MATMULS` takes nothing.
+        freed at the end of the op. The call counts: a workspace is returned once per `caller`. An
+        op that is not in `MATMULS` takes nothing.
         """
         if func not in MATMULS or not _reaches_cublas(func, args):
             return (), ()
         temporary = _operand_copies(func, args)
         persistent = []
-        if thread not in self._threads_with_handle:
-            self._threads_with_handle.add(thread)
+        if caller not in self._with_handle:
+            self._with_handle.add(caller)
             persistent.append(self._handle_bytes)
-        needs_lt = not self._unified and thread not in self._threads_with_lt
+        needs_lt = not self._unified and caller not in self._with_lt
         if needs_lt and _calls_lt(func, args, kwargs):
-            self._threads_with_lt.add(thread)
+            self._with_lt.add(caller)
             persistent.append(LT_WORKSPACE_BYTES)
         return tuple(persistent), temporary
 

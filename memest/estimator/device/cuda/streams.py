@@ -26,7 +26,9 @@ class CudaStream(Stream):
     def __init__(self, device: Any = None, priority: int = 0, **options: Any) -> None:
         resolve(device)
         number = options.get("number", options.get("stream_id"))
-        super().__init__(self.session, self.session.new_stream() if number is None else number)
+        if number is None:
+            number = self.session.new_stream(max(PRIORITIES[1], min(priority, 0)))
+        super().__init__(self.session, number)
         self.device = CARD.device
         self.priority = priority
         self.device_index, self.device_type = CARD.device.index, 1

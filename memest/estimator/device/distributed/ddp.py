@@ -7,16 +7,16 @@ a dtype shares one bucket (without `find_unused_parameters`); the forward after 
 backward makes the buckets anew, in the order in which gradients arrived.
 
 The sums take no time here: NCCL has a stream of its own, and nothing is freed that waits for it.
-What has been summed may live on: `ProcessGroupNCCL` keeps a collective's tensors on a shelf of its
-work (`stashed_for_allocator_safety_`), the watchdog passes on the shelves of what is done whenever
-it looks, and the next collective empties those. So the buckets of the first step, which are made
-anew in the second forward, may live until its backward sums one of the new ones.
+What has been summed may live on (`works.py`): the buckets of the first step, which are made anew in
+the second forward, may live until its backward sums one of the new ones. With a communication hook
+(`hooks.py`) a bucket is what the hook makes of it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -26,6 +26,12 @@ from torch import distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from memest.errors import UnsupportedError
+from memest.estimator.device.distributed.hooks import (
+    CommHook,
+    GradBucket,
+    all_reduced,
+    builtin_hook,
+)
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.storages import MemKind
@@ -34,14 +40,6 @@ from memest.estimator.device.tensors import Place
 
 FIRST_BUCKET_BYTES = 1 << 20
 """`kDefaultFirstBucketBytes` (`reducer.hpp`)."""
-
-WATCHDOG_US = 100_000
-"""How often the watchdog looks (`kWatchdogThreadSleepMillis`, `ProcessGroupNCCL.cpp`)."""
-
-BEST_SHARE = 0.85
-"""Of the peak rates that an optimizer's kernels come to at best: 0.84 for AdamW over 740 million
-parameters in 32 bits on an H100; `scripts/measure_pace.py` measures it.
-"""
 
 BROADCASTS_IN_FLIGHT = 2
 """`max_in_flight` of `broadcast_coalesced` (`comm.cpp`)."""
@@ -100,6 +98,10 @@ class Reducer:
         self._summed_at = 0.0
         self._expects_hooks = self._waits_for_end = False
         self._needs_finalize = False
+        self._hook: CommHook | None = None
+        self._futures: dict[int, Any] = {}
+        self._results: dict[int, Tensor] = {}
+        self._next = 0
         self._missing: set[int] = set()
         self._unused: set[int] = set()
         recorder = self.session
@@ -131,7 +133,7 @@ class Reducer:
         """
         self._num_iterations += 1
         if self._has_summed_anew:
-            self.session.clear_shelf()
+            self.session.clear_shelf(self._summed_at)
 
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
         """As `prepare_for_backward`: the next backward sums gradients."""
@@ -139,6 +141,7 @@ class Reducer:
         self._expects_hooks = True
         self._missing = set(range(len(self._params)))
         self._waiting = [set(members) for members in self._buckets]
+        self._next = 0
         self._unused = set()
         if self._finds_unused and not self._is_static:
             self._unused = self._not_reached(outputs)
@@ -158,19 +161,31 @@ class Reducer:
         self._sync_order(len(self._params) + 1, len(buckets))
         self._has_rebuilt = True
         self._arrivals = []
-        if self._may_be_kept():
-            self._shelve_buckets()
+        self._futures.clear()
+        self._results.clear()
+        self._flats.clear()
         self._views.clear()
         self._make_buckets(buckets)
         return True
 
-    def _shelve_buckets(self) -> None:
-        for view in self._views.values():
-            self.session.shelve(view)
+    def register(self, hook: CommHook) -> None:
+        """As `register_comm_hook`: `hook` reduces each bucket from now on.
 
-    def _may_be_kept(self) -> bool:
-        """Whether the watchdog may not have looked since the sums of the first step were done."""
-        return self.session.host_time[0] - self._summed_at < BEST_SHARE * WATCHDOG_US
+        Raises:
+            RuntimeError: there is one already; the message is torch's.
+        """
+        if self._hook is not None:
+            raise RuntimeError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once."
+            )
+        self._hook = hook
+
+    def _run_comm_hook(self, bucket: GradBucket) -> Any:
+        return (self._hook or self._run_allreduce_hook)(bucket)
+
+    def _run_allreduce_hook(self, bucket: GradBucket) -> Any:
+        """As `run_allreduce_hook`: what is done where nobody has registered another."""
+        return all_reduced(self._group, bucket.buffer())
 
     def set_logger(self, logger: Any) -> None:
         """Nothing is logged."""
@@ -199,6 +214,8 @@ class Reducer:
             else:
                 self._copy_in(parameter)
         self._missing.clear()
+        for bucket in range(len(self._buckets)):
+            self._reduce(bucket)
         self._finalize()
 
     def _remove_autograd_hooks(self) -> None:
@@ -280,61 +297,112 @@ class Reducer:
         view, grad = self._views[id(parameter)], parameter.grad
         assert grad is not None
         if _is_alias(grad, view):
-            view.mul_(1 / self._group.size())
+            if self._hook is None:
+                view.mul_(1 / self._group.size())
             return
-        torch.mul(grad, 1 / self._group.size(), out=view)
+        if self._hook is None:
+            torch.mul(grad, 1 / self._group.size(), out=view)
+        else:
+            view.copy_(grad)
         if self._is_view:
             parameter.grad = view
 
     def _ready(self, index: int) -> None:
-        """As `mark_variable_ready`: the last one ends the reduction with the backward."""
+        """As `mark_variable_ready`: buckets are reduced in their order, as they fill; the last one
+        ends the reduction with the backward.
+        """
         self._missing.discard(index)
-        waiting = self._waiting[self._bucket_of[index]]
-        waiting.discard(index)
-        if not waiting and not self._may_be_kept():  # the bucket is summed, so shelves are emptied
-            self.session.clear_shelf()
+        self._waiting[self._bucket_of[index]].discard(index)
+        while self._next < len(self._buckets) and not self._waiting[self._next]:
+            self._reduce(self._next)
+            self._next += 1
         if not self._missing:
             if torch._C._current_graph_task_id() == -1:  # no backward, as all are unused
                 return
             _at_end_of_backward(self._finalize)
 
+    def _reduce(self, bucket: int) -> None:
+        """As `all_reduce_bucket`."""
+        self.session.works.another()
+        if self._hook is not None:
+            members = self._buckets[bucket]
+            self._futures[bucket] = self._hook(
+                GradBucket(
+                    self._flats[bucket],
+                    [self._views[id(self._params[i])] for i in members],
+                    [self._params[i] for i in members],
+                    bucket,
+                    is_last=bucket == len(self._buckets) - 1,
+                )
+            )
+
     @torch.no_grad()
     def _finalize(self) -> None:
-        """As `finalize_backward`: what is summed goes back into the gradients."""
+        """As `finalize_backward`: what is reduced goes back into the gradients."""
         self._expects_hooks = self._needs_finalize = False
         self._has_summed_anew = self._has_rebuilt
         if not self._has_rebuilt:
             self._summed_at = self.session.event(MAIN)[0]
+            for flat in () if self._hook else self._flats:
+                self.session.shelve(flat, self._summed_at)
         if self._waits_for_end:
             self._join_streams()
+        for bucket, members in enumerate(self._buckets):
+            reduced = self._reduced(bucket)
+            for index in members:
+                self._take_back(index, reduced)
+
+    def _reduced(self, bucket: int) -> Mapping[int, Tensor]:
+        """By parameter what a bucket came to: `populate_bucket_views_out` of a hook's result,
+        which lives until there is the next.
+        """
+        if self._hook is None:
+            return self._views
+        future = self._futures[bucket]
+        future.wait()
+        result = _tensor_of(future.value(), self._flats[bucket])
+        self._results[bucket] = result
+        return dict(self._pieces(bucket, result))
+
+    def _take_back(self, index: int, reduced: Mapping[int, Tensor]) -> None:
+        """As `finalize_bucket_dense`."""
+        parameter = self._params[index]
+        view, out = self._views[id(parameter)], reduced[id(parameter)]
         if self._is_view:
+            if not _is_alias(view, out):
+                view.copy_(out)
+        elif index in self._unused:
             return
-        for index, parameter in enumerate(self._params):
-            if index in self._unused:
-                continue
-            view = self._views[id(parameter)]
-            if parameter.grad is None:
-                parameter.grad = view.clone()
-            else:
-                parameter.grad.copy_(view)
+        elif parameter.grad is None:
+            parameter.grad = out.clone()
+        else:
+            parameter.grad.copy_(out)
 
     def _make_buckets(self, buckets: Iterable[Sequence[int]]) -> None:
         """As `initialize_buckets`: a flat tensor each, with views of the parameters' shapes."""
         self._views: dict[int, Tensor] = {}
         self._buckets = [list(members) for members in buckets]
         self._bucket_of = {index: i for i, ms in enumerate(self._buckets) for index in ms}
-        for members in self._buckets:
+        self._flats: list[Tensor] = []
+        for bucket, members in enumerate(self._buckets):
             params = [self._params[i] for i in members]
             flat = torch.empty(
                 sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device
             )
             self.session.label(flat, MemKind.BUCKETS)
-            start = 0
+            self._flats.append(flat)
+            self._views |= self._pieces(bucket, flat)
             for parameter in params:
-                piece = flat[start : start + parameter.numel()]
-                self._views[id(parameter)] = _in_the_shape_of(parameter, piece)
-                start += parameter.numel()
                 self._move_grad(parameter)
+
+    def _pieces(self, bucket: int, flat: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """What of `flat` is each parameter's, in its shape."""
+        start = 0
+        for index in self._buckets[bucket]:
+            parameter = self._params[index]
+            piece = flat[start : start + parameter.numel()]
+            yield id(parameter), _in_the_shape_of(parameter, piece)
+            start += parameter.numel()
 
     @torch.no_grad()
     def _move_grad(self, parameter: nn.Parameter) -> None:
@@ -350,6 +418,7 @@ class Reducer:
         sent = [torch.empty(n, dtype=torch.int32, device=device) for n in counts]
         del sent
         self.session.host_waits(self.session.event(MAIN))  # and reads it
+        self.session.works.another()
 
 
 class Logger:
@@ -374,19 +443,19 @@ def install(patches: Patches, recorder: LiveRecorder) -> None:
         with torch.no_grad():
             _broadcast([t for t in tensors if recorder.place(t) is Place.CARD], buffer_size)
 
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise UnsupportedError(
-            "a communication hook of `DistributedDataParallel` cannot be simulated",
-            hint="run the script without it; see docs/run.md",
-        )
+    def register(reducer: Reducer, state: Any, hook: Any) -> None:
+        reducer.register(partial(hook, state))
+
+    def register_builtin(reducer: Reducer, kind: Any) -> None:
+        reducer.register(partial(builtin_hook(kind), reducer._group))
 
     made: Any = type("Reducer", (Reducer,), {"session": recorder})
     patches.set(dist, "Reducer", made)
     patches.set(dist, "Logger", Logger)
     patches.set(dist, "_broadcast_coalesced", broadcast_coalesced)
     patches.set(dist, "_verify_params_across_processes", _verify_params)
-    patches.set(dist, "_register_comm_hook", refuse)
-    patches.set(dist, "_register_builtin_comm_hook", refuse)
+    patches.set(dist, "_register_comm_hook", register)
+    patches.set(dist, "_register_builtin_comm_hook", register_builtin)
 
 
 def _verify_params(group: Any, params: Sequence[Tensor], logger: Any = None) -> None:
@@ -417,6 +486,22 @@ def _broadcast(tensors: Sequence[Tensor], buffer_bytes: int) -> None:
         in_flight.append(torch.cat([t.contiguous().view(-1) for t in members]) if whole else None)
     while in_flight:
         in_flight.pop(0)
+
+
+def _tensor_of(value: Any, flat: Tensor) -> Tensor:
+    """As `PythonCommHook::parseHookResult`: a tensor, or a list of one.
+
+    Raises:
+        RuntimeError: a hook's result is none, or not of as many elements as its bucket.
+    """
+    found = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+    if not isinstance(found, Tensor):
+        raise RuntimeError(f"expected the hook's result is a Tensor or a TensorList got {value}")
+    if found.numel() != flat.numel():
+        raise RuntimeError(
+            f"a communication hook gave {found.numel()} elements for a bucket of {flat.numel()}"
+        )
+    return found.reshape(-1)
 
 
 def _in_the_shape_of(parameter: Tensor, piece: Tensor) -> Tensor:

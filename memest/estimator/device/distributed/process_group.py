@@ -205,6 +205,7 @@ def _barrier(recorder: LiveRecorder) -> Callable[..., Any]:
     kept: list[Tensor] = []
 
     def barrier(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        recorder.works.another()
         kept[:] = [torch.empty(1, dtype=torch.uint8, device=CARD.device)]
         torch.zeros(1, device=CARD.device)
         recorder.host_waits(recorder.event(recorder.stream))

@@ -88,7 +88,7 @@ class Evaluator:
         copies: tuple[int, ...] = ()
         if func in MATMULS:
             fresh = CublasWorkspaces(self.gpu.capability)
-            cublas, copies = fresh.bytes_for(func, args, kwargs, "main")
+            cublas, copies = fresh.bytes_for(func, args, kwargs, ("main", 0))
         requests, num_bytes = _requests(recipe, own)
         form = Form(requests, len(copies), len(cublas), recipe.is_partial)
         return Asks(form, (*num_bytes, *copies, *cublas))
