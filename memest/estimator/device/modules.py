@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+
+from memest.estimator.device.tensors import INSIDE
 
 
 class LiveModules:
@@ -46,6 +49,15 @@ class LiveModules:
             nn.modules.module.register_module_forward_pre_hook(self._enter),
             nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
         ]
+
+    @contextmanager
+    def running(self, module: nn.Module) -> Iterator[None]:
+        """Within it `module` runs, by other means than a call."""
+        self._enter(module, ())
+        try:
+            yield
+        finally:
+            self._leave(module, (), None)
 
     @property
     def is_running(self) -> bool:
@@ -115,6 +127,8 @@ class LiveModules:
         self._owners.append(owner)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        if INSIDE.depth:
+            return  # it is only traced
         if not self._stack:
             self._call(module)
         self._stack.append(module)
@@ -139,6 +153,8 @@ class LiveModules:
             self.on_call(module, is_new)
 
     def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
+        if INSIDE.depth:
+            return
         if self._stack:
             self._stack.pop()
         self._note()

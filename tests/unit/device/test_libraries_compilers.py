@@ -1,16 +1,18 @@
-"""What would be compiled runs as it is written; what needs a GPU's compiler is refused by name."""
+"""`torch.compile` compiles; what else would be runs as written, or is refused by its name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from memest.errors import UnsupportedError
 from memest.estimator.device.libraries.compilers import COMPILED, SCRIPTED
+from memest.estimator.device.libraries.inductor.compiled import RECOMPILE_LIMIT
 from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import find_gpu
 
@@ -21,20 +23,150 @@ def gpu() -> Iterator[VirtualGpu]:
         yield virtual
 
 
-def test_torch_compile_gives_back_what_it_is_given_and_says_so(gpu: VirtualGpu) -> None:
+def test_a_compiled_module_is_the_one_it_was_made_of(gpu: VirtualGpu) -> None:
     layer = nn.Linear(4, 4).cuda()
 
-    @torch.compile(mode="max-autotune", fullgraph=True)
+    @torch.compile(fullgraph=True)
     def double(x: torch.Tensor) -> torch.Tensor:
         return 2 * x
 
     compiled: Any = torch.compile(layer)
-    layer.compile()
-    out = double(layer(torch.zeros(2, 4, device="cuda")))
+    out = double(compiled(torch.zeros(2, 4, device="cuda")))
+
     assert out.is_cuda
     assert compiled._orig_mod is layer
     assert list(layer.state_dict()) == ["weight", "bias"]
-    assert gpu.notes.count(COMPILED) == 1
+    assert [note.partition(" as one graph")[0][-6:] for note in gpu.notes] == ["Linear", "double"]
+
+
+def peak_of(function: Callable[..., Any], *args: Any) -> int:
+    """Bytes at the peak of a call, above those before it."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    function(*args)
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.usefixtures("gpu")
+def test_fused_operators_keep_no_temporaries() -> None:
+    """Four passes over 4 MiB: written out two are alive at once, fused the result alone is."""
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(torch.exp(x * 2) + 1)
+
+    x = torch.zeros(1024, 1024, device="cuda")
+    size = 4 * x.numel()
+    fused = torch.compile(chain)
+    fused(x)  # the first call times the kernel with an array of the size of the cache
+
+    assert peak_of(chain, x) == 2 * size
+    assert peak_of(fused, x) == size
+
+
+def test_a_compiled_backward_computes_again_what_is_cheap(gpu: VirtualGpu) -> None:
+    """The eager one keeps three arrays of the chain, the compiled one its input."""
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1024))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sigmoid(torch.exp(x * self.scale)).sum()
+
+    x = torch.zeros(1024, 1024, device="cuda")
+    kept = []
+    for make in (lambda model: model, torch.compile):
+        model: Any = make(Chain().cuda())
+        for _ in range(2):
+            before = torch.cuda.memory_allocated()
+            loss = model(x)
+            after = torch.cuda.memory_allocated()
+            loss.backward()
+            del loss
+        kept.append((after - before) // (4 * x.numel()))
+        assert model.scale.grad is not None
+
+    assert kept == [2, 0]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_kernel_is_timed_before_its_first_run() -> None:
+    """With an array of the 50 MiB of an H100's cache, and copies of what it reads and changes."""
+
+    @torch.compile
+    def step(x: torch.Tensor) -> None:
+        x.mul_(2)
+
+    x = torch.zeros(1024, 1024, device="cuda")
+
+    assert peak_of(step, x) == (50 << 20) + 2 * 4 * x.numel()
+    assert peak_of(step, x) == 0
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (lambda x: x * x.max().item(), "DataDependentOutputException"),
+        (
+            lambda x: torch.utils.checkpoint.checkpoint(torch.exp, x, use_reentrant=False),
+            "it recomputes activations",
+        ),
+    ],
+)
+def test_what_cannot_be_traced_runs_as_it_is_written(
+    gpu: VirtualGpu, function: Callable[..., Any], why: str
+) -> None:
+    x = torch.zeros(4, device="cuda", requires_grad=True)
+
+    assert torch.compile(function)(x).is_cuda
+    assert len(gpu.notes) == 1
+    assert "as it is written, which keeps more temporaries" in gpu.notes[0]
+    assert why in gpu.notes[0]
+
+
+def test_each_set_of_shapes_is_compiled_until_there_are_too_many(gpu: VirtualGpu) -> None:
+    double = torch.compile(lambda x: 2 * x)
+    for size in range(1, RECOMPILE_LIMIT + 2):
+        assert double(torch.zeros(size, device="cuda")).shape == (size,)
+
+    assert f"compiled for {RECOMPILE_LIMIT} sets of inputs before" in gpu.notes[-1]
+
+
+def test_what_a_function_makes_on_the_card_is_there(gpu: VirtualGpu) -> None:
+    @torch.compile
+    def positions(x: torch.Tensor) -> torch.Tensor:
+        made = torch.arange(4, device="cuda") + torch.ones(4, device=x.device)
+        return (x + made.to("cuda")).cuda()
+
+    assert positions(torch.zeros(4, device="cuda")).is_cuda
+    assert "Inductor makes of" in gpu.notes[0]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_method_is_compiled_for_each_module() -> None:
+    class Half(nn.Module):
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(size))
+
+        @torch.compile
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight
+
+    small, large = Half(2).cuda(), Half(3).cuda()
+    out = small(torch.ones(2, device="cuda")).sum() + large(torch.ones(3, device="cuda")).sum()
+    out.backward()
+
+    assert [part.weight.grad.shape for part in (small, large)] == [(2,), (3,)]
+
+
+@pytest.mark.parametrize("options", [{"mode": "max-autotune"}, {"backend": "eager"}])
+def test_other_modes_and_backends_run_as_written_and_say_so(
+    gpu: VirtualGpu, options: dict[str, str]
+) -> None:
+    assert torch.compile(nn.Linear(4, 4).cuda(), **options)(torch.ones(4, device="cuda")).is_cuda
+    assert gpu.notes == [COMPILED]
 
 
 def test_scripted_and_traced_functions_run_as_they_are(gpu: VirtualGpu) -> None:

@@ -153,7 +153,7 @@ def test_lora_trains_its_adapters_alone_and_a_base_is_quantised() -> None:
     assert sum(twice.values()) < sum(four_bit.values())
 
 
-def test_pretraining_is_compiled_and_runs_as_written() -> None:
+def test_pretraining_is_compiled() -> None:
     ran = litgpt(
         "pretrain", "pythia-14m", "--data", "lab_tokens.Tokens", "--logger_name", "csv",
         "--train.max_tokens", "512", "--train.lr_warmup_steps", "1",
@@ -163,7 +163,7 @@ def test_pretraining_is_compiled_and_runs_as_written() -> None:
 
     assert (ran.exit_code, ran.error_text) == (0, "")
     assert ran.report is not None
-    assert any("`torch.compile` ran its function eagerly" in note for note in ran.report.notes)
+    assert any("Inductor makes of GPT as one graph" in note for note in ran.report.notes)
 
 
 def test_a_sample_is_generated_with_a_cache_of_keys_and_values(

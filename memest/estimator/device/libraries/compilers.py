@@ -1,7 +1,8 @@
-"""Compilers of torch on the virtual GPU: what they would compile runs as it is written.
+"""Compilers of torch on the virtual GPU: `torch.compile`, `torch.jit`, extensions in CUDA.
 
-A compiled function asks for other memory than the one it was made from: fused operators keep fewer
-temporaries. What is simulated is the function as written, and the report says so.
+`torch.compile` compiles (`inductor.py`). What else would be compiled runs as it is written: a
+compiled function asks for other memory, as fused operators keep fewer temporaries, and the report
+says so.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import nn
 
 from memest.errors import UnsupportedError
 from memest.estimator.device.imports import ImportHooks
+from memest.estimator.device.libraries.inductor import Compiled, compiled_function
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
 
@@ -42,10 +44,18 @@ def _install_compile(patches: Patches, recorder: LiveRecorder, hooks: ImportHook
         if model is None:
             return lambda function: compile_(function, **options)
         _refuse_what_differs(options)
-        _note(recorder, COMPILED)
+        if options.get("disable"):
+            return model
+        if not _is_by_inductor(model, options):
+            _note(recorder, COMPILED)
+            if isinstance(model, nn.Module):
+                model.__dict__["_orig_mod"] = model
+            return model
         if isinstance(model, nn.Module):
             model.__dict__["_orig_mod"] = model  # what scripts unwrap
-        return model
+            model._compiled_call_impl = Compiled(recorder, model._call_impl)
+            return model
+        return compiled_function(recorder, model)
 
     def without_dynamo(config: Any) -> None:
         """What was compiled before the virtual GPU was there runs eagerly, too."""
@@ -57,8 +67,18 @@ def _install_compile(patches: Patches, recorder: LiveRecorder, hooks: ImportHook
 
     patches.set(torch, "compile", compile_)
     patches.set(torch.compiler, "compile", compile_)
+    patches.set(nn.Module, "compile", lambda module, *args, **options: compile_(module, **options))
     hooks.after("torch._dynamo.config", without_dynamo)
     hooks.after("torch._dynamo", without_caches)
+
+
+def _is_by_inductor(model: Any, options: dict[str, Any]) -> bool:
+    """Whether the compiler is simulated: with its defaults, of what is called itself."""
+    if hasattr(model, "training_step"):  # Lightning calls the steps of its module
+        return False
+    return (options.get("backend") or "inductor") == "inductor" and (
+        options.get("mode") or "default"
+    ) == "default"
 
 
 def _refuse_what_differs(options: dict[str, Any]) -> None:

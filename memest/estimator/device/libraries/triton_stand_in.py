@@ -284,7 +284,8 @@ def _contents(driver: Callable[[Any], Any], do_bench: Any) -> dict[str, dict[str
         "compile": compiler_names["compile"], "set_allocator": lambda allocator: None,
         "must_use_result": _unchanged, **_ERRORS, "__version__": VERSION,
     }  # fmt: skip
-    language = {"constexpr": Constexpr, "__getattr__": _symbol_of_language}
+    language: dict[str, Any] = {"constexpr": Constexpr, "__getattr__": _symbol_of_language}
+    language["dtype"] = _name_of_class("dtype", Symbol)
     symbols = {"__getattr__": _any_symbol}
     return {
         "triton": top,

@@ -1,0 +1,234 @@
+"""Functions and modules as `torch.compile` makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import wraps
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memest.estimator.device.libraries.inductor.compiler import (
+    MadeOnMeta,
+    NotCompiled,
+    as_the_compiler,
+    fake,
+    tell,
+)
+from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.tensors import INSIDE, Place
+
+RECOMPILE_LIMIT = 8
+"""`torch._dynamo.config.recompile_limit`: then a function runs as it is written."""
+
+STRATEGIES = {
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "FSDPModule",
+    "DeepSpeedEngine",
+}
+"""Classes whose modules talk to other ranks as they run."""
+
+AS_ONE = (
+    "`torch.compile`: what torch {version}'s Inductor makes of {name} as one graph; a real run may "
+    "break it into several, and pad matrices whose sides are no multiples of 8"
+)
+EAGERLY = "`torch.compile` ran {name} as it is written, which keeps more temporaries: {why}"
+
+
+class Compiled:
+    """A function, or the call of a module, as `torch.compile` makes it."""
+
+    def __init__(self, recorder: LiveRecorder, call: Callable[..., Any]) -> None:
+        self._recorder = recorder
+        self._call = call
+        owner = call.__self__ if isinstance(call, MethodType) else None
+        self._module = owner if isinstance(owner, nn.Module) else None
+        self._name = type(owner).__name__ if owner is not None else _name_of(call)
+        self._made: dict[Any, _Graph] = {}
+        self._is_off = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns."""
+        if self._is_off or INSIDE.depth:
+            return self._call(*args, **kwargs)
+        given, spec = pytree.tree_flatten((args, kwargs))
+        try:
+            if self._module is not None:
+                _refuse_wrappers(self._module)
+            state = self._state()
+            graph = self._graph(given, spec, state)
+        except NotCompiled as refused:
+            self._give_up(str(refused))
+            return self._call(*args, **kwargs)
+        module = self._module
+        inside = nullcontext() if module is None else self._recorder.modules.running(module)
+        with inside:
+            return graph.run([*state.values(), *filter(_is_tensor, given)])
+
+    def _give_up(self, why: str) -> None:
+        self._is_off = True
+        self._recorder.note(EAGERLY.format(name=self._name, why=why))
+
+    def _state(self) -> dict[str, Tensor]:
+        """Parameters and buffers by name, each once."""
+        if self._module is None:
+            return {}
+        return {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
+
+    def _graph(self, given: Sequence[Any], spec: Any, state: dict[str, Tensor]) -> _Graph:
+        tensors = [*state.values(), *filter(_is_tensor, given)]
+        for tensor in tensors:
+            if type(tensor) not in (Tensor, nn.Parameter):
+                raise NotCompiled(f"an input is a {type(tensor).__name__}")
+            if self._recorder.place(tensor) is not Place.CARD:
+                raise NotCompiled("an input lies on the host")
+        constants = [value for value in given if not _is_tensor(value)]
+        key = (
+            spec, repr(constants), tuple(map(_kind, tensors)), _modes(),
+            () if self._module is None else tuple(m.training for m in self._module.modules()),
+        )  # fmt: skip
+        found = self._made.get(key)
+        if found is None:
+            if len(self._made) == RECOMPILE_LIMIT:
+                raise NotCompiled(f"it was compiled for {RECOMPILE_LIMIT} sets of inputs before")
+            found = self._made[key] = _Graph(self._function(given, spec, list(state)), tensors)
+            version = torch.__version__.partition("+")[0]
+            self._recorder.note(AS_ONE.format(name=self._name, version=version))
+        return found
+
+    def _function(
+        self, given: Sequence[Any], spec: Any, names: Sequence[str]
+    ) -> Callable[..., Any]:
+        """The function of tensors alone: parameters, buffers, and those among the arguments."""
+        slots = [None if _is_tensor(value) else (value,) for value in given]
+        call, module = self._call, self._module
+
+        def run(*tensors: Tensor) -> Any:
+            rest = iter(tensors[len(names) :])
+            args, kwargs = pytree.tree_unflatten(
+                [next(rest) if slot is None else slot[0] for slot in slots], spec
+            )
+            if module is None:
+                return call(*args, **kwargs)
+            swapped = dict(zip(names, tensors, strict=False))
+            with nn.utils.stateless._reparametrize_module(module, swapped, tie_weights=True):
+                return call(*args, **kwargs)
+
+        return run
+
+
+def _refuse_wrappers(module: nn.Module) -> None:
+    """Those whose hooks do more than compute.
+
+    Raises:
+        NotCompiled: `module` holds one.
+    """
+    for part in module.modules():
+        if any(name in STRATEGIES for name in (kind.__name__ for kind in type(part).__mro__)):
+            raise NotCompiled(f"it holds a {type(part).__name__}")
+
+
+def compiled_function(recorder: LiveRecorder, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as `torch.compile` makes it; a method of modules is compiled for each of them."""
+    alone = Compiled(recorder, function)
+    of_modules: WeakKeyDictionary[nn.Module, Compiled] = WeakKeyDictionary()
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not (args and isinstance(args[0], nn.Module)):
+            return alone(*args, **kwargs)
+        found = of_modules.get(args[0])
+        if found is None:
+            found = of_modules[args[0]] = Compiled(recorder, MethodType(function, args[0]))
+        return found(*args[1:], **kwargs)
+
+    return run
+
+
+class _Graph:
+    """A function compiled for one set of shapes."""
+
+    def __init__(self, function: Callable[..., Any], tensors: Sequence[Tensor]) -> None:
+        self._spec: Any = None
+        self._others: list[Any] = []
+
+        def flat(*inputs: Tensor) -> list[Tensor]:
+            found, self._spec = pytree.tree_flatten(function(*inputs))
+            self._others = [None if _is_tensor(value) else (value,) for value in found]
+            return [value for value in found if _is_tensor(value)]
+
+        self._compiled = _compile(flat, tensors)
+
+    def run(self, tensors: Sequence[Tensor]) -> Any:
+        """What the function returns for tensors like those that it was compiled for."""
+        made = iter(self._compiled(*tensors))
+        found = [next(made) if other is None else other[0] for other in self._others]
+        return pytree.tree_unflatten(found, self._spec)
+
+
+def _compile(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Callable[..., Any]:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    class Whole(nn.Module):
+        def forward(self, *inputs: Tensor) -> Any:
+            with MadeOnMeta():
+                return function(*inputs)
+
+    with _disable_current_modes():
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def on_the_card(graph: Any, inputs: Sequence[Any], **options: Any) -> Any:
+        """Called for the forward, and when it is needed for the backward."""
+        from torch._guards import TracingContext, tracing
+
+        with as_the_compiler(mode) as inductor, tracing(TracingContext(mode)):
+            tell(graph, mode)
+            return inductor.compile_fx_inner(
+                graph, [fake(value, mode) for value in inputs], **options
+            )
+
+    try:
+        with as_the_compiler(mode) as inductor:
+            made: Callable[..., Any] = inductor.compile_fx(
+                Whole(), list(tensors), inner_compile=on_the_card
+            )
+            return made
+    except (MemoryError, NotCompiled):
+        raise
+    except Exception as error:
+        raise NotCompiled(_why(error)) from error
+
+
+def _modes() -> tuple[Any, ...]:
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+    )
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _name_of(call: Any) -> str:
+    return getattr(call, "__qualname__", None) or type(call).__name__
+
+
+def _why(error: Exception) -> str:
+    """The first line of the innermost reason."""
+    while error.__cause__ is not None and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {first[:120]}" if first else type(error).__name__

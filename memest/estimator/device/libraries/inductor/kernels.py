@@ -1,0 +1,103 @@
+"""The fused kernels that Inductor writes in Triton's language."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.abc import InspectLoader
+from importlib.util import module_from_spec, spec_from_loader
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memest.estimator.device.patches import Patches
+
+
+class Kernel:
+    """A kernel that Inductor has written: it leaves no values.
+
+    Before its first run each of several ways to launch it is timed (`benchmark_gpu`, and `bench` of
+    `CachingAutotuner`): with an array as large as the second level of cache, which is cleared
+    between runs, and with copies of what the kernel changes.
+    """
+
+    def __init__(self, name: str, source: str) -> None:
+        self.name = name
+        self._num_ways, self._changes = _ways_to_launch(source)
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        """Start it."""
+        ways, self._num_ways = self._num_ways, 1
+        if ways < 2:
+            return
+        cache_bytes = torch.cuda.get_device_properties().L2_cache_size
+        tensors = [value for value in args if isinstance(value, Tensor)]
+        changed = [tensors[i] for i in self._changes if i < len(tensors)]
+        for _ in range(ways):
+            copies = [tensor.clone() for tensor in changed]
+            del copies
+            cleared = torch.empty(cache_bytes, dtype=torch.uint8, device="cuda")
+            copies = [tensor.clone() for tensor in changed]
+            del copies, cleared
+
+
+def _ways_to_launch(source: str) -> tuple[int, list[int]]:
+    """How many configurations Inductor times for a kernel, and which of its tensors it changes."""
+    from torch._inductor.runtime import triton_helpers, triton_heuristics
+
+    found: list[tuple[int, list[int]]] = []
+
+    def cached_autotune(
+        size_hints: Any, configs: Sequence[Any], triton_meta: Any, *args: Any, **options: Any
+    ) -> Any:
+        names = [name for name, kind in triton_meta["signature"].items() if str(kind)[:1] == "*"]
+        changed = options["inductor_meta"].get("mutated_arg_names", ())
+        found.append((len(configs), [names.index(name) for name in changed if name in names]))
+        return lambda function: function
+
+    patches = Patches()
+    patches.set(triton_heuristics, "cached_autotune", cached_autotune)
+    patches.set(triton_heuristics, "Config", _Config)
+    patches.set(triton_heuristics, "InductorConfig", _Config)
+    patches.set(triton_helpers, "set_driver_to_gpu", lambda: None)
+    try:
+        _load(source)
+    finally:
+        patches.undo()
+    return found[0] if found else (1, [])
+
+
+class _Config:
+    """Stands for `triton.Config`, of which Inductor drops those that are alike."""
+
+    def __init__(self, kwargs: Any, **options: Any) -> None:
+        self.kwargs = kwargs
+        self.__dict__.update({"num_warps": 4, "num_stages": 2, "dynamic_scale_rblock": True})
+        self.__dict__.update(options)
+
+
+class _Source(InspectLoader):
+    """Loads a module from its text."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def is_package(self, fullname: str) -> bool:
+        """It is none."""
+        return False
+
+    def get_source(self, fullname: str) -> str:
+        """The text."""
+        return self._text
+
+
+def _load(source: str) -> ModuleType:
+    """The module that a kernel is: what decorates it is called."""
+    spec = spec_from_loader("kernel", _Source(source))
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    vars(module).update({"__file__": "", "AttrsDescriptor": dict, "AttrsDescriptorWrapper": dict})
+    spec.loader.exec_module(module)
+    return module
