@@ -217,9 +217,7 @@ def test_a_custom_function_that_fails_names_the_module(predicted: Predict) -> No
 @pytest.mark.parametrize(
     "how", ["torch.compile(nn.Linear(width, width))", "nn.Linear(width, width)"]
 )
-def test_a_compiled_part_has_the_parameters_of_its_module(
-    predicted: Predict, how: str
-) -> None:
+def test_a_compiled_part_has_the_parameters_of_its_module(predicted: Predict, how: str) -> None:
     init = f"self.part = {how}"
 
     prediction = predicted(block("return self.part(self.linear(x))", init=init))

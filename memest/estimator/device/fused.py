@@ -96,7 +96,34 @@ def kernels(below: Any) -> dict[str, Callable[..., Any]]:
         "mish_backward": mish_backward,
         "ctc_loss.Tensor": ctc_loss,
         "one_hot": _one_hot(below),
+        **_only_values(below),
     }
+
+
+def _only_values(below: Any) -> dict[str, Callable[..., Any]]:
+    """Of matrices; vectors besides where there is a gradient, or a dispatch mode, which is none of
+    the script's (`isTensorSubclassLike`, native/BatchLinearAlgebra.cpp).
+    """
+
+    def svdvals(keyset: Any, a: Tensor, *, driver: str | None = None) -> Tensor:
+        if on_gpu(a):
+            values: Tensor = aten._linalg_svd.default(a, False, _has_gradient(a), driver=driver)[1]
+            return values
+        result: Tensor = aten.linalg_svdvals.default.redispatch(keyset & below, a, driver=driver)
+        return result
+
+    def eigvalsh(keyset: Any, a: Tensor, uplo: str = "L") -> Tensor:
+        if on_gpu(a):
+            values: Tensor = aten._linalg_eigh.default(a, uplo, _has_gradient(a))[0]
+            return values
+        result: Tensor = aten.linalg_eigvalsh.default.redispatch(keyset & below, a, uplo)
+        return result
+
+    return {"linalg_svdvals": svdvals, "linalg_eigvalsh": eigvalsh}
+
+
+def _has_gradient(tensor: Tensor) -> bool:
+    return tensor.requires_grad and torch.is_grad_enabled()
 
 
 def _one_hot(below: Any) -> Callable[..., Tensor]:

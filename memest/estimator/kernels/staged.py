@@ -49,6 +49,7 @@ from memest.estimator.kernels.indexing import (
     renorm_events,
     topk_events,
 )
+from memest.estimator.kernels.linalg import LINALG_EVENTS
 from memest.estimator.kernels.losses import LOSS_EVENTS
 from memest.estimator.kernels.reductions import (
     accumulator_bytes_of,
@@ -333,6 +334,7 @@ STAGED_EVENTS: dict[OpOverload, EventsFn] = {
     aten.index_put_.default: index_put_events,
     aten._index_put_impl_.default: index_put_events,
     aten._unsafe_index_put.default: index_put_events,
+    **LINALG_EVENTS,
     **LOSS_EVENTS,
     **DRAW_EVENTS,
     **WINDOW_EVENTS,

@@ -1,0 +1,76 @@
+"""torch.linalg against what it asked for on an H100 (torch 2.11, CUDA 13.0)."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, linalg
+
+from memest.estimator.device.virtual_gpu import VirtualGpu
+from memest.estimator.hardware.gpus import find_gpu
+
+DATA = Path(__file__).parents[1] / "data" / "linalg.json.gz"
+ROWS: list[Any] = json.loads(gzip.decompress(DATA.read_bytes()))
+DTYPES = {"f32": torch.float32, "f64": torch.float64}
+CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "eigh": lambda a, b: linalg.eigh(a),
+    "eigvalsh": lambda a, b: linalg.eigvalsh(a),
+    "qr": lambda a, b: linalg.qr(a),
+    "qr_T": lambda a, b: linalg.qr(a.mT),
+    "qr_r": lambda a, b: linalg.qr(a, mode="r"),
+    "cholesky": lambda a, b: linalg.cholesky(a),
+    "cholesky_solve": lambda a, b: torch.cholesky_solve(b, a),
+    "cholesky_inverse": lambda a, b: torch.cholesky_inverse(a),
+    "inv": lambda a, b: linalg.inv(a),
+    "lu_factor": lambda a, b: linalg.lu_factor(a),
+    "solve": lambda a, b: linalg.solve(a, b),
+    "solve_triangular": lambda a, b: linalg.solve_triangular(a, b, upper=False),
+    "slogdet": lambda a, b: linalg.slogdet(a),
+    "svd": lambda a, b: linalg.svd(a, full_matrices=False),
+    "svd_full": lambda a, b: linalg.svd(a),
+    "svdvals": lambda a, b: linalg.svdvals(a),
+}
+"""By name a function of a matrix and of three columns."""
+
+
+def requests(virtual: VirtualGpu, function: Callable[[], Any]) -> list[int]:
+    """Bytes asked for, and with a minus given back, while `function` runs."""
+    recorder = virtual.recorder
+    recorder.settle()
+    first = len(recorder.log.open)
+    made = function()
+    recorder.settle()
+    sizes = recorder.storages.num_bytes
+    found = [sizes[e] if e >= 0 else -sizes[~e] for e in recorder.log.open[first:]]
+    del made
+    return found
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_decomposition_asks_for_what_it_asked_for(name: str) -> None:
+    """Alone and in batches, from 2 to 4096 rows, square and not."""
+    rows = [row for row in ROWS if row[0] == name]
+    assert len(rows) > 10
+    with VirtualGpu(find_gpu("h100-80gb")) as virtual:
+        for _, dtype, shape, measured in rows:
+            a = torch.empty(shape, dtype=DTYPES[dtype], device="cuda")
+            b = torch.empty([*shape[:-1], 3], dtype=DTYPES[dtype], device="cuda")
+
+            assert requests(virtual, lambda: CALLS[name](a, b)) == measured, shape  # noqa: B023
+
+
+def test_a_decomposition_into_given_tensors_is_made_beside_them() -> None:
+    """Recorded on the same H100, of 512 x 40; a reflector's factors are 160 bytes."""
+    with VirtualGpu(find_gpu("h100-80gb")) as virtual:
+        a = torch.empty(512, 40, device="cuda")
+        q, r = torch.empty(512, 40, device="cuda"), torch.empty(40, 40, device="cuda")
+
+        assert requests(virtual, lambda: linalg.qr(a, out=(q, r))) == [
+            81920, 6400, 160, 4, 3145856, -3145856, -4, 4, 214016, -214016, -4, -160, -6400, -81920,
+        ]  # fmt: skip
