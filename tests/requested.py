@@ -40,15 +40,19 @@ class Requests:
 
         What is freed between two requests has no order among itself.
         """
+        return [
+            number
+            for is_freed, run_of in itertools.groupby(self.in_order(run), lambda n: n < 0)
+            for number in (sorted(run_of) if is_freed else run_of)
+        ]
+
+    def in_order(self, run: Callable[[], Any]) -> list[int]:
+        """The same with what is freed as it is."""
         self.gpu.recorder.settle()
         self.seen.clear()
         result = run()
         self.gpu.recorder.settle()
-        seen = [
-            number
-            for is_freed, run_of in itertools.groupby(self.seen, lambda n: n < 0)
-            for number in (sorted(run_of) if is_freed else run_of)
-        ]
+        seen = list(self.seen)
         del result
         return seen
 

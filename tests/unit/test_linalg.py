@@ -14,6 +14,7 @@ from torch import Tensor, linalg
 
 from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import find_gpu
+from tests.requested import Requests
 
 DATA = Path(__file__).parents[1] / "data" / "linalg.json.gz"
 ROWS: list[Any] = json.loads(gzip.decompress(DATA.read_bytes()))
@@ -39,30 +40,18 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 """By name a function of a matrix and of three columns."""
 
 
-def requests(virtual: VirtualGpu, function: Callable[[], Any]) -> list[int]:
-    """Bytes asked for, and with a minus given back, while `function` runs."""
-    recorder = virtual.recorder
-    recorder.settle()
-    first = len(recorder.log.open)
-    made = function()
-    recorder.settle()
-    sizes = recorder.storages.num_bytes
-    found = [sizes[e] if e >= 0 else -sizes[~e] for e in recorder.log.open[first:]]
-    del made
-    return found
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_a_decomposition_asks_for_what_it_asked_for(name: str) -> None:
     """Alone and in batches, from 2 to 4096 rows, square and not."""
     rows = [row for row in ROWS if row[0] == name]
     assert len(rows) > 10
     with VirtualGpu(find_gpu("h100-80gb")) as virtual:
+        requests = Requests(virtual)
         for _, dtype, shape, measured in rows:
             a = torch.empty(shape, dtype=DTYPES[dtype], device="cuda")
             b = torch.empty([*shape[:-1], 3], dtype=DTYPES[dtype], device="cuda")
 
-            assert requests(virtual, lambda: CALLS[name](a, b)) == measured, shape  # noqa: B023
+            assert requests.in_order(lambda: CALLS[name](a, b)) == measured, shape  # noqa: B023
 
 
 def test_a_decomposition_into_given_tensors_is_made_beside_them() -> None:
@@ -71,6 +60,6 @@ def test_a_decomposition_into_given_tensors_is_made_beside_them() -> None:
         a = torch.empty(512, 40, device="cuda")
         q, r = torch.empty(512, 40, device="cuda"), torch.empty(40, 40, device="cuda")
 
-        assert requests(virtual, lambda: linalg.qr(a, out=(q, r))) == [
+        assert Requests(virtual).in_order(lambda: linalg.qr(a, out=(q, r))) == [
             81920, 6400, 160, 4, 3145856, -3145856, -4, 4, 214016, -214016, -4, -160, -6400, -81920,
         ]  # fmt: skip

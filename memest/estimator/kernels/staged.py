@@ -37,6 +37,7 @@ from memest.estimator.kernels.cub import (
     unique_by_key_bytes,
 )
 from memest.estimator.kernels.draws import DRAW_EVENTS
+from memest.estimator.kernels.fft import FFT_EVENTS, fft_is_modelled
 from memest.estimator.kernels.indexing import (
     FEW_INDICES,
     INDEX_BYTES,
@@ -334,6 +335,7 @@ STAGED_EVENTS: dict[OpOverload, EventsFn] = {
     aten.index_put_.default: index_put_events,
     aten._index_put_impl_.default: index_put_events,
     aten._unsafe_index_put.default: index_put_events,
+    **FFT_EVENTS,
     **LINALG_EVENTS,
     **LOSS_EVENTS,
     **DRAW_EVENTS,
@@ -344,6 +346,7 @@ STAGED_EVENTS: dict[OpOverload, EventsFn] = {
 STAGED_MODELLED_WHERE = {
     aten.embedding_dense_backward.default: embedding_backward_is_modelled,
     aten._embedding_bag_backward.default: embedding_bag_is_modelled,
+    **dict.fromkeys(FFT_EVENTS, fft_is_modelled),
 }
 
 SORTED_WRITES = frozenset(op for op, events in STAGED_EVENTS.items() if events is index_put_events)

@@ -142,16 +142,6 @@ def pooling_gradient_copies(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> S
     return Scratch(after=copies_in(suggest_memory_format(args[1]), args[0], args[1]))
 
 
-def fft_to_real_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`_fft_c2r_cufft` of cuda/SpectralOps.cpp: a copy of the input, which cuFFT overwrites."""
-    return Scratch(after=(args[0].numel() * args[0].itemsize,))
-
-
-def fft_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """It is not: cuFFT's workspaces depend on the factors of each length."""
-    return False
-
-
 def power_of_scalar_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`pow_Scalar_out` of Pow.cpp: the base as a tensor, of fp64 or int64, unless it is 1."""
     return Scratch() if args[0] == 1 else Scratch(after=(8,))
@@ -335,7 +325,6 @@ SCRATCH: dict[OpOverload, ScratchRule] = {
     aten._log_softmax_backward_data.default: two_inputs_copy_after,
     aten.native_layer_norm.default: input_copy_before,
     aten._fused_rms_norm.default: input_copy_before,
-    aten._fft_c2r.default: fft_to_real_scratch,
     aten.native_layer_norm_backward.default: layer_norm_backward_scratch,
     aten._fused_rms_norm_backward.default: rms_norm_backward_scratch,
     aten.native_group_norm.default: group_norm_scratch,
@@ -419,7 +408,6 @@ MODELLED_WHERE: dict[OpOverload, ModelledRule] = {
     aten._unsafe_index_put.default: indexing_is_modelled,
     aten.sort.default: sort_is_modelled,
     aten.sort.stable: sort_is_modelled,
-    aten._fft_c2r.default: fft_is_modelled,
     aten.topk.default: topk_is_modelled,
     aten.isin.Tensor_Tensor: isin_is_modelled,
     aten.embedding_renorm_.default: renorm_is_modelled,

@@ -40,6 +40,8 @@ def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> Non
 
 
 def _install_compile(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> None:
+    graphs: dict[Any, Any] = {}
+
     def compile_(model: Any = None, **options: Any) -> Any:
         if model is None:
             return lambda function: compile_(function, **options)
@@ -53,9 +55,9 @@ def _install_compile(patches: Patches, recorder: LiveRecorder, hooks: ImportHook
             return model
         if isinstance(model, nn.Module):
             model.__dict__["_orig_mod"] = model  # what scripts unwrap
-            model._compiled_call_impl = Compiled(recorder, model._call_impl)
+            model._compiled_call_impl = Compiled(recorder, model._call_impl, graphs)
             return model
-        return compiled_function(recorder, model)
+        return compiled_function(recorder, model, graphs)
 
     def without_dynamo(config: Any) -> None:
         """What was compiled before the virtual GPU was there runs eagerly, too."""

@@ -43,15 +43,24 @@ EAGERLY = "`torch.compile` ran {name} as it is written, which keeps more tempora
 
 
 class Compiled:
-    """A function, or the call of a module, as `torch.compile` makes it."""
+    """A function, or the call of a module, as `torch.compile` makes it.
 
-    def __init__(self, recorder: LiveRecorder, call: Callable[..., Any]) -> None:
+    Args:
+        recorder: of the virtual GPU.
+        call: the function.
+        graphs: those that were compiled before, of this function and of others.
+    """
+
+    def __init__(
+        self, recorder: LiveRecorder, call: Callable[..., Any], graphs: dict[Any, _Graph]
+    ) -> None:
         self._recorder = recorder
+        self._graphs = graphs
         self._call = call
         owner = call.__self__ if isinstance(call, MethodType) else None
         self._module = owner if isinstance(owner, nn.Module) else None
         self._name = type(owner).__name__ if owner is not None else _name_of(call)
-        self._made: dict[Any, _Graph] = {}
+        self._num_made = 0
         self._is_off = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,17 +100,22 @@ class Compiled:
                 raise NotCompiled("an input lies on the host")
         constants = [value for value in given if not _is_tensor(value)]
         key = (
-            spec, repr(constants), tuple(map(_kind, tensors)), _modes(),
+            self._code(), spec, repr(constants), tuple(map(_kind, tensors)), _modes(),
             () if self._module is None else tuple(m.training for m in self._module.modules()),
         )  # fmt: skip
-        found = self._made.get(key)
+        found = self._graphs.get(key)
         if found is None:
-            if len(self._made) == RECOMPILE_LIMIT:
+            if self._num_made == RECOMPILE_LIMIT:
                 raise NotCompiled(f"it was compiled for {RECOMPILE_LIMIT} sets of inputs before")
-            found = self._made[key] = _Graph(self._function(given, spec, list(state)), tensors)
+            self._num_made += 1
+            found = self._graphs[key] = _Graph(self._function(given, spec, list(state)), tensors)
             version = torch.__version__.partition("+")[0]
             self._recorder.note(AS_ONE.format(name=self._name, version=version))
         return found
+
+    def _code(self) -> object:
+        """What is compiled once: modules that are built alike share it, as their code does."""
+        return self._call if self._module is None else (type(self._module), repr(self._module))
 
     def _function(
         self, given: Sequence[Any], spec: Any, names: Sequence[str]
@@ -135,9 +149,11 @@ def _refuse_wrappers(module: nn.Module) -> None:
             raise NotCompiled(f"it holds a {type(part).__name__}")
 
 
-def compiled_function(recorder: LiveRecorder, function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled_function(
+    recorder: LiveRecorder, function: Callable[..., Any], graphs: dict[Any, _Graph]
+) -> Callable[..., Any]:
     """`function` as `torch.compile` makes it; a method of modules is compiled for each of them."""
-    alone = Compiled(recorder, function)
+    alone = Compiled(recorder, function, graphs)
     of_modules: WeakKeyDictionary[nn.Module, Compiled] = WeakKeyDictionary()
 
     @wraps(function)
@@ -146,7 +162,8 @@ def compiled_function(recorder: LiveRecorder, function: Callable[..., Any]) -> C
             return alone(*args, **kwargs)
         found = of_modules.get(args[0])
         if found is None:
-            found = of_modules[args[0]] = Compiled(recorder, MethodType(function, args[0]))
+            method = MethodType(function, args[0])
+            found = of_modules[args[0]] = Compiled(recorder, method, graphs)
         return found(*args[1:], **kwargs)
 
     return run

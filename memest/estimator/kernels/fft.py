@@ -1,0 +1,158 @@
+"""Fourier transforms: results, the copy that cuFFT overwrites, and its workspace.
+
+`_fft_c2c`, `_fft_r2c` and `_fft_c2r` of ATen/native/cuda/SpectralOps.cpp (torch 2.11). What cuFFT
+works in was measured on an H100 (CUDA 13.0): 1,225 calls of torch.fft over one or two dimensions,
+of 2 to 1,048,576 points in batches of 1, 16 and 256, of which 1,219 are given to the byte
+(`tests/data/fft.json.gz`); beyond those a call is reported as not modelled.
+
+n points, of which a complex one takes `item` bytes, in each of `batch` transforms.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.kernels.cusolver import up
+from memest.estimator.kernels.scratch import Events, EventsFn, outputs, passing
+
+aten = torch.ops.aten
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+LARGEST_PRIME = 127
+"""Lengths with larger ones are convolved (Bluestein), where a transform is above `SHARED`."""
+
+SHARED = 32768
+"""Bytes of a transform that one block holds."""
+
+FEW_PRIMES = 13
+"""Lengths that are products with larger ones take a pass of their own."""
+
+LONGEST = 1024
+"""Points of each dimension up to which two were measured."""
+
+
+def _largest_prime(n: int) -> int:
+    largest, factor = 1, 2
+    while n > 1:
+        if n % factor:
+            factor += 1
+        else:
+            largest, n = factor, n // factor
+    return largest
+
+
+def _convolved(n: int) -> int:
+    """Points of the convolution: the next product of 2, 3 and 5 from 2n - 1 on."""
+    length = 2 * n - 1
+    while _largest_prime(length) > 5:
+        length += 1
+    return length
+
+
+def _is_convolved(n: int, item: int) -> bool:
+    return _largest_prime(n) > LARGEST_PRIME and n * item > SHARED
+
+
+def _is_split(n: int) -> bool:
+    return FEW_PRIMES < _largest_prime(n) < n
+
+
+def complex_bytes(n: int, batch: int, item: int) -> int:
+    """The workspace of complex transforms over one dimension."""
+    if _is_convolved(n, item):
+        return 2 * up(_convolved(n) * item * batch, 1024)
+    if n == 32768 and batch >= 256:
+        return 0
+    is_long = n > 24576 or (n > 16384 and n % 7 == 0)
+    return n * item * batch if is_long or _is_split(n) else 0
+
+
+def real_bytes(n: int, batch: int, item: int) -> int:
+    """The workspace of transforms between n real points and n // 2 + 1 complex ones."""
+    half = (n // 2 + 1) * item * batch
+    if n % 2 or _largest_prime(n) > 7:  # two of them make a complex one
+        pairs = -(-batch // 2)
+        whole = n * item * pairs
+        if _is_convolved(n, item):
+            return whole + 2 * (_convolved(n) * item * pairs // 1024 + 1) * 1024
+        if _is_split(n):
+            return whole + up(max(whole, half), 1024)
+        return whole + up(whole, 1024) if n > 128 and _largest_prime(n) > 7 else 0
+    if n in (32768, 65536) and batch >= 256:
+        return 0
+    if complex_bytes(n // 2, batch, item):
+        return half
+    is_one_pass = n <= 400 or n in (768, 1000) or (n <= 16384 and n & (n - 1) == 0)
+    return 0 if is_one_pass or (n == 3072 and item == 8) else n * item // 2 * batch
+
+
+def _real_bytes_of_two(m: int, n: int, batch: int, item: int, *, is_back: bool) -> int:
+    """As `real_bytes` for m rows: only lengths of their own pass need more."""
+    if not (_is_split(n) or (n > 128 and _largest_prime(n) > 7)):
+        return 0
+    whole = m * n * item * -(-batch // 2)
+    half = m * (n // 2 + 1) * item * batch
+    return whole + up(max(whole, half) if is_back and _is_split(n) else whole, 1024)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
+
+
+def _split(tensor: Tensor, dims: Any) -> tuple[list[int], int]:
+    """The lengths that are transformed, and how many transforms there are."""
+    sizes = [tensor.shape[dim] for dim in dims]
+    return sizes, tensor.numel() // max(1, prod(sizes))
+
+
+def _workspace(tensor: Tensor, dims: Any, *, is_real: bool, is_back: bool = False) -> int:
+    sizes, batch = _split(tensor, dims)
+    item = tensor.itemsize * (1 if tensor.is_complex() else 2)
+    if len(sizes) == 1:
+        return (real_bytes if is_real else complex_bytes)(sizes[0], batch, item)
+    if len(sizes) != 2:
+        return 0
+    m, n = sizes
+    if is_real:
+        return _real_bytes_of_two(m, n, batch, item, is_back=is_back)
+    return m * n * item * batch if _is_split(m) or _is_split(n) else 0
+
+
+def complex_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`_fft_c2c`."""
+    work = _workspace(args[0], args[1], is_real=False)
+    return tuple(outputs({0: _bytes(out)}) + passing(work))
+
+
+def from_real_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`_fft_r2c`."""
+    return tuple(outputs({0: _bytes(out)}) + passing(_workspace(args[0], args[1], is_real=True)))
+
+
+def to_real_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`_fft_c2r`, whose input is copied, since it is overwritten."""
+    work = _workspace(out, args[1], is_real=True, is_back=True)
+    return tuple(outputs({0: _bytes(out)}) + passing(_bytes(args[0]), work))
+
+
+def fft_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Whether transforms like it were measured: over one dimension, or two of not many points."""
+    lengths, _ = _split(args[0], args[1])
+    is_known = args[0].dtype in (
+        torch.float32, torch.float64, torch.complex64, torch.complex128,
+    )  # fmt: skip
+    return is_known and (len(lengths) == 1 or (len(lengths) == 2 and max(lengths) <= LONGEST))
+
+
+FFT_EVENTS: dict[OpOverload, EventsFn] = {
+    aten._fft_c2c.default: complex_events,
+    aten._fft_r2c.default: from_real_events,
+    aten._fft_c2r.default: to_real_events,
+}
