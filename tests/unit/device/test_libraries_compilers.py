@@ -143,6 +143,51 @@ def test_what_a_function_makes_on_the_card_is_there(gpu: VirtualGpu) -> None:
     assert "Inductor makes of" in gpu.notes[0]
 
 
+class Pair:
+    """Holds tensors, and pytree does not know it."""
+
+    def __init__(self, rows: list[torch.Tensor]) -> None:
+        self.rows = rows
+        self.name = "pair"
+
+
+def test_an_object_that_is_returned_has_the_tensors_of_its_call(gpu: VirtualGpu) -> None:
+    twice = torch.compile(lambda x: {"pair": Pair([2 * x, 3 * x]), "other": 5})
+    before = torch.cuda.memory_allocated()
+    x = torch.zeros(1024, 1024, device="cuda")
+    first, second = twice(x), twice(x)
+
+    assert first["pair"].rows[1].is_cuda
+    assert (second["pair"].name, second["other"]) == ("pair", 5)
+    assert first["pair"].rows[0] is not second["pair"].rows[0]
+    assert (torch.cuda.memory_allocated() - before) // (4 * x.numel()) == 5
+    assert "as one graph" in gpu.notes[0]
+
+
+def test_an_object_that_is_given_may_be_changed(gpu: VirtualGpu) -> None:
+    pair = Pair([torch.zeros(4, device="cuda")])
+
+    assert torch.compile(lambda given: given.rows[0] + 1)(pair).is_cuda
+    assert "as it is written, which keeps more temporaries: an argument is a Pair" in gpu.notes[0]
+
+
+def test_the_environment_can_say_that_nothing_is_compiled(
+    gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    assert torch.compile(torch.exp) is torch.exp
+    assert gpu.notes == []
+
+
+def test_modules_that_are_built_alike_are_compiled_once(gpu: VirtualGpu) -> None:
+    """A kernel is timed once, with an array of 50 MiB."""
+    x = torch.zeros(1024, 1024, device="cuda")
+    layers = [nn.LeakyReLU(0.1), nn.LeakyReLU(0.1), nn.LeakyReLU(0.2)]
+    peaks = [peak_of(torch.compile(layer), x) >> 20 for layer in layers]
+
+    assert peaks == [54, 4, 54]
+
+
 @pytest.mark.usefixtures("gpu")
 def test_a_method_is_compiled_for_each_module() -> None:
     class Half(nn.Module):

@@ -7,6 +7,7 @@ says so.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,9 @@ COMPILED = (
     "`torch.compile` ran its function eagerly: a compiled one keeps fewer temporaries, and its "
     "compiler may take memory of its own"
 )
+DISABLED_BY = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
+"""Environment variables with which torch compiles nothing (`torch/_dynamo/config.py`)."""
+
 CAPTURES = "reduce-overhead"
 """The mode of `torch.compile` that is made of CUDA graphs, which keep pools of their own
 (https://docs.pytorch.org/docs/stable/generated/torch.compile.html).
@@ -46,7 +50,7 @@ def _install_compile(patches: Patches, recorder: LiveRecorder, hooks: ImportHook
         if model is None:
             return lambda function: compile_(function, **options)
         _refuse_what_differs(options)
-        if options.get("disable"):
+        if options.get("disable") or any(os.environ.get(name) == "1" for name in DISABLED_BY):
             return model
         if not _is_by_inductor(model, options):
             _note(recorder, COMPILED)

@@ -21,6 +21,7 @@ from memest.estimator.device.libraries.inductor.compiler import (
     fake,
     tell,
 )
+from memest.estimator.device.libraries.inductor.opened import Opened
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.tensors import INSIDE, Place
 
@@ -99,6 +100,9 @@ class Compiled:
             if self._recorder.place(tensor) is not Place.CARD:
                 raise NotCompiled("an input lies on the host")
         constants = [value for value in given if not _is_tensor(value)]
+        for value in constants:
+            if Opened(value).tensors:  # it may be changed
+                raise NotCompiled(f"an argument is a {type(value).__name__}")
         key = (
             self._code(), spec, repr(constants), tuple(map(_kind, tensors)), _modes(),
             () if self._module is None else tuple(m.training for m in self._module.modules()),
@@ -173,21 +177,20 @@ class _Graph:
     """A function compiled for one set of shapes."""
 
     def __init__(self, function: Callable[..., Any], tensors: Sequence[Tensor]) -> None:
-        self._spec: Any = None
-        self._others: list[Any] = []
+        self._found: Opened | None = None
 
         def flat(*inputs: Tensor) -> list[Tensor]:
-            found, self._spec = pytree.tree_flatten(function(*inputs))
-            self._others = [None if _is_tensor(value) else (value,) for value in found]
-            return [value for value in found if _is_tensor(value)]
+            self._found = Opened(function(*inputs))
+            return self._found.tensors
 
         self._compiled = _compile(flat, tensors)
+        assert self._found is not None
+        self._found.tensors = []
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
         """What the function returns for tensors like those that it was compiled for."""
-        made = iter(self._compiled(*tensors))
-        found = [next(made) if other is None else other[0] for other in self._others]
-        return pytree.tree_unflatten(found, self._spec)
+        assert self._found is not None
+        return self._found.fill(iter(self._compiled(*tensors)))
 
 
 def _compile(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ that would measure or draw on one.
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -53,11 +54,22 @@ def as_the_compiler(mode: Any) -> Iterator[Any]:
             stack.enter_context(of_aot.patch(force_non_lazy_backward_lowering=True))
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
+            stack.enter_context(_silent(logging.getLogger("torch._inductor")))
             yield compile_fx
     finally:
         INSIDE.depth -= 1
         CASTS._casts = casts
         patches.undo()
+
+
+@contextmanager
+def _silent(logger: logging.Logger) -> Iterator[None]:
+    """What it says of a function that it cannot compile, the report says."""
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _install(patches: Patches, mode: Any) -> None:
