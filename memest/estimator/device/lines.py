@@ -72,6 +72,8 @@ class ScriptLines:
             return bool(frame.f_globals.get("__name__") == "__main__")
         if name.startswith("<") and not name.startswith(("<ipython", "<stdin>")):
             return False
+        if "inductor_ops" in frame.f_globals and "extern_kernels" in frame.f_globals:
+            return False  # written by Inductor
         path = os.path.abspath(name)
         if any(path.startswith(root) for root in self._roots):
             return True

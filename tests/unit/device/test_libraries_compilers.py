@@ -90,6 +90,14 @@ def test_a_compiled_backward_computes_again_what_is_cheap(gpu: VirtualGpu) -> No
     assert kept == [2, 0]
 
 
+def test_what_a_compiled_function_asks_for_is_asked_for_by_its_line(gpu: VirtualGpu) -> None:
+    twice = torch.compile(lambda x: 2 * x)
+    kept = twice(torch.zeros(4, device="cuda"))
+
+    site = gpu.recorder.storages.sites[gpu.recorder.id_of(kept) or 0]
+    assert site.line.startswith("test_libraries_compilers.py:")
+
+
 @pytest.mark.usefixtures("gpu")
 def test_a_kernel_is_timed_before_its_first_run() -> None:
     """With an array of the 50 MiB of an H100's cache, and copies of what it reads and changes."""
