@@ -38,6 +38,10 @@ LONGEST = 1024
 """Points of each dimension up to which two were measured."""
 
 
+MOST, MOST_OF_TWO = 256, 512
+"""Transforms at once up to which those over one dimension and over two were measured."""
+
+
 def _largest_prime(n: int) -> int:
     largest, factor = 1, 2
     while n > 1:
@@ -143,12 +147,16 @@ def to_real_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 
 
 def fft_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Whether transforms like it were measured: over one dimension, or two of not many points."""
-    lengths, _ = _split(args[0], args[1])
+    """Whether transforms like it were measured: over one dimension, or two of not many points, and
+    not many of them at once.
+    """
+    lengths, batch = _split(args[0], args[1])
     is_known = args[0].dtype in (
         torch.float32, torch.float64, torch.complex64, torch.complex128,
     )  # fmt: skip
-    return is_known and (len(lengths) == 1 or (len(lengths) == 2 and max(lengths) <= LONGEST))
+    if not is_known or batch > (MOST if len(lengths) == 1 else MOST_OF_TWO):
+        return False
+    return len(lengths) == 1 or (len(lengths) == 2 and max(lengths) <= LONGEST)
 
 
 FFT_EVENTS: dict[OpOverload, EventsFn] = {
