@@ -14,6 +14,7 @@ from torch import Tensor, fft
 
 from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.kernels.tables import is_partly_modelled
 from tests.requested import Requests
 
 DATA = Path(__file__).parents[1] / "data" / "fft.json.gz"
@@ -50,6 +51,20 @@ ELSEWHERE = {("fft_dim0", 2000), *(("rfft_dim0", n) for n in (12, 2048, 2187, 30
 """Lengths along the first of two dimensions for which cuFFT takes another way than along the last:
 why, is not known.
 """
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims", "is_modelled"),
+    [((256, 48), [1], True), ((257, 48), [1], False), ((4, 8, 8), [1, 2], True),
+     ((4, 8, 2048), [1, 2], False), ((2, 8, 8, 8), [1, 2, 3], False)],
+)  # fmt: skip
+def test_what_was_not_measured_is_not_modelled(
+    shape: tuple[int, ...], dims: list[int], is_modelled: bool
+) -> None:
+    x = torch.empty(shape, dtype=torch.complex64, device="meta")
+    op = torch.ops.aten._fft_c2c.default
+
+    assert is_partly_modelled(op, (x, dims, 0, True), {}, find_gpu("h100-80gb")) is not is_modelled
 
 
 @pytest.mark.parametrize("name", CALLS)

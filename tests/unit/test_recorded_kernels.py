@@ -164,10 +164,3 @@ def test_what_a_copy_to_the_host_makes_contiguous_or_casts(
 
     found = to_host_scratch(aten.copy_.default, (target, source, not is_waited_for), {})
     assert found == expected
-
-
-def test_a_transform_to_real_numbers_keeps_its_input() -> None:
-    spectrum = meta(8, 65, dtype=torch.complex64)
-
-    assert scratch(aten._fft_c2r.default, spectrum, [1], 0, 128) == (8 * 65 * 8,)
-    assert is_partly_modelled(aten._fft_c2r.default, (spectrum, [1], 0, 128), {}, H100)

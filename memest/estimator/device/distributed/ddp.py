@@ -158,6 +158,8 @@ class Reducer:
         buckets, _ = c10d._compute_bucket_assignment_by_size(
             [*order], self._caps, [False] * len(order), self._arrivals
         )
+        if self._hook is None:
+            self._shelve_buckets()
         self._sync_order(len(self._params) + 1, len(buckets))
         self._has_rebuilt = True
         self._arrivals = []
@@ -167,6 +169,10 @@ class Reducer:
         self._views.clear()
         self._make_buckets(buckets)
         return True
+
+    def _shelve_buckets(self) -> None:
+        for flat in self._flats:
+            self.session.shelve(flat, self._summed_at)
 
     def register(self, hook: CommHook) -> None:
         """As `register_comm_hook`: `hook` reduces each bucket from now on.
@@ -343,8 +349,6 @@ class Reducer:
         self._has_summed_anew = self._has_rebuilt
         if not self._has_rebuilt:
             self._summed_at = self.session.event(MAIN)[0]
-            for flat in () if self._hook else self._flats:
-                self.session.shelve(flat, self._summed_at)
         if self._waits_for_end:
             self._join_streams()
         for bucket, members in enumerate(self._buckets):
