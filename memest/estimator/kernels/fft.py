@@ -154,7 +154,11 @@ def fft_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> b
     is_known = args[0].dtype in (
         torch.float32, torch.float64, torch.complex64, torch.complex128,
     )  # fmt: skip
-    if not is_known or batch > (MOST if len(lengths) == 1 else MOST_OF_TWO):
+    if (
+        gpu.capability != (9, 0)
+        or not is_known
+        or batch > (MOST if len(lengths) == 1 else MOST_OF_TWO)
+    ):
         return False
     return len(lengths) == 1 or (len(lengths) == 2 and max(lengths) <= LONGEST)
 

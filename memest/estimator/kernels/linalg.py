@@ -267,6 +267,13 @@ def det_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     return tuple(made + signs + temporaries(-info))
 
 
+def linalg_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Whether its workspaces were measured: float32 and float64 on compute capability 9.0."""
+    if func is aten._linalg_check_errors.default:
+        return True
+    return gpu.capability == (9, 0) and args[0].dtype in (torch.float32, torch.float64)
+
+
 LINALG_EVENTS: dict[OpOverload, EventsFn] = {
     aten._linalg_eigh.default: eigh_events,
     aten._linalg_svd.default: svd_events,

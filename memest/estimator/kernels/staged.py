@@ -50,7 +50,7 @@ from memest.estimator.kernels.indexing import (
     renorm_events,
     topk_events,
 )
-from memest.estimator.kernels.linalg import LINALG_EVENTS
+from memest.estimator.kernels.linalg import LINALG_EVENTS, linalg_is_modelled
 from memest.estimator.kernels.losses import LOSS_EVENTS
 from memest.estimator.kernels.reductions import (
     accumulator_bytes_of,
@@ -347,6 +347,7 @@ STAGED_MODELLED_WHERE = {
     aten.embedding_dense_backward.default: embedding_backward_is_modelled,
     aten._embedding_bag_backward.default: embedding_bag_is_modelled,
     **dict.fromkeys(FFT_EVENTS, fft_is_modelled),
+    **dict.fromkeys(LINALG_EVENTS, linalg_is_modelled),
 }
 
 SORTED_WRITES = frozenset(op for op, events in STAGED_EVENTS.items() if events is index_put_events)

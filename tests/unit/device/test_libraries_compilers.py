@@ -179,6 +179,23 @@ def test_an_object_that_is_given_may_be_changed(gpu: VirtualGpu) -> None:
     assert "as it is written, which keeps more temporaries: an argument is a Pair" in gpu.notes[0]
 
 
+def test_a_module_that_keeps_a_tensor_runs_as_it_is_written(gpu: VirtualGpu) -> None:
+    """As mixtures of experts do with the loss of their routers."""
+
+    class Keeps(nn.Module):
+        kept: Any = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.kept = x.mean()
+            return 2 * x
+
+    model = torch.compile(Keeps().cuda())
+    out = model(torch.ones(4, device="cuda"))
+
+    assert (out.sum() + model.kept).is_cuda
+    assert "it keeps tensors in its attributes" in gpu.notes[0]
+
+
 def test_the_environment_can_say_that_nothing_is_compiled(
     gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,6 @@
 """Compilers of torch on the virtual GPU: `torch.compile`, `torch.jit`, extensions in CUDA.
 
-`torch.compile` compiles (`inductor.py`). What else would be compiled runs as it is written: a
+`torch.compile` compiles (`inductor/`). What else would be compiled runs as it is written: a
 compiled function asks for other memory, as fused operators keep fewer temporaries, and the report
 says so.
 """

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -119,7 +119,10 @@ class Compiled:
 
     def _code(self) -> object:
         """What is compiled once: modules that are built alike share it, as their code does."""
-        return self._call if self._module is None else (type(self._module), repr(self._module))
+        if self._module is None:
+            return self._call
+        parts = [_settings(part) for part in self._module.modules()]
+        return type(self._module), repr(self._module), tuple(parts)
 
     def _function(
         self, given: Sequence[Any], spec: Any, names: Sequence[str]
@@ -136,10 +139,40 @@ class Compiled:
             if module is None:
                 return call(*args, **kwargs)
             swapped = dict(zip(names, tensors, strict=False))
-            with nn.utils.stateless._reparametrize_module(module, swapped, tie_weights=True):
+            with (
+                _as_it_was(module),
+                nn.utils.stateless._reparametrize_module(module, swapped, tie_weights=True),
+            ):
                 return call(*args, **kwargs)
 
         return run
+
+
+def _settings(part: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """What a module computes by, of what it need not say of itself."""
+    plain = (bool, int, float, str)
+    return tuple((name, v) for name, v in vars(part).items() if isinstance(v, plain))
+
+
+@contextmanager
+def _as_it_was(module: nn.Module) -> Iterator[None]:
+    """Undoes what a traced call leaves in the attributes of `module`.
+
+    Raises:
+        NotCompiled: they are tensors, which nobody would compute again at the next call.
+    """
+    before = [(part, dict(vars(part))) for part in module.modules()]
+    yield
+    is_kept = False
+    for part, attributes in before:
+        for name, value in list(vars(part).items()):
+            if value is not attributes.get(name) and Opened(value).tensors:
+                is_kept = True
+                del part.__dict__[name]
+                if name in attributes:
+                    part.__dict__[name] = attributes[name]
+    if is_kept:
+        raise NotCompiled("it keeps tensors in its attributes")
 
 
 def _refuse_wrappers(module: nn.Module) -> None:
