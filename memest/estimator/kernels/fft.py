@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.kernels.cusolver import up
-from memest.estimator.kernels.scratch import Events, EventsFn, outputs, passing
+from memest.estimator.kernels.scratch import Events, EventsFn, bytes_of, outputs, passing
 
 aten = torch.ops.aten
 Args = tuple[Any, ...]
@@ -106,10 +106,6 @@ def _real_bytes_of_two(m: int, n: int, batch: int, item: int, *, is_back: bool) 
     return whole + up(max(whole, half) if is_back and _is_split(n) else whole, 1024)
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.itemsize
-
-
 def _split(tensor: Tensor, dims: Any) -> tuple[list[int], int]:
     """The lengths that are transformed, and how many transforms there are."""
     sizes = [tensor.shape[dim] for dim in dims]
@@ -132,18 +128,18 @@ def _workspace(tensor: Tensor, dims: Any, *, is_real: bool, is_back: bool = Fals
 def complex_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`_fft_c2c`."""
     work = _workspace(args[0], args[1], is_real=False)
-    return tuple(outputs({0: _bytes(out)}) + passing(work))
+    return tuple(outputs({0: bytes_of(out)}) + passing(work))
 
 
 def from_real_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`_fft_r2c`."""
-    return tuple(outputs({0: _bytes(out)}) + passing(_workspace(args[0], args[1], is_real=True)))
+    return tuple(outputs({0: bytes_of(out)}) + passing(_workspace(args[0], args[1], is_real=True)))
 
 
 def to_real_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`_fft_c2r`, whose input is copied, since it is overwritten."""
     work = _workspace(out, args[1], is_real=True, is_back=True)
-    return tuple(outputs({0: _bytes(out)}) + passing(_bytes(args[0]), work))
+    return tuple(outputs({0: bytes_of(out)}) + passing(bytes_of(args[0]), work))
 
 
 def fft_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:

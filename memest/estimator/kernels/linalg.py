@@ -29,6 +29,7 @@ from memest.estimator.kernels.scratch import (
     Events,
     EventsFn,
     KernelEvent,
+    bytes_of,
     outputs,
     passing,
     temporaries,
@@ -80,14 +81,10 @@ def _of(tensor: Tensor) -> _Matrices:
     return _Matrices(m, n, prod(tensor.shape[:-2]), tensor.itemsize, tensor.dim() == 2)
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.itemsize
-
-
 def eigh_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`_linalg_eigh`: vectors, values; a copy of the matrix where only these are asked for."""
     a = _of(args[0])
-    values, vectors = map(_bytes, out)
+    values, vectors = map(bytes_of, out)
     is_wanted = args[2] if len(args) > 2 else kwargs.get("compute_v", True)
     calls = passing(eigh_bytes(a.n, a.item, a.batch)) * (1 if a.n <= 32 else a.batch)
     info = INFO * a.batch
@@ -108,24 +105,24 @@ def svd_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     info, copy = INFO * a.batch, a.m * a.n * a.item * a.batch
     work = passing(svd_bytes(a.m, a.n, a.item, is_full and bool(is_wanted)))
     if is_wanted:
-        left, values, right = map(_bytes, out)
+        left, values, right = map(bytes_of, out)
         made = outputs({0: left, 2: right, 1: values}) + temporaries(info, copy)
         return tuple(made + work + temporaries(-copy) + a.checks + temporaries(-info))
     count = a.batch if a.is_single or a.n <= 32 else 1
     u, v = a.m * k * a.item * count, k * a.n * a.item * count
-    made = outputs({1: _bytes(out[1])}) + temporaries(info, copy, u, v)
+    made = outputs({1: bytes_of(out[1])}) + temporaries(info, copy, u, v)
     return tuple(made + work + temporaries(-v, -u, -copy) + a.checks + temporaries(-info))
 
 
 def qr_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`linalg_qr`: Q, R, the reflectors' factors; Q is written out unless only R is asked for."""
     q, r = out
-    return tuple(outputs({0: _bytes(q), 1: _bytes(r)}) + _qr(args[0], q))
+    return tuple(outputs({0: bytes_of(q), 1: bytes_of(r)}) + _qr(args[0], q))
 
 
 def qr_out_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """The same into tensors that are given: it is made beside them, and copied."""
-    q, r = map(_bytes, out)
+    q, r = map(bytes_of, out)
     return tuple(temporaries(q, r) + _qr(args[0], out[0]) + temporaries(-r, -q))
 
 
@@ -149,14 +146,14 @@ def householder_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events
     """`linalg_householder_product`."""
     a, k = _of(args[0]), args[1].shape[-1]
     written = a.loop(orgqr_bytes(a.m, a.n, k, a.item))
-    return tuple(outputs({0: _bytes(out)}) + temporaries(INFO) + written + temporaries(-INFO))
+    return tuple(outputs({0: bytes_of(out)}) + temporaries(INFO) + written + temporaries(-INFO))
 
 
 def cholesky_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`linalg_cholesky_ex`: one by cuSOLVER, many by its batched kernel."""
     a = _of(args[0])
     work = potrf_bytes(a.n, bool(kwargs.get("upper"))) if a.is_single else POINTER * a.batch
-    return tuple(outputs({0: _bytes(out[0]), 1: _bytes(out[1])}) + passing(work))
+    return tuple(outputs({0: bytes_of(out[0]), 1: bytes_of(out[1])}) + passing(work))
 
 
 def check_errors_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
@@ -168,19 +165,19 @@ def cholesky_solve_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Eve
     """`cholesky_solve`: the right-hand side and the factor are copied."""
     factor = _of(args[1])
     info = INFO if factor.is_single else 0
-    solved = outputs({0: _bytes(out)}) + passing(factor.square)
+    solved = outputs({0: bytes_of(out)}) + passing(factor.square)
     return tuple(temporaries(info) + solved + temporaries(-info))
 
 
 def cholesky_inverse_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`cholesky_inverse`."""
-    return tuple(outputs({0: _bytes(out)}) + passing(_of(args[0]).square, INFO))
+    return tuple(outputs({0: bytes_of(out)}) + passing(_of(args[0]).square, INFO))
 
 
 def solve_triangular_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`linalg_solve_triangular`: batched cuBLAS for less than 64 columns."""
     a = _of(args[0])
-    return tuple(outputs({0: _bytes(out)}) + (a.pointers if a.n < 64 else []))
+    return tuple(outputs({0: bytes_of(out)}) + (a.pointers if a.n < 64 else []))
 
 
 def _lu(a: _Matrices) -> list[KernelEvent]:
@@ -217,7 +214,7 @@ def _lu_solve(a: _Matrices, num_right: int) -> list[KernelEvent]:
 
 def lu_factor_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`linalg_lu_factor_ex`: factors, pivots, info."""
-    return tuple(outputs({i: _bytes(made) for i, made in enumerate(out)}) + _lu(_of(args[0])))
+    return tuple(outputs({i: bytes_of(made) for i, made in enumerate(out)}) + _lu(_of(args[0])))
 
 
 def inv_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
@@ -225,7 +222,7 @@ def inv_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     a = _of(args[0])
     pivots = INFO * a.n * a.batch
     solved = _lu(a) + _lu_solve(a, a.n)
-    made = outputs({0: _bytes(out[0]), 1: _bytes(out[1])})
+    made = outputs({0: bytes_of(out[0]), 1: bytes_of(out[1])})
     return tuple(made + temporaries(a.square, pivots) + solved + temporaries(-pivots, -a.square))
 
 
@@ -233,13 +230,13 @@ def solve_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`_linalg_solve_ex`: result, factors, pivots, info."""
     a = _of(args[0])
     num_right = out[0].shape[-1] if out[0].dim() == args[0].dim() else 1
-    made = outputs({i: _bytes(part) for i, part in enumerate(out)})
+    made = outputs({i: bytes_of(part) for i, part in enumerate(out)})
     return tuple(made + _lu(a) + _lu_solve(a, num_right))
 
 
 def lu_solve_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`linalg_lu_solve`."""
-    return tuple(outputs({0: _bytes(out)}) + _lu_solve(_of(args[0]), out.shape[-1]))
+    return tuple(outputs({0: bytes_of(out)}) + _lu_solve(_of(args[0]), out.shape[-1]))
 
 
 def _signs(a: _Matrices) -> list[KernelEvent]:
@@ -253,7 +250,7 @@ def slogdet_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`_linalg_slogdet`: sign, logarithm, factors, pivots."""
     a = _of(args[0])
     info, each, diagonal = INFO * a.batch, a.item * a.batch, a.n * a.item * a.batch
-    made = outputs({i: _bytes(part) for i, part in enumerate(out)}) + temporaries(info)
+    made = outputs({i: bytes_of(part) for i, part in enumerate(out)}) + temporaries(info)
     products = passing(diagonal, each) + temporaries(-INDEX * a.batch) + passing(diagonal)
     return tuple(made + _lu(a) + _signs(a) + products + temporaries(-info))
 
@@ -262,7 +259,7 @@ def det_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`_linalg_det`: determinant, factors, pivots."""
     a = _of(args[0])
     info, each = INFO * a.batch, a.item * a.batch
-    made = outputs({i: _bytes(part) for i, part in enumerate(out)}) + temporaries(info) + _lu(a)
+    made = outputs({i: bytes_of(part) for i, part in enumerate(out)}) + temporaries(info) + _lu(a)
     signs = temporaries(each) + _signs(a) + temporaries(-INDEX * a.batch, -each)
     return tuple(made + signs + temporaries(-info))
 

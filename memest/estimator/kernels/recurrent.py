@@ -24,7 +24,14 @@ from torch import Tensor
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.kernels.indexing import contiguous_copy
 from memest.estimator.kernels.reductions import sum_bytes
-from memest.estimator.kernels.scratch import Events, KernelEvent, outputs, passing, temporaries
+from memest.estimator.kernels.scratch import (
+    Events,
+    KernelEvent,
+    bytes_of,
+    outputs,
+    passing,
+    temporaries,
+)
 
 aten = torch.ops.aten
 
@@ -256,10 +263,6 @@ def _layers(
     )  # fmt: skip
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.itemsize
-
-
 def _in_steps(x: Tensor, args: tuple[Any, ...], batch_first: int, batch_sizes: int) -> Tensor:
     return x.transpose(0, 1) if args[batch_first] and not args[batch_sizes] else x
 
@@ -270,12 +273,12 @@ def recurrent_events(args: tuple[Any, ...], kwargs: Any, out: Any, gpu: Gpu) -> 
     """
     layers = layers_of_forward(args)
     copies = contiguous_copy(_in_steps(args[0], args, 10, 14))
-    made = outputs({i: _bytes(out[i]) for i in range(3)})
+    made = outputs({i: bytes_of(out[i]) for i in range(3)})
     if args[3] is None:
-        made += outputs({4: _bytes(out[4])})
+        made += outputs({4: bytes_of(out[4])})
     train = args[12]
     workspace = (training_workspace_bytes if train else inference_workspace_bytes)(layers)
-    made += temporaries(workspace) + outputs({3: _bytes(out[3])})
+    made += temporaries(workspace) + outputs({3: bytes_of(out[3])})
     return tuple(temporaries(*copies) + made + temporaries(-workspace, *(-n for n in copies)))
 
 
@@ -285,25 +288,25 @@ def recurrent_backward_events(args: tuple[Any, ...], kwargs: Any, out: Any, gpu:
     """
     layers = layers_of_backward(args)
     x, hx, cx, grad, grad_hy, grad_cy = args[0], args[4], args[5], args[7], args[8], args[9]
-    zeros = [_bytes(args[6])] if grad is None else []
-    zeros += [_bytes(hx)] if grad_hy is None else []
-    zeros += [_bytes(cx)] if cx is not None and grad_cy is None else []
+    zeros = [bytes_of(args[6])] if grad is None else []
+    zeros += [bytes_of(hx)] if grad_hy is None else []
+    zeros += [bytes_of(cx)] if cx is not None and grad_cy is None else []
     x_copy = contiguous_copy(_in_steps(x, args, 14, 18))
     grads = contiguous_copy(None if grad is None else _in_steps(grad, args, 14, 18))
     grads += contiguous_copy(grad_hy, grad_cy)
     workspace = training_workspace_bytes(layers)
     between = temporaries(workspace, -workspace)
     events = temporaries(*zeros, *x_copy, *grads)
-    events += outputs({i: _bytes(out[i]) for i in range(3) if out[i] is not None})
+    events += outputs({i: bytes_of(out[i]) for i in range(3) if out[i] is not None})
     events += between + temporaries(*(-n for n in (*grads, *x_copy)))
     if args[21][3]:
-        flat = _bytes(args[3])
+        flat = bytes_of(args[3])
         is_own = args[2] < 4
         events += temporaries(*x_copy)
         events += temporaries(flat) if is_own else [KernelEvent(flat, 3)]
         events += between
         if is_own:  # without biases the gradients are copied out of the buffer
-            events += outputs({3 + i: _bytes(g) for i, g in enumerate(out[3])})
+            events += outputs({3 + i: bytes_of(g) for i, g in enumerate(out[3])})
             events += temporaries(-flat)
         events += temporaries(*(-n for n in x_copy))
     return tuple(events + temporaries(*(-n for n in reversed(zeros))))
@@ -324,12 +327,12 @@ def recurrent_is_modelled(func: Any, args: tuple[Any, ...], kwargs: Any, gpu: Gp
 
 def lstm_cell_events(args: tuple[Any, ...], kwargs: Any, out: Any, gpu: Gpu) -> Events:
     """`_thnn_fused_lstm_cell` (cuda/RNN.cu): what the gradient needs, then the states."""
-    return tuple(outputs({i: _bytes(out[i]) for i in (2, 0, 1)}))
+    return tuple(outputs({i: bytes_of(out[i]) for i in (2, 0, 1)}))
 
 
 def gru_cell_events(args: tuple[Any, ...], kwargs: Any, out: Any, gpu: Gpu) -> Events:
     """`_thnn_fused_gru_cell`, likewise."""
-    return tuple(outputs({i: _bytes(out[i]) for i in (1, 0)}))
+    return tuple(outputs({i: bytes_of(out[i]) for i in (1, 0)}))
 
 
 def lstm_cell_backward_events(args: tuple[Any, ...], kwargs: Any, out: Any, gpu: Gpu) -> Events:
@@ -339,9 +342,9 @@ def lstm_cell_backward_events(args: tuple[Any, ...], kwargs: Any, out: Any, gpu:
     gates, state, bias = out
     if gates is None:
         return ()
-    events = outputs({0: _bytes(gates), 1: _bytes(state)})
+    events = outputs({0: bytes_of(gates), 1: bytes_of(state)})
     if bias is not None:
-        events += outputs({2: _bytes(bias)}) + passing(*sum_bytes(gates, (0,), gates.dtype, gpu))
+        events += outputs({2: bytes_of(bias)}) + passing(*sum_bytes(gates, (0,), gates.dtype, gpu))
     return tuple(events)
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from memest.estimator.hardware.gpus import Gpu
 
 
@@ -41,6 +43,11 @@ class KernelEvent:
 Events = tuple[KernelEvent, ...]
 EventsFn = Callable[[tuple[Any, ...], dict[str, Any], Any, Gpu], Events]
 ScratchFn = Callable[[tuple[Any, ...], dict[str, Any], Any, Gpu], Scratch]
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """What the elements of `tensor` take."""
+    return tensor.numel() * tensor.itemsize
 
 
 def temporaries(*num_bytes: int) -> list[KernelEvent]:

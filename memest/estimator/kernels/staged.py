@@ -62,6 +62,7 @@ from memest.estimator.kernels.scratch import (
     Events,
     EventsFn,
     KernelEvent,
+    bytes_of,
     outputs,
     passing,
     temporaries,
@@ -77,16 +78,12 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.itemsize
-
-
 def dropout_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`native_dropout` of Dropout.cu: the mask comes before the result, unless all or nothing is
     dropped.
     """
     result, mask = out
-    sizes = {0: _bytes(result), 1: _bytes(mask)}
+    sizes = {0: bytes_of(result), 1: bytes_of(mask)}
     is_drawn = args[2] is not False and 0 < args[1] < 1
     return tuple(outputs({i: sizes[i] for i in ((1, 0) if is_drawn else (0, 1))}))
 
@@ -162,7 +159,7 @@ def embedding_bag_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Even
     """`_embedding_bag` (EmbeddingBag.cu): the sizes of the bags, the bag of each index, the result,
     and of a maximum the rows that gave it.
     """
-    sizes = {2: _bytes(out[2]), 1: _bytes(out[1]), 0: _bytes(out[0]), 3: _bytes(out[3])}
+    sizes = {2: bytes_of(out[2]), 1: bytes_of(out[1]), 0: bytes_of(out[0]), 3: bytes_of(out[3])}
     return tuple(outputs(sizes))
 
 
@@ -187,7 +184,7 @@ def nonzero_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`nonzero` of Nonzero.cu: the count and its sum's storage, the positions, the selection's
     storage.
     """
-    return tuple(_selection(args[0], outputs({0: _bytes(out)}), gpu))
+    return tuple(_selection(args[0], outputs({0: bytes_of(out)}), gpu))
 
 
 def _selection(mask: Tensor, positions: list[KernelEvent], gpu: Gpu) -> list[KernelEvent]:
@@ -223,12 +220,12 @@ def masked_scatter_backward_events(
     positions = selected * mask.dim() * INDEX_BYTES
     finding = _selection(mask, temporaries(positions), gpu)
     if selected >= size:
-        return tuple(finding + outputs({0: _bytes(out)}) + temporaries(-positions))
+        return tuple(finding + outputs({0: bytes_of(out)}) + temporaries(-positions))
     chosen, padding = selected * grad.itemsize, (size - selected) * grad.itemsize
     return tuple(
         finding
         + temporaries(chosen, -positions, padding)
-        + outputs({0: _bytes(out)})
+        + outputs({0: bytes_of(out)})
         + temporaries(-padding, -chosen)
     )
 
@@ -268,7 +265,7 @@ def index_put_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     num_checks = 0 if is_unsafe else 2 * len(indices)
     checks = [event for _ in range(num_checks) for event in passing(INDEX_BYTES, 1)]
     return tuple(
-        outputs({0: _bytes(target)})
+        outputs({0: bytes_of(target)})
         + checks
         + temporaries(row)
         + passing(row)
@@ -292,15 +289,15 @@ def convolution_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) 
     of_weight: list[KernelEvent] = []
     if wanted[0]:
         copy = copies_in(memory_format, weight)
-        of_input = outputs({0: _bytes(tensor)}) + passing(*copy, for_input)
+        of_input = outputs({0: bytes_of(tensor)}) + passing(*copy, for_input)
     if wanted[1]:
-        of_weight = outputs({1: _bytes(weight)}) + passing(for_weight)
+        of_weight = outputs({1: bytes_of(weight)}) + passing(for_weight)
     both = of_weight + of_input if weight_comes_first(args) else of_input + of_weight
     events = temporaries(*copies) + both
     events += temporaries(*(-n for n in reversed(copies)))
     if wanted[2]:
         dims = [0, *range(2, grad.dim())]
-        events += outputs({2: _bytes(out[2])}) + passing(*sum_bytes(grad, dims, grad.dtype, gpu))
+        events += outputs({2: bytes_of(out[2])}) + passing(*sum_bytes(grad, dims, grad.dtype, gpu))
     return tuple(events)
 
 
@@ -313,7 +310,7 @@ def repeat_interleave_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> 
     return tuple(
         temporaries(*copies, row)
         + passing(scan)
-        + outputs({0: _bytes(out)})
+        + outputs({0: bytes_of(out)})
         + temporaries(-row, *(-n for n in copies))
     )
 

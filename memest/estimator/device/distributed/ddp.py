@@ -32,6 +32,7 @@ from memest.estimator.device.distributed.hooks import (
     all_reduced,
     builtin_hook,
 )
+from memest.estimator.device.distributed.start import broadcast, verify_params
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.storages import MemKind
@@ -40,9 +41,6 @@ from memest.estimator.device.tensors import Place
 
 FIRST_BUCKET_BYTES = 1 << 20
 """`kDefaultFirstBucketBytes` (`reducer.hpp`)."""
-
-BROADCASTS_IN_FLIGHT = 2
-"""`max_in_flight` of `broadcast_coalesced` (`comm.cpp`)."""
 
 NOT_FINISHED = (
     "Expected to have finished reduction in the prior iteration before starting a new one. This "
@@ -445,7 +443,7 @@ def install(patches: Patches, recorder: LiveRecorder) -> None:
         group: Any, tensors: Sequence[Tensor], buffer_size: int, source: int = 0
     ) -> None:
         with torch.no_grad():
-            _broadcast([t for t in tensors if recorder.place(t) is Place.CARD], buffer_size)
+            broadcast([t for t in tensors if recorder.place(t) is Place.CARD], buffer_size)
 
     def register(reducer: Reducer, state: Any, hook: Any) -> None:
         reducer.register(partial(hook, state))
@@ -457,39 +455,9 @@ def install(patches: Patches, recorder: LiveRecorder) -> None:
     patches.set(dist, "Reducer", made)
     patches.set(dist, "Logger", Logger)
     patches.set(dist, "_broadcast_coalesced", broadcast_coalesced)
-    patches.set(dist, "_verify_params_across_processes", _verify_params)
+    patches.set(dist, "_verify_params_across_processes", verify_params)
     patches.set(dist, "_register_comm_hook", register)
     patches.set(dist, "_register_builtin_comm_hook", register_builtin)
-
-
-def _verify_params(group: Any, params: Sequence[Tensor], logger: Any = None) -> None:
-    """As `verify_params_across_processes`: their number is gathered, flat and one by one, and then
-    their sizes and strides are sent from rank 0.
-    """
-    device = params[0].device
-    given = torch.empty(1, dtype=torch.int64, device=device)
-    found = [torch.empty_like(given) for _ in range(group.size())]
-    flat = torch.empty(group.size(), dtype=torch.int64, device=device)
-    del flat
-    num_told = 2 * sum(parameter.dim() for parameter in params)
-    told = torch.empty(num_told, dtype=torch.int64, device=device)
-    del told, found, given
-
-
-def _broadcast(tensors: Sequence[Tensor], buffer_bytes: int) -> None:
-    """As `broadcast_coalesced`: buckets are flattened, sent, and copied back, two in flight."""
-    if not tensors:
-        return
-    buckets, _ = c10d._compute_bucket_assignment_by_size(list(tensors), [buffer_bytes])
-    in_flight: list[Tensor | None] = []
-    for indices in buckets:
-        if len(in_flight) >= BROADCASTS_IN_FLIGHT:
-            in_flight.pop(0)
-        members = [tensors[i].detach() for i in indices]
-        whole = len(members) > 1
-        in_flight.append(torch.cat([t.contiguous().view(-1) for t in members]) if whole else None)
-    while in_flight:
-        in_flight.pop(0)
 
 
 def _tensor_of(value: Any, flat: Tensor) -> Tensor:

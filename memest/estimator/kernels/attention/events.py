@@ -28,6 +28,7 @@ from memest.estimator.kernels.scratch import (
     EventsFn,
     KernelEvent,
     Scratch,
+    bytes_of,
     scratch_of,
 )
 from memest.estimator.kernels.scratch import outputs as _outputs
@@ -78,10 +79,6 @@ def _ceil_div(a: int, b: int) -> int:
 
 def _round_up(a: int, b: int) -> int:
     return _ceil_div(a, b) * b
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.itemsize
 
 
 def _argument(
@@ -157,13 +154,13 @@ def flash_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, gpu:
     """
     grad_out, query, key, value, output = args[:5]
     shape = _Shape.of(query, key, value)
-    copies = [_bytes(t) for t in (grad_out, output) if not _tokens_first(t)]
+    copies = [bytes_of(t) for t in (grad_out, output) if not _tokens_first(t)]
     rows = shape.B * shape.H * _round_up(shape.L, 128)
     rounded_E = rounded_head_width(shape.E)
     scratch = [rows * _FLOAT_BYTES, rows * rounded_E * _FLOAT_BYTES]
     if shape.K != shape.H:
         scratch += [shape.B * shape.S * shape.H * shape.E * shape.itemsize] * 2
-    gradients = {0: _bytes(query), 1: _bytes(key), 2: _bytes(value)}
+    gradients = {0: bytes_of(query), 1: bytes_of(key), 2: bytes_of(value)}
     return tuple(
         _temporary(*copies)
         + _outputs(gradients)
@@ -204,8 +201,8 @@ def efficient_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
     shape = _Shape.of(query, key, value)
     dropout_p = _argument(args, kwargs, 9, "dropout_p", 0.0)
     block = _efficient_block(query.dtype, max(shape.E, shape.V), dropout_p > 0, gpu)
-    copy = 0 if _tokens_first(grad_out) else _bytes(grad_out)
-    gradients = {0: _bytes(query), 1: _bytes(key), 2: _bytes(value)}
+    copy = 0 if _tokens_first(grad_out) else bytes_of(grad_out)
+    gradients = {0: bytes_of(query), 1: bytes_of(key), 2: bytes_of(value)}
     if bias is not None and _argument(args, kwargs, 10, "grad_input_mask", [False] * 4)[3]:
         rows = bias.numel() // bias.size(-1)
         gradients[3] = rows * _round_up(bias.size(-1), 16) * bias.itemsize
@@ -333,13 +330,13 @@ def cudnn_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, gpu:
     """
     grad_out, query, key, value = args[:4]
     shape = _Shape.of(query, key, value)
-    copy = _bytes(grad_out) if grad_out.stride(-1) != 1 else 0
+    copy = bytes_of(grad_out) if grad_out.stride(-1) != 1 else 0
     workspace = shape.B * shape.H * shape.L * shape.E * _FLOAT_BYTES + shape.lse_bytes
     for heads, width in ((shape.K, shape.E), (value.size(1), shape.V)):
         if heads != shape.H:
             workspace += shape.B * shape.H * shape.S * width * shape.itemsize
     workspace += _cudnn_engine_bytes(gpu)
-    gradients = {0: _bytes(query), 1: _bytes(key), 2: _bytes(value)}
+    gradients = {0: bytes_of(query), 1: bytes_of(key), 2: bytes_of(value)}
     return tuple(_outputs(gradients) + _temporary(copy, workspace, -workspace, -copy))
 
 
@@ -364,7 +361,7 @@ def safe_softmax(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, gpu: G
     rows = out.numel() // max(1, out.size(dim))
     scratch = (out.numel(), rows, out.itemsize)
     return tuple(
-        _outputs({0: _bytes(out)})
+        _outputs({0: bytes_of(out)})
         + _temporary(*scratch)
         + _temporary(*(-n for n in reversed(scratch)))
     )

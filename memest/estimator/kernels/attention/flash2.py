@@ -27,6 +27,7 @@ from memest.estimator.kernels.scratch import (
     Events,
     EventsFn,
     KernelEvent,
+    bytes_of,
     outputs,
     temporaries,
 )
@@ -54,13 +55,9 @@ def check_gpu(gpu: Gpu) -> None:
         )
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.itemsize
-
-
 def _copies(*tensors: Tensor) -> list[int]:
     """`maybe_contiguous`: of what has another last stride than 1; dropped when the op returns."""
-    return [_bytes(tensor) for tensor in tensors if tensor.stride(-1) != 1]
+    return [bytes_of(tensor) for tensor in tensors if tensor.stride(-1) != 1]
 
 
 def _freed(num_bytes: list[int]) -> list[KernelEvent]:
@@ -91,9 +88,9 @@ def forward_events(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, gpu:
             accumulators = [rows * _FLOAT_BYTES, rows * rounded_head_width(E) * _FLOAT_BYTES]
     return tuple(
         temporaries(*copies)
-        + outputs({0: _bytes(out[0]), 1: _bytes(out[1])})
+        + outputs({0: bytes_of(out[0]), 1: bytes_of(out[1])})
         + temporaries(*accumulators)
-        + outputs({2: _bytes(out[2])})
+        + outputs({2: bytes_of(out[2])})
         + _freed(accumulators)
         + _freed(copies)
     )
@@ -121,7 +118,7 @@ def backward_events(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, gpu
     expanded, sums = _expanded(key, H, gpu)
     return tuple(
         temporaries(*copies)
-        + outputs({0: _bytes(out)})
+        + outputs({0: bytes_of(out)})
         + temporaries(accumulated, *expanded)
         + [event for _ in expanded for event in (*temporaries(*sums), *_freed(sums))]
         + _freed([accumulated, *expanded])
@@ -137,7 +134,7 @@ def _expanded(key: Tensor, H: int, gpu: Gpu) -> tuple[list[int], list[int]]:
     shape = (*key.shape[:-2], K, H // K, E)
     groups = torch.empty(shape, dtype=key.dtype, device="meta")
     summing = list(sum_bytes(groups, [groups.dim() - 2], key.dtype, gpu))
-    return [_bytes(groups)] * 2, summing
+    return [bytes_of(groups)] * 2, summing
 
 
 FLASH_ATTENTION_2_EVENTS: dict[OpOverload, EventsFn] = {
