@@ -21,7 +21,7 @@ from torch import Tensor
 
 from memest.estimator.device import cuda_semantics
 from memest.estimator.hardware.gpus import FIRST_OF_CUDA_13, Gpu, list_gpus
-from memest.estimator.kernels import cublas, staged, tables
+from memest.estimator.kernels import convolution, cublas, staged, tables
 from memest.estimator.kernels.attention import events, flash2
 from memest.estimator.kernels.attention.choice import SdpaBackend, choose_backend
 from memest.estimator.kernels.reductions import threads_per_sm
@@ -132,10 +132,7 @@ def _experts(gpu: Gpu) -> str:
 
 def _workspaces(gpu: Gpu) -> str:
     """Which of cuDNN's workspaces are known, of those that this generation may ask for."""
-    image = torch.empty(1, 3, 32, 32, dtype=torch.float16, device="meta")
-    args = (image, image.new_empty(8, 3, 4, 4), None, [4, 4], [0, 0], [1, 1], False, [0, 0], 1)
-    func = torch.ops.aten.convolution.default
-    known = [] if tables.is_partly_modelled(func, args, {}, gpu) else ["16-bit convolution forward"]
+    known = ["convolutions as measured"] if gpu.capability == convolution.MEASURED else []
     takes_cudnn = _backend(gpu, torch.float16, 64, COLUMNS[0], True, 0.0) is SdpaBackend.CUDNN
     reasons = {rule(gpu) for rule in events.NOT_MODELLED.values()}
     if takes_cudnn and reasons == {""}:

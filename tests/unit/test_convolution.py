@@ -6,21 +6,25 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.hardware.gpus import Gpu, find_gpu
+from memest.estimator.kernels import cudnn_convolution
 from memest.estimator.kernels.batch_norm import takes_cudnn
 from memest.estimator.kernels.convolution import backward_workspaces, convolution_outputs
 from memest.estimator.kernels.scratch import Scratch
 from memest.estimator.kernels.staged import STAGED_EVENTS
 from memest.estimator.kernels.tables import SCRATCH, is_partly_modelled
+from memest.units import MIB
 
 aten = torch.ops.aten
 H100 = find_gpu("h100-80gb")
 MEASURED = Path(__file__).parents[1] / "data" / "convolutions.json"
 BLOCK_BYTES = 512
+NUM_APART = 10
 HALF = torch.float16
 
 
@@ -54,7 +58,7 @@ def backward(args: tuple[Any, ...], grad: Tensor, mask: tuple[bool, bool, bool])
     return [e.num_bytes for e in events]
 
 
-def workspaces(call: dict[str, Any]) -> dict[str, int]:
+def workspaces_of(call: dict[str, Any]) -> dict[str, int]:
     """Predicted workspaces of one measured call."""
     dtype = getattr(torch, call["dtype"])
     tensor, weight = (
@@ -65,53 +69,107 @@ def workspaces(call: dict[str, Any]) -> dict[str, int]:
     args = (tensor, weight, None, *(call[name] for name in names))
     found, out = forward(args)
     for_input, for_weight = backward_workspaces((out, tensor, weight, None, *args[3:]), H100)
-    return {"forward": sum(found.after), "input": for_input, "weight_gradient": for_weight}
+    return {
+        "forward": sum(found.after),
+        "input": for_input.num_bytes,
+        "weight_gradient": for_weight.num_bytes,
+    }
 
 
 def in_blocks(num_bytes: int) -> int:
     return -(-num_bytes // BLOCK_BYTES)
 
 
-def test_most_measured_workspaces_are_exact_to_the_allocators_block() -> None:
-    """Shares of 60 measured calls, in blocks of 512 B, in which nothing and 400 B differ by one.
-
-    Over all 1377 calls of the half that was kept aside: 90 %, 92 % and 60 %.
-    """
+def test_most_calls_of_another_measurement_are_exact_to_the_allocators_block() -> None:
+    """Shares of 60 calls that were measured before the trees and their calls were."""
     calls = json.loads(MEASURED.read_text())["calls"]
-    found = [(call, workspaces(call)) for call in calls]
+    found = [(call, workspaces_of(call)) for call in calls]
 
     def share(name: str) -> float:
-        near = [abs(in_blocks(p[name]) - in_blocks(c[name])) <= 1 for c, p in found]
-        return sum(near) / len(near)
+        return sum(in_blocks(p[name]) == in_blocks(c[name]) for c, p in found) / len(found)
 
     assert len(calls) == 60
-    assert share("forward") >= 55 / 60
-    assert share("input") >= 50 / 60
-    assert share("weight_gradient") >= 37 / 60
+    assert share("forward") >= 54 / 60
+    assert share("input") >= 56 / 60
+    assert share("weight_gradient") >= 36 / 60
 
 
-def test_an_nchw_convolution_of_half_precision_rearranges_all_operands() -> None:
-    """ResNet's 128 channels of 28x28: input, weight and output, and 16 B."""
-    args = convolution(meta(8, 128, 28, 28, dtype=HALF), meta(128, 128, 3, 3, dtype=HALF), 1, 1)
-    plane = 8 * 128 * 28 * 28 * 2
-    assert forward(args)[0].after == (2 * plane + 128 * 128 * 9 * 2 + 16,)
+@pytest.fixture(scope="module")
+def kept_aside() -> tuple[Any, Any]:
+    """Some of the measured calls of common networks that the fit did not see, and workspaces."""
+    with np.load(cudnn_convolution.MEASURED) as data:
+        chosen = np.flatnonzero(data["kept_aside"] & data["is_common"])[::NUM_APART]
+        return data["calls"][chosen].astype(np.int64), data["workspaces"][chosen]
 
 
-def test_a_float32_convolution_of_few_channels_writes_nchw_itself() -> None:
-    args = convolution(meta(8, 64, 56, 56), meta(64, 64, 3, 3), 1, 1)
-    assert forward(args)[0].after == (8 * 64 * 56 * 56 * 4 + 64 * 64 * 9 * 4 + 16,)
+@pytest.mark.parametrize(
+    ("direction", "share", "share_near"),
+    [("forward", 0.84, 0.92), ("input", 0.86, 0.93), ("weight", 0.57, 0.76)],
+)
+def test_trees_are_right_where_the_fit_did_not_look(
+    kept_aside: tuple[Any, Any], direction: str, share: float, share_near: float
+) -> None:
+    """Right to 512 B, within 1 MiB, and where it is sure: what `fit_convolutions.py` prints."""
+    calls, measured = kept_aside
+    found = [cudnn_convolution._by_trees(call[None], direction) for call in calls]
+    sizes = measured[:, cudnn_convolution.DIRECTIONS.index(direction)].tolist()
+    pairs = list(zip(found, sizes, strict=True))
+
+    are_right = [in_blocks(f.num_bytes) == in_blocks(size) for f, size in pairs]
+    are_near = [abs(f.num_bytes - size) <= MIB for f, size in pairs]
+    are_sure = [right for right, (f, _) in zip(are_right, pairs, strict=True) if f.is_sure]
+
+    assert len(calls) > 1000
+    assert sum(are_right) >= share * len(calls)
+    assert sum(are_near) >= share_near * len(calls)
+    assert len(are_sure) >= len(calls) / 5
+    assert sum(are_sure) >= 0.95 * len(are_sure)
 
 
-def test_a_1x1_convolution_is_a_product_per_sample_and_so_is_its_weight_gradient() -> None:
-    args = convolution(meta(8, 256, 56, 56), meta(64, 256, 1, 1))
-    grad = meta(8, 64, 56, 56)
+def test_a_measured_call_is_given_as_it_was_measured() -> None:
+    """ResNet-50's 3x3 in float32 at 32 images: operands in NCHW rearranged, and what it adds."""
+    shapes = cudnn_convolution.ConvolutionShapes(
+        (32, 64, 56, 56), (64, 64, 3, 3), (32, 64, 56, 56), (1, 1), (1, 1), (1, 1), 1,
+        torch.float32, False,
+    )  # fmt: skip
+    found = cudnn_convolution.workspaces(shapes)
 
-    assert forward(args)[0] == Scratch()
-    weight = 64 * 256 * 4
-    assert backward(args, grad, (False, True, False)) == [weight, 8 * weight, -8 * weight]
+    plane, weight = 32 * 64 * 56 * 56 * 4, 64 * 64 * 9 * 4
+    assert {d: w.num_bytes for d, w in found.items()} == {
+        "forward": plane + weight + 16,
+        "input": 2 * plane + weight + 16,
+        "weight": 2 * plane + weight + 16 + 14 * weight + 663,
+    }
+    assert all(w.is_sure for w in found.values())
 
 
-def test_channels_last_needs_no_workspace_and_stays() -> None:
+def test_a_transposed_convolution_is_the_gradient_of_a_plain_one() -> None:
+    """What it takes forward is what the gradient of the plain one's input takes."""
+    plain = convolution(meta(16, 64, 32, 32), meta(128, 64, 4, 4), 2, 1)
+    grad = aten.convolution.default(*plain)
+    of_input, of_weight = backward_workspaces((grad, *plain[:2], None, *plain[3:]), H100)
+
+    transposed = (grad, plain[1], None, *plain[3:6], True, *plain[7:])
+    found, out = forward(transposed)
+    back = backward_workspaces((out, grad, plain[1], None, *transposed[3:]), H100)
+
+    assert out.shape == plain[0].shape
+    assert found.after == (of_input.num_bytes,)
+    assert back[1] == of_weight
+
+
+def test_forms_pad_channels_and_rearrange_what_they_name() -> None:
+    """A batch of 2 images of 3 x 5 x 5 in float16, whose channels become 8."""
+    shapes = cudnn_convolution.ConvolutionShapes(
+        (2, 3, 5, 5), (4, 3, 3, 3), (2, 4, 5, 5), (1, 1), (1, 1), (1, 1), 1, HALF, False
+    )
+    call = np.array([shapes.row()])
+    form = cudnn_convolution.Form(8, 1, True, True, False)
+    assert form.num_bytes(call).tolist() == [(2 * 8 * 25 + 4 * 8 * 9) * 2]
+    assert cudnn_convolution.FORMS[0].num_bytes(call).tolist() == [0]
+
+
+def test_channels_last_copies_the_weight_only() -> None:
     tensor, weight = meta(8, 64, 56, 56, dtype=HALF), meta(64, 64, 3, 3, dtype=HALF)
     last = torch.channels_last
     args = convolution(tensor.contiguous(memory_format=last), weight, 1, 1)
@@ -119,7 +177,7 @@ def test_channels_last_needs_no_workspace_and_stays() -> None:
     found, out = forward(args)
 
     assert out.is_contiguous(memory_format=last)
-    assert found == Scratch(after=(64 * 64 * 9 * 2,)), "only the weight is copied"
+    assert found == Scratch(after=(64 * 64 * 9 * 2,))
 
 
 def test_a_native_depthwise_convolution_computes_the_gradient_of_the_weight_first() -> None:
@@ -131,27 +189,18 @@ def test_a_native_depthwise_convolution_computes_the_gradient_of_the_weight_firs
 def test_a_float16_depthwise_convolution_goes_to_cudnn_and_the_input_comes_first() -> None:
     args = convolution(meta(8, 576, 16, 16, dtype=HALF), meta(576, 1, 3, 3, dtype=HALF))
     found = backward(args, meta(8, 576, 14, 14, dtype=HALF), (True, True, False))
-    assert found == [8 * 576 * 16 * 16 * 2, 576 * 9 * 2]
+    assert found[0] == 8 * 576 * 16 * 16 * 2
+    assert 576 * 9 * 2 in found[1:]
 
 
-def test_a_weight_gradient_keeps_a_partial_sum_per_cut() -> None:
-    """64 x 576 in 9 tiles of 64 x 64: 132 multiprocessors hold 14 of each, and their counters."""
-    args = convolution(meta(8, 64, 56, 56, is_last=True), meta(64, 64, 3, 3, is_last=True), 1, 1)
-    grad = meta(8, 64, 56, 56, is_last=True)
+def test_calls_whose_like_were_not_right_are_reported() -> None:
+    def reported(*args: Any, gpu: Gpu = H100) -> bool:
+        return is_partly_modelled(aten.convolution.default, convolution(*args), {}, gpu)
 
-    weight, sums = 64 * 64 * 9 * 4, 14 * 64 * 576 * 4 + 127 + 4 * (9 * 14 + 8)
-    assert sums == 2065047, "as measured"
-    assert backward(args, grad, (False, True, False)) == [weight, sums, -sums]
-
-
-def test_calls_whose_kernel_cudnn_chooses_by_itself_are_reported() -> None:
-    def reported(*args: Any) -> bool:
-        return is_partly_modelled(aten.convolution.default, convolution(*args), {}, H100)
-
-    plain = meta(8, 64, 56, 56, dtype=HALF)
-    assert not reported(plain, meta(64, 64, 3, 3, dtype=HALF), 1, 1)
-    assert reported(plain, meta(64, 64, 1, 1, dtype=HALF))
-    assert reported(meta(8, 64, 56, 56), meta(64, 64, 3, 3), 1, 1)
+    measured = meta(32, 64, 56, 56), meta(64, 64, 3, 3), 1, 1
+    assert not reported(*measured)
+    assert reported(*measured, gpu=find_gpu("a100-80gb")), "measured on another generation"
+    assert not reported(meta(8, 96, 57, 51), meta(96, 1, 7, 7), 1, 3), "torch's own kernel"
 
 
 @pytest.mark.parametrize(

@@ -322,12 +322,11 @@ def test_a_16_bit_convolution_rearranges_all_operands() -> None:
     assert is_partly_modelled(aten.convolution.default, args, {}, A100)
 
 
-def test_a_convolution_over_time_takes_no_workspace_and_is_reported() -> None:
+def test_a_convolution_over_time_takes_next_to_nothing() -> None:
     patches, weight = (meta(n, 3, 2, 14, 14, dtype=torch.bfloat16) for n in (40, 24))
     args = (patches, weight, None, [2, 14, 14], [0] * 3, [1] * 3, False, [0] * 3, 1)
 
-    assert scratch(aten.convolution.default, *args) == Scratch()
-    assert is_partly_modelled(aten.convolution.default, args, {}, H200)
+    assert sum(scratch(aten.convolution.default, *args).after) < 512
 
 
 def test_isinf_compares_the_absolute_values() -> None:

@@ -1,9 +1,8 @@
 """What a convolution of torch allocates: contiguous copies, outputs and cuDNN's workspace.
 
-Shapes: N samples, C input channels, O output channels, spatial sizes.
-
 Sources: `aten/src/ATen/native/Convolution.cpp`, `cudnn/ConvShared.cpp` and `ConvUtils.h` (torch
-2.11) for memory formats and copies. The workspaces are those of `cudnn_convolution`.
+2.11) for memory formats, copies and which calls go to cuDNN. The workspaces are those of
+`cudnn_convolution`.
 """
 
 from __future__ import annotations
@@ -18,15 +17,12 @@ from torch._prims_common import suggest_memory_format
 
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.kernels.cudnn_convolution import (
-    FEW_CHANNELS,
-    MAX_WINDOW,
+    DTYPES,
+    SPATIAL,
     ConvolutionShapes,
-    forward_workspace,
-    input_workspace,
-    is_native,
-    weight_workspace,
+    Workspace,
+    workspaces,
 )
-from memest.estimator.kernels.reductions import HALVES
 from memest.estimator.kernels.scratch import Scratch
 
 aten = torch.ops.aten
@@ -34,10 +30,11 @@ aten = torch.ops.aten
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
-FLOATS = (*HALVES, torch.float32)
-
 TENSOR_CORES_FOR_FLOAT32 = (8, 0)
 """First capability that multiplies float32 in tensor cores, as the measured GPU does."""
+
+MEASURED = (9, 0)
+"""Capability of the GPU on which the workspaces were measured."""
 
 
 def convolution_format(tensor: Tensor, weight: Tensor) -> torch.memory_format:
@@ -58,45 +55,87 @@ def copies_in(memory_format: torch.memory_format, *tensors: Tensor) -> tuple[int
     )
 
 
-def _shapes_of(args: Args, output: Tensor, first: int) -> ConvolutionShapes | None:
-    """What cuDNN is asked for; None where its workspace is not known: three dimensions, groups of
-    several channels, float64.
-    """
+def _shapes_of(args: Args, output: Tensor, first: int) -> ConvolutionShapes:
+    """What cuDNN is asked for; `first` is the place of the input among the arguments."""
     tensor, weight = args[first], args[first + 1]
-    stride, padding, transposed, groups = (args[first + i] for i in (3, 4, 6, 8))
+    stride, padding, dilation, transposed, groups = (args[first + i] for i in (3, 4, 5, 6, 8))
     if transposed:
         tensor, output = output, tensor
     dims = tensor.dim() - 2
-    shapes = ConvolutionShapes(
+    return ConvolutionShapes(
         tensor=tuple(tensor.shape),
         weight=tuple(weight.shape),
         output=tuple(output.shape),
         stride=tuple(stride) * (dims if len(stride) == 1 else 1),
         padding=tuple(padding) * (dims if len(padding) == 1 else 1),
+        dilation=tuple(dilation) * (dims if len(dilation) == 1 else 1),
         groups=groups,
         dtype=tensor.dtype,
-        is_channels_last=convolution_format(tensor, weight) != torch.contiguous_format,
+        is_channels_last=convolution_format(args[first], weight) != torch.contiguous_format,
     )
-    is_known = dims < 3 and tensor.dtype in FLOATS and (groups == 1 or shapes.is_depthwise)
-    return shapes if is_known and prod(shapes.output) else None
+
+
+def is_native(c: ConvolutionShapes) -> bool:
+    """Whether torch runs its own kernel: `use_cudnn_depthwise` of Convolution.cpp is not true.
+
+    cuDNN takes channels-last and, in float16, 32 channels or more with square kernels of 1, 3 or 5
+    pixels, without stride or with many channels.
+    """
+    if not c.is_depthwise or c.is_channels_last:
+        return False
+    if c.dtype != torch.float16 or len(c.tensor) != 4 or c.tensor[1] < 32:
+        return True
+    kernel, width, channels = c.weight[3], c.tensor[3], c.tensor[1]
+    if c.weight[2] != kernel or kernel not in (1, 3, 5) or width < 7:
+        return True
+    if c.stride[0] != c.stride[1] or c.stride[1] not in (1, 2):
+        return True
+    if c.stride[1] == 1:
+        return False
+    if kernel == 1:
+        return not (c.tensor[0] <= 16 and channels >= 128 and width <= 7)
+    return not (channels >= 512 or (channels >= 256 and width >= 28))
+
+
+def _workspace(c: ConvolutionShapes, direction: str, gpu: Gpu) -> Workspace:
+    """What one direction takes; nothing where torch runs a kernel of its own, or older ones."""
+    if is_native(c) or not prod(c.output) * prod(c.tensor):
+        return Workspace(0, is_sure=True)
+    is_measured = c.dtype in DTYPES and 1 <= len(c.stride) <= SPATIAL
+    if not is_measured or gpu.capability < TENSOR_CORES_FOR_FLOAT32:
+        return Workspace(0, is_sure=False)
+    return workspaces(c)[direction]
+
+
+def _forward(args: Args, out: Tensor, gpu: Gpu) -> Workspace:
+    direction = "input" if args[6] else "forward"
+    return _workspace(_shapes_of(args, out, 0), direction, gpu)
+
+
+def backward_workspaces(args: Args, gpu: Gpu) -> tuple[Workspace, Workspace]:
+    """Workspaces of `convolution_backward` for the gradients of input and of weight."""
+    shapes = _shapes_of(args, args[0], 1)
+    direction = "forward" if args[7] else "input"
+    return _workspace(shapes, direction, gpu), _workspace(shapes, "weight", gpu)
 
 
 def convolution_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Whether the workspace follows from the shapes: forward, in 16 bits, kernels larger than 1x1.
-
-    On Hopper, without groups or depthwise, in up to two dimensions, from more channels than an
-    image has or in patches: 97 % of those measured are right. Otherwise cuDNN picks the kernel, and
-    with it the workspace, by heuristics of its own.
+    """Whether the workspace is known: a kernel of torch's own, or a call on Hopper whose like are
+    right (`Workspace.is_sure`). Otherwise what is said of it is the likeliest.
     """
-    if func is not aten.convolution.default or gpu.capability != (9, 0):
-        return False
-    tensor, weight, transposed, groups = args[0], args[1], args[6], args[8]
-    is_known = groups == 1 or weight.shape[1] == 1
-    is_larger = prod(weight.shape[2:]) > 1
-    is_known &= tensor.shape[1] > FEW_CHANNELS or max(weight.shape[2:]) > MAX_WINDOW
-    return bool(
-        tensor.dim() < 5 and tensor.dtype in HALVES and not transposed and is_known and is_larger
-    )
+    if func is aten.convolution.default:
+        out = torch.ops.aten.convolution.default(*(_on_meta(a) for a in args))
+        asked = [(_forward(args, out, gpu), True)]
+        is_own = is_native(_shapes_of(args, out, 0))
+    else:
+        asked = list(zip(backward_workspaces(args, gpu), args[10][:2], strict=True))
+        is_own = is_native(_shapes_of(args, args[0], 1))
+    is_sure = all(found.is_sure for found, is_wanted in asked if is_wanted)
+    return is_own or (gpu.capability == MEASURED and is_sure)
+
+
+def _on_meta(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, Tensor) else value
 
 
 def convolution_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
@@ -106,33 +145,15 @@ def convolution_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scrat
     memory_format = convolution_format(args[0], args[1])
     before = copies_in(memory_format, args[0])
     weight = copies_in(memory_format, args[1])
-    shapes = _shapes_of(args, out, 0)
-    if shapes is None or gpu.capability < TENSOR_CORES_FOR_FLOAT32:
-        return Scratch(before=before, after=weight)
-    workspace = input_workspace(shapes) if args[6] else forward_workspace(shapes)
-    return Scratch(before=before, after=(*weight, *((workspace,) if workspace else ())))
-
-
-def backward_workspaces(args: Args, gpu: Gpu) -> tuple[int, int]:
-    """Workspaces of `convolution_backward` for the gradients of input and of weight.
-
-    All calls are reported (`convolution_is_modelled`): cuDNN cuts the sum of a weight gradient
-    into partial sums as it sees fit.
-    """
-    grad = args[0]
-    shapes = _shapes_of(args, grad, 1)
-    if shapes is None or gpu.capability < TENSOR_CORES_FOR_FLOAT32:
-        return 0, 0
-    for_input = forward_workspace(shapes) if args[7] else input_workspace(shapes)
-    return for_input, weight_workspace(shapes, gpu.num_sms)
+    num_bytes = _forward(args, out, gpu).num_bytes
+    return Scratch(before=before, after=(*weight, *((num_bytes,) if num_bytes else ())))
 
 
 def weight_comes_first(args: Args) -> bool:
     """Whether the gradient of the weight is computed before that of the input: in torch's own
     depthwise kernels (`conv_depthwise2d_backward_cuda_out` of DepthwiseConv2d.cu).
     """
-    shapes = _shapes_of(args, args[0], 1)
-    return shapes is not None and is_native(shapes)
+    return is_native(_shapes_of(args, args[0], 1))
 
 
 def convolution_outputs(func: OpOverload, args: Args, out: Any) -> Any:

@@ -246,9 +246,10 @@ def index_put_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 
     Each index is checked against both bounds (an int64 and a comparison, one after the other), but
     not in the backward of `index`, which calls `_index_put_impl_` as `unsafe`. Then the linear
-    indices, for a moment twice; the values where they are not contiguous; sorted indices, original
-    positions and their initial range; and the sort's storage over the bits that the number of rows
-    needs.
+    indices (`computeLinearIndex`): of the first index its remainder and the product with the
+    stride, which stays, of each other the same, added to it; the values where they are not
+    contiguous; sorted indices, original positions and their initial range; and the sort's storage
+    over the bits that the number of rows needs.
     """
     target, values = args[0], args[2]
     indices = index_tensors(args)
@@ -269,8 +270,27 @@ def index_put_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
         + checks
         + temporaries(row)
         + passing(row)
+        + temporaries(*(row, row, -row, -row) * (len(indices) - 1))
         + passing(*contiguous_copy(expanded), row, row, row, sort)
         + temporaries(-row)
+    )
+
+
+def roll_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`roll` over several dimensions (`roll_common` of TensorTransformations.h): it rolls the first
+    one, and what comes out over the rest; all of them live until the last is done.
+    """
+    dims = args[2] if len(args) > 2 else kwargs.get("dims", ())
+    copies = contiguous_copy(args[0])
+    if len(dims) < 2:
+        return tuple(
+            temporaries(*copies) + outputs({0: bytes_of(out)}) + temporaries(*(-n for n in copies))
+        )
+    rolled = (bytes_of(out),) * (len(dims) - 1)
+    return tuple(
+        temporaries(*copies, rolled[0], *(-n for n in copies), *rolled[1:])
+        + outputs({0: bytes_of(out)})
+        + temporaries(*(-n for n in rolled))
     )
 
 
@@ -284,7 +304,7 @@ def convolution_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) 
     grad, tensor, weight, wanted = args[0], args[1], args[2], args[10]
     memory_format = convolution_format(tensor, weight)
     copies = copies_in(memory_format, *((tensor,) if wanted[1] else ()), grad)
-    for_input, for_weight = backward_workspaces(args, gpu)
+    for_input, for_weight = (found.num_bytes for found in backward_workspaces(args, gpu))
     of_input: list[KernelEvent] = []
     of_weight: list[KernelEvent] = []
     if wanted[0]:
@@ -326,6 +346,7 @@ STAGED_EVENTS: dict[OpOverload, EventsFn] = {
     aten.logsumexp.default: logsumexp_events,
     aten.native_batch_norm_backward.default: native_batch_norm_backward_events,
     aten.repeat_interleave.Tensor: repeat_interleave_events,
+    aten.roll.default: roll_events,
     aten.masked_scatter_backward.default: masked_scatter_backward_events,
     aten.convolution_backward.default: convolution_backward_events,
     aten.index_put.default: index_put_events,

@@ -109,10 +109,7 @@ FOREACH_CHUNK = 65536
 
 
 def input_copy_before(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """A contiguous copy of the first argument, made before the outputs.
-
-    layer_norm_kernel.cu, TensorTransformations.cu (`roll`).
-    """
+    """A contiguous copy of the first argument, made before the outputs (layer_norm_kernel.cu)."""
     return Scratch(before=contiguous_copy(args[0]))
 
 
@@ -349,7 +346,6 @@ SCRATCH: dict[OpOverload, ScratchRule] = {
     aten.cudnn_batch_norm.default: batch_norm_scratch,
     aten.cudnn_batch_norm_backward.default: batch_norm_backward_scratch,
     aten.upsample_bicubic2d_backward.default: input_copy_after,
-    aten.roll.default: input_copy_before,
     aten.scatter_reduce.two: scatter_reduce_scratch,
     aten.avg_pool2d.default: pooling_copy_after,
     aten.avg_pool2d_backward.default: pooling_gradient_copies,

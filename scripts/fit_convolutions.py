@@ -1,0 +1,260 @@
+"""Fits the trees that say what workspaces cuDNN's convolutions take, and tests them.
+
+    pip install scikit-learn
+    python scripts/fit_convolutions.py         # 6 minutes; --test: only what is said of the trees
+
+Reads the measured calls beside memest/estimator/kernels/cudnn_convolution.py
+(`measure_convolutions.py`), and writes the trees, of which that module says what they hold. Calls
+of which `kept_aside` is true are not seen by the fit; how many of them are right is printed, for
+calls of common networks (`is_common`) and for random ones.
+
+A workspace is known, its two parts are not. A call whose workspace is one of `FORMS` and at most
+`OWN_BYTES` is taken at its word; any other is given the form that a tree of the former finds
+likely and that leaves a number of weights, or of tiles, as the sums.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import Any
+
+import numpy as np
+from sklearn.tree import DecisionTreeClassifier
+
+from memest.estimator.kernels import cudnn_convolution as cudnn
+
+Array = np.ndarray[Any, Any]
+
+OWN_BYTES = 1600
+"""Most that kernels were seen to ask for by themselves: counters, headers, pointers."""
+
+NO_OPERANDS_BYTES = 1024
+
+NUM_FORMS, NUM_LEAVES = 26, (4000, 6000)
+"""Forms that are told apart in a direction, and leaves of the trees of operands and of sums."""
+
+NUM_ROUNDS, GUIDE_LEAVES = 3, 1500
+"""How the forms of the other calls are found."""
+
+MOST_SUMS_BYTES, TILE_BYTES, MOST_WEIGHTS = 64 << 20, 64 * 64 * 4, 2048
+
+NUM_FOLDS, SURE_SHARE, SURE_CALLS = 5, 0.93, 10
+"""A leaf is sure where so many calls that trees without them led to it were so often right."""
+
+BLOCK_BYTES = 512
+
+
+def in_blocks(num_bytes: Array) -> Array:
+    """Blocks of the allocator."""
+    return -(-num_bytes // BLOCK_BYTES)
+
+
+def tree(leaves: int, seen: Array, labels: Array) -> DecisionTreeClassifier:
+    """A tree that tells labels apart."""
+    return DecisionTreeClassifier(max_leaf_nodes=leaves, random_state=0).fit(seen, labels)
+
+
+class Direction:
+    """The calls of one direction that are fitted to."""
+
+    def __init__(self, calls: Array, sizes: Array, found: Array) -> None:
+        self.calls, self.sizes, self.features = calls, sizes, found
+        self.samples = calls[:, 4]
+        self.weight_bytes = cudnn._Calls(calls).weight_bytes
+        self.forms = self._forms()
+        self.sums = self.sizes - self._operands(self.forms)
+
+    def _operands(self, forms: Array) -> Array:
+        operands = np.zeros_like(self.sizes)
+        for form in np.unique(forms):
+            chosen = forms == form
+            operands[chosen] = cudnn.FORMS[form].num_bytes(self.calls[chosen])
+        return operands
+
+    def _forms(self) -> Array:
+        """The form of each call's operands, by its place in `FORMS`."""
+        forms = np.full(len(self.calls), -1)
+        for i, form in enumerate(cudnn.FORMS):
+            rest = self.sizes - form.num_bytes(self.calls)
+            most = OWN_BYTES if i else NO_OPERANDS_BYTES
+            forms[(forms < 0) & (rest >= 0) & (rest <= most)] = i
+        common = [f for f, _ in Counter(forms[forms >= 0].tolist()).most_common(NUM_FORMS)]
+        forms[~np.isin(forms, common)] = -1
+        others = np.flatnonzero(forms < 0)
+        seen = np.flatnonzero(forms >= 0)
+        for _ in range(NUM_ROUNDS):
+            guide = tree(GUIDE_LEAVES, self.features[seen], forms[seen])
+            likely = guide.predict_proba(self.features[others])
+            forms[others] = self._likeliest(others, guide.classes_, likely)
+            seen = np.arange(len(forms))
+        return forms
+
+    def _likeliest(self, others: Array, forms: Array, likely: Array) -> Array:
+        """Which form leaves whole weights or tiles, weighed by what the guide finds likely."""
+        best, chosen = np.full(len(others), -np.inf), np.zeros(len(others), dtype=int)
+        weight = self.weight_bytes[others]
+        for column, form in enumerate(forms):
+            rest = self.sizes[others] - cudnn.FORMS[form].num_bytes(self.calls[others])
+            own = rest % weight
+            are_weights = (rest // weight >= 1) & (rest // weight <= MOST_WEIGHTS)
+            are_weights &= own <= np.minimum(OWN_BYTES, weight // 4)
+            are_tiles = (rest >= TILE_BYTES) & (rest % TILE_BYTES <= OWN_BYTES)
+            factor = np.where(are_weights, 8.0, np.where(are_tiles, 4.0, 1.0))
+            score = np.log(likely[:, column] + 1e-4) + np.log(factor)
+            score[(rest < 0) | (rest > MOST_SUMS_BYTES)] = -np.inf
+            chosen[score > best] = form
+            best = np.maximum(best, score)
+        return chosen
+
+    def codes(self) -> Array:
+        """What kind of sums each call has: bytes, a weight per sample, weights, or a size."""
+        rest, weight = self.sums, self.weight_bytes
+        count, own = rest // weight, rest % weight
+        are_weights = (count >= 1) & (count <= MOST_WEIGHTS)
+        are_weights &= own <= np.minimum(OWN_BYTES, weight // 4)
+        is_per_sample = np.abs(rest - self.samples * weight) <= BLOCK_BYTES
+        size = 30_000 + np.floor(np.log2(np.maximum(rest, 1)) * 8).astype(int)
+        kinds = (rest <= OWN_BYTES, is_per_sample, are_weights)
+        return np.select(kinds, (rest, 10_000, 20_000 + np.minimum(count, 200)), size)
+
+    def leaf_of_sums(self, rows: Array) -> tuple[int, int, int]:
+        """Weights per sample, weights and bytes that are nearest to the sums of a leaf's calls."""
+        rest, weight, samples = self.sums[rows], self.weight_bytes[rows], self.samples[rows]
+        constants = [n for n, _ in Counter(rest.tolist()).most_common(3)] + [int(np.median(rest))]
+        counts = [n for n, _ in Counter((rest // weight).tolist()).most_common(3) if n > 0]
+        candidates = [(0, 0, n) for n in constants]
+        for per_sample, count in [(1, 0), *((0, n) for n in counts)]:
+            own = rest - (per_sample * samples + count) * weight
+            candidates += [(per_sample, count, int(np.clip(np.median(own), 0, OWN_BYTES)))]
+
+        def error(candidate: tuple[int, int, int]) -> float:
+            per_sample, count, own = candidate
+            found = (per_sample * samples + count) * weight + own
+            blocks = np.abs(in_blocks(rest) - in_blocks(found))
+            return float(np.log2(blocks + 8.0).mean())
+
+        return min(candidates, key=error)
+
+
+class Fitted:
+    """Both trees of a direction."""
+
+    def __init__(self, data: Direction, rows: Array) -> None:
+        of_forms, of_sums = NUM_LEAVES
+        self.operands = tree(of_forms, data.features[rows], data.forms[rows])
+        self.sums = tree(of_sums, data.features[rows], data.codes()[rows])
+        led = self.sums.apply(data.features[rows])
+        self.leaves = {
+            leaf: data.leaf_of_sums(rows[led == leaf]) for leaf in np.unique(led).tolist()
+        }
+
+    def are_right(self, data: Direction, rows: Array) -> dict[str, Array]:
+        """Of which calls the forms and the sums are found."""
+        led = self.sums.apply(data.features[rows]).tolist()
+        leaves = np.array([self.leaves[leaf] for leaf in led])
+        sums = (leaves[:, 0] * data.samples[rows] + leaves[:, 1]) * data.weight_bytes[rows]
+        sums += leaves[:, 2]
+        return {
+            "operands": self.operands.predict(data.features[rows]) == data.forms[rows],
+            "sums": in_blocks(sums) == in_blocks(data.sums[rows]),
+        }
+
+    def arrays(self, data: Direction) -> dict[str, dict[str, Array]]:
+        """Both trees as `cudnn_convolution.Tree` reads them."""
+        are_right = {name: np.zeros(len(data.calls), dtype=bool) for name in ("operands", "sums")}
+        folds = np.random.default_rng(0).integers(0, NUM_FOLDS, len(data.calls))
+        for fold in range(NUM_FOLDS):
+            rows, asked = np.flatnonzero(folds != fold), np.flatnonzero(folds == fold)
+            for name, are in Fitted(data, rows).are_right(data, asked).items():
+                are_right[name][asked] = are
+        parts = {}
+        for name, fitted in (("operands", self.operands), ("sums", self.sums)):
+            led = fitted.apply(data.features)
+            size = fitted.tree_.node_count
+            hits = np.bincount(led, weights=are_right[name], minlength=size)
+            calls = np.bincount(led, minlength=size)
+            sure = (calls >= SURE_CALLS) & (hits >= SURE_SHARE * calls)
+            parts[name] = self._preorder(name, fitted, sure)
+        return parts
+
+    def _preorder(self, name: str, fitted: DecisionTreeClassifier, sure: Array) -> dict[str, Array]:
+        nodes, right = fitted.tree_, np.zeros(fitted.tree_.node_count, dtype=np.int32)
+        order: list[int] = []
+        leaves: list[tuple[int, ...]] = []
+        waiting = [(0, -1)]
+        while waiting:
+            node, parent = waiting.pop()
+            if parent >= 0:
+                right[parent] = len(order)
+            place = len(order)
+            order.append(node)
+            if nodes.children_left[node] < 0:
+                form = (int(fitted.classes_[nodes.value[node].argmax()]),)
+                value = form if name == "operands" else self.leaves[node]
+                right[place] = len(leaves)
+                leaves.append((*value, int(sure[node])))
+            else:
+                waiting += [(nodes.children_right[node], place), (nodes.children_left[node], -1)]
+        feature = nodes.feature[order].astype(np.int8)
+        feature[feature < 0] = -1
+        return {
+            "feature": feature,
+            "threshold": np.where(feature < 0, 0.0, nodes.threshold[order]),
+            "right": right,
+            "leaves": np.array(leaves, dtype=np.int64),
+        }
+
+
+def say(name: str, sizes: Array, found: Array, sure: Array) -> None:
+    """How near predictions are."""
+    away = np.abs(sizes - found)
+    right = in_blocks(sizes) == in_blocks(found)
+    near, far = (away <= 1 << 20).mean(), (away > 8 << 20).mean()
+    print(
+        f"  {name}: {len(sizes)} calls, {right.mean():.1%} right to 512 B, {near:.1%} within 1 MiB,"
+        f" {far:.1%} more than 8 MiB off; of {sure.mean():.1%} that are sure"
+        f" {right[sure].mean():.1%} right"
+    )
+
+
+def ask(calls: Array, direction: str) -> tuple[Array, Array]:
+    """Workspaces of calls by the trees as they were written, and whether they are sure."""
+    trees = cudnn._trees()
+    found = np.stack([np.asarray(v) for v in cudnn.features(calls).values()], 1)
+    rows = found.astype(np.float32).astype(float).tolist()
+    operands = np.array([trees[f"{direction}_operands"].leaf(row) for row in rows])
+    sums = np.array([trees[f"{direction}_sums"].leaf(row) for row in rows])
+    total = (sums[:, 0] * calls[:, 4] + sums[:, 1]) * cudnn._Calls(calls).weight_bytes + sums[:, 2]
+    for form in np.unique(operands[:, 0]):
+        chosen = operands[:, 0] == form
+        total[chosen] += cudnn.FORMS[form].num_bytes(calls[chosen])
+    return total, (operands[:, 1] & sums[:, 3]).astype(bool)
+
+
+def main() -> None:
+    """Fit, write, and say how good it is."""
+    with np.load(cudnn.MEASURED) as data:
+        calls, workspaces = data["calls"].astype(np.int64), data["workspaces"].astype(np.int64)
+        kept_aside, is_common = data["kept_aside"], data["is_common"]
+    found = np.stack([np.asarray(v) for v in cudnn.features(calls).values()], 1)
+    found = found.astype(np.float32)
+    if "--test" not in sys.argv:
+        arrays: dict[str, Array] = {}
+        for i, direction in enumerate(cudnn.DIRECTIONS):
+            data = Direction(calls[~kept_aside], workspaces[~kept_aside, i], found[~kept_aside])
+            parts = Fitted(data, np.arange(len(data.calls))).arrays(data)
+            for part, columns in parts.items():
+                arrays |= {f"{direction}_{part}_{key}": v for key, v in columns.items()}
+        np.savez_compressed(cudnn.FITTED, **arrays)
+        print(f"{cudnn.FITTED}: {cudnn.FITTED.stat().st_size / 1e3:.0f} kB")
+    for i, direction in enumerate(cudnn.DIRECTIONS):
+        print(direction)
+        for name, chosen in (("common", is_common), ("random", ~is_common)):
+            rows = kept_aside & chosen
+            total, sure = ask(calls[rows], direction)
+            say(name, workspaces[rows, i], total, sure)
+
+
+if __name__ == "__main__":
+    main()

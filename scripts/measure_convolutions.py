@@ -1,0 +1,103 @@
+"""Measures on a GPU what workspaces cuDNN's convolutions take, for `fit_convolutions.py`.
+
+    python scripts/measure_convolutions.py OUT.npz [--every N] [--first I]
+
+Runs the calls of convolutions.npz in memest/estimator/kernels/ one by one, each forward and
+backward alone, and reads the workspace in the allocator's recorded events; 60 calls a second. N
+processes that start at I = 0 ... N - 1 share the work. `OUT.npz` has the columns of that file:
+
+- `calls` (n, 25): what `ConvolutionShapes.row` gives;
+- `workspaces` (n, 3): bytes for the output, the gradient of the input and that of the weight;
+- `is_common`: whether the call is one of common networks (residual and dense nets, VGG, MobileNet,
+  ConvNeXt, U-Nets, diffusion, GANs, autoencoders, detectors, speech, video, patches) or random;
+- `kept_aside`: whether the fit does not see it.
+
+A call that torch refuses, or that is out of memory, is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from memest.estimator.kernels.cudnn_convolution import DTYPES, MEASURED, SPATIAL
+
+aten = torch.ops.aten
+
+MOST_RESERVED = 8 << 30
+
+COLUMNS = 7
+
+
+def tensors(row: list[int]) -> tuple[torch.Tensor, torch.Tensor, tuple[Any, ...]]:
+    """Input, weight and the other arguments of a call."""
+    dtype, is_last, dims, groups, samples, inputs, outputs = row[:COLUMNS]
+    extents = [row[i : i + SPATIAL][SPATIAL - dims :] for i in range(COLUMNS, len(row), SPATIAL)]
+    image, _, window, stride, padding, dilation = extents
+    last = {2: torch.channels_last, 3: torch.channels_last_3d}.get(dims)
+    layout = last if is_last and last else torch.contiguous_format
+    shapes = (samples, inputs, *image), (outputs, inputs // groups, *window)
+    tensor, weight = (
+        torch.empty(s, dtype=DTYPES[dtype], device="cuda", memory_format=layout).zero_()
+        for s in shapes
+    )
+    return tensor, weight, (stride, padding, dilation, False, [0] * dims, groups)
+
+
+def largest_temporary(call: Callable[[], Any]) -> int:
+    """Bytes of the largest allocation of a call that is not one of its outputs."""
+    torch.cuda.memory._record_memory_history(None)
+    torch.cuda.memory._record_memory_history(context=None, stacks="python")
+    found = call()
+    kept = {
+        t.data_ptr() for t in (found if isinstance(found, tuple) else (found,)) if t is not None
+    }
+    events = torch.cuda.memory._snapshot()["device_traces"][0]
+    if any(e["action"] == "oom" for e in events):
+        raise torch.OutOfMemoryError
+    sizes = [e["size"] for e in events if e["action"] == "alloc" and e["addr"] not in kept]
+    return max(sizes, default=0)
+
+
+def measure(row: list[int]) -> list[int]:
+    """The three workspaces of a call, in bytes."""
+    tensor, weight, rest = tensors(row)
+    grad = torch.empty_like(aten.convolution(tensor, weight, None, *rest)).zero_()
+    backward = (
+        lambda mask=mask: aten.convolution_backward(grad, tensor, weight, None, *rest, mask)
+        for mask in ([True, False, False], [False, True, False])
+    )
+    forward = (lambda: aten.convolution(tensor, weight, None, *rest),)
+    return [largest_temporary(call) for call in (*forward, *backward)]
+
+
+def main() -> None:
+    """Measure every so many calls."""
+    options = argparse.ArgumentParser()
+    options.add_argument("out", type=Path)
+    options.add_argument("--every", type=int, default=1)
+    options.add_argument("--first", type=int, default=0)
+    chosen = options.parse_args()
+    with np.load(MEASURED) as data:
+        columns = {name: data[name][chosen.first :: chosen.every] for name in data.files}
+    is_measured = np.zeros(len(columns["calls"]), dtype=bool)
+    for i, row in enumerate(columns["calls"].tolist()):
+        try:
+            columns["workspaces"][i] = measure(row)
+            is_measured[i] = True
+        except RuntimeError as error:
+            print(f"{row}: {str(error).splitlines()[0] if str(error) else 'out of memory'}")
+        if torch.cuda.memory_reserved() > MOST_RESERVED:
+            torch.cuda.empty_cache()
+    kept = {name: values[is_measured] for name, values in columns.items()}
+    np.savez_compressed(chosen.out, **kept)
+    print(f"{chosen.out}: {is_measured.sum()} of {len(is_measured)} calls")
+
+
+if __name__ == "__main__":
+    main()
