@@ -52,17 +52,20 @@ def run(recorder: _Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 def _goes_on(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether the host goes on at once; operators leave arguments out that are as by default."""
-    position, default = _of_asynchronous(func)
+    found = _of_asynchronous(func)
+    if found is None:
+        return False
+    position, default = found
     return bool(args[position] if position < len(args) else default)
 
 
 @cache
-def _of_asynchronous(func: Any) -> tuple[int, bool]:
-    """Where the argument is that says so, and its default."""
+def _of_asynchronous(func: Any) -> tuple[int, bool] | None:
+    """Where the argument is that says so, and its default; none for a monitored barrier."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.name in ("asyncOp", "async_op"):
             return position, argument.default_value
-    return 0, False
+    return None
 
 
 def _fill(recorder: _Recorder, name: str, args: tuple[Any, ...]) -> None:

@@ -124,6 +124,15 @@ def test_a_barrier_keeps_a_byte_until_the_next() -> None:
 
 
 @pytest.mark.usefixtures("rank")
+def test_a_monitored_barrier_of_a_group_is_passed_at_once() -> None:
+    """`ProcessGroup::monitoredBarrier`, of a group of Gloo, as Lightning waits without an end."""
+    group = dist.new_group(backend="gloo")
+
+    assert group.monitored_barrier() is None
+    assert dist.monitored_barrier(group) is None
+
+
+@pytest.mark.usefixtures("rank")
 def test_ddp_sums_into_buckets_beside_the_gradients() -> None:
     """A weight of 4 MiB: itself, its bucket, its gradient."""
     model = DistributedDataParallel(nn.Linear(1024, 1024, bias=False).cuda(), device_ids=[RANK])
