@@ -111,7 +111,7 @@ def test_trees_are_right_where_the_fit_did_not_look(
 ) -> None:
     """Right to 512 B, within 1 MiB, and where it is sure: what `fit_convolutions.py` prints."""
     calls, measured = kept_aside
-    found = [cudnn_convolution._by_trees(call[None], direction) for call in calls]
+    found = [cudnn_convolution._by_trees(call[None])[direction] for call in calls]
     sizes = measured[:, cudnn_convolution.DIRECTIONS.index(direction)].tolist()
     pairs = list(zip(found, sizes, strict=True))
 

@@ -181,3 +181,28 @@ def test_a_convolution_copies_its_gradient_until_the_weight_is_done() -> None:
     workspace = found[2]
     assert rearranged <= workspace <= rearranged + 512
     assert found[:6] == [copy, weight, workspace, -workspace, -copy, width * 2]
+
+
+def test_a_roll_over_two_dimensions_keeps_what_it_rolled_first() -> None:
+    """Swin's shift on an H100: the first roll lives until the second is made."""
+    tensor = meta(4, 56, 56, 96)
+    num_bytes = tensor.numel() * 4
+
+    def sizes(*args: object) -> list[int]:
+        events = STAGED_EVENTS[aten.roll.default]((tensor, *args), {}, tensor, H200)
+        return [e.num_bytes for e in events]
+
+    assert sizes([-3, -3], [1, 2]) == [num_bytes, num_bytes, -num_bytes]
+    assert sizes([-3], [1]) == [num_bytes]
+
+
+def test_each_further_index_is_brought_into_range_and_added() -> None:
+    """CLIP's pooled rows on an H100: 16 rows of two indices, 128 B each time."""
+    target, row = meta(16, 77, 512), meta(16, dtype=torch.int64)
+    args = (target, [row, row], meta(16, 512), True, True)
+
+    found = [
+        e.num_bytes for e in STAGED_EVENTS[aten._index_put_impl_.default](args, {}, target, H200)
+    ]
+
+    assert found[1:8] == [128, 128, -128, 128, 128, -128, -128]

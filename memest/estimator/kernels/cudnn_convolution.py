@@ -251,7 +251,7 @@ def _trees() -> dict[str, Tree]:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Bytes that cuDNN takes for one direction of a convolution, of shape (num_bytes,).
+    """Bytes that cuDNN takes for one direction of a convolution.
 
     `is_sure` where the call was measured, or where of those that lead to the same leaves the parts
     of 93 % are right by trees that had not seen them.
@@ -267,11 +267,16 @@ def workspaces(shapes: ConvolutionShapes) -> dict[str, Workspace]:
     call = np.array([shapes.row()], dtype=np.int64)
     if (found := _as_measured(call)) is not None:
         return {d: Workspace(int(n), is_sure=True) for d, n in zip(DIRECTIONS, found, strict=True)}
-    return {direction: _by_trees(call, direction) for direction in DIRECTIONS}
+    return _by_trees(call)
 
 
-def _by_trees(call: Columns, direction: str) -> Workspace:
+def _by_trees(call: Columns) -> dict[str, Workspace]:
+    """What the trees say of each of `DIRECTIONS`."""
     values = [float(np.float32(v[0])) for v in features(call).values()]
+    return {direction: _by_trees_of(direction, call, values) for direction in DIRECTIONS}
+
+
+def _by_trees_of(direction: str, call: Columns, values: list[float]) -> Workspace:
     trees, known = _trees(), _Calls(call)
     form, is_form_sure = trees[f"{direction}_operands"].leaf(values)
     per_sample, weights, num_bytes, are_sums_sure = trees[f"{direction}_sums"].leaf(values)
