@@ -25,11 +25,13 @@ Runs = dict[str, tuple[list[Measurement], list[Prediction]]]
 """By results file: its runs that ended by themselves, and their predictions."""
 
 TELLING = (
-    "model_name precision optim strategy loop act_ckpt use_lora use_qlora quant attn_implementation"
+    "precision optim strategy loop act_ckpt use_lora use_qlora quant attn_implementation"
     " sharding_strategy freeze use_dora use_rslora lora_bias gradient_clip_val weight_decay"
     " gradient_as_bucket_view activation_checkpointing_policy limit_val_batches padded"
 ).split()
-"""Keys of a plan of which every value that was measured is predicted again by tests."""
+"""Keys of a plan of which every value that was measured is predicted again by tests, as is every
+class of models.
+"""
 
 
 def measured() -> dict[str, list[Measurement]]:
@@ -63,9 +65,11 @@ def lasting(prediction: Prediction) -> Prediction:
 
 
 def representative(runs: Runs) -> list[tuple[str, int]]:
-    """File and position of few runs in which every value of `TELLING` occurs; short ones first."""
+    """File and position of few runs in which every value of `TELLING` and every class of models
+    occur; short ones first.
+    """
     values = {
-        (name, i): _telling(plan_of(m)) | {("file", name)}
+        (name, i): _telling(plan_of(m)) | {("class", m.model["class"])}
         for name, (reports, _) in runs.items()
         for i, m in enumerate(reports)
     }
