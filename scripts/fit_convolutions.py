@@ -1,7 +1,9 @@
 """Fits the trees that say what workspaces cuDNN's convolutions take, and tests them.
 
     pip install scikit-learn
-    python scripts/fit_convolutions.py         # 6 minutes; --test: only what is said of the trees
+    python scripts/fit_convolutions.py            # 6 minutes
+    python scripts/fit_convolutions.py --tried    # only the trees of what the benchmark tries
+    python scripts/fit_convolutions.py --test     # only what is said of the trees
 
 Reads the measured calls beside memest/estimator/kernels/cudnn_convolution.py
 (`measure_convolutions.py`), and writes the trees, of which that module says what they hold. Calls
@@ -11,18 +13,28 @@ calls of common networks (`is_common`) and for random ones.
 A workspace is known, its two parts are not. A call whose workspace is one of `FORMS` and at most
 `OWN_BYTES` is taken at its word; any other is given the form that a tree of the former finds
 likely and that leaves a number of weights, or of tiles, as the sums.
+
+What `cudnn.benchmark` tries (`cudnn_search`) has one tree a direction, of how many times as large
+as the operands the largest workspace is.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from sklearn.tree import DecisionTreeClassifier
+from sklearn.tree import DecisionTreeClassifier, DecisionTreeRegressor
 
 from memest.estimator.kernels import cudnn_convolution as cudnn
+from memest.estimator.kernels.cudnn_search import (
+    LEAST_BYTES,
+    RATIO_ONE,
+    operand_bytes,
+    search_features,
+)
 
 Array = np.ndarray[Any, Any]
 
@@ -44,6 +56,9 @@ NUM_FOLDS, SURE_SHARE, SURE_CALLS = 5, 0.93, 10
 
 BLOCK_BYTES = 512
 
+TRIED_LEAVES, TRIED_CALLS = 12_000, 2
+"""Of the trees of what is tried, and the fewest calls at a leaf."""
+
 
 def in_blocks(num_bytes: Array) -> Array:
     """Blocks of the allocator."""
@@ -61,7 +76,7 @@ class Direction:
     def __init__(self, calls: Array, sizes: Array, found: Array) -> None:
         self.calls, self.sizes, self.features = calls, sizes, found
         self.samples = calls[:, 4]
-        self.weight_bytes = cudnn._Calls(calls).weight_bytes
+        self.weight_bytes = cudnn.Calls(calls).weight_bytes
         self.forms = self._forms()
         self.sums = self.sizes - self._operands(self.forms)
 
@@ -179,31 +194,57 @@ class Fitted:
         return parts
 
     def _preorder(self, name: str, fitted: DecisionTreeClassifier, sure: Array) -> dict[str, Array]:
-        nodes, right = fitted.tree_, np.zeros(fitted.tree_.node_count, dtype=np.int32)
-        order: list[int] = []
-        leaves: list[tuple[int, ...]] = []
-        waiting = [(0, -1)]
-        while waiting:
-            node, parent = waiting.pop()
-            if parent >= 0:
-                right[parent] = len(order)
-            place = len(order)
-            order.append(node)
-            if nodes.children_left[node] < 0:
-                form = (int(fitted.classes_[nodes.value[node].argmax()]),)
-                value = form if name == "operands" else self.leaves[node]
-                right[place] = len(leaves)
-                leaves.append((*value, int(sure[node])))
-            else:
-                waiting += [(nodes.children_right[node], place), (nodes.children_left[node], -1)]
-        feature = nodes.feature[order].astype(np.int8)
-        feature[feature < 0] = -1
-        return {
-            "feature": feature,
-            "threshold": np.where(feature < 0, 0.0, nodes.threshold[order]),
-            "right": right,
-            "leaves": np.array(leaves, dtype=np.int64),
-        }
+        def leaf(node: int) -> tuple[int, ...]:
+            form = (int(fitted.classes_[fitted.tree_.value[node].argmax()]),)
+            return (*(form if name == "operands" else self.leaves[node]), int(sure[node]))
+
+        return preorder(fitted.tree_, leaf)
+
+
+def preorder(nodes: Any, leaf: Callable[[int], tuple[int, ...]]) -> dict[str, Array]:
+    """A tree as `cudnn_convolution.Tree` reads it, with what `leaf` says of its leaves."""
+    right = np.zeros(nodes.node_count, dtype=np.int32)
+    order: list[int] = []
+    leaves: list[tuple[int, ...]] = []
+    waiting = [(0, -1)]
+    while waiting:
+        node, parent = waiting.pop()
+        if parent >= 0:
+            right[parent] = len(order)
+        place = len(order)
+        order.append(node)
+        if nodes.children_left[node] < 0:
+            right[place] = len(leaves)
+            leaves.append(leaf(node))
+        else:
+            waiting += [(nodes.children_right[node], place), (nodes.children_left[node], -1)]
+    feature = nodes.feature[order].astype(np.int8)
+    feature[feature < 0] = -1
+    return {
+        "feature": feature,
+        "threshold": np.where(feature < 0, 0.0, nodes.threshold[order]),
+        "right": right,
+        "leaves": np.array(leaves, dtype=np.int64),
+    }
+
+
+def tree_of_tried(calls: Array, largest: Array) -> dict[str, Array]:
+    """How many times as large as the operands the largest workspace is."""
+    ratios = np.log2((largest + LEAST_BYTES) / operand_bytes(calls))
+    fitted = DecisionTreeRegressor(
+        max_leaf_nodes=TRIED_LEAVES, min_samples_leaf=TRIED_CALLS, random_state=0
+    ).fit(search_features(calls), ratios)
+    values = fitted.tree_.value
+    return preorder(
+        fitted.tree_, lambda node: (round(2.0 ** float(values[node].item()) * RATIO_ONE),)
+    )
+
+
+def say_tried(name: str, sizes: Array, found: Array) -> None:
+    """How near the largest workspaces are."""
+    away = np.abs(sizes - found) / np.maximum(sizes, 1 << 20)
+    shares = ", ".join(f"{(away <= most).mean():.0%} within {most:.0%}" for most in (0.01, 0.1, 1))
+    print(f"  {name}: {len(sizes)} calls tried, {np.median(away):.1%} off in the median, {shares}")
 
 
 def say(name: str, sizes: Array, found: Array, sure: Array) -> None:
@@ -220,12 +261,12 @@ def say(name: str, sizes: Array, found: Array, sure: Array) -> None:
 
 def ask(calls: Array, direction: str) -> tuple[Array, Array]:
     """Workspaces of calls by the trees as they were written, and whether they are sure."""
-    trees = cudnn._trees()
+    trees = cudnn.trees()
     found = np.stack([np.asarray(v) for v in cudnn.features(calls).values()], 1)
     rows = found.astype(np.float32).astype(float).tolist()
     operands = np.array([trees[f"{direction}_operands"].leaf(row) for row in rows])
     sums = np.array([trees[f"{direction}_sums"].leaf(row) for row in rows])
-    total = (sums[:, 0] * calls[:, 4] + sums[:, 1]) * cudnn._Calls(calls).weight_bytes + sums[:, 2]
+    total = (sums[:, 0] * calls[:, 4] + sums[:, 1]) * cudnn.Calls(calls).weight_bytes + sums[:, 2]
     for form in np.unique(operands[:, 0]):
         chosen = operands[:, 0] == form
         total[chosen] += cudnn.FORMS[form].num_bytes(calls[chosen])
@@ -239,13 +280,24 @@ def main() -> None:
         kept_aside, is_common = data["kept_aside"], data["is_common"]
     found = np.stack([np.asarray(v) for v in cudnn.features(calls).values()], 1)
     found = found.astype(np.float32)
-    if "--test" not in sys.argv:
-        arrays: dict[str, Array] = {}
+    with np.load(cudnn.MEASURED) as data:
+        tried = data["tried"][:, :, 0]
+    is_asked = tried.min(1) >= 0
+    arrays: dict[str, Array] = {}
+    if cudnn.FITTED.exists():
+        with np.load(cudnn.FITTED) as data:
+            arrays = {name: data[name] for name in data.files}
+    if "--test" not in sys.argv and "--tried" not in sys.argv:
         for i, direction in enumerate(cudnn.DIRECTIONS):
             data = Direction(calls[~kept_aside], workspaces[~kept_aside, i], found[~kept_aside])
             parts = Fitted(data, np.arange(len(data.calls))).arrays(data)
             for part, columns in parts.items():
                 arrays |= {f"{direction}_{part}_{key}": v for key, v in columns.items()}
+    if "--test" not in sys.argv:
+        rows = is_asked & ~kept_aside
+        for i, direction in enumerate(cudnn.DIRECTIONS):
+            columns = tree_of_tried(calls[rows], tried[rows, i])
+            arrays |= {f"{direction}_tried_{key}": v for key, v in columns.items()}
         np.savez_compressed(cudnn.FITTED, **arrays)
         print(f"{cudnn.FITTED}: {cudnn.FITTED.stat().st_size / 1e3:.0f} kB")
     for i, direction in enumerate(cudnn.DIRECTIONS):
@@ -254,6 +306,11 @@ def main() -> None:
             rows = kept_aside & chosen
             total, sure = ask(calls[rows], direction)
             say(name, workspaces[rows, i], total, sure)
+            rows &= is_asked
+            asked = search_features(calls[rows]).tolist()
+            leaves = [cudnn.trees()[f"{direction}_tried"].leaf(row)[0] for row in asked]
+            largest = np.array(leaves) * operand_bytes(calls[rows]) // RATIO_ONE
+            say_tried(name, tried[rows, i], largest)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measures on a GPU what workspaces cuDNN's convolutions take, for `fit_convolutions.py`.
 
-    python scripts/measure_convolutions.py OUT.npz [--every N] [--first I]
+    python scripts/measure_convolutions.py OUT.npz [--every N] [--first I] [--plans]
 
 Runs the calls of convolutions.npz in memest/estimator/kernels/ one by one, each forward and
 backward alone, and reads the workspace in the allocator's recorded events; 60 calls a second. N
@@ -10,7 +10,10 @@ processes that start at I = 0 ... N - 1 share the work. `OUT.npz` has the column
 - `workspaces` (n, 3): bytes for the output, the gradient of the input and that of the weight;
 - `is_common`: whether the call is one of common networks (residual and dense nets, VGG, MobileNet,
   ConvNeXt, U-Nets, diffusion, GANs, autoencoders, detectors, speech, video, patches) or random;
-- `kept_aside`: whether the fit does not see it.
+- `kept_aside`: whether the fit does not see it;
+- `tried` (n, 3, 2): the largest workspace of all kernels that cuDNN offers, and where it is over 1
+  GiB the next smaller one; -1 where cuDNN was not asked. `--plans` asks it (`cudnn_plans`), 30
+  calls a second, and takes as the workspace that of the first kernel, without a run.
 
 A call that torch refuses, or that is out of memory, is left out.
 """
@@ -24,14 +27,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from cudnn_plans import Cudnn
 
-from memest.estimator.kernels.cudnn_convolution import DTYPES, MEASURED, SPATIAL
+from memest.estimator.kernels.cudnn_convolution import DIRECTIONS, DTYPES, MEASURED, SPATIAL
 
 aten = torch.ops.aten
 
 MOST_RESERVED = 8 << 30
 
 COLUMNS = 7
+
+LARGE = 1 << 30
+"""A larger workspace may find no room."""
 
 
 def tensors(row: list[int]) -> tuple[torch.Tensor, torch.Tensor, tuple[Any, ...]]:
@@ -76,19 +83,36 @@ def measure(row: list[int]) -> list[int]:
     return [largest_temporary(call) for call in (*forward, *backward)]
 
 
+def plans_of(row: list[int], cudnn: Cudnn) -> tuple[list[int], list[list[int]]]:
+    """The three workspaces of a call, and what is tried for each, in bytes."""
+    workspaces, tried = [], []
+    offered = cudnn.plans(row)
+    for direction in DIRECTIONS:
+        sizes = sorted({plan.workspace_bytes for plan in offered[direction]}, reverse=True)
+        workspaces.append(offered[direction][0].workspace_bytes)
+        tried.append([sizes[0], sizes[1] if sizes[0] > LARGE and len(sizes) > 1 else 0])
+    return workspaces, tried
+
+
 def main() -> None:
     """Measure every so many calls."""
     options = argparse.ArgumentParser()
     options.add_argument("out", type=Path)
     options.add_argument("--every", type=int, default=1)
     options.add_argument("--first", type=int, default=0)
+    options.add_argument("--plans", action="store_true")
     chosen = options.parse_args()
     with np.load(MEASURED) as data:
         columns = {name: data[name][chosen.first :: chosen.every] for name in data.files}
+    torch.backends.cudnn.version()  # loads the library
+    cudnn = Cudnn()
     is_measured = np.zeros(len(columns["calls"]), dtype=bool)
     for i, row in enumerate(columns["calls"].tolist()):
         try:
-            columns["workspaces"][i] = measure(row)
+            if chosen.plans:
+                columns["workspaces"][i], columns["tried"][i] = plans_of(row, cudnn)
+            else:
+                columns["workspaces"][i] = measure(row)
             is_measured[i] = True
         except RuntimeError as error:
             print(f"{row}: {str(error).splitlines()[0] if str(error) else 'out of memory'}")

@@ -187,20 +187,30 @@ class _Replay:
 
         The request that no memory was left for ends it.
         """
-        allocator, blocks, storages = self.allocator, self.blocks, self.storages
-        num_bytes, streams = storages.num_bytes, storages.streams
+        allocator, blocks, num_bytes = self.allocator, self.blocks, self.storages.num_bytes
         for position, event in enumerate(events, first):
             if event >= 0:
                 if not num_bytes[event]:
                     continue
-                try:
-                    blocks[event] = allocator.malloc(num_bytes[event], streams.get(event, 0))
-                except OutOfMemory:
+                block = self._block_of(event)
+                if block is not None:
+                    blocks[event] = block
+                elif event not in self.storages.tried:
                     return Refusal(position, event, num_bytes[event])
             elif event == EMPTIED:
                 allocator.empty_cache()
             else:
                 self._ends(event)
+        return None
+
+    def _block_of(self, index: int) -> Block | None:
+        """For a storage; for less than all of it where it is one that is `tried`."""
+        num_bytes, stream = self.storages.num_bytes[index], self.storages.streams.get(index, 0)
+        while num_bytes:
+            try:
+                return self.allocator.malloc(num_bytes, stream)
+            except OutOfMemory:
+                num_bytes = num_bytes // 2 if index in self.storages.tried else 0
         return None
 
     def _ends(self, event: int) -> None:

@@ -14,8 +14,9 @@ from torch import Tensor
 from memest.estimator.hardware.gpus import Gpu, find_gpu
 from memest.estimator.kernels import cudnn_convolution
 from memest.estimator.kernels.batch_norm import takes_cudnn
-from memest.estimator.kernels.convolution import backward_workspaces, convolution_outputs
-from memest.estimator.kernels.scratch import Scratch
+from memest.estimator.kernels.convolution import convolution_outputs
+from memest.estimator.kernels.cudnn_search import by_trees, searches
+from memest.estimator.kernels.scratch import TRIED, Scratch, scratch_of
 from memest.estimator.kernels.staged import STAGED_EVENTS
 from memest.estimator.kernels.tables import SCRATCH, is_partly_modelled
 from memest.units import MIB
@@ -47,7 +48,8 @@ def convolution(
 def forward(args: tuple[Any, ...]) -> tuple[Scratch, Tensor]:
     """What the forward allocates beside its output, and the output as CUDA lays it out."""
     out = convolution_outputs(aten.convolution.default, args, aten.convolution.default(*args))
-    return SCRATCH[aten.convolution.default](args, {}, out, H100), out
+    events = STAGED_EVENTS[aten.convolution.default](args, {}, out, H100)
+    return scratch_of(events), out
 
 
 def backward(args: tuple[Any, ...], grad: Tensor, mask: tuple[bool, bool, bool]) -> list[int]:
@@ -68,12 +70,11 @@ def workspaces_of(call: dict[str, Any]) -> dict[str, int]:
     names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
     args = (tensor, weight, None, *(call[name] for name in names))
     found, out = forward(args)
-    for_input, for_weight = backward_workspaces((out, tensor, weight, None, *args[3:]), H100)
-    return {
-        "forward": sum(found.after),
-        "input": for_input.num_bytes,
-        "weight_gradient": for_weight.num_bytes,
-    }
+    for_input, for_weight = (
+        sum(n for n in backward(args, out, mask)[1:] if n > 0)
+        for mask in ((True, False, False), (False, True, False))
+    )
+    return {"forward": sum(found.after), "input": for_input, "weight_gradient": for_weight}
 
 
 def in_blocks(num_bytes: int) -> int:
@@ -147,14 +148,15 @@ def test_a_transposed_convolution_is_the_gradient_of_a_plain_one() -> None:
     """What it takes forward is what the gradient of the plain one's input takes."""
     plain = convolution(meta(16, 64, 32, 32), meta(128, 64, 4, 4), 2, 1)
     grad = aten.convolution.default(*plain)
-    of_input, of_weight = backward_workspaces((grad, *plain[:2], None, *plain[3:]), H100)
+    (of_input,) = backward(plain, grad, (True, False, False))[1:-1]
+    (of_weight,) = backward(plain, grad, (False, True, False))[1:-1]
 
     transposed = (grad, plain[1], None, *plain[3:6], True, *plain[7:])
     found, out = forward(transposed)
-    back = backward_workspaces((out, grad, plain[1], None, *transposed[3:]), H100)
+    back = backward(transposed, out, (False, True, False))
 
     assert out.shape == plain[0].shape
-    assert found.after == (of_input.num_bytes,)
+    assert found.after == (of_input,)
     assert back[1] == of_weight
 
 
@@ -167,6 +169,77 @@ def test_forms_pad_channels_and_rearrange_what_they_name() -> None:
     form = cudnn_convolution.Form(8, 1, True, True, False)
     assert form.num_bytes(call).tolist() == [(2 * 8 * 25 + 4 * 8 * 9) * 2]
     assert cudnn_convolution.FORMS[0].num_bytes(call).tolist() == [0]
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+
+
+def resnet_3x3() -> cudnn_convolution.ConvolutionShapes:
+    """ResNet-50's in float32 at 32 images."""
+    image = (32, 64, 56, 56)
+    return cudnn_convolution.ConvolutionShapes(
+        image, (64, 64, 3, 3), image, (1, 1), (1, 1), (1, 1), 1, torch.float32, False
+    )
+
+
+@pytest.mark.usefixtures("benchmark")
+def test_the_benchmark_tries_the_largest_workspace_that_any_kernel_asks_for() -> None:
+    """Before each direction takes its own; what is tried is no temporary of every call."""
+    args = convolution(meta(32, 64, 56, 56), meta(64, 64, 3, 3), 1, 1)
+    out = aten.convolution.default(*args)
+    call = (out, args[0], args[1], None, *args[3:], [True, True, False])
+    forwards = STAGED_EVENTS[aten.convolution.default](args, {}, out, H100)
+    backwards = STAGED_EVENTS[aten.convolution_backward.default](call, {}, None, H100)
+    expected = searches(resnet_3x3())
+
+    assert [e.output for e in forwards] == [0, TRIED, None]
+    assert [e.output for e in backwards] == [0, TRIED, None, None, 1, TRIED, None, None]
+    sizes = [e.num_bytes for e in (*forwards, *backwards) if e.output == TRIED]
+    assert sizes == [expected[d].num_bytes[0] for d in cudnn_convolution.DIRECTIONS]
+    assert scratch_of(forwards) == Scratch(after=(cudnn_workspace(resnet_3x3(), "forward"),))
+
+
+def cudnn_workspace(shapes: cudnn_convolution.ConvolutionShapes, direction: str) -> int:
+    return cudnn_convolution.workspaces(shapes)[direction].num_bytes
+
+
+def test_what_is_tried_is_at_least_what_is_taken() -> None:
+    found = searches(resnet_3x3())
+    assert all(search.is_sure for search in found.values())
+    assert all(
+        search.num_bytes[0] >= cudnn_workspace(resnet_3x3(), d) for d, search in found.items()
+    )
+
+
+@pytest.mark.usefixtures("benchmark")
+def test_a_call_about_which_cudnn_was_not_asked_is_reported() -> None:
+    odd = convolution(meta(3, 17, 301, 203), meta(29, 17, 3, 3))
+    measured = convolution(meta(32, 64, 56, 56), meta(64, 64, 3, 3), 1, 1)
+
+    assert is_partly_modelled(aten.convolution.default, odd, {}, H100)
+    assert not is_partly_modelled(aten.convolution.default, measured, {}, H100)
+
+
+@pytest.mark.parametrize(
+    ("direction", "median", "share"),
+    [("forward", 0.04, 0.70), ("input", 0.02, 0.80), ("weight", 0.09, 0.54)],
+)
+def test_what_is_tried_is_near_where_the_fit_did_not_look(
+    direction: str, median: float, share: float
+) -> None:
+    """Off in the median, and within 10 %: what `fit_convolutions.py` prints."""
+    with np.load(cudnn_convolution.MEASURED) as data:
+        rows = data["kept_aside"] & data["is_common"] & (data["tried"].min((1, 2)) >= 0)
+        calls = data["calls"][rows][::NUM_APART].astype(np.int64)
+        largest = data["tried"][rows][::NUM_APART, cudnn_convolution.DIRECTIONS.index(direction), 0]
+    found = np.array([by_trees(call[None], direction) for call in calls])
+    away = np.abs(found - largest) / np.maximum(largest, MIB)
+
+    assert len(calls) > 1000
+    assert np.median(away) <= median
+    assert (away <= 0.1).mean() >= share
 
 
 def test_channels_last_copies_the_weight_only() -> None:

@@ -14,7 +14,7 @@ from memest.estimator.kernels.cub import (
     unique_by_key_bytes,
 )
 from memest.estimator.kernels.grouped_mm import grouped_mm_output
-from memest.estimator.kernels.scratch import Scratch
+from memest.estimator.kernels.scratch import Scratch, scratch_of
 from memest.estimator.kernels.staged import STAGED_EVENTS
 from memest.estimator.kernels.tables import (
     NO_SCRATCH,
@@ -51,6 +51,9 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def scratch(func: torch._ops.OpOverload, *args: object, on: Gpu = H200) -> Scratch:
+    events = STAGED_EVENTS.get(func)
+    if events is not None:
+        return scratch_of(events(args, {}, func(*args), on))
     return SCRATCH[func](args, {}, func(*args), on)
 
 

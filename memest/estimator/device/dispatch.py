@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -32,7 +33,7 @@ from memest.estimator.kernels.attention.flash2 import FLASH_ATTENTION_2_EVENTS
 from memest.estimator.kernels.cublas import LT_WORKSPACE_BYTES, MATMULS, CublasWorkspaces
 from memest.estimator.kernels.grouped_mm import grouped_mm_output
 from memest.estimator.kernels.recurrent import RECURRENT_EVENTS
-from memest.estimator.kernels.scratch import OLDEST, Events, Scratch
+from memest.estimator.kernels.scratch import OLDEST, TRIED, Events, Scratch
 from memest.estimator.kernels.staged import (
     SORTED_WRITES,
     STAGED_EVENTS,
@@ -40,6 +41,7 @@ from memest.estimator.kernels.staged import (
     masked_scatter_backward_events,
 )
 from memest.estimator.kernels.tables import (
+    CONVOLUTIONS,
     OUTPUT_BYTES,
     SCRATCH,
     as_on_cuda,
@@ -59,8 +61,8 @@ class Recipe:
 
     is_tuple: bool
     events: tuple[tuple[int | None, int | None], ...]
-    """(bytes, position of the output or None for a temporary); bytes None is the output's own size,
-    below 0 a free.
+    """(bytes, position of the output, None for a temporary, or `TRIED`); bytes None is the output's
+    own size, below 0 a free.
     """
 
     is_partial: bool
@@ -114,6 +116,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Of the last call, where calls like it have the same one."""
 
         self._repeatable: set[int] = set()
+        self._searched: set[Recipe] = set()
         self._sites: dict[Any, Site] = {}
 
     @classmethod
@@ -333,7 +336,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The requests of one call in order; `temporary` takes what is freed at its end."""
         results = _results(out)
         site: Site | None = None
-        for num_bytes, position in recipe.events:
+        events = self._with_search(recipe) if func in CONVOLUTIONS else recipe.events
+        for num_bytes, position in events:
             if position is None or position == OLDEST:
                 assert num_bytes is not None
                 site = site or self._site(func)
@@ -354,6 +358,26 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 temporary.append(self._workspace(num_bytes, self._site(func)))
             for num_bytes in persistent:
                 self._workspaces.append(self._workspace(num_bytes, self._site(func)))
+
+    def _with_search(self, recipe: Recipe) -> Iterator[tuple[int | None, int | None]]:
+        """The events of a convolution; what is `TRIED` passes as it comes, the first time."""
+        is_new = recipe not in self._searched
+        self._searched.add(recipe)
+        is_over = False
+        for num_bytes, position in recipe.events:
+            if position != TRIED:
+                is_over = False
+                yield num_bytes, position
+            elif is_new and not is_over:
+                assert num_bytes is not None
+                is_over = self._tries(num_bytes)
+
+    def _tries(self, num_bytes: int) -> bool:
+        """A library tries for a workspace; returns whether the card could have it."""
+        index = self._workspace(num_bytes, self._site("cudnn.benchmark"))
+        self.storages.tried.add(index)
+        self._ends(index)
+        return True
 
     def _scratch(self, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[Scratch, bool]:
         """The kernel's temporaries, and whether something about it is not modelled."""

@@ -48,6 +48,7 @@ class LiveStorages(StorageTable):
         self.streams.pop(index, None)
         self.deferred.discard(index)
         self.shelved.discard(index)
+        self.tried.discard(index)
         self.unused.append(index)
 
 

@@ -385,12 +385,32 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         super()._born(tensor, num_bytes, site, kind)
         self.pace.made(PER_STORAGE * (len(self.storages.num_bytes) - before))
 
+    def _tries(self, num_bytes: int) -> bool:
+        """As `generate_and_filter_plans` of Conv_v8.cpp: what the card has free is no limit of its
+        own, so where less is allowed it is halved until it can be had. The cache is emptied then.
+        """
+        self.settle()
+        if num_bytes > self.gpu.limit_bytes - self.allocator.reserved_bytes:
+            return False
+        num_ooms, refused = self.num_ooms, self.refused
+        while num_bytes:
+            try:
+                super()._tries(num_bytes)
+                break
+            except torch.OutOfMemoryError:
+                num_bytes //= 2
+        self.num_ooms, self.refused = num_ooms, refused
+        self.settle()
+        self.allocator.empty_cache()
+        self.history.emptied()
+        return True
+
     def _new_recipe(self, func: Any, args: Any, kwargs: Any, out: Any, key: Any) -> Recipe:
         before, num_recipes = gc.get_count()[0], len(self._recipes)
         recipe = super()._new_recipe(func, args, kwargs, out, key)
         if len(self._recipes) > num_recipes:
             self.pace.made(max(0, gc.get_count()[0] - before))
-        if func in CONVOLUTIONS and torch._C._get_cudnn_benchmark():
+        if func in CONVOLUTIONS and torch.backends.cudnn.benchmark:
             self.note(BENCHMARK)
         return recipe
 

@@ -12,11 +12,11 @@ from memest.estimator.device.values import ValueUnknown
 from memest.estimator.hardware.gpus import Gpu
 
 BENCHMARK = (
-    "`torch.backends.cudnn.benchmark` is on: cuDNN tries its kernels at the first call with each "
-    "shape, with workspaces of any size that is free, which is not modelled; the run may reserve "
-    "many times what is said here"
+    "`torch.backends.cudnn.benchmark` is on: at the first call with each shape cuDNN tries its "
+    "kernels in the largest workspace that the card has room for, which counts in the peaks, "
+    "though it does without where there is none; which kernel is the fastest then is not known, "
+    "and that which cuDNN chooses without the benchmark is taken to be"
 )
-"""Measured: a GAN of 2 GiB reserved 22 GiB on an H100."""
 
 
 def out_of_memory(gpu: Gpu, allocator: CachingAllocator, num_bytes: int) -> str:

@@ -72,6 +72,9 @@ class StorageTable:
     shelved: set[int] = field(default_factory=set)
     """Storages that a collective may keep beyond their death, until `RETURNED - id`."""
 
+    tried: set[int] = field(default_factory=set)
+    """Storages that a library does without, or with less, where there is no memory for them."""
+
     @property
     def depends_on_time(self) -> bool:
         """Whether how fast the GPU is decides when a block comes back."""

@@ -23,7 +23,18 @@ from memest.estimator.kernels.cudnn_convolution import (
     Workspace,
     workspaces,
 )
-from memest.estimator.kernels.scratch import Scratch
+from memest.estimator.kernels.cudnn_search import searches
+from memest.estimator.kernels.reductions import sum_bytes
+from memest.estimator.kernels.scratch import (
+    TRIED,
+    Events,
+    EventsFn,
+    KernelEvent,
+    bytes_of,
+    outputs,
+    passing,
+    temporaries,
+)
 
 aten = torch.ops.aten
 
@@ -97,63 +108,119 @@ def is_native(c: ConvolutionShapes) -> bool:
     return not (channels >= 512 or (channels >= 256 and width >= 28))
 
 
+def _is_without_cudnn(c: ConvolutionShapes) -> bool:
+    return is_native(c) or not prod(c.output) * prod(c.tensor)
+
+
+def _is_by_cudnn(c: ConvolutionShapes, gpu: Gpu) -> bool:
+    """Whether cuDNN runs it in a way that was measured."""
+    is_measured = c.dtype in DTYPES and 1 <= len(c.stride) <= SPATIAL
+    is_recent = gpu.capability >= TENSOR_CORES_FOR_FLOAT32
+    return is_measured and is_recent and not _is_without_cudnn(c)
+
+
 def _workspace(c: ConvolutionShapes, direction: str, gpu: Gpu) -> Workspace:
     """What one direction takes; nothing where torch runs a kernel of its own, or older ones."""
-    if is_native(c) or not prod(c.output) * prod(c.tensor):
-        return Workspace(0, is_sure=True)
-    is_measured = c.dtype in DTYPES and 1 <= len(c.stride) <= SPATIAL
-    if not is_measured or gpu.capability < TENSOR_CORES_FOR_FLOAT32:
-        return Workspace(0, is_sure=False)
+    if not _is_by_cudnn(c, gpu):
+        return Workspace(0, is_sure=_is_without_cudnn(c))
     return workspaces(c)[direction]
 
 
-def _forward(args: Args, out: Tensor, gpu: Gpu) -> Workspace:
-    direction = "input" if args[6] else "forward"
-    return _workspace(_shapes_of(args, out, 0), direction, gpu)
+def _tried(c: ConvolutionShapes, direction: str, gpu: Gpu) -> list[KernelEvent]:
+    """What `torch.backends.cudnn.benchmark` has one direction try at its first call."""
+    if not torch.backends.cudnn.benchmark or not _is_by_cudnn(c, gpu):
+        return []
+    return [KernelEvent(num_bytes, TRIED) for num_bytes in searches(c)[direction].num_bytes]
 
 
-def backward_workspaces(args: Args, gpu: Gpu) -> tuple[Workspace, Workspace]:
-    """Workspaces of `convolution_backward` for the gradients of input and of weight."""
-    shapes = _shapes_of(args, args[0], 1)
-    direction = "forward" if args[7] else "input"
-    return _workspace(shapes, direction, gpu), _workspace(shapes, "weight", gpu)
+def _is_tried_surely(c: ConvolutionShapes, direction: str, gpu: Gpu) -> bool:
+    if not torch.backends.cudnn.benchmark or not _is_by_cudnn(c, gpu):
+        return True
+    return searches(c)[direction].is_sure
+
+
+def _of_forward(args: Args) -> str:
+    return "input" if args[6] else "forward"
+
+
+def _of_input(args: Args) -> str:
+    """What of a plain convolution the gradient of the input is."""
+    return "forward" if args[7] else "input"
 
 
 def convolution_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Whether the workspace is known: a kernel of torch's own, or a call on Hopper whose like are
-    right (`Workspace.is_sure`). Otherwise what is said of it is the likeliest.
+    """Whether the workspaces are known: a kernel of torch's own, or a call on Hopper whose like are
+    right (`Workspace.is_sure`, `Search.is_sure`). Otherwise what is said is the likeliest.
     """
     if func is aten.convolution.default:
         out = torch.ops.aten.convolution.default(*(_on_meta(a) for a in args))
-        asked = [(_forward(args, out, gpu), True)]
-        is_own = is_native(_shapes_of(args, out, 0))
+        shapes, directions = _shapes_of(args, out, 0), [_of_forward(args)]
     else:
-        asked = list(zip(backward_workspaces(args, gpu), args[10][:2], strict=True))
-        is_own = is_native(_shapes_of(args, args[0], 1))
-    is_sure = all(found.is_sure for found, is_wanted in asked if is_wanted)
-    return is_own or (gpu.capability == MEASURED and is_sure)
+        shapes, both = _shapes_of(args, args[0], 1), (_of_input(args), "weight")
+        directions = [d for d, is_wanted in zip(both, args[10][:2], strict=True) if is_wanted]
+    is_sure = all(
+        _workspace(shapes, d, gpu).is_sure and _is_tried_surely(shapes, d, gpu) for d in directions
+    )
+    return is_native(shapes) or (gpu.capability == MEASURED and is_sure)
 
 
 def _on_meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, Tensor) else value
 
 
-def convolution_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+def convolution_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`convolution`: the input in the format of the output before it, then the weight and cuDNN's
-    workspace (`cudnn_convolution`).
+    workspace (`cudnn_convolution`, `cudnn_search`).
     """
     memory_format = convolution_format(args[0], args[1])
-    before = copies_in(memory_format, args[0])
-    weight = copies_in(memory_format, args[1])
-    num_bytes = _forward(args, out, gpu).num_bytes
-    return Scratch(before=before, after=(*weight, *((num_bytes,) if num_bytes else ())))
+    shapes, direction = _shapes_of(args, out, 0), _of_forward(args)
+    return tuple(
+        temporaries(*copies_in(memory_format, args[0]))
+        + outputs({0: bytes_of(out)})
+        + temporaries(*copies_in(memory_format, args[1]))
+        + _tried(shapes, direction, gpu)
+        + temporaries(_workspace(shapes, direction, gpu).num_bytes)
+    )
 
 
-def weight_comes_first(args: Args) -> bool:
-    """Whether the gradient of the weight is computed before that of the input: in torch's own
-    depthwise kernels (`conv_depthwise2d_backward_cuda_out` of DepthwiseConv2d.cu).
+def convolution_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`convolution_backward` of Convolution.cpp: the gradients of input and weight, each with a
+    workspace, then of the bias.
+
+    Input and incoming gradient are copied where they have another memory format, until both are
+    done, the weight until the gradient of the input is; the bias is a sum.
     """
-    return is_native(_shapes_of(args, args[0], 1))
+    grad, tensor, weight, wanted = args[0], args[1], args[2], args[10]
+    memory_format = convolution_format(tensor, weight)
+    copies = copies_in(memory_format, *((tensor,) if wanted[1] else ()), grad)
+    shapes, direction = _shapes_of(args, grad, 1), _of_input(args)
+    of_input: list[KernelEvent] = []
+    of_weight: list[KernelEvent] = []
+    if wanted[0]:
+        copy = copies_in(memory_format, weight)
+        num_bytes = _workspace(shapes, direction, gpu).num_bytes
+        of_input = outputs({0: bytes_of(tensor)}) + temporaries(*copy)
+        of_input += _tried(shapes, direction, gpu) + passing(num_bytes)
+        of_input += temporaries(*(-n for n in copy))
+    if wanted[1]:
+        num_bytes = _workspace(shapes, "weight", gpu).num_bytes
+        of_weight = outputs({1: bytes_of(weight)}) + _tried(shapes, "weight", gpu)
+        of_weight += passing(num_bytes)
+    # torch's own depthwise kernels begin with the weight: `conv_depthwise2d_backward_cuda_out` of
+    # DepthwiseConv2d.cu
+    both = of_weight + of_input if is_native(shapes) else of_input + of_weight
+    events = temporaries(*copies) + both
+    events += temporaries(*(-n for n in reversed(copies)))
+    if wanted[2]:
+        dims = [0, *range(2, grad.dim())]
+        events += outputs({2: bytes_of(out[2])}) + passing(*sum_bytes(grad, dims, grad.dtype, gpu))
+    return tuple(events)
+
+
+CONVOLUTION_EVENTS: dict[OpOverload, EventsFn] = {
+    aten.convolution.default: convolution_events,
+    aten.convolution_backward.default: convolution_backward_events,
+}
 
 
 def convolution_outputs(func: OpOverload, args: Args, out: Any) -> Any:

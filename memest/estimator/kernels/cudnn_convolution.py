@@ -102,7 +102,7 @@ class Form:
 
     def num_bytes(self, calls: Columns) -> Columns:
         """Bytes of each call's rearranged operands."""
-        c = _Calls(calls)
+        c = Calls(calls)
         inputs, of_group = _padded(c.inputs, self.channels), _padded(c.per_group, self.channels)
         outputs = _padded(c.outputs, self.output_channels)
         elements = self.has_input * c.samples * inputs * c.input_plane
@@ -123,7 +123,7 @@ FORMS = (
 )
 
 
-class _Calls:
+class Calls:
     """Named columns of measured or asked calls, and what follows from them."""
 
     def __init__(self, calls: Columns) -> None:
@@ -152,7 +152,7 @@ def _alignment(count: Columns) -> Columns:
 
 def features(calls: Columns) -> dict[str, Columns]:
     """What the trees ask of each call (n,): sizes, alignments, and how a product is cut."""
-    c = _Calls(calls)
+    c = Calls(calls)
     pixels, group_outputs = c.samples * c.output_plane, c.outputs // c.groups
     found: dict[str, Any] = {
         **{str(t).removeprefix("torch."): c.dtype == i for i, t in enumerate(DTYPES)},
@@ -219,27 +219,35 @@ def keys_of(calls: Columns) -> Columns:
 
 
 @cache
-def _measured() -> tuple[Columns, Columns, Columns]:
-    """Sorted keys, calls and their workspaces, of shapes (n,), (n, 25) and (n, 3)."""
+def _measured(column: str) -> Columns:
+    """A column of `MEASURED`, of shape (n, ...)."""
     with np.load(MEASURED) as data:
-        calls, workspaces = data["calls"], data["workspaces"]
-    keys = keys_of(calls)
-    order = np.argsort(keys)
-    return keys[order], calls[order], workspaces[order]
-
-
-def _as_measured(call: Columns) -> Columns | None:
-    """The three workspaces of a call that was measured."""
-    keys, calls, workspaces = _measured()
-    place = int(np.searchsorted(keys, keys_of(call)[0]))
-    is_there = place < len(keys) and bool((calls[place] == call[0]).all())
-    return workspaces[place] if is_there else None
+        found: Columns = data[column]
+    return found
 
 
 @cache
-def _trees() -> dict[str, Tree]:
+def _sorted_keys() -> tuple[Columns, Columns]:
+    """The keys of the measured calls in order, and their rows, both (n,)."""
+    keys = keys_of(_measured("calls"))
+    order = np.argsort(keys)
+    return keys[order], order
+
+
+def as_measured(call: Columns, column: str) -> Columns | None:
+    """What was measured of a call (1, 25)."""
+    keys, order = _sorted_keys()
+    place = int(np.searchsorted(keys, keys_of(call)[0]))
+    if place == len(keys) or bool((_measured("calls")[order[place]] != call[0]).any()):
+        return None
+    return _measured(column)[order[place]]
+
+
+@cache
+def trees() -> dict[str, Tree]:
     """The fitted trees, by direction and part: leaves of operands are (form, whether sure), those
-    of sums (weights per sample, weights, bytes, whether sure).
+    of sums (weights per sample, weights, bytes, whether sure), those of what is tried one number
+    (`cudnn_search`).
     """
     with np.load(FITTED) as data:
         names = sorted({name.rpartition("_")[0] for name in data.files})
@@ -265,7 +273,7 @@ class Workspace:
 def workspaces(shapes: ConvolutionShapes) -> dict[str, Workspace]:
     """What cuDNN takes for each of `DIRECTIONS`, on an H100."""
     call = np.array([shapes.row()], dtype=np.int64)
-    if (found := _as_measured(call)) is not None:
+    if (found := as_measured(call, "workspaces")) is not None:
         return {d: Workspace(int(n), is_sure=True) for d, n in zip(DIRECTIONS, found, strict=True)}
     return _by_trees(call)
 
@@ -277,9 +285,9 @@ def _by_trees(call: Columns) -> dict[str, Workspace]:
 
 
 def _by_trees_of(direction: str, call: Columns, values: list[float]) -> Workspace:
-    trees, known = _trees(), _Calls(call)
-    form, is_form_sure = trees[f"{direction}_operands"].leaf(values)
-    per_sample, weights, num_bytes, are_sums_sure = trees[f"{direction}_sums"].leaf(values)
+    known = Calls(call)
+    form, is_form_sure = trees()[f"{direction}_operands"].leaf(values)
+    per_sample, weights, num_bytes, are_sums_sure = trees()[f"{direction}_sums"].leaf(values)
     operands = int(FORMS[form].num_bytes(call)[0])
     sums = (per_sample * int(known.samples[0]) + weights) * int(known.weight_bytes[0])
     return Workspace(operands + sums + num_bytes, bool(is_form_sure and are_sums_sure))

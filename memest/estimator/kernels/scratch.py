@@ -28,6 +28,11 @@ class Scratch:
 OLDEST = -1
 """In place of a position: the oldest live temporary of the size is freed, not the latest."""
 
+TRIED = -2
+"""In place of a position: at its first call the kernel makes a temporary of this size if the card
+has so much, or else of that of the next such event, frees it, and has the cache emptied.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class KernelEvent:
@@ -37,7 +42,9 @@ class KernelEvent:
     """Requested bytes; negative when freed: then the latest live temporary of that size."""
 
     output: int | None = None
-    """Position in the operation's results, `None` for a temporary, `OLDEST` to free one."""
+    """Position in the operation's results, `None` for a temporary, `OLDEST` to free one, or
+    `TRIED`.
+    """
 
 
 Events = tuple[KernelEvent, ...]
@@ -68,13 +75,16 @@ def outputs(tensors: Mapping[int, int]) -> list[KernelEvent]:
 def scratch_of(events: Events) -> Scratch:
     """The temporaries that live when most bytes are asked for, split at the first output.
 
-    A coarser view of the same events: what was freed before that moment is left out.
+    A coarser view of the same events: what was freed before that moment is left out, and what is
+    `TRIED`.
     """
     live: list[tuple[int, bool]] = []
     largest: list[tuple[int, bool]] = []
     most = total = 0
     before = True
     for event in events:
+        if event.output == TRIED:
+            continue
         if event.output is not None and event.output != OLDEST:
             before = False
             total += event.num_bytes

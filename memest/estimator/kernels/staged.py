@@ -23,12 +23,7 @@ from torch._ops import OpOverload
 
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.kernels.batch_norm import native_batch_norm_backward_events
-from memest.estimator.kernels.convolution import (
-    backward_workspaces,
-    convolution_format,
-    copies_in,
-    weight_comes_first,
-)
+from memest.estimator.kernels.convolution import CONVOLUTION_EVENTS
 from memest.estimator.kernels.cub import (
     radix_sort_bytes,
     scan_bytes,
@@ -55,7 +50,6 @@ from memest.estimator.kernels.losses import LOSS_EVENTS
 from memest.estimator.kernels.reductions import (
     accumulator_bytes_of,
     logsumexp_events,
-    sum_bytes,
     threads_per_sm,
 )
 from memest.estimator.kernels.scratch import (
@@ -294,33 +288,6 @@ def roll_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     )
 
 
-def convolution_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`convolution_backward` of Convolution.cpp: the gradients of input and weight, each with a
-    workspace, then of the bias.
-
-    Input and incoming gradient are copied where they have another memory format, until both are
-    done, the weight until the gradient of the input is; the bias is a sum.
-    """
-    grad, tensor, weight, wanted = args[0], args[1], args[2], args[10]
-    memory_format = convolution_format(tensor, weight)
-    copies = copies_in(memory_format, *((tensor,) if wanted[1] else ()), grad)
-    for_input, for_weight = (found.num_bytes for found in backward_workspaces(args, gpu))
-    of_input: list[KernelEvent] = []
-    of_weight: list[KernelEvent] = []
-    if wanted[0]:
-        copy = copies_in(memory_format, weight)
-        of_input = outputs({0: bytes_of(tensor)}) + passing(*copy, for_input)
-    if wanted[1]:
-        of_weight = outputs({1: bytes_of(weight)}) + passing(for_weight)
-    both = of_weight + of_input if weight_comes_first(args) else of_input + of_weight
-    events = temporaries(*copies) + both
-    events += temporaries(*(-n for n in reversed(copies)))
-    if wanted[2]:
-        dims = [0, *range(2, grad.dim())]
-        events += outputs({2: bytes_of(out[2])}) + passing(*sum_bytes(grad, dims, grad.dtype, gpu))
-    return tuple(events)
-
-
 def repeat_interleave_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`repeat_interleave` of counts (Repeat.cpp): their running int64 sum, then the positions."""
     count = args[0].numel()
@@ -348,11 +315,11 @@ STAGED_EVENTS: dict[OpOverload, EventsFn] = {
     aten.repeat_interleave.Tensor: repeat_interleave_events,
     aten.roll.default: roll_events,
     aten.masked_scatter_backward.default: masked_scatter_backward_events,
-    aten.convolution_backward.default: convolution_backward_events,
     aten.index_put.default: index_put_events,
     aten.index_put_.default: index_put_events,
     aten._index_put_impl_.default: index_put_events,
     aten._unsafe_index_put.default: index_put_events,
+    **CONVOLUTION_EVENTS,
     **FFT_EVENTS,
     **LINALG_EVENTS,
     **LOSS_EVENTS,

@@ -34,7 +34,6 @@ from memest.estimator.kernels.batch_norm import (
 from memest.estimator.kernels.convolution import (
     convolution_is_modelled,
     convolution_outputs,
-    convolution_scratch,
     copies_in,
 )
 from memest.estimator.kernels.cublas import MATMULS
@@ -339,7 +338,6 @@ SCRATCH: dict[OpOverload, ScratchRule] = {
     aten.isin.Tensor_Tensor: isin_scratch,
     aten.cumsum.default: cumsum_scratch,
     aten.where.self: where_scratch,
-    aten.convolution.default: convolution_scratch,
     aten.native_batch_norm.default: native_batch_norm_scratch,
     aten.batch_norm_stats.default: statistics_scratch,
     aten.batch_norm_backward_reduce.default: statistics_gradient_scratch,

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 import memest
+from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.kernels.cudnn_convolution import ConvolutionShapes
+from memest.estimator.kernels.cudnn_search import searches
 from memest.report import Outcome
 
 
@@ -70,3 +73,68 @@ def test_a_share_of_each_card_is_kept_by_giving_back(
     assert verdicts["h200"].reserved_bytes >> 20 in (6000, 5000)
     assert verdicts["a100-40gb"].reserved_bytes >> 20 in (3000, 4000)
     assert verdicts["a100-40gb"].limit_bytes == int(0.1 * 42412802048)
+
+
+IMAGES = (128, 64, 56, 56)
+IMAGE_BYTES = 128 * 64 * 56 * 56 * 4
+
+
+@pytest.fixture
+def tried() -> int:
+    """The largest workspace for the gradient of the weight of the convolution of `train`."""
+    found = searches(
+        ConvolutionShapes(
+            IMAGES, (64, 64, 3, 3), IMAGES, (1, 1), (1, 1), (1, 1), 1, torch.float32, False
+        )
+    )
+    (size,) = found["weight"].num_bytes
+    return size
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+
+
+def train(held_bytes: int = 0) -> list[int]:
+    """Gradients of a convolution's weight beside other tensors; the peaks of two steps."""
+    layer = torch.nn.Conv2d(64, 64, 3, padding=1, bias=False).cuda()
+    images = torch.empty(IMAGES, device="cuda")
+    held = torch.empty(held_bytes, dtype=torch.uint8, device="cuda")
+    peaks = []
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        layer(images).sum().backward()
+        layer.zero_grad()
+        peaks.append(torch.cuda.max_memory_allocated() - held.numel())
+    return peaks
+
+
+@pytest.mark.usefixtures("benchmark")
+def test_the_benchmark_tries_once_and_has_the_cache_emptied(tried: int) -> None:
+    gpu = memest.virtual_gpu("h100-80gb")
+    with gpu:
+        first, second = train()
+        reserved = torch.cuda.memory_reserved()
+
+    assert first > tried + 2 * IMAGE_BYTES  # and the images, and a gradient
+    assert second < first - tried / 2
+    assert gpu.report().peak_allocated_bytes == first
+    assert reserved < first - tried / 2
+
+
+@pytest.mark.usefixtures("benchmark")
+def test_where_there_is_no_room_the_benchmark_does_with_less(tried: int) -> None:
+    """On the card and on those on which the script did not run."""
+    card = find_gpu("a100-40gb").limit_bytes
+    gpu = memest.virtual_gpu("h100-80gb")
+    with gpu:
+        train(card - 4 * IMAGE_BYTES - tried)
+    small = memest.virtual_gpu("a100-40gb")
+    with small:
+        first, _ = train(card - 4 * IMAGE_BYTES - tried)
+
+    assert first < 4 * IMAGE_BYTES + tried
+    assert small.report().verdicts["a100-40gb"].verdict is Outcome.FITS
+    assert gpu.report().peak_reserved_bytes > card
+    assert gpu.report().verdicts["a100-40gb"].verdict is Outcome.FITS
