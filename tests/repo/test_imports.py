@@ -56,7 +56,7 @@ DEVICE_FLOORS = [
         "lines",
     }
     | {"messages", "modules"}
-    | {"patches", "processes", "ranks", "recurrent", "shards", "storages", "streams"}
+    | {"patches", "processes", "ranks", "recurrent", "searches", "shards", "storages", "streams"}
     | {"synchronised", "tensors"}
     | {"traits", "values", "works"},
     {"live"},

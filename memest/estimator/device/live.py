@@ -31,10 +31,11 @@ from memest.estimator.device.host import HostRecorder, without_tensors
 from memest.estimator.device.labels import Labels
 from memest.estimator.device.layouts import dense
 from memest.estimator.device.lines import ScriptLines
-from memest.estimator.device.messages import BENCHMARK, out_of_memory, refusal, two_devices
+from memest.estimator.device.messages import out_of_memory, refusal, two_devices
 from memest.estimator.device.modules import LiveModules
 from memest.estimator.device.processes import refuse_in_child
 from memest.estimator.device.ranks import ALONE
+from memest.estimator.device.searches import search
 from memest.estimator.device.shards import local_foreach
 from memest.estimator.device.storages import RETURNED, MemKind, Site
 from memest.estimator.device.streams import MAIN
@@ -54,7 +55,6 @@ from memest.estimator.device.values import LiveValues, ValueUnknown
 from memest.estimator.device.works import Works
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.hardware.speed import segment_us
-from memest.estimator.kernels.tables import CONVOLUTIONS
 from memest.estimator.kernels.transfers import to_host_scratch
 
 aten = torch.ops.aten
@@ -386,32 +386,13 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         self.pace.made(PER_STORAGE * (len(self.storages.num_bytes) - before))
 
     def _tries(self, num_bytes: int) -> bool:
-        """As `generate_and_filter_plans` of Conv_v8.cpp: what the card has free is no limit of its
-        own, so where less is allowed it is halved until it can be had. The cache is emptied then.
-        """
-        self.settle()
-        if num_bytes > self.gpu.limit_bytes - self.allocator.reserved_bytes:
-            return False
-        num_ooms, refused = self.num_ooms, self.refused
-        while num_bytes:
-            try:
-                super()._tries(num_bytes)
-                break
-            except torch.OutOfMemoryError:
-                num_bytes //= 2
-        self.num_ooms, self.refused = num_ooms, refused
-        self.settle()
-        self.allocator.empty_cache()
-        self.history.emptied()
-        return True
+        return search(self, num_bytes, super()._tries)
 
     def _new_recipe(self, func: Any, args: Any, kwargs: Any, out: Any, key: Any) -> Recipe:
         before, num_recipes = gc.get_count()[0], len(self._recipes)
         recipe = super()._new_recipe(func, args, kwargs, out, key)
         if len(self._recipes) > num_recipes:
             self.pace.made(max(0, gc.get_count()[0] - before))
-        if func in CONVOLUTIONS and torch.backends.cudnn.benchmark:
-            self.note(BENCHMARK)
         return recipe
 
     def _died(self, index: int, key: int) -> None:

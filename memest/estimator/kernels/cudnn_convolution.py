@@ -240,7 +240,8 @@ def as_measured(call: Columns, column: str) -> Columns | None:
     place = int(np.searchsorted(keys, keys_of(call)[0]))
     if place == len(keys) or bool((_measured("calls")[order[place]] != call[0]).any()):
         return None
-    return _measured(column)[order[place]]
+    found: Columns = _measured(column)[order[place]]
+    return found
 
 
 @cache
