@@ -39,7 +39,8 @@ DTYPES = (0, 2, 9, 1)
 """`cudnnDataType_t` of what `cudnn_convolution.DTYPES` lists."""
 
 CROSS_CORRELATION, INSTANT, FALLBACK, ALIGNMENT = 1, 0, 2, 16
-NONDETERMINISTIC, MOST_NOTES = 4, 16
+TENSOR_CORES, NONDETERMINISTIC, MOST_NOTES = 0, 4, 16
+"""`cudnnBackendNumericalNote_t`, and room for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class Plan:
     engine: int
     workspace_bytes: int
     is_deterministic: bool
+    uses_tensor_cores: bool
 
 
 class Cudnn:
@@ -121,7 +123,7 @@ class Cudnn:
         (engine,) = self._get(config, 300, DESCRIPTOR, [self._new(ENGINE)])
         (index,) = self._get(engine, 1301, INT64, [0])
         notes = self._get(engine, 1303, NOTE, [0] * MOST_NOTES)
-        return Plan(index, workspace, NONDETERMINISTIC not in notes)
+        return Plan(index, workspace, NONDETERMINISTIC not in notes, TENSOR_CORES in notes)
 
     # --- descriptors
 

@@ -13,7 +13,10 @@ processes that start at I = 0 ... N - 1 share the work. `OUT.npz` has the column
 - `kept_aside`: whether the fit does not see it;
 - `tried` (n, 3, 2): the largest workspace of all kernels that cuDNN offers, and where it is over 1
   GiB the next smaller one; -1 where cuDNN was not asked. `--plans` asks it (`cudnn_plans`), 30
-  calls a second, and takes as the workspace that of the first kernel, without a run.
+  to 80 calls a second, and takes as the workspace that of the first kernel, without a run;
+- `deterministic` (n, 3): how many bytes more (or fewer) the first deterministic kernel takes,
+  `without_tf32` the first that does not use tensor cores, for float32, and
+  `deterministic_without_tf32` the first that is both, than the latter; made by `--plans`.
 
 A call that torch refuses, or that is out of memory, is left out.
 """
@@ -21,6 +24,7 @@ A call that torch refuses, or that is out of memory, is left out.
 from __future__ import annotations
 
 import argparse
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,15 +87,22 @@ def measure(row: list[int]) -> list[int]:
     return [largest_temporary(call) for call in (*forward, *backward)]
 
 
-def plans_of(row: list[int], cudnn: Cudnn) -> tuple[list[int], list[list[int]]]:
-    """The three workspaces of a call, and what is tried for each, in bytes."""
-    workspaces, tried = [], []
-    offered = cudnn.plans(row)
-    for direction in DIRECTIONS:
-        sizes = sorted({plan.workspace_bytes for plan in offered[direction]}, reverse=True)
-        workspaces.append(offered[direction][0].workspace_bytes)
-        tried.append([sizes[0], sizes[1] if sizes[0] > LARGE and len(sizes) > 1 else 0])
-    return workspaces, tried
+def plans_of(row: list[int], cudnn: Cudnn) -> dict[str, list[Any]]:
+    """Columns of a call, for each direction, in bytes."""
+    found: dict[str, list[Any]] = defaultdict(list)
+    offered, is_float32 = cudnn.plans(row), row[0] == DTYPES.index(torch.float32)
+    for plans in map(offered.__getitem__, DIRECTIONS):
+        sizes = sorted({plan.workspace_bytes for plan in plans}, reverse=True)
+        found["tried"].append([sizes[0], sizes[1] if sizes[0] > LARGE and len(sizes) > 1 else 0])
+        steady = [plan for plan in plans if plan.is_deterministic]
+        exact = [plan for plan in plans if not (is_float32 and plan.uses_tensor_cores)]
+        both = [plan for plan in steady if plan in exact]
+        first = [kept[0].workspace_bytes for kept in (plans, steady, exact, both)]
+        found["workspaces"].append(first[0])
+        found["deterministic"].append(first[1] - first[0])
+        found["without_tf32"].append(first[2] - first[0])
+        found["deterministic_without_tf32"].append(first[3] - first[2] if is_float32 else 0)
+    return found
 
 
 def main() -> None:
@@ -110,7 +121,8 @@ def main() -> None:
     for i, row in enumerate(columns["calls"].tolist()):
         try:
             if chosen.plans:
-                columns["workspaces"][i], columns["tried"][i] = plans_of(row, cudnn)
+                for name, values in plans_of(row, cudnn).items():
+                    columns[name][i] = values
             else:
                 columns["workspaces"][i] = measure(row)
             is_measured[i] = True

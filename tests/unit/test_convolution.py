@@ -144,6 +144,33 @@ def test_a_measured_call_is_given_as_it_was_measured() -> None:
     assert all(w.is_sure for w in found.values())
 
 
+@pytest.mark.parametrize(
+    ("deterministic", "tf32", "of_input", "of_weight"),
+    [
+        (False, True, 0, 0),
+        (True, True, 8922128, 9035167),
+        (False, False, 0, 0),
+        (True, False, 0, 19786752),
+    ],
+)
+def test_kernels_that_a_script_does_not_allow_are_not_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+    deterministic: bool,
+    tf32: bool,
+    of_input: int,
+    of_weight: int,
+) -> None:
+    """The first convolution of a network for small images: what cuDNN said of each of the four."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", deterministic)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", tf32)
+    args = convolution(meta(32, 3, 32, 32), meta(64, 3, 3, 3), 1, 1)
+    grad = aten.convolution.default(*args)
+
+    for mask, num_bytes in (((True, False, False), of_input), ((False, True, False), of_weight)):
+        sizes = backward(args, grad, mask)[1:]
+        assert sizes == ([num_bytes, -num_bytes] if num_bytes else [])
+
+
 def test_a_transposed_convolution_is_the_gradient_of_a_plain_one() -> None:
     """What it takes forward is what the gradient of the plain one's input takes."""
     plain = convolution(meta(16, 64, 32, 32), meta(128, 64, 4, 4), 2, 1)

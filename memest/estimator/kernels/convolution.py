@@ -20,6 +20,7 @@ from memest.estimator.kernels.cudnn_convolution import (
     DTYPES,
     SPATIAL,
     ConvolutionShapes,
+    Kernels,
     Workspace,
     workspaces,
 )
@@ -123,7 +124,16 @@ def _workspace(c: ConvolutionShapes, direction: str, gpu: Gpu) -> Workspace:
     """What one direction takes; nothing where torch runs a kernel of its own, or older ones."""
     if not _is_by_cudnn(c, gpu):
         return Workspace(0, is_sure=_is_without_cudnn(c))
-    return workspaces(c)[direction]
+    return workspaces(c, _kernels_for(c))[direction]
+
+
+def _kernels_for(c: ConvolutionShapes) -> Kernels:
+    """What the script allows."""
+    cudnn = torch.backends.cudnn
+    return Kernels(
+        are_deterministic=cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
+        are_without_tf32=c.dtype == torch.float32 and not cudnn.allow_tf32,
+    )
 
 
 def _tried(c: ConvolutionShapes, direction: str, gpu: Gpu) -> list[KernelEvent]:
@@ -136,7 +146,7 @@ def _tried(c: ConvolutionShapes, direction: str, gpu: Gpu) -> list[KernelEvent]:
 def _is_tried_surely(c: ConvolutionShapes, direction: str, gpu: Gpu) -> bool:
     if not torch.backends.cudnn.benchmark or not _is_by_cudnn(c, gpu):
         return True
-    return searches(c)[direction].is_sure
+    return searches(c)[direction].is_sure and _kernels_for(c) == Kernels()
 
 
 def _of_forward(args: Args) -> str:

@@ -3,9 +3,11 @@
 cuDNN chooses its kernels by heuristics that are not public, and the kernel decides the workspace.
 293,000 convolutions were measured one by one on an H100 (torch 2.11, cuDNN 9.19, `cudnn.benchmark`
 off, TF32 allowed): those of common networks, and random ones. They are `convolutions.npz` beside
-this module; `scripts/measure_convolutions.py` measures them again. Any other call is asked of the
-trees in `convolution_trees.npz`, which `scripts/fit_convolutions.py` fits to them; it says how
-often calls that the fit had not seen are right.
+this module; `scripts/measure_convolutions.py` measures them again. Of 292,000 of them cuDNN 9.19
+was also asked which kernel it has where only deterministic ones are allowed, and none that rounds
+float32 to TF32 (`Kernels`). Any other call is asked of the trees in `convolution_trees.npz`, which
+`scripts/fit_convolutions.py` fits to the former; it says how often calls that the fit had not seen
+are right.
 
 By the trees a workspace is the sum of two parts, each with a tree for every direction:
 
@@ -88,6 +90,26 @@ class ConvolutionShapes:
             self.tensor[0], self.tensor[1], self.output[1],
             *(n for values, fill in extents for n in [fill] * (SPATIAL - dims) + list(values)),
         ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Those among which cuDNN may choose: `filterEngineConfigs` of Conv_v8.cpp (torch 2.11)."""
+
+    are_deterministic: bool = False
+    """`torch.backends.cudnn.deterministic`, or deterministic algorithms are asked for."""
+
+    are_without_tf32: bool = False
+    """Not `torch.backends.cudnn.allow_tf32`; of float32 only."""
+
+    def columns(self) -> list[str]:
+        """Those of `MEASURED` whose sum, with `workspaces`, is what they take."""
+        if not self.are_without_tf32:
+            return ["deterministic"] if self.are_deterministic else []
+        return ["without_tf32", *(["deterministic_without_tf32"] if self.are_deterministic else [])]
+
+
+ANY_KERNELS = Kernels()
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,12 +293,17 @@ class Workspace:
 
 
 @lru_cache(maxsize=4096)
-def workspaces(shapes: ConvolutionShapes) -> dict[str, Workspace]:
+def workspaces(shapes: ConvolutionShapes, kernels: Kernels = ANY_KERNELS) -> dict[str, Workspace]:
     """What cuDNN takes for each of `DIRECTIONS`, on an H100."""
     call = np.array([shapes.row()], dtype=np.int64)
     if (found := as_measured(call, "workspaces")) is not None:
+        for column in kernels.columns():
+            found = found + as_measured(call, column)
         return {d: Workspace(int(n), is_sure=True) for d, n in zip(DIRECTIONS, found, strict=True)}
-    return _by_trees(call)
+    likely = _by_trees(call)
+    if kernels == ANY_KERNELS or shapes.dtype != torch.float32:
+        return likely
+    return {d: Workspace(w.num_bytes, is_sure=False) for d, w in likely.items()}
 
 
 def _by_trees(call: Columns) -> dict[str, Workspace]:
