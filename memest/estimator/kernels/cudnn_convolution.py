@@ -102,6 +102,10 @@ class Kernels:
     are_without_tf32: bool = False
     """Not `torch.backends.cudnn.allow_tf32`; of float32 only."""
 
+    def may_differ(self, direction: str) -> bool:
+        """Whether they are fewer for float32; those for the output are all deterministic."""
+        return self.are_without_tf32 or (self.are_deterministic and direction != "forward")
+
     def columns(self) -> list[str]:
         """Those of `MEASURED` whose sum, with `workspaces`, is what they take."""
         if not self.are_without_tf32:
@@ -301,9 +305,10 @@ def workspaces(shapes: ConvolutionShapes, kernels: Kernels = ANY_KERNELS) -> dic
             found = found + as_measured(call, column)
         return {d: Workspace(int(n), is_sure=True) for d, n in zip(DIRECTIONS, found, strict=True)}
     likely = _by_trees(call)
-    if kernels == ANY_KERNELS or shapes.dtype != torch.float32:
+    if shapes.dtype != torch.float32:
         return likely
-    return {d: Workspace(w.num_bytes, is_sure=False) for d, w in likely.items()}
+    others = {d for d in DIRECTIONS if kernels.may_differ(d)}
+    return {d: Workspace(w.num_bytes, w.is_sure and d not in others) for d, w in likely.items()}
 
 
 def _by_trees(call: Columns) -> dict[str, Workspace]:
