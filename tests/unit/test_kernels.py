@@ -14,7 +14,7 @@ from memest.estimator.kernels.cub import (
     unique_by_key_bytes,
 )
 from memest.estimator.kernels.grouped_mm import grouped_mm_output
-from memest.estimator.kernels.scratch import Scratch, scratch_of
+from memest.estimator.kernels.scratch import OLDEST, Scratch, scratch_of
 from memest.estimator.kernels.staged import STAGED_EVENTS
 from memest.estimator.kernels.tables import (
     NO_SCRATCH,
@@ -186,10 +186,14 @@ def test_a_tall_narrow_norm_adds_its_weight_gradient_in_two_passes() -> None:
     stats, weight = meta(rows, 1), meta(width)
     args = (meta(rows, width), meta(rows, width), [width], stats, stats, weight, weight, [True] * 3)
 
-    found = scratch(aten.native_layer_norm_backward.default, *args)
+    events = STAGED_EVENTS[aten.native_layer_norm_backward.default](args, {}, None, H200)
 
-    part, total = 2048 * width * 4, width * 4
-    assert found == Scratch(after=(part, part, total, 4 * width * 32 * 32 * 4, 16))
+    part, total, staged = 2048 * width * 4, width * 4, 4 * width * 32 * 32 * 4
+    one = [total, staged, 16, -16, -staged, -total]
+    assert [e.num_bytes for e in events] == [
+        rows * width * 4, total, total, part, part, *one, *one, -part, -part
+    ]  # fmt: skip
+    assert [e.output for e in events if e.output is not None] == [0, 1, OLDEST, 2, OLDEST]
 
 
 def test_a_norm_of_usual_shape_needs_nothing() -> None:

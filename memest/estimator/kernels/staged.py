@@ -45,6 +45,7 @@ from memest.estimator.kernels.indexing import (
     renorm_events,
     topk_events,
 )
+from memest.estimator.kernels.layer_norm import LAYER_NORM_EVENTS
 from memest.estimator.kernels.linalg import LINALG_EVENTS, linalg_is_modelled
 from memest.estimator.kernels.losses import LOSS_EVENTS
 from memest.estimator.kernels.reductions import (
@@ -321,6 +322,7 @@ STAGED_EVENTS: dict[OpOverload, EventsFn] = {
     aten._unsafe_index_put.default: index_put_events,
     **CONVOLUTION_EVENTS,
     **FFT_EVENTS,
+    **LAYER_NORM_EVENTS,
     **LINALG_EVENTS,
     **LOSS_EVENTS,
     **DRAW_EVENTS,

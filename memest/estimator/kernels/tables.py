@@ -14,11 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 
@@ -70,7 +68,6 @@ from memest.estimator.kernels.reductions import (
     norm_scratch,
     product_scratch,
     sum_all_scratch,
-    sum_bytes,
     sum_dims_scratch,
     variance_scratch,
 )
@@ -93,12 +90,6 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 ScratchRule = Callable[[Args, Kwargs, Any, Gpu], Scratch]
 OutputRule = Callable[[Args, Kwargs, Any, Gpu], list[int] | None]
-
-MANY_ROWS = 64 * 1024
-"""From more rows on the gradients of a narrow norm's weight are added in two passes."""
-
-ROWS_PER_BLOCK, MAX_GRID, COLUMNS_PER_BLOCK = 32, 64 * 1024 // 2, 32
-"""`rows_per_block_y`, `max_grid_size` and `block_dim_x` of `LaunchGammaBetaBackwardCUDAKernel`."""
 
 MAX_SHARED_BINS = 48 * 1024 // 8 - 1
 """Bins of up to 8 bytes in the 48 KiB of shared memory that any block has."""
@@ -154,46 +145,6 @@ def safe_softmax_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scra
     tensor, dim = args[0], args[1]
     rows = tensor.numel() // max(1, tensor.shape[dim])
     return Scratch(after=(tensor.numel(), rows, out.itemsize))
-
-
-def _partial_rows(num_rows: int, width: int, gpu: Gpu) -> int:
-    """Rows of a norm's partial weight gradient, 0 where it is added in one pass."""
-    if num_rows <= MANY_ROWS or width // COLUMNS_PER_BLOCK >= gpu.num_sms // 2:
-        return 0
-    blocks = -(-width // COLUMNS_PER_BLOCK)
-    return min(MAX_GRID // blocks, -(-num_rows // ROWS_PER_BLOCK))
-
-
-def _norm_backward(args: Args, weights: list[Tensor], mask: list[bool], gpu: Gpu) -> Scratch:
-    """Shared by layer norm and RMS norm: copies, then partial sums of each weight's gradient.
-
-    `LaunchGammaBetaBackwardCUDAKernel` of layer_norm_kernel.cu adds a tall, narrow gradient into
-    blocks of rows and then calls `sum(0)`, whose result replaces the output allocated before.
-    """
-    grad, tensor, shape = args[0], args[1], args[2]
-    width = prod(shape)
-    rows = _partial_rows(tensor.numel() // max(1, width), width, gpu)
-    after = contiguous_copy(grad)
-    kept = [w for w, wanted in zip(weights, mask, strict=False) if wanted and w is not None]
-    if rows and kept:
-        part = torch.empty((rows, width), dtype=kept[0].dtype, device="meta")
-        after += tuple(part.numel() * part.itemsize for _ in kept)
-        after += (width * part.itemsize, *sum_bytes(part, [0], part.dtype, gpu))
-    return Scratch(before=contiguous_copy(tensor), after=after)
-
-
-def layer_norm_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`native_layer_norm_backward`: copies, and partial sums of weight and bias gradients where
-    rows are many and narrow (layer_norm_kernel.cu, see `_norm_backward`).
-    """
-    return _norm_backward(args, [args[5], args[6]], list(args[7])[1:], gpu)
-
-
-def rms_norm_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`_fused_rms_norm_backward`: copies, and partial sums of the weight's gradient where rows are
-    many and narrow (layer_norm_kernel.cu, see `_norm_backward`).
-    """
-    return _norm_backward(args, [args[4]], list(args[5])[1:], gpu)
 
 
 def group_norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
@@ -321,8 +272,6 @@ SCRATCH: dict[OpOverload, ScratchRule] = {
     aten._log_softmax_backward_data.default: two_inputs_copy_after,
     aten.native_layer_norm.default: input_copy_before,
     aten._fused_rms_norm.default: input_copy_before,
-    aten.native_layer_norm_backward.default: layer_norm_backward_scratch,
-    aten._fused_rms_norm_backward.default: rms_norm_backward_scratch,
     aten.native_group_norm.default: group_norm_scratch,
     aten.native_group_norm_backward.default: group_norm_backward_scratch,
     aten.embedding.default: embedding_scratch,
