@@ -122,6 +122,8 @@ class Compiled:
         if self._module is None:
             return self._call
         parts = [_settings(part) for part in self._module.modules()]
+        configs = {id(c): c for c in (vars(p).get("config") for p in self._module.modules())}
+        parts += [_settings(config) for config in configs.values() if hasattr(config, "__dict__")]
         return type(self._module), repr(self._module), tuple(parts)
 
     def _function(
@@ -148,8 +150,8 @@ class Compiled:
         return run
 
 
-def _settings(part: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """What a module computes by, of what it need not say of itself."""
+def _settings(part: object) -> tuple[tuple[str, Any], ...]:
+    """What a module computes by, or its config says, of what it need not say of itself."""
     plain = (bool, int, float, str)
     return tuple((name, v) for name, v in vars(part).items() if isinstance(v, plain))
 
