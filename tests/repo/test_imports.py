@@ -42,7 +42,9 @@ ESTIMATOR_FLOORS = [
 """The rooms within the estimator, lowest first."""
 
 DEVICE_FLOORS = [
-    {"broadcasts", "collectives", "cuda_semantics", "custom_operators", "dispatch", "fused"}
+    {"broadcasts", "collectives", "cuda_semantics", "custom_operators", "dispatch", "engine"}
+    | {"double_backward"}
+    | {"fused"}
     | {
         "garbage",
         "guesses",

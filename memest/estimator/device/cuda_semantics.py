@@ -17,21 +17,26 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from memest.estimator.device import fused, recurrent
+from memest.estimator.device import double_backward, fused, recurrent
 from memest.estimator.device.tensors import on_gpu
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.kernels.attention.choice import scaled_dot_product_attention
 from memest.estimator.kernels.batch_norm import takes_cudnn
 
 KEY_NAME = "AutocastIPU"
+UNDER_VMAP = "FuncTorchBatched"
+"""Where `torch.vmap` takes operators apart, before `KEY_NAME` is asked."""
+
 _KEY = getattr(torch._C.DispatchKey, KEY_NAME)
 _BELOW = torch._C._dispatch_keyset_full_after(_KEY)
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 # The policies of ATen/autocast_mode.h (torch 2.11; 2.13 has `rms_norm` among FLOAT32 besides); a
 # test compares their union with what the installed torch registers for AutocastCUDA.
@@ -145,17 +150,19 @@ def _register_once() -> None:
         ),
         "scaled_dot_product_attention": _attention,
         "linear": _linear,
-        **recurrent.kernels(_BELOW, _decisions),
-        **fused.kernels(_BELOW),
         "batch_norm": _batch_norm,
+        double_backward.NAME: double_backward.kernel(_next),
     }
+    for name, kernel in special.items():
+        aten.impl(name, _under_vmap(_overload(name), kernel), UNDER_VMAP)
+    special |= recurrent.kernels(_BELOW, _decisions) | fused.kernels(_BELOW)
     policies = [(LOWER_PRECISION, _to_lower_precision), (FLOAT32, _to_float32)]
     policies += [(FLOAT32_RESULT, _to_float32_result), (PROMOTE, _to_widest)]
     for names, policy in policies:
         for name in names:
-            kernel = special.pop(name, None) or _redispatch(_overload(name))
+            decided = special.pop(name, None) or _redispatch(_overload(name))
             aten.impl(
-                name, _with_policy(_overload(name), policy, kernel), KEY_NAME, with_keyset=True
+                name, _with_policy(_overload(name), policy, decided), KEY_NAME, with_keyset=True
             )
     for name, kernel in special.items():
         aten.impl(name, kernel, KEY_NAME, with_keyset=True)
@@ -177,6 +184,21 @@ def _redispatch(op: torch._ops.OpOverload) -> Callable[..., Any]:
         return op.redispatch(keyset & _BELOW, *args, **kwargs)
 
     return kernel
+
+
+def _under_vmap(op: torch._ops.OpOverload, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        is_virtual = torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
+        return (kernel if is_virtual else partial(_next, op))(None, *args, **kwargs)
+
+    return run
+
+
+def _next(op: torch._ops.OpOverload, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    """What torch would run; for `vmap`, whose `keyset` is None, what it is made of."""
+    if keyset is None:
+        return op._op_dk(_COMPOSITE, *args, **kwargs)
+    return op.redispatch(keyset & _BELOW, *args, **kwargs)
 
 
 def _with_policy(
@@ -271,7 +293,7 @@ def _dropout(keyset: Any, x: Tensor, p: float, train: bool) -> Tensor:
     if train and 0 < p < 1 and on_gpu(x) and x.numel() > 0:
         out: Tensor = torch.ops.aten.native_dropout.default(x, p, train)[0]
         return out
-    result: Tensor = torch.ops.aten.dropout.default.redispatch(keyset & _BELOW, x, p, train)
+    result: Tensor = _next(torch.ops.aten.dropout.default, keyset, x, p, train)
     return result
 
 
@@ -281,7 +303,7 @@ def _linear(keyset: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) 
     """
     if bias is not None and x.dim() > 2 and on_gpu(x) and not x.is_contiguous():
         return torch.matmul(x, weight.t()).add_(bias)
-    result: Tensor = torch.ops.aten.linear.default.redispatch(keyset & _BELOW, x, weight, bias)
+    result: Tensor = _next(torch.ops.aten.linear.default, keyset, x, weight, bias)
     return result
 
 
@@ -293,7 +315,7 @@ def _make_softmax(
         if on_gpu(x) and x.dtype is torch.float16 and dtype is torch.float32:
             fused: Tensor = kernel(x, dim, True)
             return fused
-        result: Tensor = op.redispatch(keyset & _BELOW, x, dim, dtype)
+        result: Tensor = _next(op, keyset, x, dim, dtype)
         return result
 
     return softmax
@@ -322,9 +344,10 @@ def _batch_norm(
         dense = [t if t is None else t.contiguous() for t in tensors]
         out: Tensor = torch.ops.aten.cudnn_batch_norm.default(x, *dense, training, momentum, eps)[0]
         return out
-    result: Tensor = torch.ops.aten.batch_norm.default.redispatch(
-        keyset & _BELOW, x, *tensors, training, momentum, eps, cudnn_enabled
-    )
+    result: Tensor = _next(
+        torch.ops.aten.batch_norm.default,
+        keyset, x, *tensors, training, momentum, eps, cudnn_enabled,
+    )  # fmt: skip
     return result
 
 

@@ -50,7 +50,7 @@ from memest.estimator.device.tensors import (
     storage_key,
     tensors_in,
 )
-from memest.estimator.device.traits import DEPENDS_ON_VALUES, traits_of
+from memest.estimator.device.traits import DEPENDS_ON_VALUES, shaping, traits_of
 from memest.estimator.device.values import LiveValues, ValueUnknown
 from memest.estimator.device.works import Works
 from memest.estimator.hardware.gpus import Gpu
@@ -155,6 +155,11 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         return known
 
     def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        if func is aten.to.device:  # inference mode hands composite operators on
+            tensor, device, dtype, *rest = args
+            options = dict(zip(("non_blocking", "copy", "memory_format"), rest, strict=False))
+            func, args = aten.to.dtype_layout, (tensor,)
+            kwargs = {"device": device, "dtype": dtype, **options, **kwargs}
         traits = traits_of(func)
         if traits.is_collective:
             return collectives.run(self, func, args, kwargs)
@@ -288,7 +293,11 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         schema = func._schema
         if schema.is_mutable and not schema.returns:
             return None  # where there are no values, none change
-        if func in DEPENDS_ON_VALUES and self.values.guessed and self.values.is_guessed(args):
+        if (
+            func in DEPENDS_ON_VALUES
+            and self.values.guessed
+            and self.values.is_guessed(shaping(func, args))
+        ):
             raise self._failure(func, ValueUnknown(str(func)))
         if func is aten.bincount.default and self.values.value_of(args[0]) is None:
             bins = bincount(self.guesses, self.lines.current(), *args, **kwargs)

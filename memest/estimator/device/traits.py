@@ -35,6 +35,14 @@ DEPENDS_ON_VALUES = frozenset((
 """Operators whose outputs' shapes are not a function of their inputs' shapes."""
 
 
+def shaping(func: Any, args: tuple[Any, ...]) -> Any:
+    """The arguments of one of `DEPENDS_ON_VALUES` whose values decide its output's shape."""
+    if func is aten.index.Tensor:
+        masks = (torch.bool, torch.uint8)
+        return [index for index in args[1] if index is not None and index.dtype in masks]
+    return args[1:] if func is aten.masked_select.default else args
+
+
 class Traits:
     """The traits of one operator."""
 

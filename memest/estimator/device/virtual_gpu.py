@@ -31,6 +31,7 @@ from memest.estimator.device import (
     recurrent,
 )
 from memest.estimator.device.cuda_semantics import CASTS, decisions_of
+from memest.estimator.device.engine import DeviceThread
 from memest.estimator.device.guesses import Guesses
 from memest.estimator.device.imports import ImportHooks
 from memest.estimator.device.lines import ScriptLines
@@ -140,6 +141,7 @@ class VirtualGpu:
         encoder.install(patches, recorder)
         layouts.install(patches, recorder.lines.current)
         recurrent.install(patches)
+        DeviceThread().install(patches)
         recorder.draws.install(
             patches, lambda what: self.guesses.note(recorder.lines.current(), what)
         )

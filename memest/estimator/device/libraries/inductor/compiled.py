@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memest.estimator.device.libraries.inductor.breaks import Broken, broken_by_loggers, in_parts
 from memest.estimator.device.libraries.inductor.compiler import (
     MadeOnMeta,
     NotCompiled,
@@ -229,11 +230,43 @@ class _Graph:
 
 
 def _compile(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Callable[..., Any]:
+    """The function in as many graphs as Dynamo would make of it."""
+    try:
+        return _compile_whole(function, tensors)
+    except Broken:
+        parts = in_parts(function, tensors)
+    for name, part in parts.named_children():
+        setattr(parts, name, _Part(part))
+    return parts
+
+
+class _Part(nn.Module):
+    """A piece between two breaks, compiled for the tensors of its first call."""
+
+    def __init__(self, function: nn.Module) -> None:
+        super().__init__()
+        self._function = function
+        self._compiled: Callable[..., Any] | None = None
+        self._is_single = False
+
+    def forward(self, *inputs: Tensor) -> Any:
+        if self._compiled is None:
+            self._compiled = _compile_whole(self._flat, inputs)
+        made = self._compiled(*inputs)
+        return made[0] if self._is_single else made
+
+    def _flat(self, *inputs: Tensor) -> Any:
+        made = self._function(*inputs)
+        self._is_single = _is_tensor(made)
+        return (made,) if self._is_single else made
+
+
+def _compile_whole(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Callable[..., Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     class Whole(nn.Module):
         def forward(self, *inputs: Tensor) -> Any:
-            with MadeOnMeta():
+            with MadeOnMeta(), broken_by_loggers():
                 return function(*inputs)
 
     with _disable_current_modes():
