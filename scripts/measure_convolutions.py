@@ -1,10 +1,11 @@
 """Measures on a GPU what workspaces cuDNN's convolutions take, for `fit_convolutions.py`.
 
-    python scripts/measure_convolutions.py OUT.npz [--every N] [--first I] [--plans]
+    python scripts/measure_convolutions.py OUT.npz [--of FILE] [--every N] [--first I] [--plans]
 
-Runs the calls of convolutions.npz in memest/estimator/kernels/ one by one, each forward and
-backward alone, and reads the workspace in the allocator's recorded events; 60 calls a second. N
-processes that start at I = 0 ... N - 1 share the work. `OUT.npz` has the columns of that file:
+Runs the calls of convolutions.npz in memest/estimator/kernels/, or of FILE, which
+`common_convolutions.py` has written, one by one, each forward and backward alone, and reads the
+workspace in the allocator's recorded events; 60 calls a second. N processes that start at I = 0
+... N - 1 share the work. `OUT.npz` has the columns of that file:
 
 - `calls` (n, 25): what `ConvolutionShapes.row` gives;
 - `workspaces` (n, 3): bytes for the output, the gradient of the input and that of the weight;
@@ -109,11 +110,12 @@ def main() -> None:
     """Measure every so many calls."""
     options = argparse.ArgumentParser()
     options.add_argument("out", type=Path)
+    options.add_argument("--of", type=Path, default=MEASURED)
     options.add_argument("--every", type=int, default=1)
     options.add_argument("--first", type=int, default=0)
     options.add_argument("--plans", action="store_true")
     chosen = options.parse_args()
-    with np.load(MEASURED) as data:
+    with np.load(chosen.of) as data:
         columns = {name: data[name][chosen.first :: chosen.every] for name in data.files}
     torch.backends.cudnn.version()  # loads the library
     cudnn = Cudnn()

@@ -42,10 +42,16 @@ ESTIMATOR_FLOORS = [
 """The rooms within the estimator, lowest first."""
 
 DEVICE_FLOORS = [
-    {"broadcasts", "collectives", "cuda_semantics", "custom_operators", "dispatch", "engine"}
-    | {"double_backward"}
-    | {"fused"}
-    | {
+    {
+        "broadcasts",
+        "collectives",
+        "copies",
+        "cuda_semantics",
+        "custom_operators",
+        "dispatch",
+        "double_backward",
+        "engine",
+        "fused",
         "garbage",
         "guesses",
         "history",
@@ -56,11 +62,22 @@ DEVICE_FLOORS = [
         "labels",
         "layouts",
         "lines",
-    }
-    | {"messages", "modules"}
-    | {"patches", "processes", "ranks", "recurrent", "searches", "shards", "storages", "streams"}
-    | {"synchronised", "tensors"}
-    | {"traits", "values", "works"},
+        "messages",
+        "modules",
+        "patches",
+        "processes",
+        "ranks",
+        "recurrent",
+        "searches",
+        "shards",
+        "storages",
+        "streams",
+        "synchronised",
+        "tensors",
+        "traits",
+        "values",
+        "works",
+    },
     {"live"},
     {"attributes", "cuda", "distributed", "encoder", "files", "libraries"},
     {"virtual_gpu"},

@@ -32,6 +32,7 @@ from memest.estimator.kernels.attention.events import ATTENTION_EVENTS, NOT_MODE
 from memest.estimator.kernels.attention.flash2 import FLASH_ATTENTION_2_EVENTS
 from memest.estimator.kernels.cublas import LT_WORKSPACE_BYTES, MATMULS, CublasWorkspaces
 from memest.estimator.kernels.grouped_mm import grouped_mm_output
+from memest.estimator.kernels.output_layouts import CONVOLUTIONS, as_on_cuda
 from memest.estimator.kernels.recurrent import RECURRENT_EVENTS
 from memest.estimator.kernels.scratch import OLDEST, TRIED, Events, Scratch
 from memest.estimator.kernels.staged import (
@@ -41,10 +42,8 @@ from memest.estimator.kernels.staged import (
     masked_scatter_backward_events,
 )
 from memest.estimator.kernels.tables import (
-    CONVOLUTIONS,
     OUTPUT_BYTES,
     SCRATCH,
-    as_on_cuda,
     has_no_scratch,
     is_partly_modelled,
 )

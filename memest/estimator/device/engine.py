@@ -69,7 +69,8 @@ class DeviceThread:
         if last > first:
             if args[2]:
                 self._is_mixed = True
-                made = [leaf.grad for leaf in _leaves(outputs)] if grads is None else grads
+                is_kept = kwargs["accumulate_grad"]
+                made = [leaf.grad for leaf in _leaves(outputs)] if is_kept else grads
                 self._number(made, first)
             self._num_made += last - first
             self._starts.append(last)

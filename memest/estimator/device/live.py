@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memest.estimator.allocator.blocks import Block
 from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
 from memest.estimator.device import collectives
+from memest.estimator.device.copies import MAX_SHOWN_NUMEL, as_dtype_layout, copied
 from memest.estimator.device.custom_operators import key_of_other_operators
 from memest.estimator.device.dispatch import Recipe, Recorder
 from memest.estimator.device.garbage import PER_STORAGE, GarbagePace
@@ -50,32 +51,24 @@ from memest.estimator.device.tensors import (
     storage_key,
     tensors_in,
 )
-from memest.estimator.device.traits import DEPENDS_ON_VALUES, shaping, traits_of
+from memest.estimator.device.traits import (
+    DEPENDS_ON_VALUES,
+    MAY_MIX_DEVICES,
+    shaping,
+    traits_of,
+)
 from memest.estimator.device.values import LiveValues, ValueUnknown
 from memest.estimator.device.works import Works
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.hardware.speed import segment_us
-from memest.estimator.kernels.transfers import to_host_scratch
+from memest.estimator.kernels.transfers import to_card_bytes, to_host_scratch
 
 aten = torch.ops.aten
-
-MAX_SHOWN_NUMEL = 64
-"""A copy to the host of up to so many elements is taken for something that the script looks at."""
 
 MAX_STATE_NUMEL = 1 << 12
 """Larger results of an optimizer's step have no values: the states of an 8-bit optimizer are
 integers, of which nobody reads one.
 """
-
-_MAY_MIX_DEVICES = frozenset((
-    aten.copy_.default, aten._to_copy.default, aten.index.Tensor, aten.index_put_.default,
-    aten.index_put.default, aten._index_put_impl_.default, aten._unsafe_index.Tensor,
-    aten._copy_from.default, aten.set_.source_Tensor, aten.masked_scatter_.default,
-    aten._amp_foreach_non_finite_check_and_unscale_.default, aten.repeat_interleave.Tensor,
-    aten.lift_fresh.default, aten.set_.source_Storage_storage_offset,
-    aten._pack_padded_sequence.default, aten._ctc_loss.default, aten._ctc_loss_backward.default,
-))  # fmt: skip
-"""Operators that torch lets take tensors of the host beside those of the GPU."""
 
 
 class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
@@ -156,10 +149,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
 
     def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         if func is aten.to.device:  # inference mode hands composite operators on
-            tensor, device, dtype, *rest = args
-            options = dict(zip(("non_blocking", "copy", "memory_format"), rest, strict=False))
-            func, args = aten.to.dtype_layout, (tensor,)
-            kwargs = {"device": device, "dtype": dtype, **options, **kwargs}
+            func, args, kwargs = as_dtype_layout(args, kwargs)
         traits = traits_of(func)
         if traits.is_collective:
             return collectives.run(self, func, args, kwargs)
@@ -192,8 +182,11 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
             is_to_host = func is aten.copy_.default and self.place(args[0]) is not Place.CARD
             if target == "cpu" or is_to_host:
                 return self._copy_to_host(func, args, kwargs)
-            if (real is not None or on_host) and func not in _MAY_MIX_DEVICES:
-                self._check_devices(func, args, kwargs)
+            if real is not None or on_host:
+                if func is aten.copy_.default:
+                    return self._to_card(func, types, args, kwargs, no_place)
+                if func not in MAY_MIX_DEVICES:
+                    self._check_devices(func, args, kwargs)
             return self._on_card(func, types, args, kwargs, no_place)
         if target == "meta":
             # C++ asks for what a tensor of the card says to it: a formula of autograd, a composite
@@ -244,20 +237,26 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any, adopts: bool
     ) -> Any:
         """A copy from the host: a parameter, or else a batch until it is known better."""
-        is_parameter = isinstance(args[0], torch.nn.Parameter)
+        is_new = func is not aten.copy_.default
+        source: Tensor = args[0] if is_new else args[1]
+        non_blocking = kwargs.get("non_blocking") or (not is_new and len(args) > 2 and args[2])
+        is_parameter = isinstance(source, torch.nn.Parameter)
         with self._lock:
             before, self.kind = self.kind, MemKind.PARAMS if is_parameter else MemKind.BATCH
             try:
-                return self._on_card(func, types, args, kwargs, adopts)
+                made = self._on_card(func, types, args, kwargs, adopts)
             finally:
                 self.kind = before
-                if not (kwargs.get("non_blocking") and self.is_pinned(args[0])):
-                    self.host_waits(self.event(self.stream))  # pageable memory is waited for
+            num_bytes = to_card_bytes(made, source, is_waited_for=not non_blocking)
+            if num_bytes:
+                self._ends(self._workspace(num_bytes, self._site(func)))
+            if not (non_blocking and self.is_pinned(source)):
+                self.host_waits(self.event(self.stream))  # pageable memory is waited for
+            return made
 
     def _copy_to_host(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A copy of a tensor of the card, whose values are rarely known."""
-        is_copy_ = func is aten.copy_.default
-        source: Tensor = args[1] if is_copy_ else args[0]
+        source: Tensor = args[1] if func is aten.copy_.default else args[0]
         if not is_meta(source) or func not in (aten.copy_.default, aten._to_copy.default):
             factory = {**kwargs, "device": CPU}
             return self._in_memory(func, without_tensors(args), factory)
@@ -266,20 +265,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
             site, sizes = self._site(func), to_host_scratch(func, args, kwargs)
             for index in reversed([self._workspace(n, site) for n in sizes]):
                 self._ends(index)
-        # a parameter has no data on the host, as none of a model built there has
-        is_parameter = isinstance(source, torch.nn.Parameter)
-        value = None if is_parameter else self.values.value_of(source)
-        dtype = args[0].dtype if is_copy_ else kwargs.get("dtype") or source.dtype
-        if value is None:
-            if is_copy_:
-                return args[0]
-            made = torch.empty_strided(source.size(), source.stride(), dtype=dtype, device=META)
-            self.put_on_host(made)
-            return made
-        if storage_key(source) in self.values.guessed and source.numel() <= MAX_SHOWN_NUMEL:
-            what = f"a copy of {str(source.dtype).removeprefix('torch.')} to the host"
-            self.guesses.note(self.lines.current(), what)
-        return args[0].copy_(value) if is_copy_ else value.to(dtype).clone()
+        return copied(self, func, args, kwargs)
 
     def _check_devices(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
         """Refuse what torch refuses: tensors of the host and of the GPU in one kernel."""

@@ -27,6 +27,16 @@ IN_THE_LIKENESS = frozenset((
 COLLECTIVES = frozenset(("c10d",))
 """Namespaces of the operators through which a `ProcessGroup` sends."""
 
+MAY_MIX_DEVICES = frozenset((
+    aten.copy_.default, aten._to_copy.default, aten.index.Tensor, aten.index_put_.default,
+    aten.index_put.default, aten._index_put_impl_.default, aten._unsafe_index.Tensor,
+    aten._copy_from.default, aten.set_.source_Tensor, aten.masked_scatter_.default,
+    aten._amp_foreach_non_finite_check_and_unscale_.default, aten.repeat_interleave.Tensor,
+    aten.lift_fresh.default, aten.set_.source_Storage_storage_offset,
+    aten._pack_padded_sequence.default, aten._ctc_loss.default, aten._ctc_loss_backward.default,
+))  # fmt: skip
+"""Operators that torch lets take tensors of the host beside those of the GPU."""
+
 DEPENDS_ON_VALUES = frozenset((
     aten.masked_scatter_backward.default, aten.nonzero.default, aten.masked_select.default,
     aten.index.Tensor, aten._unique2.default, aten.unique_consecutive.default,

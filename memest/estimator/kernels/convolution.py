@@ -195,27 +195,37 @@ def convolution_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events
 
 def convolution_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`convolution_backward` of Convolution.cpp: the gradients of input and weight, each with a
-    workspace, then of the bias.
+    workspace, then of the bias, which is a sum.
 
     Input and incoming gradient are copied where they have another memory format, until both are
-    done, the weight until the gradient of the input is; the bias is a sum.
+    done; a gradient with gaps for each of the two, and the weight for the input's
+    (`cudnn_convolution_backward` of ConvShared.cpp).
     """
     grad, tensor, weight, wanted = args[0], args[1], args[2], args[10]
     memory_format = convolution_format(tensor, weight)
-    copies = copies_in(memory_format, *((tensor,) if wanted[1] else ()), grad)
     shapes, direction = _shapes_of(args, grad, 1), _of_input(args)
+    copies = copies_in(memory_format, tensor) if wanted[1] else ()
+    given = memory_format if wanted[1] else suggest_memory_format(tensor)
+    each: tuple[int, ...] = ()
+    if args[7] or is_native(shapes):
+        copies += copies_in(given, grad)
+    elif suggest_memory_format(grad) != given:  # `to(memory_format)`, which leaves what is strided
+        copies += (bytes_of(grad),)
+    else:
+        each = copies_in(memory_format, grad)
     of_input: list[KernelEvent] = []
     of_weight: list[KernelEvent] = []
     if wanted[0]:
-        copy = copies_in(memory_format, weight)
+        copy = copies_in(memory_format, weight) + each
         num_bytes = _workspace(shapes, direction, gpu).num_bytes
         of_input = outputs({0: bytes_of(tensor)}) + temporaries(*copy)
         of_input += _tried(shapes, direction, gpu) + passing(num_bytes)
-        of_input += temporaries(*(-n for n in copy))
+        of_input += temporaries(*(-n for n in reversed(copy)))
     if wanted[1]:
         num_bytes = _workspace(shapes, "weight", gpu).num_bytes
-        of_weight = outputs({1: bytes_of(weight)}) + _tried(shapes, "weight", gpu)
-        of_weight += passing(num_bytes)
+        of_weight = temporaries(*each) + outputs({1: bytes_of(weight)})
+        of_weight += _tried(shapes, "weight", gpu) + passing(num_bytes)
+        of_weight += temporaries(*(-n for n in each))
     # torch's own depthwise kernels begin with the weight: `conv_depthwise2d_backward_cuda_out` of
     # DepthwiseConv2d.cu
     both = of_weight + of_input if is_native(shapes) else of_input + of_weight

@@ -243,16 +243,30 @@ def cumsum_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     `inclusive_deterministic_scan` of ATen/cuda/cub.cuh with one sum for each of up to `num_sms`
     blocks of 512, 256 or 128 threads by 16 values.
     """
-    tensor, dtype = args[0], out.dtype
+    dtype = out.dtype
+    if not dtype.is_floating_point:
+        return cumprod_scratch(args, kwargs, out, gpu)
+    cast, is_row = _scanned(args, kwargs, dtype)
+    if not is_row:
+        return Scratch(after=cast)
+    threads = 128 if dtype.itemsize >= 16 else 256 if dtype.itemsize >= 8 else 512
+    blocks = min(gpu.num_sms, -(-args[0].numel() // (threads * 16)))
+    return Scratch(after=(*cast, blocks * dtype.itemsize))
+
+
+def cumprod_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`cumprod`: as `cumsum` of integers, for floats too (ScanKernels.cpp)."""
+    cast, is_row = _scanned(args, kwargs, out.dtype)
+    num_bytes = scan_bytes(args[0].numel(), value_bytes=out.itemsize) if is_row else 0
+    return Scratch(after=(*cast, num_bytes) if is_row else cast)
+
+
+def _scanned(args: Args, kwargs: Kwargs, dtype: torch.dtype) -> tuple[tuple[int, ...], bool]:
+    """The bytes of a cast of what is scanned, and whether it is a single row."""
+    tensor = args[0]
     cast = () if tensor.dtype == dtype else (tensor.numel() * dtype.itemsize,)
     dim = args[1] if len(args) > 1 else kwargs.get("dim", -1)
-    if tensor.dim() == 0 or tensor.numel() == 0 or tensor.numel() != tensor.shape[dim]:
-        return Scratch(after=cast)
-    if not dtype.is_floating_point:
-        return Scratch(after=(*cast, scan_bytes(tensor.numel(), value_bytes=dtype.itemsize)))
-    threads = 128 if dtype.itemsize >= 16 else 256 if dtype.itemsize >= 8 else 512
-    blocks = min(gpu.num_sms, -(-tensor.numel() // (threads * 16)))
-    return Scratch(after=(*cast, blocks * dtype.itemsize))
+    return cast, tensor.dim() > 0 and tensor.numel() == tensor.shape[dim] > 0
 
 
 def where_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:

@@ -181,18 +181,43 @@ def ctc_loss_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     return tuple(temporaries(*lengths) + results + temporaries(*(-n for n in lengths)))
 
 
+LARGE_CTC = 450
+"""More than this, by `_is_large_ctc`, sums over blanks apart."""
+
+
+def _is_large_ctc(log_probs: Tensor, batch: int) -> bool:
+    """Whether there are many steps, samples or classes: `is_large` of LossCTC.cu."""
+    steps, classes = log_probs.shape[0], log_probs.shape[-1]
+    return 2 * steps + 24 * batch // 10 + 2 * classes // 10 > LARGE_CTC
+
+
 def ctc_loss_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`_ctc_loss_backward` (LossCTC.cu): lengths as in the forward, then the backward variables,
-    of the size of the forward ones, then the gradient.
+    of the size of the forward ones, then the gradient; a large one has a `logsumexp` over the
+    blanks, and a second gradient where infinite losses count as zero.
     """
-    losses, alphas = args[5], args[6]
+    log_probs, losses, alphas = args[1], args[5], args[6]
+    zero_infinity = args[8] if len(args) > 8 else kwargs.get("zero_infinity", False)
     lengths = (losses.numel() * 8,) * 3
     betas = alphas.numel() * alphas.itemsize
-    return tuple(
-        temporaries(*lengths, betas)
-        + outputs({0: out.numel() * out.itemsize})
-        + temporaries(-betas, *(-n for n in lengths))
-    )
+    made = out.numel() * out.itemsize
+    events = temporaries(*lengths, betas)
+    if not _is_large_ctc(log_probs, losses.numel()):
+        events += outputs({0: made})
+    else:
+        rows = alphas.shape[0] * alphas.shape[1]
+        blanks = rows * (alphas.shape[2] // 2 + 1) * alphas.itemsize
+        sums = rows * alphas.itemsize
+        of_blanks = temporaries(
+            blanks, sums, sums, rows, -rows, -sums, blanks, sums, -blanks, -sums, -sums, -blanks
+        )
+        if zero_infinity:
+            zero, flags = out.itemsize, losses.numel()
+            events += temporaries(made) + of_blanks + temporaries(zero, flags)
+            events += outputs({0: made}) + temporaries(-flags, -zero, -made)
+        else:
+            events += outputs({0: made}) + of_blanks
+    return tuple(events + temporaries(-betas, *(-n for n in lengths)))
 
 
 LOSS_SCRATCH: dict[OpOverload, ScratchFn] = {

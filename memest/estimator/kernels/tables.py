@@ -31,7 +31,6 @@ from memest.estimator.kernels.batch_norm import (
 )
 from memest.estimator.kernels.convolution import (
     convolution_is_modelled,
-    convolution_outputs,
     copies_in,
 )
 from memest.estimator.kernels.cublas import MATMULS
@@ -39,6 +38,7 @@ from memest.estimator.kernels.draws import DRAWS_MODELLED_WHERE
 from memest.estimator.kernels.grouped_mm import grouped_mm_is_modelled, grouped_mm_scratch
 from memest.estimator.kernels.indexing import (
     contiguous_copy,
+    cumprod_scratch,
     cumsum_scratch,
     embedding_scratch,
     index_put_scratch,
@@ -71,7 +71,7 @@ from memest.estimator.kernels.reductions import (
     sum_dims_scratch,
     variance_scratch,
 )
-from memest.estimator.kernels.scratch import Scratch
+from memest.estimator.kernels.scratch import Scratch, bytes_of
 from memest.estimator.kernels.staged import STAGED_MODELLED_WHERE
 from memest.estimator.kernels.windows import (
     WINDOW_MODELLED_WHERE,
@@ -101,6 +101,14 @@ FOREACH_CHUNK = 65536
 def input_copy_before(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """A contiguous copy of the first argument, made before the outputs (layer_norm_kernel.cu)."""
     return Scratch(before=contiguous_copy(args[0]))
+
+
+def as_complex_first(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """Of complex numbers the result is complex first (`unary_op_impl_with_complex_to_float_out` of
+    UnaryOps.cpp), and its real part is copied.
+    """
+    tensor = args[0]
+    return Scratch(after=(bytes_of(tensor),) if tensor.is_complex() else ())
 
 
 def input_copy_after(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
@@ -286,7 +294,10 @@ SCRATCH: dict[OpOverload, ScratchRule] = {
     aten.sort.stable: sort_scratch,
     aten.isin.Tensor_Tensor: isin_scratch,
     aten.cumsum.default: cumsum_scratch,
+    aten.cumprod.default: cumprod_scratch,
     aten.where.self: where_scratch,
+    aten.abs.default: as_complex_first,
+    aten.angle.default: as_complex_first,
     aten.native_batch_norm.default: native_batch_norm_scratch,
     aten.batch_norm_stats.default: statistics_scratch,
     aten.batch_norm_backward_reduce.default: statistics_gradient_scratch,
@@ -312,28 +323,6 @@ OUTPUT_BYTES: dict[OpOverload, OutputRule] = {
     aten.log_sigmoid_forward.default: log_sigmoid_outputs,
 }
 """Requested bytes of each output on CUDA, in the order of the outputs; None where meta is right."""
-
-_CONTIGUOUS_GRADIENTS = (
-    aten.native_layer_norm_backward.default,
-    aten._fused_rms_norm_backward.default,
-)
-
-
-CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
-
-
-def as_on_cuda(func: OpOverload, args: Args, out: Any) -> Any:
-    """The outputs of `func` on meta in the layout that CUDA gives them.
-
-    The gradient of a norm's input is contiguous (layer_norm_kernel.cu); on meta it follows the
-    gradient that came in. A convolution of cuDNN keeps channels-last.
-    """
-    if func in CONVOLUTIONS:
-        return convolution_outputs(func, args, out)
-    if func not in _CONTIGUOUS_GRADIENTS:
-        return out
-    return tuple(t if t is None else t.contiguous() for t in out)
-
 
 ModelledRule = Callable[[OpOverload, Args, Kwargs, Gpu], bool]
 

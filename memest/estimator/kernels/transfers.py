@@ -1,4 +1,4 @@
-"""What a copy from the GPU to the host needs on the GPU.
+"""What copies between the GPU and the host need on the GPU.
 
 Source (torch 2.11): `copy_requires_temporaries` and `copy_kernel_cuda` of
 aten/src/ATen/native/cuda/Copy.cu.
@@ -34,6 +34,21 @@ def to_host_scratch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if source.is_contiguous():
         return cast
     return (*cast, source.numel() * (dtype if is_cast_here else source.dtype).itemsize)
+
+
+def to_card_bytes(target: Tensor, source: Tensor, *, is_waited_for: bool) -> int:
+    """Bytes of the temporary of a copy from the host into `target`.
+
+    A cast is the host's, but for a copy that is not waited for; what lies in another order is
+    copied as the host has it, and put in order here.
+    """
+    is_alike = target.stride() == source.stride() and _is_dense(target)
+    if target.dtype == source.dtype:
+        if is_alike or target.is_contiguous():
+            return 0
+    elif not is_waited_for:
+        return target.numel() * source.itemsize
+    return 0 if target.is_contiguous() else target.numel() * target.itemsize
 
 
 def _is_dense(tensor: Tensor) -> bool:

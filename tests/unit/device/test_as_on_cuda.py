@@ -84,3 +84,19 @@ def test_the_report_says_that_cudnn_tries_its_kernels(
     nn.Conv2d(3, 8, 3).cuda()(torch.ones(1, 3, 32, 32, device="cuda"))
 
     assert any("cudnn.benchmark" in note for note in session.virtual.notes) == is_on
+
+
+def test_tensors_go_to_the_card_in_inference_mode() -> None:
+    """There C++ hands `to(device, dtype)` on as it is."""
+    with torch.inference_mode():
+        on_card = torch.ones(2, device="cuda")
+        made = [
+            torch.ones(2).to("cuda", torch.float16), torch.ones(2).type_as(on_card),
+            torch.ones(2).to("cuda", torch.float32, copy=True), on_card.to("cuda", torch.float16),
+        ]  # fmt: skip
+
+        assert [(t.device.type, t.dtype) for t in made] == [
+            ("cuda", torch.float16), ("cuda", torch.float32),
+            ("cuda", torch.float32), ("cuda", torch.float16),
+        ]  # fmt: skip
+        assert on_card.to("cpu", torch.float16).device.type == "cpu"

@@ -72,3 +72,14 @@ def test_what_the_card_draws_is_not_drawn_from_the_host() -> None:
         torch.randint(0, 5, (4,), device="cuda")
 
         assert torch.rand(3).tolist() == alone
+
+
+def test_what_is_taken_by_numbers_has_a_shape_whatever_its_values() -> None:
+    """Rewards of sampled tokens are guessed; which of them an update takes is not."""
+    with memest.virtual_gpu("h100-80gb"):
+        sampled = torch.randn(8, 100_000, device="cuda").argmax(1)
+        rewards = (sampled == 3).float()
+
+        assert rewards[torch.randperm(8, device="cuda")[:2], None].shape == (2, 1)
+        with pytest.raises(UnsupportedError, match="shape depends on values"):
+            rewards[rewards > 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -61,6 +62,48 @@ def test_fused_operators_keep_no_temporaries() -> None:
 
     assert peak_of(chain, x) == 2 * size
     assert peak_of(fused, x) == size
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_logger_breaks_a_graph_in_two() -> None:
+    """What is computed before the call is an output of the first graph, also of a level that is off
+    and of a message that was logged before.
+    """
+    logger = logging.getLogger("of.a.model")
+
+    @torch.compile
+    def chain(x: torch.Tensor, talks: bool) -> torch.Tensor:
+        made = torch.exp(x * 2)
+        if talks:
+            logger.debug("no graph goes on")
+        return torch.sigmoid(made + 1)
+
+    x = torch.zeros(1024, 1024, device="cuda")
+    for talks in (False, True):
+        chain(x, talks)
+
+    assert peak_of(chain, x, False) == 4 * x.numel()
+    assert peak_of(chain, x, True) == 2 * 4 * x.numel()
+
+
+@pytest.mark.usefixtures("gpu")
+def test_parts_of_a_model_learn_as_one() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            out = self.layer(x)
+            logging.getLogger("of.a.model").warning("which loss?")
+            return {"loss": out.square().mean(), "out": out}
+
+    model: Any = torch.compile(Loss().cuda())
+    made = model(torch.zeros(4, 8, device="cuda"))
+    made["loss"].backward()
+
+    assert made["out"].shape == (4, 8)
+    assert model.layer.weight.grad.shape == (8, 8)
 
 
 def test_a_compiled_backward_computes_again_what_is_cheap(gpu: VirtualGpu) -> None:
