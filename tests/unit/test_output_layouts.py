@@ -46,7 +46,7 @@ IMAGE, CROSS_IMAGE, OF_CHANNEL = torch.rand(4, 6, 5), crosswise(4, 6, 5), torch.
             (CROSS_IMAGE, IMAGE, *[OF_CHANNEL] * 5, True, 1e-5, [True, True, True]),
         ),
     ],
-    ids=str,
+    ids=lambda value: "" if isinstance(value, tuple) else str(getattr(value, "func", value)),
 )
 def test_outputs_lie_as_those_of_the_cpu(func: Any, args: tuple[Any, ...]) -> None:
     on_meta = tuple(

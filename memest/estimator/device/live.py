@@ -133,6 +133,8 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         for kind in types:
             if self._has_its_own_dispatch(kind):
                 return local_foreach(self, func, args, kwargs)
+        if func is aten.to.device:  # inference mode hands composite operators on
+            func, args, kwargs = as_dtype_layout(args, kwargs)
         INSIDE.depth += 1
         try:
             return self._dispatch(func, types, args, kwargs)
@@ -148,8 +150,6 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         return known
 
     def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        if func is aten.to.device:  # inference mode hands composite operators on
-            func, args, kwargs = as_dtype_layout(args, kwargs)
         traits = traits_of(func)
         if traits.is_collective:
             return collectives.run(self, func, args, kwargs)
@@ -185,8 +185,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
             if real is not None or on_host:
                 if func is aten.copy_.default:
                     return self._to_card(func, types, args, kwargs, no_place)
-                if func not in MAY_MIX_DEVICES:
-                    self._check_devices(func, args, kwargs)
+                self._check_devices(func, args, kwargs)
             return self._on_card(func, types, args, kwargs, no_place)
         if target == "meta":
             # C++ asks for what a tensor of the card says to it: a formula of autograd, a composite
@@ -269,6 +268,8 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
 
     def _check_devices(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
         """Refuse what torch refuses: tensors of the host and of the GPU in one kernel."""
+        if func in MAY_MIX_DEVICES:
+            return
         for tensor in tensors_in((*args, *kwargs.values())):
             if tensor.dim() and self.place(tensor) in (Place.REAL, Place.HOST):
                 if func._schema.name.startswith(("aten::_foreach", "aten::_fused")):
