@@ -257,8 +257,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         """A copy of a tensor of the card, whose values are rarely known."""
         source: Tensor = args[1] if func is aten.copy_.default else args[0]
         if not is_meta(source) or func not in (aten.copy_.default, aten._to_copy.default):
-            factory = {**kwargs, "device": CPU}
-            return self._in_memory(func, without_tensors(args), factory)
+            return self._in_memory(func, without_tensors(args), {**kwargs, "device": CPU})
         with self._lock:
             self.host_waits(self.event(self.stream))
             site, sizes = self._site(func), to_host_scratch(func, args, kwargs)
