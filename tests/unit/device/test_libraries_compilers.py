@@ -64,8 +64,7 @@ def test_fused_operators_keep_no_temporaries() -> None:
     assert peak_of(fused, x) == size
 
 
-@pytest.mark.usefixtures("gpu")
-def test_a_logger_breaks_a_graph_in_two() -> None:
+def test_a_logger_breaks_a_graph_in_two(gpu: VirtualGpu) -> None:
     """What is computed before the call is an output of the first graph, also of a level that is off
     and of a message that was logged before.
     """
@@ -84,6 +83,40 @@ def test_a_logger_breaks_a_graph_in_two() -> None:
 
     assert peak_of(chain, x, False) == 4 * x.numel()
     assert peak_of(chain, x, True) == 2 * 4 * x.numel()
+    assert [note.partition(" as ")[2][:10] for note in gpu.notes] == ["one graph;", "2 graphs; "]
+
+
+def test_what_cannot_be_parted_runs_as_it_is_written(gpu: VirtualGpu) -> None:
+    """A region of autocast across the break, and a gradient that the script has written."""
+    logger = logging.getLogger("of.a.model")
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad
+
+    @torch.compile
+    def own(x: torch.Tensor) -> torch.Tensor:
+        logger.info("squares")
+        return Square.apply(x)
+
+    @torch.compile
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            made = x @ x
+            logger.info("multiplied")
+            return made @ x
+
+    x = torch.ones(8, 8, device="cuda", requires_grad=True)
+    assert own(x).shape == x.shape
+    assert cast(x).dtype == torch.bfloat16
+    told = [note.rpartition("it calls a logger, ")[2] for note in gpu.notes]
+    assert told[0] == "and has a gradient of its own"
+    assert told[1].startswith("and in parts fails: ")
 
 
 @pytest.mark.usefixtures("gpu")

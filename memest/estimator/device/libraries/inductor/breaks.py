@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -57,6 +58,10 @@ def _instead_of(method: Callable[..., Any], meets: Callable[[], None]) -> Callab
     return called
 
 
+def _own_gradient(*args: Any, **kwargs: Any) -> Any:
+    raise NotCompiled("it calls a logger, and has a gradient of its own")
+
+
 def in_parts(function: Callable[..., Any], tensors: Sequence[Tensor]) -> fx.GraphModule:
     """`function` as a graph that calls one module for each stretch between breaks."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
@@ -75,7 +80,40 @@ def in_parts(function: Callable[..., Any], tensors: Sequence[Tensor]) -> fx.Grap
 
     with _disable_current_modes():
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with as_the_compiler(mode):
-        traced = make_fx(run, pre_dispatch=True)(*tensors)
+    patches = Patches()
+    patches.set(torch.autograd.Function, "apply", _own_gradient)
+    try:
+        with as_the_compiler(mode):
+            traced = make_fx(run, pre_dispatch=True)(*tensors)
+    finally:
+        patches.undo()
     place = {node: i for i, node in enumerate(traced.graph.nodes)}
     return split_module(traced, traced, lambda node: sum(place[node] >= at for at in breaks))
+
+
+def inputs_of(parts: fx.GraphModule, tensors: Sequence[Tensor]) -> dict[str, list[Tensor]]:
+    """By the name of a part, tensors without data like those that it gets."""
+    found: dict[str, list[Tensor]] = {}
+
+    class Listening(fx.Interpreter):
+        def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            found[target] = [_leaf_like(value) for value in args]
+            return super().call_module(target, args, kwargs)
+
+    with _disable_current_modes():
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with as_the_compiler(mode), MadeOnMeta():
+            Listening(parts).run(*tensors)
+    except (MemoryError, NotCompiled):
+        raise
+    except Exception as error:
+        why = str(error).partition("\n")[0][:120]
+        raise NotCompiled(f"it calls a logger, and in parts fails: {why}") from error
+    return found
+
+
+def _leaf_like(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, torch.nn.Parameter):
+        return tensor
+    return tensor.detach().requires_grad_(tensor.requires_grad)

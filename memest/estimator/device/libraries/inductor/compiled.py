@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memest.estimator.device.libraries.inductor.breaks import Broken, broken_by_loggers, in_parts
+from memest.estimator.device.libraries.inductor.breaks import (
+    Broken,
+    broken_by_loggers,
+    in_parts,
+    inputs_of,
+)
 from memest.estimator.device.libraries.inductor.compiler import (
     MadeOnMeta,
     NotCompiled,
@@ -37,9 +42,9 @@ STRATEGIES = {
 }
 """Classes whose modules talk to other ranks as they run."""
 
-AS_ONE = (
-    "`torch.compile`: what torch {version}'s Inductor makes of {name} as one graph; a real run may "
-    "break it into several, and pad matrices whose sides are no multiples of 8"
+AS_GRAPHS = (
+    "`torch.compile`: what torch {version}'s Inductor makes of {name} as {graphs}; a real run may "
+    "break it elsewhere, and pad matrices whose sides are no multiples of 8"
 )
 EAGERLY = "`torch.compile` ran {name} as it is written, which keeps more temporaries: {why}"
 
@@ -115,7 +120,8 @@ class Compiled:
             self._num_made += 1
             found = self._graphs[key] = _Graph(self._function(given, spec, list(state)), tensors)
             version = torch.__version__.partition("+")[0]
-            self._recorder.note(AS_ONE.format(name=self._name, version=version))
+            graphs = "one graph" if found.num_parts == 1 else f"{found.num_parts} graphs"
+            self._recorder.note(AS_GRAPHS.format(name=self._name, version=version, graphs=graphs))
         return found
 
     def _code(self) -> object:
@@ -220,6 +226,7 @@ class _Graph:
             return self._found.tensors
 
         self._compiled = _compile(flat, tensors)
+        self.num_parts = getattr(self._compiled, "num_parts", 1)
         assert self._found is not None
         self._found.tensors = []
 
@@ -234,31 +241,32 @@ def _compile(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Callabl
     try:
         return _compile_whole(function, tensors)
     except Broken:
-        parts = in_parts(function, tensors)
-    for name, part in parts.named_children():
-        setattr(parts, name, _Part(part))
-    return parts
+        parts: Any = in_parts(function, tensors)
+    given = inputs_of(parts, tensors)
+    for name, inputs in given.items():
+        setattr(parts, name, _Part(getattr(parts, name), inputs))
+    parts.num_parts = len(given)
+    return parts  # type: ignore[no-any-return]
 
 
 class _Part(nn.Module):
-    """A piece between two breaks, compiled for the tensors of its first call."""
+    """A piece between two breaks, compiled for these inputs."""
 
-    def __init__(self, function: nn.Module) -> None:
+    def __init__(self, function: nn.Module, inputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self._function = function
-        self._compiled: Callable[..., Any] | None = None
         self._is_single = False
 
+        def flat(*tensors: Tensor) -> Any:
+            made = function(*tensors)
+            self._is_single = _is_tensor(made)
+            return (made,) if self._is_single else made
+
+        self._compiled = _compile_whole(flat, inputs)
+
     def forward(self, *inputs: Tensor) -> Any:
-        if self._compiled is None:
-            self._compiled = _compile_whole(self._flat, inputs)
+        """What the piece returns."""
         made = self._compiled(*inputs)
         return made[0] if self._is_single else made
-
-    def _flat(self, *inputs: Tensor) -> Any:
-        made = self._function(*inputs)
-        self._is_single = _is_tensor(made)
-        return (made,) if self._is_single else made
 
 
 def _compile_whole(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Callable[..., Any]:
