@@ -30,8 +30,11 @@ ALL = SINGLE + HALVES
 MOST_BYTES = 4 << 30
 """Of an operand: larger ones do not fit often beside each other."""
 
-Layer = tuple[int, int, int, int | tuple[int, ...], int, int, int]
-"""Samples, input and output channels, side or sides of the image, window, stride, padding."""
+Sides = int | tuple[int, ...]
+"""One for each dimension, or the same for all."""
+
+Layer = tuple[int, int, int, Sides, Sides, Sides, Sides]
+"""Samples, input and output channels, image, window, stride, padding."""
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 ODD_BATCHES = (3, 6, 10, 12, 20, 24, 40, 48, 50, 80, 96, 100, 160, 192, 200)
@@ -47,18 +50,20 @@ def shapes_of(
     dims: int = 2,
 ) -> ConvolutionShapes | None:
     """The call of a layer; None where nothing would come out, or an operand is too large."""
-    samples, inputs, outputs, sides, window, stride, padding = layer
-    image = sides if isinstance(sides, tuple) else (sides,) * dims
-    windows = (window,) * len(image)
+    samples, inputs, outputs, *sides = layer
+    dims = next((len(given) for given in sides if isinstance(given, tuple)), dims)
+    image, window, stride, padding = (
+        given if isinstance(given, tuple) else (given,) * dims for given in sides
+    )
     plane = tuple(
-        (side + 2 * padding - dilation * (window - 1) - 1) // stride + 1 for side in image
+        (side + 2 * pad - dilation * (width - 1) - 1) // step + 1
+        for side, pad, width, step in zip(image, padding, window, stride, strict=True)
     )
     if min(plane) < 1:
         return None
-    each = len(image)
     made = ConvolutionShapes(
-        (samples, inputs, *image), (outputs, inputs // groups, *windows),
-        (samples, outputs, *plane), (stride,) * each, (padding,) * each, (dilation,) * each,
+        (samples, inputs, *image), (outputs, inputs // groups, *window),
+        (samples, outputs, *plane), stride, padding, (dilation,) * dims,
         groups, dtype, is_last,
     )  # fmt: skip
     largest = max(np.prod(made.tensor), np.prod(made.output)) * dtype.itemsize
@@ -256,8 +261,121 @@ def digits() -> Iterator[ConvolutionShapes | None]:
         yield shapes_of((samples, 20, 50, 12, 5, 1, 0), dtype)
 
 
+def styles() -> Iterator[ConvolutionShapes | None]:
+    """Generators of images from images, padded by reflection, and critics of patches."""
+    for samples, side, wide in product((1, 2, 3, 4, 6, 8, 12, 16), (128, 256, 512), (32, 64)):
+        half, quarter = side // 2, side // 4
+        layers: list[Layer] = [
+            (samples, 3, wide, side + 6, 7, 1, 0), (samples, wide, 3, side + 6, 7, 1, 0),
+            (samples, 3, wide, side, 7, 1, 3), (samples, wide, 3, side, 7, 1, 3),
+            (samples, 3, wide, side + 8, 9, 1, 0), (samples, wide, 3, side + 8, 9, 1, 0),
+            (samples, wide, wide * 2, side, 3, 2, 1), (samples, wide * 2, wide * 4, half, 3, 2, 1),
+            (samples, wide, wide * 2, side + 2, 3, 2, 0),
+            (samples, wide * 2, wide * 4, half + 2, 3, 2, 0),
+            (samples, wide * 4, wide * 4, quarter + 2, 3, 1, 0),
+            (samples, wide * 4, wide * 4, quarter, 3, 1, 1),
+            (samples, wide * 4, wide * 2, half + 2, 3, 1, 0),
+            (samples, wide * 2, wide, side + 2, 3, 1, 0),
+        ]  # fmt: skip
+        for given in (3, 6):
+            layers += [
+                (samples, given, wide, side, 4, 2, 1), (samples, wide, wide * 2, half, 4, 2, 1),
+                (samples, wide * 2, wide * 4, quarter, 4, 2, 1),
+                (samples, wide * 4, wide * 8, side // 8, 4, 1, 1),
+                (samples, wide * 8, 1, side // 8 - 1, 4, 1, 1),
+                (samples, wide * 4, wide * 8, side // 8, 4, 2, 1),
+                (samples, wide * 8, 1, side // 16, 4, 1, 1),
+            ]  # fmt: skip
+        for at, inputs, outputs in ((half, wide, wide * 2), (quarter, wide * 2, wide * 4)):
+            layers.append((samples, inputs, outputs, at * 2, 4, 2, 1))
+            layers.append((samples, outputs * 2, inputs, at * 2, 4, 2, 1))
+        for layer, dtype in product(layers, (*SINGLE, HALVES[1]) if side < 512 else SINGLE):
+            yield shapes_of(layer, dtype)
+
+
+def clips() -> Iterator[ConvolutionShapes | None]:
+    """Nets of clips: R(2+1)D, R3D, and C3D, 8 to 32 frames."""
+    for samples, frames, side in product(
+        (1, 2, 4, 6, 8, 12, 16, 20, 24, 32), (8, 16, 32), (56, 112, 128, 224)
+    ):
+        time, at, given = frames, side // 2, 64
+        stem: list[Layer] = [
+            (samples, 3, 45, (time, side, side), (1, 7, 7), (1, 2, 2), (0, 3, 3)),
+            (samples, 45, 64, (time, at, at), (3, 1, 1), 1, (1, 0, 0)),
+            (samples, 3, 64, (time, side, side), (3, 7, 7), (1, 2, 2), (1, 3, 3)),
+        ]
+        layers = stem
+        for wide in (64, 128, 256, 512):
+            step = 1 if wide == 64 else 2
+            for inputs, pace in ((given, step), (wide, 1)):
+                middle = inputs * wide * 27 // (inputs * 9 + 3 * wide)
+                whole = (time, at, at)
+                less = (time, -(-at // pace), -(-at // pace))
+                layers = [
+                    *layers,
+                    (samples, inputs, middle, whole, (1, 3, 3), (1, pace, pace), (0, 1, 1)),
+                    (samples, middle, wide, less, (3, 1, 1), (pace, 1, 1), (1, 0, 0)),
+                    (samples, inputs, wide, whole, 3, pace, 1),
+                    (samples, inputs, wide, whole, 1, pace, 0),
+                ]
+                time, at = -(-time // pace), -(-at // pace)
+            again = wide * wide * 27 // (wide * 9 + 3 * wide)
+            layers.append((samples, wide, again, (time, at, at), (1, 3, 3), 1, (0, 1, 1)))
+            layers.append((samples, again, wide, (time, at, at), (3, 1, 1), 1, (1, 0, 0)))
+            given = wide
+        for layer, dtype in product(layers, ALL):
+            yield shapes_of(layer, dtype)
+
+
+def detectors() -> Iterator[ConvolutionShapes | None]:
+    """One-stage detectors at several scales: cross-stage blocks, pyramids and heads."""
+    scales = (320, 416, 512, 576, 640, 704, 768)
+    for samples, side, first in product((2, 4, 8, 16, 24, 32, 64), scales, (16, 32, 48, 64)):
+        at, given = side, 3
+        layers: list[Layer] = []
+        for level in range(5):
+            wide = min(first << level, 512 if first < 64 else 1024)
+            layers.append((samples, given, wide, at, 3, 2, 1))
+            at, given, half = at // 2, wide, wide // 2
+            layers += [
+                (samples, wide, wide, at, 1, 1, 0), (samples, wide, half, at, 1, 1, 0),
+                (samples, half, half, at, 3, 1, 1), (samples, half, half, at, 1, 1, 0),
+                (samples, wide * 2, wide, at, 1, 1, 0), (samples, wide * 3 // 2, wide, at, 1, 1, 0),
+                (samples, wide * 2, half, at, 1, 1, 0), (samples, wide * 3, wide, at, 1, 1, 0),
+                (samples, half * 3, wide, at, 1, 1, 0), (samples, wide, wide, at, 3, 1, 1),
+                (samples, half, half, at * 2, 3, 2, 1),
+            ]  # fmt: skip
+            if level >= 2:
+                for outputs in (1, 4, 64, 80, 20, 85 * 3, 25 * 3):
+                    layers.append((samples, wide, outputs, at, 1, 1, 0))
+                    layers.append((samples, 64, outputs, at, 1, 1, 0))
+                layers += [(samples, wide, 64, at, 3, 1, 1), (samples, 64, 64, at, 3, 1, 1)]
+                layers += [(samples, wide, 80, at, 3, 1, 1), (samples, 80, 80, at, 3, 1, 1)]
+        for layer, dtype in product(layers, (*SINGLE, HALVES[0])):
+            yield shapes_of(layer, dtype)
+
+
+def conformers() -> Iterator[ConvolutionShapes | None]:
+    """Nets of speech whose lengths vary: subsampling, pointwise and depthwise layers."""
+    lengths = (*range(64, 640, 32), 201, 251, 301, 351, 401, 500, 501, 601, 750, 751, 800, 1000)
+    for samples, length, wide in product((4, 8, 16, 24, 32), lengths, (144, 256, 512)):
+        for dtype in (*SINGLE, *HALVES):
+            for inputs, outputs in ((wide, wide * 2), (wide, wide)):
+                yield shapes_of((samples, inputs, outputs, length, 1, 1, 0), dtype, dims=1)
+            for window in (15, 31):
+                layer = (samples, wide, wide, length, window, 1, window // 2)
+                yield shapes_of(layer, dtype, groups=wide, dims=1)
+    for samples, length, wide in product((4, 8, 16, 24, 32), range(400, 1700, 50), (144, 256, 512)):
+        for dtype in (*SINGLE, *HALVES):
+            yield shapes_of((samples, 1, wide, (length, 80), 3, 2, 0), dtype)
+            yield shapes_of((samples, wide, wide, ((length - 3) // 2 + 1, 39), 3, 2, 0), dtype)
+            yield shapes_of((samples, 1, wide, (length, 80), 3, 2, 1), dtype)
+            yield shapes_of((samples, wide, wide, (length // 2, 40), 3, 2, 1), dtype)
+
+
 FAMILIES: tuple[Callable[[], Iterator[ConvolutionShapes | None]], ...] = (
     reinforcement, volumes, tasks, critics, spectra, diffusion, resolutions, digits,
+    styles, clips, detectors, conformers,
 )  # fmt: skip
 
 

@@ -1,13 +1,14 @@
 """Operators of which CUDA has one kernel where meta runs several, or none.
 
 `mish` and `rms_norm` are taken apart by autograd unless the device has a fused kernel, `one_hot`
-compares on meta where CUDA scatters, and the gradient of `cumprod` takes a way there that no value
-decides; `kernels` puts the choice back above autograd. `MADE_HERE` gives the results that torch's
-meta device does not know, or takes long to find.
+compares on meta where CUDA scatters, and the gradients of `cumprod` and `prod` take a way there
+that no value decides; `kernels` puts the choice back above autograd. `MADE_HERE` gives the results
+that torch's meta device does not know, or takes long to find.
 
 Sources (torch 2.11, aten/src/ATen): native/layer_norm.cpp (`rms_norm_symint`),
 native/cuda/layer_norm_kernel.cu (`_fused_rms_norm_cuda`), native/native_functions.yaml,
 native/LossCTC.cpp, native/Onehot.cpp, native/ReduceOps.cpp (`cumprod_backward`),
+torch/csrc/autograd/FunctionsManual.cpp (`prod_backward`),
 native/cuda/MultiMarginLoss.cu and native/cuda/MultiLabelMarginCriterion.cu.
 """
 
@@ -47,6 +48,30 @@ class _RmsNorm(torch.autograd.Function):
                 grad, x, ctx.shape, rstd, weight, wanted
             )
         return of_x, None, of_weight if weight is not None else None, None
+
+
+class _Product(torch.autograd.Function):
+    """`prod`, of which the gradient looks for zeros, and finds none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, run: Callable[[], Tensor], dim: int | None) -> Tensor:
+        out = run()
+        ctx.save_for_backward(x, out)
+        ctx.dim = dim
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, out = ctx.saved_tensors
+        if ctx.dim is None:
+            torch.eq(x, 0)  # `nonzero` of it, a few KiB, is left out
+        elif x.dim():
+            if grad.dim() < x.dim():
+                grad, out = grad.unsqueeze(ctx.dim), out.unsqueeze(ctx.dim)
+            is_zero = torch.eq(x, 0)
+            counts = is_zero.sum(ctx.dim, keepdim=True)
+            counts.sum()
+        return grad * (out / x).conj(), None, None
 
 
 def kernels(below: Any) -> dict[str, Callable[..., Any]]:
@@ -90,8 +115,24 @@ def kernels(below: Any) -> dict[str, Callable[..., Any]]:
         loss: Tensor = aten.ctc_loss.IntList(log_probs, targets, *numbers, *args[4:])
         return loss
 
+    def prod(keyset: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        op = aten.prod.dim_int if args else aten.prod.default
+        if not on_gpu(x) or not _has_gradient(x):
+            result: Tensor = op.redispatch(keyset & below, x, *args, **kwargs)
+            return result
+        plain = keyset & below & torch._C._after_autograd_keyset
+
+        def run() -> Tensor:
+            made: Tensor = op.redispatch(plain, x, *args, **kwargs)
+            return made
+
+        product: Tensor = _Product.apply(x, run, args[0] if args else None)  # type: ignore[no-untyped-call]
+        return product
+
     return {
         "rms_norm": rms_norm,
+        "prod": prod,
+        "prod.dim_int": prod,
         "cumprod_backward": _cumprod_backward(below),
         "mish_backward": mish_backward,
         "ctc_loss.Tensor": ctc_loss,

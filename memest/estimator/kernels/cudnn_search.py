@@ -4,7 +4,7 @@
 asked for its workspace; the largest that the card has room for is allocated, kernels are timed in
 it, it is freed, and the cache is emptied. Then, and at every later call, the fastest runs.
 
-The largest workspaces of 226,000 of the measured convolutions (`cudnn_convolution`) are what cuDNN
+The largest workspaces of the measured convolutions (`cudnn_convolution`) are what cuDNN
 9.19 on an H100 says; of 530 of them torch 2.11 was seen to allocate just these.
 `scripts/measure_convolutions.py --plans` asks again. Any other call is asked of a tree, which says
 how many times as large as the operands they are. Which kernel is the fastest depends on the moment;

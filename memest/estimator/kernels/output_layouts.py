@@ -41,12 +41,18 @@ LIKE_AN_INPUT = {
 """Operators whose first output lies as the argument of that number does."""
 
 ELEMENTWISE = (
+    aten.softplus_backward.default,
+    aten.elu_backward.default,
+    aten.hardsigmoid_backward.default,
     aten.hardswish_backward.default,
     aten.hardtanh_backward.default,
     aten.logit_backward.default,
     aten.copysign.Tensor,
     aten.div.Tensor_mode,
+    aten.floor_divide.default,
+    aten.heaviside.default,
     aten.logaddexp.default,
+    aten.logaddexp2.default,
     aten.xlogy.Tensor,
     aten.special_xlog1py.default,
 )

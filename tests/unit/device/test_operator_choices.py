@@ -60,6 +60,20 @@ def test_the_gradient_of_a_loss_of_logits_is_written_in_place(gpu: VirtualGpu) -
     assert operators(gpu, start) == ["ones_like", "mul.Tensor", "add.Scalar", "sigmoid"]
 
 
+def test_the_gradient_of_a_product_looks_for_zeros_and_divides(gpu: VirtualGpu) -> None:
+    """`prod_backward`: what is zero, how many by row and in all, then the quotient."""
+    x = torch.rand(64, 1000, device="cuda", requires_grad=True)
+    out = x.prod(1)
+    given = torch.ones_like(out)
+    start = started(gpu)
+    out.backward(given)
+
+    made = [op for op in operators(gpu, start) if op in ("eq.Scalar", "div.Tensor", "mul.Tensor")]
+    assert made == ["eq.Scalar", "div.Tensor", "mul.Tensor"]
+    assert x.grad is not None
+    assert x.prod().grad_fn is not None
+
+
 def test_a_ctc_loss_takes_lengths_of_the_host(gpu: VirtualGpu) -> None:
     log_probs = torch.randn(50, 8, 20, device="cuda", requires_grad=True).log_softmax(-1)
     lengths = torch.full((8,), 50), torch.full((8,), 20)
