@@ -6,7 +6,8 @@ One file builds on another in this order; none imports from below:
   of torch stand for others. `values` keeps the small integers that models branch on, `guesses`
   says what a script reads where nothing is known. `ranks` says which rank of several runs,
   `broadcasts` what ranks have told it, `collectives` what it gets from the others.
-- `cuda_semantics` (with `recurrent`) decides as torch does for CUDA tensors, above autograd.
+- `cuda_semantics` (with `recurrent`, `fused` and `double_backward`) decides as torch does for CUDA
+  tensors, above autograd; `engine` numbers what a backward makes as the thread of a GPU does.
 - `dispatch` records every storage below autograd, `streams` on several streams; `host` knows of
   tensors without data, `host_draws` of their random numbers; `live` sends each event to the
   allocator as the script runs (with `history`, `labels`, `lines`, `modules` and `garbage`).
