@@ -23,6 +23,8 @@ from memest.estimator.kernels.cudnn_convolution import (
     MEASURED,
     ConvolutionShapes,
     keys_of,
+    read,
+    write,
 )
 
 SINGLE, HALVES = (torch.float32,), (torch.float16, torch.bfloat16)
@@ -389,30 +391,22 @@ def unmeasured() -> np.ndarray:
                 found[made] = None
         print(f"{family.__name__}: {len(found) - before} calls")
     rows = np.array([made.row() for made in found], dtype=np.int32)
-    known = set(keys_of(_measured_calls()).tolist())
-    is_new = np.array([key not in known for key in keys_of(rows).tolist()])
+    known = set(keys_of(read()["calls"].T).tolist())
+    is_new = np.array([key not in known for key in keys_of(rows.T).tolist()])
     return rows[is_new]
 
 
-def _measured_calls() -> np.ndarray:
-    with np.load(MEASURED) as data:
-        calls: np.ndarray = data["calls"]
-    return calls
-
-
-def write(path: Path) -> None:
+def blank(path: Path) -> None:
     """Write calls without figures."""
     calls = unmeasured()
-    with np.load(MEASURED) as data:
-        columns = {
-            name: np.zeros((len(calls), *data[name].shape[1:]), dtype=data[name].dtype)
-            for name in data.files
-        }
+    columns = {
+        name: np.zeros((len(calls), *values.shape[1:]), dtype=values.dtype)
+        for name, values in read().items()
+    }
     columns["calls"] = calls
     columns["is_common"][:] = True
-    drawn = np.random.default_rng(0).random(len(calls))
-    columns["kept_aside"] = drawn < KEPT_ASIDE
-    np.savez_compressed(path, **columns)
+    columns["kept_aside"] = np.random.default_rng(0).random(len(calls)) < KEPT_ASIDE
+    write(path, columns)
     print(f"{path}: {len(calls)} calls")
 
 
@@ -422,14 +416,9 @@ KEPT_ASIDE = 0.08
 
 def join(parts: list[Path]) -> None:
     """Add what was measured."""
-    with np.load(MEASURED) as data:
-        columns = {name: [data[name]] for name in data.files}
-    for part in parts:
-        with np.load(part) as data:
-            for name, values in columns.items():
-                values.append(data[name])
-    joined = {name: np.concatenate(values) for name, values in columns.items()}
-    np.savez_compressed(MEASURED, **joined)
+    files = [read(), *map(read, parts)]
+    joined = {name: np.concatenate([file[name] for file in files]) for name in files[0]}
+    write(MEASURED, joined)
     print(f"{MEASURED.name}: {len(joined['calls'])} calls")
 
 
@@ -442,7 +431,7 @@ def main() -> None:
     if chosen.join:
         join(chosen.paths)
     else:
-        write(chosen.paths[0])
+        blank(chosen.paths[0])
 
 
 if __name__ == "__main__":

@@ -275,13 +275,12 @@ def ask(calls: Array, direction: str) -> tuple[Array, Array]:
 
 def main() -> None:
     """Fit, write, and say how good it is."""
-    with np.load(cudnn.MEASURED) as data:
-        calls, workspaces = data["calls"].astype(np.int64), data["workspaces"].astype(np.int64)
-        kept_aside, is_common = data["kept_aside"], data["is_common"]
+    measured = cudnn.read()
+    calls, workspaces = measured["calls"].astype(np.int64), measured["workspaces"].astype(np.int64)
+    kept_aside, is_common = measured["kept_aside"], measured["is_common"]
     found = np.stack([np.asarray(v) for v in cudnn.features(calls).values()], 1)
     found = found.astype(np.float32)
-    with np.load(cudnn.MEASURED) as data:
-        tried = data["tried"][:, :, 0]
+    tried = measured["tried"][:, :, 0]
     is_asked = tried.min(1) >= 0
     arrays: dict[str, Array] = {}
     if cudnn.FITTED.exists():

@@ -7,7 +7,7 @@ Runs the calls of convolutions.npz in memest/estimator/kernels/, or of FILE, whi
 workspace in the allocator's recorded events; 60 calls a second. N processes that start at I = 0
 ... N - 1 share the work. `OUT.npz` has the columns of that file:
 
-- `calls` (n, 25): what `ConvolutionShapes.row` gives;
+- `calls` (n, 25), kept number by number: what `ConvolutionShapes.row` gives;
 - `workspaces` (n, 3): bytes for the output, the gradient of the input and that of the weight;
 - `is_common`: whether the call is one of common networks (residual and dense nets, VGG, MobileNet,
   ConvNeXt, U-Nets, diffusion, GANs, autoencoders, detectors, speech, video, patches) or random;
@@ -34,7 +34,14 @@ import numpy as np
 import torch
 from cudnn_plans import Cudnn
 
-from memest.estimator.kernels.cudnn_convolution import DIRECTIONS, DTYPES, MEASURED, SPATIAL
+from memest.estimator.kernels.cudnn_convolution import (
+    DIRECTIONS,
+    DTYPES,
+    MEASURED,
+    SPATIAL,
+    read,
+    write,
+)
 
 aten = torch.ops.aten
 
@@ -115,8 +122,7 @@ def main() -> None:
     options.add_argument("--first", type=int, default=0)
     options.add_argument("--plans", action="store_true")
     chosen = options.parse_args()
-    with np.load(chosen.of) as data:
-        columns = {name: data[name][chosen.first :: chosen.every] for name in data.files}
+    columns = {name: v[chosen.first :: chosen.every] for name, v in read(chosen.of).items()}
     torch.backends.cudnn.version()  # loads the library
     cudnn = Cudnn()
     is_measured = np.zeros(len(columns["calls"]), dtype=bool)
@@ -133,7 +139,7 @@ def main() -> None:
         if torch.cuda.memory_reserved() > MOST_RESERVED:
             torch.cuda.empty_cache()
     kept = {name: values[is_measured] for name, values in columns.items()}
-    np.savez_compressed(chosen.out, **kept)
+    write(chosen.out, kept)
     print(f"{chosen.out}: {is_measured.sum()} of {len(is_measured)} calls")
 
 

@@ -98,9 +98,9 @@ def test_most_calls_of_another_measurement_are_exact_to_the_allocators_block() -
 @pytest.fixture(scope="module")
 def kept_aside() -> tuple[Any, Any]:
     """Some of the measured calls of common networks that the fit did not see, and workspaces."""
-    with np.load(cudnn_convolution.MEASURED) as data:
-        chosen = np.flatnonzero(data["kept_aside"] & data["is_common"])[::NUM_APART]
-        return data["calls"][chosen].astype(np.int64), data["workspaces"][chosen]
+    data = cudnn_convolution.read()
+    chosen = np.flatnonzero(data["kept_aside"] & data["is_common"])[::NUM_APART]
+    return data["calls"][chosen].astype(np.int64), data["workspaces"][chosen]
 
 
 @pytest.mark.parametrize(
@@ -257,10 +257,10 @@ def test_what_is_tried_is_near_where_the_fit_did_not_look(
     direction: str, median: float, share: float
 ) -> None:
     """Off in the median, and within 10 %: what `fit_convolutions.py` prints."""
-    with np.load(cudnn_convolution.MEASURED) as data:
-        rows = data["kept_aside"] & data["is_common"] & (data["tried"].min((1, 2)) >= 0)
-        calls = data["calls"][rows][::NUM_APART].astype(np.int64)
-        largest = data["tried"][rows][::NUM_APART, cudnn_convolution.DIRECTIONS.index(direction), 0]
+    data = cudnn_convolution.read()
+    rows = data["kept_aside"] & data["is_common"] & (data["tried"].min((1, 2)) >= 0)
+    calls = data["calls"][rows][::NUM_APART].astype(np.int64)
+    largest = data["tried"][rows][::NUM_APART, cudnn_convolution.DIRECTIONS.index(direction), 0]
     found = np.array([by_trees(call[None], direction) for call in calls])
     away = np.abs(found - largest) / np.maximum(largest, MIB)
 

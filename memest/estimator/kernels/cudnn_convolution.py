@@ -20,6 +20,7 @@ By the trees a workspace is the sum of two parts, each with a tree for every dir
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -36,6 +37,9 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 MEASURED, FITTED = (
     Path(__file__).with_name(f"{name}.npz") for name in ("convolutions", "convolution_trees")
 )
+
+NUMBERS = [f"calls_{i:02}" for i in range(25)]
+"""Names of the columns in `MEASURED` that make a row of `ConvolutionShapes.row`."""
 
 KEY_FACTOR = 0x9E3779B97F4A7C15
 """Odd, near 2^64 over the golden ratio, as multiplicative hashes take it."""
@@ -236,13 +240,31 @@ class Tree:
         return self.leaves[self.right[node]]
 
 
-def keys_of(calls: Columns) -> Columns:
-    """A number for each call, by which the measured ones are looked up."""
-    found = np.zeros(len(calls), dtype=np.uint64)
-    for column in calls.T:
+def keys_of(numbers: Iterable[Columns]) -> Columns:
+    """A key for each call, by which the measured ones are looked up, of the columns of its row.
+
+    It has 64 bits: that another call has the key of one of 470,000 is one chance in 10^13.
+    """
+    found = np.zeros((), dtype=np.uint64)
+    for column in numbers:
         found = (found + column.astype(np.uint64)) * np.uint64(KEY_FACTOR)
         found ^= found >> np.uint64(32)
     return found
+
+
+def read(path: Path = MEASURED) -> dict[str, Columns]:
+    """All that a file like `MEASURED` holds; `calls` has a row for each."""
+    with np.load(path) as data:
+        found = {name: data[name] for name in data.files if name not in NUMBERS}
+        found["calls"] = np.stack([data[name] for name in NUMBERS], 1)
+    return found
+
+
+def write(path: Path, columns: Mapping[str, Columns]) -> None:
+    """Write such a file: each number of the rows by itself, so that few are read at a time."""
+    kept: dict[str, Any] = dict(zip(NUMBERS, columns["calls"].T, strict=True))
+    kept |= {name: values for name, values in columns.items() if name != "calls"}
+    np.savez_compressed(path, **kept)
 
 
 @cache
@@ -256,7 +278,8 @@ def _measured(column: str) -> Columns:
 @cache
 def _sorted_keys() -> tuple[Columns, Columns]:
     """The keys of the measured calls in order, and their rows, both (n,)."""
-    keys = keys_of(_measured("calls"))
+    with np.load(MEASURED) as data:
+        keys = keys_of(data[name] for name in NUMBERS)
     order = np.argsort(keys)
     return keys[order], order
 
@@ -264,8 +287,9 @@ def _sorted_keys() -> tuple[Columns, Columns]:
 def as_measured(call: Columns, column: str) -> Columns | None:
     """What was measured of a call (1, 25)."""
     keys, order = _sorted_keys()
-    place = int(np.searchsorted(keys, keys_of(call)[0]))
-    if place == len(keys) or bool((_measured("calls")[order[place]] != call[0]).any()):
+    key = keys_of(call.T)[0]
+    place = int(np.searchsorted(keys, key))
+    if place == len(keys) or keys[place] != key:
         return None
     found: Columns = _measured(column)[order[place]]
     return found

@@ -17,17 +17,17 @@ class PINN(torch.nn.Module):
     def __init__(self, width=256, depth=6):
         super().__init__()
         sizes = [3] + [width] * depth + [3]
-        self.lins = torch.nn.ModuleList([torch.nn.Linear(a, b) for a, b in zip(sizes[:-1], sizes[1:])])
+        self.linears = torch.nn.ModuleList([torch.nn.Linear(a, b) for a, b in zip(sizes[:-1], sizes[1:])])
         self.scale = torch.nn.Parameter(torch.ones(depth))
-        for l in self.lins:
+        for l in self.linears:
             torch.nn.init.xavier_normal_(l.weight)
             torch.nn.init.zeros_(l.bias)
 
     def forward(self, x, y, t):
         h = torch.cat([x, y, t], 1)
-        for i, l in enumerate(self.lins[:-1]):
+        for i, l in enumerate(self.linears[:-1]):
             h = torch.tanh(self.scale[i] * l(h))
-        return self.lins[-1](h)
+        return self.linears[-1](h)
 
 
 def d(f, x):
