@@ -14,7 +14,10 @@ from torch import Tensor
 from memest.estimator.hardware.gpus import Gpu, find_gpu
 from memest.estimator.kernels import cudnn_convolution
 from memest.estimator.kernels.batch_norm import takes_cudnn
-from memest.estimator.kernels.convolution import convolution_outputs
+from memest.estimator.kernels.convolution import (
+    convolution_backward_events,
+    convolution_outputs,
+)
 from memest.estimator.kernels.cudnn_search import by_trees, searches
 from memest.estimator.kernels.scratch import TRIED, Scratch, scratch_of
 from memest.estimator.kernels.staged import STAGED_EVENTS
@@ -341,3 +344,33 @@ def test_cudnn_normalises_what_it_can() -> None:
     assert not chosen(meta(2, 4))
     assert not chosen(meta(2, 4, 8, 8), None)
     assert not chosen(meta(65536, 4, 1), is_training=False)
+
+
+def test_a_gradient_with_gaps_is_copied_for_each_direction() -> None:
+    """Half of a gradient of joined channels, as recorded on an H100: a 1x1 convolution of 64 images
+    of 64 x 64 pixels, from 256 channels to 128.
+    """
+    tensor, weight = meta(64, 256, 64, 64), meta(128, 256, 1, 1)
+    grad = meta(64, 256, 64, 64).narrow(1, 0, 128)
+    args = (grad, tensor, weight, [128], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True] * 3)
+    out = aten.convolution_backward.default(*args)
+    events = convolution_backward_events(args, {}, out, H100)
+    of_grad, of_weight = 134217728, 131072
+
+    assert [event.num_bytes for event in events] == [
+        2 * of_grad, of_grad, 400, -400, -of_grad,
+        of_grad, of_weight, 8389008, -8389008, -of_grad,
+        512, 2560, 512, -512, -2560,
+    ]  # fmt: skip
+
+
+def test_a_gradient_in_another_order_is_copied_once() -> None:
+    """`to(memory_format)` comes before both directions."""
+    tensor, weight = meta(8, 64, 56, 56), meta(32, 64, 3, 3)
+    grad = meta(8, 32, 56, 56, is_last=True)
+    args = (grad, tensor, weight, [32], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True] * 3)
+    events = convolution_backward_events(args, {}, aten.convolution_backward.default(*args), H100)
+    sizes = [event.num_bytes for event in events]
+
+    assert sizes[0] == 4 * grad.numel()
+    assert sizes.count(4 * grad.numel()) == 1

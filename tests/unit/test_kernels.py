@@ -417,3 +417,43 @@ def test_the_result_of_experts_has_rows_of_whole_vectors() -> None:
 
     assert (rows.shape, rows.stride()) == ((64, 25), (28, 1))
     assert (weights.shape, weights.stride()) == ((3, 16, 25), (16 * 28, 28, 1))
+
+
+def test_a_running_product_of_a_row_is_scanned_by_cub() -> None:
+    """As recorded on an H100 for the 1,000 betas of a diffusion; rows beside it need nothing."""
+    assert scratch(aten.cumprod.default, meta(1000), 0) == Scratch(after=(1023,))
+    assert scratch(aten.cumprod.default, meta(2, 1000), 1) == Scratch(after=())
+
+
+def test_the_modulus_of_complex_numbers_is_complex_first() -> None:
+    numbers = meta(24, 201, 601, dtype=torch.complex64)
+
+    assert scratch(aten.abs.default, numbers) == Scratch(after=(8 * numbers.numel(),))
+    assert scratch(aten.abs.default, meta(4, 4)) == Scratch()
+
+
+@pytest.mark.parametrize(
+    ("steps", "zero_infinity", "expected"),
+    [
+        # recorded on an H100: 24 samples, 32 classes, targets of up to 79 tokens
+        (
+            597,
+            True,
+            [
+                *(192, 192, 192, 9112608, 1833984, 4584960, 57312, 57312, 14328, -14328, -57312),
+                *(4584960, 57312, -4584960, -57312, -57312, -4584960, 4, 24, 1833984, -24, -4),
+                *(-1833984, -9112608, -192, -192, -192),
+            ],
+        ),
+        # 2 * 190 + 24 * 24 // 10 + 2 * 32 // 10 is 443, of at most 450
+        (190, True, [192, 192, 192, 2900160, 583680, -2900160, -192, -192, -192]),
+    ],
+)
+def test_a_long_ctc_loss_sums_over_blanks_apart(
+    steps: int, zero_infinity: bool, expected: list[int]
+) -> None:
+    log_probs, alphas = meta(steps, 24, 32), meta(24, steps, 159)
+    args = (None, log_probs, None, None, None, meta(24), alphas, 0, zero_infinity)
+    events = STAGED_EVENTS[aten._ctc_loss_backward.default](args, {}, log_probs, H200)
+
+    assert [event.num_bytes for event in events] == expected

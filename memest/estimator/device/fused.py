@@ -63,6 +63,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, out = ctx.saved_tensors
+        x = x.to(grad.dtype)
         if ctx.dim is None:
             torch.eq(x, 0)  # `nonzero` of it, a few KiB, is left out
         elif x.dim():

@@ -100,3 +100,29 @@ def test_tensors_go_to_the_card_in_inference_mode() -> None:
             ("cuda", torch.float32), ("cuda", torch.float16),
         ]  # fmt: skip
         assert on_card.to("cpu", torch.float16).device.type == "cpu"
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_copy_into_another_order_passes_through_a_buffer(is_last: bool) -> None:
+    """`copy_requires_temporaries` of Copy.cu: weights that go to the card as channels-last."""
+    weight = torch.randn(64, 64, 3, 3)
+    if is_last:
+        weight = weight.contiguous(memory_format=torch.channels_last)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    moved = weight.to("cuda", memory_format=torch.channels_last)
+
+    assert moved.is_contiguous(memory_format=torch.channels_last)
+    assert torch.cuda.memory_allocated() - before == 4 * weight.numel()
+    buffers = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    assert buffers == (0 if is_last else 4 * weight.numel())
+
+
+def test_a_cast_that_is_not_waited_for_is_the_card_s() -> None:
+    """The numbers cross as they are, and are cast there."""
+    pinned = torch.randn(1024, 1024).pin_memory()
+    torch.cuda.reset_peak_memory_stats()
+    moved = pinned.to("cuda", torch.float16, non_blocking=True)
+
+    assert moved.dtype == torch.float16
+    assert torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated() == 4 * moved.numel()
