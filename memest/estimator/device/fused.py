@@ -116,6 +116,18 @@ def kernels(below: Any) -> dict[str, Callable[..., Any]]:
         loss: Tensor = aten.ctc_loss.IntList(log_probs, targets, *numbers, *args[4:])
         return loss
 
+    return {
+        "rms_norm": rms_norm,
+        **dict.fromkeys(("prod", "prod.dim_int"), _prod(below)),
+        "cumprod_backward": _cumprod_backward(below),
+        "mish_backward": mish_backward,
+        "ctc_loss.Tensor": ctc_loss,
+        "one_hot": _one_hot(below),
+        **_only_values(below),
+    }
+
+
+def _prod(below: Any) -> Callable[..., Tensor]:
     def prod(keyset: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         op = aten.prod.dim_int if args else aten.prod.default
         if not on_gpu(x) or not _has_gradient(x):
@@ -130,16 +142,7 @@ def kernels(below: Any) -> dict[str, Callable[..., Any]]:
         product: Tensor = _Product.apply(x, run, args[0] if args else None)  # type: ignore[no-untyped-call]
         return product
 
-    return {
-        "rms_norm": rms_norm,
-        "prod": prod,
-        "prod.dim_int": prod,
-        "cumprod_backward": _cumprod_backward(below),
-        "mish_backward": mish_backward,
-        "ctc_loss.Tensor": ctc_loss,
-        "one_hot": _one_hot(below),
-        **_only_values(below),
-    }
+    return prod
 
 
 def _only_values(below: Any) -> dict[str, Callable[..., Any]]:
