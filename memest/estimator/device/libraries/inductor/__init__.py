@@ -10,10 +10,11 @@ and so does its program, on the virtual GPU; only the fused kernels do nothing.
 2. The graphs that it gives are told to lie on `cuda` before Inductor lowers them.
 3. Inductor's program is loaded with allocations that the recorder sees.
 
-One graph is made of the whole function, for each set of shapes. A real run may have several: Dynamo
-breaks graphs at what it cannot follow, and makes a dynamic one for the second set of shapes. What
-cannot be traced whole here (a value that is read, a tensor that comes from elsewhere, a parallel
-strategy) runs as it is written, and the report says why.
+One graph is made of the whole function, for each set of shapes, broken where a logger is called
+(`breaks.py`). A real run may have more: Dynamo breaks graphs at whatever it cannot follow, and
+makes a dynamic one for the second set of shapes. What cannot be traced whole here (a value that is
+read, a tensor that comes from elsewhere, a parallel strategy) runs as it is written, and the report
+says why.
 """
 
 from __future__ import annotations

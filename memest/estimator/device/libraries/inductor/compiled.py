@@ -241,8 +241,9 @@ def _compile(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Callabl
     try:
         return _compile_whole(function, tensors)
     except Broken:
-        parts: Any = in_parts(function, tensors)
-    given = inputs_of(parts, tensors)
+        with _refused("it calls a logger, and in parts fails: "):
+            parts: Any = in_parts(function, tensors)
+            given = inputs_of(parts, tensors)
     for name, inputs in given.items():
         setattr(parts, name, _Part(getattr(parts, name), inputs))
     parts.num_parts = len(given)
@@ -290,16 +291,22 @@ def _compile_whole(function: Callable[..., Any], tensors: Sequence[Tensor]) -> C
                 graph, [fake(value, mode) for value in inputs], **options
             )
 
+    with _refused(), as_the_compiler(mode) as inductor:
+        made: Callable[..., Any] = inductor.compile_fx(
+            Whole(), list(tensors), inner_compile=on_the_card
+        )
+        return made
+
+
+@contextmanager
+def _refused(prefix: str = "") -> Iterator[None]:
+    """Lets what fails within it run as it is written, with the reason."""
     try:
-        with as_the_compiler(mode) as inductor:
-            made: Callable[..., Any] = inductor.compile_fx(
-                Whole(), list(tensors), inner_compile=on_the_card
-            )
-            return made
+        yield
     except (MemoryError, NotCompiled):
         raise
     except Exception as error:
-        raise NotCompiled(_why(error)) from error
+        raise NotCompiled(f"{prefix}{_why(error)}") from error
 
 
 def _modes() -> tuple[Any, ...]:
