@@ -375,9 +375,20 @@ def conformers() -> Iterator[ConvolutionShapes | None]:
             yield shapes_of((samples, wide, wide, (length // 2, 40), 3, 2, 1), dtype)
 
 
+def patches() -> Iterator[ConvolutionShapes | None]:
+    """The first layer of vision transformers."""
+    batches = (*BATCHES, 3, 6, 10, 12, 20, 24, 40, 48, 80, 96, 100, 160, 192, 512)
+    widths = (192, 256, 320, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1664)
+    sides = (32, 64, 96, 112, 128, 160, 192, 224, 256, 288, 336, 384, 448, 512)
+    for side, patch, wide, samples in product(sides, (4, 8, 14, 16, 32), widths, batches):
+        if side % patch == 0 and 16 <= (side // patch) ** 2 <= 1600:
+            for dtype in ALL:
+                yield shapes_of((samples, 3, wide, side, patch, patch, 0), dtype)
+
+
 FAMILIES: tuple[Callable[[], Iterator[ConvolutionShapes | None]], ...] = (
     reinforcement, volumes, tasks, critics, spectra, diffusion, resolutions, digits,
-    styles, clips, detectors, conformers,
+    styles, clips, detectors, conformers, patches,
 )  # fmt: skip
 
 
