@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -252,24 +253,43 @@ def test_a_call_about_which_cudnn_was_not_asked_is_reported() -> None:
     assert not is_partly_modelled(aten.convolution.default, measured, {}, H100)
 
 
-@pytest.mark.parametrize(
-    ("direction", "median", "share"),
-    [("forward", 0.04, 0.70), ("input", 0.025, 0.80), ("weight", 0.09, 0.54)],
+MORE_FAMILIES = (
+    "2.4 % off: 215,600 calls of other families came after the bound, and the trees, which have as "
+    "many leaves as before, were not fitted to all of them"
 )
-def test_what_is_tried_is_near_where_the_fit_did_not_look(
-    direction: str, median: float, share: float
-) -> None:
-    """Off in the median, and within 10 %: what `fit_convolutions.py` prints."""
+
+
+@cache
+def away_from_tried(direction: str) -> Any:
+    """How far trees are off from what cuDNN says of calls that the fit did not see, by their size:
+    what `fit_convolutions.py` prints.
+    """
     data = cudnn_convolution.read()
     rows = data["kept_aside"] & data["is_common"] & (data["tried"].min((1, 2)) >= 0)
     calls = data["calls"][rows][::NUM_APART].astype(np.int64)
     largest = data["tried"][rows][::NUM_APART, cudnn_convolution.DIRECTIONS.index(direction), 0]
     found = np.array([by_trees(call[None], direction) for call in calls])
-    away = np.abs(found - largest) / np.maximum(largest, MIB)
-
     assert len(calls) > 1000
-    assert np.median(away) <= median
-    assert (away <= 0.1).mean() >= share
+    return np.abs(found - largest) / np.maximum(largest, MIB)
+
+
+@pytest.mark.parametrize(
+    ("direction", "median"),
+    [
+        ("forward", 0.04),
+        pytest.param("input", 0.02, marks=pytest.mark.xfail(reason=MORE_FAMILIES, strict=True)),
+        ("weight", 0.09),
+    ],
+)
+def test_what_is_tried_is_near_in_the_median(direction: str, median: float) -> None:
+    assert np.median(away_from_tried(direction)) <= median
+
+
+@pytest.mark.parametrize(
+    ("direction", "share"), [("forward", 0.70), ("input", 0.80), ("weight", 0.54)]
+)
+def test_what_is_tried_is_within_a_tenth(direction: str, share: float) -> None:
+    assert (away_from_tried(direction) <= 0.1).mean() >= share
 
 
 def test_channels_last_copies_the_weight_only() -> None:
