@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from memest.estimator.allocator.settings import parse_settings
@@ -31,8 +32,7 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False, jobs: int = 
     Args:
         plan: what would run.
         trust_remote_code: whether code that comes with a model may run.
-        jobs: processes; a second one takes the cards of other chips than the first, under a
-            strategy, where that is worth it.
+        jobs: processes; a second one takes the cards of other chips than the first.
 
     Raises:
         MemestError: the plan cannot be run, or memest cannot model it.
@@ -51,7 +51,9 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False, jobs: int = 
         judged = [_judged(plan, cards, trust_remote_code) for cards in others]
         return {name: verdict for each in judged for name, verdict in each.verdicts.items()}
 
-    has_help = bool(others) and plan.is_distributed and jobs > 1
+    has_help = bool(others) and jobs > 1
+    if has_help:
+        _import_libraries(plan, trust_remote_code)
     with forked(on_others) if has_help else nullcontext(lambda: None) as beside:
         here = _judged(plan, first, trust_remote_code)
         elsewhere = beside()
@@ -65,6 +67,15 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False, jobs: int = 
         outcome=verdicts[primary.name].verdict,
         elapsed_s=time.perf_counter() - started,
     )
+
+
+def _import_libraries(plan: TrainingPlan, trust_remote_code: bool) -> None:
+    """What each run of `plan` imports: copies of this process have it then."""
+    from memest.models_meta.registry import resolve_config
+
+    resolve_config(plan.model_name, trust_remote_code=trust_remote_code)
+    for name in ("memest.estimator.traced_plan", f"memest.loops.{plan.loop}"):
+        import_module(name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -294,8 +294,11 @@ def predicted_host_bytes(plan: TrainingPlan) -> int:
         return 0
 
     def ask() -> int:
+        import torch
+
         from memest.estimator.predict import predict
 
+        torch.set_num_threads(1)  # the threads of the parent are not here
         return predict(plan).host_bytes
 
     return call_in_child(ask)

@@ -59,6 +59,7 @@ DEVICE_FLOORS = [
         "host_draws",
         "imports",
         "in_place",
+        "indices",
         "labels",
         "layouts",
         "lines",

@@ -327,19 +327,22 @@ def test_calls_whose_like_were_not_right_are_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "of_forward", "of_backward"),
+    ("dtype", "shape", "of_forward", "of_backward"),
     [
-        ((32, 64, 112, 112), 1295720, 2142244),
-        ((32, 256, 56, 56), 1297280, 2143280),
-        ((32, 24, 56, 56), 325124, 536612),
-        ((32, 160, 7, 7), 16564, 27180),
+        (HALF, (32, 64, 112, 112), 1295720, 2142244),
+        (HALF, (32, 256, 56, 56), 1297280, 2143280),
+        (HALF, (32, 24, 56, 56), 325124, 536612),
+        (HALF, (32, 160, 7, 7), 16564, 27180),
+        (torch.float32, (16, 64, 256, 256), 8455220, 5593636),
+        (torch.float32, (16, 256, 128, 128), 8455232, 5594160),
+        (torch.float32, (16, 2048, 16, 16), 1057968, 705696),
     ],
 )
 def test_batch_norm_of_channels_last_takes_what_was_measured(
-    shape: tuple[int, ...], of_forward: int, of_backward: int
+    dtype: torch.dtype, shape: tuple[int, ...], of_forward: int, of_backward: int
 ) -> None:
-    """ResNet-50 and MobileNetV2 in float16 on an H100."""
-    tensor, channel = meta(*shape, dtype=HALF, is_last=True), meta(shape[1])
+    """ResNet-50 and MobileNetV2 in float16, ResNet-50 in float32, on an H100."""
+    tensor, channel = meta(*shape, dtype=dtype, is_last=True), meta(shape[1])
     call = (tensor, channel, channel, channel, channel, True, 0.1, 1e-5)
     back = (tensor, tensor, channel, channel, channel, channel, channel, 1e-5, meta(0))
 

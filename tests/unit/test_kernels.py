@@ -249,12 +249,12 @@ def test_indices_of_unlike_strides_are_copied_to_int64_tables() -> None:
     assert scratch(aten.index.Tensor, meta(5, 7), [rows]) == Scratch()
 
 
-def test_a_mask_selects_as_many_positions_as_the_output_has() -> None:
-    """`nonzero` of a 2-dimensional mask: two int64 per selected row of width 3."""
+def test_a_mask_whose_values_are_not_known_is_reported() -> None:
     args = (meta(4, 6, 3), [meta(4, 6, dtype=torch.bool)])
 
-    assert SCRATCH[aten.index.Tensor](args, {}, meta(10, 3), H200) == Scratch(before=(10 * 2 * 8,))
-    assert not is_partly_modelled(aten.index.Tensor, args, {}, H200)
+    assert is_partly_modelled(aten.index.Tensor, args, {}, H200)
+    assert not is_partly_modelled(aten.index_put_.default, (*args, meta(1)), {}, H200)
+    assert is_partly_modelled(aten.index_put_.default, (*args, meta(3)), {}, H200)
 
 
 def test_masked_scatter_counts_the_mask() -> None:

@@ -34,6 +34,7 @@ def test_the_gradient_of_a_resized_image_is_copied_where_it_is_expanded() -> Non
 
     assert rule((grad,), {}, meta(4, 16, 32, 32), H100) == Scratch(after=(1048576,))
     assert rule((grad.contiguous(),), {}, meta(4, 16, 32, 32), H100) == Scratch()
+    assert rule((grad,), {}, meta(4, 16, 64, 64), H100) == Scratch(), "copied as it is"
 
 
 def test_sliding_windows_outgrow_a_tensor_of_the_input_size() -> None:

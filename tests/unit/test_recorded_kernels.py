@@ -16,7 +16,7 @@ from memest.estimator.kernels.transfers import to_host_scratch
 
 aten = torch.ops.aten
 H100 = find_gpu("h100-80gb")
-INT = torch.int64
+INT, FLOAT = torch.int64, torch.float32
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -164,3 +164,58 @@ def test_what_a_copy_to_the_host_makes_contiguous_or_casts(
 
     found = to_host_scratch(aten.copy_.default, (target, source, not is_waited_for), {})
     assert found == expected
+
+
+def test_numbers_are_counted_after_their_extremes_are_read() -> None:
+    labels, staged = meta(6144, dtype=INT), [1960, 4, -4, -1960]
+    large = events(aten.bincount.default, meta(1_003_264, dtype=INT), out=meta(361, dtype=INT))
+
+    assert events(aten.bincount.default, labels, out=meta(59, dtype=INT)) == [8, -8, 8, -8, 472]
+    assert large[0] == 8
+    assert len(large) == 2 * (2 + len(staged)) + 1
+    assert is_partly_modelled(aten.bincount.default, (labels, None, 1 << 20), {}, H100)
+
+
+def test_deviations_are_checked_before_they_are_drawn_with_and_after() -> None:
+    x = meta(16, 6)
+
+    assert events(aten.normal.Tensor_Tensor, x, x) == [4, 1, -1, -4, 384, 4, 1, -1, -4]
+
+
+def test_the_gradient_of_a_gru_cell_sums_either_bias_over_the_samples() -> None:
+    hidden = meta(3200, 1024)
+    args = (hidden, meta(3200, 5 * 1024), True)
+
+    assert events(aten._thnn_fused_gru_cell_backward.default, *args) == [
+        39321600, 39321600, 13107200, 12288, 78643200, 96, -96, -78643200,
+        12288, 78643200, 96, -96, -78643200,
+    ]  # fmt: skip
+
+
+def test_rows_with_gaps_are_normalised_by_numbers_where_there_are_no_weights() -> None:
+    rows, mean = meta(256, 197, 768)[:, 0], meta(768)
+
+    found = SCRATCH[aten.native_batch_norm.default](
+        (rows, None, None, mean, mean, True, 0.1, 1e-6), {}, None, H100
+    )
+
+    assert found.after == (4, 4)
+
+
+def test_the_gradient_of_a_softmax_copies_a_product_that_is_not_contiguous() -> None:
+    probabilities = meta(2, 19, 64, 64)
+    gradient = probabilities.contiguous(memory_format=torch.channels_last)
+    num_bytes = 4 * probabilities.numel()
+
+    assert scratch(aten._softmax_backward_data.default, probabilities, probabilities, 1, FLOAT) == (
+        num_bytes,
+    )
+    assert scratch(aten._softmax_backward_data.default, gradient, probabilities, 1, FLOAT) == (
+        num_bytes,
+        num_bytes,
+    )
+
+
+def test_the_norm_of_each_column_is_staged() -> None:
+    """The weight norm of a positional convolution of wav2vec 2.0."""
+    assert scratch(aten.norm.ScalarOpt_dim, meta(1024, 64, 128), 2, [0, 1], True) == (67108864, 4)

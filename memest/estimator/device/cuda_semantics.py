@@ -25,6 +25,7 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from memest.estimator.device import double_backward, fused, recurrent
+from memest.estimator.device.patches import Patches
 from memest.estimator.device.tensors import on_gpu
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.kernels.attention.choice import scaled_dot_product_attention
@@ -74,19 +75,34 @@ _CUDA = "cuda"
 
 
 class _Inside(threading.local):
-    """Whether this thread runs an operator that autocast has already dealt with."""
+    """Where this thread is."""
 
     autocast = False
+    """In an operator that autocast has already dealt with."""
+
+    autocast_block = False
+    """In `torch.autocast`, also where a dispatch mode is called, for which it is off."""
 
 
 _INSIDE = _Inside()
 
 
+def follow_autocast(patches: Patches) -> None:
+    """Know in a dispatch mode whether autocast is on."""
+
+    def set_enabled(*args: Any) -> None:
+        torch._C.set_autocast_enabled(*args)
+        _INSIDE.autocast_block = torch.is_autocast_enabled(_CUDA)
+
+    patches.set(torch, "set_autocast_enabled", set_enabled)
+
+
 class CastCache:
     """The casts of leaf weights that `torch.autocast` keeps until its outermost context ends.
 
-    Mirrors `cached_cast` of ATen/autocast_mode.cpp: a float32 leaf that wants a gradient is cast to
-    the lower precision once, whether the weight is used again or not.
+    Mirrors `cached_cast` of ATen/autocast_mode.cpp (torch 2.11): a float32 leaf that wants a
+    gradient is cast to the lower precision once, whether the weight is used again or not; in
+    inference mode at each use.
     """
 
     def __init__(self) -> None:
@@ -101,6 +117,7 @@ class CastCache:
             and tensor.is_leaf
             and not tensor._is_view()
             and torch.is_autocast_cache_enabled()
+            and not torch.is_inference_mode_enabled()
         )
         if not is_kept:
             return tensor.to(dtype)
@@ -108,7 +125,8 @@ class CastCache:
         found = self._casts.get(key)
         if found is not None and found[0]() is tensor:
             return found[1]
-        made = tensor.to(dtype)
+        with torch.enable_grad():  # it may be used again where gradients are wanted
+            made = tensor.to(dtype)
         self._casts[key] = weakref.ref(tensor), made
         return made
 
@@ -124,14 +142,26 @@ CASTS = CastCache()
 def decisions_of(gpu: Gpu) -> Iterator[None]:
     """Within it, this thread's operators on meta tensors take the decisions of `gpu`."""
     _register_once()
-    was_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY)
-    torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, False)
     _active_gpu.append(gpu)
+    try:
+        with decisions_again():
+            yield
+    finally:
+        _active_gpu.pop()
+
+
+@contextlib.contextmanager
+def decisions_again() -> Iterator[None]:
+    """What a dispatch mode calls takes them, too, such as the parts of a composite operator."""
+    was_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY)
+    was_on = torch.is_autocast_enabled(_CUDA)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, False)
+    torch._C.set_autocast_enabled(_CUDA, was_on or _INSIDE.autocast_block)
     try:
         with torch._C._IncludeDispatchKeyGuard(_KEY):
             yield
     finally:
-        _active_gpu.pop()
+        torch._C.set_autocast_enabled(_CUDA, was_on)
         torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, was_excluded)
 
 

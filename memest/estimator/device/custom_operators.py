@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from memest.estimator.device.cuda_semantics import decisions_again
+from memest.estimator.device.tensors import INSIDE
+
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _KEYS_OF_PYTHON = {
     "CUDA": torch._C.DispatchKey.CUDA,
@@ -44,3 +47,13 @@ def key_of_other_operators(func: Any) -> Any:
         if key in _KEYS_OF_PYTHON and ".py:" in rest:
             return _KEYS_OF_PYTHON[key]
     return None
+
+
+def run_by_others(recorder: Any, key: Any, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Run `func`, which calls other operators under `key`, so that those are recorded."""
+    depth, INSIDE.depth = INSIDE.depth, 0
+    try:
+        with recorder, decisions_again():
+            return func._op_dk(key, *args, **kwargs)
+    finally:
+        INSIDE.depth = depth

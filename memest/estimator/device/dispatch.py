@@ -18,6 +18,7 @@ from memest.estimator.device.in_place import (
     as_without_a_mode,
     owners_of_a_sole_gradient,
 )
+from memest.estimator.device.indices import as_taken
 from memest.estimator.device.recurrent import packing_events
 from memest.estimator.device.storages import Coverage, MemKind, Site, StorageTable
 from memest.estimator.device.traits import DEPENDS_ON_VALUES, traits_of
@@ -175,6 +176,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if traits.may_be_in_place:
             func, args = self._as_without_a_mode(func, args, kwargs)
             traits = traits_of(func)
+        if traits.takes_indices:
+            func, args = as_taken(self, func, types, args)
         if traits.is_view:
             return self._run(func, args, kwargs)
         if traits.reads_value:
@@ -193,6 +196,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key is not None:
             self.last_recipe = recipe
         return out
+
+    def repeat(self, func: Any, types: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run and record what a kernel calls by itself."""
+        return Recorder.__torch_dispatch__(self, func, types, args, kwargs)
 
     def _new_recipe(self, func: Any, args: Any, kwargs: Any, out: Any, key: Any) -> Recipe:
         """The recipe of a call, which is kept where it holds for others."""
@@ -222,8 +229,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except (NotImplementedError, RuntimeError) as error:
             if func is aten._grouped_mm.default:
                 return grouped_mm_output(args, kwargs)
-            if func is aten.index.Tensor and (positions := self.values.positions(args[1])):
-                return func(args[0], positions)
             try:
                 values = self.values.compute(func, args, kwargs)
             except ValueUnknown:

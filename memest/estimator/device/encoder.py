@@ -113,7 +113,11 @@ def _follow_masks(patches: Patches, recorder: LiveRecorder) -> None:
 
 def _where_on_card(below: Any, run: Any) -> Any:
     def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return run(x, *args, **kwargs) if on_gpu(x) else below(x, *args, **kwargs)
+        if not on_gpu(x):
+            return below(x, *args, **kwargs)
+        # below autograd a transposed weight wants no gradient, which `should_fold` of matmul asks
+        given = [a.detach() if isinstance(a, torch.nn.Parameter) else a for a in args]
+        return run(x, *given, **kwargs)
 
     return call
 

@@ -58,17 +58,17 @@ def as_without_a_mode(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, tuple[Any, ...]]:
     """The operator and arguments that run where no mode is active; mostly those given."""
-    if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+    if torch._C._current_graph_task_id() == -1:
         return func, args
+    is_graph_made = torch.is_grad_enabled()
     if func is aten.add.Tensor:
-        if not kwargs and _is_sum_of_gradients(*args) and _can_be_overwritten(args[0]):
-            return aten.add_.Tensor, args
-        return func, args
+        is_sum = not kwargs and not is_graph_made and _is_sum_of_gradients(*args)
+        return (aten.add_.Tensor if is_sum and _can_be_overwritten(args[0]) else func), args
     nodes, in_place, more = _IN_BACKWARD_OF[func]
     current = torch._C._current_autograd_node()
     if kwargs or current is None or current.name() not in nodes:
         return func, args
-    if nodes is _BINARY_CROSS_ENTROPY and not _holds_result(*args):
+    if nodes is _BINARY_CROSS_ENTROPY and (is_graph_made or not _holds_result(*args)):
         return func, args
     return in_place, (*args, *more)
 

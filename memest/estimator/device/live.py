@@ -23,7 +23,7 @@ from memest.estimator.allocator.blocks import Block
 from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
 from memest.estimator.device import collectives
 from memest.estimator.device.copies import MAX_SHOWN_NUMEL, as_dtype_layout, copied
-from memest.estimator.device.custom_operators import key_of_other_operators
+from memest.estimator.device.custom_operators import key_of_other_operators, run_by_others
 from memest.estimator.device.dispatch import Recipe, Recorder
 from memest.estimator.device.garbage import PER_STORAGE, GarbagePace
 from memest.estimator.device.guesses import ASSUMED, Guesses, bincount, comparison, selection
@@ -172,7 +172,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         device = kwargs.get("device")
         target = "" if device is None else device.type
         if (on_card or target == "cuda") and self._how_it_runs(func):
-            return self._by_other_operators(func, args, kwargs)
+            return run_by_others(self, self._how_it_runs(func), func, args, kwargs)
         if target == "cuda":
             if not on_card and func is aten._to_copy.default:
                 return self._to_card(func, types, args, {**kwargs, "device": META}, no_place)
@@ -222,15 +222,6 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
             if self._num_streams == 1 and not self.is_slow:
                 return Recorder.__torch_dispatch__(self, func, types, args, kwargs)
             return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def _by_other_operators(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Run what is made of other operators, so that those are recorded."""
-        depth, INSIDE.depth = INSIDE.depth, 0
-        try:
-            with self:
-                return func._op_dk(self._how_it_runs(func), *args, **kwargs)
-        finally:
-            INSIDE.depth = depth
 
     def _to_card(
         self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any, adopts: bool

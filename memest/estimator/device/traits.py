@@ -45,6 +45,13 @@ DEPENDS_ON_VALUES = frozenset((
 """Operators whose outputs' shapes are not a function of their inputs' shapes."""
 
 
+TAKES_INDICES = frozenset((
+    aten.index.Tensor, aten.masked_select.default, aten.index_put.default, aten.index_put_.default,
+    aten._index_put_impl_.default, aten._unsafe_index_put.default,
+))  # fmt: skip
+"""Operators that look at their indices first; see `indices`."""
+
+
 def shaping(func: Any, args: tuple[Any, ...]) -> Any:
     """The arguments of one of `DEPENDS_ON_VALUES` whose values decide its output's shape."""
     if func is aten.index.Tensor:
@@ -68,6 +75,7 @@ class Traits:
         "name",
         "reads_value",
         "returns_nothing",
+        "takes_indices",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
@@ -82,6 +90,7 @@ class Traits:
         self.is_matmul = func in MATMULS
         self.is_collective = func.namespace in COLLECTIVES
         self.makes_alike = func in IN_THE_LIKENESS
+        self.takes_indices = func in TAKES_INDICES
 
 
 _known: dict[int, Traits] = {}

@@ -104,6 +104,10 @@ class ShadowValues:
         empty = torch.empty(0, dtype=tensor.dtype)
         return empty.set_(twin, tensor.storage_offset(), tensor.size(), tensor.stride())
 
+    def decides(self, tensor: Tensor) -> bool:
+        """Whether the value of `tensor` is known well enough to decide a shape."""
+        return self.value_of(tensor) is not None
+
     def positions(self, indices: list[Tensor | None]) -> list[Tensor | None] | None:
         """`indices` with each mask as the positions of its true entries, meta tensors; CUDA makes
         them first, too. None where a mask has no value.
@@ -199,6 +203,10 @@ class LiveValues(ShadowValues):
     def is_known(self, tensor: Tensor) -> bool:
         """Whether there is a value for `tensor`, or it is one."""
         return not is_meta(tensor) or storage_key(tensor) in self._twins
+
+    def decides(self, tensor: Tensor) -> bool:
+        """As `ShadowValues.decides`: no guess does."""
+        return super().decides(tensor) and not self.is_guessed([tensor])
 
     def is_guessed(self, args: Any) -> bool:
         """Whether a twin among `args` is a guess."""

@@ -30,7 +30,7 @@ from memest.estimator.device import (
     processes,
     recurrent,
 )
-from memest.estimator.device.cuda_semantics import CASTS, decisions_of
+from memest.estimator.device.cuda_semantics import CASTS, decisions_of, follow_autocast
 from memest.estimator.device.engine import DeviceThread
 from memest.estimator.device.guesses import Guesses
 from memest.estimator.device.imports import ImportHooks
@@ -139,6 +139,7 @@ class VirtualGpu:
         attributes.install(patches, recorder)
         cuda.install(patches, recorder)
         encoder.install(patches, recorder)
+        follow_autocast(patches)
         layouts.install(patches, recorder.lines.current)
         recurrent.install(patches)
         DeviceThread().install(patches)

@@ -3,7 +3,8 @@
 Sources: `_select_batch_norm_backend` of ATen/native/Normalization.cpp, cudnn/BatchNorm.cpp, and of
 torch's own kernels cuda/Normalization.cu and Normalization.cuh (torch 2.11). With cuDNN there is no
 workspace in NCHW. The rule for channels-last is deduced from all float16 calls of ResNet-18,
-ResNet-50 and MobileNetV2 on an H100 (cuDNN 9.19), 65 shapes, and gives all of them to the byte.
+ResNet-50 and MobileNetV2 and all float32 calls of a ResNet-50 and an EfficientNetV2 on an H100
+(cuDNN 9.19), 81 shapes, and gives all of them to the byte.
 
 Symbols: M samples times pixels, C channels.
 """
@@ -23,7 +24,7 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 CHANNELS_PER_BLOCK = 64
-FORWARD_ROWS, FORWARD_HEADER = 160, 1072
+FORWARD_ROWS, FORWARD_HEADER = {torch.float16: 160, torch.float32: 64}, 1072
 BACKWARD_ROWS, BACKWARD_HEADER = 96, 1056
 """Rows that a block adds up, and what is asked for beside the blocks' sums."""
 
@@ -81,7 +82,8 @@ def batch_norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratc
     tensor, is_training = args[0], args[5]
     if not is_training or not _is_channels_last(tensor):
         return Scratch()
-    return Scratch(after=(_workspace(tensor, FORWARD_ROWS, SUMS_BYTES + 4, FORWARD_HEADER),))
+    rows = FORWARD_ROWS.get(tensor.dtype, FORWARD_ROWS[torch.float32])
+    return Scratch(after=(_workspace(tensor, rows, SUMS_BYTES + 4, FORWARD_HEADER),))
 
 
 def batch_norm_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
@@ -99,15 +101,15 @@ def batch_norm_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) 
 
 
 def batch_norm_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Whether the workspace is known: NCHW, and cuDNN's channels-last in float16 on Hopper.
+    """Whether the workspace is known: NCHW, and cuDNN's channels-last on Hopper but for float64.
 
     torch's own kernels (bfloat16) stage sums in channels-last that were not measured.
     """
     is_backward = func is torch.ops.aten.native_batch_norm_backward.default
     tensor = args[1] if is_backward else args[0]
     if "native" in func._schema.name:
-        return not _is_channels_last(tensor)
-    is_measured = tensor.dtype == torch.float16 and gpu.capability == (9, 0)
+        return tensor.dim() == 2 or not _is_channels_last(tensor)
+    is_measured = tensor.dtype in FORWARD_ROWS and gpu.capability == (9, 0)
     return bool(not _is_channels_last(tensor) or is_measured)
 
 
@@ -140,10 +142,12 @@ def _staging(tensor: Tensor, sums_per_channel: int) -> tuple[int, ...]:
 
 def native_batch_norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`batch_norm_cuda` by torch's own kernels: in training staged sums where channels lie side by
-    side.
+    side; of rows with gaps numbers in place of weights that are not there (`Impl::General`).
     """
     tensor, is_training = args[0], args[5]
-    return Scratch(after=_staging(tensor, 4) if is_training and _takes_rows(tensor) else ())
+    staged = _staging(tensor, 4) if is_training and _takes_rows(tensor) else ()
+    has_gaps = tensor.dim() == 2 and not tensor.is_contiguous()
+    return Scratch(after=staged + (4,) * (has_gaps * sum(w is None for w in args[1:3])))
 
 
 def statistics_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:

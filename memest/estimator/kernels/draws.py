@@ -1,7 +1,7 @@
 """What random draws ask for beside their results.
 
 Sources (torch 2.11, `aten/src/ATen/native`): cuda/Randperm.cu, TensorFactories.cpp,
-Distributions.cpp, cuda/MultinomialKernel.cu, cuda/Distributions.cpp.
+Distributions.cpp, DistributionTemplates.h, cuda/MultinomialKernel.cu, cuda/Distributions.cpp.
 Evidence: the allocator's events of each draw, recorded on an H100.
 """
 
@@ -121,10 +121,28 @@ def bernoulli_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     return tuple(outputs({0: out.numel() * out.itemsize}) + passing(cast))
 
 
+def normal_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`normal` of deviations in a tensor (DistributionTemplates.h):
+    that the smallest is not negative is checked before the result is made, and again; a mean that
+    is a number becomes a tensor.
+    """
+    mean, deviations = args[:2]
+    item = deviations.itemsize
+    smallest = reduce_bytes(
+        deviations, (), gpu, dtype=deviations.dtype, out_dtype=deviations.dtype,
+        accumulator_bytes=item,
+    )  # fmt: skip
+    check = temporaries(item) + passing(*smallest) + passing(1) + temporaries(-item)
+    number = [] if isinstance(mean, torch.Tensor) else passing(out.itemsize)
+    return tuple(check + outputs({0: out.numel() * out.itemsize}) + check + number)
+
+
 DRAW_EVENTS: dict[OpOverload, EventsFn] = {
     aten.randperm.default: randperm_events,
     aten.multinomial.default: multinomial_events,
     aten.bernoulli.default: bernoulli_events,
+    aten.normal.Tensor_Tensor: normal_events,
+    aten.normal.float_Tensor: normal_events,
 }
 """What each draw asks for, in order."""
 

@@ -13,7 +13,6 @@ and `aten/src/ATen/native/TensorAdvancedIndexing.cpp`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -100,21 +99,13 @@ def index_tensors(args: Args) -> list[Tensor]:
 
 
 def index_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`index.Tensor`: positions of mask entries, and int64 copies of indices of unlike strides.
+    """`index.Tensor`: int64 copies of indices of unlike strides.
 
-    A boolean mask becomes one int64 position per dimension and selected element; their number is
-    the size of the output. Two or more index tensors are broadcast, and copied where their strides
-    then differ (`AdvancedIndex` of TensorAdvancedIndexing.cpp). One index is used in place.
+    Two or more index tensors are broadcast, and copied where their strides then differ
+    (`AdvancedIndex` of TensorAdvancedIndexing.cpp). One index is used in place. A mask is a call of
+    `nonzero` before.
     """
-    indices = index_tensors(args)
-    if any(i.dtype in MASK_DTYPES for i in indices):
-        if len(indices) > 1 or out is None:
-            return Scratch()
-        mask = indices[0]
-        width = max(1, prod(args[0].shape) // max(1, mask.numel()))
-        selected = out.numel() // width
-        return Scratch(before=(selected * mask.dim() * INDEX_BYTES,))
-    return Scratch(before=_copies_of_unlike_strides(indices))
+    return Scratch(before=_copies_of_unlike_strides(index_tensors(args)))
 
 
 def index_put_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
@@ -130,17 +121,15 @@ def index_put_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch
 
 
 def indexing_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Whether no mask is among the indices, or one alone whose count the op's shapes tell.
+    """Whether no mask is among the indices, or one through which one number is written.
 
-    `index` by one mask has the count in its output; writing one value through a mask is a
-    `masked_fill`. Other masks need the number of their true entries.
+    That is a `masked_fill`. The true entries of others are not known here, or they would have been
+    found before.
     """
     indices = index_tensors(args)
     if not any(i.dtype in MASK_DTYPES for i in indices):
         return True
-    if func is torch.ops.aten.index.Tensor:
-        return len(indices) == 1
-    return bool(args[2].numel() == 1 and not (len(args) > 3 and args[3]))
+    return bool(len(args) > 2 and args[2].numel() == 1 and not (len(args) > 3 and args[3]))
 
 
 def masked_scatter_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:

@@ -348,11 +348,24 @@ def lstm_cell_backward_events(args: tuple[Any, ...], kwargs: Any, out: Any, gpu:
     return tuple(events)
 
 
+def gru_cell_backward_events(args: tuple[Any, ...], kwargs: Any, out: Any, gpu: Gpu) -> Events:
+    """`_thnn_fused_gru_cell_backward`: the gradients of both gates and the state, and the sum of
+    either gates' over the samples.
+    """
+    events = outputs({i: bytes_of(out[i]) for i in (0, 1, 2)})
+    for gates, position in ((out[0], 3), (out[1], 4)):
+        if out[position] is not None:
+            staged = sum_bytes(gates, (0,), gates.dtype, gpu)
+            events += outputs({position: bytes_of(out[position])}) + passing(*staged)
+    return tuple(events)
+
+
 RECURRENT_EVENTS = {
     aten._cudnn_rnn.default: recurrent_events,
     aten._cudnn_rnn_backward.default: recurrent_backward_events,
     aten._thnn_fused_lstm_cell.default: lstm_cell_events,
     aten._thnn_fused_gru_cell.default: gru_cell_events,
     aten._thnn_fused_lstm_cell_backward_impl.default: lstm_cell_backward_events,
+    aten._thnn_fused_gru_cell_backward.default: gru_cell_backward_events,
 }
 """What each operation asks of the allocator, in order."""

@@ -361,7 +361,7 @@ def product_scratch(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, gpu
 
 
 def norm_scratch(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, gpu: Gpu) -> Scratch:
-    """`linalg_vector_norm`: ReduceNormKernel.cu adds in float32 or wider."""
+    """`linalg_vector_norm`, `norm` over dims: ReduceNormKernel.cu adds in float32 or wider."""
     tensor, out_dtype = args[0], _tensor_out(out).dtype
     dims = _dims_of(args, kwargs, 2)
     staged = reduce_bytes(

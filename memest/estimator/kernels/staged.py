@@ -50,6 +50,7 @@ from memest.estimator.kernels.linalg import LINALG_EVENTS, linalg_is_modelled
 from memest.estimator.kernels.losses import LOSS_EVENTS
 from memest.estimator.kernels.reductions import (
     accumulator_bytes_of,
+    extreme_scratch,
     logsumexp_events,
     threads_per_sm,
 )
@@ -271,6 +272,23 @@ def index_put_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     )
 
 
+SHARED_BYTES_PER_BLOCK = 48 << 10
+"""Of every GPU; CUDA Programming Guide 13, table 30."""
+
+
+def bincount_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`bincount` (cuda/SummaryOps.cu): the smallest and the largest number are read, then bins."""
+    numbers, item = args[0], args[0].itemsize
+    extreme = passing(item, *extreme_scratch(args[:1], {}, numbers, gpu).after)
+    return tuple((extreme + extreme if numbers.numel() else []) + outputs({0: bytes_of(out)}))
+
+
+def bincount_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Whether the bins that were asked for are few enough to be counted in shared memory."""
+    minlength: int = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
+    return minlength * INDEX_BYTES + 8 < SHARED_BYTES_PER_BLOCK
+
+
 def roll_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`roll` over several dimensions (`roll_common` of TensorTransformations.h): it rolls the first
     one, and what comes out over the rest; all of them live until the last is done.
@@ -309,6 +327,7 @@ STAGED_EVENTS: dict[OpOverload, EventsFn] = {
     aten._embedding_bag.default: embedding_bag_events,
     aten._embedding_bag_backward.default: embedding_bag_backward_events,
     aten.nonzero.default: nonzero_events,
+    aten.bincount.default: bincount_events,
     aten.topk.default: topk_events,
     aten.embedding_renorm_.default: renorm_events,
     aten.logsumexp.default: logsumexp_events,
@@ -333,6 +352,7 @@ STAGED_EVENTS: dict[OpOverload, EventsFn] = {
 STAGED_MODELLED_WHERE = {
     aten.embedding_dense_backward.default: embedding_backward_is_modelled,
     aten._embedding_bag_backward.default: embedding_bag_is_modelled,
+    aten.bincount.default: bincount_is_modelled,
     **dict.fromkeys(FFT_EVENTS, fft_is_modelled),
     **dict.fromkeys(LINALG_EVENTS, linalg_is_modelled),
 }

@@ -143,9 +143,11 @@ def power_of_scalar_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> S
 
 
 def softmax_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`softmax_backward_cuda_out` of SoftMax.cu: the product `grad * output`."""
-    grad = args[0]
-    return Scratch(after=(grad.numel() * grad.itemsize,))
+    """`softmax_backward_cuda_out` of SoftMax.cu: the product `grad * output`, and of it and the
+    output what is not contiguous.
+    """
+    product = args[0] * args[1]
+    return Scratch(after=(bytes_of(product), *contiguous_copy(product, args[1])))
 
 
 def safe_softmax_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
@@ -248,6 +250,7 @@ SCRATCH: dict[OpOverload, ScratchRule] = {
     aten.prod.default: product_scratch,
     aten.prod.dim_int: product_scratch,
     aten.linalg_vector_norm.default: norm_scratch,
+    aten.norm.ScalarOpt_dim: norm_scratch,
     aten.amax.default: extreme_scratch,
     aten.amin.default: extreme_scratch,
     aten.max.default: extreme_scratch,

@@ -46,6 +46,12 @@ def image_copy_after(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     return Scratch(after=copies_in(suggest_memory_format(args[0]), args[0]))
 
 
+def bilinear_gradient_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """As `image_copy_after`; a gradient of the input's own size is copied at once."""
+    is_same = args[0].shape == out.shape
+    return Scratch() if is_same else image_copy_after(args, kwargs, out, gpu)
+
+
 def sliding_events(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> Events:
     """`im2col` and `col2im` (Im2Col.cu, Col2Im.cu): the result begins as a tensor like the input.
 
@@ -77,7 +83,6 @@ _IMAGES = (
     aten.upsample_nearest2d_backward.default,
     aten._upsample_nearest_exact2d.default,
     aten._upsample_nearest_exact2d_backward.default,
-    aten.upsample_bilinear2d_backward.default,
 )
 _COPYING = (
     aten.upsample_nearest1d.default,
@@ -110,6 +115,7 @@ _COPYING = (
 WINDOW_SCRATCH: dict[OpOverload, ScratchFn] = {
     **dict.fromkeys(_IMAGES, image_copy_after),
     **dict.fromkeys(_COPYING, window_copy_after),
+    aten.upsample_bilinear2d_backward.default: bilinear_gradient_scratch,
 }
 """Temporaries of each operator."""
 
@@ -119,7 +125,7 @@ WINDOW_EVENTS: dict[OpOverload, EventsFn] = {
 }
 """What each operator asks for, in order."""
 
-WINDOW_MODELLED_WHERE = dict.fromkeys((*_IMAGES, *_COPYING), window_is_modelled)
+WINDOW_MODELLED_WHERE = dict.fromkeys(WINDOW_SCRATCH, window_is_modelled)
 
 WINDOWS_WITHOUT_SCRATCH = (
     "upsample_bilinear2d upsample_linear1d upsample_trilinear3d _upsample_bilinear2d_aa "

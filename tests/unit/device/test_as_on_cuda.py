@@ -126,3 +126,49 @@ def test_a_cast_that_is_not_waited_for_is_the_card_s() -> None:
 
     assert moved.dtype == torch.float16
     assert torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated() == 4 * moved.numel()
+
+
+def test_autocast_holds_within_what_inference_mode_takes_apart() -> None:
+    """`interpolate` and `cross_entropy` are made of operators that autocast runs in float32."""
+    x = torch.ones(2, 8, 16, 16, device="cuda", dtype=torch.float16)
+    classes = torch.zeros(2, dtype=torch.int64, device="cuda")
+
+    with torch.inference_mode(), torch.autocast("cuda", torch.float16):
+        assert F.interpolate(x, size=(32, 32), mode="bilinear").dtype == torch.float32
+        assert F.cross_entropy(x.flatten(1), classes).dtype == torch.float32
+        with torch.autocast("cuda", enabled=False):
+            assert F.interpolate(x, size=(32, 32), mode="bilinear").dtype == torch.float16
+
+
+def test_inference_casts_a_weight_at_each_use_and_what_is_kept_has_a_gradient() -> None:
+    layer = nn.Linear(64, 64, bias=False, device="cuda")
+    x = torch.ones(4, 64, device="cuda", dtype=torch.float16)
+
+    def peak() -> int:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        layer(x)
+        return torch.cuda.max_memory_allocated() - before
+
+    with torch.autocast("cuda", torch.float16):
+        with torch.inference_mode():
+            layer(x)
+            assert peak() == 64 * 64 * 2 + 512
+        with torch.no_grad():
+            layer(x)
+            assert peak() == 512
+        layer(x).float().sum().backward()
+
+    assert layer.weight.grad is not None
+
+
+def test_the_gradient_of_an_index_is_put_in_place_where_a_graph_is_made() -> None:
+    x = torch.ones(1024, 32, device="cuda", requires_grad=True)
+    picked = x[torch.arange(512, device="cuda")]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+
+    (gradient,) = torch.autograd.grad((picked * picked).sum(), x, create_graph=True)
+
+    assert gradient.requires_grad
+    assert torch.cuda.max_memory_allocated() - before < 2 * 1024 * 32 * 4 + 4 * 512 * 32 * 4
