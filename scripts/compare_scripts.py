@@ -5,8 +5,9 @@ python scripts/compare_scripts.py [--given FOLDER] [--jobs N] [--write] [NAMES..
 Runs the cases of results/scripts/measured.json under `memest run --gpu h100-80gb`, all of them or
 those named (a `*` at the end stands for the rest), and prints how far they are off. Scripts that
 are not this project's are looked for in FOLDER (results/scripts/README.md says what it holds);
-without it only our own run. `--write` keeps what was simulated in results/scripts/simulated.json
-and writes docs/scripts.md from it; with `--page` only the page is written.
+without it only our own run, and what is not there is left out. `--write` keeps what was simulated
+in results/scripts/simulated.json and writes docs/scripts.md from it; with `--page` only the page is
+written.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ RESULTS = ROOT / "results" / "scripts"
 PAGE = ROOT / "docs" / "scripts.md"
 GPU = "h100-80gb"
 TIMEOUT_S = 600
+MISSING = "ModuleNotFoundError"
+"""Of a package that a case needs; what was simulated where it is there is kept."""
 
 FOLDERS = {
     "given": ".",
@@ -57,12 +60,16 @@ def main() -> int:
     cases = read("measured")["cases"]
     wanted = {} if options.page else chosen(cases, options.names, has_given=bool(options.given))
     given = options.given and options.given.resolve()
+    absent = [name for name, case in wanted.items() if not is_here(case, given)]
+    if absent:
+        print(f"left out, for what they run is not in {given}: {', '.join(absent)}")
+    wanted = {name: case for name, case in wanted.items() if name not in absent}
     with ThreadPoolExecutor(options.jobs) as pool:
         runs = pool.map(lambda item: (item[0], simulate(item[1], given)), wanted.items())
         done = {}
         for name, figures in runs:
             done[name] = figures
-            if options.write:
+            if options.write and MISSING not in figures["error"]:
                 keep({name: figures})
             print(scripts_page.line_of(name, cases[name], figures), flush=True)
     if options.write or options.page:
@@ -90,6 +97,14 @@ def chosen(cases: Mapping[str, Case], names: Iterable[str], *, has_given: bool) 
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in names)
         and (has_given or case["origin"] == "ours")
     }
+
+
+def is_here(case: Case, given: Path | None) -> bool:
+    """Whether FOLDER, or this repository, holds what the case runs."""
+    if given is None or case["origin"] == "ours":
+        return True
+    folder = given / FOLDERS.get(case["origin"], ".")
+    return (given / "prepared" if case["origin"] == "litgpt" else folder / case["script"]).exists()
 
 
 def simulate(case: Case, given: Path | None = None) -> dict[str, Any]:

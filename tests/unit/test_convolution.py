@@ -397,3 +397,16 @@ def test_a_gradient_in_another_order_is_copied_once() -> None:
 
     assert sizes[0] == 4 * grad.numel()
     assert sizes.count(4 * grad.numel()) == 1
+
+
+def test_a_gradient_of_one_pixel_is_copied_only_where_the_input_was() -> None:
+    """A squeeze-and-excite block: its input lies in both orders, so no other is asked for."""
+    weight = meta(1536, 40, 1, 1, is_last=True)
+    grad, one_pixel = meta(8, 1536, 1, 1), meta(8, 40, 1, 1)
+    rest = ([1536], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, True])
+
+    found = STAGED_EVENTS[aten.convolution_backward.default](
+        (grad, one_pixel, weight, *rest), {}, (one_pixel, weight, meta(1536)), H100
+    )
+
+    assert next(event for event in found).output == 0, "no copy before the input's gradient"

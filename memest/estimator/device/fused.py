@@ -112,9 +112,13 @@ def kernels(below: Any) -> dict[str, Callable[..., Any]]:
                 "`ctc_loss` of int32 targets on the host goes to cuDNN, which cannot be simulated",
                 hint="int64 targets take torch's own kernel",
             )
-        numbers = lengths.tolist(), target_lengths.tolist()  # as `ctc_loss` of LossCTC.cpp does
-        loss: Tensor = aten.ctc_loss.IntList(log_probs, targets, *numbers, *args[4:])
-        return loss
+        return _ctc_loss(log_probs, targets, lengths.tolist(), target_lengths.tolist(), *args[4:])
+
+    def ctc_loss_of_numbers(keyset: Any, log_probs: Tensor, targets: Tensor, *args: Any) -> Tensor:
+        if on_gpu(log_probs):
+            return _ctc_loss(log_probs, targets, *args)
+        result: Tensor = aten.ctc_loss.IntList.redispatch(keyset & below, log_probs, targets, *args)
+        return result
 
     return {
         "rms_norm": rms_norm,
@@ -122,9 +126,30 @@ def kernels(below: Any) -> dict[str, Callable[..., Any]]:
         "cumprod_backward": _cumprod_backward(below),
         "mish_backward": mish_backward,
         "ctc_loss.Tensor": ctc_loss,
+        "ctc_loss.IntList": ctc_loss_of_numbers,
         "one_hot": _one_hot(below),
         **_only_values(below),
     }
+
+
+def _ctc_loss(
+    log_probs: Tensor, targets: Tensor, lengths: list[int], target_lengths: list[int],
+    blank: int = 0, reduction: int = 1, zero_infinity: bool = False,
+) -> Tensor:  # fmt: skip
+    """`ctc_loss_impl` of LossCTC.cpp: the zero is made before the losses are compared."""
+    batch = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
+    of_card: Any = {"dtype": batch.dtype, "device": "cuda"}
+    losses: Tensor = aten._ctc_loss.default(
+        batch, targets.to("cuda", torch.int64), lengths, target_lengths, blank, zero_infinity
+    )[0]
+    if zero_infinity:
+        zero = torch.zeros((), **of_card)
+        losses = torch.where(losses == float("inf"), zero, losses)
+    if reduction == 1:
+        return (losses / torch.tensor(target_lengths, **of_card).clamp_min(1)).mean()
+    if reduction == 2:
+        return losses.sum()
+    return losses if log_probs.dim() == 3 else losses.squeeze(0)
 
 
 def _prod(below: Any) -> Callable[..., Tensor]:

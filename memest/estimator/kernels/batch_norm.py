@@ -103,12 +103,13 @@ def batch_norm_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) 
 def batch_norm_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
     """Whether the workspace is known: NCHW, and cuDNN's channels-last on Hopper but for float64.
 
-    torch's own kernels (bfloat16) stage sums in channels-last that were not measured.
+    torch's own kernels (bfloat16) were recorded in both orders, in two nets, but not of sequences
+    with gaps.
     """
     is_backward = func is torch.ops.aten.native_batch_norm_backward.default
     tensor = args[1] if is_backward else args[0]
     if "native" in func._schema.name:
-        return tensor.dim() == 2 or not _is_channels_last(tensor)
+        return bool(tensor.dim() != 3 or tensor.is_contiguous())
     is_measured = tensor.dtype in FORWARD_ROWS and gpu.capability == (9, 0)
     return bool(not _is_channels_last(tensor) or is_measured)
 
@@ -171,7 +172,7 @@ def native_batch_norm_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu:
         return tuple(outputs(sizes))
     of_input = outputs({0: sizes.pop(0)} if wanted[0] else {})
     sums = (tensor.shape[1] * (8 if tensor.dtype == torch.float64 else 4),) * 2
-    staged = _staging(tensor, 2) if takes_rows else ()
+    staged = _staging(tensor, 2) if takes_rows and _takes_rows(args[0]) else ()
     return tuple(
         temporaries(*sums)
         + outputs(sizes)

@@ -205,7 +205,8 @@ def convolution_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) 
     memory_format = convolution_format(tensor, weight)
     shapes, direction = _shapes_of(args, grad, 1), _of_input(args)
     copies = copies_in(memory_format, tensor) if wanted[1] else ()
-    given = memory_format if wanted[1] else suggest_memory_format(tensor)
+    is_copied = wanted[1] and not tensor.is_contiguous(memory_format=memory_format)
+    given = memory_format if is_copied else suggest_memory_format(tensor)
     each: tuple[int, ...] = ()
     if args[7] or is_native(shapes):
         copies += copies_in(given, grad)
@@ -251,8 +252,8 @@ def convolution_outputs(func: OpOverload, args: Args, out: Any) -> Any:
     if memory_format == torch.contiguous_format:
         return out
     if is_forward:
-        return out.contiguous(memory_format=memory_format)
+        return torch.empty_like(out, memory_format=memory_format)
     return (
-        *(None if t is None else t.contiguous(memory_format=memory_format) for t in out[:2]),
+        *(None if t is None else torch.empty_like(t, memory_format=memory_format) for t in out[:2]),
         out[2],
     )

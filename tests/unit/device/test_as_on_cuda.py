@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import memest
 from memest.run.session import Session
+from tests.requested import Requests
 
 
 @pytest.fixture
@@ -172,3 +173,19 @@ def test_the_gradient_of_an_index_is_put_in_place_where_a_graph_is_made() -> Non
 
     assert gradient.requires_grad
     assert torch.cuda.max_memory_allocated() - before < 2 * 1024 * 32 * 4 + 4 * 512 * 32 * 4
+
+
+@pytest.mark.parametrize("lengths", [[50] * 4, torch.full((4,), 50)])
+def test_a_ctc_loss_makes_its_numbers_in_the_order_of_the_source(
+    session: Session, lengths: list[int] | torch.Tensor
+) -> None:
+    """Recorded: losses, zero, comparison, choice, lengths, those of at least 1, quotient, mean."""
+    log_probs = torch.ones(50, 4, 12, device="cuda").log_softmax(-1)
+    targets = torch.ones(4, 10, dtype=torch.int64, device="cuda")
+    of_targets = [10] * 4 if isinstance(lengths, list) else torch.full((4,), 10)
+
+    found = Requests(session.virtual).of(
+        lambda: F.ctc_loss(log_probs, targets, lengths, of_targets, zero_infinity=True)
+    )
+
+    assert [n for n in found if n > 0][-8:] == [16, 4, 4, 16, 16, 16, 16, 4]
