@@ -103,8 +103,10 @@ def is_here(case: Case, given: Path | None) -> bool:
     """Whether FOLDER, or this repository, holds what the case runs."""
     if given is None or case["origin"] == "ours":
         return True
-    folder = given / FOLDERS.get(case["origin"], ".")
-    return (given / "prepared" if case["origin"] == "litgpt" else folder / case["script"]).exists()
+    needs = [given / "prepared"] if any("{prepared}" in arg for arg in case["args"]) else []
+    if case["origin"] != "litgpt":
+        needs.append(given / FOLDERS.get(case["origin"], ".") / case["script"])
+    return all(path.exists() for path in needs)
 
 
 def simulate(case: Case, given: Path | None = None) -> dict[str, Any]:
