@@ -94,6 +94,7 @@ def follow_autocast(patches: Patches) -> None:
         torch._C.set_autocast_enabled(*args)
         _INSIDE.autocast_block = torch.is_autocast_enabled(_CUDA)
 
+    _INSIDE.autocast_block = torch.is_autocast_enabled(_CUDA)
     patches.set(torch, "set_autocast_enabled", set_enabled)
 
 

@@ -60,7 +60,9 @@ def _places(recorder: Recorder, types: Any, mask: Tensor) -> Tensor:
     if on_gpu(mask):
         found: Tensor = recorder.repeat(aten.nonzero.default, types, mask)
         return found
-    return mask.nonzero()
+    value = recorder.values.value_of(mask)
+    assert value is not None
+    return value.nonzero()
 
 
 def _is_fill(args: tuple[Any, ...]) -> bool:
