@@ -51,10 +51,10 @@ NUM_ROUNDS, GUIDE_LEAVES = 3, 1500
 
 MOST_SUMS_BYTES, TILE_BYTES, MOST_WEIGHTS = 64 << 20, 64 * 64 * 4, 2048
 
-NUM_FOLDS, SURE_SHARE, SURE_CALLS = 5, 0.93, 10
-"""A leaf is sure where so many calls that trees without them led to it were so often right."""
-
-BLOCK_BYTES = 512
+SHARE_OF_FEATURES = 0.5
+"""Of the features, drawn at each node, among which a tree looks for its best question, so that the
+trees differ.
+"""
 
 TRIED_LEAVES, TRIED_CALLS = 12_000, 2
 """Of the trees of what is tried, and the fewest calls at a leaf."""
@@ -62,12 +62,15 @@ TRIED_LEAVES, TRIED_CALLS = 12_000, 2
 
 def in_blocks(num_bytes: Array) -> Array:
     """Blocks of the allocator."""
-    return -(-num_bytes // BLOCK_BYTES)
+    return -(-num_bytes // cudnn.BLOCK_BYTES)
 
 
-def tree(leaves: int, seen: Array, labels: Array) -> DecisionTreeClassifier:
+def tree(
+    leaves: int, seen: Array, labels: Array, *, share: float | None = None, number: int = 0
+) -> DecisionTreeClassifier:
     """A tree that tells labels apart."""
-    return DecisionTreeClassifier(max_leaf_nodes=leaves, random_state=0).fit(seen, labels)
+    made = DecisionTreeClassifier(max_leaf_nodes=leaves, max_features=share, random_state=number)
+    return made.fit(seen, labels)
 
 
 class Direction:
@@ -128,7 +131,7 @@ class Direction:
         count, own = rest // weight, rest % weight
         are_weights = (count >= 1) & (count <= MOST_WEIGHTS)
         are_weights &= own <= np.minimum(OWN_BYTES, weight // 4)
-        is_per_sample = np.abs(rest - self.samples * weight) <= BLOCK_BYTES
+        is_per_sample = np.abs(rest - self.samples * weight) <= cudnn.BLOCK_BYTES
         size = 30_000 + np.floor(np.log2(np.maximum(rest, 1)) * 8).astype(int)
         kinds = (rest <= OWN_BYTES, is_per_sample, are_weights)
         return np.select(kinds, (rest, 10_000, 20_000 + np.minimum(count, 200)), size)
@@ -153,52 +156,27 @@ class Direction:
 
 
 class Fitted:
-    """Both trees of a direction."""
+    """Both trees of a direction, the `number`-th of several."""
 
-    def __init__(self, data: Direction, rows: Array) -> None:
+    def __init__(self, data: Direction, number: int) -> None:
         of_forms, of_sums = NUM_LEAVES
-        self.operands = tree(of_forms, data.features[rows], data.forms[rows])
-        self.sums = tree(of_sums, data.features[rows], data.codes()[rows])
-        led = self.sums.apply(data.features[rows])
+        drawn: dict[str, Any] = {"share": SHARE_OF_FEATURES, "number": number}
+        self.operands = tree(of_forms, data.features, data.forms, **drawn)
+        self.sums = tree(of_sums, data.features, data.codes(), **drawn)
+        led = self.sums.apply(data.features)
         self.leaves = {
-            leaf: data.leaf_of_sums(rows[led == leaf]) for leaf in np.unique(led).tolist()
+            leaf: data.leaf_of_sums(np.flatnonzero(led == leaf)) for leaf in np.unique(led).tolist()
         }
 
-    def are_right(self, data: Direction, rows: Array) -> dict[str, Array]:
-        """Of which calls the forms and the sums are found."""
-        led = self.sums.apply(data.features[rows]).tolist()
-        leaves = np.array([self.leaves[leaf] for leaf in led])
-        sums = (leaves[:, 0] * data.samples[rows] + leaves[:, 1]) * data.weight_bytes[rows]
-        sums += leaves[:, 2]
-        return {
-            "operands": self.operands.predict(data.features[rows]) == data.forms[rows],
-            "sums": in_blocks(sums) == in_blocks(data.sums[rows]),
-        }
-
-    def arrays(self, data: Direction) -> dict[str, dict[str, Array]]:
+    def arrays(self) -> dict[str, dict[str, Array]]:
         """Both trees as `cudnn_convolution.Tree` reads them."""
-        are_right = {name: np.zeros(len(data.calls), dtype=bool) for name in ("operands", "sums")}
-        folds = np.random.default_rng(0).integers(0, NUM_FOLDS, len(data.calls))
-        for fold in range(NUM_FOLDS):
-            rows, asked = np.flatnonzero(folds != fold), np.flatnonzero(folds == fold)
-            for name, are in Fitted(data, rows).are_right(data, asked).items():
-                are_right[name][asked] = are
-        parts = {}
-        for name, fitted in (("operands", self.operands), ("sums", self.sums)):
-            led = fitted.apply(data.features)
-            size = fitted.tree_.node_count
-            hits = np.bincount(led, weights=are_right[name], minlength=size)
-            calls = np.bincount(led, minlength=size)
-            sure = (calls >= SURE_CALLS) & (hits >= SURE_SHARE * calls)
-            parts[name] = self._preorder(name, fitted, sure)
-        return parts
-
-    def _preorder(self, name: str, fitted: DecisionTreeClassifier, sure: Array) -> dict[str, Array]:
-        def leaf(node: int) -> tuple[int, ...]:
-            form = (int(fitted.classes_[fitted.tree_.value[node].argmax()]),)
-            return (*(form if name == "operands" else self.leaves[node]), int(sure[node]))
-
-        return preorder(fitted.tree_, leaf)
+        classes, values = self.operands.classes_, self.operands.tree_.value
+        return {
+            "operands": preorder(
+                self.operands.tree_, lambda node: (int(classes[values[node].argmax()]),)
+            ),
+            "sums": preorder(self.sums.tree_, lambda node: self.leaves[node]),
+        }
 
 
 def preorder(nodes: Any, leaf: Callable[[int], tuple[int, ...]]) -> dict[str, Array]:
@@ -260,17 +238,29 @@ def say(name: str, sizes: Array, found: Array, sure: Array) -> None:
 
 
 def ask(calls: Array, direction: str) -> tuple[Array, Array]:
-    """Workspaces of calls by the trees as they were written, and whether they are sure."""
-    trees = cudnn.trees()
+    """Workspaces of calls by the trees as they were written, and whether they agree on them."""
     found = np.stack([np.asarray(v) for v in cudnn.features(calls).values()], 1)
     rows = found.astype(np.float32).astype(float).tolist()
-    operands = np.array([trees[f"{direction}_operands"].leaf(row) for row in rows])
-    sums = np.array([trees[f"{direction}_sums"].leaf(row) for row in rows])
-    total = (sums[:, 0] * calls[:, 4] + sums[:, 1]) * cudnn.Calls(calls).weight_bytes + sums[:, 2]
-    for form in np.unique(operands[:, 0]):
+    said = np.stack([_of_tree(calls, rows, direction, n) for n in range(cudnn.NUM_TREES)], 1)
+    blocks = in_blocks(said)
+    votes = (blocks[:, :, None] == blocks[:, None, :]).sum(2)
+    most = votes.max(1)
+    likeliest = said[np.arange(len(said)), votes.argmax(1)]
+    middle = np.sort(said, 1)[:, cudnn.NUM_TREES // 2]
+    return np.where(most == 1, middle, likeliest), most == cudnn.NUM_TREES
+
+
+def _of_tree(calls: Array, rows: list[list[float]], direction: str, number: int) -> Array:
+    operands, sums = (
+        np.array([cudnn.trees()[f"{direction}_{part}_{number}"].leaf(row) for row in rows])
+        for part in ("operands", "sums")
+    )
+    total: Array = (sums[:, 0] * calls[:, 4] + sums[:, 1]) * cudnn.Calls(calls).weight_bytes
+    total += sums[:, 2]
+    for form in np.unique(operands):
         chosen = operands[:, 0] == form
         total[chosen] += cudnn.FORMS[form].num_bytes(calls[chosen])
-    return total, (operands[:, 1] & sums[:, 3]).astype(bool)
+    return total
 
 
 def main() -> None:
@@ -287,11 +277,13 @@ def main() -> None:
         with np.load(cudnn.FITTED) as data:
             arrays = {name: data[name] for name in data.files}
     if "--test" not in sys.argv and "--tried" not in sys.argv:
+        arrays = {name: columns for name, columns in arrays.items() if "_tried_" in name}
         for i, direction in enumerate(cudnn.DIRECTIONS):
             data = Direction(calls[~kept_aside], workspaces[~kept_aside, i], found[~kept_aside])
-            parts = Fitted(data, np.arange(len(data.calls))).arrays(data)
-            for part, columns in parts.items():
-                arrays |= {f"{direction}_{part}_{key}": v for key, v in columns.items()}
+            for number in range(cudnn.NUM_TREES):
+                for part, columns in Fitted(data, number).arrays().items():
+                    name = f"{direction}_{part}_{number}"
+                    arrays |= {f"{name}_{key}": v for key, v in columns.items()}
     if "--test" not in sys.argv:
         rows = is_asked & ~kept_aside
         for i, direction in enumerate(cudnn.DIRECTIONS):
