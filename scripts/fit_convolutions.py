@@ -1,7 +1,7 @@
 """Fits the trees that say what workspaces cuDNN's convolutions take, and tests them.
 
     pip install scikit-learn
-    python scripts/fit_convolutions.py            # 6 minutes
+    python scripts/fit_convolutions.py            # 10 minutes
     python scripts/fit_convolutions.py --tried    # only the trees of what the benchmark tries
     python scripts/fit_convolutions.py --test     # only what is said of the trees
 

@@ -14,10 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memest.errors import TraceError
 from memest.estimator.device import fused, recurrent, synchronised
-from memest.estimator.device.in_place import (
-    as_without_a_mode,
-    owners_of_a_sole_gradient,
-)
+from memest.estimator.device.in_place import as_without_a_mode, owners_of_a_sole_gradient
 from memest.estimator.device.indices import as_taken
 from memest.estimator.device.recurrent import packing_events
 from memest.estimator.device.storages import Coverage, MemKind, Site, StorageTable
