@@ -254,8 +254,8 @@ def test_a_call_about_which_cudnn_was_not_asked_is_reported() -> None:
 
 
 MORE_FAMILIES = (
-    "2.4 % off: 215,600 calls of other families came after the bound, and the tree of what is tried "
-    "has as many leaves as before"
+    "2.4 % off: 215,600 calls of other families came after the bound, and the tree of what is "
+    "tried has as many leaves as before"
 )
 
 

@@ -247,7 +247,7 @@ class Tree:
 def keys_of(numbers: Iterable[Columns]) -> Columns:
     """A key for each call, by which the measured ones are looked up, of the columns of its row.
 
-    It has 64 bits: that another call has the key of one of 470,000 is one chance in 10^13.
+    It has 64 bits: that another call has the key of one of 508,800 is one chance in 10^13.
     """
     found = np.zeros((), dtype=np.uint64)
     for column in numbers:

@@ -122,9 +122,8 @@ def bernoulli_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 
 
 def normal_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`normal` of deviations in a tensor (DistributionTemplates.h):
-    that the smallest is not negative is checked before the result is made, and again; a mean that
-    is a number becomes a tensor.
+    """`normal` of deviations in a tensor (DistributionTemplates.h): that the smallest is not
+    negative is checked before the result is made, and again; a number as the mean is a tensor.
     """
     mean, deviations = args[:2]
     item = deviations.itemsize
