@@ -13,11 +13,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import torch
+from convolution_layers import ALL, BATCHES, HALVES, ODD_BATCHES, SINGLE, Layer, shapes_of
+from model_convolutions import models
+from net_convolutions import FAMILIES as MORE_FAMILIES
 
 from memest.estimator.kernels.cudnn_convolution import (
     MEASURED,
@@ -26,50 +30,6 @@ from memest.estimator.kernels.cudnn_convolution import (
     read,
     write,
 )
-
-SINGLE, HALVES = (torch.float32,), (torch.float16, torch.bfloat16)
-ALL = SINGLE + HALVES
-MOST_BYTES = 4 << 30
-"""Of an operand: larger ones do not fit often beside each other."""
-
-Sides = int | tuple[int, ...]
-"""One for each dimension, or the same for all."""
-
-Layer = tuple[int, int, int, Sides, Sides, Sides, Sides]
-"""Samples, input and output channels, image, window, stride, padding."""
-
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-ODD_BATCHES = (3, 6, 10, 12, 20, 24, 40, 48, 50, 80, 96, 100, 160, 192, 200)
-
-
-def shapes_of(
-    layer: Layer,
-    dtype: torch.dtype,
-    *,
-    is_last: bool = False,
-    groups: int = 1,
-    dilation: int = 1,
-    dims: int = 2,
-) -> ConvolutionShapes | None:
-    """The call of a layer; None where nothing would come out, or an operand is too large."""
-    samples, inputs, outputs, *sides = layer
-    dims = next((len(given) for given in sides if isinstance(given, tuple)), dims)
-    image, window, stride, padding = (
-        given if isinstance(given, tuple) else (given,) * dims for given in sides
-    )
-    plane = tuple(
-        (side + 2 * pad - dilation * (width - 1) - 1) // step + 1
-        for side, pad, width, step in zip(image, padding, window, stride, strict=True)
-    )
-    if min(plane) < 1:
-        return None
-    made = ConvolutionShapes(
-        (samples, inputs, *image), (outputs, inputs // groups, *window),
-        (samples, outputs, *plane), stride, padding, (dilation,) * dims,
-        groups, dtype, is_last,
-    )  # fmt: skip
-    largest = max(np.prod(made.tensor), np.prod(made.output)) * dtype.itemsize
-    return made if largest <= MOST_BYTES else None
 
 
 def of_double_backward(made: ConvolutionShapes) -> ConvolutionShapes:
@@ -388,28 +348,38 @@ def patches() -> Iterator[ConvolutionShapes | None]:
 
 FAMILIES: tuple[Callable[[], Iterator[ConvolutionShapes | None]], ...] = (
     reinforcement, volumes, tasks, critics, spectra, diffusion, resolutions, digits,
-    styles, clips, detectors, conformers, patches,
+    styles, clips, detectors, conformers, patches, *MORE_FAMILIES, models,
 )  # fmt: skip
 
 
-def unmeasured() -> np.ndarray:
-    """The calls of all families that convolutions.npz lacks, each once."""
-    found: dict[ConvolutionShapes, None] = {}
-    for family in FAMILIES:
-        before = len(found)
-        for made in family():
-            if made is not None:
-                found[made] = None
-        print(f"{family.__name__}: {len(found) - before} calls")
-    rows = np.array([made.row() for made in found], dtype=np.int32)
+def rows_of(family: Callable[[], Iterator[ConvolutionShapes | None]]) -> np.ndarray:
+    """The calls of a family, each once."""
+    made = dict.fromkeys(made for made in family() if made is not None)
+    return np.array([each.row() for each in made], dtype=np.int32)
+
+
+def unmeasured(most: int) -> np.ndarray:
+    """Calls of all families that convolutions.npz lacks, each once, drawn if there are more."""
     known = set(keys_of(read()["calls"].T).tolist())
-    is_new = np.array([key not in known for key in keys_of(rows.T).tolist()])
-    return rows[is_new]
+    found = []
+    with ProcessPoolExecutor() as pool:
+        for family, rows in zip(FAMILIES, pool.map(rows_of, FAMILIES), strict=True):
+            keys = keys_of(rows.T).tolist()
+            rows = rows[[key not in known for key in keys]]
+            known.update(keys)
+            print(f"{family.__name__}: {len(rows)} calls", flush=True)
+            found.append(rows)
+    of_family = np.repeat(np.arange(len(found)), [len(rows) for rows in found])
+    share = 1 / np.sqrt(np.bincount(of_family, minlength=1)[of_family])
+    drawn = np.random.default_rng(0).choice(
+        len(of_family), min(most, len(of_family)), replace=False, p=share / share.sum()
+    )
+    return np.concatenate(found)[drawn]
 
 
-def blank(path: Path) -> None:
+def blank(path: Path, most: int) -> None:
     """Write calls without figures."""
-    calls = unmeasured()
+    calls = unmeasured(most)
     columns = {
         name: np.zeros((len(calls), *values.shape[1:]), dtype=values.dtype)
         for name, values in read().items()
@@ -429,7 +399,8 @@ def join(parts: list[Path]) -> None:
     """Add what was measured."""
     files = [read(), *map(read, parts)]
     joined = {name: np.concatenate([file[name] for file in files]) for name in files[0]}
-    write(MEASURED, joined)
+    order = np.lexsort(joined["calls"].T[::-1])  # neighbours are alike: the file is smaller
+    write(MEASURED, {name: values[order] for name, values in joined.items()})
     print(f"{MEASURED.name}: {len(joined['calls'])} calls")
 
 
@@ -438,11 +409,12 @@ def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("paths", nargs="+", type=Path)
     options.add_argument("--join", action="store_true")
+    options.add_argument("--most", type=int, default=250_000, help="calls that are listed")
     chosen = options.parse_args()
     if chosen.join:
         join(chosen.paths)
     else:
-        blank(chosen.paths[0])
+        blank(chosen.paths[0], chosen.most)
 
 
 if __name__ == "__main__":

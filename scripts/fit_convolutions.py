@@ -1,7 +1,7 @@
 """Fits the trees that say what workspaces cuDNN's convolutions take, and tests them.
 
     pip install scikit-learn
-    python scripts/fit_convolutions.py            # 10 minutes
+    python scripts/fit_convolutions.py            # 30 minutes
     python scripts/fit_convolutions.py --tried    # only the trees of what the benchmark tries
     python scripts/fit_convolutions.py --test     # only what is said of the trees
 
@@ -43,7 +43,7 @@ OWN_BYTES = 1600
 
 NO_OPERANDS_BYTES = 1024
 
-NUM_FORMS, NUM_LEAVES = 26, (4000, 6000)
+NUM_FORMS, NUM_LEAVES = 26, (6000, 9000)
 """Forms that are told apart in a direction, and leaves of the trees of operands and of sums."""
 
 NUM_ROUNDS, GUIDE_LEAVES = 3, 1500
@@ -51,7 +51,7 @@ NUM_ROUNDS, GUIDE_LEAVES = 3, 1500
 
 MOST_SUMS_BYTES, TILE_BYTES, MOST_WEIGHTS = 64 << 20, 64 * 64 * 4, 2048
 
-SHARE_OF_FEATURES = 0.5
+SHARE_OF_FEATURES = 0.25
 """Of the features, drawn at each node, among which a tree looks for its best question, so that the
 trees differ.
 """

@@ -1,6 +1,7 @@
 """Measures on a GPU what workspaces cuDNN's convolutions take, for `fit_convolutions.py`.
 
     python scripts/measure_convolutions.py OUT.npz [--of FILE] [--every N] [--first I] [--plans]
+        [--seconds S]
 
 Runs the calls of convolutions.npz in memest/estimator/kernels/, or of FILE, which
 `common_convolutions.py` has written, one by one, each forward and backward alone, and reads the
@@ -25,6 +26,7 @@ A call that torch refuses, or that is out of memory, is left out.
 from __future__ import annotations
 
 import argparse
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -121,12 +123,16 @@ def main() -> None:
     options.add_argument("--every", type=int, default=1)
     options.add_argument("--first", type=int, default=0)
     options.add_argument("--plans", action="store_true")
+    options.add_argument("--seconds", type=float, default=float("inf"), help="then it stops")
     chosen = options.parse_args()
     columns = {name: v[chosen.first :: chosen.every] for name, v in read(chosen.of).items()}
     torch.backends.cudnn.version()  # loads the library
     cudnn = Cudnn()
+    end = time.monotonic() + chosen.seconds
     is_measured = np.zeros(len(columns["calls"]), dtype=bool)
     for i, row in enumerate(columns["calls"].tolist()):
+        if time.monotonic() > end:
+            break
         try:
             if chosen.plans:
                 for name, values in plans_of(row, cudnn).items():

@@ -69,6 +69,7 @@ DEVICE_FLOORS = [
         "processes",
         "ranks",
         "recurrent",
+        "refusals",
         "searches",
         "shards",
         "storages",

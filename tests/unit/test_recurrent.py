@@ -1,5 +1,8 @@
 """What cuDNN asks for, as it was recorded on an H100 (torch 2.11+cu130, cuDNN 9.19)."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -16,6 +19,26 @@ from memest.estimator.kernels.recurrent import (
     weight_offsets,
     weight_shapes,
 )
+
+
+RECORDED = json.loads((Path(__file__).parents[1] / "data" / "recurrent.json").read_text())
+
+
+@pytest.mark.parametrize("recorded", RECORDED["layers"], ids=str)
+def test_workspaces_of_up_to_1000_steps_are_those_recorded(recorded):
+    """Beyond 256 steps the inputs are multiplied in parts."""
+    kind, steps, batch, width, hidden, num_layers, dtype, is_training, is_both, recorded_bytes = (
+        recorded
+    )
+    layers = _layers(
+        {"LSTM": LSTM, "GRU": GRU, "RNN": RNN_TANH}[kind], input_size=width, hidden_size=hidden,
+        num_layers=num_layers, is_bidirectional=is_both, num_steps=steps, batch=batch,
+        num_rows=steps * batch, dtype=getattr(torch, dtype),
+    )  # fmt: skip
+
+    found = training_workspace_bytes(layers) if is_training else inference_workspace_bytes(layers)
+
+    assert -(-found // 512) == -(-recorded_bytes // 512)
 
 
 def _layers(mode, **changes):

@@ -26,6 +26,7 @@ from torch._prims_common import suggest_memory_format
 
 from memest.estimator.device import double_backward, fused, recurrent
 from memest.estimator.device.patches import Patches
+from memest.estimator.device.refusals import refuse_attention
 from memest.estimator.device.tensors import on_gpu
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.kernels.attention.choice import scaled_dot_product_attention
@@ -88,7 +89,7 @@ _INSIDE = _Inside()
 
 
 def follow_autocast(patches: Patches) -> None:
-    """Know in a dispatch mode whether autocast is on."""
+    """Know in a dispatch mode whether autocast is on; the state of the dead key is nobody's."""
 
     def set_enabled(*args: Any) -> None:
         torch._C.set_autocast_enabled(*args)
@@ -96,6 +97,11 @@ def follow_autocast(patches: Patches) -> None:
 
     _INSIDE.autocast_block = torch.is_autocast_enabled(_CUDA)
     patches.set(torch, "set_autocast_enabled", set_enabled)
+    patches.set(torch._C, "_is_any_autocast_enabled", _is_any_enabled)
+
+
+def _is_any_enabled() -> bool:
+    return torch.is_autocast_enabled(_CUDA) or torch.is_autocast_enabled("cpu")
 
 
 class CastCache:
@@ -394,6 +400,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    refuse_attention(query, key, value, attn_mask)
     return scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal,
         scale=scale, enable_gqa=enable_gqa, gpu=_active_gpu[-1],

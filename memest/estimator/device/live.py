@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memest.estimator.allocator.blocks import Block
 from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
 from memest.estimator.device import collectives
-from memest.estimator.device.copies import MAX_SHOWN_NUMEL, as_dtype_layout, copied
+from memest.estimator.device.copies import MAX_SHOWN_NUMEL, as_dtype_layout, copied, with_number
 from memest.estimator.device.custom_operators import key_of_other_operators, run_by_others
 from memest.estimator.device.dispatch import Recipe, Recorder
 from memest.estimator.device.garbage import PER_STORAGE, GarbagePace
@@ -36,6 +36,7 @@ from memest.estimator.device.messages import out_of_memory, refusal, two_devices
 from memest.estimator.device.modules import LiveModules
 from memest.estimator.device.processes import refuse_in_child
 from memest.estimator.device.ranks import ALONE
+from memest.estimator.device.refusals import refuse
 from memest.estimator.device.searches import search
 from memest.estimator.device.shards import local_foreach
 from memest.estimator.device.storages import RETURNED, MemKind, Site
@@ -171,7 +172,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
                 no_place = True
         device = kwargs.get("device")
         target = "" if device is None else device.type
-        if (on_card or target == "cuda") and self._how_it_runs(func):
+        if (on_card or on_host or target == "cuda") and self._how_it_runs(func):
             return run_by_others(self, self._how_it_runs(func), func, args, kwargs)
         if target == "cuda":
             if not on_card and func is aten._to_copy.default:
@@ -186,6 +187,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
                 if func is aten.copy_.default:
                     return self._to_card(func, types, args, kwargs, no_place)
                 self._check_devices(func, args, kwargs)
+                func, args = with_number(func, args)
             return self._on_card(func, types, args, kwargs, no_place)
         if target == "meta":
             # C++ asks for what a tensor of the card says to it: a formula of autograd, a composite
@@ -267,6 +269,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
                 raise RuntimeError(two_devices(func))
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        refuse(func, args, kwargs)
         schema = func._schema
         if schema.is_mutable and not schema.returns:
             return None  # where there are no values, none change

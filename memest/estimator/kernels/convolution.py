@@ -202,15 +202,16 @@ def convolution_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) 
     (`cudnn_convolution_backward` of ConvShared.cpp).
     """
     grad, tensor, weight, wanted = args[0], args[1], args[2], args[10]
-    memory_format = convolution_format(tensor, weight)
     shapes, direction = _shapes_of(args, grad, 1), _of_input(args)
+    plane = grad.unsqueeze(2) if grad.dim() == 3 else grad  # torch makes two dimensions of one
+    memory_format = convolution_format(tensor, weight)
     copies = copies_in(memory_format, tensor) if wanted[1] else ()
     is_copied = wanted[1] and not tensor.is_contiguous(memory_format=memory_format)
     given = memory_format if is_copied else suggest_memory_format(tensor)
     each: tuple[int, ...] = ()
     if args[7] or is_native(shapes):
         copies += copies_in(given, grad)
-    elif suggest_memory_format(grad) != given:  # `to(memory_format)`, which leaves what is strided
+    elif suggest_memory_format(plane) != given:  # `to(memory_format)`, which leaves what is strided
         copies += (bytes_of(grad),)
     else:
         each = copies_in(memory_format, grad)

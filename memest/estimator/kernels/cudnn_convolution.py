@@ -1,7 +1,7 @@
 """Workspaces of cuDNN's convolutions: as measured, or of trees that were fitted to those measured.
 
 cuDNN chooses its kernels by heuristics that are not public, and the kernel decides the workspace.
-508,800 convolutions, those of common networks and random ones, are `convolutions.npz` beside this
+838,800 convolutions, those of common networks and random ones, are `convolutions.npz` beside this
 module (H100, torch 2.11, cuDNN 9.19, `cudnn.benchmark` off, TF32 allowed): 293,200 were run one by
 one, of the others cuDNN was asked which kernel it has, and it was right about 99.9 % of those that
 were run besides. It was also asked of all which kernel it has where only deterministic ones are
@@ -10,7 +10,7 @@ measures them again, `scripts/common_convolutions.py` lists more. Any other call
 trees in `convolution_trees.npz`, which `scripts/fit_convolutions.py` fits to the former; it says
 how often calls that the fit had not seen are right.
 
-By the trees a workspace is the sum of two parts, each with nine trees for every direction, of
+By the trees a workspace is the sum of two parts, each with eleven trees for every direction, of
 which the most decide, or the middle one where no two agree:
 
 - *operands* that are rearranged into the order, or padded to the vectors, that the kernel reads:
@@ -60,7 +60,7 @@ LARGEST_ALIGNMENT = 64
 
 SPATIAL = 3
 
-NUM_TREES, BLOCK_BYTES = 9, 512
+NUM_TREES, BLOCK_BYTES = 11, 512
 """Trees of each part that are asked, and the allocator's blocks, in which they agree or not."""
 
 
@@ -230,10 +230,10 @@ class Tree:
     `right`. At a leaf `feature` is -1 and `right` the row of `leaves`.
     """
 
-    feature: list[int]
-    threshold: list[float]
-    right: list[int]
-    leaves: list[list[int]]
+    feature: Columns
+    threshold: Columns
+    right: Columns
+    leaves: Columns
 
     def leaf(self, values: list[float]) -> list[int]:
         """The leaf to which these features lead."""
@@ -241,13 +241,14 @@ class Tree:
         while (feature := self.feature[node]) >= 0:
             is_left = values[feature] <= self.threshold[node]
             node = node + 1 if is_left else self.right[node]
-        return self.leaves[self.right[node]]
+        found: list[int] = self.leaves[self.right[node]].tolist()
+        return found
 
 
 def keys_of(numbers: Iterable[Columns]) -> Columns:
     """A key for each call, by which the measured ones are looked up, of the columns of its row.
 
-    It has 64 bits: that another call has the key of one of 508,800 is one chance in 10^13.
+    It has 64 bits: that another call has the key of one of 838,800 is one chance in 10^13.
     """
     found = np.zeros((), dtype=np.uint64)
     for column in numbers:
@@ -307,10 +308,7 @@ def trees() -> dict[str, Tree]:
     """
     with np.load(FITTED) as data:
         names = sorted({name.rpartition("_")[0] for name in data.files})
-        return {
-            name: Tree(*(data[f"{name}_{part}"].tolist() for part in Tree.__slots__))
-            for name in names
-        }
+        return {name: Tree(*(data[f"{name}_{part}"] for part in Tree.__slots__)) for name in names}
 
 
 @dataclass(frozen=True, slots=True)

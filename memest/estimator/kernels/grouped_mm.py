@@ -7,7 +7,7 @@ lead there, by the GPU: CUTLASS's fused kernel, torch's loop of `mm` over the gr
 compute capability 8.0 a loop in transformers itself.
 
 Sources (torch 2.11): aten/src/ATen/native/cuda/GroupedBlas.cpp, GroupMM.cu, and
-aten/src/ATen/native/GroupedMMUtils.h. Read, not measured.
+aten/src/ATen/native/GroupedMMUtils.h; the fused kernel's workspace was recorded on an H100.
 
 Shapes: G groups, M rows of the left, N columns of the right.
 """
@@ -26,6 +26,16 @@ from memest.estimator.kernels.scratch import Scratch
 _POINTER_BYTES = 8
 _PROBLEM_BYTES = 3 * 4
 """M, N and K of a group as int32."""
+
+_RECORDED = (9, 0)
+"""Capability of the GPU on which the workspace was recorded."""
+
+_DESCRIPTOR_BYTES = 128
+"""A `CUtensorMap`."""
+
+_DESCRIPTORS_PER_SM = 4
+"""Of both operands, the result and the addend (CUTLASS's array mainloop and epilogue): 67,584 bytes
+for 132 multiprocessors, in each of 504 recorded calls."""
 
 
 def grouped_mm_output(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -52,28 +62,30 @@ def grouped_mm_output(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def grouped_mm_scratch(
     args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, gpu: Gpu
 ) -> Scratch:
-    """Pointers, strides and sizes of each group for the fused kernel; one `mm` per group elsewhere.
+    """Pointers, strides and sizes of each group for the fused kernel, and its descriptors of
+    tensors; one `mm` per group elsewhere.
 
     ::
 
         3 * 8 * round_up(G, 2) + 12 * G + 3 * 8 * G
-
-    Left out: the workspace of CUTLASS (descriptors for each multiprocessor), hence
-    `grouped_mm_is_modelled`.
+        4 * 128 * multiprocessors
     """
     if not _is_fused(args, gpu):
         return Scratch()
     offsets = args[2] if len(args) > 2 else kwargs.get("offs")
     groups = args[0].size(0) if offsets is None else offsets.size(0)
     pointers = 3 * _POINTER_BYTES * (groups + groups % 2)
-    return Scratch(after=(pointers + groups * _PROBLEM_BYTES + 3 * 8 * groups,))
+    descriptors = gpu.num_sms * _DESCRIPTORS_PER_SM * _DESCRIPTOR_BYTES
+    return Scratch(after=(pointers + groups * _PROBLEM_BYTES + 3 * 8 * groups, descriptors))
 
 
 def grouped_mm_is_modelled(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], gpu: Gpu
 ) -> bool:
-    """Whether the product is a loop over groups, which asks for nothing; CUTLASS's kernel does."""
-    return not _is_fused(args, gpu)
+    """Whether the product is a loop over groups, which asks for nothing, or a kernel that was
+    recorded.
+    """
+    return not _is_fused(args, gpu) or gpu.capability == _RECORDED
 
 
 def _is_fused(args: tuple[Any, ...], gpu: Gpu) -> bool:

@@ -13,6 +13,7 @@ and `aten/src/ATen/native/TensorAdvancedIndexing.cpp`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -63,10 +64,19 @@ def contiguous_copy(*tensors: Tensor | None) -> tuple[int, ...]:
 
 
 def embedding_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`embedding` (native/Embedding.cpp): the indices as one contiguous row, where they are not;
+    """`embedding` (native/Embedding.cpp): the indices as one row, copied where no view is one;
     `index_select` takes every stride of a vector.
     """
-    return Scratch(before=contiguous_copy(args[1]) if args[1].dim() > 1 else ())
+    indices: Tensor = args[1]
+    return Scratch(before=() if is_a_row(indices) else (indices.numel() * indices.itemsize,))
+
+
+def is_a_row(tensor: Tensor) -> bool:
+    """Whether `reshape(-1)` is a view: each dimension steps over all of the next."""
+    sides = [pair for pair in zip(tensor.shape, tensor.stride(), strict=True) if pair[0] != 1]
+    return tensor.numel() == 0 or all(
+        outer == size * inner for (_, outer), (size, inner) in pairwise(sides)
+    )
 
 
 def adds_atomically(num_indices: int, num_rows: int, width: int, gpu: Gpu) -> bool:
@@ -251,9 +261,12 @@ def cumprod_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
 
 
 def _scanned(args: Args, kwargs: Kwargs, dtype: torch.dtype) -> tuple[tuple[int, ...], bool]:
-    """The bytes of a cast of what is scanned, and whether it is a single row."""
+    """The bytes of what is scanned where it is cast, or copied because it has gaps (`scan_dim`),
+    and whether it is a single row.
+    """
     tensor = args[0]
-    cast = () if tensor.dtype == dtype else (tensor.numel() * dtype.itemsize,)
+    is_as_given = tensor.dtype == dtype and tensor.is_contiguous()
+    cast = () if is_as_given else (tensor.numel() * dtype.itemsize,)
     dim = args[1] if len(args) > 1 else kwargs.get("dim", -1)
     return cast, tensor.dim() > 0 and tensor.numel() == tensor.shape[dim] > 0
 

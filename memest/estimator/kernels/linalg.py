@@ -63,6 +63,11 @@ class _Matrices:
         return passing(POINTER * self.batch, POINTER * self.batch)
 
     @property
+    def triangular(self) -> list[KernelEvent]:
+        """What `triangular_solve_kernel` (linalg/BatchLinearAlgebra.cpp) takes."""
+        return [] if self.batch <= 8 and self.n >= 64 else self.pointers
+
+    @property
     def checks(self) -> list[KernelEvent]:
         """`_linalg_check_errors`: whether all is well."""
         return _checks(is_single=self.is_single)
@@ -175,9 +180,11 @@ def cholesky_inverse_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> E
 
 
 def solve_triangular_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`linalg_solve_triangular`: batched cuBLAS for less than 64 columns."""
+    """`linalg_solve_triangular`: batched cuBLAS, but for up to 8 of 64 columns or more, which are
+    solved one by one.
+    """
     a = _of(args[0])
-    return tuple(outputs({0: bytes_of(out)}) + (a.pointers if a.n < 64 else []))
+    return tuple(outputs({0: bytes_of(out)}) + a.triangular)
 
 
 def _lu(a: _Matrices) -> list[KernelEvent]:
@@ -205,7 +212,7 @@ def _lu_solve(a: _Matrices, num_right: int) -> list[KernelEvent]:
     row = INDEX * a.n
     rows = row * a.batch
     right = a.n * num_right * a.item * a.batch
-    inside = temporaries(right) + (a.pointers * 2 if a.n < 64 else []) + temporaries(-right)
+    inside = temporaries(right) + a.triangular * 2 + temporaries(-right)
     if a.is_single:
         return temporaries(row, row, row) + inside + temporaries(-row, -row, -row)
     made = temporaries(row, rows, -row, row, rows)

@@ -24,6 +24,7 @@ from memest.estimator.kernels.scratch import (
     KernelEvent,
     Scratch,
     ScratchFn,
+    bytes_of,
     outputs,
     passing,
     temporaries,
@@ -101,13 +102,14 @@ def bce_with_logits_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Ev
     """
     positives = args[3] if len(args) > 3 else kwargs.get("pos_weight")
     size, staged = _elements(loss_shape(args), out, gpu)
-    events = temporaries(size)
+    log_sigmoid = bytes_of(args[0])
+    events = temporaries(log_sigmoid)
     if positives is not None:
         events += passing(positives.numel() * positives.itemsize, size)
     if not is_reduced(args, 4):
-        return tuple(events + outputs({0: size}) + temporaries(-size))
+        return tuple(events + outputs({0: size}) + temporaries(-log_sigmoid))
     reduced = outputs({0: out.itemsize}) + passing(*staged)
-    return tuple(events + temporaries(size) + reduced + temporaries(-size, -size))
+    return tuple(events + temporaries(size) + reduced + temporaries(-size, -log_sigmoid))
 
 
 def soft_margin_outputs(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> list[int] | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._prims_common import compute_elementwise_output_strides
+from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
 
 from memest.estimator.kernels.convolution import convolution_outputs
 
@@ -36,7 +36,6 @@ CONTIGUOUS = (
 LIKE_AN_INPUT = {
     aten.native_batch_norm_backward.default: 1,  # cuda/Normalization.cu
     aten.binary_cross_entropy_backward.default: 1,  # cuda/Loss.cu
-    aten.native_dropout_backward.default: 0,  # cuda/Dropout.cu
 }
 """Operators whose first output lies as the argument of that number does."""
 
@@ -57,6 +56,12 @@ ELEMENTWISE = (
     aten.special_xlog1py.default,
 )
 """Operators whose output lies as `TensorIterator` decides."""
+
+
+IN_AN_INPUTS_FORMAT = {
+    aten.native_dropout_backward.default: 0,  # cuda/Dropout.cu
+}
+"""Operators whose output has the memory format that the argument of that number suggests."""
 
 
 def as_on_cuda(func: OpOverload, args: Args, out: Any) -> Any:
@@ -87,6 +92,16 @@ def _like(number: int) -> Callable[[Args, Any], Any]:
     return rule
 
 
+def _in_format_of(number: int) -> Callable[[Args, Any], Any]:
+    def rule(args: Args, out: Tensor) -> Tensor:
+        memory_format = suggest_memory_format(args[number])
+        if out.is_contiguous(memory_format=memory_format):
+            return out
+        return torch.empty_like(out, memory_format=memory_format)
+
+    return rule
+
+
 def _elementwise(args: Args, out: Tensor) -> Tensor:
     given = [arg.expand(out.shape) for arg in args if isinstance(arg, Tensor) and arg.dim()]
     return _strided(out, compute_elementwise_output_strides(*given)) if given else out
@@ -102,5 +117,6 @@ _RULES: dict[int, Callable[[Args, Any], Any]] = {
     **{id(func): _of_convolution(func) for func in CONVOLUTIONS},
     **dict.fromkeys(map(id, CONTIGUOUS), _contiguous),
     **{id(func): _like(number) for func, number in LIKE_AN_INPUT.items()},
+    **{id(func): _in_format_of(number) for func, number in IN_AN_INPUTS_FORMAT.items()},
     **dict.fromkeys(map(id, ELEMENTWISE), _elementwise),
 }

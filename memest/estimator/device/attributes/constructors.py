@@ -13,6 +13,7 @@ from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.device.patches import Patches
+from memest.estimator.device.refusals import refuse_generator
 from memest.estimator.device.tensors import CARD, CPU, is_meta, resolve
 
 _Device = torch.device
@@ -45,6 +46,8 @@ def _with_device(function: Constructor) -> Constructor:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device")
+        if "generator" in kwargs and not (args and isinstance(args[0], Tensor)):
+            refuse_generator(kwargs["generator"], device or _default_device())
         if device is None:
             return function(*args, **kwargs)
         kwargs["device"] = device = resolve(device)

@@ -73,7 +73,7 @@ def _install_arrays(patches: Patches, recorder: LiveRecorder, on_host: OnHost) -
         with _disable_current_modes():
             return np.array(numpy_(on_host(tensor.detach())))
 
-    def array(tensor: Tensor, dtype: Any = None) -> Any:
+    def array(tensor: Tensor, dtype: Any = None, copy: bool | None = None) -> Any:
         if not is_meta(tensor):
             return array_(tensor, dtype)
         made = numpy(tensor)

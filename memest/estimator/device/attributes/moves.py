@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -71,6 +72,23 @@ def _install_parse_to(patches: Patches) -> None:
     patches.set(torch._C._nn, "_parse_to", parse)
 
 
+class _FromHost(torch.autograd.Function):
+    """A copy to the card whose gradient goes to the host again: torch's own asks for the device of
+    what was copied, and all tensors without data say the same.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, to_: Move, rest: tuple[Any, ...]) -> Tensor:
+        """`tensor.to("cuda", *rest)`."""
+        ctx.dtype = tensor.dtype
+        return to_(tensor, CARD.device, *rest)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """The gradient where the tensor lies, in its type."""
+        return grads[0].to(CPU, ctx.dtype), None, None
+
+
 def _mover(recorder: LiveRecorder, to_: Move) -> Move:
     def move(tensor: Tensor, device: Any, *rest: Any, **kwargs: Any) -> Tensor:
         """`tensor.to(device, ...)` for a device that is the script's."""
@@ -86,6 +104,9 @@ def _mover(recorder: LiveRecorder, to_: Move) -> Move:
             return to_(tensor, _dtype_of(tensor, rest, kwargs), **kwargs)
         elif torch.device(device).type == "cuda":
             device = CARD.device
+            if tensor.requires_grad and torch.is_grad_enabled() and place is not Place.CARD:
+                moved: Tensor = _FromHost.apply(tensor, functools.partial(to_, **kwargs), rest)
+                return moved
         elif torch.device(device).type == "meta" and place in (Place.CARD, Place.HOST):
             dtype = _dtype_of(tensor, rest, kwargs)
             with _disable_current_modes():
