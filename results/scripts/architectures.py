@@ -220,6 +220,15 @@ def requests_of(name, task, mode):
     return [event["size"] for event in events if event["action"] == "alloc"]
 
 
+def known():
+    """All architectures that have one of the tasks."""
+    found = []
+    for task, key in TASKS.items():
+        names = getattr(modeling_auto, f"MODEL_FOR_{key}_MAPPING_NAMES")
+        found += [f"{name}/{task}" for name in names if name in CONFIG_MAPPING]
+    return found
+
+
 def main():
     """Run all, or those that are named."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -230,10 +239,7 @@ def main():
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
-    cases = options.only.split(",") if options.only else [
-        f"{name}/{task}" for task, key in TASKS.items()
-        for name in getattr(modeling_auto, f"MODEL_FOR_{key}_MAPPING_NAMES") if name in CONFIG_MAPPING
-    ]  # fmt: skip
+    cases = options.only.split(",") if options.only else known()
     found = {}
     for case in cases[options.part[0] :: options.part[1]]:
         for mode in options.modes.split(","):

@@ -34,7 +34,7 @@ def operators(name: str) -> list[str]:
     ("name", "is_modelled"),
     [("a100-80gb", True), ("l4", True), ("rtx-5090", True), ("h100-80gb", True), ("b200", False)],
 )
-def test_the_fused_kernel_is_reported_where_it_was_not_recorded(name: str, is_modelled: bool) -> None:
+def test_a_kernel_that_was_not_recorded_is_reported(name: str, is_modelled: bool) -> None:
     args = (meta(ROWS, D), meta(GROUPS, D, F), torch.empty(GROUPS, dtype=torch.int32))
     func = torch.ops.aten._grouped_mm.default
 

@@ -20,7 +20,6 @@ from memest.estimator.kernels.recurrent import (
     weight_shapes,
 )
 
-
 RECORDED = json.loads((Path(__file__).parents[1] / "data" / "recurrent.json").read_text())
 
 

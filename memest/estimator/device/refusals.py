@@ -68,11 +68,15 @@ def _addmm(args: Args, kwargs: dict[str, Any]) -> str:
     return ""
 
 
-def _expects(first: int, second: int) -> Rule:
-    """Of kernels that read the second argument as numbers of the type of the first."""
+def _expects(first: int, second: int, kernel: str) -> Rule:
+    """Of a kernel of floating-point numbers that reads the second argument as numbers of the type
+    of the first.
+    """
 
     def rule(args: Args, kwargs: dict[str, Any]) -> str:
         given = args[second] if len(args) > second else None
+        if not args[first].dtype.is_floating_point and not args[first].is_complex():
+            return f"\"{kernel}\" not implemented for '{_name(args[first].dtype)}'"
         if given is None or given.dtype == args[first].dtype:
             return ""
         expected, found = _name(args[first].dtype), _name(given.dtype)
@@ -93,7 +97,7 @@ def _group_norm(args: Args, kwargs: dict[str, Any]) -> str:
     tensor, weight = args[0].dtype, args[1] if len(args) > 1 else None
     if weight is None or weight.dtype == tensor:
         return ""
-    if tensor == torch.float64:
+    if tensor.itemsize > 2 and tensor != torch.float32:
         return "mixed dtype (CPU): all inputs must share same datatype."
     if weight.dtype != torch.float32:
         return "mixed dtype (CPU): expect parameter to have scalar type of Float"
@@ -107,6 +111,8 @@ def _batch_norm(args: Args, kwargs: dict[str, Any]) -> str:
         return ""
     if tensor in (torch.float16, torch.bfloat16) and weight.dtype == torch.float32:
         return ""
+    if not tensor.is_floating_point:
+        return f"\"batch_norm_stats_cuda\" not implemented for '{_name(tensor)}'"
     expected = torch.float32 if tensor.itemsize == 2 else tensor
     return f"expected scalar type {_name(expected)} but found {_name(weight.dtype)}"
 
@@ -213,10 +219,12 @@ def overflow(value: Any, dtype: torch.dtype) -> str:
 RULES: dict[Any, Rule] = {
     aten.mm.default: _mm,  # cuda/Blas.cpp
     aten.addmm.default: _addmm,
-    aten.addmv.default: _expects(1, 2),
-    aten.mv.default: _expects(0, 1),
+    aten.addmv.default: _expects(1, 2, "addmv_impl_cuda"),
+    aten.mv.default: _expects(0, 1, "addmv_impl_cuda"),
     aten.convolution.default: _convolution,  # native/Convolution.cpp
-    aten.native_layer_norm.default: _expects(0, 2),  # cuda/layer_norm_kernel.cu
+    aten.native_layer_norm.default: _expects(
+        0, 2, "LayerNormKernelImpl"
+    ),  # cuda/layer_norm_kernel.cu
     aten.native_group_norm.default: _group_norm,  # native/mixed_data_type.h
     aten.native_batch_norm.default: _batch_norm,  # cuda/Normalization.cu
     aten.cudnn_batch_norm.default: _batch_norm,
@@ -230,7 +238,7 @@ RULES: dict[Any, Rule] = {
     aten.nll_loss_forward.default: _nll_loss,  # cuda/NLLLoss.cu
     aten.nll_loss2d_forward.default: _nll_loss2d,  # cuda/NLLLoss2d.cu
     aten.binary_cross_entropy.default: _probabilities,  # cuda/Loss.cu
-    aten.grid_sampler_2d.default: _expects(0, 1),  # cuda/GridSampler.cu
+    aten.grid_sampler_2d.default: _expects(0, 1, "grid_sampler_2d_cuda"),  # cuda/GridSampler.cu
     aten.masked_fill.Scalar: _fits(2),  # cuda/IndexKernel.cu, as the next
     aten.masked_fill_.Scalar: _fits(2),
     aten.fill_.Scalar: _fits(1),  # cuda/FillKernel.cu

@@ -5,9 +5,10 @@ for it does not publish; the formulas here were read off 575 layers on an H100 (
 1 to 4 layers, both directions, 5 to 256 steps, batches of 1 to 128, widths of 16 to 1500, float32,
 float16, bfloat16, float64, packed and not; and off 1,350 of 16 to 1000 steps and batches of up to
 512, not packed, of which 1,331 are exact. Weights, reserve space and the workspace of inference
-are exact to the allocator's 512 B for all without projection; the workspace of training, the larger
-of a forward and a backward part, for 517 of 567 of the former, within 4 % for 556. `is_measured` names most of
-the rest; 8 that are off by more than 2 % (at most 24 %) it takes for right.
+are exact to the allocator's 512 B for all without projection; the workspace of training, the
+larger of a forward and a backward part, for 517 of 567 of the former, within 4 % for 556.
+`is_measured` names most of the rest; 8 that are off by more than 2 % (at most 24 %) it takes for
+right.
 
 Shapes: T steps, B sequences, N = T * B rows (fewer where packed), I input width, H hidden width, L
 layers, D directions, gates G of 4 (LSTM), 3 (GRU) or 1 (RNN).

@@ -18,9 +18,9 @@ class QueryPassagePairs(Dataset):
         self.pairs = []
         for _ in range(n):
             nq = int(torch.randint(8, 48, (1,), generator=g))
-            nd = int(torch.randint(80, 254, (1,), generator=g))
-            doc = torch.randint(1000, 50000, (nd,), generator=g)
-            query = doc[torch.randint(0, nd, (nq,), generator=g)]
+            num_docs = int(torch.randint(80, 254, (1,), generator=g))
+            doc = torch.randint(1000, 50000, (num_docs,), generator=g)
+            query = doc[torch.randint(0, num_docs, (nq,), generator=g)]
             self.pairs.append((query, doc))
 
     def __len__(self):

@@ -18,12 +18,12 @@ class ResnetBlock(nn.Module):
         super().__init__()
         self.norm1, self.conv1 = Norm(cin), nn.Conv2d(cin, cout, 3, 1, 1)
         self.norm2, self.conv2 = Norm(cout), nn.Conv2d(cout, cout, 3, 1, 1)
-        self.nin = nn.Conv2d(cin, cout, 1) if cin != cout else None
+        self.n_in = nn.Conv2d(cin, cout, 1) if cin != cout else None
 
     def forward(self, x):
         h = self.conv1(nonlin(self.norm1(x)))
         h = self.conv2(nonlin(self.norm2(h)))
-        return (x if self.nin is None else self.nin(x)) + h
+        return (x if self.n_in is None else self.n_in(x)) + h
 
 class AttnBlock(nn.Module):
     def __init__(self, c):
@@ -106,22 +106,22 @@ class VGGPerceptual(nn.Module):
     """LPIPS structure: 5 VGG16 slices, unit-normalised features, 1x1 lin layers. Frozen."""
     def __init__(self):
         super().__init__()
-        self.slices, self.lins, c = nn.ModuleList(), nn.ModuleList(), 3
+        self.slices, self.linears, c = nn.ModuleList(), nn.ModuleList(), 3
         for i, (n, w) in enumerate([(2, 64), (2, 128), (3, 256), (3, 512), (3, 512)]):
             layers = [nn.MaxPool2d(2, 2)] if i else []
             for _ in range(n):
                 layers += [nn.Conv2d(c, w, 3, padding=1), nn.ReLU(inplace=True)]
                 c = w
             self.slices.append(nn.Sequential(*layers))
-            self.lins.append(nn.Sequential(nn.Dropout(), nn.Conv2d(w, 1, 1, bias=False)))
-            self.lins[-1][1].weight.data.abs_()
+            self.linears.append(nn.Sequential(nn.Dropout(), nn.Conv2d(w, 1, 1, bias=False)))
+            self.linears[-1][1].weight.data.abs_()
         self.register_buffer("shift", torch.tensor([-.030, -.088, -.188])[None, :, None, None])
         self.register_buffer("scale", torch.tensor([.458, .448, .450])[None, :, None, None])
         self.requires_grad_(False)
 
     def forward(self, x, y):
         x, y, val = (x - self.shift) / self.scale, (y - self.shift) / self.scale, 0
-        for s, lin in zip(self.slices, self.lins):
+        for s, lin in zip(self.slices, self.linears):
             x, y = s(x), s(y)
             nx = x * torch.rsqrt(x.pow(2).sum(1, keepdim=True) + 1e-10)
             ny = y * torch.rsqrt(y.pow(2).sum(1, keepdim=True) + 1e-10)

@@ -1,4 +1,4 @@
-# SAC from pixels + proprioception (DrQ-style random shifts), vectorised point-mass reacher
+# SAC from pixels + proprioception (DrQ-style random shifts), vectorised point-mass reaching arm
 # simulated and rendered on the GPU. Replay lives on the GPU too.
 import copy
 import math
