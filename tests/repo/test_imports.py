@@ -60,6 +60,7 @@ DEVICE_FLOORS = [
         "imports",
         "in_place",
         "indices",
+        "jumps",
         "labels",
         "layouts",
         "lines",

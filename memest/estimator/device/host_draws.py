@@ -13,20 +13,20 @@ Torch 2.13 draws blocks of 16-bit numbers whole instead. Other distributions are
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memest.estimator.device.jumps import advance
 from memest.estimator.device.patches import Patches
 
 aten = torch.ops.aten
 
-MAX_DRAWS = 1 << 30
-"""More would take longer than 2 to 3 s (1.9 ns each, measured on one core); then the numbers that
-follow are others.
+MANY_DRAWS = 1 << 26
+"""So many are not drawn: the generator jumps (`jumps`), in 0.1 s however far; each drawn takes 2 to
+3 ns.
 """
 
 BLOCK = 16
@@ -54,7 +54,6 @@ class HostDraws:
     """Draws that the host's default generator has still to make."""
 
     def __init__(self) -> None:
-        self._note: Callable[[str], object] = str
         self.num_waiting = 0
 
     def skip(self, func: Any, tensor: Tensor, generator: torch.Generator | None) -> None:
@@ -75,8 +74,9 @@ class HostDraws:
             self._draw(count, None)
 
     def _draw(self, count: int, generator: torch.Generator | None) -> None:
-        if count > MAX_DRAWS:
-            self._note(f"{count:.1e} random numbers of weights left out before those of the host")
+        if count > MANY_DRAWS:
+            with _disable_current_modes():
+                advance(generator or torch.default_generator, count)
             return
         with _disable_current_modes():
             scratch = torch.empty(min(count, 1 << 20), dtype=torch.uint8)
@@ -85,14 +85,11 @@ class HostDraws:
                 part.random_(generator=generator)
                 count -= len(part)
 
-    def install(self, patches: Patches, note: Callable[[str], object]) -> None:
+    def install(self, patches: Patches) -> None:
         """Let torch's functions that read or set the state of the default generator know.
-
-        `note` is told of what is left out.
 
         They make no container for their arguments: those move when Python collects its garbage.
         """
-        self._note = note
         get_state, set_state = torch.get_rng_state, torch.set_rng_state
         seed_by, seed = torch.manual_seed, torch.seed
 

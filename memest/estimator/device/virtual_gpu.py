@@ -143,9 +143,7 @@ class VirtualGpu:
         layouts.install(patches, recorder.lines.current)
         recurrent.install(patches)
         DeviceThread().install(patches)
-        recorder.draws.install(
-            patches, lambda what: self.guesses.note(recorder.lines.current(), what)
-        )
+        recorder.draws.install(patches)
         hooks = ImportHooks()
         hooks.install()
         self._stack.callback(hooks.remove)

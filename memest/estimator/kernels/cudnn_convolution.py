@@ -315,8 +315,9 @@ def trees() -> dict[str, Tree]:
 class Workspace:
     """Bytes that cuDNN takes for one direction of a convolution.
 
-    `is_sure` where the call was measured, or all trees say the same: of such calls that the trees
-    had not seen 98 % are right forward and for the input, 94 % for the weight, of common networks.
+    `is_sure` where the call was measured, or all trees say the same: of such calls of common
+    networks that the trees had not seen 98 % are right forward, 99 % for the input, 96 % for the
+    weight.
     """
 
     num_bytes: int

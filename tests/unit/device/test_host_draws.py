@@ -11,6 +11,7 @@ from torch import nn
 import memest
 from memest.estimator.device import host_draws
 from memest.estimator.device.host_draws import HostDraws, num_draws
+from memest.estimator.device.jumps import advance
 
 aten = torch.ops.aten
 COUNTED = {
@@ -90,12 +91,34 @@ def test_noise_too_large_to_be_real_is_counted() -> None:
         assert shuffled() == expected
 
 
-def test_what_takes_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_draws, "MAX_DRAWS", 1000)
-    with memest.virtual_gpu("h100-80gb") as gpu:
-        nn.Linear(40, 40)
-        torch.randperm(4)
-        assert any("random numbers" in what for _, what in gpu.virtual.guesses.counts)
+@pytest.mark.parametrize(
+    ("before", "count"),
+    [(0, 624), (0, 625), (5, 1000), (623, 1248), (100, 1249), (624, 3_000_001), (1, 1872)],
+)
+def test_a_jump_is_as_many_draws(before: int, count: int) -> None:
+    drawn, jumped = (torch.Generator().manual_seed(count) for _ in range(2))
+    for generator in (drawn, jumped):
+        torch.rand(before, generator=generator)
+
+    torch.empty(count, dtype=torch.uint8).random_(generator=drawn)
+    advance(jumped, count)
+
+    assert torch.equal(jumped.get_state(), drawn.get_state())
+
+
+def test_a_model_of_billions_takes_no_longer_to_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is shuffled after it is as after a real one."""
+    monkeypatch.setattr(host_draws, "MANY_DRAWS", 1 << 20)
+    torch.manual_seed(3)
+    torch.randn(3000, 3001)
+    expected = shuffled()
+
+    with memest.virtual_gpu("h100-80gb"):
+        torch.manual_seed(3)
+        torch.randn(3000, 3001)
+        assert shuffled() == expected
+        nn.Linear(100_000, 100_000)  # 10^10 numbers
+        shuffled()
 
 
 def test_other_distributions_are_left_out() -> None:

@@ -105,7 +105,8 @@ def _mover(recorder: LiveRecorder, to_: Move) -> Move:
         elif torch.device(device).type == "cuda":
             device = CARD.device
             if tensor.requires_grad and torch.is_grad_enabled() and place is not Place.CARD:
-                moved: Tensor = _FromHost.apply(tensor, functools.partial(to_, **kwargs), rest)
+                run = functools.partial(to_, **kwargs)
+                moved: Tensor = _FromHost.apply(tensor, run, rest)  # type: ignore[no-untyped-call]
                 return moved
         elif torch.device(device).type == "meta" and place in (Place.CARD, Place.HOST):
             dtype = _dtype_of(tensor, rest, kwargs)
