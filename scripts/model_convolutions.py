@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -146,12 +147,16 @@ def of_model(name: str, task: str, classes: Any) -> dict[ConvolutionShapes, None
 
 
 def other_batches(made: ConvolutionShapes) -> Iterator[ConvolutionShapes]:
-    """The same for other batches and dtypes; what is not one sample of two is left as it is."""
+    """The same for other batches, dtypes and, of images, channels-last; what is not one sample of
+    two is left as it is.
+    """
     (samples, *image), (_, *plane) = made.tensor, made.output
-    for dtype in ALL:
+    layouts = (False, True) if len(image) == 3 else (False,)
+    for dtype, is_last in product(ALL, layouts):
         for batch in OTHER_BATCHES if samples % 2 == 0 else (2,):
             n = samples // 2 * batch if samples % 2 == 0 else samples
             scaled = replace(made, tensor=(n, *image), output=(n, *plane), dtype=dtype)
+            scaled = replace(scaled, is_channels_last=is_last)
             sizes = (torch.Size(shape).numel() for shape in (scaled.tensor, scaled.output))
             if max(sizes) * dtype.itemsize <= MOST_BYTES // 2:
                 yield scaled

@@ -49,6 +49,23 @@ def backbones() -> Family:
                 yield shapes_of((samples, 304, 256, at * 4, 3, 1, 1), dtype)
 
 
+def parallel_resolutions() -> Family:
+    """Nets that keep several resolutions beside each other."""
+    sides = (224, 256, 320, 384, 400, 448, 473, 480, 512, 513, 520, 640, 713, 768)
+    for side, samples, first in product(sides, SOME_BATCHES[:14], (18, 32, 40, 48)):
+        at, wide = (side - 1) // 4 + 1, first
+        layers: list[Layer] = [(samples, 64, 64, (side - 1) // 2 + 1, 3, 2, 1)]
+        layers += [(samples, 256, first, at, 3, 1, 1), (samples, 15 * first, 19, at, 1, 1, 0)]
+        layers += [(samples, 15 * first, 15 * first, at, 1, 1, 0)]
+        for _ in range(4):
+            layers.append((samples, wide, wide, at, 3, 1, 1))
+            layers += [(samples, wide, first << i, at, 3, 2, 1) for i in range(4)]
+            layers += [(samples, wide, first << i, at, 1, 1, 0) for i in range(4)]
+            at, wide = (at - 1) // 2 + 1, wide * 2
+        for layer, dtype in product(layers, ALL):
+            yield shapes_of(layer, dtype)
+
+
 def heads() -> Family:
     """Feature pyramids, and the heads of detectors and of key points on them."""
     images = [(s, s) for s in (320, 384, 416, 448, 512, 576, 608, 640, 704, 768, 800, 896, 1024)]
@@ -101,6 +118,32 @@ def vocoders() -> Family:
                     height, inputs = (height - 1) // 3 + 1, outputs
                 layer = (samples, 1024, 1024, (height, period), (5, 1), (1, 1), (2, 0))
                 yield shapes_of(layer, SINGLE[0])
+
+
+def waves() -> Family:
+    """Encoders and decoders of waves, and critics of them, that double their channels."""
+    lengths = (2048, 4096, 8192, 16000, 16384, 22050, 24000, 32000, 32768, 48000, 65536)
+    for samples, length, first in product(SOME_BATCHES[:13], lengths, (16, 24, 32, 48, 64)):
+        layers: list[tuple[Layer, int, int]] = []
+        for window in (7, 15):
+            layers.append(((samples, 1, first, length, window, 1, window // 2), 1, 1))
+            layers.append(((samples, first, 1, length, window, 1, window // 2), 1, 1))
+        at, wide = length, first
+        for rate in (2, 4, 4, 5, 8):
+            for dilation in (1, 3, 9):
+                layers.append(((samples, wide, wide, at, 3, 1, dilation), dilation, 1))
+                layers.append(((samples, wide, wide, at, 7, 1, 3 * dilation), dilation, 1))
+            layers.append(((samples, wide, wide, at, 1, 1, 0), 1, 1))
+            for window in (2 * rate, 2 * rate + 1, 41, 15):
+                padding = rate // 2 + rate % 2 if window == 2 * rate else window // 2
+                layers.append(((samples, wide, wide * 2, at, window, rate, padding), 1, 1))
+                if window == 41:
+                    layers.append(((samples, wide, wide * 2, at, window, rate, padding), 1, 4))
+            at, wide = at // rate, wide * 2
+            if at < 16:
+                break
+        for (layer, dilation, groups), dtype in product(layers, ALL):
+            yield shapes_of(layer, dtype, dilation=dilation, groups=groups, dims=1)
 
 
 def sounds() -> Family:
@@ -199,5 +242,6 @@ def shifted_volumes() -> Family:
 
 
 FAMILIES = (
-    backbones, heads, vocoders, sounds, positions, generators, shifted_volumes,
+    backbones, parallel_resolutions, heads, waves, vocoders, sounds, positions, generators,
+    shifted_volumes,
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """Workspaces of cuDNN's convolutions: as measured, or of trees that were fitted to those measured.
 
 cuDNN chooses its kernels by heuristics that are not public, and the kernel decides the workspace.
-838,800 convolutions, those of common networks and random ones, are `convolutions.npz` beside this
+968,800 convolutions, those of common networks and random ones, are `convolutions.npz` beside this
 module (H100, torch 2.11, cuDNN 9.19, `cudnn.benchmark` off, TF32 allowed): 293,200 were run one by
 one, of the others cuDNN was asked which kernel it has, and it was right about 99.9 % of those that
 were run besides. It was also asked of all which kernel it has where only deterministic ones are
@@ -248,7 +248,7 @@ class Tree:
 def keys_of(numbers: Iterable[Columns]) -> Columns:
     """A key for each call, by which the measured ones are looked up, of the columns of its row.
 
-    It has 64 bits: that another call has the key of one of 838,800 is one chance in 10^13.
+    It has 64 bits: that another call has the key of one of 968,800 is one chance in 10^13.
     """
     found = np.zeros((), dtype=np.uint64)
     for column in numbers:
