@@ -170,8 +170,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
                 on_host = True
             else:
                 no_place = True
-        device = kwargs.get("device")
-        target = "" if device is None else device.type
+        target: str = getattr(kwargs.get("device"), "type", "")
         if (on_card or on_host or target == "cuda") and self._how_it_runs(func):
             return run_by_others(self, self._how_it_runs(func), func, args, kwargs)
         if target == "cuda":
