@@ -395,15 +395,17 @@ def test_a_histogram_between_given_bounds_counts_in_shared_memory() -> None:
 
 
 def test_experts_multiply_at_once_on_hopper_and_one_by_one_elsewhere() -> None:
-    """GroupMM.cu: pointers, int32 sizes and strides of 3 groups; a loop of `mm` has none."""
+    """GroupMM.cu: pointers, int32 sizes and strides of 3 groups, and descriptors as recorded on
+    132 multiprocessors; a loop of `mm` has none.
+    """
     tokens, weights = meta(64, 16, dtype=torch.bfloat16), meta(3, 16, 24, dtype=torch.bfloat16)
     args = (tokens, weights, meta(3, dtype=torch.int32))
     out = meta(64, 24, dtype=torch.bfloat16)
 
     fused = SCRATCH[aten._grouped_mm.default](args, {}, out, H200)
 
-    assert fused == Scratch(after=(3 * 8 * 4 + 3 * 12 + 3 * 8 * 3,))
-    assert is_partly_modelled(aten._grouped_mm.default, args, {}, H200)
+    assert fused == Scratch(after=(3 * 8 * 4 + 3 * 12 + 3 * 8 * 3, 67_584))
+    assert not is_partly_modelled(aten._grouped_mm.default, args, {}, H200)
     assert SCRATCH[aten._grouped_mm.default](args, {}, out, A100) == Scratch()
     assert not is_partly_modelled(aten._grouped_mm.default, args, {}, A100)
 

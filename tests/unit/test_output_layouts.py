@@ -70,9 +70,15 @@ def test_outputs_lie_as_those_of_the_cpu(func: Any, args: tuple[Any, ...]) -> No
     assert found.is_meta
 
 
-def test_the_gradient_of_a_dropout_lies_as_that_which_came_in() -> None:
+def test_the_gradient_of_a_dropout_has_no_gaps() -> None:
+    """`empty_like` in the format that what came in suggests; recorded of XLNet's last layer."""
     grad = torch.empty(6, 4, device="meta").t()
     mask = torch.empty(4, 6, dtype=torch.bool, device="meta")
     func = aten.native_dropout_backward.default
 
-    assert as_on_cuda(func, (grad, mask, 2.0), func(grad, mask, 2.0)).stride() == (1, 4)
+    assert as_on_cuda(func, (grad, mask, 2.0), func(grad, mask, 2.0)).stride() == (6, 1)
+
+    images = torch.empty(2, 3, 4, 5, device="meta", memory_format=torch.channels_last)
+    kept = torch.empty_like(images, dtype=torch.bool)
+    out = as_on_cuda(func, (images, kept, 2.0), func(images, kept, 2.0))
+    assert out.is_contiguous(memory_format=torch.channels_last)
