@@ -147,8 +147,11 @@ def _sorted_gradient(
 
 
 def embedding_backward_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Whether the gradient is not scaled by how often an index is met, which is counted."""
-    return not args[4]
+    """Whether the gradient is not scaled by how often an index is met, which is counted, and the
+    indices are not int32, which are sorted as such: here more is said than they take.
+    """
+    is_sorted = args[1].numel() > FEW_INDICES
+    return not args[4] and not (is_sorted and args[1].dtype == torch.int32)
 
 
 def embedding_bag_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
