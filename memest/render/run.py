@@ -13,7 +13,7 @@ from memest.render.answer import (
     why_line,
 )
 from memest.render.text import brief, say_intervals, table, verdict_table
-from memest.report import Ending, HeldRow, Outcome, RunReport
+from memest.report import Ending, HeldRow, Interval, Outcome, RunReport
 from memest.units import GIB, format_bytes, format_gib
 
 MAX_ROWS = 12
@@ -160,11 +160,20 @@ def rank_rows(report: RunReport) -> list[list[str]]:
     """A table of the ranks that were run in GiB, with a head."""
     rows = [["by rank, GiB", "allocated", "reserved", "process", "steps", ""]]
     for row in report.ranks:
-        sizes = (row.peak_allocated_bytes, row.peak_reserved_bytes, row.process_bytes)
-        rows.append(
-            [f"rank {row.rank}", *map(_gib, sizes), str(row.num_steps), _ENDINGS[row.ending]]
-        )
+        sizes = {
+            "allocated": row.peak_allocated_bytes,
+            "reserved": row.peak_reserved_bytes,
+            "process": row.process_bytes,
+        }
+        cells = [_between(size, row.intervals.get(name)) for name, size in sizes.items()]
+        rows.append([f"rank {row.rank}", *cells, str(row.num_steps), _ENDINGS[row.ending]])
     return rows
+
+
+def _between(num_bytes: int, interval: Interval | None) -> str:
+    if interval is None or interval.low_bytes == interval.high_bytes:
+        return _gib(num_bytes)
+    return f"{_gib(interval.low_bytes)} to {_gib(interval.high_bytes)}"
 
 
 def _ranks(report: RunReport) -> list[str]:

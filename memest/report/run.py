@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, ClassVar
 
@@ -107,6 +107,8 @@ class RankRow:
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     process_bytes: int
+    intervals: Mapping[str, Interval] = field(default_factory=dict)
+    """Of this rank, as the report's own are of all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +198,7 @@ class RunReport:
         }  # fmt: skip
         for name, row in rows.items():
             given[name] = tuple(row(**each) for each in given[name])
+        ranks = (replace(each, intervals=_intervals(each.intervals)) for each in given["ranks"])
         verdicts = {
             name: Verdict(**{**each, "verdict": Outcome(each["verdict"])})
             for name, each in given["verdicts"].items()
@@ -207,7 +210,8 @@ class RunReport:
                 "verdict": Outcome(given["verdict"]),
                 "peak": RunPeak(**given["peak"]),
                 "verdicts": verdicts,
-                "intervals": {k: Interval(**v) for k, v in given["intervals"].items()},
+                "ranks": tuple(ranks),
+                "intervals": _intervals(given["intervals"]),
                 "notes": tuple(given["notes"]),
                 "assumptions": tuple(given["assumptions"]),
             }
@@ -227,3 +231,7 @@ class RunReport:
         from memest.render.run_html import run_fragment
 
         return run_fragment(self)
+
+
+def _intervals(values: Mapping[str, Any]) -> dict[str, Interval]:
+    return {name: Interval(**each) for name, each in values.items()}

@@ -179,4 +179,5 @@ def _rows(reports: Sequence[tuple[Ranks, RunReport]]) -> Iterator[RankRow]:
             peak_allocated_bytes=report.peak_allocated_bytes,
             peak_reserved_bytes=report.peak_reserved_bytes,
             process_bytes=report.process_bytes,
+            intervals=report.intervals,
         )

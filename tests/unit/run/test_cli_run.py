@@ -256,6 +256,12 @@ def test_the_first_and_the_last_rank_are_run_and_the_worst_is_reported(folder: P
     first, last = report["ranks"]
     assert [first["rank"], last["rank"], report["rank"]] == [0, 3, 3]
     assert last["peak_allocated_bytes"] - first["peak_allocated_bytes"] == 12 << 20
+    (low, high), (low_of_last, high_of_last) = (
+        rank["intervals"]["allocated"].values() for rank in (first, last)
+    )
+    assert (high, high_of_last) == tuple(row["peak_allocated_bytes"] for row in (first, last))
+    assert low <= high < low_of_last
+    assert list(report["intervals"]["allocated"].values()) == [low, high_of_last]
     assert report["peak_allocated_bytes"] == last["peak_allocated_bytes"]
     assert report["process_bytes"] == report["peak_reserved_bytes"] + (846 + 760) * 2**20
     assert {p.name for p in folder.iterdir()} == {
@@ -300,7 +306,9 @@ def test_buckets_that_may_live_on_leave_the_verdict_open(folder: Path) -> None:
 
     free = run_in_a_process("--nproc-per-node", "2", "--json", "free.json", "wide.py")
     assert free.returncode == 0, free.stderr
-    found = json.loads((folder / "free.json").read_text())["intervals"]["allocated"]
+    free_report = json.loads((folder / "free.json").read_text())
+    found = free_report["intervals"]["allocated"]
+    assert [rank["intervals"]["allocated"] for rank in free_report["ranks"]] == [found, found]
     assert found["high_bytes"] - found["low_bytes"] > 100 << 20
     limit = ("--memory-limit", str(found["high_bytes"]))
     tight = run_in_a_process("--nproc-per-node=2", *limit, "--json", "t.json", "--check", "wide.py")
