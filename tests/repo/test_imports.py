@@ -75,6 +75,7 @@ DEVICE_FLOORS = [
         "shards",
         "storages",
         "streams",
+        "supposed",
         "synchronised",
         "tensors",
         "traits",

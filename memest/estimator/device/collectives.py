@@ -123,7 +123,7 @@ def _write(recorder: _Recorder, output: Tensor, given: Tensor, factor: int = 1) 
     known = given if not is_meta(given) else recorder.values.value_of(given)
     if known is None or (is_meta(output) and known.shape != output.shape):
         if is_meta(output) and output is not given:
-            recorder.values.drop(output.untyped_storage()._cdata)
+            recorder.values.forget(output.untyped_storage()._cdata)
     elif output is not given or factor != 1:
         _set(recorder, output, known * factor)
 

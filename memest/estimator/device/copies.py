@@ -9,6 +9,7 @@ from torch import Tensor
 
 from memest.estimator.device.guesses import Guesses
 from memest.estimator.device.lines import ScriptLines
+from memest.estimator.device.supposed import Supposed
 from memest.estimator.device.tensors import CPU, META, is_meta, storage_key
 from memest.estimator.device.values import LiveValues
 
@@ -57,6 +58,7 @@ def awaited_device() -> torch.device | None:
 
 class _Recorder(Protocol):
     values: LiveValues
+    supposed: Supposed
     guesses: Guesses
     lines: ScriptLines
 
@@ -82,6 +84,7 @@ def copied(recorder: _Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -
             return torch.zeros(source.size(), dtype=dtype)
         made = torch.empty_strided(source.size(), source.stride(), dtype=dtype, device=META)
         recorder.put_on_host(made)
+        recorder.supposed.carry(source, made)
         return made
     if storage_key(source) in recorder.values.guessed and source.numel() <= MAX_SHOWN_NUMEL:
         what = f"a copy of {str(source.dtype).removeprefix('torch.')} to the host"

@@ -209,6 +209,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What the GPU runs in place of `func`; see `in_place`."""
         return as_without_a_mode(func, args, kwargs)
 
+    def nonzero_on_host(self, mask: Tensor) -> Tensor:
+        """The positions of the true entries of a mask on the host."""
+        return mask.nonzero()
+
     def _follow_values(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         self.values.follow(func, args, kwargs, out)
         finite = known_without_values(func, args)
@@ -431,7 +435,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._references.pop(index, None)
         if self._live.get(key) == index:
             del self._live[key]
-            self.values.drop(key)
+            self.values.forget(key)
 
 
 _MADE_HERE = {**recurrent.MADE_HERE, **fused.MADE_HERE, **synchronised.MADE_HERE}

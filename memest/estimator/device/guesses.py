@@ -2,7 +2,7 @@
 
 A loss, a norm, the token that a model would have said: the virtual GPU has shapes and no values. A
 script that reads one is given something finite and unsurprising, and each such reading is counted
-with the line that asked. What decides a shape is never guessed.
+with the line that asked. What decides a shape is supposed elsewhere (`supposed`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ script's own data is: it is computed as on any host, so masks, tables, metrics a
 their values. Two bounds keep that affordable, and where one is passed the result has no data: what
 nobody can read values from is a tensor too large to look at.
 
-What decides a shape is never made up: `nonzero` of a tensor without data is an error.
+What decides a shape without being known is supposed (`supposed`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from memest.errors import UnsupportedError
 from memest.estimator.device.host_draws import HostDraws
 from memest.estimator.device.storages import StorageTable
 from memest.estimator.device.streams import StreamRecorder
+from memest.estimator.device.supposed import Supposed
 from memest.estimator.device.tensors import (
     META,
     Place,
@@ -32,8 +33,9 @@ from memest.estimator.device.tensors import (
     storage_key,
     tensors_in,
 )
-from memest.estimator.device.values import READS_VALUE
+from memest.estimator.device.values import READS_VALUE, LiveValues
 from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.kernels.indexing import MASK_DTYPES
 
 aten = torch.ops.aten
 
@@ -74,6 +76,8 @@ class HostRecorder(StreamRecorder):  # type: ignore[no-untyped-call]
 
     def __init__(self, gpu: Gpu, storages: StorageTable) -> None:
         super().__init__(gpu, storages)
+        self.values: LiveValues = LiveValues()
+        self.supposed = self.values.supposed = Supposed(self.values)
         self.host_bytes = self.peak_host_bytes = 0
         self.draws = HostDraws()
         self._host_references: dict[int, Any] = {}
@@ -117,7 +121,7 @@ class HostRecorder(StreamRecorder):  # type: ignore[no-untyped-call]
             if host_storages.pop(key, None) is not None:
                 self.host_bytes -= num_bytes
             self._host_references.pop(key, None)
-            self.values.drop(key)
+            self.values.forget(key)
 
         return died
 
@@ -158,6 +162,7 @@ class HostRecorder(StreamRecorder):  # type: ignore[no-untyped-call]
         for tensor in tensors_in((out,)):
             if is_meta(tensor):
                 self.put_on_host(tensor)
+        self.supposed.follow(func, args, kwargs, out)
         if self.values._twins:
             self.values.follow(func, args, kwargs, out)
         return out
@@ -166,8 +171,8 @@ class HostRecorder(StreamRecorder):  # type: ignore[no-untyped-call]
         try:
             return func(*_bare(args), **kwargs)
         except (NotImplementedError, RuntimeError) as error:
-            if func is aten.index.Tensor and (positions := self.values.positions(args[1])):
-                return func(_bare(args[0]), positions)
+            if func is aten.index.Tensor:
+                return func(_bare(args[0]), list(self._positions(args[1])))
             if func in (aten.index_put_.default, aten.masked_scatter_.default):
                 return args[0]
             if func is aten.masked_select.default and not is_meta(args[1]):
@@ -175,10 +180,33 @@ class HostRecorder(StreamRecorder):  # type: ignore[no-untyped-call]
                     args[1].expand_as(_bare(args[0]) if args[0].dim() else args[1]).sum()
                 )
                 return _bare(args[0]).new_empty(num_picked)
+            made = self.supposed_result(func, args, kwargs)
+            if made is not None:
+                return made
             failure = self._failure(func, error)
             if isinstance(failure, UnsupportedError) and not _has_card(self, args):
                 raise UnsupportedError(str(failure), hint=_ON_HOST) from error
             raise failure from error
+
+    def _positions(self, indices: list[Tensor | None]) -> Iterator[Tensor | None]:
+        """`indices` with each mask as the positions of its true entries, tensors without data."""
+        for index in indices:
+            if index is None or index.dtype not in MASK_DTYPES:
+                yield index
+            else:
+                yield from self.nonzero_on_host(index).to(META).unbind(1)
+
+    def nonzero_on_host(self, mask: Tensor) -> Tensor:
+        """The positions of the true entries of a mask on the host, with data or without."""
+        value = self.values.value_of(mask)
+        found: Tensor = (
+            self._on_host(aten.nonzero.default, (mask,), {}) if value is None else value.nonzero()
+        )
+        return found
+
+    def supposed_result(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """The result of an operator whose shape hangs on values that are not known, or None."""
+        return None
 
     def _in_memory(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """An operator on real tensors of the host, whose result may be too large to be one."""

@@ -37,8 +37,7 @@ def as_taken(
         indices = [mask]
     given = [index for index in indices if index is not None]
     masks = [index for index in given if index.dtype in MASK_DTYPES]
-    is_known = all(map(recorder.values.decides, masks))
-    if not is_known or (masks and _is_fill(args)) or not (masks or not all(map(on_gpu, given))):
+    if (masks and _is_fill(args)) or not (masks or not all(map(on_gpu, given))):
         return func, args
     if func in _COPIED_FIRST:
         func, source = aten.index_put_.default, recorder.repeat(aten.clone.default, types, source)
@@ -60,9 +59,7 @@ def _places(recorder: Recorder, types: Any, mask: Tensor) -> Tensor:
     if on_gpu(mask):
         found: Tensor = recorder.repeat(aten.nonzero.default, types, mask)
         return found
-    value = recorder.values.value_of(mask)
-    assert value is not None
-    return value.nonzero()
+    return recorder.nonzero_on_host(mask)
 
 
 def _is_fill(args: tuple[Any, ...]) -> bool:

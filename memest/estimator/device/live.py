@@ -41,6 +41,7 @@ from memest.estimator.device.searches import search
 from memest.estimator.device.shards import local_foreach
 from memest.estimator.device.storages import RETURNED, MemKind, Site
 from memest.estimator.device.streams import MAIN
+from memest.estimator.device.supposed import suppose
 from memest.estimator.device.tensors import (
     CPU,
     INSIDE,
@@ -55,10 +56,9 @@ from memest.estimator.device.tensors import (
 from memest.estimator.device.traits import (
     DEPENDS_ON_VALUES,
     MAY_MIX_DEVICES,
-    shaping,
     traits_of,
 )
-from memest.estimator.device.values import LiveValues, ValueUnknown
+from memest.estimator.device.values import ValueUnknown
 from memest.estimator.device.works import Works
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.hardware.speed import segment_us
@@ -87,7 +87,6 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
     ) -> None:
         storages = LiveStorages()
         super().__init__(gpu, storages)
-        self.values: LiveValues = LiveValues()
         self.allocator = allocator
         self.guesses = guesses
         self.lines = lines
@@ -272,20 +271,26 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         schema = func._schema
         if schema.is_mutable and not schema.returns:
             return None  # where there are no values, none change
-        if (
-            func in DEPENDS_ON_VALUES
-            and self.values.guessed
-            and self.values.is_guessed(shaping(func, args))
-        ):
-            raise self._failure(func, ValueUnknown(str(func)))
+        if func in DEPENDS_ON_VALUES:
+            made = self.supposed_result(func, args, kwargs)
+            if made is not None:
+                return made
         if func is aten.bincount.default and self.values.value_of(args[0]) is None:
             bins = bincount(self.guesses, self.lines.current(), *args, **kwargs)
             if bins is not None:
                 return bins
         return dense(super()._run(func, args, kwargs), func, self.lines.current)
 
+    def supposed_result(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """As `HostRecorder.supposed_result`."""
+        return suppose(self, func, args, kwargs)
+
     def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.host_waits(self.event(self.stream))
+        told = self.supposed.told(args[0])
+        if told is not None and func in (aten._local_scalar_dense.default, aten.is_nonzero.default):
+            self.guesses.note(self.lines.current(), "a choice, spread evenly")
+            return told.item()
         try:
             value = self.values.compute(func, args, kwargs)
         except ValueUnknown:
@@ -312,6 +317,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
             and not self.values.is_known(out)
         ):
             return
+        self.supposed.follow(func, args, kwargs, out)
         super()._follow_values(func, args, kwargs, out)
         if isinstance(out, Tensor) and out.dtype is torch.bool:
             key = storage_key(out)

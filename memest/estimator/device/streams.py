@@ -340,7 +340,7 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
         self._references.pop(index, None)
         if self._live.get(key) == index:
             del self._live[key]
-            self.values.drop(key)
+            self.values.forget(key)
 
 
 class Stream:

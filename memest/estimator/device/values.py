@@ -91,8 +91,12 @@ class ShadowValues:
         self._twins[tensor.untyped_storage()._cdata] = value.contiguous().clone().untyped_storage()
 
     def drop(self, storage_key: int) -> None:
-        """The storage died, or holds values that are no longer known."""
+        """The storage holds values that are no longer known."""
         self._twins.pop(storage_key, None)
+
+    def forget(self, storage_key: int) -> None:
+        """The storage died."""
+        self.drop(storage_key)
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """The twin of `tensor`, a CPU view of the same geometry, or None."""
@@ -107,21 +111,6 @@ class ShadowValues:
     def decides(self, tensor: Tensor) -> bool:
         """Whether the value of `tensor` is known well enough to decide a shape."""
         return self.value_of(tensor) is not None
-
-    def positions(self, indices: list[Tensor | None]) -> list[Tensor | None] | None:
-        """`indices` with each mask as the positions of its true entries, meta tensors; CUDA makes
-        them first, too. None where a mask has no value.
-        """
-        found: list[Tensor | None] = []
-        for index in indices:
-            if index is None or index.dtype not in (torch.bool, torch.uint8):
-                found.append(index)
-                continue
-            value = self.value_of(index)
-            if value is None:
-                return None
-            found += [position.to("meta") for position in value.nonzero(as_tuple=True)]
-        return found
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `func` on the twins.
@@ -192,6 +181,9 @@ class LiveValues(ShadowValues):
         self.guessed: set[int] = set()
         """Storages whose twin is a guess, or was computed from one."""
 
+        self.supposed: LiveValues | None = None
+        """What is supposed beside it in order to decide shapes."""
+
         self._is_mutable: dict[int, bool] = {}
         self._random_state: Tensor | None = None
 
@@ -199,6 +191,12 @@ class LiveValues(ShadowValues):
         """As `ShadowValues.drop`."""
         super().drop(storage_key)
         self.guessed.discard(storage_key)
+
+    def forget(self, storage_key: int) -> None:
+        """As `ShadowValues.forget`."""
+        self.drop(storage_key)
+        if self.supposed is not None:
+            self.supposed.drop(storage_key)
 
     def is_known(self, tensor: Tensor) -> bool:
         """Whether there is a value for `tensor`, or it is one."""

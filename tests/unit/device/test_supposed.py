@@ -1,0 +1,140 @@
+"""Shapes that hang on values that nobody knows: choices spread evenly, or the largest result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import memest
+from memest.errors import UnsupportedError
+from memest.run.session import Session
+
+TOKENS, EXPERTS, PICKED, WIDTH = 4096, 8, 2, 64
+EACH = TOKENS * PICKED // EXPERTS
+
+
+@pytest.fixture
+def gpu() -> Iterator[Session]:
+    with memest.virtual_gpu("h100-80gb") as found:
+        yield found
+
+
+def activations(*shape: int) -> Tensor:
+    """Too many for their values to be followed."""
+    wide = torch.randn(*shape[:-1], 1 << 10, device="cuda")
+    return wide @ torch.randn(1 << 10, shape[-1], device="cuda")
+
+
+def by_where(chosen: Tensor) -> list[int]:
+    return [len(torch.where(chosen == expert)[0]) for expert in range(EXPERTS)]
+
+
+def by_one_hot(chosen: Tensor) -> list[int]:
+    mask = F.one_hot(chosen, EXPERTS).permute(2, 1, 0)
+    hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+    return [len(torch.where(mask[expert[0]])[1]) for expert in hit]
+
+
+def by_counts(chosen: Tensor) -> list[int]:
+    counts: list[int] = torch.bincount(chosen.view(-1), minlength=EXPERTS).cpu().numpy().tolist()
+    return counts
+
+
+def by_scatter(chosen: Tensor) -> list[int]:
+    counts = chosen.new_zeros((TOKENS, EXPERTS))
+    counts.scatter_(1, chosen, 1)
+    parts = chosen.view(-1).argsort().split(counts.sum(0).tolist())
+    return [len(part) for part in parts]
+
+
+def by_mask(chosen: Tensor) -> list[int]:
+    masks = [(chosen == expert).any(-1) for expert in range(EXPERTS)]
+    x = activations(TOKENS, WIDTH)
+    return [len(x[mask]) for mask in masks if mask.any()]
+
+
+def by_items(chosen: Tensor) -> list[int]:
+    counts = torch.bincount(chosen.view(-1), minlength=EXPERTS)
+    return [int(counts[expert].item()) for expert in range(EXPERTS)]
+
+
+@pytest.mark.parametrize("ask", [by_where, by_one_hot, by_counts, by_scatter, by_mask, by_items])
+def test_a_router_sends_as_many_tokens_to_each_expert(
+    gpu: Session, ask: Callable[[Tensor], list[int]]
+) -> None:
+    chosen = activations(TOKENS, EXPERTS).softmax(-1).topk(PICKED).indices
+
+    assert ask(chosen) == [EACH] * EXPERTS
+    assert gpu.report().guesses
+
+
+def test_one_of_few_is_chosen_evenly_along_any_dimension(gpu: Session) -> None:
+    scores = activations(6, 300, 4)
+
+    for chosen in (scores.argmax(-1), scores.max(-1).indices, scores.min(2, keepdim=True)[1]):
+        assert [len((chosen == i).nonzero()) for i in range(4)] == [450] * 4
+    picked = scores.movedim(-1, 0).softmax(0).topk(2, dim=0).indices
+    assert [len((picked == i).nonzero()) for i in range(4)] == [900] * 4
+    drawn = scores.view(-1, 4).softmax(-1).multinomial(2)
+    assert [len((drawn == i).nonzero()) for i in range(4)] == [900] * 4
+
+
+def test_what_passes_a_threshold_is_all_of_it_though_nothing_is_said_to(gpu: Session) -> None:
+    losses = activations(512, 32)
+
+    assert losses[losses > 0.7].shape == (512 * 32,)
+    assert losses[(losses.abs() <= 3).all(-1)].shape == (512, 32)
+    assert not (losses > 0.7).any()
+    torch.ones(2, device="cuda")
+    told = [guess.what for guess in gpu.report().guesses]
+    assert "nonzero as 16384 of 16384 elements" in told
+    assert any("as large" in note or "spread evenly" in note for note in gpu.report().notes)
+
+
+def test_what_is_known_of_a_mask_is_kept(gpu: Session) -> None:
+    scores = activations(512, 32)
+    is_real = torch.arange(512, device="cuda") < 100
+
+    assert scores[is_real & (scores.mean(-1) > 0.5)].shape == (100, 32)
+
+
+def test_results_without_any_value_are_as_large_as_they_can_be(gpu: Session) -> None:
+    codes = activations(64, 2000).argmax(-1)
+    kept, inverse, counts = torch.unique(codes, return_inverse=True, return_counts=True)
+    assert (kept.shape, inverse.shape, counts.shape) == ((64,), (64,), (64,))
+    assert kept.dtype is codes.dtype
+
+    paths = activations(2, 30, 2000).argmax(-1)
+    assert torch.unique_consecutive(paths, dim=1).shape == (2, 30)
+    assert torch.unique_consecutive(paths[0]).shape == (30,)
+    large = activations(1 << 8, 1 << 14)
+    assert (large > 0).nonzero().shape == (1 << 22, 2)
+    assert (large > 0).nonzero().stride() == (1, 1 << 22)
+    assert (large.cpu() > 0).nonzero().shape == (1 << 22, 2)
+    weight = torch.nn.Linear(30, 20).weight.detach()
+    assert weight[weight[:, 0] > 0].shape == (20, 30)
+
+
+def test_a_token_of_a_vocabulary_is_none_in_particular(gpu: Session) -> None:
+    tokens = activations(8, 32_000).argmax(-1)
+
+    assert len((tokens == 2).nonzero()) == 0
+    assert len((tokens != 2).nonzero()) == 8
+
+
+def test_a_metric_is_a_figure_and_not_a_count_of_choices(gpu: Session) -> None:
+    predicted, labels = activations(512, 10).argmax(-1), torch.randint(10, (512,), device="cuda")
+
+    assert (predicted == labels).float().mean().item() == 0
+    assert (predicted == labels).sum().item() == 0
+
+
+def test_a_shape_is_refused_where_guesses_are() -> None:
+    with memest.virtual_gpu("h100-80gb", strict=True):
+        losses = activations(512, 32)
+        with pytest.raises(UnsupportedError, match=r"test_supposed.py:\d+ reads a value"):
+            losses[losses > 0.7]
