@@ -419,7 +419,7 @@ def _limit_bytes(report: Prediction) -> int:
 
 def _points(line: Timeline) -> list[dict[str, Any]]:
     """One row per point of a timeline."""
-    phases = {i: s.name for s in line.stretches for i in range(s.start, s.stop + 1)}
+    phases = {i: s.name for s in line.spans for i in range(s.start, s.stop + 1)}
     return [
         {"event": i, "phase": phases.get(i, ""), "reserved_bytes": reserved}
         | {f"{kind}_bytes": values[i] for kind, values in line.kinds.items()}

@@ -50,14 +50,14 @@ def fragmentation(
         )
     plan = on_a_card(read_plans(config, None, given_only(flags))[0])
     make_folder(out)
-    from memest.estimator.predict import judged_gpus, usable_bytes
+    from memest.estimator.predict import target_gpus, usable_bytes
     from memest.estimator.search.growth import SETTINGS, growths
     from memest.plots import plot_fragmentation
 
     chosen = tuple("" if text == "default" else text for text in settings) or SETTINGS
     with shown(plan.label):
         report, runs = growths(plan, chosen)
-    limit = usable_bytes(plan, judged_gpus(plan)[0])
+    limit = usable_bytes(plan, target_gpus(plan)[0])
     figure = plot_fragmentation(report, runs, gpu_limit_bytes=limit, dark=dark)
     rows = [row for run in runs for row in run.rows()]
     save_chart(figure, out / "fragmentation", wanted, title, rows)

@@ -63,11 +63,11 @@ def max_batch(
     plan = read_plans(config, None, given)[0]
     if output is not None:
         check_writable(output)
-    from memest.estimator.predict import judged_gpus
+    from memest.estimator.predict import target_gpus
     from memest.models_meta.registry import check_name
     from memest.render.sweep import json_lines, render_largest, render_techniques
 
-    gpus = judged_gpus(plan)
+    gpus = target_gpus(plan)
     check_name(plan.model_name)
     if all_techniques:
         from memest.estimator.search.techniques import largest_of_all

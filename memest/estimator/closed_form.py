@@ -22,6 +22,7 @@ import re
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+from memest.estimator.device.storages import death_of
 from memest.models_meta.geometry import LayerGeometry
 from memest.plan import TrainingPlan
 from memest.report import ClosedForm, Term
@@ -80,7 +81,7 @@ def held_by_layers(program: Program) -> dict[int, int]:
         if event >= 0:
             alive.add(event)
         else:
-            alive.discard(~event)
+            alive.discard(death_of(event))
     storages = program.storages
     layers: dict[int, int] = defaultdict(int)
     for index in alive:

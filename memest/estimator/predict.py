@@ -40,7 +40,7 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False, jobs: int = 
     from memest.estimator.summary import summarise
 
     started = time.perf_counter()
-    gpus = judged_gpus(plan)
+    gpus = target_gpus(plan)
     primary = gpus[0] if plan.gpu or plan.gpu_memory else find_gpu(PRIMARY_GPU)
     by_chip: dict[tuple[Any, ...], list[Gpu]] = {}
     for gpu in {g.name: g for g in (primary, *gpus)}.values():
@@ -48,14 +48,14 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False, jobs: int = 
     first, *others = by_chip.values()
 
     def on_others() -> dict[str, Verdict]:
-        judged = [_judged(plan, cards, trust_remote_code) for cards in others]
-        return {name: verdict for each in judged for name, verdict in each.verdicts.items()}
+        verdict = [_predicted(plan, cards, trust_remote_code) for cards in others]
+        return {name: verdict for each in verdict for name, verdict in each.verdicts.items()}
 
     has_help = bool(others) and jobs > 1
     if has_help:
         _import_libraries(plan, trust_remote_code)
     with forked(on_others) if has_help else nullcontext(lambda: None) as beside:
-        here = _judged(plan, first, trust_remote_code)
+        here = _predicted(plan, first, trust_remote_code)
         elsewhere = beside()
     verdicts = here.verdicts | (on_others() if elsewhere is None else elsewhere)
     return summarise(
@@ -79,7 +79,7 @@ def _import_libraries(plan: TrainingPlan, trust_remote_code: bool) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Judged:
+class _Predicted:
     """The cards of one chip, which differ in rates alone, as readings do."""
 
     readings: list[Reading]
@@ -87,15 +87,15 @@ class _Judged:
     results: dict[str, tuple[Replayed, ...]]
 
 
-def _judged(plan: TrainingPlan, cards: Sequence[Gpu], trust_remote_code: bool) -> _Judged:
-    from memest.estimator.readings import judge, readings_of
+def _predicted(plan: TrainingPlan, cards: Sequence[Gpu], trust_remote_code: bool) -> _Predicted:
+    from memest.estimator.readings import readings_of, verdict_over
     from memest.estimator.traced_plan import trace_plan
 
     traced = trace_plan(plan, cards[0], trust_remote_code=trust_remote_code)
-    found = _Judged(readings_of(plan, traced), {}, {})
+    found = _Predicted(readings_of(plan, traced), {}, {})
     for gpu in cards:
-        judged = judge(found.readings, usable_bytes(plan, gpu))
-        found.verdicts[gpu.name], found.results[gpu.name] = judged
+        verdict = verdict_over(found.readings, usable_bytes(plan, gpu))
+        found.verdicts[gpu.name], found.results[gpu.name] = verdict
     return found
 
 
@@ -110,7 +110,7 @@ def record_plan(plan: TrainingPlan, *, trust_remote_code: bool = False) -> Recor
     from memest.estimator.traced_plan import trace_plan
 
     is_asked = plan.gpu or plan.gpu_memory is not None
-    gpu = judged_gpus(plan)[0] if is_asked else find_gpu(PRIMARY_GPU)
+    gpu = target_gpus(plan)[0] if is_asked else find_gpu(PRIMARY_GPU)
     traced = trace_plan(plan, gpu, trust_remote_code=trust_remote_code)
     reading = readings_of(plan, traced)[0]
     recording = record_run(
@@ -126,7 +126,7 @@ def record_plan(plan: TrainingPlan, *, trust_remote_code: bool = False) -> Recor
     return recording
 
 
-def judged_gpus(plan: TrainingPlan) -> list[Gpu]:
+def target_gpus(plan: TrainingPlan) -> list[Gpu]:
     """The GPUs that the plan asks about, or the default set.
 
     Raises:

@@ -36,7 +36,7 @@ class Reading:
 
     def verdict(self, result: Replayed, limit_bytes: int) -> Verdict:
         """What `result`, which is that `under` the limit, says."""
-        return judge_verdict(result, self.free, limit_bytes, self.traced)
+        return verdict_of(result, self.free, limit_bytes, self.traced)
 
 
 def readings_of(plan: TrainingPlan, worst: TracedPlan) -> list[Reading]:
@@ -54,7 +54,9 @@ def readings_of(plan: TrainingPlan, worst: TracedPlan) -> list[Reading]:
     return found
 
 
-def judge(readings: Sequence[Reading], limit_bytes: int) -> tuple[Verdict, tuple[Replayed, ...]]:
+def verdict_over(
+    readings: Sequence[Reading], limit_bytes: int
+) -> tuple[Verdict, tuple[Replayed, ...]]:
     """The verdict on a card, and each reading under its limit.
 
     It fits where every reading does, and is out of memory where a rank is in each of its own.
@@ -73,7 +75,7 @@ def judge(readings: Sequence[Reading], limit_bytes: int) -> tuple[Verdict, tuple
     return replace(verdict, verdict=Outcome.MAY, decides=decides), results
 
 
-def judge_verdict(result: Replayed, free: Replayed, limit: int, traced: TracedPlan) -> Verdict:
+def verdict_of(result: Replayed, free: Replayed, limit: int, traced: TracedPlan) -> Verdict:
     """What a replay under `limit` bytes says; `free` is the same run without a limit."""
     reserved = result.peak_reserved_bytes
     if result.failed is None:

@@ -63,7 +63,7 @@ def summarise(
         phase_intervals=phase_intervals(results) if len(results) > 1 else (),
         host_bytes=traced.host_bytes,
         host_terms=traced.host_terms,
-        host_verdict=judge_host(traced.host_bytes, plan.host_memory),
+        host_verdict=host_verdict_of(traced.host_bytes, plan.host_memory),
         unlimited_reserved_bytes=unlimited.peak_reserved_bytes,
         peak=peak,
         phases=tuple(result.rows),
@@ -99,7 +99,7 @@ def _coverage(coverage: Coverage) -> dict[str, Any]:
     }
 
 
-def judge_host(needed_bytes: int, limit_bytes: int | None) -> Verdict | None:
+def host_verdict_of(needed_bytes: int, limit_bytes: int | None) -> Verdict | None:
     """Whether what the run holds in host memory is there; None where nobody asked."""
     if limit_bytes is None:
         return None

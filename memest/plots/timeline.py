@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from memest.estimator.trace.recording import Stretch, Timeline
+from memest.estimator.trace.recording import Span, Timeline
 from memest.plots.style import (
     HEIGHT,
     LABEL,
@@ -107,7 +107,7 @@ def plot_timeline(
                 transform=axes.get_yaxis_transform(), ha="left" if is_left else "right",
                 va="bottom", gid="limit:name",
             )  # fmt: skip
-        _draw_stretches(axes, theme, timeline.stretches, (width, height))
+        _draw_spans(axes, theme, timeline.spans, (width, height))
         _mark_peak(axes, theme, timeline, width)
         _write_words(figure, theme, timeline, (name, gpu, plan or {}), areas)
     return figure
@@ -183,29 +183,29 @@ def _room_for(
     return place
 
 
-def _draw_stretches(
-    axes: Axes, theme: Theme, stretches: Sequence[Stretch], panel: tuple[float, float]
+def _draw_spans(
+    axes: Axes, theme: Theme, spans: Sequence[Span], panel: tuple[float, float]
 ) -> None:
     """A strip over the chart that names forward, backward and step, and lines between them."""
     width, height = panel
     per_x = width / axes.get_xlim()[1]
     shades = {"forward": theme.band[0], "backward": theme.band[1], "step": theme.band[0]}
-    for stretch in stretches:
-        start, wide = stretch.start, stretch.stop - stretch.start
+    for span in spans:
+        start, wide = span.start, span.stop - span.start
         axes.add_patch(
             Rectangle(
-                (start, 1 + 0.06 / height), wide, _BAND / height, facecolor=shades[stretch.name],
+                (start, 1 + 0.06 / height), wide, _BAND / height, facecolor=shades[span.name],
                 edgecolor=theme.ink, linewidth=0.8, transform=axes.get_xaxis_transform(),
-                clip_on=False, gid=f"phase:{stretch.name}",
+                clip_on=False, gid=f"phase:{span.name}",
             )
         )  # fmt: skip
         text = next(
-            (t for t in _shorter(stretch.name) if text_width(t, TICK) + 0.08 < wide * per_x), ""
+            (t for t in _shorter(span.name) if text_width(t, TICK) + 0.08 < wide * per_x), ""
         )
-        spills = not text and stretch is stretches[-1]  # into the strip before it
+        spills = not text and span is spans[-1]  # into the strip before it
         axes.text(
-            stretch.stop if spills else start + wide / 2, 1 + (0.06 + _BAND / 2) / height,
-            f"{stretch.name} " if spills else text, size=TICK, ha="right" if spills else "center",
+            span.stop if spills else start + wide / 2, 1 + (0.06 + _BAND / 2) / height,
+            f"{span.name} " if spills else text, size=TICK, ha="right" if spills else "center",
             va="center_baseline", transform=axes.get_xaxis_transform(), clip_on=False,
         )  # fmt: skip
         if start and wide * per_x > 0.1:

@@ -10,7 +10,7 @@ from memest.estimator.allocator.blocks import Block
 from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
 from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings
 from memest.estimator.device.history import EventLog
-from memest.estimator.device.storages import EMPTIED, RETURNED, Returns, StorageTable
+from memest.estimator.device.storages import EMPTIED, Returns, StorageTable, return_of
 from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.trace.program import ended_by
 from memest.estimator.trace.recording import Act, Action, Mark, Recording, RecordingObserver
@@ -218,7 +218,7 @@ class _Replay:
         ended = ended_by(event, storages, at_once=self.at_once)
         block = self.blocks.pop(ended, None)
         if block is None:
-            block = self.deferred.pop(RETURNED - event, None)
+            block = self.deferred.pop(return_of(event), None)
             if block is not None:
                 allocator.complete(block)
         elif ended in storages.deferred and not self.at_once:

@@ -19,7 +19,7 @@ from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu
 from memest.estimator.hardware.libraries import communicator_bytes
 from memest.estimator.kernels.tables import TARGET_TORCH
 from memest.report import Ending, Guess, HeldRow, Outcome, RunPeak, RunPhase, RunReport, RunStep
-from memest.run.verdicts import intervals_of, judge_gpus
+from memest.run.verdicts import intervals_of, verdicts_of
 from memest.units import format_bytes
 
 KINDS = (
@@ -61,7 +61,7 @@ def report_of(
     outcome = Outcome.OOM if ending is Ending.OOM else Outcome.FITS
     cap = _cap(virtual)
     of_nccl = communicator_bytes(virtual.ranks.world_size)
-    verdicts, notes = judge_gpus(virtual, outcome, cap)
+    verdicts, notes = verdicts_of(virtual, outcome, cap)
     return RunReport(
         name=name,
         gpu=gpu.name,

@@ -15,7 +15,7 @@ from memest.report import Interval, Outcome, Verdict
 from memest.run.replays import LogReplay, replay_log
 
 
-def judge_gpus(
+def verdicts_of(
     virtual: VirtualGpu, outcome: Outcome, share: float | None
 ) -> tuple[dict[str, Verdict], list[str]]:
     """The verdicts on the card of the run and on the default set, and what to say of them.
@@ -26,18 +26,18 @@ def judge_gpus(
         share: of a card's memory, where the script has set one.
     """
     own = virtual.gpu
-    judge = _Judge(virtual, share)
+    on_cards = _Verdicts(virtual, share)
     verdicts = {own.name: _own_verdict(virtual, outcome)}
     if outcome is Outcome.FITS:
-        verdicts[own.name] = judge.over_moments(verdicts[own.name])
+        verdicts[own.name] = on_cards.over_moments(verdicts[own.name])
     unknown = []
     for gpu in map(find_gpu, DEFAULT_GPUS):
         if gpu.name == own.name:
             continue
         limit = _usable_bytes(virtual, gpu, share)
-        verdict = judge.verdict(limit)
+        verdict = on_cards.verdict(limit)
         if verdict is not None and outcome is Outcome.FITS:
-            verdict = judge.over_moments(verdict)
+            verdict = on_cards.over_moments(verdict)
         if verdict is not None and (outcome is not Outcome.OOM or verdict.verdict is Outcome.OOM):
             verdicts[gpu.name] = verdict
         elif outcome is Outcome.OOM and limit <= verdicts[own.name].limit_bytes:
@@ -118,7 +118,7 @@ def _usable_bytes(virtual: VirtualGpu, gpu: Gpu, share: float | None) -> int:
     return usable if share is None else min(usable, int(share * gpu.memory_bytes))
 
 
-class _Judge:
+class _Verdicts:
     """Verdicts on cards by what they can reserve.
 
     Args:

@@ -20,7 +20,7 @@ from memest.errors import PlanError
 from memest.estimator.hardware.gpus import custom_gpu, find_gpu
 from memest.estimator.predict import predict
 from memest.estimator.search.advise import Advice, advise
-from memest.estimator.search.changes import LAST_RESORTS, Change, Cost, apply, levers_for
+from memest.estimator.search.changes import LAST_RESORTS, Change, Cost, apply, techniques_for
 from memest.estimator.search.commands import ModelFacts, predict_command, training_lines
 from memest.plan import TrainingPlan
 from memest.render.advice import render_advice
@@ -55,8 +55,8 @@ def titles(advice: Advice) -> list[str]:
 
 
 def all_changes(plan: TrainingPlan, gpu: str = "a100-80gb") -> dict[str, Change]:
-    levers = levers_for(plan, FACTS, find_gpu(gpu))
-    return {change.title: change for lever in levers for change in lever.changes}
+    techniques = techniques_for(plan, FACTS, find_gpu(gpu))
+    return {change.title: change for technique in techniques for change in technique.changes}
 
 
 def parsed(command: str) -> TrainingPlan:

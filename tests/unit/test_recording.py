@@ -18,7 +18,7 @@ from memest.errors import PlanError
 from memest.estimator.device.storages import MemKind, Site, StorageTable
 from memest.estimator.predict import record_plan
 from memest.estimator.trace.program import Program, StateBytes
-from memest.estimator.trace.recording import Act, Recording, Stretch, record_run, timeline
+from memest.estimator.trace.recording import Act, Recording, Span, record_run, timeline
 from memest.estimator.trace.replay import replay
 from memest.estimator.trace.snapshot import (
     chrome_trace,
@@ -104,11 +104,11 @@ def test_the_timeline_is_one_step_by_what_it_is_held_for() -> None:
 
     kept = {"params": 4096, "grads": 4096, "optimizer": 2048, "workspace": 8192}
     assert {kind: values[0] for kind, values in line.kinds.items() if values[0]} == kept
-    forward, backward, step = line.stretches
-    assert [s.name for s in line.stretches] == ["forward", "backward", "step"]
-    assert forward == Stretch("forward", 0, 3)  # batch, activation, zero_grad
-    assert backward == Stretch("backward", 3, 5)  # gradient, activation
-    assert step == Stretch("step", 5, 7)
+    forward, backward, step = line.spans
+    assert [s.name for s in line.spans] == ["forward", "backward", "step"]
+    assert forward == Span("forward", 0, 3)  # batch, activation, zero_grad
+    assert backward == Span("backward", 3, 5)  # gradient, activation
+    assert step == Span("step", 5, 7)
     assert line.kinds["temporaries"][6] == 1024
     assert line.kinds["batch"] == [0, 512, 512, 512, 512, 512, 512, 512, 0]
     assert line.kinds["activations"] == [0, 0, 3 * MIB, 3 * MIB, 3 * MIB, 0, 0, 0, 0]
@@ -131,7 +131,7 @@ def test_a_run_out_of_memory_ends_in_its_phase() -> None:
 
     assert recording.actions[-1].act is Act.OOM
     assert recording.actions[-1].num_bytes == line.refused_bytes == 3 * MIB
-    assert line.stretches == (Stretch("forward", 0, 2),)  # the workspace and the batch
+    assert line.spans == (Span("forward", 0, 2),)  # the workspace and the batch
     entry = torch_snapshot(recording)["device_traces"][0][-1]
     assert entry["action"] == "oom"
     assert entry["device_free"] == 2 * MIB

@@ -15,7 +15,7 @@ from memest.cli import main
 from memest.errors import MemestError, PlanError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.predict import predict
-from memest.estimator.search.largest import Judged, boundary_suite, max_batch, max_seq_len
+from memest.estimator.search.largest import Trial, boundary_suite, max_batch, max_seq_len
 from memest.estimator.search.sweep import MIN_PARALLEL_POINTS, make_grid, parse_values, sweep
 from memest.estimator.search.techniques import TECHNIQUES, technique_values
 from memest.estimator.trace.family.reuse import with_value
@@ -108,10 +108,10 @@ def test_points_replayed_in_several_processes_are_those_of_one(
 
 def test_no_allocator_reserves_less_than_is_requested_at_once() -> None:
     plan = TrainingPlan(model_name="gpt2", seq_len=64, accumulate_grad_batches=3)
-    judged = Judged(trace_plan(plan, find_gpu("h200")), plan, find_gpu("h200").limit_bytes)
+    trial = Trial(trace_plan(plan, find_gpu("h200")), plan, find_gpu("h200").limit_bytes)
 
-    assert judged.requested_bytes <= judged.result.peak_allocated_bytes
-    assert judged.requested_bytes > 0.95 * judged.result.peak_allocated_bytes
+    assert trial.requested_bytes <= trial.result.peak_allocated_bytes
+    assert trial.requested_bytes > 0.95 * trial.result.peak_allocated_bytes
 
 
 def test_every_technique_is_a_plan() -> None:

@@ -13,7 +13,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
 from memest.errors import PlanError
-from memest.estimator.trace.recording import KINDS, Stretch, Timeline
+from memest.estimator.trace.recording import KINDS, Span, Timeline
 from memest.plots import Picture, plot_fits, plot_largest_batch, plot_timeline, retitle, svg_text
 from memest.plots.heatmap import MAX_ROWS
 from memest.plots.style import DARK, HEIGHT, LIGHT
@@ -33,9 +33,9 @@ def line(num_points: int = 8, *, refused_bytes: int = 0) -> Timeline:
         step=1,
         kinds=kinds,
         reserved=[13 * GIB] * num_points,
-        stretches=(
-            Stretch("forward", 0, 3), Stretch("backward", 3, 6),
-            Stretch("step", 6, num_points - 1),
+        spans=(
+            Span("forward", 0, 3), Span("backward", 3, 6),
+            Span("step", 6, num_points - 1),
         ),
         peak=3,
         where="lm_head, aten.mm",

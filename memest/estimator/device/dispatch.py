@@ -17,7 +17,7 @@ from memest.estimator.device import fused, recurrent, synchronised
 from memest.estimator.device.in_place import as_without_a_mode, owners_of_a_sole_gradient
 from memest.estimator.device.indices import as_taken
 from memest.estimator.device.recurrent import packing_events
-from memest.estimator.device.storages import Coverage, MemKind, Site, StorageTable
+from memest.estimator.device.storages import Coverage, MemKind, Site, StorageTable, death_of
 from memest.estimator.device.traits import DEPENDS_ON_VALUES, traits_of
 from memest.estimator.device.values import (
     ShadowValues,
@@ -86,7 +86,7 @@ class _Reference(weakref.ref[torch.UntypedStorage]):
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Turns what runs under it into events: `id` is the birth of a storage, `~id` its death.
+    """Turns what runs under it into events: an id is the birth of a storage; `death_of`.
 
     Besides the storages of meta tensors it records what CUDA's kernels allocate on their own (the
     kernel tables), and counts the operators of which it does not know whether they do.
@@ -144,7 +144,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _ends(self, index: int) -> None:
         """Storage `index` dies: the one place at which a death becomes an event."""
-        self.events.append(~index)
+        self.events.append(death_of(index))
 
     def id_of(self, tensor: Tensor) -> int | None:
         """The id of a tensor's storage, or None if it is not recorded."""

@@ -11,7 +11,15 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from memest.estimator.allocator.caching import CachingAllocator
-from memest.estimator.device.storages import EMPTIED, RETURNED, MemKind, Site, StorageTable
+from memest.estimator.device.storages import (
+    EMPTIED,
+    RETURNED,
+    MemKind,
+    Site,
+    StorageTable,
+    death_of,
+    return_of,
+)
 
 MAX_EVENTS = 2_000_000
 """Kept from the first on: 16 MB, and about 120 MB of storages; two hundred steps of GPT-2."""
@@ -57,8 +65,8 @@ class EventLog:
     """What happened to the storages of the card, in order; ids are those of a `StorageTable`."""
 
     events: array[int] = field(default_factory=lambda: array("q"))
-    """The first `MAX_EVENTS`. Packed: an id is a birth, `~id` a death, `RETURNED - id` the return
-    of a deferred block, `EMPTIED` an `empty_cache`.
+    """The first `MAX_EVENTS`. Packed: an id is a birth, its `death_of` a death, its `return_of`
+    the return of a deferred block, `EMPTIED` an `empty_cache`.
     """
 
     marks: list[tuple[int, str]] = field(default_factory=list)
@@ -239,18 +247,18 @@ class History:
             if event >= 0:
                 alive.add(event)
             elif event <= RETURNED:
-                alive.discard(RETURNED - event)
-            elif ~event not in shelved:
-                alive.discard(~event)
+                alive.discard(return_of(event))
+            elif death_of(event) not in shelved:
+                alive.discard(death_of(event))
 
     def _reuse(self) -> None:
         storages, first, alive = self._storages, self._first_reused, self._alive
         for event in self.log.open:
             if event >= 0 or event == EMPTIED:
                 continue
-            index = ~event
+            index = death_of(event)
             if event <= RETURNED:
-                index = RETURNED - event
+                index = return_of(event)
             elif index in storages.deferred or index in storages.shelved:
                 continue
             if index >= first and index not in alive:

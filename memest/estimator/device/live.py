@@ -39,7 +39,7 @@ from memest.estimator.device.ranks import ALONE
 from memest.estimator.device.refusals import refuse
 from memest.estimator.device.searches import search
 from memest.estimator.device.shards import local_foreach
-from memest.estimator.device.storages import RETURNED, MemKind, Site
+from memest.estimator.device.storages import MemKind, Site, death_of, return_of
 from memest.estimator.device.streams import MAIN
 from memest.estimator.device.supposed import suppose
 from memest.estimator.device.tensors import (
@@ -402,7 +402,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         if block is not None:
             is_shelved = index in self.storages.shelved
             (self.allocator.free if is_shelved else self.allocator.complete)(block)
-        self.log.open.append(RETURNED - index)
+        self.log.open.append(return_of(index))
 
     def settle(self) -> None:
         """Give back the blocks of the storages that have died."""
@@ -417,7 +417,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         while position < len(dead):
             index = dead[position]
             position += 1
-            log.append(~index)
+            log.append(death_of(index))
             if index in storages.shelved:
                 continue
             if index in storages.deferred:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
@@ -37,9 +38,21 @@ class Returns(Enum):
         return self is Returns.AT_ONCE or (self is Returns.AT_ONCE_AT_FIRST and step == 0)
 
 
+death_of = operator.invert
+"""The event at which a storage dies, by its id, which is the event of its birth; and the id, by
+that event. A negative number: streams of events are packed.
+"""
+
 RETURNED = -(1 << 40)
-"""`RETURNED - id` is the event at which a block whose free was deferred returns to its pool, at the
-latest; at the earliest that is its death."""
+"""Events up to this one are returns."""
+
+
+def return_of(index: int) -> int:
+    """The event at which a block whose free was deferred returns to its pool, at the latest (at the
+    earliest that is its death), by the storage's id; and the id, by that event.
+    """
+    return RETURNED - index
+
 
 EMPTIED = -(1 << 60)
 """The event at which the script has the cache emptied."""
@@ -70,7 +83,7 @@ class StorageTable:
     """Storages whose blocks return to their pool later than they are freed."""
 
     shelved: set[int] = field(default_factory=set)
-    """Storages that a collective may keep beyond their death, until `RETURNED - id`."""
+    """Storages that a collective may keep beyond their death, until the event `return_of`."""
 
     tried: set[int] = field(default_factory=set)
     """Storages that a library does without, or with less, where there is no memory for them."""

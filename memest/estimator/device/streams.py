@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memest.estimator.device.dispatch import Recorder
-from memest.estimator.device.storages import RETURNED, MemKind, Site, StorageTable
+from memest.estimator.device.storages import MemKind, Site, StorageTable, return_of
 from memest.estimator.device.tensors import tensors_in
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.hardware.speed import (
@@ -290,7 +290,7 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     def _returns(self, index: int) -> None:
         """The block of `index`, whose free was deferred, is back in its pool."""
-        self.events.append(RETURNED - index)
+        self.events.append(return_of(index))
 
     def resize(self, tensor: Tensor, num_bytes: int, kind: MemKind = MemKind.ACTIVATIONS) -> None:
         """As `untyped_storage().resize_`: the old block is freed, a new one taken for `kind`."""

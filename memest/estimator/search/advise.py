@@ -30,9 +30,9 @@ from memest.estimator.search.changes import (
     NOT_TRIED,
     Change,
     Cost,
-    Lever,
+    Technique,
     apply,
-    levers_for,
+    techniques_for,
     that_may_be_enough,
 )
 from memest.estimator.search.commands import ModelFacts, predict_command, training_lines
@@ -195,16 +195,16 @@ def advise(
     search = _Search(_on_card(plan, card), card, max_predictions, trust_remote_code)
     current, prediction = search.predict_current()
     options: dict[TrainingPlan, Option] = {}
-    levers: tuple[Lever, ...] = ()
+    techniques: tuple[Technique, ...] = ()
     is_complete = True
     if not current.fits:
-        levers = levers_for(search.plan, search.facts(prediction), card)
+        techniques = techniques_for(search.plan, search.facts(prediction), card)
         try:
-            search.run(levers, options)
+            search.run(techniques, options)
         except _Spent:
             is_complete = False
     seen = search.seen()
-    order = [change for lever in levers for change in lever.changes]
+    order = [change for technique in techniques for change in technique.changes]
     not_enough = [option for option in seen if len(option.changes) == 1 and not option.fits]
     not_enough.sort(key=lambda option: (option.cost, order.index(option.changes[0])))
     return Advice(
@@ -239,13 +239,13 @@ def cheapest_change(
     search = _Search(_on_card(plan, card), card, max_predictions, trust_remote_code)
     found: Option | None = None
     traced = trace_plan(search.plan, card, trust_remote_code=trust_remote_code)  # is known
-    levers = that_may_be_enough(
-        levers_for(search.plan, search.facts(prediction), card),
+    techniques = that_may_be_enough(
+        techniques_for(search.plan, search.facts(prediction), card),
         traced.program.most_states_bytes,
         prediction.verdicts[card.name].limit_bytes,
     )
     with suppress(_Spent, MemestError):
-        for option in search._singles(levers):
+        for option in search._singles(techniques):
             if found is None or (option.cost == found.cost and not option.is_tight):
                 found = option
             if not found.is_tight or option.cost != found.cost:
@@ -346,46 +346,46 @@ class _Search:
             training_lines=training_lines(self.plan, plan, facts) if facts and changes else (),
         )
 
-    def run(self, levers: Sequence[Lever], options: dict[TrainingPlan, Option]) -> None:
+    def run(self, techniques: Sequence[Technique], options: dict[TrainingPlan, Option]) -> None:
         """Fill `options` with what fits: single changes, then combinations.
 
         Raises:
             _Spent: before the end; what was found until then is there.
         """
-        for option in self._singles(levers):
+        for option in self._singles(techniques):
             options[option.plan] = option
-        usable = self._usable(levers)
+        usable = self._usable(techniques)
         for cost in (each for each in Cost if each not in LAST_RESORTS):
             if any(option.cost <= cost for option in options.values()):
                 return
             for option in self._combinations(usable, cost):
                 options[option.plan] = option
 
-    def _singles(self, levers: Sequence[Lever]) -> Iterator[Option]:
-        """Each change alone, cheapest first; once a lever has an answer, none more at that cost."""
+    def _singles(self, techniques: Sequence[Technique]) -> Iterator[Option]:
+        """Each change alone, cheapest first; of a technique that has one none more at its cost."""
         has_found = False
-        for cost, lever in itertools.product(Cost, levers):
+        for cost, technique in itertools.product(Cost, techniques):
             if cost in LAST_RESORTS and has_found:
                 continue
-            for option in self._of_lever(lever, cost):
+            for option in self._of_technique(technique, cost):
                 has_found = True
                 yield option
 
-    def _of_lever(self, lever: Lever, cost: Cost) -> Iterator[Option]:
+    def _of_technique(self, technique: Technique, cost: Cost) -> Iterator[Option]:
         """Its changes of this cost, up to the first that fits."""
-        if lever.is_graded and lever.changes[0].cost is cost:
-            yield from self._graded(lever)
-        elif not lever.is_graded:
-            weighed = (self.weigh([c]) for c in lever.changes if c.cost is cost)
+        if technique.is_graded and technique.changes[0].cost is cost:
+            yield from self._graded(technique)
+        elif not technique.is_graded:
+            weighed = (self.weigh([c]) for c in technique.changes if c.cost is cost)
             answer = next((option for option in weighed if option and option.fits), None)
             yield from [answer] if answer else []
 
-    def _graded(self, lever: Lever) -> Iterator[Option]:
+    def _graded(self, technique: Technique) -> Iterator[Option]:
         """The mildest grade that fits, and where that is tight, the next."""
-        mildest = self._mildest(lever, [])
+        mildest = self._mildest(technique, [])
         if mildest is None:
             return
-        for change in lever.changes[lever.changes.index(mildest) :]:
+        for change in technique.changes[technique.changes.index(mildest) :]:
             option = self.weigh([change])
             if option is None or not option.fits:
                 return
@@ -393,18 +393,18 @@ class _Search:
             if not option.is_tight:
                 return
 
-    def _usable(self, levers: Sequence[Lever]) -> list[Lever]:
+    def _usable(self, techniques: Sequence[Technique]) -> list[Technique]:
         """Without the changes that were refused alone."""
         titles = {refused.title for refused in self.refused}
         kept = (
-            replace(lever, changes=tuple(c for c in lever.changes if c.title not in titles))
-            for lever in levers
+            replace(technique, changes=tuple(c for c in technique.changes if c.title not in titles))
+            for technique in techniques
         )
-        return [lever for lever in kept if lever.changes]
+        return [technique for technique in kept if technique.changes]
 
-    def _mildest(self, lever: Lever, others: Sequence[Change]) -> Change | None:
-        """The first change of a graded lever that fits beside `others`; None where none does."""
-        grades = list(lever.changes)
+    def _mildest(self, technique: Technique, others: Sequence[Change]) -> Change | None:
+        """The first change of a graded technique that fits beside `others`, or None."""
+        grades = list(technique.changes)
         while grades and (strongest := self.weigh([*others, grades[-1]])) is None:
             grades.pop()  # such as a text without room for its image
         if not grades or strongest is None or not strongest.fits:
@@ -418,9 +418,9 @@ class _Search:
                 low = middle + 1
         return grades[high]
 
-    def _combinations(self, levers: Sequence[Lever], cost: Cost) -> Iterator[Option]:
+    def _combinations(self, techniques: Sequence[Technique], cost: Cost) -> Iterator[Option]:
         """Combinations of this cost that fit and from which nothing can be left out."""
-        strongest = _strongest(levers, cost)
+        strongest = _strongest(techniques, cost)
         if len(strongest) < 2 or _cost(strongest) < cost:
             return
         if not self._fits(change for _, change in strongest):
@@ -434,44 +434,46 @@ class _Search:
                     yield self._shrunk(group)
                     return
 
-    def _shrunk(self, chosen: Sequence[tuple[Lever, Change]]) -> Option:
+    def _shrunk(self, chosen: Sequence[tuple[Technique, Change]]) -> Option:
         """`chosen`, which fits, with all taken out or made milder that can be, dearest first."""
         kept = list(chosen)
         by_cost = sorted(reversed(chosen), key=lambda pair: pair[1].cost, reverse=True)
-        for lever, change in by_cost:
-            others = [c for other, c in kept if other is not lever]
+        for technique, change in by_cost:
+            others = [c for other, c in kept if other is not technique]
             if self._fits(others):
-                kept = [pair for pair in kept if pair[0] is not lever]
+                kept = [pair for pair in kept if pair[0] is not technique]
                 continue
-            milder = self._mildest(lever, others) if lever.is_graded else None
-            for grade in () if lever.is_graded else lever.changes[: lever.changes.index(change)]:
+            milder = self._mildest(technique, others) if technique.is_graded else None
+            for grade in (
+                () if technique.is_graded else technique.changes[: technique.changes.index(change)]
+            ):
                 if self._fits([*others, grade]):
                     milder = grade
                     break
             if milder is not None:
-                kept = [(lever, milder) if pair[0] is lever else pair for pair in kept]
+                kept = [(technique, milder) if pair[0] is technique else pair for pair in kept]
         option = self.weigh(change for _, change in kept)
         assert option is not None
         return option
 
 
-def _strongest(levers: Sequence[Lever], cost: Cost) -> list[tuple[Lever, Change]]:
-    """Of each lever its last change up to `cost`; another optimizer only where it is the cost."""
+def _strongest(techniques: Sequence[Technique], cost: Cost) -> list[tuple[Technique, Change]]:
+    """Of each technique its last change up to `cost`; an optimizer only where it is the cost."""
     allowed = {c for c in Cost if c <= cost and (c is not Cost.OPTIMIZER or cost is c)}
     allowed -= set(LAST_RESORTS)
     found = []
-    for lever in levers:
-        changes = [change for change in lever.changes if change.cost in allowed]
+    for technique in techniques:
+        changes = [change for change in technique.changes if change.cost in allowed]
         if changes:
-            found.append((lever, changes[-1]))
+            found.append((technique, changes[-1]))
     return found
 
 
-def _costs(group: Iterable[tuple[Lever, Change]]) -> list[Cost]:
+def _costs(group: Iterable[tuple[Technique, Change]]) -> list[Cost]:
     return sorted(change.cost for _, change in group)
 
 
-def _cost(group: Iterable[tuple[Lever, Change]]) -> Cost:
+def _cost(group: Iterable[tuple[Technique, Change]]) -> Cost:
     return _costs(group)[-1]
 
 

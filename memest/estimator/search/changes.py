@@ -68,7 +68,7 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Lever:
+class Technique:
     """Changes of one thing, of which a plan can take one; mildest first."""
 
     changes: tuple[Change, ...]
@@ -108,23 +108,25 @@ def apply(plan: TrainingPlan, changes: Iterable[Change]) -> TrainingPlan:
     return replace(plan, **updates)
 
 
-def that_may_be_enough(levers: Iterable[Lever], states_bytes: int, limit_bytes: int) -> list[Lever]:
+def that_may_be_enough(
+    techniques: Iterable[Technique], states_bytes: int, limit_bytes: int
+) -> list[Technique]:
     """The changes that could make a plan fit into `limit_bytes`.
 
     One that leaves the mathematics as it is keeps the params, grads and optimizer state, of which
     `states_bytes` are held at one moment.
     """
     if states_bytes <= limit_bytes:
-        return list(levers)
+        return list(techniques)
     kept = (
         replace(each, changes=tuple(c for c in each.changes if c.cost > Cost.TIME))
-        for each in levers
+        for each in techniques
     )
-    return [lever for lever in kept if lever.changes]
+    return [technique for technique in kept if technique.changes]
 
 
-def levers_for(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> tuple[Lever, ...]:
-    """What can be changed in `plan` to make it smaller; levers in the order of what they cost."""
+def techniques_for(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> tuple[Technique, ...]:
+    """What can make `plan` smaller; techniques in the order of what they cost."""
     found = (
         _attention(plan),
         _allocator(plan),
@@ -139,49 +141,49 @@ def levers_for(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> tuple[Lever, 
         _offload(plan),
         _sharding(plan),
     )
-    return tuple(lever for lever in found if lever.changes)
+    return tuple(technique for technique in found if technique.changes)
 
 
-def _attention(plan: TrainingPlan) -> Lever:
+def _attention(plan: TrainingPlan) -> Technique:
     if plan.attn_implementation != "eager":
-        return Lever(changes=())
+        return Technique(changes=())
     change = Change(
         title="sdpa attention instead of eager",
         cost=Cost.NOTHING,
         price="nothing: the same attention by a fused kernel, up to rounding",
         updates={"attn_implementation": "sdpa"},
     )
-    return Lever(changes=(change,))
+    return Technique(changes=(change,))
 
 
-def _allocator(plan: TrainingPlan) -> Lever:
+def _allocator(plan: TrainingPlan) -> Technique:
     if "expandable_segments" in plan.alloc_conf:
-        return Lever(changes=())
+        return Technique(changes=())
     change = Change(
         title="expandable segments",
         cost=Cost.NOTHING,
         price="nothing: cached memory is cut and joined in smaller pieces",
         updates={"alloc_conf": ",".join(filter(None, (plan.alloc_conf, EXPANDABLE)))},
     )
-    return Lever(changes=(change,))
+    return Technique(changes=(change,))
 
 
-def _offload(plan: TrainingPlan) -> Lever:
+def _offload(plan: TrainingPlan) -> Technique:
     is_plain = plan.strategy == "auto" and plan.devices == 1 and plan.loop == "lightning"
     if not is_plain or plan.uses_adapters or plan.optim not in _FULL_ADAM:
-        return Lever(changes=())
+        return Technique(changes=())
     change = Change(
         title="the optimizer on the host (DeepSpeed)",
         cost=Cost.OFFLOAD,
         price="slower steps, by the host's arithmetic and its link; DeepSpeed and host memory",
         updates={"strategy": "deepspeed_stage_2_offload", "optim": "deepspeed_cpu"},
     )
-    return Lever(changes=(change,))
+    return Technique(changes=(change,))
 
 
-def _sharding(plan: TrainingPlan) -> Lever:
+def _sharding(plan: TrainingPlan) -> Technique:
     if plan.strategy != "auto" or plan.devices > 1 or plan.loop != "lightning":
-        return Lever(changes=())
+        return Technique(changes=())
     changes = (
         Change(
             title=f"sharded over {number} GPUs (FSDP2)",
@@ -191,7 +193,7 @@ def _sharding(plan: TrainingPlan) -> Lever:
         )
         for number in NUMBERS_OF_GPUS
     )
-    return Lever(changes=tuple(changes), is_graded=True)
+    return Technique(changes=tuple(changes), is_graded=True)
 
 
 _FUSED = {"adamw": "adamw_fused", "adamw_single": "adamw_fused", "adam": "adam_fused"}
@@ -201,7 +203,7 @@ _FULL_ADAM = {
 }  # fmt: skip
 
 
-def _optimizer(plan: TrainingPlan) -> Lever:
+def _optimizer(plan: TrainingPlan) -> Technique:
     changes = []
     if plan.optim in _FUSED:
         changes.append(
@@ -242,10 +244,10 @@ def _optimizer(plan: TrainingPlan) -> Lever:
                 updates={"optim": "sgd"},
             )
         )
-    return Lever(changes=tuple(changes))
+    return Technique(changes=tuple(changes))
 
 
-def _accumulation(plan: TrainingPlan) -> Lever:
+def _accumulation(plan: TrainingPlan) -> Technique:
     """Every smaller micro-batch that divides the batch of a step, largest first."""
     total = plan.batch_size * plan.accumulate_grad_batches
     sizes = [
@@ -261,22 +263,22 @@ def _accumulation(plan: TrainingPlan) -> Lever:
         )
         for size in sizes
     )
-    return Lever(changes=tuple(changes), is_graded=True)
+    return Technique(changes=tuple(changes), is_graded=True)
 
 
-def _checkpointing(plan: TrainingPlan) -> Lever:
+def _checkpointing(plan: TrainingPlan) -> Technique:
     if plan.act_ckpt:
-        return Lever(changes=())
+        return Technique(changes=())
     change = Change(
         title="activation checkpointing",
         cost=Cost.TIME,
         price="about one more forward per step",
         updates={"act_ckpt": True},
     )
-    return Lever(changes=(change,))
+    return Technique(changes=(change,))
 
 
-def _precision(plan: TrainingPlan, gpu: Gpu) -> Lever:
+def _precision(plan: TrainingPlan, gpu: Gpu) -> Technique:
     has_bf16 = gpu.capability >= BF16_CAPABILITY
     mixed = "bf16-mixed" if has_bf16 else "16-mixed"
     changes = []
@@ -301,23 +303,23 @@ def _precision(plan: TrainingPlan, gpu: Gpu) -> Lever:
                 updates={"precision": "bf16-true"},
             )
         )
-    return Lever(changes=tuple(changes))
+    return Technique(changes=tuple(changes))
 
 
-def _vision(plan: TrainingPlan, facts: ModelFacts) -> Lever:
+def _vision(plan: TrainingPlan, facts: ModelFacts) -> Technique:
     patterns = tuple(f"{name}.*" for name in facts.vision_modules)
     if plan.uses_adapters or not set(patterns) - set(plan.freeze):
-        return Lever(changes=())
+        return Technique(changes=())
     change = Change(
         title="vision tower frozen",
         cost=Cost.TRAINED,
         price="the vision tower keeps its pretrained weights",
         updates={"freeze": tuple(dict.fromkeys((*plan.freeze, *patterns)))},
     )
-    return Lever(changes=(change,))
+    return Technique(changes=(change,))
 
 
-def _adapters(plan: TrainingPlan) -> Lever:
+def _adapters(plan: TrainingPlan) -> Technique:
     changes = []
     if not plan.uses_adapters:
         changes.append(
@@ -346,10 +348,10 @@ def _adapters(plan: TrainingPlan) -> Lever:
                 updates={"use_qlora": True, "quant": "nf4", "double_quant": True},
             )
         )
-    return Lever(changes=tuple(changes))
+    return Technique(changes=tuple(changes))
 
 
-def _text(plan: TrainingPlan, facts: ModelFacts) -> Lever:
+def _text(plan: TrainingPlan, facts: ModelFacts) -> Technique:
     shortest = max(SHORTEST_TEXT, -(-facts.seq_len // SHORTEST_SHARE))
     lengths, length = [], facts.seq_len // 2
     while length >= shortest:
@@ -364,12 +366,12 @@ def _text(plan: TrainingPlan, facts: ModelFacts) -> Lever:
         )
         for length in lengths
     )
-    return Lever(changes=tuple(changes), is_graded=True)
+    return Technique(changes=tuple(changes), is_graded=True)
 
 
-def _image(facts: ModelFacts) -> Lever:
+def _image(facts: ModelFacts) -> Technique:
     if facts.image_size is None:
-        return Lever(changes=())
+        return Technique(changes=())
     size = facts.image_size // 2
     change = Change(
         title=f"images of {size} pixels instead of {facts.image_size}",
@@ -377,4 +379,4 @@ def _image(facts: ModelFacts) -> Lever:
         price="less detail; the model was pretrained on larger images",
         updates={"image_size": size},
     )
-    return Lever(changes=(change,))
+    return Technique(changes=(change,))

@@ -159,25 +159,25 @@ def _progression(batches: Sequence[int]) -> Sequence[int]:
 
 
 def _point(plan: TrainingPlan, chips: Mapping[Any, RelatedPlans], cards: Sequence[Gpu]) -> Explored:
-    from memest.estimator.search.largest import Judged, limit_of
+    from memest.estimator.search.largest import Trial, limit_of
     from memest.estimator.summary import peak_terms
 
     traced = {chip: related.at(plan) for chip, related in chips.items()}
-    judged: dict[Any, Judged] = {}
+    trials: dict[Any, Trial] = {}
     verdicts: dict[str, tuple[bool, int]] = {}
     for gpu in cards:
         chip, limit = _chip(gpu), limit_of(plan, gpu)
-        free = judged[chip].free if chip in judged else None
-        found = Judged(traced[chip], plan, limit, free)
+        free = trials[chip].free if chip in trials else None
+        found = Trial(traced[chip], plan, limit, free)
         needed = found.free.peak_reserved_bytes
-        judged.setdefault(chip, found)
-        if needed > limit and judged[chip].requested_bytes > limit:  # nor would another order fit
+        trials.setdefault(chip, found)
+        if needed > limit and trials[chip].requested_bytes > limit:  # nor would another order fit
             verdicts[gpu.name] = False, limit - needed
         else:
             verdict = found.verdict
             verdicts[gpu.name] = verdict.verdict is Outcome.FITS, verdict.margin_bytes
     first = _chip(cards[0])
-    whole = judged[first].free
+    whole = trials[first].free
     terms = peak_terms(traced[first], plan.accumulate_grad_batches, whole)
     kinds, words = _by_kind(terms)
     last = plan.accumulate_grad_batches - 1

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from memest.estimator.predict import judged_gpus, predict, usable_bytes
+from memest.estimator.predict import predict, target_gpus, usable_bytes
 from memest.plan import TrainingPlan
 from memest.report import Prediction
 
@@ -63,8 +63,8 @@ def growths(
 
     plans = [replace(plan, alloc_conf=text) for text in dict.fromkeys(settings)]
     for each in plans:
-        judged_gpus(each)
-    gpu = judged_gpus(plan)[0]
+        target_gpus(each)
+    gpu = target_gpus(plan)[0]
     traced = trace_plan(plan, gpu, trust_remote_code=trust_remote_code)
     found = []
     for each in plans:

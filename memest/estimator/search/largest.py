@@ -23,15 +23,16 @@ from typing import Any
 
 from memest.errors import PlanError
 from memest.estimator.allocator.blocks import round_request
+from memest.estimator.device.storages import death_of
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.predict import usable_bytes
 from memest.estimator.readings import (
     Reading,
-    judge,
-    judge_verdict,
     readings_of,
     replay_plan,
     run_under,
+    verdict_of,
+    verdict_over,
 )
 from memest.estimator.search.trace_series import GROWTH, SPACING, TraceSeries
 from memest.estimator.trace.family.reuse import FormBroken, with_value
@@ -56,7 +57,7 @@ FIRST_SEQ_LEN = 64
 """Where the search for a sequence length begins."""
 
 
-class Judged:
+class Trial:
     """What a run of a traced plan on one card comes to; replayed as far as it is asked for.
 
     Args:
@@ -81,7 +82,7 @@ class Judged:
 
     @cached_property
     def _over_readings(self) -> tuple[Verdict, tuple[Replayed, ...]]:
-        return judge(self._readings, self._limit)
+        return verdict_over(self._readings, self._limit)
 
     @cached_property
     def free(self) -> Replayed:
@@ -107,7 +108,7 @@ class Judged:
         """As `predict` gives it."""
         if self._readings:
             return self._over_readings[0]
-        return judge_verdict(self.result, self.free, self._limit, self._traced)
+        return verdict_of(self.result, self.free, self._limit, self._traced)
 
     @cached_property
     def requested_bytes(self) -> int:
@@ -255,9 +256,9 @@ def peak_requested(program: Program, num_micro_batches: int) -> int:
                         alive[event] = None
                         total += num_bytes[event]
                         peak = max(peak, total)
-                elif ~event in alive:
-                    del alive[~event]
-                    total -= num_bytes[~event]
+                elif death_of(event) in alive:
+                    del alive[death_of(event)]
+                    total -= num_bytes[death_of(event)]
             if events is program.setup:  # how the model came onto the GPU is not judged
                 peak = total
     return peak
@@ -271,7 +272,7 @@ class _Search:
         self.limit = limit_of(series.plan, gpu)
         self._is_batch = series.key == "batch_size"
         self._guesses = True
-        self._judged: dict[int, Judged | PlanError] = {}
+        self._trials: dict[int, Trial | PlanError] = {}
         self._config = resolve_config(
             self.plan.model_name, trust_remote_code=series.trust_remote_code
         )
@@ -284,25 +285,25 @@ class _Search:
             if not self._guesses or self._is_confirmed(low):
                 break
             self.series.forget_families()
-            self._judged.clear()
+            self._trials.clear()
             with suppress(FormBroken):
                 self.series.family(max(low, -low), SPACING[self.series.key])
             low = self._search()
         else:
             self._guesses = False
-            self._judged.clear()
+            self._trials.clear()
             low = self._search()
         return self._report(low, time.perf_counter() - started)
 
-    def judged(self, value: int) -> Judged | None:
+    def trial(self, value: int) -> Trial | None:
         """What `value` comes to, or None where the plan does not exist with it; asked once."""
-        if value not in self._judged:
+        if value not in self._trials:
             try:
-                self._judged[value] = Judged(self._traced(value), self.plan, self.limit)
+                self._trials[value] = Trial(self._traced(value), self.plan, self.limit)
             except PlanError as error:
-                self._judged[value] = error
-        found = self._judged[value]
-        return found if isinstance(found, Judged) else None
+                self._trials[value] = error
+        found = self._trials[value]
+        return found if isinstance(found, Trial) else None
 
     def _traced(self, value: int) -> TracedPlan:
         plan = with_value(self.plan, self.series.key, value)  # refuses what is no plan
@@ -316,7 +317,7 @@ class _Search:
         return self.series.guess(value)
 
     def _fits(self, value: int) -> bool:
-        found = self.judged(value)
+        found = self.trial(value)
         return found is not None and found.fits
 
     def _search(self) -> int:
@@ -335,15 +336,15 @@ class _Search:
             tries = [2, 1]  # a batch of one is a form of its own, and seldom the answer
         else:
             tries = [FIRST_SEQ_LEN << i for i in range(8)] + [FIRST_SEQ_LEN >> i for i in range(7)]
-        allowed = next((value for value in tries if self.judged(value) is not None), None)
+        allowed = next((value for value in tries if self.trial(value) is not None), None)
         if allowed is None:
-            raise next(e for e in self._judged.values() if isinstance(e, PlanError))
+            raise next(e for e in self._trials.values() if isinstance(e, PlanError))
         too_small = 0
         while not self._fits(allowed):
             value = (too_small + allowed) // 2
             if allowed - too_small == 1:
                 return -allowed
-            if self.judged(value) is None:
+            if self.trial(value) is None:
                 too_small = value
             else:
                 allowed = value
@@ -354,7 +355,7 @@ class _Search:
         is_secant = True
         while high - low > 1:
             middle = (low + high) // 2
-            above = self.judged(high)
+            above = self.trial(high)
             if is_secant and above is not None:
                 middle = min(max(self._secant(low, high), low + 1), high - 1)
             spacing = SPACING[self.series.key]
@@ -370,7 +371,7 @@ class _Search:
 
     def _secant(self, low: int, high: int) -> int:
         """Where the reserved bytes would cross the limit if they grew evenly."""
-        below, above = self.judged(low), self.judged(high)
+        below, above = self.trial(low), self.trial(high)
         assert below is not None
         assert above is not None
         room = self.limit - below.free.peak_reserved_bytes
@@ -383,7 +384,7 @@ class _Search:
         num_neighbours = NUM_NEIGHBOURS[self.series.key]
         while value - largest < num_neighbours:
             value += 1
-            found = self.judged(value)
+            found = self.trial(value)
             if found is None or found.requested_bytes > self.limit:
                 break
             if found.fits:
@@ -392,7 +393,7 @@ class _Search:
 
     def _is_confirmed(self, value: int) -> bool:
         """Whether traces of the answer's neighbourhood say what was guessed there."""
-        sizes = [v for v in (value + 1,) if v > 1 and self.judged(v) is not None]
+        sizes = [v for v in (value + 1,) if v > 1 and self.trial(v) is not None]
         if not sizes or not self._is_batch:  # of lengths the next is often of another form
             sizes.append(max(value, -value))
         guessed = {v: self.series.guess(v) for v in sizes}
@@ -400,10 +401,10 @@ class _Search:
 
     def _report(self, value: int, elapsed_s: float) -> Largest:
         shown = max(value, -value)
-        found = self.judged(shown)
+        found = self.trial(shown)
         assert found is not None
-        above = self.judged(value + 1) if value > 0 else found
-        error = self._judged.get(value + 1)
+        above = self.trial(value + 1) if value > 0 else found
+        error = self._trials.get(value + 1)
         used = found.result if found.fits else found.free
         return Largest(
             plan=with_value(self.plan, self.series.key, shown),

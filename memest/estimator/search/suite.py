@@ -9,7 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 from memest.errors import MemestError
-from memest.estimator.predict import judged_gpus, predict
+from memest.estimator.predict import predict, target_gpus
 from memest.estimator.search.processes import over_processes
 from memest.models_meta.registry import check_name
 from memest.plan import TrainingPlan
@@ -75,7 +75,7 @@ def _over_processes(
     one: Callable[[TrainingPlan], T], plans: Sequence[TrainingPlan], jobs: int | None
 ) -> list[T]:
     for plan in plans:  # what can be refused at once is refused before anything heavy is imported
-        judged_gpus(plan)
+        target_gpus(plan)
         check_name(plan.model_name)
     groups = list(_alike(plans).values())
     num_processes = min(jobs or os.cpu_count() or 1, len(groups))

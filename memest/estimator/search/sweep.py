@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from memest.errors import MemestError, PlanError, shown
-from memest.estimator.predict import judged_gpus
+from memest.estimator.predict import target_gpus
 from memest.estimator.search.processes import over_processes
 from memest.plan import TrainingPlan
 from memest.report import Outcome, Verdict
@@ -195,7 +195,7 @@ def sweep_grid(
     keys = list(dict.fromkeys(["model_name", *(key for changes, _ in grid for key in changes)]))
     keys = [key for key in keys if key not in ("gpu", "gpu_memory")]
     rows = iter([point.to_row(keys) for point in points])
-    gpus = [gpu.name for gpu in judged_gpus(plans[0])]
+    gpus = [gpu.name for gpu in target_gpus(plans[0])]
     empty = SweepPoint(plan=plans[0], gpu="", verdict=None)
     made: list[dict[str, Any]] = []
     for changes, plan in grid:
@@ -260,7 +260,7 @@ def _label_of(task: tuple[Sequence[TrainingPlan], str]) -> str:
 
 
 def _failed(plan: TrainingPlan, error: MemestError) -> list[SweepPoint]:
-    gpus = judged_gpus(plan)
+    gpus = target_gpus(plan)
     return [SweepPoint(plan=plan, gpu=g.name, verdict=None, error=str(error)) for g in gpus]
 
 
@@ -298,7 +298,7 @@ def _sweep_group(
     all_series: dict[tuple[Any, ...], TraceSeries] = {}
     with frozen_garbage():
         try:
-            for gpu in judged_gpus(plans[0]):
+            for gpu in target_gpus(plans[0]):
                 chip = (gpu.capability, gpu.num_sms)
                 if chip not in all_series:
                     series = TraceSeries(plans[0], gpu, key, trust_remote_code=trust_remote_code)
@@ -385,18 +385,18 @@ def _points_or_error(
 def _points(
     plan: TrainingPlan, key: str, all_series: Mapping[Any, TraceSeries], *, may_trace: bool = True
 ) -> list[SweepPoint]:
-    from memest.estimator.search.largest import Judged, limit_of
+    from memest.estimator.search.largest import Trial, limit_of
     from memest.estimator.trace.replay import Replayed
 
     points = []
     free: dict[Any, Replayed] = {}
-    for gpu in judged_gpus(plan):
+    for gpu in target_gpus(plan):
         chip = (gpu.capability, gpu.num_sms)
         series, value = all_series[chip], getattr(plan, key)
         traced = series.at(value) if may_trace else series.known(value)
         if traced is None:
             raise _NeedsTrace
-        found = Judged(traced, plan, limit_of(plan, gpu), free.get(chip))
+        found = Trial(traced, plan, limit_of(plan, gpu), free.get(chip))
         free[chip] = found.free
         points.append(
             SweepPoint(

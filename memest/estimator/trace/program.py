@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from memest.estimator.device.storages import RETURNED, Coverage, StorageTable
+from memest.estimator.device.storages import RETURNED, Coverage, StorageTable, death_of, return_of
 from memest.report import Phase
 
 Shift = Mapping[int, int]
-"""Before a stretch is played again, what it made last time goes by the name of what it will free:
+"""Before a span is played again, what it made last time goes by the name of what it will free:
 {made and kept by it: made before it and freed by it}.
 """
 
@@ -167,7 +167,7 @@ def ended_by(event: int, storages: StorageTable, *, at_once: bool = False) -> in
     What is on a shelf ends as it returns, and at its death if blocks come back `at_once`.
     """
     is_return = event <= RETURNED
-    index = RETURNED - event if is_return else ~event
+    index = return_of(event) if is_return else death_of(event)
     is_shelved = index in storages.shelved and not at_once
     return index if is_return == is_shelved else -1
 

@@ -203,7 +203,7 @@ class _RecordedAddresses(AddressSpace):
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class Span:
     """A part of a step, from one probe to the next: points `start` to `stop` of a timeline."""
 
     name: str
@@ -222,7 +222,7 @@ class Timeline:
     """Of each of `KINDS` one value per point; the first point is the step's beginning."""
 
     reserved: Sequence[int]
-    stretches: tuple[Stretch, ...]
+    spans: tuple[Span, ...]
     peak: int
     """The point where most is allocated."""
 
@@ -294,21 +294,21 @@ def timeline(recording: Recording, step: int | None = None) -> Timeline:
         step=step,
         kinds=dict(kinds),
         reserved=all_reserved,
-        stretches=_stretches(marks, points, len(totals) - 1, is_cut),
+        spans=_spans(marks, points, len(totals) - 1, is_cut),
         peak=peak,
         where=", ".join(filter(None, (site.module, site.op))) if site else "",
         refused_bytes=recording.result.failed_bytes if is_cut else 0,
     )
 
 
-def _stretches(
+def _spans(
     marks: Sequence[Mark], points: dict[int, int], last: int, is_cut: bool
-) -> tuple[Stretch, ...]:
+) -> tuple[Span, ...]:
     found = []
     for before, after in pairwise(marks):
         name = _STRETCH.get(after.phase)
         if name:
-            found.append(Stretch(name, points[before.index], points[after.index]))
+            found.append(Span(name, points[before.index], points[after.index]))
     if is_cut and marks and marks[-1].phase in _NEXT:
-        found.append(Stretch(_NEXT[marks[-1].phase], points[marks[-1].index], last))
+        found.append(Span(_NEXT[marks[-1].phase], points[marks[-1].index], last))
     return tuple(found)

@@ -10,7 +10,7 @@ from memest.estimator.allocator.addresses import AddressSpace
 from memest.estimator.allocator.blocks import Block
 from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
 from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings
-from memest.estimator.device.storages import EMPTIED, RETURNED, Returns
+from memest.estimator.device.storages import EMPTIED, Returns, death_of, return_of
 from memest.estimator.trace.program import MicroBatch, Probe, Program, Shift, ended_by
 from memest.report import Phase, PhaseRow
 
@@ -257,7 +257,7 @@ class _Run:
         for event in events:
             count += 1
             if event < 0:
-                block = pop(~event, None)
+                block = pop(death_of(event), None)
                 if block is not None:  # what a step makes once and keeps does not die again
                     free(block)
                 elif event == EMPTIED:
@@ -282,7 +282,7 @@ class _Run:
                 ended = ended_by(event, storages, at_once=at_once)
                 block = blocks.pop(ended, None)
                 if block is None:
-                    returned = self.deferred.pop(RETURNED - event, None)
+                    returned = self.deferred.pop(return_of(event), None)
                     if returned is not None:
                         self.allocator.complete(returned)
                 elif ended in storages.deferred and not at_once:

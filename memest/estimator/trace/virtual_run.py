@@ -152,7 +152,7 @@ class _Watch:
     geometry: LayerGeometry | None = None
 
     def _cut(self) -> int:
-        """Close a stretch of events; how many there were."""
+        """Close a span of events; how many there were."""
         recorder = self.virtual.recorder
         recorder.settle()
         self.at_cut()

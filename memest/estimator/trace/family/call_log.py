@@ -65,7 +65,7 @@ class Template:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call in a stretch of events."""
+    """One call in a span of events."""
 
     start: int
     """Events before it; its own are `start` to `end`."""
@@ -80,7 +80,7 @@ class Call:
 
 
 @dataclass(slots=True)
-class Stretch:
+class Span:
     """The events from one cut to the next, with the calls that made them."""
 
     events: list[int]
@@ -108,7 +108,7 @@ class CallLog:
     """The calls of one trace."""
 
     templates: list[Template] = field(default_factory=list)
-    stretches: list[Stretch] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
     choices: dict[Choice, None] = field(default_factory=dict)
 
 
@@ -134,14 +134,14 @@ class LoggingRecorder(LiveRecorder):  # type: ignore[no-untyped-call]
             yield
 
     def cut(self) -> None:
-        """The events since the last cut, and their calls, are a stretch of the log."""
+        """The events since the last cut, and their calls, are a span of the log."""
         gemm = sys.modules.get("bitsandbytes.backends.cuda.ops")
-        if not self.calls.stretches and gemm is not None:  # the model has imported it
+        if not self.calls.spans and gemm is not None:  # the model has imported it
             rule = mock.patch.object(gemm, GEMM_RULE, self._watch_gemm(getattr(gemm, GEMM_RULE)))
             self._patches.enter_context(rule)
         events = self.log.events[self._cut_at :].tolist()
         self._cut_at = len(self.log.events)
-        self.calls.stretches.append(Stretch(events, self._calls))
+        self.calls.spans.append(Span(events, self._calls))
         self._calls = []
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Recipe) -> None:

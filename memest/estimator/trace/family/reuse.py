@@ -11,8 +11,8 @@ size n is made by
 2. the requests of each distinct call by the same kernel tables that a trace asks, once per call
    (`asks`); steps in them (a reduction in two stages, a split of the keys) are thereby where they
    are;
-3. the stretches of events, call by call, with the workspaces of cuBLAS at their first use
-   (`weave`).
+3. the spans of events, call by call, with the workspaces of cuBLAS at their first use
+   (`rebuild`).
 
 It is the program of a trace where no branch was taken otherwise. What decides by shapes outside of
 the kernel tables, the choice of an attention backend, is taken again at n; that the rest agrees is
@@ -36,17 +36,17 @@ import torch
 
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.kernels.attention.choice import choose_backend
-from memest.estimator.trace.family.asks import Asks, Evaluator, Form
 from memest.estimator.trace.family.call_log import (
     GEMM_RULE,
     CallLog,
     Choice,
     LoggedTrace,
-    Stretch,
+    Span,
     Template,
     put_numbers,
 )
-from memest.estimator.trace.family.weave import Woven, weave
+from memest.estimator.trace.family.rebuild import Rebuilt, rebuild
+from memest.estimator.trace.family.requests import Evaluator, Form, Requests
 from memest.estimator.trace.traced import TracedPlan
 from memest.plan import TrainingPlan
 
@@ -76,7 +76,7 @@ class _Numbers:
     differences: tuple[tuple[int, ...], ...]
     """The values at the first sample, their first differences, their second."""
 
-    at_first: list[Asks] = field(default_factory=list, compare=False, repr=False)
+    at_first: list[Requests] = field(default_factory=list, compare=False, repr=False)
     """What the call asks at the first sample, once it is known."""
 
     def at(self, index: Fraction) -> list[int]:
@@ -95,12 +95,12 @@ class _Numbers:
             values = [v + times * d // among for v, d in zip(values, difference, strict=True)]
         return values
 
-    def asks(self, index: Fraction, evaluator: Evaluator) -> Asks:
+    def requests(self, index: Fraction, evaluator: Evaluator) -> Requests:
         """What the call asks `index` steps after the first sample."""
         if index and not self.is_constant:
-            return evaluator.asks(self.template, self.at(index))
+            return evaluator.requests(self.template, self.at(index))
         if not self.at_first:
-            self.at_first.append(evaluator.asks(self.template, self.differences[0]))
+            self.at_first.append(evaluator.requests(self.template, self.differences[0]))
         return self.at_first[0]
 
     @property
@@ -148,7 +148,7 @@ class Family:
     ) -> None:
         self.start, self.spacing, self.step = start, spacing, step or spacing
         self._evaluator = Evaluator(gpu)
-        self._woven: dict[tuple[Form, ...], Woven] = {}
+        self._woven: dict[tuple[Form, ...], Rebuilt] = {}
         _check_alike(samples)
         self._numbers, calls = _match(samples)
         self._sample = LoggedTrace(samples[0].traced, calls)
@@ -171,19 +171,19 @@ class Family:
             raise FormBroken(f"another kernel is chosen at {value}")
         index = Fraction(value - self.start, self.spacing)
         try:
-            asks = [numbers.asks(index, self._evaluator) for numbers in self._numbers]
+            asks = [numbers.requests(index, self._evaluator) for numbers in self._numbers]
         except (RuntimeError, ArithmeticError, LookupError, ValueError) as error:
             raise FormBroken(f"there is no such call at {value}: {error}") from error
         forms = tuple([a.form for a in asks])
-        woven = self._woven.get(forms)
-        if woven is None:
-            woven = self._woven[forms] = weave(self._sample, forms)
+        rebuilt = self._woven.get(forms)
+        if rebuilt is None:
+            rebuilt = self._woven[forms] = rebuild(self._sample, forms)
         table = self._sample.traced.program.storages
         tables: list[Sequence[int]] = [a.num_bytes for a in asks]
         tables += [(0,), table.num_bytes]  # at -2 and -1: `ZERO` and `NO_CALL`
-        num_bytes = [tables[i][position] for i, position in woven.slots]
-        storages = replace(woven.program.storages, num_bytes=num_bytes)
-        program = replace(woven.program, storages=storages)
+        num_bytes = [tables[i][position] for i, position in rebuilt.slots]
+        storages = replace(rebuilt.program.storages, num_bytes=num_bytes)
+        program = replace(rebuilt.program, storages=storages)
         return replace(self._sample.traced, program=program)
 
     def chooses_alike(self, value: int) -> bool:
@@ -242,17 +242,17 @@ def _match(samples: Sequence[LoggedTrace]) -> tuple[list[_Numbers], CallLog]:
     """
     logs = [sample.log for sample in samples]
     known: dict[tuple[int, ...], int] = {}
-    stretches = []
-    for group in zip(*(log.stretches for log in logs), strict=True):
-        if len({len(stretch.calls) for stretch in group}) > 1:
+    spans = []
+    for group in zip(*(log.spans for log in logs), strict=True):
+        if len({len(span.calls) for span in group}) > 1:
             raise FormBroken("the model makes other calls")
         calls = []
-        for row in zip(*(stretch.calls for stretch in group), strict=True):
+        for row in zip(*(span.calls for span in group), strict=True):
             key = tuple([call.template for call in row])
             index = known.setdefault(key, len(known))
             calls.append(replace(row[0], template=index))
-        stretches.append(Stretch(group[0].events, calls))
+        spans.append(Span(group[0].events, calls))
     numbers = [
         _numbers([log.templates[i] for log, i in zip(logs, key, strict=True)]) for key in known
     ]
-    return numbers, CallLog([n.template for n in numbers], stretches, logs[0].choices)
+    return numbers, CallLog([n.template for n in numbers], spans, logs[0].choices)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from memest.estimator.device.storages import EMPTIED, StorageTable
+from memest.estimator.device.storages import EMPTIED, StorageTable, death_of
 from memest.estimator.trace.family.reuse import FormBroken
 from memest.estimator.trace.program import MicroBatch, Part, Probe, Program, find_shifts
 from memest.estimator.trace.traced import TracedPlan
@@ -129,8 +129,8 @@ class _Source:
                 found.append(ids[event])
             elif event == EMPTIED:
                 found.append(event)
-            elif ~event in ids:
-                found.append(~ids.pop(~event))
+            elif death_of(event) in ids:
+                found.append(death_of(ids.pop(death_of(event))))
             else:
                 raise FormBroken("a part frees what another made")
         return found
@@ -142,10 +142,10 @@ class _Source:
         for event in (event for events in streams for event in events):
             if event >= 0:
                 made.add(event)
-            elif ~event in made:
-                made.remove(~event)
+            elif death_of(event) in made:
+                made.remove(death_of(event))
             else:
-                freed.add(~event)
+                freed.add(death_of(event))
         if made != shift.keys() or freed != set(shift.values()) or not freed <= self.ids.keys():
             raise FormBroken("what is left out keeps other things than it frees")
         for kept, before in shift.items():

@@ -7,9 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memest.estimator.device.storages import EMPTIED, Coverage, MemKind, Site, StorageTable
-from memest.estimator.trace.family.asks import Form
-from memest.estimator.trace.family.call_log import Call, LoggedTrace, Stretch
+from memest.estimator.device.storages import (
+    EMPTIED,
+    Coverage,
+    MemKind,
+    Site,
+    StorageTable,
+    death_of,
+)
+from memest.estimator.trace.family.call_log import Call, LoggedTrace, Span
+from memest.estimator.trace.family.requests import Form
 from memest.estimator.trace.program import Part, Program, Shift
 from memest.estimator.trace.virtual_run import within_model
 
@@ -20,7 +27,7 @@ ZERO = -2
 """In place of a template: an output that meta makes and CUDA does not."""
 
 
-class _Weaver:
+class _Rebuilder:
     """Makes the event streams of a program from the forms of its calls.
 
     `slots` says of each storage where its bytes are found: (template, position in its `num_bytes`).
@@ -35,17 +42,17 @@ class _Weaver:
         self._forms = forms
         self._names = [str(t.shape.items[0]).removesuffix(".default") for t in sample.log.templates]
         self._workspaces: dict[tuple[bool, int], int] = {}
-        self.streams = [self._stream(stretch) for stretch in sample.log.stretches]
+        self.streams = [self._stream(span) for span in sample.log.spans]
 
-    def _stream(self, stretch: Stretch) -> list[int]:
+    def _stream(self, span: Span) -> list[int]:
         events: list[int] = []
         done = 0
-        for call in stretch.calls:
+        for call in span.calls:
             if call.start > done:
-                self._copy(stretch.events[done : call.start], events)
+                self._copy(span.events[done : call.start], events)
             self._call(call, self._forms[call.template], events)
             done = call.end
-        self._copy(stretch.events[done:], events)
+        self._copy(span.events[done:], events)
         return events
 
     def _copy(self, old: Sequence[int], events: list[int]) -> None:
@@ -54,12 +61,12 @@ class _Weaver:
             if event == EMPTIED:
                 events.append(event)
             elif (
-                event < 0 and ~event not in self.ids
+                event < 0 and death_of(event) not in self.ids
             ):  # one of the workspaces, all cleared in order
                 first = next(iter(self._workspaces))
-                events.append(~self._workspaces.pop(first))
+                events.append(death_of(self._workspaces.pop(first)))
             elif event < 0:
-                events.append(~self.ids[~event])
+                events.append(death_of(self.ids[death_of(event)]))
             else:
                 events.append(self._born(event, (NO_CALL, event)))
 
@@ -107,23 +114,23 @@ class _Weaver:
                 passing.append(events[-1])
             else:
                 self._workspaces[workspace] = events[-1]
-        events.extend(~index for index in reversed(passing))
+        events.extend(death_of(index) for index in reversed(passing))
         for old in born.values():
             events.append(self._born(old, (ZERO, 0)))
 
 
 @dataclass(frozen=True, slots=True)
-class Woven:
+class Rebuilt:
     """A program without its bytes, for all sizes at which the calls have the same forms."""
 
     program: Program
     slots: tuple[tuple[int, int], ...]
 
 
-def weave(sample: LoggedTrace, forms: Sequence[Form]) -> Woven:
+def rebuild(sample: LoggedTrace, forms: Sequence[Form]) -> Rebuilt:
     """The program of `sample` with the calls of these forms, one for each template of its log."""
     base = sample.traced.program
-    weaver = _Weaver(sample, forms)
+    weaver = _Rebuilder(sample, forms)
     streams = iter(weaver.streams)
     setup = next(streams)
     steps: list[Any] = [
@@ -138,4 +145,4 @@ def weave(sample: LoggedTrace, forms: Sequence[Form]) -> Woven:
         micro_shifts=[weaver.renamed(shift) for shift in base.micro_shifts],
         coverage=Coverage(base.coverage.num_ops, weaver.unmodelled),
     )
-    return Woven(program, tuple(weaver.slots))
+    return Rebuilt(program, tuple(weaver.slots))

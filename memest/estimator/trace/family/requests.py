@@ -24,7 +24,7 @@ from memest.estimator.trace.family.call_log import (
 
 
 @dataclass(frozen=True, slots=True)
-class Asks:
+class Requests:
     """What one call asks of the allocator."""
 
     form: Form
@@ -63,13 +63,13 @@ class _CountingRecorder(Recorder):  # type: ignore[no-untyped-call]
 
 
 class Evaluator:
-    """Asks the kernel tables what a call with given numbers allocates."""
+    """Requests the kernel tables what a call with given numbers allocates."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
         self._recorder = _CountingRecorder(gpu, StorageTable())
 
-    def asks(self, template: Template, numbers: Sequence[int]) -> Asks:
+    def requests(self, template: Template, numbers: Sequence[int]) -> Requests:
         """The requests of one call."""
         items = template.shape.items
         start = sum(map(count_numbers, items[:3]))
@@ -78,7 +78,7 @@ class Evaluator:
         if is_plain(func):
             positions = [i for i, is_made in enumerate(on_gpu(items[3])) if is_made]
             form = Form(tuple(positions), 0, 0, False)
-            return Asks(form, tuple(own[i] for i in positions))
+            return Requests(form, tuple(own[i] for i in positions))
         func, args, kwargs, out, more = put_numbers(template, numbers)
         self._recorder.num_selected = None
         if more:  # of a mask whose values the trace knew: how many are true
@@ -91,7 +91,7 @@ class Evaluator:
             cublas, copies = fresh.bytes_for(func, args, kwargs, ("main", 0))
         requests, num_bytes = _requests(recipe, own)
         form = Form(requests, len(copies), len(cublas), recipe.is_partial)
-        return Asks(form, (*num_bytes, *copies, *cublas))
+        return Requests(form, (*num_bytes, *copies, *cublas))
 
 
 def _requests(
