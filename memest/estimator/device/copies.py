@@ -74,7 +74,8 @@ def copied(recorder: _Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -
     is_parameter = isinstance(source, torch.nn.Parameter)
     awaited = awaited_device()
     is_known = not is_parameter and awaited != META
-    value = recorder.values.value_of(source) if is_known else None
+    told = recorder.supposed.told(source) if is_known else None
+    value = recorder.values.value_of(source) if is_known and told is None else told
     dtype = args[0].dtype if is_copy_ else kwargs.get("dtype") or source.dtype
     if value is None:
         if is_copy_:
@@ -84,9 +85,9 @@ def copied(recorder: _Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -
             return torch.zeros(source.size(), dtype=dtype)
         made = torch.empty_strided(source.size(), source.stride(), dtype=dtype, device=META)
         recorder.put_on_host(made)
-        recorder.supposed.carry(source, made)
         return made
-    if storage_key(source) in recorder.values.guessed and source.numel() <= MAX_SHOWN_NUMEL:
+    is_guessed = told is not None or storage_key(source) in recorder.values.guessed
+    if is_guessed and source.numel() <= MAX_SHOWN_NUMEL:
         what = f"a copy of {str(source.dtype).removeprefix('torch.')} to the host"
         recorder.guesses.note(recorder.lines.current(), what)
     known: Tensor = args[0].copy_(value) if is_copy_ else value.to(dtype).clone()

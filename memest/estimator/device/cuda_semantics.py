@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -35,6 +36,9 @@ from memest.estimator.kernels.batch_norm import takes_cudnn
 KEY_NAME = "AutocastIPU"
 UNDER_VMAP = "FuncTorchBatched"
 """Where `torch.vmap` takes operators apart, before `KEY_NAME` is asked."""
+
+IN_FUNCTORCH = "FuncTorchDynamicLayerFrontMode"
+"""Where functorch has a `dropout` of its own (PyTorchOperatorHacks.cpp)."""
 
 _KEY = getattr(torch._C.DispatchKey, KEY_NAME)
 _BELOW = torch._C._dispatch_keyset_full_after(_KEY)
@@ -191,7 +195,12 @@ def _register_once() -> None:
         double_backward.NAME: double_backward.kernel(_next),
     }
     for name, kernel in special.items():
-        aten.impl(name, _under_vmap(_overload(name), kernel), UNDER_VMAP)
+        if name != "dropout":
+            aten.impl(name, _under_vmap(_overload(name), kernel), UNDER_VMAP)
+    with warnings.catch_warnings():  # C++ tells once that a kernel takes the place of another
+        warnings.simplefilter("ignore")
+        kernel = _under_vmap(torch.ops.aten.dropout.default, _dropout)
+        aten.impl("dropout", kernel, IN_FUNCTORCH, allow_override=True)
     special |= recurrent.kernels(_BELOW, _decisions) | fused.kernels(_BELOW)
     policies = [(LOWER_PRECISION, _to_lower_precision), (FLOAT32, _to_float32)]
     policies += [(FLOAT32_RESULT, _to_float32_result), (PROMOTE, _to_widest)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -64,6 +64,9 @@ class Recipe:
 
     is_partial: bool
     """Something about the kernel is not modelled."""
+
+    has_empty: bool
+    """An output takes nothing: it has no elements, or meta makes it and CUDA does not."""
 
     def make_outputs(self) -> Any:
         """Fresh meta tensors as the call returns them."""
@@ -293,20 +296,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ]
         )
         ordered = self._ordered_events(func, args, kwargs, out)
+        events: list[tuple[int | None, int | None]]
         if ordered is not None:
             note = NOT_MODELLED[func](self.gpu) if func in NOT_MODELLED else ""
             is_partial = bool(note) or is_partly_modelled(func, args, kwargs, self.gpu)
-            return Recipe(
-                specs, is_tuple, tuple([(e.num_bytes, e.output) for e in ordered]), is_partial
-            )
+            events = [(e.num_bytes, e.output) for e in ordered]
+            return _recipe_of(specs, is_tuple, events, is_partial, results)
         scratch, is_partial = self._scratch(func, args, kwargs, out)
         rule = OUTPUT_BYTES.get(func)
         known = None if rule is None else rule(args, kwargs, out, self.gpu)
         sizes: list[int | None] = [None] * len(results) if known is None else [*known]
-        events_: list[tuple[int | None, int | None]] = [(n, None) for n in scratch.before]
-        events_ += [(sizes[i], i) for i, t in enumerate(results) if _is_on_gpu(t)]
-        events_ += [(n, None) for n in scratch.after]
-        return Recipe(specs, is_tuple, tuple(events_), is_partial)
+        events = [(n, None) for n in scratch.before]
+        events += [(sizes[i], i) for i, t in enumerate(results) if _is_on_gpu(t)]
+        events += [(n, None) for n in scratch.after]
+        return _recipe_of(specs, is_tuple, events, is_partial, results)
 
     def _ordered_events(self, func: Any, args: Any, kwargs: Any, out: Any) -> Events | None:
         """The requests of a kernel of which the order is known, outputs among them."""
@@ -330,9 +333,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:  # also where no memory was left for one of them
             for index in reversed(temporary):
                 self._ends(index)
-        if func in _ATTENTION_EVENTS:
-            for t in out if recipe.is_tuple else (out,):  # what meta makes and CUDA does not
-                if isinstance(t, Tensor) and t.untyped_storage()._cdata not in self._live:
+        if recipe.has_empty:
+            for t in filter(_is_on_gpu, _results(out)):
+                if t.untyped_storage()._cdata not in self._live:
                     self._born(t, 0, self._site(func), self.kind)
 
     def _record_births(
@@ -463,6 +466,18 @@ def _results(out: Any) -> tuple[Any, ...]:
     for item in out:
         flat += item if isinstance(item, list | tuple) else (item,)
     return tuple(flat)
+
+
+def _recipe_of(
+    specs: Any,
+    is_tuple: bool,
+    events: Sequence[tuple[int | None, int | None]],
+    is_partial: bool,
+    results: Sequence[Any],
+) -> Recipe:
+    made = {position for _, position in events}
+    has_empty = any(i not in made for i, t in enumerate(results) if _is_on_gpu(t))
+    return Recipe(specs, is_tuple, tuple(events), is_partial, has_empty)
 
 
 def _is_on_gpu(value: Any) -> bool:

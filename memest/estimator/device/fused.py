@@ -22,9 +22,12 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from memest.errors import UnsupportedError
-from memest.estimator.device.tensors import on_gpu
+from memest.estimator.device.tensors import INSIDE, on_gpu
 
 aten = torch.ops.aten
+
+_MADE_ALIKE = ("_pad_packed_sequence", "pad_sequence", "vander")
+"""Operators of C++ that make their results where what they are given lies."""
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -129,7 +132,22 @@ def kernels(below: Any) -> dict[str, Callable[..., Any]]:
         "ctc_loss.IntList": ctc_loss_of_numbers,
         "one_hot": _one_hot(below),
         **_only_values(below),
+        **{name: _alike_kernel(getattr(aten, name).default, below) for name in _MADE_ALIKE},
     }
+
+
+def _alike_kernel(op: Any, below: Any) -> Callable[..., Any]:
+    """An operator of C++ whose result is made like what it is given (`options()`)."""
+
+    def run(keyset: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
+        first = given if isinstance(given, Tensor) else given[0]
+        before, INSIDE.composite = INSIDE.composite, on_gpu(first)
+        try:
+            return op.redispatch(keyset & below, given, *args, **kwargs)
+        finally:
+            INSIDE.composite = before
+
+    return run
 
 
 def _ctc_loss(

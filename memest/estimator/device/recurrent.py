@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from memest.estimator.device.patches import Patches
-from memest.estimator.device.tensors import INSIDE, META, on_gpu, storage_key
+from memest.estimator.device.tensors import META, on_gpu, storage_key
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.kernels.indexing import contiguous_copy
 from memest.estimator.kernels.recurrent import (
@@ -277,7 +277,6 @@ def kernels(
             made[f"{name}.{overload}"] = _layer_kernel(
                 op, mode, overload == "data", below, decisions
             )
-    made["_pad_packed_sequence"] = _padding_kernel(below)
     made["lstm_cell"] = _cell_kernel(aten.lstm_cell.default, below)
     made["gru_cell"] = _cell_kernel(aten.gru_cell.default, below)
     return made
@@ -305,20 +304,6 @@ def _layer_kernel(
         return (output, hy, cy) if mode == LSTM else (output, hy)
 
     return layer
-
-
-def _padding_kernel(below: Any) -> Callable[..., Any]:
-    """`_pad_packed_sequence` of PackedSequence.cpp, whose result is made like its data."""
-    op = aten._pad_packed_sequence.default
-
-    def pad(keyset: Any, data: Tensor, *args: Any) -> Any:
-        before, INSIDE.composite = INSIDE.composite, on_gpu(data)
-        try:
-            return op.redispatch(keyset & below, data, *args)
-        finally:
-            INSIDE.composite = before
-
-    return pad
 
 
 def _cell_kernel(op: Any, below: Any) -> Callable[..., Any]:

@@ -71,24 +71,13 @@ class Supposed(LiveValues):
     def told(self, tensor: Tensor) -> Tensor | None:
         """What a script is told that reads `tensor`; None: `guesses` say.
 
-        That is one of several integers, such as the tokens of each expert, or whether any expert
-        was chosen. An integer that stands alone is a figure, such as a metric, and whether anything
-        passed a threshold a question, which is answered with no.
+        Numbers are what shapes follow from: the tokens of an expert, how many losses are hard. But
+        whether anything passed a threshold is a question, which is answered with no.
         """
         if not self.is_supposed(tensor):
             return None
-        if tensor.dtype is torch.bool:
-            return None if self.is_guessed([tensor]) else self.value_of(tensor)
-        is_several = tensor.untyped_storage().nbytes() > tensor.itemsize
-        is_integer = not tensor.is_floating_point()
-        return self.value_of(tensor) if is_several and is_integer else None
-
-    def carry(self, source: Tensor, copy: Tensor) -> None:
-        """Of a copy on the host is supposed what is of its source."""
-        if self.is_supposed(source) and self._wants_twin(copy):
-            value = self.value_of(source)
-            assert value is not None
-            self._adopt_like(copy, value.to(copy.dtype))
+        is_question = tensor.dtype is torch.bool and tensor.numel() == 1
+        return None if is_question and self.is_guessed([tensor]) else self.value_of(tensor)
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Before what is known is followed: suppose what a choice or a comparison gives, and

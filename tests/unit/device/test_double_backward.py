@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.func import vmap
 
 from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import find_gpu
+from tests.requested import Requests
 
 
 @pytest.fixture
@@ -128,6 +130,14 @@ def test_vmap_takes_the_batch_norm_that_cuda_takes(gpu: VirtualGpu) -> None:
     vmap(lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True))(x, weight, bias)
 
     assert "cudnn_batch_norm" in operators(gpu, start)
+
+
+def test_dropout_under_vmap_is_the_fused_one(gpu: VirtualGpu) -> None:
+    """An H100's requests in a step of DP-SGD: the mask has a byte for each element."""
+    x = torch.ones(80, 64, 1024, device="cuda")
+    drop = vmap(partial(F.dropout, p=0.1), randomness="different")
+
+    assert Requests(gpu).made(lambda: drop(x)) == [5_242_880, 20_971_520]
 
 
 def test_vmap_elsewhere_is_as_it_was() -> None:

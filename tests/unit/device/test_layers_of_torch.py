@@ -57,3 +57,27 @@ def test_distributions_take_parameters_that_nobody_knows(virtual):
     policy = torch.distributions.Categorical(logits=logits)
     policy.log_prob(policy.sample()).sum().backward()
     assert logits.grad is not None
+
+
+def test_what_is_made_in_the_likeness_of_a_tensor_lies_where_it_does(virtual):
+    rows = [torch.ones(n, 64, device="cuda") for n in (10, 7)]
+    before = torch.cuda.memory_allocated()
+    padded = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    assert (padded.device.type, padded.shape) == ("cuda", (2, 10, 64))
+    assert torch.cuda.memory_allocated() - before == 5120
+    assert nn.utils.rnn.pack_sequence(rows).data.device.type == "cuda"
+    assert torch.vander(rows[0][:, 0]).device.type == "cuda"
+    assert nn.utils.rnn.pad_sequence([torch.ones(3), torch.ones(2)]).device.type == "cpu"
+
+
+def test_what_has_no_elements_lies_on_the_card_and_takes_nothing(virtual):
+    zeros = torch.zeros(5, device="cuda")
+    before = torch.cuda.memory_allocated()
+    empty = [
+        zeros.nonzero(),
+        torch.roll(zeros[:0].view(0, 3), 1, 0),
+        nn.functional.unfold(zeros[:0].view(0, 1, 5, 5), 2),
+    ]
+    assert [(t.device.type, t.numel()) for t in empty] == [("cuda", 0)] * 3
+    assert torch.cuda.memory_allocated() == before
+    assert torch.cat([empty[0], zeros.long().view(5, 1)]).shape == (5, 1)

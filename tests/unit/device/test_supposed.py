@@ -126,11 +126,16 @@ def test_a_token_of_a_vocabulary_is_none_in_particular(gpu: Session) -> None:
     assert len((tokens != 2).nonzero()) == 8
 
 
-def test_a_metric_is_a_figure_and_not_a_count_of_choices(gpu: Session) -> None:
-    predicted, labels = activations(512, 10).argmax(-1), torch.randint(10, (512,), device="cuda")
+def test_numbers_follow_from_what_is_supposed(gpu: Session) -> None:
+    """Not the questions: nothing is said to have passed."""
+    losses, chosen = activations(512, 4).flatten(), activations(512, 4).argmax(-1)
 
-    assert (predicted == labels).float().mean().item() == 0
-    assert (predicted == labels).sum().item() == 0
+    num_hard = int((losses > 0.7).sum())
+    padded = (torch.bincount(chosen, minlength=4) + 99) // 100 * 100
+    assert losses.topk(num_hard).values.shape == (2048,)
+    assert chosen.new_zeros(int(padded.sum())).shape == (800,)
+    assert (chosen == 3).sum().item() == 128
+    assert not (losses > 0.7).any()
 
 
 def test_a_shape_is_refused_where_guesses_are() -> None:

@@ -23,10 +23,10 @@ def install(patches: Patches, recorder: LiveRecorder) -> None:
 
     def on_host(tensor: Tensor) -> Tensor:
         """A real tensor in place of one without data: what is known, or the guess."""
-        value = recorder.values.value_of(tensor)
+        told = recorder.supposed.told(tensor)
+        value = recorder.values.value_of(tensor) if told is None else None
         if value is not None:
             return value.clone()
-        told = recorder.supposed.told(tensor)
         what = f"values of {str(tensor.dtype).removeprefix('torch.')}"
         recorder.guesses.note(recorder.lines.current(), what)
         if told is not None:
