@@ -289,7 +289,11 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         self.host_waits(self.event(self.stream))
         told = self.supposed.told(args[0])
         if told is not None and func in (aten._local_scalar_dense.default, aten.is_nonzero.default):
-            self.guesses.note(self.lines.current(), "a choice, spread evenly")
+            line = self.lines.current()
+            if self.supposed.is_question(args[0]):
+                self.guesses.note(line, "whether anything passes")
+                return bool(told) and self.guesses.agrees(line)
+            self.guesses.note(line, "a choice, spread evenly")
             return told.item()
         try:
             value = self.values.compute(func, args, kwargs)

@@ -69,15 +69,12 @@ class Supposed(LiveValues):
         return is_meta(tensor) and storage_key(tensor) in self._twins
 
     def told(self, tensor: Tensor) -> Tensor | None:
-        """What a script is told that reads `tensor`; None: `guesses` say.
+        """What a script is told that reads `tensor`; None: `guesses` say."""
+        return self.value_of(tensor) if self.is_supposed(tensor) else None
 
-        Numbers are what shapes follow from: the tokens of an expert, how many losses are hard. But
-        whether anything passed a threshold is a question, which is answered with no.
-        """
-        if not self.is_supposed(tensor):
-            return None
-        is_question = tensor.dtype is torch.bool and tensor.numel() == 1
-        return None if is_question and self.is_guessed([tensor]) else self.value_of(tensor)
+    def is_question(self, tensor: Tensor) -> bool:
+        """Whether one that reads `tensor` asks if anything passed a threshold."""
+        return tensor.dtype is torch.bool and self.is_guessed([tensor])
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Before what is known is followed: suppose what a choice or a comparison gives, and
