@@ -14,7 +14,7 @@ from textwrap import dedent, indent
 
 import pytest
 
-from memest.errors import TraceError, UnsupportedError
+from memest.errors import TraceError
 from memest.estimator.predict import predict
 from memest.plan import TrainingPlan
 from memest.report import Prediction
@@ -249,10 +249,20 @@ def test_rows_chosen_by_the_mask_have_the_shape_that_the_mask_gives(predicted: P
     assert predicted(block(chosen)).peak_allocated_bytes > 0
 
 
-def test_rows_chosen_by_an_activation_name_the_module_and_the_reason(predicted: Predict) -> None:
+def test_rows_chosen_by_an_activation_are_all_rows_and_the_report_says_so(
+    predicted: Predict,
+) -> None:
     chosen = """
     y = self.linear(x)
     return y + y[y[..., 0] > 0].mean()
     """
-    with pytest.raises(UnsupportedError, match=r"`block`.* a result whose shape depends on values"):
-        predicted(block(chosen))
+    told = predicted(block(chosen)).assumptions
+    assert any(f"nonzero as {ROWS} of {ROWS} elements" in line for line in told)
+    assert (
+        predicted(block(chosen)).peak_allocated_bytes
+        == (
+            predicted(
+                block(chosen.replace("y[y[..., 0] > 0]", "y[torch.ones_like(y[..., 0]) > 0]"))
+            )
+        ).peak_allocated_bytes
+    )

@@ -41,7 +41,7 @@ from memest.estimator.device.searches import search
 from memest.estimator.device.shards import local_foreach
 from memest.estimator.device.storages import MemKind, Site, death_of, return_of
 from memest.estimator.device.streams import MAIN
-from memest.estimator.device.supposed import suppose
+from memest.estimator.device.supposed import answer, suppose
 from memest.estimator.device.tensors import (
     CPU,
     INSIDE,
@@ -287,14 +287,9 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
 
     def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.host_waits(self.event(self.stream))
-        told = self.supposed.told(args[0])
-        if told is not None and func in (aten._local_scalar_dense.default, aten.is_nonzero.default):
-            line = self.lines.current()
-            if self.supposed.is_question(args[0]):
-                self.guesses.note(line, "whether anything passes")
-                return bool(told) and self.guesses.agrees(line)
-            self.guesses.note(line, "a choice, spread evenly")
-            return told.item()
+        told = answer(self, func, args[0])
+        if told is not None:
+            return told
         try:
             value = self.values.compute(func, args, kwargs)
         except ValueUnknown:

@@ -72,10 +72,6 @@ class Supposed(LiveValues):
         """What a script is told that reads `tensor`; None: `guesses` say."""
         return self.value_of(tensor) if self.is_supposed(tensor) else None
 
-    def is_question(self, tensor: Tensor) -> bool:
-        """Whether one that reads `tensor` asks if anything passed a threshold."""
-        return tensor.dtype is torch.bool and self.is_guessed([tensor])
-
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Before what is known is followed: suppose what a choice or a comparison gives, and
         compute what follows from what is supposed.
@@ -173,6 +169,21 @@ class _Recorder(Protocol):
 
     def note(self, text: str) -> None:
         """Let the report say `text`, once."""
+
+
+def answer(recorder: _Recorder, func: Any, tensor: Tensor) -> Any:
+    """The number that a script is told which reads `tensor`, counted as a guess; None where nothing
+    is supposed of it.
+    """
+    told = recorder.supposed.told(tensor)
+    if told is None or func not in (aten._local_scalar_dense.default, aten.is_nonzero.default):
+        return None
+    line = recorder.lines.current()
+    if tensor.dtype is torch.bool and recorder.supposed.is_guessed([tensor]):
+        recorder.guesses.note(line, "whether anything passes")
+        return bool(told) and recorder.guesses.agrees(line)
+    recorder.guesses.note(line, "a choice, spread evenly")
+    return told.item()
 
 
 def suppose(recorder: _Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
