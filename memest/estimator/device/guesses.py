@@ -31,12 +31,6 @@ TOLERANCE = 1e-4
 not known lies on the threshold's side of 0, and far beyond it.
 """
 
-MAX_AGREED = 64
-"""Times that a line is told between two steps of an optimizer that something has passed a
-threshold; then nothing has, since a loop may wait for that, such as one that draws again what is
-too large.
-"""
-
 MAX_IN_A_ROW = 100_000
 """Readings by one line without an optimizer step before it is taken for a loop that waits."""
 
@@ -70,7 +64,6 @@ class Guesses:
     _num_numbers: int = 0
     _last: str = ""
     _in_a_row: int = 0
-    _agreed: Counter[str] = field(default_factory=Counter)
 
     def scalar(self, dtype: torch.dtype, line: str, op: str) -> Any:
         """The Python number for an element of `dtype`: False for booleans, 1 for integers, and
@@ -106,15 +99,9 @@ class Guesses:
                 hint="it seems to wait for a value that never comes; bound the loop",
             )
 
-    def agrees(self, line: str) -> bool:
-        """Whether the script is told that something has passed a threshold."""
-        self._agreed[line] += 1
-        return self._agreed[line] <= MAX_AGREED
-
     def stepped(self) -> None:
         """An optimizer step: whoever reads is not waiting."""
         self._in_a_row = 0
-        self._agreed.clear()
 
 
 def filler(dtype: torch.dtype) -> float:

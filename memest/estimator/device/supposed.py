@@ -139,8 +139,6 @@ def largest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     if func is aten.nonzero.default:
         return whole(source.dim(), size).t()
-    if func is aten.masked_scatter_backward.default:
-        return torch.empty(args[2], dtype=source.dtype, device=META)
     if func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
         return whole(kwargs["output_size"])
     if func in (aten._unique2.default, aten.unique_consecutive.default):
@@ -174,15 +172,16 @@ class _Recorder(Protocol):
 def answer(recorder: _Recorder, func: Any, tensor: Tensor) -> Any:
     """The number that a script is told which reads `tensor`, counted as a guess; None where nothing
     is supposed of it.
+
+    Whether anything has passed a threshold is a question, which is answered with no (`guesses`):
+    what is too large is drawn again, or treated apart as 8-bit products treat it, and is rare.
     """
     told = recorder.supposed.told(tensor)
     if told is None or func not in (aten._local_scalar_dense.default, aten.is_nonzero.default):
         return None
-    line = recorder.lines.current()
     if tensor.dtype is torch.bool and recorder.supposed.is_guessed([tensor]):
-        recorder.guesses.note(line, "whether anything passes")
-        return bool(told) and recorder.guesses.agrees(line)
-    recorder.guesses.note(line, "a choice, spread evenly")
+        return None
+    recorder.guesses.note(recorder.lines.current(), "a choice, spread evenly")
     return told.item()
 
 
@@ -191,6 +190,8 @@ def suppose(recorder: _Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[
     guess; None where it is known, or has no bound.
     """
     deciding = list(tensors_in((shaping(func, args),)))
+    if func is aten.masked_scatter_backward.default:  # it is told the sizes
+        return None
     if all(map(recorder.values.decides, deciding)):
         return None
     if all(map(recorder.supposed.is_known, deciding)):

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 import memest
 from memest.errors import UnsupportedError
-from memest.estimator.device.guesses import MAX_AGREED
 from memest.run.session import Session
 
 TOKENS, EXPERTS, PICKED, WIDTH = 4096, 8, 2, 64
@@ -84,12 +83,12 @@ def test_one_of_few_is_chosen_evenly_along_any_dimension(gpu: Session) -> None:
     assert [len((drawn == i).nonzero()) for i in range(4)] == [900] * 4
 
 
-def test_all_of_it_passes_a_threshold(gpu: Session) -> None:
+def test_all_of_it_passes_a_threshold_though_nothing_is_said_to(gpu: Session) -> None:
     losses = activations(512, 32)
 
     assert losses[losses > 0.7].shape == (512 * 32,)
     assert losses[(losses.abs() <= 3).all(-1)].shape == (512, 32)
-    assert (losses > 0.7).any()
+    assert not (losses > 0.7).any()
     torch.ones(2, device="cuda")
     told = [guess.what for guess in gpu.report().guesses]
     assert "nonzero as 16384 of 16384 elements" in told
@@ -125,15 +124,6 @@ def test_a_token_of_a_vocabulary_is_none_in_particular(gpu: Session) -> None:
 
     assert len((tokens == 2).nonzero()) == 0
     assert len((tokens != 2).nonzero()) == 8
-
-
-def test_a_loop_until_nothing_passes_ends(gpu: Session) -> None:
-    noise, num_rounds = activations(512, 32), 0
-    while (noise.abs() > 2).any():
-        noise = torch.where(noise.abs() > 2, torch.randn_like(noise), noise)
-        num_rounds += 1
-
-    assert num_rounds == MAX_AGREED
 
 
 def test_numbers_follow_from_what_is_supposed(gpu: Session) -> None:
