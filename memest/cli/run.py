@@ -81,9 +81,7 @@ MAX_SECONDS_OF_RANK = 1800.0
 )
 @click.option("--gpu-memory", type=_Bytes(), help="Memory of a card not in the catalogue: 24GiB.")
 @click.option("--memory-limit", type=_Bytes(), help="Cap on the allocator: 78.4GiB.")
-@click.option(
-    "--nproc-per-node", type=click.IntRange(1), default=1, help="GPUs per node, as of `torchrun`."
-)
+@click.option("--nproc-per-node", type=click.IntRange(1), help="GPUs per node, as of `torchrun`.")
 @click.option("--nnodes", type=click.IntRange(1), default=1, help="Nodes, likewise.")
 @click.option(
     "--time-limit",
@@ -111,7 +109,7 @@ def run(
     gpu_name: str | None,
     gpu_memory: int | None,
     memory_limit: int | None,
-    nproc_per_node: int,
+    nproc_per_node: int | None,
     nnodes: int,
     time_limit: float | None,
     max_steps: int | None,
@@ -188,9 +186,13 @@ def _run_one(
 ) -> Ran:
     """One rank, in this process."""
     from memest.run.launcher import run_target
+    from memest.run.ranks import rows_of
 
     session = make(ranks=ranks, is_prompt=is_prompt)
     ran = run_target(target, session, limit_s=limit_s)
+    if ran.report is not None and ranks.is_launched:
+        rows = tuple(rows_of([(ranks, ran.report)]))
+        ran = replace(ran, report=replace(ran.report, ranks=rows))
     if ran.report is not None and files is not None:
         files.write(ran.report, session)
     return ran
@@ -199,9 +201,11 @@ def _run_one(
 def _run_ranks(chosen: Sequence[Ranks], run_one: Callable[..., Ran], files: _Files) -> Ran:
     """The ranks one after another, until one fails; the files are those of the worst."""
     from memest.report import Outcome
-    from memest.run.ranks import open_verdict, run_rank, together
+    from memest.run.ranks import environment, open_verdict, run_rank, together
 
     if len(chosen) == 1:
+        if chosen[0].is_launched:
+            os.environ.update(environment(chosen[0]))
         return run_one(files, chosen[0])
     reports: list[tuple[Ranks, RunReport]] = []
     for ranks in chosen:

@@ -29,18 +29,26 @@ MASTER_PORT = 29500
 """The default of `torchrun`."""
 
 
-def chosen_ranks(num_local: int, num_nodes: int) -> list[Ranks]:
-    """The first rank and the last.
+def chosen_ranks(num_local: int | None, num_nodes: int) -> list[Ranks]:
+    """The first rank and the last; one that nobody launches where `num_local` is not given.
 
     Raises:
         PlanError: there are more than make sense.
     """
+    is_launched = num_local is not None or num_nodes > 1
+    num_local = num_local or 1
     size = num_local * num_nodes
     if size > MAX_RANKS:
         raise PlanError(f"{size} ranks are too many", hint=f"simulate at most {MAX_RANKS}")
     broadcasts = Broadcasts()
     return [
-        Ranks(rank=rank, world_size=size, num_local=num_local, broadcasts=broadcasts)
+        Ranks(
+            rank=rank,
+            world_size=size,
+            num_local=num_local,
+            is_launched=is_launched,
+            broadcasts=broadcasts,
+        )
         for rank in sorted({0, size - 1})
     ]
 
@@ -143,7 +151,7 @@ def together(reports: Sequence[tuple[Ranks, RunReport]]) -> RunReport:
         return is_bad, report.peak_reserved_bytes, report.peak_allocated_bytes
 
     worst_of, worst = max(reports, key=need)
-    rows = tuple(_rows(reports))
+    rows = tuple(rows_of(reports))
     size = worst_of.world_size
     note = (
         f"rank {worst_of.rank} of {size}; of the others {_listed(reports, worst_of)} was run, and"
@@ -170,7 +178,8 @@ def _listed(reports: Sequence[tuple[Ranks, RunReport]], worst: Ranks) -> str:
     return " and ".join(others) or "none"
 
 
-def _rows(reports: Sequence[tuple[Ranks, RunReport]]) -> Iterator[RankRow]:
+def rows_of(reports: Sequence[tuple[Ranks, RunReport]]) -> Iterator[RankRow]:
+    """What a report says of each rank that was run."""
     for ranks, report in reports:
         yield RankRow(
             rank=ranks.rank,

@@ -14,7 +14,6 @@ from memest.estimator.device.patches import Patches
 from memest.estimator.device.ranks import ALONE, Ranks
 from memest.estimator.device.virtual_gpu import StepLimit, VirtualGpu
 from memest.estimator.hardware.gpus import Gpu, custom_gpu, find_gpu
-from memest.estimator.hardware.libraries import communicator_bytes
 from memest.estimator.predict import PRIMARY_GPU
 from memest.report import Ending, RunReport
 from memest.run import processes, smaller_batches
@@ -58,7 +57,7 @@ class Session:
         self.ending = Ending.RUNNING
         self.error = ""
         self.ranks = ranks
-        usable = gpu.limit_bytes - communicator_bytes(ranks.world_size)
+        usable = gpu.limit_bytes - ranks.communicator_bytes
         self._limit = None if memory_limit is None else min(memory_limit, usable)
         self._virtual = VirtualGpu(
             gpu,

@@ -16,7 +16,6 @@ from memest.estimator.device.lines import ScriptLines
 from memest.estimator.device.storages import Coverage, MemKind, Site
 from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu
-from memest.estimator.hardware.libraries import communicator_bytes
 from memest.estimator.kernels.tables import TARGET_TORCH
 from memest.report import Ending, Guess, HeldRow, Outcome, RunPeak, RunPhase, RunReport, RunStep
 from memest.run.verdicts import intervals_of, verdicts_of
@@ -60,7 +59,7 @@ def report_of(
     held = history.held_at_peak()
     outcome = Outcome.OOM if ending is Ending.OOM else Outcome.FITS
     cap = _cap(virtual)
-    of_nccl = communicator_bytes(virtual.ranks.world_size)
+    of_nccl = virtual.ranks.communicator_bytes
     verdicts, notes = verdicts_of(virtual, outcome, cap)
     return RunReport(
         name=name,
@@ -124,7 +123,7 @@ def _coverage(coverage: Coverage) -> dict[str, Any]:
 def _cap(virtual: VirtualGpu) -> float | None:
     """The share of a card's memory that the script allows itself; None if it has said nothing."""
     limit, gpu = virtual.allocator.limit_bytes, virtual.gpu
-    usable = gpu.limit_bytes - communicator_bytes(virtual.ranks.world_size)
+    usable = gpu.limit_bytes - virtual.ranks.communicator_bytes
     if limit is None or limit >= min(usable, virtual.limit_bytes or usable):
         return None
     return limit / gpu.memory_bytes
@@ -219,10 +218,11 @@ def _assumptions(virtual: VirtualGpu, gpu: Gpu) -> Iterable[str]:
         " kernels of that card"
     )
     yield f"a CUDA context of {format_bytes(gpu.context_bytes)} beside the allocator"
-    if virtual.ranks.world_size > 1:
+    if virtual.ranks.may_wait:
+        where = "four H200 of one host" if virtual.ranks.world_size > 1 else "one H100"
         yield (
-            f"{format_bytes(communicator_bytes(virtual.ranks.world_size))} of NCCL for one group of"
-            " all ranks, as measured on four H200 of one host; each further group takes more"
+            f"{format_bytes(virtual.ranks.communicator_bytes)} of NCCL for one group of all ranks,"
+            f" as measured on {where}; each further group takes more"
         )
     if log.is_full:
         yield (

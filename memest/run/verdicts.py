@@ -9,7 +9,6 @@ from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.storages import Returns, Site
 from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu, find_gpu
-from memest.estimator.hardware.libraries import communicator_bytes
 from memest.estimator.readings import held_later, interval
 from memest.report import Interval, Outcome, Verdict
 from memest.run.replays import LogReplay, replay_log
@@ -113,7 +112,7 @@ def _refused_too(own: Verdict, limit_bytes: int) -> Verdict:
 
 
 def _usable_bytes(virtual: VirtualGpu, gpu: Gpu, share: float | None) -> int:
-    usable = gpu.limit_bytes - communicator_bytes(virtual.ranks.world_size)
+    usable = gpu.limit_bytes - virtual.ranks.communicator_bytes
     usable = min(usable, virtual.limit_bytes or usable)
     return usable if share is None else min(usable, int(share * gpu.memory_bytes))
 

@@ -40,7 +40,6 @@ from memest.estimator.device.patches import Patches
 from memest.estimator.device.ranks import ALONE, Ranks
 from memest.estimator.device.tensors import CARD, host_storages
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.hardware.libraries import communicator_bytes
 
 GRADS_LIVE_ON = (
     "gradients live through the forward of the next step, since the script frees them after it: "
@@ -88,7 +87,7 @@ class VirtualGpu:
         self.limit_bytes = limit_bytes
         self.max_steps = max_steps
         self.num_steps = 0
-        usable = gpu.limit_bytes - communicator_bytes(ranks.world_size)
+        usable = gpu.limit_bytes - ranks.communicator_bytes
         self.allocator = CountingAllocator(
             usable if limit_bytes is None else limit_bytes, card_bytes=gpu.limit_bytes
         )
@@ -101,7 +100,7 @@ class VirtualGpu:
         )
         self.recorder.ranks = ranks
         ranks.broadcasts.begin_rank()
-        self.recorder.is_slow = ranks.world_size > 1
+        self.recorder.is_slow = ranks.may_wait
         self.recorder.is_prompt = is_prompt
         self._patches = Patches()
         self._stack = contextlib.ExitStack()

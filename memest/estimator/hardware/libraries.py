@@ -18,6 +18,9 @@ COMMUNICATOR_BYTES = 846 * MIB
 FURTHER_COMMUNICATOR_BYTES = 388 * MIB
 """Another one over the same GPUs: the device mesh of FSDP2."""
 
+COMMUNICATOR_OF_ONE_BYTES = 564 * MIB
+"""The first communicator of a single rank: an H100, torch 2.11, after its first `all_reduce`."""
+
 SUBGROUP_BYTES = 485 * MIB
 """Another one over some of the GPUs: shards and replicas of a hybrid mesh have one each."""
 
@@ -40,11 +43,6 @@ def libraries_bytes(plan: TrainingPlan) -> int:
     """Bytes on each GPU for the communicators and kernels of `plan`."""
     int8_bytes = INT8_BYTES if plan.use_qlora and plan.quant == "int8" else 0
     return int8_bytes + _communicators_bytes(plan)
-
-
-def communicator_bytes(world_size: int) -> int:
-    """Bytes on each GPU for the group of all ranks of a script; its others are left out."""
-    return COMMUNICATOR_BYTES if world_size > 1 else 0
 
 
 def _communicators_bytes(plan: TrainingPlan) -> int:

@@ -321,6 +321,23 @@ def test_buckets_that_may_live_on_leave_the_verdict_open(folder: Path) -> None:
     assert f"of {found['low_bytes']}" not in tight.stderr
 
 
+def test_one_rank_is_launched_as_several_are(folder: Path) -> None:
+    """Its buckets may live on, as on an H100 under `torchrun --nproc-per-node 1`; NCCL's memory was
+    measured there.
+    """
+    (folder / "wide.py").write_text(TRAIN_WIDE)
+
+    ran = run_in_a_process("--nproc-per-node", "1", "--json", "one.json", "wide.py")
+    assert ran.returncode == 0, ran.stderr
+    report = json.loads((folder / "one.json").read_text())
+
+    found = report["intervals"]["allocated"]
+    assert found["high_bytes"] - found["low_bytes"] > 100 << 20
+    assert [rank["intervals"]["allocated"] for rank in report["ranks"]] == [found]
+    assert report["process_bytes"] == report["peak_reserved_bytes"] + (564 + 760) * 2**20
+    assert "CUDA context and NCCL 1.29 GiB" in ran.stdout
+
+
 def test_a_script_that_waits_for_ever_is_ended_at_its_line(folder: Path) -> None:
     (folder / "waits.py").write_text(
         "import os, time, torch\ntorch.ones(8, device='cuda')\n"
