@@ -190,7 +190,7 @@ def _run_one(
 
     session = make(ranks=ranks, is_prompt=is_prompt)
     ran = run_target(target, session, limit_s=limit_s)
-    if ran.report is not None and ranks.is_launched:
+    if ran.report is not None and ranks.is_launched and ranks.world_size == 1:
         rows = tuple(rows_of([(ranks, ran.report)]))
         ran = replace(ran, report=replace(ran.report, ranks=rows))
     if ran.report is not None and files is not None:
@@ -288,6 +288,11 @@ class _Files:
                     _beside(path, rank).unlink()
         if self.json is not None:
             write_text(self.json, report.to_json() + "\n")
+        if self.html is not None:
+            from memest.render.run_html import with_all_ranks
+
+            rendered = self.html.read_text(encoding="utf-8")
+            write_text(self.html, with_all_ranks(rendered, report))
 
     def write(self, report: RunReport, session: Session) -> None:
         """Write all that was asked for."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from memest.render.answer import WORDS
 from memest.render.html import chart, html_table, lead, page, verdict_cards
-from memest.render.run import answer_of_run, heading, module_rows, times, where, why
+from memest.render.run import answer_of_run, heading, module_rows, rank_rows, times, where, why
 from memest.report import HeldRow, RunReport
 from memest.units import GIB, format_gib
 
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 _OWN_COLOUR = ("params", "grads", "optimizer", "activations", "buckets", "gathered")
 """Kinds that the page's style knows."""
+
+RANKS = "<!-- by rank -->"
+"""Where in a page the table of ranks stands."""
 
 
 def render_run_page(report: RunReport, *, recording: Recording | None = None) -> str:
@@ -68,11 +71,23 @@ def _sections(report: RunReport) -> list[str]:
         "<h2>What fills the GPU at the peak</h2>"
         + _stack(report)
         + html_table(_term_rows(report), text=1, notes=True),
+        RANKS + _ranks(report),
         "<h2>By line of the script</h2>" + html_table(_line_rows(report.lines), text=1, notes=True),
         "<h2>By module</h2>" + html_table(module_rows(report.modules), text=1),
         "<h2>Phases and steps</h2>" + html_table(_level_rows(report), text=1),
         "<h2>Guessed and assumed</h2>" + _assumed(report),
     ]
+
+
+def _ranks(report: RunReport) -> str:
+    if not report.ranks:
+        return ""
+    return "<h2>By rank</h2>" + html_table(rank_rows(report), text=1, notes=True)
+
+
+def with_all_ranks(rendered: str, report: RunReport) -> str:
+    """The page of one rank, of which nobody knew the others, with the table of all."""
+    return rendered.replace(RANKS, _ranks(report), 1)
 
 
 def _stack(report: RunReport) -> str:

@@ -194,15 +194,15 @@ def suppose(recorder: _Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[
         return None
     if all(map(recorder.values.decides, deciding)):
         return None
-    if all(map(recorder.supposed.is_known, deciding)):
+    is_supposed = all(map(recorder.supposed.is_known, deciding))
+    if is_supposed:
         made = materialise(recorder.supposed.compute(func, args, kwargs))
-        recorder.note(EVENLY)
     else:
         made = largest(func, args, kwargs)
-        recorder.note(LARGEST)
     if made is not None:
         first = next(tensors_in((made,)))
         name = func._schema.name.removeprefix("aten::")
         what = f"{name} as {len(first)} of {deciding[0].numel()} elements"
         recorder.guesses.note(recorder.lines.current(), what)
+        recorder.note(EVENLY if is_supposed else LARGEST)
     return made

@@ -267,6 +267,8 @@ def test_the_first_and_the_last_rank_are_run_and_the_worst_is_reported(folder: P
     assert {p.name for p in folder.iterdir()} == {
         "page.html", "report.json", "together.py", "train.py",
     }  # fmt: skip
+    by_rank = (folder / "page.html").read_text().partition("<h2>By rank</h2>")[2]
+    assert [f"rank {n}</t" in by_rank for n in range(4)] == [True, False, False, True]
 
 
 def test_a_rank_that_crashes_ends_the_run(folder: Path) -> None:
