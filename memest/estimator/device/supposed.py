@@ -141,21 +141,22 @@ def largest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return whole(source.dim(), size).t()
     if func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
         return whole(kwargs["output_size"])
-    if func in (aten._unique2.default, aten.unique_consecutive.default):
+    if func in _UNIQUE:
         given = dict(zip(_UNIQUE[func], args[1:], strict=False)) | kwargs
         dim = given.get("dim")
         rows = size if dim is None else source.size(dim)
         kept = source.new_empty(rows) if dim is None else torch.empty_like(source)
-        inverse = given.get("return_inverse", False)
-        counts = given.get("return_counts", False)
         shape = source.shape if dim is None else (rows,)
-        return kept, whole(*shape if inverse else (0,)), whole(rows if counts else 0)
+        inverse = whole(*shape if given.get("return_inverse") else (0,))
+        return kept, inverse, whole(rows if given.get("return_counts") else 0)
     return None
 
 
 _UNIQUE = {
     aten._unique2.default: ("sorted", "return_inverse", "return_counts"),
     aten.unique_consecutive.default: ("return_inverse", "return_counts", "dim"),
+    aten.unique_dim.default: ("dim", "sorted", "return_inverse", "return_counts"),
+    aten.unique_dim_consecutive.default: ("dim", "return_inverse", "return_counts"),
 }
 
 

@@ -40,6 +40,7 @@ MAY_MIX_DEVICES = frozenset((
 DEPENDS_ON_VALUES = frozenset((
     aten.masked_scatter_backward.default, aten.nonzero.default, aten.masked_select.default,
     aten.index.Tensor, aten._unique2.default, aten.unique_consecutive.default,
+    aten.unique_dim.default, aten.unique_dim_consecutive.default,
     aten.bincount.default, aten.repeat_interleave.Tensor,
 ))  # fmt: skip
 """Operators whose outputs' shapes are not a function of their inputs' shapes."""

@@ -111,6 +111,8 @@ def test_results_without_any_value_are_as_large_as_they_can_be(gpu: Session) -> 
     paths = activations(2, 30, 2000).argmax(-1)
     assert torch.unique_consecutive(paths, dim=1).shape == (2, 30)
     assert torch.unique_consecutive(paths[0]).shape == (30,)
+    rows, which = torch.unique(activations(40, 8), dim=0, return_inverse=True)
+    assert (rows.shape, which.shape) == ((40, 8), (40,))
     large = activations(1 << 8, 1 << 14)
     assert (large > 0).nonzero().shape == (1 << 22, 2)
     assert (large > 0).nonzero().stride() == (1, 1 << 22)
