@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,16 @@ from memest.errors import PlanError
 from memest.estimator.hardware.gpus import custom_gpu, find_gpu
 from memest.estimator.predict import predict
 from memest.estimator.search.advise import Advice, advise
-from memest.estimator.search.changes import LAST_RESORTS, Change, Cost, apply, techniques_for
+from memest.estimator.search.changes import (
+    LAST_RESORTS,
+    Change,
+    Cost,
+    apply,
+    least_bytes,
+    techniques_for,
+)
 from memest.estimator.search.commands import ModelFacts, predict_command, training_lines
+from memest.estimator.traced_plan import trace_plan
 from memest.plan import TrainingPlan
 from memest.render.advice import render_advice
 from memest.report import Outcome, Prediction
@@ -177,6 +186,24 @@ def test_nothing_on_this_card_is_an_answer(shallow: Callable[..., str]) -> None:
         advice.smallest.peak_reserved_bytes <= o.peak_reserved_bytes for o in advice.not_enough
     )
     assert "nothing on this card: the smallest found needs" in render_advice(advice)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        TrainingPlan(model_name="opt-125m", batch_size=2, seq_len=64, precision="bf16-true"),
+        TrainingPlan(model_name="opt-125m", batch_size=4, seq_len=64, optim="adam_fused"),
+    ],
+)
+def test_no_change_needs_less_than_is_thought_before_it_is_predicted(plan: TrainingPlan) -> None:
+    plan = replace(plan, gpu=(A100.name,))
+    traced = trace_plan(plan, A100)
+    least = [(change, least_bytes(change, traced)) for change in all_changes(plan).values()]
+
+    assert sum(num_bytes > 0 for _, num_bytes in least) > len(least) / 2
+    for change, num_bytes in least:
+        with suppress(PlanError):
+            assert num_bytes <= predict(apply(plan, [change])).peak_allocated_bytes, change.title
 
 
 @pytest.mark.parametrize("max_predictions", [1, 2, 5])

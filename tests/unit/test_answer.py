@@ -9,7 +9,10 @@ import pytest
 
 from memest import Prediction, TrainingPlan, predict
 from memest.cli.terminal import has_colour
+from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.search import advise
 from memest.estimator.search.advise import TIGHT_SHARE, cheapest_change
+from memest.estimator.traced_plan import trace_plan
 from memest.render.answer import answer, moment, people, shares, verdict_line
 from memest.render.text import render_text
 from memest.report import Outcome, Verdict
@@ -64,6 +67,15 @@ def test_a_no_names_a_change_that_fits_and_the_command_for_more(too_large: Predi
     lines = answer(too_large, change=change)
     assert any(line.startswith(f"would fit with {change.title}: ") for line in lines)
     assert lines[-1].startswith("more: memest advise --model gpt2 --bs 4 --precision 32-true")
+
+
+def test_a_long_run_has_no_run_beside_it(
+    too_large: Prediction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = trace_plan(PLAN, find_gpu("t4"))
+    monkeypatch.setattr(advise, "MAX_CALLS", trace.program.coverage.num_ops * 2 - 1)
+
+    assert cheapest_change(PLAN, "t4", too_large) is None
 
 
 def test_operators_are_named_in_the_last_part_alone(too_large: Prediction) -> None:

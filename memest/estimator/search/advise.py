@@ -221,27 +221,38 @@ def advise(
     )
 
 
+MAX_CHANGES = 8
+"""Changed plans that `cheapest_change` predicts."""
+
+MAX_CALLS = 75_000
+"""Operator calls of all runs behind an answer and its hint, about 4 s: a changed run is taken to be
+as long as the plan's own.
+"""
+
+
 def cheapest_change(
     plan: TrainingPlan,
     gpu: Gpu | str,
     prediction: Prediction,
     *,
-    max_predictions: int = 8,
+    max_predictions: int | None = None,
     trust_remote_code: bool = False,
 ) -> Option | None:
     """The first single change, cheapest in kind first, with which `plan` fits `gpu`.
 
     Of a tight one the next grade, where that is enough. `prediction` is that of `plan`, whose
     verdicts hold one of `gpu`. None where no change alone is enough, or none was found with so
-    many predictions.
+    many predictions, by default `MAX_CHANGES`, and of a long run as many as `MAX_CALLS` lets.
     """
     card = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    traced = trace_plan(_on_card(plan, card), card, trust_remote_code=trust_remote_code)  # is known
+    if max_predictions is None:
+        max_predictions = min(MAX_CHANGES, MAX_CALLS // traced.program.coverage.num_ops - 1)
     search = _Search(_on_card(plan, card), card, max_predictions, trust_remote_code)
     found: Option | None = None
-    traced = trace_plan(search.plan, card, trust_remote_code=trust_remote_code)  # is known
     techniques = that_may_be_enough(
         techniques_for(search.plan, search.facts(prediction), card),
-        traced.program.most_states_bytes,
+        traced,
         prediction.verdicts[card.name].limit_bytes,
     )
     with suppress(_Spent, MemestError):

@@ -10,6 +10,7 @@ from typing import Any
 from memest.estimator.allocator.settings import EXPANDABLE
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.search.commands import ModelFacts
+from memest.estimator.trace.traced import TracedPlan
 from memest.plan import TrainingPlan
 
 BF16_CAPABILITY = (8, 0)
@@ -109,20 +110,38 @@ def apply(plan: TrainingPlan, changes: Iterable[Change]) -> TrainingPlan:
 
 
 def that_may_be_enough(
-    techniques: Iterable[Technique], states_bytes: int, limit_bytes: int
+    techniques: Iterable[Technique], traced: TracedPlan, limit_bytes: int
 ) -> list[Technique]:
-    """The changes that could make a plan fit into `limit_bytes`.
-
-    One that leaves the mathematics as it is keeps the params, grads and optimizer state, of which
-    `states_bytes` are held at one moment.
+    """The changes that could make a plan, of which `traced` is the run, fit into `limit_bytes`:
+    those of which it is not known that they hold more.
     """
-    if states_bytes <= limit_bytes:
-        return list(techniques)
     kept = (
-        replace(each, changes=tuple(c for c in each.changes if c.cost > Cost.TIME))
+        replace(
+            each, changes=tuple(c for c in each.changes if least_bytes(c, traced) <= limit_bytes)
+        )
         for each in techniques
     )
     return [technique for technique in kept if technique.changes]
+
+
+def least_bytes(change: Change, traced: TracedPlan) -> int:
+    """What a run with `change` holds at one moment at least, by what the run without it held.
+
+    Images of another size can take another table of positions; of other number formats, quantised
+    weights and shards nothing is known before they are predicted.
+    """
+    program, keys = traced.program, change.updates.keys()
+    if change.cost <= Cost.TIME or keys == {"seq_len"}:
+        return program.most_held_bytes("params", "grads", "optimizer")
+    if change.cost is Cost.OFFLOAD:
+        is_same = set(traced.param_groups["params"]) == {"bfloat16"}  # DeepSpeed's own format
+        return program.forward_held_bytes() if is_same else 0
+    if keys == {"optim"}:
+        states = program.most_held_bytes("params", "grads")
+        if str(change.updates["optim"]) in ("adam_8bit", "adamw_8bit"):  # as many of a byte or more
+            states += sum(traced.param_groups["optimizer"].values())
+        return max(states, program.forward_held_bytes())
+    return program.most_held_bytes("params") if keys & {"use_lora", "freeze"} else 0
 
 
 def techniques_for(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> tuple[Technique, ...]:

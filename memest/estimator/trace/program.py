@@ -109,12 +109,21 @@ class Program:
             return {}
         return self.micro_shifts[min(step, last)]
 
-    @property
-    def most_states_bytes(self) -> int:
-        """The most that params, grads and optimizer state take together at a probe."""
+    def most_held_bytes(self, *states: str) -> int:
+        """The most that these states, named as in `StateBytes`, take together at a probe."""
         parts = (part for step in self.steps for batch in step for part in batch)
-        states = (part.probe.state for part in parts if part.probe is not None)
-        return max((s.params + s.grads + s.optimizer for s in states), default=0)
+        held = (part.probe.state for part in parts if part.probe is not None)
+        return max((sum(getattr(each, name) for name in states) for each in held), default=0)
+
+    def forward_held_bytes(self) -> int:
+        """What is held at the end of the first forward, of whatever kind."""
+        alive: dict[int, None] = {}
+        _play(self.setup, alive, self.storages)
+        for part in self.steps[0][0]:
+            _play(part.events, alive, self.storages)
+            if part.probe is not None and part.probe.phase is Phase.AFTER_FORWARD:
+                break
+        return sum(self.storages.num_bytes[index] for index in alive)
 
     def first_forward(self) -> Sequence[int]:
         """The events of the first forward."""

@@ -9,8 +9,9 @@ plans on four H200s (results/h200-multi.jsonl).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -78,10 +79,12 @@ def _for_scripts(wrap: Callable[..., Maker]) -> Callable[..., Maker]:
     return wrapping
 
 
-@cache
-def _asked_once(get_cpu_info: Callable[[], Any]) -> Any:
-    """What `cpuinfo` says, for which it starts a process of a second."""
-    return get_cpu_info()
+def _said_of_cpu(get_cpu_info: Callable[[], Any]) -> Any:
+    """What `cpuinfo` says, for which it starts a process of a second; nothing to DeepSpeed, which
+    asks for the vendor alone, to warn of half precision on one.
+    """
+    caller = sys._getframe(1).f_globals.get("__name__", "")
+    return {} if caller.startswith("deepspeed.") else get_cpu_info()
 
 
 def _label(recorder: LiveRecorder, engine: Any) -> None:
@@ -120,7 +123,7 @@ def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> Non
         patches.set(module.OpBuilder, "load", load_extension)
 
     def after_cpuinfo(module: ModuleType) -> None:
-        patches.set(module, "get_cpu_info", partial(_asked_once, module.get_cpu_info))
+        patches.set(module, "get_cpu_info", partial(_said_of_cpu, module.get_cpu_info))
 
     def after_accelerator(module: ModuleType) -> None:
         patches.set(module, "ds_accelerator", None)  # which looks for a GPU once
