@@ -73,6 +73,7 @@ DEVICE_FLOORS = [
         "refusals",
         "searches",
         "shards",
+        "sparse",
         "storages",
         "streams",
         "supposed",

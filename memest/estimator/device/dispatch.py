@@ -18,6 +18,7 @@ from memest.estimator.device.in_place import as_without_a_mode, owners_of_a_sole
 from memest.estimator.device.indices import as_taken
 from memest.estimator.device.recurrent import packing_events
 from memest.estimator.device.storages import Coverage, MemKind, Site, StorageTable, death_of
+from memest.estimator.device.tensors import storage_key
 from memest.estimator.device.traits import DEPENDS_ON_VALUES, traits_of
 from memest.estimator.device.values import (
     ShadowValues,
@@ -151,7 +152,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def id_of(self, tensor: Tensor) -> int | None:
         """The id of a tensor's storage, or None if it is not recorded."""
-        return self._live.get(tensor.untyped_storage()._cdata)
+        return self._live.get(storage_key(tensor))
 
     def adopt(self, tensor: Tensor, kind: MemKind, op: str = "") -> None:
         """Record a storage that exists already; a second tensor of it adds nothing."""

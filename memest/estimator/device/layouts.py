@@ -1,4 +1,4 @@
-"""Sparse and nested tensors, which the virtual GPU does not know: refused by name.
+"""Tensors that are neither dense nor in coordinate format (`sparse`): refused by name.
 
 A sparse or nested tensor has no storage of its own but several, and kernels of their own; C++ looks
 for a CUDA device as soon as a nested one is made.
@@ -28,10 +28,14 @@ def dense(out: Any, func: Any, where: Callable[[], str]) -> Any:
     """
     if not isinstance(out, Tensor) or out.layout is torch.strided:
         return out
-    name, kind = str(func).removesuffix(".default"), str(out.layout).removeprefix("torch.")
-    raise UnsupportedError(
-        f"{where() or 'the script'}: `{name}` makes a tensor of layout {kind}, which cannot be "
-        "simulated",
+    raise refused(func, str(out.layout).removeprefix("torch."), where())
+
+
+def refused(func: Any, kind: str, line: str) -> UnsupportedError:
+    """Of a call about a tensor of this layout."""
+    name = str(func).removesuffix(".default")
+    return UnsupportedError(
+        f"{line or 'the script'}: `{name}` with a tensor of layout {kind} cannot be simulated",
         hint=_HINT,
     )
 

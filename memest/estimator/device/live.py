@@ -39,6 +39,7 @@ from memest.estimator.device.ranks import ALONE
 from memest.estimator.device.refusals import refuse
 from memest.estimator.device.searches import search
 from memest.estimator.device.shards import local_foreach
+from memest.estimator.device.sparse import SparseTensors
 from memest.estimator.device.storages import MemKind, Site, death_of, return_of
 from memest.estimator.device.streams import MAIN
 from memest.estimator.device.supposed import answer, suppose
@@ -53,11 +54,7 @@ from memest.estimator.device.tensors import (
     storage_key,
     tensors_in,
 )
-from memest.estimator.device.traits import (
-    DEPENDS_ON_VALUES,
-    MAY_MIX_DEVICES,
-    traits_of,
-)
+from memest.estimator.device.traits import DEPENDS_ON_VALUES, MAY_MIX_DEVICES, traits_of
 from memest.estimator.device.values import ValueUnknown
 from memest.estimator.device.works import Works
 from memest.estimator.hardware.gpus import Gpu
@@ -98,6 +95,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         self.notes: list[str] = []
         """What the report should say of the run, each once; see `note`."""
 
+        self.sparse = SparseTensors(self)
         self.num_ooms = 0
         self.refused: tuple[int, Site, int] | None = None
         """Bytes and site of the last request that no memory was left for, and what was reserved."""
@@ -137,6 +135,8 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
             func, args, kwargs = as_dtype_layout(args, kwargs)
         INSIDE.depth += 1
         try:
+            if self.sparse.concerns(func, args, kwargs):
+                return self.sparse.run(func, args, kwargs)
             return self._dispatch(func, types, args, kwargs)
         finally:
             INSIDE.depth -= 1

@@ -130,7 +130,15 @@ host_storages: dict[int, int] = {}
 
 
 def storage_key(tensor: Tensor) -> int:
-    """What tells one storage from another as long as it lives."""
+    """What tells one storage from another as long as it lives; of a sparse tensor that of its
+    values.
+
+    Raises:
+        NotImplementedError: it has none, as within `torch.vmap`.
+    """
+    if tensor.layout is torch.sparse_coo:
+        with torch._C._DisableTorchDispatch():
+            tensor = tensor._values()
     key: int = tensor.untyped_storage()._cdata
     return key
 

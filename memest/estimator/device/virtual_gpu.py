@@ -29,6 +29,7 @@ from memest.estimator.device import (
     libraries,
     processes,
     recurrent,
+    sparse,
 )
 from memest.estimator.device.cuda_semantics import CASTS, decisions_of, follow_autocast
 from memest.estimator.device.engine import DeviceThread
@@ -141,6 +142,7 @@ class VirtualGpu:
         follow_autocast(patches)
         layouts.install(patches, recorder.lines.current)
         recurrent.install(patches)
+        sparse.install(patches)
         DeviceThread().install(patches)
         recorder.draws.install(patches)
         hooks = ImportHooks()

@@ -104,10 +104,30 @@ def unique_by_key_bytes(num_items: int, gpu: Gpu) -> int:
     A tile is 448 threads of 11 keys from compute capability 9.0 on, 192 of 7 on 8.0, and 64 of
     11 * 4 / 8 on 7.x, 8.6 and 8.9.
     """
-    tile = 448 * 11 if gpu.capability >= (9, 0) else 192 * 7
-    if gpu.capability < (9, 0) and gpu.capability != (8, 0):
-        tile = 64 * 5
-    return _aliased(_tile_states(_ceil_div(num_items, tile), 16), 0)
+    return _aliased(_tile_states(_ceil_div(num_items, _unique_tile(gpu)), 16), 0)
+
+
+def _unique_tile(gpu: Gpu) -> int:
+    if gpu.capability >= (9, 0):
+        return 448 * 11
+    return 192 * 7 if gpu.capability == (8, 0) else 64 * 5
+
+
+def merge_sort_bytes(num_items: int) -> int:
+    """`DeviceMergeSort` of int64 pairs (dispatch_merge_sort.cuh), which `thrust::sort_by_key` runs
+    by an order of its own: a second copy of both, and where each tile of 512 threads with 8 pairs
+    begins.
+    """
+    tiles = _ceil_div(num_items, 512 * 8)
+    return _aliased(num_items * 8, num_items * 8, (tiles + 1) * 8)
+
+
+def thrust_unique_by_key_bytes(num_items: int, gpu: Gpu) -> int:
+    """`thrust::unique_by_key` of int64 pairs (thrust/system/cuda/detail/unique_by_key.h): that of
+    `unique_by_key_bytes`, its states of 8 bytes as items are counted in 32 bits, beside the count.
+    """
+    tiles = _ceil_div(num_items, _unique_tile(gpu))
+    return _aliased(_aliased(_tile_states(tiles, 8), 0), 8)
 
 
 def sum_storage_bytes(num_items: int, num_threads: int) -> int:

@@ -96,12 +96,21 @@ def _install_arrays(patches: Patches, recorder: LiveRecorder, on_host: OnHost) -
 def _install_text(patches: Patches, recorder: LiveRecorder, on_host: OnHost) -> None:
     repr_: Callable[..., str] = Tensor.__repr__
 
+    def whole(tensor: Tensor) -> Tensor:
+        if tensor.layout is not torch.sparse_coo:
+            return on_host(tensor)
+        parts = on_host(tensor._indices()), on_host(tensor._values())
+        is_coalesced = tensor.is_coalesced()
+        return torch.sparse_coo_tensor(
+            *parts, tensor.shape, is_coalesced=is_coalesced, check_invariants=False
+        )
+
     def text(tensor: Tensor, *, tensor_contents: Any = None) -> str:
         place = Place.META if not is_meta(tensor) else recorder.place(tensor)
         if place is Place.META:
             return repr_(tensor, tensor_contents=tensor_contents)
         with _disable_current_modes():
-            shown = repr_(on_host(tensor.detach()), tensor_contents=tensor_contents)
+            shown = repr_(whole(tensor.detach()), tensor_contents=tensor_contents)
         return f"{shown[:-1]}, device='{CARD.device}')" if place is Place.CARD else shown
 
     patches.set(Tensor, "__repr__", text)
