@@ -44,6 +44,7 @@ ESTIMATOR_FLOORS = [
 DEVICE_FLOORS = [
     {
         "broadcasts",
+        "card_draws",
         "collectives",
         "copies",
         "cuda_semantics",

@@ -22,6 +22,11 @@ from memest.estimator.allocator.blocks import Block as Block
 from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings
 from memest.estimator.allocator.tuned import Tuning
 
+FIRST_PRIVATE_POOL = 1 << 20
+"""Streams from this number on are the private pools of CUDA graphs, whose segments stay reserved as
+long as a graph of theirs lives.
+"""
+
 
 class OutOfMemory(Exception):
     """The simulated `cudaMalloc` failed even after every cached segment was given back."""
@@ -62,6 +67,9 @@ class CachingAllocator:
         self.num_retries = 0
         self._pools = (FreeBlocks(), FreeBlocks())
         self._pools_of_streams: dict[int, tuple[FreeBlocks, FreeBlocks]] = {0: self._pools}
+        self.released_pools: set[int] = set()
+        """Private ones of which no graph lives any more."""
+
         self._deferred: dict[int, Block] = {}
         self._addresses = addresses or AddressSpace()
         self.settings = DEFAULT
@@ -187,6 +195,8 @@ class CachingAllocator:
         They may be released meanwhile.
         """
         for stream in sorted(self._pools_of_streams):
+            if stream >= FIRST_PRIVATE_POOL and stream not in self.released_pools:
+                continue
             pool = self._pools_of_streams[stream][is_small]
             for block in [pool.by_key[key] for key in pool.keys]:
                 if block.previous is None and block.next is None:

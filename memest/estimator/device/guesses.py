@@ -139,6 +139,26 @@ def comparison(func: Any, args: tuple[Any, ...], out: Tensor) -> Tensor | None:
     return None
 
 
+MAX_GUESSED = 1 << 20
+"""Larger masks are left unknown."""
+
+
+def guess_booleans(values: Any, func: Any, args: tuple[Any, ...], out: Tensor) -> None:
+    """Let `values`, where they know nothing of the booleans `out`, have what is guessed of them."""
+    if func in ASSUMED and (not values.is_known(out) or values.is_guessed([out])):
+        twin: Tensor | None = torch.ones(out.shape, dtype=torch.bool)
+    elif values.is_known(out) or out.numel() > MAX_GUESSED:
+        return
+    else:
+        twin = comparison(func, args, out)
+        if twin is None:
+            source = args[0] if args else None
+            known = values.value_of(source) if isinstance(source, Tensor) else None
+            twin = selection(func, known, out)
+    if twin is not None:
+        values.adopt_guess(out, twin)
+
+
 def bincount(
     guesses: Guesses,
     line: str,

@@ -22,11 +22,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memest.estimator.allocator.blocks import Block
 from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
 from memest.estimator.device import collectives
+from memest.estimator.device.card_draws import CardDraws
 from memest.estimator.device.copies import MAX_SHOWN_NUMEL, as_dtype_layout, copied, with_number
 from memest.estimator.device.custom_operators import key_of_other_operators, run_by_others
 from memest.estimator.device.dispatch import Recipe, Recorder
 from memest.estimator.device.garbage import PER_STORAGE, GarbagePace
-from memest.estimator.device.guesses import ASSUMED, Guesses, bincount, comparison, selection
+from memest.estimator.device.guesses import ASSUMED, Guesses, bincount, guess_booleans
 from memest.estimator.device.history import History, LiveStorages
 from memest.estimator.device.host import HostRecorder, without_tensors
 from memest.estimator.device.labels import Labels
@@ -96,6 +97,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         """What the report should say of the run, each once; see `note`."""
 
         self.sparse = SparseTensors(self)
+        self.card_draws = CardDraws(gpu)
         self.num_ooms = 0
         self.refused: tuple[int, Site, int] | None = None
         """Bytes and site of the last request that no memory was left for, and what was reserved."""
@@ -308,6 +310,8 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         return value
 
     def _follow_values(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if traits_of(func).is_random and self._draw(func, args, kwargs, out):
+            return
         in_step = self.phase_given == "optimizer" and not torch.is_grad_enabled()  # no closure runs
         if (
             in_step
@@ -319,19 +323,13 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         self.supposed.follow(func, args, kwargs, out)
         super()._follow_values(func, args, kwargs, out)
         if isinstance(out, Tensor) and out.dtype is torch.bool:
-            key = storage_key(out)
-            if func in ASSUMED and (key not in self.values._twins or key in self.values.guessed):
-                self.values.adopt(out, torch.ones(out.shape, dtype=torch.bool))
-                self.values.guessed.add(key)
-            if key not in self.values._twins and out.numel() <= 1 << 20:
-                twin = comparison(func, args, out)
-                if twin is None:
-                    source = args[0] if args else None
-                    known = self.values.value_of(source) if isinstance(source, Tensor) else None
-                    twin = selection(func, known, out)
-                if twin is not None:
-                    self.values.adopt(out, twin)
-                    self.values.guessed.add(key)
+            guess_booleans(self.values, func, args, out)
+
+    def _draw(self, func: Any, args: Any, kwargs: Any, out: Any) -> bool:
+        """Move the card's generator on; whether `out` has the numbers that it draws."""
+        given = self.values.value_of(args[0]) if func is aten.multinomial.default else None
+        numbers = self.card_draws.draw(func, args, kwargs, out, given)
+        return numbers is not None and self.values.overwrite(out, numbers)
 
     def _failure(self, func: Any, error: Exception) -> Exception:  # type: ignore[override]
         """What a script is told; an error of its own stays its own."""
@@ -355,7 +353,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         if num_bytes:
             before = self.allocator.reserved_bytes
             try:
-                self.blocks[index] = self.allocator.malloc(num_bytes, self.stream)
+                self.blocks[index] = self.allocator.malloc(num_bytes, self.home)
                 if self.is_slow and self.allocator.reserved_bytes > before:
                     taken = self.allocator.reserved_bytes - before
                     self.host_spends(segment_us(taken), 0.0)
@@ -368,8 +366,8 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
                 raise torch.OutOfMemoryError(message) from None
         self.log.open.append(index)
         storages = self.storages
-        if self.stream != MAIN:
-            storages.streams[index] = self.stream
+        if self.home != MAIN:
+            storages.streams[index] = self.home
         if num_bytes:
             self.history.born(index, storages.sites[index])
 

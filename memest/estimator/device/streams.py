@@ -64,6 +64,8 @@ WAIT_US = 2000.0
 scripts of the first 29 in results/scripts/measured_ranks.json in sight; it was not measured itself.
 """
 
+CAPTURING = "CUDA error: operation not permitted when stream is capturing"
+
 Time = tuple[float, float]
 """Microseconds since the start, with kernels at the peak rates and at `SLOWEST`."""
 
@@ -87,6 +89,8 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
         self.leaf_streams: Any = WeakIdKeyDictionary()
         """By parameter the stream on which its own such node was made, where that is known."""
 
+        self._pool: int | None = None
+        self._streams_of_pools: dict[int, int] = {}
         self._num_streams = 1
         self._pools: dict[int, list[int]] = defaultdict(list)
         self._num_taken: dict[int, int] = defaultdict(int)
@@ -156,7 +160,27 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
         """The host is busy for so many microseconds, at either pace of the GPU."""
         self._host = self._host[0] + fast, self._host[1] + slow
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether what runs is captured as a CUDA graph, and not executed."""
+        return self._pool is not None
+
+    def capture_into(self, pool: int | None) -> None:
+        """Serve requests from this private pool, under whose number its blocks go; None: what runs
+        is not captured any more.
+        """
+        self._pool = pool
+        if pool is not None:
+            self._streams_of_pools[pool] = self.stream
+
+    @property
+    def home(self) -> int:
+        """The stream, or the private pool, whose blocks serve the next request."""
+        return self.stream if self._pool is None else self._pool
+
     def _launch(self, stream: int, duration: float, wait: float = 0.0) -> None:
+        if self._pool is not None:
+            return
         self.host_spends(LAUNCH_US, LAUNCH_US)
         queue = self._queues[stream]
         if len(queue) == LAUNCH_QUEUE:
@@ -239,7 +263,10 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
     def record_stream(self, tensor: Tensor, stream: int) -> None:
         """As `Tensor.record_stream`: `stream` uses the storage of `tensor`."""
         index = self.id_of(tensor)
-        if index is not None and self.storages.streams.get(index, MAIN) != stream:
+        if index is None:
+            return
+        home = self.storages.streams.get(index, MAIN)
+        if self._streams_of_pools.get(home, home) != stream:
             self._uses.setdefault(index, set()).add(stream)
 
     def event(self, stream: int) -> Time:
@@ -251,7 +278,13 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
         self._busy_until[stream] = later(self.event(stream), event)
 
     def host_waits(self, event: Time) -> None:
-        """The host goes on only after `event`."""
+        """The host goes on only after `event`.
+
+        Raises:
+            RuntimeError: that is captured, as CUDA words it.
+        """
+        if self._pool is not None:
+            raise RuntimeError(CAPTURING)
         self._host = later(self._host, event)
 
     @property
@@ -308,16 +341,16 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
     def _workspace(self, num_bytes: int, site: Site) -> int:
         self._return_blocks()
         index = super()._workspace(num_bytes, site)
-        if self.stream != MAIN:
-            self.storages.streams[index] = self.stream
+        if self.home != MAIN:
+            self.storages.streams[index] = self.home
         return index
 
     def _born(self, tensor: Tensor, num_bytes: int | None, site: Site, kind: MemKind) -> None:
         self._return_blocks()
         first = len(self.storages.num_bytes)
         super()._born(tensor, num_bytes, site, kind)
-        if self.stream != MAIN and len(self.storages.num_bytes) > first:
-            self.storages.streams[first] = self.stream
+        if self.home != MAIN and len(self.storages.num_bytes) > first:
+            self.storages.streams[first] = self.home
 
     def _end(self, index: int) -> None:
         if self.is_prompt:

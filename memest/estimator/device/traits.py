@@ -53,6 +53,13 @@ TAKES_INDICES = frozenset((
 """Operators that look at their indices first; see `indices`."""
 
 
+_MAY_DROP = frozenset((
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+))  # fmt: skip
+
+
 def shaping(func: Any, args: tuple[Any, ...]) -> Any:
     """The arguments of one of `DEPENDS_ON_VALUES` whose values decide its output's shape."""
     if func is aten.index.Tensor:
@@ -70,6 +77,7 @@ class Traits:
         "is_collective",
         "is_matmul",
         "is_mutable",
+        "is_random",
         "is_view",
         "makes_alike",
         "may_be_in_place",
@@ -92,6 +100,7 @@ class Traits:
         self.is_collective = func.namespace in COLLECTIVES
         self.makes_alike = func in IN_THE_LIKENESS
         self.takes_indices = func in TAKES_INDICES
+        self.is_random = torch.Tag.nondeterministic_seeded in func.tags or func in _MAY_DROP
 
 
 _known: dict[int, Traits] = {}

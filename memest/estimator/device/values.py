@@ -245,6 +245,26 @@ class LiveValues(ShadowValues):
             self._random_state = generator.get_state()
             generator.set_state(before)
 
+    def adopt_guess(self, tensor: Tensor, value: Tensor) -> None:
+        """As `adopt`, of a value that is guessed."""
+        self.adopt(tensor, value)
+        self.guessed.add(storage_key(tensor))
+
+    def overwrite(self, tensor: Tensor, value: Tensor) -> bool:
+        """Let `tensor`, all of whose elements have been written, have this value; whether it is
+        kept.
+        """
+        known = self.value_of(tensor)
+        if known is not None:
+            known.copy_(value)
+            self.guessed.discard(storage_key(tensor))
+        elif self._wants_twin(tensor):
+            num_bytes = tensor.numel() * tensor.element_size()
+            if num_bytes < tensor.untyped_storage().nbytes():
+                return False
+            self._adopt_like(tensor, value)
+        return self.is_known(tensor)
+
     def _drop_all(self, func: Any, tensors: Iterable[Any]) -> None:
         """What a list operator writes is not followed; gradients are taken to be finite."""
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:

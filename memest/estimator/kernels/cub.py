@@ -86,6 +86,13 @@ def scan_bytes(num_items: int, *, value_bytes: int = 8) -> int:
     return _aliased(_tile_states(_ceil_div(num_items, _SCAN_TILE), 2 * value_bytes))
 
 
+def float_scan_bytes(num_items: int) -> int:
+    """`DeviceScan` of float32 by its default policy: tiles of 128 threads with 15 items, states of
+    8 bytes.
+    """
+    return _aliased(_tile_states(_ceil_div(num_items, 128 * 15), 8))
+
+
 def select_bytes(num_items: int, gpu: Gpu) -> int:
     """`DeviceSelect::Flagged` of int64 positions (dispatch_select_if.cuh): 8-byte states.
 

@@ -14,7 +14,7 @@ import torch
 from torch._ops import OpOverload
 
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.kernels.cub import radix_sort_bytes
+from memest.estimator.kernels.cub import float_scan_bytes, radix_sort_bytes
 from memest.estimator.kernels.reductions import reduce_bytes
 from memest.estimator.kernels.scratch import Events, EventsFn, outputs, passing, temporaries
 
@@ -99,18 +99,27 @@ def multinomial_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events
 
 
 def _with_replacement(args: Args, out: Any) -> Events:
-    """Normalised and summed up probabilities (MultinomialKernel.cu), and a copy to sum up."""
-    size = args[0].numel() * args[0].itemsize
-    return tuple(outputs({0: out.numel() * out.itemsize}) + passing(size, size, size))
+    """Normalised and summed up probabilities (MultinomialKernel.cu), and a copy to sum up; of one
+    row the scan goes over blocks.
+    """
+    given = args[0]
+    size = given.numel() * given.itemsize
+    scan = passing(float_scan_bytes(given.numel())) if given.dim() == 1 else []
+    return tuple(
+        outputs({0: out.numel() * out.itemsize})
+        + temporaries(size, size, size)
+        + scan
+        + temporaries(-size, -size, -size)
+    )
 
 
 def multinomial_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
     """Whether `topk` finds the samples within a block, and those drawn with replacement come from
-    rows, since one row alone takes a scan over blocks.
+    several rows, or from one of float32.
     """
     num, replaced = _samples(args, kwargs)
     if replaced and num > 1:
-        return bool(args[0].dim() > 1)
+        return bool(args[0].dim() > 1 or args[0].dtype == torch.float32)
     return num <= 1024
 
 

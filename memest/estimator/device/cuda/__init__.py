@@ -7,6 +7,7 @@ from memest.estimator.device.cuda import (
     device_class,
     driver,
     foreach,
+    graphs,
     memory,
     nvml,
     profiling,
@@ -22,5 +23,6 @@ def install(patches: Patches, recorder: LiveRecorder) -> None:
     comm.install(patches)
     memory.install(patches, recorder)
     foreach.install(patches, recorder)
+    graphs.install(patches, recorder)
     nvml.install(patches, recorder)
     profiling.install(patches, recorder)

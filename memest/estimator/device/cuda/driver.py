@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from memest.errors import UnsupportedError
-from memest.estimator.device.cuda import streams
+from memest.estimator.device.cuda import generators, streams
 from memest.estimator.device.cuda.properties import DeviceProperties, properties_of
 from memest.estimator.device.cuda.runtime import Cudart
 from memest.estimator.device.live import LiveRecorder
@@ -36,7 +36,7 @@ def install(patches: Patches, recorder: LiveRecorder) -> None:
     _install_devices(patches, recorder)
     _install_libraries(patches, recorder)
     streams.install(patches, recorder)
-    _install_random(patches)
+    generators.install(patches, recorder.card_draws)
     _install_refusals(patches, recorder)
 
 
@@ -44,7 +44,7 @@ _FACTS: dict[str, Any] = {
     "_cuda_init": None, "_cuda_isInBadFork": False,
     "_cuda_hasPrimaryContext": True, "_cuda_getArchFlags": ARCHITECTURES,
     "_cuda_getCompiledVersion": DRIVER_VERSION, "_cuda_getDriverVersion": DRIVER_VERSION,
-    "_cuda_isCurrentStreamCapturing": False, "_cuda_ipc_collect": None,
+    "_cuda_ipc_collect": None,
     "_cuda_canDeviceAccessPeer": False, "_cuda_sleep": None,
     "_accelerator_setDeviceIndex": None, "_accelerator_hooks_set_current_device": None,
     "_accelerator_isAllocatorInitialized": True, "_cuda_tunableop_is_enabled": False,
@@ -120,7 +120,6 @@ def _install_devices(patches: Patches, recorder: LiveRecorder) -> None:
     patches.set(torch.cuda, "_get_device_properties", lambda index=0: properties)
     patches.set(torch.cuda, "get_device_properties", lambda device=None: _of(device, properties))
     patches.set(torch.version, "cuda", CUDA_VERSION)
-    patches.set(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)
 
 
 def _install_libraries(patches: Patches, recorder: LiveRecorder) -> None:
@@ -179,56 +178,6 @@ def _of(device: Any, properties: DeviceProperties) -> DeviceProperties:
     return properties
 
 
-def _install_random(patches: Patches) -> None:
-    """The state of a generator that draws nothing: what is put in comes out again.
-
-    It has 16 bytes, a seed and an offset (`CUDAGeneratorImpl::get_state`, torch 2.11).
-    """
-    states: dict[str, Any] = {"seed": 0, "state": torch.zeros(16, dtype=torch.uint8)}
-
-    def manual_seed(seed: int) -> None:
-        states["seed"] = int(seed)
-
-    def set_state(state: Any, device: Any = "cuda") -> None:
-        states["state"] = state.clone()
-
-    def seed() -> None:
-        states["seed"] = torch.initial_seed()
-
-    class Generator(torch.Generator):
-        """`torch.Generator`, for the virtual GPU as well."""
-
-        def __new__(cls, device: Any = "cpu") -> Generator:
-            made = super().__new__(cls)
-            made.__dict__["_device"] = resolve(device)
-            return made
-
-        def __init__(self, device: Any = "cpu") -> None:
-            pass
-
-        @property
-        def device(self) -> torch.device:  # type: ignore[override]
-            """Where it draws."""
-            return torch.device(self.__dict__["_device"])
-
-    functions: dict[str, Any] = {
-        "manual_seed": manual_seed,
-        "manual_seed_all": manual_seed,
-        "seed": seed,
-        "seed_all": seed,
-        "initial_seed": lambda: states["seed"],
-        "get_rng_state": lambda device="cuda": states["state"].clone(),
-        "set_rng_state": set_state,
-        "get_rng_state_all": lambda: [states["state"].clone()],
-        "set_rng_state_all": lambda new: set_state(new[0]) if len(new) else None,
-    }
-    for name, function in functions.items():
-        patches.set(torch.cuda, name, function)
-        patches.set(torch.cuda.random, name, function)
-    patches.set(torch, "Generator", Generator)
-    patches.set(torch.cuda, "default_generators", (Generator("cuda"),))
-
-
 def _refuse(what: str) -> Any:
     def refused(*args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError(
@@ -240,11 +189,6 @@ def _refuse(what: str) -> Any:
 
 def _install_refusals(patches: Patches, recorder: LiveRecorder) -> None:
     """What has no simulation is refused by name."""
-    refuse = _refuse("a CUDA graph")
-    for name in ("CUDAGraph", "graph"):  # classes, since annotations name them
-        patches.set(torch.cuda, name, type(name, (), {"__init__": refuse}))
-    patches.set(torch.cuda, "make_graphed_callables", _refuse("a CUDA graph"))
-    patches.set(torch.cuda, "graph_pool_handle", refuse)
     in_c = {
         "_cuda_getCurrentBlasHandle": "a handle of cuBLAS",
         "_cuda_getCurrentSolverHandle": "a handle of cuSOLVER",

@@ -51,8 +51,8 @@ class CudaStream(Stream):
         return self.session.event(self.number) <= self.session._host
 
     def is_capturing(self) -> bool:
-        """No graph is ever captured."""
-        return False
+        """Whether what runs is captured as a graph."""
+        return self.session.is_capturing
 
     def __enter__(self) -> CudaStream:
         context = torch.cuda.StreamContext(self)  # type: ignore[arg-type]
