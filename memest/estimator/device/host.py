@@ -239,7 +239,7 @@ class HostRecorder(StreamRecorder):  # type: ignore[no-untyped-call]
             made = func(*meta_args, **kwargs)
         except (NotImplementedError, RuntimeError):
             return None
-        if not isinstance(made, Tensor) or not made.is_floating_point():
+        if not isinstance(made, Tensor) or not made.is_floating_point() or _is_sparse(made):
             return None
         num_bytes = made.numel() * made.itemsize
         if num_bytes < VIRTUAL_HOST_BYTES or self._can_be_real(func, args, num_bytes):
@@ -255,6 +255,8 @@ class HostRecorder(StreamRecorder):  # type: ignore[no-untyped-call]
         return not any(map(_is_stand_in, tensors_in(args)))
 
     def _count(self, tensor: Tensor) -> None:
+        if _is_sparse(tensor):
+            return
         storage = tensor.untyped_storage()
         key, num_bytes = storage._cdata, storage.nbytes()
         if num_bytes < VIRTUAL_HOST_BYTES or key in self._real:
@@ -266,6 +268,11 @@ class HostRecorder(StreamRecorder):  # type: ignore[no-untyped-call]
 
         self._real_bytes += num_bytes
         self._real[key] = weakref.ref(storage, died)
+
+
+def _is_sparse(tensor: Tensor) -> bool:
+    """Whether it has no storage of its own."""
+    return tensor.layout is not torch.strided
 
 
 _ON_HOST = (

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from memest.estimator.device.modules import LiveModules
 from memest.estimator.device.storages import MemKind, Site, StorageTable
@@ -53,13 +54,13 @@ class Labels:
         for module in model.modules():
             path = self._modules.path_of(module)
             for parameter in module._parameters.values():
-                if parameter is None or not is_meta(parameter):
+                if parameter is None or is_lazy(parameter) or not is_meta(parameter):
                     continue
                 self._label(parameter, MemKind.PARAMS, path)
                 if parameter.grad is not None:
                     self._label(parameter.grad, MemKind.GRADS, path)
             for buffer in module._buffers.values():
-                if isinstance(buffer, Tensor) and is_meta(buffer):
+                if isinstance(buffer, Tensor) and not is_lazy(buffer) and is_meta(buffer):
                     self._label(buffer, MemKind.BUFFERS, path)
 
     def _label(self, tensor: Tensor, kind: MemKind, owner: str) -> None:

@@ -68,11 +68,12 @@ class SparseTensors:
             is_one = True
         else:
             is_one = any(map(is_sparse, tensors))
-        target = getattr(kwargs.get("device"), "type", "")
-        if not is_one or not (
-            target == "cuda" or any(recorder.place(t) is Place.CARD for t in tensors)
-        ):
+        if not is_one:
             return False
+        target, places = getattr(kwargs.get("device"), "type", ""), map(recorder.place, tensors)
+        found = set(places)
+        if target != "cuda" and Place.CARD not in found:
+            return func in _ON_HOST_TOO and Place.HOST in found
         if func in RULES:
             return True
         if traits_of(func).is_view:  # of the parts
@@ -143,8 +144,26 @@ def _passing(recorder: Any, func: Any, *sizes: int) -> None:
         recorder._ends(recorder._workspace(num_bytes, recorder._site(func)))
 
 
+def _on_host(
+    indices: Tensor, values: Tensor, shape: Sequence[int], *, is_coalesced: bool
+) -> Tensor:
+    """A sparse tensor in memory: values that are not known are 1, places the first ones."""
+    with torch._C._DisableTorchDispatch():
+        if is_meta(indices):
+            order = torch.arange(indices.size(1))
+            indices = torch.stack(torch.unravel_index(order, shape[: indices.size(0)]))
+        if is_meta(values):
+            values = torch.ones(values.shape, dtype=values.dtype)
+        return torch.sparse_coo_tensor(
+            indices, values, tuple(shape), is_coalesced=is_coalesced, check_invariants=False
+        )
+
+
 def _assembled(recorder: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Both parts are held as they are."""
+    _, _, shape, indices, values = args
+    if Place.CARD not in (recorder.place(indices), recorder.place(values)):
+        return _on_host(indices, values, shape, is_coalesced=bool(kwargs.get("is_coalesced")))
     with torch._C._DisableTorchDispatch():
         made: Tensor = aten._sparse_coo_tensor_with_dims_and_tensors.default(
             *args, **{**kwargs, "device": META}
@@ -283,6 +302,21 @@ def _joined(recorder: Any, tensor: Tensor, other: Tensor, alpha: float) -> Tenso
     return _coalesce(recorder, joined) if both.size(1) > tensor.numel() else joined
 
 
+def _cat(recorder: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Along one of the dimensions that have indices (`cat_sparse_impl`, SparseTensor.cpp)."""
+    parts, first = list(map(_parts, tensors)), tensors[0]
+    dim %= first.dim()
+    if not all(map(is_sparse, tensors)) or dim >= parts[0][0].size(0):
+        raise NotImplementedError
+    shape = list(first.shape)
+    shape[dim] = sum(tensor.size(dim) for tensor in tensors)
+    indices = torch.cat([indices for indices, _ in parts], 1)
+    values = torch.cat([values for _, values in parts])
+    if all(recorder.id_of(each) in recorder.sparse.distinct for each, _ in parts):
+        recorder.sparse.distinct.add(recorder.id_of(indices))
+    return _made(indices, values, shape, is_coalesced=False)
+
+
 def _sparse_mask(recorder: Any, dense: Tensor, mask: Tensor) -> Tensor:
     """The entries of `dense` that `mask` has: what is gathered is multiplied by ones."""
     indices, values = _parts(mask)
@@ -309,6 +343,11 @@ def _addmm(
     if not is_sparse(sparse) or is_sparse(dense):
         raise NotImplementedError
     num_rows, num_columns = sparse.size(0), dense.size(1)
+    if recorder.place(dense) is not Place.CARD:
+        with torch._C._DisableTorchDispatch():
+            unknown = torch.empty(num_rows, num_columns, dtype=dense.dtype, device=META)
+        recorder.put_on_host(unknown)
+        return unknown
     zeros = None
     if recorder.place(tensor) is Place.META:  # C++ made them for `_sparse_mm`
         zeros = dense.new_zeros((num_rows, num_columns))
@@ -365,11 +404,7 @@ def _to_copy(recorder: Any, tensor: Tensor, **kwargs: Any) -> Any:
         if is_coalesced:
             recorder.sparse.distinct.add(recorder.id_of(copied))
         return _made(copied, made, tensor.shape, is_coalesced=is_coalesced)
-    with torch._C._DisableTorchDispatch():
-        return torch.sparse_coo_tensor(
-            copied, torch.ones(made.shape, dtype=dtype) if is_meta(made) else made, tensor.shape,
-            is_coalesced=is_coalesced, check_invariants=False,
-        )  # fmt: skip
+    return _on_host(copied, made, tensor.shape, is_coalesced=is_coalesced)
 
 
 def _transpose(recorder: Any, tensor: Tensor, first: int, second: int) -> Tensor:
@@ -438,16 +473,16 @@ def _each(function: Callable[..., Any]) -> Rule:
     return rule
 
 
-_FROM_DENSE = frozenset((
-    aten._sparse_coo_tensor_with_dims_and_tensors.default, aten._to_sparse.default,
-))  # fmt: skip
+_FROM_PARTS = aten._sparse_coo_tensor_with_dims_and_tensors.default
+_FROM_DENSE = frozenset((_FROM_PARTS, aten._to_sparse.default))
+_ON_HOST_TOO = frozenset((_FROM_PARTS, aten.addmm.default, aten._sparse_addmm.default))
 _MAKERS = frozenset(
     map(id, (*_FROM_DENSE, aten._embedding_bag_backward.default, aten._to_copy.default))
 )
 """Operators by which a sparse tensor comes to the card, by identity, as in `traits`."""
 
 RULES: dict[Any, Rule] = {
-    aten._sparse_coo_tensor_with_dims_and_tensors.default: _assembled,
+    _FROM_PARTS: _assembled,
     aten._embedding_bag_backward.default: _embedding_bag_backward,
     aten._coalesce.default: _coalesce,
     aten.clone.default: _clone,
@@ -462,6 +497,7 @@ RULES: dict[Any, Rule] = {
     aten.mul_.Scalar: _mul_,
     aten.div_.Tensor: _changed(torch.Tensor.div_),
     aten.div_.Scalar: _changed(torch.Tensor.div_),
+    aten.cat.default: _cat,
     aten._foreach_mul_.Scalar: _each(torch.Tensor.mul_),
     aten._foreach_add_.List: _each(torch.Tensor.add_),
     aten._foreach_zero_.default: _each(torch.Tensor.zero_),

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.device.live import LiveRecorder
@@ -38,6 +39,18 @@ def install(patches: Patches, recorder: LiveRecorder) -> None:
         return recorder.place(tensor if is_meta(tensor) else other) is not Place.META
 
     patches.set(torch, "_has_compatible_shallow_copy_type", can_replace)
+    _install_lazy(patches)
+
+
+_MOVES = "half float double char short int long cuda cpu to get_device".split()
+
+
+def _install_lazy(patches: Patches) -> None:
+    """Let parameters without a shape know those methods of tensors that stand for torch's."""
+    lazy: Any = UninitializedParameter.__mro__[1]  # the class that buffers have, too
+    known = [getattr(Tensor, name) for name in _MOVES]
+    known += [Tensor.untyped_storage, torch._has_compatible_shallow_copy_type]
+    patches.set(lazy, "_allowed_methods", [*lazy._allowed_methods, *known])
 
 
 def _without_data(data: Tensor, recorder: LiveRecorder) -> Tensor:

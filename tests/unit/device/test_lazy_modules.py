@@ -1,0 +1,22 @@
+"""Modules whose parameters get their shapes from the first input."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from memest.estimator.device.virtual_gpu import VirtualGpu
+from memest.estimator.hardware.gpus import find_gpu
+
+
+def test_lazy_modules_move_to_the_card_before_they_have_a_shape() -> None:
+    with VirtualGpu(find_gpu("h100-80gb")):
+        model = nn.Sequential(nn.LazyLinear(32), nn.LazyBatchNorm1d(), nn.LazyLinear(4)).cuda()
+        x = torch.ones(8, 16, device="cuda")
+
+        model(x).sum().backward()
+
+        assert model[0].weight.shape == (32, 16)
+        assert model[0].weight.grad.is_cuda
+        assert model[1].running_mean.is_cuda
+        assert nn.LazyLinear(5).to("cuda").half()(x.half()).dtype is torch.half
