@@ -46,6 +46,9 @@ _WIDE = 1 << 32
 MAX_NUMEL = 1 << 18
 """More numbers are not drawn here, only passed over: few shapes hang on them."""
 
+MAX_NORMALS = 1 << 14
+"""Likewise of normal ones, which are noise and weights."""
+
 MOST_ROWS = 65535
 """Blocks in the second dimension of a grid."""
 
@@ -202,7 +205,9 @@ class CardDraws:
         per_draw = 2 if takes_two else DRAWS
         plan = launch(count, self.gpu, per_draw)
         numbers = None
-        if count <= MAX_NUMEL and (name in _NUMBERS or name in _OF_INTEGERS):
+        most = MAX_NORMALS if name in _NORMALS else MAX_NUMEL
+        is_wanted = count <= most and not isinstance(made, torch.nn.Parameter)
+        if is_wanted and (name in _NUMBERS or name in _OF_INTEGERS):
             words, part = plan.words(generator)
             if name in _OF_INTEGERS:
                 numbers = torch.from_numpy(_integers(words, part, low, high)).to(made.dtype)
