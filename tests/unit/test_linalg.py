@@ -63,3 +63,14 @@ def test_a_decomposition_into_given_tensors_is_made_beside_them() -> None:
         assert Requests(virtual).in_order(lambda: linalg.qr(a, out=(q, r))) == [
             81920, 6400, 160, 4, 3145856, -3145856, -4, 4, 214016, -214016, -4, -160, -6400, -81920,
         ]  # fmt: skip
+
+
+def test_the_factors_of_a_qr_decomposition_are_made_as_on_a_card() -> None:
+    """Recorded on the same H100, of 1024 x 1024."""
+    with VirtualGpu(find_gpu("h100-80gb")) as virtual:
+        a = torch.empty(1024, 1024, device="cuda")
+
+        assert Requests(virtual).in_order(lambda: torch.geqrf(a)) == [
+            4194304, 4096, 4, 6291584, -6291584, -4,
+        ]  # fmt: skip
+        assert torch.geqrf(a)[0].stride() == (1, 1024)

@@ -25,6 +25,9 @@ _OWN_KERNEL = ("CPU", "CUDA", "Meta", "CompositeExplicitAutograd")
 _ONE_KERNEL_ON_CUDA = ("aten::_fused_rms_norm",)
 """Composite where torch was built without CUDA."""
 
+_EXPLICIT = ("aten::_euclidean_dist",)
+"""Made of others below autograd, which has a formula for the whole."""
+
 
 def key_of_other_operators(func: Any) -> Any:
     """The dispatch key under which `func` calls other operators, or None for a kernel of its own.
@@ -36,6 +39,8 @@ def key_of_other_operators(func: Any) -> Any:
         name = f"{name}.{func._schema.overload_name}"
     if name in _ONE_KERNEL_ON_CUDA:
         return None
+    if name in _EXPLICIT:
+        return torch._C.DispatchKey.CompositeExplicitAutograd
     if name.partition("::")[0] in _OF_TORCH:
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
         is_composite = has_kernel(name, "CompositeImplicitAutograd") and not any(

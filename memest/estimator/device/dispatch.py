@@ -31,6 +31,7 @@ from memest.estimator.kernels.attention.events import ATTENTION_EVENTS, NOT_MODE
 from memest.estimator.kernels.attention.flash2 import FLASH_ATTENTION_2_EVENTS
 from memest.estimator.kernels.cublas import LT_WORKSPACE_BYTES, MATMULS, CublasWorkspaces
 from memest.estimator.kernels.grouped_mm import grouped_mm_output
+from memest.estimator.kernels.linalg import LINALG_MADE
 from memest.estimator.kernels.output_layouts import CONVOLUTIONS, as_on_cuda
 from memest.estimator.kernels.recurrent import RECURRENT_EVENTS
 from memest.estimator.kernels.scratch import OLDEST, TRIED, Events, Scratch
@@ -442,7 +443,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.values.forget(key)
 
 
-_MADE_HERE = {**recurrent.MADE_HERE, **fused.MADE_HERE, **synchronised.MADE_HERE}
+_MADE_HERE = recurrent.MADE_HERE | fused.MADE_HERE | synchronised.MADE_HERE | LINALG_MADE
 _ATTENTION_EVENTS = {**ATTENTION_EVENTS, **FLASH_ATTENTION_2_EVENTS}
 _EVENTS = {
     **STAGED_EVENTS,

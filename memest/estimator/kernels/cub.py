@@ -24,9 +24,6 @@ _RADIX_DIGITS = 256
 _SINGLE_TILE = 256 * 9
 """Radix sorts of so few 8-byte keys run in one block: 256 threads of 19 * 4 / 8 keys."""
 
-_SCAN_TILE = 128 * 7
-"""Scan, default policy (torch's operator is not one that CUB tunes): 128 threads of 15 * 4 / 8."""
-
 
 def _ceil_div(numerator: int, denominator: int) -> int:
     return -(-numerator // denominator)
@@ -79,18 +76,13 @@ def radix_sort_bytes(num_items: int, gpu: Gpu, *, num_bits: int = 64, key_bytes:
 
 
 def scan_bytes(num_items: int, *, value_bytes: int = 8) -> int:
-    """`DeviceScan` (dispatch_scan.cuh) of int64 or int32: per tile a state of twice the value.
+    """`DeviceScan` (dispatch_scan.cuh): per tile a state of twice the value.
 
-    The tile is that of int64, which counts for int32 only beyond 896 items.
+    By the default policy, since torch's operator is not one that CUB tunes, a tile is 128 threads
+    of 15 values of up to 4 bytes, or of as many bytes of larger ones.
     """
-    return _aliased(_tile_states(_ceil_div(num_items, _SCAN_TILE), 2 * value_bytes))
-
-
-def float_scan_bytes(num_items: int) -> int:
-    """`DeviceScan` of float32 by its default policy: tiles of 128 threads with 15 items, states of
-    8 bytes.
-    """
-    return _aliased(_tile_states(_ceil_div(num_items, 128 * 15), 8))
+    tile = 128 * min(15, 60 // value_bytes)
+    return _aliased(_tile_states(_ceil_div(num_items, tile), 2 * value_bytes))
 
 
 def select_bytes(num_items: int, gpu: Gpu) -> int:

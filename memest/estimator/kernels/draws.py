@@ -14,7 +14,7 @@ import torch
 from torch._ops import OpOverload
 
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.kernels.cub import float_scan_bytes, radix_sort_bytes
+from memest.estimator.kernels.cub import radix_sort_bytes, scan_bytes
 from memest.estimator.kernels.reductions import reduce_bytes
 from memest.estimator.kernels.scratch import Events, EventsFn, outputs, passing, temporaries
 
@@ -104,7 +104,7 @@ def _with_replacement(args: Args, out: Any) -> Events:
     """
     given = args[0]
     size = given.numel() * given.itemsize
-    scan = passing(float_scan_bytes(given.numel())) if given.dim() == 1 else []
+    scan = passing(scan_bytes(given.numel(), value_bytes=4)) if given.dim() == 1 else []
     return tuple(
         outputs({0: out.numel() * out.itemsize})
         + temporaries(size, size, size)

@@ -239,11 +239,11 @@ def cumsum_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`cumsum`: a cast of the input, and for a single row the scan over blocks.
 
     `scan_dim` of ScanUtils.cuh hands only tensors of one row to CUB; floats go through
-    `inclusive_deterministic_scan` of ATen/cuda/cub.cuh with one sum for each of up to `num_sms`
-    blocks of 512, 256 or 128 threads by 16 values.
+    `inclusive_deterministic_scan` of ATen/cuda/cub.cuh, where deterministic algorithms are asked
+    for, with one sum for each of up to `num_sms` blocks of 512, 256 or 128 threads by 16 values.
     """
     dtype = out.dtype
-    if not dtype.is_floating_point:
+    if not (dtype.is_floating_point and torch.are_deterministic_algorithms_enabled()):
         return cumprod_scratch(args, kwargs, out, gpu)
     cast, is_row = _scanned(args, kwargs, dtype)
     if not is_row:
@@ -254,7 +254,7 @@ def cumsum_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
 
 
 def cumprod_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`cumprod`: as `cumsum` of integers, for floats too (ScanKernels.cpp)."""
+    """`cumprod`: as `cumsum` where nothing is asked of it (ScanKernels.cpp)."""
     cast, is_row = _scanned(args, kwargs, out.dtype)
     num_bytes = scan_bytes(args[0].numel(), value_bytes=out.itemsize) if is_row else 0
     return Scratch(after=(*cast, num_bytes) if is_row else cast)

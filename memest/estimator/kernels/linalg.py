@@ -147,6 +147,23 @@ def _qr(tensor: Tensor, q: Tensor) -> list[KernelEvent]:
     return events + temporaries(-taus)
 
 
+def geqrf(args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
+    """The results of `geqrf`, of which torch's meta device knows none: a copy with its columns one
+    after the other, and the reflectors' factors.
+    """
+    given: Tensor = args[0]
+    factors = given.new_empty((*given.shape[:-2], min(given.shape[-2:])))
+    return torch.empty_like(given.mT, memory_format=torch.contiguous_format).mT, factors
+
+
+def geqrf_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`geqrf`: Q's reflectors below R, and their factors."""
+    a, (written, factors) = _of(args[0]), map(bytes_of, out)
+    work = a.loop(geqrf_bytes(a.n, a.item))
+    made = outputs({0: written, 1: factors})
+    return tuple(made + temporaries(INFO) + work + temporaries(-INFO))
+
+
 def householder_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`linalg_householder_product`."""
     a, k = _of(args[0]), args[1].shape[-1]
@@ -278,11 +295,15 @@ def linalg_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -
     return gpu.capability == (9, 0) and args[0].dtype in (torch.float32, torch.float64)
 
 
+LINALG_MADE = {aten.geqrf.default: geqrf}
+"""Operator -> its results as meta tensors, from `(args, kwargs)`."""
+
 LINALG_EVENTS: dict[OpOverload, EventsFn] = {
     aten._linalg_eigh.default: eigh_events,
     aten._linalg_svd.default: svd_events,
     aten.linalg_qr.default: qr_events,
     aten.linalg_qr.out: qr_out_events,
+    aten.geqrf.default: geqrf_events,
     aten.linalg_householder_product.default: householder_events,
     aten.linalg_cholesky_ex.default: cholesky_events,
     aten._linalg_check_errors.default: check_errors_events,
