@@ -63,7 +63,7 @@ def as_without_a_mode(
     is_graph_made = torch.is_grad_enabled()
     if func is aten.add.Tensor:
         is_sum = not kwargs and not is_graph_made and _is_sum_of_gradients(*args)
-        is_sum = is_sum and not _is_in_a_decomposition()
+        is_sum = is_sum and not _is_in_cholesky()
         return (aten.add_.Tensor if is_sum and _can_be_overwritten(args[0]) else func), args
     nodes, in_place, more = _IN_BACKWARD_OF[func]
     current = torch._C._current_autograd_node()
@@ -74,12 +74,12 @@ def as_without_a_mode(
     return in_place, (*args, *more)
 
 
-def _is_in_a_decomposition() -> bool:
-    """Whether the gradient of a matrix's decomposition runs, whose formula has sums of its own
-    (FunctionsManual.cpp); of two decompositions of one matrix the gradients' sum is missed.
+def _is_in_cholesky() -> bool:
+    """Whether the gradient of a Cholesky decomposition runs, whose formula has a sum of its own
+    (`cholesky_backward`, FunctionsManual.cpp); the sum of two such of one matrix is missed.
     """
     node = torch._C._current_autograd_node()
-    return node is not None and node.name().startswith("Linalg")
+    return node is not None and node.name().startswith("LinalgCholesky")
 
 
 def _holds_result(left: Tensor, right: Any) -> bool:
