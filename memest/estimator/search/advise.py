@@ -224,7 +224,7 @@ def advise(
 MAX_CHANGES = 8
 """Changed plans that `cheapest_change` predicts."""
 
-MAX_CALLS = 75_000
+MAX_CALLS = 70_000
 """Operator calls of all runs behind an answer and its hint, about 4 s: a changed run is taken to be
 as long as the plan's own.
 """
