@@ -22,7 +22,7 @@ from memest.estimator.device.cuda_semantics import decisions_again
 from memest.estimator.device.layouts import refused
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.supposed import LARGEST
-from memest.estimator.device.tensors import INSIDE, META, Place, few_tensors, is_meta
+from memest.estimator.device.tensors import INSIDE, META, Place, few_tensors, is_meta, storage_key
 from memest.estimator.device.traits import traits_of
 from memest.estimator.kernels.cub import merge_sort_bytes, thrust_unique_by_key_bytes
 
@@ -32,7 +32,7 @@ Rule = Callable[..., Any]
 _set_data: Callable[[Tensor, Tensor], None] = vars(torch._C.TensorBase)["data"].__set__
 INDEX_BYTES = 8
 _ENTRIES_OF_A_BLOCK, _OF_ONE_COLUMN = 256, 4096
-"""Of cuSPARSE 12.6, which keeps four bytes for each."""
+"""Of cuSPARSE, which keeps four bytes for each; read off the recorded calls."""
 
 _SHORT = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
 _NOT_IN_16_BITS = "{} not implemented for '{}'"
@@ -171,29 +171,37 @@ def _assembled(recorder: Any, *args: Any, **kwargs: Any) -> Tensor:
         return made
 
 
-def _num_distinct(recorder: Any, indices: Tensor, shape: Sequence[int]) -> int:
-    """How many entries are left where equal ones are added up."""
+def _unknown(recorder: Any, tensor: Tensor) -> Tensor:
+    """`tensor`, which a kernel has filled: what was known of its memory before is not any more."""
+    recorder.values.forget(storage_key(tensor))
+    return tensor
+
+
+def _places_left(recorder: Any, indices: Tensor, shape: Sequence[int]) -> tuple[int, Any]:
+    """How many entries are left where equal ones are added up, and where, if that is known."""
     num_entries = indices.size(1)
-    if recorder.id_of(indices) in recorder.sparse.distinct:
-        return num_entries
     value = recorder.values.value_of(indices)
     if value is not None and not recorder.values.is_guessed([indices]):
         with torch._C._DisableTorchDispatch():
+            sizes = tuple(shape[: indices.size(0)])
             flat = value[0].clone()
-            for row, size in zip(value[1:], shape[1:], strict=False):
+            for row, size in zip(value[1:], sizes[1:], strict=True):
                 flat.mul_(size).add_(row)
-            return len(flat.unique())
+            left = flat.unique()
+            return len(left), torch.stack(torch.unravel_index(left, sizes))
+    if recorder.id_of(indices) in recorder.sparse.distinct:
+        return num_entries, None
     what = f"coalesce as {num_entries} of {num_entries} entries"
     recorder.guesses.note(recorder.lines.current(), what)
     recorder.note(LARGEST)
-    return num_entries
+    return num_entries, None
 
 
 def _coalesce(recorder: Any, tensor: Tensor) -> Tensor:
     """Entries sorted, equal ones added up."""
     indices, values = _parts(tensor)
     num_entries, sparse_dim = indices.size(1), indices.size(0)
-    num_left = _num_distinct(recorder, indices, tensor.shape)
+    num_left, places = _places_left(recorder, indices, tensor.shape)
     flat, order, starts = (indices.new_empty(num_entries) for _ in range(3))
     _passing(
         recorder,
@@ -202,13 +210,15 @@ def _coalesce(recorder: Any, tensor: Tensor) -> Tensor:
         thrust_unique_by_key_bytes(num_entries, recorder.gpu),
     )
     recorder.host_waits(recorder.event(recorder.stream))
-    added = values.new_empty((num_left, *values.shape[1:]))
+    added = _unknown(recorder, values.new_empty((num_left, *values.shape[1:])))
     if added.numel():
         values = values.contiguous()
     left = flat[:num_left].unsqueeze(0)
     if sparse_dim > 1:
         left = indices.new_empty((sparse_dim, num_left))
     recorder.sparse.distinct.add(recorder.id_of(left))
+    if places is None or not recorder.values.overwrite(left, places):
+        _unknown(recorder, left)
     del starts, order, flat, values
     return _made(left, added, tensor.shape, is_coalesced=True)
 
@@ -282,8 +292,7 @@ def _added_into(recorder: Any, dense: Tensor, sparse: Tensor) -> Tensor:
         kept.append(indices.new_empty(indices.size(1)))
     elif not values.is_contiguous():
         kept.append(values.contiguous())
-    dense.zero_()  # what was known of it is not any more
-    return dense
+    return _unknown(recorder, dense)
 
 
 def _add(recorder: Any, tensor: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
@@ -323,7 +332,7 @@ def _sparse_mask(recorder: Any, dense: Tensor, mask: Tensor) -> Tensor:
     one = values.new_ones(())
     gathered = torch.empty_like(values)
     copied = _copied_indices(recorder, indices)
-    chosen = torch.empty_like(values)
+    chosen = _unknown(recorder, torch.empty_like(values))
     del one, gathered
     return _like(mask, copied, chosen)
 
@@ -351,7 +360,7 @@ def _addmm(
     zeros = None
     if recorder.place(tensor) is Place.META:  # C++ made them for `_sparse_mm`
         zeros = dense.new_zeros((num_rows, num_columns))
-    result = dense.new_empty((num_rows, num_columns))
+    result = _unknown(recorder, dense.new_empty((num_rows, num_columns)))
     sparse = _coalesced(recorder, sparse)
     indices, values = _parts(sparse)
     num_entries = indices.size(1)
@@ -445,7 +454,7 @@ def _to_sparse(recorder: Any, dense: Tensor, *args: Any, **kwargs: Any) -> Tenso
     found = dense.nonzero()
     indices = found.t().contiguous()
     chosen = dense.new_empty(indices.size(1))
-    values = torch.empty_like(chosen)
+    values = _unknown(recorder, torch.empty_like(chosen))
     recorder.sparse.distinct.add(recorder.id_of(indices))
     del chosen, found
     return _made(indices, values, dense.shape, is_coalesced=True)

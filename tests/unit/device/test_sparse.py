@@ -68,6 +68,21 @@ def test_a_sparse_tensor_says_where_it_lies(virtual: VirtualGpu) -> None:
     assert sparse.cpu().to_dense().shape == (3, 3)
 
 
+def test_what_is_known_of_a_result_is_what_the_card_would_hold(virtual: VirtualGpu) -> None:
+    places = torch.tensor([[0, 1, 1, 2, 1], [2, 0, 0, 1, 2]])
+    sparse = torch.sparse_coo_tensor(places, torch.ones(5), (3, 3), check_invariants=False).cuda()
+    value_of = virtual.recorder.values.value_of
+
+    coalesced = sparse.coalesce()
+
+    assert coalesced.indices().tolist() == [[0, 1, 1, 2], [2, 0, 2, 1]]
+    assert coalesced.t().coalesce().indices().tolist() == [[0, 1, 2, 2], [1, 2, 0, 1]]
+    dense = torch.zeros(3, 3, device="cuda").add_(sparse)
+    product = torch.sparse.mm(coalesced, torch.ones(3, 2, device="cuda"))
+    for filled in (coalesced.values(), sparse.to_dense(), dense, product):
+        assert value_of(filled) is None
+
+
 def test_entries_whose_places_nobody_knows_are_taken_to_differ(virtual: VirtualGpu) -> None:
     places = (torch.ones(2, 2000, device="cuda") @ torch.ones(2000, 1000, device="cuda")).long()
 
