@@ -75,6 +75,7 @@ DEVICE_FLOORS = [
         "searches",
         "shards",
         "sparse",
+        "sparse_rules",
         "storages",
         "streams",
         "supposed",

@@ -10,9 +10,9 @@ One file builds on another in this order; none imports from below:
   tensors, above autograd; `engine` numbers what a backward makes as the thread of a GPU does.
 - `dispatch` records every storage below autograd (with `in_place` and `indices`, which say what
   the card runs instead), `streams` on several streams; `host` knows of tensors without data,
-  `host_draws` of their random numbers, `card_draws` of the card's; `sparse` does what CUDA does
-  with tensors in coordinate format; `live` sends each event to the allocator as the script runs
-  (with `history`, `labels`, `lines`, `modules` and `garbage`).
+  `host_draws` of their random numbers, `card_draws` of the card's; `sparse_rules` does what
+  CUDA does with tensors in coordinate format (`sparse`); `live` sends each event to the allocator
+  as the script runs (with `history`, `labels`, `lines`, `modules` and `garbage`).
 - `attributes/` (what a tensor says and where it goes), `cuda/` (`torch.cuda`, NVML), `encoder`,
   `distributed/` (one rank of several), `files/` (checkpoints, published weights) and `libraries/`
   put all this in torch's place.
