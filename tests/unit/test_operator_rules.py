@@ -109,6 +109,15 @@ def test_several_samples_without_replacement_are_found_by_topk() -> None:
     assert asked == [160, 4, 1, 4, 1, 1, 16, 4, 1, 1, 51200, 80]
 
 
+def test_many_samples_of_one_row_take_a_scan_over_blocks() -> None:
+    """Recorded on an H100, of 1.2 million odds."""
+    odds, out = meta(1_200_000), meta(368_640, dtype=torch.int64)
+
+    assert sizes(aten.multinomial.default, (odds, 368_640, True), out) == [
+        2_949_120, 4_800_000, 4_800_000, 4_800_000, 5887,
+    ]  # fmt: skip
+
+
 def test_the_gradient_of_a_bag_sorts_however_few_indices() -> None:
     indices, bags = meta(640, dtype=torch.int64), meta(64, dtype=torch.int64)
     args = (meta(64, 64), indices, bags, indices, bags, bags, 1000, False, 0, False, None)
