@@ -58,8 +58,27 @@ def test_devices_can_be_selected(gpu: VirtualGpu) -> None:
 def test_the_build_is_that_of_the_wheels_for_cuda_13(gpu: VirtualGpu) -> None:
     assert "sm_80" in torch.cuda.get_arch_list()
     assert torch.cuda.is_bf16_supported(including_emulation=False)
-    assert torch.version.cuda == "13.0"
     assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
+
+
+@pytest.mark.parametrize(
+    ("installed", "cuda", "compiled", "driver"),
+    [
+        (None, "13.0", 13000, 13000),  # a CPU build
+        ("12.6", "12.6", 12060, 13000),
+        ("13.2", "13.2", 13020, 13020),
+    ],
+)
+def test_a_build_for_cuda_keeps_its_own_version(
+    installed: str | None, cuda: str, compiled: int, driver: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchvision refuses to be imported where `torch.version.cuda` is not its own."""
+    monkeypatch.setattr(torch.version, "cuda", installed)
+    with VirtualGpu(find_gpu("a100-80gb")):
+        assert torch.version.cuda == cuda
+        assert torch._C._cuda_getCompiledVersion() == compiled
+        assert torch._C._cuda_getDriverVersion() == driver
+    assert torch.version.cuda == installed
 
 
 def test_generic_streams_and_events_are_the_gpu_s(gpu: VirtualGpu) -> None:

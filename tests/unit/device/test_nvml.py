@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,10 +16,12 @@ from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import find_gpu
 
 
-@pytest.fixture(params=["installed", "not installed"])
+@pytest.fixture(params=["installed", "not installed", "broken"])
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualGpu]:
     if request.param == "not installed":
         monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    elif request.param == "broken":  # as the abandoned package of the same name can be
+        monkeypatch.setitem(sys.modules, "pynvml", ModuleType("pynvml"))
     elif "pynvml" not in sys.modules:
         pytest.skip("nvidia-ml-py is not installed")
     with VirtualGpu(find_gpu("a100-80gb")) as virtual:
@@ -80,6 +84,20 @@ def test_torch_asks_nvml_of_the_virtual_gpu(
 
 def test_libraries_find_the_module(gpu: VirtualGpu) -> None:
     assert importlib.util.find_spec("pynvml") is not None
+
+
+def test_a_library_may_keep_the_module_from_one_rank_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """DeepSpeed's `cuda_accelerator` imports `pynvml` once and uses it in every rank."""
+    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    with VirtualGpu(find_gpu("a100-80gb")):
+        kept = importlib.import_module("pynvml")
+    with VirtualGpu(find_gpu("h100-80gb")) as second:
+        memory = kept.nvmlDeviceGetMemoryInfo(kept.nvmlDeviceGetHandleByIndex(0))
+
+        assert memory.total == second.gpu.memory_bytes
+        assert importlib.import_module("pynvml") is kept
 
 
 def test_afterwards_all_is_as_it_was() -> None:

@@ -19,13 +19,13 @@ from memest.estimator.device.patches import Patches
 from memest.estimator.device.tensors import CARD, is_another, resolve
 
 CUDA_VERSION = "13.0"
-"""Of the build that is simulated: torch 2.11.0+cu130."""
+"""`torch.version.cuda` on a CPU build of torch; that of the measured build, torch 2.11.0+cu130."""
 
 CUDNN_VERSION = 91900
-"""Likewise."""
+"""cuDNN version of the same build."""
 
 DRIVER_VERSION = 13000
-"""Of CUDA, as the driver gives it."""
+"""CUDA version of the driver under which memest was measured."""
 
 ARCHITECTURES = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120"
 """That the wheels for CUDA 13.0 are built for (`.ci/manywheel/build_cuda.sh`, torch 2.11)."""
@@ -43,7 +43,6 @@ def install(patches: Patches, recorder: LiveRecorder) -> None:
 _FACTS: dict[str, Any] = {
     "_cuda_init": None, "_cuda_isInBadFork": False,
     "_cuda_hasPrimaryContext": True, "_cuda_getArchFlags": ARCHITECTURES,
-    "_cuda_getCompiledVersion": DRIVER_VERSION, "_cuda_getDriverVersion": DRIVER_VERSION,
     "_cuda_ipc_collect": None,
     "_cuda_canDeviceAccessPeer": False, "_cuda_sleep": None,
     "_accelerator_setDeviceIndex": None, "_accelerator_hooks_set_current_device": None,
@@ -119,7 +118,21 @@ def _install_devices(patches: Patches, recorder: LiveRecorder) -> None:
     patches.set(torch.cuda, "_initialized", True)
     patches.set(torch.cuda, "_get_device_properties", lambda index=0: properties)
     patches.set(torch.cuda, "get_device_properties", lambda device=None: _of(device, properties))
-    patches.set(torch.version, "cuda", CUDA_VERSION)
+    if torch.version.cuda is None:  # torchvision compares a CUDA build's own value with its own
+        patches.set(torch.version, "cuda", CUDA_VERSION)
+    patches.set(torch._C, "_cuda_getCompiledVersion", compiled_version)
+    patches.set(torch._C, "_cuda_getDriverVersion", driver_version)
+
+
+def compiled_version() -> int:
+    """Return the CUDA version that torch is built for, as `CUDA_VERSION` of cuda.h counts it."""
+    major, minor = str(torch.version.cuda).split(".")[:2]
+    return int(major) * 1000 + int(minor) * 10
+
+
+def driver_version() -> int:
+    """Return the CUDA version of the driver, which is never older than torch's."""
+    return max(DRIVER_VERSION, compiled_version())
 
 
 def _install_libraries(patches: Patches, recorder: LiveRecorder) -> None:

@@ -1,7 +1,8 @@
 """NVML for scripts on the virtual GPU: the module `pynvml`, and what torch asks of it.
 
-Where nvidia-ml-py is installed its functions are replaced and its names stay; where it is not, a
-module of the same name has what scripts commonly use. Memory is that of the simulated card; what
+Where nvidia-ml-py is installed its functions are replaced and its names stay. Where it is missing or
+broken, a module of the same name has what scripts commonly use: one for the whole process, because
+DeepSpeed keeps the module that it imported for the first rank. Memory is that of the simulated card; what
 only a real one has (load, temperature, power, clocks) is 0, as of a GPU that has nothing to do.
 All else raises `NVMLError_NotSupported`, as NVML does for what a card lacks.
 """
@@ -10,13 +11,14 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import cache
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
-from memest.estimator.device.cuda.driver import CUDA_VERSION
+from memest.estimator.device.cuda.driver import driver_version
 from memest.estimator.device.cuda.properties import UUID
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
@@ -68,11 +70,11 @@ class Handle:
 
 def install(patches: Patches, recorder: LiveRecorder) -> None:
     """Let `pynvml` and torch's own questions to NVML be answered by the virtual GPU."""
-    module = sys.modules.get("pynvml")
-    if module is None:
-        module = _made()
+    found = sys.modules.get("pynvml")
+    module = _stub() if found is None or not hasattr(found, "NVMLError") else found
+    if module is not found:
         sys.modules["pynvml"] = module
-        patches.on_undo(_forget)
+        patches.on_undo(lambda: _put_back(found))
     functions = _answers(recorder, module)
     for name, value in list(vars(module).items()):
         if name.startswith("nvml") and callable(value) and not isinstance(value, type):
@@ -87,8 +89,11 @@ def install(patches: Patches, recorder: LiveRecorder) -> None:
         patches.set(owner, "_get_nvml_device_index", _index_of)
 
 
-def _forget() -> None:
-    sys.modules.pop("pynvml", None)
+def _put_back(found: ModuleType | None) -> None:
+    if found is None:
+        sys.modules.pop("pynvml", None)
+    else:
+        sys.modules["pynvml"] = found
 
 
 def _index_of(device: Any) -> int:
@@ -100,8 +105,9 @@ def _index_of(device: Any) -> int:
     return int(index)
 
 
-def _made() -> ModuleType:
-    """A module for scripts that import `pynvml`; torch has imported the real one if it is there."""
+@cache
+def _stub() -> ModuleType:
+    """Return the module for scripts that import `pynvml` where nvidia-ml-py is missing."""
     module = ModuleType("pynvml", "NVML of the virtual GPU.")
     module.__spec__ = ModuleSpec("pynvml", None)
     vars(module).update(_CONSTANTS)
@@ -175,13 +181,13 @@ def _answers(recorder: LiveRecorder, module: ModuleType) -> dict[str, Any]:
 
 def _facts(gpu: Gpu) -> dict[str, Any]:
     """What functions return, whatever they are asked."""
-    major, minor = CUDA_VERSION.split(".")
+    cuda = driver_version()
     return {
         "nvmlInit": None, "nvmlInitWithFlags": None, "nvmlShutdown": None,
         "nvmlSystemGetDriverVersion": DRIVER_VERSION,
-        "nvmlSystemGetNVMLVersion": f"{major}.{DRIVER_VERSION}",
-        "nvmlSystemGetCudaDriverVersion": int(major) * 1000 + int(minor) * 10,
-        "nvmlSystemGetCudaDriverVersion_v2": int(major) * 1000 + int(minor) * 10,
+        "nvmlSystemGetNVMLVersion": f"{cuda // 1000}.{DRIVER_VERSION}",
+        "nvmlSystemGetCudaDriverVersion": cuda,
+        "nvmlSystemGetCudaDriverVersion_v2": cuda,
         "nvmlDeviceGetCount": CARD.num_visible, "nvmlDeviceGetCount_v2": CARD.num_visible,
         "nvmlDeviceGetName": gpu.label, "nvmlDeviceGetUUID": f"GPU-{UUID}",
         "nvmlDeviceGetIndex": CARD.device.index, "nvmlDeviceGetMinorNumber": CARD.device.index,
