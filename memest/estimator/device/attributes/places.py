@@ -1,4 +1,4 @@
-"""Where a tensor and its storage say that they lie: device, type and address."""
+"""Device, type and address of tensors and storages."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memest.estimator.device.attributes import legacy
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.tensors import (
@@ -21,27 +22,6 @@ from memest.estimator.device.tensors import (
     storage_key,
     true_device,
 )
-
-
-class LegacyTensor:
-    """`torch.cuda.FloatTensor` and its kin: a constructor, and a name for a dtype."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def __call__(self, *args: Any) -> Tensor:
-        """A tensor of the data, or of the sizes, that are given."""
-        if len(args) == 1 and not isinstance(args[0], int):
-            return torch.tensor(args[0], dtype=self.dtype, device=CARD.device)
-        return torch.empty(args or (0,), dtype=self.dtype, device=CARD.device)
-
-
-_LEGACY = {
-    "FloatTensor": torch.float32, "DoubleTensor": torch.float64, "HalfTensor": torch.float16,
-    "BFloat16Tensor": torch.bfloat16, "ByteTensor": torch.uint8, "CharTensor": torch.int8,
-    "ShortTensor": torch.int16, "IntTensor": torch.int32, "LongTensor": torch.int64,
-    "BoolTensor": torch.bool,
-}  # fmt: skip
 
 
 def install(patches: Patches, recorder: LiveRecorder) -> None:
@@ -58,7 +38,7 @@ def install(patches: Patches, recorder: LiveRecorder) -> None:
     patches.set(
         Tensor, "get_device", lambda t: CARD.device.index if device(t).type == "cuda" else -1
     )
-    _install_types(patches, device)
+    legacy.install(patches, device)
     _install_addresses(patches, recorder)
     _install_storages(patches, recorder)
 
@@ -87,29 +67,6 @@ def _device_of(recorder: LiveRecorder) -> Callable[[Tensor], torch.device]:
 def _is_of_vmap(tensor: Tensor) -> bool:
     """Whether `torch.vmap` has wrapped it: it lies where what is in it does."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-
-
-def _install_types(patches: Patches, device: Callable[[Tensor], torch.device]) -> None:
-    """`Tensor.type`, and the classes of old that it takes and names."""
-    kind_of = Tensor.type
-
-    def type_(tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if dtype is None:
-            place = device(tensor).type
-            name = kind_of(tensor)
-            if is_meta(tensor) and place != "meta":
-                name = name.replace("torch.meta.", "torch.cuda." if place == "cuda" else "torch.")
-            return name
-        if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
-            element = getattr(torch, dtype.removeprefix("torch.cuda.")).dtype
-            return tensor.to(device=CARD.device, dtype=element)
-        if isinstance(dtype, LegacyTensor):
-            return tensor.to(device=CARD.device, dtype=dtype.dtype)
-        return kind_of(tensor, dtype, *args, **kwargs)
-
-    patches.set(Tensor, "type", type_)
-    for name, dtype in _LEGACY.items():
-        patches.set(torch.cuda, name, LegacyTensor(dtype))
 
 
 def _install_addresses(patches: Patches, recorder: LiveRecorder) -> None:

@@ -1,10 +1,10 @@
 """NVML for scripts on the virtual GPU: the module `pynvml`, and what torch asks of it.
 
-Where nvidia-ml-py is installed its functions are replaced and its names stay. Where it is missing or
-broken, a module of the same name has what scripts commonly use: one for the whole process, because
-DeepSpeed keeps the module that it imported for the first rank. Memory is that of the simulated card; what
-only a real one has (load, temperature, power, clocks) is 0, as of a GPU that has nothing to do.
-All else raises `NVMLError_NotSupported`, as NVML does for what a card lacks.
+Where nvidia-ml-py is installed its functions are replaced and its names stay. Where it is missing
+or broken, a module of the same name has what scripts commonly use: one for the whole process,
+because DeepSpeed keeps the module that it imported for the first rank. Memory is that of the
+simulated GPU. Load, temperature, power and clocks are 0, as of a GPU that has nothing to do.
+All else raises `NVMLError_NotSupported`, as NVML does for what a GPU lacks.
 """
 
 from __future__ import annotations
