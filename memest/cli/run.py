@@ -160,7 +160,7 @@ def run(
     ran = _run_ranks(chosen, partial(_run_one, target, make, limit_s=limit_s), files)
     _tell_errors(ran)
     if ran.report is None:
-        return ran.exit_code or _not_used()
+        return _not_used(ran)
     _print(ran.report, out, verbose=verbose)
     return OOM_EXIT_CODE if check and ran.report.verdict != "fits" else ran.exit_code
 
@@ -226,12 +226,17 @@ def _run_ranks(chosen: Sequence[Ranks], run_one: Callable[..., Ran], files: _Fil
     return replace(ran, report=report)
 
 
-def _not_used() -> int:
-    tell(
-        "the script has not used the GPU, so there is nothing to report",
-        "does it ask `torch.cuda.is_available()`, and move its model to `cuda`?",
-    )
-    return NOT_USED_EXIT_CODE
+def _not_used(ran: Ran) -> int:
+    """Report in one line that there is no report; a refusal has been reported already."""
+    if ran.exit_code == 0:
+        tell(
+            "the script has not used the GPU, so there is nothing to report",
+            "does it ask `torch.cuda.is_available()`, and move its model to `cuda`?",
+        )
+        return NOT_USED_EXIT_CODE
+    if ran.refusal is None:
+        tell("the script ended before it used the GPU, so there is nothing to report", "")
+    return ran.exit_code
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from memest.errors import UnsupportedError
 
 INSTALL = "pip install 'memest[validate]'"
 _INSTALL_OTHERS = {
+    "bitsandbytes": "pip install bitsandbytes",
     "datasets": "pip install datasets",
     "deepspeed": "pip install deepspeed",
     "flash_attn": "pip install flash-attn --no-build-isolation",
@@ -22,8 +23,13 @@ def require(*packages: str) -> None:
     """
     for package in packages:
         if not is_installed(package):
-            hint = _INSTALL_OTHERS.get(package, INSTALL)
+            hint = how_to_install(package)
             raise UnsupportedError(f"this needs the package `{package}`", hint=hint)
+
+
+def how_to_install(package: str) -> str:
+    """Return the command that installs an optional package."""
+    return _INSTALL_OTHERS.get(package, INSTALL)
 
 
 def is_installed(package: str) -> bool:

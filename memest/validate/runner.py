@@ -15,8 +15,9 @@ from typing import Any
 
 from memest.errors import MemestError, PlanError
 from memest.loops.job import RunOptions
-from memest.loops.packages import is_installed, require
+from memest.loops.packages import how_to_install, is_installed, require
 from memest.plan import TrainingPlan
+from memest.plan.optimizers import BITSANDBYTES, DEEPSPEED, OPTIMIZERS
 from memest.plan.values import FLASH_ATTENTION_2
 from memest.report import Measurement, Outcome
 from memest.units import format_gib
@@ -110,14 +111,13 @@ def validate(
         machine_bytes: the host's memory; None asks the machine.
 
     Raises:
-        MemestError: two plans have one label, a model does not exist, a package is missing, or
-            `results` cannot be written or holds something else.
+        MemestError: two plans have one label, a model does not exist, every plan needs a package
+            that is missing, or `results` cannot be written or holds something else.
     """
     _check_labels(plans)
-    if any(plan.use_qlora or "_8bit" in plan.optim for plan in plans):
-        require("bitsandbytes")
-    if any(plan.attn_implementation == FLASH_ATTENTION_2 for plan in plans):
-        require("flash_attn")
+    missing = [_missing_package(plan) for plan in plans]
+    if missing and all(missing):
+        require(*missing)
     done = results_file.prepare(results, resume=resume)
     pending = [plan for plan in plans if not results_file.is_done(plan, done)]
     options = options or RunOptions()
@@ -274,8 +274,9 @@ def _refusal(runner: Runner, plan: TrainingPlan) -> str:
     """Why the plan must not run on this machine; empty where it may."""
     if plan.world_size > runner.device.num_devices:
         return f"it needs {plan.world_size} GPUs, and the machine has {runner.device.num_devices}"
-    if plan.is_deepspeed and not is_installed("deepspeed"):
-        return "it needs `deepspeed` (pip install deepspeed)"
+    missing = _missing_package(plan)
+    if missing:
+        return f"it needs `{missing}` ({how_to_install(missing)})"
     try:
         needed = runner.host_bytes(plan)
     except MemestError:
@@ -285,6 +286,19 @@ def _refusal(runner: Runner, plan: TrainingPlan) -> str:
     return (
         f"it holds {format_gib(needed)} in host memory, "
         f"and the machine has {format_gib(runner.machine_bytes)}"
+    )
+
+
+def _missing_package(plan: TrainingPlan) -> str:
+    """Return the first package that the plan needs and that is not installed, or nothing."""
+    of_optimizer = OPTIMIZERS[plan.optim].library
+    needed = {
+        "bitsandbytes": plan.use_qlora or of_optimizer == BITSANDBYTES,
+        "flash_attn": plan.attn_implementation == FLASH_ATTENTION_2,
+        "deepspeed": plan.is_deepspeed or of_optimizer == DEEPSPEED,
+    }
+    return next(
+        (name for name, is_used in needed.items() if is_used and not is_installed(name)), ""
     )
 
 

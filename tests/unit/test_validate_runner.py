@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ pytest.importorskip("lightning")
 from memest.cli import main
 from memest.errors import MemestError, PlanError, UnsupportedError
 from memest.estimator.hardware.libraries import DEEPSPEED_HOST_BYTES
+from memest.loops import packages
 from memest.loops.job import RunOptions
 from memest.loops.packages import require
 from memest.plan import TrainingPlan
@@ -245,6 +247,31 @@ def test_a_run_beyond_the_hosts_memory_is_refused_with_both_sizes(run: Run) -> N
         "skipped: it holds 2.00 GiB in host memory, and the machine has 1.50 GiB"
     )
     assert small.verdict is Outcome.FITS
+
+
+@pytest.mark.parametrize(
+    ("package", "values"),
+    [
+        ("bitsandbytes", {"use_qlora": True}),
+        ("bitsandbytes", {"optim": "paged_adamw_32bit"}),
+        ("deepspeed", {"strategy": "deepspeed_stage_2", "devices": 2}),
+        ("flash_attn", {"attn_implementation": "flash_attention_2"}),
+    ],
+)
+def test_a_row_whose_package_is_missing_is_skipped_and_the_others_run(
+    package: str, values: dict[str, Any], run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(runner, "is_installed", lambda name: name != package)
+    monkeypatch.setattr(packages, "is_installed", lambda name: name != package)
+    two = Device(**{f.name: getattr(H200, f.name) for f in fields(H200)} | {"num_devices": 2})
+
+    skipped, ran = run([plan("needs it", **values), plan("fits")], device=two)
+
+    assert skipped.verdict is Outcome.FAILED
+    assert skipped.note.startswith(f"skipped: it needs `{package}` (pip install ")
+    assert ran.verdict is Outcome.FITS
+    with pytest.raises(UnsupportedError, match=f"this needs the package `{package}`"):
+        run([plan("alone", **values)], device=two, results=tmp_path / "others.jsonl")
 
 
 def test_of_plain_runs_only_paged_optimizers_hold_host_memory() -> None:

@@ -185,6 +185,25 @@ def test_a_script_without_the_gpu_is_told_of(
     assert "the script has not used the GPU" in captured.err
 
 
+@pytest.mark.parametrize(
+    ("text", "code", "last_words"),
+    [
+        ("import torch\nraise ValueError('early')", 1, "ValueError: early"),
+        ("import sys\nsys.exit('no data here')", 1, "no data here"),
+        ("import sys\nsys.exit(7)", 7, ""),
+    ],
+)
+def test_a_script_that_dies_before_it_uses_the_gpu_ends_in_its_own_words_and_a_line(
+    text: str, code: int, last_words: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "train.py").write_text(text)
+
+    assert run("train.py") == code
+    *before, line = capsys.readouterr().err.splitlines()
+    assert line == ("Error: the script ended before it used the GPU, so there is nothing to report")
+    assert before[-1:] == ([last_words] if last_words else [])
+
+
 def test_options_after_a_module_are_the_modules(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
