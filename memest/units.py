@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
 
 from memest.errors import PlanError, shown
 
@@ -51,6 +53,43 @@ def format_gib(num_bytes: int, digits: int = 2) -> str:
     '16.00 GiB'
     """
     return f"{num_bytes / GIB:.{digits}f} GiB"
+
+
+def rounded_to_sum(values: Sequence[float], digits: int) -> list[float]:
+    """`values` rounded to `digits` decimals so that they add up to their rounded sum.
+
+    All are rounded down first. Those with the largest remainders are then raised by one unit.
+
+    >>> rounded_to_sum([0.234, 0.234, 0.234], 2)
+    [0.24, 0.23, 0.23]
+    """
+    unit = 10**digits
+    floors = [math.floor(value * unit) for value in values]
+    missing = round(float(f"{sum(values):.{digits}f}") * unit) - sum(floors)
+    order = sorted(range(len(values)), key=lambda i: floors[i] - values[i] * unit)
+    for index in order[:missing]:
+        floors[index] += 1
+    return [floor / unit for floor in floors]
+
+
+def gib_that_add_up(sizes: Sequence[int], digits: int = 2) -> list[str]:
+    """GiB of each size as text, without the unit; the printed figures add up."""
+    return [f"{x:.{digits}f}" for x in rounded_to_sum([n / GIB for n in sizes], digits)]
+
+
+def shares_that_add_up(sizes: Sequence[int], total: int) -> list[str]:
+    """Each size as a share of `total`, with one decimal; the printed figures add up."""
+    whole = max(1, total)
+    return [f"{x:.1f} %" for x in rounded_to_sum([100 * n / whole for n in sizes], 1)]
+
+
+def counted(count: int, noun: str) -> str:
+    """`count` and its noun, with an `s` unless there is one.
+
+    >>> counted(1, "tensor"), counted(2, "tensor")
+    ('1 tensor', '2 tensors')
+    """
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -12,6 +12,7 @@ from memest.cli.files import check_writable, given_only, read_plans, write_text
 from memest.cli.group import OOM_EXIT_CODE, main
 from memest.cli.options import plan_options
 from memest.cli.progress import shown
+from memest.cli.terminal import folded
 from memest.errors import PlanError
 
 
@@ -67,7 +68,7 @@ def advise(
         )
     text = json.dumps(advice.to_dict()) if as_json else render_advice(advice)
     if output is None:
-        click.echo(text)
+        click.echo(text if as_json else folded(text))
     else:
         write_text(output, text + "\n")
     return OOM_EXIT_CODE if check and not (advice.fits or advice.options) else 0

@@ -12,7 +12,7 @@ from memest.cli.files import check_writable, given_only, read_plans, write_text
 from memest.cli.group import OOM_EXIT_CODE, main, tell
 from memest.cli.options import plan_options
 from memest.cli.progress import shown
-from memest.cli.terminal import has_colour
+from memest.cli.terminal import folded, has_colour
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import custom_gpu
 from memest.plan import TrainingPlan
@@ -90,7 +90,7 @@ def predict(
 
         text = render_suite(reports)
     else:
-        looks = {"colour": output is None and has_colour(), "verbose": verbose}
+        looks = {"is_shown": output is None, "verbose": verbose}
         text = _one(plans[0], reports[0], how["trust_remote_code"], **looks)
     if output is None:
         click.echo(text)
@@ -108,14 +108,16 @@ def _one(
     report: Prediction,
     trust_remote_code: bool,
     *,
-    colour: bool,
+    is_shown: bool,
     verbose: bool,
 ) -> str:
     from memest.render.text import render_text
 
     with shown("looking for what would fit"):
         change = _cheapest(plan, report, trust_remote_code=trust_remote_code)
-    return render_text(report, change=change, colour=colour, verbose=verbose)
+    colour = is_shown and has_colour()
+    text = render_text(report, change=change, colour=colour, verbose=verbose)
+    return folded(text) if is_shown else text
 
 
 def _cheapest(plan: TrainingPlan, report: Prediction, *, trust_remote_code: bool) -> Option | None:

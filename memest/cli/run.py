@@ -16,7 +16,7 @@ import click
 from memest.cli.files import check_writable, write_text
 from memest.cli.group import OOM_EXIT_CODE, main, tell
 from memest.cli.options import VALUES, completes
-from memest.cli.terminal import has_colour
+from memest.cli.terminal import folded, has_colour
 from memest.errors import PlanError
 from memest.estimator.allocator.settings import settings_from
 from memest.estimator.hardware.gpus import Gpu, custom_gpu, find_gpu
@@ -326,4 +326,4 @@ def _print(report: RunReport, out: TextIO, *, verbose: bool) -> None:
     from memest.render.run import render_run
 
     text = render_run(report, colour=out is sys.stdout and has_colour(), verbose=verbose)
-    click.echo(f"\n{RULE}\n{text}", file=out)
+    click.echo(f"\n{RULE}\n{folded(text, out)}", file=out)

@@ -17,7 +17,7 @@ from memest.estimator.readings import Reading, interval, phase_intervals, settin
 from memest.estimator.trace.replay import Moment, Replayed, live_at
 from memest.plan import TrainingPlan
 from memest.report import Interval, Outcome, Peak, Prediction, Term, Verdict
-from memest.units import MIB, format_bytes, format_count, format_gib
+from memest.units import MIB, counted, format_bytes, format_count, format_gib
 
 if TYPE_CHECKING:
     from memest.estimator.trace.program import Program
@@ -199,23 +199,21 @@ def _explain(
     traced: TracedPlan, kind: str, owner: str, members: list[int], num_bytes: int
 ) -> tuple[str, str]:
     sites = traced.program.storages.sites
+    tensors = counted(len(members), "tensor")
     if kind in ("params", "grads", "optimizer"):
         by_dtype = traced.param_groups[kind]
         whole = sum(n * ITEM_BYTES[dtype] for dtype, n in by_dtype.items())
         if whole == num_bytes or kind == "params":
             return _products(by_dtype, kind), _WHY[kind]
-        return f"{len(members)} tensors, {format_bytes(whole)} when all are there", _WHY[kind]
+        return f"{tensors}, {format_bytes(whole)} when all are there", _WHY[kind]
     if kind == "activations":
         numbers = {m[2] for i in members if (m := _LAYER.match(sites[i].module))}
         per_layer = num_bytes / max(1, len(numbers))
-        if numbers:
-            text = f"{len(numbers)} layers x {per_layer / MIB:.2f} MiB"
-        else:
-            text = f"{len(members)} tensors"
-        return text, f"{owner}: kept for the backward"
+        layers = f"{counted(len(numbers), 'layer')} x {per_layer / MIB:.2f} MiB"
+        return layers if numbers else tensors, f"{owner}: kept for the backward"
     if kind == "temporaries":
-        return f"{len(members)} tensors", f"of the {owner}"
-    return f"{len(members)} tensors", _WHY[kind]
+        return tensors, f"of the {owner}"
+    return tensors, _WHY[kind]
 
 
 _WHY = {

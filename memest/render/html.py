@@ -8,9 +8,9 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from memest.render.answer import WORDS, answer, people
-from memest.render.text import step_name, tokens_of
+from memest.render.text import parameters_of, phase_figures, step_name, tokens_of
 from memest.report import Outcome, Prediction, Verdict
-from memest.units import GIB, format_gib
+from memest.units import GIB, counted, format_gib, gib_that_add_up, shares_that_add_up
 
 if TYPE_CHECKING:
     from memest.estimator.trace.recording import Recording
@@ -20,7 +20,7 @@ _STYLE = """
   --card: #f5f6f7; --rest: #3c3c3c; --on-rest: #fff; }
 @media (prefers-color-scheme: dark) { :root { --ink: #f5f5f5; --muted: #b4b9be; --line: #3a3f45;
   --page: #111417; --card: #1c2126; --rest: #f2f2f2; --on-rest: #000; } }
-* { box-sizing: border-box; }
+* { box-sizing: border-box; print-color-adjust: exact; -webkit-print-color-adjust: exact; }
 body { margin: 0 auto; padding: 1rem; max-width: 76rem; background: var(--page); color: var(--ink);
   font: 1rem/1.45 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
 h1 { font-size: 1.6rem; line-height: 1.2; margin: .3rem 0; overflow-wrap: anywhere; }
@@ -218,8 +218,7 @@ def _facts(report: Prediction) -> str:
     plan, model = report.plan, report.model
     facts = [
         plan["model_name"],
-        f"{model['num_params'] / 1e9:.2f} billion parameters, "
-        f"{model['num_trainable_params'] / 1e9:.3f} billion trained",
+        parameters_of(model),
         plan["precision"],
         plan["optim"],
         f"batch {plan['batch_size']}",
@@ -264,35 +263,34 @@ def _stack(report: Prediction) -> str:
     """The peak as one bar of the page itself, legible at any width."""
     from memest.plots.ladder import peak_parts
 
-    parts, peak = peak_parts(report), max(1, report.peak_allocated_bytes)
-    bars = "".join(
-        f'<i class="{kind}" style="flex:{n / peak:.5f}">{_gib(n) if 10 * n > peak else ""}</i>'
-        for kind, n in parts.items()
-        if n
-    )
-    keys = "".join(
-        f'<li><i class="{kind}"></i>{kind} {format_gib(n)}</li>' for kind, n in parts.items()
-    )
     return (
         f"<p><b>{format_gib(report.peak_allocated_bytes)}</b> allocated, "
         f"<b>{format_gib(report.peak_reserved_bytes)}</b> reserved, "
         f"<b>{format_gib(report.process_bytes)}</b> in nvidia-smi on {escape(report.gpu)}</p>"
-        f'<div class="stack">{bars}</div><ul class="keys">{keys}</ul>'
+        + stack(peak_parts(report))
     )
+
+
+def stack(parts: Mapping[str, int]) -> str:
+    """Parts of a peak as one bar, with a key for each; the printed sizes add up."""
+    whole = max(1, sum(parts.values()))
+    sizes = dict(zip(parts, gib_that_add_up(list(parts.values())), strict=True))
+    bars = "".join(
+        f'<i class="{kind}" style="flex:{n / whole:.5f}">{sizes[kind] * (10 * n > whole)}</i>'
+        for kind, n in parts.items()
+        if n > 0
+    )
+    keys = "".join(f'<li><i class="{k}"></i>{k} {size} GiB</li>' for k, size in sizes.items())
+    return f'<div class="stack">{bars}</div><ul class="keys">{keys}</ul>'
 
 
 def _terms(report: Prediction) -> str:
     rows = [["held for", "GiB", "share", "arithmetic"]]
-    peak = max(1, report.peak_allocated_bytes)
-    for term in report.terms:
-        rows.append(
-            [
-                term.kind,
-                f"{term.num_bytes / GIB:.3f}",
-                f"{100 * term.num_bytes / peak:.1f} %",
-                f"{term.arithmetic}: {term.why}",
-            ]
-        )
+    sizes = [term.num_bytes for term in report.terms]
+    shares = shares_that_add_up(sizes, report.peak_allocated_bytes)
+    for term, size, share in zip(report.terms, gib_that_add_up(sizes, 3), shares, strict=True):
+        rows.append([term.kind, size, share, f"{term.arithmetic}: {term.why}"])
+    rows.append(["peak allocated", f"{report.peak_allocated_bytes / GIB:.3f}", "100.0 %", ""])
     return html_table(rows, text=1, notes=True)
 
 
@@ -303,12 +301,8 @@ def _phases(report: Prediction) -> str:
     last = report.plan["accumulate_grad_batches"] - 1
     for row in report.phases:
         if row.step <= 1 and row.micro_batch in (0, last):
-            sizes = (
-                row.params_bytes, row.grads_bytes, row.optimizer_bytes, row.activations_bytes,
-                row.allocated_bytes, row.peak_allocated_bytes, row.reserved_bytes,
-            )  # fmt: skip
             step = step_name(row.step, row.micro_batch if last else None)
-            rows.append([step, str(row.phase).replace("_", " "), *map(_gib, sizes)])
+            rows.append([step, str(row.phase).replace("_", " "), *phase_figures(row)])
     return html_table(rows, text=2)
 
 
@@ -316,7 +310,9 @@ def _assumed(report: Prediction) -> str:
     coverage: Mapping[str, Any] = report.coverage
     lines = list(report.assumptions)
     lines.append(f"{coverage['num_modelled']} of {coverage['num_ops']} operator calls are modelled")
-    lines += [f"not modelled: {op} ({n} calls)" for op, n in coverage["unmodelled"].items()]
+    lines += [
+        f"not modelled: {op} ({counted(n, 'call')})" for op, n in coverage["unmodelled"].items()
+    ]
     lines.append(", ".join(f"{name} {version}" for name, version in report.versions.items()))
     return f'<ul class="muted">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>'
 

@@ -14,10 +14,20 @@ from memest.render.answer import (
 )
 from memest.render.text import brief, say_intervals, table, verdict_table
 from memest.report import Ending, HeldRow, Interval, Outcome, RunReport
-from memest.units import GIB, format_bytes, format_gib
+from memest.units import (
+    GIB,
+    counted,
+    format_bytes,
+    format_gib,
+    gib_that_add_up,
+    shares_that_add_up,
+)
 
 MAX_ROWS = 12
 """Modules and lines in the text; JSON has all."""
+
+LEAST_BYTES = GIB // 2000
+"""Lines that hold less are one row of the text: they would be printed as 0.000 GiB."""
 
 MAX_GUESSES = 12
 
@@ -131,10 +141,11 @@ def where(report: RunReport) -> str:
 def _terms(report: RunReport) -> list[str]:
     rows = [["held at the peak", "", "share", ""]]
     peak = report.peak_allocated_bytes
-    for term in report.terms:
-        tensors = f"{term.num_tensors} tensors: " if term.num_tensors else ""
-        note = f"{tensors}{why(term.name)}"
-        rows.append([term.name, format_gib(term.num_bytes, 3), _share(term.num_bytes, peak), note])
+    sizes = [term.num_bytes for term in report.terms]
+    shares = shares_that_add_up(sizes, peak)
+    for term, size, share in zip(report.terms, gib_that_add_up(sizes, 3), shares, strict=True):
+        tensors = f"{counted(term.num_tensors, 'tensor')}: " if term.num_tensors else ""
+        rows.append([term.name, f"{size} GiB", share, f"{tensors}{why(term.name)}"])
     rows.append(["peak allocated", format_gib(peak, 3), "100.0 %", where(report)])
     return table(rows, left=1, last_left=True)
 
@@ -187,14 +198,15 @@ def module_rows(rows: Sequence[HeldRow], limit: int | None = None) -> list[list[
     found += [_module_cells(row.name, [row]) for row in shown]
     rest = rows[len(shown) :]
     if rest:
-        found.append(_module_cells(f"{len(rest)} others", rest))
+        found.append(_module_cells(counted(len(rest), "other"), rest))
     return found
 
 
 def _module_cells(name: str, rows: Sequence[HeldRow]) -> list[str]:
     sizes = [sum(row.kinds.get(kind, 0) for row in rows) for kind in COLUMNS]
     total = sum(row.num_bytes for row in rows)
-    return [name, *(f"{size / GIB:.3f}" for size in (*sizes, total - sum(sizes), total))]
+    parts = gib_that_add_up([*sizes, total - sum(sizes)], 3)
+    return [name, *parts, f"{total / GIB:.3f}"]
 
 
 def _modules(rows: Sequence[HeldRow]) -> list[str]:
@@ -204,15 +216,17 @@ def _modules(rows: Sequence[HeldRow]) -> list[str]:
 def _lines(rows: Sequence[HeldRow]) -> list[str]:
     if not rows:
         return []
-    total = sum(row.num_bytes for row in rows)
+    num_shown = min(MAX_ROWS, sum(row.num_bytes >= LEAST_BYTES for row in rows) or 1)
+    shown, rest = rows[:num_shown], rows[num_shown:]
+    sizes = [row.num_bytes for row in shown]
+    names = [(row.name, row.source) for row in shown]
+    if rest:
+        sizes.append(sum(row.num_bytes for row in rest))
+        names.append((counted(len(rest), "other"), ""))
+    figures = zip(gib_that_add_up(sizes, 3), shares_that_add_up(sizes, sum(sizes)), strict=True)
     cells = [["by line of the script", "", "share", ""]]
-    for row in rows[:MAX_ROWS]:
-        cells.append(
-            [row.name, format_gib(row.num_bytes, 3), _share(row.num_bytes, total), row.source]
-        )
-    if rest := rows[MAX_ROWS:]:
-        size = sum(row.num_bytes for row in rest)
-        cells.append([f"{len(rest)} others", format_gib(size, 3), _share(size, total), ""])
+    for (name, source), (size, share) in zip(names, figures, strict=True):
+        cells.append([name, f"{size} GiB", share, source])
     return table(cells, left=1, last_left=True)
 
 
@@ -251,17 +265,13 @@ def _assumed(report: RunReport, *, verbose: bool) -> list[str]:
     known, all_ops = coverage["num_modelled"], coverage["num_ops"]
     lines.append(f"coverage: {known} of {all_ops} operator calls modelled")
     for op, count in coverage["unmodelled"].items():
-        lines.append(f"not modelled: workspace of {op} ({count} calls)")
+        lines.append(f"not modelled: workspace of {op} ({counted(count, 'call')})")
     if report.peak.op:
         lines.append(f"peak allocated in {report.peak.op}")
     lines += failures(report.verdicts)
     versions = ", ".join(f"{k} {v}" for k, v in report.versions.items())
     lines.append(f"versions: {versions}; {report.elapsed_s:.1f} s")
     return lines
-
-
-def _share(num_bytes: int, total: int) -> str:
-    return f"{100 * num_bytes / max(1, total):.1f} %"
 
 
 def _gib(num_bytes: int) -> str:

@@ -6,10 +6,10 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from memest.render.answer import WORDS
-from memest.render.html import chart, html_table, lead, page, verdict_cards
+from memest.render.html import chart, html_table, lead, page, stack, verdict_cards
 from memest.render.run import answer_of_run, heading, module_rows, rank_rows, times, where, why
 from memest.report import HeldRow, RunReport
-from memest.units import GIB, format_gib
+from memest.units import GIB, counted, format_gib, gib_that_add_up, shares_that_add_up
 
 if TYPE_CHECKING:
     from memest.estimator.trace.recording import Recording
@@ -46,10 +46,7 @@ def render_run_page(report: RunReport, *, recording: Recording | None = None) ->
 def run_fragment(report: RunReport) -> str:
     """Peak, verdicts, modules and lines, for a notebook."""
     rows = [["held at the peak", "GiB", "share"]]
-    peak = max(1, report.peak_allocated_bytes)
-    for term in report.terms:
-        share = f"{100 * term.num_bytes / peak:.1f} %"
-        rows.append([term.name, f"{term.num_bytes / GIB:.3f}", share])
+    rows += [cells[:3] for cells in _term_cells(report)]
     rows.append(["peak allocated", f"{report.peak_allocated_bytes / GIB:.3f}", "100.0 %"])
     rows.append(["peak reserved", f"{report.peak_reserved_bytes / GIB:.3f}", ""])
     verdicts = [["GPU", "verdict", "margin, GiB"]]
@@ -94,37 +91,32 @@ def _stack(report: RunReport) -> str:
     peak = max(1, report.peak_allocated_bytes)
     parts = [(t.name, t.num_bytes) for t in report.terms if t.name in _OWN_COLOUR]
     parts.append(("rest", peak - sum(size for _, size in parts)))
-    bars = "".join(
-        f'<i class="{kind}" style="flex:{size / peak:.5f}">'
-        f"{f'{size / GIB:.2f}' if 10 * size > peak else ''}</i>"
-        for kind, size in parts
-        if size > 0
-    )
-    keys = "".join(
-        f'<li><i class="{kind}"></i>{kind} {format_gib(size)}</li>' for kind, size in parts
-    )
     return (
         f"<p><b>{format_gib(report.peak_allocated_bytes)}</b> allocated, "
         f"<b>{format_gib(report.peak_reserved_bytes)}</b> reserved, "
         f"<b>{format_gib(report.process_bytes)}</b> in nvidia-smi on {escape(report.gpu)}; "
-        f"{escape(where(report))}</p>"
-        f'<div class="stack">{bars}</div><ul class="keys">{keys}</ul>'
+        f"{escape(where(report))}</p>" + stack(dict(parts))
     )
 
 
 def _term_rows(report: RunReport) -> list[list[str]]:
-    peak = max(1, report.peak_allocated_bytes)
-    rows = [["held for", "GiB", "share", "tensors", ""]]
-    for term in report.terms:
-        share = f"{100 * term.num_bytes / peak:.1f} %"
-        size = f"{term.num_bytes / GIB:.3f}"
-        rows.append([term.name, size, share, str(term.num_tensors), why(term.name)])
-    return rows
+    total = ["peak allocated", f"{report.peak_allocated_bytes / GIB:.3f}", "100.0 %", "", ""]
+    return [["held for", "GiB", "share", "tensors", ""], *_term_cells(report), total]
+
+
+def _term_cells(report: RunReport) -> list[list[str]]:
+    sizes = [term.num_bytes for term in report.terms]
+    shares = shares_that_add_up(sizes, report.peak_allocated_bytes)
+    return [
+        [term.name, size, share, str(term.num_tensors), why(term.name)]
+        for term, size, share in zip(report.terms, gib_that_add_up(sizes, 3), shares, strict=True)
+    ]
 
 
 def _line_rows(lines: tuple[HeldRow, ...]) -> list[list[str]]:
-    rows = [["line", "GiB", "source"]]
-    return rows + [[row.name, f"{row.num_bytes / GIB:.3f}", row.source] for row in lines]
+    sizes = gib_that_add_up([row.num_bytes for row in lines], 3)
+    cells = [[row.name, size, row.source] for row, size in zip(lines, sizes, strict=True)]
+    return [["line", "GiB", "source"], *cells]
 
 
 def _level_rows(report: RunReport) -> list[list[str]]:
@@ -143,6 +135,8 @@ def _assumed(report: RunReport) -> str:
     lines = [f"guessed: {g.line} reads {g.what}, {times(g.count)}" for g in report.guesses]
     lines += [*report.notes, *report.assumptions]
     lines.append(f"{coverage['num_modelled']} of {coverage['num_ops']} operator calls are modelled")
-    lines += [f"not modelled: {op} ({n} calls)" for op, n in coverage["unmodelled"].items()]
+    lines += [
+        f"not modelled: {op} ({counted(n, 'call')})" for op, n in coverage["unmodelled"].items()
+    ]
     lines.append(", ".join(f"{name} {version}" for name, version in report.versions.items()))
     return f'<ul class="muted">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>'

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import re
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +19,17 @@ from memest.render.answer import (
     people,
     without_operator,
 )
-from memest.report import Interval, Outcome, PhaseRow, Prediction, Verdict
-from memest.units import MIB, format_bytes, format_count, format_gib
+from memest.report import Interval, Outcome, Phase, PhaseRow, Prediction, Verdict
+from memest.units import (
+    MIB,
+    counted,
+    format_bytes,
+    format_count,
+    format_gib,
+    gib_that_add_up,
+    rounded_to_sum,
+    shares_that_add_up,
+)
 
 if TYPE_CHECKING:
     from memest.estimator.search.advise import Option
@@ -77,7 +88,9 @@ def render_models(entries: Iterable[ModelEntry]) -> str:
 def render_html_table(prediction: Prediction) -> str:
     """Terms and verdicts as two HTML tables, for a notebook."""
     terms = [["held at the peak", "GiB", "arithmetic"]]
-    terms += [[t.kind, f"{t.num_bytes / 2**30:.2f}", t.arithmetic] for t in prediction.terms]
+    held = gib_that_add_up([t.num_bytes for t in prediction.terms])
+    rows = zip(held, prediction.terms, strict=True)
+    terms += [[term.kind, size, term.arithmetic] for size, term in rows]
     terms.append(["peak allocated", f"{prediction.peak_allocated_bytes / 2**30:.2f}", ""])
     terms.append(["peak reserved", f"{prediction.peak_reserved_bytes / 2**30:.2f}", ""])
     verdicts = [["GPU", "verdict", "margin, GiB"]]
@@ -109,11 +122,14 @@ def _heading(prediction: Prediction) -> list[str]:
     lines = ["  ".join(facts)]
     if prediction.name != plan["model_name"]:
         lines.append(f"model {plan['model_name']}")
-    lines.append(
-        f"{model['class']}: {format_count(model['num_params'])} parameters,"
-        f" {format_count(model['num_trainable_params'])} trained"
-    )
+    lines.append(f"{model['class']}: {parameters_of(model)}")
     return lines
+
+
+def parameters_of(model: Mapping[str, Any]) -> str:
+    """Parameters of a model and how many are trained, as a report says them."""
+    trained = format_count(model["num_trainable_params"])
+    return f"{format_count(model['num_params'])} parameters, {trained} trained"
 
 
 def _strategy(plan: Mapping[str, Any]) -> str:
@@ -126,11 +142,12 @@ def _strategy(plan: Mapping[str, Any]) -> str:
 def _terms(prediction: Prediction) -> list[str]:
     rows = [["held at the peak", "", "share", "arithmetic"]]
     peak = prediction.peak_allocated_bytes
-    for term in prediction.terms:
-        share = f"{100 * term.num_bytes / max(1, peak):.1f} %"
+    sizes = [term.num_bytes for term in prediction.terms]
+    figures = zip(gib_that_add_up(sizes, 3), shares_that_add_up(sizes, peak), strict=True)
+    for term, (size, share) in zip(prediction.terms, figures, strict=True):
         why = without_operator(term.why)
         note = f"{term.arithmetic}: {why}" if term.kind != "params" else term.arithmetic
-        rows.append([term.kind, format_gib(term.num_bytes, 3), share, note])
+        rows.append([term.kind, f"{size} GiB", share, note])
     rows.append(["peak allocated", format_gib(peak, 3), "100.0 %", _where(prediction)])
     return table(rows, left=1, last_left=True)
 
@@ -155,9 +172,10 @@ def _totals(prediction: Prediction) -> list[str]:
     ]
     if prediction.host_bytes:
         rows.append(["host", format_gib(prediction.host_bytes), _host_note(prediction)])
+        held = gib_that_add_up([t.num_bytes for t in prediction.host_terms])
         rows += [
-            ["", format_gib(t.num_bytes), f"{t.kind}: {t.arithmetic}, {t.why}"]
-            for t in prediction.host_terms
+            ["", f"{size} GiB", f"{t.kind}: {t.arithmetic}, {t.why}"]
+            for size, t in zip(held, prediction.host_terms, strict=True)
         ]
     say_intervals(rows, prediction.intervals)
     return [f"peak on {prediction.gpu}", *table(rows, left=1, last_left=True)]
@@ -195,24 +213,32 @@ def _host_note(prediction: Prediction) -> str:
 
 
 def _phases(prediction: Prediction) -> list[str]:
-    rows = [
-        ["step", "phase", "params", "grads", "optimizer", "activations", "allocated", "peak",
-         "reserved"]
-    ]  # fmt: skip
+    rows = ["GiB by phase,params,grads,optimizer,activations,all,peak,reserved".split(",")]
     last = prediction.plan["accumulate_grad_batches"] - 1
     for row in prediction.phases:
         if row.step <= 1 and row.micro_batch in (0, last):
             rows.append(_phase_cells(row, last))
-    return ["GiB at the four phases", *table(rows, left=2)]
+    return table(rows, left=1)
+
+
+_PHASES = {
+    Phase.BEFORE_FORWARD: "before forward",
+    Phase.AFTER_FORWARD: "after forward",
+    Phase.AFTER_BACKWARD: "after backward",
+    Phase.AFTER_OPTIMIZER_STEP: "after step",
+}
 
 
 def _phase_cells(row: PhaseRow, last_micro_batch: int) -> list[str]:
     step = step_name(row.step, row.micro_batch if last_micro_batch else None)
-    values = (
-        row.params_bytes, row.grads_bytes, row.optimizer_bytes, row.activations_bytes,
-        row.allocated_bytes, row.peak_allocated_bytes, row.reserved_bytes,
-    )  # fmt: skip
-    return [step, str(row.phase), *(f"{v / 2**30:.2f}" for v in values)]
+    return [f"{step} {_PHASES[row.phase]}", *phase_figures(row)]
+
+
+def phase_figures(row: PhaseRow) -> list[str]:
+    """GiB of the four kinds, which add up to what is allocated; allocated, peak and reserved."""
+    kinds = row.params_bytes, row.grads_bytes, row.optimizer_bytes, row.activations_bytes
+    levels = row.allocated_bytes, row.peak_allocated_bytes, row.reserved_bytes
+    return [*gib_that_add_up(kinds), *(f"{level / 2**30:.2f}" for level in levels)]
 
 
 def step_name(step: int, micro_batch: int | None) -> str:
@@ -230,9 +256,12 @@ def _closed_form(prediction: Prediction) -> list[str]:
     if found is None:
         return []
     letters = ", ".join(f"{k} = {v}" for k, v in found.letters.items())
-    rows = [["textbook", f"{found.textbook_bytes / MIB:.2f}", f"{found.formula}, {letters}"]]
+    sizes = [found.textbook_bytes, *(t.num_bytes for t in found.differences)]
+    textbook, *others = rounded_to_sum([size / MIB for size in sizes], 2)
+    rows = [["textbook", f"{textbook:.2f}", f"{found.formula}, {letters}"]]
     rows += [
-        [t.kind, f"{t.num_bytes / MIB:+.2f}", f"{t.arithmetic}: {t.why}"] for t in found.differences
+        [t.kind, f"{size:+.2f}", f"{t.arithmetic}: {t.why}"]
+        for size, t in zip(others, found.differences, strict=True)
     ]
     rows.append(["traced", f"{found.traced_bytes / MIB:.2f}", f"mean of {found.num_layers} layers"])
     title = "MiB that a layer keeps for its backward; textbook: Korthikanti et al. 2022, 16 bit"
@@ -271,7 +300,7 @@ def _assumed(prediction: Prediction, *, verbose: bool) -> list[str]:
     known, all_ops = coverage["num_modelled"], coverage["num_ops"]
     lines.append(f"coverage: {known} of {all_ops} operator calls modelled")
     for op, count in coverage["unmodelled"].items():
-        lines.append(f"not modelled: workspace of {op} ({count} calls)")
+        lines.append(f"not modelled: workspace of {op} ({counted(count, 'call')})")
     lines.append(f"peak allocated in {prediction.peak.op}")
     lines += failures(prediction.verdicts)
     versions = ", ".join(f"{k} {v}" for k, v in prediction.versions.items())
@@ -301,6 +330,30 @@ def table(rows: Sequence[Sequence[str]], *, left: int, last_left: bool = False) 
         ]
         lines.append("  ".join(cells).rstrip())
     return lines
+
+
+def fold(text: str, width: int) -> str:
+    """`text` with lines of at most `width` columns, broken between words.
+
+    The rest of a line stands under its last column. Commands stay whole, so that they can be
+    copied. A word longer than `width` stays whole too.
+    """
+    return "\n".join(_folded(line, width) for line in text.split("\n"))
+
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+_COMMAND = re.compile(r"^\s*(more:|check|train)\s|`memest ")
+
+
+def _folded(line: str, width: int) -> str:
+    bare = _ESCAPES.sub("", line)
+    if len(bare) <= width or _COMMAND.search(bare):
+        return line
+    gaps = [found.end() for found in re.finditer(r"(?<=\S)  +", bare)]
+    indent = next((end for end in reversed(gaps) if end <= 0.6 * width), 2)
+    return textwrap.fill(
+        line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _html(rows: Sequence[Sequence[str]]) -> str:

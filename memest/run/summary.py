@@ -76,7 +76,7 @@ def report_of(
         peak=_peak(history),
         terms=_terms(held, history.peak_allocated_bytes),
         modules=_rows(held, _module_group),
-        lines=_rows(held, lambda site: site.line or "(no line of the script)", recorder.lines),
+        lines=_rows(held, lambda site: site.where or "(no line of the script)", recorder.lines),
         phases=tuple(RunPhase(name=p, peak_allocated_bytes=a, peak_reserved_bytes=r)
                      for p, (a, r) in history.phases.items()),
         steps=_steps(history),
@@ -134,7 +134,7 @@ def _peak(history: History) -> RunPeak:
     if site is None:
         return RunPeak(step=0, phase="", module="", op="", line="")
     return RunPeak(
-        step=history.peak_step, phase=site.phase, module=site.module, op=site.op, line=site.line
+        step=history.peak_step, phase=site.phase, module=site.module, op=site.op, line=site.where
     )
 
 
@@ -167,8 +167,10 @@ def _rows(
 ) -> tuple[HeldRow, ...]:
     kinds: dict[str, Counter[str]] = defaultdict(Counter)
     counts: Counter[str] = Counter()
+    line_of: dict[str, str] = {}
     for entry in held:
         group = group_of(entry.site)
+        line_of[group] = entry.site.line
         kinds[group][held_for(entry.kind, entry.site)] += entry.num_bytes
         counts[group] += entry.count
     rows = [
@@ -177,7 +179,7 @@ def _rows(
             num_bytes=sum(sizes.values()),
             num_tensors=counts[name],
             kinds={kind: sizes[kind] for kind in KINDS if sizes[kind]},
-            source="" if lines is None else _source(*lines.place_of(name)),
+            source="" if lines is None else _source(*lines.place_of(line_of[name])),
         )
         for name, sizes in kinds.items()
     ]

@@ -222,7 +222,7 @@ class _Verdicts:
 
 
 def _where(step: int, site: Site) -> str:
-    return ", ".join(filter(None, (f"step {step}", site.phase, site.module, site.op, site.line)))
+    return ", ".join(filter(None, (f"step {step}", site.phase, site.module, site.op, site.where)))
 
 
 def _steps_before(marks: Iterable[tuple[int, str]], position: int) -> int:

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
+from decimal import Decimal
 
 import pytest
 
@@ -69,6 +71,10 @@ def test_printed_terms_add_up_to_the_peak(name: str, reports: dict[str, Predicti
 
     assert sum(term.num_bytes for term in report.terms) == report.peak_allocated_bytes
     assert all(term.num_bytes >= 0 for term in report.terms)
+    text = render_text(report).split("held at the peak")[1].split("\n\n")[0]
+    found = [re.search(r"([\d.]+) GiB +([\d.]+) %", line) for line in text.splitlines()[1:]]
+    *terms, peak = [tuple(map(Decimal, row.groups())) for row in found if row]
+    assert tuple(map(sum, zip(*terms, strict=True))) == peak
 
 
 def test_a_plan_that_does_not_fit_stops_where_memory_ended(reports: dict[str, Prediction]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+from decimal import Decimal
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -66,8 +67,21 @@ def test_the_page_of_a_plan_has_its_numbers_and_verdicts(
     assert f"{reports[0].peak_reserved_bytes / 2**30:.2f} GiB reserved" in text
     assert "a <b> & c" in text
     assert one.count(' <b class="verdict">fits</b>') == 2
-    for term in reports[0].terms:
-        assert f"{term.num_bytes / 2**30:.3f}" in text
+    assert "124.44e6 parameters, 124.44e6 trained" in text
+
+
+def test_the_printed_terms_add_up_to_the_printed_peak(one: str) -> None:
+    table = next(part for part in one.split("<table") if "held for" in part)
+    cells = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in table.split("<tr>")[2:]]
+    *terms, peak = [(Decimal(row[1]), Decimal(row[2].removesuffix(" %"))) for row in cells]
+
+    assert tuple(map(sum, zip(*terms, strict=True))) == peak
+
+
+def test_bars_keep_their_colours_in_print(one: str) -> None:
+    style = one.partition("</style>")[0]
+
+    assert re.search(r"\* \{[^}]*(?<!-)print-color-adjust: exact", style)
 
 
 def test_the_page_needs_nothing_from_the_network(one: str, reports: list[Prediction]) -> None:

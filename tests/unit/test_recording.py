@@ -309,13 +309,13 @@ def test_the_chrome_trace_counts_by_kind_and_slices_by_phase(tmp_path: Path) -> 
     assert rows == chrome_trace(recording)["traceEvents"]
     slices = {row["name"]: (row["ts"], row["dur"]) for row in rows if row["ph"] == "X"}
     assert slices["setup"] == (0, 2)
-    assert slices["forward (step 0)"] == (2, 4)  # two small blocks, a segment, an activation
-    assert slices["backward (step 0)"] == (6, 2)
+    assert slices["forward (step 1)"] == (2, 4)  # two small blocks, a segment, an activation
+    assert slices["backward (step 1)"] == (6, 2)
     assert list(slices) == [
         "setup",
         *(
             f"{name} (step {step})"
-            for step in (0, 1)
+            for step in (1, 2)
             for name in ("forward", "backward", "optimizer step")
         ),
         "unfinished",

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from memest.errors import PlanError
-from memest.units import format_bytes, format_count, format_gib, parse_bytes
+from memest.units import (
+    format_bytes,
+    format_count,
+    format_gib,
+    gib_that_add_up,
+    parse_bytes,
+    shares_that_add_up,
+)
 
 
 @pytest.mark.parametrize(
@@ -83,3 +93,17 @@ def test_the_unit_is_the_largest_that_leaves_one_or_more(num_bytes: int, text: s
 )
 def test_counts_are_grouped_by_thousands(num: int, text: str) -> None:
     assert format_count(num) == text
+
+
+@given(st.lists(st.integers(0, 2**45), min_size=1, max_size=12))
+def test_printed_parts_add_up_to_the_printed_whole(sizes: list[int]) -> None:
+    texts = gib_that_add_up(sizes, 3)
+
+    assert sum(map(Decimal, texts)) == Decimal(f"{sum(sizes) / 2**30:.3f}")
+    assert all(abs(float(t) - n / 2**30) < 0.001001 for t, n in zip(texts, sizes, strict=True))
+
+
+def test_shares_add_up_to_a_hundred() -> None:
+    shares = shares_that_add_up([1, 1, 1], 3)
+
+    assert shares == ["33.4 %", "33.3 %", "33.3 %"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -75,7 +76,7 @@ class Labels:
         self._storages.kinds[index] = kind
         site = self._storages.sites[index]
         if owner and not site.module:
-            owned = Site(site.op, owner, site.phase, site.line)
+            owned = replace(site, module=owner)
             self._storages.sites[index] = self._sites.setdefault(owned, owned)
 
 

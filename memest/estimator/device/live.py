@@ -433,16 +433,16 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
 
     def _site(self, func: Any) -> Site:
         module, phase = self.modules.current(), self.current_phase()
-        line = self.modules.line_of_backward() if phase == "backward" else ""
-        if not line:
-            line = self.lines.current()
-            if phase == "forward":
-                self.modules.note_line(line)
-        key = (func if isinstance(func, str) else id(func), module, phase, line)
+        line, caller = self.lines.current(), ""
+        if phase in ("setup", "forward"):
+            self.modules.note_line(line)
+        elif phase == "backward" and (saved := self.modules.line_of_backward()):
+            line, caller = saved, line if line != saved else ""
+        key = (func if isinstance(func, str) else id(func), module, phase, line, caller)
         site = self._live_sites.get(key)
         if site is None:
             name = func if isinstance(func, str) else str(func).removesuffix(".default")
-            site = self._live_sites[key] = Site(name, module, phase, line)
+            site = self._live_sites[key] = Site(name, module, phase, line, caller)
         return site
 
     def know(self, tensor: Tensor, value: Tensor) -> None:

@@ -66,7 +66,21 @@ class Site:
     module: str
     phase: str
     line: str = ""
-    """Of the user's script, as `train.py:12`; "" where there is none."""
+    """Line of the user's script, as `train.py:12`; "" if no line is known. During a backward, the
+    line whose forward made the running node.
+    """
+
+    caller: str = ""
+    """During a backward, the line that called it, if that is not `line`."""
+
+    @property
+    def where(self) -> str:
+        """The line that allocated the storage; during a backward also the line of the forward.
+
+        >>> Site("aten.mm", "", "backward", "train.py:15", "train.py:16").where
+        'train.py:16, backward of train.py:15'
+        """
+        return f"{self.caller}, backward of {self.line}" if self.caller else self.line
 
 
 @dataclass(slots=True)

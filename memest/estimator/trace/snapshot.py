@@ -75,7 +75,7 @@ def write_chrome_trace(recording: Recording, path: Path) -> None:
 
 
 def chrome_trace(recording: Recording) -> dict[str, Any]:
-    """Counters of allocated bytes by kind and of reserved bytes, and the phases as slices.
+    """Counters of allocated bytes by kind and of reserved bytes; phases and lines as slices.
 
     One event is one microsecond: the order is known, the time is not.
     """
@@ -85,6 +85,7 @@ def chrome_trace(recording: Recording) -> dict[str, Any]:
     ]
     for name, start, stop in _slices(recording):
         rows.append({"ph": "X", "pid": 0, "tid": 0, "name": name, "ts": start, "dur": stop - start})
+    rows += _line_rows(recording)
     held, reserved = dict.fromkeys(KINDS, 0), 0
     for time, action in enumerate(recording.actions, 1):
         sign = sign_of(action)
@@ -100,6 +101,24 @@ def chrome_trace(recording: Recording) -> dict[str, Any]:
             held[kind_of(recording.storages, action.storage)] += sign * action.num_bytes
             rows.append(_counter("allocated bytes", time, dict(held)))
     return {"traceEvents": rows, "displayTimeUnit": "ms"}
+
+
+def _line_rows(recording: Recording) -> list[dict[str, Any]]:
+    """A track of the script's lines; a slice lasts until another line allocates."""
+    starts: list[tuple[int, str]] = []
+    for time, action in enumerate(recording.actions):
+        if action.act is Act.ALLOC:
+            line = recording.storages.sites[action.storage].where
+            if not starts or starts[-1][1] != line:
+                starts.append((time, line))
+    track = {"pid": 0, "tid": 1}
+    slices = [
+        {"ph": "X", **track, "name": line, "ts": start, "dur": stop - start}
+        for (start, line), (stop, _) in pairwise([*starts, (len(recording.actions), "")])
+        if line
+    ]
+    name = {"ph": "M", **track, "name": "thread_name", "args": {"name": "lines of the script"}}
+    return [name, *slices] if slices else []
 
 
 def _counter(name: str, time: int, args: dict[str, int]) -> dict[str, Any]:
@@ -122,10 +141,16 @@ class _Frames:
                 for filename, name in _places(site, kind)
             ]
             if site.line:
-                file, _, number = site.line.rpartition(":")
-                line = {"filename": file, "line": int(number), "name": site.phase}
-                frames.insert(1, line)
+                made = [(site.line, site.phase)]
+                if site.caller:
+                    made = [(site.line, "forward"), (site.caller, site.phase)]
+                frames[1:1] = [_line_frame(*each) for each in made]
         return frames
+
+
+def _line_frame(line: str, name: str) -> dict[str, Any]:
+    file, _, number = line.rpartition(":")
+    return {"filename": file, "line": int(number), "name": name}
 
 
 def _places(site: Site, kind: str) -> Iterator[tuple[str, str]]:
@@ -262,9 +287,9 @@ def _slices(recording: Recording) -> Iterator[tuple[str, int, int]]:
         yield "setup", 0, marks[0].index
     for before, after in pairwise(marks):
         if after.phase in _AFTER:
-            where = f"step {after.step}"
+            where = f"step {after.step + 1}"
             if any(mark.micro_batch for mark in marks):
-                where += f", micro-batch {after.micro_batch}"
+                where += f", micro-batch {after.micro_batch + 1}"
             yield f"{_AFTER[after.phase]} ({where})", before.index, after.index
     if marks and marks[-1].index < len(recording.actions):
         yield "unfinished", marks[-1].index, len(recording.actions)

@@ -43,6 +43,7 @@ from memest.models_meta.registry import ModelConfig, quiet_transformers, resolve
 from memest.plan import TrainingPlan
 from memest.plan.values import FLASH_ATTENTION_2
 from memest.report import Phase, Term
+from memest.units import counted
 
 WITHOUT_END = 1 << 50
 """Bytes of a card that no plan fills."""
@@ -373,11 +374,11 @@ def _host_terms(held: Iterable[tuple[int, bool]]) -> Iterator[Term]:
     sizes = list(held)
     pinned = [1 << (num_bytes - 1).bit_length() for num_bytes, is_pinned in sizes if is_pinned]
     pageable = [num_bytes for num_bytes, is_pinned in sizes if not is_pinned]
-    rounded = f"{len(pinned)} tensors, each to the next power of two"
+    rounded = f"{counted(len(pinned), 'tensor')}, each to the next power of two"
     if pinned:
         yield Term(kind="pinned tensors", num_bytes=sum(pinned), arithmetic=rounded, why="pinned")
     if pageable:
-        arithmetic = f"{len(pageable)} tensors"
+        arithmetic = counted(len(pageable), "tensor")
         yield Term(kind="tensors", num_bytes=sum(pageable), arithmetic=arithmetic, why="pageable")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -137,4 +138,15 @@ def test_a_recording_is_for_other_tools(run: Session) -> None:
     assert recording.result.peak_allocated_bytes == run.peak_allocated_bytes
     assert recording.result.peak.step == 4
     assert (Path(__file__).name, "forward") in frames
-    assert {"forward (step 0)", "backward (step 4)", "optimizer step (step 5)"} <= names
+    assert {"forward (step 1)", "backward (step 5)", "optimizer step (step 6)"} <= names
+
+
+def test_the_chrome_trace_has_a_track_of_script_lines(run: Session) -> None:
+    rows = chrome_trace(record_run_of(run.virtual, run.report()))["traceEvents"]
+    slices = [row for row in rows if row["ph"] == "X" and row["tid"] == 1]
+    file = Path(__file__).name
+
+    assert any(row["name"] == "thread_name" and row["tid"] == 1 for row in rows if row["ph"] == "M")
+    assert all(row["name"].startswith(f"{file}:") for row in slices)
+    assert len({row["name"] for row in slices}) == 2
+    assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in pairwise(slices))

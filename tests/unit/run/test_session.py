@@ -78,6 +78,22 @@ def test_lines_are_shown_with_their_text(report: RunReport) -> None:
     assert all(row.name.startswith("test_session.py:") for row in report.lines)
 
 
+def test_what_backward_allocates_is_booked_on_its_call_and_names_the_forward() -> None:
+    with memest.virtual_gpu("a100-40gb") as session:
+        weight = torch.nn.Parameter(torch.zeros(1 << 20, device="cuda"))
+        loss = weight.exp().exp().sum()
+        loss.backward()
+    rows = {row.source: row for row in session.report().lines if ", backward of " in row.name}
+    calls = [row.name for row in session.report().lines if row.source == "loss.backward()"]
+
+    (row,) = rows.values()
+    assert row.source == "loss = weight.exp().exp().sum()"
+    assert row.num_bytes >= 4 << 20
+    call, forward = (int(part.rpartition(":")[2]) for part in row.name.split(", backward of "))
+    assert call == forward + 1
+    assert calls == [row.name.partition(",")[0]]
+
+
 def test_phases_have_peaks_of_their_own(report: RunReport) -> None:
     peaks = {phase.name: phase.peak_allocated_bytes for phase in report.phases}
 
