@@ -5,11 +5,14 @@
     python scripts/compare_rivals.py --render                 # from docs/rivals.json alone
     python scripts/compare_rivals.py --gpu-rows rows.jsonl    # ask those that need a GPU, on one
     python scripts/compare_rivals.py --render --merge rows.jsonl  # take these rows in
+    python scripts/compare_rivals.py --scripts PYTHON --given FOLDER  # ask the tools that take scripts
 
 The tools from PyPI are installed into a virtual environment of their own, with the versions of
 `PACKAGES`. Beside the page are written rivals.json, its data, and img/rivals.png. An answer that is
 in rivals.json is asked again only where the question, the tool or its adapter changed (`--fresh`
 asks everything); answers made on a GPU are kept on a machine without one, with where they are from.
+`--scripts` runs the measured scripts of `rivals/whole_scripts.py` alone, with FakeGPU and
+torch-preflight installed in PYTHON; FOLDER is that of `compare_scripts.py`.
 """
 
 from __future__ import annotations
@@ -33,15 +36,15 @@ from typing import Any
 SCRIPTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(SCRIPTS))
 
-from rivals import keep, many, page, worker  # noqa: E402
+from rivals import keep, many, page, whole_scripts, worker  # noqa: E402
 from rivals.case import Case  # noqa: E402
 from rivals.scores import OURS  # noqa: E402
 
 ROOT = SCRIPTS.parent
 RESULTS = ROOT / "results"
 
-PACKAGES = ("fitcheck-llm==0.3.1", "canifinetune==0.4.1")
-APART = ("fitcheck_llm", "can_i_finetune")
+PACKAGES = ("fitcheck-llm==0.3.1", "canifinetune==0.4.1", "torch-preflight==0.5.0")
+APART = ("fitcheck_llm", "can_i_finetune", "torch_preflight")
 """Rivals that run in the environment with `PACKAGES`."""
 
 HERE = ("accelerate_rule", "textbook", "textbook_with_matrix")
@@ -67,6 +70,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--known", type=Path, help="rows of an earlier --gpu-rows to keep")
     parser.add_argument("--jobs", type=int, default=8, help="of --gpu-rows, at a time")
     parser.add_argument("--timeout", type=float, default=60, help="seconds for one, likewise")
+    parser.add_argument("--scripts", type=Path, help="Python of the tools that take a script")
+    parser.add_argument("--given", type=Path, help="of --scripts: scripts of others")
     options = parser.parse_args(arguments)
     if options.gpu_rows:
         write_gpu_rows(
@@ -75,10 +80,15 @@ def main(arguments: Sequence[str]) -> None:
         return
     data_path = options.out.with_suffix(".json")
     data = json.loads(data_path.read_text(encoding="utf-8")) if data_path.exists() else {}
-    if not options.render:
+    if options.scripts:
+        known = data.get("scripts", {})
+        data["scripts"] = whole_scripts.compare(options.scripts, options.given, known)
+    elif not options.render:
+        scripts = data.get("scripts")
         with tempfile.TemporaryDirectory() as folder:
             python = tools_python(options.venv or Path(folder))
             data = compare_all(python, {} if options.fresh else data)
+        data |= {"scripts": scripts} if scripts else {}
     if options.merge:
         take_in(data, options.merge)
     data["tools"] = {name: data["tools"][name] for name in page.LABELS if name in data["tools"]}
@@ -250,6 +260,7 @@ def measured_figures(
             "plan_id": plans.setdefault(plan, case.key),
             "question": questions[case.key],
             "model": case.hub_id,
+            "gpu": run.device["name"],
             "verdict": str(run.verdict),
             "is_limited": case.plan["memory_limit"] is not None,
             "allocated_bytes": run.peak_allocated_bytes,

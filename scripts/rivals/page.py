@@ -19,6 +19,7 @@ LABELS = {
     "memtracker": "torch's MemTracker",
     "fitcheck_llm": "fitcheck-llm",
     "can_i_finetune": "canifinetune",
+    "torch_preflight": "torch-preflight",
     "accelerate_rule": "accelerate's rule",
     "textbook": "textbook",
     "textbook_with_matrix": "textbook with matrix",
