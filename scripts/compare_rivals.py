@@ -5,7 +5,7 @@
     python scripts/compare_rivals.py --render                 # from docs/rivals.json alone
     python scripts/compare_rivals.py --gpu-rows rows.jsonl    # ask those that need a GPU, on one
     python scripts/compare_rivals.py --render --merge rows.jsonl  # take these rows in
-    python scripts/compare_rivals.py --scripts PYTHON --given FOLDER  # ask the tools that take scripts
+    python scripts/compare_rivals.py --scripts PYTHON --given FOLDER  # only scripts
 
 The tools from PyPI are installed into a virtual environment of their own, with the versions of
 `PACKAGES`. Beside the page are written rivals.json, its data, and img/rivals.png. An answer that is
@@ -141,7 +141,7 @@ def our_paths() -> list[Path]:
     package = ROOT / "memest"
     folders = [package / "estimator", package / "models_meta"]
     paths = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
-    return [*package.glob("plan*.py"), *(p for p in paths if p.suffix in (".py", ".json"))]
+    return [*package.glob("plan/*.py"), *(p for p in paths if p.suffix in (".py", ".json"))]
 
 
 def keep_gpu_rows(

@@ -33,7 +33,7 @@ def draw(data: dict[str, Any]) -> Figure:
             figure,
             theme,
             "Predicted over measured, by tool",
-            "each dot a plan measured on an H200 that the tool can express; marks: median",
+            "each dot a plan measured on an H200 or H100 that the tool can express; marks: median",
         )
         for index, total in enumerate(TOTALS):
             columns = [ratios[name, total] for name in names]

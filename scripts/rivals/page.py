@@ -7,12 +7,18 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+from rivals.case import GIB
 from rivals.scores import OURS, Scores, errors, scores_of
 
 Data = dict[str, Any]
 
 MIN_RUNS = 10
 """That a tool must express to have a say in what all of them express."""
+
+RUNNERS = {OURS: "memest", "fakegpu": "FakeGPU"}
+"""Tools that run a script, in the order of the page."""
+
+TOTALS = ("allocated", "reserved")
 
 LABELS = {
     OURS: "memest",
@@ -34,26 +40,65 @@ The figures are in [rivals.json](rivals.json), from which `--render` makes this 
 any of the tools. How each tool is asked is written in its module in `scripts/rivals/`.
 """
 
-HOW = """## How they were compared
+TAKE_A_SCRIPT = """## Tools that take a training script
 
-- Every tool was asked about each of the {num_runs} measured runs that ended by themselves, all on
-  one NVIDIA H200, with the flags that describe the run best. Runs on several GPUs are not part of
-  it. {num_plans} are different plans that fit; errors count each of these once, and process
-  memory only where the allocator had no limit.
+Other tools take a training script, as `memest run` does. Each does something that memest does not:
+
+- [FakeGPU](https://github.com/FanBB2333/FakeGPU) computes the script on the CPU, so losses and
+  branches on values are real. It replaces the CUDA driver, runtime, cuBLAS, NVML and NCCL for
+  programs without torch. It runs collectives between hosts over TCP and injects failures. It
+  estimates KV caches of serving, and times by roofline. It needs time and host memory for the whole
+  computation.
+- [torch-preflight](https://github.com/highwaterlabs/torch-preflight) checks training code by 13
+  rules (kept graphs, a missing `zero_grad`) and fixes some findings. It reads a script without
+  running it, and needs no torch for that. It estimates KV caches of serving. It needs a model that
+  it knows by name, or a module that it can import.
+- [Phantora](https://github.com/QDelta/Phantora) ([paper](https://arxiv.org/abs/2505.01616))
+  predicts the time of a step on a cluster, with a simulated network. Megatron, DeepSpeed and
+  TorchTitan run in it. torch's own CUDA allocator runs on a stub of `cudaMalloc`. It needs one GPU
+  that times the kernels, its own build of torch 2.7.1 and a few lines in the script.
+- Maya ([paper](https://arxiv.org/abs/2503.20191)) predicts the time of a step from the device calls
+  of an unmodified script, to 5 % by its paper, and searches for the cheapest configuration. No
+  public source of it was found.
+
+Phantora and Maya were not run here. Their papers report times, which memest does not predict.
+"""
+
+SCRIPTS = """### The same measured scripts
+
+Peak allocated and reserved of scripts measured on one H100 (`results/scripts/measured.json`), and
+the errors of memest {memest} and FakeGPU {fakegpu}. Both ran under torch {torch} with one thread;
+CPU is the processor time of the whole command. `--scripts` makes this table.
+"""
+
+READ = """
+torch-preflight {version} reads a script's text, not its arguments. Of the {num} scripts in
+`results/scripts` it finds a model in {found}, in {whole} of them with activations, and its total is
+within 20 % of the reserved peak in {close}. For the others it asks for the model by name, as it has
+it in the tables below.
+"""
+
+HOW = """### How they were compared
+
+- Every tool was asked about each of the {num_runs} measured runs that ended by themselves
+  ({gpus}), with the flags that describe the run best. Runs on several GPUs are not
+  part of it. {num_plans} are different plans that fit; errors count each of these once, and
+  process memory only where the allocator had no limit.
 - An error is predicted less measured, of what was measured. The median is that of absolute
   errors; the worst has its sign. Each tool is held to what it predicts: *allocated* is
   `torch.cuda.max_memory_allocated`, *process* is what the driver reports. A tool without a figure
   for the cache and the CUDA context has no process error. Of fitcheck-llm, *allocated* is its
   total without its overhead; of canifinetune, its total without CUDA overhead and safety margin,
-  and *process* its total without the safety margin.
+  and *process* its total without the safety margin; of torch-preflight, its total without CUDA
+  context and fragmentation.
 - "memest on these" repeats the errors of memest on exactly the plans that the tool of the row was
   compared on.
 - Verdicts are held against what happened under the run's own limit ({num_oom} of {num_runs} runs
-  were out of memory). fitcheck-llm and canifinetune are judged by their own rules, safety margin
-  included, on a card of the run's limit and its CUDA context; the others by whether their figure
-  is below the limit. Of fitcheck-llm, `uncertain` (within 20 % of the card) counts as fitting, of
-  canifinetune `marginal`. *Unsafe* is a run that was out of memory and was called to fit;
-  *cautious* the reverse.
+  were out of memory). fitcheck-llm, canifinetune and torch-preflight are judged by their own rules,
+  margin included, on a GPU of the run's limit and its CUDA context; the others by whether their
+  figure is below the limit. Of fitcheck-llm, `uncertain` (within 20 % of the GPU) counts as
+  fitting, of canifinetune `marginal`, of torch-preflight `TIGHT`. *Unsafe* is a run that was out of
+  memory and was called to fit; *cautious* the reverse.
 - *textbook* leaves out the attention matrix where attention is not `eager`; *textbook with
   matrix* never does.
 - Time is the median over models of the first estimate of each, in a process that has imported
@@ -65,12 +110,13 @@ ELSEWHERE = """- {label} needs a GPU and was asked on one
   16 cores; what took longer than the time that it was given is listed as not done.
 """
 
-LIMITS = """## What is unfair here
+LIMITS = """### What is unfair here
 
-- The runs are memest's own: chosen by its authors, under Lightning, about half of them
-  vision-language models, which no closed formula here claims. Its kernel tables were checked
+- The runs are memest's own: chosen by its authors, mostly under Lightning, a third of
+  them vision-language models, which no closed formula here claims. Its kernel tables were checked
   against recordings of the same machine; the other tools never saw it (fitcheck-llm was measured
-  on a T4, canifinetune fitted on an RTX 4080).
+  on a T4, canifinetune fitted on an RTX 4080,
+  torch-preflight on a T4).
 - Verdicts are hard by design: the limits of `h200-capped` lie within 4 % of the need that memest
   predicted, and `h200-max-batch` holds the largest batch that memest found, and the next. A
   formula that is 10 % off can only guess.
@@ -104,22 +150,59 @@ def render(data: Data) -> str:
     scores = {name: scores_of(data, name) for name in tools}
     plans = {run["plan_id"] for run in runs.values() if run["verdict"] == "fits"}
     num_oom = sum(run["verdict"] == "oom" for run in runs.values())
+    counts = Counter(run["gpu"] for run in runs.values())
+    gpus = ", ".join(f"{count} on one {gpu}" for gpu, count in counts.most_common())
     parts = [
         HEAD,
+        TAKE_A_SCRIPT,
+        _scripts(data["scripts"]) if "scripts" in data else "",
+        "## Tools that take a plan\n",
         "![Predicted over measured, of each tool](img/rivals.png)\n",
-        "## Peak allocated\n",
+        "### Peak allocated\n",
         _errors_table(data, scores, "allocated"),
-        "## Process memory, as nvidia-smi shows it\n",
+        "### Process memory, as nvidia-smi shows it\n",
         _errors_table(data, scores, "process"),
         _verdicts_table(scores),
         _same_runs(data),
-        HOW.format(num_runs=len(runs), num_plans=len(plans), num_oom=num_oom) + _elsewhere(data),
+        HOW.format(num_runs=len(runs), gpus=gpus, num_plans=len(plans), num_oom=num_oom)
+        + _elsewhere(data),
         _refusals(data),
         _stretches(data),
         _not_run(data),
         LIMITS + (MEMTRACKER if "memtracker" in tools else ""),
     ]
     return "\n".join(part for part in parts if part)
+
+
+def _scripts(scripts: Data) -> str:
+    """The measured scripts under the tools that run them, and what the reader finds."""
+    rows = []
+    for name, found in scripts["runs"].items():
+        measured = scripts["measured"][name]
+        sizes = (f"{measured[f'{kind}_bytes'] / GIB:.2f}" for kind in TOTALS)
+        row = [f"`{measured['command']}`", " / ".join(sizes)]
+        for tool in RUNNERS:
+            row += [_script_errors(measured, found[tool]), f"{found[tool]['cpu_seconds']:.0f} s"]
+        rows.append(row)
+    head = ["script", "measured, GiB"]
+    head += [text for label in RUNNERS.values() for text in (label, "CPU")]
+    read = scripts["read"].values()
+    with_model = [found for found in read if found.get("model")]
+    close = [f for f in with_model if abs(f["total_bytes"] / f["reserved_bytes"] - 1) <= 0.2]
+    return f"{SCRIPTS.format(**scripts['versions'])}\n{table(head, rows)}" + READ.format(
+        version=scripts["versions"]["torch_preflight"],
+        num=len(read),
+        found=len(with_model),
+        whole=sum(found["activations_bytes"] > 0 for found in with_model),
+        close=len(close),
+    )
+
+
+def _script_errors(measured: Data, found: Data) -> str:
+    if "error" in found:
+        return f"stops: {found['error']}"
+    pairs = ((found[f"{kind}_bytes"], measured[f"{kind}_bytes"]) for kind in TOTALS)
+    return " / ".join(percent(100 * (ours - theirs) / theirs) for ours, theirs in pairs)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -185,7 +268,7 @@ def _verdicts_table(scores: dict[str, Scores]) -> str:
         if s.num_expressed
     ]
     head = ["tool", "wrong verdicts", "unsafe, of runs out of memory", "cautious, of runs that fit"]
-    return "## Verdicts\n\n" + table(head, rows)
+    return "### Verdicts\n\n" + table(head, rows)
 
 
 def _same_runs(data: Data) -> str:
@@ -197,7 +280,7 @@ def _same_runs(data: Data) -> str:
     if not num_plans:
         return ""
     intro = "Decoder-only language models, all parameters trained with Adam; peak allocated:\n\n"
-    title = f"## The {num_plans} plans that every tool of at least {MIN_RUNS} runs expresses\n\n"
+    title = f"### The {num_plans} plans that every tool of at least {MIN_RUNS} runs expresses\n\n"
     return title + intro + table(["tool", "median / worst error"], rows)
 
 
@@ -216,7 +299,7 @@ def _refusals(data: Data) -> str:
         if counts:
             said = "; ".join(f"{reason} ({n})" for reason, n in counts.most_common())
             lines.append(f"- **{LABELS[name]}**: {said}")
-    return "## What is not expressed, and why\n\n" + "\n".join(lines) + "\n"
+    return "### What is not expressed, and why\n\n" + "\n".join(lines) + "\n"
 
 
 def _stretches(data: Data) -> str:
@@ -234,12 +317,12 @@ def _stretches(data: Data) -> str:
             lines.append(f"- **{LABELS[name]}**, all else: {_runs(exact)}, {spread}")
     intro = "Where a tool has no flag for something, its nearest one was taken; median and worst\n"
     intro += "error of peak allocated, over the plans among these runs that fit:\n\n"
-    return "## What is expressed only nearly\n\n" + intro + "\n".join(lines) + "\n"
+    return "### What is expressed only nearly\n\n" + intro + "\n".join(lines) + "\n"
 
 
 def _not_run(data: Data) -> str:
     lines = [f"- **{LABELS[name]}**: {why}" for name, why in data["not_run"].items()]
-    return "## What was not run\n\n" + "\n".join(lines) + "\n" if lines else ""
+    return "### What was not run\n\n" + "\n".join(lines) + "\n" if lines else ""
 
 
 def _runs(keys: Sequence[str]) -> str:

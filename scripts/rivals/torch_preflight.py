@@ -45,12 +45,10 @@ _OPTIMIZERS = {
 
 def estimate(case: Case) -> Estimate:
     """The tool's total, with and without context and fragmentation."""
+    refuse(case)
     from torch_preflight.vram import costmodel
     from torch_preflight.vram.hardware import Gpu
 
-    refuse_parts(case)
-    if case.technique == "qlora":
-        raise Refused("quantised weights")
     config, stretch = _config(case)
     profile = _profile(case, config)
     gpu = Gpu("measured", "measured", case.card_bytes // MIB, reserve_fraction=0.0)
@@ -64,6 +62,16 @@ def estimate(case: Case) -> Estimate:
         fits=not report.band.is_failure,
         stretch=stretch,
     )
+
+
+def refuse(case: Case) -> None:
+    """Raise `Refused` for plans that no flag of the tool expresses."""
+    refuse_parts(case)
+    if case.technique == "qlora":
+        raise Refused("quantised weights")
+    family = optimizer_family(case.plan["optim"])
+    if family not in _OPTIMIZERS:
+        raise Refused(f"optimizer {family}")
 
 
 def _profile(case: Case, config: Any) -> Any:
@@ -83,8 +91,6 @@ def _config(case: Case) -> tuple[Any, str]:
     plan = case.plan
     precision, _, kind = plan["precision"].partition("-")
     family = optimizer_family(plan["optim"])
-    if family not in _OPTIMIZERS:
-        raise Refused(f"optimizer {family}")
     name = "sgd-momentum" if family == "sgd" and plan["momentum"] else _OPTIMIZERS[family]
     optimizer = OptimizerKind(name)
     dtype = {"32": "fp32", "bf16": "pure-bf16", "16": "pure-fp16"}[precision]

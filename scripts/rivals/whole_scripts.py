@@ -23,6 +23,8 @@ from typing import Any
 
 import compare_scripts
 
+from rivals.page import RUNNERS
+
 CASES = (
     "plain-f32",
     "vis-resnet18-f32-nchw",
@@ -35,10 +37,7 @@ CASES = (
     "field-gnn-gcn",
     "field-dlrm",
 )
-"""Scripts of several kinds that a processor computes within minutes, chosen before they were run."""
-
-RUNNERS = {"memest": "memest", "fakegpu": "FakeGPU"}
-"""Tools that run the script, in the order of the page."""
+"""Scripts of several kinds that a processor computes within minutes."""
 
 READER = "torch_preflight"
 
@@ -163,4 +162,3 @@ def _memest_version() -> str:
     import memest
 
     return memest.__version__
-

@@ -25,6 +25,7 @@ def rivals(monkeypatch: pytest.MonkeyPatch) -> Any:
     import rivals.scores
     import rivals.textbook
     import rivals.textbook_with_matrix
+    import rivals.torch_preflight
 
     yield rivals
     for name in [n for n in sys.modules if n.partition(".")[0] == "rivals"]:
@@ -229,3 +230,50 @@ def test_every_tool_answers_or_refuses_every_run(rivals: ModuleType) -> None:
     data = json.loads((DOCS / "rivals.json").read_text(encoding="utf-8"))
 
     assert all(tool["answers"].keys() == data["runs"].keys() for tool in data["tools"].values())
+
+
+def test_scripts_show_errors_of_both_peaks_or_why_a_tool_stops(rivals: ModuleType) -> None:
+    peaks = {"allocated_bytes": 2 * 2**30, "reserved_bytes": 4 * 2**30}
+    read = {"activations_bytes": 0, "model": "Net", "reserved_bytes": 100}
+    scripts = {
+        "versions": {"memest": "1", "fakegpu": "2", "torch": "3", "torch_preflight": "4"},
+        "measured": {"a": peaks | {"command": "a.py 1"}, "b": peaks | {"command": "b.py"}},
+        "runs": {
+            "a": {
+                "memest": peaks | {"cpu_seconds": 3.2},
+                "fakegpu": {
+                    "allocated_bytes": 3 * 2**30, "reserved_bytes": 2**30, "cpu_seconds": 61.0
+                },
+            },
+            "b": {
+                "memest": peaks | {"cpu_seconds": 4.0},
+                "fakegpu": {"error": "TypeError: no", "cpu_seconds": 1.0},
+            },
+        },
+        "read": {
+            "a.py": read | {"total_bytes": 121},
+            "b.py": read | {"total_bytes": 81},
+            "c.py": read | {"model": "", "total_bytes": 0},
+            "d.py": {"error": "ImportError"},
+        },
+    }  # fmt: skip
+
+    text = rivals.page._scripts(scripts)
+
+    zero = "+0.000 % / +0.000 %"
+    assert f"| `a.py 1` | 2.00 / 4.00 | {zero} | 3 s | +50 % / -75 % | 61 s |" in text
+    assert f"| `b.py` | 2.00 / 4.00 | {zero} | 4 s | stops: TypeError: no | 1 s |" in text
+    assert "Of the 4 scripts" in text
+    assert "model in 2, in 0 of them" in text
+    assert "peak in 1." in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"use_qlora": True}, "quantised weights"), ({"optim": "muon"}, "optimizer muon")],
+)
+def test_torch_preflight_refuses_what_no_flag_expresses(
+    rivals: ModuleType, changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(rivals.case.Refused, match=reason):
+        rivals.torch_preflight.refuse(case(rivals, **changes))
