@@ -17,6 +17,7 @@ from memest.plan.values import (
     LOOPS,
     LORA_BIASES,
     PRECISIONS,
+    QUANT_LOADS,
     QUANTISATIONS,
     SHARDINGS,
     STRATEGIES,
@@ -65,6 +66,7 @@ SUITES = Path(__file__).parents[1] / "validate" / "suites"
 VALUES: dict[str, Callable[[], Iterable[str]]] = {
     "model_name": model_names, "models": model_names, "gpu": gpu_names, "gpu_name": gpu_names,
     "precision": lambda: PRECISIONS, "optim": lambda: OPTIMIZERS, "quant": lambda: QUANTISATIONS,
+    "quant_load": lambda: QUANT_LOADS,
     "strategy": lambda: STRATEGIES, "sharding_strategy": lambda: SHARDINGS,
     "attn_implementation": lambda: ATTENTIONS, "lora_bias": lambda: LORA_BIASES,
 }  # fmt: skip
@@ -97,7 +99,7 @@ _SECTIONS = {
     "Adapters and quantisation": (
         "use_lora", "use_qlora", "quant", "lora_r", "lora_alpha", "lora_dropout",
         "lora_target_modules", "lora_modules_to_save", "lora_bias", "use_rslora", "use_dora",
-        "double_quant", "quant_skip",
+        "double_quant", "quant_skip", "kbit_ckpt", "quant_load",
     ),
     "Several GPUs and offload": (
         "strategy", "devices", "num_nodes", "sharding_strategy", "shard_size", "wrap_classes",
@@ -148,6 +150,9 @@ _PLAN_OPTIONS = [
     click.option("--double-quant/--no-double-quant", default=None,
                  help="Quantise nf4's scales too."),
     click.option("--quant-skip", multiple=True, help="Module that stays unquantised."),
+    click.option("--kbit-ckpt/--no-kbit-ckpt", default=None,
+                 help="QLoRA: checkpointing by prepare_model_for_kbit_training, on by default."),
+    _choice("--quant-load", values=QUANT_LOADS),
     _choice("--strategy", values=STRATEGIES),
     click.option("--devices", type=int, help="Number of GPUs, or of each node's."),
     click.option("--num-nodes", type=int, help="Number of nodes."),

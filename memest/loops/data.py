@@ -15,13 +15,18 @@ from memest.loops.packages import require
 from memest.loops.task import Inputs
 from memest.models_meta.assemble import input_dtype, sequence_length
 from memest.models_meta.batch import Batch, make_batch
-from memest.models_meta.registry import ModelConfig, error_text
+from memest.models_meta.build import BuiltModel
+from memest.models_meta.quantized import quantization_config
+from memest.models_meta.registry import ModelConfig, error_text, quiet_transformers
 from memest.plan import TrainingPlan
 
 MAX_CAPTION_TOKENS = 50
 """As the lab's processor cuts captions (`max_length=50`, padding to the longest)."""
 
 INIT_STD = 0.02
+
+_POOL_NUMEL = 1 << 20
+"""Random numbers that are drawn for weights on the host, which repeat them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +48,33 @@ def initialise(model: nn.Module) -> None:
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.normal_(0.0, INIT_STD)
+
+
+class RandomWeight:
+    """A weight made when it is read, like the slices of files that transformers loads."""
+
+    def __init__(self, pool: Tensor, weight: Tensor) -> None:
+        self._pool, self._shape, self._dtype = pool, weight.shape, weight.dtype
+
+    def __getitem__(self, index: Any) -> Tensor:
+        numel = self._shape.numel()
+        repeated = self._pool.repeat(-(-numel // _POOL_NUMEL))[:numel]
+        return repeated.view(self._shape).to(self._dtype)[index]
+
+
+def random_state(module: nn.Module) -> dict[str, Any]:
+    """Make a state dict for `module`, which is on meta: random weights, and buffers of ones."""
+    # A parameter: the host of a virtual GPU has no values of what is computed from parameters.
+    pool = nn.Parameter(torch.randn(_POOL_NUMEL) * INIT_STD).detach()
+    tied = getattr(module, "all_tied_weights_keys", {})
+    weights = {name for name, _ in module.named_parameters()}
+    return {
+        name: RandomWeight(pool, tensor)
+        if name in weights
+        else torch.ones(tensor.shape, dtype=tensor.dtype)
+        for name, tensor in module.state_dict().items()
+        if name not in tied
+    }
 
 
 def synthetic_feed(plan: TrainingPlan, model: nn.Module, config: ModelConfig) -> Feed:
@@ -187,36 +219,40 @@ def checkpoint_source(config: ModelConfig) -> str:
     return str(folder)
 
 
-def load_weights(
-    plan: TrainingPlan, config: ModelConfig, dtype: torch.dtype, device: str
+def load_base(
+    plan: TrainingPlan, config: ModelConfig, built: BuiltModel, *, is_random: bool, device: str
 ) -> nn.Module:
-    """The checkpoint of `config` on `device`, in the class that the prediction builds.
+    """Load `built`, which is on meta, to `device` by `from_pretrained`.
 
-    Left out: nothing is quantised while it is loaded; QLoRA quantises it afterwards, as for random
-    weights.
+    QLoRA quantises each weight as it is loaded, unless the plan says in place.
 
     Raises:
-        MemestError: it cannot be had or does not load.
+        MemestError: the weights cannot be had or do not load.
     """
-    from memest.models_meta.build import _model_class
-
-    source = checkpoint_source(config)
-    cls = _model_class(config, [])
-    try:
-        model: nn.Module = cls.from_pretrained(
-            source,
-            dtype=dtype,
-            attn_implementation=plan.attn_implementation,
-            device_map={"": device},
-        )
-    except Exception as error:  # the Hub, the disk and the class each raise their own
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise MemestError(
-            f"the weights of `{source}` cannot be loaded: {error_text(error)}",
-            hint="check the name and the network, or leave `--weights` out for random ones",
-        ) from error
-    return model
+    cls: Any = type(built.module)
+    options: dict[str, Any] = {"dtype": built.module.dtype, "device_map": {"": device}}
+    if plan.loads_quantized:
+        options["quantization_config"] = quantization_config(plan)
+    if plan.attn_implementation not in (None, "sdpa"):  # as `build_model` asks for it
+        options["attn_implementation"] = plan.attn_implementation
+    with quiet_transformers():
+        if is_random:
+            state = random_state(built.module)
+            random: nn.Module = cls.from_pretrained(
+                None, config=built.config, state_dict=state, **options
+            )
+            return random
+        source = checkpoint_source(config)
+        try:
+            loaded: nn.Module = cls.from_pretrained(source, **options)
+        except Exception as error:  # the Hub, the disk and the class each raise their own
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise MemestError(
+                f"the weights of `{source}` cannot be loaded: {error_text(error)}",
+                hint="check the name and the network, or leave `--weights` out for random ones",
+            ) from error
+    return loaded
 
 
 def _processor(config: ModelConfig) -> Any:

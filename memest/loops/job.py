@@ -15,6 +15,7 @@ from typing import Any
 
 from memest.loops.probe import PhaseRecorder
 from memest.plan import TrainingPlan
+from memest.plan.values import IN_PLACE
 
 SEED = 20
 
@@ -135,29 +136,19 @@ def run_job(job: Job) -> None:
 def _build_model(job: Job, config: Any) -> Any:
     """The plan's model on the device, ready to train and described."""
     from memest.loops import data, quantize
-    from memest.models_meta.assemble import (
-        assemble,
-        compute_dtype,
-        describe_model,
-        trained_parameters,
-    )
+    from memest.models_meta.assemble import assemble, describe_model, trained_parameters
     from memest.models_meta.wrapping import stop_caching
 
     plan = job.plan
     is_random = job.options.weights == "random"
+    load = partial(data.load_base, plan, config, is_random=is_random, device=job.where)
     assembled = assemble(
         plan,
         config,
         device=job.where,
-        load=None if is_random else partial(data.load_weights, plan, config, device=job.where),
-        initialise=data.initialise if is_random else None,
-        quantize=partial(
-            quantize.quantize,
-            compute_dtype=compute_dtype(plan),
-            double_quant=plan.double_quant,
-            skip=plan.quant_skip,
-            quant=plan.quant,
-        ),
+        load=load if plan.loads_quantized or not is_random else None,
+        initialise=data.initialise if is_random and not plan.loads_quantized else None,
+        quantize=quantize.quantize_as_planned if plan.quant_load == IN_PLACE else None,
     )
     job.notes.extend(assembled.notes)
     model = assembled.module

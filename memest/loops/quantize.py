@@ -1,4 +1,4 @@
-"""QLoRA's base on a GPU: linear layers replaced by those of bitsandbytes, 4-bit or 8-bit."""
+"""QLoRA's base in place: the linear layers of a model replaced by 4-bit or 8-bit ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from memest.models_meta.quantized import THRESHOLD, layers_to_quantize
+from memest.models_meta.assemble import compute_dtype
+from memest.models_meta.quantized import THRESHOLD, layers_to_quantize, skipped_modules
+from memest.plan import TrainingPlan
+
+
+def quantize_as_planned(model: nn.Module, plan: TrainingPlan) -> None:
+    """Replace the linear layers of `model` as `plan` says.
+
+    Raises:
+        PlanError: no layer is left to quantise.
+    """
+    quantize(
+        model,
+        compute_dtype=compute_dtype(plan),
+        double_quant=plan.double_quant,
+        skip=skipped_modules(model, plan),
+        quant=plan.quant,
+    )
 
 
 def quantize(

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from memest.errors import PlanError, UnsupportedError
 from memest.models_meta.adapters import apply_lora, linear_names
 from memest.models_meta.batch import num_image_tokens
-from memest.models_meta.build import build_model, freeze, num_positions
+from memest.models_meta.build import BuiltModel, build_model, freeze, num_positions
 from memest.models_meta.flash_attention import mark_quantized
-from memest.models_meta.quantized import prepare_for_kbit_training
+from memest.models_meta.quantized import check_quantizable
 from memest.models_meta.registry import ModelConfig
 from memest.models_meta.tying import set_tied_embeddings
 from memest.plan import TrainingPlan
-from memest.plan.values import ALL_LINEAR
+from memest.plan.values import ALL_LINEAR, FLASH_ATTENTION_2, IN_PLACE
 
 DEFAULT_SEQ_LEN = {"image-text": 25, "text": 512, "audio": 128, "image": 1}
 """Tokens per sample where the plan names none. Image-text: captions of the lab's data set, whose
@@ -42,42 +42,44 @@ def assemble(
     plan: TrainingPlan,
     config: ModelConfig,
     *,
-    quantize: Callable[[nn.Module], Any],
     device: torch.device | str,
-    load: Callable[[torch.dtype], nn.Module] | None = None,
+    load: Callable[[BuiltModel], nn.Module] | None = None,
     initialise: Callable[[nn.Module], Any] | None = None,
+    quantize: Callable[[nn.Module, TrainingPlan], Any] | None = None,
 ) -> Assembled:
     """The module as Lightning trains it.
 
     Args:
         plan: what is trained.
         config: of its model.
-        quantize: replaces the linear layers in place, as `plan.quant` says; called for QLoRA
-            alone.
         device: where the parameters are made.
-        load: makes the module, in the dtype given; None builds it from the config.
+        load: loads the module that is built on meta, quantised if the plan quantises while it
+            loads; None builds it on `device`.
         initialise: gives the weights values before anything is derived from them.
+        quantize: replaces the linear layers, for QLoRA in place.
 
     Raises:
         MemestError: the model class, the adapters or the patterns do not go together.
     """
-    dtype = load_dtype(plan)
-    notes: tuple[str, ...] = ()
-    if load is None:
-        built = build_model(
-            config, dtype=dtype, attn_implementation=plan.attn_implementation, device=device
-        )
-        model, notes = built.module, built.notes
-    else:
-        model = load(dtype)
+    built = build_model(
+        config,
+        dtype=load_dtype(plan, config),
+        attn_implementation=plan.attn_implementation,
+        device=device if load is None else "meta",
+    )
+    notes = [*built.notes, *_checkpointing_notes(plan)]
+    if plan.use_qlora:
+        check_quantizable(built.module, plan)
+    model = built.module if load is None else load(built)
     if plan.tie_word_embeddings is not None:
         set_tied_embeddings(model, plan.tie_word_embeddings)
     if initialise is not None:
         initialise(model)
-    if plan.use_qlora:
-        quantize(model)
+    if quantize is not None:
+        quantize(model, plan)
         mark_quantized(model)
-        prepare_for_kbit_training(model, use_gradient_checkpointing=plan.act_ckpt)
+    if plan.use_qlora:
+        _prepare_for_kbit_training(model, plan)
     if plan.uses_adapters:
         model = apply_lora(
             model,
@@ -93,11 +95,11 @@ def assemble(
     if plan.freeze:
         freeze(model, plan.freeze)
     if input_dtype(plan) is not None:
-        model = model.to(dtype)
+        model = model.to(input_dtype(plan))
     model.train()
-    if plan.act_ckpt and not plan.use_qlora:
+    if plan.act_ckpt and not plan.kbit_checkpoints:
         _enable_checkpointing(model, plan)
-    return Assembled(module=model, notes=notes)
+    return Assembled(module=model, notes=tuple(notes))
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -140,12 +142,20 @@ def input_dtype(plan: TrainingPlan) -> torch.dtype | None:
     return half_dtype(plan) if plan.precision in ("bf16-true", "16-true") else None
 
 
-def load_dtype(plan: TrainingPlan) -> torch.dtype:
-    """The dtype in which the weights are made: of 16 bits under QLoRA, whatever the precision."""
-    true_half = input_dtype(plan)
-    if true_half is not None:
-        return true_half
-    return compute_dtype(plan) if plan.use_qlora else torch.float32
+def load_dtype(plan: TrainingPlan, config: ModelConfig) -> torch.dtype:
+    """Dtype in which the weights are loaded.
+
+    `from_pretrained(quantization_config=...)` keeps that of the checkpoint. FlashAttention-2 needs
+    16 bits, so its users name them.
+    """
+    if not plan.use_qlora:
+        return input_dtype(plan) or torch.float32
+    is_half = config.saved_dtype in (torch.float16, torch.bfloat16)
+    if plan.quant_load == IN_PLACE or (
+        plan.attn_implementation == FLASH_ATTENTION_2 and not is_half
+    ):
+        return input_dtype(plan) or compute_dtype(plan)
+    return config.saved_dtype
 
 
 def compute_dtype(plan: TrainingPlan) -> torch.dtype:
@@ -172,6 +182,33 @@ def sequence_length(plan: TrainingPlan, config: ModelConfig) -> int:
             hint=f"give at most {positions}",
         )
     return asked
+
+
+def _checkpointing_notes(plan: TrainingPlan) -> list[str]:
+    if not plan.kbit_checkpoints or plan.kbit_ckpt or plan.act_ckpt:
+        return []
+    return [
+        "`prepare_model_for_kbit_training` of peft turns activation checkpointing on, which is its"
+        " default; `kbit_ckpt: false` leaves it off"
+    ]
+
+
+def _prepare_for_kbit_training(model: Any, plan: TrainingPlan) -> None:
+    """Freeze the quantised base and cast what is not quantised to fp32, by peft."""
+    from peft import prepare_model_for_kbit_training
+
+    try:
+        prepare_model_for_kbit_training(  # type: ignore[no-untyped-call]
+            model,
+            use_gradient_checkpointing=plan.kbit_checkpoints,
+            auto_clear_cache=plan.loads_quantized,  # in place, runs were measured without it
+        )
+    except ValueError as error:
+        raise UnsupportedError(
+            "`prepare_model_for_kbit_training` turns activation checkpointing on, which"
+            f" `{plan.model_name}` does not offer: {error}",
+            hint="add `kbit_ckpt: false` (`--no-kbit-ckpt`)",
+        ) from error
 
 
 def _enable_checkpointing(model: Any, plan: TrainingPlan) -> None:

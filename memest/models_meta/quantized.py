@@ -1,4 +1,4 @@
-"""Which layers of a model bitsandbytes quantises, and how what is left is prepared for training.
+"""Which layers of a model bitsandbytes quantises, and what transformers is told of it.
 
 The layers themselves are bitsandbytes' own, see `memest.loops.quantize`.
 """
@@ -6,10 +6,13 @@ The layers themselves are bitsandbytes' own, see `memest.loops.quantize`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
 from memest.errors import PlanError
+from memest.plan import TrainingPlan
+from memest.plan.values import IN_PLACE
 
 THRESHOLD = 6.0
 """`llm_int8_threshold`, the default of transformers' `BitsAndBytesConfig`."""
@@ -21,9 +24,50 @@ ASSUMPTION = (
 )
 
 
+def quantization_config(plan: TrainingPlan) -> Any:
+    """Return the `BitsAndBytesConfig` of `plan`."""
+    import transformers
+
+    from memest.models_meta.assemble import compute_dtype
+
+    config: Any = transformers.BitsAndBytesConfig
+    skip = list(plan.quant_skip) or None
+    if plan.quant == "int8":
+        return config(load_in_8bit=True, llm_int8_skip_modules=skip)
+    return config(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=compute_dtype(plan),
+        bnb_4bit_use_double_quant=plan.double_quant,
+        llm_int8_skip_modules=skip,
+    )
+
+
+def check_quantizable(model: nn.Module, plan: TrainingPlan) -> None:
+    """Refuse a model of which nothing can be quantised; transformers only logs a warning.
+
+    Raises:
+        PlanError: bitsandbytes has no layer for any of its modules.
+    """
+    layers_to_quantize(model, skipped_modules(model, plan))
+
+
+def skipped_modules(model: Any, plan: TrainingPlan) -> list[str]:
+    """Return the names of modules that stay unquantised, as `Bnb4BitHfQuantizer` collects them."""
+    from transformers.quantizers.base import HfQuantizer
+
+    kept = None if plan.quant_load == IN_PLACE else model._keep_in_fp32_modules
+    names: list[str] = HfQuantizer.get_modules_to_not_convert(
+        model, list(plan.quant_skip) or None, kept
+    )
+    return sorted(names)
+
+
 def layers_to_quantize(model: nn.Module, skip: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """Names and layers, all at once: a loop over `list(model.named_modules())` holds the originals
-    to its end, and so does a loop over this.
+    """Return names and layers that `replace_with_bnb_linear` of transformers would convert.
+
+    The list holds the originals until a loop over it ends, and so does a loop over
+    `list(model.named_modules())`.
 
     Args:
         model: in the dtype in which its weights are loaded.
@@ -32,40 +76,30 @@ def layers_to_quantize(model: nn.Module, skip: Sequence[str]) -> list[tuple[str,
     Raises:
         PlanError: there are none.
     """
-    names = convertible_names(model, skip)
-    if not names:
-        own = {type(m).__name__ for m in model.modules() if isinstance(m, nn.Linear)} - {"Linear"}
-        why = (
-            f"transformers converts no {', '.join(f'`{c}`' for c in sorted(own))}; " if own else ""
-        )
-        raise PlanError(
-            f"`{type(model).__name__}` has no linear layer to quantise",
-            hint=f"{why}left alone by name: {', '.join(f'`{p}`' for p in skip) or 'none'}",
-        )
-    return [(name, model.get_submodule(name)) for name in names]
-
-
-def convertible_names(model: nn.Module, skip: Sequence[str]) -> list[str]:
-    """The names of the layers that `replace_with_bnb_linear` of transformers would convert."""
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    return [
-        name
+    layers: list[tuple[str, nn.Module]] = [
+        (name, module)
         for name, module in model.named_modules()
-        if (type(module) is nn.Linear or isinstance(module, Conv1D))
-        and should_convert_module(name, list(skip))
+        if type(module) is nn.Linear or isinstance(module, Conv1D)
     ]
+    found = [(name, module) for name, module in layers if should_convert_module(name, list(skip))]
+    if not found:
+        raise _nothing_to_quantize(model, [name for name, _ in layers])
+    return found
 
 
-def prepare_for_kbit_training(model: nn.Module, *, use_gradient_checkpointing: bool) -> nn.Module:
-    """`peft.prepare_model_for_kbit_training`: all frozen, what is not quantised in fp32.
-
-    With checkpointing it also makes the embeddings' output require a gradient, and turns
-    checkpointing on (reentrant, the default of transformers).
-    """
-    from peft import prepare_model_for_kbit_training
-
-    return prepare_model_for_kbit_training(  # type: ignore[no-untyped-call, no-any-return]
-        model, use_gradient_checkpointing=use_gradient_checkpointing, auto_clear_cache=False
+def _nothing_to_quantize(model: nn.Module, skipped: Sequence[str]) -> PlanError:
+    own = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.Linear)})
+    own = [name for name in own if name != "Linear"]
+    if skipped:
+        why = f"its only linear layers stay unquantised: {', '.join(f'`{n}`' for n in skipped[:3])}"
+    elif own:
+        why = f"transformers converts no {', '.join(f'`{name}`' for name in own)}"
+    else:
+        why = "bitsandbytes quantises `nn.Linear` and the `Conv1D` of transformers"
+    return PlanError(
+        f"`{type(model).__name__}` has no linear layer to quantise",
+        hint=f"{why}; leave `use_qlora` out, or train adapters on the whole base with `use_lora`",
     )

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from memest.errors import MemestError, PlanError, UnknownModelError, UnsupportedError, closest
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedConfig
 
 CONFIG_DIR = Path(__file__).parent / "configs"
@@ -96,6 +97,14 @@ class ModelConfig:
     def model_type(self) -> str:
         """transformers' name of the family, such as `llama`."""
         return str(self.pretrained.model_type)
+
+    @property
+    def saved_dtype(self) -> torch.dtype:
+        """Dtype of the published weights, as far as the config says it: else float32."""
+        import torch
+
+        found = getattr(self.pretrained, "dtype", None)
+        return found if isinstance(found, torch.dtype) else torch.float32
 
 
 def list_models() -> list[ModelEntry]:
@@ -301,17 +310,20 @@ def error_text(error: BaseException) -> str:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keeps warnings about a config to itself: what matters is said in errors and notes."""
+    """Hide warnings and progress bars of transformers: errors and notes say what matters."""
     from transformers.utils import logging
 
-    verbosity = logging.get_verbosity()
+    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(ERROR)
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _parse(

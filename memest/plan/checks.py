@@ -12,10 +12,12 @@ from memest.plan.values import (
     ATTENTIONS,
     CLIPPING,
     FLASH_ATTENTION_2,
+    FROM_PRETRAINED,
     LOGGING,
     LOOPS,
     LORA_BIASES,
     PRECISIONS,
+    QUANT_LOADS,
     QUANTISATIONS,
     SHARDINGS,
     STRATEGIES,
@@ -61,6 +63,7 @@ def check(plan: TrainingPlan) -> None:
         ("strategy", STRATEGIES),
         ("attn_implementation", ATTENTIONS),
         ("quant", QUANTISATIONS),
+        ("quant_load", QUANT_LOADS),
         ("lora_bias", LORA_BIASES),
         ("sharding_strategy", SHARDINGS),
     ):
@@ -201,10 +204,16 @@ def _check_adapters(plan: TrainingPlan) -> None:
             f"`lora_target_modules` names `{ALL_LINEAR}` and other modules",
             hint=f"give `{ALL_LINEAR}` alone, or names alone",
         )
-    for key, is_given in (("double_quant", plan.double_quant), ("quant", plan.quant != "nf4")):
+    for key, is_given in (
+        ("double_quant", plan.double_quant),
+        ("quant", plan.quant != "nf4"),
+        ("kbit_ckpt", plan.kbit_ckpt is not None),
+        ("quant_load", plan.quant_load != FROM_PRETRAINED),
+    ):
         if is_given and not plan.use_qlora:
+            ckpt = "; without it `act_ckpt` checkpoints" if key == "kbit_ckpt" else ""
             raise PlanError(
-                f"`{key}` is given without QLoRA", hint="add `use_qlora: true` (`--qlora`)"
+                f"`{key}` is given without QLoRA", hint=f"add `use_qlora: true` (`--qlora`){ckpt}"
             )
     if plan.double_quant and plan.quant != "nf4":
         raise PlanError(

@@ -13,7 +13,7 @@ from memest.plan.checks import check, suggest
 from memest.plan.lengths import read_lengths, steps_of
 from memest.plan.optimizers import optimizer_name
 from memest.plan.other_names import OTHER_NAMES, read_other_names
-from memest.plan.values import IGNORED_KEYS, PRECISION_ALIASES
+from memest.plan.values import FROM_PRETRAINED, IGNORED_KEYS, PRECISION_ALIASES
 from memest.units import parse_bytes
 
 
@@ -114,6 +114,13 @@ class TrainingPlan:
     quant: str = "nf4"
     """QLoRA: `nf4` (4 bits, the paper's) or `int8` (LLM.int8)."""
 
+    kbit_ckpt: bool | None = None
+    """QLoRA: whether `prepare_model_for_kbit_training` of peft turns activation checkpointing on,
+    whatever `act_ckpt` says (its `use_gradient_checkpointing`); None is its default: on."""
+
+    quant_load: str = FROM_PRETRAINED
+    """QLoRA: one of `QUANT_LOADS`."""
+
     lora_r: int = 16
     """Rank of the adapters."""
 
@@ -143,8 +150,10 @@ class TrainingPlan:
     double_quant: bool = False
     """QLoRA: quantise the scales too (`bnb_4bit_use_double_quant`)."""
 
-    quant_skip: tuple[str, ...] = ("lm_head", "wo")
-    """QLoRA: modules that stay unquantised besides the output head (`llm_int8_skip_modules`)."""
+    quant_skip: tuple[str, ...] = ()
+    """QLoRA: modules that stay unquantised (`llm_int8_skip_modules`); empty is the choice of
+    transformers: the output head, what is tied to it, and the last module. What the model's class
+    keeps in fp32 stays unquantised in any case, except in place."""
 
     seq_len: int | None = None
     """Tokens per sample, padding included; None is the modality's default, as the report states."""
@@ -250,6 +259,16 @@ class TrainingPlan:
     def uses_adapters(self) -> bool:
         """Whether only adapters are trained."""
         return self.use_lora or self.use_qlora
+
+    @property
+    def loads_quantized(self) -> bool:
+        """Whether weights are quantised while they are loaded."""
+        return self.use_qlora and self.quant_load == FROM_PRETRAINED
+
+    @property
+    def kbit_checkpoints(self) -> bool:
+        """Whether `prepare_model_for_kbit_training` turns activation checkpointing on."""
+        return self.use_qlora and self.kbit_ckpt is not False
 
     @property
     def is_padded(self) -> bool:

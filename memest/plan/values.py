@@ -33,6 +33,11 @@ ATTENTIONS = ("sdpa", "eager", FLASH_ATTENTION_2)
 
 QUANTISATIONS = ("nf4", "int8")
 
+FROM_PRETRAINED, IN_PLACE = "from_pretrained", "in_place"
+QUANT_LOADS = (FROM_PRETRAINED, IN_PLACE)
+"""`from_pretrained(quantization_config=...)` quantises each weight as it is loaded. In place,
+linear layers of a model that is on the GPU in 16 bits are replaced one by one."""
+
 LORA_BIASES = ("none", "all", "lora_only")
 
 ALL_LINEAR = "all-linear"

@@ -119,6 +119,8 @@ def _heading(prediction: Prediction) -> list[str]:
         facts.append("activation checkpointing")
     if plan["use_qlora"] or plan["use_lora"]:
         facts.append(f"{'QLoRA' if plan['use_qlora'] else 'LoRA'} rank {plan['lora_r']}")
+    if plan["use_qlora"] and plan["kbit_ckpt"] is not False and not plan["act_ckpt"]:
+        facts.append("activation checkpointing by peft")
     lines = ["  ".join(facts)]
     if prediction.name != plan["model_name"]:
         lines.append(f"model {plan['model_name']}")

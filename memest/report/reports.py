@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from memest.errors import PlanError
 from memest.plan.reading import read_limited
+from memest.plan.values import IN_PLACE
 from memest.report.records import SCHEMA, Measurement
 
 MAX_RESULTS_BYTES = 512 << 20
@@ -49,8 +51,15 @@ def _measurements(path: Path) -> Iterator[Measurement]:
                 hint="name a results file of `memest validate`",
             )
         try:
-            yield Measurement.from_dict(values)
+            yield Measurement.from_dict(values | {"plan": _plan_as_run(values["plan"])})
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(
                 f"{where} is not a whole report: {error}", hint="run the experiment again"
             ) from error
+
+
+def _plan_as_run(plan: dict[str, Any]) -> dict[str, Any]:
+    """Add how QLoRA ran before plans said it: quantised in place, checkpointing by `act_ckpt`."""
+    if not plan.get("use_qlora") or "quant_load" in plan:
+        return plan
+    return {**plan, "quant_load": IN_PLACE, "kbit_ckpt": bool(plan.get("act_ckpt"))}

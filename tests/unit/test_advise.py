@@ -373,7 +373,7 @@ def test_the_lines_of_a_script_follow_the_changes() -> None:
 def test_the_lines_of_qlora_quantise_the_base_first() -> None:
     changes = all_changes(PLAN)
     qlora = changes["QLoRA, rank 16, double quantisation"]
-    plan = apply(PLAN, [qlora, changes["activation checkpointing"]])
+    plan = apply(PLAN, [qlora])
 
     lines = training_lines(PLAN, plan, FACTS)
 
@@ -384,8 +384,17 @@ def test_the_lines_of_qlora_quantise_the_base_first() -> None:
         "model = get_peft_model",
     ]
     assert "bnb_4bit_use_double_quant=True" in lines[0]
-    assert 'llm_int8_skip_modules=["lm_head", "wo"]' in lines[0]
-    assert "use_gradient_checkpointing=True" in lines[2]
+    assert lines[2] == "model = prepare_model_for_kbit_training(model)"
+
+
+def test_the_lines_of_qlora_say_what_differs_from_the_defaults_of_the_libraries() -> None:
+    plan = replace(PLAN, use_qlora=True, kbit_ckpt=False, quant_skip=("x",), act_ckpt=True)
+
+    lines = training_lines(PLAN, plan, FACTS)
+
+    assert lines[0].endswith('llm_int8_skip_modules=["x"])')
+    assert lines[2].endswith("(model, use_gradient_checkpointing=False)")
+    assert "model.gradient_checkpointing_enable()" in lines
 
 
 def test_advice_as_a_reader_sees_it(narrow: Advice, golden: Callable[[str, str], None]) -> None:

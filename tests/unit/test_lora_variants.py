@@ -43,7 +43,9 @@ def test_dora_keeps_the_weight_it_dequantises_until_the_backward() -> None:
     """Behind a dropout it multiplies by the whole weight once more, and keeps it in fp32, the
     dtype of its input; without quantisation that weight is the parameter itself in another dtype.
     """
-    plain, dora = (predicted(use_qlora=True, use_dora=flag) for flag in (False, True))
+    plain, dora = (
+        predicted(use_qlora=True, kbit_ckpt=False, use_dora=flag) for flag in (False, True)
+    )
 
     grown = dora.phases[1].activations_bytes - plain.phases[1].activations_bytes
     assert grown > LAYERS * QKV * WIDTH * 2

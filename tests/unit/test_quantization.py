@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from memest.errors import PlanError
+from memest.errors import PlanError, UnsupportedError
 from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.predict import predict
+from memest.loops.job import Job, Listener, _build_model
+from memest.loops.probe import CudaMemory, PhaseRecorder
 from memest.loops.quantize import quant_state_tensors, quantize
-from memest.models_meta.quantized import prepare_for_kbit_training
+from memest.models_meta.assemble import _prepare_for_kbit_training
+from memest.models_meta.registry import resolve_config
 from memest.plan import TrainingPlan
+from memest.report import read_measurements
+from memest.validate.compare import plan_of
 from tests.requested import Requests, without_workspaces
 
 pytestmark = pytest.mark.skipif(
@@ -32,6 +42,12 @@ BF16 = torch.bfloat16
 def requests() -> Iterator[Requests]:
     with VirtualGpu(find_gpu("h100-80gb")) as gpu:
         yield Requests(gpu)
+
+
+def prepare_model_for_kbit_training(model: nn.Module, **options: bool) -> None:
+    from peft import prepare_model_for_kbit_training
+
+    prepare_model_for_kbit_training(model, **options)
 
 
 def layers(*, bias: bool = True) -> nn.Sequential:
@@ -113,7 +129,7 @@ def test_preparing_casts_what_is_not_quantised_to_fp32(requests: Requests) -> No
         model = layers()
         quantise(model)
 
-        prepare_for_kbit_training(model, use_gradient_checkpointing=False)
+        prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
 
         assert kinds(model) == {
             "0.weight": (dtype, "cuda", False),
@@ -153,7 +169,7 @@ def test_a_bias_takes_the_dtype_of_the_product_for_good(requests: Requests) -> N
     for quantise in (in_4_bits, in_8_bits):
         model = layers()
         quantise(model)
-        prepare_for_kbit_training(model, use_gradient_checkpointing=False)
+        prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         before = model[0].bias.dtype
 
         output = model[0](torch.zeros(2, 7, K, device="cuda", dtype=BF16))
@@ -279,6 +295,19 @@ def test_layers_of_a_class_of_their_own_are_named_where_nothing_else_can_be_quan
         quantize(nn.Sequential(OwnLinear(8, 8)), compute_dtype=BF16, quant="int8")
 
     assert raised.value.hint.startswith("transformers converts no `OwnLinear`; ")
+    assert "use_lora" in raised.value.hint
+
+
+def test_a_plan_whose_model_has_no_linear_layer_is_refused(tmp_path: Path) -> None:
+    config = {"model_type": "resnet", "architectures": ["ResNetModel"], "depths": [1, 1, 1, 1]}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+
+    with pytest.raises(PlanError) as raised:
+        predict(TrainingPlan(model_name=str(path), use_qlora=True))
+
+    assert str(raised.value) == "`ResNetModel` has no linear layer to quantise"
+    assert "leave `use_qlora` out" in raised.value.hint
 
 
 def test_a_plan_leaves_the_output_embedding_and_wo_of_t5(requests: Requests) -> None:
@@ -291,7 +320,7 @@ def test_a_plan_leaves_the_output_embedding_and_wo_of_t5(requests: Requests) -> 
     )  # fmt: skip
     model = T5ForConditionalGeneration(config).to("cuda", BF16)
 
-    quantize(model, compute_dtype=BF16, skip=TrainingPlan(model_name="t5-small").quant_skip)
+    quantize(model, compute_dtype=BF16, skip=["lm_head", "wo"])
 
     left = {n.rpartition(".")[2] for n, m in model.named_modules() if type(m) is nn.Linear}
     packed = [m for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
@@ -307,7 +336,7 @@ def test_checkpointing_lets_gradients_into_the_frozen_model(requests: Requests) 
     model = GPT2LMHeadModel(config).to("cuda", BF16)
     in_4_bits(model)
 
-    prepare_for_kbit_training(model, use_gradient_checkpointing=True)
+    prepare_model_for_kbit_training(model, use_gradient_checkpointing=True)
 
     ids = torch.zeros(2, 3, dtype=torch.long, device="cuda")
     assert model.get_input_embeddings()(ids).requires_grad
@@ -317,10 +346,92 @@ def test_checkpointing_lets_gradients_into_the_frozen_model(requests: Requests) 
 # --- plans
 
 
+def base_of(**keys: Any) -> nn.Module:
+    """The quantised base of a small T5, on the H100, as a plan's loop makes it."""
+    plan = TrainingPlan(model_name="t5-small", use_qlora=True, **keys)
+    recorder = PhaseRecorder(CudaMemory(), 1)
+    return _build_model(
+        Job(plan, recorder, Listener(on_end=lambda: None)), resolve_config("t5-small")
+    )
+
+
+def test_a_base_is_loaded_by_from_pretrained_and_checkpoints_as_peft_has_it(
+    requests: Requests,
+) -> None:
+    """What T5 keeps in fp32 and its head stay as the checkpoint has them; nothing is in bf16."""
+    model = base_of(precision="32-true")
+
+    base = model.get_base_model()
+    assert base.hf_quantizer.quantization_config.bnb_4bit_quant_type == "nf4"
+    assert base.is_gradient_checkpointing
+    left = {n.rpartition(".")[2] for n, m in base.named_modules() if type(m) is nn.Linear}
+    assert left >= {"lm_head", "wo"}
+    assert {p.dtype for p in base.parameters()} == {torch.uint8, torch.float32}
+
+
+def test_kbit_ckpt_leaves_checkpointing_off(requests: Requests) -> None:
+    assert not base_of(kbit_ckpt=False).get_base_model().is_gradient_checkpointing
+
+
+def test_in_place_means_that_the_model_was_whole_on_the_gpu(requests: Requests) -> None:
+    peaks = []
+    for quant_load in ("in_place", "from_pretrained"):
+        torch.cuda.reset_peak_memory_stats()
+        base_of(quant_load=quant_load)
+        gc.collect()
+        peaks.append(torch.cuda.max_memory_allocated())
+
+    whole = 2 * 60_506_624  # t5-small in bf16
+    assert peaks[0] > whole > peaks[1] / 2
+    assert peaks[0] > 1.3 * peaks[1]
+
+
+def test_a_plan_says_that_peft_turns_checkpointing_on() -> None:
+    keys: dict[str, Any] = {"model_name": "opt-125m", "use_qlora": True, "seq_len": 32}
+    on, off = (
+        predict(TrainingPlan(**keys, kbit_ckpt=kbit_ckpt, batch_size=8))
+        for kbit_ckpt in (None, False)
+    )
+
+    said = "`prepare_model_for_kbit_training` of peft turns activation checkpointing on"
+    assert any(line.startswith(said) for line in on.assumptions)
+    assert not any(line.startswith(said) for line in off.assumptions)
+    assert on.peak_allocated_bytes < off.peak_allocated_bytes
+
+
+def test_a_model_without_checkpointing_is_refused_with_the_key_to_turn_it_off() -> None:
+    plan = TrainingPlan(model_name="opt-125m", use_qlora=True)
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]
+    model.enable_input_require_grads = lambda: None  # type: ignore[assignment]
+
+    def enable(**options: Any) -> None:
+        raise ValueError("Sequential does not support gradient checkpointing.")
+
+    model.gradient_checkpointing_enable = enable  # type: ignore[assignment]
+
+    with pytest.raises(UnsupportedError, match="which `opt-125m` does not offer") as raised:
+        _prepare_for_kbit_training(model, plan)
+
+    assert raised.value.hint == "add `kbit_ckpt: false` (`--no-kbit-ckpt`)"
+
+
+def test_runs_measured_before_plans_said_how_they_load_are_read_as_they_ran() -> None:
+    path = Path(__file__).resolve().parents[2] / "results" / "h200-lab-h100.jsonl"
+    plans = {m.name: plan_of(m) for m in read_measurements(path)}
+
+    qlora = plans["flan-t5-xxl QLoRA"]
+    assert (qlora.quant_load, qlora.kbit_ckpt) == ("in_place", False)
+    assert plans["flan-t5-xxl LoRA"].kbit_ckpt is None
+
+
 @pytest.mark.parametrize(
     ("values", "text"),
     [
         ({"quant": "int8"}, "`quant` is given without QLoRA"),
+        ({"kbit_ckpt": True}, "`kbit_ckpt` is given without QLoRA"),
+        ({"quant_load": "in_place"}, "`quant_load` is given without QLoRA"),
+        ({"quant_load": "later", "use_qlora": True}, "`quant_load` cannot be `later`"),
         ({"quant": "int4", "use_qlora": True}, "`quant` cannot be `int4`"),
         (
             {"quant": "int8", "use_qlora": True, "double_quant": True},
@@ -334,8 +445,6 @@ def test_plans_that_contradict_themselves_are_refused(values: dict[str, object],
 
 
 def test_a_prediction_says_that_outliers_are_left_out() -> None:
-    from memest.estimator.predict import predict
-
     prediction = predict(
         TrainingPlan(model_name="gpt2", use_qlora=True, quant="int8", batch_size=1, seq_len=32)
     )

@@ -494,7 +494,7 @@ def _model_facts(plan: TrainingPlan, prediction: Prediction, trust_remote_code: 
     from memest.models_meta.registry import resolve_config
 
     config = resolve_config(plan.model_name, trust_remote_code=trust_remote_code)
-    module = build_model(config, dtype=load_dtype(plan)).module
+    module = build_model(config, dtype=load_dtype(plan, config)).module
     vision = vision_config(config.pretrained)
     towers: list[str] = []
     for name, part in module.named_modules() if vision is not None else ():

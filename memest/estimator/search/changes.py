@@ -286,7 +286,7 @@ def _accumulation(plan: TrainingPlan) -> Technique:
 
 
 def _checkpointing(plan: TrainingPlan) -> Technique:
-    if plan.act_ckpt:
+    if plan.act_ckpt or plan.kbit_checkpoints:
         return Technique(changes=())
     change = Change(
         title="activation checkpointing",
@@ -354,7 +354,8 @@ def _adapters(plan: TrainingPlan) -> Technique:
             Change(
                 title=f"QLoRA, rank {plan.lora_r}",
                 cost=Cost.TRAINED,
-                price="only adapters learn, on a base rounded to 4 bits; unpacking it costs time",
+                price="only adapters learn, on a base rounded to 4 bits; unpacking it and"
+                " activation checkpointing cost time",
                 updates={"use_qlora": True},
             )
         )

@@ -26,7 +26,7 @@ _FLAGS = {
     "gradient_clip_val": "--clip", "gradient_clip_algorithm": "--clip-algorithm",
     "num_nodes": "--num-nodes", "limit_val_batches": "--val-batches", "val_batch_size": "--val-bs",
     "val_check_interval": "--val-interval", "alloc_conf": "--alloc-conf",
-    "optim_options": "--optim-options", "lengths": "--lengths",
+    "optim_options": "--optim-options", "lengths": "--lengths", "quant_load": "--quant-load",
 }  # fmt: skip
 _SWITCHES = {
     "act_ckpt": ("--act-ckpt", "--no-act-ckpt"),
@@ -36,6 +36,7 @@ _SWITCHES = {
     "use_dora": ("--dora", "--no-dora"),
     "nesterov": ("--nesterov", "--no-nesterov"),
     "double_quant": ("--double-quant", "--no-double-quant"),
+    "kbit_ckpt": ("--kbit-ckpt", "--no-kbit-ckpt"),
     "padded": ("--padded", "--no-padded"),
     "gradient_as_bucket_view": ("--bucket-view", "--no-bucket-view"),
     "tie_word_embeddings": ("--tie-embeddings", "--untie-embeddings"),
@@ -140,12 +141,10 @@ def _loading_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts)
         kind += f"bnb_4bit_compute_dtype={half}{double}"
         if after.quant == "int8":
             kind = "load_in_8bit=True"
-        lines.append(
-            f"quantization = BitsAndBytesConfig({kind}, "
-            f"llm_int8_skip_modules={_list(after.quant_skip)})"
-        )
-        dtype = "torch.float16" if after.precision == "16-true" else "torch.bfloat16"
-        arguments += ["quantization_config=quantization", f"dtype={dtype}"]
+        if after.quant_skip:
+            kind += f", llm_int8_skip_modules={_list(after.quant_skip)}"
+        lines.append(f"quantization = BitsAndBytesConfig({kind})")
+        arguments.append("quantization_config=quantization")
     if len(arguments) > 1:
         lines.append(f"model = {facts.class_name}.from_pretrained({', '.join(arguments)})")
     return lines
@@ -157,14 +156,12 @@ def _qlora_keys(plan: TrainingPlan) -> tuple[Any, ...]:
 
 def _adapter_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts) -> list[str]:
     lines = []
-    if after.use_qlora and (_qlora_keys(after), after.act_ckpt) != (
+    if after.use_qlora and (_qlora_keys(after), after.kbit_ckpt) != (
         _qlora_keys(before),
-        before.act_ckpt,
+        before.kbit_ckpt,
     ):
-        lines.append(
-            "model = prepare_model_for_kbit_training"
-            f"(model, use_gradient_checkpointing={after.act_ckpt})"
-        )
+        off = "" if after.kbit_checkpoints else ", use_gradient_checkpointing=False"
+        lines.append(f"model = prepare_model_for_kbit_training(model{off})")
     if after.uses_adapters and not before.uses_adapters:
         targets = after.lora_target_modules or facts.lora_targets
         named = f", target_modules={_list(targets)}" if targets else ""
@@ -177,7 +174,7 @@ def _adapter_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts)
 
 def _checkpointing_lines(before: TrainingPlan, after: TrainingPlan) -> list[str]:
     changed = (after.act_ckpt, after.uses_adapters) != (before.act_ckpt, before.uses_adapters)
-    if not after.act_ckpt or after.use_qlora or not changed:
+    if not after.act_ckpt or after.kbit_checkpoints or not changed:
         return []
     lines = ["model.gradient_checkpointing_enable()"]
     return [*lines, "model.enable_input_require_grads()"] if after.uses_adapters else lines

@@ -27,21 +27,21 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "LoRA bf16, ckpt": {"precision": "bf16-true", "use_lora": True, "act_ckpt": True},
     "QLoRA fp32": {"precision": "32-true", "use_qlora": True},
     "QLoRA bf16": {"precision": "bf16-true", "use_qlora": True},
-    "QLoRA bf16, ckpt": {"precision": "bf16-true", "use_qlora": True, "act_ckpt": True},
+    "QLoRA bf16, no ckpt": {"precision": "bf16-true", "use_qlora": True, "kbit_ckpt": False},
 }
 """The rows of the lab's tables on one GPU, from the baseline on, and their combinations; AdamW
-where no optimizer is named.
+where no optimizer is named. QLoRA checkpoints activations by default, as peft does.
 """
 
 _DECIDED = {
     "precision", "optim", "momentum", "nesterov", "act_ckpt", "use_lora", "use_qlora",
-    "double_quant", "quant",
+    "double_quant", "quant", "kbit_ckpt",
 }  # fmt: skip
 """Keys of a plan that a technique decides."""
 
 _OF_ADAPTERS = {
     "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save",
-    "lora_bias", "use_rslora", "use_dora", "quant_skip",
+    "lora_bias", "use_rslora", "use_dora", "quant_skip", "quant_load",
 }  # fmt: skip
 _OF_FULL = {"freeze"}
 
