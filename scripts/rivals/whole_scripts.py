@@ -33,7 +33,6 @@ CASES = (
     "zoo-vit-amp",
     "zoo-whisper-amp",
     "zoo-mixtral-amp",
-    "trl-sft-lora",
     "field-gnn-gcn",
     "field-dlrm",
 )
