@@ -117,6 +117,8 @@ LIMITS = """### What is unfair here
   against recordings of the same machine; the other tools never saw it (fitcheck-llm was measured
   on a T4, canifinetune fitted on an RTX 4080,
   torch-preflight on a T4).
+- memest was mended with the recordings of some of the scripts above. FakeGPU never saw them; its
+  calibration with a real GPU was not used.
 - Verdicts are hard by design: the limits of `h200-capped` lie within 4 % of the need that memest
   predicted, and `h200-max-batch` holds the largest batch that memest found, and the next. A
   formula that is 10 % off can only guess.
