@@ -77,6 +77,7 @@ def _install(patches: Patches, mode: Any) -> None:
     from torch._dynamo import utils
     from torch._inductor import async_compile, compile_fx
     from torch._inductor.fx_passes import joint_graph
+    from torch._subclasses import fake_tensor
     from torch.utils import _triton, checkpoint
 
     passes = compile_fx._recursive_joint_graph_passes
@@ -95,6 +96,7 @@ def _install(patches: Patches, mode: Any) -> None:
     utils.__dict__.setdefault("triton", triton)  # which it imports where there is CUDA
     patches.set(_ops, "resolve_key", key_of)
     patches.set(_triton, "triton_hash_with_backend", lambda: "virtual")
+    patches.set(fake_tensor, "init_gpu_context", lambda device: None)  # allocates on the GPU
     patches.set(joint_graph, "lazy_init", lambda *args: None)  # traces patterns on CUDA
     patches.set(compile_fx, "_recursive_joint_graph_passes", of_the_card)
     patches.set(async_compile.AsyncCompile, "triton", lambda self, *args, **kw: Kernel(*args[:2]))

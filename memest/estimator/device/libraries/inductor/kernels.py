@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Sequence
-from importlib.abc import InspectLoader
-from importlib.util import module_from_spec, spec_from_loader
 from types import ModuleType
 from typing import Any
 
@@ -77,27 +76,17 @@ class _Config:
         self.__dict__.update(options)
 
 
-class _Source(InspectLoader):
-    """Loads a module from its text."""
+def _load(source: str) -> None:
+    """Run the module of a kernel, which calls what decorates the kernel.
 
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def is_package(self, fullname: str) -> bool:
-        """It is none."""
-        return False
-
-    def get_source(self, fullname: str) -> str:
-        """The text."""
-        return self._text
-
-
-def _load(source: str) -> ModuleType:
-    """The module that a kernel is: what decorates it is called."""
-    spec = spec_from_loader("kernel", _Source(source))
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    vars(module).update({"__file__": "", "AttrsDescriptor": dict, "AttrsDescriptorWrapper": dict})
-    spec.loader.exec_module(module)
-    return module
+    `triton.jit` reads the lines of its function again (`inspect.getsourcelines`), so `linecache`
+    holds them under a file name of their own meanwhile.
+    """
+    file = "<memest kernel>"
+    module = ModuleType("kernel")
+    vars(module).update({"__file__": file, "AttrsDescriptor": dict, "AttrsDescriptorWrapper": dict})
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    try:
+        exec(compile(source, file, "exec"), vars(module))
+    finally:
+        del linecache.cache[file]
