@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import nn
 
 from memest.estimator.device.libraries.inductor.kernels import _load
 from memest.estimator.device.virtual_gpu import VirtualGpu
@@ -38,3 +39,22 @@ def test_a_function_is_compiled_in_this_environment(gpu: VirtualGpu) -> None:
 
     assert x.grad is not None
     assert ["as one graph" in note for note in gpu.notes] == [True]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_compiled_backward_overwrites_what_was_saved_for_it() -> None:
+    """The gradient of the logits is written over the logits (donated buffers)."""
+    x = torch.zeros(1024, 64, device="cuda")
+    weight = torch.zeros(8192, 64, device="cuda", requires_grad=True)
+    target = torch.zeros(1024, dtype=torch.int64, device="cuda")
+    loss_of = torch.compile(
+        lambda x, weight, target: nn.functional.cross_entropy(x @ weight.T, target)
+    )
+    for _ in range(2):  # kernels are timed in the first step
+        loss = loss_of(x, weight, target)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        loss.backward()
+
+    logits_bytes = 4 * 1024 * 8192
+    assert torch.cuda.max_memory_allocated() - before < logits_bytes // 2

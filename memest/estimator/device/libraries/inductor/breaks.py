@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.device.libraries.inductor.compiler import (
     MadeOnMeta,
@@ -78,12 +76,10 @@ def in_parts(function: Callable[..., Any], tensors: Sequence[Tensor]) -> fx.Grap
         with MadeOnMeta(), broken_by_loggers(here):
             return function(*inputs)
 
-    with _disable_current_modes():
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
     patches = Patches()
     patches.set(torch.autograd.Function, "apply", _own_gradient)
     try:
-        with as_the_compiler(mode):
+        with as_the_compiler():
             traced = make_fx(run, pre_dispatch=True)(*tensors)
     finally:
         patches.undo()
@@ -100,9 +96,7 @@ def inputs_of(parts: fx.GraphModule, tensors: Sequence[Tensor]) -> dict[str, lis
             found[target] = [_leaf_like(value) for value in args]
             return super().call_module(target, args, kwargs)
 
-    with _disable_current_modes():
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with as_the_compiler(mode), MadeOnMeta():
+    with as_the_compiler(), MadeOnMeta():
         Listening(parts).run(*tensors)
     return found
 

@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.device.libraries.inductor.breaks import (
     Broken,
@@ -103,8 +102,8 @@ class Compiled:
         for tensor in tensors:
             if type(tensor) not in (Tensor, nn.Parameter):
                 raise NotCompiled(f"an input is a {type(tensor).__name__}")
-            if self._recorder.place(tensor) is not Place.CARD:
-                raise NotCompiled("an input lies on the host")
+            if self._recorder.place(tensor) is not Place.CARD and tensor.dim():
+                raise NotCompiled("an input is on the host")
         constants = [value for value in given if not _is_tensor(value)]
         for value in constants:
             if Opened(value).tensors:  # it may be changed
@@ -271,27 +270,23 @@ class _Part(nn.Module):
 
 
 def _compile_whole(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Callable[..., Any]:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     class Whole(nn.Module):
         def forward(self, *inputs: Tensor) -> Any:
             with MadeOnMeta(), broken_by_loggers():
                 return function(*inputs)
 
-    with _disable_current_modes():
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-
     def on_the_card(graph: Any, inputs: Sequence[Any], **options: Any) -> Any:
         """Called for the forward, and when it is needed for the backward."""
-        from torch._guards import TracingContext, tracing
+        from torch._guards import detect_fake_mode
 
-        with as_the_compiler(mode) as inductor, tracing(TracingContext(mode)):
-            tell(graph, mode)
+        mode = detect_fake_mode(inputs)
+        with as_the_compiler() as inductor:
+            tell(graph)
             return inductor.compile_fx_inner(
                 graph, [fake(value, mode) for value in inputs], **options
             )
 
-    with _refused(), as_the_compiler(mode) as inductor:
+    with _refused(), as_the_compiler() as inductor:
         made: Callable[..., Any] = inductor.compile_fx(
             Whole(), list(tensors), inner_compile=on_the_card
         )

@@ -36,7 +36,7 @@ class NotCompiled(Exception):
 
 
 @contextmanager
-def as_the_compiler(mode: Any) -> Iterator[Any]:
+def as_the_compiler() -> Iterator[Any]:
     """Within it nothing is recorded, and Inductor, which is given, finds what a GPU would have."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of what it uses itself
@@ -44,7 +44,7 @@ def as_the_compiler(mode: Any) -> Iterator[Any]:
         from torch._inductor import compile_fx, config
 
     patches = Patches()
-    _install(patches, mode)
+    _install(patches)
     casts, CASTS._casts = CASTS._casts, {}
     INSIDE.depth += 1
     try:
@@ -72,7 +72,7 @@ def _silent(logger: logging.Logger) -> Iterator[None]:
         logger.disabled = before
 
 
-def _install(patches: Patches, mode: Any) -> None:
+def _install(patches: Patches) -> None:
     from torch import _ops
     from torch._dynamo import utils
     from torch._inductor import async_compile, compile_fx
@@ -87,7 +87,7 @@ def _install(patches: Patches, mode: Any) -> None:
         return _COMPOSITE if key == _AUTOGRAD_META and _is_composite(op) else resolve(op, key)
 
     def of_the_card(graph: Any, *args: Any, **kwargs: Any) -> Any:
-        tell(graph, mode)
+        tell(graph)
         with _constants_on_the_host(graph):
             return passes(graph, *args, **kwargs)
 
@@ -198,13 +198,19 @@ def _empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
 
 
-def tell(graph: Any, mode: Any) -> None:
-    """Let a graph that was traced on meta tensors lie on the card."""
+def tell(graph: Any) -> None:
+    """Put a graph that was traced on meta tensors on the GPU.
+
+    The fake tensors keep the mode and the storages of the trace. AOTAutograd finds by their
+    storages which saved tensors the backward may overwrite (`bw_donated_idxs`).
+    """
+    from torch._guards import detect_fake_mode
     from torch.fx.node import map_aggregate
 
     def device(value: Any) -> Any:
         return CARD.device if isinstance(value, torch.device) and value.type == "meta" else value
 
+    mode = detect_fake_mode([node.meta.get("val") for node in graph.graph.nodes])
     for node in graph.graph.find_nodes(op="get_attr"):
         constant = getattr(graph, node.target, None)
         if isinstance(constant, Tensor) and constant.device.type == "meta":  # a number's tensor
@@ -241,13 +247,16 @@ def _constants_on_the_host(graph: Any) -> Iterator[None]:
 
 
 def fake(value: Any, mode: Any) -> Any:
-    """A tensor that says `cuda` and has no storage there, like a meta tensor."""
-    from torch._subclasses.fake_tensor import FakeTensor
+    """A tensor on `cuda` that shares the storage of a meta tensor."""
+    from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
     if not isinstance(value, Tensor) or value.device.type != "meta":
         return value
-    like = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
-    return FakeTensor(mode, like, CARD.device)
+    with in_kernel_invocation_manager(mode):
+        same = aten.as_strided.default(
+            value.detach(), value.size(), value.stride(), value.storage_offset()
+        )
+    return FakeTensor(mode, same, CARD.device)
 
 
 def _is_composite(op: Any) -> bool:
