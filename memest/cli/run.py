@@ -95,7 +95,11 @@ MAX_SECONDS_OF_RANK = 1800.0
     default=1,
     help="Take one of so many parts of DataLoaders' batches: what if they were smaller?",
 )
-@click.option("--strict", is_flag=True, help="Refuse to guess values that the script reads.")
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="Refuse to guess values that the script reads, and to run compiled code eagerly.",
+)
 @click.option("--no-input", is_flag=True, help="Refuse a script that reads from stdin.")
 @click.option("--json", "json_path", type=_FILE, help="Write the report to a file as JSON.")
 @click.option("--html", type=_FILE, help="Write the report as a page.")

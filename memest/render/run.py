@@ -56,6 +56,7 @@ def render_run(report: RunReport, *, colour: bool = False, verbose: bool = False
     `verbose` adds all that is assumed.
     """
     sections = [
+        [paint(line, BAD, colour=colour) for line in warnings_of(report)],
         answer_of_run(report, colour=colour),
         heading(report),
         _terms(report),
@@ -69,6 +70,11 @@ def render_run(report: RunReport, *, colour: bool = False, verbose: bool = False
         [paint(line, DIM, colour=colour) for line in _assumed(report, verbose=verbose)],
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
+
+
+def warnings_of(report: RunReport) -> list[str]:
+    """Reasons to trust the figures less, for the first lines of a report."""
+    return [f"warning: {text}" for text in report.warnings]
 
 
 _ENDINGS = {

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 
 from memest.render.answer import WORDS
 from memest.render.html import chart, html_table, lead, page, stack, verdict_cards
-from memest.render.run import answer_of_run, heading, module_rows, rank_rows, times, where, why
+from memest.render.run import (
+    answer_of_run,
+    heading,
+    module_rows,
+    rank_rows,
+    times,
+    warnings_of,
+    where,
+    why,
+)
 from memest.report import HeldRow, RunReport
 from memest.units import GIB, counted, format_gib, gib_that_add_up, shares_that_add_up
 
@@ -39,7 +48,8 @@ def render_run_page(report: RunReport, *, recording: Recording | None = None) ->
             ),
             "memory over the events of one step, by what it is held for",
         )
-        sections[3:3] = ["<h2>Over the step of the peak</h2>", drawn]
+        at = 3 + len(report.warnings)
+        sections[at:at] = ["<h2>Over the step of the peak</h2>", drawn]
     return page(f"{report.name}: GPU memory", "\n".join(sections))
 
 
@@ -54,7 +64,9 @@ def run_fragment(report: RunReport) -> str:
         [name, WORDS[v.verdict], f"{v.margin_bytes / GIB:+.2f}"]
         for name, v in report.verdicts.items()
     ]
-    head = "<br>".join(escape(line) for line in [*answer_of_run(report), *heading(report)])
+    head = "<br>".join(
+        escape(line) for line in [*warnings_of(report), *answer_of_run(report), *heading(report)]
+    )
     tables = (rows, _line_rows(report.lines[:8]), verdicts)
     return f"<p><b>{head}</b></p>" + "".join(html_table(t, text=1) for t in tables)
 
@@ -62,6 +74,7 @@ def run_fragment(report: RunReport) -> str:
 def _sections(report: RunReport) -> list[str]:
     facts = " &middot; ".join(escape(line) for line in heading(report)[1:])
     return [
+        *(f"<p><b>{escape(line)}</b></p>" for line in warnings_of(report)),
         lead(answer_of_run(report)),
         f'<p class="muted">{facts}</p>',
         verdict_cards(report.verdicts),

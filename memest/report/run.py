@@ -153,6 +153,9 @@ class RunReport:
     verdicts: Mapping[str, Verdict]
     guesses: tuple[Guess, ...]
     coverage: Mapping[str, Any]
+    warnings: tuple[str, ...] = ()
+    """Reasons to trust the figures less, reported above the figures."""
+
     notes: tuple[str, ...]
     """What was seen in the run and is worth knowing."""
 
@@ -190,7 +193,7 @@ class RunReport:
         Raises:
             KeyError, TypeError, ValueError: the values are not those of such a report.
         """
-        given = {"allocator": "", "intervals": {}, **values}
+        given = {"allocator": "", "intervals": {}, "warnings": (), **values}
         given = {field.name: given[field.name] for field in fields(cls)}
         rows = {
             "terms": HeldRow, "modules": HeldRow, "lines": HeldRow,
@@ -212,6 +215,7 @@ class RunReport:
                 "verdicts": verdicts,
                 "ranks": tuple(ranks),
                 "intervals": _intervals(given["intervals"]),
+                "warnings": tuple(given["warnings"]),
                 "notes": tuple(given["notes"]),
                 "assumptions": tuple(given["assumptions"]),
             }

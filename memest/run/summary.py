@@ -84,6 +84,7 @@ def report_of(
         verdicts=verdicts,
         guesses=_guesses(recorder.guesses),
         coverage=_coverage(recorder.coverage),
+        warnings=tuple(recorder.warnings),
         notes=(*recorder.notes, *notes),
         assumptions=tuple(_assumptions(virtual, gpu)),
         versions=_versions(),

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memest.errors import UnsupportedError
 from memest.estimator.allocator.blocks import Block
 from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
 from memest.estimator.device import collectives
@@ -94,6 +95,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         self.history = History(allocator, storages)
         self.log = self.history.log
         self.notes: list[str] = []
+        self.warnings: list[str] = []
         """What the report should say of the run, each once; see `note`."""
 
         self.sparse = SparseTensors(self)
@@ -471,6 +473,16 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
             if self.modules.is_evaluating:
                 return "evaluation"
         return "forward"
+
+    def warn(self, text: str) -> None:
+        """Report `text` above all figures, once.
+
+        Raises:
+            UnsupportedError: guesses are refused.
+        """
+        if self.guesses.is_strict:
+            raise UnsupportedError(text, hint="leave `--strict` out to have a warning instead")
+        self.warnings = list(dict.fromkeys((*self.warnings, text)))
 
     def note(self, text: str) -> None:
         """Let the report say `text`, once."""

@@ -116,7 +116,7 @@ class VirtualGpu:
     @property
     def notes(self) -> list[str]:
         """What a report should say of the run, each once."""
-        return self.recorder.notes
+        return [*self.recorder.warnings, *self.recorder.notes]
 
     @property
     def peak_allocated_bytes(self) -> int:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import memest
+from memest.errors import UnsupportedError
 from memest.estimator.device.libraries.inductor.kernels import _load
 from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import find_gpu
+from memest.render.run_html import render_run_page
+from memest.report import RunReport
 
 
 @pytest.fixture
@@ -58,3 +64,52 @@ def test_a_compiled_backward_overwrites_what_was_saved_for_it() -> None:
 
     logits_bytes = 4 * 1024 * 8192
     assert torch.cuda.max_memory_allocated() - before < logits_bytes // 2
+
+
+def test_hyperparameters_may_be_tensors_on_the_host(gpu: VirtualGpu) -> None:
+    """As in the compiled steps of nanochat's AdamW and Muon."""
+
+    @torch.compile(dynamic=False, fullgraph=True)
+    def step(p: Any, grad: Any, mean: Any, square: Any, lr: Any, beta: Any) -> None:
+        p.mul_(1 - lr * 0.1)
+        mean.lerp_(grad, 1 - beta)
+        square.lerp_(grad.square(), 1 - beta)
+        p.add_(mean / (square.sqrt() + 1e-8), alpha=-lr)
+        p.addcmul_(mean, square, value=lr).addcdiv_(mean, square, value=lr)
+
+    tensors = [torch.zeros(1024, 1024, device="cuda") for _ in range(4)]
+    factors = torch.tensor(0.01), torch.tensor(0.9)
+    step(*tensors, *factors)  # the kernel is timed
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step(*tensors, *factors)
+
+    assert gpu.recorder.warnings == []
+    assert torch.cuda.max_memory_allocated() - before < 4096
+
+
+def _reads(x: torch.Tensor) -> torch.Tensor:
+    return x * x.max().item()
+
+
+def test_code_that_is_not_compiled_is_a_warning_above_the_figures() -> None:
+    with memest.virtual_gpu("h100-80gb") as session:
+        torch.compile(_reads)(torch.zeros(4, device="cuda"))
+    report = session.report()
+
+    assert [text.partition(",")[0] for text in report.warnings] == [
+        "`torch.compile` ran _reads as it is written"
+    ]
+    assert str(report).startswith("warning: `torch.compile` ran _reads")
+    assert "DataDependentOutputException" in report.warnings[0]
+    page = render_run_page(report)
+    assert page.index("warning: ") < page.index("What fills the GPU")
+    assert RunReport.from_dict(json.loads(report.to_json())).warnings == report.warnings
+
+
+def test_strict_refuses_code_that_is_not_compiled() -> None:
+    with (
+        pytest.raises(UnsupportedError, match="ran _reads as it is written"),
+        memest.virtual_gpu("h100-80gb", strict=True),
+    ):
+        torch.compile(_reads)(torch.zeros(4, device="cuda"))

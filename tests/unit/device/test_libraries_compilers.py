@@ -214,7 +214,7 @@ def test_each_set_of_shapes_is_compiled_until_there_are_too_many(gpu: VirtualGpu
     for size in range(1, RECOMPILE_LIMIT + 2):
         assert double(torch.zeros(size, device="cuda")).shape == (size,)
 
-    assert f"compiled for {RECOMPILE_LIMIT} sets of inputs before" in gpu.notes[-1]
+    assert f"compiled for {RECOMPILE_LIMIT} sets of inputs before" in gpu.recorder.warnings[0]
 
 
 def test_what_a_function_makes_on_the_card_is_there(gpu: VirtualGpu) -> None:

@@ -53,7 +53,11 @@ def _install_compile(patches: Patches, recorder: LiveRecorder, hooks: ImportHook
         if options.get("disable") or any(os.environ.get(name) == "1" for name in DISABLED_BY):
             return model
         if not _is_by_inductor(model, options):
-            _note(recorder, COMPILED)
+            _say(
+                recorder.note if options.get("backend") == "eager" else recorder.warn,
+                recorder,
+                COMPILED,
+            )
             if isinstance(model, nn.Module):
                 model.__dict__["_orig_mod"] = model
             return model
@@ -101,20 +105,20 @@ def _refuse_what_differs(options: dict[str, Any]) -> None:
         )
 
 
-def _note(recorder: LiveRecorder, text: str) -> None:
-    """Say so, unless it is a library that decorates its functions as it is imported."""
+def _say(say: Callable[[str], None], recorder: LiveRecorder, text: str) -> None:
+    """Report `text`, unless a library decorates its functions while it is imported."""
     frame = sys._getframe(2)
     script = recorder.lines.frame(frame)
     while frame is not None and frame is not script:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return
         frame = frame.f_back  # type: ignore[assignment]
-    recorder.note(text)
+    say(text)
 
 
 def _install_script(patches: Patches, recorder: LiveRecorder) -> None:
     def as_written(made: Any) -> Any:
-        _note(recorder, SCRIPTED)
+        _say(recorder.note, recorder, SCRIPTED)
         if isinstance(made, nn.Module):
             made.__dict__.setdefault("save", _refused("`save` of a scripted module"))
         return made

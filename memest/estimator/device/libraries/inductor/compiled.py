@@ -89,7 +89,7 @@ class Compiled:
 
     def _give_up(self, why: str) -> None:
         self._is_off = True
-        self._recorder.note(EAGERLY.format(name=self._name, why=why))
+        self._recorder.warn(EAGERLY.format(name=self._name, why=why))
 
     def _state(self) -> dict[str, Tensor]:
         """Parameters and buffers by name, each once."""

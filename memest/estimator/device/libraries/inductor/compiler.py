@@ -123,7 +123,20 @@ class MadeOnMeta(TorchFunctionMode):
             return args[0]
         if isinstance(func, type):  # `torch.device` itself
             return func(*args, **(kwargs or {}))
+        factor = (kwargs or {}).get(_FACTORS.get(getattr(func, "__name__", ""), ""))
+        if isinstance(factor, Tensor):
+            return args[0].add_(_term(func.__name__, args[1:]) * factor)
         return func(*map(_on_meta, args), **{k: _on_meta(v) for k, v in (kwargs or {}).items()})
+
+
+_FACTORS = {"add_": "alpha", "addcmul_": "value", "addcdiv_": "value"}
+"""Methods whose factor Dynamo multiplies if it is a tensor (`_dynamo/variables/tensor.py`)."""
+
+
+def _term(name: str, operands: tuple[Any, ...]) -> Any:
+    if name == "add_":
+        return operands[0]
+    return operands[0] * operands[1] if name == "addcmul_" else operands[0] / operands[1]
 
 
 def _on_meta(value: Any) -> Any:
