@@ -113,3 +113,28 @@ def test_strict_refuses_code_that_is_not_compiled() -> None:
         memest.virtual_gpu("h100-80gb", strict=True),
     ):
         torch.compile(_reads)(torch.zeros(4, device="cuda"))
+
+
+def test_a_compiled_function_trains_the_model_that_it_captures(gpu: VirtualGpu) -> None:
+    model = nn.Linear(64, 64).cuda()
+
+    @torch.compile
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    loss_of(torch.zeros(4, 64, device="cuda")).backward()
+
+    assert model.weight.grad is not None
+    assert gpu.recorder.warnings == []
+
+
+def test_a_compiled_step_of_an_optimizer_runs_eagerly(gpu: VirtualGpu) -> None:
+    model = nn.Linear(64, 64).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = torch.compile(optimizer.step)
+    for _ in range(2):
+        model(torch.zeros(4, 64, device="cuda")).sum().backward()
+        step()
+
+    assert optimizer.state[model.weight]["exp_avg"].is_cuda
+    assert "it steps the optimizer AdamW" in gpu.recorder.warnings[0]

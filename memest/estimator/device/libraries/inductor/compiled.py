@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
-from types import MethodType
+from inspect import getclosurevars
+from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -64,7 +65,9 @@ class Compiled:
         self._graphs = graphs
         self._call = call
         owner = call.__self__ if isinstance(call, MethodType) else None
-        self._module = owner if isinstance(owner, nn.Module) else None
+        self._owner = owner if isinstance(owner, nn.Module) else None
+        captured = [part for part in _captured(call) if isinstance(part, nn.Module)]
+        self._module = nn.ModuleList(captured) if captured else self._owner
         self._name = type(owner).__name__ if owner is not None else _name_of(call)
         self._num_made = 0
         self._is_off = False
@@ -75,6 +78,7 @@ class Compiled:
             return self._call(*args, **kwargs)
         given, spec = pytree.tree_flatten((args, kwargs))
         try:
+            _refuse_captured(self._call)
             if self._module is not None:
                 _refuse_wrappers(self._module)
             state = self._state()
@@ -82,7 +86,7 @@ class Compiled:
         except NotCompiled as refused:
             self._give_up(str(refused))
             return self._call(*args, **kwargs)
-        module = self._module
+        module = self._owner
         inside = nullcontext() if module is None else self._recorder.modules.running(module)
         with inside:
             return graph.run([*state.values(), *filter(_is_tensor, given)])
@@ -130,7 +134,8 @@ class Compiled:
         parts = [_settings(part) for part in self._module.modules()]
         configs = {id(c): c for c in (vars(p).get("config") for p in self._module.modules())}
         parts += [_settings(config) for config in configs.values() if hasattr(config, "__dict__")]
-        return type(self._module), repr(self._module), tuple(parts)
+        function = self._call if self._owner is None else type(self._module)
+        return function, repr(self._module), tuple(parts)
 
     def _function(
         self, given: Sequence[Any], spec: Any, names: Sequence[str]
@@ -154,6 +159,28 @@ class Compiled:
                 return call(*args, **kwargs)
 
         return run
+
+
+def _captured(call: Callable[..., Any]) -> list[Any]:
+    """Values of the variables outside of a function that it names."""
+    if not isinstance(call, FunctionType):
+        return []
+    found = getclosurevars(call)
+    return [*found.nonlocals.values(), *found.globals.values()]
+
+
+def _refuse_captured(call: Callable[..., Any]) -> None:
+    """Refuse what a trace would keep as constants, or change.
+
+    Raises:
+        NotCompiled: `call` captures tensors or an optimizer.
+    """
+    owner = [call.__self__] if isinstance(call, MethodType) else []
+    for value in (*owner, *_captured(call)):
+        if isinstance(value, torch.optim.Optimizer):
+            raise NotCompiled(f"it steps the optimizer {type(value).__name__}")
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise NotCompiled("it captures a tensor that requires grad")
 
 
 def _settings(part: object) -> tuple[tuple[str, Any], ...]:
