@@ -13,6 +13,7 @@ from memest.cli.options import VALUES, completes, suite_names
 from memest.cli.progress import shown
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu
+from memest.plan import TrainingPlan
 from memest.plan.files import read_suite
 
 LAB_CARDS = {"h100": ("h100-80gb", "h200"), "": ("a100-80gb", "a100-40gb")}
@@ -46,7 +47,7 @@ MODELS = ("blip2-opt-2.7b", "blip2-opt-6.7b", "blip2-flan-t5-xxl")
     "--seq-len", type=click.IntRange(1), help="Tokens per sample; by default the suite's."
 )
 @click.option("--bs", "batches", default="1,2,4,8,16,32,64", show_default=True, help="Batch sizes.")
-@click.option("--acc", "counts", default="1,4", show_default=True, help="Micro-batches per step.")
+@click.option("--acc", "counts", default="1,2,4", show_default=True, help="Micro-batches per step.")
 @click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
 @click.option("--json", "as_json", is_flag=True, help="What was made as a JSON object.")
 @click.option(
@@ -80,14 +81,17 @@ def explore(
     if suite is not None and models:
         raise PlanError("`--suite` and `--model` are given together", hint="choose one")
     from memest.estimator.search.sweep import parse_values
+    from memest.validate.suite_files import find_suite
 
     sizes, micro = (
         parse_values("batch_size", batches),
         parse_values("accumulate_grad_batches", counts),
     )
     names, length = list(models or MODELS), seq_len
+    presets: list[TrainingPlan] = []
     if suite is not None or not models:
-        names, length = _of_suite(suite or "lab-a100", seq_len)
+        presets = read_suite(find_suite(suite or "lab-a100"), {})
+        names, length = _of_suite(presets, seq_len)
     word = "h100" if suite is not None and "h100" in suite else ""
     cards = [find_gpu(name) for name in gpu or LAB_CARDS[word]]
     check_writable(output)
@@ -101,7 +105,7 @@ def explore(
         )  # fmt: skip
     limits = {card.name: card.limit_bytes for card in cards}
     tokens = f"{length} tokens" if length else "each model's default tokens"
-    page = render_explorer(points, limits, tokens=tokens)
+    page = render_explorer(points, limits, tokens=tokens, presets=presets)
     if len(page.encode()) > MAX_PAGE_BYTES:
         raise PlanError(
             f"the page has {len(page) / 2**20:.1f} MiB, more than 3",
@@ -112,11 +116,8 @@ def explore(
     click.echo(json.dumps(made) if as_json else f"{output}: {len(points)} plans")
 
 
-def _of_suite(suite: str, seq_len: int | None) -> tuple[list[str], int | None]:
+def _of_suite(plans: list[TrainingPlan], seq_len: int | None) -> tuple[list[str], int | None]:
     """The models of a suite, and the tokens that most of its plans have."""
-    from memest.validate.suite_files import find_suite
-
-    plans = read_suite(find_suite(suite), {})
     lengths = [plan.seq_len for plan in plans]
     return list(dict.fromkeys(p.model_name for p in plans)), seq_len or max(
         set(lengths), key=lengths.count

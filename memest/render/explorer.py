@@ -25,25 +25,37 @@ def technique_of(plan: TrainingPlan) -> str:
     return "QLoRA" if plan.use_qlora else "LoRA" if plan.use_lora else "full"
 
 
+def checkpoints(plan: TrainingPlan) -> bool:
+    """Whether activations are checkpointed, which QLoRA's preparation turns on by default."""
+    return plan.act_ckpt or (plan.use_qlora and plan.kbit_ckpt is not False)
+
+
 _AXES: dict[str, tuple[str, Any]] = {
     "model": ("model", lambda plan: plan.model_name),
     "batch": ("batch", lambda plan: plan.batch_size),
     "accumulation": ("accumulation", lambda plan: plan.accumulate_grad_batches),
     "precision": ("precision", lambda plan: plan.precision),
     "optimizer": ("optimizer", lambda plan: plan.optim),
-    "checkpointing": ("checkpointing", lambda plan: plan.act_ckpt),
+    "checkpointing": ("checkpointing", checkpoints),
     "technique": ("trained", technique_of),
 }
 """Key in the page and in its links: title, and the value of a plan."""
 
 
-def render_explorer(points: Sequence[Explored], limits: dict[str, int], *, tokens: str) -> str:
+def render_explorer(
+    points: Sequence[Explored],
+    limits: dict[str, int],
+    *,
+    tokens: str,
+    presets: Sequence[TrainingPlan] = (),
+) -> str:
     """The page for the points of `explore`.
 
     Args:
         points: of the grid.
         limits: what the allocator can reserve on each card, the first chosen at the start.
         tokens: what is said of the inputs, `25 tokens`.
+        presets: plans to choose by their names; those that the grid does not have are left out.
     """
     from memest.estimator.search.advise import TIGHT_SHARE
     from memest.estimator.search.explore import KINDS
@@ -65,10 +77,21 @@ def render_explorer(points: Sequence[Explored], limits: dict[str, int], *, token
         "flags": "" if seq_len is None else f" --seq-len {seq_len}",
         "facts": f"{len(points)} plans, {tokens}; predicted by memest {__version__}, to be played "
         "with by mouse, keyboard or link.",
+        "presets": {
+            plan.label: {name: of(plan) for name, (_, of) in _AXES.items()}
+            for plan in presets
+            if _choices(plan) in {_choices(point.plan) for point in points}
+        },
         "points": {_key(point.plan, values): _row(point, cards) for point in points},
     }
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return _PAGE.read_text(encoding="utf-8").replace("__DATA__", text)
+
+
+def _choices(plan: TrainingPlan) -> tuple[Any, ...]:
+    """What a page tells two plans apart by, and what else of a plan decides its memory."""
+    lora_r = plan.lora_r if plan.use_lora or plan.use_qlora else None
+    return *(of(plan) for _, of in _AXES.values()), lora_r, plan.seq_len, plan.strategy
 
 
 def _values(points: Sequence[Explored], of: Any) -> list[Any]:

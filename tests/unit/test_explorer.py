@@ -22,7 +22,7 @@ from memest.cli import main
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.search.explore import SETTINGS, Explored, explore
-from memest.render.explorer import MAX_PAGE_BYTES, render_explorer, technique_of
+from memest.render.explorer import MAX_PAGE_BYTES, checkpoints, render_explorer, technique_of
 from memest.units import GIB
 
 CARDS = ("a100-80gb", "a100-40gb")
@@ -31,6 +31,12 @@ SOME = [
     {"precision": "bf16-true", "optim": "sgd", "act_ckpt": True},
     {"precision": "bf16-true", "optim": "adamw", "act_ckpt": False, "use_lora": True, "lora_r": 8},
 ]
+
+PRESET = TrainingPlan(
+    model_name="gpt2", batch_size=2, accumulate_grad_batches=2, use_lora=True, lora_r=8,
+    seq_len=64, name="a LoRA row",
+)  # fmt: skip
+NOT_THERE = replace(PRESET, lora_r=32, name="another rank")
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
@@ -51,7 +57,8 @@ def points() -> list[Explored]:
 def page(points: list[Explored], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "explorer.html"
     limits = {name: find_gpu(name).limit_bytes for name in CARDS}
-    path.write_text(render_explorer(points, limits, tokens="64 tokens"), encoding="utf-8")
+    text = render_explorer(points, limits, tokens="64 tokens", presets=[PRESET, NOT_THERE])
+    path.write_text(text, encoding="utf-8")
     return path
 
 
@@ -133,7 +140,8 @@ addEventListener("load", () => {
   const out = [], by = id => document.getElementById(id);
   const all = wanted => [...document.querySelectorAll(wanted)];
   const look = what => out.push({
-    what, hash: location.hash, hidden: by("shown").hidden, why: by("why").textContent,
+    what, hash: location.hash, changed: by("changed").textContent,
+    presets: by("presets").textContent, why: by("why").textContent,
     verdict: by("verdict").textContent, margin: by("margin").textContent,
     bar: all("#bar button").map(piece => [piece.className, +piece.dataset.bytes]),
     phases: all(".phase").length, off: all("label.off").length,
@@ -150,9 +158,11 @@ addEventListener("load", () => {
   choose("accumulation", "2"); look("accumulation 2");
   choose("card", "a100-40gb"); look("card");
   choose("optimizer", "sgd"); look("not there");
-  choose("optimizer", "adamw");
+  choose("precision", "32-true"); look("back");
   document.querySelector("#bar button.optimizer").focus(); look("focus");
-  location.hash = "batch=2&precision=32-true&optimizer=adamw&accumulation=1";
+  document.querySelector("#presets button").click(); look("preset");
+  location.hash =
+    "batch=2&precision=32-true&optimizer=adamw&accumulation=1&technique=full&checkpointing=false";
   addEventListener("hashchange", () => setTimeout(() => {
     look("link");
     const found = Object.assign(document.createElement("pre"), { id: "found" });
@@ -225,13 +235,52 @@ def test_a_choice_changes_the_bar_to_the_figures_of_predict(
 
 
 @needs_browser
-def test_what_is_not_in_the_grid_is_marked_and_said(played: Any) -> None:
+def test_a_choice_outside_the_grid_moves_to_the_nearest_plan_and_says_so(played: Any) -> None:
     looks = played[0]
 
     assert looks["start"]["off"] > 0
-    assert looks["not there"]["hidden"]
-    assert looks["not there"]["verdict"] == "not in the grid"
-    assert not looks["focus"]["hidden"]
+    assert looks["start"]["changed"] == ""
+    assert "optimizer=sgd&checkpointing=true" in looks["not there"]["hash"]
+    assert looks["not there"]["verdict"] == "fits"
+    assert looks["not there"]["changed"].endswith(
+        "also changed: precision 32-true \u2192 bf16-true, checkpointing off \u2192 on"
+    )
+    assert looks["back"]["changed"].endswith(
+        "optimizer sgd \u2192 adamw, checkpointing on \u2192 off"
+    )
+    assert "batch=3" in looks["back"]["hash"]
+
+
+@needs_browser
+def test_the_rows_of_a_suite_are_presets(played: Any, points: list[Explored]) -> None:
+    look = played[0]["preset"]
+
+    assert look["presets"] == PRESET.name
+    assert "batch=2&accumulation=2" in look["hash"]
+    assert "technique=LoRA" in look["hash"]
+    point = at(points, batch_size=2, accumulate_grad_batches=2, use_lora=True)
+    assert dict(look["bar"])["params"] == point.kinds["params"]
+
+
+def test_the_grid_has_the_rows_of_the_lab_with_adapters_and_8_bit_states() -> None:
+    from memest.estimator.search.explore import BATCHES, MICRO_BATCHES
+    from memest.plan.files import read_suite
+    from memest.validate.suite_files import find_suite
+
+    grid = {
+        (s["precision"], s["optim"], s["act_ckpt"], technique_of(TrainingPlan.from_dict(
+            {"model_name": "gpt2", **s})))
+        for s in SETTINGS
+    }
+    missing = [
+        plan.label
+        for plan in read_suite(find_suite("lab-a100"), {})
+        if (plan.precision, plan.optim, checkpoints(plan), technique_of(plan)) not in grid
+        or plan.batch_size not in BATCHES
+        or plan.accumulate_grad_batches not in MICRO_BATCHES
+    ]
+
+    assert missing == ["flan-t5-xxl DeepSpeed CPU offload"]
 
 
 @needs_browser

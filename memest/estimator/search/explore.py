@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from memest.estimator.search.related_plans import RelatedPlans
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-MICRO_BATCHES = (1, 4)
+MICRO_BATCHES = (1, 2, 4)
 """Values of the two keys that cost least: batch sizes few traces, micro-batches none."""
 
 KINDS = ("params", "grads", "optimizer", "activations", "temporaries", "rest")
