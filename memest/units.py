@@ -55,6 +55,15 @@ def format_gib(num_bytes: int, digits: int = 2) -> str:
     return f"{num_bytes / GIB:.{digits}f} GiB"
 
 
+def format_size(num_bytes: int) -> str:
+    """GiB with as many digits as a slide can use.
+
+    >>> format_size(3 * 2**29), format_size(2**28)
+    ('1.5', '0.25')
+    """
+    return f"{num_bytes / GIB:.1f}" if num_bytes >= 0.95 * GIB else f"{num_bytes / GIB:.2f}"
+
+
 def rounded_to_sum(values: Sequence[float], digits: int) -> list[float]:
     """`values` rounded to `digits` decimals so that they add up to their rounded sum.
 

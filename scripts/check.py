@@ -36,6 +36,8 @@ def main(pytest_args: list[str]) -> int:
     failed = [name for name, command in STATIC.items() if not _passes(name, command)]
     if failed:
         print(f"failed: {', '.join(failed)}; the tests follow", flush=True)
+    print("generated files, of which stale ones are no failure:", flush=True)
+    subprocess.run([sys.executable, "scripts/regenerate.py", "--check"], cwd=ROOT, check=False)
     types = subprocess.Popen(
         [sys.executable, *TYPES], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )

@@ -352,6 +352,12 @@ def _in_common(rows: Sequence[dict[str, Any]], points: Grid) -> list[str]:
     same = {k: v for k, v in plans[0].items() if all(plan.get(k) == v for plan in plans)}
     model = [str(same["model_name"])] if same.get("model_name") else []
     length = [f"{same['seq_len']} tokens"] if same.get("seq_len") else []
+    plan = next((plan for _, plan in points if isinstance(plan, TrainingPlan)), None)
+    if plan is not None and model and "seq_len" not in rows[0] and not length:
+        from memest.models_meta.assemble import sequence_length
+        from memest.models_meta.registry import resolve_config
+
+        length = [f"{sequence_length(plan, resolve_config(plan.model_name))} tokens"]
     kept = {k: v for k, v in same.items() if k in ("precision", "batch_size", "optim")}
     return [*model, *setting_words(kept), *length]
 

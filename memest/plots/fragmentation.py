@@ -46,8 +46,9 @@ def plot_fragmentation(
     """What a run holds at the peak of each step, and what is reserved for it, in GiB.
 
     The filled area is what tensors hold, under the first setting; each line is what the allocator
-    has reserved under one setting. What lies between is cached, and of no use to another request
-    where it has the wrong size. A cross is the step that runs out of memory on the card.
+    has reserved under one setting on the GPU, and the thin one beside it what it would reserve
+    without a limit. What lies between is cached, and of no use to another request where it has
+    the wrong size. A cross is the step that runs out of memory on the card.
 
     Raises:
         PlanError: there is no run.
@@ -59,12 +60,14 @@ def plot_fragmentation(
         bare(axes, theme, grid="y")
         _set_axes(axes, runs, gpu_limit_bytes)
         _draw_allocated(axes, theme, runs[0])
-        for run, (color, dashes) in zip(runs, _LOOKS, strict=False):
-            _draw_run(axes, theme, run, color, dashes)
+        for run, look in zip(runs, _LOOKS, strict=False):
+            _draw_run(axes, theme, run, look, gpu_limit_bytes / GIB)
         _draw_limit(axes, theme, report, runs, gpu_limit_bytes, (width, height))
         _draw_column(axes, theme, runs, (width, height))
         title = f"{report.name}: {_title(runs)}"
         write_title(figure, theme, title, plan_line([report], _lengths(report)))
+        reason = _reason(runs[0], gpu_limit_bytes)
+        figure.text(0.4 / WIDTH, 1 - 1.2 / HEIGHT, reason, size=VALUE, va="top", gid="reason")
     return figure
 
 
@@ -73,6 +76,20 @@ def _title(runs: Sequence[Growth]) -> str:
     if first is not None:
         return f"out of memory in step {first + 1}"
     return "what is reserved, and what is in use"
+
+
+def _reason(run: Growth, limit_bytes: int) -> str:
+    """How the first run stays under the limit and why it ends, as two lines of text."""
+    over = next((i for i, size in enumerate(run.reserved) if size > limit_bytes), None)
+    if over is None:
+        return ""
+    freeing = "the allocator frees cached blocks to stay under the limit"
+    text = f"From step {over + 1}, {freeing}"
+    if run.failed_step is not None and run.failed_step <= over:
+        text = f"In step {run.failed_step + 1}, {freeing}, which is not enough"
+    elif run.failed_step is not None:
+        text += f"; in step {run.failed_step + 1} that is not enough"
+    return f"{text}.\nThe thin line is what it would reserve without a limit."
 
 
 def _lengths(report: Prediction) -> str:
@@ -104,15 +121,21 @@ def _draw_allocated(axes: Axes, theme: Theme, run: Growth) -> None:
     )  # fmt: skip
 
 
-def _draw_run(axes: Axes, theme: Theme, run: Growth, color: str, dashes: str) -> None:
-    values = [value / GIB for value in run.reserved]
+def _draw_run(axes: Axes, theme: Theme, run: Growth, look: tuple[str, str], limit: float) -> None:
+    color, dashes = look
+    values = [value / GIB for value in run.on_gpu]
     axes.plot(
         range(1, len(values) + 1), values, color=color, linestyle=dashes, linewidth=3.4, zorder=4,
         gid=f"reserved:{run.alloc_conf}", clip_on=False,
     )  # fmt: skip
+    if run.on_gpu != run.reserved:
+        axes.plot(
+            range(1, len(run.reserved) + 1), [value / GIB for value in run.reserved], color=color,
+            linewidth=1.4, alpha=0.7, zorder=3, gid=f"unlimited:{run.alloc_conf}", clip_on=False,
+        )  # fmt: skip
     if run.failed_step is not None:
         axes.plot(
-            [run.failed_step + 1], [values[run.failed_step]], color=theme.ink, linestyle="none",
+            [run.failed_step + 1], [limit], color=theme.ink, linestyle="none",
             marker="x", markersize=17, markeredgewidth=3.4, zorder=6, clip_on=False,
             gid=f"oom:{run.alloc_conf}",
         )  # fmt: skip

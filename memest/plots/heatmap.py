@@ -119,6 +119,7 @@ def plot_fits(
     require(list(verdicts))
     rows = list(dict.fromkeys(row for row, _ in verdicts))
     columns = list(dict.fromkeys(column for _, column in verdicts))
+    limits = sorted({verdict.limit_bytes for verdict in verdicts.values()})
 
     def cell(row: str, column: str, theme: Theme) -> _Cell:
         verdict = verdicts.get((row, column))
@@ -139,6 +140,7 @@ def plot_fits(
                 [
                     *said,
                     ", ".join(map(card_label, gpu.split(", "))),
+                    f"{' or '.join(f'{limit / GIB:.1f}' for limit in limits)} GiB usable",
                     f"GiB reserved by {across}",
                     version_words(),
                 ]

@@ -33,7 +33,7 @@ from memest.plots.style import (
 )
 from memest.plots.words import plan_line
 from memest.report import Measurement, Outcome, Phase, PhaseRow, Prediction, Report
-from memest.units import GIB, format_gib
+from memest.units import GIB, format_gib, format_size
 
 STACK = KINDS[:4]
 
@@ -173,6 +173,9 @@ def _draw_column(
     if row is None:
         _draw_missing(axes, theme, x, width, column, gid)
         return
+    peak = max(row.peak_allocated_bytes, row.allocated_bytes) / GIB
+    is_inside = peak < limit and _inches(axes, limit - peak) < _NUMBER_INCHES
+    free = peak - (_NUMBER_INCHES / _inches(axes, 1.0) if is_inside else 0.0)
     base = 0.0
     for kind in STACK:
         height = max(0, getattr(row, f"{kind}_bytes")) / GIB
@@ -181,8 +184,8 @@ def _draw_column(
             x, height, width, base, color=color, edgecolor=theme.background, linewidth=1.0,
             gid=f"{gid}:{kind}",
         )  # fmt: skip
-        text = f"{height:.1f}"
-        start, stop = widest_gap(base, base + height, [limit])
+        text = format_size(round(height * GIB))
+        start, stop = widest_gap(base, min(base + height, free), [limit])
         is_tall = _inches(axes, stop - start) > 1.25 * VALUE / 72
         if is_tall and _wide(axes, width) > text_width(text, VALUE):
             axes.text(
@@ -190,15 +193,13 @@ def _draw_column(
                 color=text_on(color),
             )  # fmt: skip
         base += height
-    peak = max(row.peak_allocated_bytes, row.allocated_bytes) / GIB
     axes.add_patch(
         Rectangle(
             (x - width / 2, base), width, peak - base, fill=False, edgecolor=theme.ink,
             linewidth=1.6, linestyle=(0, (3, 2)), gid=f"{gid}:peak",
         )
     )  # fmt: skip
-    crosses = peak < limit and _inches(axes, limit - peak) < _NUMBER_INCHES
-    _above(axes, theme, x, limit if crosses else peak, f"{peak:.1f}")
+    _number(axes, theme, x, peak, format_size(round(peak * GIB)), is_inside=is_inside)
 
 
 def _draw_missing(
@@ -225,9 +226,14 @@ def _draw_missing(
 
 
 def _above(axes: Axes, theme: Theme, x: float, y: float, text: str) -> None:
+    _number(axes, theme, x, y, text, is_inside=False)
+
+
+def _number(axes: Axes, theme: Theme, x: float, y: float, text: str, *, is_inside: bool) -> None:
+    """The number of a bar, over its top, or under it where the limit's line is too near."""
     axes.annotate(
-        text, (x, y), (0, 3), textcoords="offset points", ha="center", va="bottom", size=VALUE,
-        weight="bold", zorder=5,
+        text, (x, y), (0, -4 if is_inside else 3), textcoords="offset points", ha="center",
+        va="top" if is_inside else "bottom", size=VALUE, weight="bold", zorder=5,
         bbox={"facecolor": theme.background, "edgecolor": "none", "pad": 1.0},
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from memest.errors import PlanError, shown
-from memest.plots.style import PNG_DPI, plain_matplotlib
+from memest.plots.style import FONT, PNG_DPI, plain_matplotlib
 
 FORMATS = ("png", "svg", "pdf")
 _OTHERS = frozenset("bmp eps gif jpeg jpg pgf ps tif tiff webp".split())  # what a path may ask for
@@ -24,7 +24,7 @@ _METADATA: dict[str, dict[str, Any]] = {  # None drops what matplotlib would wri
 }
 _SETTINGS = {
     "svg.hashsalt": "memest",  # ids follow from the drawing instead of from a random number
-    "svg.fonttype": "path",  # a viewer without the font shows the same slide
+    "svg.fonttype": "none",  # text stays text, which can be searched, copied and edited
     "pdf.fonttype": 42,  # TrueType, so that the text can be searched and edited
 }
 
@@ -57,6 +57,8 @@ def save(
                     metadata=_METADATA[name],
                     facecolor=figure.get_facecolor(),
                 )
+            if name == "svg":
+                beside.write_text(_with_fallback_fonts(beside.read_text("utf-8")), "utf-8")
         for beside, target in written.items():
             beside.replace(target)
     except OSError as error:
@@ -86,8 +88,13 @@ def svg_text(figure: Figure) -> str:
         figure.savefig(
             buffer, format="svg", metadata=_METADATA["svg"], facecolor=figure.get_facecolor()
         )
-    text = buffer.getvalue()
+    text = _with_fallback_fonts(buffer.getvalue())
     return text[text.index("<svg") :]
+
+
+def _with_fallback_fonts(svg: str) -> str:
+    """`svg` with fonts as wide as DejaVu Sans for viewers that lack it."""
+    return svg.replace(f"'{FONT}'", f"'{FONT}', Verdana, sans-serif")
 
 
 class Picture:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import log2
+from math import log2, nan
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -30,7 +30,7 @@ from memest.plots.style import (
 )
 from memest.plots.words import label_of, plan_line
 from memest.report import Outcome, Prediction
-from memest.units import GIB
+from memest.units import GIB, format_size
 
 _LEFT, _TOP, _BOTTOM = 1.0, 2.0, 0.95  # inches
 _COLUMN = 5.75
@@ -150,8 +150,10 @@ def _set_axes(axes: Axes, lines: Sequence[ScalingLine]) -> None:
 def _draw_line(axes: Axes, theme: Theme, line: ScalingLine) -> None:
     look = look_of(line.strategy, theme)
     sizes = {number: needed_bytes(report) / GIB for number, report in line.reports.items()}
+    numbers = sorted({*sizes, *line.missing})  # a line is broken where a figure is missing
     axes.plot(
-        list(sizes), list(sizes.values()), color=look.color, linewidth=3.2, linestyle=look.dashes,
+        numbers, [sizes.get(number, nan) for number in numbers],
+        color=look.color, linewidth=3.2, linestyle=look.dashes,
         marker=look.marker, markersize=11, markerfacecolor=look.fill, markeredgewidth=2.2,
         markeredgecolor=look.color, zorder=4, gid=f"line:{line.strategy}", clip_on=False,
     )  # fmt: skip
@@ -263,15 +265,6 @@ def _stays(line: ScalingLine) -> str:
     return "nothing that stays" if len(line.reports) > 1 else ""
 
 
-def format_size(num_bytes: int) -> str:
-    """GiB with as many digits as a slide can use.
-
-    >>> format_size(3 * 2**29), format_size(2**28)
-    ('1.5', '0.25')
-    """
-    return f"{num_bytes / GIB:.1f}" if num_bytes >= 0.95 * GIB else f"{num_bytes / GIB:.2f}"
-
-
 def spread(ends: Sequence[float], gap: float, height: float) -> list[float]:
     """Ascending places near `ends`, at least `gap` apart, from `gap` / 2 up to `height`.
 
@@ -295,7 +288,21 @@ def subtitle_of(report: Prediction) -> str:
     return plan_line([replace(report, plan=plan)], "per GPU, predicted")
 
 
+def _missing_words(lines: Sequence[ScalingLine]) -> str:
+    """The figures that a chart lacks, as a line of text."""
+    named = [
+        f"{label_of(line.strategy)} on {', '.join(map(str, line.missing))}"
+        for line in lines
+        if line.missing
+    ]
+    return f"not predicted: {'; '.join(named)}" if named else ""
+
+
 def _write_words(figure: Figure, theme: Theme, lines: Sequence[ScalingLine]) -> None:
+    figure.text(
+        _LEFT / WIDTH, 0.1 / HEIGHT, shortened(_missing_words(lines), VALUE, WIDTH - _LEFT - 0.4),
+        size=VALUE, color=theme.muted, va="bottom", gid="missing",
+    )  # fmt: skip
     plain = next((line for line in lines if not line.strategy.endswith("_offload")), lines[0])
     report, largest = _last(plain), max(max(line.reports) for line in lines)
     write_title(figure, theme, f"{report.name} on many GPUs", subtitle_of(report))

@@ -12,7 +12,6 @@ from matplotlib.ticker import MaxNLocator
 from memest.errors import PlanError
 from memest.estimator.search.scaling import ScalingLine, kind_bytes
 from memest.plots.scaling import (
-    format_size,
     large_constants,
     needed_bytes,
     subtitle_of,
@@ -39,7 +38,7 @@ from memest.plots.style import (
 from memest.plots.timeline import color_of
 from memest.plots.words import label_of
 from memest.report import Outcome, Prediction
-from memest.units import GIB
+from memest.units import GIB, format_size
 
 STACK = (*KINDS[:-1], "temporaries", "rest")
 """From the axis; the rest is buffers, the batch, workspaces and rounding."""
@@ -64,7 +63,8 @@ def stack_of(report: Prediction) -> dict[str, int]:
 def plot_scaling_bars(line: ScalingLine, *, dark: bool = False) -> Figure:
     """A stacked bar at the peak for each number of GPUs, the small ones once more at the right.
 
-    The dashed outline over a bar is what is reserved beside it. A bar that is out of memory is
+    The dashed outline over a bar is what is reserved beside it, and the number at its top is what
+    is reserved in all. A bar that is out of memory is
     hatched and ends where the run failed. The kinds that do not shrink say so in the legend.
 
     Raises:
@@ -117,7 +117,7 @@ def _draw_panel(
     axes.set_xticks(range(len(reports)), [str(number) for number in reports])
     axes.set_xlabel("GPUs" if is_whole else "GPUs, enlarged", size=LABEL, labelpad=4)
     if is_whole:
-        axes.set_ylabel("allocated per GPU, GiB", size=LABEL)
+        axes.set_ylabel("reserved per GPU, GiB", size=LABEL)
     for position, report in enumerate(reports.values()):
         _draw_bar(axes, theme, position, report, panel, limit / GIB)
     if has_line:
@@ -142,6 +142,9 @@ def _draw_bar(
     per_gib = panel[1] / axes.get_ylim()[1]
     width = _BAR * panel[0] / (axes.get_xlim()[1] - axes.get_xlim()[0])
     is_oom = report.verdict is Outcome.OOM
+    reserved = report.peak_reserved_bytes / GIB
+    is_inside = not is_oom and limit - 0.35 / per_gib < reserved <= limit
+    free = reserved - (0.35 / per_gib if is_inside else 0.0)
     base = 0.0
     for kind, num_bytes in stack_of(report).items():
         tall, color = num_bytes / GIB, color_of(theme, kind)
@@ -152,31 +155,47 @@ def _draw_bar(
         if is_oom and tall:
             box = (position - _BAR / 2, base, _BAR, tall)
             hatch(axes, box, text_on(color), zorder=2, gid=f"oom:{kind}")
-        text = format_size(num_bytes)
-        is_wide = text_width(text, VALUE) + 0.08 < width
-        if not is_oom and tall * per_gib > 1.25 * VALUE / 72 and is_wide:
-            axes.text(
-                position, base + tall / 2, text, ha="center", va="center_baseline", size=VALUE,
-                color=text_on(color), zorder=5,
-            )  # fmt: skip
+        if not is_oom:
+            part = (base, min(base + tall, free))
+            _write_size(axes, position, part, (width, per_gib), num_bytes, text_on(color))
         base += tall
-    reserved = base if is_oom else report.peak_reserved_bytes / GIB
+    cached = 0.0 if is_oom else max(0.0, reserved - base)
     axes.add_patch(
         Rectangle(
-            (position - _BAR / 2, base), _BAR, max(0.0, reserved - base), fill=False,
+            (position - _BAR / 2, base), _BAR, cached, fill=False,
             edgecolor=theme.ink, linewidth=1.6, linestyle=(0, (3, 2)), gid="reserved",
         )
     )  # fmt: skip
-    y = base / 2 if is_oom else reserved
-    if not is_oom and limit - 0.35 / per_gib < reserved <= limit:
-        y = limit  # no number through the line
+    part = (base, min(base + cached, free))
+    _write_size(axes, position, part, (width, per_gib), round(cached * GIB), theme.ink)
+    text, y, offset, anchor = format_size(report.peak_reserved_bytes), reserved, 5, "bottom"
+    if is_oom:
+        text, y, offset, anchor = "OOM", base / 2, 0, "center"
+    elif is_inside:  # a number over the line would say that the bar is higher
+        offset, anchor = -4, "top"
     axes.annotate(
-        "OOM" if is_oom else format_size(report.peak_allocated_bytes), (position, y),
-        (0, 0 if is_oom else 5), textcoords="offset points", ha="center",
-        va="center" if is_oom else "bottom", size=TICK, weight="bold", zorder=3,
+        text, (position, y), (0, offset), textcoords="offset points", ha="center",
+        va=anchor, size=TICK, weight="bold", zorder=3,
         gid=f"{report.plan['devices']}:total",
         bbox={"facecolor": theme.background, "edgecolor": "none", "pad": 2.0},
     )  # fmt: skip
+
+
+def _write_size(
+    axes: Axes,
+    position: int,
+    part: tuple[float, float],
+    inches: tuple[float, float],
+    num_bytes: int,
+    color: str,
+) -> None:
+    """The size of a part of a bar in its middle, if the part has room for it."""
+    (low, high), (width, per_gib), text = part, inches, format_size(num_bytes)
+    if (high - low) * per_gib > 1.25 * VALUE / 72 and text_width(text, VALUE) + 0.08 < width:
+        axes.text(
+            position, (low + high) / 2, text, ha="center", va="center_baseline", size=VALUE,
+            color=color, zorder=5,
+        )  # fmt: skip
 
 
 def _write_words(figure: Figure, theme: Theme, line: ScalingLine, *, is_enlarged: bool) -> None:

@@ -145,7 +145,7 @@ def _draw_errors(figure: Figure, theme: Theme, pairs: Sequence[Pair]) -> None:
     width = WIDTH - 0.3 - 2 * _COLUMN - left
     axes = figure.add_axes((left / WIDTH, _ERRORS_BOTTOM / HEIGHT, width / WIDTH, height / HEIGHT))
     errors = [[percent_off(*_both(pair, q)) for pair in rows] for q in _QUANTITIES]
-    reach = max(_MIN_REACH, *(1.1 * abs(e) for column in errors for e in column))
+    reach, tick = _reach(max(abs(e) for column in errors for e in column))
     for band, color in zip(BANDS, theme.band, strict=True):
         if band < reach:
             axes.axvspan(-band, band, color=color, linewidth=0, zorder=0)
@@ -153,7 +153,7 @@ def _draw_errors(figure: Figure, theme: Theme, pairs: Sequence[Pair]) -> None:
     bare(axes, theme, grid="x")
     axes.spines["left"].set_visible(False)
     axes.set(xlim=(-reach, reach), ylim=(len(rows) - 0.5, -0.5))
-    axes.xaxis.set_major_locator(MultipleLocator(0.5) if reach < 1.3 else MaxNLocator(4))
+    axes.xaxis.set_major_locator(MultipleLocator(tick))
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:+.3g} %".replace("-", MINUS) if x else "0")
     axes.tick_params(axis="x", labelsize=VALUE)
     axes.set_yticks(range(len(rows)), names, size=size)
@@ -177,6 +177,18 @@ def _draw_errors(figure: Figure, theme: Theme, pairs: Sequence[Pair]) -> None:
             ha="right", va="bottom", size=SMALL, color=theme.muted, clip_on=False,
         )  # fmt: skip
     _write_summary(figure, theme, pairs)
+
+
+def _reach(worst: float) -> tuple[float, float]:
+    """(Half the axis, its tick) in per cent: the outermost tick is beyond every marker.
+
+    >>> _reach(0.1), _reach(1.32), _reach(7.0)
+    ((0.6, 0.5), (2.0, 2.0), (10.0, 10.0))
+    """
+    if worst <= 0.95 * _MIN_REACH:
+        return _MIN_REACH, 0.5
+    tick = next(n * 10.0**p for p in range(-1, 9) for n in (1, 2, 5) if n * 10.0**p > 1.02 * worst)
+    return tick, tick
 
 
 def _write_summary(figure: Figure, theme: Theme, pairs: Sequence[Pair]) -> None:

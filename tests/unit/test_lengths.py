@@ -171,6 +171,12 @@ def test_the_step_that_runs_out_of_memory_is_marked(
     step = capped[0].failed_step
     assert step is not None
     assert f"out of memory in step {step + 1}" in figure.texts[0].get_text()
+    reasons = {text.get_gid(): text.get_text() for text in figure.texts}
+    assert f"n step {step + 1}" in reasons["reason"]
+    assert "not enough" in reasons["reason"]
+    for run in capped:
+        assert max(run.on_gpu) <= limit
+        assert len(run.on_gpu) == (PLAN.steps if run.failed_step is None else run.failed_step)
 
 
 def test_the_command_draws_the_chart_and_its_data(tmp_path: Path) -> None:

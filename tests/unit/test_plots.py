@@ -204,6 +204,32 @@ def test_a_phase_says_what_it_is_in_gib_and_by_how_much_the_peak_is_off() -> Non
     assert "lora-b8: step 2" in said
 
 
+def test_the_number_of_a_bar_near_the_limit_stays_under_the_line() -> None:
+    """33 GiB under a line at 34: a number over the line would name a bar that does not fit."""
+    figure = plot_phases(predicted(), None, gpu_limit_bytes=34 * GIB)
+    (number,) = [text for text in figure.axes[0].texts if text.get_text() == "33.0"]
+    figure.draw_without_rendering()
+    top = number.get_window_extent().y1
+
+    assert top < figure.axes[0].transData.transform((0, 34))[1]
+
+
+def test_the_outermost_tick_of_the_errors_is_beyond_every_marker() -> None:
+    pair = (predicted(), measured(peak_reserved_bytes=50 * GIB))
+    axes = plot_scatter([pair]).axes[-1]
+
+    assert max(axes.get_xticks()) >= 20
+    assert axes.get_xlim()[1] >= 20
+
+
+def test_text_of_an_svg_is_text(tmp_path: Path) -> None:
+    save(all_charts()["phases"], tmp_path / "phases.svg")
+    svg = (tmp_path / "phases.svg").read_text(encoding="utf-8")
+
+    assert ">before forward</text>" in svg
+    assert "'DejaVu Sans', Verdana, sans-serif" in svg
+
+
 def test_the_limit_is_a_line_unless_it_would_flatten_the_bars() -> None:
     near = plot_phases(predicted(), None, gpu_limit_bytes=LIMIT)
     far = plot_phases(predicted(), None, gpu_limit_bytes=139 * GIB)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from itertools import pairwise
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +154,28 @@ def test_bars_add_up_and_small_ones_are_enlarged() -> None:
     words = texts(figure)
     assert words["stays"] == "Does not shrink, on 64 GPUs: activations 3.0, buckets 1.0 GiB"
     assert words["1:total"] == "OOM"
+
+
+def test_the_number_of_a_bar_is_its_top_and_stays_under_the_line() -> None:
+    """On 2 GPUs 12 + 3 + 1.5 GiB are allocated and 19.5 of 20 reserved."""
+    near = replace(line().reports[2], peak_reserved_bytes=int(19.5 * GIB))
+    figure = plot_scaling_bars(replace(line(), reports={2: near}))
+    (total,) = [t for t in figure.axes[0].texts if t.get_gid() == "2:total"]
+
+    assert total.get_text() == "19.5"
+    assert total.xy[1] == 19.5
+    assert total.get_va() == "top"
+
+
+def test_a_line_is_broken_where_a_figure_is_missing() -> None:
+    broken = replace(line(), missing=(16,))
+    figure = plot_scaling([broken])
+    (drawn,) = [one for one in figure.axes[0].lines if one.get_gid() == "line:fsdp"]
+    heights = dict(zip(drawn.get_xdata(), drawn.get_ydata(), strict=True))
+
+    assert isnan(heights[16])
+    assert heights[64] > 0
+    assert texts(figure)["missing"] == "not predicted: FSDP on 16"
 
 
 def test_a_strategy_without_predictions_is_not_drawn() -> None:

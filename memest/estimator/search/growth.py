@@ -16,7 +16,7 @@ SETTINGS = ("", "expandable_segments:True", "max_split_size_mb:64")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Growth:
-    """One run under one setting of the allocator, on a card without end."""
+    """One run under one setting of the allocator, on an unlimited GPU and on the plan's own."""
 
     alloc_conf: str
     allocated: tuple[int, ...]
@@ -24,6 +24,9 @@ class Growth:
 
     reserved: tuple[int, ...]
     """Bytes at the end of each step."""
+
+    on_gpu: tuple[int, ...]
+    """Bytes reserved at the end of each step on the GPU itself, up to the step that fails."""
 
     failed_step: int | None
     """On the card: the step that runs out of memory, from 0."""
@@ -41,6 +44,7 @@ class Growth:
                 "step": step,
                 "allocated_bytes": allocated,
                 "reserved_bytes": reserved,
+                "reserved_on_gpu_bytes": dict(enumerate(self.on_gpu)).get(step),
                 "fragmentation_bytes": reserved - allocated,
                 "is_oom": step == self.failed_step,
             }
@@ -71,11 +75,14 @@ def growths(
         free = replay_plan(each, traced, None)
         limited = replay_plan(each, traced, usable_bytes(each, gpu))
         by_step = [[row for row in free.rows if row.step == step] for step in range(plan.steps)]
+        on_gpu = {row.step: row.reserved_bytes for row in limited.rows}
+        failed = None if limited.failed is None else limited.failed.step
         growth = Growth(
             alloc_conf=each.alloc_conf,
             allocated=tuple(max(row.peak_allocated_bytes for row in rows) for rows in by_step),
             reserved=tuple(rows[-1].reserved_bytes for rows in by_step),
-            failed_step=None if limited.failed is None else limited.failed.step,
+            on_gpu=tuple(on_gpu[step] for step in range(plan.steps if failed is None else failed)),
+            failed_step=failed,
         )
         found.append(growth)
     return predict(plan, trust_remote_code=trust_remote_code), found

@@ -36,6 +36,9 @@ class ScalingLine:
     reports: Mapping[int, Prediction]
     """By the number of GPUs, ascending; those that could not be predicted are missing."""
 
+    missing: tuple[int, ...] = ()
+    """Numbers of GPUs that could not be predicted."""
+
     notes: tuple[str, ...] = ()
     """What was set for this strategy, or why a number of GPUs is missing."""
 
@@ -130,7 +133,8 @@ def _line(
             reasons.setdefault(str(result), []).append(number)
     for reason, numbers in reasons.items():
         notes.append(f"not predicted on {', '.join(map(str, numbers))} GPUs: {reason}")
-    return ScalingLine(strategy=strategy, reports=reports, notes=tuple(notes))
+    missing = tuple(number for number in results if number not in reports)
+    return ScalingLine(strategy=strategy, reports=reports, missing=missing, notes=tuple(notes))
 
 
 def kind_bytes(report: Prediction) -> dict[str, int]:

@@ -1,0 +1,175 @@
+"""Regenerates every page, picture and notebook of docs/; names which are stale.
+
+    python scripts/regenerate.py            # the stale ones
+    python scripts/regenerate.py --check    # only name them, in a second; exit code 1 if any is
+    python scripts/regenerate.py NAMES...   # these, stale or not; --all for all
+
+docs/generated.json stores a digest of the inputs of each. Inputs are the data, the code that writes
+or draws, and memest's version. Changes of the engine are not among them: they would mark all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DIGESTS = ROOT / "docs" / "generated.json"
+MEMEST = ("-m", "memest")
+DRAWING = ("memest/plots/*.py", "memest/units.py", "memest/__init__.py")
+SCREENSHOT = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1200,900",
+    "--virtual-time-budget=4000",
+)  # fmt: skip
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What one command writes."""
+
+    command: tuple[str, ...]
+    """Arguments of Python; `{out}` is a temporary folder."""
+
+    inputs: tuple[str, ...]
+    """Globs below the repository."""
+
+    outputs: tuple[str, ...]
+    made: str = ""
+    """File in the temporary folder that becomes the only output; a page is photographed."""
+
+
+def _chart(made: str, picture: str, *arguments: str, inputs: tuple[str, ...] = ()) -> Target:
+    return Target(
+        command=(*MEMEST, "chart", *arguments, "--out", "{out}"), inputs=(*DRAWING, *inputs),
+        outputs=(f"docs/img/{picture}.png",), made=f"{made}.png",
+    )  # fmt: skip
+
+
+_SUITES = "memest/validate/suites/{}.yaml"
+TARGETS = {
+    "accuracy": Target(
+        command=("scripts/make_docs.py", "--stored"),
+        inputs=("scripts/make_docs.py", "scripts/stored_predictions.py", "results/*.jsonl",
+                "results/predictions.jsonl.gz", "memest/render/compare.py"),
+        outputs=("docs/accuracy.md", "docs/accuracy-tables.md"),
+    ),
+    "kernels": Target(
+        command=("scripts/kernels_page.py",),
+        inputs=("scripts/kernels_page.py", "memest/estimator/kernels/**/*.py"),
+        outputs=("docs/kernels.md",),
+    ),
+    "labs": Target(
+        command=("scripts/make_labs.py",),
+        inputs=("scripts/make_labs.py", "scripts/lab_rows.py", "scripts/labs_page.py",
+                "scripts/labs/*", "docs/labs/**/*.py", "memest/__init__.py"),
+        outputs=("docs/labs.md",),
+    ),
+    "scripts": Target(
+        command=("scripts/compare_scripts.py", "--page"),
+        inputs=("scripts/scripts_page.py", "results/scripts/measured.json"),
+        outputs=("docs/scripts.md",),
+    ),
+    "rivals": Target(
+        command=("scripts/compare_rivals.py", "--render"),
+        inputs=("scripts/compare_rivals.py", "scripts/rivals/*.py", "docs/rivals.json"),
+        outputs=("docs/rivals.md", "docs/img/rivals.png"),
+    ),
+    "notebook": Target(
+        command=("scripts/gallery.py",),
+        inputs=("scripts/gallery.py", *DRAWING, "memest/render/*.py"),
+        outputs=("docs/gallery.ipynb",),
+    ),
+    "explorer": Target(
+        command=(*MEMEST, "explore", "--suite", "lab-a100", "-o", "{out}/explorer.html"),
+        inputs=("memest/render/explorer.*", "memest/estimator/search/explore.py",
+                "memest/__init__.py", _SUITES.format("lab-a100")),
+        outputs=("docs/img/explorer.png",), made="explorer.html",
+    ),
+    "lab-a100": _chart(
+        "lab-a100", "lab-a100", "lab", inputs=(_SUITES.format("lab-a100"),)
+    ),
+    "lab-multi": _chart(
+        "lab-multi", "lab-multi", "lab", "--suite", "lab-multi",
+        inputs=(_SUITES.format("lab-multi"),),
+    ),
+    "scaling": _chart(
+        "scaling", "scaling-llama-3.1-8b", "scaling", "--model", "Llama-3.1-8B",
+        inputs=("memest/estimator/search/scaling.py",),
+    ),
+    "fragmentation": _chart(
+        "fragmentation", "fragmentation", "fragmentation", "--model", "gpt2", "--loop", "plain",
+        "--precision", "32-true", "--bs", "6", "--lengths", "docs/lengths.txt", "--gpu-memory",
+        "9.4GiB", "--setting", "default", "--setting", "expandable_segments:True",
+        inputs=("memest/estimator/search/growth.py", "docs/lengths.txt"),
+    ),
+}  # fmt: skip
+
+
+def digest(target: Target) -> str:
+    """Digest of a target's command and inputs."""
+    found = hashlib.sha256("\0".join(target.command).encode())
+    for pattern in target.inputs:
+        for path in sorted(ROOT.glob(pattern)):
+            found.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def stale() -> list[str]:
+    """Targets whose inputs have changed since they were made, or whose files are missing."""
+    stored = json.loads(DIGESTS.read_text(encoding="utf-8")) if DIGESTS.is_file() else {}
+    return [
+        name
+        for name, target in TARGETS.items()
+        if stored.get(name) != digest(target)
+        or not all((ROOT / output).is_file() for output in target.outputs)
+    ]
+
+
+def make(target: Target) -> None:
+    """Run a target's command and put what it made in its place."""
+    with tempfile.TemporaryDirectory() as out:
+        command = [part.replace("{out}", out) for part in target.command]
+        subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
+        made = Path(out, target.made)
+        if made.suffix == ".html":
+            browser = next(filter(None, map(shutil.which, BROWSERS)))
+            picture = made.with_suffix(".png")
+            options = (*SCREENSHOT, f"--screenshot={picture}", made.as_uri())
+            subprocess.run([browser, *options], check=True)
+            made = picture
+        if target.made:
+            shutil.copyfile(made, ROOT / target.outputs[0])
+
+
+def main() -> int:
+    """Regenerate what is asked for; with `--check`, 1 if something is stale."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAMES", help=", ".join(TARGETS))
+    parser.add_argument("--all", action="store_true", help="the ones that are not stale too")
+    parser.add_argument("--check", action="store_true", help="only name the stale ones")
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(TARGETS):
+        parser.error(f"no such target: {', '.join(sorted(unknown))}")
+    old = stale()
+    if options.check:
+        print(f"stale: {', '.join(old)}" if old else "nothing is stale")
+        return int(bool(old))
+    for name in options.names or (TARGETS if options.all else old):
+        print(f"making {name}", flush=True)
+        make(TARGETS[name])
+        stored = json.loads(DIGESTS.read_text(encoding="utf-8")) if DIGESTS.is_file() else {}
+        stored[name] = digest(TARGETS[name])
+        DIGESTS.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
