@@ -268,8 +268,12 @@ def test_the_grid_has_the_rows_of_the_lab_with_adapters_and_8_bit_states() -> No
     from memest.validate.suite_files import find_suite
 
     grid = {
-        (s["precision"], s["optim"], s["act_ckpt"], technique_of(TrainingPlan.from_dict(
-            {"model_name": "gpt2", **s})))
+        (
+            s["precision"],
+            s["optim"],
+            s["act_ckpt"],
+            technique_of(TrainingPlan.from_dict({"model_name": "gpt2", **s})),
+        )
         for s in SETTINGS
     }
     missing = [
