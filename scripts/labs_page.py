@@ -29,7 +29,7 @@ def page_of(rows: Sequence[Row], figures: Figures) -> str:
         "blip2 unmodelled": _unmodelled(by_lab[BLIP2], figures),
     }
     for gpu in dict.fromkeys(row.gpu for row in by_lab[BLIP2]):
-        parts[gpu] = _table([row for row in by_lab[BLIP2] if row.gpu == gpu], figures)
+        parts[gpu] = _table([row for row in by_lab[BLIP2] if row.gpu == gpu], figures, True)
     text = TEMPLATE.read_text(encoding="utf-8")
     for name, part in parts.items():
         assert f"{{{name}}}" in text, name
@@ -37,10 +37,11 @@ def page_of(rows: Sequence[Row], figures: Figures) -> str:
     return text
 
 
-def _table(rows: Sequence[Row], figures: Figures) -> str:
+def _table(rows: Sequence[Row], figures: Figures, has_plans: bool = False) -> str:
+    plans = " plan: allocated, reserved |" if has_plans else ""
     lines = [
-        "| experiment | `memest` ... | allocated | reserved | verdict | published | s |",
-        "|---|---|---|---|---|---|---|",
+        f"| experiment | `memest` ... | allocated | reserved |{plans} verdict | published | s |",
+        "|---|---|---|---|---|---|---|" + ("---|" if has_plans else ""),
     ]
     for row in rows:
         found = figures.get(row.name)
@@ -53,10 +54,22 @@ def _table(rows: Sequence[Row], figures: Figures) -> str:
             cells += [_verdict(found), str(found["seconds"])]
         allocated, reserved, verdict, seconds = cells
         lines.append(
-            f"| {row.what} | {_command(row)} | {allocated} | {reserved} | {verdict} "
+            f"| {row.what} | {_command(row)} | {allocated} | {reserved} |"
+            f"{_of_plan(found) if has_plans else ''} {verdict} "
             f"| {row.published} | {seconds} |"
         )
     return "\n".join(lines)
+
+
+def _of_plan(found: Mapping[str, Any] | None) -> str:
+    """Peaks of the same row as a plan, each with its distance from the script's."""
+    if found is None or "plan_allocated_bytes" not in found:
+        return " - |"
+    cells = []
+    for name in ("allocated_bytes", "reserved_bytes"):
+        plan, script = found[f"plan_{name}"], found[name]
+        cells.append(f"{plan / GIB:.2f} ({100 * (plan / script - 1):+.2f} %)")
+    return f" {', '.join(cells)} |"
 
 
 def _printed_table(rows: Sequence[Row], figures: Figures) -> str:

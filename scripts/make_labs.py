@@ -49,7 +49,7 @@ def main() -> int:
     has_failed = False
     if rows:
         with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
-            prepare(Path(folder))
+            prepare(Path(folder), rows)
             for row, figures in zip(
                 rows, pool.map(lambda r: run(r, Path(folder)), rows), strict=True
             ):
@@ -63,13 +63,14 @@ def main() -> int:
     return int(has_failed)
 
 
-def prepare(folder: Path) -> None:
-    """The folder in which the commands are typed: scripts, recipes and stand-in checkpoints."""
+def prepare(folder: Path, rows: Sequence[lab_rows.Row]) -> None:
+    """Fill the folder in which the commands are typed: scripts, recipes, dummy checkpoints."""
     (folder / "config").symlink_to(SCRIPTS / "litgpt")
     for script in (SCRIPTS / "blip2").glob("*.py"):
         (folder / script.name).symlink_to(script)
     for layout, names in lab_rows.models().items():
-        for name in names:
+        is_read = any((row.lab == lab_rows.BLIP2) is (layout == "hf") for row in rows)
+        for name in names if is_read else ():
             place = f"checkpoints/{name}" if layout == "litgpt" else name
             memest(["checkpoint", name, place, "--format", layout], folder).check_returncode()
 
@@ -107,7 +108,27 @@ def run(row: lab_rows.Row, folder: Path) -> dict[str, Any]:
     printed = [list(map(float, found)) for found in PRINTED.findall(done.stdout)]
     if printed:
         figures["printed"] = printed[-1]
-    return {**figures, "seconds": round(seconds)}
+    return {**figures, **predicted(row, folder), "seconds": round(seconds)}
+
+
+def predicted(row: lab_rows.Row, folder: Path) -> dict[str, int]:
+    """The two peaks of the row as a plan, where it is one."""
+    if not row.plan:
+        return {}
+    with tempfile.TemporaryDirectory() as place:
+        plan, report = Path(place, "plan.json"), Path(place, "report.json")
+        plan.write_text(json.dumps(row.plan), encoding="utf-8")
+        command = ["predict", "--config", str(plan), "--json", "-o", str(report)]
+        memest(command, folder).check_returncode()
+        return peaks_of_plan(json.loads(report.read_text(encoding="utf-8")))
+
+
+def peaks_of_plan(report: Mapping[str, Any]) -> dict[str, int]:
+    """What the page needs of a prediction."""
+    return {
+        "plan_allocated_bytes": report["peak_allocated_bytes"],
+        "plan_reserved_bytes": report["peak_reserved_bytes"],
+    }
 
 
 def figures_of(report: Mapping[str, Any]) -> dict[str, Any]:
