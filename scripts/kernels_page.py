@@ -132,7 +132,9 @@ def _experts(gpu: Gpu) -> str:
 
 def _workspaces(gpu: Gpu) -> str:
     """Which of cuDNN's workspaces are known, of those that this generation may ask for."""
-    known = ["convolutions as measured"] if gpu.capability == convolution.MEASURED else []
+    known = (
+        ["convolutions as measured"] if gpu.capability == convolution.MEASURED_CAPABILITY else []
+    )
     takes_cudnn = _backend(gpu, torch.float16, 64, COLUMNS[0], True, 0.0) is SdpaBackend.CUDNN
     reasons = {rule(gpu) for rule in events.NOT_MODELLED.values()}
     if takes_cudnn and reasons == {""}:

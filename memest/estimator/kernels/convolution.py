@@ -18,6 +18,7 @@ from torch._prims_common import suggest_memory_format
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.kernels.cudnn_convolution import (
     DTYPES,
+    MEASURED_CAPABILITY,
     SPATIAL,
     ConvolutionShapes,
     Kernels,
@@ -44,9 +45,6 @@ Kwargs = dict[str, Any]
 
 TENSOR_CORES_FOR_FLOAT32 = (8, 0)
 """First capability that multiplies float32 in tensor cores, as the measured GPU does."""
-
-MEASURED = (9, 0)
-"""Capability of the GPU on which the workspaces were measured."""
 
 
 def convolution_format(tensor: Tensor, weight: Tensor) -> torch.memory_format:
@@ -124,7 +122,7 @@ def _workspace(c: ConvolutionShapes, direction: str, gpu: Gpu) -> Workspace:
     """What one direction takes; nothing where torch runs a kernel of its own, or older ones."""
     if not _is_by_cudnn(c, gpu):
         return Workspace(0, is_sure=_is_without_cudnn(c))
-    return workspaces(c, _kernels_for(c))[direction]
+    return workspaces(c, _kernels_for(c), gpu)[direction]
 
 
 def _kernels_for(c: ConvolutionShapes) -> Kernels:
@@ -171,7 +169,7 @@ def convolution_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: G
     is_sure = all(
         _workspace(shapes, d, gpu).is_sure and _is_tried_surely(shapes, d, gpu) for d in directions
     )
-    return is_native(shapes) or (gpu.capability == MEASURED and is_sure)
+    return is_native(shapes) or (gpu.capability == MEASURED_CAPABILITY and is_sure)
 
 
 def _on_meta(value: Any) -> Any:

@@ -6,9 +6,10 @@ module (H100, torch 2.11, cuDNN 9.19, `cudnn.benchmark` off, TF32 allowed): 293,
 one, of the others cuDNN was asked which kernel it has, and it was right about 99.9 % of those that
 were run besides. It was also asked of all which kernel it has where only deterministic ones are
 allowed, and none that rounds float32 to TF32 (`Kernels`). `scripts/measure_convolutions.py`
-measures them again, `scripts/common_convolutions.py` lists more. Any other call is asked of the
-trees in `convolution_trees.npz`, which `scripts/fit_convolutions.py` fits to the former; it says
-how often calls that the fit had not seen are right.
+measures them again, `scripts/common_convolutions.py` lists more. For other calls, and for other
+GPUs, the installed cuDNN says the workspace (`cudnn_library`) where it is right more often than the
+trees (`takes_library`). The rest come from the trees in `convolution_trees.npz`, which
+`scripts/fit_convolutions.py` fits to the measured calls; it prints how often they are right.
 
 By the trees a workspace is the sum of two parts, each with eleven trees for every direction, of
 which the most decide, or the middle one where no two agree:
@@ -30,6 +31,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.kernels.cudnn_library import CudnnError, library
+
 Columns = np.ndarray[Any, Any]
 """Integers, a row per call: `ConvolutionShapes.row`, or one number each."""
 
@@ -47,6 +51,9 @@ KEY_FACTOR = 0x9E3779B97F4A7C15
 
 DIRECTIONS = ("forward", "input", "weight")
 """The output, the gradient of the input, and that of the weight."""
+
+MEASURED_CAPABILITY = (9, 0)
+"""Compute capability of the GPU that was measured."""
 
 NUM_SMS = 132
 """Multiprocessors of the GPU that was measured."""
@@ -325,18 +332,69 @@ class Workspace:
 
 
 @lru_cache(maxsize=4096)
-def workspaces(shapes: ConvolutionShapes, kernels: Kernels = ANY_KERNELS) -> dict[str, Workspace]:
-    """What cuDNN takes for each of `DIRECTIONS`, on an H100."""
+def workspaces(
+    shapes: ConvolutionShapes, kernels: Kernels = ANY_KERNELS, gpu: Gpu | None = None
+) -> dict[str, Workspace]:
+    """Workspaces of `DIRECTIONS` on `gpu`: measured, of the installed cuDNN, or of the trees.
+
+    Without `gpu`, and where cuDNN is not installed, the workspaces are those of an H100.
+    """
     call = np.array([shapes.row()], dtype=np.int64)
-    if (found := as_measured(call, "workspaces")) is not None:
-        for column in kernels.columns():
-            found = found + as_measured(call, column)
-        return {d: Workspace(int(n), is_sure=True) for d, n in zip(DIRECTIONS, found, strict=True)}
+    measured = _as_measured(call, kernels)
+    if measured and (gpu is None or gpu.capability == MEASURED_CAPABILITY):
+        return measured
+    installed = {} if gpu is None else _by_library(shapes, kernels, gpu)
+    return (measured or _likely(call, shapes, kernels)) | installed
+
+
+def _as_measured(call: Columns, kernels: Kernels) -> dict[str, Workspace]:
+    """Workspaces that were measured on an H100; empty if the call was not."""
+    found = as_measured(call, "workspaces")
+    if found is None:
+        return {}
+    for column in kernels.columns():
+        found = found + as_measured(call, column)
+    return {d: Workspace(int(n), is_sure=True) for d, n in zip(DIRECTIONS, found, strict=True)}
+
+
+def _likely(call: Columns, shapes: ConvolutionShapes, kernels: Kernels) -> dict[str, Workspace]:
+    """Workspaces by the trees."""
     likely = _by_trees(call)
     if shapes.dtype != torch.float32:
         return likely
     others = {d for d in DIRECTIONS if kernels.may_differ(d)}
     return {d: Workspace(w.num_bytes, w.is_sure and d not in others) for d, w in likely.items()}
+
+
+def takes_library(shapes: ConvolutionShapes, direction: str) -> bool:
+    """Return whether the installed cuDNN is right more often than the trees.
+
+    Without a GPU, cuDNN offers neither cuBLASLt's products, which compute 1x1 convolutions, nor
+    the kernels that most grouped convolutions take, except for the weight's gradient.
+    """
+    if shapes.groups > 1:
+        return direction == "weight"
+    is_product = {*shapes.weight[2:], *shapes.stride} == {1} and not any(shapes.padding)
+    return not is_product
+
+
+def _by_library(shapes: ConvolutionShapes, kernels: Kernels, gpu: Gpu) -> dict[str, Workspace]:
+    """Workspaces by the installed cuDNN, where it can be asked without a GPU and is right often."""
+    found: dict[str, Workspace] = {}
+    installed = library()
+    if installed is None or not installed.knows(gpu):
+        return found
+    for direction in filter(lambda d: takes_library(shapes, d), DIRECTIONS):
+        try:
+            plan = installed.first_plan(
+                shapes.row(), direction, gpu.name,
+                deterministic=kernels.are_deterministic, without_tf32=kernels.are_without_tf32,
+            )  # fmt: skip
+        except CudnnError:  # cuDNN refuses the call
+            continue
+        if plan is not None:
+            found[direction] = Workspace(plan.workspace_bytes, is_sure=False)
+    return found
 
 
 def _by_trees(call: Columns) -> dict[str, Workspace]:
