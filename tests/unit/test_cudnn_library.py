@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,12 @@ import torch
 
 from memest.estimator.hardware.gpus import find_gpu, list_gpus
 from memest.estimator.kernels import cudnn_convolution, cudnn_library
-from memest.estimator.kernels.cudnn_convolution import DIRECTIONS, ConvolutionShapes, workspaces
+from memest.estimator.kernels.cudnn_convolution import (
+    DIRECTIONS,
+    ConvolutionShapes,
+    Kernels,
+    workspaces,
+)
 from memest.estimator.kernels.cudnn_library import (
     DOWN_CONVERTS,
     LAYOUT_KNOWN,
@@ -75,7 +81,9 @@ def test_the_installed_cudnn_answers_what_was_not_measured(monkeypatch: pytest.M
     install(monkeypatch, Plan(68, 12345, frozenset()))
     found = workspaces(ODD, gpu=H100)
     assert {d: found[d].num_bytes for d in DIRECTIONS} == dict.fromkeys(DIRECTIONS, 12345)
-    assert not any(w.is_sure for w in found.values())
+    assert all(w.is_sure for w in found.values())
+    exact = workspaces(ODD, Kernels(are_without_tf32=True), H100)
+    assert not any(w.is_sure for w in exact.values()), "86 to 95 % are right without TF32"
 
 
 def test_trees_answer_for_products_by_cublaslt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,8 +134,6 @@ def test_strides_are_dense_in_both_layouts() -> None:
 
 
 def test_properties_of_a_gpu_name_their_source_and_agree_with_the_catalogue() -> None:
-    import json
-
     known = json.loads(cudnn_library.DEVICE_PROPERTIES.read_text())
     assert {gpu.name for gpu in list_gpus()} >= set(known)
     for name, entry in known.items():
