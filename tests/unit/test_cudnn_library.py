@@ -46,6 +46,11 @@ PRODUCT = ConvolutionShapes(
     torch.float32, False,
 )  # fmt: skip
 
+DEPTHWISE = ConvolutionShapes(
+    (3, 34, 31, 23), (34, 1, 3, 3), (3, 34, 29, 21), (1, 1), (0, 0), (1, 1), 34,
+    torch.float32, False,
+)  # fmt: skip
+
 
 class Stub:
     """An installed cuDNN with one plan for every call."""
@@ -86,10 +91,13 @@ def test_the_installed_cudnn_answers_what_was_not_measured(monkeypatch: pytest.M
     assert not any(w.is_sure for w in exact.values()), "86 to 95 % are right without TF32"
 
 
-def test_trees_answer_for_products_by_cublaslt(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = workspaces(PRODUCT)
+@pytest.mark.parametrize("shapes", [PRODUCT, DEPTHWISE])
+def test_trees_answer_for_products_by_cublaslt_and_for_depthwise(
+    monkeypatch: pytest.MonkeyPatch, shapes: ConvolutionShapes
+) -> None:
+    alone = workspaces(shapes)
     install(monkeypatch, Plan(68, 12345, frozenset()))
-    assert workspaces(PRODUCT, gpu=H100) == alone
+    assert workspaces(shapes, gpu=H100) == alone
 
 
 def test_a_measured_call_keeps_its_workspace_on_an_h100_only(

@@ -367,15 +367,15 @@ def _likely(call: Columns, shapes: ConvolutionShapes, kernels: Kernels) -> dict[
 
 
 def takes_library(shapes: ConvolutionShapes, direction: str) -> bool:
-    """Return whether the installed cuDNN is right more often than the trees.
+    """Return whether the installed cuDNN stands for the trees.
 
     Without a GPU, cuDNN offers neither cuBLASLt's products, which compute 1x1 convolutions, nor
-    the kernels that most grouped convolutions take, except for the weight's gradient.
+    kernels without a workspace that most grouped convolutions take, except for the weight's
+    gradient where groups are wider than one channel.
     """
     if shapes.groups > 1:
-        return direction == "weight"
-    is_product = {*shapes.weight[2:], *shapes.stride} == {1} and not any(shapes.padding)
-    return not is_product
+        return direction == "weight" and not shapes.is_depthwise
+    return {*shapes.weight[2:], *shapes.stride} != {1} or any(shapes.padding)
 
 
 def _by_library(shapes: ConvolutionShapes, kernels: Kernels, gpu: Gpu) -> dict[str, Workspace]:
