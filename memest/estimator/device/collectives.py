@@ -32,6 +32,9 @@ class _Recorder(Protocol):
     def transfer(self, num_bytes: int) -> None:
         """A collective on the current stream moves so much."""
 
+    def temporary(self, num_bytes: int, func: Any) -> None:
+        """Allocate and free so much for `func`."""
+
 
 def run(recorder: _Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `func`, an operator of `c10d`, returns, once its outputs are as they would be."""
@@ -40,6 +43,8 @@ def run(recorder: _Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     if any(map(is_meta, tensors)):
         recorder.works.another()
         recorder.transfer(max((t.numel() * t.element_size() for t in tensors), default=0))
+        if func is torch.ops.c10d.allgather_.default:
+            _flatten(recorder, args[0], func)
     _fill(recorder, func._schema.name.removeprefix("c10d::"), args)
     work = recorder.works.begun(tensors if _goes_on(func, args) else ())
     returned = tuple(
@@ -48,6 +53,18 @@ def run(recorder: _Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     if len(returned) > 1:
         return returned
     return returned[0] if returned else None
+
+
+def _flatten(recorder: _Recorder, outputs: list[list[Tensor]], func: Any) -> None:
+    """Gather into one tensor, and copy from it to the list of outputs if all have one size.
+
+    `ProcessGroupNCCL::allgather`, `newLikeFlat` and `check_same_size` of torch 2.11. Frees the
+    tensor at once, where the work of an asynchronous gather would keep it.
+    """
+    for parts in outputs:
+        if parts and is_meta(parts[0]) and len({part.size() for part in parts}) == 1:
+            num_bytes = len(parts) * parts[0].numel() * parts[0].element_size()
+            recorder.temporary(num_bytes, func)
 
 
 def _goes_on(func: Any, args: tuple[Any, ...]) -> bool:

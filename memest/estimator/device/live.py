@@ -243,7 +243,7 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
                 self.kind = before
             num_bytes = to_card_bytes(made, source, is_waited_for=not non_blocking)
             if num_bytes:
-                self._ends(self._workspace(num_bytes, self._site(func)))
+                self.temporary(num_bytes, func)
             if not (non_blocking and self.is_pinned(source)):
                 self.host_waits(self.event(self.stream))  # pageable memory is waited for
             return made
@@ -452,6 +452,11 @@ class LiveRecorder(HostRecorder):  # type: ignore[no-untyped-call]
         if value.numel() <= MAX_SHOWN_NUMEL and value.is_contiguous() and value.numel():
             with _disable_current_modes():
                 self.values.adopt(tensor, value.detach())
+
+    def temporary(self, num_bytes: int, func: Any) -> None:
+        """Allocate and free `num_bytes` for `func`."""
+        with self._lock:
+            self._ends(self._workspace(num_bytes, self._site(func)))
 
     def current_phase(self) -> str:
         """What the script is about."""

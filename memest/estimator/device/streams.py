@@ -300,7 +300,11 @@ class StreamRecorder(Recorder):  # type: ignore[no-untyped-call]
         """A collective, which is `done` then, may keep the storage of `tensor`, should it die."""
         index = self.id_of(tensor)
         if index is not None:
-            self._shelf[index] = done
+            self.shelve_storage(index, done)
+
+    def shelve_storage(self, index: int, done: float) -> None:
+        """As `shelve`, for the storage of this id."""
+        self._shelf[index] = done
 
     def empty_shelves(self) -> None:
         """Those that NCCL's watchdog has passed on by now at the latest; a collective does so."""

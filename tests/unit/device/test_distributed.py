@@ -51,11 +51,12 @@ def test_a_mesh_joins_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_group_is_left_with_the_gpu() -> None:
+    had_nccl = dist.is_nccl_available()
     with gpu_of_rank(0, 2):
         dist.init_process_group("nccl", rank=0, world_size=2)
 
     assert not dist.is_initialized()
-    assert not dist.is_nccl_available()
+    assert dist.is_nccl_available() == had_nccl
 
 
 @pytest.mark.usefixtures("rank")
@@ -174,3 +175,16 @@ def test_a_rank_that_is_alone_needs_no_launcher(monkeypatch: pytest.MonkeyPatch)
 
         assert dist.get_world_size() == 1
     assert "RANK" not in os.environ
+
+
+@pytest.mark.usefixtures("rank")
+def test_a_list_that_is_gathered_passes_through_one_tensor() -> None:
+    """`ProcessGroupNCCL::allgather`: a flat tensor as large as all outputs."""
+    part = torch.ones(1 << 20, device="cuda")
+    parts = [torch.empty_like(part) for _ in range(WORLD_SIZE)]
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    dist.all_gather(parts, part)
+
+    assert torch.cuda.max_memory_allocated() - before == WORLD_SIZE * 4 << 20
+    assert torch.cuda.memory_allocated() == before

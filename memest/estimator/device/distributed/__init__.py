@@ -2,8 +2,7 @@
 
 - `process_group` lets `init_process_group` make a group of torch's own `fake` backend, which says
   who is who, and calls it what the script asked for.
-- `ddp` mirrors the reducer of `DistributedDataParallel`, which is C++ and asks for real gradients;
-  `hooks` has what its communication hooks get, `start` what it sends as it wraps a module.
+- `ddp` lets torch's own reducer of `DistributedDataParallel` run on tensors without data.
 - `dtensor` lets a DTensor's operators be looked at without FakeTensors.
 - `fsdp` tells of the storages that FSDP frees and takes again.
 """

@@ -1,67 +1,113 @@
-"""DistributedDataParallel's reducer: buckets that gradients go into and come from.
+"""DistributedDataParallel on the virtual GPU: torch's own reducer, run on tensors without data.
 
-torch's Python code of `DistributedDataParallel` runs as it is. Its reducer is C++, which asks for
-gradients on a device, so `Reducer` mirrors `torch/csrc/distributed/c10d/reducer.cpp` of torch 2.11
-(the name of the function it stands for is in each docstring). In the first step every gradient of
-a dtype shares one bucket (without `find_unused_parameters`); the forward after the first summed
-backward makes the buckets anew, in the order in which gradients arrived.
+The Python and the C++ of `DistributedDataParallel` run as installed: they decide which gradients
+share a bucket, when buckets are rebuilt, which parameters are unused, and what a communication
+hook gets. Four things depend on the GPU or on NCCL, and are done here:
 
-The sums take no time here: NCCL has a stream of its own, and nothing is freed that waits for it.
-What has been summed may live on (`works.py`): the buckets of the first step, which are made anew in
-the second forward, may live until its backward sums one of the new ones. With a communication hook
-(`hooks.py`) a bucket is what the hook makes of it.
+- Tensors that C++ makes for the reducer are on the GPU.
+- `_NcclGroup` runs the reducer's collectives. NCCL has a stream of its own, so a sum takes no time
+  on the stream of the model, and NCCL may stash a summed bucket (`works.py`).
+- A gradient is accumulated on the stream on which the reducer was made.
+- A future of a communication hook is complete on another stream, for which the model's waits.
+
+Two differences to a GPU are left: the reducer makes no timer, whose CUDA events take no memory, and
+the host waits for the copy of `local_used_map`, which goes through pinned memory there.
 """
 
 from __future__ import annotations
 
+import re
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from types import SimpleNamespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from memest.errors import UnsupportedError
-from memest.estimator.device.distributed.hooks import (
-    CommHook,
-    GradBucket,
-    all_reduced,
-    builtin_hook,
-)
-from memest.estimator.device.distributed.start import broadcast, verify_params
 from memest.estimator.device.live import LiveRecorder
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.storages import MemKind
 from memest.estimator.device.streams import MAIN
-from memest.estimator.device.tensors import Place
+from memest.estimator.device.tensors import INSIDE, tensors_in
 
-FIRST_BUCKET_BYTES = 1 << 20
-"""`kDefaultFirstBucketBytes` (`reducer.hpp`)."""
+_ProcessGroup: Any = c10d.ProcessGroup
+_Reducer: Any = c10d.Reducer
+_Logger: Any = c10d.Logger
+_work_of: Any = c10d.__dict__["_create_work_from_future"]
 
-NOT_FINISHED = (
-    "Expected to have finished reduction in the prior iteration before starting a new one. This "
-    "error indicates that your module has parameters that were not used in producing loss. You can "
-    "enable unused parameter detection by passing the keyword argument "
-    "`find_unused_parameters=True` to `torch.nn.parallel.DistributedDataParallel`, and by making "
-    "sure all `forward` function outputs participate in calculating loss."
-)
-"""As `Reducer::ensure_prior_reduction_finished` words it."""
+_MISSING = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
+"""Indices of parameters in the message of `Reducer::ensure_prior_reduction_finished`."""
 
 
 class NotFinished(RuntimeError):
-    """A reduction waits for gradients that never came."""
+    """A reduction waits for gradients that never came; the message is torch's."""
 
-    def __init__(self, missing: Sequence[nn.Parameter]) -> None:
-        super().__init__(NOT_FINISHED)
+    def __init__(self, message: str, missing: Sequence[nn.Parameter]) -> None:
+        super().__init__(message)
         self.missing_shapes = [tuple(parameter.shape) for parameter in missing]
 
 
-class Reducer:
-    """`dist.Reducer` of the virtual GPU; its parameters are those of C++'s constructor."""
+class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
+    """A process group for C++, which waits for its own collectives out of Python's sight."""
+
+    def __init__(self, recorder: LiveRecorder, group: Any) -> None:
+        super().__init__(group.rank(), group.size())
+        self._recorder = recorder
+        self.group = group
+        self.is_rebuilt = False
+        self._first_buckets: set[int] = set()
+        self.summed_at = -1.0
+        """When the last of `_first_buckets` is summed, in microseconds of the model's stream."""
+
+    def getBackendName(self) -> str:
+        """Return the name that the reducer's logger records."""
+        return "nccl"
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
+        """Sum buckets: C++ waits for the future of the work, which does not unstash them."""
+        self._recorder.works.another()
+        if not self.is_rebuilt:
+            self.summed_at, _ = self._recorder.event(MAIN)
+            found = map(self._recorder.id_of, tensors)
+            self._first_buckets.update(index for index in found if index is not None)
+        return _done(tensors)
+
+    def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], options: Any) -> Any:
+        """Gather the numbers of parameters, which are read at once."""
+        work = self.group.allgather(outputs, tensors, options)
+        work.wait()
+        return work
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> Any:
+        """Send weights, or the order of rank 0's buckets, after which the old buckets are freed.
+
+        Every rank has the same weights and the same order. The broadcast takes no time.
+        """
+        recorder = self._recorder
+        if recorder.kind is MemKind.BUCKETS:
+            for index in self._first_buckets:
+                recorder.shelve_storage(index, self.summed_at)
+            self._first_buckets.clear()
+            self.is_rebuilt = True
+            recorder.works.another()
+            for tensor in tensors:
+                recorder.label(tensor, MemKind.WORKSPACE)
+        return _done(tensors)
+
+
+def _done(tensors: list[Tensor]) -> Any:
+    future: Any = torch.futures.Future()
+    future.set_result(tensors)
+    return _work_of(future)
+
+
+class Reducer(_Reducer):  # type: ignore[misc]
+    """torch's reducer, for parameters on the virtual GPU."""
 
     session: ClassVar[LiveRecorder]
 
@@ -72,427 +118,191 @@ class Reducer:
         per_bucket_size_limits: Sequence[int],
         process_group: Any,
         expect_sparse_gradients: Sequence[bool],
-        bucket_bytes_cap: int,
-        find_unused_parameters: bool,
-        gradient_as_bucket_view: bool,
-        param_to_name_mapping: Any = None,
-        first_bucket_bytes_cap: int = FIRST_BUCKET_BYTES,
         *options: Any,
+        **more: Any,
     ) -> None:
         if any(expect_sparse_gradients):
             raise UnsupportedError(
                 "sparse gradients under `DistributedDataParallel` cannot be simulated",
                 hint="make the embeddings with `sparse=False`",
             )
-        self._params = list(params)
-        self._group = process_group
-        self._caps = [first_bucket_bytes_cap, bucket_bytes_cap]
-        self._finds_unused = find_unused_parameters
-        self._is_static = False
-        self._is_view = gradient_as_bucket_view
-        self._arrivals: list[int] = []
-        self._has_rebuilt = self._has_summed_anew = False
-        self._num_iterations = 0
-        self._summed_at = 0.0
-        self._expects_hooks = self._waits_for_end = False
-        self._needs_finalize = False
-        self._hook: CommHook | None = None
-        self._futures: dict[int, Any] = {}
-        self._results: dict[int, Tensor] = {}
-        self._next = 0
-        self._missing: set[int] = set()
-        self._unused: set[int] = set()
         recorder = self.session
-        self._stream = recorder.accumulates_on = recorder.stream
-        self._make_buckets(bucket_indices)
-        if find_unused_parameters:
-            self._note_used()
-        self._index_of = {id(p): i for i, p in enumerate(self._params)}
-        self._add_hooks()
+        recorder.accumulates_on = recorder.stream
+        self._params = params
+        self._group = _NcclGroup(recorder, process_group)
+        self._accumulation = _Accumulation(recorder, params)
+        weakref.finalize(self, self._accumulation.remove)
+        with self._buckets_on_gpu():
+            super().__init__(
+                params,
+                bucket_indices,
+                per_bucket_size_limits,
+                self._group,
+                expect_sparse_gradients,
+                *options,
+                **more,
+            )
 
-    def _add_hooks(self) -> None:
-        me = weakref.ref(self)
-
-        def arrived(parameter: nn.Parameter) -> None:
-            reducer = me()
-            if reducer is not None:
-                reducer._arrived(parameter)
-
-        params: list[Any] = self._params
-        hooks = [p.register_post_accumulate_grad_hook(arrived) for p in params]
-        self._remove = weakref.finalize(self, _remove_all, hooks)
-
-    # what DistributedDataParallel asks for
+    @contextmanager
+    def _buckets_on_gpu(self) -> Iterator[None]:
+        """Put what C++ makes on the GPU, and label it as buckets."""
+        recorder = self.session
+        before, recorder.kind = recorder.kind, MemKind.BUCKETS
+        try:
+            with _on_gpu():
+                yield
+        finally:
+            recorder.kind = before
 
     def prepare_for_forward(self) -> None:
-        """As `prepare_for_forward`: counts iterations.
+        """Begin an iteration; in the one after a rebuild, NCCL has unstashed the old buckets.
 
-        Shelves are empty once there was a collective in the next iteration.
+        No run of DDP in results/scripts/measured_ranks.json held them longer. The tensors that a
+        hook of one run sent were, so the watchdog alone unstashes those.
         """
-        self._num_iterations += 1
-        if self._has_summed_anew:
-            self.session.clear_shelf(self._summed_at)
-
-    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
-        """As `prepare_for_backward`: the next backward sums gradients."""
-        self._ensure_finished()
-        self._expects_hooks = True
-        self._missing = set(range(len(self._params)))
-        self._waiting = [set(members) for members in self._buckets]
-        self._next = 0
-        self._unused = set()
-        if self._finds_unused and not self._is_static:
-            self._unused = self._not_reached(outputs)
-        self._needs_finalize = False
-        for index in self._unused:
-            self._ready(index)
+        super().prepare_for_forward()
+        if self._group.is_rebuilt:
+            self.session.clear_shelf(self._group.summed_at)
 
     def _rebuild_buckets(self) -> bool:
-        """As `rebuild_buckets`: once, in the order of arrival."""
-        self._ensure_finished()
-        if not self._should_rebuild or not self._arrivals:
-            return False
-        order: list[Tensor] = [self._params[i] for i in self._arrivals]
-        buckets, _ = c10d._compute_bucket_assignment_by_size(
-            [*order], self._caps, [False] * len(order), self._arrivals
-        )
-        if self._hook is None:
-            self._shelve_buckets()
-        self._sync_order(len(self._params) + 1, len(buckets))
-        self._has_rebuilt = True
-        self._arrivals = []
-        self._futures.clear()
-        self._results.clear()
-        self._flats.clear()
-        self._views.clear()
-        self._make_buckets(buckets)
-        return True
-
-    def _shelve_buckets(self) -> None:
-        for flat in self._flats:
-            self.session.shelve(flat, self._summed_at)
-
-    def register(self, hook: CommHook) -> None:
-        """As `register_comm_hook`: `hook` reduces each bucket from now on.
+        """Rebuild the buckets in the order in which gradients arrived.
 
         Raises:
-            RuntimeError: there is one already; the message is torch's.
+            NotFinished: a parameter got no gradient.
         """
-        if self._hook is not None:
-            raise RuntimeError(
-                "register_comm_hook or register_builtin_comm_hook can only be called once."
-            )
-        self._hook = hook
-
-    def _run_comm_hook(self, bucket: GradBucket) -> Any:
-        return (self._hook or self._run_allreduce_hook)(bucket)
-
-    def _run_allreduce_hook(self, bucket: GradBucket) -> Any:
-        """As `run_allreduce_hook`: what is done where nobody has registered another."""
-        return all_reduced(self._group, bucket.buffer())
-
-    def set_logger(self, logger: Any) -> None:
-        """Nothing is logged."""
+        try:
+            with self._buckets_on_gpu():
+                is_rebuilt: bool = super()._rebuild_buckets()
+                return is_rebuilt
+        except RuntimeError as error:
+            found = _MISSING.search(str(error))
+            if found is None:
+                raise
+            missing = [self._params[int(index)] for index in found[1].split()]
+            raise NotFinished(str(error), missing) from error
 
     def _set_static_graph(self) -> None:
-        """As `set_static_graph`: which parameters are used is looked for in the first step."""
-        self._is_static = True
-        self._note_used()
+        with self._buckets_on_gpu():
+            super()._set_static_graph()
 
-    def _note_used(self) -> None:
-        """As `initialize_local_used_map`."""
-        params = self._params
-        self._used = torch.empty(len(params), dtype=torch.int32, device=params[0].device)
-        self.session.label(self._used, MemKind.BUCKETS)
-
-    @torch.no_grad()
     def _delay_all_reduce(self) -> None:
-        """As `delay_all_reduce`: of a static graph's first iteration, at the end of its backward.
-
-        All gradients are copied then, and are parameters that got none taken for zero.
-        """
-        self._needs_finalize = True
-        for index, parameter in enumerate(self._params):
-            if parameter.grad is None:
-                self._unused.add(index)
-            else:
-                self._copy_in(parameter)
-        self._missing.clear()
-        for bucket in range(len(self._buckets)):
-            self._reduce(bucket)
-        self._finalize()
+        self._accumulation.join()
+        with _on_gpu():
+            super()._delay_all_reduce()
 
     def _remove_autograd_hooks(self) -> None:
-        self._remove()
-
-    def _check_reducer_finalized(self) -> None:
-        self._ensure_finished()
+        self._accumulation.remove()
+        super()._remove_autograd_hooks()
 
     def _set_forward_pass_work_handle(self, work: Any, divides: bool) -> None:
-        """Uneven inputs: all ranks have as many here."""
+        """Do nothing: under `join` all ranks have as many inputs here."""
 
-    def _install_post_backward_futures(self, futures: Any) -> None:
-        """What is waited for at the end of a backward has come."""
 
-    def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
-        """Nothing is logged."""
+class _Accumulation:
+    """The autograd engine of a GPU, where gradients are accumulated beside the model's stream.
 
-    # the backward
+    `AccumulateGrad` nodes run on the stream on which the reducer made them, which waits for the
+    model's stream, and records its use of the gradient. The stream that called the backward waits
+    at its end (`GraphTask::exec_post_processing`).
+    """
 
-    @property
-    def _should_rebuild(self) -> bool:
-        return (self._is_static or not self._finds_unused) and not self._has_rebuilt
+    def __init__(self, recorder: LiveRecorder, params: Iterable[nn.Parameter]) -> None:
+        self._recorder = recorder
+        self._stream = recorder.stream
+        self._waits_for_end = False
+        self._hooks: list[Any] = []
+        if self._stream != MAIN:
+            parameters: Iterable[Any] = params
+            self._hooks = [
+                p.register_post_accumulate_grad_hook(self._accumulated) for p in parameters
+            ]
 
-    def _ensure_finished(self) -> None:
-        if self._expects_hooks and self._needs_finalize:
-            raise NotFinished([self._params[i] for i in sorted(self._missing)])
-
-    def _not_reached(self, outputs: Sequence[Tensor]) -> set[int]:
-        """As `search_unused_parameters`: no path leads from `outputs` to their accumulators."""
-        seen: set[Any] = set()
-        found: set[int] = set()
-        waiting = [t.grad_fn for t in outputs if t.grad_fn is not None]
-        while waiting:
-            node = waiting.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            variable = getattr(node, "variable", None)
-            if variable is not None:
-                found.add(self._index_of.get(id(variable), -1))
-            waiting += [following for following, _ in node.next_functions if following is not None]
-        return set(range(len(self._params))) - found
-
-    @torch.no_grad()
-    def _arrived(self, parameter: nn.Parameter) -> None:
-        """As `autograd_hook`: the gradient of `parameter` is summed."""
-        self._note_stream(parameter)
-        if not self._expects_hooks:
-            return
-        if self._is_static and self._num_iterations == 1:
-            return  # until `_delay_all_reduce`
-        index = self._index_of[id(parameter)]
-        if self._should_rebuild:
-            self._arrivals.append(index)
-        self._needs_finalize = True
-        if index in self._missing:
-            self._copy_in(parameter)
-            self._ready(index)
-
-    def _note_stream(self, parameter: nn.Parameter) -> None:
-        """The engine: the accumulator's stream waits for the model's, and uses the gradient."""
-        recorder = self.session
-        if self._stream == MAIN:
-            return
+    def _accumulated(self, parameter: nn.Parameter) -> None:
+        recorder = self._recorder
         recorder.stream_waits(self._stream, recorder.event(MAIN))
         assert parameter.grad is not None
         recorder.record_stream(parameter.grad, self._stream)
         if not self._waits_for_end:
             self._waits_for_end = True
-            _at_end_of_backward(self._join_streams)
+            _at_end_of_backward(self.join)
 
-    def _join_streams(self) -> None:
-        """The engine: at the end of a backward its caller's stream waits for the others."""
-        self._waits_for_end = False
-        self.session.stream_waits(MAIN, self.session.event(self._stream))
-
-    def _copy_in(self, parameter: nn.Parameter) -> None:
-        """As `mark_variable_ready_dense`."""
-        view, grad = self._views[id(parameter)], parameter.grad
-        assert grad is not None
-        if _is_alias(grad, view):
-            if self._hook is None:
-                view.mul_(1 / self._group.size())
-            return
-        if self._hook is None:
-            torch.mul(grad, 1 / self._group.size(), out=view)
-        else:
-            view.copy_(grad)
-        if self._is_view:
-            parameter.grad = view
-
-    def _ready(self, index: int) -> None:
-        """As `mark_variable_ready`: buckets are reduced in their order, as they fill; the last one
-        ends the reduction with the backward.
-        """
-        self._missing.discard(index)
-        self._waiting[self._bucket_of[index]].discard(index)
-        while self._next < len(self._buckets) and not self._waiting[self._next]:
-            self._reduce(self._next)
-            self._next += 1
-        if not self._missing:
-            if torch._C._current_graph_task_id() == -1:  # no backward, as all are unused
-                return
-            _at_end_of_backward(self._finalize)
-
-    def _reduce(self, bucket: int) -> None:
-        """As `all_reduce_bucket`."""
-        self.session.works.another()
-        if self._hook is not None:
-            members = self._buckets[bucket]
-            self._futures[bucket] = self._hook(
-                GradBucket(
-                    self._flats[bucket],
-                    [self._views[id(self._params[i])] for i in members],
-                    [self._params[i] for i in members],
-                    bucket,
-                    is_last=bucket == len(self._buckets) - 1,
-                )
-            )
-
-    @torch.no_grad()
-    def _finalize(self) -> None:
-        """As `finalize_backward`: what is reduced goes back into the gradients."""
-        self._expects_hooks = self._needs_finalize = False
-        self._has_summed_anew = self._has_rebuilt
-        if not self._has_rebuilt:
-            self._summed_at = self.session.event(MAIN)[0]
+    def join(self) -> None:
+        """Let the model's stream wait for the accumulation of a backward that has ended."""
         if self._waits_for_end:
-            self._join_streams()
-        for bucket, members in enumerate(self._buckets):
-            reduced = self._reduced(bucket)
-            for index in members:
-                self._take_back(index, reduced)
+            self._waits_for_end = False
+            self._recorder.stream_waits(MAIN, self._recorder.event(self._stream))
 
-    def _reduced(self, bucket: int) -> Mapping[int, Tensor]:
-        """By parameter what a bucket came to: `populate_bucket_views_out` of a hook's result,
-        which lives until there is the next.
-        """
-        if self._hook is None:
-            return self._views
-        future = self._futures[bucket]
-        future.wait()
-        result = _tensor_of(future.value(), self._flats[bucket])
-        self._results[bucket] = result
-        return dict(self._pieces(bucket, result))
-
-    def _take_back(self, index: int, reduced: Mapping[int, Tensor]) -> None:
-        """As `finalize_bucket_dense`."""
-        parameter = self._params[index]
-        view, out = self._views[id(parameter)], reduced[id(parameter)]
-        if self._is_view:
-            if not _is_alias(view, out):
-                view.copy_(out)
-        elif index in self._unused:
-            return
-        elif parameter.grad is None:
-            parameter.grad = out.clone()
-        else:
-            parameter.grad.copy_(out)
-
-    def _make_buckets(self, buckets: Iterable[Sequence[int]]) -> None:
-        """As `initialize_buckets`: a flat tensor each, with views of the parameters' shapes."""
-        self._views: dict[int, Tensor] = {}
-        self._buckets = [list(members) for members in buckets]
-        self._bucket_of = {index: i for i, ms in enumerate(self._buckets) for index in ms}
-        self._flats: list[Tensor] = []
-        for bucket, members in enumerate(self._buckets):
-            params = [self._params[i] for i in members]
-            flat = torch.empty(
-                sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device
-            )
-            self.session.label(flat, MemKind.BUCKETS)
-            self._flats.append(flat)
-            self._views |= self._pieces(bucket, flat)
-            for parameter in params:
-                self._move_grad(parameter)
-
-    def _pieces(self, bucket: int, flat: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """What of `flat` is each parameter's, in its shape."""
-        start = 0
-        for index in self._buckets[bucket]:
-            parameter = self._params[index]
-            piece = flat[start : start + parameter.numel()]
-            yield id(parameter), _in_the_shape_of(parameter, piece)
-            start += parameter.numel()
-
-    @torch.no_grad()
-    def _move_grad(self, parameter: nn.Parameter) -> None:
-        """As `initialize_bucket_views`: a gradient that is there goes into the new bucket."""
-        grad, view = parameter.grad, self._views[id(parameter)]
-        if self._is_view and grad is not None and not _is_alias(grad, view):
-            view.copy_(grad)
-            parameter.grad = view
-
-    def _sync_order(self, *counts: int) -> None:
-        """As `sync_bucket_indices`: the order of rank 0 is sent to all."""
-        device = self._params[0].device
-        sent = [torch.empty(n, dtype=torch.int32, device=device) for n in counts]
-        del sent
-        self.session.host_waits(self.session.event(MAIN))  # and reads it
-        self.session.works.another()
-
-
-class Logger:
-    """`dist.Logger`: takes everything, and keeps nothing."""
-
-    def __init__(self, reducer: Any) -> None:
-        pass
-
-    def _get_ddp_logging_data(self) -> Any:
-        return SimpleNamespace(strs_map={}, ints_map={})
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: None
+    def remove(self) -> None:
+        """Remove the hooks on parameters."""
+        for hook in self._hooks:
+            hook.remove()
 
 
 def install(patches: Patches, recorder: LiveRecorder) -> None:
-    """Let `torch.nn.parallel.DistributedDataParallel` find the mirror."""
-
-    def broadcast_coalesced(
-        group: Any, tensors: Sequence[Tensor], buffer_size: int, source: int = 0
-    ) -> None:
-        with torch.no_grad():
-            broadcast([t for t in tensors if recorder.place(t) is Place.CARD], buffer_size)
-
-    def register(reducer: Reducer, state: Any, hook: Any) -> None:
-        reducer.register(partial(hook, state))
+    """Let `torch.nn.parallel.DistributedDataParallel` run on the virtual GPU."""
 
     def register_builtin(reducer: Reducer, kind: Any) -> None:
-        reducer.register(partial(builtin_hook(kind), reducer._group))
+        """Register the hook of Python that does the same as C++'s, whose future C++ reads."""
+        is_fp16 = kind == c10d.BuiltinCommHookType.FP16_COMPRESS
+        hook = default_hooks.fp16_compress_hook if is_fp16 else default_hooks.allreduce_hook
+        register(reducer, reducer._group.group, hook)
+
+    def register(reducer: Reducer, state: Any, hook: Any) -> None:
+        c10d._register_comm_hook(reducer, state, _awaited(hook))
 
     made: Any = type("Reducer", (Reducer,), {"session": recorder})
     patches.set(dist, "Reducer", made)
-    patches.set(dist, "Logger", Logger)
-    patches.set(dist, "_broadcast_coalesced", broadcast_coalesced)
-    patches.set(dist, "_verify_params_across_processes", verify_params)
+    patches.set(_Logger, "set_runtime_stats_and_log", lambda logger: None)  # times of CUDA
+    for name in ("_broadcast_coalesced", "_verify_params_across_processes"):
+        patches.set(dist, name, _on_nccl(getattr(c10d, name), recorder))
     patches.set(dist, "_register_comm_hook", register)
     patches.set(dist, "_register_builtin_comm_hook", register_builtin)
 
 
-def _tensor_of(value: Any, flat: Tensor) -> Tensor:
-    """As `PythonCommHook::parseHookResult`: a tensor, or a list of one.
+def _awaited(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Wrap `hook` so that the model's stream waits for its futures before C++ reads them."""
+    futures: list[tuple[Any, int]] = []
 
-    Raises:
-        RuntimeError: a hook's result is none, or not of as many elements as its bucket.
-    """
-    found = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
-    if not isinstance(found, Tensor):
-        raise RuntimeError(f"expected the hook's result is a Tensor or a TensorList got {value}")
-    if found.numel() != flat.numel():
-        raise RuntimeError(
-            f"a communication hook gave {found.numel()} elements for a bucket of {flat.numel()}"
-        )
-    return found.reshape(-1)
+    def wait() -> None:
+        for future, num_elements in futures:
+            found = [tensor.numel() for tensor in tensors_in((future.wait(),))]
+            if found and found[0] < num_elements:
+                raise RuntimeError(
+                    f"a communication hook gave {found[0]} elements for a bucket of {num_elements}"
+                )
+        futures.clear()
+
+    def run(state: Any, bucket: Any) -> Any:
+        future = hook(state, bucket)
+        futures.append((future, bucket.buffer().numel()))
+        if bucket.is_last():
+            is_in_backward = torch._C._current_graph_task_id() != -1
+            _at_end_of_backward(wait) if is_in_backward else wait()
+        return future
+
+    return run
 
 
-def _in_the_shape_of(parameter: Tensor, piece: Tensor) -> Tensor:
-    """As `initialize_bucket_views`: with the parameter's strides where it is dense."""
-    if torch.ops.aten.is_non_overlapping_and_dense.default(parameter):
-        return piece.as_strided(parameter.size(), parameter.stride(), piece.storage_offset())
-    return piece.view(parameter.shape)
+def _on_nccl(function: Callable[..., Any], recorder: LiveRecorder) -> Callable[..., Any]:
+    """Wrap a function of C++ that makes tensors, sends them over a group and waits."""
+
+    def run(group: Any, *args: Any) -> Any:
+        with _on_gpu(), torch.no_grad():
+            return function(_NcclGroup(recorder, group), *args)
+
+    return run
 
 
-def _is_alias(a: Tensor, b: Tensor) -> bool:
-    same_storage = a.untyped_storage()._cdata == b.untyped_storage()._cdata
-    return bool(same_storage and a.storage_offset() == b.storage_offset())
+@contextmanager
+def _on_gpu() -> Iterator[None]:
+    """Put on the GPU what C++ makes on the meta device."""
+    before, INSIDE.composite = INSIDE.composite, True
+    try:
+        yield
+    finally:
+        INSIDE.composite = before
 
 
 def _at_end_of_backward(action: Any) -> None:
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(action)
-
-
-def _remove_all(hooks: Iterable[Any]) -> None:
-    for hook in hooks:
-        hook.remove()
