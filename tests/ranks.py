@@ -59,7 +59,7 @@ class WithLoss(nn.Module):
 
 class _Watch(virtual_run._Watch):
     def ended(self) -> None:
-        self.virtual.recorder.labels.of_models()
+        self.virtual.mode.attribution.labels.of_models()
 
 
 def run_rank(

@@ -48,10 +48,10 @@ class Requests:
 
     def in_order(self, run: Callable[[], Any]) -> list[int]:
         """The same with what is freed as it is."""
-        self.gpu.recorder.settle()
+        self.gpu.mode.memory.settle()
         self.seen.clear()
         result = run()
-        self.gpu.recorder.settle()
+        self.gpu.mode.memory.settle()
         seen = list(self.seen)
         del result
         return seen

@@ -2,7 +2,7 @@
 
 When a block comes back that two streams use, or that a collective keeps, depends on how fast the
 GPU is. A run on several GPUs is therefore read thrice for each rank that was traced: with such
-blocks back as they die, at the latest moment (`StreamRecorder`), and so after the first step alone.
+blocks back as they die, at the latest moment (`Timeline`), and so after the first step alone.
 What any rank of a real run shows should lie between the lowest and the highest of these. On one
 GPU there is one reading.
 """

@@ -65,7 +65,7 @@ def run_target(target: Target, session: Session, *, limit_s: float | None = None
     error: BaseException | None = None
     gc.collect()  # what was made before does not move the moments of the next collections
     try:
-        with session, time_limit(limit_s, session.virtual.recorder.lines.current):
+        with session, time_limit(limit_s, session.virtual.mode.attribution.lines.current):
             _run(target)
     except BaseException as raised:
         error = raised
@@ -73,10 +73,10 @@ def run_target(target: Target, session: Session, *, limit_s: float | None = None
         sys.argv, sys.path[:] = before
     if isinstance(error, PlanError) and error.__cause__ is _NOT_RUN:
         raise error
-    recorder = session.virtual.recorder
-    is_used = session.peak_allocated_bytes or recorder.num_ooms
+    mode = session.virtual.mode
+    is_used = session.peak_allocated_bytes or mode.memory.num_ooms
     report = session.report() if is_used else None
-    decides = held_later(recorder.storages) if recorder.is_slow else ""
+    decides = held_later(mode.memory.storages) if mode.timeline.is_slow else ""
     return replace(_ran(error, report), what_decides=decides)
 
 

@@ -296,11 +296,11 @@ def _step_at(marks: Sequence[Mark], num_actions: int) -> int:
 
 def record_run_of(virtual: VirtualGpu, report: RunReport) -> Recording:
     """Every action of the allocator in the run of `virtual`, of which `report` is."""
-    recorder = virtual.recorder
-    refused = recorder.refused[0] if recorder.refused and not report.fits else 0
+    mode = virtual.mode
+    refused = mode.memory.refused[0] if mode.memory.refused and not report.fits else 0
     return record_log(
-        recorder.log,
-        recorder.storages,
+        mode.memory.log,
+        mode.memory.storages,
         report.limit_bytes,
         report.gpu,
         refused,

@@ -82,7 +82,7 @@ class Session:
         processes.install(self._patches, self.ranks)
         if self._batch_parts > 1:
             smaller_batches.install(self._patches, self._batch_parts)
-            self._virtual.recorder.note(
+            self._virtual.mode.notes.add(
                 f"batches of DataLoaders are cut to 1/{self._batch_parts}, as asked"
             )
         self._started = time.perf_counter()
@@ -97,7 +97,7 @@ class Session:
     @property
     def allocated_bytes(self) -> int:
         """Allocated now, as `torch.cuda.memory_allocated` says."""
-        self._virtual.recorder.settle()
+        self._virtual.mode.memory.settle()
         return self._virtual.allocator.allocated_bytes
 
     @property

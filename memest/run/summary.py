@@ -51,11 +51,11 @@ def report_of(
         error: what ended it, in a line.
         elapsed_s: seconds that it took.
     """
-    recorder, gpu = virtual.recorder, virtual.gpu
+    mode, gpu = virtual.mode, virtual.gpu
     if VirtualGpu._active is virtual:
-        recorder.settle()
-        recorder.labels.of_models()
-    history = recorder.history
+        mode.memory.settle()
+        mode.attribution.labels.of_models()
+    history = mode.memory.history
     held = history.held_at_peak()
     outcome = Outcome.OOM if ending is Ending.OOM else Outcome.FITS
     cap = _cap(virtual)
@@ -72,20 +72,20 @@ def report_of(
         peak_allocated_bytes=history.peak_allocated_bytes,
         peak_reserved_bytes=history.peak_reserved_bytes,
         process_bytes=history.peak_reserved_bytes + gpu.context_bytes + of_nccl,
-        host_bytes=recorder.peak_host_bytes,
+        host_bytes=mode.host.peak_bytes,
         peak=_peak(history),
         terms=_terms(held, history.peak_allocated_bytes),
         modules=_rows(held, _module_group),
-        lines=_rows(held, lambda site: site.where or "(no line of the script)", recorder.lines),
+        lines=_rows(held, _line_group, mode.attribution.lines),
         phases=tuple(RunPhase(name=p, peak_allocated_bytes=a, peak_reserved_bytes=r)
                      for p, (a, r) in history.phases.items()),
         steps=_steps(history),
         intervals=intervals_of(virtual, beside=gpu.context_bytes + of_nccl),
         verdicts=verdicts,
-        guesses=_guesses(recorder.guesses),
-        coverage=_coverage(recorder.coverage),
-        warnings=tuple(recorder.warnings),
-        notes=(*recorder.notes, *notes),
+        guesses=_guesses(mode.guesses),
+        coverage=_coverage(mode.kernels.coverage),
+        warnings=tuple(mode.notes.warnings),
+        notes=(*mode.notes.texts, *notes),
         assumptions=tuple(_assumptions(virtual, gpu)),
         versions=_versions(),
         elapsed_s=elapsed_s,
@@ -155,6 +155,10 @@ def _terms(held: Iterable[Held], peak_bytes: int) -> tuple[HeldRow, ...]:
     return (*rows, HeldRow(name="rounding", num_bytes=rest, num_tensors=0, kinds={}))
 
 
+def _line_group(site: Site) -> str:
+    return site.where or "(no line of the script)"
+
+
 def _module_group(site: Site) -> str:
     """The stack of layers of a module, or what it is part of."""
     layer = _LAYER.match(site.module)
@@ -209,7 +213,7 @@ def _steps(history: History) -> tuple[RunStep, ...]:
 
 
 def _assumptions(virtual: VirtualGpu, gpu: Gpu) -> Iterable[str]:
-    log = virtual.recorder.log
+    log = virtual.mode.memory.log
     yield (
         f"CUDA kernels as torch {'.'.join(map(str, TARGET_TORCH))} runs them on {gpu.label},"
         f" compute capability {gpu.capability[0]}.{gpu.capability[1]};"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.storages import Returns, Site
 from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu, find_gpu
@@ -49,9 +49,10 @@ def verdicts_of(
             f"whether it fits {', '.join(unknown)} is not known from this run, which did not get"
             f" that far on {own.name}: `--gpu {unknown[-1]}` tells"
         )
-    if virtual.recorder.num_ooms and outcome is not Outcome.OOM:
+    num_ooms = virtual.mode.memory.num_ooms
+    if num_ooms and outcome is not Outcome.OOM:
         notes.append(
-            f"the script caught {virtual.recorder.num_ooms} out-of-memory errors; on another card"
+            f"the script caught {num_ooms} out-of-memory errors; on another card"
             " it may have chosen otherwise"
         )
     order = {name: place for place, name in enumerate(DEFAULT_GPUS)}
@@ -64,11 +65,11 @@ def intervals_of(virtual: VirtualGpu, *, beside: int) -> dict[str, Interval]:
     With shared blocks that return at the latest moment, as the script ran, and at the earlier ones,
     at which its requests are replayed, if all of them were kept.
     """
-    recorder, history = virtual.recorder, virtual.recorder.history
+    mode, history = virtual.mode, virtual.mode.memory.history
     allocated, reserved = [history.peak_allocated_bytes], [history.peak_reserved_bytes]
     limit, settings = virtual.allocator.limit_bytes, virtual.allocator.settings
-    for returns in _earlier(recorder):
-        again = replay_log(recorder.log, recorder.storages, limit, settings, returns=returns)
+    for returns in _earlier(mode):
+        again = replay_log(mode.memory.log, mode.memory.storages, limit, settings, returns=returns)
         allocated.append(again.peak_allocated_bytes)
         reserved.append(again.peak_reserved_bytes)
     return {
@@ -78,19 +79,23 @@ def intervals_of(virtual: VirtualGpu, *, beside: int) -> dict[str, Interval]:
     }
 
 
-def _earlier(recorder: LiveRecorder) -> tuple[Returns, ...]:
+def _earlier(mode: CudaSimMode) -> tuple[Returns, ...]:
     """The moments beside the latest at which shared blocks may return, if that can be told."""
-    if recorder.is_slow and recorder.storages.depends_on_time and not recorder.log.is_full:
+    if (
+        mode.timeline.is_slow
+        and mode.memory.storages.depends_on_time
+        and not mode.memory.log.is_full
+    ):
         return Returns.AT_ONCE, Returns.AT_ONCE_AT_FIRST
     return ()
 
 
 def _own_verdict(virtual: VirtualGpu, outcome: Outcome) -> Verdict:
-    history, allocator = virtual.recorder.history, virtual.allocator
+    history, allocator = virtual.mode.memory.history, virtual.allocator
     limit = virtual.gpu.limit_bytes if allocator.limit_bytes is None else allocator.limit_bytes
     margin, at = limit - history.peak_reserved_bytes, ""
-    if outcome is Outcome.OOM and virtual.recorder.refused is not None:
-        num_bytes, site, reserved = virtual.recorder.refused
+    if outcome is Outcome.OOM and virtual.mode.memory.refused is not None:
+        num_bytes, site, reserved = virtual.mode.memory.refused
         margin = limit - reserved - num_bytes
         at = _where(virtual.num_steps, site)
     return Verdict(
@@ -126,10 +131,10 @@ class _Verdicts:
     """
 
     def __init__(self, virtual: VirtualGpu, share: float | None) -> None:
-        self._recorder = virtual.recorder
+        self._mode = virtual.mode
         self._settings = virtual.allocator.settings
         self._free_runs: dict[Returns, LogReplay] = {}
-        history = virtual.recorder.history
+        history = virtual.mode.memory.history
         self._allocated = history.peak_allocated_bytes
         self._unlimited = history.peak_reserved_bytes
         """Reserved on a card without end."""
@@ -139,7 +144,7 @@ class _Verdicts:
         self._is_share = share is not None
         gives_back = self._collects or settings.max_split_bytes is not None
         self._was_free = not virtual.allocator.num_retries and not gives_back
-        if not self._was_free and not self._recorder.log.is_full:
+        if not self._was_free and not self._mode.memory.log.is_full:
             self._unlimited = self._replay(None).peak_reserved_bytes
             self._was_free = True
 
@@ -156,7 +161,7 @@ class _Verdicts:
                 reserved_bytes=found.peak_reserved_bytes,
                 at=self._at(found.refusal.position, found.refusal.storage),
             )
-        if not self._recorder.log.is_full:
+        if not self._mode.memory.log.is_full:
             return self._fits(limit_bytes, found.peak_reserved_bytes)
         if self._allocated > limit_bytes:
             return Verdict(
@@ -164,13 +169,13 @@ class _Verdicts:
                 margin_bytes=limit_bytes - max(self._unlimited, self._allocated),
                 limit_bytes=limit_bytes,
                 reserved_bytes=limit_bytes,
-                at=f"after step {self._recorder.log.num_steps - 1}",
+                at=f"after step {self._mode.memory.log.num_steps - 1}",
             )
         return None
 
     def over_moments(self, latest: Verdict) -> Verdict:
         """What `latest`, a verdict with blocks that return at the latest moment, is over all."""
-        moments = _earlier(self._recorder)
+        moments = _earlier(self._mode)
         if not moments:
             return latest
         limit = latest.limit_bytes
@@ -184,7 +189,7 @@ class _Verdicts:
             return replace(latest, margin_bytes=limit - max(highest, latest.reserved_bytes))
         if latest.verdict is Outcome.OOM and all(is_refused):
             return latest
-        decides = held_later(self._recorder.storages)
+        decides = held_later(self._mode.memory.storages)
         return replace(
             latest, verdict=Outcome.MAY, margin_bytes=min(-1, limit - highest), decides=decides
         )
@@ -204,10 +209,10 @@ class _Verdicts:
         return self._free_runs[returns]
 
     def _replay(self, limit_bytes: int | None, returns: Returns = Returns.LATEST) -> LogReplay:
-        recorder, settings = self._recorder, self._settings
+        mode, settings = self._mode, self._settings
         return replay_log(
-            recorder.log,
-            recorder.storages,
+            mode.memory.log,
+            mode.memory.storages,
             limit_bytes,
             settings,
             is_share=self._is_share,
@@ -216,8 +221,8 @@ class _Verdicts:
 
     def _at(self, position: int, storage: int) -> str:
         return _where(
-            _steps_before(self._recorder.log.marks, position),
-            self._recorder.storages.sites[storage],
+            _steps_before(self._mode.memory.log.marks, position),
+            self._mode.memory.storages.sites[storage],
         )
 
 

@@ -14,7 +14,7 @@ import pytest
 from memest.estimator.allocator.addresses import AddressSpace
 from memest.estimator.allocator.blocks import Block
 from memest.estimator.allocator.caching import CachingAllocator
-from memest.estimator.device.streams import MAIN
+from memest.estimator.device.timeline import MAIN
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.ranks import run_rank
 from memest.estimator.trace.program import Program

@@ -53,7 +53,7 @@ def simulate(case: str, rank: int, out: Path) -> Ran:
 def requests(session: Session, report: Any) -> list[tuple[int, int]]:
     """As `recorded`, of a run on the virtual GPU; streams are numbered as they come."""
     recording = record_run_of(session.virtual, report)
-    storages, numbers, found = session.virtual.recorder.storages, {0: 0}, []
+    storages, numbers, found = session.virtual.mode.memory.storages, {0: 0}, []
     for action in recording.actions:
         if action.act not in (Act.ALLOC, Act.FREE, Act.FREE_REQUESTED):
             continue

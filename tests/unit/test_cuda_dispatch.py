@@ -41,7 +41,7 @@ SINCE_2_11 = {"rms_norm"}
 
 
 class Calls(TorchDispatchMode):
-    """The operators that reach the recorder's place, with the dtype of their first result."""
+    """The operators that reach the mode's place, with the dtype of their first result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,7 +288,7 @@ def test_checkpointing_recomputes_under_the_same_autocast() -> None:
         x = torch.empty(3, 5, device="cuda", requires_grad=True)
         with torch.autocast("cuda", BF16):
             out = checkpoint(layer, x, use_reentrant=False)
-        storages = gpu.recorder.storages
+        storages = gpu.mode.memory.storages
         in_forward = len(storages.sites)
         out.float().sum().backward()
 

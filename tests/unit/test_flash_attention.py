@@ -15,8 +15,7 @@ from torch import Tensor
 
 import memest.models_meta.flash_attention as fa
 from memest.errors import PlanError, UnsupportedError
-from memest.estimator.device.dispatch import Recorder
-from memest.estimator.device.storages import MemKind, StorageTable
+from memest.estimator.device.storages import MemKind
 from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.predict import predict
@@ -29,6 +28,7 @@ from memest.plan import TrainingPlan
 from memest.report import Prediction
 from memest.validate.device import Device
 from memest.validate.runner import validate
+from tests.sim import SimGpu
 
 # Shapes: B batch, L query tokens, S key tokens, H query heads, K key heads, E head width, N tokens
 # of all rows without padding. L rounds up to 256, E to 64.
@@ -37,15 +37,15 @@ SIZES = B * L * H * E * 2, B * S * K * E * 2
 bf16 = torch.bfloat16
 
 
-def recorder(gpu: str = "h200") -> Recorder:
-    return Recorder(find_gpu(gpu), StorageTable())
+def recorder(gpu: str = "h200") -> SimGpu:
+    return SimGpu(gpu)
 
 
 def tensor(*shape: int, dtype: torch.dtype = bf16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
 
 
-def births(log: Recorder) -> list[int]:
+def births(log: SimGpu) -> list[int]:
     """Bytes of the storages of the last events, in the order of their birth."""
     return [log.storages.num_bytes[e] for e in log.take_events() if e >= 0]
 

@@ -27,7 +27,7 @@ def operators(name: str) -> list[str]:
         offsets = torch.zeros(GROUPS, dtype=torch.int32, device="cuda")
         out = moe._grouped_mm(left, right, offsets)
         torch.autograd.grad(out, left, torch.empty_like(out))
-        return [site.op for site in gpu.recorder.storages.sites]
+        return [site.op for site in gpu.mode.memory.storages.sites]
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from memest.estimator.device.dispatch import Recorder
-from memest.estimator.device.storages import MemKind, StorageTable
 from memest.estimator.hardware.gpus import Gpu
 from memest.units import GIB
+from tests.sim import SimGpu
 
 H200 = Gpu(
     name="test",
@@ -27,15 +26,15 @@ H200 = Gpu(
 
 def sums_of_gradients(loss_of: Callable[[Tensor], Tensor]) -> int:
     """Births by `aten.add.Tensor` in the backward of `loss_of` over 3 x 5 numbers."""
-    recorder = Recorder(H200, StorageTable())
+    sim = SimGpu(H200)
     leaf = torch.empty(3, 5, device="meta", requires_grad=True)
-    recorder.adopt(leaf, MemKind.PARAMS)
-    with recorder:
+    sim.adopt(leaf)
+    with sim:
         loss = loss_of(leaf * 2)
-        recorder.take_events()
+        sim.take_events()
         loss.backward()  # type: ignore[no-untyped-call]
-        born = [event for event in recorder.take_events() if event >= 0]
-    return sum(recorder.storages.sites[event].op == "aten.add.Tensor" for event in born)
+        born = [event for event in sim.take_events() if event >= 0]
+    return sum(sim.storages.sites[event].op == "aten.add.Tensor" for event in born)
 
 
 def test_two_gradients_of_one_tensor_are_summed_in_place() -> None:
@@ -56,14 +55,14 @@ def test_a_gradient_that_another_node_still_holds_is_not_written_into() -> None:
 
 def born_of_size(loss_of: Callable[[Tensor], Tensor], num_bytes: int) -> int:
     """How many storages of that size the backward of `loss_of` over 7 x 5 numbers makes."""
-    recorder = Recorder(H200, StorageTable())
+    sim = SimGpu(H200)
     table = torch.empty(7, 5, device="meta", requires_grad=True)
-    with recorder:
+    with sim:
         loss = loss_of(table)
-        recorder.take_events()
+        sim.take_events()
         loss.backward()  # type: ignore[no-untyped-call]
-        born = [event for event in recorder.take_events() if event >= 0]
-    return [recorder.storages.num_bytes[event] for event in born].count(num_bytes)
+        born = [event for event in sim.take_events() if event >= 0]
+    return [sim.storages.num_bytes[event] for event in born].count(num_bytes)
 
 
 @pytest.mark.parametrize(

@@ -200,12 +200,12 @@ def test_8_bits_keep_a_byte_per_moment_and_a_scale_per_256_elements(
 def test_paged_states_of_100000_elements_lie_on_the_host(
     requests: Requests, name: str, on_gpu: int, on_host: int
 ) -> None:
-    before = requests.gpu.recorder.host_bytes
+    before = requests.gpu.mode.host.num_bytes
 
     made = optimizer(name, parameters(BIG, SMALL))
 
     assert kept(requests.of(made.step)) == on_gpu
-    assert requests.gpu.recorder.host_bytes - before == on_host
+    assert requests.gpu.mode.host.num_bytes - before == on_host
 
 
 @needs_bitsandbytes

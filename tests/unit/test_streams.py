@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memest.estimator.device.storages import RETURNED, MemKind, Site, StorageTable
-from memest.estimator.device.streams import MAIN, Event, Stream, StreamRecorder
-from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.device.timeline import MAIN
 from memest.estimator.trace.program import Part, Program
 from memest.estimator.trace.replay import replay
+from tests.sim import SimGpu
 
 MIB = 1 << 20
 LONG = 450 * 10**6
@@ -21,120 +21,99 @@ LONG = 450 * 10**6
 
 
 @pytest.fixture
-def recorder() -> Iterator[StreamRecorder]:
-    recorder = StreamRecorder(find_gpu("h200"), StorageTable())
-    with recorder, torch.device("meta"):
-        yield recorder
+def sim() -> Iterator[SimGpu]:
+    sim = SimGpu()
+    with sim, torch.device("meta"):
+        yield sim
 
 
-def id_of(recorder: StreamRecorder, tensor: Tensor) -> int:
-    index = recorder.id_of(tensor)
-    assert index is not None
-    return index
+def stream_of(sim: SimGpu, tensor: Tensor) -> int:
+    return sim.storages.streams.get(sim.id_of(tensor), MAIN)
 
 
-def stream_of(recorder: StreamRecorder, tensor: Tensor) -> int:
-    return recorder.storages.streams.get(id_of(recorder, tensor), MAIN)
-
-
-def test_a_storage_is_from_the_pool_of_the_stream_that_made_it(recorder: StreamRecorder) -> None:
-    side = recorder.new_stream()
+def test_a_storage_is_from_the_pool_of_the_stream_that_made_it(sim: SimGpu) -> None:
+    side = sim.timeline.new_stream()
     before = torch.empty(2)
-    with recorder.on_stream(side):
+    with sim.timeline.on_stream(side):
         inside = torch.empty(3)
         sums = before + 1
     after = inside + 1
 
-    streams = [stream_of(recorder, tensor) for tensor in (before, inside, sums, after)]
+    streams = [stream_of(sim, tensor) for tensor in (before, inside, sums, after)]
     assert streams == [MAIN, side, side, MAIN]
 
 
-def test_what_no_other_stream_uses_returns_at_once(recorder: StreamRecorder) -> None:
-    index = id_of(recorder, used := torch.empty(5))
+def test_what_no_other_stream_uses_returns_at_once(sim: SimGpu) -> None:
+    index = sim.id_of(used := torch.empty(5))
     del used
 
-    assert recorder.take_events() == [index, ~index]
-    assert not recorder.storages.deferred
+    assert sim.take_events() == [index, ~index]
+    assert not sim.storages.deferred
 
 
 def test_a_block_in_use_elsewhere_returns_when_the_host_has_waited(
-    recorder: StreamRecorder,
+    sim: SimGpu,
 ) -> None:
     """Freed while the side stream sends: it is looked at before each request, and is back after
     the wait."""
-    side = recorder.new_stream()
-    index = id_of(recorder, used := torch.empty(5))
-    with recorder.on_stream(side):
-        recorder.transfer(LONG)
-    recorder.record_stream(used, side)
+    side = sim.timeline.new_stream()
+    index = sim.id_of(used := torch.empty(5))
+    with sim.timeline.on_stream(side):
+        sim.timeline.transfer(LONG)
+    sim.memory.record_stream(used, side)
     del used
     first = torch.empty(7)
-    recorder.host_waits(recorder.event(side))
+    sim.timeline.host_waits(sim.timeline.event(side))
     second = torch.empty(11)
 
-    assert recorder.take_events() == [
-        index, ~index, id_of(recorder, first), RETURNED - index, id_of(recorder, second),
+    assert sim.take_events() == [
+        index, ~index, sim.id_of(first), RETURNED - index, sim.id_of(second),
     ]  # fmt: skip
-    assert recorder.storages.deferred == {index}
+    assert sim.storages.deferred == {index}
 
 
-def test_a_stream_that_is_done_holds_nothing_back(recorder: StreamRecorder) -> None:
-    side = recorder.new_stream()
-    index = id_of(recorder, used := torch.empty(5))
-    with recorder.on_stream(side):
-        recorder.transfer(LONG)
-    recorder.record_stream(used, side)
-    recorder.host_waits(recorder.event(side))
+def test_a_stream_that_is_done_holds_nothing_back(sim: SimGpu) -> None:
+    side = sim.timeline.new_stream()
+    index = sim.id_of(used := torch.empty(5))
+    with sim.timeline.on_stream(side):
+        sim.timeline.transfer(LONG)
+    sim.memory.record_stream(used, side)
+    sim.timeline.host_waits(sim.timeline.event(side))
     del used
 
-    assert recorder.take_events() == [index, ~index]
-    assert not recorder.storages.deferred
+    assert sim.take_events() == [index, ~index]
+    assert not sim.storages.deferred
 
 
 def test_blocks_come_back_in_the_order_in_which_their_streams_finish(
-    recorder: StreamRecorder,
+    sim: SimGpu,
 ) -> None:
-    slow, quick = recorder.new_stream(), recorder.new_stream()
+    slow, quick = sim.timeline.new_stream(), sim.timeline.new_stream()
     late, soon = torch.empty(2), torch.empty(3)
     for stream, tensor, num_bytes in ((slow, late, 2 * LONG), (quick, soon, LONG)):
-        with recorder.on_stream(stream):
-            recorder.transfer(num_bytes)
-        recorder.record_stream(tensor, stream)
-    ids = id_of(recorder, late), id_of(recorder, soon)
+        with sim.timeline.on_stream(stream):
+            sim.timeline.transfer(num_bytes)
+        sim.memory.record_stream(tensor, stream)
+    ids = sim.id_of(late), sim.id_of(soon)
     del late, soon, tensor
-    recorder.take_events()
-    recorder.host_waits(recorder.event(slow))
+    sim.take_events()
+    sim.timeline.host_waits(sim.timeline.event(slow))
     torch.empty(7)
 
-    assert recorder.take_events()[:2] == [RETURNED - ids[1], RETURNED - ids[0]]
+    assert sim.take_events()[:2] == [RETURNED - ids[1], RETURNED - ids[0]]
 
 
-def test_a_wait_for_a_stream_does_not_hold_the_host(recorder: StreamRecorder) -> None:
-    """`wait_stream` moves the waiting stream to the end of the other; `synchronize` the host."""
-    side = Stream(recorder, recorder.new_stream())
-    with recorder.on_stream(side.number):
-        recorder.transfer(LONG)
-    end = recorder.event(side.number)
-    start = recorder._host
-    Stream(recorder, MAIN).wait_stream(side)
+def test_a_wait_for_a_stream_does_not_hold_the_host(sim: SimGpu) -> None:
+    """`stream_waits` moves the waiting stream to the end of the other, `host_waits` the host."""
+    timeline, side = sim.timeline, sim.timeline.new_stream()
+    with timeline.on_stream(side):
+        timeline.transfer(LONG)
+    end, start = timeline.event(side), timeline.host_time
+    timeline.stream_waits(MAIN, end)
 
-    assert recorder.event(MAIN) == end > start == recorder._host
-    side.synchronize()
-    assert recorder._host == end
-
-
-def test_an_event_marks_what_a_stream_has_been_given(recorder: StreamRecorder) -> None:
-    """A stream that waits for it does not wait for what comes later."""
-    side = Stream(recorder, recorder.new_stream())
-    with recorder.on_stream(side.number):
-        recorder.transfer(LONG)
-        event = Event(recorder)
-        event.record()
-        recorder.transfer(LONG)
-    Stream(recorder, MAIN).wait_event(event)
-
-    assert recorder.event(MAIN) == event.time < recorder.event(side.number)
-    assert not event.query()
+    assert timeline.event(MAIN) == end > start == timeline.host_time
+    timeline.host_waits(end)
+    assert timeline.host_time == end
 
 
 class Doubled(torch.autograd.Function):
@@ -154,47 +133,52 @@ class Doubled(torch.autograd.Function):
 
 @pytest.mark.parametrize("is_on_side", [False, True])
 def test_a_node_of_the_backward_runs_on_the_stream_of_its_forward(
-    recorder: StreamRecorder, is_on_side: bool
+    sim: SimGpu, is_on_side: bool
 ) -> None:
-    side = recorder.new_stream()
+    side = sim.timeline.new_stream()
     x = torch.empty(3, requires_grad=True)
-    with recorder.on_stream(side if is_on_side else MAIN):
+    with sim.timeline.on_stream(side if is_on_side else MAIN):
         y = Doubled.apply(x)
     loss = y.sum()
     loss.backward()
 
-    assert stream_of(recorder, y) == stream_of(recorder, Doubled.made) == side * is_on_side
-    assert stream_of(recorder, loss) == MAIN
+    assert stream_of(sim, y) == stream_of(sim, Doubled.made) == side * is_on_side
+    assert stream_of(sim, loss) == MAIN
     del Doubled.made
 
 
 def test_gradients_that_meet_are_summed_on_the_stream_that_takes_them(
-    recorder: StreamRecorder,
+    sim: SimGpu,
 ) -> None:
     """Of a parameter: on that of its accumulator; its other gradient lies where it was made."""
-    recorder.accumulates_on = side = recorder.new_stream()
+    sim.timeline.accumulates_on = side = sim.timeline.new_stream()
     twice, once = nn.Parameter(torch.empty(5, 3)), nn.Parameter(torch.empty(3, 3))
     ids = torch.empty(2, dtype=torch.int64)
     (F.embedding(ids, twice) @ once @ twice.t()).sum().backward()
 
     assert twice.grad is not None
     assert once.grad is not None
-    assert stream_of(recorder, twice.grad) == side
-    assert stream_of(recorder, once.grad) == MAIN
+    assert stream_of(sim, twice.grad) == side
+    assert stream_of(sim, once.grad) == MAIN
 
 
-def test_a_resized_storage_is_freed_and_taken_anew(recorder: StreamRecorder) -> None:
+HERE = Site("", "", "")
+
+
+def test_a_resized_storage_is_freed_and_taken_anew(sim: SimGpu) -> None:
     """As FSDP does with flat parameters: another block, of the stream that is current."""
-    side = recorder.new_stream()
+    side = sim.timeline.new_stream()
     flat = torch.empty(5)
-    first = id_of(recorder, flat)
-    recorder.resize(flat, 0)
-    with recorder.on_stream(side):
-        recorder.resize(flat, 20)
-    second = id_of(recorder, flat)
+    first = sim.id_of(flat)
+    sim.memory.resize(flat, 0, HERE, MemKind.ACTIVATIONS)
+    with sim.timeline.on_stream(side):
+        sim.memory.resize(flat, 20, HERE, MemKind.ACTIVATIONS)
+    second = sim.id_of(flat)
 
-    assert recorder.take_events() == [first, ~first, second]
-    assert stream_of(recorder, flat) == side
+    events = sim.take_events()  # a storage of 0 bytes is one, and asks for nothing
+    asked = [e for e in events if sim.storages.num_bytes[max(e, ~e)]]
+    assert asked == [first, ~first, second]
+    assert stream_of(sim, flat) == side
 
 
 WAITING, OTHER = 0, 1

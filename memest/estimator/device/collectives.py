@@ -10,43 +10,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from memest.estimator.device.ranks import Ranks
 from memest.estimator.device.tensors import is_meta, tensors_in
-from memest.estimator.device.works import Works
+
+if TYPE_CHECKING:
+    from memest.estimator.device.mode import CudaSimMode
 
 _SUM = 0
 """Of `c10d::ReduceOp::RedOpType` (torch/csrc/distributed/c10d/Types.hpp)."""
 
 
-class _Recorder(Protocol):
-    values: Any
-    ranks: Ranks
-    works: Works
-
-    def transfer(self, num_bytes: int) -> None:
-        """A collective on the current stream moves so much."""
-
-    def temporary(self, num_bytes: int, func: Any) -> None:
-        """Allocate and free so much for `func`."""
-
-
-def run(recorder: _Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run(mode: CudaSimMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `func`, an operator of `c10d`, returns, once its outputs are as they would be."""
     given = (*args, *kwargs.values())
     tensors = list(tensors_in(given))
     if any(map(is_meta, tensors)):
-        recorder.works.another()
-        recorder.transfer(max((t.numel() * t.element_size() for t in tensors), default=0))
+        mode.works.another()
+        mode.timeline.transfer(max((t.numel() * t.element_size() for t in tensors), default=0))
         if func is torch.ops.c10d.allgather_.default:
-            _flatten(recorder, args[0], func)
-    _fill(recorder, func._schema.name.removeprefix("c10d::"), args)
-    work = recorder.works.begun(tensors if _goes_on(func, args) else ())
+            _flatten(mode, args[0], func)
+    _fill(mode, func._schema.name.removeprefix("c10d::"), args)
+    work = mode.works.begun(tensors if _goes_on(func, args) else ())
     returned = tuple(
         args[0] if "Tensor" in str(result.type) else work for result in func._schema.returns
     )
@@ -55,7 +44,7 @@ def run(recorder: _Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     return returned[0] if returned else None
 
 
-def _flatten(recorder: _Recorder, outputs: list[list[Tensor]], func: Any) -> None:
+def _flatten(mode: CudaSimMode, outputs: list[list[Tensor]], func: Any) -> None:
     """Gather into one tensor, and copy from it to the list of outputs if all have one size.
 
     `ProcessGroupNCCL::allgather`, `newLikeFlat` and `check_same_size` of torch 2.11. Frees the
@@ -64,7 +53,9 @@ def _flatten(recorder: _Recorder, outputs: list[list[Tensor]], func: Any) -> Non
     for parts in outputs:
         if parts and is_meta(parts[0]) and len({part.size() for part in parts}) == 1:
             num_bytes = len(parts) * parts[0].numel() * parts[0].element_size()
-            recorder.temporary(num_bytes, func)
+            memory = mode.memory
+            with memory.lock:
+                memory.free(memory.allocate_workspace(num_bytes, mode.attribution.site(func)))
 
 
 def _goes_on(func: Any, args: tuple[Any, ...]) -> bool:
@@ -85,48 +76,48 @@ def _of_asynchronous(func: Any) -> tuple[int, bool] | None:
     return None
 
 
-def _fill(recorder: _Recorder, name: str, args: tuple[Any, ...]) -> None:
+def _fill(mode: CudaSimMode, name: str, args: tuple[Any, ...]) -> None:
     """Give the outputs of a collective their values, as far as they are known."""
     if name in ("allreduce_", "allreduce_coalesced_", "reduce_"):
         for tensor in args[0]:
-            _write(recorder, tensor, tensor, _factor(args))
+            _write(mode, tensor, tensor, _factor(args))
     elif name == "broadcast_":
-        _broadcast(recorder, args)
+        _broadcast(mode, args)
     elif name in ("allgather_", "allgather_coalesced_", "gather_"):
         for outputs, given in zip(args[0], args[1], strict=False):
             for output in outputs:
-                _write(recorder, output, given)
+                _write(mode, output, given)
     elif name in ("_allgather_base_", "_reduce_scatter_base_"):
-        _fill_flat(recorder, name, args[0], args[1], _factor(args))
+        _fill_flat(mode, name, args[0], args[1], _factor(args))
     elif name in ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"):
         for output, given in zip(args[0], args[1], strict=True):
-            _fill_flat(recorder, name, output, given, _factor(args))
+            _fill_flat(mode, name, output, given, _factor(args))
     elif name in ("scatter_", "reduce_scatter_"):
         for output, given in zip(args[0], args[1], strict=False):
             if given:
-                _write(recorder, output, given[_group(args).rank()], _factor(args))
+                _write(mode, output, given[_group(args).rank()], _factor(args))
     elif name == "alltoall_":
         for output, given in zip(args[0], args[1], strict=True):
-            _write(recorder, output, given)
+            _write(mode, output, given)
     elif name == "alltoall_base_":
-        _write(recorder, args[0], args[1])
+        _write(mode, args[0], args[1])
 
 
-def _broadcast(recorder: _Recorder, args: tuple[Any, ...]) -> None:
+def _broadcast(mode: CudaSimMode, args: tuple[Any, ...]) -> None:
     tensors, root = args[0], args[2]
     group = _group(args)
     key = (tuple(dist.get_process_group_ranks(group)), root)
     for tensor in tensors:
         if group.rank() == root:
-            known = tensor if not is_meta(tensor) else recorder.values.value_of(tensor)
-            recorder.ranks.broadcasts.says(key, known)
+            known = tensor if not is_meta(tensor) else mode.values.value_of(tensor)
+            mode.ranks.broadcasts.says(key, known)
             continue
-        heard = recorder.ranks.broadcasts.hears(key)
+        heard = mode.ranks.broadcasts.hears(key)
         if heard is not None and heard.shape == tensor.shape and heard.dtype == tensor.dtype:
-            _set(recorder, tensor, heard)
+            _set(mode, tensor, heard)
 
 
-def _fill_flat(recorder: _Recorder, name: str, output: Tensor, given: Tensor, factor: int) -> None:
+def _fill_flat(mode: CudaSimMode, name: str, output: Tensor, given: Tensor, factor: int) -> None:
     """Of a gather the input over and over, of a scattered sum the part of this rank."""
     if is_meta(output) or is_meta(given):
         return  # shards of floats, whose values nobody knows
@@ -136,25 +127,25 @@ def _fill_flat(recorder: _Recorder, name: str, output: Tensor, given: Tensor, fa
         output.copy_(given.reshape(-1)[: output.numel()].view(output.shape) * factor)
 
 
-def _write(recorder: _Recorder, output: Tensor, given: Tensor, factor: int = 1) -> None:
-    known = given if not is_meta(given) else recorder.values.value_of(given)
+def _write(mode: CudaSimMode, output: Tensor, given: Tensor, factor: int = 1) -> None:
+    known = given if not is_meta(given) else mode.values.value_of(given)
     if known is None or (is_meta(output) and known.shape != output.shape):
         if is_meta(output) and output is not given:
-            recorder.values.forget(output.untyped_storage()._cdata)
+            mode.values.forget(output.untyped_storage()._cdata)
     elif output is not given or factor != 1:
-        _set(recorder, output, known * factor)
+        _set(mode, output, known * factor)
 
 
-def _set(recorder: _Recorder, output: Tensor, value: Tensor) -> None:
+def _set(mode: CudaSimMode, output: Tensor, value: Tensor) -> None:
     """Let `output` have the values of `value`."""
     if not is_meta(output):
         output.copy_(value.reshape(output.shape))
         return
-    twin = recorder.values.value_of(output)
+    twin = mode.values.value_of(output)
     if twin is not None:
         twin.copy_(value)
     elif output.is_contiguous():
-        recorder.values.adopt(output, value)
+        mode.values.adopt(output, value)
 
 
 def _factor(args: tuple[Any, ...]) -> int:

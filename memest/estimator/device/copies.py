@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from memest.estimator.device.guesses import Guesses
-from memest.estimator.device.lines import ScriptLines
-from memest.estimator.device.supposed import Supposed
 from memest.estimator.device.tensors import CPU, META, is_meta, storage_key
-from memest.estimator.device.values import LiveValues
+from memest.estimator.device.values import MAX_SHOWN_NUMEL
+
+if TYPE_CHECKING:
+    from memest.estimator.device.mode import CudaSimMode
 
 aten = torch.ops.aten
-
-MAX_SHOWN_NUMEL = 64
-"""A copy to the host of up to so many elements is taken for something that the script looks at."""
-
 
 WITH_A_NUMBER = {
     aten.masked_fill.Tensor: aten.masked_fill.Scalar,
@@ -56,17 +52,7 @@ def awaited_device() -> torch.device | None:
     return None if after is None else after._input_metadata[number].device
 
 
-class _Recorder(Protocol):
-    values: LiveValues
-    supposed: Supposed
-    guesses: Guesses
-    lines: ScriptLines
-
-    def put_on_host(self, tensor: Tensor) -> None:
-        """Let a tensor without data lie there."""
-
-
-def copied(recorder: _Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
+def copied(mode: CudaSimMode, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
     """What `copy_` or `_to_copy` to the host returns: values where they are known, or guessed."""
     is_copy_ = func is aten.copy_.default
     source: Tensor = args[1] if is_copy_ else args[0]
@@ -74,8 +60,8 @@ def copied(recorder: _Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -
     is_parameter = isinstance(source, torch.nn.Parameter)
     awaited = awaited_device()
     is_known = not is_parameter and awaited != META
-    told = recorder.supposed.told(source) if is_known else None
-    value = recorder.values.value_of(source) if is_known and told is None else told
+    told = mode.assumed.told(source) if is_known else None
+    value = mode.values.value_of(source) if is_known and told is None else told
     dtype = args[0].dtype if is_copy_ else kwargs.get("dtype") or source.dtype
     if value is None:
         if is_copy_:
@@ -84,11 +70,11 @@ def copied(recorder: _Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -
         if awaited == CPU:
             return torch.zeros(source.size(), dtype=dtype)
         made = torch.empty_strided(source.size(), source.stride(), dtype=dtype, device=META)
-        recorder.put_on_host(made)
+        mode.host.put(made)
         return made
-    is_guessed = told is not None or storage_key(source) in recorder.values.guessed
+    is_guessed = told is not None or storage_key(source) in mode.values.guessed
     if is_guessed and source.numel() <= MAX_SHOWN_NUMEL:
         what = f"a copy of {str(source.dtype).removeprefix('torch.')} to the host"
-        recorder.guesses.note(recorder.lines.current(), what)
+        mode.guesses.note(what)
     known: Tensor = args[0].copy_(value) if is_copy_ else value.to(dtype).clone()
     return known

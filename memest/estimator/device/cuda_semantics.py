@@ -4,7 +4,7 @@ backends.
 torch decides these in C++ by `tensor.is_cuda()`. A meta tensor never is, so the decisions are put
 back where torch makes them: as kernels on a dispatch key in front of autograd, which is switched on
 for the simulated code only. The key is `AutocastIPU`, whose backend no longer exists in torch;
-nothing else is registered on it. Autograd and the recorder below see the operators that a GPU would
+nothing else is registered on it. Autograd and the mode below see the operators that a GPU would
 run, called from Python or from C++ alike.
 
 The autocast state is that of `torch.autocast("cuda")`; torch keeps it per thread, and activation

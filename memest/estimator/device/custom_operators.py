@@ -54,11 +54,11 @@ def key_of_other_operators(func: Any) -> Any:
     return None
 
 
-def run_by_others(recorder: Any, key: Any, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+def run_by_others(mode: Any, key: Any, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Run `func`, which calls other operators under `key`, so that those are recorded."""
     depth, INSIDE.depth = INSIDE.depth, 0
     try:
-        with recorder, decisions_again():
+        with mode, decisions_again():
             return func._op_dk(key, *args, **kwargs)
     finally:
         INSIDE.depth = depth

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.tensors import on_gpu
 
@@ -39,7 +39,7 @@ class Packed(Tensor):
         return made
 
 
-def install(patches: Patches, recorder: LiveRecorder) -> None:
+def install(patches: Patches, mode: CudaSimMode) -> None:
     """Let torch.nn find the operators of its fast path."""
     for name, run in (
         ("_transformer_encoder_layer_fwd", _layer),
@@ -48,7 +48,7 @@ def install(patches: Patches, recorder: LiveRecorder) -> None:
         patches.set(torch, name, _where_on_card(getattr(torch, name), run))
 
     def lengths(tensor: Tensor, mask: Tensor) -> list[int] | None:
-        value = recorder.values.value_of(mask)
+        value = mode.values.value_of(mask)
         if value is None:
             return None
         with _disable_current_modes():
@@ -77,7 +77,7 @@ def install(patches: Patches, recorder: LiveRecorder) -> None:
             sizes.pop()
         return made
 
-    _follow_masks(patches, recorder)
+    _follow_masks(patches, mode)
     left_aligned = torch._nested_tensor_from_mask_left_aligned
     from_mask = torch._nested_tensor_from_mask
     patches.set(
@@ -94,18 +94,18 @@ def install(patches: Patches, recorder: LiveRecorder) -> None:
     )
 
 
-def _follow_masks(patches: Patches, recorder: LiveRecorder) -> None:
+def _follow_masks(patches: Patches, mode: CudaSimMode) -> None:
     """A mask that torch.nn makes of one that says what is padding keeps its values."""
     canonical = F._canonical_mask
 
     def canonical_mask(mask: Tensor | None, *args: Any, **kwargs: Any) -> Tensor | None:
         made: Tensor | None = canonical(mask, *args, **kwargs)
         if mask is not None and made is not None and made is not mask and on_gpu(made):
-            value = recorder.values.value_of(mask)
+            value = mode.values.value_of(mask)
             if value is not None and value.dtype is torch.bool:
                 with _disable_current_modes():
                     filled = torch.zeros(value.shape, dtype=made.dtype)
-                    recorder.values.adopt(made, filled.masked_fill(value, float("-inf")))
+                    mode.values.adopt(made, filled.masked_fill(value, float("-inf")))
         return made
 
     patches.set(F, "_canonical_mask", canonical_mask)

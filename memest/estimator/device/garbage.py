@@ -2,7 +2,7 @@
 
 A module that is built and replaced is often part of a cycle, and holds its memory on the GPU until
 Python looks for cycles: when 700 containers more were made than dropped (`gc.get_threshold`). The
-recorder makes containers of its own, which a real run does not; the threshold is moved by as many.
+mode makes containers of its own, which a real run does not; the threshold is moved by as many.
 
 What runs for every operator makes tuples of a known length, `tuple([...])`: those made from an
 iterator are cut to size, which Python counts as made and not as dropped; and it leaves no cycles.
@@ -38,7 +38,7 @@ class GarbagePace:
         gc.callbacks.append(self._looked)
 
     def made(self, num_objects: int) -> None:
-        """So many containers that live on were made, or dropped, for the recorder's own sake."""
+        """So many containers that live on were made, or dropped, for the mode's own sake."""
         if not self._is_kept or not gc.isenabled():
             self._own += num_objects
             return

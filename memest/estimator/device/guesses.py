@@ -1,13 +1,14 @@
-"""What a script is told where it reads a value that nobody can know without the weights.
+"""Guesses: the values that a script reads where they are not known without the weights.
 
-A loss, a norm, the token that a model would have said: the virtual GPU has shapes and no values. A
-script that reads one is given something finite and unsurprising, and each such reading is counted
-with the line that asked. What decides a shape is supposed elsewhere (`supposed`).
+A loss, a norm or a sampled token: the simulated GPU has shapes and no values. A script that reads
+one gets a finite and ordinary value, and each reading is counted with its line. Values that decide
+a shape are in `assumed`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from memest.errors import UnsupportedError
+from memest.estimator.device.notes import Notes
 
 aten = torch.ops.aten
 
@@ -53,10 +55,15 @@ ASSUMED = frozenset((aten._is_all_true.default, aten.allclose.default))
 
 @dataclass(slots=True)
 class Guesses:
-    """The values that were made up, by the line that read them."""
+    """Counts of guessed values by the line that read them."""
 
     is_strict: bool = False
-    """Refuse instead."""
+    """Refuse to guess."""
+
+    line: Callable[[], str] = lambda: ""
+    """Returns the running line of the script, or ""."""
+
+    notes: Notes = field(default_factory=Notes)
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(line, what was read) -> how often."""
@@ -65,11 +72,9 @@ class Guesses:
     _last: str = ""
     _in_a_row: int = 0
 
-    def scalar(self, dtype: torch.dtype, line: str, op: str) -> Any:
-        """The Python number for an element of `dtype`: False for booleans, 1 for integers, and
-        a number that falls slowly from 1 for the others.
-        """
-        self.note(line, f"{op} of {str(dtype).removeprefix('torch.')}")
+    def scalar(self, dtype: torch.dtype, op: str) -> Any:
+        """Return a Python number of `dtype`: False, 1, or a float that falls slowly from 1."""
+        self.note(f"{op} of {str(dtype).removeprefix('torch.')}")
         if dtype is torch.bool:
             return False
         if not (dtype.is_floating_point or dtype.is_complex):
@@ -78,13 +83,13 @@ class Guesses:
         self._num_numbers += 1
         return complex(number) if dtype.is_complex else number
 
-    def note(self, line: str, what: str) -> None:
-        """Count one reading.
+    def note(self, what: str) -> None:
+        """Count one reading of `what` by the running line.
 
         Raises:
             UnsupportedError: guesses are refused, or the line seems to wait for a value.
         """
-        where = line or "the script"
+        where = self.line() or "the script"
         if self.is_strict:
             raise UnsupportedError(
                 f"{where} reads a value that is not known without a GPU ({what})",
@@ -99,8 +104,19 @@ class Guesses:
                 hint="it seems to wait for a value that never comes; bound the loop",
             )
 
+    def warn(self, text: str) -> None:
+        """Report `text` above all figures, once.
+
+        Raises:
+            UnsupportedError: guesses are refused.
+        """
+        if self.is_strict:
+            raise UnsupportedError(text, hint="leave `--strict` out to have a warning instead")
+        if text not in self.notes.warnings:
+            self.notes.warnings.append(text)
+
     def stepped(self) -> None:
-        """An optimizer step: whoever reads is not waiting."""
+        """Note an optimizer step: a line that reads again is not a loop that waits."""
         self._in_a_row = 0
 
 
@@ -161,7 +177,6 @@ def guess_booleans(values: Any, func: Any, args: tuple[Any, ...], out: Tensor) -
 
 def bincount(
     guesses: Guesses,
-    line: str,
     tensor: Tensor,
     weights: Tensor | None = None,
     minlength: int = 0,
@@ -172,7 +187,7 @@ def bincount(
     """
     if not minlength:
         return None
-    guesses.note(line, f"{minlength} as the length of a bincount")
+    guesses.note(f"{minlength} as the length of a bincount")
     dtype = torch.int64 if weights is None else weights.dtype
     dtype = torch.float64 if weights is not None and dtype is not torch.float32 else dtype
     return torch.empty(minlength, dtype=dtype, device="meta")

@@ -32,35 +32,6 @@ MAX_MARKS = 100_000
 
 
 @dataclass(slots=True)
-class LiveStorages(StorageTable):
-    """The storages of a running script; ids of dead ones serve again once the log is full."""
-
-    unused: list[int] = field(default_factory=list)
-
-    def add(self, num_bytes: int, site: Site, kind: MemKind) -> int:
-        """A storage; returns its id."""
-        if not self.unused:
-            index = len(self.num_bytes)
-            self.num_bytes.append(num_bytes)
-            self.sites.append(site)
-            self.kinds.append(kind)
-            return index
-        index = self.unused.pop()
-        self.num_bytes[index] = num_bytes
-        self.sites[index] = site
-        self.kinds[index] = kind
-        return index
-
-    def forget(self, index: int) -> None:
-        """Storage `index` is dead, and nobody will ask about it any more."""
-        self.streams.pop(index, None)
-        self.deferred.discard(index)
-        self.shelved.discard(index)
-        self.tried.discard(index)
-        self.unused.append(index)
-
-
-@dataclass(slots=True)
 class EventLog:
     """What happened to the storages of the card, in order; ids are those of a `StorageTable`."""
 
@@ -130,7 +101,7 @@ class History:
         storages: what its events are about.
     """
 
-    def __init__(self, allocator: CachingAllocator, storages: LiveStorages) -> None:
+    def __init__(self, allocator: CachingAllocator, storages: StorageTable) -> None:
         self.log = EventLog()
         self.peak_allocated_bytes = 0
         """Since the start, whatever the script resets."""
@@ -281,4 +252,4 @@ class History:
         return [Held(kind, site, size, count) for (kind, site), (size, count) in sums.items()]
 
 
-__all__ = ["EMPTIED", "EventLog", "Held", "History", "LiveStorages", "StepPeak"]
+__all__ = ["EMPTIED", "EventLog", "Held", "History", "StepPeak"]

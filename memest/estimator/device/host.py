@@ -1,13 +1,9 @@
-"""The host of the run that is simulated: which of its tensors are real, and which have no data.
+"""Host of the simulated run: which of its tensors are real, and which have no data.
 
-A script may build or load a model of any size on the host before it moves it to the GPU. What that
-takes is parameters, tensors read from checkpoints, copies of tensors of the card, and all that is
-computed from these: none of them has values here, and none takes memory. All else is real, as the
-script's own data is: it is computed as on any host, so masks, tables, metrics and samplers have
-their values. Two bounds keep that affordable, and where one is passed the result has no data: what
-nobody can read values from is a tensor too large to look at.
-
-What decides a shape without being known is supposed (`supposed`).
+A script may build or load a model of any size on the host before it moves it to the GPU.
+Parameters, tensors read from checkpoints, copies of GPU tensors and everything computed from these
+have no values here and take no memory. All other tensors are real, so masks, tables, metrics and
+samplers have their values. Two bounds keep that affordable: a result above them has no data.
 """
 
 from __future__ import annotations
@@ -20,10 +16,9 @@ import torch
 from torch import Tensor
 
 from memest.errors import UnsupportedError
+from memest.estimator.device.assumed import AssumedValues
+from memest.estimator.device.attribution import Attribution
 from memest.estimator.device.host_draws import HostDraws
-from memest.estimator.device.storages import StorageTable
-from memest.estimator.device.streams import StreamRecorder
-from memest.estimator.device.supposed import Supposed
 from memest.estimator.device.tensors import (
     META,
     Place,
@@ -33,8 +28,7 @@ from memest.estimator.device.tensors import (
     storage_key,
     tensors_in,
 )
-from memest.estimator.device.values import READS_VALUE, LiveValues
-from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.device.values import KnownValues
 from memest.estimator.kernels.indexing import MASK_DTYPES
 
 aten = torch.ops.aten
@@ -43,17 +37,17 @@ VIRTUAL_HOST_BYTES = 1 << 20
 """Floating-point tensors below this size are always real, and are not counted."""
 
 MAX_REAL_BYTES = 1 << 28
-"""A single floating-point result up to this size is real: a data set such as MNIST's 60,000 images
-as float32 (188 MB) is.
+"""Largest single floating-point result that is real: MNIST's 60,000 images in float32 take 188 MB.
 """
 
 MAX_NOISE_BYTES = 1 << 25
-"""Likewise of random numbers, which cost most (100 ms here). Masks are made of small ones (a batch
-of 2048 sequences of 4096 tokens is at the bound), batches of images in their place are larger.
+"""Largest tensor of random numbers that is real; they cost most, 100 ms at this size. Masks are
+made of small ones (a batch of 2048 sequences of 4096 tokens is at the bound), random images are
+larger.
 """
 
 REAL_BYTES = 1 << 30
-"""All that are alive at a time; a run is to stay below 2.5 GiB."""
+"""Bytes of all counted real tensors that are alive at a time; a run stays below 2.5 GiB."""
 
 _FACTORIES = frozenset((
     aten.empty.memory_format, aten.empty_strided.default, aten.zeros.default, aten.ones.default,
@@ -69,68 +63,84 @@ _NOISE = frozenset((
 ))  # fmt: skip
 
 
-class HostRecorder(StreamRecorder):  # type: ignore[no-untyped-call]
-    """A recorder that knows of the host beside the GPU."""
+class HostTensors:
+    """Tensors of the simulated host, with and without data.
 
-    is_off = False
+    Args:
+        live: ids of the storages on the GPU, by their keys.
+        values: known values of tensors without data.
+        assumed: assumed values of tensors without data.
+        attribution: names the line of a failure.
+    """
 
-    def __init__(self, gpu: Gpu, storages: StorageTable) -> None:
-        super().__init__(gpu, storages)
-        self.values: LiveValues = LiveValues()
-        self.supposed = self.values.supposed = Supposed(self.values)
-        self.host_bytes = self.peak_host_bytes = 0
+    def __init__(
+        self,
+        live: dict[int, int],
+        values: KnownValues,
+        assumed: AssumedValues,
+        attribution: Attribution,
+    ) -> None:
+        self.num_bytes = self.peak_bytes = 0
+        """Bytes of tensors without data on the host, now and at most."""
+
         self.draws = HostDraws()
-        self._host_references: dict[int, Any] = {}
+        self._live = live
+        self._values = values
+        self._assumed = assumed
+        self._attribution = attribution
+        self._references: dict[int, Any] = {}
         self._pinned: dict[int, Any] = {}
         self._real_bytes = 0
         self._real: dict[int, Any] = {}
 
+    # --- placement
+
     def place(self, tensor: Tensor) -> Place:
-        """Where `tensor` lies in the run that is simulated."""
+        """Where `tensor` is in the simulated run."""
         tensor = local_part(tensor)
         if not is_meta(tensor):
             return Place.REAL
         try:
             key = storage_key(tensor)
-        except NotImplementedError:  # a tensor of `torch.vmap` lies where that which it wraps does
+        except NotImplementedError:  # a tensor of `torch.vmap` is where the wrapped one is
             return self.place(torch._C._functorch.get_unwrapped(tensor))
         if key in self._live:
             return Place.CARD
         return Place.HOST if key in host_storages else Place.META
 
-    def put_on_host(self, tensor: Tensor) -> None:
-        """Let the storage of `tensor`, which has no data, lie on the simulated host."""
+    def put(self, tensor: Tensor) -> None:
+        """Place the storage of `tensor`, which has no data, on the host."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in host_storages or key in self._live:
             return
         num_bytes = storage.nbytes()
         host_storages[key] = num_bytes
-        self.host_bytes += num_bytes
-        self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
-        self._host_references[key] = weakref.ref(storage, self._left_host(key, num_bytes))
-
-    def held_on_host(self) -> Iterator[tuple[int, bool]]:
-        """Bytes of every larger tensor on the host, with and without data; whether it is pinned."""
-        sizes = host_storages | {key: storage().nbytes() for key, storage in self._real.items()}
-        for key, num_bytes in sizes.items():
-            yield num_bytes, key in self._pinned
+        self.num_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+        self._references[key] = weakref.ref(storage, self._left_host(key, num_bytes))
 
     def _left_host(self, key: int, num_bytes: int) -> Any:
         def died(reference: Any) -> None:
             if host_storages.pop(key, None) is not None:
-                self.host_bytes -= num_bytes
-            self._host_references.pop(key, None)
-            self.values.forget(key)
+                self.num_bytes -= num_bytes
+            self._references.pop(key, None)
+            self._values.forget(key)
 
         return died
 
+    def held(self) -> Iterator[tuple[int, bool]]:
+        """Yield (bytes, is pinned) of every larger tensor on the host, with and without data."""
+        sizes = host_storages | {key: storage().nbytes() for key, storage in self._real.items()}
+        for key, num_bytes in sizes.items():
+            yield num_bytes, key in self._pinned
+
     def pinned(self, tensor: Tensor) -> Tensor:
-        """As `tensor.pin_memory()`: a copy, which knows that it is pinned."""
-        return tensor if self.is_off or self.is_pinned(tensor) else self._pin(tensor.clone())
+        """Return a pinned copy of `tensor`: `Tensor.pin_memory`."""
+        return tensor if self.is_pinned(tensor) else self._pin(tensor.clone())
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """As `tensor.is_pinned()`."""
+        """Whether `tensor` is pinned: `Tensor.is_pinned`."""
         return storage_key(tensor) in self._pinned
 
     def _pin(self, tensor: Tensor) -> Tensor:
@@ -140,10 +150,10 @@ class HostRecorder(StreamRecorder):  # type: ignore[no-untyped-call]
         )
         return tensor
 
-    def _on_host(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """An operator on tensors of the host that have no data."""
-        if func in READS_VALUE:
-            return self._read(func, args, kwargs)
+    # --- operators on tensors without data
+
+    def run_without_data(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run an operator on host tensors that have no data; its results have none either."""
         if "device" in kwargs:
             kwargs = {**kwargs, "device": META}
         if func is aten._pin_memory.default:
@@ -157,14 +167,14 @@ class HostRecorder(StreamRecorder):  # type: ignore[no-untyped-call]
             if not func._schema.returns:
                 return None
             if isinstance(first, Tensor) and not is_meta(first):
-                return first  # what is written is not known; what was there will do
+                return first  # the written values are unknown, the old ones serve
         out = self._on_meta(func, args, kwargs)
         for tensor in tensors_in((out,)):
             if is_meta(tensor):
-                self.put_on_host(tensor)
-        self.supposed.follow(func, args, kwargs, out)
-        if self.values._twins:
-            self.values.follow(func, args, kwargs, out)
+                self.put(tensor)
+        self._assumed.follow(func, args, kwargs, out)
+        if self._values:
+            self._values.follow(func, args, kwargs, out)
         return out
 
     def _on_meta(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -180,42 +190,43 @@ class HostRecorder(StreamRecorder):  # type: ignore[no-untyped-call]
                     args[1].expand_as(_bare(args[0]) if args[0].dim() else args[1]).sum()
                 )
                 return _bare(args[0]).new_empty(num_picked)
-            made = self.supposed_result(func, args, kwargs)
+            made = self._assumed.result(func, args, kwargs)
             if made is not None:
                 return made
-            failure = self._failure(func, error)
-            if isinstance(failure, UnsupportedError) and not _has_card(self, args):
+            failure = self._attribution.failure(func, error)
+            is_on_gpu = any(self.place(tensor) is Place.CARD for tensor in tensors_in(args))
+            if isinstance(failure, UnsupportedError) and not is_on_gpu:
                 raise UnsupportedError(str(failure), hint=_ON_HOST) from error
             raise failure from error
 
     def _positions(self, indices: list[Tensor | None]) -> Iterator[Tensor | None]:
-        """`indices` with each mask as the positions of its true entries, tensors without data."""
+        """Yield `indices` with each mask replaced by the positions of its true entries."""
         for index in indices:
             if index is None or index.dtype not in MASK_DTYPES:
                 yield index
             else:
-                yield from self.nonzero_on_host(index).to(META).unbind(1)
+                yield from self.nonzero(index).to(META).unbind(1)
 
-    def nonzero_on_host(self, mask: Tensor) -> Tensor:
-        """The positions of the true entries of a mask on the host, with data or without."""
-        value = self.values.value_of(mask)
+    def nonzero(self, mask: Tensor) -> Tensor:
+        """Positions of the true entries of a mask on the host, with data or without."""
+        value = self._values.value_of(mask)
         found: Tensor = (
-            self._on_host(aten.nonzero.default, (mask,), {}) if value is None else value.nonzero()
+            self.run_without_data(aten.nonzero.default, (mask,), {})
+            if value is None
+            else value.nonzero()
         )
         return found
 
-    def supposed_result(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """The result of an operator whose shape hangs on values that are not known, or None."""
-        return None
+    # --- operators on tensors with data
 
-    def _in_memory(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """An operator on real tensors of the host, whose result may be too large to be one."""
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run an operator on real tensors; a result too large to be real has no data."""
         if func is aten._pin_memory.default:
             return self.pinned(args[0])
         if func is aten.is_pinned.default:
             return self.is_pinned(args[0])
         if kwargs.get("pin_memory"):
-            return self._pin(self._in_memory(func, args, {**kwargs, "pin_memory": False}))
+            return self._pin(self.run(func, args, {**kwargs, "pin_memory": False}))
         if self.draws.num_waiting and torch.Tag.nondeterministic_seeded in func.tags:
             self.draws.settle()
         if func in _FACTORIES or _has_large_floats(args):
@@ -229,7 +240,7 @@ class HostRecorder(StreamRecorder):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _without_data(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor | None:
-        """The result without data, if it is too large and of floating-point numbers."""
+        """Return the result without data, if it is too large and of floating-point numbers."""
         if func._schema.is_mutable or func.is_view:
             return None
         meta_args = _bare(args)
@@ -244,7 +255,7 @@ class HostRecorder(StreamRecorder):  # type: ignore[no-untyped-call]
         num_bytes = made.numel() * made.itemsize
         if num_bytes < VIRTUAL_HOST_BYTES or self._can_be_real(func, args, num_bytes):
             return None
-        self.put_on_host(made)
+        self.put(made)
         self.draws.skip(func, made, kwargs.get("generator"))
         return made
 
@@ -252,7 +263,7 @@ class HostRecorder(StreamRecorder):  # type: ignore[no-untyped-call]
         limit = MAX_NOISE_BYTES if func in _NOISE else MAX_REAL_BYTES
         if num_bytes > limit or self._real_bytes + num_bytes > REAL_BYTES:
             return False
-        return not any(map(_is_stand_in, tensors_in(args)))
+        return not any(map(_is_dummy, tensors_in(args)))
 
     def _count(self, tensor: Tensor) -> None:
         if _is_sparse(tensor):
@@ -271,7 +282,7 @@ class HostRecorder(StreamRecorder):  # type: ignore[no-untyped-call]
 
 
 def _is_sparse(tensor: Tensor) -> bool:
-    """Whether it has no storage of its own."""
+    """Whether `tensor` has no storage of its own."""
     return tensor.layout is not torch.strided
 
 
@@ -281,17 +292,13 @@ _ON_HOST = (
 )
 
 
-def _has_card(recorder: HostRecorder, args: tuple[Any, ...]) -> bool:
-    return any(recorder.place(tensor) is Place.CARD for tensor in tensors_in(args))
-
-
-def _is_stand_in(tensor: Tensor) -> bool:
-    """Whether it is one number that stands for a large tensor, as in a checkpoint of stand-ins."""
+def _is_dummy(tensor: Tensor) -> bool:
+    """Whether one number stands for a large tensor, as in a dummy checkpoint."""
     return tensor.numel() * tensor.itemsize >= VIRTUAL_HOST_BYTES and not any(tensor.stride())
 
 
 def _has_large_floats(args: tuple[Any, ...]) -> bool:
-    """Whether there is enough among `args` for a result too large to be real."""
+    """Whether `args` are large enough for a result that is too large to be real."""
     total = 0
     for tensor in tensors_in(args):
         if tensor.dtype is torch.uint8 or tensor.is_floating_point():
@@ -300,7 +307,7 @@ def _has_large_floats(args: tuple[Any, ...]) -> bool:
 
 
 def _bare(value: Any) -> Any:
-    """`value` with its real tensors without data, but for scalars, which mix with all devices."""
+    """Replace the real tensors in `value`, except scalars, by meta tensors."""
     if isinstance(value, Tensor):
         return value if is_meta(value) or not value.dim() else value.to(META)
     if isinstance(value, list | tuple):
@@ -310,7 +317,7 @@ def _bare(value: Any) -> Any:
 
 
 def without_tensors(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments for a factory on the host that is asked in the likeness of a tensor of the card."""
+    """Replace tensors by empty host tensors: arguments of `empty_like` with the host as target."""
     made = [
         torch.empty_strided(a.size(), a.stride(), dtype=a.dtype) if isinstance(a, Tensor) else a
         for a in args

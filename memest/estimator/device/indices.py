@@ -17,7 +17,7 @@ from memest.estimator.device.tensors import on_gpu
 from memest.estimator.kernels.indexing import MASK_DTYPES, broadcast
 
 if TYPE_CHECKING:
-    from memest.estimator.device.dispatch import Recorder
+    from memest.estimator.device.mode import CudaSimMode
 
 aten = torch.ops.aten
 
@@ -25,7 +25,7 @@ _COPIED_FIRST = (aten.index_put.default, aten._unsafe_index_put.default)
 
 
 def as_taken(
-    recorder: Recorder, func: Any, types: Any, args: tuple[Any, ...]
+    mode: CudaSimMode, func: Any, types: Any, args: tuple[Any, ...]
 ) -> tuple[Any, tuple[Any, ...]]:
     """The call as CUDA makes it, after what it does to its indices; as it is where a mask is not
     known.
@@ -40,14 +40,14 @@ def as_taken(
     if (masks and _is_fill(args)) or not (masks or not all(map(on_gpu, given))):
         return func, args
     if func in _COPIED_FIRST:
-        func, source = aten.index_put_.default, recorder.repeat(aten.clone.default, types, source)
+        func, source = aten.index_put_.default, mode.call(aten.clone.default, types, (source,), {})
     taken: list[Tensor | None] = []
     for index in indices:
         is_mask = index is not None and index.dtype in MASK_DTYPES
         if is_mask:
-            index = _places(recorder, types, index)
+            index = _places(mode, types, index)
         if index is not None and not on_gpu(index):
-            index = recorder.repeat(aten._to_copy.default, types, index, device=_META)
+            index = mode.call(aten._to_copy.default, types, (index,), {"device": _META})
         taken += index.unbind(1) if is_mask else [index]
     return aten.index.Tensor if is_select else func, (source, taken, *args[2:])
 
@@ -55,11 +55,11 @@ def as_taken(
 _META = torch.device("meta")
 
 
-def _places(recorder: Recorder, types: Any, mask: Tensor) -> Tensor:
+def _places(mode: CudaSimMode, types: Any, mask: Tensor) -> Tensor:
     if on_gpu(mask):
-        found: Tensor = recorder.repeat(aten.nonzero.default, types, mask)
+        found: Tensor = mode.call(aten.nonzero.default, types, (mask,), {})
         return found
-    return recorder.nonzero_on_host(mask)
+    return mode.host.nonzero(mask)
 
 
 def _is_fill(args: tuple[Any, ...]) -> bool:

@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from memest.estimator.device.memory import Memory
 from memest.estimator.device.modules import LiveModules
-from memest.estimator.device.storages import MemKind, Site, StorageTable
+from memest.estimator.device.storages import MemKind, Site
 from memest.estimator.device.tensors import is_meta, local_part, storage_key
 
 
@@ -18,14 +19,13 @@ class Labels:
     """Writes what storages are held for, and which module owns them, into their table.
 
     Args:
-        storages: the table.
-        live: the ids of storages by their keys.
-        modules: know the modules that have run.
+        memory: of the simulated GPU.
+        modules: the modules that have run.
     """
 
-    def __init__(self, storages: StorageTable, live: dict[int, int], modules: LiveModules) -> None:
-        self._storages = storages
-        self._live = live
+    def __init__(self, memory: Memory, modules: LiveModules) -> None:
+        self._storages = memory.storages
+        self._live = memory.live
         self._modules = modules
         self._sites: dict[Site, Site] = {}
 

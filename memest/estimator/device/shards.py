@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 
-def local_foreach(recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def local_foreach(mode: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An elementwise operator on lists of DTensors that lie alike; else `NotImplemented`."""
     name = func._schema.name.removeprefix("aten::")
     if not name.startswith("_foreach_") or name in _REDUCTIONS or kwargs:
@@ -24,7 +24,7 @@ def local_foreach(recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[
     local = tuple([t._local_tensor for t in v] if _is_tensors(v) else v for v in args)
     if any(isinstance(value, Tensor) and hasattr(value, "_local_tensor") for value in local):
         return NotImplemented
-    made = recorder.__torch_dispatch__(func, (), local, kwargs)
+    made = mode.__torch_dispatch__(func, (), local, kwargs)
     if not made:
         return None
     return [_like(tensor, one) for tensor, one in zip(args[0], made, strict=True)]

@@ -28,13 +28,13 @@ _MAKERS = frozenset(
 
 
 class SparseTensors:
-    """What a recorder knows of the sparse tensors of its card."""
+    """What a mode knows of the sparse tensors of its card."""
 
-    def __init__(self, recorder: Any) -> None:
+    def __init__(self, mode: Any) -> None:
         self.distinct: set[int | None] = set()
         """Storages of indices of which it is known that no two are alike."""
 
-        self._recorder = recorder
+        self._mode = mode
         self._is_any = False
 
     def concerns(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -45,7 +45,7 @@ class SparseTensors:
         """
         if not self._is_any and id(func) not in _MAKERS:
             return False
-        tensors, recorder = few_tensors(args, kwargs), self._recorder
+        tensors, mode = few_tensors(args, kwargs), self._mode
         if func is aten._embedding_bag_backward.default:
             is_one = bool(args[9])
         elif func in _FROM_DENSE:
@@ -54,7 +54,7 @@ class SparseTensors:
             is_one = any(map(is_sparse, tensors))
         if not is_one:
             return False
-        target, places = getattr(kwargs.get("device"), "type", ""), map(recorder.place, tensors)
+        target, places = getattr(kwargs.get("device"), "type", ""), map(mode.host.place, tensors)
         found = set(places)
         if target != "cuda" and Place.CARD not in found:
             return func in _ON_HOST_TOO and Place.HOST in found
@@ -62,19 +62,19 @@ class SparseTensors:
             return True
         if traits_of(func).is_view:  # of the parts
             return False
-        raise refused(func, "sparse_coo", recorder.lines.current())
+        raise refused(func, "sparse_coo", mode.attribution.lines.current())
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What `func` makes; its requests are recorded."""
         self._is_any = True
         depth, INSIDE.depth = INSIDE.depth, 0
         try:
-            with self._recorder, torch.no_grad(), decisions_again():
-                return RULES[func](self._recorder, *args, **kwargs)
+            with self._mode, torch.no_grad(), decisions_again():
+                return RULES[func](self._mode, *args, **kwargs)
         except NotImplementedError as error:
             if error.args:
                 raise
-            raise refused(func, "sparse_coo", self._recorder.lines.current()) from None
+            raise refused(func, "sparse_coo", self._mode.attribution.lines.current()) from None
         finally:
             INSIDE.depth = depth
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memest.estimator.device.supposed import LARGEST
+from memest.estimator.device.assumed import LARGEST
 from memest.estimator.device.tensors import META, Place, is_meta, storage_key
 from memest.estimator.kernels.cub import merge_sort_bytes, thrust_unique_by_key_bytes
 
@@ -69,10 +69,10 @@ def _become(tensor: Tensor, other: Tensor) -> Tensor:
     return tensor
 
 
-def _passing(recorder: Any, func: Any, *sizes: int) -> None:
+def _passing(mode: Any, func: Any, *sizes: int) -> None:
     """Temporaries of a library, one after the other."""
     for num_bytes in sizes:
-        recorder._ends(recorder._workspace(num_bytes, recorder._site(func)))
+        mode.memory.free(mode.memory.allocate_workspace(num_bytes, mode.attribution.site(func)))
 
 
 def _on_host(
@@ -90,10 +90,10 @@ def _on_host(
         )
 
 
-def _assembled(recorder: Any, *args: Any, **kwargs: Any) -> Tensor:
+def _assembled(mode: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Both parts are held as they are."""
     _, _, shape, indices, values = args
-    if Place.CARD not in (recorder.place(indices), recorder.place(values)):
+    if Place.CARD not in (mode.host.place(indices), mode.host.place(values)):
         return _on_host(indices, values, shape, is_coalesced=bool(kwargs.get("is_coalesced")))
     with torch._C._DisableTorchDispatch():
         made: Tensor = aten._sparse_coo_tensor_with_dims_and_tensors.default(
@@ -102,17 +102,17 @@ def _assembled(recorder: Any, *args: Any, **kwargs: Any) -> Tensor:
         return made
 
 
-def _unknown(recorder: Any, tensor: Tensor) -> Tensor:
+def _unknown(mode: Any, tensor: Tensor) -> Tensor:
     """`tensor`, which a kernel has filled: what was known of its memory before is not any more."""
-    recorder.values.forget(storage_key(tensor))
+    mode.values.forget(storage_key(tensor))
     return tensor
 
 
-def _places_left(recorder: Any, indices: Tensor, shape: Sequence[int]) -> tuple[int, Any]:
+def _places_left(mode: Any, indices: Tensor, shape: Sequence[int]) -> tuple[int, Any]:
     """How many entries are left where equal ones are added up, and where, if that is known."""
     num_entries = indices.size(1)
-    value = recorder.values.value_of(indices)
-    if value is not None and not recorder.values.is_guessed([indices]):
+    value = mode.values.value_of(indices)
+    if value is not None and not mode.values.is_guessed([indices]):
         with torch._C._DisableTorchDispatch():
             sizes = tuple(shape[: indices.size(0)])
             flat = value[0].clone()
@@ -120,46 +120,46 @@ def _places_left(recorder: Any, indices: Tensor, shape: Sequence[int]) -> tuple[
                 flat.mul_(size).add_(row)
             left = flat.unique()
             return len(left), torch.stack(torch.unravel_index(left, sizes))
-    if recorder.id_of(indices) in recorder.sparse.distinct:
+    if mode.memory.id_of(indices) in mode.sparse.distinct:
         return num_entries, None
     what = f"coalesce as {num_entries} of {num_entries} entries"
-    recorder.guesses.note(recorder.lines.current(), what)
-    recorder.note(LARGEST)
+    mode.guesses.note(what)
+    mode.notes.add(LARGEST)
     return num_entries, None
 
 
-def _coalesce(recorder: Any, tensor: Tensor) -> Tensor:
+def _coalesce(mode: Any, tensor: Tensor) -> Tensor:
     """Entries sorted, equal ones added up."""
     indices, values = _parts(tensor)
     num_entries, sparse_dim = indices.size(1), indices.size(0)
-    num_left, places = _places_left(recorder, indices, tensor.shape)
+    num_left, places = _places_left(mode, indices, tensor.shape)
     flat, order, starts = (indices.new_empty(num_entries) for _ in range(3))
     _passing(
-        recorder,
+        mode,
         aten._coalesce.default,
         merge_sort_bytes(num_entries),
-        thrust_unique_by_key_bytes(num_entries, recorder.gpu),
+        thrust_unique_by_key_bytes(num_entries, mode.gpu),
     )
-    recorder.host_waits(recorder.event(recorder.stream))
-    added = _unknown(recorder, values.new_empty((num_left, *values.shape[1:])))
+    mode.timeline.host_waits(mode.timeline.event(mode.timeline.stream))
+    added = _unknown(mode, values.new_empty((num_left, *values.shape[1:])))
     if added.numel():
         values = values.contiguous()
     left = flat[:num_left].unsqueeze(0)
     if sparse_dim > 1:
         left = indices.new_empty((sparse_dim, num_left))
-    recorder.sparse.distinct.add(recorder.id_of(left))
-    if places is None or not recorder.values.overwrite(left, places):
-        _unknown(recorder, left)
+    mode.sparse.distinct.add(mode.memory.id_of(left))
+    if places is None or not mode.values.overwrite(left, places):
+        _unknown(mode, left)
     del starts, order, flat, values
     return _made(left, added, tensor.shape, is_coalesced=True)
 
 
-def _coalesced(recorder: Any, tensor: Tensor) -> Tensor:
+def _coalesced(mode: Any, tensor: Tensor) -> Tensor:
     is_one = _parts(tensor)[0].size(1) < 2
-    return tensor if is_one or _is_coalesced(tensor) else _coalesce(recorder, tensor)
+    return tensor if is_one or _is_coalesced(tensor) else _coalesce(mode, tensor)
 
 
-def _clone(recorder: Any, tensor: Tensor, **kwargs: Any) -> Tensor:
+def _clone(mode: Any, tensor: Tensor, **kwargs: Any) -> Tensor:
     """A copy; autograd takes a gradient without gaps as it is, which it does not dare where Python
     looks on (`AccumulateGrad`, torch/csrc/autograd/functions/accumulate_grad.h).
     """
@@ -169,24 +169,24 @@ def _clone(recorder: Any, tensor: Tensor, **kwargs: Any) -> Tensor:
     if is_gradient and indices.is_contiguous() and values.is_contiguous():
         return _like(tensor, indices, values)
     values = values.clone()
-    return _like(tensor, _copied_indices(recorder, indices), values)
+    return _like(tensor, _copied_indices(mode, indices), values)
 
 
-def _copied_indices(recorder: Any, indices: Tensor) -> Tensor:
+def _copied_indices(mode: Any, indices: Tensor) -> Tensor:
     copied = indices.clone()
-    if recorder.id_of(indices) in recorder.sparse.distinct:
-        recorder.sparse.distinct.add(recorder.id_of(copied))
+    if mode.memory.id_of(indices) in mode.sparse.distinct:
+        mode.sparse.distinct.add(mode.memory.id_of(copied))
     return copied
 
 
 def _elementwise(function: Callable[..., Tensor]) -> Rule:
     """Of each value; the indices are copied first."""
 
-    def rule(recorder: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def rule(mode: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not is_sparse(tensor) or any(map(is_sparse, args)):
             raise NotImplementedError
         indices, values = _parts(tensor)
-        copied = _copied_indices(recorder, indices)
+        copied = _copied_indices(mode, indices)
         return _like(tensor, copied, function(values, *args, **kwargs))
 
     return rule
@@ -195,26 +195,26 @@ def _elementwise(function: Callable[..., Tensor]) -> Rule:
 def _changed(function: Callable[..., Tensor]) -> Rule:
     """Each value, where it is."""
 
-    def rule(recorder: Any, tensor: Tensor, *args: Any) -> Tensor:
+    def rule(mode: Any, tensor: Tensor, *args: Any) -> Tensor:
         function(_parts(tensor)[1], *args)
         return tensor
 
     return rule
 
 
-def _mul_(recorder: Any, tensor: Tensor, other: Any) -> Tensor:
+def _mul_(mode: Any, tensor: Tensor, other: Any) -> Tensor:
     """In fresh memory, whatever its name says."""
-    return _become(tensor, RULES[aten.mul.Tensor](recorder, tensor, other))
+    return _become(tensor, RULES[aten.mul.Tensor](mode, tensor, other))
 
 
-def _add_(recorder: Any, tensor: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
+def _add_(mode: Any, tensor: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
     """Entries are appended to a sparse tensor, or added into a dense one."""
     if is_sparse(tensor):
-        return _become(tensor, _joined(recorder, tensor, other, alpha))
-    return _added_into(recorder, tensor, other)
+        return _become(tensor, _joined(mode, tensor, other, alpha))
+    return _added_into(mode, tensor, other)
 
 
-def _added_into(recorder: Any, dense: Tensor, sparse: Tensor) -> Tensor:
+def _added_into(mode: Any, dense: Tensor, sparse: Tensor) -> Tensor:
     indices, values = _parts(sparse)
     kept: list[Any] = []
     if values.dtype != torch.result_type(dense, values):
@@ -223,26 +223,26 @@ def _added_into(recorder: Any, dense: Tensor, sparse: Tensor) -> Tensor:
         kept.append(indices.new_empty(indices.size(1)))
     elif not values.is_contiguous():
         kept.append(values.contiguous())
-    return _unknown(recorder, dense)
+    return _unknown(mode, dense)
 
 
-def _add(recorder: Any, tensor: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
+def _add(mode: Any, tensor: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
     if is_sparse(tensor):
-        return _joined(recorder, tensor, other, alpha)
-    return _added_into(recorder, torch.empty_like(tensor), other)
+        return _joined(mode, tensor, other, alpha)
+    return _added_into(mode, torch.empty_like(tensor), other)
 
 
-def _joined(recorder: Any, tensor: Tensor, other: Tensor, alpha: float) -> Tensor:
+def _joined(mode: Any, tensor: Tensor, other: Tensor, alpha: float) -> Tensor:
     """Entries of both, one after the other; they are added up where they are more than elements."""
     (indices, values), (more, of_more) = _parts(tensor), _parts(other)
     if alpha != 1:
         of_more = of_more * alpha
     both = torch.cat([indices, more], 1)
     joined = _made(both, torch.cat([values, of_more]), tensor.shape, is_coalesced=False)
-    return _coalesce(recorder, joined) if both.size(1) > tensor.numel() else joined
+    return _coalesce(mode, joined) if both.size(1) > tensor.numel() else joined
 
 
-def _cat(recorder: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+def _cat(mode: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Along one of the dimensions that have indices (`cat_sparse_impl`, SparseTensor.cpp)."""
     parts, first = list(map(_parts, tensors)), tensors[0]
     dim %= first.dim()
@@ -252,24 +252,24 @@ def _cat(recorder: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     shape[dim] = sum(tensor.size(dim) for tensor in tensors)
     indices = torch.cat([indices for indices, _ in parts], 1)
     values = torch.cat([values for _, values in parts])
-    if all(recorder.id_of(each) in recorder.sparse.distinct for each, _ in parts):
-        recorder.sparse.distinct.add(recorder.id_of(indices))
+    if all(mode.memory.id_of(each) in mode.sparse.distinct for each, _ in parts):
+        mode.sparse.distinct.add(mode.memory.id_of(indices))
     return _made(indices, values, shape, is_coalesced=False)
 
 
-def _sparse_mask(recorder: Any, dense: Tensor, mask: Tensor) -> Tensor:
+def _sparse_mask(mode: Any, dense: Tensor, mask: Tensor) -> Tensor:
     """The entries of `dense` that `mask` has: what is gathered is multiplied by ones."""
     indices, values = _parts(mask)
     one = values.new_ones(())
     gathered = torch.empty_like(values)
-    copied = _copied_indices(recorder, indices)
-    chosen = _unknown(recorder, torch.empty_like(values))
+    copied = _copied_indices(mode, indices)
+    chosen = _unknown(mode, torch.empty_like(values))
     del one, gathered
     return _like(mask, copied, chosen)
 
 
 def _addmm(
-    recorder: Any,
+    mode: Any,
     tensor: Tensor,
     sparse: Tensor,
     dense: Tensor,
@@ -283,16 +283,16 @@ def _addmm(
     if not is_sparse(sparse) or is_sparse(dense):
         raise NotImplementedError
     num_rows, num_columns = sparse.size(0), dense.size(1)
-    if recorder.place(dense) is not Place.CARD:
+    if mode.host.place(dense) is not Place.CARD:
         with torch._C._DisableTorchDispatch():
             unknown = torch.empty(num_rows, num_columns, dtype=dense.dtype, device=META)
-        recorder.put_on_host(unknown)
+        mode.host.put(unknown)
         return unknown
     zeros = None
-    if recorder.place(tensor) is Place.META:  # C++ made them for `_sparse_mm`
+    if mode.host.place(tensor) is Place.META:  # C++ made them for `_sparse_mm`
         zeros = dense.new_zeros((num_rows, num_columns))
-    result = _unknown(recorder, dense.new_empty((num_rows, num_columns)))
-    sparse = _coalesced(recorder, sparse)
+    result = _unknown(mode, dense.new_empty((num_rows, num_columns)))
+    sparse = _coalesced(mode, sparse)
     indices, values = _parts(sparse)
     num_entries = indices.size(1)
     starts = indices.new_empty(num_rows + 1, dtype=torch.int32)
@@ -310,7 +310,7 @@ def _addmm(
         is_by_rows = dense.stride(1) == 1 and dense.stride(0) != 0
         given = dense if is_by_columns or is_by_rows else dense.contiguous()
         blocks = -(-num_entries // (_ENTRIES_OF_A_BLOCK if num_columns > 1 else _OF_ONE_COLUMN))
-        _passing(recorder, aten.addmm.default, _aligned(4 * blocks))
+        _passing(mode, aten.addmm.default, _aligned(4 * blocks))
         del given
     del transposed, columns, starts, zeros
     return result
@@ -320,34 +320,34 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // 8) * 8 + 7
 
 
-def _mm(recorder: Any, sparse: Tensor, dense: Tensor) -> Tensor:
+def _mm(mode: Any, sparse: Tensor, dense: Tensor) -> Tensor:
     zeros = dense.new_zeros((sparse.size(0), dense.size(1)))
-    return _addmm(recorder, zeros, sparse, dense, beta=0)
+    return _addmm(mode, zeros, sparse, dense, beta=0)
 
 
-def _to_dense(recorder: Any, tensor: Tensor, dtype: Any = None, masked_grad: Any = None) -> Tensor:
+def _to_dense(mode: Any, tensor: Tensor, dtype: Any = None, masked_grad: Any = None) -> Tensor:
     zeros = _parts(tensor)[1].new_zeros(tensor.shape)
-    return _added_into(recorder, zeros, tensor)
+    return _added_into(mode, zeros, tensor)
 
 
-def _to_copy(recorder: Any, tensor: Tensor, **kwargs: Any) -> Any:
+def _to_copy(mode: Any, tensor: Tensor, **kwargs: Any) -> Any:
     """To another type, to the card, or to the host, where values that are not known are 1."""
     with torch._C._DisableTorchDispatch():
         indices, values, is_coalesced = tensor._indices(), tensor._values(), tensor.is_coalesced()
     device, dtype = kwargs.get("device"), kwargs.get("dtype") or values.dtype
     if device is None:
-        copied = _copied_indices(recorder, indices)
+        copied = _copied_indices(mode, indices)
         return _made(copied, values.to(dtype, copy=True), tensor.shape, is_coalesced=is_coalesced)
     copied = indices.to(device, copy=True)
     made = values.to(device, dtype, copy=True)
     if device.type == "cuda":
         if is_coalesced:
-            recorder.sparse.distinct.add(recorder.id_of(copied))
+            mode.sparse.distinct.add(mode.memory.id_of(copied))
         return _made(copied, made, tensor.shape, is_coalesced=is_coalesced)
     return _on_host(copied, made, tensor.shape, is_coalesced=is_coalesced)
 
 
-def _transpose(recorder: Any, tensor: Tensor, first: int, second: int) -> Tensor:
+def _transpose(mode: Any, tensor: Tensor, first: int, second: int) -> Tensor:
     """A copy with two rows of its indices exchanged."""
     first, second = first % tensor.dim(), second % tensor.dim()
     indices, values = _parts(tensor)
@@ -356,7 +356,7 @@ def _transpose(recorder: Any, tensor: Tensor, first: int, second: int) -> Tensor
     shape = list(tensor.shape)
     shape[first], shape[second] = shape[second], shape[first]
     values = values.clone()
-    copied = _copied_indices(recorder, indices)
+    copied = _copied_indices(mode, indices)
     row = copied[first].clone()
     copied[first].copy_(copied[second])
     copied[second].copy_(row)
@@ -364,48 +364,48 @@ def _transpose(recorder: Any, tensor: Tensor, first: int, second: int) -> Tensor
     return _made(copied, values, shape, is_coalesced=False)
 
 
-def _transposed(recorder: Any, tensor: Tensor) -> Tensor:
-    return _transpose(recorder, tensor, 0, 1)
+def _transposed(mode: Any, tensor: Tensor) -> Tensor:
+    return _transpose(mode, tensor, 0, 1)
 
 
 def _as_it_is(function: Callable[..., Any]) -> Rule:
     """What torch's meta device knows."""
 
-    def rule(recorder: Any, tensor: Tensor, *args: Any) -> Any:
+    def rule(mode: Any, tensor: Tensor, *args: Any) -> Any:
         with torch._C._DisableTorchDispatch():
             return function(tensor, *args)
 
     return rule
 
 
-def _to_sparse(recorder: Any, dense: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _to_sparse(mode: Any, dense: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The entries that are not zero, each with an index for every dimension."""
     if args or any(value is not None for value in kwargs.values()):
         raise NotImplementedError
     found = dense.nonzero()
     indices = found.t().contiguous()
     chosen = dense.new_empty(indices.size(1))
-    values = _unknown(recorder, torch.empty_like(chosen))
-    recorder.sparse.distinct.add(recorder.id_of(indices))
+    values = _unknown(mode, torch.empty_like(chosen))
+    mode.sparse.distinct.add(mode.memory.id_of(indices))
     del chosen, found
     return _made(indices, values, dense.shape, is_coalesced=True)
 
 
-def _embedding_bag_backward(recorder: Any, *args: Any, **kwargs: Any) -> Any:
+def _embedding_bag_backward(mode: Any, *args: Any, **kwargs: Any) -> Any:
     """`_embedding_bag_backward` (EmbeddingBag.cpp) of a sparse gradient."""
-    grad, indices, offsets, offset2bag, bag_size, _, num_rows, scale, mode, _, weights, padding = (
+    grad, indices, offsets, offset2bag, bag_size, _, num_rows, scale, kind, _, weights, padding = (
         *args,
         *(None, -1)[len(args) - 10 :],
     )[:12]
     return aten._embedding_bag_sparse_backward.default(
-        grad, indices, offsets, offset2bag, bag_size, num_rows, scale, mode, weights, padding
+        grad, indices, offsets, offset2bag, bag_size, num_rows, scale, kind, weights, padding
     )
 
 
 def _each(function: Callable[..., Any]) -> Rule:
     """Of one tensor after the other, as where a list has a sparse one."""
 
-    def rule(recorder: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
+    def rule(mode: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
         lists = [arg if isinstance(arg, list | tuple) else [arg] * len(tensors) for arg in args]
         for tensor, *rest in zip(tensors, *lists, strict=True):
             function(tensor, *rest, **kwargs)
@@ -451,5 +451,5 @@ RULES: dict[Any, Rule] = {
     aten.transpose.int: _transpose,
     aten.t.default: _transposed,
 }
-"""Operator -> what it does where a tensor is sparse, or one is made: `(recorder, *args, **kwargs)`.
+"""Operator -> what it does where a tensor is sparse, or one is made: `(mode, *args, **kwargs)`.
 """

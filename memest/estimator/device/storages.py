@@ -107,12 +107,29 @@ class StorageTable:
         """Whether how fast the GPU is decides when a block comes back."""
         return bool(self.deferred or self.shelved)
 
+    unused: list[int] = field(default_factory=list)
+    """Ids that were forgotten and serve again."""
+
     def add(self, num_bytes: int, site: Site, kind: MemKind) -> int:
-        """A new storage; returns its id."""
-        self.num_bytes.append(num_bytes)
-        self.sites.append(site)
-        self.kinds.append(kind)
-        return len(self.num_bytes) - 1
+        """Add a storage; returns its id."""
+        if not self.unused:
+            self.num_bytes.append(num_bytes)
+            self.sites.append(site)
+            self.kinds.append(kind)
+            return len(self.num_bytes) - 1
+        index = self.unused.pop()
+        self.num_bytes[index] = num_bytes
+        self.sites[index] = site
+        self.kinds[index] = kind
+        return index
+
+    def forget(self, index: int) -> None:
+        """Let the id of a dead storage serve again."""
+        self.streams.pop(index, None)
+        self.deferred.discard(index)
+        self.shelved.discard(index)
+        self.tried.discard(index)
+        self.unused.append(index)
 
 
 @dataclass(slots=True)

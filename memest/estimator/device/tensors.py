@@ -2,7 +2,7 @@
 
 A tensor of the virtual GPU is a meta tensor underneath, and so is one that a host would hold and
 this one need not. `torch.Tensor.device` and its kin tell the script what a real run would; within
-the recorder they tell the truth, on which the kernel tables and torch's own meta kernels rely.
+the mode they tell the truth, on which the kernel tables and torch's own meta kernels rely.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Place(Enum):
 
 
 class _Inside(threading.local):
-    """Whether this thread runs the recorder's own code."""
+    """Whether this thread runs the mode's own code."""
 
     depth = 0
     composite = False

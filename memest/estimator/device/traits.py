@@ -1,4 +1,4 @@
-"""What the recorder asks of an operator at each call, looked up once.
+"""What the mode asks of an operator at each call, looked up once.
 
 torch computes the hash of an operator in Python, so a set of operators costs more to ask than the
 rest of a lookup; an operator lives as long as the process, so its identity will do.

@@ -1,10 +1,9 @@
-"""Values for the few tensors that models read: a real CPU twin beside small integer and boolean
-meta tensors.
+"""Known values: a CPU copy of each small tensor whose values follow from the script's own data.
 
-Models branch on values (`attention_mask.all()`, the largest position). A meta tensor has none. Ids,
-masks, positions and what is computed from them alone keep a twin on the CPU, one per storage, so
-that views and in-place writes agree. What depends on weights or activations has no twin; reading it
-is an error that names the operator; on the virtual GPU it is guessed (`guesses`).
+Models branch on values (`attention_mask.all()`, the largest position), and a meta tensor has none.
+Ids, masks, positions, small constants and everything computed from them keep a CPU storage per
+meta storage, so views and in-place writes agree. A tensor that depends on weights or activations
+has no known value; `guesses` says what a script reads then.
 """
 
 from __future__ import annotations
@@ -14,36 +13,34 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.device.tensors import is_meta, storage_key, tensors_in
 
 aten = torch.ops.aten
 
 MAX_BYTES = 1 << 26
-"""Twins above it are dropped: a mask of that size is looked at by nobody, and computing it would
-cost seconds.
-"""
+"""Largest known value, bytes: computing a larger mask costs seconds, and scripts do not read it."""
 
-MAX_TWIN_NUMEL = 1 << 18
-"""On the virtual GPU, floating-point tensors up to this length keep what is known of them, too:
-masks that are made of ones, scales, schedules.
-"""
+MAX_FLOAT_NUMEL = 1 << 18
+"""Most elements of a known floating-point tensor: masks made of ones, scales, schedules."""
+
+MAX_SHOWN_NUMEL = 64
+"""Most elements of a tensor that a script is assumed to print or compare when it copies it."""
+
+MAX_TOTAL_BYTES = 1 << 28
+"""Bytes of all known values together; those of up to a 256th of it are always kept."""
 
 _CONSTANT_LIKE = frozenset(
     map(id, (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default))
 )
-"""Their results are known whatever their first argument holds."""
-
-MAX_TOTAL_BYTES = 1 << 28
-"""Twins of a script together, but for those of up to a 256th of it."""
+"""Operators whose result does not depend on their first argument's values."""
 
 _UNWRITTEN = frozenset((
     aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default,
     aten.new_empty.default, aten.new_empty_strided.default,
 ))  # fmt: skip
-"""Room for values: there are none yet. Zeros stand there, so that no two runs differ by what lay in
-the memory.
-"""
+"""Factories without values. Their known value is zeros, so that two runs never differ."""
 
 READS_VALUE = frozenset(
     {
@@ -59,159 +56,169 @@ _IGNORED_ON_CPU = {"device", "pin_memory"}
 
 
 class ValueUnknown(Exception):
-    """The traced code reads a value that the meta device does not have."""
+    """An operator needs a value that is not known."""
 
 
-class Twins(dict[int, torch.UntypedStorage]):
-    """Twins by the key of the storage, and what they take."""
+class _Copies(dict[int, torch.UntypedStorage]):
+    """CPU storages by the key of the meta storage, with their bytes in total."""
 
     num_bytes = 0
 
-    def __setitem__(self, key: int, twin: torch.UntypedStorage) -> None:
+    def __setitem__(self, key: int, copy: torch.UntypedStorage) -> None:
         self.pop(key, None)
-        self.num_bytes += twin.nbytes()
-        super().__setitem__(key, twin)
+        self.num_bytes += copy.nbytes()
+        super().__setitem__(key, copy)
 
     def pop(self, key: int, default: Any = None) -> Any:
-        """As `dict.pop`."""
-        twin = super().pop(key, default)
-        if twin is not None:
-            self.num_bytes -= twin.nbytes()
-        return twin
+        """Remove and return a copy, as `dict.pop`."""
+        copy = super().pop(key, default)
+        if copy is not None:
+            self.num_bytes -= copy.nbytes()
+        return copy
 
 
-class ShadowValues:
-    """The CPU twins of a trace, by storage."""
+class KnownValues:
+    """CPU copies of meta storages whose values are known.
 
-    def __init__(self) -> None:
-        self._twins = Twins()
+    Args:
+        below: values that hold where these have none. A storage that dies there dies here too.
+    """
+
+    def __init__(self, below: KnownValues | None = None) -> None:
+        self.guessed: set[int] = set()
+        """Keys of storages whose value is a guess, or was computed from one."""
+
+        self._copies = _Copies()
+        self._below = below
+        self._above: KnownValues | None = None
+        if below is not None:
+            below._above = self
+        self._is_mutable: dict[int, bool] = {}
+        self._random_state: Tensor | None = None
+
+    def __bool__(self) -> bool:
+        """Whether any value is known."""
+        return bool(self._copies)
+
+    # --- store
 
     def adopt(self, tensor: Tensor, value: Tensor) -> None:
-        """Make `value` (CPU, same shape) the twin of `tensor`'s storage."""
-        self._twins[tensor.untyped_storage()._cdata] = value.contiguous().clone().untyped_storage()
+        """Make `value`, a CPU tensor of the same shape, the value of `tensor`'s storage."""
+        self._copies[tensor.untyped_storage()._cdata] = value.contiguous().clone().untyped_storage()
 
-    def drop(self, storage_key: int) -> None:
-        """The storage holds values that are no longer known."""
-        self._twins.pop(storage_key, None)
+    def adopt_small(self, tensor: Tensor, value: Tensor) -> None:
+        """Adopt `value`, which Python holds, if a script may read it: a temperature, a gate."""
+        if value.numel() <= MAX_SHOWN_NUMEL and value.is_contiguous() and value.numel():
+            with _disable_current_modes():
+                self.adopt(tensor, value.detach())
 
-    def forget(self, storage_key: int) -> None:
-        """The storage died."""
-        self.drop(storage_key)
+    def adopt_guess(self, tensor: Tensor, value: Tensor) -> None:
+        """Adopt a guessed `value`."""
+        self.adopt(tensor, value)
+        self.guessed.add(storage_key(tensor))
+
+    def storage_of(self, key: int) -> torch.UntypedStorage | None:
+        """CPU storage with the values of the meta storage `key`."""
+        return self._copies.get(key)
+
+    def set_storage(self, key: int, storage: torch.UntypedStorage) -> None:
+        """Make the CPU `storage` the values of the meta storage `key`."""
+        self._copies[key] = storage
+
+    def overwrite(self, tensor: Tensor, value: Tensor) -> bool:
+        """Set all elements of `tensor` to `value`; returns whether its value is known after it."""
+        known = self.value_of(tensor)
+        if known is not None:
+            known.copy_(value)
+            self.guessed.discard(storage_key(tensor))
+        elif self.may_hold(tensor):
+            num_bytes = tensor.numel() * tensor.element_size()
+            if num_bytes < tensor.untyped_storage().nbytes():
+                return False
+            self.adopt_like(tensor, value)
+        return self.is_known(tensor)
+
+    def drop(self, key: int) -> None:
+        """Forget the values of storage `key`, which was overwritten by unknown ones."""
+        self._copies.pop(key, None)
+        self.guessed.discard(key)
+
+    def forget(self, key: int) -> None:
+        """Drop storage `key`, which died, here and in the values above."""
+        self.drop(key)
+        if self._above is not None:
+            self._above.drop(key)
+
+    # --- look up
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
-        """The twin of `tensor`, a CPU view of the same geometry, or None."""
+        """CPU view with the values and the geometry of `tensor`, or None."""
         if not is_meta(tensor):
             return tensor
-        twin = self._twins.get(tensor.untyped_storage()._cdata)
-        if twin is None:
-            return None
+        copy = self._copies.get(tensor.untyped_storage()._cdata)
+        if copy is None:
+            return None if self._below is None else self._below.value_of(tensor)
         empty = torch.empty(0, dtype=tensor.dtype)
-        return empty.set_(twin, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether this object, not the one below, has the value of a meta tensor."""
+        return is_meta(tensor) and storage_key(tensor) in self._copies
+
+    def is_known(self, tensor: Tensor) -> bool:
+        """Whether `tensor` has values, of its own or here."""
+        if not is_meta(tensor) or storage_key(tensor) in self._copies:
+            return True
+        return self._below is not None and self._below.is_known(tensor)
+
+    def is_guessed(self, args: Any) -> bool:
+        """Whether a value among `args` is a guess."""
+        return any(is_meta(t) and storage_key(t) in self.guessed for t in tensors_in(args))
 
     def decides(self, tensor: Tensor) -> bool:
-        """Whether the value of `tensor` is known well enough to decide a shape."""
-        return self.value_of(tensor) is not None
+        """Whether the value of `tensor` is known well enough to decide a shape: no guess is."""
+        return self.value_of(tensor) is not None and not self.is_guessed([tensor])
+
+    # --- compute
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `func` on the twins.
+        """Run `func` on known values.
+
+        Random operators do not draw from the host's generator, whose state may decide the order of
+        a script's data.
 
         Raises:
-            ValueUnknown: a tensor argument has none.
+            ValueUnknown: the value of a tensor argument is not known.
         """
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return self._compute(func, args, kwargs)
+        generator = torch.default_generator
+        before = generator.get_state()
+        try:
+            generator.set_state(before if self._random_state is None else self._random_state)
+            return self._compute(func, args, kwargs)
+        finally:
+            self._random_state = generator.get_state()
+            generator.set_state(before)
 
-        def twin(tensor: Tensor) -> Tensor:
+    def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def known(tensor: Tensor) -> Tensor:
             value = self.value_of(tensor)
             if value is None:
                 raise ValueUnknown(str(func))
             return value
 
-        cpu_args = _mapped(twin, args)
-        cpu_kwargs = {k: _mapped(twin, v) for k, v in kwargs.items() if k not in _IGNORED_ON_CPU}
+        cpu_args = _mapped(known, args)
+        cpu_kwargs = {k: _mapped(known, v) for k, v in kwargs.items() if k not in _IGNORED_ON_CPU}
         if "device" in kwargs:
             cpu_kwargs["device"] = torch.device("cpu")
         return func(*cpu_args, **cpu_kwargs)
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """After `func` ran on meta tensors: give its integer and boolean results their twins."""
-        written = [a for a in args[:1] if isinstance(a, Tensor) and func._schema.is_mutable]
-        results = [o for o in _flat(out) if isinstance(o, Tensor)]
-        if func in _UNWRITTEN:
-            for result in filter(self._wants_twin, results):
-                room = torch.zeros(result.untyped_storage().nbytes(), dtype=torch.uint8)
-                self._twins[result.untyped_storage()._cdata] = room.untyped_storage()
-            return
-        if not written and not any(self._wants_twin(o) for o in results):
-            return
-        try:
-            values = self.compute(func, args, kwargs)
-        except (ValueUnknown, NotImplementedError, RuntimeError):
-            for tensor in written:
-                self.drop(tensor.untyped_storage()._cdata)
-            return
-        for result, value in zip(results, _flat(values), strict=False):
-            if self._wants_twin(result) and isinstance(value, Tensor):
-                self._adopt_like(result, value)
+        """Compute the values of the result `out` of an operator that ran on meta tensors.
 
-    def _wants_twin(self, result: Tensor) -> bool:
-        storage = result.untyped_storage()
-        return (
-            result.device.type == "meta"
-            and not result.is_floating_point()
-            and not result.is_complex()
-            and 0 < storage.nbytes() <= MAX_BYTES
-            and storage._cdata not in self._twins
-        )
-
-    def _adopt_like(self, result: Tensor, value: Tensor) -> None:
-        if value.shape != result.shape:
-            return
-        num_items = result.untyped_storage().nbytes() // result.element_size()
-        flat = torch.empty(num_items, dtype=result.dtype)
-        flat.as_strided(result.size(), result.stride(), result.storage_offset()).copy_(value)
-        self._twins[result.untyped_storage()._cdata] = flat.untyped_storage()
-
-
-class LiveValues(ShadowValues):
-    """Values beside the tensors of a virtual GPU: of floating-point numbers too, and with the
-    guesses among them told apart.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.guessed: set[int] = set()
-        """Storages whose twin is a guess, or was computed from one."""
-
-        self.supposed: LiveValues | None = None
-        """What is supposed beside it in order to decide shapes."""
-
-        self._is_mutable: dict[int, bool] = {}
-        self._random_state: Tensor | None = None
-
-    def drop(self, storage_key: int) -> None:
-        """As `ShadowValues.drop`."""
-        super().drop(storage_key)
-        self.guessed.discard(storage_key)
-
-    def forget(self, storage_key: int) -> None:
-        """As `ShadowValues.forget`."""
-        self.drop(storage_key)
-        if self.supposed is not None:
-            self.supposed.drop(storage_key)
-
-    def is_known(self, tensor: Tensor) -> bool:
-        """Whether there is a value for `tensor`, or it is one."""
-        return not is_meta(tensor) or storage_key(tensor) in self._twins
-
-    def decides(self, tensor: Tensor) -> bool:
-        """As `ShadowValues.decides`: no guess does."""
-        return super().decides(tensor) and not self.is_guessed([tensor])
-
-    def is_guessed(self, args: Any) -> bool:
-        """Whether a twin among `args` is a guess."""
-        return any(is_meta(t) and storage_key(t) in self.guessed for t in tensors_in(args))
-
-    def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """As `ShadowValues.follow`; most operators end here, at an argument that is not known."""
+        Most operators end here at an argument whose value is not known.
+        """
         is_mutable = self._is_mutable.get(id(func))
         if is_mutable is None:
             is_mutable = self._is_mutable[id(func)] = func._schema.is_mutable
@@ -222,79 +229,75 @@ class LiveValues(ShadowValues):
         if is_mutable and isinstance(first, Tensor) and not self.is_known(first):
             return
         if id(func) in _CONSTANT_LIKE and isinstance(first, Tensor):
-            if self._wants_twin(out):
+            if self.may_hold(out):
                 args = (torch.empty(first.size(), dtype=first.dtype), *args[1:])
         elif not is_mutable and not all(map(self.is_known, tensors_in((*args, *kwargs.values())))):
             return
-        super().follow(func, args, kwargs, out)
+        self._follow(func, args, kwargs, out)
         if self.guessed and self.is_guessed(args):
             self.guessed.update(map(storage_key, filter(is_meta, tensors_in((out,)))))
 
-    def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As `ShadowValues.compute`; what is drawn on the card is not drawn from the host's state,
-        on which the order of a script's data may depend.
-        """
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return super().compute(func, args, kwargs)
-        generator = torch.default_generator
-        before = generator.get_state()
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        written = [a for a in args[:1] if isinstance(a, Tensor) and func._schema.is_mutable]
+        results = [o for o in _flat(out) if isinstance(o, Tensor)]
+        if func in _UNWRITTEN:
+            for result in filter(self.may_hold, results):
+                room = torch.zeros(result.untyped_storage().nbytes(), dtype=torch.uint8)
+                self._copies[result.untyped_storage()._cdata] = room.untyped_storage()
+            return
+        if not written and not any(self.may_hold(o) for o in results):
+            return
         try:
-            generator.set_state(before if self._random_state is None else self._random_state)
-            return super().compute(func, args, kwargs)
-        finally:
-            self._random_state = generator.get_state()
-            generator.set_state(before)
-
-    def adopt_guess(self, tensor: Tensor, value: Tensor) -> None:
-        """As `adopt`, of a value that is guessed."""
-        self.adopt(tensor, value)
-        self.guessed.add(storage_key(tensor))
-
-    def overwrite(self, tensor: Tensor, value: Tensor) -> bool:
-        """Let `tensor`, all of whose elements have been written, have this value; whether it is
-        kept.
-        """
-        known = self.value_of(tensor)
-        if known is not None:
-            known.copy_(value)
-            self.guessed.discard(storage_key(tensor))
-        elif self._wants_twin(tensor):
-            num_bytes = tensor.numel() * tensor.element_size()
-            if num_bytes < tensor.untyped_storage().nbytes():
-                return False
-            self._adopt_like(tensor, value)
-        return self.is_known(tensor)
+            values = self.compute(func, args, kwargs)
+        except (ValueUnknown, NotImplementedError, RuntimeError):
+            for tensor in written:
+                self.drop(tensor.untyped_storage()._cdata)
+            return
+        for result, value in zip(results, _flat(values), strict=False):
+            if self.may_hold(result) and isinstance(value, Tensor):
+                self.adopt_like(result, value)
 
     def _drop_all(self, func: Any, tensors: Iterable[Any]) -> None:
-        """What a list operator writes is not followed; gradients are taken to be finite."""
+        """Drop what a list operator writes. Gradients are assumed to be finite."""
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             return
         for tensor in tensors:
             if isinstance(tensor, Tensor) and is_meta(tensor) and self.is_known(tensor):
                 self.drop(storage_key(tensor))
 
-    def _wants_twin(self, result: Tensor) -> bool:
-        if not result.is_floating_point():
-            return super()._wants_twin(result) and self._has_room(result.untyped_storage().nbytes())
-        return (
-            is_meta(result)
-            and 0 < result.untyped_storage().nbytes() <= MAX_TWIN_NUMEL * 4
-            and storage_key(result) not in self._twins
-        )
-
-    def _has_room(self, num_bytes: int) -> bool:
+    def may_hold(self, result: Tensor) -> bool:
+        """Whether `result` is small enough to have a known value, and has none here."""
+        storage = result.untyped_storage()
+        num_bytes = storage.nbytes()
+        if not is_meta(result) or not num_bytes or storage._cdata in self._copies:
+            return False
+        if result.is_floating_point():
+            return num_bytes <= MAX_FLOAT_NUMEL * 4
+        if result.is_complex() or num_bytes > MAX_BYTES:
+            return False
         is_small = num_bytes <= MAX_TOTAL_BYTES >> 8
-        return is_small or self._twins.num_bytes + num_bytes <= MAX_TOTAL_BYTES
+        return is_small or self._copies.num_bytes + num_bytes <= MAX_TOTAL_BYTES
+
+    def adopt_like(self, result: Tensor, value: Tensor) -> None:
+        """Adopt `value` in the geometry of `result`, unless their shapes differ."""
+        if value.shape != result.shape:
+            return
+        num_items = result.untyped_storage().nbytes() // result.element_size()
+        flat = torch.empty(num_items, dtype=result.dtype)
+        flat.as_strided(result.size(), result.stride(), result.storage_offset()).copy_(value)
+        self._copies[result.untyped_storage()._cdata] = flat.untyped_storage()
 
 
 def materialise(values: Any) -> Any:
-    """Meta tensors of the shapes that `values` (computed on twins) turned out to have."""
+    """Meta tensors of the shapes of `values`, which were computed from known values."""
     return _mapped(lambda t: torch.empty_like(t, device="meta"), values)
 
 
 def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`value` with `function` of each tensor in it. That of torch's pytree leaves a cycle behind,
-    at which Python would look for garbage more often than in a real run.
+    """Apply `function` to each tensor in nested lists and tuples.
+
+    torch's pytree would leave a reference cycle behind, and Python would collect garbage more often
+    than in a real run.
     """
     if isinstance(value, Tensor):
         return function(value)
@@ -305,9 +308,9 @@ def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def known_without_values(func: Any, args: tuple[Any, ...]) -> Callable[[Tensor], Tensor] | None:
-    """For tests of activations for infinity or NaN: the twin of their result, all False.
+    """Return a function that makes the value of a test for infinity or NaN; None for other calls.
 
-    A training step whose activations are finite is what is predicted.
+    A training step is simulated whose activations are finite.
     """
     if func is aten.isinf.default or func is aten.isnan.default:
         return lambda out: torch.zeros(out.shape, dtype=torch.bool)
@@ -315,9 +318,9 @@ def known_without_values(func: Any, args: tuple[Any, ...]) -> Callable[[Tensor],
         return lambda out: torch.zeros(out.shape, dtype=torch.bool)
     if func is aten.eq.Scalar and args[1] == float("inf"):  # how torch.isinf is written
         return lambda out: torch.zeros(out.shape, dtype=torch.bool)
-    if func is aten.eq.Tensor and args[0] is args[1]:  # how torch.isfinite is written, with the
+    if func is aten.eq.Tensor and args[0] is args[1]:  # how torch.isfinite is written, with
         return lambda out: torch.ones(out.shape, dtype=torch.bool)
-    if func is aten.ne.Scalar and args[1] == float("inf"):  # next
+    if func is aten.ne.Scalar and args[1] == float("inf"):  # the next one
         return lambda out: torch.ones(out.shape, dtype=torch.bool)
     return None
 

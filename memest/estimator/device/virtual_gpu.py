@@ -36,7 +36,7 @@ from memest.estimator.device.engine import DeviceThread
 from memest.estimator.device.guesses import Guesses
 from memest.estimator.device.imports import ImportHooks
 from memest.estimator.device.lines import ScriptLines
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.ranks import ALONE, Ranks
 from memest.estimator.device.tensors import CARD, host_storages
@@ -62,7 +62,7 @@ class VirtualGpu:
         is_strict: refuse to guess values.
         roots: folders whose code is the script's, wherever they lie.
         lines: finds the line of the script; None looks outside of libraries and in `roots`.
-        make_recorder: the kind of recorder.
+        watch: called with the dispatch mode before anything runs.
         ranks: which rank of how many this GPU is.
         settings: of the allocator; None is what the environment says when it is first used.
     """
@@ -78,7 +78,7 @@ class VirtualGpu:
         is_strict: bool = False,
         roots: tuple[Path, ...] = (),
         lines: ScriptLines | None = None,
-        make_recorder: Callable[..., LiveRecorder] = LiveRecorder,
+        watch: Callable[[CudaSimMode], object] = lambda mode: None,
         ranks: Ranks = ALONE,
         settings: AllocatorSettings | None = None,
         is_prompt: bool = False,
@@ -95,14 +95,14 @@ class VirtualGpu:
         if limit_bytes is not None and limit_bytes < gpu.limit_bytes:
             self.allocator.allowed_bytes = limit_bytes
         self.allocator.use_late(lambda: self._settings(settings))
-        self.guesses = Guesses(is_strict)
-        self.recorder = make_recorder(
-            gpu, self.allocator, self.guesses, lines or ScriptLines(roots)
-        )
-        self.recorder.ranks = ranks
+        lines = lines or ScriptLines(roots)
+        self.guesses = Guesses(is_strict, lines.current)
+        self.mode = CudaSimMode(gpu, self.allocator, self.guesses, lines)
+        watch(self.mode)
+        self.mode.ranks = ranks
         ranks.broadcasts.begin_rank()
-        self.recorder.is_slow = ranks.may_wait
-        self.recorder.is_prompt = is_prompt
+        self.mode.timeline.is_slow = ranks.may_wait
+        self.mode.memory.frees_at_once = is_prompt
         self._patches = Patches()
         self._stack = contextlib.ExitStack()
 
@@ -116,17 +116,19 @@ class VirtualGpu:
     @property
     def notes(self) -> list[str]:
         """What a report should say of the run, each once."""
-        return [*self.recorder.warnings, *self.recorder.notes]
+        return [*self.mode.notes.warnings, *self.mode.notes.texts]
 
     @property
     def peak_allocated_bytes(self) -> int:
         """The highest number of bytes allocated since the start, whatever the script resets."""
-        return max(self.recorder.history.peak_allocated_bytes, self.allocator.peak_allocated_bytes)
+        history = self.mode.memory.history
+        return max(history.peak_allocated_bytes, self.allocator.peak_allocated_bytes)
 
     @property
     def peak_reserved_bytes(self) -> int:
         """The highest number of bytes reserved since the start, whatever the script resets."""
-        return max(self.recorder.history.peak_reserved_bytes, self.allocator.peak_reserved_bytes)
+        history = self.mode.memory.history
+        return max(history.peak_reserved_bytes, self.allocator.peak_reserved_bytes)
 
     def __enter__(self) -> VirtualGpu:
         if VirtualGpu._active is not None:
@@ -135,40 +137,40 @@ class VirtualGpu:
         VirtualGpu._active = self
         CARD.device = torch.device("cuda", self.ranks.local_rank)
         CARD.num_visible = self.ranks.num_local
-        recorder, patches = self.recorder, self._patches
-        attributes.install(patches, recorder)
-        cuda.install(patches, recorder)
-        encoder.install(patches, recorder)
+        mode, patches = self.mode, self._patches
+        attributes.install(patches, mode)
+        cuda.install(patches, mode)
+        encoder.install(patches, mode)
         follow_autocast(patches)
-        layouts.install(patches, recorder.lines.current)
+        layouts.install(patches, mode.attribution.lines.current)
         recurrent.install(patches)
         sparse.install(patches)
         DeviceThread().install(patches)
-        recorder.draws.install(patches)
+        mode.host.draws.install(patches)
         hooks = ImportHooks()
         hooks.install()
         self._stack.callback(hooks.remove)
         processes.install(patches)
-        files.install(patches, recorder, hooks)
-        libraries.install(patches, recorder, hooks)
-        distributed.install(patches, recorder, hooks, self.ranks)
+        files.install(patches, mode, hooks)
+        libraries.install(patches, mode, hooks)
+        distributed.install(patches, mode, hooks, self.ranks)
         self._install_threads()
         self._install_steps()
         patches.set(torch, "clear_autocast_cache", CASTS.clear)
-        for handle in recorder.modules.hooks():
+        for handle in mode.attribution.modules.hooks():
             self._stack.callback(handle.remove)
         self._stack.enter_context(self.in_this_thread())
-        recorder.pace.start()
+        mode.memory.pace.start()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self.recorder.settle()
-        self.recorder.labels.of_models()
-        self.recorder.history.fold()
+        self.mode.memory.settle()
+        self.mode.attribution.labels.of_models()
+        self.mode.memory.history.fold()
         self._stack.close()
         self._patches.undo()
-        self.recorder.pace.stop()
-        self.recorder.is_off = True
+        self.mode.memory.pace.stop()
+        self.mode.is_off = True
         host_storages.clear()
         CASTS.clear()
         recurrent.forget()
@@ -178,7 +180,7 @@ class VirtualGpu:
     @contextlib.contextmanager
     def in_this_thread(self) -> Iterator[None]:
         """Within it, what this thread runs runs on the virtual GPU."""
-        with decisions_of(self.gpu), self.recorder:
+        with decisions_of(self.gpu), self.mode:
             yield
 
     def _install_threads(self) -> None:
@@ -193,37 +195,37 @@ class VirtualGpu:
         self._patches.set(threading.Thread, "_bootstrap_inner", bootstrap_inner)
 
     def _install_steps(self) -> None:
-        recorder = self.recorder
+        mode = self.mode
         stepped: dict[int, weakref.ref[Any]] = {}  # by thread: another's gradients are not read
 
         def called(model: Any, is_new: bool) -> None:
             if is_new:
-                recorder.labels.of_model(model)
+                mode.attribution.labels.of_model(model)
             if stepped and model.training and torch.is_grad_enabled():
                 found = stepped.pop(threading.get_ident(), None)
                 optimizer = None if found is None else found()
-                if optimizer is not None and _holds_grads(recorder, optimizer):
-                    recorder.note(GRADS_LIVE_ON)
+                if optimizer is not None and _holds_grads(mode, optimizer):
+                    mode.notes.add(GRADS_LIVE_ON)
 
-        recorder.modules.on_call = called
+        mode.attribution.modules.on_call = called
 
         def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-            recorder.labels.of_optimizer(optimizer, with_grads=True)
-            recorder.phase_given = "optimizer"
+            mode.attribution.labels.of_optimizer(optimizer, with_grads=True)
+            mode.attribution.phase_given = "optimizer"
             given = (*args, kwargs.get("closure"))
-            recorder.has_closure = any(a is not None and a is not optimizer for a in given)
-            if not recorder.has_closure:  # which runs forward and backward within the step
-                recorder.log.mark("before_optimizer_step")
-            recorder.has_started = True
+            mode.attribution.has_closure = any(a is not None and a is not optimizer for a in given)
+            if not mode.attribution.has_closure:  # which runs forward and backward within the step
+                mode.memory.log.mark("before_optimizer_step")
+            mode.attribution.has_started = True
 
         def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-            recorder.phase_given = ""
-            recorder.settle()
-            recorder.labels.of_optimizer(optimizer, with_grads=False)
-            recorder.log.mark("after_optimizer_step")
-            recorder.guesses.stepped()
-            recorder.modules.forget()
-            recorder.history.stepped()
+            mode.attribution.phase_given = ""
+            mode.memory.settle()
+            mode.attribution.labels.of_optimizer(optimizer, with_grads=False)
+            mode.memory.log.mark("after_optimizer_step")
+            mode.guesses.stepped()
+            mode.attribution.modules.forget()
+            mode.memory.history.stepped()
             stepped[threading.get_ident()] = weakref.ref(optimizer)
             self.num_steps += 1
             if self.max_steps is not None and self.num_steps >= self.max_steps:
@@ -233,16 +235,16 @@ class VirtualGpu:
         self._stack.callback(register_optimizer_step_post_hook(after).remove)
 
 
-def _holds_grads(recorder: LiveRecorder, optimizer: Any) -> bool:
+def _holds_grads(mode: CudaSimMode, optimizer: Any) -> bool:
     """Whether a gradient of `optimizer` lies on the card."""
     grads = (p.grad for group in optimizer.param_groups for p in group["params"])
-    return any(grad is not None and recorder.id_of(grad) is not None for grad in grads)
+    return any(grad is not None and mode.memory.id_of(grad) is not None for grad in grads)
 
 
 def _forget_in_child() -> None:
     """A forked process, a DataLoader's worker for one, has no virtual GPU."""
     if VirtualGpu._active is not None:
-        VirtualGpu._active.recorder.is_off = True
+        VirtualGpu._active.mode.is_off = True
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

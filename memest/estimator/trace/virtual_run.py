@@ -24,7 +24,7 @@ from memest.errors import MemestError, PlanError, UnsupportedError
 from memest.estimator.allocator.settings import DEFAULT
 from memest.estimator.device.distributed.ddp import NotFinished
 from memest.estimator.device.lines import ScriptLines
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.ranks import Ranks
 from memest.estimator.device.storages import MemKind, Site, StorageTable
 from memest.estimator.device.virtual_gpu import GRADS_LIVE_ON, VirtualGpu
@@ -154,23 +154,23 @@ class _Watch:
 
     def _cut(self) -> int:
         """Close a span of events; how many there were."""
-        recorder = self.virtual.recorder
-        recorder.settle()
+        mode = self.virtual.mode
+        mode.memory.settle()
         self.at_cut()
-        self.num_storages = len(recorder.storages.num_bytes)
-        return len(recorder.log.events)
+        self.num_storages = len(mode.memory.storages.num_bytes)
+        return len(mode.memory.log.events)
 
     def starts(self) -> None:
         """The model is built, a strategy has wrapped it, and the cache is empty."""
-        self.virtual.recorder.has_started = True
+        self.virtual.mode.attribution.has_started = True
         self.num_setup = self._cut()
 
     def has_model(self, model: nn.Module) -> None:
         """It is built."""
         self.model = model
-        recorder = self.virtual.recorder
+        mode = self.virtual.mode
         for tensor in quant_state_tensors(model):
-            recorder.label(tensor, MemKind.BUFFERS)
+            mode.memory.label(tensor, MemKind.BUFFERS)
 
     def ready(self) -> None:
         """The strategy has wrapped the model: what that needed is no part of the training."""
@@ -196,9 +196,9 @@ class _Watch:
         self.param_groups["optimizer"] = elements_by_dtype(on_card)
         self.host_bytes = sum(t.numel() * t.itemsize for t in held if hasattr(t, "is_paged"))
         if self.job.plan.offloads:
-            self.host_terms = tuple(_host_terms(self.virtual.recorder.held_on_host()))
+            self.host_terms = tuple(_host_terms(self.virtual.mode.host.held()))
         self.geometry = layer_geometry(self.model, self.config)
-        self.virtual.recorder.labels.of_models()
+        self.virtual.mode.attribution.labels.of_models()
 
 
 class _PhaseRecorder(PhaseRecorder):
@@ -238,7 +238,7 @@ def run_plan(
     *,
     num_ahead: int = 0,
     trust_remote_code: bool = False,
-    make_recorder: Callable[..., LiveRecorder] = LiveRecorder,
+    observe: Callable[[CudaSimMode], object] = lambda mode: None,
     at_cut: Callable[[], None] = lambda: None,
     ranks: Ranks | None = None,
 ) -> TracedPlan:
@@ -249,7 +249,7 @@ def run_plan(
         gpu: whose kernels run.
         num_ahead: micro-batches of a step that are loaded and not run.
         trust_remote_code: whether code that comes with a model may run.
-        make_recorder: the kind of recorder that sees it.
+        observe: called with the dispatch mode before anything runs.
         at_cut: called at the beginning of the training and at each probe.
         ranks: which of the plan's devices it is; None is the first.
 
@@ -265,7 +265,7 @@ def run_plan(
         gpu,
         limit_bytes=WITHOUT_END,
         lines=NoLines(),
-        make_recorder=make_recorder,
+        watch=observe,
         ranks=ranks,
         settings=DEFAULT,
     )
@@ -317,7 +317,7 @@ def _run(job: Job, virtual: VirtualGpu, watch: _Watch) -> None:
         ) from error
     except Exception as error:  # the model's own code, which may do anything
         raise model_failure(job.plan, watch.model, error) from error
-    if virtual.recorder.log.is_full:
+    if virtual.mode.memory.log.is_full:
         raise UnsupportedError(
             f"a step of `{job.plan.label}` has too many events to be kept",
             hint="reduce `accumulate_grad_batches` to 1",
@@ -383,12 +383,12 @@ def _host_terms(held: Iterable[tuple[int, bool]]) -> Iterator[Term]:
 
 
 def _program(watch: _Watch) -> Program:
-    recorder = watch.virtual.recorder
-    events = recorder.log.events
+    mode = watch.virtual.mode
+    events = mode.memory.log.events
     program = Program(
-        storages=_storages(recorder.storages, watch.num_storages, _root(watch)),
+        storages=_storages(mode.memory.storages, watch.num_storages, _root(watch)),
         setup=events[: watch.num_setup].tolist(),
-        coverage=recorder.coverage,
+        coverage=mode.kernels.coverage,
     )
     start = watch.num_setup
     for row in watch.rows:
@@ -411,16 +411,21 @@ def _root(watch: _Watch) -> str:
     """What the model goes by where a strategy has put others around it."""
     if not watch.job.plan.is_distributed:
         return ""
-    return watch.virtual.recorder.modules.path_of(watch.model)
+    return watch.virtual.mode.attribution.modules.path_of(watch.model)
 
 
 def _storages(storages: StorageTable, count: int, root: str) -> StorageTable:
     """The first of them, their modules named by the paths within the model."""
     sites = [within_model(site, root) for site in storages.sites[:count]]
     streams = {index: stream for index, stream in storages.streams.items() if index < count}
-    later = [{i for i in kept if i < count} for kept in (storages.deferred, storages.shelved)]
-    kinds = storages.kinds[:count]
-    return StorageTable(storages.num_bytes[:count], sites, kinds, streams, *later)
+    return StorageTable(
+        num_bytes=storages.num_bytes[:count],
+        sites=sites,
+        kinds=storages.kinds[:count],
+        streams=streams,
+        deferred={index for index in storages.deferred if index < count},
+        shelved={index for index in storages.shelved if index < count},
+    )
 
 
 _WRAPPERS = frozenset(("_fsdp_wrapped_module", "_checkpoint_wrapped_module"))

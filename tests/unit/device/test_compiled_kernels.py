@@ -84,7 +84,7 @@ def test_hyperparameters_may_be_tensors_on_the_host(gpu: VirtualGpu) -> None:
     torch.cuda.reset_peak_memory_stats()
     step(*tensors, *factors)
 
-    assert gpu.recorder.warnings == []
+    assert gpu.mode.notes.warnings == []
     assert torch.cuda.max_memory_allocated() - before < 4096
 
 
@@ -125,7 +125,7 @@ def test_a_compiled_function_trains_the_model_that_it_captures(gpu: VirtualGpu) 
     loss_of(torch.zeros(4, 64, device="cuda")).backward()
 
     assert model.weight.grad is not None
-    assert gpu.recorder.warnings == []
+    assert gpu.mode.notes.warnings == []
 
 
 def test_a_compiled_step_of_an_optimizer_runs_eagerly(gpu: VirtualGpu) -> None:
@@ -137,4 +137,4 @@ def test_a_compiled_step_of_an_optimizer_runs_eagerly(gpu: VirtualGpu) -> None:
         step()
 
     assert optimizer.state[model.weight]["exp_avg"].is_cuda
-    assert "it steps the optimizer AdamW" in gpu.recorder.warnings[0]
+    assert "it steps the optimizer AdamW" in gpu.mode.notes.warnings[0]

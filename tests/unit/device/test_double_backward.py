@@ -24,8 +24,8 @@ def gpu() -> Iterator[VirtualGpu]:
 
 def operators(session: VirtualGpu, start: int) -> list[str]:
     """The operators that asked for memory since there were `start` storages."""
-    session.recorder.settle()
-    return [site.op.removeprefix("aten.") for site in session.recorder.storages.sites[start:]]
+    session.mode.settle()
+    return [site.op.removeprefix("aten.") for site in session.mode.storages.sites[start:]]
 
 
 def order_of_backward(loss: torch.Tensor) -> list[str]:
@@ -92,7 +92,7 @@ def test_the_second_gradient_of_a_convolution_is_of_contiguous_gradients(
     out = F.conv2d(x, weight, padding=1)
     given = torch.ones_like(out, requires_grad=True)
     (grad,) = torch.autograd.grad(out, x, given, create_graph=True)
-    start = len(gpu.recorder.storages.sites)
+    start = len(gpu.mode.memory.storages.sites)
     of_weight, of_given = torch.autograd.grad(grad, (weight, given), torch.ones_like(grad))
 
     made = operators(gpu, start)
@@ -126,7 +126,7 @@ def test_second_gradients_have_the_shapes_of_what_they_are_of(
 def test_vmap_takes_the_batch_norm_that_cuda_takes(gpu: VirtualGpu) -> None:
     x = torch.randn(8, 10, 32, 5, 5, device="cuda")
     weight, bias = torch.ones(2, 8, 32, device="cuda")
-    start = len(gpu.recorder.storages.sites)
+    start = len(gpu.mode.memory.storages.sites)
     vmap(lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True))(x, weight, bias)
 
     assert "cudnn_batch_norm" in operators(gpu, start)

@@ -1,4 +1,4 @@
-"""Python collects a script's garbage as it would without the recorder's objects."""
+"""Python collects a script's garbage as it would without the mode's objects."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from memest.estimator.device.streams import STREAMS_PER_POOL, WATCHDOG_US
+from memest.estimator.device.timeline import STREAMS_PER_POOL, WATCHDOG_US
 from memest.estimator.device.virtual_gpu import VirtualGpu
 from tests.ranks import gpu_of_rank
 
@@ -45,7 +45,7 @@ def backward(model: nn.Module) -> int:
 
 
 def pass_time(virtual: VirtualGpu, microseconds: float) -> None:
-    virtual.recorder.host_spends(microseconds, microseconds)
+    virtual.mode.timeline.host_spends(microseconds, microseconds)
 
 
 def test_a_compressed_bucket_is_kept_until_the_watchdog_has_looked(rank: VirtualGpu) -> None:

@@ -34,10 +34,10 @@ def weight() -> torch.Tensor:
 
 
 def taken(gpu: VirtualGpu, make: Any) -> tuple[Any, int]:
-    gpu.recorder.settle()
+    gpu.mode.memory.settle()
     before = gpu.allocator.allocated_bytes
     made = make()
-    gpu.recorder.settle()
+    gpu.mode.memory.settle()
     return made, gpu.allocator.allocated_bytes - before
 
 
@@ -118,7 +118,7 @@ def test_a_large_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     torch.save({"w": torch.ones(2000, 2000), "few": torch.arange(3.0)}, path)
     with VirtualGpu(find_gpu("h100-80gb")) as gpu:
         loaded = torch.load(path)
-        assert gpu.recorder.host_bytes == LARGE_BYTES
+        assert gpu.mode.host.num_bytes == LARGE_BYTES
         assert loaded["w"].device.type == "cpu"
         assert loaded["few"].tolist() == [0.0, 1.0, 2.0]
         with path.open("r+b") as file:  # what was read does not lie in the file

@@ -67,7 +67,7 @@ def test_a_model_is_loaded_on_the_host_and_moved(gpu: VirtualGpu, folder: Path) 
     model = load(folder / "bare", dtype="auto")
     assert model.device.type == "cpu"
     assert torch.cuda.memory_allocated() == 0
-    assert gpu.recorder.host_bytes >= sum(p.numel() * 4 for p in model.parameters())
+    assert gpu.mode.host.num_bytes >= sum(p.numel() * 4 for p in model.parameters())
     model.to("cuda").train()
     loss = model(torch.zeros(2, 8, dtype=torch.long).cuda(), labels=torch.ones(2, 8).long().cuda())
     loss.loss.backward()
@@ -110,7 +110,7 @@ def test_experts_are_loaded_as_they_are_published(gpu: VirtualGpu, tmp_path: Pat
     model = load(tmp_path, device_map="cuda")
     assert all(parameter.is_cuda for parameter in model.parameters())
     cats = [
-        site.op for site in gpu.recorder.storages.sites if site.op in ("aten.stack", "aten.cat")
+        site.op for site in gpu.mode.memory.storages.sites if site.op in ("aten.stack", "aten.cat")
     ]
     assert len(cats) == 4  # gates, ups, the two beside each other, downs
 

@@ -49,7 +49,7 @@ def test_a_tensor_above_the_bounds_has_no_data(
 ) -> None:
     monkeypatch.setattr(host, "MAX_NOISE_BYTES", 1 << 20)
     monkeypatch.setattr(host, "REAL_BYTES", 5 << 20)
-    place = gpu.recorder.place
+    place = gpu.mode.host.place
     assert place(torch.randn(2 << 18)) is Place.HOST
     kept = [torch.zeros(1 << 20) for _ in range(2)]  # 4 MiB each
     assert [place(tensor) for tensor in kept] == [Place.REAL, Place.HOST]

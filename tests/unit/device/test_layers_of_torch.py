@@ -23,11 +23,11 @@ def test_the_weights_of_a_layer_lie_in_one_buffer_on_the_card(virtual):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_go_forward_and_back_as_one_operator(virtual, kind, dtype):
     layer = kind(64, 128, 2, batch_first=True, bidirectional=True).cuda().to(dtype)
-    before = virtual.recorder.coverage.num_ops
+    before = virtual.mode.kernels.coverage.num_ops
     output, _ = layer(torch.randn(4, 10, 64, device="cuda", dtype=dtype))
     output.sum().backward()
     assert output.shape == (4, 10, 256)
-    assert virtual.recorder.coverage.num_ops - before < 150
+    assert virtual.mode.kernels.coverage.num_ops - before < 150
     assert all(p.grad is not None and p.grad.shape == p.shape for p in layer.parameters())
 
 

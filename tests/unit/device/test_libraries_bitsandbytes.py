@@ -47,4 +47,4 @@ def test_paged_states_lie_outside_of_the_allocator(gpu: VirtualGpu) -> None:
     before = torch.cuda.memory_allocated()
     optimizer.step()
     assert torch.cuda.memory_allocated() == before
-    assert gpu.recorder.host_bytes >= 2 * 4 * 1024 * 1024
+    assert gpu.mode.host.num_bytes >= 2 * 4 * 1024 * 1024

@@ -170,7 +170,7 @@ def test_what_a_compiled_function_asks_for_is_asked_for_by_its_line(gpu: Virtual
     twice = torch.compile(lambda x: 2 * x)
     kept = twice(torch.zeros(4, device="cuda"))
 
-    site = gpu.recorder.storages.sites[gpu.recorder.id_of(kept) or 0]
+    site = gpu.mode.memory.storages.sites[gpu.mode.memory.id_of(kept) or 0]
     assert site.line.startswith("test_libraries_compilers.py:")
 
 
@@ -214,7 +214,7 @@ def test_each_set_of_shapes_is_compiled_until_there_are_too_many(gpu: VirtualGpu
     for size in range(1, RECOMPILE_LIMIT + 2):
         assert double(torch.zeros(size, device="cuda")).shape == (size,)
 
-    assert f"compiled for {RECOMPILE_LIMIT} sets of inputs before" in gpu.recorder.warnings[0]
+    assert f"compiled for {RECOMPILE_LIMIT} sets of inputs before" in gpu.mode.notes.warnings[0]
 
 
 def test_what_a_function_makes_on_the_card_is_there(gpu: VirtualGpu) -> None:

@@ -104,4 +104,4 @@ def test_inference_mode_runs_the_parts_of_composite_operators(gpu: VirtualGpu) -
         assert flag == 5
     assert out.is_inference()
     assert out.is_cuda
-    assert not gpu.recorder.coverage.unmodelled
+    assert not gpu.mode.kernels.coverage.unmodelled

@@ -21,12 +21,12 @@ def gpu() -> Iterator[VirtualGpu]:
 
 def operators(session: VirtualGpu, start: int) -> list[str]:
     """The operators that asked for memory since there were `start` storages."""
-    session.recorder.settle()
-    return [site.op.removeprefix("aten.") for site in session.recorder.storages.sites[start:]]
+    session.mode.settle()
+    return [site.op.removeprefix("aten.") for site in session.mode.storages.sites[start:]]
 
 
 def started(session: VirtualGpu) -> int:
-    return len(session.recorder.storages.sites)
+    return len(session.mode.storages.sites)
 
 
 def test_an_rms_norm_is_one_kernel_each_way(gpu: VirtualGpu) -> None:

@@ -71,7 +71,7 @@ def test_a_sparse_tensor_says_where_it_lies(virtual: VirtualGpu) -> None:
 def test_what_is_known_of_a_result_is_what_the_card_would_hold(virtual: VirtualGpu) -> None:
     places = torch.tensor([[0, 1, 1, 2, 1], [2, 0, 0, 1, 2]])
     sparse = torch.sparse_coo_tensor(places, torch.ones(5), (3, 3), check_invariants=False).cuda()
-    value_of = virtual.recorder.values.value_of
+    value_of = virtual.mode.values.value_of
 
     coalesced = sparse.coalesce()
 

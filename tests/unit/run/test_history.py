@@ -48,11 +48,11 @@ def test_what_is_forgotten_changes_no_figure(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(history, "WINDOW", 64)
     short = train(60, peak_at=50)
 
-    assert short.virtual.recorder.log.is_full
-    assert not whole.virtual.recorder.log.is_full
+    assert short.virtual.mode.memory.log.is_full
+    assert not whole.virtual.mode.memory.log.is_full
     assert key_figures(short.report()) == key_figures(whole.report())
     assert short.report().steps == whole.report().steps
-    assert short.virtual.recorder.log.num_events == whole.virtual.recorder.log.num_events
+    assert short.virtual.mode.memory.log.num_events == whole.virtual.mode.memory.log.num_events
     assert short.report().peak.step == 50
 
 
@@ -60,9 +60,9 @@ def test_what_is_forgotten_changes_no_figure(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_long_run_takes_no_more_memory_than_a_short_one() -> None:
     sizes = []
     for num_steps in (60, 240):
-        recorder = train(num_steps).virtual.recorder
-        sizes.append((len(recorder.storages.num_bytes), len(recorder.log.events)))
-        assert len(recorder.log.marks) < 200
+        mode = train(num_steps).virtual.mode
+        sizes.append((len(mode.memory.storages.num_bytes), len(mode.memory.log.events)))
+        assert len(mode.memory.log.marks) < 200
 
     assert sizes[0] == sizes[1]
 
@@ -80,17 +80,17 @@ def run() -> Session:
 
 
 def test_a_replay_is_what_happened(run: Session) -> None:
-    recorder = run.virtual.recorder
-    again = replay_log(recorder.log, recorder.storages, None)
+    mode = run.virtual.mode
+    again = replay_log(mode.memory.log, mode.memory.storages, None)
 
     assert again.peak_allocated_bytes == run.peak_allocated_bytes
     assert again.peak_reserved_bytes == run.peak_reserved_bytes
 
 
 def test_a_replay_ends_where_memory_does(run: Session) -> None:
-    recorder = run.virtual.recorder
+    mode = run.virtual.mode
     limit = run.peak_reserved_bytes - 1
-    again = replay_log(recorder.log, recorder.storages, limit)
+    again = replay_log(mode.memory.log, mode.memory.storages, limit)
 
     assert again.refusal is not None
     assert again.peak_reserved_bytes <= limit
@@ -107,8 +107,8 @@ def test_streams_that_share_blocks_replay_alike() -> None:
                 y = x * 2
                 x.record_stream(side)
             del x, y
-    recorder = gpu.virtual.recorder
-    again = replay_log(recorder.log, recorder.storages, None)
+    mode = gpu.virtual.mode
+    again = replay_log(mode.memory.log, mode.memory.storages, None)
 
     assert again.peak_allocated_bytes == gpu.peak_allocated_bytes
     assert again.peak_reserved_bytes == gpu.peak_reserved_bytes
@@ -121,12 +121,12 @@ def test_a_refused_request_replays_as_it_went() -> None:
             torch.ones(20 << 20, device="cuda")
         assert gpu.reserved_bytes == 0
         kept = torch.ones(4 << 20, device="cuda")
-    recorder = gpu.virtual.recorder
+    mode = gpu.virtual.mode
     recording = record_run_of(gpu.virtual, gpu.report())
     del kept
 
     assert [action.act for action in recording.actions].count("segment_alloc") == 2
-    assert replay_log(recorder.log, recorder.storages, 64 << 20).refusal is None
+    assert replay_log(mode.memory.log, mode.memory.storages, 64 << 20).refusal is None
 
 
 def test_a_recording_is_for_other_tools(run: Session) -> None:

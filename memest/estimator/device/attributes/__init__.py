@@ -2,7 +2,7 @@
 
 torch's C++ resolves `"cuda"` before anything written in Python is asked, and a build without CUDA
 refuses it. So the methods and constructors that take a device stand here once more: they turn the
-device into what reaches the recorder, and the attributes say what the script expects.
+device into what reaches the mode, and the attributes say what the script expects.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from memest.estimator.device.attributes import (
     parameters,
     places,
 )
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.patches import Patches
 
 
-def install(patches: Patches, recorder: LiveRecorder) -> None:
-    """Let tensors say where the recorder has put them, and go where the script sends them."""
-    places.install(patches, recorder)
-    moves.install(patches, recorder)
+def install(patches: Patches, mode: CudaSimMode) -> None:
+    """Let tensors say where the mode has put them, and go where the script sends them."""
+    places.install(patches, mode)
+    moves.install(patches, mode)
     constructors.install(patches)
-    parameters.install(patches, recorder)
-    host_values.install(patches, recorder)
+    parameters.install(patches, mode)
+    host_values.install(patches, mode)

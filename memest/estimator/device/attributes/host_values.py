@@ -11,35 +11,35 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.device.guesses import filler
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.tensors import CARD, Place, is_meta
 
 OnHost = Callable[[Tensor], Tensor]
 
 
-def install(patches: Patches, recorder: LiveRecorder) -> None:
+def install(patches: Patches, mode: CudaSimMode) -> None:
     """Let tensors without data be read: what is known of them, or a guess that is counted."""
 
     def on_host(tensor: Tensor) -> Tensor:
         """A real tensor in place of one without data: what is known, or the guess."""
-        told = recorder.supposed.told(tensor)
-        value = recorder.values.value_of(tensor) if told is None else None
+        told = mode.assumed.told(tensor)
+        value = mode.values.value_of(tensor) if told is None else None
         if value is not None:
             return value.clone()
         what = f"values of {str(tensor.dtype).removeprefix('torch.')}"
-        recorder.guesses.note(recorder.lines.current(), what)
+        mode.guesses.note(what)
         if told is not None:
             return told.clone()
         made = torch.full((1,), filler(tensor.dtype), dtype=tensor.dtype)
         return made.expand(tensor.shape) if tensor.dim() else made[0]
 
-    _install_arrays(patches, recorder, on_host)
-    _install_text(patches, recorder, on_host)
-    _install_items(patches, recorder)
+    _install_arrays(patches, mode, on_host)
+    _install_text(patches, mode, on_host)
+    _install_items(patches, mode)
 
 
-def _install_items(patches: Patches, recorder: LiveRecorder) -> None:
+def _install_items(patches: Patches, mode: CudaSimMode) -> None:
     """`tensor[index] = number`: torch makes the number a tensor on the host where `tensor` is on a
     GPU, and on the tensor's own device elsewhere (`THPVariable_setitem` of
     python_variable_indexing.cpp, torch 2.11).
@@ -48,7 +48,7 @@ def _install_items(patches: Patches, recorder: LiveRecorder) -> None:
 
     def set_(tensor: Tensor, index: Any, value: Any) -> None:
         is_number = isinstance(value, bool | int | float | complex)
-        if is_number and is_meta(tensor) and recorder.place(tensor) is Place.CARD:
+        if is_number and is_meta(tensor) and mode.host.place(tensor) is Place.CARD:
             with _disable_current_modes():
                 value = torch.tensor(value, dtype=tensor.dtype, device="cpu")
         set_item(tensor, index, value)
@@ -56,14 +56,14 @@ def _install_items(patches: Patches, recorder: LiveRecorder) -> None:
     patches.set(Tensor, "__setitem__", set_)
 
 
-def _install_arrays(patches: Patches, recorder: LiveRecorder, on_host: OnHost) -> None:
+def _install_arrays(patches: Patches, mode: CudaSimMode, on_host: OnHost) -> None:
     numpy_, tolist_ = Tensor.numpy, Tensor.tolist
     array_: Callable[..., Any] = Tensor.__array__
 
     def numpy(tensor: Tensor, *, force: bool = False) -> Any:
         if not is_meta(tensor):
             return numpy_(tensor, force=force)
-        if recorder.place(tensor) is Place.CARD and not force:
+        if mode.host.place(tensor) is Place.CARD and not force:
             raise TypeError(
                 f"can't convert {CARD.device} device type tensor to numpy. Use Tensor.cpu() to "
                 "copy the tensor to host memory first."
@@ -83,7 +83,7 @@ def _install_arrays(patches: Patches, recorder: LiveRecorder, on_host: OnHost) -
         return made if dtype is None else made.astype(dtype, copy=False)
 
     def tolist(tensor: Tensor) -> Any:
-        if not is_meta(tensor) or recorder.place(tensor) is Place.META:
+        if not is_meta(tensor) or mode.host.place(tensor) is Place.META:
             return tolist_(tensor)
         with _disable_current_modes():
             return tolist_(on_host(tensor.detach()))
@@ -93,7 +93,7 @@ def _install_arrays(patches: Patches, recorder: LiveRecorder, on_host: OnHost) -
     patches.set(Tensor, "__array__", array)
 
 
-def _install_text(patches: Patches, recorder: LiveRecorder, on_host: OnHost) -> None:
+def _install_text(patches: Patches, mode: CudaSimMode, on_host: OnHost) -> None:
     repr_: Callable[..., str] = Tensor.__repr__
 
     def whole(tensor: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def _install_text(patches: Patches, recorder: LiveRecorder, on_host: OnHost) -> 
         )
 
     def text(tensor: Tensor, *, tensor_contents: Any = None) -> str:
-        place = Place.META if not is_meta(tensor) else recorder.place(tensor)
+        place = Place.META if not is_meta(tensor) else mode.host.place(tensor)
         if place is Place.META:
             return repr_(tensor, tensor_contents=tensor_contents)
         with _disable_current_modes():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.tensors import CARD, CPU, META, PLAIN, Place, resolve
 
@@ -27,10 +27,10 @@ class _Asking(threading.local):
 _asking = _Asking()
 
 
-def install(patches: Patches, recorder: LiveRecorder) -> None:
+def install(patches: Patches, mode: CudaSimMode) -> None:
     """Let tensors and modules move between the host and the virtual GPU."""
     to_: Move = Tensor.to
-    move = _mover(recorder, to_)
+    move = _mover(mode, to_)
     to = _parser(move, to_)
 
     def cuda(
@@ -46,15 +46,19 @@ def install(patches: Patches, recorder: LiveRecorder) -> None:
         return move(tensor, CPU, memory_format=memory_format)
 
     def record_stream(tensor: Tensor, stream: Any) -> None:
-        recorder.record_stream(tensor, stream.number)
+        mode.memory.record_stream(tensor, stream.number)
 
     _install_parse_to(patches)
     patches.set(Tensor, "to", to)
     patches.set(Tensor, "cuda", cuda)
     patches.set(Tensor, "cpu", cpu)
     patches.set(Tensor, "type_as", lambda tensor, other: to(tensor, other))
-    patches.set(Tensor, "pin_memory", lambda tensor, device=None: recorder.pinned(tensor))
-    patches.set(Tensor, "is_pinned", lambda tensor, device=None: recorder.is_pinned(tensor))
+    patches.set(
+        Tensor,
+        "pin_memory",
+        lambda tensor, device=None: tensor if mode.is_off else mode.host.pinned(tensor),
+    )
+    patches.set(Tensor, "is_pinned", lambda tensor, device=None: mode.host.is_pinned(tensor))
     patches.set(Tensor, "record_stream", record_stream)
 
 
@@ -89,14 +93,14 @@ class _FromHost(torch.autograd.Function):
         return grads[0].to(CPU, ctx.dtype), None, None
 
 
-def _mover(recorder: LiveRecorder, to_: Move) -> Move:
+def _mover(mode: CudaSimMode, to_: Move) -> Move:
     def move(tensor: Tensor, device: Any, *rest: Any, **kwargs: Any) -> Tensor:
         """`tensor.to(device, ...)` for a device that is the script's."""
         if _asking.now:
             return to_(tensor, device, *rest, **kwargs)
         device = resolve(device)
-        place = recorder.place(tensor)
-        if device is None or recorder.is_off:
+        place = mode.host.place(tensor)
+        if device is None or mode.is_off:
             pass
         elif _is_there(device, place):
             if not rest and not kwargs:

@@ -13,30 +13,30 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.tensors import CPU, META, PLAIN, Place, is_meta, true_device
 
 
-def install(patches: Patches, recorder: LiveRecorder) -> None:
+def install(patches: Patches, mode: CudaSimMode) -> None:
     """Let parameters be made without data, and take what was moved."""
     make = nn.Parameter.__new__
 
     def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
-        if isinstance(data, Tensor) and not recorder.is_off and _is_plain_on_host(data):
-            data = _without_data(data, recorder)
+        if isinstance(data, Tensor) and not mode.is_off and _is_plain_on_host(data):
+            data = _without_data(data, mode)
         return make(cls, data, requires_grad)
 
     patches.set(nn.Parameter, "__new__", staticmethod(new))
-    _install_data(patches, recorder)
-    _install_grad(patches, recorder)
+    _install_data(patches, mode)
+    _install_grad(patches, mode)
     are_alike = torch._has_compatible_shallow_copy_type
 
     def can_replace(tensor: Tensor, other: Tensor) -> bool:
         """Whether `Module.to` may set the data of a parameter, as between host and GPU it may."""
         if is_meta(tensor) == is_meta(other):
             return are_alike(tensor, other)
-        return recorder.place(tensor if is_meta(tensor) else other) is not Place.META
+        return mode.host.place(tensor if is_meta(tensor) else other) is not Place.META
 
     patches.set(torch, "_has_compatible_shallow_copy_type", can_replace)
     _install_lazy(patches)
@@ -53,13 +53,13 @@ def _install_lazy(patches: Patches) -> None:
     patches.set(lazy, "_allowed_methods", [*lazy._allowed_methods, *known])
 
 
-def _without_data(data: Tensor, recorder: LiveRecorder) -> Tensor:
+def _without_data(data: Tensor, mode: CudaSimMode) -> Tensor:
     """A tensor of the host in the likeness of `data`, which it only remembers if it is small."""
     with _disable_current_modes():
         size, stride = data.size(), data.stride()
         bare = torch.empty_strided(size, stride, dtype=data.dtype, device=META)
-    recorder.put_on_host(bare)
-    recorder.know(bare, data)
+    mode.host.put(bare)
+    mode.values.adopt_small(bare, data)
     return bare
 
 
@@ -67,14 +67,14 @@ def _is_plain_on_host(data: Tensor) -> bool:
     return type(data) in PLAIN and not is_meta(data) and true_device(data).type == "cpu"
 
 
-def _install_data(patches: Patches, recorder: LiveRecorder) -> None:
+def _install_data(patches: Patches, mode: CudaSimMode) -> None:
     """`Tensor.data` may go between a real tensor and one without data."""
     data_of: Any = vars(torch._C.TensorBase)["data"]
     swap_tensors: Any = torch.utils.swap_tensors
 
     def set_data(tensor: Tensor, value: Tensor) -> None:
         if is_meta(tensor) and not is_meta(value) and _is_gradient(tensor):
-            value = _without_data(value, recorder)
+            value = _without_data(value, mode)
         if is_meta(tensor) != is_meta(value):
             swapped = Tensor._make_subclass(type(tensor), value.detach(), tensor.requires_grad)
             vars(swapped).update(vars(tensor))  # class and attributes are swapped as well
@@ -84,7 +84,7 @@ def _install_data(patches: Patches, recorder: LiveRecorder) -> None:
             except RuntimeError:  # autograd holds it: a graph that an exception has left behind
                 if not is_meta(tensor):
                     raise
-                data_of.__set__(tensor, _without_data(value, recorder))
+                data_of.__set__(tensor, _without_data(value, mode))
             if grad is not None and is_meta(grad) != is_meta(tensor):
                 tensor.grad = _stand_in(grad, is_meta(tensor))
             return
@@ -93,13 +93,13 @@ def _install_data(patches: Patches, recorder: LiveRecorder) -> None:
     patches.set(Tensor, "data", property(data_of.__get__, set_data))
 
 
-def _install_grad(patches: Patches, recorder: LiveRecorder) -> None:
+def _install_grad(patches: Patches, mode: CudaSimMode) -> None:
     """`Tensor.grad` of the host may be real where the tensor has no data."""
     grad_of: Any = vars(torch._C.TensorBase)["grad"]
 
     def set_grad(tensor: Tensor, value: Tensor | None) -> None:
-        if value is not None and recorder.place(tensor) is Place.HOST and not is_meta(value):
-            value = _without_data(value, recorder)
+        if value is not None and mode.host.place(tensor) is Place.HOST and not is_meta(value):
+            value = _without_data(value, mode)
         grad_of.__set__(tensor, value)
 
     patches.set(Tensor, "grad", property(grad_of.__get__, set_grad, grad_of.__delete__))

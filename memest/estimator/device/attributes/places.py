@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from memest.estimator.device.attributes import legacy
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.tensors import (
     CARD,
@@ -24,9 +24,9 @@ from memest.estimator.device.tensors import (
 )
 
 
-def install(patches: Patches, recorder: LiveRecorder) -> None:
-    """Let tensors and storages answer for the place where the recorder has put them."""
-    device = _device_of(recorder)
+def install(patches: Patches, mode: CudaSimMode) -> None:
+    """Let tensors and storages answer for the place where the mode has put them."""
+    device = _device_of(mode)
 
     def says(kind: str) -> property:
         return property(lambda tensor: device(tensor).type == kind)
@@ -39,12 +39,12 @@ def install(patches: Patches, recorder: LiveRecorder) -> None:
         Tensor, "get_device", lambda t: CARD.device.index if device(t).type == "cuda" else -1
     )
     legacy.install(patches, device)
-    _install_addresses(patches, recorder)
-    _install_storages(patches, recorder)
+    _install_addresses(patches, mode)
+    _install_storages(patches, mode)
 
 
-def _device_of(recorder: LiveRecorder) -> Callable[[Tensor], torch.device]:
-    live = recorder._live
+def _device_of(mode: CudaSimMode) -> Callable[[Tensor], torch.device]:
+    live = mode.memory.live
 
     def device(tensor: Tensor) -> torch.device:
         tensor = local_part(tensor)
@@ -69,14 +69,14 @@ def _is_of_vmap(tensor: Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-def _install_addresses(patches: Patches, recorder: LiveRecorder) -> None:
+def _install_addresses(patches: Patches, mode: CudaSimMode) -> None:
     true_address: Callable[[Tensor], int] = Tensor.data_ptr
 
     def data_ptr(tensor: Tensor) -> int:
         if not is_meta(tensor):
             return true_address(tensor)
         try:
-            start = _address_of(recorder, storage_key(tensor))
+            start = _address_of(mode, storage_key(tensor))
         except (NotImplementedError, RuntimeError):
             start = 0
         return start + int(tensor.storage_offset()) * tensor.itemsize
@@ -84,8 +84,8 @@ def _install_addresses(patches: Patches, recorder: LiveRecorder) -> None:
     patches.set(Tensor, "data_ptr", data_ptr)
 
 
-def _install_storages(patches: Patches, recorder: LiveRecorder) -> None:
-    live = recorder._live
+def _install_storages(patches: Patches, mode: CudaSimMode) -> None:
+    live = mode.memory.live
     class_of_storage: Any = torch.UntypedStorage
     true_device_of = class_of_storage.device
     true_address_of = class_of_storage.data_ptr
@@ -102,7 +102,7 @@ def _install_storages(patches: Patches, recorder: LiveRecorder) -> None:
     def data_ptr(storage: torch.UntypedStorage) -> int:
         key = storage._cdata
         if key in live or key in host_storages:
-            return _address_of(recorder, key)
+            return _address_of(mode, key)
         return int(true_address_of(storage))
 
     patches.set(class_of_storage, "device", property(device))
@@ -110,10 +110,10 @@ def _install_storages(patches: Patches, recorder: LiveRecorder) -> None:
     patches.set(class_of_storage, "is_cuda", property(lambda s: device(s).type == "cuda"))
 
 
-def _address_of(recorder: LiveRecorder, key: int) -> int:
+def _address_of(mode: CudaSimMode, key: int) -> int:
     """Where the block lies on the card; of a storage of the host anything that is its own."""
-    index = recorder._live.get(key)
+    index = mode.memory.live.get(key)
     if index is None:
         return key
-    block = recorder.blocks.get(index)
+    block = mode.memory.blocks.get(index)
     return 0 if block is None else block.address

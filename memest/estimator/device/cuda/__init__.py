@@ -12,17 +12,17 @@ from memest.estimator.device.cuda import (
     nvml,
     profiling,
 )
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.patches import Patches
 
 
-def install(patches: Patches, recorder: LiveRecorder) -> None:
-    """Let torch find one GPU, that of `recorder`."""
+def install(patches: Patches, mode: CudaSimMode) -> None:
+    """Let torch find one GPU, that of `mode`."""
     device_class.install(patches)
-    driver.install(patches, recorder)
+    driver.install(patches, mode)
     comm.install(patches)
-    memory.install(patches, recorder)
-    foreach.install(patches, recorder)
-    graphs.install(patches, recorder)
-    nvml.install(patches, recorder)
-    profiling.install(patches, recorder)
+    memory.install(patches, mode)
+    foreach.install(patches, mode)
+    graphs.install(patches, mode)
+    nvml.install(patches, mode)
+    profiling.install(patches, mode)

@@ -14,7 +14,7 @@ from memest.errors import UnsupportedError
 from memest.estimator.device.cuda import generators, streams
 from memest.estimator.device.cuda.properties import DeviceProperties, properties_of
 from memest.estimator.device.cuda.runtime import Cudart
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.tensors import CARD, is_another, resolve
 
@@ -31,13 +31,13 @@ ARCHITECTURES = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120"
 """That the wheels for CUDA 13.0 are built for (`.ci/manywheel/build_cuda.sh`, torch 2.11)."""
 
 
-def install(patches: Patches, recorder: LiveRecorder) -> None:
-    """Let `torch.cuda` speak of one GPU, that of `recorder`."""
-    _install_devices(patches, recorder)
-    _install_libraries(patches, recorder)
-    streams.install(patches, recorder)
-    generators.install(patches, recorder.card_draws)
-    _install_refusals(patches, recorder)
+def install(patches: Patches, mode: CudaSimMode) -> None:
+    """Let `torch.cuda` speak of one GPU, that of `mode`."""
+    _install_devices(patches, mode)
+    _install_libraries(patches, mode)
+    streams.install(patches, mode)
+    generators.install(patches, mode.rng)
+    _install_refusals(patches, mode)
 
 
 _FACTS: dict[str, Any] = {
@@ -80,8 +80,8 @@ def _constant(value: Any) -> Any:
     return lambda *args, **kwargs: value
 
 
-def _install_devices(patches: Patches, recorder: LiveRecorder) -> None:
-    properties = properties_of(recorder.gpu)
+def _install_devices(patches: Patches, mode: CudaSimMode) -> None:
+    properties = properties_of(mode.gpu)
     for name, value in _FACTS.items():
         patches.set(torch._C, name, _constant(value))
     for name, value in _FACTS_OF_CUDA.items():
@@ -93,14 +93,14 @@ def _install_devices(patches: Patches, recorder: LiveRecorder) -> None:
                 patches.set(getattr(torch, owner), name, _constant(answer))
 
     def synchronize(*args: Any) -> None:
-        for number in range(recorder._num_streams):
-            recorder.host_waits(recorder.event(number))
+        for number in range(mode.timeline.num_streams):
+            mode.timeline.host_waits(mode.timeline.event(number))
 
     def set_device(index: int) -> None:
         resolve(int(index)) if index >= 0 else None
 
     def clear_workspaces(*args: Any) -> None:
-        recorder.clear_workspaces()
+        mode.kernels.clear_workspaces()
 
     def capability(*args: Any) -> dict[str, Any]:
         return {"supported_dtypes": set(_DTYPES)}
@@ -135,7 +135,7 @@ def driver_version() -> int:
     return max(DRIVER_VERSION, compiled_version())
 
 
-def _install_libraries(patches: Patches, recorder: LiveRecorder) -> None:
+def _install_libraries(patches: Patches, mode: CudaSimMode) -> None:
     """Switches of cuDNN, cuBLAS and cuSOLVER: what is set is what is read."""
     values: dict[str, Any] = {}
 
@@ -143,7 +143,7 @@ def _install_libraries(patches: Patches, recorder: LiveRecorder) -> None:
         def put(value: Any) -> None:
             values[get] = value
             if note and value != default:
-                recorder.note(note)
+                mode.notes.add(note)
 
         patches.set(torch._C, get, lambda: values.get(get, default))
         patches.set(torch._C, set_, put)
@@ -200,7 +200,7 @@ def _refuse(what: str) -> Any:
     return refused
 
 
-def _install_refusals(patches: Patches, recorder: LiveRecorder) -> None:
+def _install_refusals(patches: Patches, mode: CudaSimMode) -> None:
     """What has no simulation is refused by name."""
     in_c = {
         "_cuda_getCurrentBlasHandle": "a handle of cuBLAS",

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.tensors import CARD, CPU, META, Place
 
 Lists = list[list[Tensor | None]]
 
 
-def install(patches: Patches, recorder: LiveRecorder) -> None:
+def install(patches: Patches, mode: CudaSimMode) -> None:
     """Let `torch._C._group_tensors_by_device_and_dtype` see where tensors lie."""
     group = torch._C._group_tensors_by_device_and_dtype
 
@@ -31,7 +31,7 @@ def install(patches: Patches, recorder: LiveRecorder) -> None:
                 continue
             positions: dict[Any, list[int]] = {}
             for position, tensor in enumerate(members[0]):
-                place = Place.META if tensor is None else recorder.place(tensor)
+                place = Place.META if tensor is None else mode.host.place(tensor)
                 positions.setdefault(_device_at(place), []).append(position)
             for where, chosen in positions.items():
                 picked = [[one[i] for i in chosen] if one else one for one in members]

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from memest.estimator.allocator.caching import FIRST_PRIVATE_POOL
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.tensors import CARD
 
@@ -25,8 +25,8 @@ NOT_BEGUN = "capture_end() called before capture_begin()."
 class Captures:
     """The private pools of a session, and the graphs that hold them."""
 
-    def __init__(self, recorder: LiveRecorder) -> None:
-        self.recorder = recorder
+    def __init__(self, mode: CudaSimMode) -> None:
+        self.mode = mode
         self.graphs = Counter[int]()
         """Of each pool."""
 
@@ -47,13 +47,13 @@ class Captures:
             made = (torch.empty(1, dtype=torch.int64, device=CARD.device) for _ in range(2))
             self._generator_state = tuple(made)
         self.graphs[pool[1]] += 1
-        self.recorder.capture_into(FIRST_PRIVATE_POOL + pool[1])
+        self.mode.timeline.capture_into(FIRST_PRIVATE_POOL + pool[1])
 
     def release(self, pool: tuple[int, int]) -> None:
         """A graph of `pool` is gone."""
         self.graphs[pool[1]] -= 1
         if not self.graphs[pool[1]]:
-            self.recorder.allocator.released_pools.add(FIRST_PRIVATE_POOL + pool[1])
+            self.mode.memory.allocator.released_pools.add(FIRST_PRIVATE_POOL + pool[1])
         if not +self.graphs:
             self._generator_state = ()
 
@@ -79,7 +79,7 @@ class CudaGraph:
         """
         if self._pool is None:
             raise RuntimeError(NOT_BEGUN)
-        self.captures.recorder.capture_into(None)
+        self.captures.mode.timeline.capture_into(None)
 
     def instantiate(self) -> None:
         """Nothing is asked for."""
@@ -109,13 +109,15 @@ class CudaGraph:
         self.reset()
 
 
-def install(patches: Patches, recorder: LiveRecorder) -> None:
+def install(patches: Patches, mode: CudaSimMode) -> None:
     """Let torch capture graphs on the virtual GPU."""
-    captures = Captures(recorder)
+    captures = Captures(mode)
     graph = type("CUDAGraph", (CudaGraph,), {"captures": captures, "__module__": "torch.cuda"})
     for owner in (torch.cuda, torch.cuda.graphs):
         patches.set(owner, "CUDAGraph", graph)
         patches.set(owner, "graph_pool_handle", captures.new_pool)
-    patches.set(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: recorder.is_capturing)
+    patches.set(
+        torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: mode.timeline.is_capturing
+    )
     patches.set(torch.cuda.graph, "default_capture_stream", None)
     patches.set(torch._C, "_host_emptyCache", lambda: None)

@@ -10,7 +10,7 @@ from memest.errors import UnsupportedError
 from memest.estimator.allocator.settings import changed_settings
 from memest.estimator.allocator.statistics import CountingAllocator, allow_share
 from memest.estimator.device.cuda import memory_history
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.tensors import is_another, resolve
 
@@ -18,40 +18,38 @@ _HOST_STATS = ("allocations", "allocated_bytes", "active_requests", "active_byte
 _HOST_TIMES = ("host_alloc_time", "host_free_time")
 
 
-def install(patches: Patches, recorder: LiveRecorder) -> None:
-    """Let every function that tells of memory ask `recorder`'s allocator."""
-    allocator = recorder.allocator
+def install(patches: Patches, mode: CudaSimMode) -> None:
+    """Let every function that tells of memory ask `mode`'s allocator."""
+    allocator = mode.memory.allocator
     assert isinstance(allocator, CountingAllocator)
-    _install_statistics(patches, recorder, allocator)
-    _install_limits(patches, recorder, allocator)
-    _install_raw_allocations(patches, recorder)
+    _install_statistics(patches, mode, allocator)
+    _install_limits(patches, mode, allocator)
+    _install_raw_allocations(patches, mode)
     _install_host(patches)
     _install_refusals(patches)
-    memory_history.install(patches, recorder, allocator)
+    memory_history.install(patches, mode, allocator)
 
 
-def _install_statistics(
-    patches: Patches, recorder: LiveRecorder, allocator: CountingAllocator
-) -> None:
+def _install_statistics(patches: Patches, mode: CudaSimMode, allocator: CountingAllocator) -> None:
     def stats(device: Any = 0) -> dict[str, Any]:
         _check(device)
-        recorder.settle()
+        mode.memory.settle()
         return allocator.memory_stats()
 
     def reset_peaks(device: Any = 0) -> None:
         _check(device)
-        recorder.settle()
+        mode.memory.settle()
         allocator.reset_peak_stats()
 
     def reset_accumulated(device: Any = 0) -> None:
         _check(device)
-        recorder.settle()
+        mode.memory.settle()
         allocator.reset_accumulated_stats()
 
     def empty_cache(*args: Any) -> None:
-        recorder.settle()
+        mode.memory.settle()
         allocator.empty_cache()
-        recorder.history.emptied()
+        mode.memory.history.emptied()
 
     in_c: dict[str, Any] = {
         "_cuda_memoryStats": stats,
@@ -66,8 +64,8 @@ def _install_statistics(
     patches.set_all(torch._C, in_c)
 
 
-def _install_limits(patches: Patches, recorder: LiveRecorder, allocator: CountingAllocator) -> None:
-    gpu, given = recorder.gpu, allocator.limit_bytes
+def _install_limits(patches: Patches, mode: CudaSimMode, allocator: CountingAllocator) -> None:
+    gpu, given = mode.gpu, allocator.limit_bytes
     most = gpu.limit_bytes if given is None else given
 
     def set_fraction(fraction: float, device: Any = 0) -> None:
@@ -96,7 +94,7 @@ def _install_limits(patches: Patches, recorder: LiveRecorder, allocator: Countin
         if is_another(device):  # which has as much as this one at first
             return gpu.memory_bytes - gpu.context_bytes, gpu.memory_bytes
         resolve(device)
-        recorder.settle()
+        mode.memory.settle()
         free = gpu.memory_bytes - gpu.context_bytes - allocator.reserved_bytes
         return max(0, free), gpu.memory_bytes
 
@@ -113,16 +111,18 @@ def _install_limits(patches: Patches, recorder: LiveRecorder, allocator: Countin
     patches.set(torch.cuda.memory, "mem_get_info", mem_get_info)
 
 
-def _install_raw_allocations(patches: Patches, recorder: LiveRecorder) -> None:
+def _install_raw_allocations(patches: Patches, mode: CudaSimMode) -> None:
     """`torch.cuda.caching_allocator_alloc` and `_delete`: blocks without a tensor."""
     indices: dict[int, int] = {}
 
     def allocate(num_bytes: int, stream: int = 0) -> int:
         if not num_bytes:
             return 0
-        with recorder._lock, recorder.on_stream(stream):
-            index = recorder._workspace(num_bytes, recorder._site("caching_allocator_alloc"))
-        address = recorder.blocks[index].address
+        with mode.memory.lock, mode.timeline.on_stream(stream):
+            index = mode.memory.allocate_workspace(
+                num_bytes, mode.attribution.site("caching_allocator_alloc")
+            )
+        address = mode.memory.blocks[index].address
         indices[address] = index
         return address
 
@@ -132,7 +132,7 @@ def _install_raw_allocations(patches: Patches, recorder: LiveRecorder) -> None:
         index = indices.pop(address, None)
         if index is None:
             raise RuntimeError(f"invalid device pointer: {address:#x}")
-        recorder._ends(index)
+        mode.memory.free(index)
 
     def enable(is_enabled: bool) -> None:
         if not is_enabled:

@@ -12,7 +12,7 @@ from memest.estimator.allocator.memory_history import Context, MemoryHistory, se
 from memest.estimator.allocator.statistics import CountingAllocator
 from memest.estimator.allocator.torch_format import settings_entry
 from memest.estimator.device.cuda.stacks import Stacks
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.patches import Patches
 
 _ENABLED = ("state", "all")
@@ -27,12 +27,12 @@ class Recordings:
     `recordHistory` of the allocator, torch 2.11.
 
     Args:
-        recorder: of the virtual GPU.
+        mode: of the virtual GPU.
         allocator: its allocator.
     """
 
-    def __init__(self, recorder: LiveRecorder, allocator: CountingAllocator) -> None:
-        self._recorder = recorder
+    def __init__(self, mode: CudaSimMode, allocator: CountingAllocator) -> None:
+        self._mode = mode
         self._allocator = allocator
         self._metadata = ""
 
@@ -98,7 +98,7 @@ class Recordings:
         clears: bool,
     ) -> None:
         before = self._allocator.history
-        self._recorder.settle()
+        self._mode.memory.settle()
         stacks = Stacks(has_operators=has_operators)
         history = MemoryHistory(
             stacks, context=context, max_entries=max(1, max_entries), skipped=skipped
@@ -110,34 +110,34 @@ class Recordings:
         self._follow_deaths(context is Context.ALL)
 
     def _stop(self) -> None:
-        self._recorder.settle()
+        self._mode.memory.settle()
         self._allocator.history = None
         self._follow_deaths(False)
 
     def _follow_deaths(self, follows: bool) -> None:
         """Let a storage's death be seen as it happens: its block is freed a little later."""
-        recorder, allocator = self._recorder, self._allocator
-        vars(recorder).pop("_ends", None)
+        mode, allocator = self._mode, self._allocator
+        vars(mode).pop("_ends", None)
         if not follows:
             return
-        ends = recorder._ends
+        ends = mode.memory.free
 
         def ends_here(index: int) -> None:
-            block = recorder.blocks.get(index)
+            block = mode.memory.blocks.get(index)
             if block is not None and allocator.history is not None:
                 allocator.history.dies(block.address)
             ends(index)
 
-        vars(recorder)["_ends"] = ends_here
+        vars(mode)["_ends"] = ends_here
 
     def snapshot(self, options: Any = None) -> dict[str, Any]:
         """As `torch._C._cuda_memorySnapshot`; a third option of False leaves out the trace."""
-        self._recorder.settle()
+        self._mode.memory.settle()
         allocator = self._allocator
         history = allocator.history
         has_trace = options is None or len(options) < 3 or options[2]
         trace = history.trace() if history is not None and has_trace else []
-        live = list(self._recorder.blocks.values())
+        live = list(self._mode.memory.blocks.values())
         segments = [
             segment_of(first, allocator.is_deferred, history) for first in allocator.segments(live)
         ]
@@ -166,10 +166,10 @@ class Recordings:
         return self._metadata
 
 
-def install(patches: Patches, recorder: LiveRecorder, allocator: CountingAllocator) -> None:
+def install(patches: Patches, mode: CudaSimMode, allocator: CountingAllocator) -> None:
     """Let `torch.cuda.memory` record what `allocator` does."""
-    recordings = Recordings(recorder, allocator)
-    gpu = recorder.gpu
+    recordings = Recordings(mode, allocator)
+    gpu = mode.gpu
 
     def attach(observer: Callable[[int, int, int, int], None]) -> None:
         def refused(num_bytes: int, free_bytes: int) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from memest.estimator.device.cuda.driver import driver_version
 from memest.estimator.device.cuda.properties import UUID
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.tensors import CARD
 from memest.estimator.hardware.gpus import Gpu
@@ -68,14 +68,14 @@ class Handle:
         return "<nvmlDevice_t of the virtual GPU>"
 
 
-def install(patches: Patches, recorder: LiveRecorder) -> None:
+def install(patches: Patches, mode: CudaSimMode) -> None:
     """Let `pynvml` and torch's own questions to NVML be answered by the virtual GPU."""
     found = sys.modules.get("pynvml")
     module = _stub() if found is None or not hasattr(found, "NVMLError") else found
     if module is not found:
         sys.modules["pynvml"] = module
         patches.on_undo(lambda: _put_back(found))
-    functions = _answers(recorder, module)
+    functions = _answers(mode, module)
     for name, value in list(vars(module).items()):
         if name.startswith("nvml") and callable(value) and not isinstance(value, type):
             patches.set(module, name, functions.get(name) or _not_supported(module))
@@ -131,12 +131,12 @@ def _not_supported(module: ModuleType) -> Any:
     return refused
 
 
-def _answers(recorder: LiveRecorder, module: ModuleType) -> dict[str, Any]:
-    gpu, allocator = recorder.gpu, recorder.allocator
+def _answers(mode: CudaSimMode, module: ModuleType) -> dict[str, Any]:
+    gpu, allocator = mode.gpu, mode.memory.allocator
     handle = Handle()
 
     def used_bytes() -> int:
-        recorder.settle()
+        mode.memory.settle()
         return gpu.context_bytes + allocator.reserved_bytes
 
     def by_index(index: int) -> Handle:

@@ -14,7 +14,7 @@ import torch
 from torch.autograd import profiler
 
 from memest.errors import UnsupportedError
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.patches import Patches
 
 NOTE = (
@@ -30,12 +30,12 @@ def _no_timeline(*args: Any, **options: Any) -> Any:
     )
 
 
-def install(patches: Patches, recorder: LiveRecorder) -> None:
+def install(patches: Patches, mode: CudaSimMode) -> None:
     """Let profilers that ask for CUDA run, and say once that kernels have no times."""
 
     def tell() -> None:
-        if NOTE not in recorder.notes:
-            recorder.note(NOTE)
+        if NOTE not in mode.notes.texts:
+            mode.notes.add(NOTE)
             sys.stderr.write(f"memest: {NOTE}\n")
 
     init = profiler.profile.__init__

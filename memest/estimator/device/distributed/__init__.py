@@ -13,18 +13,18 @@ from torch import distributed
 
 from memest.estimator.device.distributed import ddp, dtensor, fsdp, process_group
 from memest.estimator.device.imports import ImportHooks
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.ranks import Ranks
 
 check = process_group.check
 
 
-def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks, ranks: Ranks) -> None:
+def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks, ranks: Ranks) -> None:
     """Let the script find the other ranks of `ranks`."""
     if not distributed.is_available():
         return
-    process_group.install(patches, recorder, ranks)
-    ddp.install(patches, recorder)
+    process_group.install(patches, mode, ranks)
+    ddp.install(patches, mode)
     hooks.after("torch.distributed.tensor", lambda module: dtensor.install(patches))
-    hooks.after("torch.distributed.fsdp", lambda module: fsdp.install(patches, recorder))
+    hooks.after("torch.distributed.fsdp", lambda module: fsdp.install(patches, mode))

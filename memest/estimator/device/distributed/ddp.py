@@ -29,7 +29,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from memest.errors import UnsupportedError
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.storages import MemKind
 from memest.estimator.device.streams import MAIN
@@ -55,9 +55,9 @@ class NotFinished(RuntimeError):
 class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group for C++, which waits for its own collectives out of Python's sight."""
 
-    def __init__(self, recorder: LiveRecorder, group: Any) -> None:
+    def __init__(self, mode: CudaSimMode, group: Any) -> None:
         super().__init__(group.rank(), group.size())
-        self._recorder = recorder
+        self._mode = mode
         self.group = group
         self.is_rebuilt = False
         self._first_buckets: set[int] = set()
@@ -70,10 +70,10 @@ class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
         """Sum buckets: C++ waits for the future of the work, which does not unstash them."""
-        self._recorder.works.another()
+        self._mode.works.another()
         if not self.is_rebuilt:
-            self.summed_at, _ = self._recorder.event(MAIN)
-            found = map(self._recorder.id_of, tensors)
+            self.summed_at, _ = self._mode.timeline.event(MAIN)
+            found = map(self._mode.memory.id_of, tensors)
             self._first_buckets.update(index for index in found if index is not None)
         return _done(tensors)
 
@@ -88,15 +88,15 @@ class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
 
         Every rank has the same weights and the same order. The broadcast takes no time.
         """
-        recorder = self._recorder
-        if recorder.kind is MemKind.BUCKETS:
+        mode = self._mode
+        if mode.memory.kind is MemKind.BUCKETS:
             for index in self._first_buckets:
-                recorder.shelve_storage(index, self.summed_at)
+                mode.memory.stash_storage(index, self.summed_at)
             self._first_buckets.clear()
             self.is_rebuilt = True
-            recorder.works.another()
+            mode.works.another()
             for tensor in tensors:
-                recorder.label(tensor, MemKind.WORKSPACE)
+                mode.memory.label(tensor, MemKind.WORKSPACE)
         return _done(tensors)
 
 
@@ -109,7 +109,7 @@ def _done(tensors: list[Tensor]) -> Any:
 class Reducer(_Reducer):  # type: ignore[misc]
     """torch's reducer, for parameters on the virtual GPU."""
 
-    session: ClassVar[LiveRecorder]
+    session: ClassVar[CudaSimMode]
 
     def __init__(
         self,
@@ -126,11 +126,11 @@ class Reducer(_Reducer):  # type: ignore[misc]
                 "sparse gradients under `DistributedDataParallel` cannot be simulated",
                 hint="make the embeddings with `sparse=False`",
             )
-        recorder = self.session
-        recorder.accumulates_on = recorder.stream
+        mode = self.session
+        mode.timeline.accumulates_on = mode.timeline.stream
         self._params = params
-        self._group = _NcclGroup(recorder, process_group)
-        self._accumulation = _Accumulation(recorder, params)
+        self._group = _NcclGroup(mode, process_group)
+        self._accumulation = _Accumulation(mode, params)
         weakref.finalize(self, self._accumulation.remove)
         with self._buckets_on_gpu():
             super().__init__(
@@ -146,13 +146,13 @@ class Reducer(_Reducer):  # type: ignore[misc]
     @contextmanager
     def _buckets_on_gpu(self) -> Iterator[None]:
         """Put what C++ makes on the GPU, and label it as buckets."""
-        recorder = self.session
-        before, recorder.kind = recorder.kind, MemKind.BUCKETS
+        mode = self.session
+        before, mode.memory.kind = mode.memory.kind, MemKind.BUCKETS
         try:
             with _on_gpu():
                 yield
         finally:
-            recorder.kind = before
+            mode.memory.kind = before
 
     def prepare_for_forward(self) -> None:
         """Begin an iteration; in the one after a rebuild, NCCL has unstashed the old buckets.
@@ -162,7 +162,7 @@ class Reducer(_Reducer):  # type: ignore[misc]
         """
         super().prepare_for_forward()
         if self._group.is_rebuilt:
-            self.session.clear_shelf(self._group.summed_at)
+            self.session.memory.unstash_until(self._group.summed_at)
 
     def _rebuild_buckets(self) -> bool:
         """Rebuild the buckets in the order in which gradients arrived.
@@ -206,9 +206,9 @@ class _Accumulation:
     at its end (`GraphTask::exec_post_processing`).
     """
 
-    def __init__(self, recorder: LiveRecorder, params: Iterable[nn.Parameter]) -> None:
-        self._recorder = recorder
-        self._stream = recorder.stream
+    def __init__(self, mode: CudaSimMode, params: Iterable[nn.Parameter]) -> None:
+        self._mode = mode
+        self._stream = mode.timeline.stream
         self._waits_for_end = False
         self._hooks: list[Any] = []
         if self._stream != MAIN:
@@ -218,10 +218,10 @@ class _Accumulation:
             ]
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
-        recorder = self._recorder
-        recorder.stream_waits(self._stream, recorder.event(MAIN))
+        mode = self._mode
+        mode.timeline.stream_waits(self._stream, mode.timeline.event(MAIN))
         assert parameter.grad is not None
-        recorder.record_stream(parameter.grad, self._stream)
+        mode.memory.record_stream(parameter.grad, self._stream)
         if not self._waits_for_end:
             self._waits_for_end = True
             _at_end_of_backward(self.join)
@@ -230,7 +230,7 @@ class _Accumulation:
         """Let the model's stream wait for the accumulation of a backward that has ended."""
         if self._waits_for_end:
             self._waits_for_end = False
-            self._recorder.stream_waits(MAIN, self._recorder.event(self._stream))
+            self._mode.timeline.stream_waits(MAIN, self._mode.timeline.event(self._stream))
 
     def remove(self) -> None:
         """Remove the hooks on parameters."""
@@ -238,7 +238,7 @@ class _Accumulation:
             hook.remove()
 
 
-def install(patches: Patches, recorder: LiveRecorder) -> None:
+def install(patches: Patches, mode: CudaSimMode) -> None:
     """Let `torch.nn.parallel.DistributedDataParallel` run on the virtual GPU."""
 
     def register_builtin(reducer: Reducer, kind: Any) -> None:
@@ -250,11 +250,11 @@ def install(patches: Patches, recorder: LiveRecorder) -> None:
     def register(reducer: Reducer, state: Any, hook: Any) -> None:
         c10d._register_comm_hook(reducer, state, _awaited(hook))
 
-    made: Any = type("Reducer", (Reducer,), {"session": recorder})
+    made: Any = type("Reducer", (Reducer,), {"session": mode})
     patches.set(dist, "Reducer", made)
     patches.set(_Logger, "set_runtime_stats_and_log", lambda logger: None)  # times of CUDA
     for name in ("_broadcast_coalesced", "_verify_params_across_processes"):
-        patches.set(dist, name, _on_nccl(getattr(c10d, name), recorder))
+        patches.set(dist, name, _on_nccl(getattr(c10d, name), mode))
     patches.set(dist, "_register_comm_hook", register)
     patches.set(dist, "_register_builtin_comm_hook", register_builtin)
 
@@ -283,12 +283,12 @@ def _awaited(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return run
 
 
-def _on_nccl(function: Callable[..., Any], recorder: LiveRecorder) -> Callable[..., Any]:
+def _on_nccl(function: Callable[..., Any], mode: CudaSimMode) -> Callable[..., Any]:
     """Wrap a function of C++ that makes tensors, sends them over a group and waits."""
 
     def run(group: Any, *args: Any) -> Any:
         with _on_gpu(), torch.no_grad():
-            return function(_NcclGroup(recorder, group), *args)
+            return function(_NcclGroup(mode, group), *args)
 
     return run
 

@@ -1,4 +1,4 @@
-"""DTensor: which shape an operator gives is asked of tensors without data, which no recorder sees.
+"""DTensor: which shape an operator gives is asked of tensors without data, which no mode sees.
 
 torch asks FakeTensors that say "cuda"; a build without CUDA has none. And the state of the GPU's
 random numbers, which each rank is to use from another offset on, has no offset here.

@@ -14,40 +14,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.patches import Patches
-from memest.estimator.device.storages import MemKind
+from memest.estimator.device.storages import MemKind, Site
 from memest.estimator.device.tensors import Place
 
 
-def install(patches: Patches, recorder: LiveRecorder) -> None:
+def install(patches: Patches, mode: CudaSimMode) -> None:
     """Let FSDP1 and FSDP2 free and take storages of the card."""
-    _install_first(patches, recorder)
-    _install_second(patches, recorder)
+    _install_first(patches, mode)
+    _install_second(patches, mode)
 
 
-def _resizer(recorder: LiveRecorder) -> Any:
+def _resizer(mode: CudaSimMode) -> Any:
     def resize(tensor: Tensor, num_bytes: int) -> None:
         """Let the storage of `tensor`, which lies on the card, have `num_bytes`."""
         storage = tensor.untyped_storage()
         if storage.nbytes() == num_bytes:
             return
-        if recorder.place(tensor) is Place.CARD or not storage.nbytes():
-            recorder.resize(tensor, num_bytes, MemKind.GATHERED)
+        if mode.host.place(tensor) is Place.CARD or not storage.nbytes():
+            site = Site("", "", mode.attribution.phase())
+            mode.memory.resize(tensor, num_bytes, site, MemKind.GATHERED)
         else:
             storage.resize_(num_bytes)
 
     return resize
 
 
-def _install_first(patches: Patches, recorder: LiveRecorder) -> None:
+def _install_first(patches: Patches, mode: CudaSimMode) -> None:
     """FSDP1: flat parameters."""
     from torch.distributed.fsdp import _flat_param, _init_utils, _runtime_utils
 
-    resize = _resizer(recorder)
+    resize = _resizer(mode)
 
     def record_stream(tensor: Tensor, stream: Any) -> None:
-        recorder.record_stream(tensor, stream.number)
+        mode.memory.record_stream(tensor, stream.number)
 
     def take(tensor: Tensor, size: torch.Size) -> None:
         resize(tensor, size.numel() * tensor.element_size())
@@ -63,15 +64,17 @@ def _install_first(patches: Patches, recorder: LiveRecorder) -> None:
         for submodule in module.modules():
             if submodule not in ignored_modules:
                 tensors += submodule.buffers(recurse=False)
-        return any(recorder.place(tensor) is Place.META for tensor in tensors), False
+        return any(mode.host.place(tensor) is Place.META for tensor in tensors), False
 
     patches.set(_init_utils, "_need_to_materialize_module", needs_to_be_made)
-    _install_handle(patches, recorder, _flat_param.FlatParamHandle, free)
+    _install_handle(patches, mode, _flat_param.FlatParamHandle, free)
     post_backward_hook = _runtime_utils._post_backward_hook
 
     def after_backward(state: Any, handle: Any, *args: Any) -> None:
         """Hooks of a node run on the node's stream."""
-        with recorder.on_stream(recorder.leaf_streams.get(handle.flat_param, recorder.stream)):
+        with mode.timeline.on_stream(
+            mode.timeline.leaf_streams.get(handle.flat_param, mode.timeline.stream)
+        ):
             post_backward_hook(state, handle, *args)
 
     patches.set(_runtime_utils, "_post_backward_hook", after_backward)
@@ -84,7 +87,7 @@ def _install_first(patches: Patches, recorder: LiveRecorder) -> None:
 
 
 def _install_handle(
-    patches: Patches, recorder: LiveRecorder, handle_type: Any, free: Callable[[Tensor], None]
+    patches: Patches, mode: CudaSimMode, handle_type: Any, free: Callable[[Tensor], None]
 ) -> None:
     """What a handle does by means that no operator tells of."""
     get_shard, use_sharded_views = handle_type._get_shard, handle_type._use_sharded_views
@@ -99,7 +102,7 @@ def _install_handle(
 
     def views(handle: Any, as_params: bool) -> None:
         """Views of a flat parameter make the node that adds to its gradient, in each forward."""
-        recorder.leaf_streams[handle.flat_param] = recorder.stream
+        mode.timeline.leaf_streams[handle.flat_param] = mode.timeline.stream
         use_unsharded_views(handle, as_params)
 
     def sharded_views(handle: Any) -> None:
@@ -112,11 +115,11 @@ def _install_handle(
     patches.set(handle_type, "_use_unsharded_views", views)
 
 
-def _install_second(patches: Patches, recorder: LiveRecorder) -> None:
+def _install_second(patches: Patches, mode: CudaSimMode) -> None:
     """FSDP2: buffers of gathered parameters."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 
-    resize = _resizer(recorder)
+    resize = _resizer(mode)
 
     def take(tensor: Tensor) -> None:
         resize(tensor, tensor.numel() * tensor.itemsize)

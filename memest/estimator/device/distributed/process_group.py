@@ -14,7 +14,7 @@ from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
 from memest.errors import UnsupportedError
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.ranks import Ranks
 from memest.estimator.device.tensors import CARD
@@ -59,11 +59,11 @@ def check(ranks: Ranks) -> None:
         )
 
 
-def install(patches: Patches, recorder: LiveRecorder, ranks: Ranks) -> None:
+def install(patches: Patches, mode: CudaSimMode, ranks: Ranks) -> None:
     """Let a script join the group of `ranks`, of which this process is one."""
     was_initialized = dist.is_initialized()
     names = _Names()
-    recorder.works.install(patches)
+    mode.works.install(patches)
     patches.set(sys, "excepthook", sys.excepthook)  # which a group replaces
 
     def set_both(name: str, value: Any) -> None:
@@ -75,8 +75,8 @@ def install(patches: Patches, recorder: LiveRecorder, ranks: Ranks) -> None:
     set_both("init_process_group", _joining(c10d.init_process_group, ranks, names))
     set_both("new_group", _grouping(c10d.new_group, names))
     set_both("get_backend", _backend_of(c10d.get_backend, names))
-    set_both("barrier", _barrier(recorder))
-    set_both("monitored_barrier", _barrier(recorder))
+    set_both("barrier", _barrier(mode))
+    set_both("monitored_barrier", _barrier(mode))
     for name, function in _of_objects(ranks).items():
         set_both(name, function)
     set_both("is_nccl_available", lambda: True)
@@ -196,7 +196,7 @@ def _of_objects(ranks: Ranks) -> dict[str, Callable[..., Any]]:
     }
 
 
-def _barrier(recorder: LiveRecorder) -> Callable[..., Any]:
+def _barrier(mode: CudaSimMode) -> Callable[..., Any]:
     """NCCL's barrier sums a tensor of one element, and is waited for by the host.
 
     The operator's own argument, a byte, is a static variable, so it lives until the next barrier
@@ -205,10 +205,10 @@ def _barrier(recorder: LiveRecorder) -> Callable[..., Any]:
     kept: list[Tensor] = []
 
     def barrier(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-        recorder.works.another()
+        mode.works.another()
         kept[:] = [torch.empty(1, dtype=torch.uint8, device=CARD.device)]
         torch.zeros(1, device=CARD.device)
-        recorder.host_waits(recorder.event(recorder.stream))
+        mode.timeline.host_waits(mode.timeline.event(mode.timeline.stream))
         return torch._C._distributed_c10d.FakeWork() if async_op else None
 
     return barrier

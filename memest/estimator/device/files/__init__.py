@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from memest.estimator.device.files import checkpoints, pretrained, safetensors_files
 from memest.estimator.device.imports import ImportHooks
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.patches import Patches
 
 
-def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> None:
+def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Let tensors without data go to files and come from them."""
-    checkpoints.install(patches, recorder)
-    pretrained.install(patches, recorder, hooks)
-    safetensors_files.install(patches, recorder, hooks)
+    checkpoints.install(patches, mode)
+    pretrained.install(patches, mode, hooks)
+    safetensors_files.install(patches, mode, hooks)

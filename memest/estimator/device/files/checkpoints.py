@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.device.host import VIRTUAL_HOST_BYTES
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.tensors import (
     CARD,
@@ -51,8 +51,8 @@ _PRIORITY = 1
 class Checkpoints:
     """Writes and reads tensors of the virtual GPU and of the virtual host."""
 
-    def __init__(self, recorder: LiveRecorder) -> None:
-        self._recorder = recorder
+    def __init__(self, mode: CudaSimMode) -> None:
+        self._mode = mode
         self._state = threading.local()
 
     # --- writing
@@ -61,7 +61,7 @@ class Checkpoints:
         """What `pickle` makes of a tensor without data."""
         storage = tensor.untyped_storage()
         made: Any
-        value = self._recorder.values.value_of(tensor) if self._is_followed(tensor) else None
+        value = self._mode.values.value_of(tensor) if self._is_followed(tensor) else None
         size = tuple(tensor.size())
         if value is not None:
             made = _clone(value.untyped_storage())
@@ -71,10 +71,10 @@ class Checkpoints:
             made = self._stand_in(storage, tensor.dtype)
             geometry = 0, size, (0,) * len(size)
             metadata = {_mark(storage.nbytes(), tensor.storage_offset(), tensor.stride()): True}
-            self._recorder.note(
+            self._mode.notes.add(
                 "files written by the script hold stand-ins for tensors whose values are not known"
             )
-        if storage._cdata in self._recorder._live:
+        if storage._cdata in self._mode.memory.live:
             setattr(made, _LOCATION, str(CARD.device))
         storage_class: Any = torch.storage.TypedStorage
         typed = storage_class(wrap_storage=made, dtype=tensor.dtype, _internal=True)
@@ -83,7 +83,7 @@ class Checkpoints:
         return rebuild, arguments if metadata is None else (*arguments, metadata)
 
     def _is_followed(self, tensor: Tensor) -> bool:
-        return storage_key(tensor) not in self._recorder.values.guessed
+        return storage_key(tensor) not in self._mode.values.guessed
 
     def _stand_in(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.UntypedStorage:
         memo = getattr(self._state, "stand_ins", None)
@@ -176,39 +176,41 @@ class Checkpoints:
 
     def _born(self, source: Any, num_bytes: int, dtype: torch.dtype) -> torch.UntypedStorage:
         """A storage without data for that of `source`, on the card or the host."""
-        recorder = self._recorder
+        mode = self._mode
         with _disable_current_modes():
             base = _bare(num_bytes)
             whole = torch.empty(0, dtype=torch.uint8, device=META).set_(base)
             if source.device.type == "meta":
                 return base
             if not hasattr(source, _LOCATION):
-                recorder.put_on_host(whole)
+                mode.host.put(whole)
                 return base
-            with recorder._lock:
-                recorder._born(whole, None, recorder._site("torch.load"), recorder.kind)
-                recorder.copy_from_host(num_bytes)
+            memory = mode.memory
+            with memory.lock:
+                memory.allocate(whole, mode.attribution.site("torch.load"), memory.kind)
+                mode.timeline.copy_from_host(num_bytes)
             limit = 512 if dtype.is_floating_point else MAX_TWIN_BYTES
             if source.nbytes() == num_bytes <= limit and not getattr(self._state, "is_old", False):
-                recorder.values._twins[base._cdata] = _clone(source)
+                mode.values.set_storage(base._cdata, _clone(source))
         return base
 
     # --- copying
 
     def copied(self, storage: Any) -> Any:
         """`storage.clone()` of a storage without data."""
-        recorder, key = self._recorder, storage._cdata
+        mode, key = self._mode, storage._cdata
         with _disable_current_modes():
             base = _bare(storage.nbytes())
             whole = torch.empty(0, dtype=torch.uint8, device=META).set_(base)
             if key in host_storages:
-                recorder.put_on_host(whole)
+                mode.host.put(whole)
             else:
-                with recorder._lock:
-                    recorder._born(whole, None, recorder._site("clone"), recorder.kind)
-            twin = recorder.values._twins.get(key)
-            if twin is not None:
-                recorder.values._twins[base._cdata] = _clone(twin)
+                memory = mode.memory
+                with memory.lock:
+                    memory.allocate(whole, mode.attribution.site("clone"), memory.kind)
+            known = mode.values.storage_of(key)
+            if known is not None:
+                mode.values.set_storage(base._cdata, _clone(known))
         return base
 
 
@@ -235,21 +237,21 @@ class StandIn:
         return torch._utils._rebuild_tensor_v2, arguments
 
 
-def install(patches: Patches, recorder: LiveRecorder) -> None:
+def install(patches: Patches, mode: CudaSimMode) -> None:
     """Let what torch writes and reads know of the virtual GPU."""
-    checkpoints = Checkpoints(recorder)
-    _install_writing(patches, recorder, checkpoints)
+    checkpoints = Checkpoints(mode)
+    _install_writing(patches, mode, checkpoints)
     _install_reading(patches, checkpoints)
-    _install_storages(patches, recorder, checkpoints)
+    _install_storages(patches, mode, checkpoints)
 
 
-def _install_writing(patches: Patches, recorder: LiveRecorder, checkpoints: Checkpoints) -> None:
+def _install_writing(patches: Patches, mode: CudaSimMode, checkpoints: Checkpoints) -> None:
     reduce: Any = Tensor._reduce_ex_internal
 
     def reduced(tensor: Tensor, protocol: Any) -> Any:
         if type(tensor) not in (Tensor, torch.nn.Parameter) or not is_meta(tensor):
             return reduce(tensor, protocol)
-        if recorder.place(tensor) is Place.META and not recorder.is_off:
+        if mode.host.place(tensor) is Place.META and not mode.is_off:
             return reduce(tensor, protocol)
         return checkpoints.reduced(tensor)
 
@@ -299,18 +301,18 @@ def _install_reading(patches: Patches, checkpoints: Checkpoints) -> None:
     patches.set(torch.serialization, "_legacy_load", old)
 
 
-def _install_storages(patches: Patches, recorder: LiveRecorder, checkpoints: Checkpoints) -> None:
+def _install_storages(patches: Patches, mode: CudaSimMode, checkpoints: Checkpoints) -> None:
     storage_class: Any = torch.UntypedStorage
     clone, true_to = storage_class.clone, storage_class.to
 
     def cloned(storage: Any) -> Any:
         key = storage._cdata
-        if key in recorder._live or key in host_storages:
+        if key in mode.memory.live or key in host_storages:
             return checkpoints.copied(storage)
         return clone(storage)
 
     def to_card(storage: Any, device: Any = None, non_blocking: bool = False) -> Any:
-        if storage._cdata in recorder._live:
+        if storage._cdata in mode.memory.live:
             return storage
         return checkpoints.restored(
             storage, str(resolve(CARD.device if device is None else device))

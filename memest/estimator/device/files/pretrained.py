@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from memest.estimator.device.imports import ImportHooks, names_of
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.tensors import META
 from memest.models_meta.registry import find_entry
@@ -74,9 +74,9 @@ class InOrder:
         """As `Executor.shutdown`."""
 
 
-def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> None:
+def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Let transformers, where a script uses it, load what has no weights here."""
-    bundled = BundledConfigs(recorder, hooks)
+    bundled = BundledConfigs(mode, hooks)
 
     def replace(module: ModuleType, name: str, make: Callable[[Any], Any]) -> None:
         original = getattr(module, name)
@@ -91,10 +91,10 @@ def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> Non
         patches.set(module, "ThreadPoolExecutor", InOrder)
 
     def models(module: ModuleType) -> None:
-        replace(module, "_get_resolved_checkpoint_files", lambda f: _resolving(f, recorder))
+        replace(module, "_get_resolved_checkpoint_files", lambda f: _resolving(f, mode))
         replace(module, "_get_dtype", _dtype_without_files)
         model: Any = module.PreTrainedModel
-        load = _loading(model._load_pretrained_model, recorder)
+        load = _loading(model._load_pretrained_model, mode)
         patches.set(model, "_load_pretrained_model", staticmethod(load))
 
     hooks.after("transformers.utils.hub", hub)
@@ -105,8 +105,8 @@ def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> Non
 class BundledConfigs:
     """The configs that memest bundles, as files, for Hub ids that cannot be reached."""
 
-    def __init__(self, recorder: LiveRecorder, hooks: ImportHooks) -> None:
-        self._recorder = recorder
+    def __init__(self, mode: CudaSimMode, hooks: ImportHooks) -> None:
+        self._mode = mode
         self._at_end = hooks.at_end
         self._folder = ""
 
@@ -140,11 +140,13 @@ class BundledConfigs:
             path.parent.mkdir()
             config = json.loads(entry.path.read_text(encoding="utf-8"))["config"]
             path.write_text(json.dumps(config), encoding="utf-8")
-        self._recorder.note(f"`{name}` was not found on this machine: its bundled config was taken")
+        self._mode.notes.add(
+            f"`{name}` was not found on this machine: its bundled config was taken"
+        )
         return [str(path)]
 
 
-def _resolving(resolve: Callable[..., Any], recorder: LiveRecorder) -> Callable[..., Any]:
+def _resolving(resolve: Callable[..., Any], mode: CudaSimMode) -> Callable[..., Any]:
     """`_get_resolved_checkpoint_files`, which looks on this machine only."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -160,7 +162,7 @@ def _resolving(resolve: Callable[..., Any], recorder: LiveRecorder) -> Callable[
         except OSError:
             if folder.is_dir() and any(f.suffix in WEIGHT_FILES for f in folder.rglob("*")):
                 raise
-        recorder.note(
+        mode.notes.add(
             f"`{name}` has no weights on this machine: the model was built from its config, as if "
             "all of its weights had been loaded"
         )
@@ -188,20 +190,20 @@ def _dtype_without_files(get_dtype: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _loading(load: Callable[..., Any], recorder: LiveRecorder) -> Callable[..., Any]:
+def _loading(load: Callable[..., Any], mode: CudaSimMode) -> Callable[..., Any]:
     """`_load_pretrained_model`, given a state dict where there are no files."""
 
     def call(
         model: Any, state_dict: Any, files: Any, load_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if state_dict is None and files and isinstance(files[0], NoWeights):
-            state_dict, files = _weights_of(model, load_config.weight_mapping, recorder), None
+            state_dict, files = _weights_of(model, load_config.weight_mapping, mode), None
         return load(model, state_dict, files, load_config, *args, **kwargs)
 
     return call
 
 
-def _weights_of(model: Any, conversions: Any, recorder: LiveRecorder) -> dict[str, Tensor]:
+def _weights_of(model: Any, conversions: Any, mode: CudaSimMode) -> dict[str, Tensor]:
     """What the checkpoint of `model` would hold: its tensors without data, a tied one once."""
     from transformers import core_model_loading
 
@@ -210,7 +212,7 @@ def _weights_of(model: Any, conversions: Any, recorder: LiveRecorder) -> dict[st
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, Tensor) and name not in tied:
             weights[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=META)
-            recorder.put_on_host(weights[name])
+            mode.host.put(weights[name])
     converter = core_model_loading.WeightConverter
     if not any(isinstance(conversion, converter) for conversion in conversions or ()):
         return weights

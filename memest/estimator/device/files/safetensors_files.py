@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.device.host import VIRTUAL_HOST_BYTES
 from memest.estimator.device.imports import ImportHooks, names_of
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.tensors import META, is_meta, resolve
 
@@ -29,7 +29,7 @@ _LENGTH_BYTES = 8
 """
 
 
-def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> None:
+def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Let safetensors, where a script uses it, know tensors without data."""
 
     def replace(module: ModuleType, name: str, made: Any) -> None:
@@ -37,15 +37,15 @@ def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> Non
             patches.set(owner, alias, made)
 
     def files(module: ModuleType) -> None:
-        writer = Writer(module, recorder)
+        writer = Writer(module, mode)
         replace(module, "save_file", writer.save_file)
         replace(module, "save", writer.save)
-        replace(module, "safe_open", _opener(module, recorder))
+        replace(module, "safe_open", _opener(module, mode))
 
     hooks.after("safetensors.torch", files)
 
 
-def _opener(module: Any, recorder: LiveRecorder) -> type:
+def _opener(module: Any, mode: CudaSimMode) -> type:
     """`safe_open` for the virtual GPU."""
     true_open, dtypes = module.safe_open, module._TYPES
 
@@ -93,7 +93,7 @@ def _opener(module: Any, recorder: LiveRecorder) -> type:
             if math.prod(shape) * dtype.itemsize < VIRTUAL_HOST_BYTES:
                 return None
             made = torch.empty(shape, dtype=dtype, device=META)
-            recorder.put_on_host(made)
+            mode.host.put(made)
             return made
 
         def _placed(self, tensor: Any) -> Any:
@@ -118,9 +118,9 @@ def _opener(module: Any, recorder: LiveRecorder) -> type:
 class Writer:
     """`save_file` and `save` of safetensors."""
 
-    def __init__(self, module: Any, recorder: LiveRecorder) -> None:
+    def __init__(self, module: Any, mode: CudaSimMode) -> None:
         self._module = module
-        self._recorder = recorder
+        self._mode = mode
         self._save_file: Callable[..., Any] = module.save_file
         self._save: Callable[..., Any] = module.save
 
@@ -138,7 +138,7 @@ class Writer:
                     file.seek(len(header) + offset)
                     file.write(data)
             file.truncate(len(header) + total)
-        self._recorder.note(
+        self._mode.notes.add(
             "files written by the script hold stand-ins for tensors whose values are not known"
         )
 
@@ -189,7 +189,7 @@ class Writer:
     def _data(self, tensor: Tensor) -> bytes | None:
         """The values of `tensor` where they are known."""
         with _disable_current_modes():
-            value = self._recorder.values.value_of(tensor) if is_meta(tensor) else tensor
+            value = self._mode.values.value_of(tensor) if is_meta(tensor) else tensor
             if value is None or not value.numel():
                 return None
             flat = value.detach().contiguous().reshape(-1).view(torch.uint8)

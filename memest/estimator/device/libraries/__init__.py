@@ -17,17 +17,17 @@ from memest.estimator.device.libraries import (
     litgpt,
     triton,
 )
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.patches import Patches
 
 
-def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> None:
+def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Let what the script imports find a GPU; called when `torch.cuda` is there."""
     availability.install(patches)
-    triton.install(patches, recorder, hooks)
-    bitsandbytes.install(patches, recorder, hooks)
-    flash_attn.install(patches, recorder, hooks)
-    compilers.install(patches, recorder, hooks)
-    deepspeed.install(patches, recorder, hooks)
-    litgpt.install(patches, recorder, hooks)
-    extensions.install(patches, recorder, hooks)
+    triton.install(patches, mode, hooks)
+    bitsandbytes.install(patches, mode, hooks)
+    flash_attn.install(patches, mode, hooks)
+    compilers.install(patches, mode, hooks)
+    deepspeed.install(patches, mode, hooks)
+    litgpt.install(patches, mode, hooks)
+    extensions.install(patches, mode, hooks)

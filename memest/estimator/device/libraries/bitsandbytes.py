@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from memest.estimator.device.imports import ImportHooks
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.tensors import META
 
@@ -61,7 +61,7 @@ class KernelLibrary:
         return getattr(self._load(os.path.join(self._folder, _CPU_LIBRARY + suffix)), name)
 
 
-def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> None:
+def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Let bitsandbytes, when it is imported or where it was, find its library for CUDA."""
     load = ctypes.cdll.LoadLibrary
 
@@ -73,7 +73,7 @@ def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> Non
 
     def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:
         made: Any = torch.empty(shape, dtype=dtype, device=META)
-        recorder.put_on_host(made)
+        mode.host.put(made)
         made.is_paged, made.page_deviceid = True, 0
         paged: Tensor = made
         return paged

@@ -18,7 +18,7 @@ from torch import nn
 from memest.errors import UnsupportedError
 from memest.estimator.device.imports import ImportHooks
 from memest.estimator.device.libraries.inductor import Compiled, compiled_function
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.patches import Patches
 
 COMPILED = (
@@ -36,14 +36,14 @@ CAPTURES = "reduce-overhead"
 SCRIPTED = "`torch.jit` ran its functions eagerly: nothing is fused"
 
 
-def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> None:
+def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Let `torch.compile` and `torch.jit` give back what they are given."""
-    _install_compile(patches, recorder, hooks)
-    _install_script(patches, recorder)
+    _install_compile(patches, mode, hooks)
+    _install_script(patches, mode)
     _skip_dynamo(patches)
 
 
-def _install_compile(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> None:
+def _install_compile(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     graphs: dict[Any, Any] = {}
 
     def compile_(model: Any = None, **options: Any) -> Any:
@@ -54,8 +54,8 @@ def _install_compile(patches: Patches, recorder: LiveRecorder, hooks: ImportHook
             return model
         if not _is_by_inductor(model, options):
             _say(
-                recorder.note if options.get("backend") == "eager" else recorder.warn,
-                recorder,
+                mode.notes.add if options.get("backend") == "eager" else mode.guesses.warn,
+                mode,
                 COMPILED,
             )
             if isinstance(model, nn.Module):
@@ -63,9 +63,9 @@ def _install_compile(patches: Patches, recorder: LiveRecorder, hooks: ImportHook
             return model
         if isinstance(model, nn.Module):
             model.__dict__["_orig_mod"] = model  # what scripts unwrap
-            model._compiled_call_impl = Compiled(recorder, model._call_impl, graphs)
+            model._compiled_call_impl = Compiled(mode, model._call_impl, graphs)
             return model
-        return compiled_function(recorder, model, graphs)
+        return compiled_function(mode, model, graphs)
 
     def without_dynamo(config: Any) -> None:
         """What was compiled before the virtual GPU was there runs eagerly, too."""
@@ -93,10 +93,10 @@ def _is_by_inductor(model: Any, options: dict[str, Any]) -> bool:
 
 def _refuse_what_differs(options: dict[str, Any]) -> None:
     """Refuse what a run of the function as it is written does not stand for."""
-    mode, backend = options.get("mode"), options.get("backend")
-    if mode == CAPTURES:
+    given, backend = options.get("mode"), options.get("backend")
+    if given == CAPTURES:
         raise UnsupportedError(
-            f"`torch.compile(mode={mode!r})` records CUDA graphs, whose memory is not simulated",
+            f"`torch.compile(mode={given!r})` records CUDA graphs, whose memory is not simulated",
             hint="compile without that mode, or not at all (`--compile false` of LitGPT)",
         )
     if "thunder" in str(backend or "") or "thunder" in getattr(backend, "__module__", ""):
@@ -105,10 +105,10 @@ def _refuse_what_differs(options: dict[str, Any]) -> None:
         )
 
 
-def _say(say: Callable[[str], None], recorder: LiveRecorder, text: str) -> None:
+def _say(say: Callable[[str], None], mode: CudaSimMode, text: str) -> None:
     """Report `text`, unless a library decorates its functions while it is imported."""
     frame = sys._getframe(2)
-    script = recorder.lines.frame(frame)
+    script = mode.attribution.lines.frame(frame)
     while frame is not None and frame is not script:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return
@@ -116,9 +116,9 @@ def _say(say: Callable[[str], None], recorder: LiveRecorder, text: str) -> None:
     say(text)
 
 
-def _install_script(patches: Patches, recorder: LiveRecorder) -> None:
+def _install_script(patches: Patches, mode: CudaSimMode) -> None:
     def as_written(made: Any) -> Any:
-        _say(recorder.note, recorder, SCRIPTED)
+        _say(mode.notes.add, mode, SCRIPTED)
         if isinstance(made, nn.Module):
             made.__dict__.setdefault("save", _refused("`save` of a scripted module"))
         return made

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from memest.estimator.device.imports import ImportHooks
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.storages import MemKind
 from memest.estimator.device.tensors import INSIDE
@@ -87,7 +87,7 @@ def _said_of_cpu(get_cpu_info: Callable[[], Any]) -> Any:
     return {} if caller.startswith("deepspeed.") else get_cpu_info()
 
 
-def _label(recorder: LiveRecorder, engine: Any) -> None:
+def _label(mode: CudaSimMode, engine: Any) -> None:
     """Say what the engine and the optimizer that it wraps hold."""
     optimizer = engine.optimizer
     if optimizer is None:
@@ -101,7 +101,7 @@ def _label(recorder: LiveRecorder, engine: Any) -> None:
     }
     for kind, tensors in held.items():
         for tensor in tensors:
-            recorder.label(tensor, kind)
+            mode.memory.label(tensor, kind)
 
 
 def _buckets(optimizer: Any) -> Iterator[Tensor]:
@@ -111,7 +111,7 @@ def _buckets(optimizer: Any) -> Iterator[Tensor]:
         yield from (buffer,) if isinstance(buffer, Tensor) else buffer or ()
 
 
-def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> None:
+def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Let DeepSpeed, when it is imported or where it was, find the GPU and its extensions."""
 
     def after_builder(module: ModuleType) -> None:
@@ -132,9 +132,9 @@ def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> Non
         step = module.DeepSpeedEngine.step
 
         def labelled_step(engine: Any, *args: Any, **kwargs: Any) -> Any:
-            _label(recorder, engine)
+            _label(mode, engine)
             done = step(engine, *args, **kwargs)
-            _label(recorder, engine)
+            _label(mode, engine)
             return done
 
         patches.set(module.DeepSpeedEngine, "step", labelled_step)
@@ -145,7 +145,7 @@ def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> Non
         def labelled_buckets(optimizer: Any) -> None:
             set_up(optimizer)
             for tensor in _buckets(optimizer):
-                recorder.label(tensor, MemKind.BUCKETS)
+                mode.memory.label(tensor, MemKind.BUCKETS)
 
         patches.set(module.DeepSpeedZeroOptimizer, "setup_buckets", labelled_buckets)
 
@@ -153,7 +153,7 @@ def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> Non
         gather = module._dist_allgather_fn
 
         def labelled_gather(given: Tensor, gathered: Tensor, *args: Any, **kwargs: Any) -> Any:
-            recorder.label(gathered, MemKind.GATHERED)
+            mode.memory.label(gathered, MemKind.GATHERED)
             return gather(given, gathered, *args, **kwargs)
 
         patches.set(module, "_dist_allgather_fn", labelled_gather)

@@ -8,20 +8,20 @@ from typing import Any
 
 from memest.errors import UnsupportedError
 from memest.estimator.device.imports import ImportHooks
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.patches import Patches
 
 _HINT = "run the script without it; see docs/run.md for what is supported"
 
 
-def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> None:
+def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Let `torch.utils.cpp_extension` refuse what needs a GPU's compiler."""
 
     def after(module: ModuleType) -> None:
-        patches.set(module, "load", _guarded(module.load, recorder, _wants_cuda))
-        patches.set(module, "load_inline", _guarded(module.load_inline, recorder, _wants_cuda))
+        patches.set(module, "load", _guarded(module.load, mode, _wants_cuda))
+        patches.set(module, "load_inline", _guarded(module.load_inline, mode, _wants_cuda))
         patches.set(
-            module, "CUDAExtension", _guarded(module.CUDAExtension, recorder, lambda *a, **k: True)
+            module, "CUDAExtension", _guarded(module.CUDAExtension, mode, lambda *a, **k: True)
         )
 
     hooks.after("torch.utils.cpp_extension", after)
@@ -37,13 +37,13 @@ def _wants_cuda(*args: Any, **options: Any) -> bool:
 
 
 def _guarded(
-    function: Callable[..., Any], recorder: LiveRecorder, wants_cuda: Callable[..., bool]
+    function: Callable[..., Any], mode: CudaSimMode, wants_cuda: Callable[..., bool]
 ) -> Callable[..., Any]:
     def call(*args: Any, **options: Any) -> Any:
         if not wants_cuda(*args, **options):
             return function(*args, **options)
         name = options.get("name", args[0] if args else "")
-        where = recorder.lines.current() or "the script"
+        where = mode.attribution.lines.current() or "the script"
         raise UnsupportedError(
             f"{where}: `{name}` is an extension in CUDA, whose kernels cannot be simulated",
             hint=_HINT,

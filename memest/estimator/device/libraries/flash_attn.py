@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from memest.estimator.device.imports import ImportHooks
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.patches import Patches
 from memest.models_meta import flash_attention
 from memest.plan.values import FLASH_ATTENTION_2
@@ -35,9 +35,9 @@ _CONTENTS = {
 _NOTE = f"`flash_attn` {VERSION} is taken to be installed where the script runs"
 
 
-def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> None:
+def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Let transformers and the script find the stand-ins."""
-    finder = Finder(recorder)
+    finder = Finder(mode)
     sys.meta_path.insert(0, finder)
     patches.on_undo(finder.remove)
     stack = contextlib.ExitStack()
@@ -51,7 +51,7 @@ def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> Non
         def checked(model: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> Any:
             if attn_implementation == FLASH_ATTENTION_2 and not is_standing_in:
                 is_standing_in.append(True)
-                recorder.note(_NOTE)
+                mode.notes.add(_NOTE)
                 stack.enter_context(flash_attention.stand_in())
             return check(model, attn_implementation, *args, **kwargs)
 
@@ -63,8 +63,8 @@ def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> Non
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds `flash_attn` for the script's own import statements."""
 
-    def __init__(self, recorder: LiveRecorder) -> None:
-        self._recorder = recorder
+    def __init__(self, mode: CudaSimMode) -> None:
+        self._mode = mode
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -76,7 +76,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Fill the module."""
-        self._recorder.note(_NOTE)
+        self._mode.notes.add(_NOTE)
         vars(module).update((n, getattr(flash_attention, n)) for n in _CONTENTS[module.__name__])
         vars(module)["__version__"] = VERSION
 
@@ -93,4 +93,4 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         frame = sys._getframe(2)
         while frame is not None and "importlib" in frame.f_code.co_filename:
             frame = frame.f_back  # type: ignore[assignment]
-        return frame is not None and self._recorder.lines.frame(frame) is frame
+        return frame is not None and self._mode.attribution.lines.frame(frame) is frame

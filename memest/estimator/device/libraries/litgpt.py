@@ -13,7 +13,7 @@ from typing import Any
 
 from memest.errors import UnsupportedError
 from memest.estimator.device.imports import ImportHooks, names_of
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.patches import Patches
 
 MEASURED_RELEASE = "0.5.13"
@@ -25,7 +25,7 @@ OFFER = (
 )
 
 
-def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> None:
+def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Offer stand-ins where LitGPT, when it is imported, misses a checkpoint; refuse Thunder."""
 
     def checked(check: Any) -> Any:
@@ -53,7 +53,7 @@ def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> Non
         except PackageNotFoundError:
             return
         if release != MEASURED_RELEASE:
-            recorder.note(
+            mode.notes.add(
                 f"LitGPT {release} ran as it is; the release that was measured on a GPU is "
                 f"{MEASURED_RELEASE}"
             )

@@ -16,7 +16,7 @@ from typing import Any
 
 from memest.estimator.device.imports import ImportHooks
 from memest.estimator.device.libraries.triton_stand_in import StandInFinder
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.tensors import CARD
 
@@ -28,15 +28,15 @@ class Driver:
     """`triton.runtime.driver.active`: the card that Triton would compile for.
 
     Args:
-        recorder: of the virtual GPU.
+        mode: of the virtual GPU.
         target: makes the target out of backend, architecture and size of a warp.
     """
 
-    def __init__(self, recorder: LiveRecorder, target: Callable[..., Any]) -> None:
-        self._recorder = recorder
+    def __init__(self, mode: CudaSimMode, target: Callable[..., Any]) -> None:
+        self._mode = mode
         self._target = target
         self.utils = self
-        self.get_current_stream = lambda device=0: recorder.stream
+        self.get_current_stream = lambda device=0: mode.timeline.stream
 
     def get_current_device(self) -> int:
         """Of the one card."""
@@ -47,11 +47,11 @@ class Driver:
 
     def get_device_capability(self, device: int = 0) -> tuple[int, int]:
         """The card's compute capability."""
-        return self._recorder.gpu.capability
+        return self._mode.gpu.capability
 
     def get_current_target(self) -> Any:
         """What kernels would be compiled for."""
-        major, minor = self._recorder.gpu.capability
+        major, minor = self._mode.gpu.capability
         return self._target("cuda", major * 10 + minor, 32)
 
     def get_active_torch_device(self) -> Any:
@@ -96,11 +96,11 @@ def do_bench(fn: Callable[[], Any], *args: Any, quantiles: Any = None, **kwargs:
     return MILLISECONDS if quantiles is None else [MILLISECONDS] * len(quantiles)
 
 
-def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> None:
+def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Let launches do nothing, and Triton be there."""
     is_installed = "triton" in sys.modules or PathFinder.find_spec("triton") is not None
     if not is_installed:
-        finder = StandInFinder(lambda target: Driver(recorder, target), do_bench)
+        finder = StandInFinder(lambda target: Driver(mode, target), do_bench)
         finder.install()
         patches.on_undo(finder.remove)
         return
@@ -117,7 +117,7 @@ def install(patches: Patches, recorder: LiveRecorder, hooks: ImportHooks) -> Non
 
     def with_driver(module: ModuleType) -> None:
         target = __import__("triton.backends.compiler", fromlist=["GPUTarget"]).GPUTarget
-        patches.set(module.driver, "_active", Driver(recorder, target))
+        patches.set(module.driver, "_active", Driver(mode, target))
 
     def with_bench(module: ModuleType) -> None:
         patches.set(module, "do_bench", do_bench)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from memest.estimator.device import tensors
-from memest.estimator.device.dispatch import Recipe
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.kernel_calls import Recipe
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.storages import Site
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.kernels.attention import choice
@@ -112,12 +112,18 @@ class CallLog:
     choices: dict[Choice, None] = field(default_factory=dict)
 
 
-class LoggingRecorder(LiveRecorder):  # type: ignore[no-untyped-call]
-    """A `LiveRecorder` that also fills a `CallLog`; what it records is the same."""
+class CallRecorder:
+    """Fills a `CallLog` with the calls of a run.
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    Args:
+        mode: dispatch mode of the run, which it observes from now on.
+    """
+
+    def __init__(self, mode: CudaSimMode) -> None:
         self.calls = CallLog()
+        self._mode = mode
+        self._memory = mode.memory
+        self._request, mode.request = mode.request, self._record
         self._calls: list[Call] = []
         self._templates: dict[Template, int] = {}
         self._by_recipe: dict[int, int] = {}
@@ -139,17 +145,19 @@ class LoggingRecorder(LiveRecorder):  # type: ignore[no-untyped-call]
         if not self.calls.spans and gemm is not None:  # the model has imported it
             rule = mock.patch.object(gemm, GEMM_RULE, self._watch_gemm(getattr(gemm, GEMM_RULE)))
             self._patches.enter_context(rule)
-        events = self.log.events[self._cut_at :].tolist()
-        self._cut_at = len(self.log.events)
+        log = self._memory.log
+        events = log.events[self._cut_at :].tolist()
+        self._cut_at = len(log.events)
         self.calls.spans.append(Span(events, self._calls))
         self._calls = []
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Recipe) -> None:
-        self.settle()
-        start, first_id = len(self.log.events), len(self.storages.num_bytes)
-        super()._record(func, args, kwargs, out, recipe)
-        self.settle()
-        has_made = len(self.storages.num_bytes) > first_id
+        memory = self._memory
+        memory.settle()
+        start, first_id = len(memory.log.events), len(memory.storages.num_bytes)
+        self._request(func, args, kwargs, out, recipe)
+        memory.settle()
+        has_made = len(memory.storages.num_bytes) > first_id
         if not has_made and is_plain(func):  # nor does it ask for anything at another size
             return
         index = self._by_recipe.get(id(recipe))
@@ -166,15 +174,15 @@ class LoggingRecorder(LiveRecorder):  # type: ignore[no-untyped-call]
         if has_made:
             born = tuple(self._born_here(out, recipe, first_id))
         first = self._cut_at
-        end = len(self.log.events)
-        call = Call(start - first, end - first, index, born, self._site(func), in_backward)
-        self._calls.append(call)
+        end = len(memory.log.events)
+        site = self._mode.attribution.site(func)
+        self._calls.append(Call(start - first, end - first, index, born, site, in_backward))
 
     def _born_here(self, out: Any, recipe: Recipe, first_id: int) -> Iterator[tuple[int, int]]:
         seen = set()
         for position, tensor in enumerate(out if recipe.is_tuple else (out,)):
             if isinstance(tensor, Tensor):
-                index = self.id_of(tensor)
+                index = self._memory.id_of(tensor)
                 if index is not None and index >= first_id and index not in seen:
                     seen.add(index)
                     yield position, index
@@ -182,7 +190,7 @@ class LoggingRecorder(LiveRecorder):  # type: ignore[no-untyped-call]
     def _more_numbers(self, func: Any, args: Any) -> tuple[int, ...]:
         """What the requests of a call depend on besides shapes."""
         if func is MASKED_SCATTER_BACKWARD:
-            mask = self.values.value_of(args[1])
+            mask = self._mode.values.value_of(args[1])
             return () if mask is None else (int(mask.sum()),)
         return ()
 
@@ -215,12 +223,11 @@ class LoggedTrace:
 def logged_trace(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False) -> LoggedTrace:
     """Run `plan` on `gpu` and keep its calls."""
     with ExitStack() as stack:
-        made: list[LoggingRecorder] = []
+        made: list[CallRecorder] = []
 
-        def make_recorder(*args: Any) -> LoggingRecorder:
-            made.append(LoggingRecorder(*args))
+        def observe(mode: CudaSimMode) -> None:
+            made.append(CallRecorder(mode))
             stack.enter_context(made[0].watching())
-            return made[0]
 
         plan, num_ahead = shortened(plan)
         traced = run_plan(
@@ -228,7 +235,7 @@ def logged_trace(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = Fals
             gpu,
             num_ahead=num_ahead,
             trust_remote_code=trust_remote_code,
-            make_recorder=make_recorder,
+            observe=observe,
             at_cut=lambda: made[0].cut(),
         )
     return LoggedTrace(traced, made[0].calls)

@@ -84,7 +84,7 @@ class _Rebuilder:
         return self.storages.add(0, site, kind)
 
     def _call(self, call: Call, form: Form, events: list[int]) -> None:
-        """As `Recorder._record` does it."""
+        """As `KernelCalls.request` does it."""
         if form.is_partial:
             self.unmodelled[self._names[call.template]] += 1
         born = dict(call.born)

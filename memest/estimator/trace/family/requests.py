@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from memest.estimator.device.dispatch import Recipe, Recorder
-from memest.estimator.device.storages import StorageTable
+from memest.estimator.device.kernel_calls import Recipe, recipe_of
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.kernels.cublas import MATMULS, CublasWorkspaces
-from memest.estimator.kernels.scratch import OLDEST, Events
-from memest.estimator.kernels.staged import masked_scatter_backward_events
+from memest.estimator.kernels.scratch import OLDEST
 from memest.estimator.trace.family.call_log import (
-    MASKED_SCATTER_BACKWARD,
     Template,
     count_numbers,
     is_plain,
@@ -51,23 +48,11 @@ class Form(NamedTuple):
     is_partial: bool
 
 
-class _CountingRecorder(Recorder):  # type: ignore[no-untyped-call]
-    """A `Recorder` that is told how many elements of a mask are true, and does not count them."""
-
-    num_selected: int | None = None
-
-    def _ordered_events(self, func: Any, args: Any, kwargs: Any, out: Any) -> Events | None:
-        if func is MASKED_SCATTER_BACKWARD:
-            return masked_scatter_backward_events(args, kwargs, out, self.gpu, self.num_selected)
-        return super()._ordered_events(func, args, kwargs, out)
-
-
 class Evaluator:
     """Requests the kernel tables what a call with given numbers allocates."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
-        self._recorder = _CountingRecorder(gpu, StorageTable())
 
     def requests(self, template: Template, numbers: Sequence[int]) -> Requests:
         """The requests of one call."""
@@ -80,10 +65,10 @@ class Evaluator:
             form = Form(tuple(positions), 0, 0, False)
             return Requests(form, tuple(own[i] for i in positions))
         func, args, kwargs, out, more = put_numbers(template, numbers)
-        self._recorder.num_selected = None
+        selected: int | None = None
         if more:  # of a mask whose values the trace knew: how many are true
-            self._recorder.num_selected = more[0] * (args[0].numel() // max(1, args[1].numel()))
-        recipe = self._recorder._recipe(func, args, kwargs, out)
+            selected = more[0] * (args[0].numel() // max(1, args[1].numel()))
+        recipe = recipe_of(self.gpu, func, args, kwargs, out, lambda func, args: selected)
         cublas: tuple[int, ...] = ()
         copies: tuple[int, ...] = ()
         if func in MATMULS:

@@ -8,7 +8,7 @@ and so does its program, on the virtual GPU; only the fused kernels do nothing.
 1. AOTAutograd traces the function on meta tensors, where the decisions of CUDA are taken as ever
    (`cuda_semantics.py`). A CPU build of torch has no autograd for tensors that say `cuda`.
 2. The graphs that it gives are told to lie on `cuda` before Inductor lowers them.
-3. Inductor's program is loaded with allocations that the recorder sees.
+3. Inductor's program is loaded with allocations that the mode sees.
 
 One graph is made of the whole function, for each set of shapes, broken where a logger is called
 (`breaks.py`). A real run may have more: Dynamo breaks graphs at whatever it cannot follow, and

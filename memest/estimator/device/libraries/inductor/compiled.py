@@ -28,7 +28,7 @@ from memest.estimator.device.libraries.inductor.compiler import (
     tell,
 )
 from memest.estimator.device.libraries.inductor.opened import Opened
-from memest.estimator.device.live import LiveRecorder
+from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.tensors import INSIDE, Place
 
 RECOMPILE_LIMIT = 8
@@ -53,15 +53,15 @@ class Compiled:
     """A function, or the call of a module, as `torch.compile` makes it.
 
     Args:
-        recorder: of the virtual GPU.
+        mode: of the virtual GPU.
         call: the function.
         graphs: those that were compiled before, of this function and of others.
     """
 
     def __init__(
-        self, recorder: LiveRecorder, call: Callable[..., Any], graphs: dict[Any, _Graph]
+        self, mode: CudaSimMode, call: Callable[..., Any], graphs: dict[Any, _Graph]
     ) -> None:
-        self._recorder = recorder
+        self._mode = mode
         self._graphs = graphs
         self._call = call
         owner = call.__self__ if isinstance(call, MethodType) else None
@@ -87,13 +87,13 @@ class Compiled:
             self._give_up(str(refused))
             return self._call(*args, **kwargs)
         module = self._owner
-        inside = nullcontext() if module is None else self._recorder.modules.running(module)
+        inside = nullcontext() if module is None else self._mode.attribution.modules.running(module)
         with inside:
             return graph.run([*state.values(), *filter(_is_tensor, given)])
 
     def _give_up(self, why: str) -> None:
         self._is_off = True
-        self._recorder.warn(EAGERLY.format(name=self._name, why=why))
+        self._mode.guesses.warn(EAGERLY.format(name=self._name, why=why))
 
     def _state(self) -> dict[str, Tensor]:
         """Parameters and buffers by name, each once."""
@@ -106,7 +106,7 @@ class Compiled:
         for tensor in tensors:
             if type(tensor) not in (Tensor, nn.Parameter):
                 raise NotCompiled(f"an input is a {type(tensor).__name__}")
-            if self._recorder.place(tensor) is not Place.CARD and tensor.dim():
+            if self._mode.host.place(tensor) is not Place.CARD and tensor.dim():
                 raise NotCompiled("an input is on the host")
         constants = [value for value in given if not _is_tensor(value)]
         for value in constants:
@@ -124,7 +124,7 @@ class Compiled:
             found = self._graphs[key] = _Graph(self._function(given, spec, list(state)), tensors)
             version = torch.__version__.partition("+")[0]
             graphs = "one graph" if found.num_parts == 1 else f"{found.num_parts} graphs"
-            self._recorder.note(AS_GRAPHS.format(name=self._name, version=version, graphs=graphs))
+            self._mode.notes.add(AS_GRAPHS.format(name=self._name, version=version, graphs=graphs))
         return found
 
     def _code(self) -> object:
@@ -222,10 +222,10 @@ def _refuse_wrappers(module: nn.Module) -> None:
 
 
 def compiled_function(
-    recorder: LiveRecorder, function: Callable[..., Any], graphs: dict[Any, _Graph]
+    mode: CudaSimMode, function: Callable[..., Any], graphs: dict[Any, _Graph]
 ) -> Callable[..., Any]:
     """`function` as `torch.compile` makes it; a method of modules is compiled for each of them."""
-    alone = Compiled(recorder, function, graphs)
+    alone = Compiled(mode, function, graphs)
     of_modules: WeakKeyDictionary[nn.Module, Compiled] = WeakKeyDictionary()
 
     @wraps(function)
@@ -235,7 +235,7 @@ def compiled_function(
         found = of_modules.get(args[0])
         if found is None:
             method = MethodType(function, args[0])
-            found = of_modules[args[0]] = Compiled(recorder, method, graphs)
+            found = of_modules[args[0]] = Compiled(mode, method, graphs)
         return found(*args[1:], **kwargs)
 
     return run
@@ -306,11 +306,11 @@ def _compile_whole(function: Callable[..., Any], tensors: Sequence[Tensor]) -> C
         """Called for the forward, and when it is needed for the backward."""
         from torch._guards import detect_fake_mode
 
-        mode = detect_fake_mode(inputs)
+        fake_mode = detect_fake_mode(inputs)
         with as_the_compiler() as inductor:
             tell(graph)
             return inductor.compile_fx_inner(
-                graph, [fake(value, mode) for value in inputs], **options
+                graph, [fake(value, fake_mode) for value in inputs], **options
             )
 
     with _refused(), as_the_compiler() as inductor:
