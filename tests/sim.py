@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from array import array
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,6 +33,7 @@ class SimGpu(TorchDispatchMode):
         self.mode = CudaSimMode(found, allocator, Guesses(), NoLines())
         self.memory, self.timeline = self.mode.memory, self.mode.timeline
         self.gpu, self.values, self.storages = found, self.mode.values, self.memory.storages
+        self.coverage = self.mode.kernels.coverage
         self._num_taken = 0
 
     @classmethod
@@ -51,26 +50,22 @@ class SimGpu(TorchDispatchMode):
             INSIDE.depth -= 1
 
     @property
-    def events(self) -> array[int]:
+    def events(self) -> list[int]:
         """All events of the log."""
         self.memory.settle()
-        return self.memory.log.events
+        return self.memory.log.events.tolist()
 
     def take_events(self) -> list[int]:
         """Events since the last call."""
-        events = self.events[self._num_taken :].tolist()
+        events = self.events[self._num_taken :]
         self._num_taken += len(events)
         return events
 
-    def adopt(self, tensor: Tensor, kind: MemKind = MemKind.ACTIVATIONS) -> None:
+    def adopt(self, tensor: Tensor, kind: MemKind = MemKind.ACTIVATIONS, op: str = "") -> None:
         """Make a meta tensor that exists already a tensor of the GPU."""
-        self.memory.allocate(tensor, Site("", "", ""), kind)
+        self.memory.allocate(tensor, Site(op, "", ""), kind)
 
     def id_of(self, tensor: Tensor) -> int:
         index = self.memory.id_of(tensor)
         assert index is not None
         return index
-
-
-def meta_key(tensor: Tensor) -> int:
-    return torch.Tensor.untyped_storage(tensor)._cdata

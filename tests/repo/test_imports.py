@@ -43,13 +43,14 @@ ESTIMATOR_FLOORS = [
 
 DEVICE_FLOORS = [
     {
+        "assumed",
+        "attribution",
         "broadcasts",
         "card_draws",
         "collectives",
         "copies",
         "cuda_semantics",
         "custom_operators",
-        "dispatch",
         "double_backward",
         "engine",
         "fused",
@@ -62,30 +63,31 @@ DEVICE_FLOORS = [
         "in_place",
         "indices",
         "jumps",
+        "kernel_calls",
         "labels",
         "layouts",
         "lines",
+        "memory",
         "messages",
         "modules",
+        "notes",
         "patches",
         "processes",
         "ranks",
         "recurrent",
         "refusals",
-        "searches",
         "shards",
         "sparse",
         "sparse_rules",
         "storages",
-        "streams",
-        "supposed",
         "synchronised",
         "tensors",
+        "timeline",
         "traits",
         "values",
         "works",
     },
-    {"live"},
+    {"mode"},
     {"attributes", "cuda", "distributed", "encoder", "files", "libraries"},
     {"virtual_gpu"},
 ]
@@ -166,7 +168,7 @@ def test_every_module_has_a_floor() -> None:
         "from memest.cli import main",
         "import memest.cli",
         "from memest import cli",
-        "def f():\n    from memest.estimator.device.dispatch import Recorder",
+        "def f():\n    from memest.estimator.device.mode import CudaSimMode",
         "if TYPE_CHECKING:\n    from memest.validate import compare",
     ],
 )
@@ -181,7 +183,7 @@ def test_the_check_of_directions_can_fail_within_the_estimator() -> None:
     assert violations(["estimator", "search", "suite"], above) == []
     assert len(violations(["estimator", "kernels", "cub"], "import memest.estimator.trace")) == 1
     above = "from memest.estimator.device.cuda import memory"
-    assert len(violations(["estimator", "device", "live"], above)) == 1
+    assert len(violations(["estimator", "device", "mode"], above)) == 1
     assert violations(["estimator", "device", "virtual_gpu"], above) == []
 
 
@@ -293,4 +295,4 @@ def test_what_needs_no_model_loads_no_heavy_library(code: str) -> None:
 
 def test_the_check_of_loading_can_fail() -> None:
     assert loaded_by("import numpy") == {"numpy"}
-    assert "torch" in loaded_by("import memest.estimator.device.dispatch")
+    assert "torch" in loaded_by("import memest.estimator.device.mode")

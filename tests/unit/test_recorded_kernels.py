@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from memest.estimator.device.dispatch import _EVENTS
-from memest.estimator.device.dispatch import _MADE_HERE as MADE_HERE
 from torch import Tensor
 
+from memest.estimator.device.kernel_calls import _EVENTS
+from memest.estimator.device.mode import _MADE_HERE as MADE_HERE
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.kernels.tables import SCRATCH, is_partly_modelled
 from memest.estimator.kernels.transfers import to_host_scratch

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from memest.errors import TraceError
 from memest.estimator.device.values import (
     MAX_BYTES,
+    MAX_FLOAT_NUMEL,
     KnownValues,
     ValueUnknown,
 )
@@ -34,8 +35,9 @@ def known(sim: SimGpu, value: Any, dtype: torch.dtype = torch.int64) -> Tensor:
 
 
 def unknown(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """An activation."""
-    return torch.empty(*shape, dtype=dtype, device="meta")
+    """An activation, made by an operator on the GPU whose values nothing follows."""
+    with _disable_current_modes():
+        return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def value_of(sim: SimGpu, tensor: Tensor) -> Any:
@@ -108,13 +110,13 @@ def test_activations_have_no_value(sim: SimGpu) -> None:
     x = unknown(2, 3)
 
     assert sim.values.value_of(x) is None
-    assert sim.values.value_of(x > 0) is None
+    assert not sim.values.decides(x > 0)
     assert sim.values.value_of(x.argmax()) is None
 
 
-def test_floats_have_no_value_even_if_computed_from_ids(sim: SimGpu) -> None:
-    """What is added to attention scores is as large as they are, and nobody branches on it."""
-    mask = known(sim, [1, 0])
+def test_large_floats_have_no_value_even_if_computed_from_ids(sim: SimGpu) -> None:
+    """Scripts do not branch on the mask that is added to attention scores."""
+    mask = known(sim, [[1, 0]]).expand(1, MAX_FLOAT_NUMEL + 1, 2)
 
     assert sim.values.value_of((1.0 - mask.float()) * -1e9) is None
 
@@ -125,22 +127,6 @@ def test_a_write_from_an_activation_forgets_the_value(sim: SimGpu) -> None:
     ids.copy_(unknown(2))
 
     assert sim.values.value_of(ids) is None
-
-
-def test_reading_an_activation_is_an_error_that_names_the_operator(sim: SimGpu) -> None:
-    with pytest.raises(TraceError) as caught:
-        unknown(3).sum().item()
-
-    assert str(caught.value) == (
-        "the model cannot be traced without a GPU: `aten._local_scalar_dense` reads a value that "
-        "is computed from weights or activations"
-    )
-    assert "cannot predict this model yet" in caught.value.hint
-
-
-def test_a_branch_on_an_activation_is_an_error(sim: SimGpu) -> None:
-    with pytest.raises(TraceError, match="reads a value that is computed from"):
-        bool((unknown(3) > 0).any())
 
 
 def test_activations_are_taken_to_be_finite(sim: SimGpu) -> None:
@@ -156,11 +142,6 @@ def test_shapes_that_depend_on_known_values_are_found(sim: SimGpu) -> None:
     """`nonzero` has as many rows as the mask has ones."""
     assert known(sim, [0, 3, 0, 4]).nonzero().shape == (2, 1)
     assert known(sim, [7, 7, 9]).unique().shape == (2,)
-
-
-def test_a_shape_that_depends_on_an_activation_is_an_error(sim: SimGpu) -> None:
-    with pytest.raises(TraceError, match=r"`aten\.nonzero`"):
-        (unknown(3) > 0).nonzero()
 
 
 def test_large_tensors_have_no_value(sim: SimGpu) -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memest.errors import TraceError
+from memest.estimator.device import kernel_calls
 from memest.estimator.device.cuda_semantics import decisions_of
 from memest.estimator.device.storages import MemKind, Site
 from memest.estimator.device.virtual_gpu import VirtualGpu
@@ -251,7 +251,7 @@ def test_a_label_says_what_a_storage_is_held_for() -> None:
     x = meta(3)
     sim.adopt(x, MemKind.ACTIVATIONS, op="made")
 
-    sim.label(x, MemKind.GRADS, "head")
+    sim.memory.label(x, MemKind.GRADS, "head")
 
     assert sim.storages.kinds == [MemKind.GRADS]
     assert sim.storages.sites == [Site("made", "head", "")]
@@ -260,8 +260,8 @@ def test_a_label_says_what_a_storage_is_held_for() -> None:
 def test_unrecorded_tensors_have_no_id() -> None:
     sim = new_recorder()
 
-    assert sim.id_of(meta(3)) is None
-    sim.label(meta(3), MemKind.GRADS)
+    assert sim.memory.id_of(meta(3)) is None
+    sim.memory.label(meta(3), MemKind.GRADS)
 
 
 class Two(nn.Module):
@@ -280,7 +280,7 @@ def sites_of_a_step() -> list[Site]:
     with VirtualGpu(find_gpu("h200")) as gpu:
         model = Two().to("cuda", BF16)
         model(torch.empty(B, T, D, dtype=BF16, device="cuda")).sum().backward()
-        return list(gpu.sim.storages.sites)
+        return list(gpu.mode.memory.storages.sites)
 
 
 def test_storages_are_owned_by_the_module_that_ran() -> None:
@@ -307,7 +307,7 @@ def test_a_gradient_belongs_to_the_module_of_its_parameter() -> None:
     with VirtualGpu(find_gpu("h200")) as gpu:
         model = Two().to("cuda", BF16)
         model(torch.empty(B, T, D, dtype=BF16, device="cuda"))
-        owner_of = gpu.sim.modules.owner_of
+        owner_of = gpu.mode.attribution.modules.owner_of
 
         assert [owner_of(p) for p in model.parameters()] == ["Two.first", "Two.body.1"]
         assert owner_of(meta(3)) == ""
@@ -352,11 +352,8 @@ def test_known_operators_are_not_counted() -> None:
 
 
 def test_torchs_own_error_is_kept() -> None:
-    with pytest.raises(TraceError) as caught, recording():
+    with pytest.raises(RuntimeError, match=r"3.?, ?4|3x4"), recording():
         torch.mm(meta(3, 4), meta(5, 6))
-
-    assert "`aten.mm`" in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 class Tiny(nn.Module):
@@ -403,10 +400,10 @@ def test_two_traces_are_identical() -> None:
 def test_a_repeated_call_does_what_the_first_one_did(monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without the recipes of earlier calls the events are the same."""
     quick = trace_tiny()
-    assert quick._recipes
-    monkeypatch.setattr(SimGpu, "_can_repeat", lambda *args: False)
+    assert quick.mode.kernels._recipes
+    monkeypatch.setattr(kernel_calls, "_can_repeat", lambda *args: False)
     full = trace_tiny()
-    assert not full._recipes
+    assert not full.mode.kernels._recipes
 
     assert quick.events == full.events
     assert quick.storages == full.storages
@@ -448,7 +445,7 @@ def test_workspaces_that_are_cleared_are_taken_anew() -> None:
             del left, right
             product = torch.mm(meta(B, D), meta(D, F_))
             del product
-        sim.clear_workspaces()
+        sim.mode.kernels.clear_workspaces()
         torch.mm(meta(B, D), meta(D, F_))
 
     workspace = 32 * 2**20

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +18,11 @@ from torch import distributed as dist
 
 from memest.estimator.device.tensors import is_meta, tensors_in
 
-if TYPE_CHECKING:
-    from memest.estimator.device.mode import CudaSimMode
-
 _SUM = 0
 """Of `c10d::ReduceOp::RedOpType` (torch/csrc/distributed/c10d/Types.hpp)."""
 
 
-def run(mode: CudaSimMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run(mode: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `func`, an operator of `c10d`, returns, once its outputs are as they would be."""
     given = (*args, *kwargs.values())
     tensors = list(tensors_in(given))
@@ -44,7 +41,7 @@ def run(mode: CudaSimMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return returned[0] if returned else None
 
 
-def _flatten(mode: CudaSimMode, outputs: list[list[Tensor]], func: Any) -> None:
+def _flatten(mode: Any, outputs: list[list[Tensor]], func: Any) -> None:
     """Gather into one tensor, and copy from it to the list of outputs if all have one size.
 
     `ProcessGroupNCCL::allgather`, `newLikeFlat` and `check_same_size` of torch 2.11. Frees the
@@ -76,7 +73,7 @@ def _of_asynchronous(func: Any) -> tuple[int, bool] | None:
     return None
 
 
-def _fill(mode: CudaSimMode, name: str, args: tuple[Any, ...]) -> None:
+def _fill(mode: Any, name: str, args: tuple[Any, ...]) -> None:
     """Give the outputs of a collective their values, as far as they are known."""
     if name in ("allreduce_", "allreduce_coalesced_", "reduce_"):
         for tensor in args[0]:
@@ -103,7 +100,7 @@ def _fill(mode: CudaSimMode, name: str, args: tuple[Any, ...]) -> None:
         _write(mode, args[0], args[1])
 
 
-def _broadcast(mode: CudaSimMode, args: tuple[Any, ...]) -> None:
+def _broadcast(mode: Any, args: tuple[Any, ...]) -> None:
     tensors, root = args[0], args[2]
     group = _group(args)
     key = (tuple(dist.get_process_group_ranks(group)), root)
@@ -117,7 +114,7 @@ def _broadcast(mode: CudaSimMode, args: tuple[Any, ...]) -> None:
             _set(mode, tensor, heard)
 
 
-def _fill_flat(mode: CudaSimMode, name: str, output: Tensor, given: Tensor, factor: int) -> None:
+def _fill_flat(mode: Any, name: str, output: Tensor, given: Tensor, factor: int) -> None:
     """Of a gather the input over and over, of a scattered sum the part of this rank."""
     if is_meta(output) or is_meta(given):
         return  # shards of floats, whose values nobody knows
@@ -127,7 +124,7 @@ def _fill_flat(mode: CudaSimMode, name: str, output: Tensor, given: Tensor, fact
         output.copy_(given.reshape(-1)[: output.numel()].view(output.shape) * factor)
 
 
-def _write(mode: CudaSimMode, output: Tensor, given: Tensor, factor: int = 1) -> None:
+def _write(mode: Any, output: Tensor, given: Tensor, factor: int = 1) -> None:
     known = given if not is_meta(given) else mode.values.value_of(given)
     if known is None or (is_meta(output) and known.shape != output.shape):
         if is_meta(output) and output is not given:
@@ -136,7 +133,7 @@ def _write(mode: CudaSimMode, output: Tensor, given: Tensor, factor: int = 1) ->
         _set(mode, output, known * factor)
 
 
-def _set(mode: CudaSimMode, output: Tensor, value: Tensor) -> None:
+def _set(mode: Any, output: Tensor, value: Tensor) -> None:
     """Let `output` have the values of `value`."""
     if not is_meta(output):
         output.copy_(value.reshape(output.shape))

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from memest.estimator.device.tensors import CPU, META, is_meta, storage_key
 from memest.estimator.device.values import MAX_SHOWN_NUMEL
-
-if TYPE_CHECKING:
-    from memest.estimator.device.mode import CudaSimMode
 
 aten = torch.ops.aten
 
@@ -52,7 +49,7 @@ def awaited_device() -> torch.device | None:
     return None if after is None else after._input_metadata[number].device
 
 
-def copied(mode: CudaSimMode, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
+def copied(mode: Any, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
     """What `copy_` or `_to_copy` to the host returns: values where they are known, or guessed."""
     is_copy_ = func is aten.copy_.default
     source: Tensor = args[1] if is_copy_ else args[0]

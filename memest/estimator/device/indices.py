@@ -8,7 +8,7 @@ TensorAdvancedIndexing.cpp).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,16 +16,13 @@ from torch import Tensor
 from memest.estimator.device.tensors import on_gpu
 from memest.estimator.kernels.indexing import MASK_DTYPES, broadcast
 
-if TYPE_CHECKING:
-    from memest.estimator.device.mode import CudaSimMode
-
 aten = torch.ops.aten
 
 _COPIED_FIRST = (aten.index_put.default, aten._unsafe_index_put.default)
 
 
 def as_taken(
-    mode: CudaSimMode, func: Any, types: Any, args: tuple[Any, ...]
+    mode: Any, func: Any, types: Any, args: tuple[Any, ...]
 ) -> tuple[Any, tuple[Any, ...]]:
     """The call as CUDA makes it, after what it does to its indices; as it is where a mask is not
     known.
@@ -55,11 +52,12 @@ def as_taken(
 _META = torch.device("meta")
 
 
-def _places(mode: CudaSimMode, types: Any, mask: Tensor) -> Tensor:
+def _places(mode: Any, types: Any, mask: Tensor) -> Tensor:
     if on_gpu(mask):
         found: Tensor = mode.call(aten.nonzero.default, types, (mask,), {})
         return found
-    return mode.host.nonzero(mask)
+    on_host: Tensor = mode.host.nonzero(mask)
+    return on_host
 
 
 def _is_fill(args: tuple[Any, ...]) -> bool:

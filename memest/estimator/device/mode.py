@@ -162,20 +162,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return collectives.run(self, func, args, kwargs)
         if traits.is_view and not self._decomposes_under(func):
             return self._view(func, args, kwargs)
-        on_gpu = on_host = no_place = False
-        real: Tensor | None = None
-        live = self.memory.live
-        for tensor in few_tensors(args, kwargs):
-            if not is_meta(tensor):
-                real = tensor
-                continue
-            key = storage_key(tensor)
-            if key in live:
-                on_gpu = True
-            elif key in host_storages:
-                on_host = True
-            else:
-                no_place = True
+        on_gpu, on_host, is_real, no_place = self._places(args, kwargs)
         target: str = getattr(kwargs.get("device"), "type", "")
         if (on_gpu or on_host or target == "cuda") and self._decomposes_under(func):
             return run_by_others(self, self._decomposes_under(func), func, args, kwargs)
@@ -188,7 +175,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_to_host = func is aten.copy_.default and self.host.place(args[0]) is not Place.CARD
             if target == "cpu" or is_to_host:
                 return self._copy_to_host(func, args, kwargs)
-            if real is not None or on_host:
+            if is_real or on_host:
                 if func is aten.copy_.default:
                     return self._copy_to_gpu(func, types, args, kwargs, no_place)
                 self._check_devices(func, args, kwargs)
@@ -209,6 +196,23 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return False
             return func(*args, **kwargs)
         return self.host.run(func, args, kwargs)
+
+    def _places(self, args: tuple[Any, ...], kwargs: Any) -> tuple[bool, bool, bool, bool]:
+        """Whether a tensor is on the GPU, on the host without data, real, or has no place."""
+        on_gpu = on_host = is_real = no_place = False
+        live = self.memory.live
+        for tensor in few_tensors(args, kwargs):
+            if not is_meta(tensor):
+                is_real = True
+                continue
+            key = storage_key(tensor)
+            if key in live:
+                on_gpu = True
+            elif key in host_storages:
+                on_host = True
+            else:
+                no_place = True
+        return on_gpu, on_host, is_real, no_place
 
     def _view(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run a view, which is where its base is and requests nothing."""

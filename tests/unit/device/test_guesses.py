@@ -15,9 +15,9 @@ aten = torch.ops.aten
 
 
 def test_numbers_fall_so_that_progress_is_seen() -> None:
-    guesses = Guesses()
+    guesses = Guesses(line=lambda: "train.py:3")
 
-    read = [guesses.scalar(torch.float32, "train.py:3", "item") for _ in range(4)]
+    read = [guesses.scalar(torch.float32, "item") for _ in range(4)]
 
     assert read == sorted(read, reverse=True)
     assert len(set(read)) == 4
@@ -28,8 +28,8 @@ def test_numbers_fall_so_that_progress_is_seen() -> None:
 def test_booleans_are_false_and_integers_one() -> None:
     guesses = Guesses()
 
-    assert guesses.scalar(torch.bool, "a.py:1", "item") is False
-    assert guesses.scalar(torch.int64, "a.py:1", "item") == 1
+    assert guesses.scalar(torch.bool, "item") is False
+    assert guesses.scalar(torch.int64, "item") == 1
 
 
 @pytest.mark.parametrize(
@@ -56,10 +56,10 @@ def test_no_tolerance_is_met_and_no_threshold_passed(
 
 
 def test_strict_refuses_by_the_line() -> None:
-    guesses = Guesses(is_strict=True)
+    guesses = Guesses(is_strict=True, line=lambda: "train.py:9")
 
     with pytest.raises(UnsupportedError, match=re.escape("train.py:9 reads a value that is not")):
-        guesses.scalar(torch.float32, "train.py:9", "item")
+        guesses.scalar(torch.float32, "item")
 
 
 def test_what_the_card_draws_is_not_drawn_from_the_host() -> None:

@@ -32,8 +32,8 @@ from memest.errors import UnsupportedError
 from memest.estimator.device.mode import CudaSimMode
 from memest.estimator.device.patches import Patches
 from memest.estimator.device.storages import MemKind
-from memest.estimator.device.streams import MAIN
 from memest.estimator.device.tensors import INSIDE, tensors_in
+from memest.estimator.device.timeline import MAIN
 
 _ProcessGroup: Any = c10d.ProcessGroup
 _Reducer: Any = c10d.Reducer

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Sequence
-from types import ModuleType
+from importlib.abc import InspectLoader
+from importlib.util import module_from_spec, spec_from_loader
+from types import CodeType
 from typing import Any
 
 import torch
@@ -76,17 +78,43 @@ class _Config:
         self.__dict__.update(options)
 
 
+class _Source(InspectLoader):
+    """Loads a module from its text, under a file name of its own."""
+
+    file = "<memest kernel>"
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def is_package(self, fullname: str) -> bool:
+        """Return False: it is a module."""
+        return False
+
+    def get_source(self, fullname: str) -> str:
+        """Return the text."""
+        return self._text
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Return the code, whose functions name `file`."""
+        return compile(self._text, self.file, "exec")
+
+
 def _load(source: str) -> None:
     """Run the module of a kernel, which calls what decorates the kernel.
 
     `triton.jit` reads the lines of its function again (`inspect.getsourcelines`), so `linecache`
-    holds them under a file name of their own meanwhile.
+    holds them under the file name meanwhile.
     """
-    file = "<memest kernel>"
-    module = ModuleType("kernel")
-    vars(module).update({"__file__": file, "AttrsDescriptor": dict, "AttrsDescriptorWrapper": dict})
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    loader = _Source(source)
+    spec = spec_from_loader("kernel", loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    vars(module).update(
+        {"__file__": loader.file, "AttrsDescriptor": dict, "AttrsDescriptorWrapper": dict}
+    )
+    lines = source.splitlines(keepends=True)
+    linecache.cache[loader.file] = (len(source), None, lines, loader.file)
     try:
-        exec(compile(source, file, "exec"), vars(module))
+        loader.exec_module(module)
     finally:
-        del linecache.cache[file]
+        del linecache.cache[loader.file]
