@@ -8,11 +8,10 @@ One file builds on another in this order; none imports from below:
   `broadcasts` what ranks have told it, `collectives` what it gets from the others.
 - `cuda_semantics` (with `recurrent`, `fused` and `double_backward`) decides as torch does for CUDA
   tensors, above autograd; `engine` numbers what a backward makes as the thread of a GPU does.
-- `dispatch` records every storage below autograd (with `in_place` and `indices`, which say what
-  the card runs instead), `streams` on several streams; `host` knows of tensors without data,
-  `host_draws` of their random numbers, `card_draws` of the card's; `sparse_rules` does what
-  CUDA does with tensors in coordinate format (`sparse`); `live` sends each event to the allocator
-  as the script runs (with `history`, `labels`, `lines`, `modules` and `garbage`).
+- `mode` runs every operator below autograd (with `in_place` and `indices`, which say what the GPU
+  runs instead). It owns `memory` (with `history` and `garbage`), `timeline`, `kernel_calls`,
+  `host` (with `host_draws`), `attribution` (with `labels`, `lines` and `modules`), and the values
+  of `values`, `assumed` and `card_draws`. `sparse_rules` runs operators of sparse tensors.
 - `attributes/` (what a tensor says and where it goes), `cuda/` (`torch.cuda`, NVML), `encoder`,
   `distributed/` (one rank of several), `files/` (checkpoints, published weights) and `libraries/`
   put all this in torch's place.
