@@ -24,8 +24,8 @@ def gpu() -> Iterator[VirtualGpu]:
 
 def operators(session: VirtualGpu, start: int) -> list[str]:
     """The operators that asked for memory since there were `start` storages."""
-    session.mode.settle()
-    return [site.op.removeprefix("aten.") for site in session.mode.storages.sites[start:]]
+    session.mode.memory.settle()
+    return [site.op.removeprefix("aten.") for site in session.mode.memory.storages.sites[start:]]
 
 
 def order_of_backward(loss: torch.Tensor) -> list[str]:

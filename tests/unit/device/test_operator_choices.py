@@ -21,12 +21,12 @@ def gpu() -> Iterator[VirtualGpu]:
 
 def operators(session: VirtualGpu, start: int) -> list[str]:
     """The operators that asked for memory since there were `start` storages."""
-    session.mode.settle()
-    return [site.op.removeprefix("aten.") for site in session.mode.storages.sites[start:]]
+    session.mode.memory.settle()
+    return [site.op.removeprefix("aten.") for site in session.mode.memory.storages.sites[start:]]
 
 
 def started(session: VirtualGpu) -> int:
-    return len(session.mode.storages.sites)
+    return len(session.mode.memory.storages.sites)
 
 
 def test_an_rms_norm_is_one_kernel_each_way(gpu: VirtualGpu) -> None:
