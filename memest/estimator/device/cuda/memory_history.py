@@ -117,7 +117,7 @@ class Recordings:
     def _follow_deaths(self, follows: bool) -> None:
         """Let a storage's death be seen as it happens: its block is freed a little later."""
         mode, allocator = self._mode, self._allocator
-        vars(mode).pop("_ends", None)
+        vars(mode.memory).pop("free", None)
         if not follows:
             return
         ends = mode.memory.free
@@ -128,7 +128,7 @@ class Recordings:
                 allocator.history.dies(block.address)
             ends(index)
 
-        vars(mode)["_ends"] = ends_here
+        vars(mode.memory)["free"] = ends_here
 
     def snapshot(self, options: Any = None) -> dict[str, Any]:
         """As `torch._C._cuda_memorySnapshot`; a third option of False leaves out the trace."""
