@@ -1,4 +1,4 @@
-"""memest predicts the GPU memory of a fine-tune before a GPU is rented.
+"""GPU memory of training, predicted without a GPU.
 
     from memest import TrainingPlan, predict
 
@@ -14,45 +14,36 @@ Importing it loads neither torch nor transformers; `predict` and `virtual_gpu` d
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from memest.errors import MemestError
-from memest.plan import TrainingPlan
-from memest.report import Prediction
-
 if TYPE_CHECKING:
-    from memest.estimator.kernels.registry import register_kernel
-    from memest.estimator.kernels.scratch import Scratch
+    from memest.errors import MemestError
+    from memest.estimator.ops.registry import register_kernel
+    from memest.estimator.ops.temporaries import Scratch
     from memest.estimator.predict import predict
+    from memest.plan import TrainingPlan
+    from memest.report import Prediction
     from memest.run.preflight import Preflight, PreflightStop, preflight
     from memest.run.session import virtual_gpu
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "MemestError", "Prediction", "Preflight", "PreflightStop", "Scratch", "TrainingPlan", "predict",
     "preflight", "register_kernel", "virtual_gpu",
 ]  # fmt: skip
 
+_MODULES = {
+    "MemestError": "errors", "Prediction": "report", "Preflight": "run.preflight",
+    "PreflightStop": "run.preflight", "Scratch": "estimator.ops.temporaries",
+    "TrainingPlan": "plan", "load_ipython_extension": "notebook", "predict": "estimator.predict",
+    "preflight": "run.preflight", "register_kernel": "estimator.ops.registry",
+    "virtual_gpu": "run.session",
+}  # fmt: skip
+"""Name -> module that is imported at its first use."""
+
 
 def __getattr__(name: str) -> Any:
-    if name == "predict":
-        from memest.estimator.predict import predict
-
-        return predict
-    if name in ("Preflight", "PreflightStop", "preflight"):
-        from memest.run import preflight
-
-        return getattr(preflight, name)
-    if name == "virtual_gpu":
-        from memest.run.session import virtual_gpu
-
-        return virtual_gpu
-    if name == "register_kernel":
-        from memest.estimator.kernels.registry import register_kernel
-
-        return register_kernel
-    if name == "Scratch":
-        from memest.estimator.kernels.scratch import Scratch
-
-        return Scratch
-    raise AttributeError(f"module `memest` has no attribute `{name}`")
+    if name not in _MODULES:
+        raise AttributeError(f"module `memest` has no attribute `{name}`")
+    return getattr(import_module(f"memest.{_MODULES[name]}"), name)

@@ -11,10 +11,10 @@ from memest.cli import main
 
 
 def command() -> None:
-    """Run the command line and end.
+    """Run the command line and exit.
 
-    Python takes a second to free what torch and a traced model hold, object by object; the system
-    does it at once. A script under `memest run` ends as Python would end it.
+    Python takes a second to free torch and a traced model object by object; the system does it at
+    once. A script under `memest run` ends as Python would end it.
     """
     code = 0
     try:
@@ -25,7 +25,7 @@ def command() -> None:
         code = end.code or 0
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody is left to be told
+        with contextlib.suppress(OSError, ValueError):  # the reader is gone
             stream.flush()
     os._exit(code)
 

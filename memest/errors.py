@@ -1,4 +1,4 @@
-"""The errors that a user can cause or meet; `cli` turns each into two lines and an exit code."""
+"""Errors that a user can cause or meet; `cli` turns each into two lines and an exit code."""
 
 from __future__ import annotations
 
@@ -41,15 +41,9 @@ class UnknownModelError(MemestError):
 
 
 class UnsupportedError(MemestError):
-    """A request that memest understands and knows that it cannot model."""
+    """A valid request that memest cannot model."""
 
     exit_code = 3
-
-
-class ValidationError(MemestError):
-    """A measured run broke its tolerance."""
-
-    exit_code = 4
 
 
 class TraceError(MemestError):
@@ -59,7 +53,7 @@ class TraceError(MemestError):
 
 
 def shown(value: object) -> str:
-    """`value` in backticks for a message: one line, cut where it is long.
+    """Return `value` in backticks for a message: one line, cut where it is long.
 
     >>> shown("adamw"), shown(7)
     ('`adamw`', '`7`')
@@ -75,7 +69,7 @@ def shown(value: object) -> str:
 
 
 def closest(name: str, known: Iterable[str], num: int = 3) -> Sequence[str]:
-    """The `num` known names nearest to `name`, best first; compared without regard to case.
+    """Return the `num` known names nearest to `name`, best first, without regard to case.
 
     >>> closest("adamv", ["adamw", "sgd"])
     ['adamw']

@@ -1,4 +1,4 @@
-"""For Lightning: the preflight as a callback of the `Trainer`."""
+"""The preflight as a callback of Lightning's `Trainer`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from memest.errors import MemestError
-from memest.run.preflight import preflight
+from memest.run.preflight import Preflight, preflight, report_measured
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
@@ -26,6 +26,8 @@ __all__ = ["PreflightCallback"]
 class PreflightCallback(Callback):
     """`memest.preflight` when `trainer.fit` begins, before the model goes to the GPU.
 
+    When it ends, a line has the predicted and the measured peak; loggers get both.
+
         trainer = L.Trainer(callbacks=[PreflightCallback()])
 
     Args:
@@ -38,8 +40,15 @@ class PreflightCallback(Callback):
         self._options: dict[str, Any] = {
             "max_steps": max_steps, "time_limit": time_limit, "margin": margin,
         }  # fmt: skip
+        self._result: Preflight | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Lightning calls it first."""
+        """Run the preflight; Lightning calls `setup` first."""
         if stage == "fit" and trainer.is_global_zero:
-            preflight(**self._options)
+            self._result = preflight(**self._options)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Report the predicted and the measured peak, to stderr and to loggers."""
+        for figures in report_measured(self._result):
+            for logger in trainer.loggers:
+                logger.log_metrics(figures, step=trainer.global_step)

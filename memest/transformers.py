@@ -1,10 +1,13 @@
-"""For transformers: the preflight as a callback of the `Trainer`."""
+"""The preflight as a callback of transformers' `Trainer`."""
 
 from __future__ import annotations
 
-from transformers import TrainerCallback
+from typing import Any
 
-from memest.run.preflight import preflight
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations.integration_utils import get_reporting_integration_callbacks
+
+from memest.run.preflight import preflight, report_measured
 
 __all__ = ["PreflightCallback"]
 
@@ -14,6 +17,8 @@ class PreflightCallback(TrainerCallback):
 
         trainer = Trainer(model=model, args=args, callbacks=[PreflightCallback()])
 
+    When the training ends, a line has the predicted and the measured peak; `report_to` gets both.
+
     Args:
         max_steps, time_limit, margin: as of `memest.preflight`.
     """
@@ -21,4 +26,21 @@ class PreflightCallback(TrainerCallback):
     def __init__(
         self, *, max_steps: int = 3, time_limit: float = 120.0, margin: int | str | None = None
     ) -> None:
-        preflight(max_steps=max_steps, time_limit=time_limit, margin=margin)
+        self._result = preflight(max_steps=max_steps, time_limit=time_limit, margin=margin)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Report the predicted and the measured peak with the last log of the training."""
+        if "train_runtime" not in (logs or {}):
+            return
+        for figures in report_measured(self._result):
+            state.log_history.append({**figures, "step": state.global_step})
+            kinds = get_reporting_integration_callbacks(args.report_to)  # type: ignore[no-untyped-call]
+            for kind in kinds:
+                kind().on_log(args, state, control, logs=dict(figures), **kwargs)

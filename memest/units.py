@@ -1,4 +1,4 @@
-"""Bytes to text and back: the one place where GiB appear."""
+"""Conversion between bytes and text: the only place with GiB."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
 
 
 def parse_bytes(text: str | int) -> int:
-    """The number of bytes in `text`; binary and decimal suffixes, a bare number is bytes.
+    """Return the number of bytes in `text`; binary and decimal suffixes, a bare number is bytes.
 
     >>> parse_bytes("78.4GiB"), parse_bytes("80 GB"), parse_bytes(512)
     (84181359001, 80000000000, 512)
@@ -47,7 +47,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def format_gib(num_bytes: int, digits: int = 2) -> str:
-    """`num_bytes` in GiB.
+    """Return `num_bytes` in GiB.
 
     >>> format_gib(16 * 2**30)
     '16.00 GiB'
@@ -56,7 +56,7 @@ def format_gib(num_bytes: int, digits: int = 2) -> str:
 
 
 def format_size(num_bytes: int) -> str:
-    """GiB with as many digits as a slide can use.
+    """Return GiB with as many digits as a slide can use.
 
     >>> format_size(3 * 2**29), format_size(2**28)
     ('1.5', '0.25')
@@ -65,7 +65,7 @@ def format_size(num_bytes: int) -> str:
 
 
 def rounded_to_sum(values: Sequence[float], digits: int) -> list[float]:
-    """`values` rounded to `digits` decimals so that they add up to their rounded sum.
+    """Round `values` to `digits` decimals so that they add up to their rounded sum.
 
     All are rounded down first. Those with the largest remainders are then raised by one unit.
 
@@ -82,18 +82,18 @@ def rounded_to_sum(values: Sequence[float], digits: int) -> list[float]:
 
 
 def gib_that_add_up(sizes: Sequence[int], digits: int = 2) -> list[str]:
-    """GiB of each size as text, without the unit; the printed figures add up."""
+    """Return GiB of each size as text, without the unit; the printed figures add up."""
     return [f"{x:.{digits}f}" for x in rounded_to_sum([n / GIB for n in sizes], digits)]
 
 
 def shares_that_add_up(sizes: Sequence[int], total: int) -> list[str]:
-    """Each size as a share of `total`, with one decimal; the printed figures add up."""
+    """Return each size as a share of `total`, with one decimal; the printed figures add up."""
     whole = max(1, total)
     return [f"{x:.1f} %" for x in rounded_to_sum([100 * n / whole for n in sizes], 1)]
 
 
 def counted(count: int, noun: str) -> str:
-    """`count` and its noun, with an `s` unless there is one.
+    """Return `count` and its noun, with an `s` unless there is one.
 
     >>> counted(1, "tensor"), counted(2, "tensor")
     ('1 tensor', '2 tensors')
@@ -102,7 +102,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """`num_bytes` in the largest binary unit that leaves a number of at least 1.
+    """Return `num_bytes` in the largest binary unit that leaves a number of at least 1.
 
     >>> format_bytes(1536), format_bytes(-3 * 2**20), format_bytes(17)
     ('1.50 KiB', '-3.00 MiB', '17 B')
@@ -114,7 +114,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_count(num: int) -> str:
-    """A count as a lecture writes it.
+    """Return a count in scientific form.
 
     >>> format_count(12_098_000_384), format_count(640)
     ('12.10e9', '640')

@@ -89,7 +89,11 @@ def main(args: list[str]) -> None:
     report_scripts()
     with tempfile.TemporaryDirectory() as folder:
         suite = Path(folder) / "suite.json"
-        lines = (ROOT / "results" / "lab-h200.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (
+            (ROOT / "validation" / "runs" / "lab-h200.jsonl")
+            .read_text(encoding="utf-8")
+            .splitlines()
+        )
         plans = [{**json.loads(line)["plan"], "name": json.loads(line)["name"]} for line in lines]
         suite.write_text(json.dumps({"experiments": plans}), encoding="utf-8")
         report("26 plans, default GPUs", ["predict", "--suite", str(suite), "--json"], runs=1)

@@ -41,7 +41,7 @@ def main(pytest_args: list[str]) -> int:
     types = subprocess.Popen(
         [sys.executable, *TYPES], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
-    tests = [*TESTS, "-n", str(len(os.sched_getaffinity(0))), *pytest_args]
+    tests = [*TESTS, "-n", str(num_cores()), *pytest_args]
     if not _passes("tests", tests):
         failed.append("tests")
     said, _ = types.communicate()
@@ -50,6 +50,11 @@ def main(pytest_args: list[str]) -> int:
         failed.append("types")
     print(f"failed: {', '.join(failed)}" if failed else "all checks passed", flush=True)
     return 1 if failed else 0
+
+
+def num_cores() -> int:
+    """Return the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _passes(name: str, command: list[str]) -> bool:

@@ -2,8 +2,8 @@
 
     python scripts/compare_architectures.py [NAME/TASK ...]
 
-Runs results/scripts/architectures.py under `memest run --gpu h100-80gb` for those of
-results/scripts/architectures.json.gz, or for those that are named, and prints which ask for the
+Runs validation/scripts/architectures.py under `memest run --gpu h100-80gb` for those of
+validation/scripts/architectures.json.gz, or for those that are named, and prints which ask for the
 same sizes in the same order, or else the first that differ. Left out are the workspaces of cuBLAS,
 which a process takes once: another case was the first there.
 """
@@ -13,13 +13,16 @@ from __future__ import annotations
 import difflib
 import gzip
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "results" / "scripts"
+os.environ.setdefault("MEMEST_TORCH", "2.11")  # the release that the runs were measured with
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "validation" / "scripts"
 WORKSPACES = {32 << 20, 1 << 20, 33_562_624, 8_519_680, 8_454_144}
 BLOCK_BYTES = 512
 PROCESSES = 4

@@ -1,8 +1,8 @@
-"""Holds memest beside what a user would pick instead, on the measured runs of results/.
+"""Holds memest beside what a user would pick instead, on the measured runs of validation/.
 
     python scripts/compare_rivals.py --out docs/rivals.md     # ask every tool, write page and chart
     python scripts/compare_rivals.py --venv .rivals           # keep the tools' environment there
-    python scripts/compare_rivals.py --render                 # from docs/rivals.json alone
+    python scripts/compare_rivals.py --render                 # from validation/rivals.json alone
     python scripts/compare_rivals.py --gpu-rows rows.jsonl    # ask those that need a GPU, on one
     python scripts/compare_rivals.py --render --merge rows.jsonl  # take these rows in
     python scripts/compare_rivals.py --scripts PYTHON --given FOLDER  # only scripts
@@ -33,6 +33,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("MEMEST_TORCH", "2.11")  # the release that the runs were measured with
+
 SCRIPTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(SCRIPTS))
 
@@ -41,7 +43,7 @@ from rivals.case import Case  # noqa: E402
 from rivals.scores import OURS  # noqa: E402
 
 ROOT = SCRIPTS.parent
-RESULTS = ROOT / "results"
+RESULTS = ROOT / "validation" / "runs"
 
 PACKAGES = ("fitcheck-llm==0.3.1", "canifinetune==0.4.1", "torch-preflight==0.5.0")
 APART = ("fitcheck_llm", "can_i_finetune", "torch_preflight")
@@ -53,7 +55,7 @@ HERE = ("accelerate_rule", "textbook", "textbook_with_matrix")
 ON_A_GPU = ("memtracker",)
 """Rivals that `--gpu-rows` asks."""
 
-NOT_ASKED = "not asked on the GPU: time ran out, or it was measured later"
+NOT_ASKED = "not run on the GPU: time ran out, or the run was measured later"
 
 _PROCESS_TIMEOUT_S = 1800
 
@@ -62,6 +64,7 @@ def main(arguments: Sequence[str]) -> None:
     """Ask, unless told to render alone; then write page and chart."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "rivals.md")
+    parser.add_argument("--data", type=Path, default=ROOT / "validation" / "rivals.json")
     parser.add_argument("--venv", type=Path, help="environment of the tools; made where missing")
     parser.add_argument("--render", action="store_true", help="from the data that is there")
     parser.add_argument("--fresh", action="store_true", help="ask everything again")
@@ -78,8 +81,7 @@ def main(arguments: Sequence[str]) -> None:
             options.gpu_rows, known=options.known, jobs=options.jobs, timeout_s=options.timeout
         )
         return
-    data_path = options.out.with_suffix(".json")
-    data = json.loads(data_path.read_text(encoding="utf-8")) if data_path.exists() else {}
+    data = json.loads(options.data.read_text(encoding="utf-8")) if options.data.exists() else {}
     if options.scripts:
         known = data.get("scripts", {})
         data["scripts"] = whole_scripts.compare(options.scripts, options.given, known)
@@ -92,7 +94,7 @@ def main(arguments: Sequence[str]) -> None:
     if options.merge:
         take_in(data, options.merge)
     data["tools"] = {name: data["tools"][name] for name in page.LABELS if name in data["tools"]}
-    write(data_path, to_text(data))
+    write(options.data, to_text(data))
     write(options.out, page.render(data))
     draw(data, options.out.parent / "img" / "rivals.png")
 
@@ -243,7 +245,7 @@ def case_of(key: str, measured: Any) -> Case:
         num_params=measured.model["num_params"],
         num_trainable_params=measured.model["num_trainable_params"],
         limit_bytes=limit,
-        card_bytes=limit + measured.context_bytes,
+        gpu_bytes=limit + measured.context_bytes,
     )
 
 

@@ -2,12 +2,12 @@
 
 python scripts/compare_scripts.py [--given FOLDER] [--jobs N] [--write] [NAMES...]
 
-Runs the cases of results/scripts/measured.json under `memest run --gpu h100-80gb`, all of them or
+Runs the cases of validation/scripts/measured.json under `memest run --gpu h100-80gb`, all or
 those named (a `*` at the end stands for the rest), and prints how far they are off. Scripts that
-are not this project's are looked for in FOLDER (results/scripts/README.md says what it holds);
-without it only our own run, and what is not there is left out. `--write` keeps what was simulated
-in results/scripts/simulated.json and writes docs/scripts.md from it; with `--page` only the page is
-written.
+are not this project's are looked for in FOLDER (validation/scripts/README.md says what it holds);
+without it only our own run, and what is not there is left out. `--write` stores the
+figures in validation/scripts/simulated.json and writes validation/scripts.md; `--page` writes only
+the page.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import scripts_page
 
+os.environ.setdefault("MEMEST_TORCH", "2.11")  # the release that the runs were measured with
+
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "results" / "scripts"
-PAGE = ROOT / "docs" / "scripts.md"
+RESULTS = ROOT / "validation" / "scripts"
+PAGE = ROOT / "validation" / "scripts.md"
 GPU = "h100-80gb"
 TIMEOUT_S = 600
 MISSING = "ModuleNotFoundError"
@@ -44,6 +47,11 @@ FOLDERS = {
 
 STAYS_THERE = ("teaching-on-testbeds/llm-chi", "karpathy/nanoGPT", "pytorch/examples")
 """Origins whose scripts read data beside them, so they run in their own folder."""
+
+COMPILED = ("field-compile-*", "field-e65-selective-ckpt")
+"""Cases that the installed torch compiles. The measured torch writes the measured programs."""
+
+MEASURED = os.environ["MEMEST_TORCH"]
 
 Case = Mapping[str, Any]
 
@@ -64,6 +72,11 @@ def main() -> int:
     if absent:
         print(f"left out, for what they run is not in {given}: {', '.join(absent)}")
     wanted = {name: case for name, case in wanted.items() if name not in absent}
+    if not metadata.version("torch").startswith(f"{MEASURED}."):
+        compiled = [n for n in wanted if any(fnmatch.fnmatchcase(n, c) for c in COMPILED)]
+        wanted = {name: case for name, case in wanted.items() if name not in compiled}
+        if compiled:
+            print(f"left out, for they need torch {MEASURED}: {', '.join(compiled)}")
     with ThreadPoolExecutor(options.jobs) as pool:
         runs = pool.map(lambda item: (item[0], simulate(item[1], given)), wanted.items())
         done = {}
@@ -78,13 +91,13 @@ def main() -> int:
 
 
 def read(name: str) -> dict[str, Any]:
-    """A file of results/scripts/."""
+    """A file of validation/scripts/."""
     found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return found
 
 
 def page() -> str:
-    """The text of docs/scripts.md, of what is kept."""
+    """The text of validation/scripts.md, of what is kept."""
     return scripts_page.page_of(read("measured"), read("simulated"), read("misses"), read("public"))
 
 
@@ -170,7 +183,7 @@ def environment(case: Case, given: Path | None) -> dict[str, str]:
 
 
 def keep(done: Mapping[str, Mapping[str, Any]]) -> None:
-    """Put what was simulated into results/scripts/simulated.json, in the order of the measured."""
+    """Put simulated figures into simulated.json, in the order of measured.json."""
     path = RESULTS / "simulated.json"
     kept = read("simulated")["cases"] if path.is_file() else {}
     kept |= done

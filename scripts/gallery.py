@@ -9,8 +9,11 @@ import ast
 import base64
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("MEMEST_TORCH", "2.11")  # the release that the runs were measured with
 
 NOTEBOOK = Path(__file__).resolve().parents[1] / "docs" / "gallery.ipynb"
 DPI = 72

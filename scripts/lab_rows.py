@@ -18,6 +18,16 @@ OOM, FITS = "out of memory", "fits"
 LITGPT = "Single GPU, LitGPT, A100 80GB"
 FOUR = "Four GPUs, LitGPT in a LightningModule, A100 80GB"
 BLIP2 = "Single GPU, BLIP-2"
+FOUR_BLIP2 = "Four GPUs, BLIP-2"
+LABS = (LITGPT, FOUR, BLIP2, FOUR_BLIP2)
+
+MISSES = {
+    ("a100-80gb: opt-2.7b on 4 GPUs, FSDP", "reserved"): (
+        "the plan builds the model on the GPU before FSDP divides it, and the script on the host;"
+        " blocks cached by then differ, and so do remainders that are not split off"
+    )
+}
+"""Row and peak of a plan that is over 0.5 % from its script, and the cause."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +38,10 @@ class Row:
     gpu: str
     what: str
     target: tuple[str, ...]
-    """The script or module with its arguments; empty where `memest run` cannot run it."""
+    """Script or module with its arguments."""
 
     published: str
 
-    note: str = ""
     num_gpus: int = 1
     plan: Mapping[str, Any] = field(default_factory=dict)
     """The same experiment as `memest predict` takes it; empty where there is none."""
@@ -40,10 +49,18 @@ class Row:
     ends: str = ""
     """How it ends where its inputs are not the lab's; empty is as published."""
 
+    lightning: str = ""
+    """Release of Lightning in a folder of its own; empty is the installed one."""
+
     @property
     def name(self) -> str:
         """As the key of its figures."""
         return f"{self.gpu}: {self.what}"
+
+    @property
+    def packages(self) -> str:
+        """Folder of packages that go before the installed ones."""
+        return f"lightning-{self.lightning}" if self.lightning else ""
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -56,8 +73,12 @@ class Row:
 def rows() -> list[Row]:
     """All of them, in the order of the page."""
     found = [*_litgpt(), *_one_of_four()]
-    for gpu, suite in (("a100-80gb", "lab-a100"), ("h100-80gb", "lab-h100")):
-        found += _blip2(gpu, suite)
+    for lab, gpu, suite in (
+        (BLIP2, "a100-80gb", "lab-a100"),
+        (BLIP2, "h100-80gb", "lab-h100"),
+        (FOUR_BLIP2, "a100-80gb", "lab-multi"),
+    ):
+        found += _blip2(lab, gpu, suite)
     return found
 
 
@@ -122,10 +143,11 @@ ONE_GPU = (
 
 OF_DDP, OF_FSDP = "69.62 to 73.98, 78.06 to 78.30", "31.96 to 36.33, 55.76 to 56.00"
 OF_FSDP_8 = "59.51 to 62.95, 62.71 to 67.67"
-OFFLOADED_13B = (
-    "DeepSpeed is not simulated by `memest run` yet; `memest predict --model open_llama_13b"
-    " --strategy deepspeed_stage_3_offload --optim deepspeed_cpu --devices 4 --gpu a100-80gb`"
-)
+
+BATCH_8 = "7B on 4 GPUs, FSDP, batch 8"
+BATCH_8_AS_PUBLISHED = "the same, batch 8, Lightning 2.4.0, rows of up to 455 tokens"
+OLD_LIGHTNING = "2.4.0"
+"""Without the fix of Lightning 2.5.0 that casts a module before FSDP divides it (#20323)."""
 
 
 def _one_of_four() -> Iterator[Row]:
@@ -141,31 +163,33 @@ def _one_of_four() -> Iterator[Row]:
         ("the same, DDP, rows of up to 421 tokens", ("4", "ddp", "421"), OF_DDP),
         ("7B on 4 GPUs, FSDP FULL_SHARD", ("4", "fsdp"), OF_FSDP),
         ("the same, FSDP, rows of up to 421 tokens", ("4", "fsdp", "421"), OF_FSDP),
-        ("7B on 4 GPUs, FSDP, batch 8", ("8", "fsdp"), OF_FSDP_8),
-        ("the same, batch 8, rows of up to 421 tokens", ("8", "fsdp", "421"), OF_FSDP_8),
+        (BATCH_8, ("8", "fsdp"), OF_FSDP_8),
+        (BATCH_8_AS_PUBLISHED, ("8", "fsdp", "455"), OF_FSDP_8),
+        ("13B on 4 GPUs, ZeRO-3, optimizer offloaded", ("4", "deepspeed"), FITS),
     ):
-        target = ("config/four_gpus.py", checkpoint, *options)
+        weights = checkpoint.replace("7b", "13b") if "deepspeed" in options else checkpoint
         yield Row(
-            lab=FOUR, gpu="a100-80gb", what=what, target=target, published=published, num_gpus=4,
+            lab=FOUR, gpu="a100-80gb", what=what, published=published, num_gpus=4,
+            target=("config/four_gpus.py", weights, *options),
             ends=OOM if options == ("4", "ddp") else "",  # the lab's rows are shorter
+            lightning=OLD_LIGHTNING if what == BATCH_8_AS_PUBLISHED else "",
         )  # fmt: skip
-    yield Row(
-        lab=FOUR, gpu="a100-80gb", what="13B on 4 GPUs, ZeRO-3, optimizer offloaded", target=(),
-        published=FITS, note=OFFLOADED_13B,
-    )  # fmt: skip
 
-
-DEEPSPEED_NOTE = "not run here: the row of the A100 is of the same script, and takes 9 minutes"
 
 _DEFAULTS: Mapping[str, Any] = {"accumulate_grad_batches": 1, "optim": "adamw", "act_ckpt": False}
 _OF_ADAPTERS = ("use_lora", "use_qlora", "lora_r", "lora_alpha", "lora_dropout")
-_NOT_GIVEN = ("name", "expected", "note", "seq_len", "lora_target_modules", "num_workers")
+_NOT_GIVEN = (
+    "name", "expected", "note", "seq_len", "lora_target_modules", "num_workers", "wrap_classes",
+    "gradient_as_bucket_view",
+)  # fmt: skip
 
 
-def _blip2(gpu: str, suite: str) -> Iterator[Row]:
+def _blip2(lab: str, gpu: str, suite: str) -> Iterator[Row]:
     given = yaml.safe_load((SUITES / f"{suite}.yaml").read_text(encoding="utf-8"))
     for experiment in given["experiments"]:
         cfg = {**given["defaults"], **experiment}
+        if lab == FOUR_BLIP2 and cfg["model_name"] != "blip2-opt-2.7b":
+            continue  # OpenLLaMA is in `FOUR`, the row of offload in `BLIP2`
         has_adapters = bool(cfg.get("use_lora") or cfg.get("use_qlora"))
         cfg["model_name"] = f"Salesforce/{cfg['model_name']}"
         if cfg.get("use_qlora"):
@@ -176,13 +200,12 @@ def _blip2(gpu: str, suite: str) -> Iterator[Row]:
             if key not in _NOT_GIVEN and (has_adapters or _DEFAULTS.get(key) != value)
         )
         script = "fine_tune_lora.py" if has_adapters else "fine_tune.py"
-        is_left_out = gpu == "h100-80gb" and "strategy" in cfg
         yield Row(
-            lab=BLIP2,
+            lab=lab,
             gpu=gpu,
             what=experiment["name"],
-            target=() if is_left_out else (script, *edits),
-            note=DEEPSPEED_NOTE if is_left_out else "",
+            target=(script, *edits),
             plan={**given["defaults"], **experiment, "gpu": [gpu], "steps": MAX_STEPS},
-            published=OOM if cfg["expected"] == "oom" else FITS,
+            published=OOM if cfg.get("expected") == "oom" else FITS,
+            num_gpus=cfg.get("devices", 1),
         )

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lab_rows
-from lab_rows import BLIP2, FOUR, LITGPT, Row
+from lab_rows import BLIP2, FOUR, FOUR_BLIP2, LITGPT, Row
 
+PEAKS = ("allocated", "reserved")
 Figures = Mapping[str, Mapping[str, Any]]
 GIB = 2**30
 
@@ -17,15 +18,19 @@ TEMPLATE = lab_rows.ROOT / "scripts" / "labs" / "page.md"
 PUBLISHED_GIB = 61.97
 """Allocated on one GPU, after the last forward."""
 
+PUBLISHED_OF_8_GIB = 59.51
+"""Allocated on the rank with the shortest rows, under FSDP with batches of eight."""
+
 
 def page_of(rows: Sequence[Row], figures: Figures) -> str:
     """The text of the page."""
-    by_lab = {lab: [row for row in rows if row.lab == lab] for lab in (LITGPT, FOUR, BLIP2)}
+    by_lab = {lab: [row for row in rows if row.lab == lab] for lab in lab_rows.LABS}
     parts = {
         "litgpt": _table(by_lab[LITGPT], figures),
         "litgpt unmodelled": _unmodelled(by_lab[LITGPT], figures),
         "four": _printed_table(by_lab[FOUR], figures),
         **_explained(by_lab[FOUR], figures),
+        "four blip2": _table(by_lab[FOUR_BLIP2], figures, True),
         "blip2 unmodelled": _unmodelled(by_lab[BLIP2], figures),
     }
     for gpu in dict.fromkeys(row.gpu for row in by_lab[BLIP2]):
@@ -66,10 +71,16 @@ def _of_plan(found: Mapping[str, Any] | None) -> str:
     if found is None or "plan_allocated_bytes" not in found:
         return " - |"
     cells = []
-    for name in ("allocated_bytes", "reserved_bytes"):
-        plan, script = found[f"plan_{name}"], found[name]
+    for peak in PEAKS:
+        plan, script = found[f"plan_{peak}_bytes"], in_training(found, peak)
         cells.append(f"{plan / GIB:.2f} ({100 * (plan / script - 1):+.2f} %)")
     return f" {', '.join(cells)} |"
+
+
+def in_training(found: Mapping[str, Any], peak: str) -> int:
+    """Peak of a script from the first forward on, as a plan counts it."""
+    num_bytes: int = found.get(f"training_{peak}_bytes", found[f"{peak}_bytes"])
+    return num_bytes
 
 
 def _printed_table(rows: Sequence[Row], figures: Figures) -> str:
@@ -92,7 +103,8 @@ def _printed_table(rows: Sequence[Row], figures: Figures) -> str:
 
 
 def _command(row: Row) -> str:
-    return f"`{shlex.join(row.command)}`" if row.target else row.note
+    first = f", with `PYTHONPATH={row.packages}`" if row.packages else ""
+    return f"`{shlex.join(row.command)}`{first}"
 
 
 def _verdict(found: Mapping[str, Any]) -> str:
@@ -102,21 +114,23 @@ def _verdict(found: Mapping[str, Any]) -> str:
 
 def _unmodelled(rows: Sequence[Row], figures: Figures) -> str:
     names = {name for row in rows for name in figures.get(row.name, {}).get("unmodelled", ())}
-    said = ", ".join(f"`{name}`" for name in sorted(names)) or "nothing"
-    return f"\\* Not modelled: {said}; outputs are counted, workspaces of cuDNN are not."
+    listed = ", ".join(f"`{name}`" for name in sorted(names)) or "nothing"
+    return f"\\* Not modelled: {listed}; outputs are counted, workspaces of cuDNN are not."
 
 
 def _explained(rows: Sequence[Row], figures: Figures) -> dict[str, str]:
-    """What a token takes, of the runs with two lengths, and the length of the published line."""
-    found = {row.what: figures.get(row.name, {}).get("printed") for row in rows}
-    whole, accumulated, shorter = (found[what] for what in lab_rows.ONE_GPU)
-    if whole is None or accumulated is None or shorter is None:
-        return {"slope": "-", "tokens": "-", "accumulation": "-"}
+    """MiB per token of a batch, from runs with two lengths, and lengths of published lines."""
+    printed = {row.what: figures[row.name]["printed"] for row in rows}
+    whole, accumulated, shorter = (printed[what] for what in lab_rows.ONE_GPU)
     slope = (whole[2] - shorter[2]) / (whole[1] - shorter[1])
-    tokens = whole[1] - (whole[2] - PUBLISHED_GIB) / slope
     allocated, reserved = accumulated[2] - whole[2], accumulated[3] - whole[3]
+    of_8, in_fp32 = printed[lab_rows.BATCH_8], printed[lab_rows.BATCH_8_AS_PUBLISHED]
+    slope_of_8 = slope * of_8[0] / whole[0]
+    longer = of_8[1] - in_fp32[1]
     return {
         "slope": f"{slope * 1024:.1f}",
-        "tokens": f"{tokens:.0f}",
+        "tokens": f"{whole[1] - (whole[2] - PUBLISHED_GIB) / slope:.0f}",
         "accumulation": f"{allocated:.2f} GiB allocated and {reserved:.2f}",
+        "fp32 shards": f"{in_fp32[2] + longer * slope_of_8 - of_8[2]:.1f}",
+        "shorter tokens": f"{in_fp32[1] - (in_fp32[2] - PUBLISHED_OF_8_GIB) / slope_of_8:.0f}",
     }

@@ -3,8 +3,9 @@
 python scripts/make_labs.py [--jobs N] [--page] [NAMES...]
 
 Runs every command of `lab_rows.py`, or those whose name holds one of NAMES, in a folder with
-stand-in checkpoints and random data; keeps the figures in results/labs.json and writes the page.
-With `--page` only the page is written. All of them take minutes; LitGPT has to be installed.
+dummy checkpoints and random data. Stores the figures in validation/labs.json and writes the page.
+With `--page` only the page is written. All of them take minutes. LitGPT must be installed, and
+the older Lightning of one row is downloaded.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from typing import Any
 import lab_rows
 import labs_page
 
+os.environ.setdefault("MEMEST_TORCH", "2.11")  # the release that the runs were measured with
+
 ROOT = lab_rows.ROOT
-FIGURES = ROOT / "results" / "labs.json"
+FIGURES = ROOT / "validation" / "labs.json"
 PAGE = ROOT / "docs" / "labs.md"
 SCRIPTS = ROOT / "docs" / "labs"
 TIMEOUT_S = 600
@@ -44,7 +47,7 @@ def main() -> int:
     parser.add_argument("--page", action="store_true", help="only write the page")
     options = parser.parse_args()
     kept = json.loads(FIGURES.read_text(encoding="utf-8")) if FIGURES.is_file() else {}
-    rows = [row for row in lab_rows.rows() if row.target and not options.page]
+    rows = [] if options.page else lab_rows.rows()
     rows = [r for r in rows if not options.names or any(n in r.name for n in options.names)]
     has_failed = False
     if rows:
@@ -56,7 +59,7 @@ def main() -> int:
                 has_failed |= "error" in figures
                 print(row.name, json.dumps(figures), flush=True)
                 kept[row.name] = figures
-    names = [row.name for row in lab_rows.rows() if row.target]
+    names = [row.name for row in lab_rows.rows()]
     lines = [f" {json.dumps(name)}: {json.dumps(kept[name])}" for name in names if name in kept]
     FIGURES.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     PAGE.write_text(labs_page.page_of(lab_rows.rows(), kept), encoding="utf-8")
@@ -66,18 +69,33 @@ def main() -> int:
 def prepare(folder: Path, rows: Sequence[lab_rows.Row]) -> None:
     """Fill the folder in which the commands are typed: scripts, recipes, dummy checkpoints."""
     (folder / "config").symlink_to(SCRIPTS / "litgpt")
+    for release in {row.lightning for row in rows if row.lightning}:
+        target = folder / f"lightning-{release}"
+        pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(target)]
+        subprocess.run([*pip, f"lightning=={release}"], check=True, stdout=subprocess.DEVNULL)
     for script in (SCRIPTS / "blip2").glob("*.py"):
         (folder / script.name).symlink_to(script)
+    arguments = [argument for row in rows for argument in row.target]
+    has_litgpt = any(row.lab in (lab_rows.LITGPT, lab_rows.FOUR) for row in rows)
     for layout, names in lab_rows.models().items():
-        is_read = any((row.lab == lab_rows.BLIP2) is (layout == "hf") for row in rows)
-        for name in names if is_read else ():
-            place = f"checkpoints/{name}" if layout == "litgpt" else name
-            memest(["checkpoint", name, place, "--format", layout], folder).check_returncode()
+        for name in names:
+            if has_litgpt if layout == "litgpt" else f"model_name={name}" in arguments:
+                place = f"checkpoints/{name}" if layout == "litgpt" else name
+                memest(["checkpoint", name, place, "--format", layout], folder).check_returncode()
 
 
-def memest(arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """The command line of this checkout, offline, with the rows in place of the data set."""
-    paths = (str(ROOT), str(ROOT / "scripts" / "labs"), os.environ.get("PYTHONPATH", ""))
+def memest(
+    arguments: Sequence[str], folder: Path, first: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run the command line of this checkout, offline, with random rows as the data set.
+
+    Args:
+        arguments: after `memest`.
+        folder: where it runs.
+        first: folder whose packages go before the installed ones.
+    """
+    given = os.environ.get("PYTHONPATH", "")
+    paths = (str(ROOT), str(ROOT / "scripts" / "labs"), first, given)
     return subprocess.run(
         [sys.executable, "-m", "memest", *arguments],
         cwd=folder,
@@ -100,7 +118,7 @@ def run(row: lab_rows.Row, folder: Path) -> dict[str, Any]:
         path = Path(place, "report.json")
         command = [row.command[0], "--json", str(path), *row.command[1:]]
         started = time.perf_counter()
-        done = memest(command, folder)
+        done = memest(command, folder, row.packages)
         seconds = time.perf_counter() - started
         if not path.is_file():
             return {"error": done.stderr.strip()[-300:]}
@@ -135,13 +153,18 @@ def figures_of(report: Mapping[str, Any]) -> dict[str, Any]:
     """What the page needs of a report."""
     if report["ending"] in ("crashed", "unsupported"):
         return {"error": report["error"]}
-    return {
+    figures = {
         "verdict": report["verdict"],
         "allocated_bytes": report["peak_allocated_bytes"],
         "reserved_bytes": report["peak_reserved_bytes"],
         "limit_bytes": report["limit_bytes"],
         "unmodelled": report["coverage"]["unmodelled"],
     }
+    for peak in ("allocated", "reserved"):
+        phases = [p[f"peak_{peak}_bytes"] for p in report["phases"] if p["name"] != "setup"]
+        if max(phases) < figures[f"{peak}_bytes"]:  # building the model takes more
+            figures[f"training_{peak}_bytes"] = max(phases)
+    return figures
 
 
 if __name__ == "__main__":

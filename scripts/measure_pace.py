@@ -7,7 +7,7 @@
 - `SEGMENT_US`: the host's time for a `cudaMalloc`, by its size;
 - `LAUNCH_QUEUE`: after how many launches that the GPU has not run the host waits;
 - how many times as long as at the peak rates training steps and optimizers take (`SLOWEST` and
-  `BEST_SHARE` of memest/estimator/device/), of models whose kernels the GPU is never without.
+  `BEST_SHARE` of memest/estimator/gpu/), of models whose kernels the GPU is never without.
 """
 
 from __future__ import annotations

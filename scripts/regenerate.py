@@ -4,8 +4,8 @@
     python scripts/regenerate.py --check    # only name them, in a second; exit code 1 if any is
     python scripts/regenerate.py NAMES...   # these, stale or not; --all for all
 
-docs/generated.json stores a digest of the inputs of each. Inputs are the data, the code that writes
-or draws, and memest's version. Changes of the engine are not among them: they would mark all.
+validation/generated.json stores a digest of the inputs of each. Inputs are the data, the code that
+writes or draws, and memest's version. The engine is not an input: its changes would mark all.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -20,8 +21,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+os.environ.setdefault("MEMEST_TORCH", "2.11")  # the release that the runs were measured with
+
 ROOT = Path(__file__).resolve().parents[1]
-DIGESTS = ROOT / "docs" / "generated.json"
+DIGESTS = ROOT / "validation" / "generated.json"
 MEMEST = ("-m", "memest")
 DRAWING = ("memest/plots/*.py", "memest/units.py", "memest/__init__.py")
 SCREENSHOT = (
@@ -57,13 +60,17 @@ _SUITES = "memest/validate/suites/{}.yaml"
 TARGETS = {
     "accuracy": Target(
         command=("scripts/make_docs.py", "--stored"),
-        inputs=("scripts/make_docs.py", "scripts/stored_predictions.py", "results/*.jsonl",
-                "results/predictions.jsonl.gz", "memest/render/compare.py"),
-        outputs=("docs/accuracy.md", "docs/accuracy-tables.md"),
+        inputs=("scripts/make_docs.py", "scripts/stored_predictions.py", "validation/runs/*.jsonl",
+                "validation/runs/predictions.jsonl.gz", "memest/report/compare.py"),
+        outputs=("docs/accuracy.md", "validation/accuracy-tables.md"),
+    ),
+    "plan": Target(
+        command=("scripts/plan_page.py",),
+        inputs=("scripts/plan_page.py", "memest/plan/*.py"), outputs=("docs/plan.md",),
     ),
     "kernels": Target(
         command=("scripts/kernels_page.py",),
-        inputs=("scripts/kernels_page.py", "memest/estimator/kernels/**/*.py"),
+        inputs=("scripts/kernels_page.py", "memest/estimator/ops/**/*.py"),
         outputs=("docs/kernels.md",),
     ),
     "labs": Target(
@@ -74,22 +81,22 @@ TARGETS = {
     ),
     "scripts": Target(
         command=("scripts/compare_scripts.py", "--page"),
-        inputs=("scripts/scripts_page.py", "results/scripts/measured.json"),
-        outputs=("docs/scripts.md",),
+        inputs=("scripts/scripts_page.py", "validation/scripts/measured.json"),
+        outputs=("validation/scripts.md",),
     ),
     "rivals": Target(
         command=("scripts/compare_rivals.py", "--render"),
-        inputs=("scripts/compare_rivals.py", "scripts/rivals/*.py", "docs/rivals.json"),
+        inputs=("scripts/compare_rivals.py", "scripts/rivals/*.py", "validation/rivals.json"),
         outputs=("docs/rivals.md", "docs/img/rivals.png"),
     ),
     "notebook": Target(
         command=("scripts/gallery.py",),
-        inputs=("scripts/gallery.py", *DRAWING, "memest/render/*.py"),
+        inputs=("scripts/gallery.py", *DRAWING, "memest/report/*.py"),
         outputs=("docs/gallery.ipynb",),
     ),
     "explorer": Target(
         command=(*MEMEST, "explore", "--suite", "lab-a100", "-o", "{out}/explorer.html"),
-        inputs=("memest/render/explorer.*", "memest/estimator/search/explore.py",
+        inputs=("memest/report/explorer.*", "memest/estimator/search/explore.py",
                 "memest/__init__.py", _SUITES.format("lab-a100")),
         outputs=("docs/img/explorer.png",), made="explorer.html",
     ),
@@ -106,9 +113,9 @@ TARGETS = {
     ),
     "fragmentation": _chart(
         "fragmentation", "fragmentation", "fragmentation", "--model", "gpt2", "--loop", "plain",
-        "--precision", "32-true", "--bs", "6", "--lengths", "docs/lengths.txt", "--gpu-memory",
-        "9.4GiB", "--setting", "default", "--setting", "expandable_segments:True",
-        inputs=("memest/estimator/search/growth.py", "docs/lengths.txt"),
+        "--precision", "32-true", "--bs", "6", "--lengths", "validation/lengths.txt",
+        "--gpu-memory", "9.4GiB", "--setting", "default", "--setting", "expandable_segments:True",
+        inputs=("memest/estimator/search/growth.py", "validation/lengths.txt"),
     ),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The predictions of the measured runs, kept beside them in results/predictions.jsonl.gz.
+"""The predictions of the measured runs, kept beside them in validation/runs/predictions.jsonl.gz.
 
 All of them take many minutes, so pages and tests read what was predicted last; a test predicts
 `representative` runs again, and `pytest tests/accuracy --every-run` all of them.
@@ -14,11 +14,12 @@ from itertools import islice
 from pathlib import Path
 
 from memest.estimator.search.suite import predict_all
+from memest.estimator.versions import simulating
 from memest.plan import TrainingPlan
 from memest.report import Measurement, Prediction, read_measurements
 from memest.validate.compare import comparable, plan_of
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "validation" / "runs"
 PREDICTIONS = RESULTS / "predictions.jsonl.gz"
 
 Runs = dict[str, tuple[list[Measurement], list[Prediction]]]
@@ -44,7 +45,8 @@ def predicted_now(jobs: int | None = None) -> Runs:
     """Predict every run."""
     runs = measured()
     plans = [plan_of(m) for reports in runs.values() for m in reports]
-    return _beside(runs, predict_all(plans, jobs=jobs))
+    with simulating("2.11"):
+        return _beside(runs, predict_all(plans, jobs=jobs))
 
 
 def stored() -> Runs:
@@ -60,8 +62,12 @@ def store(runs: Runs) -> None:
 
 
 def lasting(prediction: Prediction) -> Prediction:
-    """What is the same each time that it is made."""
-    return replace(prediction, elapsed_s=0.0)
+    """The prediction without its time and without needs, which no measured run shows."""
+    verdicts = {
+        name: replace(verdict, margin_bytes=0, spread_bytes=0)
+        for name, verdict in prediction.verdicts.items()
+    }
+    return replace(prediction, elapsed_s=0.0, verdicts=verdicts)
 
 
 def representative(runs: Runs) -> list[tuple[str, int]]:
@@ -92,6 +98,6 @@ def _telling(plan: TrainingPlan) -> set[tuple[str, str]]:
 
 def _beside(runs: dict[str, list[Measurement]], predictions: Sequence[Prediction]) -> Runs:
     if sum(map(len, runs.values())) != len(predictions):
-        raise ValueError("results/ has changed: `python scripts/make_docs.py` predicts it again")
+        raise ValueError("validation/runs/ has changed: run `python scripts/make_docs.py`")
     rest = iter(predictions)
     return {name: (reports, [*islice(rest, len(reports))]) for name, reports in runs.items()}

@@ -16,6 +16,19 @@ import pytest
 from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["MEMEST_TORCH"] = "2.11"
+"""The release of torch with which the stored figures were measured."""
+
+collect_ignore = ["smoke"]
+"""Scripts that `scripts/smoke.py` runs under memest; they need a GPU."""
+if sys.platform != "linux":  # tests that fork, run shell scripts, or take names from Linux
+    collect_ignore += [
+        "unit/device/test_host_workers.py", "unit/run/test_other_python.py", "unit/test_ci.py",
+        "unit/test_host.py", "unit/test_portable.py", "unit/test_ranks.py",
+        "unit/test_reading.py", "unit/test_validate_runner.py",
+    ]  # fmt: skip
+
+os.environ.pop("VIRTUAL_ENV", None)  # `memest run` would run scripts in that environment
 
 STATE = pytest.StashKey[tuple[str, dict[tuple[str, str], Any]]]()
 """The folder and the names of torch before a test."""
@@ -33,7 +46,11 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the golden files")
-    parser.addoption("--every-run", action="store_true", help="predict every measured run again")
+    parser.addoption(
+        "--every-run",
+        action="store_true",
+        help="predict every measured run again, resolve every repository",
+    )
 
 
 def pytest_report_header() -> str:

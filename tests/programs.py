@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memest.estimator.device.storages import StorageTable
-from memest.estimator.trace.program import MicroBatch, Part, Probe, Program, StateBytes, find_shifts
+from memest.estimator.replay.program import (
+    MicroBatch,
+    Part,
+    Probe,
+    Program,
+    StateBytes,
+    find_shifts,
+)
+from memest.estimator.tensors.storages import StorageTable
 from memest.report import Phase
 
 NOTHING = StateBytes(0, 0, 0)

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memest.estimator.device.broadcasts import Broadcasts
-from memest.estimator.device.ranks import Ranks
-from memest.estimator.device.storages import RETURNED, MemKind
-from memest.estimator.device.virtual_gpu import VirtualGpu
+from memest.estimator.gpu.worlds import Mailbox, Ranks
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.trace import virtual_run
-from memest.estimator.trace.program import Program
+from memest.estimator.replay import virtual_run
+from memest.estimator.replay.program import Program
+from memest.estimator.tensors.storages import RETURNED, MemKind
+from memest.estimator.virtual_gpu import VirtualGpu
 from memest.loops.job import Job, Listener
 from memest.loops.lightning import fit
 from memest.loops.optimizers import make_optimizer
@@ -29,7 +28,7 @@ from memest.report import Phase
 WITHOUT_END = 1 << 50
 
 
-_said = Broadcasts()
+_said = Mailbox()
 """What the first rank of the last run has said to the others."""
 
 
@@ -37,12 +36,12 @@ def gpu_of_rank(rank: int, world_size: int) -> VirtualGpu:
     """An H200 that is one of a host's; the other ranks of a run come after the first."""
     global _said
     if rank == 0:
-        _said = Broadcasts()
+        _said = Mailbox()
     return VirtualGpu(
         find_gpu("h200"),
         limit_bytes=WITHOUT_END,
         lines=virtual_run.NoLines(),
-        ranks=Ranks(rank=rank, world_size=world_size, num_local=world_size, broadcasts=_said),
+        ranks=Ranks(rank=rank, world_size=world_size, num_local=world_size, mailbox=_said),
     )
 
 

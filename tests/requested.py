@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from memest.estimator.device.virtual_gpu import VirtualGpu
+from memest.estimator.virtual_gpu import VirtualGpu
 from memest.units import MIB
 
 WORKSPACE = 32 * MIB

@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memest.estimator.allocator.statistics import CountingAllocator
-from memest.estimator.device.guesses import Guesses
-from memest.estimator.device.lines import ScriptLines
-from memest.estimator.device.mode import CudaSimMode
-from memest.estimator.device.storages import MemKind, Site
-from memest.estimator.device.tensors import INSIDE
+from memest.estimator.gpu.mode import CudaSimMode
+from memest.estimator.gpu.placeholders import Guesses
 from memest.estimator.hardware.gpus import Gpu, find_gpu
+from memest.estimator.tensors.lines import ScriptLines
+from memest.estimator.tensors.placement import INSIDE
+from memest.estimator.tensors.storages import MemKind, Site
 
 
 class NoLines(ScriptLines):

@@ -1,7 +1,7 @@
-"""The command line: parse, one library call, render. torch is imported only when a prediction is
-made.
+"""The command line: parse, one library call, render.
 
-`group` is the command; each other file adds its own commands to it when it is imported here.
+torch is imported only when a prediction is made. `group` is the command; each other file adds its
+own commands to it when it is imported here.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from memest.cli import (  # noqa: F401
     chart,
     checkpoint,
     compare,
+    diff,
+    doctor,
     explore,
-    fragmentation,
     lists,
+    mcp,
     predict,
     run,
-    scaling,
     sweep,
     validate,
 )

@@ -8,12 +8,12 @@ from typing import Any
 
 import click
 
-from memest.cli.files import check_writable, given_only, read_plans, write_text
+from memest.cli.files import check_writable, given_only, read_plans
 from memest.cli.group import OOM_EXIT_CODE, main
 from memest.cli.options import plan_options
-from memest.cli.progress import shown
-from memest.cli.terminal import folded
+from memest.cli.terminal import folded, shown
 from memest.errors import PlanError
+from memest.writing import write_output
 
 
 @main.command()
@@ -22,14 +22,15 @@ from memest.errors import PlanError
     "--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it."
 )
 @click.option(
-    "--max-predictions", type=click.IntRange(1), default=40, help="Where the search ends."
+    "--max-predictions",
+    type=click.IntRange(1),
+    default=40,
+    help="Largest number of predictions of the search.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the advice to a file.")
 @click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if nothing fits.")
-@click.option(
-    "--trust-remote-code", is_flag=True, help="Run model code that a config brings along."
-)
+@click.option("--trust-remote-code", is_flag=True, help="Run model code from the config's folder.")
 def advise(
     config: Path | None,
     max_predictions: int,
@@ -39,7 +40,7 @@ def advise(
     trust_remote_code: bool,
     **flags: Any,
 ) -> int:
-    """Find what makes a plan fit a GPU, cheapest in kind first.
+    """Find changes that make a plan fit a GPU, cheapest first.
 
     \b
     memest advise --model blip2-opt-2.7b --precision 32-true --bs 64 --gpu a100-80gb
@@ -60,7 +61,7 @@ def advise(
     if output is not None:
         check_writable(output)
     from memest.estimator.search.advise import advise as find_advice
-    from memest.render.advice import render_advice
+    from memest.report.advice import render_advice
 
     with shown():
         advice = find_advice(
@@ -70,5 +71,5 @@ def advise(
     if output is None:
         click.echo(text if as_json else folded(text))
     else:
-        write_text(output, text + "\n")
+        write_output(output, text + "\n")
     return OOM_EXIT_CODE if check and not (advice.fits or advice.options) else 0

@@ -1,4 +1,4 @@
-"""`memest chart`: the charts on the command line, each with its data beside it."""
+"""`memest chart`: the charts on the command line, each with its data in a file next to it."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memest.cli.files import given_only, make_folder, read_plans, write_text
+from memest.cli.files import given_only, make_folder, read_plans
 from memest.cli.group import main
 from memest.cli.options import VALUES, completes, plan_options, suite_names
-from memest.cli.progress import shown
 from memest.cli.sweep import grid_options, grid_points
+from memest.cli.terminal import shown
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.plan import TrainingPlan
-from memest.plan.files import read_suite
+from memest.plan.files import read_config, read_suite
 from memest.units import TIB
+from memest.writing import write_output
 
 if TYPE_CHECKING:
+    from memest.estimator.replay.recording import Timeline
+    from memest.estimator.search.scaling import ScalingLine
     from memest.estimator.search.sweep import Grid
-    from memest.estimator.trace.recording import Timeline
     from memest.report import Prediction
 
 CHART_GPU = "a100-80gb"
-"""The card of a chart where none is named: that of the lab."""
+"""GPU of a chart where none is named: that of the lab."""
 
 JSON_FILES = "memest.cli.chart.json"
 """Key of the context: whether the files are printed as JSON."""
@@ -38,19 +40,19 @@ _CHART_OPTIONS = [
         help="Folder for the pictures and their data; made if it is not there.",
     ),
     click.option(
-        "--format", "formats", default="png", show_default=True, help="Of png, svg, pdf: png,svg."
+        "--format", "formats", default="png", show_default=True, help="Formats: png, svg, pdf."
     ),
-    click.option("--dark", is_flag=True, help="For dark slides."),
-    click.option("--title", default="", help="In place of the chart's own."),
+    click.option("--dark", is_flag=True, help="Draw for dark slides."),
+    click.option("--title", default="", help="Title of the chart."),
     click.option(
-        "--json", "as_json", is_flag=True, expose_value=False, help="The files as a JSON object.",
+        "--json", "as_json", is_flag=True, expose_value=False, help="Print the files as JSON.",
         callback=lambda ctx, param, value: ctx.meta.__setitem__(JSON_FILES, value),
     ),
 ]  # fmt: skip
 
 
 def chart_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of every chart."""
+    """Add the options of every chart."""
     for option in reversed(_CHART_OPTIONS):
         command = option(command)
     return command
@@ -58,7 +60,7 @@ def chart_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @main.group()
 def chart() -> None:
-    """Draw charts for slides; the data lies beside each picture."""
+    """Draw charts for slides; each picture has its data next to it."""
 
 
 @chart.command()
@@ -72,10 +74,10 @@ def chart() -> None:
 @click.option(
     "--gpu",
     multiple=True,
-    help="Card to draw a line for; the first decides the bars. By default the suite's own.",
+    help="GPU of a line; the bars are of the first. By default the suite's own.",
 )
 @click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
-@click.option("--resume", is_flag=True, help="Go on where it was interrupted.")
+@click.option("--resume", is_flag=True, help="Continue after an interruption.")
 @chart_options
 def lab(
     suite: str,
@@ -87,23 +89,23 @@ def lab(
     dark: bool,
     title: str,
 ) -> None:
-    """The ladder of the lab: every experiment a bar, against the lines of the cards.
+    """Draw the experiments of a suite and the GPUs' limits.
 
     \b
     memest chart lab
     memest chart lab --suite lab-h100 --format png,svg,pdf --dark
     memest chart lab --suite experiments.yaml --gpu rtx-4090 --gpu a100-80gb
     """
-    from memest.plots import card_label
-    from memest.validate.suite_files import find_suite
+    from memest.plots import gpu_label
+    from memest.validate.results import find_suite
 
     wanted = parse_wanted(formats)
     path = find_suite(suite)
-    cards = list(gpu) or _own_cards(path)
-    limits = {card_label(name): find_gpu(name).limit_bytes for name in cards}
-    plans = read_suite(path, {"gpu": cards})
+    names = list(gpu) or _own_gpus(path)
+    limits = {gpu_label(name): find_gpu(name).limit_bytes for name in names}
+    plans = read_suite(path, {"gpu": names})
     make_folder(out)
-    from memest.cli.kept import predict_kept
+    from memest.cli.resume import predict_kept
     from memest.estimator.search.suite import apart
     from memest.plots import plot_ladder
 
@@ -121,8 +123,8 @@ def lab(
     save_chart(figure, out / path.stem, wanted, title, [report.to_dict() for report in reports])
 
 
-def _own_cards(path: Path) -> list[str]:
-    """The cards that a suite's plans name, or the one that the lab's suite was run on."""
+def _own_gpus(path: Path) -> list[str]:
+    """Return the GPUs that a suite's plans name, or the one of the lab's suite."""
     named = dict.fromkeys(name for plan in read_suite(path, {}) for name in plan.gpu)
     return list(named) or ["h100-80gb" if "h100" in path.stem else CHART_GPU]
 
@@ -130,7 +132,7 @@ def _own_cards(path: Path) -> list[str]:
 def _needs(
     predicted: Sequence[tuple[TrainingPlan, Prediction]], jobs: int | None
 ) -> dict[str, Prediction]:
-    """The plans that do not fit, by name, on a card that holds them."""
+    """Predict the plans that do not fit, by name, on a GPU that is large enough."""
     from memest.estimator.search.suite import apart, predict_each
 
     larger = [
@@ -144,8 +146,8 @@ def _needs(
     return {report.name: report for _, report in found}
 
 
-def on_a_card(plan: TrainingPlan) -> TrainingPlan:
-    """`plan` with the card of the chart, where it names none."""
+def on_gpu(plan: TrainingPlan) -> TrainingPlan:
+    """Return `plan` with the chart's GPU, where it names none."""
     if plan.gpu or plan.gpu_memory is not None:
         return plan
     return replace(plan, gpu=(CHART_GPU,))
@@ -167,13 +169,13 @@ def phases(
     title: str,
     **flags: Any,
 ) -> None:
-    """Params, grads, optimizer and activations at the four phases of a step.
+    """Draw memory by kind at the four phases of a step.
 
     \b
     memest chart phases --model blip2-opt-2.7b --bs 16 --precision 32-true --gpu a100-80gb
     """
     wanted = parse_wanted(formats)
-    plans = [on_a_card(plan) for plan in read_plans(config, suite, given_only(flags))]
+    plans = [on_gpu(plan) for plan in read_plans(config, suite, given_only(flags))]
     make_folder(out)
     from memest.estimator.search.suite import predict_all
     from memest.plots import plot_phases
@@ -203,13 +205,13 @@ def timeline(
     title: str,
     **flags: Any,
 ) -> None:
-    """Memory over the events of one step, by what it is held for.
+    """Draw memory over the events of one step, by kind.
 
     \b
     memest chart timeline --model blip2-opt-2.7b --bs 16 --precision 32-true --gpu a100-80gb
     """
     wanted = parse_wanted(formats)
-    plans = [on_a_card(plan) for plan in read_plans(config, suite, given_only(flags))]
+    plans = [on_gpu(plan) for plan in read_plans(config, suite, given_only(flags))]
     for plan in plans:
         if step is not None and step > plan.steps:
             raise PlanError(
@@ -218,7 +220,7 @@ def timeline(
             )
     make_folder(out)
     from memest.estimator.predict import predict, record_plan
-    from memest.estimator.trace.recording import timeline as timeline_of
+    from memest.estimator.replay.recording import timeline as timeline_of
     from memest.plots import plot_timeline
 
     for stem, plan in zip(_stems("timeline", plans), plans, strict=True):
@@ -242,14 +244,14 @@ def timeline(
     "models",
     multiple=True,
     required=True,
-    help="May be given again.",
+    help="Model; repeat for more.",
     shell_complete=completes(VALUES["models"]),
 )
 @click.option(
     "--gpu",
     default=CHART_GPU,
     show_default=True,
-    help="Card that has to hold them.",
+    help="GPU that the plans must fit.",
     shell_complete=completes(VALUES["gpu"]),
 )
 @click.option("--seq-len", type=int, help="Tokens per sample, padding included.")
@@ -266,12 +268,12 @@ def batches(
     title: str,
     **flags: Any,
 ) -> None:
-    """The largest batch of every model under every technique of the lab, as a heat map.
+    """Draw the largest batch by model and technique.
 
     \b
     memest chart batches --model blip2-opt-2.7b --model blip2-flan-t5-xl --gpu a100-80gb
     """
-    wanted, card = parse_wanted(formats), find_gpu(gpu)
+    wanted, target = parse_wanted(formats), find_gpu(gpu)
     plans = [TrainingPlan.from_dict({"model_name": m, **given_only(flags)}) for m in models]
     make_folder(out)
     from memest.estimator.search.techniques import largest_of_all
@@ -281,7 +283,7 @@ def batches(
     data = []
     for plan in plans:
         with shown():
-            found_rows = largest_of_all(plan, [card], jobs=jobs)
+            found_rows = largest_of_all(plan, [target], jobs=jobs)
         for row in found_rows:
             found = row.largest
             cells = table.setdefault(row.technique, {})
@@ -289,14 +291,19 @@ def batches(
             data.append({"model_name": plan.model_name, **row.to_dict()})
     length = plans[0].seq_len
     said = [f"{length} tokens" if length else "each model's default tokens"]
-    figure = plot_largest_batch(table, gpu=card.name, dark=dark, said=said)
+    figure = plot_largest_batch(table, gpu=target.name, dark=dark, said=said)
     save_chart(figure, out / "batches", wanted, title, data)
 
 
 @chart.command("sweep")
 @click.argument("file", required=False, type=click.Path(path_type=Path))
 @grid_options
-@click.option("--across", default="", metavar="KEY", help="Columns; by default the longest key.")
+@click.option(
+    "--across",
+    default="",
+    metavar="KEY",
+    help="Key of the columns; by default the one with most values.",
+)
 @chart_options
 def sweep_chart(
     file: Path | None,
@@ -309,19 +316,20 @@ def sweep_chart(
     title: str,
     **flags: Any,
 ) -> None:
-    """What fits of a sweep: of one that is made here, or that `memest sweep -o` wrote to FILE.
+    """Draw the verdicts of a sweep.
+
+    FILE is of `memest sweep -o`. Without it, a new sweep runs.
 
     \b
     memest chart sweep --model gpt2 --bs 1:64 --precision 32-true,bf16-true --gpu rtx-4090
     memest chart sweep sweep.csv --across batch_size
     """
     wanted = parse_wanted(formats)
-    from memest.estimator.search.sweep import sweep_grid
-    from memest.estimator.search.sweep_table import fits_table, read_rows
+    from memest.estimator.search.sweep import fits_table, read_rows, sweep_grid
 
     if file is not None and any(flags[key] for key in flags if key != "max_points"):
         raise PlanError(
-            f"`{file}` holds a sweep, and flags ask for another",
+            f"`{file}` holds a sweep, and flags define another",
             hint="give either a file or the flags of `memest sweep`",
         )
     if not flags["gpu"] and flags["gpu_memory"] is None and flags["config"] is None:
@@ -345,8 +353,8 @@ def sweep_chart(
 
 
 def _in_common(rows: Sequence[dict[str, Any]], points: Grid) -> list[str]:
-    """What all plans of a sweep are, as far as its rows or its plans say."""
-    from memest.plots.words import setting_words
+    """Return the common facts of all plans of a sweep, from its rows or its plans."""
+    from memest.plots.style import setting_words
 
     plans = [plan.to_dict() for _, plan in points if isinstance(plan, TrainingPlan)] or rows
     same = {k: v for k, v in plans[0].items() if all(plan.get(k) == v for plan in plans)}
@@ -369,10 +377,12 @@ def _in_common(rows: Sequence[dict[str, Any]], points: Grid) -> list[str]:
 def validate_chart(
     results: tuple[Path, ...], jobs: int | None, out: Path, formats: str, dark: bool, title: str
 ) -> None:
-    """Predicted over measured, and the errors: the runs of `memest validate`.
+    """Draw predictions and errors of measured runs.
+
+    RESULTS are files of `memest validate`.
 
     \b
-    memest chart validate results/lab-h200.jsonl
+    memest chart validate validation/runs/lab-h200.jsonl
     """
     from memest.report import read_measurements
 
@@ -396,15 +406,15 @@ def validate_chart(
 
 
 def parse_wanted(text: str) -> list[str]:
-    """The formats asked for, refused before anything is computed."""
+    """Parse the formats before anything is computed."""
     from memest.plots import parse_formats
 
     return parse_formats(text)
 
 
 def _stems(chart_name: str, plans: Sequence[TrainingPlan]) -> list[str]:
-    """A file name for the chart of each plan, no two alike."""
-    from memest.validate.snapshot import file_stem
+    """Return a unique file name for the chart of each plan."""
+    from memest.validate.experiment import file_stem
 
     if len(plans) == 1:
         return [chart_name]
@@ -424,7 +434,7 @@ def _limit_bytes(report: Prediction) -> int:
 
 
 def _points(line: Timeline) -> list[dict[str, Any]]:
-    """One row per point of a timeline."""
+    """Return one row per point of a timeline."""
     phases = {i: s.name for s in line.spans for i in range(s.start, s.stop + 1)}
     return [
         {"event": i, "phase": phases.get(i, ""), "reserved_bytes": reserved}
@@ -436,15 +446,170 @@ def _points(line: Timeline) -> list[dict[str, Any]]:
 def save_chart(
     figure: Any, path: Path, formats: Sequence[str], title: str, data: Sequence[dict[str, Any]]
 ) -> None:
-    """The pictures, then their data as JSON Lines; says what was written."""
+    """Write the pictures, then their data as JSON Lines; print the paths."""
     from memest.plots import retitle, save
 
     pictures = save(retitle(figure, title), path, formats)
     data_file = path.with_name(f"{path.name}.jsonl")
-    write_text(data_file, "".join(json.dumps(row) + "\n" for row in data))
+    write_output(data_file, "".join(json.dumps(row) + "\n" for row in data))
     if click.get_current_context().meta.get(JSON_FILES):
         files = {"pictures": [str(p) for p in pictures], "data": str(data_file)}
         click.echo(json.dumps(files))
         return
     for written in (*pictures, data_file):
         click.echo(written)
+
+
+DEFAULT_GPU = "h100-80gb"
+"""GPU of the chart where none is named."""
+
+
+def _options_of_one_gpu(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of a plan except those that this command varies."""
+    varied = ("strategy", "devices")
+
+    def taken(values: Any) -> None:
+        """Stands for a command, to see which options a plan has."""
+
+    plan_options(taken)
+    options = [o for o in vars(taken)["__click_params__"] if o.name not in varied]
+    vars(command).setdefault("__click_params__", []).extend(options)
+    return command
+
+
+@chart.command()
+@click.option("--devices", default="1,2,4,8,16,32,64", show_default=True, help="Numbers of GPUs.")
+@click.option(
+    "--strategies",
+    default="ddp,deepspeed_stage_2,deepspeed_stage_3,fsdp,fsdp2",
+    show_default=True,
+    help="Strategies to compare; *_offload ones take deepspeed_cpu.",
+)
+@click.option(
+    "--bars", metavar="STRATEGY", help="Strategy of the bars; by default fsdp, or the last."
+)
+@click.option(
+    "--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it."
+)
+@click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
+@chart_options
+@_options_of_one_gpu
+def scaling(
+    devices: str,
+    strategies: str,
+    bars: str | None,
+    config: Path | None,
+    jobs: int | None,
+    out: Path,
+    formats: str,
+    dark: bool,
+    title: str,
+    **flags: Any,
+) -> None:
+    """Draw memory per GPU over the number of GPUs.
+
+    One picture has a line for each strategy. The other has the bars of one strategy, by kind of
+    memory.
+
+    \b
+    memest chart scaling --model llama-3.1-8b
+    memest chart scaling --model blip2-opt-6.7b --bs 16 --strategies ddp,fsdp --devices 1,4,16
+    memest chart scaling --model gpt2 --strategies deepspeed_stage_3_offload,fsdp --gpu rtx-4090
+    """
+    wanted, given = parse_wanted(formats), given_only(flags)
+    values = _values(config, given)
+    from memest.estimator.search.scaling import scale
+    from memest.estimator.search.sweep import parse_values
+
+    numbers = parse_values("devices", devices)
+    names = parse_values("strategy", strategies)
+    chosen = bars or ("fsdp" if "fsdp" in names else names[-1])
+    if chosen not in names:
+        raise PlanError(
+            f"`--bars {chosen}` is not among the strategies",
+            hint=f"name one of {', '.join(f'`{name}`' for name in names)}",
+        )
+    make_folder(out)
+    with shown():
+        lines = scale(values, strategies=names, devices=numbers, jobs=jobs)
+    for line in lines:
+        for note in line.notes:
+            click.echo(f"{line.strategy}: {note}", err=True)
+    _draw(lines, chosen, out, wanted, dark=dark, title=title)
+
+
+def _values(config: Path | None, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of the plan, on one GPU."""
+    if config is not None:
+        given = read_config(config, given).to_dict()
+    if not given.get("gpu") and given.get("gpu_memory") is None:
+        given = given | {"gpu": [DEFAULT_GPU]}
+    gpus = [*given.get("gpu", ()), *([""] if given.get("gpu_memory") is not None else [])]
+    if len(gpus) > 1:
+        raise PlanError(f"{len(gpus)} GPUs are named", hint="the chart has the line of one")
+    return given
+
+
+def _draw(
+    lines: list[ScalingLine], chosen: str, out: Path, formats: list[str], *, dark: bool, title: str
+) -> None:
+    from memest.plots import plot_scaling, plot_scaling_bars
+
+    rows = [row for line in lines for row in line.to_dicts()]
+    save_chart(plot_scaling(lines, dark=dark), out / "scaling", formats, title, rows)
+    line = next(line for line in lines if line.strategy == chosen)
+    if line.reports:
+        figure = plot_scaling_bars(line, dark=dark)
+        save_chart(figure, out / f"scaling-{chosen}", formats, title, line.to_dicts())
+
+
+MAX_SETTINGS = 4
+"""Largest number of lines in one chart."""
+
+
+@chart.command()
+@plan_options
+@click.option(
+    "--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it."
+)
+@click.option(
+    "--setting", "settings", multiple=True, metavar="TEXT",
+    help="Allocator setting of a line; `default` for none. [default: the allocator's own,"
+    " expandable_segments:True, max_split_size_mb:64]",
+)  # fmt: skip
+@chart_options
+def fragmentation(
+    config: Path | None,
+    settings: tuple[str, ...],
+    out: Path,
+    formats: str,
+    dark: bool,
+    title: str,
+    **flags: Any,
+) -> None:
+    """Draw reserved memory over steps of changing length.
+
+    Each line is a setting of the allocator.
+
+    \b
+    memest chart fragmentation --model gpt2 --loop plain --bs 4 --lengths lengths.txt
+    memest chart fragmentation --model gpt2 --lengths 512,96,700 --setting expandable_segments:True
+    """
+    wanted = parse_wanted(formats)
+    if len(settings) > MAX_SETTINGS:
+        raise PlanError(
+            f"{len(settings)} settings are too many for a chart", hint=f"name {MAX_SETTINGS}"
+        )
+    plan = on_gpu(read_plans(config, None, given_only(flags))[0])
+    make_folder(out)
+    from memest.estimator.predict import target_gpus, usable_bytes
+    from memest.estimator.search.growth import SETTINGS, growths
+    from memest.plots import plot_fragmentation
+
+    chosen = tuple("" if text == "default" else text for text in settings) or SETTINGS
+    with shown(plan.label):
+        report, runs = growths(plan, chosen)
+    limit = usable_bytes(plan, target_gpus(plan)[0])
+    figure = plot_fragmentation(report, runs, gpu_limit_bytes=limit, dark=dark)
+    rows = [row for run in runs for row in run.rows()]
+    save_chart(figure, out / "fragmentation", wanted, title, rows)

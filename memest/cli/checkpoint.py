@@ -1,4 +1,4 @@
-"""`memest checkpoint`: a folder that scripts take for a model, without its weights."""
+"""`memest checkpoint`: a folder that scripts accept as a model, without its weights."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _FOLDER = click.Path(path_type=Path)
 )
 @click.option("--tokenizer", type=_FOLDER, help="Copy the tokenizer of this folder.")
 def checkpoint(model: str, folder: Path, layout: str, tokenizer: Path | None) -> None:
-    """Write a stand-in checkpoint of MODEL to FOLDER, for scripts that insist on files.
+    """Write a dummy checkpoint of MODEL to FOLDER.
 
-    Names, shapes and dtypes are right, values are not there: a few hundred kilobytes for any model.
-    Scripts load it under `memest run`. Nothing but another stand-in is overwritten.
+    It has names, shapes and dtypes, but no values: a few hundred kilobytes for any model.
+    Scripts load it under `memest run`. Only another dummy checkpoint is overwritten.
 
     \b
     memest checkpoint open-llama-7b --format litgpt checkpoints/openlm-research/open_llama_7b
     memest checkpoint blip2-opt-2.7b --format hf Salesforce/blip2-opt-2.7b
     """
-    from memest.run.stand_ins import write_checkpoint
+    from memest.run.dummy_checkpoints import write_checkpoint
 
     made = write_checkpoint(model, folder, layout=layout, tokenizer=tokenizer)
     click.echo(
-        f"{made.folder}: a stand-in of {made.model}, {made.num_tensors} tensors, "
+        f"{made.folder}: a dummy checkpoint of {made.model}, {made.num_tensors} tensors, "
         f"{format_bytes(made.num_bytes)} for {format_bytes(made.stands_for_bytes)} of weights"
     )

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from memest.report import Prediction
     from memest.validate.compare import Comparison
-from memest.cli.files import check_writable, make_folder, write_text
+from memest.cli.files import check_writable, make_folder
 from memest.cli.group import fail, main
-from memest.cli.progress import shown
+from memest.cli.terminal import shown
+from memest.writing import write_output
 
 
 @main.command()
@@ -38,11 +40,11 @@ def compare(
     output: Path | None,
     jobs: int | None,
 ) -> int:
-    """Show predictions beside measured runs.
+    """Compare predictions with measured runs.
 
     \b
-    memest compare results/lab-h200.jsonl
-    memest compare results/*.jsonl --check --tolerance allocated=0.2
+    memest compare validation/runs/lab-h200.jsonl
+    memest compare validation/runs/*.jsonl --check --tolerance allocated=0.2
     """
     from memest.report import read_measurements
     from memest.validate.compare import comparable, parse_tolerances, plan_of, summarise
@@ -54,10 +56,18 @@ def compare(
     if output is not None:
         check_writable(output)
     from memest.estimator.search.suite import predict_all
-    from memest.render.compare import comparison_json, render_comparison, render_comparison_markdown
+    from memest.estimator.versions import nearest, simulating
+    from memest.report.compare import comparison_json, render_comparison, render_comparison_markdown
 
+    releases = [nearest(str(m.versions.get("torch", ""))).name for m in measured]
+    predicted: dict[int, Prediction] = {}
     with shown():
-        comparisons = compare_reports(measured, predict_all(plans, jobs=jobs))
+        for release in dict.fromkeys(releases):  # each run with the release it was measured on
+            of_release = [i for i, name in enumerate(releases) if name == release]
+            with simulating(release):
+                found = predict_all([plans[i] for i in of_release], jobs=jobs)
+            predicted.update(zip(of_release, found, strict=True))
+        comparisons = compare_reports(measured, [predicted[i] for i in range(len(plans))])
     summary = summarise(comparisons, tolerances)
     if as_json:
         text = json.dumps(comparison_json(comparisons, summary))
@@ -68,7 +78,7 @@ def compare(
     if output is None:
         click.echo(text)
     else:
-        write_text(output, text + "\n")
+        write_output(output, text + "\n")
     if charts is not None:
         _draw(comparisons, charts)
     if (check or tolerance) and summary.broken:

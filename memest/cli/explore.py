@@ -1,4 +1,4 @@
-"""`memest explore`: a page to play with."""
+"""`memest explore`: an interactive page."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from pathlib import Path
 
 import click
 
-from memest.cli.files import check_writable, write_text
+from memest.cli.files import check_writable
 from memest.cli.group import main
 from memest.cli.options import VALUES, completes, suite_names
-from memest.cli.progress import shown
+from memest.cli.terminal import shown
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.plan import TrainingPlan
 from memest.plan.files import read_suite
+from memest.writing import write_output
 
-LAB_CARDS = {"h100": ("h100-80gb", "h200"), "": ("a100-80gb", "a100-40gb")}
-"""By a word in the suite's name: its own card first, and another of the same chip, which costs no
-further trace."""
+LAB_GPUS = {"h100": ("h100-80gb", "h200"), "": ("a100-80gb", "a100-40gb")}
+"""Default GPUs by a word in the suite's name: its own GPU, and another of the same chip, which
+costs no further trace.
+"""
 
 MODELS = ("blip2-opt-2.7b", "blip2-opt-6.7b", "blip2-flan-t5-xxl")
-"""Of the lab."""
+"""Models of the lab."""
 
 
 @main.command()
@@ -34,13 +36,13 @@ MODELS = ("blip2-opt-2.7b", "blip2-opt-6.7b", "blip2-flan-t5-xxl")
     "--model",
     "models",
     multiple=True,
-    help="May be given again; by default those of the lab.",
+    help="Model; repeat for more. By default the lab's.",
     shell_complete=completes(VALUES["models"]),
 )
 @click.option(
     "--gpu",
     multiple=True,
-    help="Card to choose; may be given again. By default the suite's own.",
+    help="GPU to choose; repeat for more. By default the suite's.",
     shell_complete=completes(VALUES["gpu"]),
 )
 @click.option(
@@ -49,7 +51,7 @@ MODELS = ("blip2-opt-2.7b", "blip2-opt-6.7b", "blip2-flan-t5-xxl")
 @click.option("--bs", "batches", default="1,2,4,8,16,32,64", show_default=True, help="Batch sizes.")
 @click.option("--acc", "counts", default="1,2,4", show_default=True, help="Micro-batches per step.")
 @click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
-@click.option("--json", "as_json", is_flag=True, help="What was made as a JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print path and number of plans as JSON.")
 @click.option(
     "-o",
     "--output",
@@ -69,10 +71,10 @@ def explore(
     as_json: bool,
     output: Path,
 ) -> None:
-    """Write a page to play with: what does it need, and with batch 8?
+    """Write an interactive page of predictions.
 
-    Choose model, batch, precision, optimizer, technique and card; bar, phases and verdict follow.
-    One file, without a server or a network. Every figure is a prediction, made now.
+    The page has choices of model, batch, precision, optimizer, technique and GPU. It shows bar,
+    phases and verdict. It is one file, without a server or a network. Every figure is a prediction.
 
     \b
     memest explore --suite lab-a100 -o explorer.html
@@ -81,7 +83,7 @@ def explore(
     if suite is not None and models:
         raise PlanError("`--suite` and `--model` are given together", hint="choose one")
     from memest.estimator.search.sweep import parse_values
-    from memest.validate.suite_files import find_suite
+    from memest.validate.results import find_suite
 
     sizes, micro = (
         parse_values("batch_size", batches),
@@ -93,31 +95,31 @@ def explore(
         presets = read_suite(find_suite(suite or "lab-a100"), {})
         names, length = _of_suite(presets, seq_len)
     word = "h100" if suite is not None and "h100" in suite else ""
-    cards = [find_gpu(name) for name in gpu or LAB_CARDS[word]]
+    gpus = [find_gpu(name) for name in gpu or LAB_GPUS[word]]
     check_writable(output)
     from memest.estimator.search.explore import explore as explore_grid
-    from memest.render.explorer import MAX_PAGE_BYTES, render_explorer
+    from memest.report.explorer import MAX_PAGE_BYTES, render_explorer
 
     with shown():
         points = explore_grid(
-            names, [card.name for card in cards], batches=sizes, micro_batches=micro,
+            names, [gpu.name for gpu in gpus], batches=sizes, micro_batches=micro,
             seq_len=length, jobs=jobs,
         )  # fmt: skip
-    limits = {card.name: card.limit_bytes for card in cards}
+    limits = {gpu.name: gpu.limit_bytes for gpu in gpus}
     tokens = f"{length} tokens" if length else "each model's default tokens"
     page = render_explorer(points, limits, tokens=tokens, presets=presets)
     if len(page.encode()) > MAX_PAGE_BYTES:
         raise PlanError(
             f"the page has {len(page) / 2**20:.1f} MiB, more than 3",
-            hint="name fewer models, batch sizes or cards",
+            hint="name fewer models, batch sizes or GPUs",
         )
-    write_text(output, page)
+    write_output(output, page)
     made = {"page": str(output), "plans": len(points), "bytes": len(page.encode())}
     click.echo(json.dumps(made) if as_json else f"{output}: {len(points)} plans")
 
 
 def _of_suite(plans: list[TrainingPlan], seq_len: int | None) -> tuple[list[str], int | None]:
-    """The models of a suite, and the tokens that most of its plans have."""
+    """Return the models of a suite, and the tokens that most of its plans have."""
     lengths = [plan.seq_len for plan in plans]
     return list(dict.fromkeys(p.model_name for p in plans)), seq_len or max(
         set(lengths), key=lengths.count

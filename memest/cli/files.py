@@ -1,4 +1,4 @@
-"""What commands read plans from, and write their answers to."""
+"""Reading of plans and writing of answers, for all commands."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from memest.plan.files import read_config, read_suite
 
 
 def given_only(flags: dict[str, Any]) -> dict[str, Any]:
-    """The flags that say something."""
+    """Return the flags that have a value."""
     return {k: v for k, v in flags.items() if v is not None and v != ()}
 
 
 def read_plans(
     config: Path | None, suite: Path | None, given: dict[str, Any]
 ) -> list[TrainingPlan]:
-    """The plans that a command is about: of a file, of a suite, or of the flags alone."""
+    """Return the plans of a command: of a file, of a suite, or of the flags alone."""
     if config is not None and suite is not None:
         raise PlanError("`--config` and `--suite` are given together", hint="choose one")
     if suite is not None:
@@ -30,14 +30,14 @@ def read_plans(
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a path that cannot be written before anything is computed."""
+    """Reject a path that cannot be written, before anything is computed."""
     folder = path.parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise PlanError(f"`{path}` cannot be written", hint="name a file in a folder that exists")
 
 
 def make_folder(folder: Path) -> None:
-    """The folder of the pictures, made if it is not there and can be written."""
+    """Make the folder of the pictures, if it does not exist."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -46,16 +46,3 @@ def make_folder(folder: Path) -> None:
         ) from error
     if not os.access(folder, os.W_OK):
         raise PlanError(f"`{folder}` cannot be written", hint="name another folder")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write beside and rename, so that nothing half-written is ever there."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise PlanError(
-            f"`{path}` cannot be written: {error.strerror}", hint="name another file"
-        ) from error

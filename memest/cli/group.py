@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import sys
 from typing import Any
 
 import click
 
-from memest import __version__
 from memest.errors import MemestError
-from memest.estimator.search.processes import collect_seldom
+from memest.packages import broken_package
 
 OOM_EXIT_CODE = 5
-"""Of `--check` when a plan does not fit; without it a verdict is a result, and the exit code 0."""
+"""Exit code of `--check` when a plan does not fit; without it a verdict is a result, and the code
+0.
+"""
 
 
 SECTIONS = {
@@ -22,13 +24,14 @@ SECTIONS = {
     "Search": ("advise", "max-batch", "sweep"),
     "Draw": ("chart",),
     "Measure": ("validate", "compare"),
-    "Look up": ("models", "gpus", "completion"),
+    "Integrate": ("diff", "ci", "mcp"),
+    "Look up": ("models", "gpus", "schema", "completion", "doctor"),
 }
-"""Of `memest --help`; a command that is in none comes last."""
+"""Sections of `memest --help`; a command in none comes last."""
 
 
 class _Command(click.Command):
-    """Its help has the options in the sections that `options.py` names."""
+    """Command whose help has the options in the sections that `options.py` names."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -49,12 +52,12 @@ OPTION_SECTIONS: dict[str, str] = {}
 
 
 class _Group(click.Group):
-    """Turns every expected error into two lines on stderr and its own exit code."""
+    """Group that turns every expected error into two lines on stderr and its own exit code."""
 
     command_class = _Command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The commands in sections."""
+        """Write the commands in sections."""
         listed = {name for names in SECTIONS.values() for name in names}
         rest = tuple(name for name in self.list_commands(ctx) if name not in listed)
         for section, names in {**SECTIONS, "Others": rest}.items():
@@ -81,8 +84,10 @@ class _Group(click.Group):
         except BrokenPipeError:  # the reader of a pipe has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(0)
-        except OSError as error:
-            if error.errno not in _NO_ROOM:
+        except (ImportError, OSError) as error:
+            if broken := broken_package(error):
+                fail(*broken, 3)
+            if not isinstance(error, OSError) or error.errno not in _NO_ROOM:
                 raise
             _no_room(error)
         try:
@@ -99,32 +104,52 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 def _no_room(error: OSError) -> None:
-    """The output cannot be written; what is left of it goes nowhere, so that nothing fails anew."""
+    """Report that the output cannot be written; discard its rest, so that nothing fails again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     fail(f"the output cannot be written: {error.strerror}", "write where there is room", 1)
 
 
 def fail(message: str, hint: str, code: int) -> None:
-    """Say what is wrong, and end with an exit code."""
+    """Print an error and exit with a code."""
     tell(message, hint)
     sys.exit(code)
 
 
 def tell(message: str, hint: str) -> None:
-    """An error and its hint, a line each, on stderr."""
+    """Print an error and its hint, a line each, on stderr."""
     click.echo(f"Error: {' '.join(message.split())}", err=True)
     if hint:
         click.echo(f"hint: {' '.join(hint.split())}", err=True)
 
 
+def _python() -> str:
+    return f"{platform.python_version()} on {platform.platform()}"
+
+
+def _print_versions(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    """Print the versions that a bug report needs, without importing a library."""
+    if not value or ctx.resilient_parsing:
+        return
+    from memest.estimator.versions import STACK, library_versions
+
+    for name, number in {**library_versions(*STACK), "Python": _python()}.items():
+        click.echo(f"{name} {number}")
+    ctx.exit()
+
+
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="memest")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_versions,
+    help="Show the installed versions and exit.",
+)  # fmt: skip
 @click.pass_context
 def main(ctx: click.Context) -> None:
     """Predict the GPU memory of a fine-tune before a GPU is rented."""
-    if ctx.invoked_subcommand == "run":  # what a script says is its own
+    if ctx.invoked_subcommand == "run":  # the output of a script is its own
         return
     if ctx.invoked_subcommand != "validate":  # whose runs are real
+        from memest.estimator.search.processes import collect_seldom
+
         ctx.call_on_close(collect_seldom())
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -1,4 +1,4 @@
-"""`memest models`, `memest gpus` and `memest completion`: what is known."""
+"""`memest models`, `gpus`, `schema` and `completion`: lists of known names."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import click
 
 from memest.cli.group import main
+from memest.errors import PlanError, shown
 
 
 @main.command()
@@ -15,7 +16,7 @@ from memest.cli.group import main
 def models(as_json: bool) -> None:
     """List the bundled models."""
     from memest.models_meta.registry import list_models
-    from memest.render.text import render_models
+    from memest.report.text import render_models
 
     entries = list_models()
     if as_json:
@@ -32,21 +33,39 @@ def models(as_json: bool) -> None:
 def gpus(as_json: bool, verbose: bool) -> None:
     """List the GPUs, and which figures are measured."""
     from memest.estimator.hardware.gpus import list_gpus
-    from memest.render.gpus import evidence, render_gpus
+    from memest.report.text import evidence, render_gpus
 
-    cards = list_gpus()
+    gpus = list_gpus()
     if as_json:
-        for card in cards:
-            row = dataclasses.asdict(card) | {"limit_bytes": card.limit_bytes}
-            click.echo(json.dumps(row | {"evidence": evidence(card)}))
+        for gpu in gpus:
+            row = dataclasses.asdict(gpu) | {"limit_bytes": gpu.limit_bytes}
+            click.echo(json.dumps(row | {"evidence": evidence(gpu)}))
         return
-    click.echo(render_gpus(cards, verbose=verbose))
+    click.echo(render_gpus(gpus, verbose=verbose))
+
+
+@main.command()
+@click.argument("name", required=False)
+def schema(name: str | None) -> None:
+    """Print the JSON schema of a report: run, predicted, measured, plan, or peak.
+
+    Without a name, an object of all of them.
+    """
+    from memest.report.schema import REPORTS, schema_of
+
+    if name is None:
+        click.echo(json.dumps({each: schema_of(each) for each in REPORTS}, indent=1))
+        return
+    if name not in REPORTS:
+        hint = f"known: {', '.join(REPORTS)}"
+        raise PlanError(f"no report is called {shown(name)}", hint=hint)
+    click.echo(json.dumps(schema_of(name), indent=1))
 
 
 @main.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print what makes a shell complete names and values.
+    """Print a script for the shell that completes names and values.
 
     \b
     echo 'eval "$(memest completion bash)"' >> ~/.bashrc

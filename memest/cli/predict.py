@@ -1,21 +1,24 @@
-"""`memest predict`: parse, one library call, render, and the files beside the report."""
+"""`memest predict`: parse, one library call, render, and write the other files."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from memest.cli.files import check_writable, given_only, read_plans, write_text
+from memest.cli.files import check_writable, given_only, read_plans
 from memest.cli.group import OOM_EXIT_CODE, main, tell
-from memest.cli.options import plan_options
-from memest.cli.progress import shown
-from memest.cli.terminal import folded, has_colour
+from memest.cli.options import emit_option, plan_options
+from memest.cli.terminal import folded, has_colour, shown
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import custom_gpu
 from memest.plan import TrainingPlan
+from memest.report.answer import summary_line
+from memest.report.schedulers import NAMES, resource_lines
+from memest.writing import write_output
 
 if TYPE_CHECKING:
     from memest.estimator.search.advise import Option
@@ -31,20 +34,20 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per plan.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the report to a file.")
 @click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if a plan does not fit.")
-@click.option("--resume", is_flag=True, help="Of a suite with -o: go on where it was interrupted.")
-@click.option("-v", "--verbose", is_flag=True, help="With all that is assumed.")
+@click.option("--summary", is_flag=True, help="Print one line per plan and requested GPU.")
+@emit_option
+@click.option("--resume", is_flag=True, help="Continue an interrupted suite, with -o.")
+@click.option("-v", "--verbose", is_flag=True, help="List all assumptions.")
 @click.option(
     "--jobs", type=click.IntRange(1), help="Processes for a suite; by default one per core."
 )
-@click.option(
-    "--trust-remote-code", is_flag=True, help="Run model code that a config brings along."
-)
+@click.option("--trust-remote-code", is_flag=True, help="Run model code from the config's folder.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write a page with charts as well.")
 @click.option(
-    "--snapshot", type=click.Path(path_type=Path), help="Write the run as PyTorch's snapshot."
+    "--snapshot", type=click.Path(path_type=Path), help="Write a memory snapshot, as torch does."
 )
 @click.option(
-    "--chrome-trace", type=click.Path(path_type=Path), help="Write the run for Perfetto, as JSON."
+    "--chrome-trace", type=click.Path(path_type=Path), help="Write a trace for Perfetto, as JSON."
 )
 def predict(
     config: Path | None,
@@ -52,11 +55,13 @@ def predict(
     as_json: bool,
     output: Path | None,
     check: bool,
+    summary: bool,
+    emit: str | None,
     resume: bool,
     verbose: bool,
     **flags: Any,
 ) -> int:
-    """Predict one plan, or a suite of them.
+    """Predict one plan, or a suite.
 
     \b
     memest predict --model blip2-flan-t5-xxl --optim adam_8bit --bs 2
@@ -73,7 +78,9 @@ def predict(
             check_writable(path)
     if (files["snapshot"] or files["chrome_trace"]) and len(plans) > 1:
         raise PlanError("a recording is of one plan", hint="leave `--suite` out")
-    from memest.cli.kept import predict_kept
+    if emit:
+        plans = [_on_every_gpu(plan) for plan in plans]
+    from memest.cli.resume import predict_kept
     from memest.estimator.search.suite import apart, named
 
     with shown():
@@ -85,8 +92,10 @@ def predict(
     write_files([plan for plan, _ in predicted], reports, **files)
     if as_json:
         text = "\n".join(report.to_json() for report in reports)
+    elif summary or emit:
+        text = "\n".join(_short(report, emit) for report in reports)
     elif suite is not None:
-        from memest.render.text import render_suite
+        from memest.report.text import render_suite
 
         text = render_suite(reports)
     else:
@@ -95,12 +104,28 @@ def predict(
     if output is None:
         click.echo(text)
     else:
-        write_text(output, text + "\n")
+        write_output(output, text + "\n")
     for error in (named(*each) for each in failed):
         tell(str(error), error.hint)
     if failed:
         return failed[0][1].exit_code
     return OOM_EXIT_CODE if check and any(r.verdict != "fits" for r in reports) else 0
+
+
+def _on_every_gpu(plan: TrainingPlan) -> TrainingPlan:
+    """Return the plan for every GPU that schedulers can name, if it names none."""
+    return plan if plan.gpu or plan.gpu_memory is not None else replace(plan, gpu=tuple(NAMES))
+
+
+def _short(report: Prediction, emit: str | None) -> str:
+    """Return the lines of one plan: resources, or a line per GPU that it names."""
+    plan = report.plan
+    if emit:
+        nodes = {"num_gpus": plan["devices"], "num_nodes": plan["num_nodes"]}
+        return resource_lines(report, emit, **nodes)
+    is_named = plan.get("gpu") or plan.get("gpu_memory") is not None
+    gpus = report.verdicts if is_named else [report.gpu]
+    return "\n".join(summary_line(report, gpu) for gpu in gpus)
 
 
 def _one(
@@ -111,7 +136,7 @@ def _one(
     is_shown: bool,
     verbose: bool,
 ) -> str:
-    from memest.render.text import render_text
+    from memest.report.text import render_text
 
     with shown("looking for what would fit"):
         change = _cheapest(plan, report, trust_remote_code=trust_remote_code)
@@ -121,14 +146,14 @@ def _one(
 
 
 def _cheapest(plan: TrainingPlan, report: Prediction, *, trust_remote_code: bool) -> Option | None:
-    """Of a plan that does not fit: the cheapest change with which it does, if it is soon found."""
+    """Return the cheapest change with which a plan fits, if it is found quickly."""
     verdict = report.verdicts.get(report.gpu)
     if verdict is None or verdict.verdict != "oom":
         return None
     from memest.estimator.search.advise import cheapest_change
 
-    card = custom_gpu(plan.gpu_memory) if plan.gpu_memory and not plan.gpu else report.gpu
-    return cheapest_change(plan, card, report, trust_remote_code=trust_remote_code)
+    gpu = custom_gpu(plan.gpu_memory) if plan.gpu_memory and not plan.gpu else report.gpu
+    return cheapest_change(plan, gpu, report, trust_remote_code=trust_remote_code)
 
 
 def write_files(
@@ -139,7 +164,7 @@ def write_files(
     snapshot: Path | None,
     chrome_trace: Path | None,
 ) -> None:
-    """What `predict` writes beside its report: a page, PyTorch's snapshot, Chrome's trace."""
+    """Write the other files of `predict`: a page, PyTorch's snapshot, Chrome's trace."""
     if not (html or snapshot or chrome_trace):
         return
     recording = None
@@ -152,11 +177,11 @@ def write_files(
             if snapshot or chrome_trace:
                 raise
     if html is not None:
-        from memest.render.html import render_page
+        from memest.report.page import render_page
 
-        write_text(html, render_page(reports, recording=recording))
+        write_output(html, render_page(reports, recording=recording))
     if recording is not None:
-        from memest.estimator.trace.snapshot import write_chrome_trace, write_snapshot
+        from memest.estimator.replay.recording import write_chrome_trace, write_snapshot
 
         if snapshot is not None:
             write_snapshot(recording, snapshot)

@@ -1,4 +1,4 @@
-"""`memest run`: a training script on a GPU that is not there, and the report of it."""
+"""`memest run`: a training script on a virtual GPU, and the report of it."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from memest.cli.files import check_writable, write_text
+from memest.cli.files import check_writable
 from memest.cli.group import OOM_EXIT_CODE, main, tell
-from memest.cli.options import VALUES, completes
+from memest.cli.options import VALUES, completes, emit_option, torch_option
 from memest.cli.terminal import folded, has_colour
 from memest.errors import PlanError
 from memest.estimator.allocator.settings import settings_from
 from memest.estimator.hardware.gpus import Gpu, custom_gpu, find_gpu
 from memest.estimator.predict import PRIMARY_GPU
-from memest.run.no_input import NoInput
-from memest.run.target import Target, check_single_process, find_module, find_script
+from memest.project import FILE, find_project
+from memest.report.answer import summary_line
+from memest.report.schedulers import NAMES, resource_lines
+from memest.run.target import NoInput, Target, check_single_process, find_module, find_script
 from memest.units import parse_bytes
+from memest.writing import write_output
 
 if TYPE_CHECKING:
-    from memest.estimator.device.ranks import Ranks
+    from memest.estimator.gpu.worlds import Ranks
     from memest.report import RunReport
     from memest.run.launcher import Ran
     from memest.run.session import Session
 
 NOT_USED_EXIT_CODE = 2
-"""Of a script that goes through without the GPU."""
+"""Exit code of a script that ends without using the GPU."""
 
 RULE = "-" * 80
 
@@ -45,9 +48,20 @@ class _Bytes(click.ParamType):  # type: ignore[type-arg]
 
 
 class _RunCommand(click.Command):
-    """What comes after the script, or after `-m MODULE`, is the script's."""
+    """Command that passes everything after the script, or after `-m MODULE`, to the script."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        args, script = self.split(args)
+        if not {"-h", "--help"}.intersection(args):
+            args, script = self.with_project(args, script)
+        ctx.meta[_ARGUMENTS] = [*args, *script]
+        if script and script[0].startswith("-m"):
+            num = 2 if script[0] == "-m" else 1
+            script = [*script[:num], "--", *script[num:]]
+        return super().parse_args(ctx, [*args, *script])
+
+    def split(self, args: list[str]) -> tuple[list[str], list[str]]:
+        """Return memest's options, and the script or module with its arguments."""
         takes_value = {
             name
             for param in self.params
@@ -57,60 +71,90 @@ class _RunCommand(click.Command):
         position = 0
         while position < len(args) and args[position].startswith("-"):
             token = args[position]
+            if token.startswith("-m") or token == "--":
+                break
             position += 2 if token in takes_value else 1
-            if token.startswith("-m"):
-                args = [*args[:position], "--", *args[position:]]
-                break
-            if token == "--":
-                break
-        return super().parse_args(ctx, args)
+        return args[:position], args[position:]
+
+    def with_project(self, args: list[str], script: list[str]) -> tuple[list[str], list[str]]:
+        """Add what pyproject.toml has and the command line has not, and print it."""
+        project = find_project(Path.cwd())
+        if not script and project.folder == Path.cwd():
+            options, script = self.split(list(project.command))
+            args = [*options, *args]
+        names = {arg.partition("=")[0] for arg in args}
+        added = []
+        if not names & {"--gpu", "--gpu-memory"}:
+            added += ["--gpu", project.gpu] if project.gpu else []
+            has_limit = project.limit and "--memory-limit" not in names
+            added += ["--memory-limit", project.limit] if has_limit else []
+        if added and project.folder is not None:
+            click.echo(f"note: {project.folder / FILE}: {' '.join(added)}", err=True)
+        return [*added, *args], script
 
 
 _FILE = click.Path(path_type=Path)
+_ARGUMENTS = "memest.run.arguments"
 
 MAX_SECONDS_OF_RANK = 1800.0
-"""After which a rank is taken to wait for one that is not there."""
+"""Seconds after which a rank is assumed to wait for one that is not there."""
 
 
 @main.command(cls=_RunCommand, context_settings={"allow_interspersed_args": False})
 @click.option(
     "--gpu",
     "gpu_name",
-    help=f"The card; by default {PRIMARY_GPU}.",
+    help=f"GPU to simulate; by default {PRIMARY_GPU}.",
     shell_complete=completes(VALUES["gpu"]),
 )
-@click.option("--gpu-memory", type=_Bytes(), help="Memory of a card not in the catalogue: 24GiB.")
+@click.option(
+    "--python",
+    type=_FILE,
+    help="Interpreter or environment of the script, without memest; by default VIRTUAL_ENV.",
+)
+@click.option("--gpu-memory", type=_Bytes(), help="Memory of a GPU not in the catalogue: 24GiB.")
 @click.option("--memory-limit", type=_Bytes(), help="Cap on the allocator: 78.4GiB.")
-@click.option("--nproc-per-node", type=click.IntRange(1), help="GPUs per node, as of `torchrun`.")
-@click.option("--nnodes", type=click.IntRange(1), default=1, help="Nodes, likewise.")
+@click.option("--nproc-per-node", type=click.IntRange(1), help="GPUs per node, as in `torchrun`.")
+@click.option("--nnodes", type=click.IntRange(1), default=1, help="Nodes, as in `torchrun`.")
 @click.option(
     "--time-limit",
     type=click.FloatRange(min=0, min_open=True),
-    help="End a script after so many seconds. [several GPUs: 1800]",
+    help="End the script after this time, seconds. [several GPUs: 1800]",
 )
-@click.option("--max-steps", type=click.IntRange(1), help="End after so many optimizer steps.")
+@torch_option
+@click.option(
+    "--max-steps", type=click.IntRange(1), help="End after this number of optimizer steps."
+)
 @click.option(
     "--batch-parts",
     type=click.IntRange(1),
     default=1,
-    help="Take one of so many parts of DataLoaders' batches: what if they were smaller?",
+    help="Divide DataLoaders' batches by this, to simulate smaller ones.",
 )
 @click.option(
     "--strict",
     is_flag=True,
-    help="Refuse to guess values that the script reads, and to run compiled code eagerly.",
+    help="Stop where a script reads an unknown value, or compiled code falls back to eager.",
 )
 @click.option("--no-input", is_flag=True, help="Refuse a script that reads from stdin.")
 @click.option("--json", "json_path", type=_FILE, help="Write the report to a file as JSON.")
 @click.option("--html", type=_FILE, help="Write the report as a page.")
-@click.option("--snapshot", type=_FILE, help="Write the run as PyTorch's snapshot.")
-@click.option("--chrome-trace", type=_FILE, help="Write the run for Perfetto, as JSON.")
-@click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if it does not fit.")
-@click.option("-v", "--verbose", is_flag=True, help="With all that is assumed.")
+@click.option("--snapshot", type=_FILE, help="Write a memory snapshot, as torch does.")
+@click.option("--chrome-trace", type=_FILE, help="Write a trace for Perfetto, as JSON.")
+@click.option(
+    "--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if the script does not fit."
+)
+@click.option("--summary", is_flag=True, help="Print one line in place of the report.")
+@emit_option
+@click.option("-v", "--verbose", is_flag=True, help="List all assumptions.")
 @click.option("-m", "module", help="Run a module, as `python -m` does; ends memest's options.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
+@click.pass_context
 def run(
+    ctx: click.Context,
+    /,
     gpu_name: str | None,
+    python: Path | None,
     gpu_memory: int | None,
     memory_limit: int | None,
     nproc_per_node: int | None,
@@ -120,57 +164,93 @@ def run(
     batch_parts: int,
     strict: bool,
     no_input: bool,
-    json_path: Path | None,
-    html: Path | None,
-    snapshot: Path | None,
-    chrome_trace: Path | None,
     check: bool,
-    verbose: bool,
     module: str | None,
     command: tuple[str, ...],
+    **output: Any,
 ) -> int:
-    """Run a script, unmodified, on a GPU that is not there.
+    """Run an unmodified script on a virtual GPU.
 
-    The script runs from its first line to its last, its output untouched. After it comes a report
-    of the GPU memory that it would have taken, by kind, module and line.
+    The script runs from its first line to its last, and its output is unchanged. A report follows:
+    the GPU memory that the script would take, by kind, module and line.
 
     \b
     memest run train.py --bs 8
     memest run --gpu a100-80gb --max-steps 3 train.py
     memest run --gpu rtx-4090 --check --json report.json -m package.train --lr 1e-4
     memest run --nproc-per-node 4 train.py
+    memest run --python .venv/bin/python train.py
     """
+    elsewhere = _run_elsewhere(python, ctx.meta[_ARGUMENTS])
+    if elsewhere is not None:
+        return elsewhere
     target = _target(module, command)
     check_single_process(os.environ)
     settings_from(os.environ)  # which the allocator reads at its first request
-    card = _card(gpu_name, gpu_memory)
-    files = _Files(json_path, html, snapshot, chrome_trace)
-    with _no_real_card():
+    target_gpu = _gpu(gpu_name, gpu_memory)
+    files = _Files(
+        *(output.pop(name) for name in ("json_path", "html", "snapshot", "chrome_trace"))
+    )
+    limits = {"memory_limit": memory_limit, "max_steps": max_steps}
+    options: dict[str, Any] = {**limits, "is_strict": strict, "batch_parts": batch_parts}
+    with _no_real_gpu():
         from memest.run.ranks import chosen_ranks
         from memest.run.session import Session
 
     chosen = chosen_ranks(nproc_per_node, nnodes)
-    options: dict[str, Any] = {
-        "memory_limit": memory_limit,
-        "max_steps": max_steps,
-        "is_strict": strict,
-        "batch_parts": batch_parts,
-    }
-    make = partial(Session, card, name=target.label, roots=target.roots, **options)
+    options |= {"others": tuple(NAMES)} if output["emit"] else {}
+    make = partial(Session, target_gpu, name=target.label, roots=target.roots, **options)
     out = sys.stdout
-    if no_input:
-        sys.stdin = NoInput()
     limit_s = time_limit or (MAX_SECONDS_OF_RANK if len(chosen) > 1 else None)
-    ran = _run_ranks(chosen, partial(_run_one, target, make, limit_s=limit_s), files)
+    streams: dict[str, Any] = {"has_input": not no_input, "has_stdout": not output["emit"]}
+    run_one = partial(_run_one, target, make, limit_s=limit_s, **streams)
+    ran = _run_ranks(chosen, run_one, files)
     _tell_errors(ran)
     if ran.report is None:
         return _not_used(ran)
-    _print(ran.report, out, verbose=verbose)
+    _print(ran.report, out, num_gpus=nproc_per_node or 1, num_nodes=nnodes, **output)
     return OOM_EXIT_CODE if check and ran.report.verdict != "fits" else ran.exit_code
 
 
+def with_project(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of `memest run` with those of the project."""
+    assert isinstance(run, _RunCommand)
+    options, script = run.with_project(*run.split(list(arguments)))
+    return [*options, *script]
+
+
+def _run_elsewhere(python: Path | None, arguments: Sequence[str]) -> int | None:
+    """Run the script in its own environment; None if that is the environment of this process."""
+    from memest.run.other_python import active_environment, run_elsewhere
+
+    if python is not None:
+        return run_elsewhere(python, _without_python(arguments))
+    active = active_environment()
+    if active is None:
+        return None
+    try:
+        return run_elsewhere(active, arguments)
+    except PlanError as error:
+        click.echo(f"note: VIRTUAL_ENV is not used: {error}", err=True)
+        return None
+
+
+def _without_python(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments without memest's first `--python` and its value.
+
+    >>> _without_python(["--gpu", "h200", "--python", "bin/python", "train.py", "--python"])
+    ['--gpu', 'h200', 'train.py', '--python']
+    """
+    for place, argument in enumerate(arguments):
+        if argument == "--python":
+            return [*arguments[:place], *arguments[place + 2 :]]
+        if argument.startswith("--python="):
+            return [*arguments[:place], *arguments[place + 1 :]]
+    return list(arguments)
+
+
 def _tell_errors(ran: Ran) -> None:
-    """What the script said last, after all that it printed."""
+    """Print the script's last errors after its other output."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     if ran.error_text:
@@ -186,12 +266,18 @@ def _run_one(
     ranks: Ranks,
     *,
     limit_s: float | None,
+    has_input: bool,
+    has_stdout: bool,
     is_prompt: bool = False,
 ) -> Ran:
-    """One rank, in this process."""
+    """Run one rank, in this process."""
     from memest.run.launcher import run_target
     from memest.run.ranks import rows_of
 
+    if not has_input:
+        sys.stdin = NoInput()
+    if not has_stdout:  # the script's output is not part of the file
+        sys.stdout = sys.stderr
     session = make(ranks=ranks, is_prompt=is_prompt)
     ran = run_target(target, session, limit_s=limit_s)
     if ran.report is not None and ranks.is_launched and ranks.world_size == 1:
@@ -203,24 +289,31 @@ def _run_one(
 
 
 def _run_ranks(chosen: Sequence[Ranks], run_one: Callable[..., Ran], files: _Files) -> Ran:
-    """The ranks one after another, until one fails; the files are those of the worst."""
+    """Run the ranks one after another, until one fails; the files are those of the worst."""
     from memest.report import Outcome
-    from memest.run.ranks import environment, open_verdict, run_rank, together
+    from memest.run.ranks import environment, open_verdict, run_rank, run_with_peers, together
 
     if len(chosen) == 1:
         if chosen[0].is_launched:
             os.environ.update(environment(chosen[0]))
         return run_one(files, chosen[0])
     reports: list[tuple[Ranks, RunReport]] = []
-    for ranks in chosen:
-        ran = run_rank(ranks, partial(run_one, files.of_rank(ranks.rank)))
-        report = ran.report
-        if report is not None:
+    done: set[int] = set()
+    for first in chosen:
+        if first.rank in done:
+            continue
+        every = run_with_peers(first, partial(_run_with_files, run_one, files), done=done)
+        for ranks, ran in every:
+            done.add(ranks.rank)
+            report = ran.report
+            if report is None:
+                continue
             if report.verdict is Outcome.OOM and ran.what_decides:
                 again = run_rank(ranks, partial(run_one, None, is_prompt=True), is_silent=True)
                 if again.report is not None and again.report.fits:
                     report = open_verdict(report, ran.what_decides)
             reports.append((ranks, report))
+        ran = _first_failed([ran for _, ran in every])
         if ran.exit_code:
             break
     if not reports:
@@ -230,12 +323,25 @@ def _run_ranks(chosen: Sequence[Ranks], run_one: Callable[..., Ran], files: _Fil
     return replace(ran, report=report)
 
 
+def _run_with_files(run_one: Callable[..., Ran], files: _Files, ranks: Ranks) -> Ran:
+    return run_one(files.of_rank(ranks.rank), ranks)
+
+
+def _first_failed(every: Sequence[Ran]) -> Ran:
+    """The rank that failed by itself, or one that waited for it, or the first rank."""
+    from memest.estimator.gpu.worlds import PeerEnded
+
+    failed = [ran for ran in every if ran.exit_code]
+    failed.sort(key=lambda ran: isinstance(ran.refusal, PeerEnded))
+    return (failed or every)[0]
+
+
 def _not_used(ran: Ran) -> int:
     """Report in one line that there is no report; a refusal has been reported already."""
     if ran.exit_code == 0:
         tell(
             "the script has not used the GPU, so there is nothing to report",
-            "does it ask `torch.cuda.is_available()`, and move its model to `cuda`?",
+            "does it check `torch.cuda.is_available()`, and move its model to `cuda`?",
         )
         return NOT_USED_EXIT_CODE
     if ran.refusal is None:
@@ -244,8 +350,8 @@ def _not_used(ran: Ran) -> int:
 
 
 @contextlib.contextmanager
-def _no_real_card() -> Iterator[None]:
-    """Within it a build of torch for CUDA finds no card; the script finds what was there."""
+def _no_real_gpu() -> Iterator[None]:
+    """Hide real GPUs from a CUDA build of torch; restore the environment after."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
@@ -264,13 +370,15 @@ def _target(module: str | None, command: tuple[str, ...]) -> Target:
     return find_script(command[0], command[1:])
 
 
-def _card(name: str | None, memory_bytes: int | None) -> Gpu:
+def _gpu(name: str | None, memory_bytes: int | None) -> Gpu:
     gpu = find_gpu(name or PRIMARY_GPU)
     return gpu if memory_bytes is None else custom_gpu(memory_bytes, gpu if name else None)
 
 
 class _Files:
-    """What is written beside the text; the paths are those of where the command was typed."""
+    """Files to write besides the text; their paths are relative to the user's folder."""
+
+    OPTIONS = ("json_path", "html", "snapshot", "chrome_trace")
 
     def __init__(
         self, json: Path | None, html: Path | None, snapshot: Path | None, chrome: Path | None
@@ -282,12 +390,12 @@ class _Files:
         self.json, self.html, self.snapshot, self.chrome = paths
 
     def of_rank(self, rank: int) -> _Files:
-        """Files beside these, for one rank of several."""
+        """Return hidden files next to these, for one rank of several."""
         paths = (self.json, self.html, self.snapshot, self.chrome)
         return _Files(*(p and _beside(p, rank) for p in paths))
 
     def keep_of(self, report: RunReport, ranks: Sequence[int]) -> None:
-        """Let those of the report's rank be the files, of `ranks` that have written some."""
+        """Move the files of the report's rank into place, of `ranks` that have written some."""
         paths = (self.json, self.html, self.snapshot, self.chrome)
         for path in filter(None, paths):
             for rank in ranks:
@@ -296,26 +404,26 @@ class _Files:
                 else:
                     _beside(path, rank).unlink()
         if self.json is not None:
-            write_text(self.json, report.to_json() + "\n")
+            write_output(self.json, report.to_json() + "\n")
         if self.html is not None:
-            from memest.render.run_html import with_all_ranks
+            from memest.report.page import with_all_ranks
 
             rendered = self.html.read_text(encoding="utf-8")
-            write_text(self.html, with_all_ranks(rendered, report))
+            write_output(self.html, with_all_ranks(rendered, report))
 
     def write(self, report: RunReport, session: Session) -> None:
-        """Write all that was asked for."""
+        """Write all requested files."""
         if self.json is not None:
-            write_text(self.json, report.to_json() + "\n")
+            write_output(self.json, report.to_json() + "\n")
         if not (self.html or self.snapshot or self.chrome):
             return
-        from memest.estimator.trace.snapshot import write_chrome_trace, write_snapshot
-        from memest.render.run_html import render_run_page
+        from memest.estimator.replay.recording import write_chrome_trace, write_snapshot
+        from memest.report.page import render_page
         from memest.run.replays import record_run_of
 
         recording = record_run_of(session.virtual, report)
         if self.html is not None:
-            write_text(self.html, render_run_page(report, recording=recording))
+            write_output(self.html, render_page([report], recording=recording))
         if self.snapshot is not None:
             write_snapshot(recording, self.snapshot)
         if self.chrome is not None:
@@ -326,8 +434,20 @@ def _beside(path: Path, rank: int) -> Path:
     return path.with_name(f".{path.name}.rank{rank}")
 
 
-def _print(report: RunReport, out: TextIO, *, verbose: bool) -> None:
-    from memest.render.run import render_run
+def _print(
+    report: RunReport,
+    out: TextIO,
+    *,
+    verbose: bool,
+    summary: bool,
+    emit: str | None,
+    **nodes: int,
+) -> None:
+    from memest.report.text import render_text
 
-    text = render_run(report, colour=out is sys.stdout and has_colour(), verbose=verbose)
+    if emit or summary:
+        line = resource_lines(report, emit, **nodes) if emit else summary_line(report)
+        click.echo(line, file=out)
+        return
+    text = render_text(report, colour=out is sys.stdout and has_colour(), verbose=verbose)
     click.echo(f"\n{RULE}\n{folded(text, out)}", file=out)

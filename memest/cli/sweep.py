@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memest.cli.files import check_writable, given_only, read_plans, write_text
+from memest.cli.files import check_writable, given_only, read_plans
 from memest.cli.group import OOM_EXIT_CODE, main
 from memest.cli.options import VALUES, completes, plan_options
-from memest.cli.progress import shown
+from memest.cli.terminal import shown
 from memest.errors import PlanError
 from memest.plan.files import read_config
+from memest.plan.training_plan import PLAN_KEYS
+from memest.writing import write_output
 
 if TYPE_CHECKING:
     from memest.estimator.search.sweep import Grid
@@ -24,17 +26,13 @@ if TYPE_CHECKING:
 @click.option(
     "--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it."
 )
-@click.option(
-    "--max-seq-len", is_flag=True, help="The longest sequence instead, with --bs samples."
-)
-@click.option("--all-techniques", is_flag=True, help="Every technique of the lab, as a table.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per card.")
+@click.option("--max-seq-len", is_flag=True, help="Find the longest sequence, with --bs samples.")
+@click.option("--all-techniques", is_flag=True, help="Try every technique of the lab, as a table.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per GPU.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to a file.")
-@click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if nothing fits a card.")
+@click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if nothing fits a GPU.")
 @click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
-@click.option(
-    "--trust-remote-code", is_flag=True, help="Run model code that a config brings along."
-)
+@click.option("--trust-remote-code", is_flag=True, help="Run model code from the config's folder.")
 def max_batch(
     config: Path | None,
     max_seq_len: bool,
@@ -46,7 +44,7 @@ def max_batch(
     trust_remote_code: bool,
     **flags: Any,
 ) -> int:
-    """Find the largest batch (or sequence) that fits a card.
+    """Find the largest batch (or sequence) that fits a GPU.
 
     \b
     memest max-batch --model llama-3.1-8b --lora --seq-len 2048 --gpu a100-80gb
@@ -57,7 +55,7 @@ def max_batch(
     given = given_only(flags)
     if key in given:
         raise PlanError(
-            f"`{key}` is given, and is what is looked for",
+            f"`{key}` is given, but the command searches for it",
             hint="leave `--seq-len` out" if max_seq_len else "leave `--bs` out",
         )
     plan = read_plans(config, None, given)[0]
@@ -65,7 +63,7 @@ def max_batch(
         check_writable(output)
     from memest.estimator.predict import target_gpus
     from memest.models_meta.registry import check_name
-    from memest.render.sweep import json_lines, render_largest, render_techniques
+    from memest.report.sweep import json_lines, render_largest, render_techniques
 
     gpus = target_gpus(plan)
     check_name(plan.model_name)
@@ -88,40 +86,21 @@ def max_batch(
     if output is None:
         click.echo(text)
     else:
-        write_text(output, text + "\n")
+        write_output(output, text + "\n")
     return OOM_EXIT_CODE if check and nothing_fits else 0
-
-
-_SWEEP_KEYS = {
-    "--model": ("model_name", "Models, as a list: gpt2,opt-125m."),
-    "--bs": ("batch_size", "Batch sizes: 1:64, 8:64:8 or 1,2,4."),
-    "--acc": ("accumulate_grad_batches", "Micro-batches per step."),
-    "--precision": ("precision", "Precisions."),
-    "--optim": ("optim", "Optimizers."),
-    "--act-ckpt": ("act_ckpt", "true, false or both."),
-    "--lora": ("use_lora", "true, false or both."),
-    "--qlora": ("use_qlora", "true, false or both."),
-    "--lora-r": ("lora_r", "Ranks of the adapters."),
-    "--seq-len": ("seq_len", "Tokens per sample."),
-    "--image-size": ("image_size", "Pixels per side."),
-    "--attn": ("attn_implementation", "sdpa, eager."),
-    "--strategy": ("strategy", "Strategies."),
-    "--devices": ("devices", "Numbers of GPUs: 1,2,4,8."),
-    "--memory-limit": ("memory_limit", "Caps on the allocator: 23GiB,39GiB."),
-}
-"""Flag -> key of the plan, help."""
 
 
 _GRID_OPTIONS = [
     *(
         click.option(
-            flag, key, help=text,
-            shell_complete=completes(VALUES[key], is_list=True) if key in VALUES else None,
+            row.flags[0], name, help=row.sweep,
+            shell_complete=completes(VALUES[name], is_list=True) if name in VALUES else None,
         )
-        for flag, (key, text) in _SWEEP_KEYS.items()
+        for name, row in PLAN_KEYS.items()
+        if row.sweep
     ),
     click.option(
-        "--gpu", multiple=True, help="GPU to judge; may be given again, or as a list.",
+        "--gpu", multiple=True, help="GPU to judge; a list, or repeat for more.",
         shell_complete=completes(VALUES["gpu"]),
     ),
     click.option("--gpu-memory", help="Memory of a GPU not in the catalogue: 24GiB."),
@@ -131,17 +110,17 @@ _GRID_OPTIONS = [
     ),
     click.option(
         "--max-points", type=click.IntRange(1), default=1000, show_default=True,
-        help="Refuse a sweep of more plans.",
+        help="Refuse a sweep of more plans than this.",
     ),
     click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core."),
     click.option(
-        "--trust-remote-code", is_flag=True, help="Run model code that a config brings along."
+        "--trust-remote-code", is_flag=True, help="Run model code from the config's folder."
     ),
 ]  # fmt: skip
 
 
 def grid_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The flags of a grid of plans, most of which `grid_points` takes, and how it is run."""
+    """Add the options of a grid of plans: those of `grid_points`, and those of the run."""
     for option in reversed(_GRID_OPTIONS):
         command = option(command)
     return command
@@ -175,7 +154,7 @@ def grid_points(
 @click.option("--json", "as_json", is_flag=True, help="JSON Lines instead of CSV.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="A .csv or .jsonl file.")
 @click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if nothing fits.")
-@click.option("--resume", is_flag=True, help="With -o: go on where it was interrupted.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted sweep, with -o.")
 def sweep(
     as_json: bool,
     output: Path | None,
@@ -195,8 +174,8 @@ def sweep(
     as_json = _wants_json(output, as_json)
     if output is not None:
         check_writable(output)
-    from memest.cli.kept import sweep_kept
-    from memest.render.sweep import json_lines, to_csv
+    from memest.cli.resume import sweep_kept
+    from memest.report.sweep import json_lines, to_csv
 
     points = grid_points(**flags)
     how: dict[str, Any] = {"jobs": jobs, "trust_remote_code": trust_remote_code}
@@ -206,7 +185,7 @@ def sweep(
     if output is None:
         click.echo(text)
     else:
-        write_text(output, text + "\n")
+        write_output(output, text + "\n")
     return OOM_EXIT_CODE if check and not any(row["verdict"] == "fits" for row in rows) else 0
 
 

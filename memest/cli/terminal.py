@@ -1,17 +1,25 @@
-"""What the terminal can show: colours, and how many columns."""
+"""Colours and width of the terminal, and progress of a command."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
-from typing import TextIO
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from memest.errors import MemestError
+from memest.estimator.search.processes import Event, watched
+from memest.report import Prediction
+from memest.units import format_gib
 
 
 def has_colour() -> bool:
-    """Whether stdout is a terminal with colours, and nobody asked for none.
+    """Return whether stdout is a terminal with colours, and `NO_COLOR` is not set.
 
-    `NO_COLOR` of any value but the empty one turns them off (https://no-color.org).
+    `NO_COLOR` of any value except the empty one turns them off (https://no-color.org).
     """
     if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
         return False
@@ -19,8 +27,93 @@ def has_colour() -> bool:
 
 
 def folded(text: str, out: TextIO | None = None) -> str:
-    """`text` with lines that fit the terminal `out`; unchanged where `out` is a file or a pipe."""
-    from memest.render.text import fold
+    """Wrap `text` to the terminal `out`; unchanged where `out` is a file or a pipe."""
+    from memest.report.text import fold
 
     out = out or sys.stdout
     return fold(text, shutil.get_terminal_size().columns) if out.isatty() else text
+
+
+_EVERY = 0.5
+"""Seconds between two updates."""
+
+_DELAY = 1.0
+"""Seconds before the first output."""
+
+_FORMAT = "{n_fmt}/{total_fmt} {bar:24} {elapsed}, about {remaining} left  {desc}"
+_UNCOUNTED = "{desc}  {elapsed}"
+
+
+@contextmanager
+def shown(what: str = "reading the libraries", *, with_results: bool = True) -> Iterator[None]:
+    """Show the running task, the finished ones and the time left on a terminal.
+
+    Args:
+        what: text until a task begins.
+        with_results: print a line for each result.
+    """
+    if not sys.stderr.isatty():
+        yield
+        return
+    with _Display(what, with_results=with_results) as display, watched(display.tell):
+        yield
+
+
+class _Display:
+    """A line that is overwritten, and above it a line for each result."""
+
+    def __init__(self, what: str, *, with_results: bool) -> None:
+        from tqdm import tqdm
+
+        tqdm.set_lock(threading.RLock())  # the other processes write nothing
+        self._bar: Any = tqdm(
+            total=None, file=sys.stderr, leave=False, delay=_DELAY, dynamic_ncols=True,
+            bar_format=_UNCOUNTED, desc=what,
+        )  # fmt: skip
+        self._has_lines = with_results
+        self._running: list[str] = []
+        self._ended = threading.Event()
+        self._clock = threading.Thread(target=self._tick, daemon=True)
+
+    def __enter__(self) -> _Display:
+        self._clock.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._clock.join()
+        self._bar.close()
+
+    def _tick(self) -> None:
+        self._ended.wait(_DELAY)
+        while not self._ended.wait(_EVERY):
+            self._bar.refresh()
+
+    def tell(self, event: Event) -> None:
+        """Show a task that begins or has ended."""
+        bar = self._bar
+        if not event.is_done:
+            if not self._running and bar.n >= (bar.total or 0):  # the first of its kind
+                bar.total = (bar.total or 0) + event.total
+                bar.bar_format = _FORMAT if bar.total > 1 else _UNCOUNTED
+            self._running.append(event.label)
+        elif event.label in self._running:
+            self._running.remove(event.label)
+        bar.set_description_str(", ".join(self._running) or "all predicted", refresh=False)
+        if event.is_done:
+            for line in result_lines(event.result) if self._has_lines and bar.total > 1 else ():
+                bar.write(line, file=sys.stderr)
+            bar.update(event.weight)
+
+
+def result_lines(result: Any) -> list[str]:
+    """Return a line for each prediction that a task has made."""
+    results = result if isinstance(result, list) else [result]
+    lines = []
+    for each in results:
+        if isinstance(each, Prediction):
+            word, needs = each.verdicts[each.gpu].word, format_gib(each.needs_bytes)
+            lines.append(f"{word:5}  {needs:>10}  {each.name} on {each.gpu}")
+        elif isinstance(each, MemestError):
+            lines.append(f"not predicted: {each}")
+    return lines

@@ -25,12 +25,15 @@ from memest.units import GIB
 )
 @click.option("--suite", help="lab-a100, lab-h100, or a YAML or JSON of many plans.")
 @click.option("--results", type=click.Path(path_type=Path), help="JSON Lines to append to.")
-@click.option("--resume", is_flag=True, help="Pass over what the results hold already.")
+@click.option("--resume", is_flag=True, help="Skip experiments that are in the results.")
 @click.option(
-    "--timeout", type=click.FloatRange(1), default=600.0, help="Seconds for one experiment."
+    "--timeout",
+    type=click.FloatRange(1),
+    default=600.0,
+    help="Time limit of an experiment, seconds.",
 )
 @click.option(
-    "--weights", type=click.Choice(["random", "pretrained"]), default="random", help="Of the model."
+    "--weights", type=click.Choice(["random", "pretrained"]), default="random", help="Weights."
 )
 @click.option(
     "--data", type=click.Path(path_type=Path), help="`datasets` folder with image and text columns."
@@ -39,9 +42,7 @@ from memest.units import GIB
     "--snapshots", type=click.Path(path_type=Path), help="Folder for recordings of the allocator."
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per experiment on stdout.")
-@click.option(
-    "--trust-remote-code", is_flag=True, help="Run model code that a config brings along."
-)
+@click.option("--trust-remote-code", is_flag=True, help="Run model code from the config's folder.")
 def validate(
     config: Path | None,
     suite: str | None,
@@ -55,9 +56,9 @@ def validate(
     trust_remote_code: bool,
     **flags: Any,
 ) -> int:
-    """Run plans for real on the GPU at hand.
+    """Run plans on the installed GPU and measure them.
 
-    Without a plan it takes the suite of the GPU. The table goes to stderr, `--json` to stdout.
+    Without a plan, the suite of the GPU runs. The table goes to stderr, `--json` to stdout.
 
     \b
     memest validate
@@ -72,7 +73,7 @@ def validate(
                 hint="cap it with `--memory-limit 78.66GiB`",
             )
     if suite is not None:
-        from memest.validate.suite_files import find_suite
+        from memest.validate.results import find_suite
 
         find_suite(suite)
     from memest.validate.runner import detect_device
@@ -108,9 +109,9 @@ def validate(
 def _validation_rows(
     config: Path | None, suite: str | None, given: dict[str, Any], device: Any
 ) -> tuple[Sequence[TrainingPlan], str]:
-    """What is to be run, and a word for the name of the results file."""
-    from memest.validate.snapshot import file_stem
-    from memest.validate.suite_files import find_suite, suite_for_device
+    """Return the plans to run, and a word for the name of the results file."""
+    from memest.validate.experiment import file_stem
+    from memest.validate.results import find_suite, suite_for_device
 
     if config is None and (suite is not None or "model_name" not in given):
         suite = suite or suite_for_device(device.name, device.memory_bytes)
@@ -121,8 +122,8 @@ def _validation_rows(
 
 
 def _show_progress() -> Callable[[Any], None]:
-    """Prints the live table on stderr; the running line only where it can be overwritten."""
-    from memest.validate.progress import finished_line, header, running_line
+    """Return a printer of the live table on stderr; the running line only on a terminal."""
+    from memest.validate.runner import finished_line, header, running_line
 
     click.echo(header(), err=True)
     is_terminal = sys.stderr.isatty()

@@ -1,1 +1,1 @@
-"""How much it needs: its training loop run on a virtual GPU, and replayed through the allocator."""
+"""Predictions: a training loop run on a virtual GPU, and replayed through the allocator."""

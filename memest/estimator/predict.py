@@ -1,38 +1,37 @@
-"""From a plan to a prediction: the one path through the rooms."""
+"""The path from a plan to its prediction."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from memest.child import forked
 from memest.estimator.allocator.settings import parse_settings
-from memest.estimator.forked import forked
-from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu, custom_gpu, find_gpu
-from memest.estimator.hardware.libraries import libraries_bytes
+from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu, custom_gpu, find_gpu, libraries_bytes
 from memest.plan import TrainingPlan
 
 if TYPE_CHECKING:
-    from memest.estimator.readings import Reading
-    from memest.estimator.trace.recording import Recording
-    from memest.estimator.trace.replay import Replayed
+    from memest.estimator.replay.recording import Recording
+    from memest.estimator.replay.replay import Replayed
+    from memest.estimator.replay.scenarios import Scenario
     from memest.report import Prediction, Verdict
 
 
 PRIMARY_GPU = "h200"
-"""Whose figures head a report when no GPU is asked for: the largest of the default set."""
+"""GPU of a report's head when none is named: the largest of the default set."""
 
 
 def predict(plan: TrainingPlan, *, trust_remote_code: bool = False, jobs: int = 1) -> Prediction:
-    """What a run of `plan` would print on each GPU, without a GPU.
+    """Predict a run of `plan` on each GPU, without a GPU.
 
     Args:
-        plan: what would run.
+        plan: the plan.
         trust_remote_code: whether code that comes with a model may run.
-        jobs: processes; a second one takes the cards of other chips than the first.
+        jobs: processes; under a strategy, a second one takes the GPUs of other chips.
 
     Raises:
         MemestError: the plan cannot be run, or memest cannot model it.
@@ -48,20 +47,20 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False, jobs: int = 
     first, *others = by_chip.values()
 
     def on_others() -> dict[str, Verdict]:
-        verdict = [_predicted(plan, cards, trust_remote_code) for cards in others]
-        return {name: verdict for each in verdict for name, verdict in each.verdicts.items()}
+        found = [_predicted(plan, gpus, trust_remote_code) for gpus in others]
+        return {name: verdict for each in found for name, verdict in each.verdicts.items()}
 
-    has_help = bool(others) and jobs > 1
+    has_help = bool(others) and jobs > 1 and plan.is_distributed
     if has_help:
         _import_libraries(plan, trust_remote_code)
-    with forked(on_others) if has_help else nullcontext(lambda: None) as beside:
+    with forked(on_others) if has_help else nullcontext(lambda: None) as answer:
         here = _predicted(plan, first, trust_remote_code)
-        elsewhere = beside()
+        elsewhere = answer()
     verdicts = here.verdicts | (on_others() if elsewhere is None else elsewhere)
     return summarise(
         plan=plan,
         primary=primary,
-        readings=here.readings,
+        scenarios=here.scenarios,
         results=here.results[primary.name],
         verdicts={g.name: verdicts[g.name] for g in gpus},
         outcome=verdicts[primary.name].verdict,
@@ -70,64 +69,77 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False, jobs: int = 
 
 
 def _import_libraries(plan: TrainingPlan, trust_remote_code: bool) -> None:
-    """What each run of `plan` imports: copies of this process have it then."""
+    """Import the modules that each run of `plan` needs, for copies of this process."""
     from memest.models_meta.registry import resolve_config
 
     resolve_config(plan.model_name, trust_remote_code=trust_remote_code)
-    for name in ("memest.estimator.traced_plan", f"memest.loops.{plan.loop}"):
+    for name in ("memest.estimator.replay.simulated_plan", f"memest.loops.{plan.loop}"):
         import_module(name)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Predicted:
-    """The cards of one chip, which differ in rates alone, as readings do."""
+    """Results on GPUs of equal compute capability and number of multiprocessors.
 
-    readings: list[Reading]
+    Their rates are taken to be those of the first.
+    """
+
+    scenarios: list[Scenario]
     verdicts: dict[str, Verdict]
     results: dict[str, tuple[Replayed, ...]]
 
 
-def _predicted(plan: TrainingPlan, cards: Sequence[Gpu], trust_remote_code: bool) -> _Predicted:
-    from memest.estimator.readings import readings_of, verdict_over
-    from memest.estimator.traced_plan import trace_plan
+def _predicted(plan: TrainingPlan, gpus: Sequence[Gpu], trust_remote_code: bool) -> _Predicted:
+    from memest.estimator.replay.scenarios import scenarios_of, verdict_over
+    from memest.estimator.replay.simulated_plan import trace_plan
 
-    traced = trace_plan(plan, cards[0], trust_remote_code=trust_remote_code)
-    found = _Predicted(readings_of(plan, traced), {}, {})
-    for gpu in cards:
-        verdict = verdict_over(found.readings, usable_bytes(plan, gpu))
-        found.verdicts[gpu.name], found.results[gpu.name] = verdict
+    rates = gpus[0].memory_gb_s
+    by_trace: dict[int, list[Scenario]] = {}
+    found = _Predicted([], {}, {})
+    for gpu in gpus:
+        like_first = replace(gpu, memory_gb_s=rates)
+        traced = trace_plan(plan, like_first, trust_remote_code=trust_remote_code)
+        if id(traced) not in by_trace:
+            by_trace[id(traced)] = scenarios_of(plan, traced)
+        scenarios = by_trace[id(traced)]
+        limit, spread = usable_and_spread(plan, gpu)
+        results = tuple(scenario.under(limit) for scenario in scenarios)
+        found.scenarios = found.scenarios or scenarios
+        found.results[gpu.name] = results
+        found.verdicts[gpu.name] = verdict_over(scenarios, results, limit, spread)
     return found
 
 
 def record_plan(plan: TrainingPlan, *, trust_remote_code: bool = False) -> Recording:
-    """The run that `predict` predicts, on the GPU that heads its report.
+    """Record the run that `predict` predicts, on the GPU of its report's head.
 
     Raises:
         MemestError: the plan cannot be run, or memest cannot model it.
     """
-    from memest.estimator.readings import is_share, readings_of, settings_of
-    from memest.estimator.trace.recording import record_run
-    from memest.estimator.traced_plan import trace_plan
+    from memest.estimator.replay.recording import record_run
+    from memest.estimator.replay.scenarios import scenarios_of
+    from memest.estimator.replay.simulated_plan import trace_plan
 
     is_asked = plan.gpu or plan.gpu_memory is not None
     gpu = target_gpus(plan)[0] if is_asked else find_gpu(PRIMARY_GPU)
     traced = trace_plan(plan, gpu, trust_remote_code=trust_remote_code)
-    reading = readings_of(plan, traced)[0]
+    scenario = scenarios_of(plan, traced)[0]
+    run = scenario.run
     recording = record_run(
-        reading.traced.program,
-        num_steps=plan.steps,
-        num_micro_batches=plan.accumulate_grad_batches,
+        run.program,
+        num_steps=run.num_steps,
+        num_micro_batches=run.num_micro_batches,
         limit_bytes=usable_bytes(plan, gpu),
-        settings=settings_of(plan),
-        is_share=is_share(plan),
-        returns=reading.returns,
+        settings=run.settings,
+        is_share=run.is_share,
+        returns=scenario.returns,
     )
     recording.gpu = gpu.name
     return recording
 
 
 def target_gpus(plan: TrainingPlan) -> list[Gpu]:
-    """The GPUs that the plan asks about, or the default set.
+    """Return the GPUs of the plan, or the default set.
 
     Raises:
         MemestError: there is no such GPU, or torch refuses the plan's `alloc_conf`.
@@ -140,9 +152,16 @@ def target_gpus(plan: TrainingPlan) -> list[Gpu]:
 
 
 def usable_bytes(plan: TrainingPlan, gpu: Gpu) -> int:
-    """What the caching allocator can reserve on `gpu`: the plan's cap, or all that is left beside
-    the context and the libraries of several GPUs.
+    """Return the bytes that the caching allocator can reserve on `gpu`.
+
+    They are the plan's cap, or the memory without the context and the libraries of several GPUs.
     """
     usable = gpu.limit_bytes - libraries_bytes(plan)
     share = parse_settings(plan.alloc_conf).memory_fraction
     return min(usable, int(share * gpu.memory_bytes), plan.memory_limit or usable)
+
+
+def usable_and_spread(plan: TrainingPlan, gpu: Gpu) -> tuple[int, int]:
+    """Return `usable_bytes`, and its difference between drivers."""
+    usable = usable_bytes(plan, gpu)
+    return usable, gpu.spread_under(usable, libraries_bytes(plan))

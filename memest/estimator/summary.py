@@ -5,37 +5,39 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from memest.estimator.allocator.settings import describe
-from memest.estimator.closed_form import closed_form
-from memest.estimator.device.storages import Coverage, MemKind
+from memest.estimator.allocator.settings import AllocatorSettings, describe
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.kernels.tables import TARGET_TORCH
-from memest.estimator.readings import Reading, interval, phase_intervals, settings_of
-from memest.estimator.trace.replay import Moment, Replayed, live_at
+from memest.estimator.ops.cudnn_convolution import describe_source
+from memest.estimator.replay.closed_form import closed_form
+from memest.estimator.replay.recording import kind_of
+from memest.estimator.replay.replay import Moment, Replayed, live_at
+from memest.estimator.replay.scenarios import Scenario, intervals, phase_intervals, settings_of
+from memest.estimator.tensors.storages import Coverage
+from memest.estimator.versions import library_versions, simulated
 from memest.plan import TrainingPlan
-from memest.report import Interval, Outcome, Peak, Prediction, Term, Verdict
+from memest.report import Outcome, Peak, Prediction, Term, Verdict
+from memest.report.records import KINDS, WHY
 from memest.units import MIB, counted, format_bytes, format_count, format_gib
 
 if TYPE_CHECKING:
-    from memest.estimator.trace.program import Program
-    from memest.estimator.trace.traced import TracedPlan
+    from memest.estimator.replay.program import Program
+    from memest.estimator.replay.simulated import TracedPlan
 
 ITEM_BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2,
     "uint8": 1, "int8": 1, "bool": 1,
 }  # fmt: skip
 
-_LAYER = re.compile(r"^(.*?)\.(\d+)(?:\.|$)")
+LAYER = re.compile(r"^(.*?)\.(\d+)(?:\.|$)")
 
 
 def summarise(
     *,
     plan: TrainingPlan,
     primary: Gpu,
-    readings: Sequence[Reading],
+    scenarios: Sequence[Scenario],
     results: Sequence[Replayed],
     verdicts: Mapping[str, Verdict],
     outcome: Outcome,
@@ -43,11 +45,11 @@ def summarise(
 ) -> Prediction:
     """The prediction for `primary`, with the verdicts of all GPUs.
 
-    Its figures are those of the first of `readings`, which reserves most; `results` are all of them
-    on that GPU.
+    Its figures are those of the first of `scenarios`, which reserves most. `results` has one replay
+    on that GPU for each scenario.
     """
-    traced, unlimited, result = readings[0].traced, readings[0].free, results[0]
-    beside = primary.context_bytes + traced.libraries_bytes
+    traced, unlimited, result = scenarios[0].traced, scenarios[0].free, results[0]
+    outside_bytes = primary.context_bytes + traced.libraries_bytes
     program = traced.program
     terms = peak_terms(traced, plan.accumulate_grad_batches, result)
     peak = _peak(program, result.peak)
@@ -58,8 +60,8 @@ def summarise(
         gpu=primary.name,
         peak_allocated_bytes=result.peak_allocated_bytes,
         peak_reserved_bytes=result.peak_reserved_bytes,
-        process_bytes=result.peak_reserved_bytes + beside,
-        intervals=_intervals(results, beside),
+        process_bytes=result.peak_reserved_bytes + outside_bytes,
+        intervals=intervals(results, outside_bytes=outside_bytes),
         phase_intervals=phase_intervals(results) if len(results) > 1 else (),
         host_bytes=traced.host_bytes,
         host_terms=traced.host_terms,
@@ -70,28 +72,21 @@ def summarise(
         verdict=outcome,
         verdicts=verdicts,
         terms=terms,
-        coverage=_coverage(program.coverage),
+        coverage=coverage_of(program.coverage),
         assumptions=(
             *_assumptions(plan, traced, primary, unlimited),
+            *([describe_source(primary)] if program.coverage.has_convolutions else []),
             _loop_line(plan, result, terms, peak.phase),
             *plan.assumed,
         ),
         closed_form=closed_form(plan, program, traced.geometry, traced.seq_len),
-        versions=_versions(),
+        versions=library_versions("transformers", "peft", "accelerate"),
         elapsed_s=elapsed_s,
     )
 
 
-def _intervals(results: Sequence[Replayed], beside: int) -> dict[str, Interval]:
-    reserved = [each.peak_reserved_bytes for each in results]
-    return {
-        "allocated": interval(each.peak_allocated_bytes for each in results),
-        "reserved": interval(reserved),
-        "process": interval(reserved, beside=beside),
-    }
-
-
-def _coverage(coverage: Coverage) -> dict[str, Any]:
+def coverage_of(coverage: Coverage) -> dict[str, Any]:
+    """Return how many calls ran, how many are modelled, and which are not."""
     return {
         "num_ops": coverage.num_ops,
         "num_modelled": coverage.num_ops - sum(coverage.unmodelled.values()),
@@ -100,7 +95,7 @@ def _coverage(coverage: Coverage) -> dict[str, Any]:
 
 
 def host_verdict_of(needed_bytes: int, limit_bytes: int | None) -> Verdict | None:
-    """Whether what the run holds in host memory is there; None where nobody asked."""
+    """Return whether the host memory is enough; None without a limit."""
     if limit_bytes is None:
         return None
     margin = limit_bytes - needed_bytes
@@ -122,8 +117,8 @@ _LOOPS = {
 
 
 def _loop_line(plan: TrainingPlan, result: Replayed, terms: Sequence[Term], phase: str) -> str:
-    """Whose loop runs, and what its order costs at the peak."""
-    clip = 1 if plan.gradient_clip_val is None else plan.gradient_clip_val
+    """Return a line about whose loop runs, and the cost of its order at the peak."""
+    clip = plan.clip_norm or 0
     line = _LOOPS[plan.loop].format(clip=f"{clip:g}")
     grads = sum(term.num_bytes for term in terms if term.kind == "grads")
     if plan.loop != "lightning" or plan.is_distributed:
@@ -146,13 +141,13 @@ def peak_terms(traced: TracedPlan, num_micro_batches: int, result: Replayed) -> 
         arithmetic, why = _explain(traced, kind, owner, members, num_bytes)
         terms.append(Term(kind=kind, num_bytes=num_bytes, arithmetic=arithmetic, why=why))
     terms = _merged(terms, result.peak_allocated_bytes)
-    terms.sort(key=lambda t: (_ORDER.index(t.kind), -t.num_bytes))
+    terms.sort(key=lambda t: (KINDS.index(t.kind), -t.num_bytes))
     rest = result.peak_allocated_bytes - sum(t.num_bytes for t in terms)
     slack = Term(
         kind="rounding",
         num_bytes=rest,
-        arithmetic="blocks less what was asked for",
-        why="requests round up to 512 B; up to 1 MiB of a large block is not split off",
+        arithmetic="blocks minus requests in bytes",
+        why=WHY["rounding"],
     )
     return (*terms, slack)
 
@@ -166,33 +161,20 @@ def _merged(terms: list[Term], peak_bytes: int) -> list[Term]:
         kind="activations",
         num_bytes=sum(t.num_bytes for t in small),
         arithmetic=f"{len(small)} other groups of modules",
-        why="kept for the backward",
+        why="saved for the backward",
     )
     return [t for t in terms if t not in small] + [other]
 
 
-_ORDER = (
-    "params", "buffers", "grads", "buckets", "gathered", "optimizer", "activations", "temporaries",
-    "batch", "workspace",
-)  # fmt: skip
-
-
 def _group(program: Program, index: int) -> tuple[str, str]:
     """(kind of term, owner): activations by the stack of layers that they belong to."""
-    kind, site = program.storages.kinds[index], program.storages.sites[index]
-    if kind is not MemKind.ACTIVATIONS:
-        return str(kind), ""
-    if site.phase in ("optimizer", "backward"):
-        return (
-            "temporaries",
-            f"{site.phase}: {site.op}" if site.phase == "optimizer" else "backward",
-        )
-    if not site.module and site.op.startswith("aten.empty"):
-        return "batch", ""
-    layer = _LAYER.match(site.module)
-    if layer:
-        return "activations", f"{layer[1]}.*"
-    return "activations", site.module.split(".")[0] or "loss"
+    kind, site = kind_of(program.storages, index), program.storages.sites[index]
+    if kind == "temporaries":
+        return kind, f"{site.phase}: {site.op}" if site.phase == "optimizer" else site.phase
+    if kind != "activations":
+        return kind, ""
+    layer = LAYER.match(site.module)
+    return kind, f"{layer[1]}.*" if layer else site.module.split(".")[0] or "loss"
 
 
 def _explain(
@@ -204,28 +186,16 @@ def _explain(
         by_dtype = traced.param_groups[kind]
         whole = sum(n * ITEM_BYTES[dtype] for dtype, n in by_dtype.items())
         if whole == num_bytes or kind == "params":
-            return _products(by_dtype, kind), _WHY[kind]
-        return f"{tensors}, {format_bytes(whole)} when all are there", _WHY[kind]
+            return _products(by_dtype, kind), WHY[kind]
+        return f"{tensors}, {format_bytes(whole)} when all exist", WHY[kind]
     if kind == "activations":
-        numbers = {m[2] for i in members if (m := _LAYER.match(sites[i].module))}
+        numbers = {m[2] for i in members if (m := LAYER.match(sites[i].module))}
         per_layer = num_bytes / max(1, len(numbers))
         layers = f"{counted(len(numbers), 'layer')} x {per_layer / MIB:.2f} MiB"
-        return layers if numbers else tensors, f"{owner}: kept for the backward"
+        return layers if numbers else tensors, f"{owner}: saved for the backward"
     if kind == "temporaries":
         return tensors, f"of the {owner}"
-    return tensors, _WHY[kind]
-
-
-_WHY = {
-    "params": "the weights",
-    "grads": "one per trained parameter, from its backward to the next zero_grad",
-    "optimizer": "what the optimizer keeps between steps",
-    "buffers": "not trained: tables, scales of quantised weights",
-    "workspace": "cuBLAS, and kernels' scratch",
-    "batch": "inputs and labels",
-    "buckets": "gradients on their way to the other GPUs and back",
-    "gathered": "weights put together from the shards of all GPUs, while they are used",
-}
+    return tensors, WHY[kind]
 
 
 def _products(by_dtype: Mapping[str, int], kind: str) -> str:
@@ -261,7 +231,7 @@ def _assumptions(
     if traced.image_size is not None:
         lines.append(f"images of {traced.image_size} x {traced.image_size} pixels")
     lines.append(
-        "at least one row is shorter than the longest, so masks are material"
+        "at least one row is shorter than the longest, so masks are materialised"
         if plan.is_padded
         else "no row is padded, so masks of ones are dropped where the model does so"
     )
@@ -271,22 +241,23 @@ def _assumptions(
             f"building it there takes {format_gib(unlimited.setup_reserved_bytes)}, more than the"
             " training: load it quantised, or through the CPU"
         )
-    lines.append(
-        f"CUDA kernels as torch {'.'.join(map(str, TARGET_TORCH))} runs them on compute"
-        f" capability {primary.capability[0]}.{primary.capability[1]};"
-        f" {describe(settings_of(plan))}"
-    )
+    lines.append(kernels_assumed("compute capability", primary.capability, settings_of(plan)))
     if plan.precision.startswith("bf16") and primary.capability < (8, 0):
-        lines.append(f"bfloat16 is emulated on {primary.name}: `16-mixed` is what it is made for")
-    lines.append(f"a CUDA context of {format_bytes(primary.context_bytes)} beside the allocator")
+        lines.append(
+            f"bfloat16 is emulated on {primary.name}: its own 16-bit precision is `16-mixed`"
+        )
+    lines.append(context_assumed(primary))
     return (*lines, *traced.notes)
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in ("memest", "torch", "transformers", "peft", "accelerate"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+def kernels_assumed(gpu: str, capability: tuple[int, int], settings: AllocatorSettings) -> str:
+    """Return the assumption on kernels and allocator."""
+    return (
+        f"CUDA kernels as torch {simulated().name} runs them on {gpu}"
+        f" {capability[0]}.{capability[1]}; {describe(settings)}"
+    )
+
+
+def context_assumed(gpu: Gpu) -> str:
+    """Return the assumption on the memory beyond the allocator."""
+    return f"a CUDA context of {format_bytes(gpu.context_bytes)} outside the allocator"

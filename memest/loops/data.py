@@ -1,4 +1,4 @@
-"""What is fed and what is trained: synthetic or real batches, random or published weights."""
+"""Inputs and weights of a run: synthetic or real batches, random or published weights."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import torch
 from torch import Tensor, nn
 
 from memest.errors import MemestError, PlanError
-from memest.loops.packages import require
 from memest.loops.task import Inputs
 from memest.models_meta.assemble import input_dtype, sequence_length
 from memest.models_meta.batch import Batch, make_batch
 from memest.models_meta.build import BuiltModel
 from memest.models_meta.quantized import quantization_config
-from memest.models_meta.registry import ModelConfig, error_text, quiet_transformers
+from memest.models_meta.registry import ModelConfig, dtype_keyword, error_text, quiet_transformers
+from memest.packages import require
 from memest.plan import TrainingPlan
 
 MAX_CAPTION_TOKENS = 50
-"""As the lab's processor cuts captions (`max_length=50`, padding to the longest)."""
+"""Caption length of the lab's processor (`max_length=50`, padding to the longest)."""
 
 INIT_STD = 0.02
 
 _POOL_NUMEL = 1 << 20
-"""Random numbers that are drawn for weights on the host, which repeat them."""
+"""Random numbers of the weights on the host; longer weights repeat them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Feed:
-    """The micro-batches of a run, on the host, and their sizes."""
+    """Micro-batches of a run, on the host, and their sizes."""
 
     batches: Sequence[Inputs]
     val_batches: Sequence[Inputs]
@@ -43,7 +43,9 @@ class Feed:
 
 
 def initialise(model: nn.Module) -> None:
-    """Random weights, in place: a normal distribution for all, which is cheap and stays finite."""
+    """Set random weights in place: one normal distribution for all, which is cheap and stays
+    finite.
+    """
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():
@@ -51,20 +53,24 @@ def initialise(model: nn.Module) -> None:
 
 
 class RandomWeight:
-    """A weight made when it is read, like the slices of files that transformers loads."""
+    """Weight made when it is read, like the slices of files that transformers loads."""
 
     def __init__(self, pool: Tensor, weight: Tensor) -> None:
-        self._pool, self._shape, self._dtype = pool, weight.shape, weight.dtype
+        self._pool, self.shape, self.dtype = pool, weight.shape, weight.dtype
 
     def __getitem__(self, index: Any) -> Tensor:
-        numel = self._shape.numel()
+        numel = self.shape.numel()
         repeated = self._pool.repeat(-(-numel // _POOL_NUMEL))[:numel]
-        return repeated.view(self._shape).to(self._dtype)[index]
+        return repeated.view(self.shape).to(self.dtype)[index]
+
+    def to(self, *args: Any) -> Tensor:
+        """Make the weight and move it, as transformers before 5 requests."""
+        return self[...].to(*args)
 
 
 def random_state(module: nn.Module) -> dict[str, Any]:
     """Make a state dict for `module`, which is on meta: random weights, and buffers of ones."""
-    # A parameter: the host of a virtual GPU has no values of what is computed from parameters.
+    # A parameter: the host of a virtual GPU stores no values of tensors computed from parameters.
     pool = nn.Parameter(torch.randn(_POOL_NUMEL) * INIT_STD).detach()
     tied = getattr(module, "all_tied_weights_keys", {})
     weights = {name for name, _ in module.named_parameters()}
@@ -78,8 +84,9 @@ def random_state(module: nn.Module) -> dict[str, Any]:
 
 
 def synthetic_feed(plan: TrainingPlan, model: nn.Module, config: ModelConfig) -> Feed:
-    """One micro-batch for all, or one of each of the plan's lengths in turn, as the prediction has
-    it, with random numbers in place of pixels.
+    """Make one micro-batch for all steps, or one of each of the plan's lengths in turn.
+
+    The batch equals the prediction's, with random numbers for pixels.
     """
     seq_len = sequence_length(plan, config)
     batch = _synthetic(plan, model, config, plan.batch_size)
@@ -193,7 +200,7 @@ def _feed_of(rows: Any, plan: TrainingPlan, processor: Any) -> Feed:
 
 
 def _cast(inputs: Inputs, plan: TrainingPlan) -> Inputs:
-    """Floats in 16 bits on the host already, as `HalfPrecision.convert_input` of Lightning does."""
+    """Cast floats to 16 bits on the host, as `HalfPrecision.convert_input` of Lightning does."""
     dtype = input_dtype(plan)
     if dtype is None:
         return inputs
@@ -204,7 +211,7 @@ def _cast(inputs: Inputs, plan: TrainingPlan) -> Inputs:
 
 
 def checkpoint_source(config: ModelConfig) -> str:
-    """Where the weights of `config` are: a local folder, or a Hub id.
+    """Return the source of the weights of `config`: a local folder, or a Hub id.
 
     Raises:
         PlanError: it is a config alone.
@@ -224,16 +231,16 @@ def load_base(
 ) -> nn.Module:
     """Load `built`, which is on meta, to `device` by `from_pretrained`.
 
-    QLoRA quantises each weight as it is loaded, unless the plan says in place.
+    QLoRA quantises each weight while it is loaded, unless the plan quantises in place.
 
     Raises:
         MemestError: the weights cannot be had or do not load.
     """
     cls: Any = type(built.module)
-    options: dict[str, Any] = {"dtype": built.module.dtype, "device_map": {"": device}}
+    options: dict[str, Any] = {dtype_keyword(): built.module.dtype, "device_map": {"": device}}
     if plan.loads_quantized:
         options["quantization_config"] = quantization_config(plan)
-    if plan.attn_implementation not in (None, "sdpa"):  # as `build_model` asks for it
+    if plan.attn_implementation not in (None, "sdpa"):  # as `build_model` requests it
         options["attn_implementation"] = plan.attn_implementation
     with quiet_transformers():
         if is_random:
@@ -269,7 +276,7 @@ def _processor(config: ModelConfig) -> Any:
 
 
 def resolved_plan(plan: TrainingPlan, feed: Feed) -> dict[str, Any]:
-    """The plan as reports hold it, with the sizes that were used."""
+    """Return the plan for reports, with the sizes that were used."""
     seq_len = None if plan.lengths else feed.seq_len
     sized = replace(plan, seq_len=seq_len, image_size=feed.image_size, padded=feed.padded)
     return sized.to_dict()

@@ -1,6 +1,6 @@
-"""One plan made ready to train and trained: the model, its batches, its optimizer, its loop.
+"""A plan's job: build its model, batches and optimizer, and train.
 
-The same code on both sides. `memest validate` runs it on a GPU, `memest predict` on a virtual one.
+`memest validate` runs this code on a GPU, `memest predict` on a virtual one.
 """
 
 from __future__ import annotations
@@ -22,70 +22,70 @@ SEED = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """What a run needs beside its plan."""
+    """Options of a run besides its plan."""
 
     weights: str = "random"
     """`random`, or `pretrained`: the checkpoint from the Hub or a local folder."""
 
     data: Path | None = None
-    """A `datasets` folder with the columns `image` and `text`; None makes a synthetic batch."""
+    """`datasets` folder with the columns `image` and `text`; None makes a synthetic batch."""
 
     snapshots: Path | None = None
-    """A folder for a recording of the allocator; None records nothing."""
+    """Folder for a recording of the allocator; None records nothing."""
 
     trust_remote_code: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listener:
-    """Who is told of what; `on_end` and `on_error` before the loop's own teardown."""
+    """Callbacks of a run; `on_end` and `on_error` run before the loop's own teardown."""
 
     on_end: Callable[[], None]
     on_error: Callable[[BaseException], None] = lambda error: None
     on_ready: Callable[[], None] = lambda: None
-    """The strategy has set up everything, and no step has begun."""
+    """Called when the strategy has set up everything, before the first step."""
 
     on_step: Callable[[], None] = lambda: None
-    """A micro-batch has ended."""
+    """Called at the end of a micro-batch."""
 
     on_model: Callable[[Any], None] = lambda model: None
-    """The model is built and described."""
+    """Called when the model is built and described."""
 
 
 @dataclass(slots=True)
 class Job:
-    """One training run, and what is known of it so far."""
+    """One training run and its state so far."""
 
     plan: TrainingPlan
     recorder: PhaseRecorder
     listener: Listener
     options: RunOptions = field(default_factory=RunOptions)
     where: str = "cuda"
-    """The device on which the model is made."""
+    """Device on which the model is built."""
 
     accelerator: str = "gpu"
-    """Of Lightning's Trainer: `gpu`, or `cpu` in tests."""
+    """Accelerator of Lightning's Trainer: `gpu`, or `cpu` in tests."""
 
     is_alone: bool = False
-    """Whether this process stands for all, and looks for no others."""
+    """True if this process represents all ranks and contacts no others."""
 
     num_ahead: int = 0
     """Micro-batches of a step that are loaded and not run."""
 
     rank: int = 0
-    """Of the plan's devices, where this process stands for all."""
+    """Rank of this process where it represents all."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    """The plan with the sizes that were used."""
+    """Plan with the sizes that were used."""
 
     model: dict[str, Any] = field(default_factory=dict)
     """Class and numbers of parameters."""
 
     notes: list[str] = field(default_factory=list)
-    """What was decided on the way."""
+    """Decisions made during the run."""
 
     data_notes: list[str] = field(default_factory=list)
-    """Of these, what the data decided."""
+    """Notes about the data, such as an ignored image size."""
 
 
 def run_job(job: Job) -> None:
@@ -134,10 +134,10 @@ def run_job(job: Job) -> None:
 
 
 def _build_model(job: Job, config: Any) -> Any:
-    """The plan's model on the device, ready to train and described."""
+    """Build the plan's model on the device, ready to train and described."""
     from memest.loops import data, quantize
     from memest.models_meta.assemble import assemble, describe_model, trained_parameters
-    from memest.models_meta.wrapping import stop_caching
+    from memest.models_meta.sharding import stop_caching
 
     plan = job.plan
     is_random = job.options.weights == "random"
@@ -160,7 +160,7 @@ def _build_model(job: Job, config: Any) -> Any:
 
 
 def _optimizer_over(plan: TrainingPlan, model: Any) -> Any:
-    """Over what is trained at the time of the call, which a strategy may have replaced."""
+    """Make the optimizer over the parameters trained now, which a strategy may have replaced."""
     from memest.loops.optimizers import make_optimizer
     from memest.models_meta.assemble import trained_parameters
 

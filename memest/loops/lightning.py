@@ -1,11 +1,11 @@
 """The Lightning side of a measured run: the module, its phases, and the Trainer.
 
-Where the four phases lie in Lightning 2.6 (`pytorch/loops/optimization/automatic.py`): the closure
-runs `training_step`, then `zero_grad` on the first micro-batch of a step, then
-`on_before_backward`, the backward, `on_after_backward`. `optimizer_step` calls the closure on the
-last micro-batch and returns while the closure still holds its result, two scalars of 512 B each.
-DeepSpeed counts micro-batches itself, so Lightning calls `optimizer_step` on each of them; the last
-alone is a phase. `before_forward` is read before a strategy's wrapper is entered, which may gather.
+The four phases in Lightning 2.6 (`pytorch/loops/optimization/automatic.py`) are read here. The
+closure runs `training_step`, then `zero_grad` on the first micro-batch of a step,
+`on_before_backward`, the backward and `on_after_backward`. `optimizer_step` calls the closure on
+the last micro-batch. It returns while the closure still holds its result, two scalars of 512 B
+each. DeepSpeed counts micro-batches itself, so Lightning calls `optimizer_step` on each; only the
+last is a phase. `before_forward` is read before a strategy's wrapper is entered, which may gather.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from memest.models_meta.assemble import loss_of
 from memest.report import Phase
 
 NUM_SANITY_STEPS = 2
-"""Batches of the validation that Lightning runs before the first step, by default."""
+"""Validation batches that Lightning runs before the first step, by default."""
 
 
 class FineTune(L.LightningModule):
@@ -43,51 +43,53 @@ class FineTune(L.LightningModule):
         self._task.recorder.record(phase, self.trainer.model, self.trainer.optimizers[0])
 
     def cpu(self) -> Any:
-        """Lightning asks for the module on the host when all is done; nobody needs it there."""
+        """Return the module unmoved; Lightning moves it to the host at the end, which is not
+        needed.
+        """
         return self
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The optimizer, over parameters as the strategy left them."""
+        """Make the optimizer over the parameters as the strategy left them."""
         return self._task.make_optimizer()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Before anything of the micro-batch."""
+        """Record the phase before anything of the micro-batch."""
         self._record(Phase.BEFORE_FORWARD)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """The loss of the next micro-batch; `batch` is its number."""
+        """Return the loss of the next micro-batch; `batch` is its number."""
         inputs = self._task.batch(batch_idx)
         return loss_of(self.model, self._moved(inputs), self._task.loss_output)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """The loss of the next micro-batch of the validation."""
+        """Compute the loss of the next validation micro-batch."""
         inputs = self._task.val_batch(batch_idx)
         loss_of(self.model, self._moved(inputs), self._task.loss_output)
 
     def on_validation_end(self) -> None:
-        """When the module trains again."""
+        """Record the phase when the module trains again."""
         self._record(Phase.AFTER_VALIDATION)
 
     def _moved(self, inputs: Inputs) -> Inputs:
         return {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """After the forward and, on the first micro-batch of a step, after `zero_grad`."""
+        """Record after the forward and, on the first micro-batch of a step, after `zero_grad`."""
         self._record(Phase.AFTER_FORWARD)
 
     def on_after_backward(self) -> None:
-        """Before the graph's last tensors, the loss among them, are dropped."""
+        """Record before the graph's last tensors, including the loss, are dropped."""
         self._record(Phase.AFTER_BACKWARD)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """The step, then the last phase of it."""
+        """Step, then record the last phase of it."""
         super().optimizer_step(*args, **kwargs)
         if self._task.recorder.is_last_micro_batch:
             self._record(Phase.AFTER_OPTIMIZER_STEP)
 
 
 class ShardedFineTune(FineTune):
-    """The same under FSDP2, which Lightning leaves to the module itself."""
+    """The fine-tune under FSDP2, whose wrapping Lightning leaves to the module."""
 
     def configure_model(self) -> None:
         """Divide the model over the mesh of the strategy."""
@@ -106,17 +108,17 @@ class _Messenger(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._listener.on_end()
-        trainer.strategy.optimizers = []  # their state would go to the host, where nobody needs it
+        trainer.strategy.optimizers = []  # else their state moves to the host
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._listener.on_error(exception)
 
 
 class OneProcess(LightningEnvironment):
-    """One process, whatever the environment says of launchers and clusters.
+    """Cluster environment of one process, regardless of launchers' variables.
 
     Args:
-        rank: that of this process.
+        rank: rank of this process.
         num_local: ranks of each host.
     """
 
@@ -126,30 +128,30 @@ class OneProcess(LightningEnvironment):
 
     @property
     def creates_processes_externally(self) -> bool:
-        """It is all that there is."""
+        """True: Lightning starts no processes."""
         return True
 
     @property
     def main_address(self) -> str:
-        """Nobody is called."""
+        """Address that is never contacted."""
         return "127.0.0.1"
 
     @property
     def main_port(self) -> int:
-        """Likewise."""
+        """Port that is never contacted."""
         return 1
 
     def local_rank(self) -> int:
-        """Of its host."""
+        """Rank within its host."""
         return self._rank
 
     def node_rank(self) -> int:
-        """The host."""
+        """Number of the host."""
         return self._host
 
 
 def fit(task: Task, job: Job) -> None:
-    """Train for the plan's steps; a listener that does not return spares the teardown.
+    """Train for the plan's steps; a listener that does not return skips the teardown.
 
     Every rank gets the same micro-batches.
     """
@@ -188,6 +190,6 @@ def fit(task: Task, job: Job) -> None:
 
 
 def _numbers(count: int) -> Any:
-    """A loader of the numbers of `count` batches; None where there are none."""
+    """Return a loader of the numbers of `count` batches; None where there are none."""
     numbers: Any = range(count)
     return torch.utils.data.DataLoader(numbers, batch_size=None, num_workers=0) if count else None

@@ -1,4 +1,4 @@
-"""A plan's optimizer, made by its own library: on a GPU or on one that is not there."""
+"""A plan's optimizer, made by its own library."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 import torch
 
 from memest.errors import PlanError
-from memest.loops.packages import require
+from memest.packages import require
 from memest.plan import TrainingPlan
 from memest.plan.optimizers import BITSANDBYTES, DEEPSPEED, OPTIMIZERS
 
 LEARNING_RATE = 1e-4
-"""Of every optimizer; it has no effect on memory."""
+"""Learning rate of every optimizer; it has no effect on memory."""
 
 
 def make_optimizer(
     plan: TrainingPlan, params: Sequence[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """The plan's optimizer over `params`, with its library's defaults and the plan's options.
+    """Make the plan's optimizer over `params`, with its library's defaults and the plan's options.
 
     Raises:
         PlanError: it does not take an option, or these parameters.

@@ -15,7 +15,7 @@ from memest.report import Phase
 
 
 def fit(task: Task, job: Job) -> None:
-    """Train for the plan's steps, and validate as often as it says."""
+    """Train for the plan's steps, and validate as often as it specifies."""
     loop = _Loop(task, job)
     job.listener.on_ready()
     number = 0
@@ -41,7 +41,7 @@ class _Loop:
         )
 
     def micro_batch(self, number: int) -> None:
-        """Forward and backward."""
+        """Run forward and backward."""
         self._record(Phase.BEFORE_FORWARD)
         inputs = self._moved(self.task.batch(number))
         with self._autocast():
@@ -62,14 +62,14 @@ class _Loop:
         self._record(Phase.AFTER_OPTIMIZER_STEP)
 
     def validates_after(self, number: int) -> bool:
-        """Whether a validation follows the `number`-th micro-batch."""
+        """Return whether a validation follows the `number`-th micro-batch."""
         plan = self.plan
         last = plan.steps * plan.accumulate_grad_batches
         return plan.validates and number % (plan.val_check_interval or last) == 0
 
     @torch.no_grad()
     def validate(self) -> None:
-        """The losses of the validation."""
+        """Compute the losses of the validation."""
         self.model.eval()
         for number in range(self.plan.limit_val_batches):
             inputs = self._moved(self.task.val_batch(number))

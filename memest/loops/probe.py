@@ -1,4 +1,4 @@
-"""The lab's probe: the allocator's figures and three sums, at the four phases of a step."""
+"""The probe of a run: the allocator's figures and three sums, at the four phases of a step."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from memest.report import Phase, PhaseRow
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """The allocator at one moment."""
+    """The allocator's figures at one moment."""
 
     allocated_bytes: int
     peak_allocated_bytes: int
-    """The highest since the reading before."""
+    """Highest since the previous reading."""
 
     reserved_bytes: int
     peak_reserved_bytes: int
-    """Likewise."""
+    """Highest since the previous reading."""
 
 
 class Memory(Protocol):
@@ -28,7 +28,7 @@ class Memory(Protocol):
     device_type: str
 
     def read(self) -> Reading:
-        """The figures now; peaks start anew from here."""
+        """Return the figures now and reset the peaks."""
         ...
 
 
@@ -38,7 +38,7 @@ class CudaMemory:
     device_type = "cuda"
 
     def read(self) -> Reading:
-        """The figures of `torch.cuda`; kernels in flight do not change them."""
+        """Return the figures of `torch.cuda`; kernels in flight do not change them."""
         import torch
 
         reading = Reading(
@@ -53,12 +53,12 @@ class CudaMemory:
 
 @dataclass(slots=True)
 class PhaseRecorder:
-    """The rows of one run, and the highest figures so far.
+    """Rows of one run, and the highest figures so far.
 
     Args:
-        memory: what is read.
+        memory: device to read.
         num_micro_batches: per step.
-        on_row: told after each row.
+        on_row: called after each row.
     """
 
     memory: Memory
@@ -69,14 +69,14 @@ class PhaseRecorder:
     micro_batches_begun: int = 0
     on_row: Callable[[], None] = lambda: None
     states: Any = None
-    """The `States` that are summed, from the first row on."""
+    """`States` to sum, from the first row on."""
 
     def start(self) -> None:
-        """Forget what the building of the model needed."""
+        """Reset the peaks after the model is built."""
         self.memory.read()
 
     def note_peaks(self) -> Reading:
-        """Read, and carry the peaks over; also where no phase ends, as after an error."""
+        """Read and update the peaks; also called where no phase ends, as after an error."""
         reading = self.memory.read()
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, reading.peak_allocated_bytes)
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, reading.peak_reserved_bytes)
@@ -84,18 +84,18 @@ class PhaseRecorder:
 
     @property
     def is_last_micro_batch(self) -> bool:
-        """Whether the micro-batch under way ends with an optimizer step."""
+        """True if the current micro-batch ends with an optimizer step."""
         return self.micro_batches_begun % self.num_micro_batches == 0
 
     def record(self, phase: Phase, model: Any, optimizer: Any) -> None:
-        """One row; a `before_forward` begins the next micro-batch."""
+        """Append one row; a `before_forward` begins the next micro-batch."""
         if phase is Phase.BEFORE_FORWARD:
             self.micro_batches_begun += 1
         number = max(0, self.micro_batches_begun - 1)  # a validation may come before all
         step, micro_batch = divmod(number, self.num_micro_batches)
         reading = self.note_peaks()
         if self.states is None:
-            from memest.models_meta.states import States
+            from memest.models_meta.sharding import States
 
             self.states = States(model, optimizer)
         params = self._num_bytes(self.states.params())
@@ -118,7 +118,7 @@ class PhaseRecorder:
         self.on_row()
 
     def _num_bytes(self, values: Iterable[Any]) -> int:
-        """Elements times item size of the tensors on the device, entry by entry."""
+        """Return elements times item size of the tensors on the device, entry by entry."""
         import torch
 
         return sum(

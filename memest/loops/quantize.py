@@ -1,4 +1,4 @@
-"""QLoRA's base in place: the linear layers of a model replaced by 4-bit or 8-bit ones."""
+"""Quantise QLoRA's base in place: replace linear layers by 4-bit or 8-bit ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memest.plan import TrainingPlan
 
 
 def quantize_as_planned(model: nn.Module, plan: TrainingPlan) -> None:
-    """Replace the linear layers of `model` as `plan` says.
+    """Replace the linear layers of `model` as `plan` specifies.
 
     Raises:
         PlanError: no layer is left to quantise.
@@ -36,11 +36,10 @@ def quantize(
     skip: Sequence[str] = (),
     quant: str = "nf4",
 ) -> None:
-    """Replace the linear layers of `model` by `bitsandbytes.nn.Linear4bit` (nf4) or `Linear8bitLt`,
-    in place.
+    """Replace the linear layers of `model` by `bitsandbytes.nn.Linear4bit` (nf4) or `Linear8bitLt`.
 
-    Layer by layer over a list of the modules, which holds the originals to the end, as a loop over
-    `list(model.named_modules())` does.
+    The list of layers holds the originals to the end, as a loop over `list(model.named_modules())`
+    does.
 
     Raises:
         PlanError: no layer is left to quantise.
@@ -61,13 +60,15 @@ def quantize(
 
 
 def _weight_of(original: Any) -> torch.Tensor:
-    """(out_features, in_features); transformers' Conv1D keeps its weight transposed."""
+    """Return the weight as (out_features, in_features); transformers' Conv1D transposes it."""
     weight: torch.Tensor = original.weight.data
     return weight if isinstance(original, nn.Linear) else weight.T
 
 
 def _in_8_bits(original: Any) -> Any:
-    """Through the host, as transformers does: bitsandbytes quantises what comes from there."""
+    """Make the 8-bit layer through the host, as transformers does: bitsandbytes quantises on the
+    move.
+    """
     import bitsandbytes
 
     weight = _weight_of(original)
@@ -113,9 +114,10 @@ def _in_4_bits(original: Any, compute_dtype: torch.dtype, double_quant: bool) ->
 
 
 def quant_state_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Every tensor that quantisation keeps beside the parameters of `model`: scales and codes.
+    """Yield the tensors of quantisation besides the parameters of `model`: scales and codes.
 
-    Of `Params4bit` the `quant_state`, with the one of its scales; of `Int8Params` the scales `SCB`.
+    They are the `quant_state` of `Params4bit` with the one of its scales, and the `SCB` of
+    `Int8Params`.
     """
     for module in model.modules():
         weight = module._parameters.get("weight")

@@ -6,17 +6,18 @@ from typing import Any
 
 from torch import nn
 
-from memest.models_meta.sharding import fully_shard_layers, hybrid_shape
-from memest.models_meta.wrapping import (
+from memest.models_meta.sharding import (
     checkpointed_class_names,
     classes_named,
+    fully_shard_layers,
+    hybrid_shape,
     wrap_class_names,
 )
 from memest.plan import TrainingPlan
 
 
 def make_strategy(plan: TrainingPlan, model: nn.Module) -> Any:
-    """What `Trainer(strategy=...)` gets: a strategy object, or `auto` on one GPU.
+    """Return the value of `Trainer(strategy=...)`: a strategy object, or `auto` on one GPU.
 
     Raises:
         PlanError: a class to wrap is not there.
@@ -63,18 +64,21 @@ def _fsdp(plan: TrainingPlan, model: nn.Module) -> Any:
 
 
 def _fsdp2(plan: TrainingPlan) -> Any:
-    """The mesh of replicas by shards, which `fully_shard` takes as HSDP; `shard_model` uses it."""
+    """Make the mesh of replicas by shards, which `fully_shard` takes as HSDP; `shard_model` uses
+    it.
+    """
     from lightning.pytorch.strategies import ModelParallelStrategy
 
     return ModelParallelStrategy(*(hybrid_shape(plan) or (plan.world_size, 1)))
 
 
 def _deepspeed(plan: TrainingPlan) -> Any:
-    """Lightning's registered strategy of that name, with the plan's bucket sizes.
+    """Make Lightning's registered strategy of that name, with the plan's bucket sizes.
 
-    `logging_batch_size_per_gpu` only scales a throughput; Lightning would ask the data loader.
+    `logging_batch_size_per_gpu` only scales a throughput; without it Lightning reads the data
+    loader.
     """
-    from memest.loops.packages import require
+    from memest.packages import require
 
     require("deepspeed")
     from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -91,6 +95,6 @@ def _deepspeed(plan: TrainingPlan) -> Any:
 
 
 def shard_model(model: nn.Module, plan: TrainingPlan, mesh: Any) -> None:
-    """Divide it over the mesh of Lightning's `ModelParallelStrategy`, in place."""
+    """Divide the model over the mesh of Lightning's `ModelParallelStrategy`, in place."""
     is_hybrid = hybrid_shape(plan) is not None
     fully_shard_layers(model, plan, mesh if is_hybrid else mesh["data_parallel"])

@@ -1,4 +1,4 @@
-"""What every loop trains: the model, its batches, its optimizer, and who reads the memory."""
+"""A fine-tune ready for any loop: the model, its batches, its optimizer, its memory recorder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memest.loops.probe import PhaseRecorder
 from memest.plan import TrainingPlan
 
 Inputs = dict[str, Any]
-"""Keywords of a forward, on the host."""
+"""Keyword arguments of a forward, on the host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,23 +22,23 @@ class Task:
 
     plan: TrainingPlan
     model: nn.Module
-    """On the device, in training mode."""
+    """Module on the device, in training mode."""
 
     make_optimizer: Callable[[], torch.optim.Optimizer]
-    """Called once a strategy has divided the model."""
+    """Called after a strategy has divided the model."""
 
     batches: Sequence[Inputs]
-    """Used in turn, over and over."""
+    """Batches used in turn, over and over."""
 
     val_batches: Sequence[Inputs]
     recorder: PhaseRecorder
     loss_output: str = "loss"
-    """The output to differentiate."""
+    """Output to differentiate."""
 
     def batch(self, number: int) -> Inputs:
-        """The micro-batch of this number."""
+        """Return the micro-batch of this number."""
         return self.batches[number % len(self.batches)]
 
     def val_batch(self, number: int) -> Inputs:
-        """Likewise of the validation."""
+        """Return the validation micro-batch of this number."""
         return self.val_batches[number % len(self.val_batches)]

@@ -1,8 +1,8 @@
 """The Trainer of transformers 5.17, with a probe at each phase.
 
-Where the four phases lie in it (`training_step` of trainer.py): `training_step` moves the batch to
-the GPU, calls `compute_loss` and the backward; gradients are clipped, the optimizer steps, and
-`zero_grad` follows, before the callbacks are told of the step.
+The four phases in `training_step` of trainer.py: it moves the batch to the GPU, calls
+`compute_loss` and the backward. Gradients are clipped, the optimizer steps, and `zero_grad` follows
+before the callbacks run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from memest.report import Phase
 
 
 def fit(task: Task, job: Job) -> None:
-    """Train for the plan's steps, and evaluate as often as it says."""
+    """Train for the plan's steps, and evaluate as often as it specifies."""
     plan = job.plan
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(**_arguments(plan, folder))
@@ -45,7 +45,7 @@ def fit(task: Task, job: Job) -> None:
 
 
 class _Numbers(torch.utils.data.Dataset[int]):
-    """The numbers of batches: the collator makes one of each."""
+    """Numbers of batches, from each of which the collator makes one."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -58,7 +58,7 @@ class _Numbers(torch.utils.data.Dataset[int]):
 
 
 class ProbedTrainer(Trainer):
-    """Takes the batches of `task`, and reads the memory."""
+    """Trainer that takes the batches of `task` and records memory."""
 
     def __init__(self, task: Task, job: Job, **options: Any) -> None:
         self.task, self.listener, self.num_ahead = task, job.listener, job.num_ahead
@@ -66,22 +66,22 @@ class ProbedTrainer(Trainer):
         self.add_callback(_Messenger(self))
 
     def get_train_dataloader(self) -> Any:
-        """One micro-batch for each number."""
+        """Return a loader of one micro-batch for each number."""
         return self.accelerator.prepare(_loader(self.train_dataset, self.task.batch))
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Likewise of the evaluation."""
+        """Return a loader of one validation micro-batch for each number."""
         return self.accelerator.prepare(_loader(self.eval_dataset, self.task.val_batch))
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """All micro-batches of a step are moved to the GPU at once: also those that are not run."""
+        """Move all micro-batches of a step to the GPU at once, including those that are skipped."""
         found = super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = [self.task.batch(number) for number in range(self.num_ahead)]
         self._ahead = [send_to_device(batch, device) for batch in batches]
         return found
 
     def training_step(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> Tensor:
-        """Between the probes of its ends."""
+        """Run the step between the probes of its ends."""
         self.record(Phase.BEFORE_FORWARD)
         loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
         self.record(Phase.AFTER_BACKWARD)
@@ -95,14 +95,14 @@ class ProbedTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """The plan's loss."""
+        """Return the plan's loss."""
         loss = loss_of(model, inputs, self.task.loss_output)
         if model.training:
             self.record(Phase.AFTER_FORWARD)
         return (loss, {"loss": loss}) if return_outputs else loss
 
     def record(self, phase: Phase) -> None:
-        """Read the memory."""
+        """Record the memory."""
         self.task.recorder.record(phase, self.model, self.optimizer)
 
 
@@ -130,7 +130,7 @@ def _loader(numbers: Any, batch_of: Any) -> Any:
 
 
 def _optimizer(plan: TrainingPlan) -> dict[str, Any]:
-    """The optimizer in the Trainer's words, where it makes the same; else nothing."""
+    """Return the optimizer as Trainer arguments if the Trainer makes the same one, else nothing."""
     name = OPTIMIZERS[plan.optim].transformers
     if not name or plan.momentum or plan.nesterov or plan.optim_options:
         return {}

@@ -1,6 +1,5 @@
-"""What is trained: names, config files, the module on the meta device and its batch.
+"""Models for plans: names, config files, modules on the meta device, and batches.
 
-`registry` finds a config by name, `build` makes the module from it, `batch` makes the inputs that
-its forward takes. Nothing heavy is imported here: `memest models` needs neither torch nor
-transformers.
+`registry` finds a config by name, `build` makes the module from it, and `batch` makes the inputs of
+its forward. Nothing heavy is imported here: `memest models` needs neither torch nor transformers.
 """

@@ -21,11 +21,11 @@ def apply_lora(
     use_rslora: bool = False,
     use_dora: bool = False,
 ) -> nn.Module:
-    """`model` with LoRA adapters on its targets, everything else frozen: a `PeftModel`.
+    """Put LoRA adapters on the targets of `model`, freeze everything else, and return the
+    `PeftModel`.
 
-    Adapters are fp32 whatever the base is, since peft casts 16-bit ones up
-    (`autocast_adapter_dtype`); their layers cast their input to fp32 and their sum back. A model
-    that is cast to 16 bits afterwards takes them along.
+    peft casts 16-bit adapters to fp32 (`autocast_adapter_dtype`). Adapter layers cast their input
+    to fp32 and cast their sum back. A later cast of the model to 16 bits also casts the adapters.
 
     Args:
         model: quantised or not.
@@ -33,11 +33,11 @@ def apply_lora(
         alpha: numerator of the scale `alpha / r`.
         dropout: before the first adapter matrix; 0 makes no mask.
         target_modules: the last parts of module names, a regular expression of whole names,
-            `all-linear`, or None for what peft knows of the model's type.
-        bias: which biases train: `none`, `all` or `lora_only`.
+            `all-linear`, or None for peft's default for the model's type.
+        bias: biases that train: `none`, `all` or `lora_only`.
 
     Raises:
-        PlanError: nothing matches `target_modules`, or what matches cannot carry an adapter.
+        PlanError: nothing matches `target_modules`, or a match cannot carry an adapter.
     """
     from peft import LoraConfig, get_peft_model  # takes a second
 
@@ -68,7 +68,7 @@ def apply_lora(
 
 
 def _check_saved(adapted: nn.Module, names: Sequence[str]) -> None:
-    """peft passes over names in `modules_to_save` that no module has."""
+    """Raise for names in `modules_to_save` that no module has; peft ignores them."""
     from peft.utils import ModulesToSaveWrapper
 
     saved = [n for n, m in adapted.named_modules() if isinstance(m, ModulesToSaveWrapper)]
@@ -81,7 +81,7 @@ def _check_saved(adapted: nn.Module, names: Sequence[str]) -> None:
 
 
 def linear_names(model: nn.Module) -> list[str]:
-    """The distinct last parts of the names of the linear layers in `model`, in order."""
+    """Return the distinct last parts of the names of the linear layers in `model`, in order."""
     names = (
         name.rpartition(".")[2]
         for name, module in model.named_modules()

@@ -1,13 +1,13 @@
-"""The module that a plan trains: built, tied, quantised, adapted, frozen, cast, checkpointing set.
+"""Assembly of the module that a plan trains: build, tie, quantise, adapt, freeze, cast, checkpoint.
 
-One sequence for both sides: a measured run makes it on a GPU, a prediction on a virtual one, both
-with peft's and bitsandbytes' own layers.
+Measured runs and predictions share this sequence, with peft's and bitsandbytes' own layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -16,23 +16,28 @@ from torch import Tensor, nn
 from memest.errors import PlanError, UnsupportedError
 from memest.models_meta.adapters import apply_lora, linear_names
 from memest.models_meta.batch import num_image_tokens
-from memest.models_meta.build import BuiltModel, build_model, freeze, num_positions
+from memest.models_meta.build import (
+    BuiltModel,
+    build_model,
+    freeze,
+    num_positions,
+    set_tied_embeddings,
+)
 from memest.models_meta.flash_attention import mark_quantized
 from memest.models_meta.quantized import check_quantizable
 from memest.models_meta.registry import ModelConfig
-from memest.models_meta.tying import set_tied_embeddings
 from memest.plan import TrainingPlan
 from memest.plan.values import ALL_LINEAR, FLASH_ATTENTION_2, IN_PLACE
 
 DEFAULT_SEQ_LEN = {"image-text": 25, "text": 512, "audio": 128, "image": 1}
-"""Tokens per sample where the plan names none. Image-text: captions of the lab's data set, whose
-published verdicts come out at 25; the rest are plain round figures. Every report states the one
-that it used."""
+"""Tokens per sample where the plan gives none. 25 for image-text matches published verdicts of the
+lab's captions; the others are assumed. Every report prints the value used.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assembled:
-    """The module in training mode, and what was decided on the way."""
+    """Module in training mode, with notes on the decisions made while it was assembled."""
 
     module: nn.Module
     notes: tuple[str, ...]
@@ -47,16 +52,16 @@ def assemble(
     initialise: Callable[[nn.Module], Any] | None = None,
     quantize: Callable[[nn.Module, TrainingPlan], Any] | None = None,
 ) -> Assembled:
-    """The module as Lightning trains it.
+    """Assemble the module as Lightning trains it.
 
     Args:
-        plan: what is trained.
-        config: of its model.
-        device: where the parameters are made.
-        load: loads the module that is built on meta, quantised if the plan quantises while it
-            loads; None builds it on `device`.
-        initialise: gives the weights values before anything is derived from them.
-        quantize: replaces the linear layers, for QLoRA in place.
+        plan: the plan to train.
+        config: config of its model.
+        device: device of the parameters.
+        load: loads the module that is built on meta, quantised if the plan quantises while
+            loading; None builds it on `device`.
+        initialise: sets the weights before anything is derived from them.
+        quantize: replaces the linear layers in place, for QLoRA.
 
     Raises:
         MemestError: the model class, the adapters or the patterns do not go together.
@@ -103,7 +108,7 @@ def assemble(
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that the optimizer gets.
+    """Return the parameters that the optimizer gets.
 
     Raises:
         PlanError: there are none.
@@ -115,7 +120,7 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
-    """Class and parameter counts, as reports state them; a quantised weight counts its bytes."""
+    """Return class and parameter counts for reports; a quantised weight counts its bytes."""
     unwrapped = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     return {
         "class": type(unwrapped).__name__,
@@ -125,7 +130,7 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
 
 
 def loss_of(model: nn.Module, inputs: dict[str, Any], output: str) -> Tensor:
-    """The model's loss, or the mean of the output named; nothing else of the output is kept."""
+    """Return the model's loss, or the mean of the output named `output`."""
     out = model(**inputs)
     if output == "loss":
         return out.loss  # type: ignore[no-any-return]
@@ -133,20 +138,22 @@ def loss_of(model: nn.Module, inputs: dict[str, Any], output: str) -> Tensor:
 
 
 def half_dtype(plan: TrainingPlan) -> torch.dtype:
-    """The 16-bit type of the plan's precision."""
+    """Return the 16-bit dtype of the plan's precision."""
     return torch.bfloat16 if plan.precision.startswith("bf16") else torch.float16
 
 
 def input_dtype(plan: TrainingPlan) -> torch.dtype | None:
-    """What Lightning casts floating inputs to (`HalfPrecision.convert_input`); None leaves them."""
+    """Return the dtype to which Lightning casts float inputs (`HalfPrecision.convert_input`), or
+    None.
+    """
     return half_dtype(plan) if plan.precision in ("bf16-true", "16-true") else None
 
 
 def load_dtype(plan: TrainingPlan, config: ModelConfig) -> torch.dtype:
-    """Dtype in which the weights are loaded.
+    """Return the dtype in which the weights are loaded.
 
-    `from_pretrained(quantization_config=...)` keeps that of the checkpoint. FlashAttention-2 needs
-    16 bits, so its users name them.
+    `from_pretrained(quantization_config=...)` uses the dtype of the checkpoint. FlashAttention-2
+    needs 16 bits, so its users set one.
     """
     if not plan.use_qlora:
         return input_dtype(plan) or torch.float32
@@ -159,12 +166,12 @@ def load_dtype(plan: TrainingPlan, config: ModelConfig) -> torch.dtype:
 
 
 def compute_dtype(plan: TrainingPlan) -> torch.dtype:
-    """In which a 4-bit layer multiplies (`bnb_4bit_compute_dtype`)."""
+    """Return the dtype in which a 4-bit layer multiplies (`bnb_4bit_compute_dtype`)."""
     return torch.float16 if plan.precision.startswith("16") else torch.bfloat16
 
 
 def sequence_length(plan: TrainingPlan, config: ModelConfig) -> int:
-    """Tokens per sample: the plan's, or the modality's default where the model has room for it.
+    """Return tokens per sample: the plan's, or the modality's default cut to the model's positions.
 
     Raises:
         PlanError: the model has fewer positions.
@@ -194,14 +201,16 @@ def _checkpointing_notes(plan: TrainingPlan) -> list[str]:
 
 
 def _prepare_for_kbit_training(model: Any, plan: TrainingPlan) -> None:
-    """Freeze the quantised base and cast what is not quantised to fp32, by peft."""
+    """Freeze the quantised base and cast the rest to fp32, by peft."""
     from peft import prepare_model_for_kbit_training
 
+    options: dict[str, Any] = {}
+    if "auto_clear_cache" in signature(prepare_model_for_kbit_training).parameters:
+        # older peft clears nothing; in place, runs were measured without it
+        options["auto_clear_cache"] = plan.loads_quantized
     try:
         prepare_model_for_kbit_training(  # type: ignore[no-untyped-call]
-            model,
-            use_gradient_checkpointing=plan.kbit_checkpoints,
-            auto_clear_cache=plan.loads_quantized,  # in place, runs were measured without it
+            model, use_gradient_checkpointing=plan.kbit_checkpoints, **options
         )
     except ValueError as error:
         raise UnsupportedError(
@@ -230,7 +239,7 @@ def _lora_targets(plan: TrainingPlan, model: nn.Module) -> Sequence[str] | str |
 
 
 def lora_targets(model: Any) -> Sequence[str] | None:
-    """q and v by the names that the model uses, as the lab does, else the product that holds them.
+    """Return the model's names of its q and v projections, or of the fused product that holds them.
 
     None leaves the choice to peft.
     """

@@ -1,4 +1,4 @@
-"""A config to the module that transformers makes of it, on the meta device: shapes, no memory."""
+"""The transformers module of a config, on meta: shapes without memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,31 @@ import torch
 from torch import nn
 
 from memest.errors import PlanError, UnsupportedError, closest
-from memest.models_meta.registry import ModelConfig, error_text, quiet_transformers
+from memest.models_meta.registry import ModelConfig, dtype_keyword, error_text, quiet_transformers
 from memest.plan.values import FLASH_ATTENTION_2
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PretrainedConfig
+
+
+def set_tied_embeddings(model: Any, tied: bool) -> None:
+    """Give the output head a weight of its own, or the embeddings' weight.
+
+    A config alone cannot specify it for T5. transformers 5.17 builds it tied whatever the file has
+    (models/t5/configuration_t5.py), while the published flan-t5 checkpoints load untied.
+
+    Raises:
+        PlanError: the model has no output head, or one of another shape.
+    """
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or embeddings is None or head.weight.shape != embeddings.weight.shape:
+        raise PlanError(
+            f"`tie_word_embeddings` does not apply to `{type(model).__name__}`",
+            hint="leave it out: the model has no output head of the embeddings' shape",
+        )
+    weight = embeddings.weight
+    head.weight = weight if tied else nn.Parameter(torch.empty_like(weight))
+
 
 ATTN_IMPLEMENTATIONS = ("sdpa", "eager", FLASH_ATTENTION_2)
 
@@ -33,8 +53,8 @@ _AUTO_CLASSES = (
     "AutoModel",
 )
 
-# Families whose attention knows distances, not positions: a text of any length is in range.
-# Mirrors transformers 5.17: a relative bias by bucket (t5, mt5, ...), ALiBi (bloom, mpt).
+# Families whose attention uses distances instead of positions, so text length is unlimited. Mirrors
+# transformers 5.17: a relative bias by bucket (t5, mt5, ...), ALiBi (bloom, mpt).
 _RELATIVE_POSITIONS = frozenset(
     {"t5", "mt5", "umt5", "longt5", "switch_transformers", "pix2struct"}
 )
@@ -48,26 +68,27 @@ _OFFSET_POSITIONS = frozenset(
 )  # fmt: skip
 
 DYNAMIC_IMAGE_SIZE = 448
-"""Pixels a side assumed for models that take images of any size and name none (Qwen2-VL): 32 x 32
-patches of 14, which merge to 256 tokens. An assumption, not a property of the model."""
+"""Assumed pixels a side for models that take images of any size and set none (Qwen2-VL). 32 x 32
+patches of 14, which merge to 256 tokens.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltModel:
-    """A module on the meta device, and what was decided while it was made."""
+    """Module on the meta device, with notes on the decisions made while it was built."""
 
     module: nn.Module
-    config: PreTrainedConfig
-    """The config that the module holds: a copy of the given one."""
+    config: PretrainedConfig
+    """Config that the module holds: a copy of the given one."""
 
     attn_implementation: str
-    """What the text side (or the whole model) uses: one of `ATTN_IMPLEMENTATIONS`."""
+    """Attention of the text side or the whole model: one of `ATTN_IMPLEMENTATIONS`."""
 
     num_params: int
-    """Parameters, a tied tensor counted once."""
+    """Number of parameters; a tied tensor counts once."""
 
     notes: tuple[str, ...] = ()
-    """Assumptions that the reader of a report should know."""
+    """Assumptions for the report."""
 
 
 def build_model(
@@ -77,15 +98,15 @@ def build_model(
     attn_implementation: str | None = None,
     device: torch.device | str = "meta",
 ) -> BuiltModel:
-    """The model class of `config`, in training mode, all parameters in one `dtype`.
+    """Build the model class of `config` in training mode, with all parameters in one `dtype`.
 
-    Initialisation of weights is skipped: nothing is computed, so 70e9 parameters take about a
-    second. Buffers keep the dtype that the class gives them, and move to `device` where a class
-    makes them on the CPU. `attn_implementation` None takes transformers' own default, which is
-    `sdpa`; a class without it gets `eager`, whichever was asked, and `notes` says so.
+    Weights are not initialised, so 70e9 parameters take about a second. Buffers have the dtype that
+    the class gives them, and move to `device` where a class makes them on the CPU.
+    `attn_implementation` None takes transformers' default, `sdpa`; a class without it gets `eager`,
+    and `notes` reports that.
 
-    Left out: what `from_pretrained` changes while it loads a checkpoint: modules kept in float32
-    under float16 (T5's `wo`), and heads that the checkpoint stores untied.
+    Left out: changes that `from_pretrained` makes while it loads a checkpoint. These are modules in
+    float32 under float16 (T5's `wo`), and heads that the checkpoint stores untied.
 
     Raises:
         PlanError: the class rejects the sizes in its config, or `attn_implementation` is unknown.
@@ -99,8 +120,8 @@ def build_model(
     notes: list[str] = []
     pretrained = copy.deepcopy(config.pretrained)
     cls = _model_class(config, notes)
-    # transformers' default is sdpa wherever a (sub-)model has it, else eager; there, to ask for
-    # sdpa by name would be an error.
+    # transformers' default is sdpa wherever a (sub-)model has it, else eager. Requesting sdpa by
+    # name would be an error where a sub-model lacks it.
     asked = None if attn_implementation == "sdpa" else attn_implementation
     with quiet_transformers():
         module = _instantiate(config, cls, pretrained, dtype=dtype, attn=asked, device=device)
@@ -118,7 +139,7 @@ def build_model(
 
 
 def _model_class(config: ModelConfig, notes: list[str]) -> Any:
-    """The class to build: of the remote code, of `architectures`, or of the first Auto class."""
+    """Return the class to build: of remote code, of `architectures`, or the first Auto class."""
     import transformers
 
     if config.remote_code:
@@ -147,7 +168,7 @@ def _model_class(config: ModelConfig, notes: list[str]) -> Any:
 
 
 def _attn_notes(module: nn.Module, requested: str | None) -> list[str]:
-    """The sub-models that run eager although it was not asked for, because they have no sdpa."""
+    """Return a note on the sub-models that run eager because they have no sdpa."""
     if requested == "eager":
         return []
     eager = {
@@ -169,11 +190,9 @@ def _instantiate(
     attn: str | None,
     device: torch.device | str,
 ) -> Any:
-    from transformers.initialization import no_init_weights
-
-    kwargs: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn}
+    kwargs: dict[str, Any] = {dtype_keyword(): dtype, "attn_implementation": attn}
     try:
-        with torch.device(device), no_init_weights():
+        with torch.device(device), _no_init_weights():
             if config.remote_code:
                 module = cls.from_config(pretrained, trust_remote_code=True, **kwargs)
             else:
@@ -200,8 +219,19 @@ def _instantiate(
         ) from error
 
 
+def _no_init_weights() -> Any:
+    """Return the context in which transformers skips the initialisation of weights."""
+    try:
+        from transformers.initialization import no_init_weights
+    except ImportError:  # before transformers 5
+        from transformers.modeling_utils import (  # type: ignore[attr-defined,no-redef]
+            no_init_weights,
+        )
+    return no_init_weights()
+
+
 def _count_notes(config: ModelConfig, num_params: int) -> list[str]:
-    """What a reader must know about the number of parameters of a bundled model."""
+    """Return notes on the number of parameters of a bundled model."""
     if config.entry is None:
         return []
     notes = []
@@ -215,11 +245,11 @@ def _count_notes(config: ModelConfig, num_params: int) -> list[str]:
     return notes
 
 
-def num_positions(config: PreTrainedConfig) -> int | None:
-    """Tokens that the text side can place, None when its positions have no end (T5, ALiBi).
+def num_positions(config: PretrainedConfig) -> int | None:
+    """Return the tokens that the text side can place, or None if unlimited (T5, ALiBi).
 
-    For learned tables (BERT, GPT-2, OPT, Whisper) a longer text is an error in the model; for
-    rotary positions the number is the length that the model was made for, and a longer one runs.
+    With learned tables (BERT, GPT-2, OPT, Whisper) the model rejects a longer text. With rotary
+    positions the number is the trained length, and a longer text runs.
 
     >>> from transformers import RobertaConfig
     >>> num_positions(RobertaConfig(max_position_embeddings=514, pad_token_id=1))
@@ -236,8 +266,8 @@ def num_positions(config: PreTrainedConfig) -> int | None:
     return None
 
 
-def default_image_size(config: PreTrainedConfig) -> int | None:
-    """Pixels a side of the square image that the model takes; None for a model without images."""
+def default_image_size(config: PretrainedConfig) -> int | None:
+    """Return pixels a side of the model's square image, or None for a model without images."""
     vision = vision_config(config)
     size = getattr(vision if vision is not None else config, "image_size", None)
     if isinstance(size, Sequence) and size:
@@ -248,30 +278,30 @@ def default_image_size(config: PreTrainedConfig) -> int | None:
 
 
 def text_config(config: Any) -> Any:
-    """The config of the text side (the decoder's, of two); the config itself when it has none."""
-    from transformers import PreTrainedConfig
+    """Return the config of the text side (the decoder's of two), or the config itself."""
+    from transformers import PretrainedConfig
 
     try:
         text = config.get_text_config(decoder=True)
     except ValueError:
         return config
     # A config class keeps unknown keys as they are, so a stray `text_config` may be anything.
-    return text if isinstance(text, PreTrainedConfig) else config
+    return text if isinstance(text, PretrainedConfig) else config
 
 
 def vision_config(config: Any) -> Any:
-    """The config of the vision side; None when the config has none."""
-    from transformers import PreTrainedConfig
+    """Return the config of the vision side, or None without one."""
+    from transformers import PretrainedConfig
 
     vision = getattr(config, "vision_config", None)
-    return vision if isinstance(vision, PreTrainedConfig) else None
+    return vision if isinstance(vision, PretrainedConfig) else None
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> int:
-    """Takes `requires_grad` from the parameters that match; returns how many weights that froze.
+    """Turn `requires_grad` off for parameters that match; return the number of weights frozen.
 
-    A pattern is a shell glob over parameter names (`vision_model.*`, `*.layers.[0-9].*`), or the
-    name of a module, which means all in it. A tied parameter goes by each of its names.
+    A pattern is a shell glob over parameter names (`vision_model.*`, `*.layers.[0-9].*`), or a
+    module name for all parameters in it. A tied parameter matches by each of its names.
 
     >>> freeze(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 5)), ["0"])
     9

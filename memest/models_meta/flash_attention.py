@@ -1,11 +1,9 @@
-"""FlashAttention 2 on the meta device: the functions of the package `flash_attn`, without its
-kernels.
+"""FlashAttention 2 on the meta device: the functions of the package `flash_attn`, without kernels.
 
 A mirror of flash-attn 2.8.3 (flash_attn/flash_attn_interface.py and bert_padding.py) as
 transformers 5.17 calls it (modeling_flash_attention_utils.py, integrations/flash_attention.py). The
-package needs a GPU to be built and imported, so this stands in for it: the same tensors are kept,
-and each kernel is one operator, whose requests of memory
-`memest.estimator.kernels.attention.flash2` knows.
+real package needs a GPU to be built and imported. The mirror saves the same tensors, and each
+kernel is one operator, whose memory requests are in `memest.estimator.ops.flash_attention_2`.
 
 Left out: ALiBi slopes and paged keys, which transformers does not pass; returned probabilities.
 
@@ -56,7 +54,7 @@ def _forward_on_meta(
     dropout_p: float,
     is_windowed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, logsumexp, random state; (B, L, H, E), or (N, H, E) with `cu_seqlens`."""
+    """Return output, logsumexp and random state; (B, L, H, E), or (N, H, E) with `cu_seqlens`."""
     out = torch.empty_like(query if query.stride(-1) == 1 else query.contiguous())
     B, L, H = (1, *query.shape[:2]) if cu_seqlens is not None else query.shape[:3]
     lse_shape = (H, L) if cu_seqlens is not None else (B, H, L)
@@ -78,7 +76,7 @@ def _backward_on_meta(
     cu_seqlens: Tensor | None,
     deterministic: bool,
 ) -> Tensor:
-    """The row sums of gradient times output; the gradients are written into the three given."""
+    """Return row sums of gradient times output; write gradients into the three given tensors."""
     if cu_seqlens is not None:
         N, H = query.shape[:2]
         shape: tuple[int, ...] = (H, N + _BLOCK * (cu_seqlens.numel() - 1))
@@ -96,8 +94,10 @@ BACKWARD = torch.ops.memest.flash_attention_backward.default
 
 
 class FlashAttention(torch.autograd.Function):
-    """`FlashAttnFunc` and `FlashAttnVarlenFunc`: keeps query, key and value (padded copies, where
-    the width is no multiple of 8), the output and its logsumexp.
+    """`FlashAttnFunc` and `FlashAttnVarlenFunc`.
+
+    Saves query, key, value, output and logsumexp. A width that is no multiple of 8 saves padded
+    copies.
     """
 
     @staticmethod
@@ -113,7 +113,7 @@ class FlashAttention(torch.autograd.Function):
         deterministic: bool,
         is_grad_enabled: bool,
     ) -> Tensor:
-        """The output, of the width given."""
+        """Return the output in the given width."""
         is_kept = is_grad_enabled and any(t.requires_grad for t in (query, key, value))
         width = query.shape[-1]
         if width % 8:
@@ -132,7 +132,7 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        """The gradients of query, key and value, each in the strides of what it belongs to."""
+        """Return gradients of query, key and value, each with the strides of its input."""
         query, key, value, out, softmax_lse, *lengths, _rng_state = ctx.saved_tensors
         gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
         width = grad_outputs[0].shape[-1]
@@ -161,7 +161,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Tensor:
-    """Attention of (B, L, H, E) with (B, S, K, E); the names are those that transformers gives."""
+    """Attention of (B, L, H, E) with (B, S, K, E); argument names are transformers'."""
     _check_call(q, k, v, dropout_p, softcap)
     window = any(0 <= n < k.shape[1] for n in window_size) or (causal and q.shape[1] > 1)
     out: Tensor = FlashAttention.apply(  # type: ignore[no-untyped-call]
@@ -189,7 +189,9 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Tensor:
-    """Attention of texts of unlike length in one row, (N, H, E), which `cu_seqlens` tell apart."""
+    """Attention of texts of different lengths packed into one row, (N, H, E); `cu_seqlens` has the
+    bounds.
+    """
     _check_call(q, k, v, dropout_p, softcap)
     queries, keys = int(max_seqlen_q), int(max_seqlen_k)
     window = max(window_size) >= 0 or (causal and queries > 1)
@@ -201,14 +203,14 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> Tensor:
-    """Generation, which is not training."""
+    """Raise: generation is not training."""
     raise UnsupportedError("attention with a cache is generation, not training", hint=INSTEAD)
 
 
 def _check_call(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float, softcap: float
 ) -> None:
-    """What `mha_fwd` of flash_api.cpp checks and a model may break.
+    """Check the conditions of `mha_fwd` in flash_api.cpp that a model may break.
 
     Raises:
         PlanError: the real run would fail here.
@@ -234,7 +236,7 @@ def _check_call(
         )
     if softcap > 0 and dropout_p > 0:
         raise PlanError(
-            f"`{FLASH_ATTENTION_2}` caps scores or drops them, and the model asks for both",
+            f"`{FLASH_ATTENTION_2}` caps scores or drops them, and the model requests both",
             hint="use `eager`",
         )
 
@@ -243,7 +245,7 @@ def _check_call(
 
 
 class _TakeRows(torch.autograd.Function):
-    """`IndexFirstAxis`: rows of (B * L, ...), by a gather."""
+    """`IndexFirstAxis`: gather rows of (B * L, ...)."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, indices: Tensor) -> Tensor:
@@ -264,7 +266,7 @@ class _TakeRows(torch.autograd.Function):
 
 
 class _PutRows(torch.autograd.Function):
-    """`IndexPutFirstAxis`: rows among zeros."""
+    """`IndexPutFirstAxis`: scatter rows among zeros."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, indices: Tensor, num_rows: int) -> Tensor:
@@ -282,7 +284,7 @@ class _PutRows(torch.autograd.Function):
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """(B, L, ...) to (N, ...): the tokens of the mask, where they were, where each text begins."""
+    """(B, L, ...) to (N, ...): tokens of the mask, their positions, and the start of each text."""
     mask = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = mask.sum(dim=-1, dtype=torch.int32)
     used = attention_mask.sum(dim=-1, dtype=torch.int32)
@@ -303,14 +305,16 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
 
 @contextlib.contextmanager
-def stand_in() -> Iterator[None]:
-    """Within it, transformers finds the functions above where it looks for those of `flash_attn`.
+def replace_functions() -> Iterator[None]:
+    """Patch transformers to use the functions above in place of those of `flash_attn`.
 
-    Whether the package is installed makes no difference. Its modules are not imported and
-    `sys.modules` stays as it is.
+    An installed package makes no difference. Its modules are not imported and `sys.modules` is
+    unchanged.
     """
     from transformers import modeling_flash_attention_utils as utils
 
+    if not hasattr(utils, "FLASH_ATTENTION_COMPATIBILITY_MATRIX"):
+        raise too_old()
     lazy_imports = utils._lazy_imports
 
     def find(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
@@ -339,15 +343,23 @@ def stand_in() -> Iterator[None]:
         yield
 
 
+def too_old() -> UnsupportedError:
+    """Return the error for releases of transformers whose FlashAttention is not simulated."""
+    return UnsupportedError(
+        "the installed transformers is too old for FlashAttention here",
+        hint="take `sdpa`, whose kernel saves the same tensors, or install transformers 5",
+    )
+
+
 _IMPORT_WITH_THE_PACKAGE = ("falcon", "gpt_neo", "gptj")
-"""Families whose modules import `_flash_attention_forward` only where the package is installed."""
+"""Families that import `_flash_attention_forward` only where the package is installed."""
 
 
 def mark_quantized(model: nn.Module) -> None:
-    """Tell the configs in `model` that its layers are quantised, as `from_pretrained` does.
+    """Mark the configs in `model` as quantised, as `from_pretrained` does.
 
-    transformers then casts float32 queries to the dtype of the config (`get_target_dtype`), and not
-    to that of the first layer's weights, which are packed bytes.
+    transformers then casts float32 queries to the dtype of the config (`get_target_dtype`) instead
+    of the dtype of the first layer's weights, which are packed bytes.
     """
     from transformers import PreTrainedModel
 

@@ -1,4 +1,4 @@
-"""The widths and counts of a model's layers, where they are a stack of like transformer layers."""
+"""Widths and counts of a model's layers, where they are a stack of equal transformer layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerGeometry:
-    """What the formula and its corrections need to know of one layer."""
+    """Shape of one layer, for the closed formula and its corrections."""
 
     h: int
     a: int
@@ -27,7 +27,7 @@ class LayerGeometry:
     head_dim: int
     f: int
     is_gated: bool
-    """The MLP multiplies two products of its input."""
+    """True if the MLP multiplies two products of its input."""
 
     activation: str
     hidden_dropout: float
@@ -40,7 +40,7 @@ class LayerGeometry:
 
 
 def layer_geometry(model: nn.Module, config: ModelConfig) -> LayerGeometry | None:
-    """Of a stack of like, dense transformer layers over tokens; None for everything else."""
+    """Return the geometry of a stack of equal dense transformer layers; None for other models."""
     pretrained = config.pretrained
     text = getattr(pretrained, "get_text_config", lambda: pretrained)()
     h, a = getattr(text, "hidden_size", None), getattr(text, "num_attention_heads", None)
@@ -76,12 +76,12 @@ def layer_geometry(model: nn.Module, config: ModelConfig) -> LayerGeometry | Non
 
 
 def _first(config: Any, names: tuple[str, ...]) -> Any:
-    """The first of the attributes that is there and says something."""
+    """Return the first attribute that is set and not empty."""
     return next((value for n in names if (value := getattr(config, n, None))), None)
 
 
 def _first_layer(model: nn.Module) -> nn.Module | None:
-    """The first of the longest list of modules."""
+    """Return the first module of the longest list of modules."""
     from torch import nn
 
     stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
@@ -89,7 +89,7 @@ def _first_layer(model: nn.Module) -> nn.Module | None:
 
 
 def _is_written_norm(module: nn.Module, width: int) -> bool:
-    """An RMS norm that is not torch's own."""
+    """Return whether the module is an RMS norm other than torch's."""
     name = type(module).__name__
     weight = getattr(module, "weight", None)
     is_torch = type(module).__module__.startswith("torch.")

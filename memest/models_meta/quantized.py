@@ -1,11 +1,11 @@
-"""Which layers of a model bitsandbytes quantises, and what transformers is told of it.
+"""Layers of a model that bitsandbytes quantises, and their `quantization_config`.
 
 The layers themselves are bitsandbytes' own, see `memest.loops.quantize`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -44,7 +44,7 @@ def quantization_config(plan: TrainingPlan) -> Any:
 
 
 def check_quantizable(model: nn.Module, plan: TrainingPlan) -> None:
-    """Refuse a model of which nothing can be quantised; transformers only logs a warning.
+    """Raise for a model in which nothing can be quantised; transformers only logs a warning.
 
     Raises:
         PlanError: bitsandbytes has no layer for any of its modules.
@@ -66,7 +66,7 @@ def skipped_modules(model: Any, plan: TrainingPlan) -> list[str]:
 def layers_to_quantize(model: nn.Module, skip: Sequence[str]) -> list[tuple[str, nn.Module]]:
     """Return names and layers that `replace_with_bnb_linear` of transformers would convert.
 
-    The list holds the originals until a loop over it ends, and so does a loop over
+    The list holds the originals until a loop over it ends, like a loop over
     `list(model.named_modules())`.
 
     Args:
@@ -77,17 +77,26 @@ def layers_to_quantize(model: nn.Module, skip: Sequence[str]) -> list[tuple[str,
         PlanError: there are none.
     """
     from transformers.pytorch_utils import Conv1D
-    from transformers.quantizers.quantizers_utils import should_convert_module
 
     layers: list[tuple[str, nn.Module]] = [
         (name, module)
         for name, module in model.named_modules()
         if type(module) is nn.Linear or isinstance(module, Conv1D)
     ]
-    found = [(name, module) for name, module in layers if should_convert_module(name, list(skip))]
+    converts = _should_convert()
+    found = [(name, module) for name, module in layers if converts(name, list(skip))]
     if not found:
         raise _nothing_to_quantize(model, [name for name, _ in layers])
     return found
+
+
+def _should_convert() -> Callable[[str, list[str]], bool]:
+    """Return transformers' test of a name against the modules that stay unquantised."""
+    from transformers.quantizers import quantizers_utils
+
+    found = getattr(quantizers_utils, "should_convert_module", None)
+    # before transformers 5 `_replace_with_bnb_linear` had the test inside
+    return found or (lambda name, skip: not any(f"{k}." in name or k == name for k in skip))
 
 
 def _nothing_to_quantize(model: nn.Module, skipped: Sequence[str]) -> PlanError:

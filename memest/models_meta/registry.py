@@ -1,4 +1,4 @@
-"""Names to configs: the bundled models, a config.json on disk, or one on the Hugging Face Hub.
+"""Configs by name: a bundled model, a config.json on disk, or one on the Hugging Face Hub.
 
 Only JSON is read here; transformers is imported to resolve a config, never to list the models.
 """
@@ -17,24 +17,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memest.errors import MemestError, PlanError, UnknownModelError, UnsupportedError, closest
+from memest.packages import PLANS, require
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedConfig
+    from transformers import PretrainedConfig
 
 CONFIG_DIR = Path(__file__).parent / "configs"
 
 MAX_CONFIG_BYTES = 8 * 2**20
-"""A config.json is a few KiB; a file beyond this is something else (a label map is below 1 MiB)."""
+"""Size above which a config.json is rejected. A real one is a few KiB, with a label map below 1
+MiB.
+"""
 
 COUNT_LIMITS = {
     re.compile(r"layers?$|^n_layer$|blocks$|depths?$"): 4096,
     re.compile(r"experts$|stages$|levels$|groups$"): 16384,
     re.compile(r"^num_labels$"): 2**20,
 }
-"""Largest number that a key of this form may have: each is a number of Python objects that the
-model class makes, so a wrong value would not fail but never end. The largest models published have
-126 layers (Llama 3.1 405B) and 512 experts (Qwen3-Next)."""
+"""Largest number that a key of this form may have. Each counts Python objects that the model class
+makes, so a wrong value would never end. The largest published models have 126 layers (Llama 3.1
+405B) and 512 experts (Qwen3-Next).
+"""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -44,7 +48,7 @@ class ModelEntry:
     """One bundled model: everything of its file but the config."""
 
     name: str
-    """The last part of the Hub id, and the name of the file."""
+    """Last part of the Hub id, and name of the file."""
 
     hub_id: str
     aliases: tuple[str, ...]
@@ -55,43 +59,44 @@ class ModelEntry:
     """`text`, `image`, `image-text` or `audio`."""
 
     num_params: int
-    """Parameters of the class in `architectures`, built from the config; a tied tensor once."""
+    """Parameters of the class in `architectures`, built from the config; a tied tensor counts once.
+    """
 
     num_params_published: int
-    """Parameters in the published checkpoint; `note` says why it differs from `num_params`."""
+    """Parameters in the published checkpoint; `note` explains a difference from `num_params`."""
 
     source: Mapping[str, str]
-    """Where the config and the published count come from."""
+    """Sources of the config and of the published count."""
 
     note: str = ""
 
     @property
     def path(self) -> Path:
-        """The bundled file."""
+        """Path of the bundled file."""
         return CONFIG_DIR / f"{self.name}.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """A checked config.json: what a model is, before any module exists."""
+    """A checked config.json, before any module exists."""
 
     name: str
-    """What the reports call the model."""
+    """Name of the model in reports."""
 
     source: str
     """`bundled`, the path of the file, or `hub:org/name`."""
 
-    pretrained: PreTrainedConfig = field(repr=False)
-    """The transformers config; `build_model` works on a copy."""
+    pretrained: PretrainedConfig = field(repr=False)
+    """transformers config; `build_model` works on a copy."""
 
     architecture: str
-    """The model class in `architectures`; empty when the file names none."""
+    """Model class in `architectures`; empty when the file names none."""
 
     entry: ModelEntry | None = None
-    """The registry entry, when the config is a bundled one."""
+    """Registry entry of a bundled config."""
 
     remote_code: str = ""
-    """Folder or Hub id whose own Python code makes the model; empty for transformers' classes."""
+    """Folder or Hub id with the model's own Python code; empty for transformers' classes."""
 
     @property
     def model_type(self) -> str:
@@ -100,20 +105,20 @@ class ModelConfig:
 
     @property
     def saved_dtype(self) -> torch.dtype:
-        """Dtype of the published weights, as far as the config says it: else float32."""
+        """Dtype of the published weights in the config; float32 if it has none."""
         import torch
 
-        found = getattr(self.pretrained, "dtype", None)
+        found = getattr(self.pretrained, dtype_keyword(), None)
         return found if isinstance(found, torch.dtype) else torch.float32
 
 
 def list_models() -> list[ModelEntry]:
-    """The bundled models, by name without regard to case."""
+    """Return the bundled models, sorted by name without regard to case."""
     return sorted(_entries().values(), key=lambda entry: entry.name.casefold())
 
 
 def find_entry(name: str) -> ModelEntry | None:
-    """The bundled model that `name` means: its short name, Hub id or an alias.
+    """Return the bundled model for a short name, Hub id or alias.
 
     Upper and lower case are alike, and so are `-`, `_` and a blank, except between digits.
 
@@ -124,37 +129,40 @@ def find_entry(name: str) -> ModelEntry | None:
 
 
 def resolve_config(name: str, *, trust_remote_code: bool = False) -> ModelConfig:
-    """The config that `name` means.
+    """Return the config that `name` refers to.
 
-    Tried in this order: a bundled name, a path (a folder with a config.json, or the file), a Hub id
-    `org/name`, of which the config.json alone is downloaded.
+    Tried in this order: a bundled name, a path (a config.json or its folder), and a Hub id
+    `org/name`. Only the config.json of a Hub id is downloaded.
 
     Raises:
         UnknownModelError: nothing has this name, or the Hub cannot be reached.
         PlanError: the file is not a config that transformers can read.
-        UnsupportedError: the config needs code of its own, or is of a quantised checkpoint.
+        UnsupportedError: the config needs code of its own, or is of a quantised checkpoint; or a
+            package of plans is not installed.
     """
     if not name.strip():
         raise _unknown(name)
+    require(*PLANS)
     entry = find_entry(name)
     if entry is not None:
         raw = _read_json(entry.path)["config"]
-        return _parse(raw, name=entry.name, source="bundled", entry=entry)
+        return parse_config(raw, name=entry.name, source="bundled", entry=entry)
     path = _config_path(name)
     if path is not None:
         label = path.parent.name if path.name == "config.json" else path.stem
         remote = str(path.parent) if trust_remote_code else ""
-        return _parse(_read_json(path), name=label or name, source=str(path), remote_from=remote)
+        return parse_config(
+            _read_json(path), name=label or name, source=str(path), remote_from=remote
+        )
     if _HUB_ID.fullmatch(name):
         raw = _read_json(_download_config(name))
         remote = name if trust_remote_code else ""
-        return _parse(raw, name=name.split("/")[1], source=f"hub:{name}", remote_from=remote)
+        return parse_config(raw, name=name.split("/")[1], source=f"hub:{name}", remote_from=remote)
     raise _unknown(name)
 
 
 def check_name(name: str) -> None:
-    """Raise what `resolve_config` would for a name that cannot mean anything; imports nothing
-    heavy.
+    """Raise for a name that `resolve_config` can never resolve, without heavy imports.
 
     Raises:
         UnknownModelError: neither bundled, nor a path, nor of the form of a Hub id.
@@ -163,13 +171,8 @@ def check_name(name: str) -> None:
         raise _unknown(name)
 
 
-def parse_config(raw: object, *, name: str) -> ModelConfig:
-    """The checked config of a dict as `json.load` returns it."""
-    return _parse(raw, name=name, source=name)
-
-
 def _key(name: str) -> str:
-    """`name` folded for comparison: separators between two digits stay, so 3-18 is not 31-8.
+    """Fold `name` for comparison. Separators between two digits stay, so 3-18 is not 31-8.
 
     >>> _key("Open_LLaMA-7B"), _key("llama-2-7b")
     ('openllama7b', 'llama2-7b')
@@ -185,7 +188,7 @@ def _entries() -> dict[str, ModelEntry]:
 
 @cache
 def _entries_by_key() -> dict[str, ModelEntry]:
-    """Entries by every folded name; a name that two entries claim is our own bug."""
+    """Return entries by every folded name; a name that two entries claim is our own bug."""
     by_key: dict[str, ModelEntry] = {}
     for entry in _entries().values():
         for name in (entry.name, entry.hub_id, *entry.aliases):
@@ -214,7 +217,8 @@ def _known_names() -> list[str]:
 
 
 def _unknown(name: str) -> UnknownModelError:
-    # Several spellings of one model would crowd the hint, so ask for more and keep three models.
+    # Several spellings of one model would crowd the hint, so take many matches and keep three
+    # models.
     nearest = [find_entry(found) for found in closest(name, _known_names(), num=12)]
     names = list(dict.fromkeys(entry.name for entry in nearest if entry is not None))[:3]
     near = f"closest: {', '.join(f'`{n}`' for n in names)}; " if names else ""
@@ -225,7 +229,7 @@ def _unknown(name: str) -> UnknownModelError:
 
 
 def _config_path(name: str) -> Path | None:
-    """The config.json that `name` is or holds; None when nothing on disk has this name."""
+    """Return the config.json that `name` is or holds, or None."""
     try:
         path = Path(name).expanduser()
         if path.is_dir():
@@ -248,7 +252,7 @@ def _config_path(name: str) -> Path | None:
 
 
 def _read_json(path: Path) -> Any:
-    """The JSON value in `path`; every way in which a file can be wrong is a `PlanError`."""
+    """Read the JSON value in `path`; every fault of the file is a `PlanError`."""
     hint = "give the config.json of a transformers model"
     try:
         if not path.is_file():
@@ -264,7 +268,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _download_config(hub_id: str) -> Path:
-    """The local copy of a Hub repository's config.json, and of nothing else."""
+    """Download a Hub repository's config.json alone; return its local path."""
     from huggingface_hub import errors, hf_hub_download
 
     local = "give a bundled name, or the path of a config.json that you have"
@@ -292,7 +296,7 @@ def _download_config(hub_id: str) -> Path:
 
 
 def _hub_is_reachable(hub_id: str) -> bool:
-    """Whether the Hub answers at all: without asking, the client retries for half a minute."""
+    """Return whether the Hub answers. Without this check the client retries for half a minute."""
     from huggingface_hub import get_session, hf_hub_url
 
     try:
@@ -302,15 +306,22 @@ def _hub_is_reachable(hub_id: str) -> bool:
     return True
 
 
+def dtype_keyword() -> str:
+    """Return the keyword for the dtype of weights; transformers 4.56 renamed it."""
+    from transformers import PretrainedConfig
+
+    return "dtype" if hasattr(PretrainedConfig, "dtype") else "torch_dtype"
+
+
 def error_text(error: BaseException) -> str:
-    """An error's text on one line, cut to 200 characters; its type when it has none."""
+    """Return an error's text on one line, cut to 200 characters; its type when it has none."""
     text = " ".join(str(error).split())
     return text[:200] if text else type(error).__name__
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Hide warnings and progress bars of transformers: errors and notes say what matters."""
+    """Hide warnings and progress bars of transformers; memest's errors and notes replace them."""
     from transformers.utils import logging
 
     verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -326,9 +337,15 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _parse(
-    raw: object, *, name: str, source: str, entry: ModelEntry | None = None, remote_from: str = ""
+def parse_config(
+    raw: object,
+    *,
+    name: str,
+    source: str = "",
+    entry: ModelEntry | None = None,
+    remote_from: str = "",
 ) -> ModelConfig:
+    """Return the checked config of a dict as `json.load` returns it."""
     if not isinstance(raw, dict):
         raise PlanError(
             f"the config of `{name}` is a JSON {_json_type(raw)}, not an object",
@@ -377,7 +394,7 @@ def _json_type(value: object) -> str:
 
 
 def _numbers(value: object) -> Iterator[tuple[str, int | float]]:
-    """Every number in a JSON value, with the key of it or of its list; any depth, no recursion."""
+    """Yield every number in a JSON value with its key or its list's key, without recursion."""
     rest: list[tuple[str, object]] = [("", value)]
     while rest:
         key, item = rest.pop()
@@ -390,7 +407,7 @@ def _numbers(value: object) -> Iterator[tuple[str, int | float]]:
 
 
 def _check_counts(raw: Mapping[str, Any], name: str) -> None:
-    """Refuses a number of layers, blocks, experts or labels that no model has."""
+    """Reject a number of layers, blocks, experts or labels that no model has."""
     for key, value in _numbers(raw):
         for pattern, limit in COUNT_LIMITS.items():
             if pattern.search(key.casefold()) and value > limit:
@@ -401,8 +418,8 @@ def _check_counts(raw: Mapping[str, Any], name: str) -> None:
                 )
 
 
-def _to_pretrained(raw: dict[str, Any], name: str) -> PreTrainedConfig:
-    """The transformers config of a raw dict; its `model_type` chooses the class."""
+def _to_pretrained(raw: dict[str, Any], name: str) -> PretrainedConfig:
+    """Return the transformers config of a raw dict; its `model_type` selects the class."""
     from transformers import CONFIG_MAPPING
 
     model_type = raw.get("model_type")
@@ -428,8 +445,10 @@ def _to_pretrained(raw: dict[str, Any], name: str) -> PreTrainedConfig:
     return config
 
 
-def _architecture(raw: Mapping[str, Any], config: PreTrainedConfig, name: str) -> str:
-    """The one class in `architectures`, checked against the config; empty when there is none."""
+def _architecture(raw: Mapping[str, Any], config: PretrainedConfig, name: str) -> str:
+    """Return the one class in `architectures`, checked against the config; empty when there is
+    none.
+    """
     import transformers
 
     names = raw.get("architectures")
@@ -458,12 +477,12 @@ def _model_classes() -> list[str]:
     return [n for n in dir(transformers) if re.search(r"(For[A-Z]\w+|Model|LMHead\w*)$", n)]
 
 
-def _load_remote(source: str) -> PreTrainedConfig:
-    """The config of a model with Python code of its own, which is run."""
+def _load_remote(source: str) -> PretrainedConfig:
+    """Load the config of a model with Python code of its own, which runs."""
     from transformers import AutoConfig
 
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=True)
+        config: PretrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=True)
         return config
     except Exception as error:  # foreign code may raise anything
         raise MemestError(

@@ -1,48 +1,234 @@
-"""How a model is divided by FSDP2 and its layers checkpointed, as Lightning's users do it.
+"""FSDP2 sharding and layer checkpointing of a model, as Lightning's users write it.
 
-One place for both sides: a prediction runs this on the meta device, a measured run on a GPU.
+A prediction runs this on the meta device, a measured run on a GPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from memest.errors import PlanError
 from memest.models_meta.assemble import half_dtype
-from memest.models_meta.wrapping import (
-    checkpointed_class_names,
-    classes_named,
-    modules_named,
-    shard_size,
-    stop_caching,
-    wrap_class_names,
-)
 from memest.plan import TrainingPlan
 
 
+class States:
+    """Tensors to count of a model that a strategy has divided, and of its optimizer.
+
+    The parameters are collected between steps, because FSDP2 replaces them while a layer is
+    gathered.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        self._flats = _flat_parameters(model)
+        self._parameters: list[Any] = [] if self._flats else list(model.parameters())
+        self._optimizer = optimizer
+
+    def params(self) -> Iterator[Tensor]:
+        """Yield the parameters that this rank stores between steps.
+
+        FSDP1: the shards of the flat parameters with their padding; FSDP2: the local tensors;
+        DeepSpeed 3: `ds_tensor`, the partition.
+        """
+        yield from (getattr(flat, "_local_shard", flat) for flat in self._flats)
+        yield from (_local(getattr(p, "ds_tensor", p)) for p in self._parameters)
+
+    def grads(self) -> Iterator[Tensor]:
+        """Yield the stored gradients: `.grad`, or the strategy's replacement.
+
+        FSDP1: those of the flat parameters, which outlive `zero_grad`. DeepSpeed 1 and 2: the
+        averaged and accumulated ones of the partition, besides `.grad`. DeepSpeed 3: its flat
+        buffer of partitions.
+        """
+        found: list[Any] = [p.grad for p in self._parameters]
+        for flat in self._flats:
+            found += [flat.grad, getattr(flat, "_saved_grad_shard", None)]
+        if _is_deepspeed(self._optimizer):
+            for name in ("averaged_gradients", "all_grad_tensors"):
+                groups = getattr(self._optimizer, name, None) or {}
+                found += [grad for grads in groups.values() for grad in grads or ()]
+            found.append(getattr(self._optimizer, "grad_partitions_flat_buffer", None))
+            found += [getattr(p, "grad_accum", None) for p in self._parameters]
+        return _distinct(_local(t) for t in found if isinstance(t, Tensor))
+
+    def optimizer(self) -> Iterator[Tensor]:
+        """Yield the state of the optimizer; for DeepSpeed the innermost one's, and the master
+        copies.
+
+        A master copy that is a parameter's own partition does not count.
+        """
+        inner = self._optimizer
+        while hasattr(inner, "optimizer"):
+            inner = inner.optimizer
+        values = [v for s in inner.state.values() for v in s.values() if isinstance(v, Tensor)]
+        yield from (_local(v) for v in values)
+        if inner is not self._optimizer:
+            kept = {_address(t) for t in self.params()}
+            masters = [p for group in inner.param_groups for p in group["params"]]
+            masters += getattr(self._optimizer, "fp32_partitioned_groups_flat", [])  # of stage 3
+            yield from (p for p in _distinct(iter(masters)) if _address(p) not in kept)
+
+
+def _is_deepspeed(optimizer: Any) -> bool:
+    """Return whether the optimizer is one of ZeRO's, which wrap the plan's optimizer."""
+    return hasattr(optimizer, "averaged_gradients")
+
+
+def _flat_parameters(model: nn.Module) -> list[Any]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    units = (m for m in model.modules() if isinstance(m, FullyShardedDataParallel))
+    handles: list[Any] = [unit._handle for unit in units]
+    return [handle.flat_param for handle in handles if handle is not None]
+
+
+def _local(tensor: Any) -> Tensor:
+    """Return the local part of a DTensor; any other tensor unchanged."""
+    return getattr(tensor, "_local_tensor", tensor)  # type: ignore[no-any-return]
+
+
+def _address(tensor: Tensor) -> tuple[Any, Any]:
+    """Return storage and offset, which identify a tensor like an address and also exist on meta."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+
+
+def _distinct(tensors: Iterator[Tensor]) -> Iterator[Tensor]:
+    seen: set[tuple[Any, Any]] = set()
+    for tensor in tensors:
+        address = _address(tensor)
+        if tensor.numel() and address not in seen:
+            seen.add(address)
+            yield tensor
+
+
+def wrap_class_names(model: nn.Module, plan: TrainingPlan) -> tuple[str, ...]:
+    """Return class names of the layers to wrap: the plan's, or the model's `_no_split_modules`.
+
+    `_no_split_modules` is the union over the model and its inner models, as transformers 5 collects
+    it in `post_init`. Names without a module are left out; the result is sorted.
+
+    Raises:
+        PlanError: a class that the plan names matches no module, or the model names none.
+    """
+    present = {type(module).__name__ for module in model.modules()}
+    if plan.wrap_classes:
+        _check_present("wrap_classes", plan.wrap_classes, present, model)
+        return plan.wrap_classes
+    named: set[str] = set()
+    for module in model.modules():
+        named.update(getattr(module, "_no_split_modules", None) or ())
+    found = tuple(sorted(named & present))
+    if not found:
+        raise PlanError(
+            f"`{plan.model_name}` does not define which layers FSDP wraps",
+            hint=f"name them with `wrap_classes`; {_layer_hint(model)}",
+        )
+    return found
+
+
+def checkpointed_class_names(model: nn.Module, plan: TrainingPlan) -> tuple[str, ...]:
+    """Return `activation_checkpointing_policy`, each class of which must exist.
+
+    Raises:
+        PlanError: a class matches no module.
+    """
+    names = plan.activation_checkpointing_policy
+    present = {type(module).__name__ for module in model.modules()}
+    _check_present("activation_checkpointing_policy", names, present, model)
+    return names
+
+
+def stop_caching(model: nn.Module) -> None:
+    """Turn the generation cache off, as `gradient_checkpointing_enable` of transformers does.
+
+    A checkpointed layer that runs again would add to the cache a second time, and fail.
+    """
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", None):
+            config.use_cache = False  # type: ignore[union-attr]
+
+
+def classes_named(model: nn.Module, names: Iterable[str]) -> set[type[nn.Module]]:
+    """Return the classes with these names, looked up in the model."""
+    wanted = set(names)
+    return {type(module) for module in model.modules() if type(module).__name__ in wanted}
+
+
+def modules_named(model: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.Module]]:
+    """Return modules of these classes with their names, in module order, inner before outer."""
+    wanted = set(names)
+    found: list[tuple[str, nn.Module]] = []
+    _collect(model, "", wanted, set(), found)
+    return found
+
+
+def shard_size(plan: TrainingPlan) -> int:
+    """Return GPUs that share one copy under `HYBRID_SHARD`: the plan's, the 8 of a node, or all."""
+    return plan.shard_size or min(8, plan.world_size)
+
+
+def layer_class_names(model: nn.Module) -> tuple[str, ...]:
+    """Return the classes of the model's lists of layers, sorted."""
+    lists = (m for m in model.modules() if isinstance(m, nn.ModuleList))
+    return tuple(sorted({type(layer).__name__ for layers in lists for layer in layers}))
+
+
+def _collect(
+    module: nn.Module,
+    name: str,
+    wanted: set[str],
+    seen: set[int],
+    found: list[tuple[str, nn.Module]],
+) -> None:
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for child_name, child in module.named_children():
+        _collect(child, f"{name}.{child_name}" if name else child_name, wanted, seen, found)
+    if type(module).__name__ in wanted:
+        found.append((name, module))
+
+
+def _check_present(key: str, names: Sequence[str], present: set[str], model: nn.Module) -> None:
+    for name in names:
+        if name not in present:
+            raise PlanError(
+                f"`{key}` names `{name}`, which no module of `{type(model).__name__}` is",
+                hint=_layer_hint(model),
+            )
+
+
+def _layer_hint(model: nn.Module) -> str:
+    listed = ", ".join(f"`{name}`" for name in layer_class_names(model))
+    return f"its layer classes: {listed or 'none'}"
+
+
 def hybrid_shape(plan: TrainingPlan) -> tuple[int, int] | None:
-    """Replicas and the GPUs that share each, under `HYBRID_SHARD`; None without it."""
+    """Return replicas and the GPUs that share each, under `HYBRID_SHARD`; None without it."""
     if plan.sharding_strategy != "HYBRID_SHARD":
         return None
     return plan.world_size // shard_size(plan), shard_size(plan)
 
 
 def fully_shard_layers(model: nn.Module, plan: TrainingPlan, mesh: Any) -> None:
-    """`fully_shard` on each layer to wrap, then on the model, in place; FSDP2.
+    """Apply FSDP2's `fully_shard` to each layer to wrap, then to the model, in place.
 
-    The mixed precision is that of Lightning's own example: parameters in 16 bits, gradients summed
-    in 32. Checkpointed layers are wrapped first, as Lightning does for FSDP1.
+    The mixed precision is that of Lightning's example: parameters in 16 bits, gradients summed in
+    32. Checkpointed layers are wrapped first, as Lightning does for FSDP1.
 
     Args:
-        model: what is divided.
-        plan: of `strategy: fsdp2`.
-        mesh: of one axis, or two under `HYBRID_SHARD`: replicas by shards.
+        model: the model to divide.
+        plan: a plan of `strategy: fsdp2`.
+        mesh: one axis, or two under `HYBRID_SHARD`: replicas by shards.
 
     Raises:
         PlanError: a class to wrap or to checkpoint is not there.
@@ -56,13 +242,13 @@ def fully_shard_layers(model: nn.Module, plan: TrainingPlan, mesh: Any) -> None:
         )
     if plan.sharding_strategy == "SHARD_GRAD_OP":
         options["reshard_after_forward"] = False
-    for name, _ in layers:  # by name: a checkpointed layer stands inside its wrapper now
+    for name, _ in layers:  # by name: a checkpointed layer is inside its wrapper now
         fully_shard(model.get_submodule(name), **options)
     fully_shard(model, **options)
 
 
 def checkpoint_layers(model: nn.Module, plan: TrainingPlan) -> None:
-    """`activation_checkpointing_policy`: without reentering, as Lightning sets it up for FSDP1.
+    """Apply `activation_checkpointing_policy` without reentering, as Lightning does for FSDP1.
 
     Raises:
         PlanError: a class is not there.

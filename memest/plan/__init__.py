@@ -1,4 +1,4 @@
-"""What is to be trained, and on what: the request, its checks, and the files that hold one."""
+"""The training request: its keys, its checks, and the files that hold one."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from memest.plan.training_plan import TrainingPlan
 
 
 def read_config(path: Path, overrides: Mapping[str, Any]) -> TrainingPlan:
-    """The plan in a lab config; `overrides` win over its keys.
+    """Return the plan in a lab config; `overrides` win over its keys.
 
     Raises:
         PlanError: the file cannot be read, is not a mapping, or holds no valid plan.
@@ -22,14 +22,13 @@ def read_config(path: Path, overrides: Mapping[str, Any]) -> TrainingPlan:
 
 
 def read_suite(path: Path, overrides: Mapping[str, Any]) -> list[TrainingPlan]:
-    """The plans of a suite, in its order.
+    """Return the plans of a suite, in its order.
 
     A suite is a mapping: optional `defaults`, then `experiments`, a list of plans with a `name`
     each.
 
     Raises:
-        PlanError: the file cannot be read, or an experiment is not a valid plan of a name of its
-            own.
+        PlanError: the file cannot be read, or an experiment is invalid or not unique by name.
     """
     suite = _read_mapping(path)
     unknown = sorted(map(str, set(suite) - {"defaults", "experiments"}))
@@ -57,7 +56,7 @@ def read_suite(path: Path, overrides: Mapping[str, Any]) -> list[TrainingPlan]:
 
 
 def _experiment_name(path: Path, number: int, values: Any, names: set[str]) -> str:
-    """The name of an experiment, added to `names`."""
+    """Return the name of an experiment, added to `names`."""
     if not isinstance(values, dict):
         raise PlanError(
             f"experiment {number} in `{path}` is not a mapping", hint="write `name: ...`"

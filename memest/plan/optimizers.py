@@ -1,7 +1,8 @@
-"""Every optimizer that a plan can name, one row each: both sides make it from the row.
+"""Optimizers of plans, one row each, from which measured runs and predictions make them.
 
-A class of `torch.optim` or `bitsandbytes.optim` can be named by its own name, too (`AdamW`,
+A plan may also name a class of `torch.optim` or `bitsandbytes.optim` by its own name (`AdamW`,
 `bitsandbytes.optim.Lion8bit`), and by the spelling of `TrainingArguments` (`adamw_torch_fused`).
+
 Source: torch 2.11 (torch/optim), bitsandbytes 0.50.2 (bitsandbytes/optim), transformers 5.17
 (`OptimizerNames` in training_args.py).
 """
@@ -19,29 +20,31 @@ TORCH, BITSANDBYTES, DEEPSPEED = "torch", "bitsandbytes", "deepspeed"
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRow:
-    """How an optimizer is made: `class_name(params, lr=..., **options)`."""
+    """Row of an optimizer, made by `class_name(params, lr=..., **options)`."""
 
     library: str
     class_name: str
     options: tuple[tuple[str, Any], ...] = ()
-    """Beside those that a plan gives."""
+    """Options besides those of a plan."""
 
     transformers: str = ""
-    """Its name in `TrainingArguments.optim`, where the Trainer makes the same."""
+    """Name in `TrainingArguments.optim`, where the Trainer makes the same optimizer."""
 
     @property
     def has_momentum(self) -> bool:
-        """Whether `momentum` is an option."""
+        """True if `momentum` is an option."""
         return self.class_name.rstrip("0123456789bit") in ("SGD", "RMSprop", "LARS", "Muon")
 
     @property
     def needs_momentum(self) -> bool:
-        """Whether it refuses to be made without (bitsandbytes 0.50, `optim/sgd.py`, `lars.py`)."""
+        """True if it cannot be made without momentum (bitsandbytes 0.50, `optim/sgd.py`,
+        `lars.py`).
+        """
         return self.library == BITSANDBYTES and self.class_name.startswith(("SGD", "LARS"))
 
     @property
     def has_nesterov(self) -> bool:
-        """Whether `nesterov` is an option."""
+        """True if `nesterov` is an option."""
         return self.library == TORCH and self.class_name in ("SGD", "Muon")
 
 
@@ -49,10 +52,10 @@ _FOREACH = (
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop",
     "SGD",
 )  # fmt: skip
-"""Those that take their multi-tensor path unless told otherwise."""
+"""Optimizers that take their multi-tensor path by default."""
 
 _FUSED = ("Adam", "AdamW", "SGD")
-"""Those with fused kernels for CUDA."""
+"""Optimizers with fused kernels for CUDA."""
 
 _8_AND_32_BITS = (
     "Adagrad", "Adam", "AdamW", "AdEMAMix", "LARS", "Lion", "RMSprop", "SGD",
@@ -140,7 +143,7 @@ _ELSEWHERE = {
     "sophia": "sophia",
     "prodigy": "prodigyopt",
 }
-"""Beginnings of names that are known, and the packages that have them."""
+"""Prefixes of known names, and the packages that have them."""
 
 _NOT_FOR_PLANS = {
     "lbfgs": "evaluates its loss as often as values decide, which are not known",
@@ -153,11 +156,11 @@ _NOT_FOR_PLANS = {
 
 
 def optimizer_name(asked: str) -> str:
-    """The name in `OPTIMIZERS` of what is asked for by any of its names.
+    """Return the name in `OPTIMIZERS` for any name of an optimizer.
 
     Raises:
         PlanError: no optimizer has this name.
-        UnsupportedError: it is known, but not to plans.
+        UnsupportedError: it exists, but not for plans.
     """
     if asked in OPTIMIZERS:
         return asked
@@ -181,7 +184,7 @@ def optimizer_name(asked: str) -> str:
     for name, package in _ELSEWHERE.items():
         if plain.startswith(name) or squeezed.startswith(name.replace("_", "")):
             raise UnsupportedError(
-                f"optimizer {shown(asked)} is of the package `{package}`, which plans do not know",
+                f"optimizer {shown(asked)} is of package `{package}`, which plans do not support",
                 hint=script,
             )
     near = closest(plain, OPTIMIZERS)

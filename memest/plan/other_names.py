@@ -1,4 +1,4 @@
-"""Names of Lightning and of transformers' `TrainingArguments` that mean keys of a plan.
+"""Names of keys in Lightning and `TrainingArguments`.
 
 Source: transformers 5.17, training_args.py; Lightning 2.6, pytorch/trainer/trainer.py.
 """
@@ -9,21 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from memest.errors import PlanError, UnsupportedError, shown
+from memest.plan.keys import Key
 from memest.plan.values import LOGGING
 
 VAL_BATCHES = 2
-"""Of a validation whose number of batches is not said."""
-
-_SAME = {
-    "per_device_train_batch_size": "batch_size",
-    "per_gpu_train_batch_size": "batch_size",
-    "gradient_accumulation_steps": "accumulate_grad_batches",
-    "gradient_checkpointing": "act_ckpt",
-    "max_grad_norm": "gradient_clip_val",
-    "per_device_eval_batch_size": "val_batch_size",
-    "optim_args": "optim_options",
-}
-"""A name of `TrainingArguments` -> the plan's."""
+"""Assumed batches of a validation whose number is not given."""
 
 _OFF: tuple[Any, ...] = (None, False, 0, 0.0, "", "no", "none", "None", [], {})
 
@@ -34,7 +24,7 @@ _NOT_MODELLED = {
     "fp16_full_eval", "galore_config", "parallelism_config", "accelerator_config",
     "include_num_input_tokens_seen", "optim_target_modules",
 }  # fmt: skip
-"""Names of `TrainingArguments` that touch memory and that no plan has: refused where on."""
+"""Names of `TrainingArguments` that affect memory and that plans lack: refused where on."""
 
 _PASSED_OVER = frozenset(
     """
@@ -55,47 +45,50 @@ _PASSED_OVER = frozenset(
     enable_jit_checkpoint auto_find_batch_size use_cache warmup_ratio
     """.split()
 )
-"""Names of `TrainingArguments` that do not touch the memory of a step, or are left off."""
+"""Names of `TrainingArguments` that do not affect the memory of a step, or are left off."""
 
-_OF_TRAINING_ARGUMENTS = (
-    {
-        *_SAME,
-        *LOGGING,
-        "bf16",
-        "fp16",
-        "eval_strategy",
-        "eval_steps",
-        "gradient_checkpointing_kwargs",
-    }
-    | {"use_cpu", "eval_accumulation_steps"}
+_OTHERS = (
+    frozenset({"bf16", "fp16", "eval_strategy", "eval_steps", "gradient_checkpointing_kwargs"})
+    | {"use_cpu", "eval_accumulation_steps", *LOGGING}
     | _NOT_MODELLED
     | _PASSED_OVER
 )
-
-OTHER_NAMES = frozenset({*_OF_TRAINING_ARGUMENTS, "accelerator"})
-"""All that are read, passed over or refused."""
+"""Names of `TrainingArguments` that are not another name of a key."""
 
 _CUDA = ("gpu", "cuda", "auto", None)
 
 
-def read_other_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """`values` in the names of a plan, and what was assumed on the way.
+def other_names(rows: Mapping[str, Key]) -> frozenset[str]:
+    """Return all names besides the keys that are read, passed over or refused."""
+    return _OTHERS | {*_same(rows), "accelerator"}
+
+
+def _same(rows: Mapping[str, Key]) -> dict[str, str]:
+    """Return names of `TrainingArguments` with the keys that they mean."""
+    return {other: name for name, row in rows.items() for other in row.other_names}
+
+
+def read_other_names(
+    values: Mapping[str, Any], rows: Mapping[str, Key]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return `values` in the names of a plan, and the assumptions made on the way.
 
     Raises:
         PlanError: a value contradicts another, or asks for anything but a CUDA GPU.
-        UnsupportedError: a name touches memory, and plans do not know it.
+        UnsupportedError: a name touches memory, and plans do not support it.
     """
     found = dict(values)
     assumed: list[str] = []
-    names = [key for key in found if key in _OF_TRAINING_ARGUMENTS]
+    same = _same(rows)
+    names = [key for key in found if key in _OTHERS or key in same]
     for key in names:
         if key in _NOT_MODELLED and found[key] not in _OFF:
             raise UnsupportedError(
-                f"`{key}` of TrainingArguments touches memory, and plans do not know it",
+                f"`{key}` of TrainingArguments affects memory, and plans do not support it",
                 hint="`memest run` takes a script that uses it, or leave it out",
             )
     _read_lightning(found, assumed)
-    if "loop" not in found and any(key in found for key in (*_SAME, "bf16", "fp16")):
+    if "loop" not in found and any(key in found for key in (*same, "bf16", "fp16")):
         found["loop"] = "transformers"
         assumed.append("keys of TrainingArguments: the Trainer of transformers runs")
     logging = {key: found.pop(key) for key in LOGGING if key in found}
@@ -104,7 +97,7 @@ def read_other_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[s
     _read_precision(found)
     _read_evaluation(found, assumed)
     _read_checkpointing(found)
-    for name, key in _SAME.items():
+    for name, key in same.items():
         if name in found:
             value = found.pop(name)
             if key in found and found[key] != value:
@@ -125,12 +118,12 @@ def _read_lightning(found: dict[str, Any], assumed: list[str]) -> None:
     if accelerator not in _CUDA or uses_cpu is True:
         asked = accelerator if accelerator not in _CUDA else "cpu"
         raise PlanError(
-            f"`accelerator` is {shown(asked)}, and memest knows the memory of CUDA GPUs alone",
+            f"`accelerator` is {shown(asked)}, and memest predicts the memory of CUDA GPUs only",
             hint="use `gpu`, or leave it out",
         )
     if found.get("devices") == "auto":
         found["devices"] = 1
-        assumed.append("`devices: auto` is taken as one GPU: say how many the node has")
+        assumed.append("`devices: auto` is taken as one GPU: give the number of the node")
     _replace(
         found, "limit_val_batches", float, lambda share: VAL_BATCHES if share else 0,
         "a share of the validation's batches is taken as {}: they are alike", assumed,
@@ -200,7 +193,7 @@ def _read_checkpointing(found: dict[str, Any]) -> None:
     options = found.pop("gradient_checkpointing_kwargs", None) or {}
     if options not in ({}, {"use_reentrant": False}):
         raise UnsupportedError(
-            f"`gradient_checkpointing_kwargs` is {shown(options)}, and plans checkpoint without"
-            " reentering",
+            f"`gradient_checkpointing_kwargs` is {shown(options)}, and plans use"
+            " `use_reentrant=False`",
             hint="leave it out, or run the script by `memest run`",
         )

@@ -1,4 +1,4 @@
-"""Text and YAML of files that users name, which may be anything: devices, pipes, bombs."""
+"""Text and YAML of files that users name, which may be devices, pipes or malicious."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from pathlib import Path
 from typing import Any
 
 from memest.errors import PlanError
+from memest.packages import require
 
 MAX_FILE_BYTES = 512 << 10
-"""No config is larger, and no suite of a thousand experiments; more is something else."""
+"""Size above any config or suite of a thousand experiments; larger files are refused."""
 
 MAX_NODES = 100_000
-"""Values of a YAML file with every alias written out; a suite of a thousand experiments has fewer.
-"""
+"""Limit of YAML values, aliases expanded; a suite of a thousand experiments has fewer."""
 
 _MAX_WAIT_S = 60.0
-"""Seconds for which a pipe may be silent."""
+_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # Unix, Windows
+"""Seconds for which a pipe may send nothing."""
 
 
 def read_limited(path: Path, max_bytes: int = MAX_FILE_BYTES, *, what: str = "plans") -> str:
-    """The text of a regular file or a pipe of at most `max_bytes`.
+    """Return the text of a regular file or a pipe of at most `max_bytes`.
 
     Args:
-        path: of the file.
-        max_bytes: beyond which it is refused before it is read.
-        what: the file holds, for the hint.
+        path: path of the file.
+        max_bytes: size from which it is refused before it is read.
+        what: kind of content, for the hint.
 
     Raises:
         PlanError: it cannot be read, is too large, is no text, or is a device or a folder.
     """
     hint = f"name a file of {what}"
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | _FLAGS)
         try:
             kind = os.fstat(descriptor)
             if not (stat.S_ISREG(kind.st_mode) or stat.S_ISFIFO(kind.st_mode)):
@@ -58,7 +59,7 @@ def read_limited(path: Path, max_bytes: int = MAX_FILE_BYTES, *, what: str = "pl
 
 
 def _read(descriptor: int, max_bytes: int) -> bytes:
-    """All there is, or a little more than `max_bytes`."""
+    """Return all content, or a little more than `max_bytes`."""
     data = bytearray()
     while len(data) <= max_bytes:
         try:
@@ -74,18 +75,19 @@ def _read(descriptor: int, max_bytes: int) -> bytes:
 
 
 def parse_yaml(text: str, path: Path) -> Any:
-    """The values of a YAML or JSON text.
+    """Return the values of a YAML or JSON text.
 
     Raises:
         PlanError: it is neither, or its aliases make it larger than `MAX_NODES`.
     """
-    import yaml
-
     if text.lstrip().startswith(("{", "[")):
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
             pass  # YAML has braces too
+    require("yaml")
+    import yaml
+
     loader: Any = yaml.SafeLoader(text)
     try:
         node = loader.get_single_node()
@@ -99,13 +101,13 @@ def parse_yaml(text: str, path: Path) -> Any:
         return loader.construct_document(node)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         first = " ".join(str(error).split())[:200]
-        raise PlanError(f"`{path}` is not valid YAML: {first}", hint="mend the file") from error
+        raise PlanError(f"`{path}` is not valid YAML: {first}", hint="correct the file") from error
     finally:
         loader.dispose()
 
 
 def _size(node: Any, known: dict[int, int], above: set[int]) -> int:
-    """How many values a node stands for; one that holds itself is endless."""
+    """Return the number of values of a node; a node that holds itself is endless."""
     if id(node) in above:
         return MAX_NODES + 1
     if id(node) not in known:

@@ -1,248 +1,450 @@
-"""`TrainingPlan`: the whole request. A lab config dictionary can be pasted into it, key by key."""
+"""`TrainingPlan`: the whole request, with one row per key.
+
+The docstring under a key is its text in docs/plan.md. `python scripts/regenerate.py` writes the
+page.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from memest.errors import PlanError, closest, shown
 from memest.plan.checks import check, suggest
-from memest.plan.lengths import read_lengths, steps_of
+from memest.plan.keys import (
+    ADAPTERS,
+    FROM_0,
+    GPUS,
+    INPUTS,
+    SEVERAL,
+    SIZE,
+    TRAINING,
+    WITH_ADAPTERS,
+    WITH_DDP,
+    WITH_DEEPSPEED,
+    WITH_FSDP,
+    WITH_HYBRID_SHARD,
+    WITH_QLORA,
+    WITH_QLORA_OR_ACT_CKPT,
+    WITH_VALIDATION,
+    Bounds,
+    Key,
+    key,
+    read_options,
+    rows_of,
+    whole,
+)
 from memest.plan.optimizers import optimizer_name
-from memest.plan.other_names import OTHER_NAMES, read_other_names
-from memest.plan.values import FROM_PRETRAINED, IGNORED_KEYS, PRECISION_ALIASES
-from memest.units import parse_bytes
+from memest.plan.other_names import other_names, read_other_names
+from memest.plan.values import (
+    ATTENTIONS,
+    CLIPPING,
+    FROM_PRETRAINED,
+    IGNORED_KEYS,
+    LOOPS,
+    LORA_BIASES,
+    PRECISION_ALIASES,
+    PRECISIONS,
+    QUANT_LOADS,
+    QUANTISATIONS,
+    SHARDINGS,
+    STRATEGIES,
+    read_lengths,
+    steps_of,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingPlan:
-    """One fine-tune, as Lightning would be asked to run it.
+    """One fine-tune, with the keys of Lightning.
 
     Raises:
         PlanError: a value does not exist, is out of range, or contradicts another.
     """
 
-    model_name: str
-    """A bundled model, a folder or file with a Hugging Face config, or a Hub id."""
+    # fmt: off
+    model_name: str = field(
+        metadata={
+            "key": Key(
+                flag="--model", help="Bundled name, folder, config.json or Hub id.",
+                is_always_written=True, sweep="Models, as a list: gpt2,opt-125m.",
+            )
+        }
+    )
+    """Bundled model, folder or file with a Hugging Face config, or Hub id."""
 
-    name: str = ""
-    """A label for reports; the model's name where empty."""
+    name: str = key("")
+    """Label for reports; the model's name where empty."""
 
-    batch_size: int = 1
+    batch_size: int = key(
+        1, "--bs", "Samples per micro-batch.", bounds=whole(1, 1 << 16), is_always_written=True,
+        other_names=("per_device_train_batch_size", "per_gpu_train_batch_size"),
+        sweep="Batch sizes: 1:64, 8:64:8 or 1,2,4.",
+    )
     """Samples per micro-batch and GPU."""
 
-    accumulate_grad_batches: int = 1
+    accumulate_grad_batches: int = key(
+        1, "--acc", "Micro-batches per step.", bounds=whole(1, 1 << 16),
+        other_names=("gradient_accumulation_steps",), sweep="Micro-batches per step.",
+    )
     """Micro-batches per optimizer step."""
 
-    precision: str = "bf16-true"
-    """One of `PRECISIONS`, as Lightning names them."""
+    precision: str = key(
+        "bf16-true", "--precision", "Precision: {choices}.", choices=PRECISIONS,
+        aliases=PRECISION_ALIASES, is_always_written=True, sweep="Precisions.",
+    )
+    """Precision in Lightning's words: one of `PRECISIONS`."""
 
-    loop: str = "lightning"
-    """One of `LOOPS`: whose training loop runs. Lightning frees gradients after the forward of the
-    next step, the others before it."""
+    loop: str = key(
+        "lightning", "--loop", "Training loop: {choices}.", section=TRAINING, choices=LOOPS,
+    )
+    """Training loop, one of `LOOPS`: Lightning's Trainer, the Trainer of transformers, or a plain
+    loop. See [the loop](#the-loop)."""
 
-    optim: str = "adamw"
-    """One of `OPTIMIZERS`, a class of `torch.optim` or `bitsandbytes.optim`, or a name of
-    `TrainingArguments`."""
+    optim: str = key(
+        "adamw", "--optim", "A name of docs/plan.md, such as adamw or paged_adamw_8bit, or a class"
+        " of torch.optim or bitsandbytes.optim.", section=TRAINING, is_always_written=True,
+        sweep="Optimizers.",
+    )
+    """Optimizer: a class of `torch.optim` or `bitsandbytes.optim`, or a name of
+    `TrainingArguments`. See [optimizers](#optimizers)."""
 
-    optim_options: tuple[tuple[str, Any], ...] = ()
-    """Further options of the optimizer's class, such as `amsgrad: true`; a mapping in files."""
+    optim_options: tuple[tuple[str, Any], ...] = key(
+        (), "--optim-options", "Options of the optimizer: amsgrad=true,eps=1e-6.", section=TRAINING,
+        other_names=("optim_args",),
+    )
+    """More options of the optimizer's class: a mapping, such as `{amsgrad: true}`, or
+    `amsgrad=true,eps=1e-6`."""
 
-    weight_decay: float | None = None
-    """Of the optimizer; None is its own default. The multi-tensor path of SGD and Adam copies the
-    gradients for it."""
+    weight_decay: float | None = key(
+        None, "--weight-decay", "Weight decay of the optimizer.", section=TRAINING, bounds=FROM_0,
+        unset="the optimizer's",
+    )
+    """Weight decay of the optimizer. The multi-tensor paths of SGD and Adam copy the gradients for
+    it."""
 
-    gradient_clip_val: float | None = None
-    """Norm (or value) to which gradients are clipped; None is the loop's default: none in Lightning
-    and a plain loop, 1.0 in the Trainer of transformers. 0 clips nothing."""
+    gradient_clip_val: float | None = key(
+        None, "--clip", "Clip gradients to this norm.", section=TRAINING, bounds=FROM_0,
+        unset="none", in_loops={"transformers": 1.0}, other_names=("max_grad_norm",),
+    )
+    """Norm, or value, to which gradients are clipped. 0 clips nothing."""
 
-    gradient_clip_algorithm: str = "norm"
-    """`norm` or `value`, as Lightning names them."""
+    gradient_clip_algorithm: str = key(
+        "norm", "--clip-algorithm", "Clip by: {choices}.", section=TRAINING, choices=CLIPPING,
+    )
+    """Way of clipping in Lightning's words: one of `CLIPPING`."""
 
-    momentum: float = 0.0
-    """Of `sgd` and `rmsprop`; above 0 it adds a buffer of the size of the trainable parameters."""
+    momentum: float = key(
+        0.0, "--momentum", "Momentum of sgd, rmsprop and muon.", section=TRAINING,
+        bounds=Bounds(0, 1, "give 0 <= momentum < 1", without_high=True),
+    )
+    """Momentum of `sgd`, `rmsprop`, `muon` and of bitsandbytes' counterparts. Above 0 it adds a
+    buffer of the size of the trainable parameters."""
 
-    nesterov: bool = False
-    """Of `sgd` with `momentum`; `sgd_single` needs a copy of one gradient more for it."""
+    nesterov: bool = key(False, "--nesterov", "Nesterov momentum of sgd.", section=TRAINING)
+    """Nesterov momentum of `sgd`. `sgd_single` needs a copy of one more gradient for it."""
 
-    act_ckpt: bool = False
-    """Activation checkpointing, as `gradient_checkpointing_enable()` of transformers does it."""
+    act_ckpt: bool = key(
+        False, "--act-ckpt", "Activation checkpointing.", section=TRAINING,
+        other_names=("gradient_checkpointing",), sweep="true, false or both.",
+    )
+    """Activation checkpointing by `gradient_checkpointing_enable()` of transformers."""
 
-    strategy: str = "auto"
-    """One of `STRATEGIES`; `auto` is Lightning's choice: DDP on several GPUs."""
+    strategy: str = key(
+        "auto", "--strategy", "Strategy: {choices}.", section=SEVERAL, choices=STRATEGIES,
+        sweep="Strategies.",
+    )
+    """Strategy, one of `STRATEGIES`. `auto` is Lightning's choice: DDP on several GPUs. See
+    [strategies](strategies.md)."""
 
-    devices: int = 1
-    """GPUs of each node; where `num_nodes` is left at 1, of all. `auto` is taken as 1."""
+    devices: int = key(
+        1, "--devices", "GPUs of each node.", section=SEVERAL,
+        bounds=whole(1, 1 << 14), sweep="Numbers of GPUs: 1,2,4,8.",
+    )
+    """GPUs of each node. `auto` is taken as 1, with a note in the report."""
 
-    num_nodes: int = 1
+    num_nodes: int = key(
+        1, "--num-nodes", "Number of nodes.", section=SEVERAL, bounds=whole(1, 1 << 12)
+    )
     """Nodes."""
 
-    gradient_as_bucket_view: bool = False
-    """DDP: gradients lie in the buckets that are summed, instead of beside them."""
+    gradient_as_bucket_view: bool = key(
+        False, "--bucket-view", "DDP: gradients are views of the buckets.", section=SEVERAL,
+        need=WITH_DDP,
+    )
+    """DDP: gradients are views of the buckets."""
 
-    bucket_cap_mb: int | None = None
-    """DDP: MiB of gradients in a bucket; None is torch's: 25, and 1 in the first."""
+    bucket_cap_mb: int | None = key(
+        None, "--bucket-cap-mb", "DDP: MiB of gradients in a bucket.", section=SEVERAL,
+        bounds=whole(1, 1 << 20), need=WITH_DDP, unset="25, the first 1",
+    )
+    """DDP: MiB of gradients in a bucket."""
 
-    sharding_strategy: str = "FULL_SHARD"
-    """FSDP: one of `SHARDINGS`."""
+    sharding_strategy: str = key(
+        "FULL_SHARD", "--sharding", "FSDP: {choices}.", section=SEVERAL, choices=SHARDINGS,
+        need=WITH_FSDP,
+    )
+    """FSDP: one of `SHARDINGS`. `fsdp2` has no `NO_SHARD`."""
 
-    shard_size: int | None = None
-    """FSDP, `HYBRID_SHARD`: GPUs that share one copy; None is the 8 of a node, or all."""
+    shard_size: int | None = key(
+        None, "--shard-size", "FSDP, HYBRID_SHARD: GPUs that share a copy.", section=SEVERAL,
+        bounds=whole(1, 1 << 14), need=WITH_HYBRID_SHARD, unset="8, or all",
+    )
+    """FSDP, `HYBRID_SHARD`: GPUs that share one copy."""
 
-    wrap_classes: tuple[str, ...] = ()
-    """FSDP: classes of the layers that are wrapped; empty is what the model says must not be split
-    (`_no_split_modules`)."""
+    wrap_classes: tuple[str, ...] = key(
+        (), "--wrap", "FSDP: layer class to wrap.", section=SEVERAL, need=WITH_FSDP,
+        unset="the model's `_no_split_modules`",
+    )
+    """FSDP: classes of the layers that are wrapped."""
 
-    activation_checkpointing_policy: tuple[str, ...] = ()
-    """FSDP: classes of the layers whose activations are computed anew in the backward."""
+    activation_checkpointing_policy: tuple[str, ...] = key(
+        (), "--ckpt-policy", "FSDP: layer class to checkpoint.", section=SEVERAL, need=WITH_FSDP,
+    )
+    """FSDP: classes of the layers whose activations are recomputed in the backward."""
 
-    reduce_bucket_size: int = 200_000_000
-    """DeepSpeed: elements of the buffer in which gradients are summed; Lightning's default."""
+    reduce_bucket_size: int = key(
+        200_000_000, "--reduce-bucket-size", "DeepSpeed: elements summed at once.",
+        section=SEVERAL, bounds=whole(1, 1 << 40), need=WITH_DEEPSPEED,
+    )
+    """DeepSpeed: elements of gradients summed at once."""
 
-    allgather_bucket_size: int = 200_000_000
-    """DeepSpeed 1 and 2: elements of updated parameters gathered at once; Lightning's default."""
+    allgather_bucket_size: int = key(
+        200_000_000, "--allgather-bucket-size", "DeepSpeed: elements gathered at once.",
+        section=SEVERAL, bounds=whole(1, 1 << 40), need=WITH_DEEPSPEED,
+    )
+    """DeepSpeed 1 and 2: elements of updated parameters gathered at once."""
 
-    use_lora: bool = False
+    use_lora: bool = key(
+        False, "--lora", "Train LoRA adapters only.", section=ADAPTERS,
+        sweep="true, false or both.",
+    )
     """Train low-rank adapters of peft on a frozen base."""
 
-    use_qlora: bool = False
-    """The same on a base quantised by bitsandbytes, as `quant` says."""
+    use_qlora: bool = key(
+        False, "--qlora", "LoRA on a quantised base.", section=ADAPTERS,
+        sweep="true, false or both.",
+    )
+    """Train adapters on a base quantised by bitsandbytes in the format `quant`."""
 
-    quant: str = "nf4"
-    """QLoRA: `nf4` (4 bits, the paper's) or `int8` (LLM.int8)."""
+    quant: str = key(
+        "nf4", "--quant", "QLoRA: {choices}.", section=ADAPTERS, choices=QUANTISATIONS,
+        need=WITH_QLORA,
+    )
+    """QLoRA: `nf4` (4 bits) or `int8` (LLM.int8; activations without outliers are assumed)."""
 
-    kbit_ckpt: bool | None = None
-    """QLoRA: whether `prepare_model_for_kbit_training` of peft turns activation checkpointing on,
-    whatever `act_ckpt` says (its `use_gradient_checkpointing`); None is its default: on."""
+    kbit_ckpt: bool | None = key(
+        None, "--kbit-ckpt", "QLoRA: checkpointing by prepare_model_for_kbit_training, on by"
+        " default.", section=ADAPTERS, need=WITH_QLORA_OR_ACT_CKPT, unset="true, peft's default",
+    )
+    """QLoRA: `use_gradient_checkpointing` of peft's `prepare_model_for_kbit_training`. It turns
+    activation checkpointing on, whatever the value of `act_ckpt`.
+    """
 
-    quant_load: str = FROM_PRETRAINED
-    """QLoRA: one of `QUANT_LOADS`."""
+    quant_load: str = key(
+        FROM_PRETRAINED, "--quant-load", "QLoRA: {choices}.", section=ADAPTERS, choices=QUANT_LOADS,
+        need=WITH_QLORA,
+    )
+    """QLoRA: `from_pretrained` quantises weights while they are loaded. `in_place` replaces the
+    layers of a model that is on the GPU in 16 bits one by one."""
 
-    lora_r: int = 16
+    lora_r: int = key(
+        16, "--lora-r", "Rank of the adapters.", section=ADAPTERS, bounds=whole(1, 1 << 14),
+        sweep="Ranks of the adapters.",
+    )
     """Rank of the adapters."""
 
-    lora_alpha: float = 32
+    lora_alpha: float = key(
+        32, "--lora-alpha", "Scale of the adapters.", section=ADAPTERS,
+        bounds=Bounds(0, 1e6, "give a positive number", without_low=True),
+    )
     """Scale of the adapters; no effect on memory."""
 
-    lora_dropout: float = 0.05
-    """Dropout before the adapters; above 0 it keeps a mask."""
+    lora_dropout: float = key(
+        0.05, "--lora-dropout", "Dropout before the adapters.", section=ADAPTERS,
+        bounds=Bounds(0, 1, "give 0 <= p < 1", without_high=True),
+    )
+    """Dropout before the adapters. Above 0 it saves a mask."""
 
-    lora_target_modules: tuple[str, ...] = ()
-    """Names of the modules that get adapters, or `all-linear`; empty is q and v, or peft's choice
-    for the model."""
+    lora_target_modules: tuple[str, ...] = key(
+        (), "--lora-target", "Module that gets an adapter, or all-linear.", section=ADAPTERS,
+        need=WITH_ADAPTERS, unset="q and v, or peft's choice for the model",
+    )
+    """Names of the modules that get adapters, or `all-linear`."""
 
-    lora_modules_to_save: tuple[str, ...] = ()
-    """Names of modules that are copied and trained whole beside the adapters."""
+    lora_modules_to_save: tuple[str, ...] = key(
+        (), "--lora-save", "Module trained whole besides the adapters.", section=ADAPTERS,
+        need=WITH_ADAPTERS,
+    )
+    """Names of modules that are copied and trained whole besides the adapters."""
 
-    lora_bias: str = "none"
-    """Which biases train: `none`, `all` of the model, or `lora_only`, those of adapted layers."""
+    lora_bias: str = key(
+        "none", "--lora-bias", "Biases that train: {choices}.", section=ADAPTERS,
+        choices=LORA_BIASES, need=WITH_ADAPTERS,
+    )
+    """Biases that train: `none`, `all` of the model, or `lora_only`, those of adapted layers."""
 
-    use_rslora: bool = False
+    use_rslora: bool = key(
+        False, "--rslora", "Rank-stable scale.", section=ADAPTERS, need=WITH_ADAPTERS
+    )
     """Scale adapters by the square root of the rank; no effect on memory."""
 
-    use_dora: bool = False
-    """Train a magnitude per output beside the adapters (DoRA); it weighs the whole weight anew in
-    every forward."""
+    use_dora: bool = key(
+        False, "--dora", "Weight-decomposed LoRA.", section=ADAPTERS, need=WITH_ADAPTERS
+    )
+    """Train a magnitude per output besides the adapters (DoRA). Every forward computes the norm of
+    the whole weight."""
 
-    double_quant: bool = False
+    double_quant: bool = key(
+        False, "--double-quant", "Quantise nf4's scales too.", section=ADAPTERS, need=WITH_QLORA
+    )
     """QLoRA: quantise the scales too (`bnb_4bit_use_double_quant`)."""
 
-    quant_skip: tuple[str, ...] = ()
-    """QLoRA: modules that stay unquantised (`llm_int8_skip_modules`); empty is the choice of
-    transformers: the output head, what is tied to it, and the last module. What the model's class
-    keeps in fp32 stays unquantised in any case, except in place."""
+    quant_skip: tuple[str, ...] = key(
+        (), "--quant-skip", "Module that stays unquantised.", section=ADAPTERS, need=WITH_QLORA,
+        unset="the choice of transformers",
+    )
+    """QLoRA: modules that stay unquantised (`llm_int8_skip_modules`). transformers skips the output
+    head, weights tied to it, and the last module. Except in place, modules that the model's class
+    keeps in fp32 stay unquantised in any case."""
 
-    seq_len: int | None = None
-    """Tokens per sample, padding included; None is the modality's default, as the report states."""
+    seq_len: int | None = key(
+        None, "--seq-len", "Tokens per sample, padding included.", section=INPUTS,
+        bounds=whole(1, 1 << 22), unset="25 image-text, 512 text, 128 audio",
+        sweep="Tokens per sample.",
+    )
+    """Tokens per sample, padding included. A list is read as `lengths`."""
 
-    lengths: tuple[int, ...] = ()
-    """Tokens per sample of each micro-batch in turn, in place of `seq_len`; from a list, or a file
-    with a number per line. Every micro-batch is run, and `steps` are as many as there are lengths
-    for, unless it is given."""
+    lengths: tuple[int, ...] = key(
+        (), "--lengths", "Tokens of each micro-batch in turn: 512,96,300 or a file.",
+        section=INPUTS,
+    )
+    """Tokens per sample of each micro-batch in turn, in place of `seq_len`: a list, `512,96,300`,
+    or a file with a number per line. See [lengths that change](#lengths-that-change)."""
 
-    padded: bool | None = None
-    """Some row is shorter than the rest, so masks are material; None is `batch_size > 1`."""
+    padded: bool | None = key(
+        None, "--padded", "Some rows are shorter than the longest.", section=INPUTS,
+        unset="true above batch 1",
+    )
+    """Some row is shorter than the longest, so masks are materialised."""
 
-    image_size: int | None = None
-    """Height and width of images; None is the model's own."""
+    image_size: int | None = key(
+        None, "--image-size", "Pixels per side.", section=INPUTS, bounds=whole(1, 1 << 14),
+        unset="the model's", sweep="Pixels per side.",
+    )
+    """Height and width of images, pixels."""
 
-    attn_implementation: str | None = None
-    """`sdpa`, `eager` or `flash_attention_2`; None is what transformers picks."""
+    attn_implementation: str | None = key(
+        None, "--attn", "Attention: {choices}.", choices=ATTENTIONS, unset="transformers' choice",
+        sweep="sdpa, eager.",
+    )
+    """Attention, one of `ATTENTIONS`. See [attention](#attention)."""
 
-    freeze: tuple[str, ...] = ()
-    """Glob patterns over parameter names that are not trained, such as `vision_model.*`."""
+    freeze: tuple[str, ...] = key((), "--freeze", "Glob of parameter names not to train.")
+    """Globs of parameter names that are not trained, such as `vision_model.*`."""
 
-    tie_word_embeddings: bool | None = None
-    """Whether the output head shares the embeddings; None is as transformers builds the config."""
+    tie_word_embeddings: bool | None = key(
+        None, "--tie-embeddings/--untie-embeddings",
+        "The output head shares the embeddings.", unset="as transformers builds the config",
+    )
+    """The output head shares the embeddings. Published flan-t5 checkpoints are untied: `false`."""
 
-    gpu: tuple[str, ...] = ()
-    """Names of GPUs to judge; empty is the default set."""
+    gpu: tuple[str, ...] = key(
+        (), "--gpu", "GPU to judge; repeat for more.", section=GPUS,
+        unset="a100-40gb, a100-80gb, h100-80gb, h200",
+    )
+    """Names of GPUs to judge."""
 
-    gpu_memory: int | None = None
-    """Bytes of a GPU that is not in the catalogue."""
+    gpu_memory: int | None = key(
+        None, "--gpu-memory", "Memory of a GPU not in the catalogue: 24GiB.", section=GPUS,
+        bounds=SIZE, is_size=True,
+    )
+    """Memory of a GPU that is not in the catalogue."""
 
-    memory_limit: int | None = None
-    """Bytes that the allocator may reserve, as `set_per_process_memory_fraction` caps it."""
+    memory_limit: int | None = key(
+        None, "--memory-limit", "Cap on the allocator: 78.4GiB.", section=GPUS, bounds=SIZE,
+        is_size=True, sweep="Caps on the allocator: 23GiB,39GiB.",
+    )
+    """Memory that the allocator may reserve, as `set_per_process_memory_fraction` caps it."""
 
-    alloc_conf: str = ""
-    """Settings of the allocator, as in `PYTORCH_ALLOC_CONF`: `expandable_segments:True`."""
+    alloc_conf: str = key(
+        "", "--alloc-conf", "The allocator's settings: expandable_segments:True.", section=GPUS
+    )
+    """Settings of the allocator, as in `PYTORCH_ALLOC_CONF`: `expandable_segments:True`. See
+    [run.md](run.md#the-allocators-settings)."""
 
-    host_memory: int | None = None
-    """Bytes of host memory of the node, for a verdict of its own."""
+    host_memory: int | None = key(
+        None, "--host-memory", "Host memory of the node to judge: 256GiB.", section=GPUS,
+        bounds=SIZE, is_size=True,
+    )
+    """Host memory of the node, for a verdict of its own."""
 
-    limit_val_batches: int = 0
-    """Batches of each validation; 0 runs none."""
+    limit_val_batches: int = key(
+        0, "--val-batches", "Batches of a validation.", section=TRAINING,
+        bounds=whole(0, 1000, "; they are alike"),
+    )
+    """Batches of each validation, which is a phase of its own in the report. A share of the batches
+    is taken as 2."""
 
-    val_batch_size: int | None = None
-    """Samples of a validation batch and GPU; None is `batch_size`."""
+    val_batch_size: int | None = key(
+        None, "--val-bs", "Samples of a validation batch.", section=TRAINING,
+        bounds=whole(1, 1 << 16), need=WITH_VALIDATION, unset="`batch_size`",
+        other_names=("per_device_eval_batch_size",),
+    )
+    """Samples of a validation batch and GPU."""
 
-    val_check_interval: int | None = None
-    """Micro-batches between validations; None validates at the end."""
+    val_check_interval: int | None = key(
+        None, "--val-interval", "Micro-batches between validations.", section=TRAINING,
+        bounds=whole(1, 1 << 20), need=WITH_VALIDATION, unset="all: one validation at the end",
+    )
+    """Micro-batches between validations."""
 
-    trainer_options: tuple[tuple[str, Any], ...] = ()
-    """`loop: transformers`: how it logs, in the words of `TrainingArguments`, such as
-    `logging_steps: 1`; each line of a log makes some scalars. A mapping in files."""
+    trainer_options: tuple[tuple[str, Any], ...] = key((), section=TRAINING)
+    """`loop: transformers`: options of its logging, of `LOGGING` in `TrainingArguments`. Each line
+    of a log makes some scalars. A mapping in files."""
 
-    steps: int = 2
-    """Optimizer steps to simulate; from the third on only fragmentation can grow."""
+    steps: int = key(
+        2, "--steps", "Optimizer steps to simulate.", section=TRAINING, bounds=whole(1, 1000),
+        unset="2, or as many as there are `lengths` for",
+    )
+    """Optimizer steps to simulate. From the third on only fragmentation can grow."""
 
-    assumed: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
-    """What was read into the plan, for the report; no key of it."""
+    # fmt: on
+    assumed: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """Assumptions made while the plan was read, for the report; not a key of the plan."""
 
     def __post_init__(self) -> None:
         if isinstance(self.optim, str):
             object.__setattr__(self, "optim", optimizer_name(self.optim))
-        for key in _OPTIONS:
-            object.__setattr__(self, key, _options(key, getattr(self, key)))
+        for name in _MAPPINGS:
+            object.__setattr__(self, name, read_options(name, getattr(self, name)))
         object.__setattr__(self, "lengths", read_lengths(self.lengths) if self.lengths else ())
-        check(self)
+        check(self, PLAN_KEYS)
 
     @property
     def is_ddp(self) -> bool:
-        """Whether every GPU holds the whole model and gradients are summed in buckets."""
+        """True if every GPU holds the whole model and gradients are summed in buckets."""
         return self.strategy.startswith("ddp") or (self.strategy == "auto" and self.world_size > 1)
 
     @property
     def is_fsdp(self) -> bool:
-        """Whether FSDP1 or FSDP2 divides the model."""
+        """True if FSDP1 or FSDP2 divides the model."""
         return self.strategy in ("fsdp", "fsdp2")
 
     @property
     def is_deepspeed(self) -> bool:
-        """Whether DeepSpeed divides the training state."""
+        """True if DeepSpeed divides the training state."""
         return self.strategy.startswith("deepspeed")
 
     @property
     def offloads(self) -> bool:
-        """Whether the optimizer works in the host's memory."""
+        """True if the optimizer state is in the host's memory."""
         return self.strategy.endswith("_offload")
 
     @property
     def is_distributed(self) -> bool:
-        """Whether anything but Lightning's single-device strategy runs."""
+        """True if any strategy except Lightning's single-device one runs."""
         return self.is_ddp or self.is_fsdp or self.is_deepspeed
 
     @property
@@ -252,23 +454,29 @@ class TrainingPlan:
 
     @property
     def validates(self) -> bool:
-        """Whether there is a validation."""
+        """True if there is a validation."""
         return self.limit_val_batches > 0
 
     @property
     def uses_adapters(self) -> bool:
-        """Whether only adapters are trained."""
+        """True if only adapters are trained."""
         return self.use_lora or self.use_qlora
 
     @property
     def loads_quantized(self) -> bool:
-        """Whether weights are quantised while they are loaded."""
+        """True if weights are quantised while they are loaded."""
         return self.use_qlora and self.quant_load == FROM_PRETRAINED
 
     @property
     def kbit_checkpoints(self) -> bool:
-        """Whether `prepare_model_for_kbit_training` turns activation checkpointing on."""
+        """True if `prepare_model_for_kbit_training` turns activation checkpointing on."""
         return self.use_qlora and self.kbit_ckpt is not False
+
+    @property
+    def clip_norm(self) -> float | None:
+        """`gradient_clip_val` with the default of the loop."""
+        default = PLAN_KEYS["gradient_clip_val"].in_loops.get(self.loop)
+        return default if self.gradient_clip_val is None else self.gradient_clip_val
 
     @property
     def is_padded(self) -> bool:
@@ -277,23 +485,23 @@ class TrainingPlan:
 
     @property
     def label(self) -> str:
-        """The name for reports."""
+        """Name for reports."""
         return self.name or self.model_name
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain values, for JSON; `from_dict` reads it back."""
+        """Return the plan as plain values, for JSON; `from_dict` reads it back."""
         values = {name: getattr(self, name) for name in PLAN_KEYS}
-        values |= {key: dict(values[key]) for key in _OPTIONS}
+        values |= {name: dict(values[name]) for name in _MAPPINGS}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], **overrides: Any) -> TrainingPlan:
-        """A plan from a lab config dictionary.
+        """Make a plan from a lab config dictionary.
 
         Args:
-            values: keys of `TrainingPlan`; those of a lab config that do not touch memory are
-                passed over.
-            overrides: values that win over `values`, None excepted.
+            values: keys of `TrainingPlan`; those of a lab config that do not affect memory are
+                ignored.
+            overrides: values that win over `values`, except None.
 
         Raises:
             PlanError: a key does not exist, or a value is of the wrong kind.
@@ -304,15 +512,18 @@ class TrainingPlan:
                 hint="write one `key: value` per line, `model_name` among them",
             )
         merged = {**values, **{k: v for k, v in overrides.items() if v is not None}}
-        merged, assumed = read_other_names(merged)
-        known = set(PLAN_KEYS)
-        for key in merged:
-            if not isinstance(key, str) or (key not in known and key not in IGNORED_KEYS):
+        merged, assumed = read_other_names(merged, PLAN_KEYS)
+        for name in merged:
+            if not isinstance(name, str) or (name not in PLAN_KEYS and name not in IGNORED_KEYS):
                 raise PlanError(
-                    f"{shown(key)} is not a key of a plan",
-                    hint=_near_keys(shown(key).strip("`"), known),
+                    f"{shown(name)} is not a key of a plan",
+                    hint=_near_keys(shown(name).strip("`")),
                 )
-        given = {k: _normalise(k, v) for k, v in merged.items() if k in known and v is not None}
+        given = {
+            name: row.read(merged[name])
+            for name, row in PLAN_KEYS.items()
+            if merged.get(name) is not None
+        }
         if isinstance(given.get("seq_len"), list | tuple):
             given["lengths"] = read_lengths(given.pop("seq_len"))
         if given.get("lengths") and "steps" not in given:
@@ -322,67 +533,12 @@ class TrainingPlan:
         return cls(**given, assumed=assumed)
 
 
-PLAN_KEYS = tuple(f.name for f in dataclasses.fields(TrainingPlan) if f.name != "assumed")
-"""The keys of a plan, in order."""
+PLAN_KEYS = rows_of(TrainingPlan)
+"""Rows of the keys of a plan by name, in order."""
+
+_MAPPINGS = tuple(name for name, row in PLAN_KEYS.items() if row.is_mapping)
 
 
-_TUPLES = frozenset(
-    {
-        "lora_target_modules", "lora_modules_to_save", "freeze", "gpu", "quant_skip",
-        "wrap_classes", "activation_checkpointing_policy",
-    }
-)  # fmt: skip
-_OPTIONS = ("optim_options", "trainer_options")
-_SIZES = frozenset({"gpu_memory", "memory_limit", "host_memory"})
-
-
-def _normalise(key: str, value: Any) -> Any:
-    if key in _SIZES:
-        return parse_bytes(value)
-    if key in _TUPLES:
-        return _names(key, value)
-    if key == "lengths":
-        return read_lengths(value) if value else ()
-    if key == "precision" and isinstance(value, int | str) and not isinstance(value, bool):
-        text = value if isinstance(value, str) else shown(value).strip("`")
-        return PRECISION_ALIASES.get(text, text)
-    return value
-
-
-def _near_keys(key: str, known: set[str]) -> str:
-    near = closest(key, known | OTHER_NAMES)
-    return suggest(key, known | OTHER_NAMES if near else known, "keys")
-
-
-def _options(key: str, value: Any) -> tuple[tuple[str, Any], ...]:
-    """A mapping, pairs, or text such as `amsgrad=true,eps=1e-6`."""
-    hint = "write `name: value` lines, or `name=value` separated by commas"
-    if isinstance(value, str):
-        pairs = [part.partition("=") for part in value.split(",") if part.strip()]
-        value = {name.strip(): _literal(text.strip()) for name, _, text in pairs}
-    if isinstance(value, list | tuple):
-        are_pairs = all(isinstance(item, list | tuple) and len(item) == 2 for item in value)
-        value = dict(value) if are_pairs else shown(value)
-    plain = (bool, int, float, str, type(None))
-    if not isinstance(value, Mapping) or not all(
-        isinstance(k, str) and k.isidentifier() and isinstance(v, plain) for k, v in value.items()
-    ):
-        raise PlanError(f"`{key}` is {shown(value)}", hint=hint)
-    return tuple(value.items())
-
-
-def _literal(text: str) -> Any:
-    if text.casefold() in ("true", "false", "none"):
-        return {"true": True, "false": False, "none": None}[text.casefold()]
-    for kind in (int, float):
-        with suppress(ValueError):
-            return kind(text)
-    return text
-
-
-def _names(key: str, value: Any) -> tuple[str, ...]:
-    items: Sequence[Any] = [value] if isinstance(value, str) else value
-    if not isinstance(items, list | tuple) or not all(isinstance(i, str) and i for i in items):
-        raise PlanError(f"`{key}` is {shown(value)}", hint="give a list of names")
-    parts = (part.strip() for item in items for part in item.split(","))
-    return tuple(part for part in parts if part)
+def _near_keys(name: str) -> str:
+    known, others = set(PLAN_KEYS), other_names(PLAN_KEYS)
+    return suggest(name, known | others if closest(name, known | others) else known, "keys")

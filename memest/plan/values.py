@@ -1,11 +1,19 @@
-"""The values that the keys of a plan can take."""
+"""Values of plan keys, and the syntax of `lengths`."""
 
 from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from memest.errors import PlanError, shown
+from memest.plan.reading import read_limited
 
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed")
 
 PRECISION_ALIASES = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
-"""As Lightning 2.6 reads its short forms (`fabric/connector.py`)."""
+"""Short forms of Lightning 2.6 (`fabric/connector.py`)."""
 
 LOOPS = ("lightning", "transformers", "plain")
 """Lightning's Trainer, the Trainer of transformers, and a loop of a user's own."""
@@ -13,7 +21,7 @@ LOOPS = ("lightning", "transformers", "plain")
 LOGGING = (
     "logging_steps", "logging_strategy", "logging_first_step", "logging_nan_inf_filter",
 )  # fmt: skip
-"""What of `TrainingArguments` makes scalars on the GPU: `trainer_options`."""
+"""Keys of `TrainingArguments` that make scalars on the GPU: `trainer_options`."""
 
 CLIPPING = ("norm", "value")
 
@@ -22,11 +30,12 @@ STRATEGIES = (
     "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3",
     "deepspeed_stage_1_offload", "deepspeed_stage_2_offload", "deepspeed_stage_3_offload",
 )  # fmt: skip
-"""As Lightning 2.6 registers them; `fsdp` is its FSDPStrategy (FSDP1), `fsdp2` its
-ModelParallelStrategy with `fully_shard`."""
+"""Names that Lightning 2.6 registers; `fsdp` is its FSDPStrategy (FSDP1), `fsdp2` its
+ModelParallelStrategy with `fully_shard`.
+"""
 
 SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
-"""Of FSDP1; FSDP2 knows all but `NO_SHARD`."""
+"""Sharding of FSDP1; FSDP2 has all except `NO_SHARD`."""
 
 FLASH_ATTENTION_2 = "flash_attention_2"
 ATTENTIONS = ("sdpa", "eager", FLASH_ATTENTION_2)
@@ -35,13 +44,14 @@ QUANTISATIONS = ("nf4", "int8")
 
 FROM_PRETRAINED, IN_PLACE = "from_pretrained", "in_place"
 QUANT_LOADS = (FROM_PRETRAINED, IN_PLACE)
-"""`from_pretrained(quantization_config=...)` quantises each weight as it is loaded. In place,
-linear layers of a model that is on the GPU in 16 bits are replaced one by one."""
+"""Ways of quantisation. `from_pretrained(quantization_config=...)` quantises each weight while it
+is loaded. In place, linear layers of a model on the GPU in 16 bits are replaced one by one.
+"""
 
 LORA_BIASES = ("none", "all", "lora_only")
 
 ALL_LINEAR = "all-linear"
-"""In place of names in `lora_target_modules`: every linear layer but the output head."""
+"""Value of `lora_target_modules` for every linear layer except the output head."""
 
 IGNORED_KEYS = frozenset(
     """
@@ -52,4 +62,54 @@ IGNORED_KEYS = frozenset(
     val_size note expected
     """.split()
 )
-"""Keys of lab configs that do not touch the memory of a step: a test runs each with and without."""
+"""Keys of lab configs that do not affect the memory of a step, as a test checks."""
+
+
+MAX_LENGTHS = 10_000
+"""Largest number of micro-batches, each of which is run."""
+
+_MAX_FILE_BYTES = 1 << 20
+
+
+def read_lengths(value: Any) -> tuple[int, ...]:
+    """Return the numbers of a list, of a text such as `512,96`, or of a file: JSON, or one per
+    line.
+
+    Raises:
+        PlanError: it is none of these, or a number is not positive.
+    """
+    items = value
+    if isinstance(value, str | Path):
+        text = str(value)
+        if not re.fullmatch(r"[-+\d,\s]+", text):
+            text = read_limited(Path(text), _MAX_FILE_BYTES, what="a list of lengths")
+        items = _numbers(text)
+    if isinstance(items, int) and not isinstance(items, bool):
+        items = [items]
+    if not isinstance(items, list | tuple):
+        raise PlanError(f"`lengths` is {shown(value)}", hint="give a list of numbers, or a file")
+    for item in items:
+        if not isinstance(item, int) or isinstance(item, bool) or item < 1:
+            raise PlanError(
+                f"`lengths` has {shown(item)}", hint="give positive whole numbers of tokens"
+            )
+    if not 1 <= len(items) <= MAX_LENGTHS:
+        raise PlanError(f"`lengths` has {len(items)} numbers", hint=f"give 1 to {MAX_LENGTHS}")
+    return tuple(items)
+
+
+def steps_of(lengths: tuple[int, ...], num_micro_batches: Any) -> int:
+    """Return the optimizer steps for which there are lengths; at least one."""
+    is_count = isinstance(num_micro_batches, int) and num_micro_batches > 0
+    return max(1, len(lengths) // (num_micro_batches if is_count else 1))
+
+
+def _numbers(text: str) -> list[Any]:
+    if text.lstrip().startswith("["):
+        try:
+            found = json.loads(text)
+        except ValueError:
+            found = None
+        return found if isinstance(found, list) else [text[:40]]
+    words = text.replace(",", " ").split()
+    return [int(word) if word.lstrip("+-").isdigit() else word for word in words]

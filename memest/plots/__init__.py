@@ -1,4 +1,4 @@
-"""The charts: reports in, a matplotlib figure out, `save` to write it.
+"""Charts: functions from reports to a matplotlib figure, and `save` to write it.
 
     from memest.plots import plot_phases, save
 
@@ -9,8 +9,11 @@ matplotlib is imported by the first use of a function, not by the import of this
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from memest.packages import require
 
 if TYPE_CHECKING:
     from memest.plots.fragmentation import plot_fragmentation
@@ -18,33 +21,20 @@ if TYPE_CHECKING:
     from memest.plots.ladder import plot_ladder
     from memest.plots.phases import plot_phases
     from memest.plots.saving import Picture, parse_formats, save, svg_text
-    from memest.plots.scaling import plot_scaling
-    from memest.plots.scaling_bars import plot_scaling_bars
+    from memest.plots.scaling import plot_scaling, plot_scaling_bars
     from memest.plots.scatter import plot_scatter
-    from memest.plots.style import card_label, retitle
+    from memest.plots.style import gpu_label, retitle
     from memest.plots.timeline import plot_timeline
 
 __all__ = [
-    "Picture",
-    "card_label",
-    "parse_formats",
-    "plot_fits",
-    "plot_fragmentation",
-    "plot_ladder",
-    "plot_largest_batch",
-    "plot_phases",
-    "plot_scaling",
-    "plot_scaling_bars",
-    "plot_scatter",
-    "plot_timeline",
-    "retitle",
-    "save",
-    "svg_text",
-]
+    "Picture", "gpu_label", "parse_formats", "plot_fits", "plot_fragmentation", "plot_ladder",
+    "plot_largest_batch", "plot_phases", "plot_scaling", "plot_scaling_bars", "plot_scatter",
+    "plot_timeline", "retitle", "save", "svg_text",
+]  # fmt: skip
 
 _HOMES = {
     "Picture": "memest.plots.saving",
-    "card_label": "memest.plots.style",
+    "gpu_label": "memest.plots.style",
     "parse_formats": "memest.plots.saving",
     "plot_fits": "memest.plots.heatmap",
     "plot_fragmentation": "memest.plots.fragmentation",
@@ -52,7 +42,7 @@ _HOMES = {
     "plot_largest_batch": "memest.plots.heatmap",
     "plot_phases": "memest.plots.phases",
     "plot_scaling": "memest.plots.scaling",
-    "plot_scaling_bars": "memest.plots.scaling_bars",
+    "plot_scaling_bars": "memest.plots.scaling",
     "plot_scatter": "memest.plots.scatter",
     "plot_timeline": "memest.plots.timeline",
     "retitle": "memest.plots.style",
@@ -62,6 +52,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "card_label":
+        warnings.warn("`card_label` is `gpu_label` now", DeprecationWarning, stacklevel=2)
+        name = "gpu_label"
     if name not in _HOMES:
         raise AttributeError(f"module `memest.plots` has no attribute `{name}`")
+    require("matplotlib")
     return getattr(import_module(_HOMES[name]), name)

@@ -1,8 +1,7 @@
-"""Allocated and reserved over the steps of one run, by settings of the allocator."""
+"""Chart of allocator settings: memory over the steps of one run."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
@@ -19,36 +18,38 @@ from memest.plots.style import (
     WIDTH,
     Theme,
     bare,
-    card_label,
+    draw_limit,
+    free_place,
+    limit_text,
+    plan_line,
     require,
     shortened,
     slide,
     text_width,
     write_title,
 )
-from memest.plots.words import plan_line
 from memest.report import Prediction
 from memest.units import GIB
 
 _LEFT, _TOP, _BOTTOM = 1.0, 1.75, 0.95  # inches
 _COLUMN = 5.1
-"""Inches at the right: each setting, what it reserves, and how much of that is not in use."""
+"""Inches at the right: each setting, its reserved memory, and the unused part of it."""
 
 _BLOCK = 0.9  # inches of one setting in the column
 
 _LOOKS = (("#D55E00", "-"), ("#0072B2", "--"), ("#CC79A7", "-."), ("#009E73", ":"))
-"""Colours, and dashes that tell without them."""
+"""Colours, and dashes that work without colour."""
 
 
 def plot_fragmentation(
     report: Prediction, runs: Sequence[Growth], *, gpu_limit_bytes: int, dark: bool = False
 ) -> Figure:
-    """What a run holds at the peak of each step, and what is reserved for it, in GiB.
+    """Draw the memory of each step's peak, and the reserved memory, in GiB.
 
-    The filled area is what tensors hold, under the first setting; each line is what the allocator
-    has reserved under one setting on the GPU, and the thin one beside it what it would reserve
-    without a limit. What lies between is cached, and of no use to another request where it has
-    the wrong size. A cross is the step that runs out of memory on the card.
+    The filled area is the memory of tensors under the first setting. Each thick line is reserved
+    memory under one setting on the GPU; its thin line is reserved memory without a limit. Memory
+    between area and line is cached, and of no use to a request of another size. A cross is the step
+    that runs out of memory.
 
     Raises:
         PlanError: there is no run.
@@ -79,7 +80,7 @@ def _title(runs: Sequence[Growth]) -> str:
 
 
 def _reason(run: Growth, limit_bytes: int) -> str:
-    """How the first run stays under the limit and why it ends, as two lines of text."""
+    """Return how the first run stays under the limit and why it ends, as two lines of text."""
     over = next((i for i, size in enumerate(run.reserved) if size > limit_bytes), None)
     if over is None:
         return ""
@@ -149,47 +150,23 @@ def _draw_limit(
     limit_bytes: int,
     panel: tuple[float, float],
 ) -> None:
-    """The card's line, its name where the fewest lines pass."""
+    """Draw the GPU's line, with its name where the fewest lines pass."""
     limit, top = limit_bytes / GIB, axes.get_ylim()[1]
     if limit > top:
         return
-    text = f"{card_label(report.gpu)}: {limit:.1f} GiB usable"
-    text = shortened(text, VALUE, panel[0] - 0.2, bold=True)
-    share = text_width(text, VALUE, bold=True) / panel[0]
-    tall = 0.4 * top / panel[1]
-    is_right, is_over = min(
-        itertools.product((False, True), (True, False)),
-        key=lambda place: _crossings(runs, share, limit if place[1] else limit - tall, tall, place),
-    )
-    axes.axhline(limit, color=theme.limit, linewidth=3.0, zorder=3, gid="limit")
-    axes.annotate(
-        text, (0.995 if is_right else 0.005, limit), (0, 5 if is_over else -5),
-        xycoords=axes.get_yaxis_transform(), textcoords="offset points",
-        ha="right" if is_right else "left", va="bottom" if is_over else "top",
-        size=VALUE, weight="bold", zorder=5, gid="limit:name",
-        bbox={"facecolor": theme.background, "edgecolor": "none", "pad": 1.0},
-    )  # fmt: skip
-
-
-def _crossings(
-    runs: Sequence[Growth], share: float, low: float, tall: float, place: tuple[bool, bool]
-) -> int:
-    """Points of lines within a text that takes `share` of the width, from `low` on `tall`."""
-    num_steps = len(runs[0].reserved)
-    within = (
-        range(int(num_steps * (1 - share)), num_steps)
-        if place[0]
-        else range(int(num_steps * share) + 1)
-    )
-    values = [run.reserved[step] / GIB for run in runs for step in within if step < num_steps]
-    values += [runs[0].allocated[step] / GIB for step in within if step < num_steps]
-    return sum(low <= value <= low + tall for value in values)
+    text = limit_text(report.gpu, limit_bytes, panel[0] - 0.2)
+    across, up = panel[0] / len(runs[0].reserved), panel[1] / (GIB * top)
+    curves = [*(run.reserved for run in runs), runs[0].allocated]
+    points = [(step * across, size * up) for curve in curves for step, size in enumerate(curve)]
+    wide = text_width(text, VALUE, bold=True)
+    is_right, is_over = free_place(points, limit / top * panel[1], wide, panel)
+    draw_limit(axes, theme, limit, text, is_right=is_right, is_over=is_over)
 
 
 def _draw_column(
     axes: Axes, theme: Theme, runs: Sequence[Growth], panel: tuple[float, float]
 ) -> None:
-    """Each setting beside the end of its line, as far as others leave room."""
+    """Write each setting next to the end of its line, as far as others leave room."""
     width, height = panel
     top = axes.get_ylim()[1]
     order = sorted(range(len(runs)), key=lambda i: runs[i].reserved[-1])

@@ -1,4 +1,4 @@
-"""Tables as pictures: the largest batch of every model and technique, and what fits of a sweep."""
+"""Tables as pictures: the largest batch of every model and technique, and a sweep's verdicts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from memest.plots.style import (
+    DOT,
     HEIGHT,
     SMALL,
     TICK,
     VALUE,
+    VERDICTS,
     WIDTH,
     Theme,
-    card_label,
+    gpu_label,
     hatch,
     key,
     require,
@@ -26,29 +28,29 @@ from memest.plots.style import (
     slide,
     text_on,
     text_width,
+    version_words,
     write_legend,
     write_title,
 )
-from memest.plots.words import DOT, version_words
 from memest.report import Outcome, Verdict
 from memest.units import GIB
 
 MAX_ROWS = 14
-"""Of more rows the slide becomes taller instead of the type smaller."""
+"""Number of rows above which the slide becomes taller instead of the type smaller."""
 
 _TOP, _BOTTOM, _LEFT, _RIGHT = 2.55, 0.3, 0.4, 0.4  # inches
 _STEPS = (1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100, 128, 256)
-"""Every how many columns a head is written, where not all have room."""
+"""Intervals between written column heads, where not all have room."""
 
 _SCALES = {False: ("#DCEBF7", "#08436E"), True: ("#16354A", "#A9DBF7")}
-"""From the least to the most, on light and on dark slides; one hue, so that grey tells as much."""
+"""Colours of the least and the most, on light and dark slides; one hue, for grey prints."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
     text: str
     short: str
-    """In place of `text` where that is too wide."""
+    """Text used where `text` is too wide."""
 
     color: str
     is_oom: bool = False
@@ -61,10 +63,10 @@ def plot_largest_batch(
     dark: bool = False,
     said: Sequence[str] = (),
 ) -> Figure:
-    """The largest batch that fits `gpu`, by row and column: techniques and models, either way.
+    """Draw the largest batch that fits `gpu`, by row and column: techniques and models, either way.
 
-    A 0 says that not even a batch of one fits, None that the two do not go together. The more fits,
-    the stronger the colour, by the batch's logarithm. `said` of the plans goes into the subtitle.
+    0 means that not even a batch of one fits, None that the two do not go together. A larger batch
+    has a stronger colour, by its logarithm. `said` about the plans goes into the subtitle.
 
     Raises:
         PlanError: the table is empty.
@@ -87,7 +89,7 @@ def plot_largest_batch(
         (list(table), columns),
         cell,
         words=(
-            f"The largest batch that fits {card_label(gpu)}",
+            f"The largest batch that fits {gpu_label(gpu)}",
             DOT.join([*said, "predicted", "OOM: not even a batch of 1", version_words()]),
         ),
         handles=lambda theme: [
@@ -107,11 +109,12 @@ def plot_fits(
     dark: bool = False,
     said: Sequence[str] = (),
 ) -> Figure:
-    """What of a sweep fits: `verdicts` by (row, column), in the order in which they come.
+    """Draw the verdicts of a sweep by (row, column), in the given order.
 
-    `across` says what the columns are, `batch size`. A cell that fits is coloured by how much of
-    the card is reserved, with the GiB in it where there is room; one that does not is hatched.
-    `said` of what all its plans have in common goes into the subtitle.
+    `across` names the columns, such as `batch size`. A cell that fits is coloured by the share of
+    the GPU that it needs, with the GiB in it where there is room. `tight` and `may` have colours of
+    their own; a cell that does not fit is hatched. `said` about all its plans goes into the
+    subtitle.
 
     Raises:
         PlanError: there is no verdict.
@@ -120,6 +123,7 @@ def plot_fits(
     rows = list(dict.fromkeys(row for row, _ in verdicts))
     columns = list(dict.fromkeys(column for _, column in verdicts))
     limits = sorted({verdict.limit_bytes for verdict in verdicts.values()})
+    words = {verdict.word for verdict in verdicts.values()}
 
     def cell(row: str, column: str, theme: Theme) -> _Cell:
         verdict = verdicts.get((row, column))
@@ -127,9 +131,10 @@ def plot_fits(
             return _Cell("", "", theme.background)
         if verdict.verdict is Outcome.OOM:
             return _Cell("OOM", "", theme.band[1], is_oom=True)
-        reserved = verdict.reserved_bytes / GIB
-        share = verdict.reserved_bytes / max(1, verdict.limit_bytes)
-        return _Cell(f"{reserved:.1f}", f"{reserved:.0f}", _shade(share, dark))
+        needs = verdict.needs_bytes / GIB
+        share = verdict.needs_bytes / max(1, verdict.limit_bytes)
+        color = VERDICTS.get(verdict.word) or _shade(share, dark)
+        return _Cell(f"{needs:.1f}", f"{needs:.0f}", color)
 
     return _draw_table(
         (rows, columns),
@@ -139,9 +144,9 @@ def plot_fits(
             DOT.join(
                 [
                     *said,
-                    ", ".join(map(card_label, gpu.split(", "))),
+                    ", ".join(map(gpu_label, gpu.split(", "))),
                     f"{' or '.join(f'{limit / GIB:.1f}' for limit in limits)} GiB usable",
-                    f"GiB reserved by {across}",
+                    f"GiB needed by {across}",
                     version_words(),
                 ]
             ),
@@ -150,6 +155,7 @@ def plot_fits(
             key(_shade(0.0, dark), "empty", theme),
             key(_shade(0.5, dark), "half full", theme),
             key(_shade(1.0, dark), "full", theme),
+            *(key(VERDICTS[word], word, theme) for word in VERDICTS if word in words),
         ],
         dark=dark,
     )
@@ -204,7 +210,7 @@ def _draw_table(
 
 
 def _size_for(cells: Sequence[_Cell], size: float, wide: float) -> float:
-    """The largest size at which all cells can be written, all in one size."""
+    """Return the largest size at which all cells can be written, all in one size."""
     texts = [cell.short or cell.text for cell in cells if not cell.is_oom and cell.text]
     widest = max((text_width(text, size, bold=True) for text in texts), default=0.0)
     return max(float(SMALL), min(size, size * (wide - 0.07) / max(widest, 0.01)))
@@ -248,7 +254,7 @@ def _draw_cell(
 
 
 def _write_columns(axes: Axes, columns: Sequence[str], wide: float, inches: float) -> None:
-    """The heads, on two lines where that makes them fit; of narrow columns not every one."""
+    """Write the heads, on two lines where that makes them fit; some of many narrow columns."""
     heads = [_wrapped(column, wide - 0.06) for column in columns]
     widest = max(text_width(line, TICK) for head in heads for line in head)
     step = 1

@@ -1,4 +1,4 @@
-"""Many experiments under each other: what each needs, and which cards hold it."""
+"""Chart of many experiments: the need of each, and the GPUs that hold it."""
 
 from __future__ import annotations
 
@@ -11,53 +11,148 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from memest.plots.need import (
-    CACHED,
-    UNKNOWN,
-    is_tight_on,
-    need_parts,
-    needed_bytes,
-    outcome_on,
-    peak_parts,
-)
 from memest.plots.style import (
+    DOT,
     HEIGHT,
     KINDS,
+    OF_STRATEGIES,
     SMALL,
     VALUE,
+    VERDICTS,
     WIDTH,
     Theme,
     bare,
-    card_label,
+    gpu_label,
     hatch,
     key,
     require,
+    setting_words,
     shortened,
     slide,
     text_on,
     text_width,
+    token_words,
+    version_words,
     widest_gap,
     write_legend,
     write_title,
 )
-from memest.plots.words import DOT, setting_words, token_words, version_words
-from memest.report import Measurement, Outcome, Prediction
+from memest.report import Measurement, Outcome, Phase, PhaseRow, Prediction
 from memest.units import GIB
 
-__all__ = ["MAX_ROWS", "outcome_on", "peak_parts", "plot_ladder"]
+CACHED = "cached"
+"""Reserved at the peak and not allocated."""
+
+UNKNOWN = "unknown"
+"""Kind of the need beyond a failure, whose contents were not predicted."""
+
+
+def peak_parts(report: Prediction | Measurement) -> dict[str, int]:
+    """Return bytes at the peak by the kinds of `KINDS`; they add up to the peak allocated.
+
+    Kinds that only strategies have are left out where there are none.
+
+    A prediction has its terms. A measurement has only the probe's figures at the two phases around
+    the peak, so memory alive at either counts as alive at the peak. That is exact, except for a
+    peak inside the first backward of a step, where some gradients may be missing. Bytes beyond the
+    activations of these phases are the rest. In a forward that ran out of memory, bytes allocated
+    since it began are activations.
+    """
+    if isinstance(report, Prediction):
+        parts = dict.fromkeys(KINDS, 0)
+        for term in report.terms:
+            parts[term.kind if term.kind in parts else "rest"] += term.num_bytes
+        return {k: n for k, n in parts.items() if n or k not in OF_STRATEGIES}
+    around = _around_peak(report)
+    left, parts = report.peak_allocated_bytes, {}
+    for kind in KINDS[:4]:
+        parts[kind] = min(left, max((getattr(r, f"{kind}_bytes") for r in around), default=0))
+        left -= parts[kind]
+    if len(around) == 1 and around[0].phase is Phase.BEFORE_FORWARD:
+        return parts | {"activations": parts["activations"] + left, "rest": 0}
+    return parts | {"rest": left}
+
+
+def _around_peak(report: Measurement) -> list[PhaseRow]:
+    """Return the phases before and after the peak; the last alone if the run ended in between."""
+    rows = report.phases
+    highest = max(rows, key=lambda row: row.peak_allocated_bytes, default=None)
+    if highest is None or highest.peak_allocated_bytes < report.peak_allocated_bytes:
+        return list(rows[-1:])
+    index = rows.index(highest)
+    return list(rows[max(0, index - 1) : index + 1])
+
+
+def needed_bytes(report: Prediction | Measurement) -> int:
+    """Return the least limit that a prediction fits, or the bytes that a measured run reserved.
+
+    For a measured run out of memory it is a lower bound of the unknown need.
+    """
+    if isinstance(report, Prediction):
+        return report.needs_bytes
+    return max(report.peak_reserved_bytes, report.peak_allocated_bytes)
+
+
+def need_parts(
+    report: Prediction | Measurement, unlimited: Prediction | None = None
+) -> dict[str, int]:
+    """Return `needed_bytes` by kind, including the cache; they add up.
+
+    `unlimited` is the same plan on a GPU that holds it, for the kinds of a plan that does not fit.
+    Another chip may need a few MiB more or less, which are added to the cache. Without it, bytes
+    beyond the failure are `UNKNOWN`.
+    """
+    needed = needed_bytes(report)
+    if report.verdict is Outcome.OOM and isinstance(report, Prediction) and unlimited is not None:
+        parts, beyond = peak_parts(unlimited), CACHED
+    else:
+        parts = peak_parts(report)
+        beyond = UNKNOWN if report.verdict is Outcome.OOM else CACHED
+    left = needed
+    for kind, size in parts.items():
+        parts[kind] = min(size, left)
+        left -= parts[kind]
+    return parts | {beyond: left}
+
+
+def word_on(report: Prediction | Measurement, limit_bytes: int, gpu: str = "") -> str:
+    """The verdict's word on a GPU whose allocator can reserve `limit_bytes`; `?` if unknown.
+
+    A prediction may have replayed exactly this limit, or on several GPUs that of `gpu` less the
+    memory of libraries. Otherwise a run that was never refused memory fits a limit of its peak
+    reserved, and does not fit one below its peak allocated. In between, the allocator's cache
+    decides. A run that fitted one GPU is assumed to fit a larger one.
+    """
+    if report.verdict is Outcome.FAILED:
+        return "?"
+    for name, verdict in (report.verdicts if isinstance(report, Prediction) else {}).items():
+        is_gpu = gpu_label(name) == gpu and not report.plan.get("memory_limit")
+        if is_gpu or verdict.limit_bytes == limit_bytes:
+            return verdict.word
+    if report.peak_allocated_bytes > limit_bytes:
+        return Outcome.OOM.word
+    reserved = report.peak_reserved_bytes
+    if isinstance(report, Prediction):
+        reserved = report.unlimited_reserved_bytes
+    elif report.verdict is Outcome.OOM:
+        return "?"  # how much it would have needed was not measured
+    return Outcome.FITS.word if reserved <= limit_bytes else "?"
+
+
+__all__ = ["MAX_ROWS", "peak_parts", "plot_ladder", "word_on"]
 
 MAX_ROWS = 18
-"""Of more experiments the slide becomes taller instead of the type smaller."""
+"""Number of experiments above which the slide becomes taller instead of the type smaller."""
 
 _TOP, _BOTTOM, _LEFT, _RIGHT = 1.68, 0.42, 0.3, 0.25  # inches
-_TOTAL, _CARD = 1.02, 1.05
-"""Inches of the columns at the right: the need, and the verdicts of each card."""
+_TOTAL, _GPU = 1.02, 1.05
+"""Inches of the columns at the right: the need, and the verdicts of each GPU."""
 
 _NAME = 4.5
-"""Inches that the words of a row may take before their middle is left out."""
+"""Inches of the words of a row before their middle is left out."""
 
 _FAR = 1.5
-"""A card that holds this many times the longest bar is left to its column."""
+"""A GPU that holds this many times the longest bar has only a column."""
 
 _LINES = 0.30  # inches of a line of words over the chart
 _BAR = 0.78  # of the height of a row
@@ -68,7 +163,7 @@ Row = Prediction | Measurement
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Layout:
-    """Sizes of type in points and of the chart in inches, and the cards."""
+    """Sizes of type in points and of the chart in inches, and the GPUs."""
 
     name: float
     detail: float
@@ -80,15 +175,15 @@ class _Layout:
     left: float
     width: float
     per_gib: float
-    cards: tuple[tuple[str, int], ...]
+    gpus: tuple[tuple[str, int], ...]
     drawn: tuple[tuple[str, int], ...]
-    """Cards with a line."""
+    """GPUs with a line."""
 
     labels: tuple[tuple[str, float, int], ...]
 
     @property
     def lines(self) -> tuple[float, ...]:
-        """Of the cards, in GiB."""
+        """Limits of the GPUs, in GiB."""
         return tuple(limit / GIB for _, limit in self.drawn)
 
 
@@ -100,19 +195,18 @@ def plot_ladder(
     unlimited: Mapping[str, Prediction] | None = None,
     suite: str = "",
 ) -> Figure:
-    """Every experiment a stacked bar of what it needs, against the lines of the cards.
+    """Draw every experiment as a stacked bar of its need, against the lines of the GPUs.
 
-    A bar is what is reserved at the peak, by what it is held for. Of an experiment that does not
-    fit the GPU that its report is for, it is what it would reserve there without a limit, and the
-    part beyond the line is marked. `unlimited` has, by the name of such an experiment, its
-    prediction on a card that holds it, which says what all of the need is for; without it, what
-    lies beyond the failure is drawn empty.
+    A bar is the least limit that a prediction fits, or the reserved memory of a measured run, by
+    kind. If an experiment does not fit the GPU of its report, the part beyond the line is marked.
+    `unlimited` has predictions of such experiments by name, on a GPU that holds them, with the
+    kinds of the whole need. Without it, the part beyond the failure is empty.
 
-    `limits` maps a card's name to the bytes that the caching allocator can reserve on it. The
-    columns at the right give the verdict for each; a card that is far beyond the longest bar has no
-    line. `suite` is named in the subtitle.
+    `limits` maps a GPU's name to the bytes that the caching allocator can reserve on it. The
+    columns at the right give the verdict for each; a GPU far beyond the longest bar has no line.
+    `suite` is named in the subtitle.
 
-    Raises:
+        Raises:
         PlanError: there is no report.
     """
     require(reports)
@@ -140,30 +234,30 @@ def plot_ladder(
 
 
 def _layout(
-    reports: Sequence[Row], words: Sequence[tuple[str, str]], cards: Sequence[tuple[str, int]]
+    reports: Sequence[Row], words: Sequence[tuple[str, str]], gpus: Sequence[tuple[str, int]]
 ) -> _Layout:
-    """How large what is, so that all rows and columns have room."""
-    drawn, longest = _drawn(reports, cards)
+    """Choose sizes so that all rows and columns have room."""
+    drawn, longest = _drawn(reports, gpus)
     rows = min(len(reports), MAX_ROWS)
     row = min(_ROW, (HEIGHT - _TOP - 0.3 - _BOTTOM) / rows)
     name = _fitting([name for name, _ in words], min(float(VALUE), 33 * row), 10, bold=True)
     detail = _fitting([detail for _, detail in words], min(float(SMALL), 25 * row, name), 8)
     left = _LEFT + 0.12 + min(_NAME, _widest(words, name, detail))
-    width = WIDTH - _RIGHT - _TOTAL - len(cards) * _CARD - left
+    width = WIDTH - _RIGHT - _TOTAL - len(gpus) * _GPU - left
     per_gib = width / (1.03 * longest)
     labels = _limit_labels(drawn, per_gib, 1.03 * longest)
-    levels = [1.0, 1.6 if len(cards) > 1 else 1.0, *(1.0 + level for *_, level in labels)]
+    levels = [1.0, 1.6 if len(gpus) > 1 else 1.0, *(1.0 + level for *_, level in labels)]
     top = _TOP + _LINES * max(levels)
     row = min(_ROW, (HEIGHT - top - _BOTTOM) / rows)
     return _Layout(
         name=name, detail=detail, part=min(float(SMALL), 38 * row), value=min(20.0, 50 * row),
         row=row, top=top, height=max(HEIGHT, top + row * len(reports) + _BOTTOM), left=left,
-        width=width, per_gib=per_gib, cards=tuple(cards), drawn=tuple(drawn), labels=tuple(labels),
+        width=width, per_gib=per_gib, gpus=tuple(gpus), drawn=tuple(drawn), labels=tuple(labels),
     )  # fmt: skip
 
 
 def _words(report: Row, reports: Sequence[Row]) -> tuple[str, str]:
-    """The name of an experiment, and in small type what distinguishes it."""
+    """Return the name of an experiment, and in small type its distinguishing settings."""
     is_mixed = len({r.kind for r in reports}) > 1
     details = setting_words(report.plan)
     model = str(report.plan.get("model_name", "")).rsplit("/", 1)[-1]
@@ -183,27 +277,27 @@ def _widest(words: Sequence[tuple[str, str]], name_size: float, detail_size: flo
 
 
 def _fitting(texts: Sequence[str], size: float, least: float, *, bold: bool = False) -> float:
-    """A size of type, `size` or less, at which the longest text has room."""
+    """Return a size of type, `size` or less, at which the longest text has room."""
     widest = max(text_width(text, size, bold=bold) for text in texts)
     return size if widest <= _NAME else max(min(least, size), size * _NAME / widest)
 
 
 def _drawn(
-    reports: Sequence[Row], cards: Sequence[tuple[str, int]]
+    reports: Sequence[Row], gpus: Sequence[tuple[str, int]]
 ) -> tuple[list[tuple[str, int]], float]:
-    """The cards that get a line, and how many GiB the chart reaches to."""
+    """Return the GPUs that get a line, and the GiB that the chart spans."""
     longest = max(map(needed_bytes, reports))
-    drawn = [card for card in cards if card[1] <= _FAR * longest] or list(cards[:1])
+    drawn = [gpu for gpu in gpus if gpu[1] <= _FAR * longest] or list(gpus[:1])
     return drawn, max(longest, 1, *(limit for _, limit in drawn)) / GIB
 
 
 def _own_limit(report: Row, layout: _Layout) -> float | None:
-    """GiB of the GPU that the report is for, if it is out of memory there."""
+    """Return GiB of the GPU of the report, if it is out of memory there."""
     if report.verdict is not Outcome.OOM:
         return None
     if isinstance(report, Prediction) and report.gpu in report.verdicts:
         return report.verdicts[report.gpu].limit_bytes / GIB
-    own = [limit / GIB for card, limit in layout.cards if card == card_label(report.gpu)]
+    own = [limit / GIB for gpu, limit in layout.gpus if gpu == gpu_label(report.gpu)]
     return own[0] if own else min(layout.lines, default=None)
 
 
@@ -243,7 +337,7 @@ def _draw_bar(
         )  # fmt: skip
         start, stop = widest_gap(base, base + length, lines)
         text = f"{length:.1f}"
-        is_marked = own is not None and start >= own  # lies under the strokes
+        is_marked = own is not None and start >= own  # is under the strokes
         if text_width(text, layout.part) < (stop - start) * layout.per_gib - 0.1 and not is_marked:
             axes.text(
                 (start + stop) / 2, row, text, ha="center", va="center_baseline",
@@ -261,7 +355,7 @@ def _color(theme: Theme, kind: str) -> str:
 
 
 def _mark_excess(axes: Axes, theme: Theme, row: int, limit: float, end: float) -> None:
-    """A frame and strokes over the part of a bar that lies beyond the card."""
+    """Draw a frame and strokes over the part of a bar beyond the GPU."""
     start = min(limit, end)
     if end <= start:
         return
@@ -281,12 +375,14 @@ def _mark_excess(axes: Axes, theme: Theme, row: int, limit: float, end: float) -
 
 
 def _limit_labels(
-    cards: Sequence[tuple[str, int]], per_gib: float, edge: float
+    gpus: Sequence[tuple[str, int]], per_gib: float, edge: float
 ) -> list[tuple[str, float, int]]:
-    """(text, middle, level) of each card's label: on the lowest level where it touches no other."""
+    """Return (text, middle, level) of each GPU's label, on the lowest level where it touches no
+    other.
+    """
     labels: list[tuple[str, float, int]] = []
     ends: list[float] = []  # of each level, in inches
-    for label, limit in cards:
+    for label, limit in gpus:
         text = f"{label}: {limit / GIB:.1f} GiB"
         half = text_width(text, VALUE, bold=True) / 2
         x = max(half, min(limit / GIB * per_gib, edge * per_gib - half))
@@ -297,7 +393,7 @@ def _limit_labels(
 
 
 def _draw_limits(axes: Axes, theme: Theme, layout: _Layout, inches: float) -> None:
-    """A line per card, its label over it."""
+    """Draw a line per GPU, with its label over it."""
     for (name, limit), (text, x, level) in zip(layout.drawn, layout.labels, strict=True):
         axes.axvline(limit / GIB, color=theme.limit, linewidth=3.0, zorder=7, gid=f"limit:{name}")
         axes.text(
@@ -309,7 +405,7 @@ def _draw_limits(axes: Axes, theme: Theme, layout: _Layout, inches: float) -> No
 def _draw_columns(
     axes: Axes, theme: Theme, reports: Sequence[Row], layout: _Layout, panel: tuple[float, float]
 ) -> None:
-    """The needs as numbers, then a column per card: fits, tight, OOM, or ? where nobody knows."""
+    """Write the needs as numbers, then a column per GPU: fits, tight, OOM, or ? where unknown."""
     width, inches = panel
     right = 1 + (_TOTAL - 0.1) / width
     _write_head(axes, "needs", right, inches, align="right")
@@ -319,42 +415,35 @@ def _draw_columns(
             transform=axes.get_yaxis_transform(), ha="right", va="center_baseline", clip_on=False,
             gid=f"{row}:total",
         )  # fmt: skip
-    for column, (label, limit) in enumerate(layout.cards):
-        x = 1 + (_TOTAL + (column + 0.5) * _CARD) / width
-        if len(layout.cards) > 1:
+    for column, (label, limit) in enumerate(layout.gpus):
+        x = 1 + (_TOTAL + (column + 0.5) * _GPU) / width
+        if len(layout.gpus) > 1:
             words = label.split()
-            head = "\n".join(shortened(word, SMALL, _CARD - 0.06, bold=True) for word in words[:2])
+            head = "\n".join(shortened(word, SMALL, _GPU - 0.06, bold=True) for word in words[:2])
             _write_head(axes, head, x, inches, align="center")
         for row, report in enumerate(reports):
-            _write_verdict(axes, theme, row, _verdict(report, limit, label), (x, width), layout)
+            _write_verdict(axes, theme, row, word_on(report, limit, label), (x, width), layout)
             axes.texts[-1].set_gid(f"{row}:on:{label}")
-
-
-def _verdict(report: Row, limit: int, card: str) -> str:
-    outcome = outcome_on(report, limit, card)
-    if outcome is Outcome.FITS and is_tight_on(report, card):
-        return "tight"
-    return {None: "?", Outcome.MAY: "may", Outcome.OOM: "OOM"}.get(outcome, "fits")
 
 
 def _write_verdict(
     axes: Axes, theme: Theme, row: int, text: str, place: tuple[float, float], layout: _Layout
 ) -> None:
     x, width = place
-    is_oom = text == "OOM"
-    half = 0.46 * _CARD / width
-    if text in ("OOM", "tight"):
+    fills = {"OOM": theme.ink, **VERDICTS}
+    half = 0.46 * _GPU / width
+    if text in fills:
         axes.add_patch(
             Rectangle(
-                (x - half, row - 0.43), 2 * half, 0.86, facecolor=theme.ink if is_oom else "none",
+                (x - half, row - 0.43), 2 * half, 0.86, facecolor=fills[text],
                 edgecolor=theme.ink, linewidth=2.0, clip_on=False,
                 transform=axes.get_yaxis_transform(),
             )
         )  # fmt: skip
     axes.text(
         x, row, text, transform=axes.get_yaxis_transform(), ha="center", va="center_baseline",
-        size=layout.value, clip_on=False, weight="bold" if is_oom else "normal",
-        color=theme.background if is_oom else theme.ink,
+        size=layout.value, clip_on=False, weight="bold" if text == "OOM" else "normal",
+        color=text_on(fills[text]) if text in fills else theme.ink,
     )  # fmt: skip
 
 
@@ -372,10 +461,10 @@ def _write_title(
     noun = "experiment" if len(reports) == 1 else "experiments"
     of_suite = f" of {suite}" if suite else ""
     kinds = " and ".join(dict.fromkeys(report.kind for report in reports))
-    cards = ", ".join(dict.fromkeys(card_label(report.gpu) for report in reports))
+    gpus = ", ".join(dict.fromkeys(gpu_label(report.gpu) for report in reports))
     taken = max((_taken_bytes(report, limits) for report in reports), default=0)
     parts = [
-        f"{len(reports)} {noun}{of_suite}, {kinds} for {cards}",
+        f"{len(reports)} {noun}{of_suite}, {kinds} for {gpus}",
         token_words(reports),
         f"NCCL takes up to {taken / GIB:.1f} GiB off each line" if taken and several else "",
         version_words(reports),
@@ -384,17 +473,17 @@ def _write_title(
     write_title(
         figure,
         theme,
-        f"What {own} has to hold at the peak, GiB reserved",
+        f"What {own} has to hold at the peak, GiB",
         DOT.join(part for part in parts if part),
     )
 
 
 def _taken_bytes(report: Row, limits: Mapping[str, int]) -> int:
-    """How much less than a card's line several GPUs leave: their libraries lie beside it."""
+    """Return the bytes by which libraries of several GPUs lower a GPU's limit."""
     if not isinstance(report, Prediction) or report.plan.get("memory_limit"):
         return 0
-    usable = {card_label(name): verdict.limit_bytes for name, verdict in report.verdicts.items()}
-    return max((limits[card] - n for card, n in usable.items() if card in limits), default=0)
+    usable = {gpu_label(name): verdict.limit_bytes for name, verdict in report.verdicts.items()}
+    return max((limits[gpu] - n for gpu, n in usable.items() if gpu in limits), default=0)
 
 
 def _write_keys(
@@ -411,7 +500,7 @@ def _write_keys(
         handles.append(
             Patch(
                 facecolor=theme.background, edgecolor=theme.ink, linewidth=1.6, hatch="//",
-                label="beyond the card",
+                label="beyond the GPU",
             )
         )  # fmt: skip
     write_legend(figure, theme, handles, top=1.28)

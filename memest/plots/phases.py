@@ -1,4 +1,4 @@
-"""One experiment: what the memory holds at the four phases of a step."""
+"""Chart of one experiment: memory at the four phases of a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Rectangle
 
 from memest.plots.style import (
     HEIGHT,
@@ -19,10 +19,12 @@ from memest.plots.style import (
     WIDTH,
     Theme,
     bare,
-    card_label,
+    dashed_box,
+    dashed_key,
+    gpu_label,
     hatch,
     key,
-    runs_distributed,
+    plan_line,
     signed_percent,
     slide,
     text_on,
@@ -31,7 +33,6 @@ from memest.plots.style import (
     write_legend,
     write_title,
 )
-from memest.plots.words import plan_line
 from memest.report import Measurement, Outcome, Phase, PhaseRow, Prediction, Report
 from memest.units import GIB, format_gib, format_size
 
@@ -51,19 +52,21 @@ _FAR_LIMIT = 2.2
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One bar: a row of the report, or what became of the row that is missing."""
+    """One bar: a row of the report, or a mark for a missing row."""
 
     report: Report
     row: PhaseRow | None
     failed_at_bytes: int = 0
-    """Of the first row that an out-of-memory run did not reach: how far it got."""
+    """Bytes reached by the first phase that an out-of-memory run did not finish."""
 
     is_at_least: bool = False
-    """It got at least so far: the peak of the run was earlier, so that of its end is not known."""
+    """True if the peak of the run was earlier, so the bytes at its end are a lower bound."""
 
 
 def step_columns(report: Report, step: int, micro_batch: int) -> list[Column]:
-    """The four phases of the micro-batch; the first that an out-of-memory run missed is marked."""
+    """Return the four phases of the micro-batch; the first that an out-of-memory run missed is
+    marked.
+    """
     rows = {r.phase: r for r in report.phases if (r.step, r.micro_batch) == (step, micro_batch)}
     columns = [Column(report, rows.get(phase)) for phase in _PHASES]
     missed = next((i for i, phase in enumerate(_PHASES) if phase not in rows), None)
@@ -77,10 +80,11 @@ def step_columns(report: Report, step: int, micro_batch: int) -> list[Column]:
 
 
 def shown_step(reports: Sequence[Report]) -> tuple[int, int]:
-    """(step, micro-batch) to draw: the last micro-batch of step 1, or of step 0 if that is all.
+    """Return (step, micro-batch) to draw: the last micro-batch of step 1, or of step 0 if it is
+    alone.
 
-    In step 1 the optimizer has its state; the last micro-batch is the one that the optimizer step
-    follows. Of a run that is out of memory, the micro-batch in which it failed.
+    In step 1 the optimizer has its state; the optimizer step follows the last micro-batch. For a
+    run out of memory it is the micro-batch that failed.
     """
     failed = [report.phases for report in reports if report.verdict is Outcome.OOM]
     if failed:
@@ -97,11 +101,11 @@ def plot_phases(
     gpu_limit_bytes: int,
     dark: bool = False,
 ) -> Figure:
-    """Params, gradients, optimizer state and activations at the four phases of a step.
+    """Draw params, gradients, optimizer state and activations at the four phases of a step.
 
-    The dashed outline over a bar is the highest that was allocated since the phase before. Beside
-    each other: predicted and measured, where both are given. `gpu_limit_bytes` is what the caching
-    allocator can reserve.
+    The dashed outline over a bar is the highest allocation since the phase before. Predicted and
+    measured bars are side by side where both are given. `gpu_limit_bytes` is the limit of the
+    caching allocator.
     """
     reports: list[Report] = [r for r in (predicted, measured) if r is not None]
     if not reports:
@@ -126,7 +130,7 @@ def plot_phases(
         axes.set_ylabel("allocated, GiB")
         axes.set_xticks([])
         _write_words(figure, theme, reports, step, micro_batch)
-        _write_keys(figure, theme, is_distributed=any(map(runs_distributed, reports)))
+        _write_keys(figure, theme, is_distributed=any(r.is_distributed for r in reports))
     return figure
 
 
@@ -142,7 +146,7 @@ def _bar_width(num_reports: int) -> float:
 def _draw_group(
     axes: Axes, theme: Theme, position: int, group: Sequence[Column], limit: float
 ) -> None:
-    """The bars of one phase, with the words under them."""
+    """Draw the bars of one phase, with the words under them."""
     width = _bar_width(len(group))
     for index, column in enumerate(group):
         x = position + (index - (len(group) - 1) / 2) * (width + 0.03)
@@ -159,7 +163,7 @@ def _draw_group(
 
 
 def _under(axes: Axes, x: float, inches: float, text: str, **style: Any) -> None:
-    """Text under the axis at `x`, its top `inches` below it."""
+    """Write text under the axis at `x`, its top `inches` below it."""
     axes.text(
         x, -inches / _FRAME[3], text, transform=axes.get_xaxis_transform(), ha="center", va="top",
         clip_on=False, **style,
@@ -193,19 +197,14 @@ def _draw_column(
                 color=text_on(color),
             )  # fmt: skip
         base += height
-    axes.add_patch(
-        Rectangle(
-            (x - width / 2, base), width, peak - base, fill=False, edgecolor=theme.ink,
-            linewidth=1.6, linestyle=(0, (3, 2)), gid=f"{gid}:peak",
-        )
-    )  # fmt: skip
+    dashed_box(axes, theme, (x - width / 2, base, width, peak - base), f"{gid}:peak")
     _number(axes, theme, x, peak, format_size(round(peak * GIB)), is_inside=is_inside)
 
 
 def _draw_missing(
     axes: Axes, theme: Theme, x: float, width: float, column: Column, gid: str
 ) -> None:
-    """Hatched up to where the run failed; a dash for the phases after it."""
+    """Hatch up to the failure; write a dash for the phases after it."""
     reached = column.failed_at_bytes / GIB
     if not reached:  # of a run that fits: the micro-batch is not the one before the step
         is_cut = column.report.verdict is not Outcome.FITS
@@ -230,7 +229,7 @@ def _above(axes: Axes, theme: Theme, x: float, y: float, text: str) -> None:
 
 
 def _number(axes: Axes, theme: Theme, x: float, y: float, text: str, *, is_inside: bool) -> None:
-    """The number of a bar, over its top, or under it where the limit's line is too near."""
+    """Write the number of a bar, over its top, or under it where the limit's line is too near."""
     axes.annotate(
         text, (x, y), (0, -4 if is_inside else 3), textcoords="offset points", ha="center",
         va="top" if is_inside else "bottom", size=VALUE, weight="bold", zorder=5,
@@ -257,9 +256,9 @@ def _draw_limit(
     *,
     is_far: bool,
 ) -> None:
-    """The GPU's line, its name over it on the side where the bars are lower."""
+    """Draw the GPU's line, with its name over it on the side with lower bars."""
     capped = ", capped" if report.plan.get("memory_limit") else ""
-    text = f"usable on {card_label(report.gpu)}{capped}: {format_gib(limit_bytes, 1)}"
+    text = f"usable on {gpu_label(report.gpu)}{capped}: {format_gib(limit_bytes, 1)}"
     y, offset, anchor = limit_bytes / GIB, 5, "bottom"
     left, right = max(tops[:2]), max(tops[2:])
     x, align, highest = (-0.48, "left", left) if left < right else (3.48, "right", right)
@@ -285,26 +284,17 @@ def _write_words(
 ) -> None:
     count = reports[0].plan.get("accumulate_grad_batches") or 1
     which = f"micro-batch {micro_batch + 1} of {count}" if count > 1 else ""
-    if len({report.verdict for report in reports}) == 1:
-        end = f"{' and '.join(r.kind for r in reports)}: {_said(reports[0].verdict)}"
+    if len({report.word for report in reports}) == 1:
+        end = f"{' and '.join(r.kind for r in reports)}: {reports[0].word}"
     else:
-        end = ", ".join(f"{r.kind}: {_said(r.verdict)}" for r in reports)
+        end = ", ".join(f"{r.kind}: {r.word}" for r in reports)
     title = f"{reports[0].name}: step {step + 1}"
     write_title(figure, theme, title, plan_line(reports[:1], which, end))
 
 
-def _said(outcome: Outcome) -> str:
-    return "OOM" if outcome is Outcome.OOM else str(outcome)
-
-
 def _write_keys(figure: Figure, theme: Theme, *, is_distributed: bool) -> None:
-    # a probe knows no kinds but the first three: the fourth is all that is left
+    # a probe distinguishes only the first three kinds: the fourth is the rest
     rest = {"activations": "activations, buckets, gathered"} if is_distributed else {}
     handles = [key(theme.kinds[kind], rest.get(kind, kind), theme) for kind in STACK]
-    handles.append(
-        Patch(
-            facecolor="none", edgecolor=theme.ink, linewidth=1.6, linestyle=(0, (3, 2)),
-            label="peak since the phase before",
-        )
-    )  # fmt: skip
+    handles.append(dashed_key(theme, "peak since the phase before"))
     write_legend(figure, theme, handles, top=1.28)

@@ -1,4 +1,4 @@
-"""Writing figures: complete or not at all, and the same bytes for the same figure."""
+"""Writing of figures: atomic, with the same bytes for the same figure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memest.errors import PlanError, shown
 from memest.plots.style import FONT, PNG_DPI, plain_matplotlib
 
 FORMATS = ("png", "svg", "pdf")
-_OTHERS = frozenset("bmp eps gif jpeg jpg pgf ps tif tiff webp".split())  # what a path may ask for
+_OTHERS = frozenset("bmp eps gif jpeg jpg pgf ps tif tiff webp".split())  # formats a path may name
 
 _METADATA: dict[str, dict[str, Any]] = {  # None drops what matplotlib would write: dates, versions
     "png": {"Software": None},

@@ -1,49 +1,64 @@
-"""Memory per GPU over the number of GPUs: a line for each strategy, and what of it stays."""
+"""Memory per GPU over the number of GPUs: a line for each strategy, or one strategy as bars."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import log2, nan
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, NullLocator
+from matplotlib.patches import Patch
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
 from memest.errors import PlanError
-from memest.estimator.search.scaling import ScalingLine, constant_terms
+from memest.estimator.search.scaling import ScalingLine, constant_terms, kind_bytes
+from memest.plots.ladder import needed_bytes
 from memest.plots.style import (
     HEIGHT,
+    KINDS,
     LABEL,
     TICK,
     VALUE,
+    VERDICTS,
     WIDTH,
     Theme,
     bare,
-    card_label,
+    dashed_box,
+    dashed_key,
+    draw_limit,
+    free_place,
+    hatch,
+    key,
+    label_of,
+    limit_text,
+    plan_line,
     shortened,
     slide,
+    text_on,
     text_width,
+    write_legend,
     write_title,
 )
-from memest.plots.words import label_of, plan_line
+from memest.plots.timeline import color_of
 from memest.report import Outcome, Prediction
 from memest.units import GIB, format_size
 
 _LEFT, _TOP, _BOTTOM = 1.0, 2.0, 0.95  # inches
 _COLUMN = 5.75
-"""Inches at the right: each strategy's name, size and the terms that stay."""
+"""Width at the right, inches: each strategy's name, its size, and the terms that do not shrink."""
 
 _BLOCK = 0.86  # inches of one strategy in the column
 _STAYS = 15  # points of the terms that stay
 _BEFORE = 0.68  # inches of its leader and marker
 _TERMS = 3
-"""Terms that are named of each strategy."""
+"""Number of terms that are named of each strategy."""
 
 _MIN_SHARE = 0.01
-"""Of the peak; what is less is not named."""
+"""Share of the peak below which a term is not named."""
 
 _FAMILIES = {
     "ddp": ("", "o"),
@@ -53,12 +68,12 @@ _FAMILIES = {
     "deepspeed_stage_2": ("#D55E00", "v"),
     "deepspeed_stage_3": ("#CC79A7", "P"),
 }
-"""Colour (empty is the ink) and marker, each strategy's own, whatever is drawn beside it."""
+"""Colour (empty is the ink) and marker of each strategy, the same in all charts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How a strategy is drawn; markers and dashes tell without colour too."""
+    """Look of a strategy; markers and dashes work without colour too."""
 
     color: str
     marker: str
@@ -67,7 +82,7 @@ class Look:
 
 
 def look_of(strategy: str, theme: Theme) -> Look:
-    """A colour and marker for each family; offload, and DDP's search, are dashed and hollow."""
+    """Return a family's colour and marker; offload, and DDP's search, are dashed and hollow."""
     base = strategy.removesuffix("_offload").removesuffix("_find_unused_parameters_true")
     color, marker = _FAMILIES[base]
     color = color or theme.ink
@@ -77,26 +92,19 @@ def look_of(strategy: str, theme: Theme) -> Look:
 
 
 def large_constants(line: ScalingLine) -> dict[str, int]:
-    """The terms that do not shrink, without what nobody would see."""
+    """Return the terms that do not shrink, without invisible ones."""
     least = _MIN_SHARE * _last(line).peak_allocated_bytes
     return {kind: size for kind, size in constant_terms(line).items() if size > least}
 
 
-def needed_bytes(report: Prediction) -> int:
-    """Bytes reserved at the peak; of a run out of memory, what it would be without a limit."""
-    if report.verdict is Outcome.OOM:
-        return report.unlimited_reserved_bytes
-    return report.peak_reserved_bytes
-
-
 def plot_scaling(lines: Sequence[ScalingLine], *, dark: bool = False) -> Figure:
-    """Bytes reserved per GPU over the number of GPUs, both axes in powers of two.
+    """Draw bytes needed per GPU over the number of GPUs, both axes in powers of two.
 
-    Under the line of the card a strategy fits; a cross over it is a run out of memory, at what it
-    would reserve without a limit. At the right, in the order of the lines' ends: what is reserved
-    on the largest number of GPUs, and the terms of the peak that do not shrink with it.
+    Under the line of the GPU a strategy fits. A cross over it is a run out of memory, at its
+    reserved memory without a limit. At the right, in the order of the lines' ends, are the reserved
+    memory on most GPUs and the constant terms of the peak.
 
-    Raises:
+        Raises:
         PlanError: there is no prediction.
     """
     drawn = [line for line in lines if line.reports]
@@ -121,7 +129,7 @@ def _last(line: ScalingLine) -> Prediction:
 
 
 def _limits(lines: Sequence[ScalingLine]) -> list[int]:
-    """What the allocator may reserve; less where more libraries take their part."""
+    """Return the limits of the allocator, which are lower where more libraries use memory."""
     reports = [report for line in lines for report in line.reports.values()]
     return sorted({report.verdicts[report.gpu].limit_bytes for report in reports})
 
@@ -144,7 +152,15 @@ def _set_axes(axes: Axes, lines: Sequence[ScalingLine]) -> None:
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set_yticklabels([f"{tick:g}" for tick in ticks])
     axes.set_xlabel("GPUs", size=LABEL, labelpad=4)
-    axes.set_ylabel("reserved per GPU, GiB", size=LABEL)
+    axes.set_ylabel("needed per GPU, GiB", size=LABEL)
+
+
+def _marks(theme: Theme, lines: Sequence[ScalingLine]) -> dict[str, dict[str, Any]]:
+    """Return markers of the points of `lines` that do not plainly fit, by their word."""
+    words = {report.word for line in lines for report in line.reports.values()}
+    shape = {"marker": "x", "markersize": 15, "markeredgewidth": 3.2}
+    colors = {"OOM": theme.ink, **VERDICTS}
+    return {word: {"color": colors[word], **shape} for word in colors if word in words}
 
 
 def _draw_line(axes: Axes, theme: Theme, line: ScalingLine) -> None:
@@ -157,42 +173,34 @@ def _draw_line(axes: Axes, theme: Theme, line: ScalingLine) -> None:
         marker=look.marker, markersize=11, markerfacecolor=look.fill, markeredgewidth=2.2,
         markeredgecolor=look.color, zorder=4, gid=f"line:{line.strategy}", clip_on=False,
     )  # fmt: skip
-    failed = [n for n, report in line.reports.items() if report.verdict is Outcome.OOM]
-    if failed:
+    for word, mark in _marks(theme, [line]).items():
+        marked = [number for number, report in line.reports.items() if report.word == word]
         axes.plot(
-            failed, [sizes[n] for n in failed], color=theme.ink, linestyle="none", marker="x",
-            markersize=17, markeredgewidth=3.4, zorder=6, gid=f"oom:{line.strategy}",
-            clip_on=False,
+            marked, [sizes[number] for number in marked], **mark, linestyle="none", zorder=6,
+            gid=f"{word.lower()}:{line.strategy}", clip_on=False,
         )  # fmt: skip
 
 
 def _draw_limit(
     axes: Axes, theme: Theme, lines: Sequence[ScalingLine], panel: tuple[float, float]
 ) -> None:
-    """The card's line, its name over or under it where no strategy passes, if there is room."""
+    """Draw the GPU's line, its name over or under it where no strategy passes, if there is room."""
     limits = _limits(lines)
-    label = card_label(_last(lines[0]).gpu)
-    text = f"{label}: {limits[0] / GIB:.1f} GiB usable"
-    text = shortened(text, VALUE, panel[0] - 0.2, bold=True)
-    is_right, is_over = _free_place(axes, lines, text_width(text, VALUE, bold=True), panel)
-    axes.axhline(limits[0] / GIB, color=theme.limit, linewidth=3.0, zorder=3, gid="limit")
-    axes.annotate(
-        text, (0.995 if is_right else 0.005, limits[0] / GIB), (0, 5 if is_over else -5),
-        xycoords=axes.get_yaxis_transform(), textcoords="offset points",
-        ha="right" if is_right else "left", va="bottom" if is_over else "top", size=VALUE,
-        weight="bold", zorder=5, gid="limit:name",
-        bbox={"facecolor": theme.background, "edgecolor": "none", "pad": 1.0},
-    )  # fmt: skip
+    text = limit_text(_last(lines[0]).gpu, limits[0], panel[0] - 0.2)
+    wide = text_width(text, VALUE, bold=True)
+    points, limit = _points(axes, lines, limits[0], panel)
+    is_right, is_over = free_place(points, limit, wide, panel)
+    draw_limit(axes, theme, limits[0] / GIB, text, is_right=is_right, is_over=is_over)
 
 
-def _free_place(
-    axes: Axes, lines: Sequence[ScalingLine], wide: float, panel: tuple[float, float]
-) -> tuple[bool, bool]:
-    """(at the right, over the line) where a text of `wide` inches meets the fewest strategies."""
+def _points(
+    axes: Axes, lines: Sequence[ScalingLine], limit_bytes: int, panel: tuple[float, float]
+) -> tuple[list[tuple[float, float]], float]:
+    """Return points of the lines of strategies, and the height of the limit, in inches."""
     x_low, x_high = (log2(edge) for edge in axes.get_xlim())
     y_low, y_high = (log2(edge) for edge in axes.get_ylim())
     per_x, per_y = panel[0] / (x_high - x_low), panel[1] / (y_high - y_low)
-    limit = (log2(_limits(lines)[0] / GIB) - y_low) * per_y
+    limit = (log2(limit_bytes / GIB) - y_low) * per_y
     points: list[tuple[float, float]] = []
     for line in lines:
         ends = [
@@ -201,20 +209,13 @@ def _free_place(
         ]
         for (x0, y0), (x1, y1) in pairwise([ends[0], *ends]):
             points += [(x0 + (x1 - x0) * i / 40, y0 + (y1 - y0) * i / 40) for i in range(41)]
-
-    def crossings(place: tuple[bool, bool]) -> int:
-        is_right, is_over = place
-        left = panel[0] - wide - 0.2 if is_right else -0.1
-        low = limit if is_over else limit - 0.45
-        return sum(left < x < left + wide + 0.3 and low < y < low + 0.45 for x, y in points)
-
-    return min([(True, True), (True, False), (False, True), (False, False)], key=crossings)
+    return points, limit
 
 
 def _draw_column(
     axes: Axes, theme: Theme, lines: Sequence[ScalingLine], panel: tuple[float, float]
 ) -> None:
-    """A block for each strategy, beside the end of its line where others leave room."""
+    """Draw a block for each strategy, next to the end of its line where others leave room."""
     width, height = panel
     low, high = (log2(limit) for limit in axes.get_ylim())
     ends = [(log2(needed_bytes(_last(line)) / GIB) - low) / (high - low) * height for line in lines]
@@ -235,12 +236,11 @@ def _draw_column(
             linestyle="none", clip_on=False,
         )  # fmt: skip
         report, left = _last(line), 1 + _BEFORE / width
-        is_oom = report.verdict is Outcome.OOM
         text = f"{label_of(line.strategy)}  {format_size(needed_bytes(report))}"
         axes.text(
-            left, place / height, f"{text}  OOM" if is_oom else text, transform=axes.transAxes,
-            size=size, weight="bold", va="center_baseline", clip_on=False,
-            gid=f"end:{line.strategy}",
+            left, place / height, text if report.word == "fits" else f"{text}  {report.word}",
+            transform=axes.transAxes, size=size, weight="bold", va="center_baseline",
+            clip_on=False, gid=f"end:{line.strategy}",
         )  # fmt: skip
         axes.text(
             left, (place - 0.42 * block) / height, _stays(line), transform=axes.transAxes,
@@ -250,13 +250,13 @@ def _draw_column(
 
 
 def _end_of(axes: Axes, line: ScalingLine) -> float:
-    """Where a line ends, as a part of the axis."""
+    """Return the end of a line as a part of the axis."""
     low, high = (log2(limit) for limit in axes.get_xlim())
     return (log2(max(line.reports)) - low) / (high - low)
 
 
 def _stays(line: ScalingLine) -> str:
-    """The largest terms that do not shrink, as many as there is room for."""
+    """Return the largest terms that do not shrink, as many as there is room for."""
     terms = [f"{kind} {format_size(size)}" for kind, size in large_constants(line).items()]
     for count in range(min(_TERMS, len(terms)), 0, -1):
         text = ", ".join(terms[:count])
@@ -266,7 +266,7 @@ def _stays(line: ScalingLine) -> str:
 
 
 def spread(ends: Sequence[float], gap: float, height: float) -> list[float]:
-    """Ascending places near `ends`, at least `gap` apart, from `gap` / 2 up to `height`.
+    """Return ascending places near `ends`, at least `gap` apart, from `gap` / 2 up to `height`.
 
     >>> spread([1.0, 1.1, 4.0], 0.5, 5.0)
     [1.0, 1.5, 4.0]
@@ -283,13 +283,13 @@ def spread(ends: Sequence[float], gap: float, height: float) -> list[float]:
 
 
 def subtitle_of(report: Prediction) -> str:
-    """What is trained, and how, whatever the number of GPUs."""
+    """Return a description of the plan, whatever the number of GPUs."""
     plan = {**report.plan, "devices": 1, "strategy": "auto"}
     return plan_line([replace(report, plan=plan)], "per GPU, predicted")
 
 
 def _missing_words(lines: Sequence[ScalingLine]) -> str:
-    """The figures that a chart lacks, as a line of text."""
+    """Return the figures that a chart lacks, as a line of text."""
     named = [
         f"{label_of(line.strategy)} on {', '.join(map(str, line.missing))}"
         for line in lines
@@ -314,13 +314,187 @@ def _write_words(figure: Figure, theme: Theme, lines: Sequence[ScalingLine]) -> 
         1 - (_COLUMN - _BEFORE) / WIDTH, 1 - 1.74 / HEIGHT, "and what of it does not shrink",
         size=VALUE, color=theme.muted, va="top",
     )  # fmt: skip
-    if any(r.verdict is Outcome.OOM for line in lines for r in line.reports.values()):
-        mark = Line2D(
-            [], [], color=theme.ink, linestyle="none", marker="x", markersize=13,
-            markeredgewidth=3.0, label="out of memory: what it would need",
-        )  # fmt: skip
+    names = {"OOM": "OOM: what it would need"}
+    marks = [
+        Line2D([], [], **mark, linestyle="none", label=names.get(word, word))
+        for word, mark in _marks(theme, lines).items()
+    ]
+    if marks:
         figure.legend(
-            handles=[mark], loc="upper left", fontsize=VALUE, frameon=False, handlelength=1.0,
-            bbox_to_anchor=(_LEFT / WIDTH, 1 - 1.38 / HEIGHT), labelcolor=theme.ink,
-            bbox_transform=figure.transFigure, borderaxespad=0.0, handletextpad=0.5,
+            handles=marks, ncols=len(marks), columnspacing=1.4, loc="upper left", fontsize=VALUE,
+            frameon=False, handlelength=1.0, labelcolor=theme.ink, borderaxespad=0.0,
+            handletextpad=0.5, bbox_to_anchor=(_LEFT / WIDTH, 1 - 1.38 / HEIGHT),
+            bbox_transform=figure.transFigure,
         )  # fmt: skip
+
+
+STACK = (*KINDS[:-1], "temporaries", "rest")
+"""Kinds from the axis; the rest is buffers, the batch, workspaces and rounding."""
+
+_RIGHT, _TOP_OF_BARS = 0.3, 2.15  # inches
+_GAP = 1.1  # inches between the two panels
+_BAR = 0.72  # of the distance between bars
+_SMALL = 0.4
+"""Bars below this part of the highest are drawn once more, larger, at the right."""
+
+_MAX_ENLARGED = 4
+
+
+def stack_of(report: Prediction) -> dict[str, int]:
+    """Return bytes of each of `STACK`; they add up to the peak allocated."""
+    parts = dict.fromkeys(STACK, 0)
+    for kind, size in kind_bytes(report).items():
+        parts[kind if kind in parts else "rest"] += size
+    return parts
+
+
+def plot_scaling_bars(line: ScalingLine, *, dark: bool = False) -> Figure:
+    """Draw a stacked bar at the peak for each number of GPUs, the small ones once more at the
+    right.
+
+    The dashed outline over a bar is the cache; the number at its top is the run's need. A bar that
+    is out of memory is hatched and ends where the run failed. The legend marks the kinds that do
+    not shrink.
+
+    Raises:
+        PlanError: there is no prediction.
+    """
+    if not line.reports:
+        raise PlanError(
+            f"`{line.strategy}` has no prediction to draw", hint="name another strategy"
+        )
+    highest = max(report.peak_allocated_bytes for report in line.reports.values())
+    small = {
+        number: report
+        for number, report in line.reports.items()
+        if needed_bytes(report) < _SMALL * highest
+    }
+    enlarged = dict(list(small.items())[-_MAX_ENLARGED:])
+    with slide(dark=dark) as (figure, theme):
+        height = HEIGHT - _TOP_OF_BARS - _BOTTOM
+        room = WIDTH - _LEFT - _RIGHT - (_GAP if enlarged else 0)
+        wide = room * (len(line.reports) / (len(line.reports) + 1.5 * len(enlarged)))
+        panels = [(_LEFT, wide, dict(line.reports))]
+        if enlarged:
+            panels.append((_LEFT + wide + _GAP, room - wide, enlarged))
+        for left, width, reports in panels:
+            box = (left / WIDTH, _BOTTOM / HEIGHT, width / WIDTH, height / HEIGHT)
+            axes = figure.add_axes(box)
+            _draw_panel(axes, theme, reports, (width, height), is_whole=left == _LEFT)
+        _write_bar_words(figure, theme, line, is_enlarged=bool(enlarged))
+    return figure
+
+
+def _draw_panel(
+    axes: Axes,
+    theme: Theme,
+    reports: Mapping[int, Prediction],
+    panel: tuple[float, float],
+    *,
+    is_whole: bool,
+) -> None:
+    bare(axes, theme, grid="y")
+    limit = min(r.verdicts[r.gpu].limit_bytes for r in reports.values())
+    highest = max(
+        r.peak_allocated_bytes if r.verdict is Outcome.OOM else needed_bytes(r)
+        for r in reports.values()
+    )
+    has_line = limit < 2.0 * highest
+    top = 1.16 * max(highest, limit if has_line else 0) / GIB
+    axes.set(xlim=(-0.5, len(reports) - 0.5), ylim=(0, top))
+    axes.yaxis.set_major_locator(MaxNLocator(6))
+    axes.set_xticks(range(len(reports)), [str(number) for number in reports])
+    axes.set_xlabel("GPUs" if is_whole else "GPUs, enlarged", size=LABEL, labelpad=4)
+    if is_whole:
+        axes.set_ylabel("needed per GPU, GiB", size=LABEL)
+    for position, report in enumerate(reports.values()):
+        _draw_bar(axes, theme, position, report, panel, limit / GIB)
+    if has_line:
+        text = limit_text(next(iter(reports.values())).gpu, limit, panel[0] - 0.1)
+        draw_limit(axes, theme, limit / GIB, text, is_right=True)
+
+
+def _draw_bar(
+    axes: Axes,
+    theme: Theme,
+    position: int,
+    report: Prediction,
+    panel: tuple[float, float],
+    limit: float,
+) -> None:
+    per_gib = panel[1] / axes.get_ylim()[1]
+    width = _BAR * panel[0] / (axes.get_xlim()[1] - axes.get_xlim()[0])
+    is_oom = report.verdict is Outcome.OOM
+    needs = needed_bytes(report) / GIB
+    is_inside = not is_oom and limit - 0.35 / per_gib < needs <= limit
+    free = needs - (0.35 / per_gib if is_inside else 0.0)
+    base = 0.0
+    for kind, num_bytes in stack_of(report).items():
+        tall, color = num_bytes / GIB, color_of(theme, kind)
+        axes.bar(
+            position, tall, _BAR, base, color=color, edgecolor=theme.background, linewidth=0.8,
+            gid=f"{report.plan['devices']}:{kind}",
+        )  # fmt: skip
+        if is_oom and tall:
+            box = (position - _BAR / 2, base, _BAR, tall)
+            hatch(axes, box, text_on(color), zorder=2, gid=f"oom:{kind}")
+        if not is_oom:
+            part = (base, min(base + tall, free))
+            _write_size(axes, position, part, (width, per_gib), num_bytes, text_on(color))
+        base += tall
+    cached = 0.0 if is_oom else max(0.0, needs - base)
+    dashed_box(axes, theme, (position - _BAR / 2, base, _BAR, cached), "reserved")
+    part = (base, min(base + cached, free))
+    _write_size(axes, position, part, (width, per_gib), round(cached * GIB), theme.ink)
+    text, y, offset, anchor = format_size(needed_bytes(report)), needs, 5, "bottom"
+    if is_oom:
+        text, y, offset, anchor = "OOM", base / 2, 0, "center"
+    elif is_inside:  # a number over the line would make the bar look higher
+        offset, anchor = -4, "top"
+    fill = VERDICTS.get(report.word, theme.background)
+    text += f"\n{report.word}" if report.word in VERDICTS else ""
+    axes.annotate(
+        text, (position, y), (0, offset), textcoords="offset points", ha="center",
+        va=anchor, size=TICK, weight="bold", zorder=3,
+        gid=f"{report.plan['devices']}:total",
+        color=text_on(fill), bbox={"facecolor": fill, "edgecolor": "none", "pad": 2.0},
+    )  # fmt: skip
+
+
+def _write_size(
+    axes: Axes,
+    position: int,
+    part: tuple[float, float],
+    inches: tuple[float, float],
+    num_bytes: int,
+    color: str,
+) -> None:
+    """Write the size of a part of a bar in its middle, if the part has room for it."""
+    (low, high), (width, per_gib), text = part, inches, format_size(num_bytes)
+    if (high - low) * per_gib > 1.25 * VALUE / 72 and text_width(text, VALUE) + 0.08 < width:
+        axes.text(
+            position, (low + high) / 2, text, ha="center", va="center_baseline", size=VALUE,
+            color=color, zorder=5,
+        )  # fmt: skip
+
+
+def _write_bar_words(figure: Figure, theme: Theme, line: ScalingLine, *, is_enlarged: bool) -> None:
+    report = line.reports[max(line.reports)]
+    write_title(
+        figure, theme, f"{report.name} under {label_of(line.strategy)}", subtitle_of(report)
+    )
+    used = {kind for r in line.reports.values() for kind, size in stack_of(r).items() if size}
+    handles: list[Patch] = [key(color_of(theme, k), k, theme) for k in STACK if k in used]
+    handles.append(dashed_key(theme, "cached"))
+    write_legend(figure, theme, handles, top=1.28)
+    stays = _sentence(large_constants(line), max(line.reports))
+    figure.text(
+        0.4 / WIDTH, 1 - 1.72 / HEIGHT, shortened(stays, VALUE, WIDTH - 0.8), size=VALUE, va="top",
+        weight="bold", gid="stays",
+    )  # fmt: skip
+
+
+def _sentence(terms: Mapping[str, int], devices: int) -> str:
+    """Return the constant terms, as a line of text."""
+    named: Sequence[str] = [f"{kind} {format_size(size)}" for kind, size in terms.items()][:4]
+    return f"Does not shrink, on {devices} GPUs: {', '.join(named)} GiB" if named else ""

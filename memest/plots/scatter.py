@@ -1,4 +1,4 @@
-"""Many experiments: predicted against measured, and the error of each."""
+"""Chart of many experiments: predicted against measured, and the error of each."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, MultipleLocator
 
 from memest.plots.style import (
+    DOT,
     HEIGHT,
     MINUS,
     SMALL,
@@ -18,6 +19,7 @@ from memest.plots.style import (
     WIDTH,
     Theme,
     bare,
+    gpu_words,
     named,
     percent_off,
     require,
@@ -25,19 +27,20 @@ from memest.plots.style import (
     signed_percent,
     slide,
     text_width,
+    token_words,
+    version_words,
     write_title,
 )
-from memest.plots.words import DOT, card_words, token_words, version_words
 from memest.report import Measurement, Outcome, Prediction
 from memest.units import GIB
 
 Pair = tuple[Prediction, Measurement]
 
 BANDS = (2.0, 0.5)
-"""Per cent: the wide and the narrow band, the worst that is allowed of reserved and allocated."""
+"""Widths of the bands in per cent: the largest allowed error of reserved and of allocated."""
 
 MAX_ROWS = 30
-"""Of more experiments, those with the largest errors are listed; the diagonals show all."""
+"""With more experiments only those with the largest errors are listed; the diagonals show all."""
 
 _QUANTITIES = ("peak_allocated_bytes", "peak_reserved_bytes")
 _NAMES = ("peak allocated", "peak reserved")
@@ -48,15 +51,17 @@ _DIAGONALS_TOP, _ERRORS_TOP, _ERRORS_BOTTOM = 1.68, 2.08, 0.5
 _ERRORS_LEFT = 4.15
 _COLUMN = 1.05  # of printed errors
 _MIN_REACH = 0.6
-"""Per cent that the errors' axis spans on each side at least, so that the narrow band is seen."""
+"""Smallest span of the errors' axis on each side in per cent, to show the narrow band.
+"""
 
 
 def plot_scatter(pairs: Sequence[Pair], *, dark: bool = False) -> Figure:
-    """Peak allocated and peak reserved: predicted over measured, and the signed errors in per cent.
+    """Draw peak allocated and peak reserved: predicted over measured, and signed errors in per
+    cent.
 
     A pair whose measured run failed without an out-of-memory error is left out and counted. Runs
-    that both sides call out of memory are compared by the peaks up to the failure; where the
-    verdicts differ the peaks are not of the same run, and the name says so.
+    out of memory on both sides are compared by the peaks up to the failure. Where the verdicts
+    differ the peaks are of different runs, and the name has a mark.
 
     Raises:
         PlanError: no pair is left.
@@ -88,7 +93,7 @@ def _subtitle(predicted: Sequence[Prediction], left_out: int) -> str:
     listed = f", the {MAX_ROWS} furthest off listed" if num_drawn > MAX_ROWS else ""
     parts = [
         f"{num_drawn} {noun}{listed}",
-        card_words(predicted),
+        gpu_words(predicted),
         token_words(predicted),
         f"shaded {' and '.join(f'±{band:g} %' for band in sorted(BANDS))}",
         "off the interval" if any(map(_is_open, predicted)) else "",
@@ -105,7 +110,9 @@ def _is_open(predicted: Prediction) -> bool:
 def _draw_diagonal(
     figure: Figure, theme: Theme, pairs: Sequence[Pair], index: int, end: float
 ) -> None:
-    """One square panel; allocated over reserved, at the left, both to the same scale."""
+    """Draw one square panel. The panel of allocated memory is above that of reserved memory, with
+    the same scale.
+    """
     quantity = _QUANTITIES[index]
     low = HEIGHT - _DIAGONALS_TOP - _SQUARE - index * (_SQUARE + 0.4)
     axes = figure.add_axes((1.15 / WIDTH, low / HEIGHT, _SQUARE / WIDTH, _SQUARE / HEIGHT))
@@ -136,7 +143,7 @@ def _draw_diagonal(
 
 
 def _draw_errors(figure: Figure, theme: Theme, pairs: Sequence[Pair]) -> None:
-    """A row per experiment: its name, both errors as markers, both errors as numbers."""
+    """Draw a row per experiment: its name, both errors as markers, both errors as numbers."""
     rows = _listed(pairs)
     height = HEIGHT - _ERRORS_TOP - _ERRORS_BOTTOM
     size = row_size(len(rows), height)
@@ -180,7 +187,7 @@ def _draw_errors(figure: Figure, theme: Theme, pairs: Sequence[Pair]) -> None:
 
 
 def _reach(worst: float) -> tuple[float, float]:
-    """(Half the axis, its tick) in per cent: the outermost tick is beyond every marker.
+    """Return (half the axis, its tick) in per cent: the outermost tick is beyond every marker.
 
     >>> _reach(0.1), _reach(1.32), _reach(7.0)
     ((0.6, 0.5), (2.0, 2.0), (10.0, 10.0))
@@ -192,7 +199,7 @@ def _reach(worst: float) -> tuple[float, float]:
 
 
 def _write_summary(figure: Figure, theme: Theme, pairs: Sequence[Pair]) -> None:
-    """Over the rows: what the markers are, the median and the worst of all pairs."""
+    """Write the meaning of the markers, and the median and worst error of all pairs."""
     for index, quantity in enumerate(_QUANTITIES):
         errors = [percent_off(*_both(pair, quantity)) for pair in pairs]
         worst = max(pairs, key=lambda pair: abs(percent_off(*_both(pair, quantity))))
@@ -213,7 +220,7 @@ def _write_summary(figure: Figure, theme: Theme, pairs: Sequence[Pair]) -> None:
 
 
 def _both(pair: Pair, quantity: str) -> tuple[int, int]:
-    """Predicted and measured; of an interval the figure that is nearest to what was measured."""
+    """Return predicted and measured; an interval gives its figure nearest to the measured one."""
     predicted, measured = getattr(pair[0], quantity), getattr(pair[1], quantity)
     found = pair[0].intervals.get(quantity.removeprefix("peak_").removesuffix("_bytes"))
     if found is not None and found.low_bytes < found.high_bytes:
@@ -222,7 +229,7 @@ def _both(pair: Pair, quantity: str) -> tuple[int, int]:
 
 
 def _listed(pairs: Sequence[Pair]) -> list[Pair]:
-    """All pairs in their order, or those with the largest errors where they are too many."""
+    """Return all pairs in order, or those with the largest errors where they are too many."""
 
     def worst(index: int) -> float:
         return max(abs(percent_off(*_both(pairs[index], q))) for q in _QUANTITIES)

@@ -1,17 +1,9 @@
-"""One look for all charts: a slide, read from the back of a lecture room.
-
-The colours are those of Okabe and Ito, "Color Universal Design" (https://jfly.uni-koeln.de/color/),
-made to be told apart with every common kind of colour blindness. Of the eight, those were taken
-whose luminance also rises from kind to kind in the order of the stack, so that a greyscale print
-keeps them apart: blue 0.34, vermilion 0.47, sky blue 0.62, yellow 0.84 (ITU-R BT.601 luma). What
-only several GPUs have lies over the yellow and falls again: orange 0.64, bluish green 0.42. The
-rest is near black on light slides and near white on dark ones.
-"""
+"""Common look and words of charts."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,58 +12,65 @@ from math import ceil
 from typing import Any
 
 import matplotlib as mpl
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.textpath import TextPath
 
+from memest import __version__
 from memest.errors import PlanError
 from memest.report import Report
+from memest.units import GIB
 
 WIDTH, HEIGHT = 40 / 3, 7.5
-"""Inches of a 16:9 slide, in which the sizes of type are what a slide program calls them."""
+"""Inches of a 16:9 slide; sizes of type are the points of a slide program."""
+
+VERDICTS = {"tight": "#8E44AD", "may": "#7A5C00"}
+"""Colours of verdicts by `Verdict.word`; no kind of memory has them."""
 
 PNG_DPI = 144
-"""1920 x 1080 pixels."""
+"""Dots per inch for 1920 x 1080 pixels."""
 
 TITLE, LABEL, TICK, VALUE, SMALL = 26, 20, 18, 16, 14
 """Sizes of type in points; only rows of a long list go below `SMALL`."""
 
 KINDS = ("params", "grads", "optimizer", "activations", "buckets", "gathered", "rest")
-"""In the order of the stack, from the axis."""
+"""Kinds in the order of the stack, from the axis."""
 
 OF_STRATEGIES = ("buckets", "gathered")
-"""Kinds that only a run on several GPUs has; elsewhere they are left out of legends."""
+"""Kinds that only a run on several GPUs has; other legends omit them."""
 
 _HATCH_INCHES = 0.19  # between strokes, along the axis
 MINUS = "\N{MINUS SIGN}"  # as wide as a plus
+_DASHES = (0, (3, 2))
 _MAX_LETTERS = 250  # more never fit a line
 FONT = "DejaVu Sans"  # comes with matplotlib, so every machine draws the same
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Theme:
-    """The colours of light or of dark slides."""
+    """Colours of light or of dark slides."""
 
     background: str
     ink: str
     muted: str
-    """Of what is read second: subtitles, grids, the limits' names."""
+    """Colour of secondary text: subtitles, grids, the limits' names."""
 
     grid: str
     limit: str
-    """Of a GPU's line; never by colour alone, it has its name beside it."""
+    """Colour of a GPU's line; the GPU's name is next to the line."""
 
     band: tuple[str, str]
-    """Of the wide and of the narrow error band."""
+    """Colours of the wide and the narrow error band."""
 
     kinds: Mapping[str, str]
     markers: tuple[str, str]
-    """Of peak allocated and of peak reserved."""
+    """Markers of peak allocated and of peak reserved."""
 
 
 _STATES = {
@@ -103,7 +102,7 @@ DARK = Theme(
 
 @contextmanager
 def plain_matplotlib(settings: Mapping[Any, Any]) -> Iterator[None]:
-    """matplotlib as it comes, with these settings, whatever the user has configured."""
+    """Run matplotlib with its defaults and these settings, ignoring the user's configuration."""
     with mpl.rc_context():
         mpl.rcdefaults()
         mpl.rcParams.update(settings)
@@ -112,7 +111,7 @@ def plain_matplotlib(settings: Mapping[Any, Any]) -> Iterator[None]:
 
 @contextmanager
 def slide(*, dark: bool, height: float = HEIGHT) -> Iterator[tuple[Figure, Theme]]:
-    """An empty slide to draw on, with its theme."""
+    """Yield an empty slide to draw on, with its theme."""
     theme = DARK if dark else LIGHT
     settings = {
         "font.family": [FONT],
@@ -136,7 +135,7 @@ def slide(*, dark: bool, height: float = HEIGHT) -> Iterator[tuple[Figure, Theme
 
 
 def text_on(color: str) -> str:
-    """Black or white, whichever stands out more on `color` (WCAG 2 relative luminance)."""
+    """Return black or white, the one with more contrast on `color` (WCAG 2 relative luminance)."""
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return "#000000" if (luminance + 0.05) ** 2 > 1.05 * 0.05 else "#FFFFFF"
@@ -144,7 +143,7 @@ def text_on(color: str) -> str:
 
 @lru_cache(maxsize=4096)
 def text_width(text: str, size: float, *, bold: bool = False) -> float:
-    """Inches that one line of `text` takes."""
+    """Return the inches of one line of `text`."""
     if not text.strip():
         return 0.0
     font = FontProperties(family=FONT, weight="bold" if bold else "normal")
@@ -153,7 +152,7 @@ def text_width(text: str, size: float, *, bold: bool = False) -> float:
 
 
 def shortened(text: str, size: float, inches: float, *, bold: bool = False) -> str:
-    """`text`, its middle replaced by an ellipsis where it is wider than `inches`."""
+    """Return `text` with its middle replaced by an ellipsis where it is wider than `inches`."""
 
     def cut(num_kept: int) -> str:
         tail = num_kept // 2
@@ -168,18 +167,20 @@ def shortened(text: str, size: float, inches: float, *, bold: bool = False) -> s
 
 
 def named(name: str, tag: str, size: float, inches: float) -> str:
-    """`name` and `tag`, the name cut where both together are wider than `inches`."""
+    """Return `name` and `tag`, the name cut where both together are wider than `inches`."""
     return shortened(name, size, inches - text_width(tag, size)) + tag
 
 
 def widest_gap(start: float, stop: float, lines: Sequence[float]) -> tuple[float, float]:
-    """The longest part of a bar that no line cuts."""
+    """Return the longest part of a bar that no line cuts."""
     edges = [start, *sorted(x for x in lines if start < x < stop), stop]
     return max(pairwise(edges), key=lambda gap: gap[1] - gap[0])
 
 
 def write_title(figure: Figure, theme: Theme, title: str, subtitle: str) -> None:
-    """The two lines at the top left of a slide; the second is set smaller before it is cut."""
+    """Write the two lines at the top left of a slide; the second gets smaller type before it is
+    cut.
+    """
     height = figure.get_figheight()
     room = WIDTH - 0.8
     figure.text(
@@ -203,10 +204,10 @@ def write_title(figure: Figure, theme: Theme, title: str, subtitle: str) -> None
     )
 
 
-def card_label(gpu: str) -> str:
-    """A card of the catalogue as a slide names it.
+def gpu_label(gpu: str) -> str:
+    """Return the name of a GPU for slides.
 
-    >>> card_label("a100-80gb"), card_label("12.00GiB"), card_label("custom")
+    >>> gpu_label("a100-80gb"), gpu_label("12.00GiB"), gpu_label("custom")
     ('A100 80GB', '12.00 GiB', 'custom')
     """
     if not any(c.isdigit() for c in gpu):
@@ -214,22 +215,16 @@ def card_label(gpu: str) -> str:
     return gpu.replace("-", " ").upper().replace("GIB", " GiB")
 
 
-def runs_distributed(report: Report) -> bool:
-    """Whether a strategy of several GPUs ran the plan of a report."""
-    plan = report.plan
-    return int(plan.get("devices") or 1) > 1 or plan.get("strategy", "auto") != "auto"
-
-
 def retitle(figure: Figure, title: str) -> Figure:
-    """`figure` with another title; an empty one leaves it as it is."""
+    """Set another title on `figure`; an empty one changes nothing."""
     for text in figure.texts:
         if title and text.get_gid() == "title":
             text.set_text(shortened(title, TITLE, WIDTH - 0.8, bold=True))
     return figure
 
 
-def write_legend(figure: Figure, theme: Theme, handles: Sequence[Patch], *, top: float) -> None:
-    """One row of keys across the slide, its upper edge `top` inches under the slide's."""
+def write_legend(figure: Figure, theme: Theme, handles: Sequence[Artist], *, top: float) -> None:
+    """Write one row of keys across the slide, its upper edge `top` inches under the slide's."""
     room = WIDTH - 0.7
     size = next((s for s in (VALUE, SMALL) if keys_width(handles, s) <= room), SMALL)
     figure.legend(
@@ -249,23 +244,83 @@ def write_legend(figure: Figure, theme: Theme, handles: Sequence[Patch], *, top:
     )
 
 
-def keys_width(handles: Sequence[Patch], size: float) -> float:
-    """Inches of a row of keys: each has a swatch, its label and the space to the next."""
+def keys_width(handles: Sequence[Artist], size: float) -> float:
+    """Return inches of a row of keys: each has a swatch, its label and the space to the next."""
     return sum(text_width(str(h.get_label()), size) + 3.0 * size / 72 for h in handles)
 
 
 def key(color: str, label: str, theme: Theme) -> Patch:
-    """A legend's key for a filled colour."""
+    """Return a legend's key for a filled colour."""
     return Patch(facecolor=color, edgecolor=theme.background, label=label)
+
+
+def dashed_key(theme: Theme, label: str) -> Patch:
+    """Return the key of a dashed outline."""
+    return Patch(
+        facecolor="none", edgecolor=theme.ink, linewidth=1.6, linestyle=_DASHES, label=label
+    )
+
+
+def dashed_box(axes: Axes, theme: Theme, box: tuple[float, float, float, float], gid: str) -> None:
+    """Draw a dashed outline (x, y, width, height in data): memory that is not in use."""
+    x, y, width, height = box
+    axes.add_patch(
+        Rectangle(
+            (x, y), width, height, fill=False, edgecolor=theme.ink, linewidth=1.6,
+            linestyle=_DASHES, gid=gid,
+        )
+    )  # fmt: skip
+
+
+def draw_limit(
+    axes: Axes, theme: Theme, limit: float, text: str, *, is_right: bool, is_over: bool = True
+) -> None:
+    """Draw the line of a GPU at `limit`, with its name over or under it."""
+    axes.axhline(limit, color=theme.limit, linewidth=3.0, zorder=3, gid="limit")
+    axes.annotate(
+        text, (0.995 if is_right else 0.005, limit), (0, 5 if is_over else -5),
+        xycoords=axes.get_yaxis_transform(), textcoords="offset points",
+        ha="right" if is_right else "left", va="bottom" if is_over else "top", size=VALUE,
+        weight="bold", zorder=5, gid="limit:name",
+        bbox={"facecolor": theme.background, "edgecolor": "none", "pad": 1.0},
+    )  # fmt: skip
+
+
+def free_place(
+    points: Iterable[tuple[float, float]], limit: float, wide: float, panel: tuple[float, float]
+) -> tuple[bool, bool]:
+    """Return (at the right, over the line) where a text meets the fewest points.
+
+    Args:
+        points: of the curves, in inches from the lower left corner of the panel.
+        limit: height of the line, inches.
+        wide: width of the text, inches.
+        panel: width and height, inches.
+    """
+    found = list(points)
+
+    def crossings(place: tuple[bool, bool]) -> int:
+        is_right, is_over = place
+        left = panel[0] - wide - 0.2 if is_right else -0.1
+        low = limit if is_over else limit - 0.45
+        return sum(left < x < left + wide + 0.3 and low < y < low + 0.45 for x, y in found)
+
+    return min([(True, True), (True, False), (False, True), (False, False)], key=crossings)
+
+
+def limit_text(gpu: str, limit_bytes: int, inches: float) -> str:
+    """Return the name of a GPU's line, shortened to `inches`."""
+    text = f"{gpu_label(gpu)}: {limit_bytes / GIB:.1f} GiB usable"
+    return shortened(text, VALUE, inches, bold=True)
 
 
 def hatch(
     axes: Axes, box: tuple[float, float, float, float], color: str, *, zorder: float, gid: str
 ) -> None:
-    """Diagonal strokes over a box (x, y, width, height in data): out of memory.
+    """Draw diagonal strokes over a box (x, y, width, height in data): out of memory.
 
-    Drawn stroke by stroke: slide programs and small viewers fill matplotlib's own hatches, which
-    are SVG patterns, with black.
+    They are drawn stroke by stroke, because slide programs and small viewers fill matplotlib's own
+    hatches, which are SVG patterns, with black.
     """
     x, y, wide, tall = box
     panel = axes.get_position()
@@ -285,7 +340,7 @@ def hatch(
 
 
 def bare(axes: Axes, theme: Theme, *, grid: str) -> None:
-    """Drop the frame and draw a quiet grid along one axis, behind everything."""
+    """Drop the frame and draw a light grid along one axis, behind everything."""
     axes.set_axisbelow(True)
     axes.grid(axis="x" if grid == "x" else "y", color=theme.grid, linewidth=1.0)
     for side in ("top", "right", "left" if grid == "y" else "bottom"):
@@ -294,17 +349,17 @@ def bare(axes: Axes, theme: Theme, *, grid: str) -> None:
 
 
 def row_size(num_rows: int, inches: float) -> float:
-    """Size of type for `num_rows` lines under each other in `inches`."""
+    """Return the size of type for `num_rows` lines in `inches`."""
     return min(float(VALUE), 0.86 * 72 * inches / num_rows)
 
 
 def percent_off(predicted_bytes: int, measured_bytes: int) -> float:
-    """The signed error of a prediction in per cent of what was measured."""
+    """Return the signed error of a prediction in per cent of the measured figure."""
     return 100 * (predicted_bytes - measured_bytes) / measured_bytes
 
 
 def signed_percent(predicted_bytes: int, measured_bytes: int) -> str:
-    """`percent_off` as text; an error that rounds to nothing has no sign.
+    """Return `percent_off` as text; an error that rounds to nothing has no sign.
 
     >>> signed_percent(201, 200), signed_percent(10**6 + 1, 10**6)
     ('+0.50 %', '±0.00 %')
@@ -316,10 +371,103 @@ def signed_percent(predicted_bytes: int, measured_bytes: int) -> str:
 
 
 def require(reports: Sequence[object]) -> None:
-    """There is something to draw.
+    """Check that there is something to draw.
 
     Raises:
         PlanError: there is not.
     """
     if not reports:
         raise PlanError("there is no experiment to draw", hint="name a file with at least one")
+
+
+DOT = " \N{MIDDLE DOT} "
+
+_STRATEGIES = {"ddp": "DDP", "fsdp": "FSDP", "fsdp2": "FSDP2"} | {
+    f"deepspeed_stage_{stage}": f"ZeRO-{stage}" for stage in (1, 2, 3)
+}
+
+
+def label_of(strategy: str) -> str:
+    """Return the name of a strategy for slides.
+
+    >>> label_of("deepspeed_stage_3_offload"), label_of("fsdp2")
+    ('ZeRO-3 offload', 'FSDP2')
+    """
+    base = strategy.removesuffix("_offload").removesuffix("_find_unused_parameters_true")
+    tail = {"_offload": " offload", "": ""}.get(strategy.removeprefix(base), ", unused found")
+    return _STRATEGIES.get(base, base) + tail
+
+
+def setting_words(plan: Mapping[str, Any]) -> list[str]:
+    """Return the settings of a plan within its model: precision, batch, optimizer, technique.
+
+    >>> setting_words({"precision": "bf16-true", "batch_size": 16, "accumulate_grad_batches": 4,
+    ...                "optim": "adamw", "use_lora": True, "lora_r": 8})
+    ['bf16-true', 'batch 16 x 4', 'adamw', 'LoRA 8']
+    """
+    words = []
+    if plan.get("precision"):
+        words.append(str(plan["precision"]))
+    if plan.get("batch_size"):
+        count = plan.get("accumulate_grad_batches") or 1
+        words.append(f"batch {plan['batch_size']}{f' x {count}' if count > 1 else ''}")
+    if plan.get("optim"):
+        words.append(str(plan["optim"]))
+    return words + technique_words(plan)
+
+
+def technique_words(plan: Mapping[str, Any]) -> list[str]:
+    """Return adapters, quantisation, checkpointing, strategy and attention, unless they are
+    defaults.
+    """
+    words = []
+    adapter = "QLoRA" if plan.get("use_qlora") else "LoRA" if plan.get("use_lora") else ""
+    if adapter:
+        words.append(f"{adapter} {plan.get('lora_r', '')}".strip())
+    if plan.get("use_dora"):
+        words.append("DoRA")
+    if plan.get("act_ckpt"):
+        words.append("checkpointing")
+    if plan.get("freeze"):
+        words.append("frozen parts")
+    if plan.get("attn_implementation") not in (None, "", "sdpa"):
+        words.append(str(plan["attn_implementation"]))
+    strategy, devices = plan.get("strategy") or "auto", plan.get("devices") or 1
+    if strategy != "auto" or devices > 1:
+        name = label_of("ddp" if strategy == "auto" else strategy)
+        words.append(f"{name} on {devices} GPU{'s' if devices > 1 else ''}")
+    if plan.get("memory_limit"):
+        words.append(f"capped at {plan['memory_limit'] / 2**30:.4g} GiB")
+    return words
+
+
+def token_words(reports: Sequence[Report]) -> str:
+    """Return the tokens per sample of all reports, and the pixels where they are all one size."""
+    lengths = sorted({int(n) for r in reports if (n := r.plan.get("seq_len"))})
+    if not lengths:
+        return ""
+    span = f"{lengths[0]}" if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
+    return f"{span} tokens"
+
+
+def gpu_words(reports: Sequence[Report]) -> str:
+    """Return the GPUs of the reports."""
+    return ", ".join(dict.fromkeys(gpu_label(report.gpu) for report in reports))
+
+
+def version_words(reports: Sequence[Report] = ()) -> str:
+    """Return the memest version that made the reports."""
+    versions = dict.fromkeys(str(r.versions["memest"]) for r in reports if r.versions.get("memest"))
+    return f"memest {', '.join(versions) or __version__}"
+
+
+def plan_line(reports: Sequence[Report], *others: str) -> str:
+    """Return plan, GPU and tokens of reports of one plan, the other words, and the version."""
+    plan = reports[0].plan
+    model = str(plan.get("model_name", ""))
+    said = [] if model and model in reports[0].name else [model.rsplit("/", 1)[-1]]
+    parts = [
+        *said, *setting_words(plan), token_words(reports), gpu_words(reports), *others,
+        version_words(reports),
+    ]  # fmt: skip
+    return DOT.join(part for part in parts if part)

@@ -1,4 +1,4 @@
-"""One step, event by event: what is allocated, by what it is held for."""
+"""Chart of one step, event by event: allocated memory by kind."""
 
 from __future__ import annotations
 
@@ -12,36 +12,39 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from memest.estimator.trace.recording import Span, Timeline
+from memest.estimator.replay.recording import Span, Timeline
 from memest.plots.style import (
+    DOT,
     HEIGHT,
     LABEL,
-    SMALL,
     TICK,
     VALUE,
     WIDTH,
     Theme,
     bare,
-    card_label,
+    draw_limit,
+    gpu_label,
     key,
+    limit_text,
+    setting_words,
     shortened,
     slide,
     text_on,
     text_width,
+    version_words,
+    write_legend,
     write_title,
 )
-from memest.plots.words import DOT, setting_words, version_words
 from memest.units import GIB
 
 MAX_COLUMNS = 600
-"""Of more events each column shows the fullest of its moments, so that no peak is lost."""
+"""With more events each column shows the fullest of its moments, so that no peak is lost."""
 
 TEMPORARIES = "#CC79A7"
 """Okabe and Ito's reddish purple; its luminance, 0.62, is far from the yellow or green below it."""
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 1.15, 0.35, 2.28, 0.85  # inches
 _BAND = 0.42  # inches of the strip that names the phases
-_MANY_KEYS = 7  # fit the slide at the size of values
 _LABEL_INCHES = 0.34  # of an area in which its name is written
 
 _DRAWN = {
@@ -54,7 +57,7 @@ _DRAWN = {
     "temporaries": ("temporaries",),
     "rest": ("buffers", "batch", "workspace"),
 }
-"""Area: the kinds of the timeline in it, from the axis upwards."""
+"""Areas: the kinds of the timeline in each, from the axis upwards."""
 
 
 def plot_timeline(
@@ -66,11 +69,11 @@ def plot_timeline(
     dark: bool = False,
     plan: Mapping[str, Any] | None = None,
 ) -> Figure:
-    """Memory over the events of one step, as stacked areas under the line of what is reserved.
+    """Draw memory over the events of one step, as stacked areas under the line of reserved memory.
 
-    An event is an allocation or a free: the order is the run's, the distances are not its time.
-    The line of the GPU is drawn where it is near what the step needs. `rest` is buffers, the batch
-    and the workspaces of kernels. `plan` is said in the subtitle.
+    An event is an allocation or a free: the order is the run's, the distances are not its time. The
+    GPU's line is drawn where it is near the step's need. `rest` is buffers, the batch and the
+    workspaces of kernels. The subtitle describes `plan`.
     """
     columns = _columns(timeline)
     areas = {
@@ -98,15 +101,10 @@ def plot_timeline(
             gid="reserved",
         )  # fmt: skip
         if has_line:
-            axes.axhline(limit, color=theme.limit, linewidth=2.6, gid="limit")
-            text = f"{card_label(gpu)}: {limit:.1f} GiB"
+            text = limit_text(gpu, gpu_limit_bytes or 0, width - 0.2)
             peak_inches = width * timeline.peak / axes.get_xlim()[1]
             is_left = peak_inches > text_width(text, VALUE, bold=True) + 0.2
-            axes.text(
-                0.006 if is_left else 0.994, limit + 0.012 * top, text, size=VALUE, weight="bold",
-                transform=axes.get_yaxis_transform(), ha="left" if is_left else "right",
-                va="bottom", gid="limit:name",
-            )  # fmt: skip
+            draw_limit(axes, theme, limit, text, is_right=not is_left)
         _draw_spans(axes, theme, timeline.spans, (width, height))
         _mark_peak(axes, theme, timeline, width)
         _write_words(figure, theme, timeline, (name, gpu, plan or {}), areas)
@@ -114,7 +112,7 @@ def plot_timeline(
 
 
 def _columns(timeline: Timeline) -> list[int]:
-    """The points to draw: of every column the one with most allocated."""
+    """Return the points to draw: of every column the one with most allocated."""
     num_points = len(timeline.reserved)
     size = -(-num_points // MAX_COLUMNS)
     return [
@@ -124,7 +122,7 @@ def _columns(timeline: Timeline) -> list[int]:
 
 
 def color_of(theme: Theme, area: str) -> str:
-    """The colour of an area."""
+    """Return the colour of an area."""
     return TEMPORARIES if area == "temporaries" else theme.kinds[area]
 
 
@@ -135,7 +133,7 @@ def _draw_areas(
     areas: Mapping[str, Sequence[float]],
     panel: tuple[float, float],
 ) -> None:
-    """The areas upon each other, each with its name where it is wide and tall enough."""
+    """Draw the stacked areas, each with its name where it is wide and tall enough."""
     x = [*columns, int(axes.get_xlim()[1])]
     floors = list(accumulate(areas.values(), _added, initial=[0.0] * len(columns)))
     for (area, _), lower, upper in zip(areas.items(), floors, floors[1:], strict=False):
@@ -166,7 +164,7 @@ def _room_for(
     axes: Axes,
     panel: tuple[float, float],
 ) -> tuple[float, float] | None:
-    """The middle of the tallest place of an area that `text` fits into, or None."""
+    """Return the middle of the tallest place of an area that `text` fits into, or None."""
     per_x = panel[0] / axes.get_xlim()[1]
     per_y = panel[1] / axes.get_ylim()[1]
     wide = (text_width(text, VALUE) + 0.2) / per_x
@@ -186,7 +184,7 @@ def _room_for(
 def _draw_spans(
     axes: Axes, theme: Theme, spans: Sequence[Span], panel: tuple[float, float]
 ) -> None:
-    """A strip over the chart that names forward, backward and step, and lines between them."""
+    """Draw a strip over the chart that names forward, backward and step, and lines between them."""
     width, height = panel
     per_x = width / axes.get_xlim()[1]
     shades = {"forward": theme.band[0], "backward": theme.band[1], "step": theme.band[0]}
@@ -213,12 +211,12 @@ def _draw_spans(
 
 
 def _shorter(name: str) -> tuple[str, ...]:
-    """The name and what stands for it where there is little room."""
+    """Return the name and its abbreviations for little room."""
     return {"forward": (name, "fwd", "F"), "backward": (name, "bwd", "B")}.get(name, (name,))
 
 
 def _mark_peak(axes: Axes, theme: Theme, timeline: Timeline, width: float) -> None:
-    """The number at the peak, and what made it; at an end out of memory, what was asked for."""
+    """Write the number at the peak and its cause, or the failed request of an end out of memory."""
     peak, top = timeline.total(timeline.peak) / GIB, axes.get_ylim()[1]
     edge = axes.get_xlim()[1]
     text = f"peak {peak:.2f} GiB"
@@ -226,7 +224,7 @@ def _mark_peak(axes: Axes, theme: Theme, timeline: Timeline, width: float) -> No
     room = width * (1 - timeline.peak / edge if is_left else timeline.peak / edge) - 0.2
     where = shortened(timeline.where, VALUE, room) if timeline.where else ""
     if timeline.refused_bytes:
-        text += f", then OOM: {timeline.refused_bytes / GIB:.2f} GiB more were asked for"
+        text += f", then OOM: {timeline.refused_bytes / GIB:.2f} GiB more were requested"
     axes.annotate(
         "", (timeline.peak, peak), (timeline.peak, 0.985 * top),
         arrowprops={"arrowstyle": "-|>", "color": theme.ink, "linewidth": 1.8, "shrinkB": 0},
@@ -251,7 +249,7 @@ def _write_words(
     said = setting_words(plan)
     if plan.get("seq_len"):
         said.append(f"{plan['seq_len']} tokens")
-    said += [card_label(gpu), f"step {timeline.step + 1}", version_words()]
+    said += [gpu_label(gpu), f"step {timeline.step + 1}", version_words()]
     write_title(figure, theme, f"Memory over one step: {name}", DOT.join(said))
     handles: list[Patch | Line2D] = [
         key(color_of(theme, area), area, theme) for area, sizes in areas.items() if any(sizes)
@@ -259,11 +257,4 @@ def _write_words(
     handles.append(
         Line2D([], [], color=theme.ink, linewidth=1.8, linestyle=(0, (4, 2)), label="reserved")
     )
-    is_long = len(handles) > _MANY_KEYS
-    figure.legend(
-        handles=handles, loc="upper left", ncols=len(handles), frameon=False,
-        fontsize=SMALL if is_long else VALUE,
-        bbox_to_anchor=(0.3 / WIDTH, 1 - 1.28 / HEIGHT), bbox_transform=figure.transFigure,
-        labelcolor=theme.ink, handlelength=1.3, handleheight=1.0, handletextpad=0.5,
-        columnspacing=1.0 if is_long else 1.2, borderaxespad=0.0,
-    )  # fmt: skip
+    write_legend(figure, theme, handles, top=1.28)

@@ -1,9 +1,12 @@
-"""What predictions and measurements say, in one schema, and the files that hold them."""
+"""Predictions and measurements in one schema, and their files."""
 
 from __future__ import annotations
 
 from memest.report.records import (
     ClosedForm,
+    Ending,
+    Guess,
+    HeldRow,
     Interval,
     Measurement,
     Outcome,
@@ -11,41 +14,19 @@ from memest.report.records import (
     Phase,
     PhaseRow,
     Prediction,
-    Report,
-    Term,
-    Verdict,
-)
-from memest.report.reports import read_measurements
-from memest.report.run import (
-    Ending,
-    Guess,
-    HeldRow,
     RankRow,
+    Report,
     RunPeak,
     RunPhase,
     RunReport,
     RunStep,
+    Term,
+    Verdict,
+    read_measurements,
 )
 
 __all__ = [
-    "ClosedForm",
-    "Ending",
-    "Guess",
-    "HeldRow",
-    "Interval",
-    "Measurement",
-    "Outcome",
-    "Peak",
-    "Phase",
-    "PhaseRow",
-    "Prediction",
-    "RankRow",
-    "Report",
-    "RunPeak",
-    "RunPhase",
-    "RunReport",
-    "RunStep",
-    "Term",
-    "Verdict",
-    "read_measurements",
-]
+    "ClosedForm", "Ending", "Guess", "HeldRow", "Interval", "Measurement", "Outcome", "Peak",
+    "Phase", "PhaseRow", "Prediction", "RankRow", "Report", "RunPeak", "RunPhase", "RunReport",
+    "RunStep", "Term", "Verdict", "read_measurements",
+]  # fmt: skip

@@ -1,12 +1,40 @@
-"""The schema that predictions and measurements share: `memest.report/1`."""
+"""The schema of reports, `memest.report/1`: of plans, measurements and scripts."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from enum import StrEnum
-from typing import Any, ClassVar, Self
+from functools import cache
+from pathlib import Path
+from types import UnionType
+from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
+
+from memest.errors import PlanError
+from memest.plan.reading import read_limited
+from memest.plan.values import IN_PLACE
+
+KINDS = (
+    "params", "buffers", "grads", "buckets", "gathered", "optimizer", "activations", "temporaries",
+    "batch", "workspace", "other",
+)  # fmt: skip
+
+WHY = {
+    "params": "the weights",
+    "grads": "one per trained parameter, from its backward to the next zero_grad",
+    "optimizer": "state of the optimizer",
+    "buffers": "not trained: tables, scales of quantised weights",
+    "activations": "saved for the backward, or in use in the forward",
+    "temporaries": "of backward and optimizer",
+    "workspace": "of cuBLAS and other kernels",
+    "batch": "inputs and labels",
+    "buckets": "gradients on their way to the other GPUs and back",
+    "gathered": "weights gathered from the shards of all GPUs, while they are used",
+    "other": "made before any model ran, and not part of one",
+    "rounding": "requests round up to 512 B; up to 1 MiB of a large block is not split off",
+}
+
 
 SCHEMA = "memest.report/1"
 
@@ -22,21 +50,26 @@ class Phase(StrEnum):
 
 
 class Outcome(StrEnum):
-    """How a run of a plan ends."""
+    """End of a plan's run."""
 
     FITS = "fits"
     OOM = "oom"
     MAY = "may"
-    """Predicted on several GPUs: it depends on when blocks come back that streams share."""
+    """Prediction on several GPUs whose verdict depends on the free timing of shared blocks."""
 
     FAILED = "failed"
-    """Of a measured run alone: it crashed, or ran out of time."""
+    """Measured runs only: a crash or the time limit."""
+
+    @property
+    def word(self) -> str:
+        """The word in reports and charts."""
+        return "OOM" if self is Outcome.OOM else str(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseRow:
-    """What a probe reads at one moment. `before_forward` is read before the batch is moved to the
-    GPU.
+    """Values that a probe reads at one moment. `before_forward` is read before the batch is moved
+    to the GPU.
     """
 
     step: int
@@ -57,7 +90,7 @@ class PhaseRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """Where the allocated bytes are highest."""
+    """Moment of the highest allocated bytes."""
 
     step: int
     phase: str
@@ -67,7 +100,7 @@ class Peak:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """Between what the figure of a rank should lie."""
+    """Bounds of a rank's figure."""
 
     low_bytes: int
     high_bytes: int
@@ -75,24 +108,46 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Whether a plan runs on one GPU, and with how much to spare."""
+    """Verdict about a plan on one GPU, and the margin."""
 
     verdict: Outcome
     margin_bytes: int
-    """Limit less the peak reserved; of an `oom` less the peak that it would have without a limit.
-    """
+    """Limit less what the run needs."""
 
     limit_bytes: int
-    """What the caching allocator can reserve on it."""
+    """Bytes that the caching allocator can reserve on it."""
 
     reserved_bytes: int
-    """Peak reserved on this GPU, up to the failure if it is out of memory."""
+    """Peak reserved on this GPU, up to the failure if the run is out of memory. Part of it can be
+    cached blocks that the allocator would give back.
+    """
+
+    spread_bytes: int = 0
+    """Bytes of the limit that another driver of this GPU may take."""
 
     at: str = ""
-    """Of an `oom` or a `may`: step, phase, module and operator of the request that failed."""
+    """Failed request of an `oom` or a `may`: step, phase, module and operator."""
 
     decides: str = ""
-    """Of a `may`: the blocks on whose return it depends."""
+    """Deciding blocks of a `may`: the verdict depends on their return."""
+
+    needs_bytes: int = field(init=False)
+    """The least limit under which the run fits; on several GPUs, the highest over ranks and over
+    the moments at which shared blocks return. Of a script that ended out of memory, a lower bound.
+    """
+
+    is_tight: bool = field(init=False)
+    """True if the run fits, but may not if another driver leaves less."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "needs_bytes", self.limit_bytes - self.margin_bytes)
+        is_tight = self.verdict is Outcome.FITS and self.margin_bytes < self.spread_bytes
+        object.__setattr__(self, "is_tight", is_tight)
+
+    @property
+    def word(self) -> str:
+        """The one word that every report and chart uses: `fits`, `tight`, `may` or `OOM`."""
+        return "tight" if self.is_tight else self.verdict.word
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,26 +162,85 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClosedForm:
-    """The textbook's activations of one layer beside the traced ones; all bytes are per layer."""
+    """The textbook's activations of one layer and the traced ones; all bytes are per layer."""
 
     formula: str
     letters: Mapping[str, int]
-    """Of the formula: `s` tokens, `b` samples, `h` model width, `a` heads."""
+    """Letters of the formula: `s` tokens, `b` samples, `h` model width, `a` heads."""
 
     num_layers: int
     textbook_bytes: int
     traced_bytes: int
-    """What the forward leaves behind, the mean over layers."""
+    """Bytes that the forward pass keeps, the mean over layers."""
 
     differences: tuple[Term, ...]
-    """What leads from the textbook to the trace; they add up."""
+    """Terms between the textbook and the trace; they add up."""
+
+
+def read_as(kind: Any, value: Any) -> Any:
+    """Return JSON values as an instance of a type of the schema.
+
+    Keys that a dataclass does not have are passed over, and so are fields that it computes.
+
+    Raises:
+        KeyError, TypeError, ValueError: something is missing or of the wrong kind.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return None if value is None else read_as(arguments[0], value)
+    if origin is tuple:
+        return tuple(read_as(arguments[0], each) for each in value)
+    if origin is Mapping and arguments[1] is not Any:
+        return {name: read_as(arguments[1], each) for name, each in value.items()}
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return kind(value)
+    if not (isinstance(kind, type) and is_dataclass(kind)):
+        return value
+    hints = _hints(kind)
+    return kind(
+        **{
+            f.name: read_as(hints[f.name], value[f.name])
+            for f in fields(kind)
+            if f.init and (f.name in value or f.default is f.default_factory is MISSING)
+        }
+    )
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+class JsonReport:
+    """Report that is a line of JSON."""
+
+    kind: ClassVar[str] = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        return {"schema": SCHEMA, "kind": self.kind, **asdict(self)}  # type: ignore[call-overload]
+
+    def to_json(self) -> str:
+        """Return one line of JSON."""
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Return the report that `to_dict` wrote; keys that it does not know are passed over.
+
+        Raises:
+            KeyError, TypeError, ValueError: something is missing or of the wrong kind.
+        """
+        return read_as(cls, values)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """What predictions and measurements have in common."""
+class Report(JsonReport):
+    """Common fields of predictions and measurements."""
 
-    kind: ClassVar[str] = ""
+    warnings: ClassVar[tuple[str, ...]] = ()
+    notes: ClassVar[tuple[str, ...]] = ()
+    """Only scripts have warnings and notes."""
 
     name: str
     plan: Mapping[str, Any]
@@ -139,12 +253,12 @@ class Report:
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     process_bytes: int
-    """What nvidia-smi shows: reserved and the CUDA context."""
+    """Bytes in nvidia-smi: reserved and the CUDA context."""
 
     host_bytes: int
     """Predicted: host memory that the run holds on purpose, such as paged optimizer state.
     Measured: the process's highest resident size; of a distributed run, what all ranks hold more
-    than before their models were built (`validate/host.py`).
+    than before their models were built (`validate/experiment.py`).
     """
 
     phases: tuple[PhaseRow, ...]
@@ -152,50 +266,27 @@ class Report:
     versions: Mapping[str, str]
     elapsed_s: float
 
-    def to_dict(self) -> dict[str, Any]:
-        """The report as JSON values."""
-        return {"schema": SCHEMA, "kind": self.kind, **asdict(self)}
+    @property
+    def word(self) -> str:
+        """The word for the verdict on `gpu`."""
+        return self.verdict.word
 
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return json.dumps(self.to_dict())
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The report that `to_dict` wrote; keys that it does not know are passed over.
-
-        Raises:
-            KeyError, TypeError, ValueError: something is missing or of the wrong kind.
-        """
-        names = {f.name for f in fields(cls)}
-        given = {k: v for k, v in values.items() if k in names}
-        given["verdict"] = Outcome(given["verdict"])
-        row_names = {f.name for f in fields(PhaseRow)}
-        given["phases"] = tuple(
-            PhaseRow(
-                **{k: v for k, v in row.items() if k in row_names} | {"phase": Phase(row["phase"])}
-            )
-            for row in given["phases"]
-        )
-        return cls(**given)
-
-
-def _verdict(values: Mapping[str, Any]) -> Verdict:
-    return Verdict(**{**values, "verdict": Outcome(values["verdict"])})
-
-
-def _terms(values: Iterable[Mapping[str, Any]]) -> tuple[Term, ...]:
-    return tuple(Term(**term) for term in values)
+    @property
+    def is_distributed(self) -> bool:
+        """Return whether a strategy of several GPUs ran the plan."""
+        plan = self.plan
+        return plan.get("strategy", "auto") != "auto" or int(plan.get("devices") or 1) > 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction(Report):
-    """What a run of the plan would print, known without running it."""
+    """Predicted output of a run of the plan."""
 
     kind: ClassVar[str] = "predicted"
 
     unlimited_reserved_bytes: int
-    """Peak reserved on a GPU without end; more than `peak_reserved_bytes` where the limit was felt.
+    """Peak reserved on a GPU without a limit; more than `peak_reserved_bytes` if the limit
+    mattered.
     """
 
     peak: Peak
@@ -204,75 +295,354 @@ class Prediction(Report):
     coverage: Mapping[str, Any]
     assumptions: tuple[str, ...]
     host_terms: tuple[Term, ...] = ()
-    """What all ranks of a node hold in host memory; the terms add up to `host_bytes`."""
+    """Host memory of all ranks of a node; the terms add up to `host_bytes`."""
 
     host_verdict: Verdict | None = None
-    """Whether that is there, where the plan says how much there is."""
+    """Verdict about the host memory, if the plan has a limit."""
 
     closed_form: ClosedForm | None = None
     """The textbook's formula, where it applies; no figure of the report is made of it."""
 
     intervals: Mapping[str, Interval] = field(default_factory=dict)
-    """Of `allocated`, `reserved` and `process` at their peaks, over the ranks that differ and the
-    moments at which blocks can come back that two streams or a collective share. The figures of the
-    report are of the reading that reserves most. On one GPU low is high.
+    """Ranges of `allocated`, `reserved` and `process` at their peaks.
+
+    They cover the ranks that differ, and the moments at which blocks shared by two streams or a
+    collective can return. The report's own figures are those of the largest reserved bytes. On one
+    GPU low is high.
     """
 
     phase_intervals: tuple[Interval, ...] = ()
-    """Of the bytes allocated at each of `phases`; empty on one GPU."""
+    """Ranges of the bytes allocated at each of `phases`; empty on one GPU."""
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """As `Report`'s."""
-        own = dict(values)
-        own["peak"] = Peak(**values["peak"])
-        own["verdicts"] = {k: _verdict(v) for k, v in values["verdicts"].items()}
-        own["terms"] = _terms(values["terms"])
-        own["host_terms"] = _terms(values.get("host_terms", ()))
-        own["assumptions"] = tuple(values["assumptions"])
-        own["intervals"] = {k: Interval(**v) for k, v in values.get("intervals", {}).items()}
-        own["phase_intervals"] = tuple(Interval(**v) for v in values.get("phase_intervals", ()))
-        host, closed = values.get("host_verdict"), values.get("closed_form")
-        own["host_verdict"] = None if host is None else _verdict(host)
-        if closed is not None:
-            own["closed_form"] = ClosedForm(
-                **closed | {"differences": _terms(closed["differences"])}
-            )
-        return super().from_dict(own)
+    @property
+    def needs_bytes(self) -> int:
+        """The least limit under which the plan fits, on the chip of `gpu`. Without a verdict on
+        `gpu`, an upper bound: what it reserves without a limit.
+        """
+        found = self.verdicts.get(self.gpu)
+        return self.unlimited_reserved_bytes if found is None else found.needs_bytes
+
+    @property
+    def word(self) -> str:
+        """The word for the verdict on `gpu`."""
+        found = self.verdicts.get(self.gpu)
+        return self.verdict.word if found is None else found.word
 
     def __str__(self) -> str:
         """The text report."""
-        from memest.render.text import render_text
+        from memest.report.text import render_text
 
         return render_text(self, verbose=True)
 
-    def _repr_html_(self) -> str:
-        from memest.render.text import render_html_table
+    def summary(self, gpu: str = "", *, measured_bytes: int | None = None) -> str:
+        """Return the verdict on `gpu` in one line; with the measured peak if it is given."""
+        from memest.report.answer import summary_line
 
-        return render_html_table(self)
+        return summary_line(self, gpu, measured_bytes=measured_bytes)
+
+    def _repr_html_(self) -> str:
+        from memest.report.page import fragment
+
+        return fragment(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement(Report):
-    """What a real run of the plan printed."""
+    """Printed output of a real run of the plan."""
 
     kind: ClassVar[str] = "measured"
 
     device: Mapping[str, Any]
-    """Of the machine: `name` and `memory_bytes` of the GPU, `driver`."""
+    """Fields of the machine: `name` and `memory_bytes` of the GPU, `driver`."""
 
     context_bytes: int
     """Process less reserved: the CUDA context and libraries."""
 
     note: str = ""
-    """Why a run ended early: the out-of-memory error, the crash, the time limit."""
+    """Reason of an early end: the out-of-memory error, the crash, the time limit."""
 
     ranks: tuple[Mapping[str, Any], ...] = ()
-    """Of a run on several GPUs, one for each: `rank`, its peaks, `process_bytes`, `host_bytes`. The
-    report itself is that of the worst rank; its `host_bytes` is the sum.
+    """Ranks of a run on several GPUs: `rank`, its peaks, `process_bytes`, `host_bytes`.
+
+    The report itself is that of the worst rank; its `host_bytes` is the sum.
     """
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """As `Report`'s."""
-        return super().from_dict({**values, "ranks": tuple(values.get("ranks", ()))})
+
+class Ending(StrEnum):
+    """End of a script."""
+
+    FINISHED = "finished"
+    """Ended by itself, with any exit code."""
+
+    STOPPED = "stopped"
+    """Stopped after the requested number of optimizer steps."""
+
+    OOM = "oom"
+    """Ended by a `torch.OutOfMemoryError` that it did not catch."""
+
+    CRASHED = "crashed"
+    """Ended by another error that it did not catch."""
+
+    UNSUPPORTED = "unsupported"
+    """Ended by an operation that cannot be simulated."""
+
+    INTERRUPTED = "interrupted"
+    """Ended by the user."""
+
+    RUNNING = "running"
+    """Still running."""
+
+
+_CUT_SHORT = (Ending.CRASHED, Ending.UNSUPPORTED, Ending.INTERRUPTED, Ending.RUNNING)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldRow:
+    """Bytes held at the peak by one owner: a module or a line, or all that is of a kind."""
+
+    name: str
+    """`activations`; `GPT2LMHeadModel.transformer.h.*`; `train.py:12`."""
+
+    num_bytes: int
+    num_tensors: int
+    kinds: Mapping[str, int]
+    """Bytes by what they are held for."""
+
+    source: str = ""
+    """Text of the line."""
+
+    @property
+    def kind(self) -> str:
+        """The name, for rows that are of one kind."""
+        return self.name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPhase:
+    """The highest level of one phase of the script."""
+
+    name: str
+    """`setup`, `forward`, `backward`, `optimizer`, `evaluation` or `generation`."""
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStep:
+    """One optimizer step, from the end of the step before."""
+
+    step: int
+    """From 0."""
+
+    allocated_bytes: int
+    """After it."""
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPeak:
+    """Moment of the highest allocated bytes."""
+
+    step: int
+    phase: str
+    module: str
+    op: str
+    line: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Guess:
+    """Values that the script read and that are unknown without a GPU."""
+
+    line: str
+    what: str
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankRow:
+    """One rank of a script on several GPUs."""
+
+    rank: int
+    ending: Ending
+    num_steps: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    process_bytes: int
+    intervals: Mapping[str, Interval] = field(default_factory=dict)
+    """Ranges of this rank, as the report's own cover all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunReport(JsonReport):
+    """Memory of a script on a simulated GPU."""
+
+    kind: ClassVar[str] = "run"
+
+    name: str
+    """The script and its arguments, or `a block of code`."""
+
+    gpu: str
+    ending: Ending
+    error: str
+    """Error that ended it, in a line; empty if it ended by itself."""
+
+    verdict: Outcome
+    limit_bytes: int
+    """Bytes that the caching allocator could reserve."""
+
+    num_steps: int
+    """Optimizer steps."""
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    process_bytes: int
+    """Bytes in nvidia-smi: reserved, the CUDA context, and NCCL on several GPUs."""
+
+    host_bytes: int
+    """Host memory that tensors without data would hold, at its highest."""
+
+    peak: RunPeak
+    terms: tuple[HeldRow, ...]
+    """Contents of the peak, by kind; with `rounding` they add up to the peak."""
+
+    modules: tuple[HeldRow, ...]
+    lines: tuple[HeldRow, ...]
+    phases: tuple[RunPhase, ...]
+    steps: tuple[RunStep, ...]
+    """The first, the second, the one with the peak and the last."""
+
+    verdicts: Mapping[str, Verdict]
+    guesses: tuple[Guess, ...]
+    coverage: Mapping[str, Any]
+    warnings: tuple[str, ...] = ()
+    """Reasons to trust the figures less, reported above the figures."""
+
+    notes: tuple[str, ...]
+    """Notable observations in the run."""
+
+    assumptions: tuple[str, ...]
+    versions: Mapping[str, str]
+    elapsed_s: float
+    rank: int = 0
+    """Rank of the report, if there are several."""
+
+    ranks: tuple[RankRow, ...] = ()
+    """Ranks that were run; empty on one GPU."""
+
+    intervals: Mapping[str, Interval] = field(default_factory=dict)
+    """Ranges of `allocated`, `reserved` and `process` at their peaks.
+
+    They cover the ranks that were run, and the moments at which blocks shared by two streams or a
+    collective can return. The report's own figures are those of the worst rank and the latest
+    moment. On one GPU low is high.
+    """
+
+    allocator: str = ""
+    """Its settings, as `PYTORCH_ALLOC_CONF` gives them; empty: the defaults."""
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the script's memory fits its GPU."""
+        return self.verdict is not Outcome.OOM
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Return whether the script ended before its own end, or is running."""
+        return self.ending in _CUT_SHORT
+
+    @property
+    def is_distributed(self) -> bool:
+        """Return whether the script ran as several ranks."""
+        return bool(self.ranks)
+
+    def __str__(self) -> str:
+        """The text report."""
+        from memest.report.text import render_text
+
+        return render_text(self, verbose=True)
+
+    def summary(self, gpu: str = "", *, measured_bytes: int | None = None) -> str:
+        """Return the verdict on `gpu` in one line; with the measured peak if it is given."""
+        from memest.report.answer import summary_line
+
+        return summary_line(self, gpu, measured_bytes=measured_bytes)
+
+    def _repr_html_(self) -> str:
+        from memest.report.page import fragment
+
+        return fragment(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredPeak:
+    """Peak of one test in `memest-peaks.json`."""
+
+    gpu: str
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    versions: Mapping[str, str]
+    lines: tuple[HeldRow, ...]
+
+
+MAX_RESULTS_BYTES = 512 << 20
+"""A report is some ten KiB; a file beyond it is something else."""
+
+
+def read_measurements(path: Path) -> list[Measurement]:
+    """The measured reports in a JSON Lines file, in its order.
+
+    Raises:
+        PlanError: the file cannot be read, is cut short, or holds something else.
+    """
+    return list(_measurements(path))
+
+
+def _measurements(path: Path) -> Iterator[Measurement]:
+    lines = read_limited(path, MAX_RESULTS_BYTES, what="measured reports").splitlines()
+    if not any(line.strip() for line in lines):
+        raise PlanError(f"`{path}` is empty", hint="name a file of measured reports")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"`{path}`, line {number},"
+        try:
+            values = json.loads(line)
+        except ValueError as error:
+            raise PlanError(
+                f"{where} is no JSON: cut short?", hint="remove the line, or run it again"
+            ) from error
+        if not isinstance(values, dict) or values.get("schema") != SCHEMA:
+            found = values.get("schema") if isinstance(values, dict) else None
+            raise PlanError(
+                f"{where} has the schema `{found}`, not `{SCHEMA}`",
+                hint="name a results file of memest",
+            )
+        if values.get("kind") != Measurement.kind:
+            raise PlanError(
+                f"{where} is `{values.get('kind')}`, not measured",
+                hint="name a results file of `memest validate`",
+            )
+        try:
+            yield Measurement.from_dict(values | {"plan": _plan_as_run(values["plan"])})
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(
+                f"{where} is not a whole report: {error}", hint="run the experiment again"
+            ) from error
+
+
+def _plan_as_run(plan: dict[str, Any]) -> dict[str, Any]:
+    """Return a plan with the defaults that plans had before `quant_load`.
+
+    Of QLoRA, layers were quantised in place, `lm_head` and `wo` were skipped, and `act_ckpt`
+    checkpointed. Other plans had a `quant_skip` without an effect.
+    """
+    if not plan.get("use_qlora"):
+        return {**plan, "quant_skip": []} if plan.get("quant_skip") else plan
+    if "quant_load" in plan:
+        return plan
+    defaults = {"quant_skip": ["lm_head", "wo"], "kbit_ckpt": bool(plan.get("act_ckpt"))}
+    return {**defaults, **plan, "quant_load": IN_PLACE}

@@ -1,3 +1,3 @@
-"""A script, unmodified, on a GPU that is not there: `memest run` and `memest.virtual_gpu`."""
+"""Unmodified scripts on a virtual GPU: `memest run`, `memest.virtual_gpu`."""
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What to change in a script that does not fit: read from what fills its peak.
+"""Changes for a script that does not fit: estimates from its peak.
 
-These are estimates: what a change takes away is read from the peak of a run on a card without end,
-and nothing else is taken to change. What `memest run` can do without touching the script says so by
-its options; the preflight tries those.
+The saving of a change is read from the peak of a run on an unlimited GPU; everything else is
+assumed to stay. Changes that `memest run` can apply without touching the script have its options;
+the preflight tries those.
 """
 
 from __future__ import annotations
@@ -15,44 +15,45 @@ from memest.report import RunReport
 from memest.units import format_gib
 
 EIGHT_BIT_SHARE = 0.74
-"""Of two float32 moments, what bitsandbytes' blockwise 8-bit ones save: 8 B to 2 B and 8 B per 256
-elements (`bitsandbytes/optim/optimizer.py`: blocks of 256, one float32 `absmax` each)."""
+"""Share of two float32 moments that bitsandbytes' blockwise 8-bit ones save: 8 B to 2 B and 8 B per
+256 elements (`bitsandbytes/optim/optimizer.py`: blocks of 256, one float32 `absmax` each).
+"""
 
 MOST_PARTS = 64
-"""A micro-batch is not cut into more."""
+"""Most parts into which a micro-batch is cut."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suggestion:
-    """One change, and what it would take away from the peak."""
+    """One change, and its saving at the peak."""
 
     title: str
     price: str
-    """What it costs, in plain words."""
+    """Cost in plain words."""
 
     saved_bytes: int
-    """By the estimate."""
+    """Estimated saving."""
 
     options: tuple[str, ...] = ()
-    """Of `memest run`, to simulate it."""
+    """Options of `memest run` that simulate it."""
 
     alloc_conf: str = ""
-    """What comes to `PYTORCH_ALLOC_CONF`, to simulate it."""
+    """Addition to `PYTORCH_ALLOC_CONF` that simulates it."""
 
     @property
     def can_be_simulated(self) -> bool:
-        """Whether `memest run` can do it; else the script itself has to be changed."""
+        """True if `memest run` can apply it; otherwise the script has to be changed."""
         return bool(self.options or self.alloc_conf)
 
 
 def suggestions(report: RunReport, limit_bytes: int) -> tuple[Suggestion, ...]:
-    """Changes of which each alone is enough by this estimate, cheapest first.
+    """Return changes each of which is enough alone by this estimate, cheapest first.
 
     Args:
-        report: of the script on a card that has room for it.
-        limit_bytes: what the allocator of the real one can reserve.
+        report: report of the script on a GPU with enough memory.
+        limit_bytes: bytes that the allocator of the real GPU can reserve.
     """
-    over = report.peak_reserved_bytes - limit_bytes
+    over = report.verdicts[report.gpu].needs_bytes - limit_bytes
     return tuple(s for s in _all(report, over) if s.saved_bytes >= over) if over > 0 else ()
 
 
@@ -60,7 +61,7 @@ def _all(report: RunReport, over: int) -> Iterator[Suggestion]:
     held = {term.name: term.num_bytes for term in report.terms}
     in_step = report.peak.phase == "optimizer"
     temporaries = held.get("temporaries", 0)
-    cached = report.peak_reserved_bytes - report.peak_allocated_bytes
+    cached = report.verdicts[report.gpu].needs_bytes - report.peak_allocated_bytes
     if in_step and temporaries:
         yield Suggestion(
             title="`fused=True` in the optimizer",
@@ -109,7 +110,7 @@ def _powers_of_two() -> Iterator[int]:
 
 
 def render_suggestions(found: Sequence[Suggestion]) -> list[str]:
-    """The best change and the next of another kind, or that none alone is enough."""
+    """Return lines for the best change and the next of another kind, if any is enough."""
     if not found:
         return [
             "best change: none alone is enough; a smaller model, several GPUs or offload may be"
@@ -118,4 +119,7 @@ def render_suggestions(found: Sequence[Suggestion]) -> list[str]:
         f"{name}: {each.title} (about {format_gib(each.saved_bytes)} less; {each.price})"
         for name, each in zip(("best change", "or"), found, strict=False)
     ]
-    return [*lines, "estimated from what fills the peak; `memest run` on the changed script tells"]
+    return [
+        *lines,
+        "estimated from the contents of the peak; check the changed script by `memest run`",
+    ]

@@ -1,8 +1,8 @@
-"""The real GPU that this process would run on, asked without opening a CUDA context on it.
+"""The real GPU, identified without a CUDA context on it.
 
-NVML answers where it can; its library comes with the driver. Where it cannot say which card CUDA
-would choose (slices of a card, cards of several kinds), a short process asks torch, whose context
-ends with it. Only a process that has a context already asks torch itself.
+NVML is used where possible; its library comes with the driver. It cannot identify the GPU that CUDA
+would choose among slices of a GPU, or GPUs of several kinds. Then a short process uses torch, whose
+context ends with it. Only a process with a context uses torch itself.
 """
 
 from __future__ import annotations
@@ -25,51 +25,51 @@ _QUESTION = (
 )
 _QUESTION_TIMEOUT_S = 60.0
 _NO_DEVICE = ("", "-1", "NoDevFiles")
-"""Values of `CUDA_VISIBLE_DEVICES` that hide every card."""
+"""Values of `CUDA_VISIBLE_DEVICES` that hide every GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceAtHand:
-    """A GPU and what is free on it."""
+    """A GPU and its free memory."""
 
     name: str
     total_bytes: int
-    """As `torch.cuda.get_device_properties` gives it: without what the driver keeps."""
+    """Total of `torch.cuda.get_device_properties`: without the driver's own memory."""
 
     capability: tuple[int, int]
     free_bytes: int
-    """What this process's own allocator holds is counted as free."""
+    """Free bytes; the cache of this process's allocator counts as free."""
 
     has_context: bool = False
-    """Whether this process's CUDA context is taken off `free_bytes` already."""
+    """True if this process's CUDA context is subtracted from `free_bytes` already."""
 
     @property
     def gpu(self) -> Gpu:
-        """The entry of the catalogue, or the nearest one with this memory."""
+        """Entry of the catalogue, or the nearest one with this memory."""
         known = match_device(self.name, self.total_bytes)
         return known or nearest_gpu(self.capability, self.total_bytes)
 
     @property
     def is_known(self) -> bool:
-        """Whether the catalogue has this GPU."""
+        """True if the catalogue has this GPU."""
         return match_device(self.name, self.total_bytes) is not None
 
     @property
     def room_bytes(self) -> int:
-        """What the allocator of the script can reserve now."""
+        """Bytes that the script's allocator can reserve now."""
         gpu = self.gpu
         free = self.free_bytes - (0 if self.has_context else gpu.context_bytes)
         return max(0, min(free, gpu.limit_bytes))
 
     @property
     def others_bytes(self) -> int:
-        """What other processes hold."""
+        """Bytes that other processes hold."""
         context = self.gpu.context_bytes if self.has_context else 0
         return max(0, self.total_bytes - self.free_bytes - context)
 
 
 def device_at_hand(environment: Mapping[str, str] | None = None) -> DeviceAtHand | None:
-    """The GPU that `cuda:0` is for this process; None where CUDA has none for it.
+    """Return the GPU that `cuda:0` is for this process; None where CUDA has none for it.
 
     Args:
         environment: of the process, for `CUDA_VISIBLE_DEVICES`; by default its own.
@@ -96,7 +96,7 @@ def device_at_hand(environment: Mapping[str, str] | None = None) -> DeviceAtHand
 
 def _has_driver() -> bool:
     try:
-        ctypes.CDLL("libcuda.so.1")
+        ctypes.CDLL(_DRIVER)
     except OSError:
         return False
     return True
@@ -117,7 +117,7 @@ def _of_this_process(torch: Any) -> DeviceAtHand:
 
 
 def _of_another_process() -> DeviceAtHand | None:
-    """What torch says in a process of its own; None where it sees no GPU either."""
+    """Return torch's GPU in a child process; None where it sees no GPU either."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _QUESTION],
@@ -133,8 +133,13 @@ def _of_another_process() -> DeviceAtHand | None:
     return DeviceAtHand(name, total, (major, minor), free, has_context=True)
 
 
+_DRIVER, _NVML = (
+    ("nvcuda.dll", "nvml.dll") if sys.platform == "win32" else ("libcuda.so.1", "libnvidia-ml.so.1")
+)
+
+
 class _UnsureError(Exception):
-    """NVML cannot say which card is meant, or what it has."""
+    """NVML cannot identify the GPU, or its memory."""
 
 
 class _Memory(ctypes.Structure):
@@ -161,7 +166,7 @@ class _Nvml:
     """
 
     def __init__(self) -> None:
-        self._library: Any = ctypes.CDLL("libnvidia-ml.so.1")
+        self._library: Any = ctypes.CDLL(_NVML)
         if self._library.nvmlInit_v2():
             raise OSError("NVML finds no driver")
 
@@ -169,10 +174,10 @@ class _Nvml:
         self._library.nvmlShutdown()
 
     def device(self, visible: str | None, order: str) -> DeviceAtHand | None:
-        """The card that `CUDA_VISIBLE_DEVICES` names first; None where there is none such.
+        """Return the GPU that `CUDA_VISIBLE_DEVICES` names first; None if there is none.
 
         Raises:
-            _UnsureError: NVML cannot tell.
+            _UnsureError: NVML cannot identify it.
         """
         count = ctypes.c_uint()
         self._ask("nvmlDeviceGetCount_v2", ctypes.byref(count))
@@ -218,8 +223,8 @@ class _Nvml:
         return {self._name(self._by_index(index)) for index in range(count)}
 
     def _is_sliced(self, handle: ctypes.c_void_p) -> bool:
-        """Whether the card is in MIG mode, in which CUDA sees a slice of it."""
+        """Return whether the GPU is in MIG mode, in which CUDA sees a slice of it."""
         current, pending = ctypes.c_uint(), ctypes.c_uint()
-        with suppress(_UnsureError):  # cards without MIG do not support the question
+        with suppress(_UnsureError):  # GPUs without MIG do not support the query
             self._ask("nvmlDeviceGetMigMode", handle, ctypes.byref(current), ctypes.byref(pending))
         return bool(current.value)

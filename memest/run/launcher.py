@@ -1,12 +1,14 @@
-"""A script from its first line to its last, in this process, as Python would run it."""
+"""Run of a script in this process, as Python would run it."""
 
 from __future__ import annotations
 
+import _thread
 import gc
 import linecache
 import runpy
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,13 +20,13 @@ from types import FrameType
 import torch
 
 from memest.errors import MemestError, PlanError, UnsupportedError, shown
-from memest.estimator.readings import held_later
+from memest.estimator.replay.scenarios import describe_deferred_blocks
 from memest.report import Ending, RunReport
 from memest.run.session import Session, ending_of, refusal_within
 from memest.run.target import Target
 
 INTERRUPTED_EXIT_CODE = 130
-"""128 + SIGINT, as shells count."""
+"""128 + SIGINT, as in shells."""
 
 _MEMEST = str(Path(__file__).resolve().parents[1])
 _TORCH = str(Path(torch.__file__).parent)
@@ -32,28 +34,28 @@ _TORCH = str(Path(torch.__file__).parent)
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What became of a script."""
+    """Result of a script's run."""
 
     exit_code: int
-    """Its own."""
+    """Exit code of the script."""
 
     error_text: str
-    """What Python would have written to stderr: a traceback, or the message of `sys.exit`."""
+    """Text that Python would have written to stderr: a traceback, or the message of `sys.exit`."""
 
     refusal: MemestError | None
-    """What cannot be simulated, if that ended it."""
+    """Error for a call that cannot be simulated, if that ended the script."""
 
     report: RunReport | None
-    """None where it never used the GPU."""
+    """Report, or None if the script never used the GPU."""
 
     what_decides: str = ""
     """Blocks that came back at the latest moment, and may do so before."""
 
 
 def run_target(target: Target, session: Session, *, limit_s: float | None = None) -> Ran:
-    """Run `target` on the card of `session`, which has not been entered.
+    """Run `target` on the GPU of `session`, which has not been entered.
 
-    After `limit_s` seconds it is ended, with the line where it is.
+    After `limit_s` seconds it is ended, with its current line.
 
     Raises:
         PlanError: the module is not there, or cannot be run.
@@ -76,16 +78,16 @@ def run_target(target: Target, session: Session, *, limit_s: float | None = None
     mode = session.virtual.mode
     is_used = session.peak_allocated_bytes or mode.memory.num_ooms
     report = session.report() if is_used else None
-    decides = held_later(mode.memory.storages) if mode.timeline.is_slow else ""
+    decides = describe_deferred_blocks(mode.memory.storages) if mode.timeline.is_slow else ""
     return replace(_ran(error, report), what_decides=decides)
 
 
 @contextmanager
 def time_limit(seconds: float | None, line: Callable[[], str]) -> Iterator[None]:
-    """Within it no more time passes than that; None is no limit.
+    """Limit the time of the block; None is no limit.
 
     Raises:
-        UnsupportedError: in what runs, at the line that it has come to.
+        UnsupportedError: the limit is reached; the message has the current line.
     """
     if seconds is None:
         yield
@@ -97,13 +99,17 @@ def time_limit(seconds: float | None, line: Callable[[], str]) -> Iterator[None]
             hint="does it wait for another rank? A longer `--time-limit` gives it more",
         )
 
-    before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    number = getattr(signal, "SIGALRM", signal.SIGTERM)  # Windows sends none of its own
+    before = signal.signal(number, end)
+    timer = threading.Timer(seconds, _thread.interrupt_main, [number])
+    timer.daemon = True
+    has_clock = hasattr(signal, "setitimer")  # it also interrupts calls of the system
+    signal.setitimer(signal.ITIMER_REAL, seconds) if has_clock else timer.start()
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, 0) if has_clock else timer.cancel()
+        signal.signal(number, before)
 
 
 _NOT_RUN = ImportError("not run")
@@ -131,7 +137,7 @@ def _run(target: Target) -> None:
 
 
 def _keep_source(target: Target) -> None:
-    """Keep the text of the script, which may delete itself or change it."""
+    """Store the text of the script, which may delete itself or change it."""
     if not target.is_module and target.path.is_file():
         try:
             text = target.path.read_text(encoding="utf-8")
@@ -160,7 +166,7 @@ def _ran(error: BaseException | None, report: RunReport | None) -> Ran:
 
 
 def traceback_of(error: BaseException) -> str:
-    """The traceback as the script's own run would have printed it: without memest's frames."""
+    """Return the traceback of the script's own run, without memest's frames."""
     summary = traceback.TracebackException.from_exception(error)
     _clean(summary, set())
     return "".join(summary.format())
@@ -178,7 +184,7 @@ def _clean(summary: traceback.TracebackException, seen: set[int]) -> None:
 
 
 def _kept(frames: Iterable[traceback.FrameSummary]) -> Iterator[traceback.FrameSummary]:
-    """The frames of the script and of libraries, without those of the kernels that stand in."""
+    """Yield the frames of the script and of libraries, without those of replaced kernels."""
     has_begun = is_within = False
     for frame in frames:
         if _is_ours(frame.filename):

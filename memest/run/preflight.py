@@ -1,72 +1,182 @@
-"""`memest.preflight`: a script looks, before it starts, whether it will fit its real GPU."""
+"""`memest.preflight`: a check, before a script starts, whether it will fit its real GPU."""
 
 from __future__ import annotations
 
-import contextlib
+import ast
 import json
 import multiprocessing
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
+from memest.child import spawn
 from memest.errors import PlanError, shown
 from memest.estimator.allocator.settings import VARIABLES
+from memest.packages import is_in_packages
 from memest.report import Ending, RunReport
 from memest.run.advice import Suggestion, render_suggestions, suggestions
 from memest.run.device_at_hand import DeviceAtHand, device_at_hand
-from memest.run.typed import Typed, typed_command
-from memest.units import format_gib, parse_bytes
+from memest.units import GIB, format_gib, parse_bytes
+
+RUNNERS = frozenset(("ipykernel_launcher", "pytest", "py.test", "unittest"))
+"""Modules and commands that run other code than a script with its own arguments."""
+
+_MEMEST = Path(__file__).resolve().parents[1]
+_LIBRARY = Path(os.__file__).resolve().parent
+"""Folder of Python's own library."""
+
+
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """A script or a module with its arguments, as `memest run` takes them."""
+
+    words: tuple[str, ...]
+    """`train.py --bs 8`, or `-m package.train --bs 8`."""
+
+    folder: str
+    """Working folder of the command."""
+
+    @property
+    def label(self) -> str:
+        """Name for messages."""
+        name, *rest = self.words
+        return " ".join((os.path.basename(name) or name, *rest))
+
+
+def typed_command(frame: FrameType | None = None) -> Typed | None:
+    """Return the command that this process was started to run; None if it is no script.
+
+    A notebook or an interactive session has none. Exceptions are callers that are a script started
+    from it (`%run train.py`), or a module that can run by itself.
+
+    Args:
+        frame: frame of the caller.
+    """
+    main = sys.modules.get("__main__")
+    file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+    if getattr(sys, "frozen", False):
+        return None
+    if spec is not None and spec.name != "__main__":
+        return _of_module(spec.name.removesuffix(".__main__"))
+    if file is not None:
+        is_runner = Path(file).stem in RUNNERS
+        return _of_script(file) if os.path.isfile(file) and not is_runner else None
+    return _of_callers(frame)
+
+
+def _of_module(name: str) -> Typed | None:
+    if name.partition(".")[0] in RUNNERS:
+        return None
+    typed = sys.orig_argv
+    for at in range(1, len(typed) - 1):
+        if typed[at] == "-m" and typed[at + 1] in (name, f"{name}.__main__"):
+            return Typed(("-m", *typed[at + 1 :]), os.getcwd())
+    return Typed(("-m", name, *sys.argv[1:]), os.getcwd())
+
+
+def _of_script(file: str) -> Typed:
+    """Return the script with the arguments that were typed, which it may have taken from
+    `sys.argv`.
+    """
+    for folder in dict.fromkeys((os.getcwd(), os.environ.get("PWD") or os.getcwd())):
+        for at, word in enumerate(sys.orig_argv[1:], 1):
+            if os.path.join(folder, word) == file or _is_same(os.path.join(folder, word), file):
+                return Typed(tuple(sys.orig_argv[at:]), folder)
+    return Typed((os.path.abspath(file), *sys.argv[1:]), os.getcwd())
+
+
+def _is_same(path: str, other: str) -> bool:
+    try:
+        return os.path.samefile(path, other)
+    except OSError:
+        return False
+
+
+def _of_callers(frame: FrameType | None) -> Typed | None:
+    """Return the calling script or module in a session that has no script itself."""
+    while frame is not None:
+        names: dict[str, Any] = frame.f_globals
+        file, name = names.get("__file__"), names.get("__name__", "")
+        frame = frame.f_back
+        if not isinstance(file, str) or not os.path.isfile(file) or _is_library(file):
+            continue
+        if name == "__main__":
+            return Typed((os.path.abspath(file), *sys.argv[1:]), os.getcwd())
+        if _runs_by_itself(file):
+            return Typed(("-m", name), os.getcwd())
+    return None
+
+
+def _is_library(file: str) -> bool:
+    path = Path(file).resolve()
+    return is_in_packages(path) or path.is_relative_to(_MEMEST) or _LIBRARY in path.parents
+
+
+def _runs_by_itself(file: str) -> bool:
+    """Return whether a module has an `if __name__ == "__main__":`."""
+    try:
+        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return False
+    return any(
+        isinstance(node, ast.If)
+        and any(isinstance(n, ast.Name) and n.id == "__name__" for n in ast.walk(node.test))
+        for node in tree.body
+    )
+
 
 VARIABLE = "MEMEST_PREFLIGHT"
-"""`off`, `0`, `no` or `false` in the environment: nothing is checked. The script that is simulated
-finds `inside`."""
+"""Variable of the environment; `off`, `0`, `no` or `false` turn the check off. The simulated script
+has the value `inside`.
+"""
 
 INSIDE = "inside"
 _OFF = ("0", "off", "no", "false", INSIDE)
 _DONE = "MEMEST_PREFLIGHT_DONE"
-"""Holds the process and the command that were checked, for processes that the script starts."""
+"""Variable with the process and the command that were checked, for child processes."""
 
 OOM_EXIT_CODE = 5
-"""Of a script that is stopped: as `memest run --check`."""
+"""Exit code of a script that is stopped, as of `memest run --check`."""
 
-TIGHT_SHARE = 0.02
-"""Of what can be reserved: what should stay free where `margin` is not given. Within this, reserved
-memory is predicted (docs/accuracy.md; docs/scripts.md has the misses)."""
+OTHERS_SHARE = 0.02
+"""Share of the GPU that other processes have to hold to be named."""
 
 ENDLESS = "32TiB"
-"""A card on which everything fits, to learn how much a script needs; no node has as much."""
+"""Memory of a GPU on which everything fits, to find the need of a script; no node has as much."""
 
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _QUIET = {"WANDB_MODE": "disabled"}  # docs.wandb.ai, environment variables
 _SMALLEST_LIMIT = 2 << 20
 _RULE = "-" * 80
 _BOOT = (
-    "import signal, sys; signal.alarm({seconds}); sys.path.append({folder!r}); "
+    "import faulthandler, sys; faulthandler.dump_traceback_later({seconds}, exit=True); "
+    "sys.path.append({folder!r}); "
     "from memest.cli import main; main()"
 )
 
 
 class Outcome(StrEnum):
-    """What a preflight has found."""
+    """Outcome of a preflight."""
 
     FITS = "fits"
     TIGHT = "tight"
-    """It fits, with less to spare than the margin."""
+    """Fits, with less to spare than the margin."""
 
     OOM = "oom"
     UNKNOWN = "unknown"
-    """It could not be told; `why` says the reason."""
+    """Unknown, for the reason in `why`."""
 
     OFF = "off"
-    """There was nothing to do here: switched off, another rank, within a virtual run."""
+    """Nothing to do: switched off, another rank, or within a virtual run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,16 +186,16 @@ class Preflight:
     outcome: Outcome
     why: str = ""
     report: RunReport | None = field(default=None, repr=False)
-    """Of the virtual run."""
+    """Report of the virtual run."""
 
     elapsed_s: float = 0.0
 
 
 class PreflightStop(SystemExit):
-    """The script will not fit; ends it with exit code 5 if nobody catches it.
+    """The script will not fit; ends it with exit code 5 if it is not caught.
 
     Args:
-        result: of the preflight.
+        result: result of the preflight.
     """
 
     def __init__(self, result: Preflight) -> None:
@@ -95,7 +205,7 @@ class PreflightStop(SystemExit):
 
 _OFF_HERE = Preflight(outcome=Outcome.OFF)
 _done: tuple[object, Preflight] | None = None
-"""What was found, and the module `__main__` that it is about: `%run` makes a new one each time."""
+"""Result, and the module `__main__` that was checked: `%run` makes a new one each time."""
 
 
 def preflight(
@@ -107,19 +217,19 @@ def preflight(
 
         memest.preflight()  # first thing in the script
 
-    The script runs once more from its first line in a process of its own, on a virtual GPU like the
-    real one with what is free on it, until `max_steps` optimizer steps are done. If that is out of
-    memory, the report goes to stderr and `PreflightStop`, a `SystemExit`, ends the script. If it
-    fits nothing is said. Where it cannot be told a line on stderr says why, and the script goes on.
+    The script runs once more from its first line in its own process, for `max_steps` optimizer
+    steps. The virtual GPU is like the real one, with its free memory. If the run is out of memory,
+    the report goes to stderr and `PreflightStop`, a `SystemExit`, ends the script. If it fits,
+    nothing is printed. If that is unknown, a line on stderr has the reason, and the script goes on.
 
-    Once per script: not again in the same process, nor in those that it starts; only rank 0 checks;
-    `MEMEST_PREFLIGHT=off` in the environment switches it off.
+    It runs once per script: not again in the same process or in its children, and only on rank 0.
+    `MEMEST_PREFLIGHT=off` in the environment turns it off.
 
     Args:
         max_steps: optimizer steps to simulate.
-        time_limit: seconds after which it steps aside.
-        margin: what should stay free, in bytes or as `2GiB`; a warning says if less does. None is
-            2 % of what can be reserved.
+        time_limit: seconds after which the check is given up.
+        margin: memory that should stay free, in bytes or as `2GiB`; a warning follows if less does.
+            None is `Gpu.spread_bytes`, as for `tight` in every report.
 
     Raises:
         PreflightStop: it will not fit.
@@ -128,9 +238,7 @@ def preflight(
     global _done
     margin_bytes = None if margin is None else parse_bytes(margin)
     if max_steps < 1:
-        raise PlanError(
-            f"`max_steps` is {shown(max_steps)}", hint="three say what there is to know"
-        )
+        raise PlanError(f"`max_steps` is {shown(max_steps)}", hint="three are enough")
     if _is_off():
         return _OFF_HERE
     main = sys.modules.get("__main__")
@@ -148,6 +256,22 @@ def preflight(
     return result
 
 
+def report_measured(result: Preflight | None) -> Iterator[dict[str, float]]:
+    """Print the predicted and the measured peak of this process; yield both, in GiB.
+
+    Nothing is yielded without a prediction. The peak is torch's, since the start of the process or
+    its last reset.
+    """
+    report = None if result is None else result.report
+    torch = sys.modules.get("torch")
+    if report is None or torch is None or not torch.cuda.is_initialized():
+        return
+    measured = torch.cuda.max_memory_reserved()
+    _tell(["", report.summary(measured_bytes=measured)])  # below a progress bar
+    predicted = report.verdicts[report.gpu].reserved_bytes
+    yield {"memest/predicted_gib": predicted / GIB, "memest/measured_gib": measured / GIB}
+
+
 def _is_off() -> bool:
     if os.environ.get(VARIABLE, "").strip().lower() in _OFF:
         return True
@@ -155,12 +279,12 @@ def _is_off() -> bool:
         return True  # a worker that imports the script
     if any(os.environ.get(name, "").strip() not in ("", "0", "-1") for name in _RANKS):
         return True
-    virtual = sys.modules.get("memest.estimator.device.virtual_gpu")
+    virtual = sys.modules.get("memest.estimator.virtual_gpu")
     return virtual is not None and virtual.VirtualGpu._active is not None
 
 
 def _is_first(typed: Typed) -> bool:
-    """Whether no process above this one has checked the same command; those below will know."""
+    """Return whether no parent process has checked the command; note it for children."""
     command = json.dumps([typed.folder, *typed.words])
     process, _, checked = os.environ.get(_DONE, "").partition(" ")
     if checked == command and process != str(os.getpid()):
@@ -177,7 +301,7 @@ def _tell(lines: list[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Ran:
-    """What became of a virtual run: a report, or the reason why there is none."""
+    """Result of a virtual run: a report, or the reason why there is none."""
 
     report: RunReport | None
     why: str = ""
@@ -197,7 +321,7 @@ class _Check:
         return time.monotonic() - self.started
 
     def result(self, typed: Typed | None) -> Preflight:
-        """What `preflight` returns; texts are written here but for the reason of an unknown."""
+        """Check the script, print the texts, and return the result of `preflight`."""
         if typed is None:
             return self._unknown(
                 "there is no script to run, as in a notebook; the code within"
@@ -218,10 +342,8 @@ class _Check:
             return Preflight(outcome=Outcome.OOM, report=report, elapsed_s=self.elapsed_s)
         if report.ending not in (Ending.FINISHED, Ending.STOPPED) or report.error:
             return self._unknown(f"the virtual run ended early: {report.error}", report)
-        spare = report.limit_bytes - report.peak_reserved_bytes
-        margin = self.margin_bytes
-        if margin is None:
-            margin = int(TIGHT_SHARE * report.limit_bytes)
+        spare = report.verdicts[report.gpu].margin_bytes
+        margin = device.gpu.spread_bytes if self.margin_bytes is None else self.margin_bytes
         if spare >= margin:
             return Preflight(outcome=Outcome.FITS, report=report, elapsed_s=self.elapsed_s)
         self._tell_tight(typed, device, report, spare)
@@ -235,9 +357,9 @@ class _Check:
     ) -> None:
         _tell(
             [
-                f"memest preflight: `{typed.label}` fits {_card(device)}, but it is tight:"
-                f" {format_gib(report.peak_reserved_bytes)} of"
-                f" {format_gib(report.limit_bytes)} reserved, {format_gib(spare_bytes)} to spare"
+                f"memest preflight: `{typed.label}` fits {_gpu(device)}, but it is tight:"
+                f" needs {format_gib(report.limit_bytes - spare_bytes)} of"
+                f" {format_gib(report.limit_bytes)} usable, {format_gib(spare_bytes)} to spare"
                 f" after {report.num_steps} steps"
             ]
         )
@@ -245,7 +367,7 @@ class _Check:
     def _tell_oom(self, typed: Typed, device: DeviceAtHand, report: RunReport) -> None:
         lines = [
             _RULE,
-            f"memest preflight: `{typed.label}` will not fit {_card(device)}, so it is stopped"
+            f"memest preflight: `{typed.label}` will not fit {_gpu(device)}, so it is stopped"
             f" before it starts; `{VARIABLE}=off` lets it run",
             "",
             str(replace(report, verdicts={report.gpu: report.verdicts[report.gpu]}, notes=())),
@@ -253,9 +375,9 @@ class _Check:
         ]
         endless = self._run(typed, device, memory=ENDLESS).report
         if endless is not None and endless.ending in (Ending.FINISHED, Ending.STOPPED):
-            need, limit = endless.peak_reserved_bytes, report.limit_bytes
+            need, limit = endless.verdicts[endless.gpu].needs_bytes, report.limit_bytes
             over = format_gib(need - limit)
-            lines.append(f"needs {format_gib(need)} reserved: {over} more than there is")
+            lines.append(f"needs {format_gib(need)}: {over} more than there is")
             if fitting := _fitting(endless):
                 lines.append(f"fits: {', '.join(fitting)}")
             found = suggestions(endless, limit)
@@ -263,16 +385,16 @@ class _Check:
         _tell([*lines, _RULE])
 
     def _tried(self, typed: Typed, device: DeviceAtHand, found: Iterable[Suggestion]) -> list[str]:
-        """The first of `found` that fits when it is simulated, if time is left to."""
+        """Return lines on the first of `found` that fits when it is simulated, if time is left."""
         for each in found:
             if not each.can_be_simulated:
                 continue
             report = self._run(typed, device, each.options, alloc_conf=each.alloc_conf).report
             if report is not None and report.fits and not report.error:
-                room = f"{format_gib(report.peak_reserved_bytes)} of"
+                needs = format_gib(report.verdicts[report.gpu].needs_bytes)
                 return [
-                    f"best change, simulated: {each.title}: {room}"
-                    f" {format_gib(report.limit_bytes)} reserved ({each.price})"
+                    f"best change, simulated: {each.title}: needs {needs} of"
+                    f" {format_gib(report.limit_bytes)} usable ({each.price})"
                 ]
         return []
 
@@ -284,15 +406,15 @@ class _Check:
         memory: str | None = None,
         alloc_conf: str = "",
     ) -> _Ran:
-        """The script on a virtual card like `device`, or like it with `memory`."""
-        card = ["--gpu", device.gpu.name]
+        """Run the script on a virtual GPU like `device`, or like it with `memory`."""
+        of_gpu = ["--gpu", device.gpu.name]
         if memory is not None:
-            card += ["--gpu-memory", memory]
+            of_gpu += ["--gpu-memory", memory]
         else:
             if not device.is_known:
-                card += ["--gpu-memory", str(device.total_bytes)]
+                of_gpu += ["--gpu-memory", str(device.total_bytes)]
             if device.room_bytes < device.gpu.limit_bytes:
-                card += ["--memory-limit", str(max(_SMALLEST_LIMIT, device.room_bytes))]
+                of_gpu += ["--memory-limit", str(max(_SMALLEST_LIMIT, device.room_bytes))]
         seconds = self.time_limit - self.elapsed_s
         if seconds <= 0:
             return _Ran(None, "no time is left")
@@ -300,14 +422,14 @@ class _Check:
         try:
             steps = ("--max-steps", str(self.max_steps), "--no-input")
             return _run_script(
-                typed, [*card, *steps, *options], _environment(alloc_conf), folder, seconds
+                typed, [*of_gpu, *steps, *options], _environment(alloc_conf), folder, seconds
             )
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _environment(alloc_conf: str) -> dict[str, str]:
-    """Of a virtual run: the script's, and settings of the allocator beside those that it has."""
+    """Return the environment of a virtual run: the script's, with allocator settings."""
     found = {**os.environ, **_QUIET, VARIABLE: INSIDE}
     if alloc_conf:
         newer, older = VARIABLES
@@ -319,37 +441,20 @@ def _environment(alloc_conf: str) -> dict[str, str]:
 def _run_script(
     typed: Typed, options: list[str], environment: dict[str, str], folder: Path, seconds: float
 ) -> _Ran:
-    """`memest run OPTIONS` on a script, its output kept away, for at most `seconds`."""
+    """Run `memest run OPTIONS` on a script, with its output hidden, for at most `seconds`."""
     report, output = folder / "report.json", folder / "output.txt"
     boot = _BOOT.format(seconds=int(seconds) + 5, folder=str(Path(__file__).parents[2]))
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     command = [sys.executable, *flags, "-c", boot, "run", *options, "--json", str(report)]
-    with output.open("w", encoding="utf-8") as stream:
-        process = subprocess.Popen(
-            [*command, *typed.words],
-            cwd=typed.folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=stream,
-            start_new_session=True,
-        )
-        try:
-            process.wait(seconds)
-        except subprocess.TimeoutExpired:
+    child = spawn([*command, *typed.words], output, cwd=typed.folder, env=environment)
+    try:
+        if child.wait(seconds) is None:
             return _Ran(None, f"the virtual run did not end within {seconds:.0f} s")
-        finally:
-            _end(process)
+    finally:
+        child.kill()
     if report.is_file():
         return _Ran(RunReport.from_dict(json.loads(report.read_text(encoding="utf-8"))))
     return _Ran(None, _last_error(output.read_text(encoding="utf-8", errors="replace")))
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a run and all that it has started."""
-    with contextlib.suppress(OSError):  # where nothing of it is left
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _last_error(output: str) -> str:
@@ -360,11 +465,11 @@ def _last_error(output: str) -> str:
     return f"the virtual run ended early: {lines[-1]}" if lines else "the virtual run ended early"
 
 
-def _card(device: DeviceAtHand) -> str:
+def _gpu(device: DeviceAtHand) -> str:
     name = device.gpu.name if device.is_known else device.name
     room = f"{format_gib(device.room_bytes)} for its allocator"
     others = device.others_bytes
-    if others > TIGHT_SHARE * device.total_bytes:
+    if others > OTHERS_SHARE * device.total_bytes:
         return f"{name} ({room}; other processes hold {format_gib(others)})"
     return f"{name} ({room})"
 
@@ -373,5 +478,5 @@ def _fitting(report: RunReport) -> list[str]:
     return [
         name
         for name, verdict in report.verdicts.items()
-        if verdict.verdict == "fits" and name != report.gpu
+        if verdict.word == "fits" and name != report.gpu
     ]

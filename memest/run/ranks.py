@@ -1,61 +1,65 @@
 """A script as `torchrun` would start it: some of its ranks, each in a process of its own.
 
-The ranks that are run are the first and the last. They run one after another, and wait for nobody:
-collectives give each the values that the other ranks would have if they had what this one has, and
-broadcasts of the first what it has said.
+The first and the last rank run, one after the other. If one of them sends to or receives from
+another rank, both run at the same time. So all stages of a pipeline run together. A collective
+gives each rank what it would get if the other ranks had the same values.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
-import signal
-import sys
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from memest.errors import MemestError, PlanError
-from memest.estimator.device.broadcasts import Broadcasts
-from memest.estimator.device.ranks import Ranks
-from memest.report import Interval, Outcome, RankRow, RunReport
+from memest.child import Child, DiedError, ask, wait_any
+from memest.errors import MemestError, PlanError, UnsupportedError
+from memest.estimator.gpu.worlds import Mailbox, Ranks
+from memest.report import Interval, Outcome, RankRow, RunReport, Verdict
 from memest.run.launcher import Ran
 
 MAX_RANKS = 1 << 14
-"""As of plans."""
+"""Limit on ranks, as in plans."""
+
+MAX_TOGETHER = 64
+"""Ranks that run at the same time, since each takes about 0.5 GB of this machine."""
+
+POLL_SECONDS = 0.05
+"""Interval between polls for ranks that other ranks have requested, seconds."""
 
 MASTER_PORT = 29500
 """The default of `torchrun`."""
 
 
 def chosen_ranks(num_local: int | None, num_nodes: int) -> list[Ranks]:
-    """The first rank and the last; one that nobody launches where `num_local` is not given.
+    """Return the first and the last rank; without `num_local` a rank that is not launched.
 
     Raises:
-        PlanError: there are more than make sense.
+    PlanError: there are more than make sense.
     """
     is_launched = num_local is not None or num_nodes > 1
     num_local = num_local or 1
     size = num_local * num_nodes
     if size > MAX_RANKS:
         raise PlanError(f"{size} ranks are too many", hint=f"simulate at most {MAX_RANKS}")
-    broadcasts = Broadcasts()
+    mailbox = Mailbox()
+    mailbox.open()
     return [
         Ranks(
             rank=rank,
             world_size=size,
             num_local=num_local,
             is_launched=is_launched,
-            broadcasts=broadcasts,
+            mailbox=mailbox,
         )
         for rank in sorted({0, size - 1})
     ]
 
 
 def environment(ranks: Ranks) -> dict[str, str]:
-    """What `torchrun` tells a process, as torch/distributed/elastic/agent/server/
-    local_elastic_agent.py of torch 2.11 does.
+    """Return the environment that `torchrun` gives a process (`local_elastic_agent.py` of torch
+    2.11).
     """
     host, size = ranks.rank // ranks.num_local, ranks.world_size
     num_nodes = size // ranks.num_local
@@ -73,70 +77,84 @@ def environment(ranks: Ranks) -> dict[str, str]:
 
 
 def run_rank(ranks: Ranks, run: Callable[[Ranks], Ran], *, is_silent: bool = False) -> Ran:
-    """`run` in a process of its own, with the environment of the rank."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        if is_silent:
-            _be_silent()
-        _be_rank(ranks, run, writer)
-    os.close(writer)
+    """`run` in a child process, with the environment of the rank; its peers are not run."""
+    return _run(ranks, run, is_silent=is_silent, with_peers=False)[0][1]
+
+
+def run_with_peers(
+    ranks: Ranks, run: Callable[[Ranks], Ran], *, done: Collection[int] = ()
+) -> list[tuple[Ranks, Ran]]:
+    """Run a rank, and at the same time all ranks that it exchanges messages with; by rank.
+
+    Ranks that are `done` have posted their messages and do not run again.
+
+    Raises:
+        MemestError: a process ended without a result.
+        UnsupportedError: more than `MAX_TOGETHER` ranks wait for each other.
+    """
+    return _run(ranks, run, is_silent=False, with_peers=True, done=done)
+
+
+def _run(
+    first: Ranks,
+    run: Callable[[Ranks], Ran],
+    *,
+    is_silent: bool,
+    with_peers: bool,
+    done: Collection[int] = (),
+) -> list[tuple[Ranks, Ran]]:
+    pending = [first]
+    running: dict[Child, Ranks] = {}
+    known = {first.rank, *done}
+    results: list[tuple[Ranks, Ran]] = []
     try:
-        with os.fdopen(reader, "rb") as pipe:
-            answer = pipe.read()
-    except BaseException:
-        os.kill(child, signal.SIGTERM)
-        raise
+        while pending or running:
+            running |= {_start(ranks, run, is_silent): ranks for ranks in pending}
+            for child in wait_any(running, POLL_SECONDS):
+                ranks = running.pop(child)
+                results.append((ranks, _result(ranks, child)))
+            pending = []
+            if with_peers:
+                wanted = first.mailbox.wanted() - known
+                known |= wanted
+                pending = [replace(first, rank=rank) for rank in sorted(wanted)]
+            if len(running) + len(pending) > MAX_TOGETHER:
+                raise UnsupportedError(
+                    f"more than {MAX_TOGETHER} ranks send to each other",
+                    hint="simulate fewer: all of them run at the same time",
+                )
     finally:
-        _, status = os.waitpid(child, 0)
-    if not answer:
-        what = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "no answer"
+        for child in running:
+            child.kill()
+    return sorted(results, key=lambda pair: pair[0].rank)
+
+
+def _start(ranks: Ranks, run: Callable[[Ranks], Ran], is_silent: bool) -> Child:
+    return ask(partial(_run_as, ranks, run), is_silent=is_silent)
+
+
+def _run_as(ranks: Ranks, run: Callable[[Ranks], Ran]) -> Ran:
+    os.environ.update(environment(ranks))
+    return run(ranks)
+
+
+def _result(ranks: Ranks, child: Child) -> Ran:
+    try:
+        ran: Ran = child.answer()
+    except DiedError as error:
         raise MemestError(
-            f"rank {ranks.rank} ended with {what}", hint="is there memory enough on this machine?"
-        )
-    ran: Ran | MemestError
-    ran, broadcasts = pickle.loads(answer)
-    ranks.broadcasts.learn(broadcasts)
-    if isinstance(ran, MemestError):
-        raise ran
+            f"rank {ranks.rank} ended with {error}", hint="is there memory enough on this machine?"
+        ) from error
+    finally:
+        ranks.mailbox.end(ranks.rank)
     return ran
 
 
-def _be_silent() -> None:
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for number in (1, 2):
-        os.dup2(nowhere, number)
-
-
 def open_verdict(report: RunReport, decides: str) -> RunReport:
-    """Of a rank that ran out of memory at the latest moment, and did not at the earliest."""
+    """Verdict of a rank that was out of memory at the latest moment, but not at the earliest."""
     own = replace(report.verdicts[report.gpu], verdict=Outcome.MAY, decides=decides)
     verdicts = {**report.verdicts, report.gpu: own}
     return replace(report, verdict=Outcome.MAY, verdicts=verdicts)
-
-
-def _be_rank(ranks: Ranks, run: Callable[[Ranks], Ran], writer: int) -> None:
-    """Run, answer and leave: what the parent has open is the parent's."""
-    code = 1
-    try:
-        os.environ.update(environment(ranks))
-        ran: Ran | MemestError
-        try:
-            ran = run(ranks)
-        except MemestError as error:
-            ran = error
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        with os.fdopen(writer, "wb") as pipe:
-            pickle.dump((ran, ranks.broadcasts), pipe)
-        code = 0
-    except BaseException:  # an error of memest's own, which nobody else would tell of
-        traceback.print_exc()
-        sys.stderr.flush()
-    finally:
-        os._exit(code)
 
 
 def together(reports: Sequence[tuple[Ranks, RunReport]]) -> RunReport:
@@ -154,8 +172,9 @@ def together(reports: Sequence[tuple[Ranks, RunReport]]) -> RunReport:
     rows = tuple(rows_of(reports))
     size = worst_of.world_size
     note = (
-        f"rank {worst_of.rank} of {size}; of the others {_listed(reports, worst_of)} was run, and"
-        " collectives gave each what it would get if all ranks had what it has"
+        f"the figures are those of rank {worst_of.rank} of {size}; also run: "
+        f"{_listed(reports, worst_of)}; collectives gave each rank what it would get if all ranks"
+        " had the same values"
     )
     every = [report.intervals for _, report in reports if report.intervals]
     intervals = {
@@ -165,22 +184,31 @@ def together(reports: Sequence[tuple[Ranks, RunReport]]) -> RunReport:
         )
         for name in worst.intervals
     }
+    verdicts = {
+        name: max((r.verdicts[name] for _, r in reports if name in r.verdicts), key=_badness)
+        for name in worst.verdicts
+    }
     return replace(
-        worst, rank=worst_of.rank, ranks=rows, intervals=intervals, notes=(note, *worst.notes)
-    )
+        worst, rank=worst_of.rank, ranks=rows, intervals=intervals, notes=(note, *worst.notes),
+        verdicts=verdicts,
+    )  # fmt: skip
 
 
 _BADNESS = (Outcome.FITS, Outcome.MAY, Outcome.OOM)
 
 
+def _badness(verdict: Verdict) -> tuple[int, int]:
+    return _BADNESS.index(verdict.verdict), verdict.needs_bytes
+
+
 def _listed(reports: Sequence[tuple[Ranks, RunReport]], worst: Ranks) -> str:
     others = [f"rank {ranks.rank}" for ranks, _ in reports if ranks.rank != worst.rank]
-    return " and ".join(others) or "none"
+    return ", ".join(others) or "none"
 
 
 def rows_of(reports: Sequence[tuple[Ranks, RunReport]]) -> Iterator[RankRow]:
-    """What a report says of each rank that was run."""
-    for ranks, report in reports:
+    """Return a report's rows of the ranks that were run."""
+    for ranks, report in sorted(reports, key=lambda pair: pair[0].rank):
         yield RankRow(
             rank=ranks.rank,
             ending=report.ending,

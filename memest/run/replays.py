@@ -1,263 +1,217 @@
-"""The events of a script once more: on other cards, and for those who record them."""
+"""Replays of a script's events: verdicts on other GPUs, free timings, recordings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import replace
+from itertools import pairwise
 
-from memest.estimator.allocator.addresses import AddressSpace
-from memest.estimator.allocator.blocks import Block
-from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
-from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings
-from memest.estimator.device.history import EventLog
-from memest.estimator.device.storages import EMPTIED, Returns, StorageTable, return_of
-from memest.estimator.device.virtual_gpu import VirtualGpu
-from memest.estimator.trace.program import ended_by
-from memest.estimator.trace.recording import Act, Action, Mark, Recording, RecordingObserver
-from memest.estimator.trace.replay import Moment, ObservedAllocator, Replayed
-from memest.report import Phase, RunReport
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """The request that a card had no memory left for."""
-
-    position: int
-    """Of its event."""
-
-    storage: int
-    num_bytes: int
+from memest.estimator.allocator.caching import OutOfMemory
+from memest.estimator.hardware.gpus import Gpu, find_gpu
+from memest.estimator.replay.program import MicroBatch, Part, Program
+from memest.estimator.replay.recording import Recording, RecordingObserver
+from memest.estimator.replay.replay import Moment, ObservedPlayer, Replayed
+from memest.estimator.replay.scenarios import Run, Scenario, intervals, verdict_over, where_failed
+from memest.estimator.tensors.storages import FreeTiming
+from memest.estimator.virtual_gpu import VirtualGpu
+from memest.report import Interval, Outcome, Phase, RunReport, Verdict
 
 
-@dataclass(frozen=True, slots=True)
-class LogReplay:
-    """What the events of a script do to one card."""
+def run_of(virtual: VirtualGpu, share: float | None = None) -> Run:
+    """Return the stored events of a script as a run: one micro-batch a step, without probes.
 
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
-    num_retries: int
-    refusal: Refusal | None
-
-
-def replay_log(
-    log: EventLog,
-    storages: StorageTable,
-    limit_bytes: int | None,
-    settings: AllocatorSettings = DEFAULT,
-    *,
-    is_share: bool = False,
-    returns: Returns = Returns.LATEST,
-) -> LogReplay:
-    """The events that are kept, on a card whose allocator can reserve `limit_bytes`.
-
-    The script is taken to do the same there: it does not see that the card is another.
+    The script is assumed to run the same on another GPU.
 
     Args:
-        log: the events.
-        storages: what they are about.
-        limit_bytes: what can be reserved; None is a card without end.
-        settings: of the allocator.
-        is_share: the limit is what is allowed, and the card has more.
-        returns: when blocks come back whose return depends on how fast the GPU is.
+        virtual: the GPU of the script.
+        share: share of a GPU's memory, where the script has set one.
     """
-    allocator = CachingAllocator(limit_bytes, settings=settings)
-    if is_share:
-        allocator.card_bytes, allocator.allowed_bytes = None, limit_bytes
-    run = _Replay(allocator, storages, at_once=returns.at_once(0))
-    refusal, first = None, 0
-    if returns is Returns.AT_ONCE_AT_FIRST:
-        ends = (at for at, name in log.marks if name == "after_optimizer_step")
-        first = next(ends, len(log.events))
-        refusal = run.run(log.events[:first])
-        run.at_once = False
-    if refusal is None:
-        refusal = run.run(log.events[first:], first)
-    return LogReplay(
-        allocator.peak_allocated_bytes,
-        allocator.peak_reserved_bytes,
-        allocator.num_retries,
-        refusal,
+    log = virtual.mode.memory.log
+    ends = (at for at, name in log.marks if name == "after_optimizer_step")
+    steps: list[list[MicroBatch]] = [
+        [[Part(log.events[a:b])]] for a, b in pairwise((0, *ends, len(log.events)))
+    ]
+    program = Program(virtual.mode.memory.storages, steps=steps)
+    settings = virtual.allocator.settings
+    return Run(program, len(steps), settings=settings, is_share=share is not None)
+
+
+def verdicts_of(
+    virtual: VirtualGpu, outcome: Outcome, share: float | None, others: Sequence[str]
+) -> tuple[dict[str, Verdict], list[str]]:
+    """Return the verdicts on the GPU of the run and on `others`, and notes on them.
+
+    Args:
+        virtual: the run.
+        outcome: outcome of the run itself.
+        share: share of a GPU's memory, where the script has set one.
+        others: names of other GPUs.
+    """
+    own = virtual.gpu
+    on_gpus = _Verdicts(virtual, outcome, run_of(virtual, share))
+    verdicts = {own.name: on_gpus.own(_own_verdict(virtual, outcome))}
+    unknown = []
+    for gpu in map(find_gpu, others):
+        if gpu.name == own.name:
+            continue
+        limit = _usable_bytes(virtual, gpu, share)
+        verdict = on_gpus.verdict(limit, _spread_bytes(virtual, gpu, limit))
+        # the need includes at least the refused request
+        if verdict is not None and outcome is Outcome.OOM:
+            margin = limit - verdicts[own.name].needs_bytes
+            verdicts[gpu.name] = replace(verdict, margin_bytes=margin)
+        elif verdict is not None:
+            verdicts[gpu.name] = verdict
+        elif outcome is Outcome.OOM and limit <= verdicts[own.name].limit_bytes:
+            verdicts[gpu.name] = _refused_too(verdicts[own.name], limit)
+        else:
+            unknown.append(gpu.name)
+    notes = []
+    if unknown:
+        notes.append(
+            f"whether it fits {', '.join(unknown)} is not known from this run, which did not get"
+            f" that far on {own.name}: run it with `--gpu {unknown[-1]}`"
+        )
+    num_ooms = virtual.mode.memory.num_ooms
+    if num_ooms and outcome is not Outcome.OOM:
+        notes.append(
+            f"the script caught {num_ooms} out-of-memory errors; on another GPU"
+            " it may have chosen otherwise"
+        )
+    order = {name: place for place, name in enumerate(others)}
+    return dict(sorted(verdicts.items(), key=lambda item: order.get(item[0], -1))), notes
+
+
+def intervals_of(virtual: VirtualGpu, *, outside_bytes: int) -> dict[str, Interval]:
+    """Return intervals of allocated, reserved and, plus `outside_bytes`, process bytes of the run.
+
+    Shared blocks return at the latest moment, as the script ran. The requests are replayed with the
+    earlier free timings, if all of them were stored.
+    """
+    limit = virtual.allocator.limit_bytes
+    earlier = [run_of(virtual).on(limit, returns) for returns in _earlier(virtual)]
+    return intervals([_itself(virtual), *earlier], outside_bytes=outside_bytes)
+
+
+def _itself(virtual: VirtualGpu) -> Replayed:
+    """Return what a replay of the run as it was would return."""
+    memory = virtual.mode.memory
+    return Replayed(
+        peak_allocated_bytes=memory.history.peak_allocated_bytes,
+        peak_reserved_bytes=memory.history.peak_reserved_bytes,
+        num_events=len(memory.log.events),
     )
 
 
-def record_log(
-    log: EventLog,
-    storages: StorageTable,
-    limit_bytes: int | None,
-    gpu: str,
-    refused_bytes: int = 0,
-    like: CachingAllocator | None = None,
-) -> Recording:
-    """Every action of the allocator for the events that are kept.
+def _earlier(virtual: VirtualGpu) -> tuple[FreeTiming, ...]:
+    """Return the other free timings of shared blocks, if they can be replayed."""
+    memory = virtual.mode.memory
+    depends_on_time = virtual.mode.timeline.is_slow and memory.storages.depends_on_time
+    if not depends_on_time or memory.log.is_full:
+        return ()
+    return FreeTiming.IMMEDIATE, FreeTiming.IMMEDIATE_IN_STEP_1
+
+
+def _own_verdict(virtual: VirtualGpu, outcome: Outcome) -> Verdict:
+    history, allocator = virtual.mode.memory.history, virtual.allocator
+    limit = virtual.gpu.limit_bytes if allocator.limit_bytes is None else allocator.limit_bytes
+    margin, at = limit - history.peak_reserved_bytes, ""
+    if outcome is Outcome.OOM and virtual.mode.memory.refused is not None:
+        num_bytes, site, reserved = virtual.mode.memory.refused
+        margin = limit - reserved - num_bytes
+        at = where_failed(virtual.num_steps, site)
+    return Verdict(
+        verdict=outcome,
+        margin_bytes=margin,
+        limit_bytes=limit,
+        reserved_bytes=history.peak_reserved_bytes,
+        spread_bytes=_spread_bytes(virtual, virtual.gpu, limit),
+        at=at,
+    )
+
+
+def _spread_bytes(virtual: VirtualGpu, gpu: Gpu, limit_bytes: int) -> int:
+    return gpu.spread_under(limit_bytes, virtual.ranks.communicator_bytes)
+
+
+def _refused_too(own: Verdict, limit_bytes: int) -> Verdict:
+    """Verdict on a GPU that has no more memory than the one that refused the last request."""
+    return replace(
+        own,
+        margin_bytes=own.margin_bytes - (own.limit_bytes - limit_bytes),
+        limit_bytes=limit_bytes,
+    )
+
+
+def _usable_bytes(virtual: VirtualGpu, gpu: Gpu, share: float | None) -> int:
+    usable = gpu.limit_bytes - virtual.ranks.communicator_bytes
+    usable = min(usable, virtual.limit_bytes or usable)
+    return usable if share is None else min(usable, int(share * gpu.memory_bytes))
+
+
+class _Verdicts:
+    """Verdicts on GPUs by their limits.
 
     Args:
-        log: the events.
-        storages: what they are about.
-        limit_bytes: what the allocator could reserve.
-        gpu: the card's name.
-        refused_bytes: of the request that ended the script, or 0.
-        like: an allocator whose settings count; None is the defaults.
-    """
-    recording = Recording(storages, limit_bytes, gpu)
-    observer = RecordingObserver(recording, ranges_stay=False)
-    observer.addresses = _RecordedAddresses(recording.actions)
-    allocator = ObservedAllocator(limit_bytes, observer)
-    if like is not None:
-        allocator.use(like.settings)
-        allocator.card_bytes, allocator.allowed_bytes = like.card_bytes, like.allowed_bytes
-    run = _ObservedReplay(allocator, storages, observer)
-    result = Replayed()
-    position, steps = 0, _Steps()
-    for at, name in log.marks:
-        run.run(log.events[position:at])
-        position = at
-        steps.reached(name, observer)
-    run.run(log.events[position:])
-    if refused_bytes:
-        observer.refused(-1, refused_bytes)
-        result.failed, result.failed_bytes = Moment(len(log.events), steps.step, -1), refused_bytes
-    result.peak_allocated_bytes = run.allocator.peak_allocated_bytes
-    result.peak_reserved_bytes = run.allocator.peak_reserved_bytes
-    result.peak = Moment(run.peak_position, _step_at(recording.marks, run.peak_actions), -1)
-    recording.result = result
-    return recording
-
-
-class _RecordedAddresses(AddressSpace):
-    """Writes down what the driver gives and takes.
-
-    An expandable segment that grows is written as one that goes and a larger one that comes.
+        virtual: the GPU of the script.
+        outcome: outcome of the run itself.
+        run: the events, of which the last are missing if the log is full.
     """
 
-    def __init__(self, actions: list[Action]) -> None:
-        super().__init__()
-        self._actions = actions
-        self._ends: dict[int, int] = {}  # of what is mapped, by its beginning
+    def __init__(self, virtual: VirtualGpu, outcome: Outcome, run: Run) -> None:
+        memory = virtual.mode.memory
+        self._log, self._outcome, self._run = memory.log, outcome, run
+        self._is_whole = outcome is Outcome.FITS and not memory.log.is_full
+        self._allocated = memory.history.peak_allocated_bytes
+        self._reserved = memory.history.peak_reserved_bytes
+        settings = run.settings
+        collects = settings.garbage_collection_threshold > 0 and run.is_share
+        gives_back = collects or settings.max_split_bytes is not None
+        self._felt_no_limit = not virtual.allocator.num_retries and not gives_back
+        self._own = _itself(virtual)
+        free = self._own if self._felt_no_limit else None
+        self._scenarios: list[Scenario] = []
+        if self._is_whole:
+            earlier = (Scenario(run, returns) for returns in _earlier(virtual))
+            self._scenarios = [Scenario(run, free=free), *earlier]
 
-    def take(self, num_bytes: int) -> int:
-        address = super().take(num_bytes)
-        self._add(Act.SEGMENT_ALLOC, address, num_bytes)
-        return address
+    def own(self, verdict: Verdict) -> Verdict:
+        """Return `verdict`, that of the run itself, with the run's need."""
+        if not self._is_whole:
+            return verdict
+        limit = verdict.limit_bytes
+        self._scenarios[0].least.add(limit, True, verdict.reserved_bytes)
+        return self._over_scenarios(self._own, limit, verdict.spread_bytes)
 
-    def give_back(self, address: int, num_bytes: int) -> None:
-        self._add(Act.SEGMENT_FREE, address, num_bytes)
-        super().give_back(address, num_bytes)
+    def _over_scenarios(self, latest: Replayed, limit_bytes: int, spread_bytes: int) -> Verdict:
+        earlier = [scenario.under(limit_bytes) for scenario in self._scenarios[1:]]
+        return verdict_over(self._scenarios, [latest, *earlier], limit_bytes, spread_bytes)
 
-    def mapped(self, address: int, num_bytes: int) -> None:
-        begin, end = address, address + num_bytes
-        for first, last in list(self._ends.items()):
-            if first == end or last == begin:
-                self._drop(first)
-                begin, end = min(begin, first), max(end, last)
-        self._keep(begin, end)
-
-    def unmapped(self, address: int, num_bytes: int) -> None:
-        end = address + num_bytes
-        first = next(f for f, last in self._ends.items() if f <= address and end <= last)
-        last = self._drop(first)
-        self._keep(first, address)
-        self._keep(end, last)
-
-    def _drop(self, first: int) -> int:
-        last = self._ends.pop(first)
-        self._add(Act.SEGMENT_FREE, first, last - first)
-        return last
-
-    def _keep(self, first: int, last: int) -> None:
-        if first < last:
-            self._ends[first] = last
-            self._add(Act.SEGMENT_ALLOC, first, last - first)
-
-    def _add(self, act: Act, address: int, num_bytes: int) -> None:
-        self._actions.append(Action(act, address, num_bytes, -1))
-
-
-class _Replay:
-    def __init__(
-        self, allocator: CachingAllocator, storages: StorageTable, *, at_once: bool = False
-    ) -> None:
-        self.at_once = at_once
-        self.allocator = allocator
-        self.storages = storages
-        self.blocks: dict[int, Block] = {}
-        self.deferred: dict[int, Block] = {}
-
-    def run(self, events: Sequence[int], first: int = 0) -> Refusal | None:
-        """Apply events, of which `first` is the position of the first one, in order.
-
-        The request that no memory was left for ends it.
-        """
-        allocator, blocks, num_bytes = self.allocator, self.blocks, self.storages.num_bytes
-        for position, event in enumerate(events, first):
-            if event >= 0:
-                if not num_bytes[event]:
-                    continue
-                block = self._block_of(event)
-                if block is not None:
-                    blocks[event] = block
-                elif event not in self.storages.tried:
-                    return Refusal(position, event, num_bytes[event])
-            elif event == EMPTIED:
-                allocator.empty_cache()
-            else:
-                self._ends(event)
-        return None
-
-    def _block_of(self, index: int) -> Block | None:
-        """For a storage; for less than all of it where it is one that is `tried`."""
-        num_bytes, stream = self.storages.num_bytes[index], self.storages.streams.get(index, 0)
-        while num_bytes:
-            try:
-                return self.allocator.malloc(num_bytes, stream)
-            except OutOfMemory:
-                num_bytes = num_bytes // 2 if index in self.storages.tried else 0
-        return None
-
-    def _ends(self, event: int) -> None:
-        allocator, storages = self.allocator, self.storages
-        ended = ended_by(event, storages, at_once=self.at_once)
-        block = self.blocks.pop(ended, None)
-        if block is None:
-            block = self.deferred.pop(return_of(event), None)
-            if block is not None:
-                allocator.complete(block)
-        elif ended in storages.deferred and not self.at_once:
-            self.deferred[ended] = block
-            allocator.defer(block)
-        else:
-            allocator.free(block)
-
-
-class _ObservedReplay(_Replay):
-    """A replay that an observer is told of."""
-
-    def __init__(
-        self, allocator: ObservedAllocator, storages: StorageTable, observer: RecordingObserver
-    ) -> None:
-        super().__init__(allocator, storages)
-        self.observer = observer
-        self.peak_position = self.peak_actions = 0
-        self._names = allocator.storages
-        self._highest = self._position = 0
-
-    def run(self, events: Sequence[int], first: int = 0) -> Refusal | None:
-        """As without an observer, event by event."""
-        for event in events:
-            self._position += 1
-            ended = ended_by(event, self.storages) if event < 0 else -1
-            if ended in self.blocks:
-                block = self.blocks[ended]
-                self._names[id(block)] = ended
-                self.observer.dies(ended, block)
-            refusal = super().run((event,))
-            if refusal is not None:
-                return refusal
-            if event in self.blocks:
-                self.observer.born(event, self.blocks[event])
-                if self.allocator.allocated_bytes > self._highest:
-                    self._highest = self.allocator.allocated_bytes
-                    self.peak_position = self._position
-                    self.peak_actions = len(self.observer.recording.actions)
+    def verdict(self, limit_bytes: int, spread_bytes: int) -> Verdict | None:
+        """Return the verdict under `limit_bytes`; None where the log does not reach that far."""
+        is_enough = self._felt_no_limit and self._reserved <= limit_bytes
+        if self._is_whole:
+            latest = self._own if is_enough else self._scenarios[0].under(limit_bytes)
+            return self._over_scenarios(latest, limit_bytes, spread_bytes)
+        fits = Verdict(
+            verdict=Outcome.FITS,
+            margin_bytes=limit_bytes - max(self._reserved, self._allocated),
+            limit_bytes=limit_bytes,
+            reserved_bytes=self._reserved,
+            spread_bytes=spread_bytes,
+        )
+        if is_enough:
+            return fits if self._outcome is Outcome.FITS else None
+        oom = replace(fits, verdict=Outcome.OOM, margin_bytes=min(-1, fits.margin_bytes))
+        found = self._run.on(limit_bytes)
+        if found.failed is not None:
+            site = self._run.program.storages.sites[found.failed.storage]
+            at = where_failed(found.failed.step, site)
+            return replace(oom, reserved_bytes=found.peak_reserved_bytes, at=at)
+        if self._allocated > limit_bytes:
+            at = f"after step {self._log.num_steps - 1}"
+            return replace(oom, reserved_bytes=limit_bytes, at=at)
         return None
 
 
@@ -271,7 +225,7 @@ _PROBES = {
 
 
 class _Steps:
-    """Turns what a script reached into the probes of a recording."""
+    """Numbers of step and micro-batch for the probes of a recording."""
 
     def __init__(self) -> None:
         self.step = self.micro_batch = 0
@@ -290,19 +244,28 @@ class _Steps:
         observer.reached(self.step, self.micro_batch, phase)
 
 
-def _step_at(marks: Sequence[Mark], num_actions: int) -> int:
-    return max((mark.step for mark in marks if mark.index < num_actions), default=0)
-
-
 def record_run_of(virtual: VirtualGpu, report: RunReport) -> Recording:
-    """Every action of the allocator in the run of `virtual`, of which `report` is."""
-    mode = virtual.mode
-    refused = mode.memory.refused[0] if mode.memory.refused and not report.fits else 0
-    return record_log(
-        mode.memory.log,
-        mode.memory.storages,
-        report.limit_bytes,
-        report.gpu,
-        refused,
-        virtual.allocator,
-    )
+    """Return every action of the allocator in the stored events of a script, with its probes."""
+    memory, like = virtual.mode.memory, virtual.allocator
+    recording = Recording(memory.storages, report.limit_bytes, report.gpu)
+    observer = RecordingObserver(recording, ranges_stay=False)
+    player = ObservedPlayer(report.limit_bytes, memory.storages, observer)
+    allocator = player.allocator
+    allocator.use(like.settings)
+    allocator.gpu_bytes, allocator.allowed_bytes = like.gpu_bytes, like.allowed_bytes
+    result, events = recording.result, memory.log.events
+    position, steps = 0, _Steps()
+    for at, name in (*memory.log.marks, (len(events), "")):
+        player.step = steps.step
+        with suppress(OutOfMemory):  # under a limit that the script set later
+            player.play(events[position:at])
+        position = at
+        steps.reached(name, observer)
+    if memory.refused is not None and not report.fits:
+        refused_bytes = memory.refused[0]
+        observer.refused(-1, refused_bytes)
+        result.failed, result.failed_bytes = Moment(len(events), steps.step, -1), refused_bytes
+    result.peak_allocated_bytes = allocator.peak_allocated_bytes
+    result.peak_reserved_bytes = allocator.peak_reserved_bytes
+    result.peak = replace(player.peak, storage=-1)
+    return recording

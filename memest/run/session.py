@@ -1,42 +1,88 @@
-"""`memest.virtual_gpu`: a block of code on a GPU that is not there."""
+"""`memest.virtual_gpu`: a block of code on a virtual GPU."""
 
 from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.multiprocessing as mp
+from torch.utils.data._utils import fetch
 
-from memest.errors import MemestError
-from memest.estimator.device.patches import Patches
-from memest.estimator.device.ranks import ALONE, Ranks
-from memest.estimator.device.virtual_gpu import StepLimit, VirtualGpu
-from memest.estimator.hardware.gpus import Gpu, custom_gpu, find_gpu
+from memest.errors import MemestError, UnsupportedError
+from memest.estimator.gpu.worlds import ALONE, Ranks
+from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu, custom_gpu, find_gpu
 from memest.estimator.predict import PRIMARY_GPU
+from memest.estimator.tensors.patches import Patches
+from memest.estimator.versions import known, simulating
+from memest.estimator.virtual_gpu import StepLimit, VirtualGpu
 from memest.report import Ending, RunReport
-from memest.run import processes, smaller_batches
 from memest.run.summary import report_of
 from memest.units import parse_bytes
 
+
+def install_processes(patches: Patches, ranks: Ranks) -> None:
+    """Make the functions of `torch.multiprocessing` that start processes call this rank's."""
+
+    def spawn(
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        nprocs: int = 1,
+        *_: Any,
+        **options: Any,
+    ) -> None:
+        """Call the function of this rank itself, in place of `torch.multiprocessing.spawn`."""
+        if nprocs != ranks.num_local:
+            raise UnsupportedError(
+                f"`torch.multiprocessing` starts {nprocs} processes, and"
+                f" {ranks.num_local} {'is' if ranks.num_local == 1 else 'are'} simulated",
+                hint=f"simulate as many: `memest run --nproc-per-node {nprocs} ...`",
+            )
+        fn(ranks.local_rank, *args)
+
+    patches.set(mp, "spawn", spawn)
+    patches.set(mp, "start_processes", spawn)
+
+
+def install_smaller_batches(patches: Patches, parts: int) -> None:
+    """Keep one of `parts` of each DataLoader's batch, at least one sample."""
+    for fetcher in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+        patches.set(fetcher, "fetch", _cutting(fetcher.fetch, parts))
+
+
+def _cutting(whole: Callable[..., Any], parts: int) -> Callable[..., Any]:
+    def fetch(self: Any, possibly_batched_index: Any) -> Any:
+        index = possibly_batched_index
+        if self.auto_collation and len(index) > 1:
+            index = index[: max(1, len(index) // parts)]
+        return whole(self, index)
+
+    return fetch
+
+
 _LONGEST_CHAIN = 20
-"""Of errors that were raised while another was handled."""
+"""Longest chain of errors that were raised while another was handled."""
 
 
 class Session:
-    """What `virtual_gpu` returns: within its block CUDA is there, simulated.
+    """Result of `virtual_gpu`: within its block there is a simulated CUDA GPU.
 
     Args:
-        gpu: the card.
+        gpu: the GPU.
         memory_limit: bytes that its allocator may reserve at most; None is all.
         max_steps: optimizer steps after which `StepLimit` ends the block.
         is_strict: refuse to guess values.
-        name: of what runs, for the report.
+        name: name of the code, for the report.
         roots: folders of libraries whose code is the script's.
-        ranks: which rank of how many this is.
+        ranks: rank of this GPU among several.
         batch_parts: DataLoaders take one of so many parts of each batch.
-        is_prompt: blocks that several streams use return as they die.
+        is_prompt: blocks that several streams use return as they are freed.
+        torch_release: simulated release of torch; None is the installed one.
+        others: names of other GPUs with a verdict in the report.
     """
 
     def __init__(
@@ -51,23 +97,29 @@ class Session:
         ranks: Ranks = ALONE,
         batch_parts: int = 1,
         is_prompt: bool = False,
+        torch_release: str | None = None,
+        others: Sequence[str] = DEFAULT_GPUS,
     ) -> None:
         self.gpu = gpu
+        self._others = others
+        self._release = ExitStack()
+        self._torch_release = torch_release
         self.name = name
         self.ending = Ending.RUNNING
         self.error = ""
         self.ranks = ranks
         usable = gpu.limit_bytes - ranks.communicator_bytes
         self._limit = None if memory_limit is None else min(memory_limit, usable)
-        self._virtual = VirtualGpu(
-            gpu,
-            limit_bytes=self._limit,
-            max_steps=max_steps,
-            is_strict=is_strict,
-            roots=roots,
-            ranks=ranks,
-            is_prompt=is_prompt,
-        )
+        with simulating(torch_release):
+            self._virtual = VirtualGpu(
+                gpu,
+                limit_bytes=self._limit,
+                max_steps=max_steps,
+                is_strict=is_strict,
+                roots=roots,
+                ranks=ranks,
+                is_prompt=is_prompt,
+            )
         self._batch_parts = batch_parts
         self._patches = Patches()
         self._started = 0.0
@@ -78,10 +130,13 @@ class Session:
             raise MemestError(
                 "this virtual GPU was used before", hint="call `memest.virtual_gpu` again"
             )
-        self._virtual.__enter__()
-        processes.install(self._patches, self.ranks)
+        with ExitStack() as stack:
+            stack.enter_context(simulating(self._torch_release))
+            self._virtual.__enter__()
+            self._release = stack.pop_all()
+        install_processes(self._patches, self.ranks)
         if self._batch_parts > 1:
-            smaller_batches.install(self._patches, self._batch_parts)
+            install_smaller_batches(self._patches, self._batch_parts)
             self._virtual.mode.notes.add(
                 f"batches of DataLoaders are cut to 1/{self._batch_parts}, as asked"
             )
@@ -93,16 +148,17 @@ class Session:
         self.ending, self.error = ending_of(error)
         self._patches.undo()
         self._virtual.__exit__(kind, error, trace)
+        self._release.close()
 
     @property
     def allocated_bytes(self) -> int:
-        """Allocated now, as `torch.cuda.memory_allocated` says."""
+        """Bytes allocated now, as `torch.cuda.memory_allocated`."""
         self._virtual.mode.memory.settle()
         return self._virtual.allocator.allocated_bytes
 
     @property
     def reserved_bytes(self) -> int:
-        """Reserved now, as `torch.cuda.memory_reserved` says."""
+        """Bytes reserved now, as `torch.cuda.memory_reserved`."""
         return self._virtual.allocator.reserved_bytes
 
     @property
@@ -122,21 +178,23 @@ class Session:
 
     @property
     def virtual(self) -> VirtualGpu:
-        """The card, for what reads its history."""
+        """The virtual GPU, for readers of its history."""
         return self._virtual
 
     def report(self) -> RunReport:
-        """What has happened so far, within the block or after it."""
+        """Return the report so far, within the block or after it."""
         elapsed = self._elapsed_s
         if elapsed is None:
             elapsed = time.perf_counter() - self._started if self._started else 0.0
-        return report_of(
-            self._virtual,
-            name=self.name,
-            ending=self.ending,
-            error=self.error,
-            elapsed_s=elapsed,
-        )
+        with simulating(self._torch_release):
+            return report_of(
+                self._virtual,
+                name=self.name,
+                ending=self.ending,
+                error=self.error,
+                elapsed_s=elapsed,
+                others=self._others,
+            )
 
 
 def virtual_gpu(
@@ -146,37 +204,45 @@ def virtual_gpu(
     memory_limit: int | str | None = None,
     max_steps: int | None = None,
     strict: bool = False,
+    torch_release: str | None = None,
 ) -> Session:
-    """A GPU that is not there, for the code of a `with` block.
+    """Simulate a GPU for the code of a `with` block.
 
         with memest.virtual_gpu("a100-80gb") as gpu:
             train()
         print(gpu.peak_allocated_bytes, gpu.report())
 
-    Within the block `torch.cuda` answers for that card: tensors on it have shapes and no values,
-    and `torch.OutOfMemoryError` comes where the card would give up. One at a time.
+    Within the block `torch.cuda` reports that GPU. Tensors on it have shapes and no values, and
+    `torch.OutOfMemoryError` is raised where the GPU would raise it. One at a time.
 
     Args:
         gpu: a name of `memest gpus`.
-        gpu_memory: memory of a card that is not in the catalogue, in bytes or as `24GiB`; its
+        gpu_memory: memory of a GPU that is not in the catalogue, in bytes or as `24GiB`; its
             kernels are those of `gpu`.
-        memory_limit: what the allocator may reserve at most.
+        memory_limit: limit of the allocator's reserved memory.
         max_steps: optimizer steps after which a `SystemExit` ends the block.
         strict: refuse to guess values that the code reads.
+        torch_release: simulated release of torch, such as `2.11`; the installed one by default.
 
     Raises:
-        PlanError: there is no such card, or a size is none.
+        PlanError: there is no such GPU, a size is invalid, or the release has no rules.
         MemestError: when the block is entered while another one is active.
     """
-    card = find_gpu(gpu)
+    found = find_gpu(gpu)
     if gpu_memory is not None:
-        card = custom_gpu(parse_bytes(gpu_memory), card)
+        found = custom_gpu(parse_bytes(gpu_memory), found)
     limit = None if memory_limit is None else parse_bytes(memory_limit)
-    return Session(card, memory_limit=limit, max_steps=max_steps, is_strict=strict)
+    return Session(
+        found,
+        memory_limit=limit,
+        max_steps=max_steps,
+        is_strict=strict,
+        torch_release=None if torch_release is None else known(torch_release).name,
+    )
 
 
 def ending_of(error: BaseException | None) -> tuple[Ending, str]:
-    """How a script ended whose last word was `error`, and that in a line."""
+    """Return how a script ended with `error`, and the error in a line."""
     if error is None:
         return Ending.FINISHED, ""
     if _is_stopped(error):
@@ -198,7 +264,7 @@ def ending_of(error: BaseException | None) -> tuple[Ending, str]:
 
 
 def _is_stopped(error: BaseException) -> bool:
-    """Whether `error` is a `StepLimit`, or what cleaning up after one led to."""
+    """Return whether `error` is a `StepLimit`, or was raised while cleaning up after one."""
     context: BaseException | None = error
     for _ in range(_LONGEST_CHAIN):
         if context is None or isinstance(context, StepLimit):
@@ -208,7 +274,7 @@ def _is_stopped(error: BaseException) -> bool:
 
 
 def refusal_within(error: BaseException | None) -> MemestError | None:
-    """The error of memest's own that `error` is, or was raised from."""
+    """Return the error of memest's own that `error` is, or was raised from."""
     seen = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, MemestError):

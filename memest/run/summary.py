@@ -5,33 +5,26 @@ from __future__ import annotations
 import linecache
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
-from memest.estimator.allocator.settings import describe
-from memest.estimator.device.guesses import Guesses
-from memest.estimator.device.history import Held, History
-from memest.estimator.device.lines import ScriptLines
-from memest.estimator.device.storages import Coverage, MemKind, Site
-from memest.estimator.device.virtual_gpu import VirtualGpu
+from memest.estimator.gpu.history import Held, History
+from memest.estimator.gpu.placeholders import Guesses
 from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu
-from memest.estimator.kernels.tables import TARGET_TORCH
+from memest.estimator.ops.cudnn_convolution import describe_source
+from memest.estimator.summary import LAYER, context_assumed, coverage_of, kernels_assumed
+from memest.estimator.tensors.lines import ScriptLines
+from memest.estimator.tensors.storages import MemKind, Site
+from memest.estimator.versions import library_versions
+from memest.estimator.virtual_gpu import VirtualGpu
 from memest.report import Ending, Guess, HeldRow, Outcome, RunPeak, RunPhase, RunReport, RunStep
-from memest.run.verdicts import intervals_of, verdicts_of
+from memest.report.records import KINDS
+from memest.run.replays import intervals_of, verdicts_of
 from memest.units import format_bytes
-
-KINDS = (
-    "params", "buffers", "grads", "buckets", "gathered", "optimizer", "activations", "temporaries",
-    "batch", "workspace", "other",
-)  # fmt: skip
-"""What bytes are held for, in the order of a report."""
 
 MAX_SOURCE = 100
 """Characters of a source line in the report."""
 
 _SCALAR = re.compile(r"^scalar_dense of (\w+)$")
-_LAYER = re.compile(r"^(.*?)\.\d+(?:\.|$)")
 
 
 def report_of(
@@ -41,15 +34,17 @@ def report_of(
     ending: Ending,
     error: str = "",
     elapsed_s: float = 0.0,
+    others: Sequence[str] = DEFAULT_GPUS,
 ) -> RunReport:
-    """What the run on `virtual` has done so far.
+    """Report the run on `virtual` so far.
 
     Args:
         virtual: the GPU, active or left.
-        name: of what ran.
+        name: name of the script.
         ending: how it ended.
-        error: what ended it, in a line.
+        error: error that ended it, in a line.
         elapsed_s: seconds that it took.
+        others: names of other GPUs with a verdict.
     """
     mode, gpu = virtual.mode, virtual.gpu
     if VirtualGpu._active is virtual:
@@ -60,7 +55,7 @@ def report_of(
     outcome = Outcome.OOM if ending is Ending.OOM else Outcome.FITS
     cap = _cap(virtual)
     of_nccl = virtual.ranks.communicator_bytes
-    verdicts, notes = verdicts_of(virtual, outcome, cap)
+    verdicts, notes = verdicts_of(virtual, outcome, cap, others)
     return RunReport(
         name=name,
         gpu=gpu.name,
@@ -80,24 +75,24 @@ def report_of(
         phases=tuple(RunPhase(name=p, peak_allocated_bytes=a, peak_reserved_bytes=r)
                      for p, (a, r) in history.phases.items()),
         steps=_steps(history),
-        intervals=intervals_of(virtual, beside=gpu.context_bytes + of_nccl),
+        intervals=intervals_of(virtual, outside_bytes=gpu.context_bytes + of_nccl),
         verdicts=verdicts,
         guesses=_guesses(mode.guesses),
-        coverage=_coverage(mode.kernels.coverage),
+        coverage=coverage_of(mode.kernels.coverage),
         warnings=tuple(mode.notes.warnings),
         notes=(*mode.notes.texts, *notes),
-        assumptions=tuple(_assumptions(virtual, gpu)),
-        versions=_versions(),
+        assumptions=tuple(_assumptions(virtual, gpu, others)),
+        versions=library_versions("transformers", "lightning", "accelerate"),
         elapsed_s=elapsed_s,
         allocator=virtual.allocator.settings.text,
     )  # fmt: skip
 
 
 def held_for(kind: MemKind, site: Site) -> str:
-    """What of `KINDS` a storage is held for.
+    """Return the kind in `KINDS` of a storage's use.
 
-    What backward and optimizer make for themselves is temporary; what was made before any model
-    ran, and never became part of one, is something else.
+    Storages of backward and optimizer are temporary. Storages that were made before any model ran,
+    and never became part of one, are something else.
     """
     if kind is not MemKind.ACTIVATIONS:
         return str(kind)
@@ -113,16 +108,8 @@ def _guesses(guesses: Guesses) -> tuple[Guess, ...]:
     )
 
 
-def _coverage(coverage: Coverage) -> dict[str, Any]:
-    return {
-        "num_ops": coverage.num_ops,
-        "num_modelled": coverage.num_ops - sum(coverage.unmodelled.values()),
-        "unmodelled": dict(sorted(coverage.unmodelled.items())),
-    }
-
-
 def _cap(virtual: VirtualGpu) -> float | None:
-    """The share of a card's memory that the script allows itself; None if it has said nothing."""
+    """Return the share of a GPU's memory that the script allows itself; None if it set none."""
     limit, gpu = virtual.allocator.limit_bytes, virtual.gpu
     usable = gpu.limit_bytes - virtual.ranks.communicator_bytes
     if limit is None or limit >= min(usable, virtual.limit_bytes or usable):
@@ -161,7 +148,7 @@ def _line_group(site: Site) -> str:
 
 def _module_group(site: Site) -> str:
     """The stack of layers of a module, or what it is part of."""
-    layer = _LAYER.match(site.module)
+    layer = LAYER.match(site.module)
     if layer:
         return f"{layer[1]}.*"
     return ".".join(site.module.split(".")[:3]) or "(outside of modules)"
@@ -212,19 +199,18 @@ def _steps(history: History) -> tuple[RunStep, ...]:
     )
 
 
-def _assumptions(virtual: VirtualGpu, gpu: Gpu) -> Iterable[str]:
+def _assumptions(virtual: VirtualGpu, gpu: Gpu, others: Sequence[str]) -> Iterable[str]:
     log = virtual.mode.memory.log
+    settings = virtual.allocator.settings
+    yield kernels_assumed(f"{gpu.label}, compute capability", gpu.capability, settings)
+    names = [name for name in others if name != gpu.name]
     yield (
-        f"CUDA kernels as torch {'.'.join(map(str, TARGET_TORCH))} runs them on {gpu.label},"
-        f" compute capability {gpu.capability[0]}.{gpu.capability[1]};"
-        f" {describe(virtual.allocator.settings)}"
+        f"verdicts of {', '.join(names)} replay the script's requests on {gpu.name}, with the"
+        " kernels of that GPU"
     )
-    others = [name for name in DEFAULT_GPUS if name != gpu.name]
-    yield (
-        f"verdicts of {', '.join(others)} replay what the script asked for on {gpu.name}, with the"
-        " kernels of that card"
-    )
-    yield f"a CUDA context of {format_bytes(gpu.context_bytes)} beside the allocator"
+    if virtual.mode.kernels.coverage.has_convolutions:
+        yield describe_source(gpu)
+    yield context_assumed(gpu)
     if virtual.ranks.may_wait:
         where = "four H200 of one host" if virtual.ranks.world_size > 1 else "one H100"
         yield (
@@ -235,15 +221,5 @@ def _assumptions(virtual: VirtualGpu, gpu: Gpu) -> Iterable[str]:
         yield (
             f"the first {len(log.events)} of {log.num_events} allocations and frees, which are"
             f" {log.num_steps} of {virtual.num_steps} optimizer steps, were kept for the verdicts"
-            " of other cards and for recordings; peaks are those of the whole run"
+            " of other GPUs and for recordings; peaks are those of the whole run"
         )
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in ("memest", "torch", "transformers", "lightning", "accelerate"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

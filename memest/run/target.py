@@ -1,7 +1,8 @@
-"""What `memest run` is asked to run: found before torch is imported, as Python would find it."""
+"""Target of `memest run`: found before torch is imported, as Python would find it."""
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Mapping
@@ -9,13 +10,15 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, NoReturn
 
 from memest.errors import PlanError, UnsupportedError, closest, shown
+from memest.packages import is_in_packages
 
 SEVERAL_GPUS_HINT = "run it outside of the launcher: `memest run --nproc-per-node N train.py`"
 
 COMMANDS = frozenset(("python", "python3", "torchrun", "accelerate", "deepspeed", "lightning"))
-"""What people type before a script that `memest run` runs itself."""
+"""Commands before a script that `memest run` replaces."""
 
 LAUNCHERS = frozenset((
     "torch.distributed.run", "torch.distributed.launch", "torch.distributed.elastic",
@@ -25,9 +28,9 @@ LAUNCHERS = frozenset((
 
 IS_INSTALLED = "is it installed here?"
 INSTALLED_BY = {
-    "litgpt": "`pip install 'memest[litgpt]'`, then `pip install --no-deps litgpt==0.5.13`",
+    "litgpt": "`pip install 'memest-gpu[litgpt]'`, then `pip install --no-deps litgpt==0.5.13`",
 }
-"""Packages with an extra of their own."""
+"""Install commands of packages with their own extra."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,30 +38,30 @@ class Target:
     """A script or a module, with its arguments."""
 
     name: str
-    """As it was typed."""
+    """Name as typed."""
 
     args: tuple[str, ...]
     is_module: bool
     path: Path
-    """Of the script, absolute; of a module the folder from which it is imported first."""
+    """Absolute path of a script; for a module the folder that is first in its import path."""
 
     roots: tuple[Path, ...] = ()
     """Folders of libraries whose code is the script's."""
 
     @property
     def label(self) -> str:
-        """For the head of a report."""
+        """Name for the head of a report."""
         name = f"-m {self.name}" if self.is_module else os.path.basename(self.name) or self.name
         return " ".join((name, *self.args))
 
     @property
     def import_path(self) -> str:
-        """What Python would put first in `sys.path`."""
+        """First entry of `sys.path` under Python."""
         return str(self.path if self.is_module or self.path.is_dir() else self.path.parent)
 
 
 def find_script(name: str, args: tuple[str, ...]) -> Target:
-    """The script `name`: a file, or a folder or archive with a `__main__.py`.
+    """Return the script `name`: a file, or a folder or archive with a `__main__.py`.
 
     Raises:
         PlanError: there is none that can be read.
@@ -80,14 +83,13 @@ def find_script(name: str, args: tuple[str, ...]) -> Target:
         )
     if not os.access(path, os.R_OK):
         raise PlanError(f"{shown(name)} cannot be read", hint="check its permissions")
-    is_library = "site-packages" in path.parts
-    return Target(name, args, False, path, (path.parent,) if is_library else ())
+    return Target(name, args, False, path, (path.parent,) if is_in_packages(path) else ())
 
 
 def find_module(name: str, args: tuple[str, ...]) -> Target:
-    """The module `name`, as `python -m` looks for it: first in the current folder.
+    """Return the module `name`, as `python -m` searches it: first in the current folder.
 
-    Only the outermost package is looked for; what it holds is known when it is imported.
+    Only the outermost package is searched; the rest is found when it is imported.
 
     Raises:
         PlanError: there is none.
@@ -109,15 +111,14 @@ def find_module(name: str, args: tuple[str, ...]) -> Target:
         raise PlanError(f"no such module: {shown(name)}", hint=INSTALLED_BY.get(top, IS_INSTALLED))
     origin = spec.origin or next(iter(spec.submodule_search_locations or ()), "")
     folder = Path(origin).parent if spec.origin else Path(origin)
-    is_library = "site-packages" in folder.parts and folder.name != "site-packages"
-    return Target(name, args, True, here, (folder,) if is_library else ())
+    return Target(name, args, True, here, (folder,) if is_in_packages(folder.parent) else ())
 
 
 def check_single_process(environment: Mapping[str, str]) -> None:
     """Refuse a run that a launcher has started as one of several.
 
     Raises:
-        UnsupportedError: `WORLD_SIZE` says so.
+        UnsupportedError: `WORLD_SIZE` is above 1.
     """
     size = environment.get("WORLD_SIZE", "1")
     if size.strip() not in ("", "1"):
@@ -125,3 +126,19 @@ def check_single_process(environment: Mapping[str, str]) -> None:
             f"a launcher has started this as one of several: `WORLD_SIZE` is {shown(size)}",
             hint=SEVERAL_GPUS_HINT,
         )
+
+
+class NoInput(io.TextIOBase):
+    """Replacement of `sys.stdin` that raises where a script reads from it."""
+
+    def readable(self) -> bool:
+        """Return True, as a file that is open."""
+        return True
+
+    def _refuse(self, *args: Any) -> NoReturn:
+        raise UnsupportedError(
+            "the script reads from stdin, which is empty here",
+            hint="run it by `memest run` without `--no-input`, or give the answers as arguments",
+        )
+
+    read = readline = readlines = __next__ = _refuse

@@ -1,1 +1,1 @@
-"""WAS IT RIGHT: the real fine-tune on a GPU, and its comparison with the prediction."""
+"""Real fine-tunes on a GPU, and their comparison with predictions."""

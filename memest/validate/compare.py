@@ -1,4 +1,4 @@
-"""Predicted beside measured: signed errors, verdicts, and where a residual begins."""
+"""Comparison of predictions with measurements: signed errors, verdicts, residuals."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ TOTALS = {
 }
 
 TOLERANCES = {"allocated": 0.5, "reserved": 0.5, "process": 2.0, "phase": 1.0}
-"""Per cent that a single run may be off. `allocated` and `phase` follow from the event stream;
-`reserved` also from the addresses that the driver hands out, which a replay cannot know; `process`
-from the CUDA context of another driver."""
+"""Allowed error of a single run, per cent. `allocated` and `phase` follow from the event stream.
+`reserved` also depends on the driver's addresses, which a replay cannot see; `process` on the CUDA
+context of another driver.
+"""
 
 SLACK = {"allocated": 0.5, "reserved": 0.5, "process": 0.5, "phase": 0.5}
-"""Per cent that a rank of several may lie outside the interval that is predicted."""
+"""Per cent by which one of several ranks may exceed the predicted interval."""
 
 STATES = ("params_bytes", "grads_bytes", "optimizer_bytes")
-"""Of a phase, what must be equal to the byte."""
+"""Fields of a phase that must be equal to the byte."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """One figure on both sides."""
+    """One predicted and measured figure."""
 
     what: str
     predicted: Interval
@@ -39,18 +40,18 @@ class Difference:
 
     @property
     def predicted_bytes(self) -> int:
-        """The higher figure, if there are two."""
+        """Higher bound of the prediction."""
         return self.predicted.high_bytes
 
     @property
     def error_bytes(self) -> int:
-        """Predicted less measured; of an interval 0 within it, and beyond it the distance."""
+        """Predicted less measured; 0 within an interval, outside it the distance."""
         nearest = max(self.measured_bytes, self.predicted.low_bytes)
         return min(nearest, self.predicted.high_bytes) - self.measured_bytes
 
     @property
     def error_percent(self) -> float:
-        """The same, of what was measured."""
+        """Error relative to the measured figure."""
         if not self.measured_bytes:
             return 0.0 if not self.predicted_bytes else float("inf")
         return 100 * self.error_bytes / self.measured_bytes
@@ -58,7 +59,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """One experiment."""
+    """Comparison of one experiment."""
 
     name: str
     measured: Measurement
@@ -68,24 +69,22 @@ class Comparison:
     """Allocated at each phase, in order; as many as both sides have."""
 
     states: tuple[Difference, ...]
-    """Params, grads and optimizer bytes that are not equal."""
+    """Params, grads and optimizer bytes that differ."""
 
     residual: str
-    """Where the largest difference begins, and in which part; empty where there is none to speak
-    of.
-    """
+    """Phase and part in which the largest difference begins; empty if there is none."""
 
     versions: tuple[str, ...]
     """Libraries whose versions differ between the two sides."""
 
     @property
     def is_verdict_right(self) -> bool:
-        """Whether both sides end alike; a `may` is right either way."""
+        """True if both verdicts agree; a predicted `may` agrees with either."""
         return self.predicted.verdict in (self.measured.verdict, Outcome.MAY)
 
     @property
     def worst_phase(self) -> Difference | None:
-        """The phase that is off by most per cent."""
+        """Phase with the largest error in per cent."""
         return max(self.phases, key=lambda d: abs(d.error_percent), default=None)
 
 
@@ -94,25 +93,25 @@ class Summary:
     """Many experiments."""
 
     median_percent: Mapping[str, float]
-    """Of the absolute errors, by total; `phase` over all phases."""
+    """Median absolute error by total; `phase` covers all phases."""
 
     worst_percent: Mapping[str, float]
-    """Signed."""
+    """Largest error by total, signed."""
 
     verdicts: Mapping[tuple[str, str], int]
     """(measured, predicted) -> experiments."""
 
     broken: tuple[str, ...]
-    """What is outside its tolerance, one line each."""
+    """Figures outside their tolerance, one line each."""
 
 
 def compare(measured: Sequence[Measurement], predicted: Sequence[Prediction]) -> list[Comparison]:
-    """Each measurement beside the prediction of the same position."""
+    """Compare each measurement with the prediction at the same position."""
     return [_compare(m, p) for m, p in zip(measured, predicted, strict=True)]
 
 
 def comparable(measured: Sequence[Measurement]) -> tuple[list[Measurement], list[str]]:
-    """The runs that ended by themselves, and a line for each that did not."""
+    """Return the runs that ended by themselves, and a line for each that did not."""
     ended = [m for m in measured if m.verdict is not Outcome.FAILED]
     left_out = [f"{m.name}: {m.note}" for m in measured if m.verdict is Outcome.FAILED]
     if not ended:
@@ -121,7 +120,7 @@ def comparable(measured: Sequence[Measurement]) -> tuple[list[Measurement], list
 
 
 def plan_of(measurement: Measurement) -> TrainingPlan:
-    """The plan of a measured run, judged on the GPU that it ran on.
+    """Return the plan of a measured run, with the GPU on which it ran.
 
     Raises:
         PlanError: the report holds no valid plan.
@@ -138,7 +137,7 @@ def plan_of(measurement: Measurement) -> TrainingPlan:
 def summarise(
     comparisons: Sequence[Comparison], tolerances: Mapping[str, float] = TOLERANCES
 ) -> Summary:
-    """Median and worst of each total, the verdicts, and what breaks a tolerance."""
+    """Return median and worst of each total, the verdicts, and broken tolerances."""
     errors = {k: [c.totals[k].error_percent for c in comparisons] for k in TOTALS}
     errors["phase"] = [d.error_percent for c in comparisons for d in c.phases]
     verdicts: dict[tuple[str, str], int] = {}
@@ -154,7 +153,7 @@ def summarise(
 
 
 def parse_tolerances(given: Sequence[str]) -> dict[str, float]:
-    """`TOLERANCES` with `name=percent` items in place of its own.
+    """Return `TOLERANCES` overridden by `name=percent` items.
 
     Raises:
         PlanError: an item is malformed.
@@ -205,12 +204,12 @@ def _compare(measured: Measurement, predicted: Prediction) -> Comparison:
 
 
 def exactly(num_bytes: int) -> Interval:
-    """The interval of one figure."""
+    """Return the interval of one figure."""
     return Interval(low_bytes=num_bytes, high_bytes=num_bytes)
 
 
 def _total(name: str, predicted: Prediction, measured: Measurement) -> Difference:
-    """Of the rank that is off by most, or else of the one that the report is of."""
+    """Return the difference of the rank with the largest error, else of the report's rank."""
     key = TOTALS[name]
     found = predicted.intervals.get(name) or exactly(getattr(predicted, key))
     values = [getattr(measured, key), *(rank[key] for rank in measured.ranks)]
@@ -223,7 +222,7 @@ def _label(row: PhaseRow) -> str:
 
 
 def _residual(pairs: Sequence[tuple[PhaseRow, PhaseRow]]) -> str:
-    """The first phase that adds most to the difference, with the part of it that differs most."""
+    """Return the first phase that adds most to the difference, with the part that differs most."""
     largest, where, part = 0, "", ""
     previous = dict.fromkeys(("allocated_bytes", "peak_allocated_bytes", "reserved_bytes"), 0)
     for predicted, measured in pairs:
@@ -247,7 +246,7 @@ def _version_differences(measured: Report, predicted: Report) -> tuple[str, ...]
 
 
 def allowed_percent(comparison: Comparison, tolerances: Mapping[str, float]) -> dict[str, float]:
-    """What each total, and a phase, of this run may be off; `tolerances` is for one GPU."""
+    """Return the allowed error of each total, and of a phase; `tolerances` is for one GPU."""
     several = SLACK if len(comparison.measured.ranks) > 1 else {}
     return {**tolerances, **several}
 

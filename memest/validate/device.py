@@ -1,4 +1,4 @@
-"""The machine of a measured run: its GPU and driver, its libraries, and what a process holds."""
+"""The machine of a measured run: its GPU and driver, its libraries, and the memory of a process."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Device:
     num_sms: int
     driver: str
     num_devices: int = 1
-    """Of the machine, as CUDA shows them."""
+    """Devices of the machine, as CUDA reports them."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As the reports hold it."""
+        """Return the dict of the reports."""
         return {**asdict(self), "capability": list(self.capability)}
 
     @property
     def catalogue_name(self) -> str:
-        """The catalogue's name for it, or the driver's where it has none."""
+        """Name in the catalogue, or the driver's where it has none."""
         from memest.estimator.hardware.gpus import match_device
 
         gpu = match_device(self.name, self.memory_bytes)
@@ -44,7 +44,7 @@ class Device:
 
 
 def query_device(index: int = 0) -> Device:
-    """The CUDA device of this index. Opens it: call this in a process that may hold a CUDA context.
+    """Return the CUDA device of this index. Opens it: the calling process gets a CUDA context.
 
     Raises:
         UnsupportedError: there is none that torch can use.
@@ -79,7 +79,7 @@ def query_device(index: int = 0) -> Device:
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of memest and of what decides the memory of a run."""
+    """Return versions of memest and of the libraries that affect memory."""
     from memest import __version__
 
     found = {"memest": __version__}
@@ -98,15 +98,17 @@ def library_versions() -> dict[str, str]:
 
 
 def device_used_bytes(index: int = 0) -> int | None:
-    """What all processes hold on the device, by NVML; None without it. Opens no CUDA context."""
+    """Return memory of all processes on the device, by NVML; None without it. Opens no CUDA
+    context.
+    """
     return _nvml(lambda nvml: int(nvml.nvmlDeviceGetMemoryInfo(_handle(nvml, index)).used))
 
 
 def process_figures(used_before: int | None, index: int = 0) -> dict[str, int]:
-    """What this process holds on the device, by source; the first is the one to go by.
+    """Return memory of this process on the device, by source; the first is the most reliable.
 
-    By NVML per process, where it tells; by what the device holds more than `used_before`, read
-    before CUDA was opened; by what is not free, which counts other processes in.
+    Sources are NVML per process, the device's use less `used_before` (read before CUDA was opened),
+    and the memory that is not free, which includes other processes.
     """
     import torch
 
@@ -123,7 +125,7 @@ def process_figures(used_before: int | None, index: int = 0) -> dict[str, int]:
 
 
 def _own_bytes(nvml: Any, index: int) -> int | None:
-    """Of the processes listed, ours: by id, or the only one, since ids differ in a container."""
+    """Return the memory of our process by id, or of the only one (ids differ in a container)."""
     processes = nvml.nvmlDeviceGetComputeRunningProcesses(_handle(nvml, index))
     mine = [p for p in processes if p.pid == os.getpid()] or processes
     if len(mine) != 1 or mine[0].usedGpuMemory is None:
@@ -132,7 +134,7 @@ def _own_bytes(nvml: Any, index: int) -> int | None:
 
 
 def _handle(nvml: Any, index: int) -> Any:
-    """NVML's handle of the device that CUDA calls `index`; `CUDA_VISIBLE_DEVICES` may choose."""
+    """Return NVML's handle of the device that CUDA calls `index`, under `CUDA_VISIBLE_DEVICES`."""
     visible = [v.strip() for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     chosen = visible[index] if any(visible) and index < len(visible) else str(index)
     if chosen.isdigit():
@@ -141,7 +143,7 @@ def _handle(nvml: Any, index: int) -> Any:
 
 
 def _nvml(read: Callable[[Any], T]) -> T | None:
-    """`read(pynvml)` between its init and shutdown; None where NVML cannot be had or asked."""
+    """Return `read(pynvml)` between its init and shutdown; None where NVML is not available."""
     try:
         import pynvml
     except ImportError:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import gc
+import gzip
+import io
 import math
 import os
-import resource
+import pickle
+import re
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from memest.errors import MemestError
 from memest.loops.job import Job, Listener, RunOptions, run_job
 from memest.loops.probe import CudaMemory, PhaseRecorder
 from memest.plan import TrainingPlan
 from memest.report import Measurement, Outcome
-from memest.validate import host
 from memest.validate.device import (
     Device,
     device_used_bytes,
@@ -27,7 +32,192 @@ from memest.validate.device import (
     process_figures,
     query_device,
 )
-from memest.validate.snapshot import count_events, file_stem, start_recording, write_recording
+from memest.writing import write_whole
+
+_OF_PROCESS = ("VmRSS", "VmHWM", "RssAnon", "RssFile", "RssShmem", "VmLck", "VmPin")
+_OF_MACHINE = ("MemAvailable", "MemFree", "Cached", "Shmem")
+
+_EXPLAINING = ("moment", "RssAnon", "RssShmem", "pinned_allocated", "MemAvailable")
+"""Keys of `explaining`; free memory of the whole machine checks the sum over the ranks."""
+
+BEFORE_MODEL = "before the model"
+AFTER_SETUP = "after the strategy's setup"
+
+
+def sample_host(moment: str, *, of_cuda: bool = False) -> dict[str, Any]:
+    """Return bytes by the names of `/proc/self/status` and `/proc/meminfo`, where they exist.
+
+    With `of_cuda`, also the memory of torch's pinned allocator, since the driver's pages need not
+    count as the process's.
+    """
+    found: dict[str, Any] = {"moment": moment}
+    found |= _read("/proc/self/status", _OF_PROCESS)
+    found |= _read("/proc/meminfo", _OF_MACHINE)
+    if of_cuda:
+        found |= _pinned()
+    return found
+
+
+def _peak_host_bytes() -> int:
+    """Return the highest resident memory of this process; 0 on Windows, where it is not read."""
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def held_bytes(samples: Sequence[dict[str, Any]]) -> int:
+    """Return the growth of the process from before the model was built to its highest sample.
+
+        max(own(s) for s in samples) - own(before the model)
+        own(s) = RssAnon + max(RssShmem, pinned_allocated)
+
+    Anonymous pages are tensors in host memory and other allocations. Pinned memory is shared pages
+    where the kernel counts it, else torch reports it. Pages of files, the libraries' code, are left
+    out: the ranks share them, and the kernel can drop them.
+
+    The figure includes 0.8 to 1.4 GiB a rank of libraries: kernels that CUDA loads, NCCL, imports,
+    and memory that `malloc` does not return. A run without tensors on the host shows that part
+    alone.
+    """
+    before = next((s for s in samples if s["moment"] == BEFORE_MODEL), {})
+    return max(map(_own_bytes, samples), default=0) - _own_bytes(before)
+
+
+def explaining(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the samples behind `held_bytes` and of the strategy's setup, with few keys."""
+    if not samples:
+        return []
+    by_moment = {s["moment"]: s for s in reversed(samples)}  # the first of each
+    highest = max(samples, key=_own_bytes)
+    chosen = [by_moment[m] for m in (BEFORE_MODEL, AFTER_SETUP) if m in by_moment]
+    chosen += [] if any(s is highest for s in chosen) else [highest]
+    return [{k: s[k] for k in _EXPLAINING if k in s} for s in chosen]
+
+
+def _own_bytes(sample: dict[str, Any]) -> int:
+    pinned: int = max(sample.get("RssShmem", 0), sample.get("pinned_allocated", 0))
+    return pinned + int(sample.get("RssAnon", 0))
+
+
+def _read(path: str, keys: Sequence[str]) -> dict[str, int]:
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    pairs = (line.split(":", 1) for line in lines if ":" in line)
+    return {k: int(v.split()[0]) * 1024 for k, v in pairs if k in keys}
+
+
+def _pinned() -> dict[str, int]:
+    import torch
+
+    read = getattr(torch.cuda, "host_memory_stats", None)
+    if read is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return {}
+    stats = read()
+    names = {
+        "allocated_bytes.current": "pinned_allocated",
+        "allocated_bytes.peak": "pinned_allocated_peak",
+        "active_bytes.current": "pinned_active",
+        "active_bytes.peak": "pinned_active_peak",
+    }
+    return {name: int(stats[key]) for key, name in names.items() if key in stats}
+
+
+ACTIONS = {
+    "alloc": 0, "free_completed": 1, "segment_alloc": 2, "segment_free": 3, "free_requested": 4,
+}  # fmt: skip
+"""Numbers of the recorded actions in the table. The last is used only for blocks of several
+streams, which wait from it to `free_completed`.
+"""
+
+MAX_EVENTS = 4_000_000
+"""Number of events after which torch drops the oldest."""
+
+
+def file_stem(label: str) -> str:
+    """Return a file name for an experiment.
+
+    >>> file_stem("opt-2.7b accumulation, lr x4")
+    'opt-2.7b-accumulation-lr-x4'
+    """
+    return re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-.")[:80] or "experiment"
+
+
+def start_recording() -> None:
+    """Start recording, with the Python stack of each request; call it before the model is built."""
+    import torch
+
+    torch.cuda.memory._record_memory_history(
+        enabled="all", context="alloc", stacks="python", max_entries=MAX_EVENTS
+    )
+
+
+def write_recording(path: Path) -> None:
+    """Write the events so far as a gzipped NumPy array of four rows: action, address, bytes,
+    stream.
+
+    PyTorch's own snapshot with the stacks is written next to it as `.pickle`.
+    <https://pytorch.org/memory_viz> and `python -m torch.cuda._memory_viz` open it.
+    """
+    import torch
+
+    snapshot = torch.cuda.memory._snapshot()
+    trace = snapshot["device_traces"][torch.cuda.current_device()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = io.BytesIO()
+    with gzip.GzipFile(fileobj=table, mode="wb", mtime=0) as file:
+        np.save(file, event_table(trace), allow_pickle=False)
+    write_whole(path, table.getvalue())
+    write_whole(snapshot_path(path), pickle.dumps(snapshot, protocol=4))
+
+
+def snapshot_path(path: Path) -> Path:
+    """Return the path of PyTorch's snapshot next to a recording.
+
+    >>> snapshot_path(Path("runs/gpt2-fp32.npy.gz")).name
+    'gpt2-fp32.pickle'
+    """
+    return path.with_name(f"{path.name.removesuffix('.npy.gz')}.pickle")
+
+
+def count_events() -> int:
+    """Return the columns of the table if written now. Slow; allocates nothing on the GPU."""
+    return sum(event["action"] in ACTIONS for event in _trace())
+
+
+def _trace() -> Any:
+    import torch
+
+    return torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+
+
+def event_table(trace: Iterable[Mapping[str, Any]]) -> npt.NDArray[np.int64]:
+    """Return one column per event; addresses less the lowest, streams by order of appearance.
+
+    Recordings of older versions have no row of streams, and no `free_requested`.
+
+    >>> event_table([{"action": "segment_alloc", "addr": 512, "size": 2048},
+    ...              {"action": "alloc", "addr": 1024, "size": 100, "stream": 7}]).tolist()
+    [[2, 0], [0, 512], [2048, 100], [0, 1]]
+    """
+    events = [e for e in trace if e["action"] in ACTIONS]
+    lowest = min((e["addr"] for e in events), default=0)
+    streams: dict[int, int] = {}
+    rows = [
+        (
+            ACTIONS[e["action"]],
+            e["addr"] - lowest,
+            e["size"],
+            streams.setdefault(e.get("stream", 0), len(streams)),
+        )
+        for e in events
+    ]
+    return np.array(rows, dtype=np.int64).reshape(-1, 4).T
+
 
 _OUT_OF_MEMORY = (
     "CUDA out of memory",
@@ -35,12 +225,12 @@ _OUT_OF_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
-"""How CUDA's libraries say what `torch.OutOfMemoryError` says, when their own allocation fails."""
+"""Messages of CUDA's libraries when their own allocation fails, like `torch.OutOfMemoryError`."""
 
 
 @dataclass(slots=True)
 class _Run:
-    """What is known of a run so far; enough for a report at any moment."""
+    """State of a run, enough for a report at any moment."""
 
     job: Job
     device: Device
@@ -48,30 +238,30 @@ class _Run:
     started: float
     rank: int = 0
     samples: list[dict[str, Any]] = field(default_factory=list)
-    """Of host memory; taken where the plan is distributed."""
+    """Samples of host memory, for plans on several GPUs."""
 
     marks: list[int] = field(default_factory=list)
     """Events of the allocator before each row, where they are recorded."""
 
     setup: dict[str, int] = field(default_factory=dict)
-    """Peaks of building and dividing the model, which are no part of the training's."""
+    """Peaks of building and dividing the model, which are not part of training."""
 
     @property
     def plan(self) -> TrainingPlan:
-        """What is run."""
+        """The plan of the run."""
         return self.job.plan
 
     @property
     def recorder(self) -> PhaseRecorder:
-        """What reads the phases."""
+        """Recorder of the phases."""
         return self.job.recorder
 
     def sample(self, moment: str) -> None:
         if self.plan.is_distributed:
-            self.samples.append(host.sample(moment, of_cuda=moment != "the start"))
+            self.samples.append(sample_host(moment, of_cuda=moment != "the start"))
 
     def begin_training(self) -> None:
-        """The strategy has divided the model: peaks count from here, on an empty cache."""
+        """Reset the peaks and empty the cache after the strategy has divided the model."""
         import torch
 
         self.recorder.note_peaks()
@@ -84,7 +274,7 @@ class _Run:
         if self.recorder.memory.device_type == "cuda":
             torch.cuda.empty_cache()
         self.recorder.start()
-        self.sample(host.AFTER_SETUP)
+        self.sample(AFTER_SETUP)
 
     def report(self, verdict: Outcome, note: str = "") -> Measurement:
         now = self.recorder.note_peaks()
@@ -93,10 +283,10 @@ class _Run:
         context = held - now.reserved_bytes
         options = self.job.options
         notes = self.job.data_notes
-        host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        host_bytes = _peak_host_bytes()
         if self.plan.is_distributed:
             self.sample("the end")
-            host_bytes = host.held_bytes(self.samples)
+            host_bytes = held_bytes(self.samples)
         return Measurement(
             name=self.plan.label,
             plan=self.job.values or self.plan.to_dict(),
@@ -120,7 +310,7 @@ class _Run:
                 "data": str(options.data) if options.data else "synthetic",
                 **({"rank": self.rank} if self.plan.is_distributed else {}),
                 **self.setup,
-                **({"host_samples": host.explaining(self.samples)} if self.samples else {}),
+                **({"host_samples": explaining(self.samples)} if self.samples else {}),
                 **({"event_marks": self.marks} if self.marks else {}),
             },
             context_bytes=context,
@@ -131,13 +321,13 @@ class _Run:
 def run_experiment(
     plan: TrainingPlan, options: RunOptions, deliver: Callable[[Measurement], Any]
 ) -> None:
-    """Train for the plan's steps on one CUDA device and hand the report to `deliver`.
+    """Train for the plan's steps on one CUDA device and pass the report to `deliver`.
 
-    The device is the first, or that of `LOCAL_RANK` where this process is a rank of several. The
-    recording of the allocator is that of rank 0.
+    The device is the first, or that of `LOCAL_RANK` where this process is a rank of several. Only
+    rank 0 records the allocator.
 
-    `deliver` is called once, before Lightning's teardown copies the model to the host, so a
-    `deliver` that leaves the process spares that. Out of memory is a verdict; every other error is
+    `deliver` is called once, before Lightning's teardown copies the model to the host. A `deliver`
+    that exits the process avoids that copy. Out of memory is a verdict; every other error is
     raised.
     """
     if plan.alloc_conf:
@@ -149,7 +339,7 @@ def run_experiment(
     used_before = device_used_bytes(rank)
     started = time.perf_counter()
     recorder = PhaseRecorder(CudaMemory(), plan.accumulate_grad_batches)
-    at_start = [host.sample("the start")] if plan.is_distributed else []
+    at_start = [sample_host("the start")] if plan.is_distributed else []
     device = query_device(rank)
     if plan.is_distributed:
         _open_device(rank, plan.world_size)
@@ -163,7 +353,7 @@ def run_experiment(
 
 
 def _open_device(rank: int, num_ranks: int) -> None:
-    """The rank's own GPU, and its share of the cores: DeepSpeed's Adam runs on them."""
+    """Open the rank's GPU and set its share of the cores, which DeepSpeed's Adam uses."""
     import torch
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
@@ -174,7 +364,7 @@ def _open_device(rank: int, num_ranks: int) -> None:
 def _recorded(
     run: _Run, path: Path, deliver: Callable[[Measurement], Any]
 ) -> Callable[[Measurement], Any]:
-    """`deliver`, with the allocator recorded from here to there, and its events at each row."""
+    """Return `deliver` with the allocator recorded until then, and its events at each row."""
     start_recording()
     run.recorder.on_row = lambda: run.marks.append(count_events())
 
@@ -188,7 +378,7 @@ def _recorded(
 def execute(
     run: _Run, *, where: str, deliver: Callable[[Measurement], Any], accelerator: str = "gpu"
 ) -> None:
-    """Build and train on the device `where`; the core of `run_experiment`, which a CPU can run."""
+    """Build and train on the device `where`. This core of `run_experiment` also runs on a CPU."""
     delivered: list[BaseException | None] = []
 
     def on_end() -> None:
@@ -209,7 +399,7 @@ def execute(
     run.job.listener = _listener(run, on_end, on_error)
     run.job.where, run.job.accelerator = where, accelerator
     try:
-        run.sample(host.BEFORE_MODEL)
+        run.sample(BEFORE_MODEL)
         run_job(run.job)
     except Exception as error:
         on_error(error)
@@ -232,7 +422,7 @@ def _listener(
 
 
 def limit_memory(limit_bytes: int | None, total_bytes: int, index: int = 0) -> None:
-    """Cap what the caching allocator reserves; a limit of all that the device has is none."""
+    """Cap the caching allocator's reserved memory; a limit of the whole device is none."""
     if limit_bytes is None or limit_bytes >= total_bytes:
         return
     import torch
@@ -241,7 +431,7 @@ def limit_memory(limit_bytes: int | None, total_bytes: int, index: int = 0) -> N
 
 
 def memory_fraction(limit_bytes: int, total_bytes: int) -> float:
-    """The fraction whose product with `total_bytes`, cut to a whole number, is `limit_bytes`.
+    """Return the fraction whose product with `total_bytes`, truncated, is `limit_bytes`.
 
     >>> int(memory_fraction(80 * 2**30, 143155 * 2**20) * 143155 * 2**20) == 80 * 2**30
     True
@@ -253,7 +443,7 @@ def memory_fraction(limit_bytes: int, total_bytes: int) -> float:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the GPU's memory, and not something else, was at an end."""
+    """Return whether the GPU ran out of memory."""
     if isinstance(error, MemestError):
         return False
     text = str(error)
@@ -261,5 +451,5 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
-    """The message on one line, cut where it repeats advice."""
+    """Return the message on one line, cut where it repeats advice."""
     return " ".join(str(error).split())[:400] or type(error).__name__

@@ -1,36 +1,38 @@
-"""One process per GPU: started with the environment that `torchrun` gives, and ended together.
+"""Processes of ranks: one per GPU, started with the environment of `torchrun` and ended together.
 
 Lightning finds its processes created by others (`TorchElasticEnvironment`) and starts none. A rank
-that has its report waits until all have theirs: what it still holds, others may still read.
+with a report waits until all have one, because others may still read its memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from memest.child import CAN_FORK, Child, fork, write_to
+from memest.errors import UnsupportedError
 from memest.report import Measurement, Outcome
 
 POLL_S = 0.02
 _OF_EACH_RANK = (
     "setup_peak_allocated_bytes", "setup_peak_reserved_bytes", "host_samples", "event_marks",
 )  # fmt: skip
-"""What a rank's report has in `device`, and the merged one in `ranks`."""
+"""Keys of a rank's `device` that the merged report has in `ranks`."""
 
 OOM_GRACE_S = 2.0
-"""How long the others may take to report once one rank is out of memory; they may hang instead."""
+"""Seconds that the others get to report once one rank is out of memory; they may hang instead."""
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """As `torchrun` sets it on one node."""
+    """Return the variables that `torchrun` sets on one node."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -45,7 +47,7 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return an unused port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -53,56 +55,55 @@ def free_port() -> int:
 
 def run_ranks(
     num_ranks: int,
-    fork: Callable[[], int],
     run: Callable[[Path], NoReturn],
     read: Callable[[Path], Measurement | None],
     folder: Path,
 ) -> list[Measurement]:
-    """The reports of all ranks, or of those that had one when a rank was out of memory.
+    """Return the reports of all ranks, or of those that had one when a rank was out of memory.
 
-    An empty list if a rank ended without one; its output is then on stderr. None is left running.
+    An empty list if a rank ended without one; its output is then on stderr. No process is left
+    running.
 
     Args:
         num_ranks: processes.
-        fork: starts one, as `os.fork`.
-        run: what each does; writes its report to the path and does not return.
-        read: a report, or None where there is none yet.
+        run: runs one; writes its report to the path and does not return.
+        read: returns a report, or None where there is none yet.
         folder: for reports and output.
     """
+    if not CAN_FORK:
+        raise UnsupportedError(
+            "a measured run on several GPUs needs Linux", hint="run `memest validate` on Linux"
+        )
     port = free_port()
-    pids: list[int] = []
+    children: list[Child] = []
     paths = [folder / f"rank{rank}.json" for rank in range(num_ranks)]
+
+    def begin(rank: int) -> None:
+        os.environ.update(rank_environment(rank, num_ranks, port))
+        if rank:  # rank 0 writes to the experiment's log
+            write_to(_output(folder, rank))
+        run(paths[rank])
+
     try:
         for rank in range(num_ranks):
-            pid = fork()
-            if not pid:
-                try:
-                    _become(rank, num_ranks, port, folder)
-                    run(paths[rank])
-                finally:
-                    os._exit(70)  # nothing of the parent's may run in the child
-            pids.append(pid)
-        return _collect(pids, paths, read, folder)
+            children.append(fork(partial(begin, rank)))
+        return _collect(children, paths, read, folder)
     finally:
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for pid in pids:
-            with suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+        for child in children:
+            child.kill()
 
 
 def wait_for_the_end() -> NoReturn:
-    """Of a rank that has its report."""
+    """Wait, as a rank that has its report, until the process is ended."""
     while True:
-        signal.pause()
+        time.sleep(POLL_S)
 
 
 def merge(measured: Sequence[Measurement]) -> Measurement:
-    """The report of the worst rank: out of memory first, then by reserved, then by allocated.
+    """Return the report of the worst rank: out of memory first, then by reserved, then by
+    allocated.
 
-    `host_bytes` is the sum over the ranks, each of which holds its own. Each rank's own figures are
-    in `ranks`.
+    `host_bytes` is the sum over the ranks. Each rank's own figures are in `ranks`.
     """
     worst = max(
         measured,
@@ -132,22 +133,12 @@ def _figures(measured: Measurement) -> dict[str, Any]:
     }
 
 
-def _become(rank: int, num_ranks: int, port: int, folder: Path) -> None:
-    """Rank 0 writes to the experiment's log; the others to files, shown where they fail."""
-    os.environ.update(rank_environment(rank, num_ranks, port))
-    if rank:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        descriptor = os.open(_output(folder, rank), flags, 0o600)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-
-
 def _output(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.log"
 
 
 def _collect(
-    pids: Sequence[int],
+    children: Sequence[Child],
     paths: Sequence[Path],
     read: Callable[[Path], Measurement | None],
     folder: Path,
@@ -162,26 +153,19 @@ def _collect(
             return list(found.values())
         if deadline == float("inf") and any(m.verdict is Outcome.OOM for m in found.values()):
             deadline = time.monotonic() + OOM_GRACE_S
-        for rank, pid in enumerate(pids):
-            if rank in found or _is_running(pid):
+        for rank, child in enumerate(children):
+            if rank in found or child.poll() is None:
                 continue
             if read(paths[rank]) is not None:
                 continue  # it wrote the report in between
             if deadline == float("inf"):
                 time.sleep(POLL_S)  # for those whose peer it was, or that were its peers
-                ended = [r for r, pid in enumerate(pids) if r == rank or not _is_running(pid)]
+                ended = [r for r, each in enumerate(children) if each.poll() is not None]
                 for each in ended:
                     if read(paths[each]) is None:
                         _tell(each, folder)
                 return []
         time.sleep(POLL_S)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return os.waitpid(pid, os.WNOHANG) == (0, 0)
-    except ChildProcessError:
-        return False
 
 
 def _tell(rank: int, folder: Path) -> None:

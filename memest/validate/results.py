@@ -1,4 +1,4 @@
-"""The results file: one measured report a line, appended so that a kill loses no line before it."""
+"""Files of results and of suites."""
 
 from __future__ import annotations
 
@@ -10,35 +10,32 @@ from pathlib import Path
 from memest.errors import PlanError
 from memest.plan import TrainingPlan
 from memest.report import Measurement, Outcome, read_measurements
+from memest.writing import write_whole
 
 SKIPPED = "skipped: "
-"""How the note of an experiment begins that was not tried."""
+"""Prefix of the note of an experiment that was skipped."""
 
 _OF_THE_DATA = ("seq_len", "image_size", "padded")
-"""What a data set decides, whatever the plan says."""
+"""Keys that a data set sets, whatever the plan has."""
 
 
 def append(path: Path, measurement: Measurement) -> None:
-    """Add one whole line and wait until it is on the disk.
+    """Append one whole line and wait until it is on disk.
 
     Raises:
         PlanError: the file cannot be written.
     """
-    line = (measurement.to_json() + "\n").encode()
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            while line:
-                line = line[os.write(descriptor, line) :]
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with path.open("ab") as file:
+            file.write((measurement.to_json() + "\n").encode())
+            file.flush()
+            os.fsync(file.fileno())
     except OSError as error:
         raise _unwritable(path, error.strerror or "") from error
 
 
 def drop_cut_line(path: Path) -> bool:
-    """Cut off a last line that a kill left unfinished; True where there was one.
+    """Remove a last line that a kill left unfinished; return True if there was one.
 
     A line is whole when it ends and is JSON: a crash of the machine can leave an end without the
     text before it.
@@ -61,9 +58,9 @@ def drop_cut_line(path: Path) -> bool:
 
 
 def prepare(path: Path, *, resume: bool) -> list[Measurement]:
-    """What is measured already; afterwards `path` can be appended to.
+    """Return the finished measurements, and make `path` ready for appending.
 
-    To resume takes failed runs out of the file, since they are tried again; their logs stay.
+    `resume` removes failed runs, since they are tried again; their logs stay.
 
     Raises:
         PlanError: it cannot be written, holds something else, or holds results and `resume` is off.
@@ -72,7 +69,7 @@ def prepare(path: Path, *, resume: bool) -> list[Measurement]:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError(21, "it is a folder")
-        os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644))
+        path.open("ab").close()
         if not path.stat().st_size:
             return []
     except OSError as error:
@@ -86,29 +83,18 @@ def prepare(path: Path, *, resume: bool) -> list[Measurement]:
     measured = read_measurements(path) if path.stat().st_size else []
     done = [m for m in measured if m.verdict is not Outcome.FAILED]
     if len(done) < len(measured):
-        _rewrite(path, done)
+        try:
+            write_whole(path, "".join(m.to_json() + "\n" for m in done))
+        except OSError as error:
+            raise _unwritable(path, error.strerror or "") from error
     return done
 
 
-def _rewrite(path: Path, measurements: list[Measurement]) -> None:
-    """Write beside and rename, so that nothing half-written is ever there."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with beside.open("w", encoding="utf-8") as file:
-            file.writelines(m.to_json() + "\n" for m in measurements)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise _unwritable(path, error.strerror or "") from error
-
-
 def is_done(plan: TrainingPlan, measured: list[Measurement]) -> bool:
-    """Whether a run of this name is there.
+    """Return whether a run of this name exists.
 
     Raises:
-        PlanError: it is there, with another plan.
+        PlanError: it exists, with another plan.
     """
     defaults = {f.name: f.default for f in dataclasses.fields(TrainingPlan)}
     same_name = [m for m in measured if m.name == plan.label]
@@ -142,3 +128,40 @@ def _unwritable(path: Path, why: str) -> PlanError:
     return PlanError(
         f"`{path}` cannot be written: {why}", hint="name another file with `--results`"
     )
+
+
+SUITE_DIR = Path(__file__).with_name("suites")
+
+
+def list_suites() -> list[str]:
+    """Return names of the shipped suites."""
+    return sorted(path.stem for path in SUITE_DIR.glob("*.yaml"))
+
+
+def find_suite(name: str) -> Path:
+    """Return the file of a shipped suite, or the file `name`.
+
+    Raises:
+        PlanError: neither exists.
+    """
+    if name in list_suites():
+        return SUITE_DIR / f"{name}.yaml"
+    if Path(name).is_file():
+        return Path(name)
+    raise PlanError(
+        f"there is no suite and no file `{name[:200]}`",
+        hint=f"shipped: {', '.join(f'`{n}`' for n in list_suites())}; or give a YAML file of plans",
+    )
+
+
+def suite_for_device(name: str, total_bytes: int) -> str:
+    """Return the suite for a GPU by its CUDA name and memory: `lab-h100` for H100 and H200 alike.
+
+    >>> suite_for_device("NVIDIA H200", 143155 << 20), suite_for_device("NVIDIA A40", 48 << 30)
+    ('lab-h100', 'lab-a100')
+    """
+    from memest.estimator.hardware.gpus import match_device
+
+    gpu = match_device(name, total_bytes)
+    known = (gpu.name if gpu is not None else name).casefold()
+    return "lab-h100" if any(kind in known for kind in ("h100", "h200")) else "lab-a100"

@@ -1,36 +1,219 @@
-"""Many experiments, one process each: an end of any kind is a result, and the next one starts."""
+"""Many experiments, one process each; any end is a result, and the next one starts."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
+from memest.child import (
+    CAN_FORK,
+    Child,
+    DiedError,
+    ask,
+    die_with_parent,
+    fork,
+    leave,
+    spawn,
+    write_to,
+)
 from memest.errors import MemestError, PlanError
 from memest.loops.job import RunOptions
-from memest.loops.packages import how_to_install, is_installed, require
+from memest.packages import how_to_install, is_installed, require
 from memest.plan import TrainingPlan
 from memest.plan.optimizers import BITSANDBYTES, DEEPSPEED, OPTIMIZERS
 from memest.plan.values import FLASH_ATTENTION_2
 from memest.report import Measurement, Outcome
 from memest.units import format_gib
+from memest.validate import ranks
 from memest.validate import results as results_file
 from memest.validate.device import Device, library_versions, query_device
-from memest.validate.processes import (
-    Child,
-    call_in_child,
-    fork_experiment,
-    read_report,
-    spawn_experiment,
-)
-from memest.validate.snapshot import file_stem
+from memest.validate.experiment import file_stem, run_experiment
+from memest.validate.results import SKIPPED
+from memest.writing import write_whole
+
+_NAME_WIDTH = 34
+
+
+def header() -> str:
+    """Return the head of the table."""
+    return (
+        f"{'':>7}  {'experiment':<{_NAME_WIDTH}}  {'verdict':<7}"
+        f"  {'allocated':>10}  {'reserved':>10}  {'process':>10}  {'host':>10}  {'time':>7}"
+    )
+
+
+def running_line(progress: Progress) -> str:
+    """Return the line of a running experiment: a bar over the suite, the name and the seconds."""
+    width = 20
+    filled = width * (progress.number - 1) // progress.total
+    bar = "#" * filled + "." * (width - filled)
+    return (
+        f"[{progress.number:>2}/{progress.total:>2}]  {progress.name:<{_NAME_WIDTH}}  "
+        f"{bar}  {progress.elapsed_s:.0f} s"
+    )
+
+
+def finished_line(progress: Progress) -> str:
+    """Return a row of the table."""
+    found = progress.measurement
+    assert found is not None
+    start = f"[{progress.number:>2}/{progress.total:>2}]  {progress.name:<{_NAME_WIDTH}}"
+    if found.verdict is Outcome.FAILED:
+        word = "skipped" if found.note.startswith(SKIPPED) else "failed"
+        return f"{start}  {word:<7}  {found.note.removeprefix(SKIPPED)[:200]}"
+    cells = "".join(f"  {format_gib(n):>10}" for n in _totals(found))
+    when = "before" if progress.was_done else f"{progress.elapsed_s:.1f} s"
+    return f"{start}  {found.verdict:<7}{cells}  {when:>7}"
+
+
+def _totals(found: Measurement) -> tuple[int, int, int, int]:
+    return (
+        found.peak_allocated_bytes,
+        found.peak_reserved_bytes,
+        found.process_bytes,
+        found.host_bytes,
+    )
+
+
+T = TypeVar("T")
+Experiment = Callable[[TrainingPlan, RunOptions, Callable[[Measurement], Any]], None]
+
+
+def fork_experiment(
+    plan: TrainingPlan,
+    options: RunOptions,
+    *,
+    report: Path,
+    log: Path,
+    experiment: Experiment = run_experiment,
+) -> Child:
+    """Run the experiment in a fork of this process, which must not have opened CUDA."""
+
+    def run() -> None:
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        write_to(log)
+        sys.stdout = os.fdopen(1, "w", buffering=1)
+        sys.stderr = os.fdopen(2, "w", buffering=1)
+        run_and_exit(plan, options, report, experiment)
+
+    return fork(run)
+
+
+def spawn_experiment(plan: TrainingPlan, options: RunOptions, *, report: Path, log: Path) -> Child:
+    """Run the experiment in a fresh interpreter, where a fork is not possible."""
+    values = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()}
+    request = json.dumps({"plan": plan.to_dict(), "options": values, "report": str(report)})
+    return spawn([sys.executable, "-m", "memest.validate.runner", request], log)
+
+
+def run_and_exit(
+    plan: TrainingPlan, options: RunOptions, report: Path, experiment: Experiment
+) -> NoReturn:
+    """Run, write the report, and exit without any teardown.
+
+    A plan with a Lightning strategy gets one process per GPU, and their reports are merged.
+    """
+
+    def deliver(measurement: Measurement) -> NoReturn:
+        write_whole(report, measurement.to_json())
+        leave(0)
+
+    if plan.is_distributed:
+        measured = ranks.run_ranks(
+            plan.world_size,
+            lambda path: _run_rank(plan, options, path, experiment),
+            read_report,
+            report.parent,
+        )
+        if measured:
+            deliver(ranks.merge(measured))
+        leave(1)
+    _run(plan, options, experiment, deliver)
+
+
+def read_report(path: Path) -> Measurement | None:
+    """Return the report, or None where there is none."""
+    try:
+        return Measurement.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+
+
+def _run_rank(
+    plan: TrainingPlan, options: RunOptions, report: Path, experiment: Experiment
+) -> NoReturn:
+    def deliver(measurement: Measurement) -> NoReturn:
+        write_whole(report, measurement.to_json())
+        ranks.wait_for_the_end()
+
+    _run(plan, options, experiment, deliver)
+
+
+def _run(
+    plan: TrainingPlan,
+    options: RunOptions,
+    experiment: Experiment,
+    deliver: Callable[[Measurement], NoReturn],
+) -> NoReturn:
+    try:
+        experiment(plan, options, deliver)
+        sys.stderr.write("the training ended without a report\n")
+    except MemestError as error:
+        hint = f" (hint: {error.hint})" if error.hint else ""
+        sys.stderr.write(f"Error: {error}{hint}\n")
+    except BaseException:
+        traceback.print_exc()
+    leave(1)
+
+
+def call_in_child(function: Callable[[], T]) -> T:
+    """Return `function()` run in another process, which closes a GPU or threads that it opens.
+
+    Raises:
+        MemestError: it raised one, or any other error, whose text is then the message.
+    """
+    try:
+        return ask(partial(_or_error, function)).answer()  # type: ignore[no-any-return]
+    except DiedError as error:
+        raise MemestError(
+            "a child process ended without a result", hint="see the system's log"
+        ) from error
+
+
+def _or_error(function: Callable[[], T]) -> T:
+    try:
+        return function()
+    except MemestError:
+        raise
+    except Exception as error:
+        raise MemestError(f"{type(error).__name__}: {error}") from error
+
+
+def _main() -> None:
+    request = json.loads(sys.argv[1])
+    values = request["options"]
+    paths = {k: Path(values[k]) for k in ("data", "snapshots") if values[k]}
+    options = RunOptions(**{**values, **paths})
+    plan = TrainingPlan.from_dict(request["plan"])
+    die_with_parent()
+    run_and_exit(plan, options, Path(request["report"]), run_experiment)
+
+
+if __name__ == "__main__":
+    _main()
+
 
 POLL_S = 0.05
 TICK_S = 1.0
@@ -40,22 +223,22 @@ LOG_LINES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """Where a suite stands, told about once a second and at the end of each experiment."""
+    """State of a suite, reported about once a second and at the end of each experiment."""
 
     number: int
     total: int
     name: str
     elapsed_s: float
     measurement: Measurement | None = None
-    """Of the experiment, once it has ended."""
+    """Report of the experiment, once it has ended."""
 
     was_done: bool = False
-    """It was in the results already."""
+    """True if it was in the results already."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Runner:
-    """How experiments are run: the arguments of `validate`, with their defaults applied."""
+    """The arguments of `validate`, with their defaults applied."""
 
     results: Path
     device: Device
@@ -69,13 +252,13 @@ class Runner:
 
 
 def detect_device() -> Device:
-    """The CUDA device, asked in a child process: this one opens nothing.
+    """Return the CUDA device, detected in a child process, so this one opens nothing.
 
     Raises:
         UnsupportedError: there is none that torch can use, or a package is missing.
     """
     require("torch", "lightning")
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asks without opening CUDA
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # detects without opening CUDA
     import torch
 
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -96,19 +279,19 @@ def validate(
     host_bytes: Callable[[TrainingPlan], int] | None = None,
     machine_bytes: int | None = None,
 ) -> list[Measurement]:
-    """Run every plan and append its measured report to `results`; the reports, in order.
+    """Run every plan, append its measured report to `results`, and return the reports in order.
 
     Args:
         plans: each with a label of its own.
         results: a JSON Lines file.
-        device: what `detect_device` found.
-        resume: go on with a file that holds results, passing over what it has.
-        timeout_s: seconds after which an experiment is ended, which is a failed one.
+        device: result of `detect_device`.
+        resume: continue a file that holds results, skipping those.
+        timeout_s: seconds after which an experiment is ended as failed.
         options: weights and data.
-        on_progress: told about each experiment while it runs and when it ends.
+        on_progress: called for each experiment while it runs and when it ends.
         start: starts an experiment; None forks, or spawns where a fork is not possible.
-        host_bytes: predicts what a plan holds in the host's memory.
-        machine_bytes: the host's memory; None asks the machine.
+        host_bytes: predicts a plan's host memory.
+        machine_bytes: the host's memory; None reads the machine's.
 
     Raises:
         MemestError: two plans have one label, a model does not exist, every plan needs a package
@@ -122,7 +305,7 @@ def validate(
     pending = [plan for plan in plans if not results_file.is_done(plan, done)]
     options = options or RunOptions()
     if start is None:
-        can_fork = _import_all(pending, options) and _reaches_gpu_by_fork()
+        can_fork = CAN_FORK and _import_all(pending, options) and _reaches_gpu_by_fork()
         start = fork_experiment if can_fork else spawn_experiment
     runner = Runner(
         results=results,
@@ -147,7 +330,7 @@ def _check_labels(plans: Sequence[TrainingPlan]) -> None:
 
 
 def _import_all(plans: Sequence[TrainingPlan], options: RunOptions) -> bool:
-    """Import what the experiments share; whether a fork can still open CUDA afterwards."""
+    """Import the modules that experiments share; return whether a fork can still open CUDA."""
     import torch
     import transformers
 
@@ -159,8 +342,6 @@ def _import_all(plans: Sequence[TrainingPlan], options: RunOptions) -> bool:
         import memest.models_meta.assemble
         import memest.models_meta.registry
         import memest.models_meta.sharding
-        import memest.models_meta.states
-        import memest.models_meta.wrapping
 
     for plan in plans:
         config = memest.models_meta.registry.resolve_config(
@@ -173,7 +354,7 @@ def _import_all(plans: Sequence[TrainingPlan], options: RunOptions) -> bool:
 
 
 def _reaches_gpu_by_fork() -> bool:
-    """Whether a fork can open CUDA; not if an import has opened it here, torch knowing or not."""
+    """Return whether a fork can open CUDA; it cannot if an import has opened it here."""
     try:
         call_in_child(query_device)
     except MemestError:
@@ -183,10 +364,10 @@ def _reaches_gpu_by_fork() -> bool:
 
 @contextmanager
 def _without_bitsandbytes() -> Iterator[None]:
-    """Keeps `bitsandbytes`, which opens the GPU, from being imported; peft 0.21 tries to.
+    """Block the import of `bitsandbytes`, which opens the GPU; peft 0.21 tries it.
 
-    A child imports it where its plan needs it (peft/helpers.py alone does at import, and only to
-    know its layers where adapters are rescaled).
+    A child imports it where its plan needs it. Only peft/helpers.py does at import, to identify its
+    layers where adapters are rescaled.
     """
     name = "bitsandbytes"
     if name in sys.modules:
@@ -251,7 +432,7 @@ def _measure(runner: Runner, plan: TrainingPlan, tick: Callable[[], None]) -> Me
 
 
 def _wait(child: Child, timeout_s: float, tick: Callable[[], None]) -> str:
-    """How the child ended; it has ended when this returns or raises."""
+    """Return a description of the child's end; it has ended when this returns or raises."""
     deadline = time.monotonic() + timeout_s
     next_tick = time.monotonic() + TICK_S
     try:
@@ -271,7 +452,7 @@ def _wait(child: Child, timeout_s: float, tick: Callable[[], None]) -> str:
 
 
 def _refusal(runner: Runner, plan: TrainingPlan) -> str:
-    """Why the plan must not run on this machine; empty where it may."""
+    """Return the reason why the plan must not run on this machine; empty where it may."""
     if plan.world_size > runner.device.num_devices:
         return f"it needs {plan.world_size} GPUs, and the machine has {runner.device.num_devices}"
     missing = _missing_package(plan)
@@ -303,24 +484,29 @@ def _missing_package(plan: TrainingPlan) -> str:
 
 
 def predicted_host_bytes(plan: TrainingPlan) -> int:
-    """Host memory that the run holds on purpose: paged optimizers and offload hold some."""
+    """Return host memory that the run uses on purpose: paged optimizers and offload use some."""
     if not (plan.optim.startswith("paged_") or plan.offloads):
         return 0
+    return call_in_child(partial(_predict_host_bytes, plan))
 
-    def ask() -> int:
-        import torch
 
-        from memest.estimator.predict import predict
+def _predict_host_bytes(plan: TrainingPlan) -> int:
+    import torch
 
-        torch.set_num_threads(1)  # the threads of the parent are not here
-        return predict(plan).host_bytes
+    from memest.estimator.predict import predict
 
-    return call_in_child(ask)
+    torch.set_num_threads(1)  # the threads of the parent are not here
+    return predict(plan).host_bytes
 
 
 def host_memory_bytes() -> int:
-    """The machine's memory, or what its control group (v2, v1) lets this process have."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    """Return the machine's memory, or the limit of this process's control group (v2, v1).
+
+    Windows has neither, so there it is unlimited.
+    """
+    limits = [sys.maxsize]
+    if hasattr(os, "sysconf"):
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             limits.append(int(Path(path).read_text()))

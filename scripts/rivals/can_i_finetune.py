@@ -56,7 +56,7 @@ def estimate(case: Case) -> Estimate:
         found = memory.estimate(request)
     except ValueError as error:
         if "target-module mapping" in str(error):
-            raise Refused("LoRA on a family whose modules it does not know") from error
+            raise Refused("LoRA on an architecture that is not in its list of modules") from error
         if "Cannot resolve metadata" in str(error):
             raise Refused("config.json lacks a field that it needs") from error
         raise
@@ -115,9 +115,9 @@ def _request(case: Case) -> tuple[Any, str]:
         optimizer=_optimizer(case),
         gradient_checkpointing=bool(plan["act_ckpt"]),
         attention_implementation=plan["attn_implementation"] or "sdpa",
-        gpu_vram_gb=case.card_bytes / GIB,
+        gpu_vram_gb=case.gpu_bytes / GIB,
     )
-    stretch = "autocast: activations are billed in fp32 like the weights" if is_mixed else ""
+    stretch = "autocast: activations are counted in fp32, like the weights" if is_mixed else ""
     return request, stretch or beyond_plain_lora(plan)
 
 

@@ -47,7 +47,7 @@ class Case:
     limit_bytes: int
     """What the allocator could reserve."""
 
-    card_bytes: int
+    gpu_bytes: int
     """The limit and the CUDA context: a card of which the limit is what is left."""
 
     @property

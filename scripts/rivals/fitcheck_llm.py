@@ -48,7 +48,7 @@ def estimate(case: Case) -> Estimate:
     refuse_parts(case)
     model = _model_config(case)
     training, stretch = _training_config(case)
-    usable_mib: Any = case.card_bytes / MIB
+    usable_mib: Any = case.gpu_bytes / MIB
     card = fitcheck.GpuSpec("measured", int(usable_mib), usable_mib)
     try:
         report = fitcheck.estimate(model, training, card)
@@ -90,13 +90,13 @@ def _training_config(case: Case) -> tuple[Any, str]:
     lora: dict[str, Any] = {"lora_rank": None}
     if technique == "full":
         if kind == "true" and precision != "32":
-            stretch = stretch or "full fine-tune in 16 bit: it always bills an fp32 master copy"
+            stretch = stretch or "full fine-tune in 16 bit: an fp32 master copy is counted"
     else:
         wanted = lora_targets(plan, case.architecture)
         lora = {"lora_rank": plan["lora_r"], "lora_targets": wanted}
         stretch = stretch or beyond_plain_lora(plan)
         if kind == "mixed":
-            stretch = stretch or "LoRA under autocast: it has no fp32 base with 16-bit compute"
+            stretch = stretch or "LoRA under autocast: the base is counted in 16 bit"
     training = TrainingConfig(
         precision={"32": "fp32", "bf16": "bf16", "16": "fp16"}[precision],
         quantization=plan["quant"] if technique == "qlora" else "none",
@@ -120,7 +120,7 @@ def _optimizer(plan: Any) -> tuple[str, str]:
     if name in EIGHT_BIT_ADAMS:
         return "adam8bit", ""
     if name in PAGED_ADAMS:
-        return "adam8bit", "paged optimizer: it has the unpaged one"
+        return "adam8bit", "paged optimizer: counted as unpaged"
     if name == "sgd":
         return ("sgd-momentum" if plan["momentum"] else "sgd"), ""
     raise Refused(f"optimizer {name}")

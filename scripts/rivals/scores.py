@@ -1,4 +1,4 @@
-"""Errors and verdicts of a tool over the measured runs, from the data of docs/rivals.json."""
+"""Errors and verdicts of a tool over the measured runs, from the data of validation/rivals.json."""
 
 from __future__ import annotations
 

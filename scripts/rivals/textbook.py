@@ -64,7 +64,7 @@ def estimate(case: Case, *, has_matrix: bool | None = None) -> Estimate:
         allocated_bytes=allocated,
         process_bytes=None,
         fits=allocated <= case.limit_bytes,
-        stretch="LoRA: layers count as if trained" if case.technique == "lora" else "",
+        stretch="LoRA: layers are counted as trained" if case.technique == "lora" else "",
     )
 
 

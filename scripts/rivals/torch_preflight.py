@@ -51,7 +51,7 @@ def estimate(case: Case) -> Estimate:
 
     config, stretch = _config(case)
     profile = _profile(case, config)
-    gpu = Gpu("measured", "measured", case.card_bytes // MIB, reserve_fraction=0.0)
+    gpu = Gpu("measured", "measured", case.gpu_bytes // MIB, reserve_fraction=0.0)
     report = costmodel.estimate(profile, config, gpu)
     parts = report.breakdown
     if not parts.activations:
@@ -106,9 +106,9 @@ def _config(case: Case) -> tuple[Any, str]:
         frozen_fraction=1 - case.num_trainable_params / case.num_params,
     )
     stretches = {
-        "LoRA: it has a share of frozen parameters, and no adapters": case.technique == "lora",
-        "paged optimizer: it has the unpaged one": family.startswith("paged"),
-        "16-bit parameters: its optimizer states are fp32": dtype.startswith("pure")
+        "LoRA: counted as a share of frozen parameters, without adapters": case.technique == "lora",
+        "paged optimizer: counted as unpaged": family.startswith("paged"),
+        "16-bit parameters: optimizer states are counted in fp32": dtype.startswith("pure")
         and optimizer.states
         and optimizer.bytes_per_state == 4,
     }

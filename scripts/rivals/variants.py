@@ -41,7 +41,7 @@ def beyond_plain_lora(plan: Mapping[str, Any]) -> str:
     more = {
         "DoRA": plan.get("use_dora"),
         "trained biases": plan.get("lora_bias", "none") != "none",
-        "modules trained beside them": plan.get("lora_modules_to_save"),
+        "whole modules trained besides the adapters": plan.get("lora_modules_to_save"),
     }
     said = [name for name, is_there in more.items() if is_there]
-    return f"{' and '.join(said)}: it has plain LoRA alone" if said else ""
+    return f"{' and '.join(said)}: counted as plain LoRA" if said else ""

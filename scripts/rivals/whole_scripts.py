@@ -1,9 +1,9 @@
 """Tools that take a training script: what each says of scripts measured on an H100, and its time.
 
-`measured.json` of `results/scripts` has what `torch.cuda` said on the GPU. memest and FakeGPU run
-the script under `watch.py`, which makes the same calls there. torch-preflight reads the script's
-text. Every command is one process with one thread. Its time is the processor time of the command,
-imports included.
+`measured.json` of `validation/scripts` has the figures of `torch.cuda` on the GPU. memest and
+FakeGPU run the script under `watch.py`, which makes the same calls. torch-preflight reads the
+script's text. Every command is one process with one thread. Its time is the processor time of the
+command, imports included.
 
 FakeGPU and torch-preflight are called in a Python of their own (`--scripts PYTHON`), in which they,
 torch and the packages of the scripts are installed.

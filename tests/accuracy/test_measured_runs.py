@@ -1,4 +1,4 @@
-"""Every measured run of `results/` against what is kept of its prediction, and the pages."""
+"""Every measured run of `validation/runs/` against its stored prediction, and the pages."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from scripts import make_docs as docs
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = sorted((ROOT / "results").glob("*.jsonl"))
-MISSES = json.loads((ROOT / "results" / "misses.json").read_text())
+RESULTS = sorted((ROOT / "validation" / "runs").glob("*.jsonl"))
+MISSES = json.loads((ROOT / "validation" / "runs" / "misses.json").read_text())
 """By file and run: what misses its bound, a total or the name of a test, and the cause."""
 
 KEYS = [(path.stem, m.name) for path in RESULTS for m in comparable(read_measurements(path))[0]]
@@ -68,7 +68,7 @@ def one(
 
 
 def figure_of(request: pytest.FixtureRequest) -> str:
-    """The figure that a test is about, as `results/misses.json` names it."""
+    """The figure that a test is about, as `validation/runs/misses.json` names it."""
     parameters = request.node.callspec.params
     return str(parameters.get("figure") or request.function.__name__.removeprefix("test_"))
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from scripts import compare_scripts
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "results" / "scripts"
+FOLDER = ROOT / "validation" / "scripts"
 
 
 def read(name: str) -> dict[str, Any]:

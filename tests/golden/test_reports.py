@@ -13,8 +13,9 @@ from decimal import Decimal
 import pytest
 
 from memest import Prediction, TrainingPlan, predict
-from memest.render.text import render_html_table, render_suite, render_text
 from memest.report import Outcome
+from memest.report.page import fragment
+from memest.report.text import render_suite, render_text
 
 Golden = Callable[[str, str], None]
 
@@ -62,7 +63,7 @@ def test_suite_table(reports: dict[str, Prediction], golden: Golden) -> None:
 
 
 def test_notebook_table(reports: dict[str, Prediction], golden: Golden) -> None:
-    golden("notebook.html", render_html_table(reports["gpt2-adamw"]) + "\n")
+    golden("notebook.html", fragment(reports["gpt2-adamw"]) + "\n")
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import memest
-from memest.render.run import render_run
+from memest.report.text import render_text
 
 Golden = Callable[[str, str], None]
 
@@ -43,4 +43,4 @@ def test_text_report_of_a_script(tmp_path: Path, golden: Golden) -> None:
         module()
     report = dataclasses.replace(gpu.report(), name="train.py", elapsed_s=0.0, versions={})
 
-    golden("run.txt", render_run(report) + "\n")
+    golden("run.txt", render_text(report) + "\n")

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from memest.estimator.predict import record_plan
-from memest.estimator.trace.recording import Act
+from memest.estimator.replay.recording import Act
 from memest.plan import TrainingPlan
 from memest.report import Measurement, read_measurements
-from memest.validate.snapshot import file_stem
+from memest.validate.experiment import file_stem
 
 ALLOC, FREE, SEGMENT_ALLOC, SEGMENT_FREE = range(4)
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ RECORDED = {p.name.removesuffix(".npy.gz") for p in Path(__file__).parent.glob("
 RUNS = {
     file_stem(m.name): m
     for results in ("kinds", "flash", "random")
-    for m in read_measurements(ROOT / "results" / f"h200-{results}.jsonl")
+    for m in read_measurements(ROOT / "validation" / "runs" / f"h200-{results}.jsonl")
     if file_stem(m.name) in RECORDED
 }
 """What the recorded runs printed, their plans among it."""

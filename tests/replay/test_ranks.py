@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memest.estimator.allocator.addresses import AddressSpace
-from memest.estimator.allocator.blocks import Block
+from memest.estimator.allocator.blocks import AddressSpace, Block
 from memest.estimator.allocator.caching import CachingAllocator
-from memest.estimator.device.timeline import MAIN
+from memest.estimator.gpu.timeline import MAIN
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.ranks import run_rank
-from memest.estimator.trace.program import Program
-from memest.estimator.trace.virtual_run import canonical, ranks_of
+from memest.estimator.replay.program import Program
+from memest.estimator.replay.simulated_plan import run_rank
+from memest.estimator.replay.virtual_run import canonical, ranks_of
 from memest.plan import TrainingPlan
 
 ALLOC, FREE, SEGMENT_ALLOC, SEGMENT_FREE, FREE_REQUESTED = range(5)

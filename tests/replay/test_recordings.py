@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from memest.estimator.allocator.addresses import AddressSpace
-from memest.estimator.allocator.blocks import Block
+from memest.estimator.allocator.blocks import AddressSpace, Block
 from memest.estimator.allocator.caching import CachingAllocator
 
 ALLOC, FREE, SEGMENT_ALLOC, SEGMENT_FREE = range(4)

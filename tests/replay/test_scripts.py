@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memest.estimator.device.ranks import Ranks
+from memest.estimator.gpu.worlds import Ranks
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.trace.recording import Act
+from memest.estimator.replay.recording import Act
 from memest.run.launcher import Ran, run_target
 from memest.run.ranks import run_rank
 from memest.run.replays import record_run_of
@@ -22,7 +22,7 @@ from memest.run.session import Session
 from memest.run.target import find_script
 
 FOLDER = Path(__file__).parent / "scripts"
-RESULTS = Path(__file__).parents[2] / "results" / "scripts"
+RESULTS = Path(__file__).parents[2] / "validation" / "scripts"
 RECORDED = sorted(path.name.removesuffix(".npy.gz") for path in FOLDER.iterdir())
 BLOCK_BYTES = 512
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memest.estimator.allocator.addresses import AddressSpace
-from memest.estimator.allocator.blocks import Block
+from memest.estimator.allocator.blocks import AddressSpace, Block
 from memest.estimator.allocator.settings import parse_settings
 from memest.estimator.allocator.statistics import CountingAllocator, allow_share
 from memest.estimator.hardware.gpus import find_gpu

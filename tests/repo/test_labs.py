@@ -25,14 +25,14 @@ def rows() -> Iterator[ModuleType]:
 def test_the_page_is_what_its_command_makes(rows: ModuleType) -> None:
     import labs_page
 
-    figures = json.loads((ROOT / "results" / "labs.json").read_text(encoding="utf-8"))
+    figures = json.loads((ROOT / "validation" / "labs.json").read_text(encoding="utf-8"))
     page = (ROOT / "docs" / "labs.md").read_text(encoding="utf-8")
     assert labs_page.page_of(rows.rows(), figures) == page
 
 
 def test_each_command_that_runs_has_figures_and_ends_as_published(rows: ModuleType) -> None:
-    figures = json.loads((ROOT / "results" / "labs.json").read_text(encoding="utf-8"))
-    ran = {row.name: row for row in rows.rows() if row.target}
+    figures = json.loads((ROOT / "validation" / "labs.json").read_text(encoding="utf-8"))
+    ran = {row.name: row for row in rows.rows()}
 
     assert figures.keys() == ran.keys()
     verdicts = {rows.OOM: "oom", rows.FITS: "fits"}
@@ -41,18 +41,22 @@ def test_each_command_that_runs_has_figures_and_ends_as_published(rows: ModuleTy
         assert figures[name]["verdict"] == expected, name
 
 
-def test_rows_of_blip2_are_the_same_as_a_plan_and_as_a_script(rows: ModuleType) -> None:
-    """To 0.5 %, by what `make_labs.py` stored; DeepSpeed's script counts its setup in its peaks."""
-    figures = json.loads((ROOT / "results" / "labs.json").read_text(encoding="utf-8"))
-    compared = [r for r in rows.rows() if "plan_allocated_bytes" in figures.get(r.name, {})]
+def test_every_row_of_blip2_is_the_same_as_a_plan_and_as_a_script(rows: ModuleType) -> None:
+    """To 0.5 %, by what `make_labs.py` stored; one known miss is no nearer."""
+    import labs_page
 
-    assert {r.name for r in compared} >= {
-        r.name for r in rows.rows() if r.plan and r.gpu == "h100-80gb" and r.target
-    }
+    figures = json.loads((ROOT / "validation" / "labs.json").read_text(encoding="utf-8"))
+    compared = [row for row in rows.rows() if row.plan]
+
+    assert len(compared) == 15 + 15 + 3
+    apart = set()
     for row in compared:
         found = figures[row.name]
-        for peak in ("allocated_bytes", "reserved_bytes"):
-            assert found[f"plan_{peak}"] == pytest.approx(found[peak], rel=0.005), row.name
+        for peak in labs_page.PEAKS:
+            script = labs_page.in_training(found, peak)
+            if found[f"plan_{peak}_bytes"] != pytest.approx(script, rel=0.005):
+                apart.add((row.name, peak))
+    assert apart == rows.MISSES.keys()
 
 
 def test_the_scripts_and_recipes_of_the_commands_are_there(rows: ModuleType) -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from memest.errors import PlanError
-from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.virtual_gpu import VirtualGpu
 from memest.loops.quantize import quantize
 from memest.models_meta.adapters import apply_lora, linear_names
 from tests.requested import WORKSPACE, Requests
@@ -54,7 +54,7 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_adapters_are_fp32_and_on_the_card_whatever_the_base(
+def test_adapters_are_fp32_and_on_the_gpu_whatever_the_base(
     requests: Requests, dtype: torch.dtype
 ) -> None:
     model = apply_lora(block(dtype), r=4, alpha=8, dropout=0.05, target_modules=["q_proj"])

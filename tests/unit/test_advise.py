@@ -20,6 +20,7 @@ from memest.cli import main
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import custom_gpu, find_gpu
 from memest.estimator.predict import predict
+from memest.estimator.replay.simulated_plan import trace_plan
 from memest.estimator.search.advise import Advice, advise
 from memest.estimator.search.changes import (
     LAST_RESORTS,
@@ -30,10 +31,9 @@ from memest.estimator.search.changes import (
     techniques_for,
 )
 from memest.estimator.search.commands import ModelFacts, predict_command, training_lines
-from memest.estimator.traced_plan import trace_plan
 from memest.plan import TrainingPlan
-from memest.render.advice import render_advice
 from memest.report import Outcome, Prediction
+from memest.report.advice import render_advice
 from memest.units import GIB, MIB
 
 PLAN = TrainingPlan(model_name="gpt2", batch_size=6, seq_len=128, precision="32-true")
@@ -87,7 +87,9 @@ def test_a_plan_that_fits_gets_its_margin_and_one_prediction() -> None:
     assert advice.fits
     assert advice.options == advice.not_enough == ()
     assert advice.num_predictions == 1
-    assert advice.current.margin_bytes == A100.limit_bytes - advice.current.peak_reserved_bytes
+    assert (
+        advice.current.verdict.margin_bytes == A100.limit_bytes - advice.current.verdict.needs_bytes
+    )
     assert "fits as it is" in render_advice(advice)
 
 
@@ -97,13 +99,12 @@ def test_every_answer_is_what_its_plan_predicts(short: Advice) -> None:
         verdict = predict(option.plan).verdicts["a100-80gb"]
 
         assert option.fits is (verdict.verdict is Outcome.FITS)
-        assert option.margin_bytes == verdict.margin_bytes
-        assert option.peak_reserved_bytes == short.limit_bytes - verdict.margin_bytes
+        assert option.verdict == verdict
 
 
 def test_answers_fit_and_the_others_do_not(short: Advice) -> None:
-    assert all(option.fits and option.margin_bytes >= 0 for option in short.options)
-    assert all(not option.fits and option.margin_bytes < 0 for option in short.not_enough)
+    assert all(option.fits and option.verdict.margin_bytes >= 0 for option in short.options)
+    assert all(not option.fits and option.verdict.margin_bytes < 0 for option in short.not_enough)
 
 
 def test_the_cheapest_in_kind_comes_first(short: Advice) -> None:
@@ -176,16 +177,16 @@ def test_a_combination_is_sought_only_where_nothing_cheaper_in_kind_fits(narrow:
     assert all(o.cost <= cheapest.cost for o in narrow.options if len(o.changes) > 1)
 
 
-def test_nothing_on_this_card_is_an_answer(shallow: Callable[..., str]) -> None:
+def test_nothing_on_this_gpu_is_an_answer(shallow: Callable[..., str]) -> None:
     advice = advise(replace(PLAN, model_name=shallow("gpt2"), memory_limit=40 * MIB), A100)
 
     assert advice.options == ()
     assert advice.is_complete
     assert not advice.smallest.fits
     assert all(
-        advice.smallest.peak_reserved_bytes <= o.peak_reserved_bytes for o in advice.not_enough
+        advice.smallest.verdict.needs_bytes <= o.verdict.needs_bytes for o in advice.not_enough
     )
-    assert "nothing on this card: the smallest found needs" in render_advice(advice)
+    assert "nothing on this GPU: the smallest found needs" in render_advice(advice)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +238,7 @@ def test_a_change_that_cannot_be_predicted_is_named_with_its_reason(
     assert reasons["QLoRA, rank 16"] == "it has no linear layer to quantise"
 
 
-def test_a_card_outside_the_catalogue_is_asked_about_by_its_size() -> None:
+def test_a_gpu_outside_the_catalogue_is_asked_about_by_its_size() -> None:
     advice = advise(PLAN, custom_gpu(24 * GIB))
 
     assert advice.gpu == "24.00GiB"
@@ -303,7 +304,7 @@ def test_expandable_segments_are_tried_first_and_said_to_a_script() -> None:
         ("16-true", "a100-80gb", []),
     ],
 )
-def test_precision_goes_down_as_the_card_can(precision: str, gpu: str, expected: list[str]) -> None:
+def test_precision_goes_down_as_the_gpu_can(precision: str, gpu: str, expected: list[str]) -> None:
     changes = all_changes(replace(PLAN, precision=precision), gpu).values()
 
     assert [c.updates["precision"] for c in changes if "precision" in c.updates] == expected
@@ -407,7 +408,7 @@ def test_advice_as_json_has_every_figure(narrow: Advice) -> None:
     assert values["schema"] == "memest.advice/1"
     assert values["fits"] is False
     assert [o["margin_bytes"] for o in values["options"]] == [
-        o.margin_bytes for o in narrow.options
+        o.verdict.margin_bytes for o in narrow.options
     ]
     assert TrainingPlan.from_dict(values["options"][0]["plan"]) == narrow.options[0].plan
     assert any("offload" in what for what in values["not_tried"])
@@ -439,7 +440,7 @@ def test_weights_that_are_too_many_need_other_states_or_adapters(
     ]  # fmt: skip
 
 
-def test_a_model_may_not_fit_a_card_by_anything(shallow: Callable[..., str]) -> None:
+def test_a_model_may_not_fit_a_gpu_by_anything(shallow: Callable[..., str]) -> None:
     advice = short_of(TrainingPlan(model_name=shallow("gpt2-medium")), 0.05)
 
     assert advice.options == ()
@@ -490,4 +491,4 @@ def test_the_command_answers_in_json_and_by_its_exit_code(tmp_path: Path) -> Non
     assert json.loads(output.read_text())["fits"] is True
     assert list(tmp_path.iterdir()) == [output]
     assert nothing.returncode == 5
-    assert "nothing on this card among what was tried" in nothing.stdout
+    assert "nothing on this GPU among what was tried" in nothing.stdout

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from memest.estimator.allocator import blocks as allocator
-from memest.estimator.allocator.addresses import AddressSpace
-from memest.estimator.allocator.blocks import Block, round_request, segment_bytes
+from memest.estimator.allocator.blocks import AddressSpace, Block, round_request, segment_bytes
 from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
 
 MIB = 1 << 20

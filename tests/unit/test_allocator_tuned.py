@@ -6,9 +6,9 @@ import pytest
 
 from memest.estimator.allocator.blocks import Block
 from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
-from memest.estimator.allocator.expandable import Unmapped
 from memest.estimator.allocator.settings import parse_settings
 from memest.estimator.allocator.statistics import CountingAllocator, allow_share
+from memest.estimator.allocator.tuned import Unmapped
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -139,7 +139,7 @@ def test_old_segments_are_given_back_above_a_share_of_what_is_allowed() -> None:
     made.free(busy)
 
 
-def test_nothing_is_collected_where_all_of_the_card_is_allowed() -> None:
+def test_nothing_is_collected_where_all_of_the_gpu_is_allowed() -> None:
     made = counting("garbage_collection_threshold:0.1", GIB)
     made.free(made.malloc(300 * MIB))
 
@@ -248,7 +248,7 @@ def test_what_is_cached_makes_room_for_another_stream() -> None:
         made.malloc(50 * MIB, 7)
 
 
-def test_a_cap_below_the_card_is_asked_before_memory_is_mapped() -> None:
+def test_a_cap_below_the_gpu_is_asked_before_memory_is_mapped() -> None:
     made = counting("expandable_segments:True", GIB)
     allow_share(made, 100 / 1024, GIB, GIB)
     made.malloc(30 * MIB)

@@ -10,12 +10,13 @@ import pytest
 from memest import Prediction, TrainingPlan, predict
 from memest.cli.terminal import has_colour
 from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.replay.simulated_plan import trace_plan
 from memest.estimator.search import advise
-from memest.estimator.search.advise import TIGHT_SHARE, cheapest_change
-from memest.estimator.traced_plan import trace_plan
-from memest.render.answer import answer, moment, people, shares, verdict_line
-from memest.render.text import render_text
+from memest.estimator.search.advise import cheapest_change
 from memest.report import Outcome, Verdict
+from memest.report.answer import answer, moment, people, shares, summary_line, verdict_line
+from memest.report.schedulers import NAMES, SCHEDULERS, DoesNotFitError, resource_lines
+from memest.report.text import render_text
 
 FITS = Verdict(verdict=Outcome.FITS, margin_bytes=50 << 30, limit_bytes=78 << 30,
                reserved_bytes=28 << 30)  # fmt: skip
@@ -37,17 +38,16 @@ def too_large() -> Prediction:
 def test_a_plan_that_fits_says_how_much_is_left() -> None:
     line = verdict_line(FITS, "a100-80gb")
 
-    assert line == ("fits a100-80gb: 28.00 GiB of 78.00 GiB usable at the peak, 50.00 GiB to spare")
+    assert line == "fits a100-80gb: needs 28.00 GiB of 78.00 GiB usable, 50.00 GiB to spare"
 
 
-@pytest.mark.parametrize(("share", "is_tight"), [(1.01, False), (0.99, True)])
-def test_a_margin_below_what_drivers_differ_by_is_tight(share: float, is_tight: bool) -> None:
-    margin = int(share * TIGHT_SHARE * FITS.limit_bytes)
-    verdict = dataclasses.replace(
-        FITS, margin_bytes=margin, reserved_bytes=FITS.limit_bytes - margin
+def test_a_tight_plan_says_what_drivers_differ_by() -> None:
+    verdict = dataclasses.replace(FITS, margin_bytes=1 << 29, spread_bytes=1 << 30)
+
+    assert verdict_line(verdict, "a100-80gb") == (
+        "fits a100-80gb, but tight: needs 77.50 GiB of 78.00 GiB usable, 0.50 GiB to spare;"
+        " drivers of it differ by 1.00 GiB"
     )
-
-    assert ("tight" in verdict_line(verdict, "a100-80gb")) == is_tight
 
 
 def test_the_first_line_of_a_report_is_the_verdict(too_large: Prediction) -> None:
@@ -66,7 +66,9 @@ def test_a_no_names_a_change_that_fits_and_the_command_for_more(too_large: Predi
     assert predict(change.plan).verdict is Outcome.FITS
     lines = answer(too_large, change=change)
     assert any(line.startswith(f"would fit with {change.title}: ") for line in lines)
-    assert lines[-1].startswith("more: memest advise --model gpt2 --bs 4 --precision 32-true")
+    more = [line for line in lines if line.startswith("more: ")]
+    assert len(more) == 1
+    assert more[0].startswith("more: memest advise --model gpt2 --bs 4 --precision 32-true")
 
 
 def test_a_long_run_has_no_run_beside_it(
@@ -129,3 +131,56 @@ def test_steps_are_counted_from_one_for_people() -> None:
 def test_shares_add_up_to_a_hundred() -> None:
     assert shares([("params", 50), ("grads", 50)]) == "50 % each for params and grads"
     assert shares([("params", 97), ("batch", 3)]) == "97 % for params, 3 % for the rest"
+
+
+def test_the_summary_names_the_failed_request(too_large: Prediction) -> None:
+    verdict = too_large.verdicts["t4"]
+    start = f"memest: {verdict.needs_bytes / 2**30:.1f} of 2.0 GiB (OOM) on t4, out of memory in "
+    at = {
+        verdict.at: "step 1 optimizer",
+        "step 0, forward, h.4, aten.addmm, train.py:3": "step 1 forward at train.py:3",
+        "step 0, setup, aten.empty, train.py:1": "setup at train.py:1",
+    }
+    for text, words in at.items():
+        failed = dataclasses.replace(verdict, at=text)
+        report = dataclasses.replace(too_large, verdicts={"t4": failed})
+
+        assert summary_line(report) == start + words
+
+
+def test_the_summary_of_a_run_that_fits_has_its_reserved_memory(too_large: Prediction) -> None:
+    report = dataclasses.replace(too_large, verdicts={"t4": FITS})
+    peak = report.peak
+    moment = f"step {peak.step + 1} {peak.phase}" + (f" at {peak.module}" if peak.module else "")
+
+    assert summary_line(report) == f"memest: 28.0 of 78.0 GiB (fits) on t4, peak in {moment}"
+    assert "predicted 28.0, measured 27.0 of 78.0 GiB" in summary_line(
+        report, measured_bytes=27 << 30
+    )
+
+
+def test_the_smallest_gpu_that_fits_is_emitted(too_large: Prediction) -> None:
+    tight = dataclasses.replace(FITS, margin_bytes=1, spread_bytes=2, limit_bytes=39 << 30)
+    verdicts = {"b200": FITS, "a100-40gb": tight, "a100-80gb": FITS, "h100-pcie-80gb": FITS}
+    verdicts["b200"] = dataclasses.replace(FITS, limit_bytes=177 << 30)
+    report = dataclasses.replace(too_large, verdicts=verdicts)
+    lines = {each: resource_lines(report, each, num_gpus=4, num_nodes=2) for each in SCHEDULERS}
+
+    assert "(fits) on a100-80gb" in lines["sky"]
+    assert lines["sky"].splitlines()[1:] == [
+        "num_nodes: 2", "resources:", "  accelerators: A100-80GB:4"
+    ]  # fmt: skip
+    assert lines["dstack"].splitlines()[1:] == ["nodes: 2", "resources:", "  gpu: A100:80GB:4"]
+    assert lines["slurm"].splitlines()[2:] == [
+        "#SBATCH --nodes=2", "#SBATCH --gpus-per-node=nvidia_a100-sxm4-80gb:4"
+    ]  # fmt: skip
+
+
+def test_nothing_is_emitted_where_no_gpu_fits(too_large: Prediction) -> None:
+    with pytest.raises(DoesNotFitError, match="which fits none of t4") as raised:
+        resource_lines(too_large, "sky")
+    assert raised.value.exit_code == 5
+
+
+def test_every_gpu_that_schedulers_name_is_in_the_catalogue() -> None:
+    assert [find_gpu(name).name for name in NAMES] == list(NAMES)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from memest.errors import PlanError, UnsupportedError
-from memest.models_meta.batch import Batch, make_batch
-from memest.models_meta.batch.inputs import IGNORE_INDEX
+from memest.models_meta.batch import IGNORE_INDEX, Batch, make_batch
 from memest.models_meta.build import build_model
 from memest.models_meta.registry import parse_config, resolve_config
 
@@ -212,7 +211,7 @@ def test_inputs_that_memest_does_not_know_are_unsupported() -> None:
            "num_attention_heads": 2, "num_hidden_layers": 1}  # fmt: skip
     built = build_model(parse_config(raw, name="x"), dtype=torch.float32)
 
-    with pytest.raises(UnsupportedError, match="does not know the inputs of `Wav2Vec2ForCTC`"):
+    with pytest.raises(UnsupportedError, match="has no recipe for the inputs of `Wav2Vec2ForCTC`"):
         make_batch(built.module, batch_size=B, seq_len=T)
 
 

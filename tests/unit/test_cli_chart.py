@@ -102,7 +102,7 @@ def test_a_sweep_is_drawn_at_once_or_from_its_file(tmp_path: Path) -> None:
     assert len(verdicts) == 6
 
 
-def test_a_chart_without_a_card_is_of_the_lab_s(tmp_path: Path) -> None:
+def test_a_chart_without_a_gpu_is_of_the_lab_s(tmp_path: Path) -> None:
     assert memest("chart", "phases", *PLAN[:4], "--out", str(tmp_path)) == 0
 
     assert [r["gpu"] for r in rows(tmp_path / "phases.jsonl")] == ["a100-80gb"]
@@ -123,7 +123,7 @@ def test_a_chart_without_a_card_is_of_the_lab_s(tmp_path: Path) -> None:
         (["chart", "sweep", "no.csv"], "`no.csv` cannot be read"),
         (["chart", "sweep", "file.txt"], "`file.txt` is no sweep"),
         (["chart", "sweep", "two.yaml"], "`two.yaml` is no sweep"),
-        (["chart", "sweep", "file.txt", *SWEEP], "`file.txt` holds a sweep, and flags ask for"),
+        (["chart", "sweep", "file.txt", *SWEEP], "`file.txt` holds a sweep, and flags define"),
         (["chart", "phases", *PLAN, "--out", "file.txt"], "`file.txt` cannot be made"),
         (["predict", *PLAN, "--html", "no/page.html"], "`no/page.html` cannot be written"),
         (["predict", *PLAN, "--snapshot", "no/s.pickle"], "`no/s.pickle` cannot be written"),

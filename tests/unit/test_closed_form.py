@@ -8,8 +8,8 @@ import pytest
 
 from memest.estimator.predict import predict
 from memest.plan import TrainingPlan
-from memest.render.text import render_text
 from memest.report import ClosedForm, Prediction
+from memest.report.text import render_text
 
 # s tokens, b samples, h width, a heads
 S, B, H, A = 96, 2, 768, 12

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from memest.errors import PlanError
-from memest.render.compare import comparison_json, render_comparison, render_comparison_markdown
 from memest.report import Measurement, Outcome, Peak, Phase, PhaseRow, Prediction, read_measurements
+from memest.report.compare import comparison_json, render_comparison, render_comparison_markdown
 from memest.validate.compare import compare, parse_tolerances, plan_of, summarise
 
 GIB = 2**30

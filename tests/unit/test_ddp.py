@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from memest.estimator.device.distributed.ddp import NotFinished
-from memest.estimator.device.storages import MemKind
-from memest.estimator.trace.program import Program
+from memest.estimator.replay.program import Program
+from memest.estimator.tensors.storages import MemKind
+from memest.estimator.torch_api.distributed.ddp import NotFinished
 from memest.report import Phase
 from tests.ranks import alive_after, events_until, made, run_rank
 

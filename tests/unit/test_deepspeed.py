@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from memest.estimator.device.storages import MemKind
 from memest.estimator.predict import predict
-from memest.estimator.ranks import candidate_ranks
-from memest.estimator.trace.program import Program
+from memest.estimator.replay.program import Program
+from memest.estimator.replay.simulated_plan import candidate_ranks
+from memest.estimator.tensors.storages import MemKind
 from memest.plan import TrainingPlan
 from memest.report import Phase
 from tests.ranks import alive_after, events_until, made, run_rank
@@ -151,9 +151,9 @@ def test_one_prediction_leaves_nothing_behind_for_the_next() -> None:
 
     before = predict(alone).peak_reserved_bytes
     first = [predict(plan).peak_reserved_bytes for plan in plans]
-    from memest.estimator import traced_plan
+    from memest.estimator.replay import simulated_plan
 
-    traced_plan._run.cache_clear()
+    simulated_plan._traces.cache_clear()
 
     assert [predict(plan).peak_reserved_bytes for plan in plans] == first
     assert predict(alone).peak_reserved_bytes == before

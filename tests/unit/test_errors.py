@@ -11,7 +11,6 @@ from memest.errors import (
     TraceError,
     UnknownModelError,
     UnsupportedError,
-    ValidationError,
     closest,
     shown,
 )
@@ -31,7 +30,6 @@ DEFINED = [
         (UnknownModelError, 2),
         (UnsupportedError, 3),
         (TraceError, 3),
-        (ValidationError, 4),
     ],
 )
 def test_every_error_has_its_exit_code(error_type: type[MemestError], exit_code: int) -> None:
@@ -41,7 +39,7 @@ def test_every_error_has_its_exit_code(error_type: type[MemestError], exit_code:
 
 
 def test_every_error_of_the_module_is_a_memest_error() -> None:
-    assert len(DEFINED) == 6
+    assert len(DEFINED) == 5
     assert all(issubclass(error, MemestError) for error in DEFINED)
 
 

@@ -22,10 +22,10 @@ from memest.cli import main
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.search.explore import SETTINGS, Explored, explore
-from memest.render.explorer import MAX_PAGE_BYTES, checkpoints, render_explorer, technique_of
+from memest.report.explorer import MAX_PAGE_BYTES, checkpoints, render_explorer, technique_of
 from memest.units import GIB
 
-CARDS = ("a100-80gb", "a100-40gb")
+GPUS = ("a100-80gb", "a100-40gb")
 SOME = [
     SETTINGS[0],
     {"precision": "bf16-true", "optim": "sgd", "act_ckpt": True},
@@ -49,21 +49,21 @@ needs_browser = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def points() -> list[Explored]:
     return explore(
-        ["gpt2"], CARDS, settings=SOME, batches=(1, 2, 3), micro_batches=(1, 2), seq_len=64, jobs=1
+        ["gpt2"], GPUS, settings=SOME, batches=(1, 2, 3), micro_batches=(1, 2), seq_len=64, jobs=1
     )
 
 
 @pytest.fixture(scope="module")
 def page(points: list[Explored], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "explorer.html"
-    limits = {name: find_gpu(name).limit_bytes for name in CARDS}
+    limits = {name: find_gpu(name).limit_bytes for name in GPUS}
     text = render_explorer(points, limits, tokens="64 tokens", presets=[PRESET, NOT_THERE])
     path.write_text(text, encoding="utf-8")
     return path
 
 
 def asked(point: Explored) -> TrainingPlan:
-    return replace(point.plan, gpu=CARDS)
+    return replace(point.plan, gpu=GPUS)
 
 
 @pytest.mark.parametrize("index", [0, 3, 8, 13, 17])
@@ -73,9 +73,7 @@ def test_every_figure_is_that_of_predict(points: list[Explored], index: int) -> 
 
     assert sum(point.kinds.values()) == report.peak_allocated_bytes
     assert point.reserved_bytes == report.unlimited_reserved_bytes
-    assert point.cards == {
-        name: (v.verdict == "fits", v.margin_bytes) for name, v in report.verdicts.items()
-    }
+    assert point.verdicts == report.verdicts
     last = point.plan.accumulate_grad_batches - 1
     rows = [r for r in report.phases if (r.step, r.micro_batch) == (1, last)]
     assert [(row[0], row[4]) for row in point.phases] == [
@@ -93,10 +91,10 @@ def test_the_grid_has_every_combination(points: list[Explored]) -> None:
 
 def test_batch_sizes_of_one_progression_share_traces() -> None:
     """Powers of two are no progression: their even numbers are."""
-    made = explore(["gpt2"], CARDS[:1], settings=SOME[:1], batches=(2, 4, 8, 16, 32),
+    made = explore(["gpt2"], GPUS[:1], settings=SOME[:1], batches=(2, 4, 8, 16, 32),
                    micro_batches=(1,), seq_len=64, jobs=1)  # fmt: skip
 
-    report = predict(replace(made[3].plan, gpu=CARDS[:1]))
+    report = predict(replace(made[3].plan, gpu=GPUS[:1]))
     assert made[3].plan.batch_size == 16
     assert made[3].reserved_bytes == report.unlimited_reserved_bytes
     assert sum(made[3].kinds.values()) == report.peak_allocated_bytes
@@ -121,7 +119,7 @@ def test_the_page_needs_nothing_but_itself(page: Path) -> None:
 
 def test_an_empty_grid_is_refused() -> None:
     with pytest.raises(PlanError, match="the grid is empty"):
-        explore([], CARDS)
+        explore([], GPUS)
 
 
 def test_the_command_refuses_what_contradicts_itself(capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,7 +154,7 @@ addEventListener("load", () => {
   look("start");
   choose("batch", "3"); look("batch 3");
   choose("accumulation", "2"); look("accumulation 2");
-  choose("card", "a100-40gb"); look("card");
+  choose("gpu", "a100-40gb"); look("gpu");
   choose("optimizer", "sgd"); look("not there");
   choose("precision", "32-true"); look("back");
   document.querySelector("#bar button.optimizer").focus(); look("focus");
@@ -217,16 +215,16 @@ def test_a_choice_changes_the_bar_to_the_figures_of_predict(
     played: Any, points: list[Explored]
 ) -> None:
     looks = played[0]
-    for what, batch, count, card in (
-        ("start", 1, 1, CARDS[0]), ("batch 3", 3, 1, CARDS[0]), ("accumulation 2", 3, 2, CARDS[0]),
-        ("card", 3, 2, CARDS[1]), ("link", 2, 1, CARDS[1]),
+    for what, batch, count, gpu in (
+        ("start", 1, 1, GPUS[0]), ("batch 3", 3, 1, GPUS[0]), ("accumulation 2", 3, 2, GPUS[0]),
+        ("gpu", 3, 2, GPUS[1]), ("link", 2, 1, GPUS[1]),
     ):  # fmt: skip
         point = at(points, batch_size=batch, accumulate_grad_batches=count, optim="adamw",
                    precision="32-true", act_ckpt=False, use_lora=False)  # fmt: skip
         report = predict(asked(point))
-        verdict = report.verdicts[card]
+        verdict = report.verdicts[gpu]
         bar = dict(looks[what]["bar"])
-        assert sum(bar.values()) == verdict.reserved_bytes
+        assert sum(bar.values()) == verdict.needs_bytes
         for kind in ("params", "grads", "optimizer"):
             assert bar.get(kind, 0) == sum(t.num_bytes for t in report.terms if t.kind == kind)
         assert looks[what]["verdict"] == "fits"
@@ -265,7 +263,7 @@ def test_the_rows_of_a_suite_are_presets(played: Any, points: list[Explored]) ->
 def test_the_grid_has_the_rows_of_the_lab_with_adapters_and_8_bit_states() -> None:
     from memest.estimator.search.explore import BATCHES, MICRO_BATCHES
     from memest.plan.files import read_suite
-    from memest.validate.suite_files import find_suite
+    from memest.validate.results import find_suite
 
     grid = {
         (
@@ -295,7 +293,7 @@ def test_a_part_of_the_bar_says_its_arithmetic_to_the_keyboard(played: Any) -> N
 @needs_browser
 def test_a_link_keeps_the_state(played: Any) -> None:
     assert "batch=3" in played[0]["batch 3"]["hash"]
-    assert "card=a100-40gb" in played[0]["card"]["hash"]
+    assert "gpu=a100-40gb" in played[0]["gpu"]["hash"]
 
 
 @needs_browser

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from memest.cli.terminal import folded
-from memest.render.text import fold
+from memest.report.text import fold
 
-ROW = "rounding          0.031 GiB    1.5 %  blocks less what was asked for: requests round up"
+ROW = "rounding          0.031 GiB    1.5 %  blocks minus requests in bytes: requests round up"
 
 
 def test_a_note_continues_under_its_column() -> None:

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from memest import TrainingPlan, predict
-from memest.estimator.forked import forked
+from memest.child import forked
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the system makes no such copies")
 

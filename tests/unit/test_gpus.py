@@ -114,7 +114,7 @@ def test_a_custom_gpu_like_another_has_its_kernels_and_context() -> None:
 
 
 def test_a_custom_gpu_smaller_than_its_context_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"0\.50 GiB has no room beside its CUDA context"):
+    with pytest.raises(PlanError, match=r"0\.50 GiB has no room besides its CUDA context"):
         custom_gpu(GIB // 2)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+import sys
 from decimal import Decimal
 from html.parser import HTMLParser
 from xml.etree import ElementTree
@@ -12,8 +13,8 @@ import pytest
 
 from memest import TrainingPlan, predict
 from memest.estimator.predict import record_plan
-from memest.render.html import PredictionTable, render_page
 from memest.report import Prediction
+from memest.report.page import PredictionTable, render_page
 
 VOID = {"meta", "img", "source", "br"}
 PLAN = TrainingPlan(model_name="gpt2", seq_len=16, gpu=("t4", "a100-40gb"), name="a <b> & c")
@@ -123,3 +124,12 @@ def test_a_list_of_predictions_is_a_table_in_a_notebook(reports: list[Prediction
     assert '<td class="bad">OOM</td>' in html
     assert "small" in str(table)
     Page(html)
+
+
+def test_the_old_name_of_the_writers_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("memest.render")]:
+        monkeypatch.delitem(sys.modules, name)  # another test may have imported it
+    with pytest.warns(DeprecationWarning, match=r"memest\.report\.page"):
+        from memest.render.html import PredictionTable as old
+
+    assert old is PredictionTable

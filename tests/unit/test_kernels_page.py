@@ -12,13 +12,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memest.estimator.hardware.gpus import find_gpu, list_gpus
-from memest.estimator.kernels.attention.choice import scaled_dot_product_attention
-from memest.estimator.kernels.attention.events import ATTENTION_EVENTS
-from memest.estimator.kernels.attention.flash2 import backward_events, forward_events
-from memest.estimator.kernels.cublas import MATMULS
-from memest.estimator.kernels.scratch import Events, scratch_of
-from memest.estimator.kernels.staged import STAGED_EVENTS
-from memest.estimator.kernels.tables import MODELLED_WHERE, NO_SCRATCH, SCRATCH
+from memest.estimator.ops.attention import scaled_dot_product_attention
+from memest.estimator.ops.flash_attention_2 import backward_events, forward_events
+from memest.estimator.ops.registry import OUTPUTS_ONLY, op_of, registered
+from memest.estimator.ops.temporaries import Events
+from tests.requests_at_peak import scratch_of
 
 if TYPE_CHECKING:
     from scripts import kernels_page as pages
@@ -45,10 +43,10 @@ def test_the_page_is_current(page: pages) -> None:
 
 def test_every_operator_of_the_tables_is_on_the_page(page: pages) -> None:
     text = page.kernels_page()
-    tables = (ATTENTION_EVENTS, STAGED_EVENTS, SCRATCH, MODELLED_WHERE, MATMULS)
+    tables = (registered("requests"), registered("modelled"), registered("product"))
 
     assert [op for table in tables for op in page.op_names(table) if f"`{op}`" not in text] == []
-    assert [name for name in NO_SCRATCH if f"`{name}`" not in text] == []
+    assert [name for name in OUTPUTS_ONLY if f"`{name}`" not in text] == []
     assert [gpu.name for gpu in list_gpus() if gpu.name not in text] == []
 
 
@@ -74,8 +72,8 @@ class Attention(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        rule = ATTENTION_EVENTS.get(func)
-        if rule is not None:
+        rule = op_of(func).requests
+        if rule is not None and "_scaled_dot_product" in func._schema.name:
             events = rule(args, kwargs or {}, out, self.gpu)
             self.peaks.append(peak(events))
             if len(self.peaks) == 1:

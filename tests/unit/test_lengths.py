@@ -13,9 +13,9 @@ from click.testing import CliRunner
 from memest import TrainingPlan, predict, virtual_gpu
 from memest.cli import main
 from memest.errors import PlanError
+from memest.estimator.replay.virtual_run import canonical, shortened
 from memest.estimator.search.growth import Growth, growths
-from memest.estimator.trace.virtual_run import canonical, shortened
-from memest.plan.lengths import MAX_LENGTHS, read_lengths
+from memest.plan.values import MAX_LENGTHS, read_lengths
 from memest.plots import plot_fragmentation
 from memest.report import Outcome, Prediction
 from memest.units import MIB

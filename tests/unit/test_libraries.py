@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from memest.estimator.hardware.libraries import libraries_bytes
+from memest.estimator.hardware.gpus import libraries_bytes
 from memest.estimator.predict import predict
 from memest.plan import TrainingPlan
 

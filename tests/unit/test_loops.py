@@ -16,9 +16,9 @@ import transformers
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.predict import predict
-from memest.estimator.trace.program import Program
-from memest.estimator.trace.replay import Replayed, replay
-from memest.estimator.trace.virtual_run import run_plan, shortened
+from memest.estimator.replay.program import Program
+from memest.estimator.replay.replay import Replayed, replay
+from memest.estimator.replay.virtual_run import run_plan, shortened
 from memest.loops import lightning as lightning_loop
 from memest.loops import optimizers
 from memest.plan import TrainingPlan

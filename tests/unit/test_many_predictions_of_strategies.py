@@ -7,19 +7,24 @@ from collections.abc import Callable
 
 import pytest
 
-from memest.estimator.device.storages import RETURNED, MemKind, Site, StorageTable
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.predict import predict, record_plan
+from memest.estimator.replay.interpolate.reuse import FormBroken
+from memest.estimator.replay.program import Program, StateBytes
+from memest.estimator.replay.recording import (
+    Act,
+    chrome_trace,
+    record_run,
+    timeline,
+    torch_snapshot,
+)
+from memest.estimator.replay.replay import replay
 from memest.estimator.search.commands import predict_command
-from memest.estimator.search.largest import max_batch
+from memest.estimator.search.largest import largest
+from memest.estimator.search.related_plans import TraceSeries
 from memest.estimator.search.sweep import sweep
 from memest.estimator.search.techniques import technique_values
-from memest.estimator.search.trace_series import TraceSeries
-from memest.estimator.trace.family.reuse import FormBroken
-from memest.estimator.trace.program import Program, StateBytes
-from memest.estimator.trace.recording import Act, record_run, timeline
-from memest.estimator.trace.replay import replay
-from memest.estimator.trace.snapshot import chrome_trace, torch_snapshot
+from memest.estimator.tensors.storages import RETURNED, MemKind, Site, StorageTable
 from memest.plan import TrainingPlan
 from tests.programs import lightning_program
 
@@ -48,7 +53,7 @@ def test_the_largest_batch_of_a_strategy_is_traced_size_by_size(
     few = FSDP.to_dict() | {"model_name": shallow("gpt2")}
     plan = TrainingPlan.from_dict(few, seq_len=512, memory_limit="2GiB")
 
-    found = max_batch(plan, find_gpu("rtx-4090"))
+    found = largest(plan, [find_gpu("rtx-4090")], "batch_size")[0]
 
     assert found.value is not None
     fits, over = (

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.virtual_gpu import VirtualGpu
 from memest.loops.optimizers import make_optimizer
 from memest.plan import TrainingPlan
 from memest.plan.optimizers import BITSANDBYTES, DEEPSPEED, OPTIMIZERS
@@ -105,7 +105,7 @@ def test_a_parameter_of_a_subclass_sends_adamw_down_the_plain_path(requests: Req
 
 
 @pytest.mark.parametrize("name", ["adamw_fused", "adam_fused"])
-def test_a_fused_step_makes_counters_on_the_card_and_no_temporaries(
+def test_a_fused_step_makes_counters_on_the_gpu_and_no_temporaries(
     requests: Requests, name: str
 ) -> None:
     assert steps(requests, name, (3, 5), (7,)) == ([4, 60, 60, 4, 28, 28], [])

@@ -11,7 +11,7 @@ from torch import nn
 
 from memest.cli import main
 from memest.errors import PlanError
-from memest.models_meta.wrapping import checkpointed_class_names, wrap_class_names
+from memest.models_meta.sharding import checkpointed_class_names, wrap_class_names
 from memest.plan import TrainingPlan
 
 
@@ -88,7 +88,7 @@ def test_a_model_that_names_no_layers_asks_for_them() -> None:
     with pytest.raises(PlanError) as caught:
         wrap_class_names(Tower(), plan(strategy="fsdp"))
 
-    assert str(caught.value) == "`gpt2` does not say which layers FSDP shall wrap"
+    assert str(caught.value) == "`gpt2` does not define which layers FSDP wraps"
     assert caught.value.hint == "name them with `wrap_classes`; its layer classes: `Layer`"
 
 
@@ -103,7 +103,7 @@ def test_a_model_that_names_no_layers_asks_for_them() -> None:
 )
 def test_a_quantised_base_cannot_be_divided(strategy: str, optim: str) -> None:
     assert refused(strategy=strategy, optim=optim, use_qlora=True) == (
-        f"`{strategy}` cannot divide a quantised base: its weights are packed bytes beside 16-bit"
+        f"`{strategy}` cannot shard a quantised base: its weights are packed bytes next to 16-bit"
         " ones",
         "use `ddp` or `deepspeed_stage_2`, or LoRA without quantisation",
     )
@@ -166,7 +166,7 @@ def test_fsdp2_keeps_nothing_whole() -> None:
         (["--strategy", "ddp", "--optim", "deepspeed_cpu"], "needs an offload strategy"),
         (["--strategy", "ddp", "--devices", "0"], "`devices` is `0`"),
         (["--strategy", "fsdp", "--devices", "4", "--wrap", "Block"], "classes: `GPT2Block`"),
-        (["--strategy", "fsdp", "--devices", "4", "--qlora"], "cannot divide a quantised base"),
+        (["--strategy", "fsdp", "--devices", "4", "--qlora"], "cannot shard a quantised base"),
         (
             ["--strategy", "fsdp", "--devices", "6", "--sharding", "HYBRID_SHARD",
              "--shard-size", "4"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 import re
 from typing import Any
@@ -13,7 +12,9 @@ import pytest
 from memest.errors import MemestError, PlanError
 from memest.plan import TrainingPlan
 from memest.plan.optimizers import OPTIMIZERS
+from memest.plan.training_plan import PLAN_KEYS
 from memest.plan.values import ATTENTIONS, IGNORED_KEYS, PRECISIONS, STRATEGIES
+from scripts import plan_page
 
 
 def plan(**values: Any) -> TrainingPlan:
@@ -156,11 +157,44 @@ def test_a_plan_cannot_be_changed() -> None:
         plan().batch_size = 2  # type: ignore[misc]
 
 
-def test_every_key_says_what_it_means() -> None:
-    """The docstring under each field is the documentation of the key."""
-    source = inspect.getsource(TrainingPlan)
-    for field in dataclasses.fields(TrainingPlan):
-        assert re.search(rf'\n    {field.name}: [^\n]*\n    """[A-Z`]', source), field.name
+def test_the_page_of_plan_keys_is_up_to_date() -> None:
+    """Also: every key has a docstring."""
+    written = plan_page.PAGE.read_text(encoding="utf-8")
+
+    assert plan_page.page(written) == written
+    assert set(plan_page.docstrings()) == {*PLAN_KEYS, "assumed"}
+    for name in PLAN_KEYS:
+        assert f"| `{name}` |" in written
+
+
+def test_a_changed_row_changes_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = plan_page.PAGE.read_text(encoding="utf-8")
+    row = dataclasses.replace(PLAN_KEYS["steps"], flag="--num-steps")
+    monkeypatch.setitem(PLAN_KEYS, "steps", row)
+
+    assert plan_page.page(written) != written
+
+
+def test_the_default_of_the_trainer_is_the_one_in_the_row() -> None:
+    from transformers import TrainingArguments
+
+    fields = {f.name: f.default for f in dataclasses.fields(TrainingArguments)}
+    row = PLAN_KEYS["gradient_clip_val"]
+
+    assert row.in_loops["transformers"] == fields["max_grad_norm"]
+    assert plan(loop="transformers").clip_norm == fields["max_grad_norm"]
+    assert plan(loop="plain").clip_norm is None
+    assert plan(loop="transformers", gradient_clip_val=0).clip_norm == 0
+
+
+def test_every_other_name_is_read_as_its_key() -> None:
+    values = {"float | None": 0.5, "bool": True, "int": 3, "int | None": 3}
+    for name, row in PLAN_KEYS.items():
+        for other in row.other_names:
+            value = values.get(row.type, {"eps": 1e-6})
+            extra = {"limit_val_batches": 1, "eval_strategy": "epoch"} if row.need else {}
+            read = plan(**{other: value}, **extra).to_dict()
+            assert read[name] == value, other
 
 
 # What is refused, word by word.
@@ -374,6 +408,13 @@ def test_double_quantisation_needs_qlora() -> None:
     )
 
 
+def test_modules_that_stay_unquantised_need_qlora() -> None:
+    assert message_of(PlanError, quant_skip=["lm_head"], use_lora=True) == (
+        "`quant_skip` is given without QLoRA",
+        "add `use_qlora: true` (`--qlora`)",
+    )
+
+
 def test_one_row_is_never_padded() -> None:
     assert message_of(PlanError, padded=True, batch_size=1) == (
         "`padded` is true for `batch_size` 1: its only row is the longest",
@@ -419,7 +460,7 @@ def test_offload_takes_the_optimizer_of_the_cpu_alone() -> None:
 
 def test_a_quantised_base_is_not_divided() -> None:
     assert message_of(PlanError, strategy="deepspeed_stage_3", devices=4, use_qlora=True) == (
-        "`deepspeed_stage_3` cannot divide a quantised base: its weights are packed bytes beside"
+        "`deepspeed_stage_3` cannot shard a quantised base: its weights are packed bytes next to"
         " 16-bit ones",
         "use `ddp` or `deepspeed_stage_2`, or LoRA without quantisation",
     )

@@ -13,8 +13,8 @@ import pytest
 
 from memest import Prediction, TrainingPlan, predict
 from memest.cli import main
-from memest.cli.kept import Kept, plan_key, predict_kept, predictions_of
-from memest.cli.progress import result_lines, shown
+from memest.cli.resume import Kept, plan_key, predict_kept, predictions_of
+from memest.cli.terminal import result_lines, shown
 from memest.estimator.search import suite
 from memest.estimator.search.processes import Event, over_processes, watched
 
@@ -66,8 +66,8 @@ def test_a_terminal_sees_what_is_under_way_and_each_result(
 ) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr("memest.cli.progress._DELAY", 0.0)
-    monkeypatch.setattr("memest.cli.progress._EVERY", 0.01)
+    monkeypatch.setattr("memest.cli.terminal._DELAY", 0.0)
+    monkeypatch.setattr("memest.cli.terminal._EVERY", 0.01)
 
     def slow(index: int) -> Prediction:
         time.sleep(0.05)

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from memest.errors import PlanError, UnsupportedError
-from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.predict import predict
+from memest.estimator.virtual_gpu import VirtualGpu
 from memest.loops.job import Job, Listener, _build_model
 from memest.loops.probe import CudaMemory, PhaseRecorder
 from memest.loops.quantize import quant_state_tensors, quantize
@@ -194,7 +194,7 @@ def test_a_bias_takes_the_dtype_of_the_product_for_good(requests: Requests) -> N
     ],
 )
 @pytest.mark.filterwarnings("ignore:inner dimension")
-def test_the_fused_kernel_runs_where_bitsandbytes_takes_it_on_that_card(
+def test_the_fused_kernel_runs_where_bitsandbytes_takes_it_on_that_gpu(
     gpu: str, rows: int, shape: tuple[int, int], fused: bool
 ) -> None:
     n, k = shape
@@ -416,13 +416,21 @@ def test_a_model_without_checkpointing_is_refused_with_the_key_to_turn_it_off() 
     assert raised.value.hint == "add `kbit_ckpt: false` (`--no-kbit-ckpt`)"
 
 
-def test_runs_measured_before_plans_said_how_they_load_are_read_as_they_ran() -> None:
-    path = Path(__file__).resolve().parents[2] / "results" / "h200-lab-h100.jsonl"
+@pytest.mark.parametrize(
+    ("results", "name"),
+    [
+        ("h200-lab-h100", "flan-t5-xxl QLoRA"),
+        pytest.param("lab-h200", "lab-xl-qlora-b64", id="a report without `quant_skip`"),
+    ],
+)
+def test_qlora_of_older_reports_has_the_defaults_of_its_time(results: str, name: str) -> None:
+    path = Path(__file__).resolve().parents[2] / "validation" / "runs" / f"{results}.jsonl"
     plans = {m.name: plan_of(m) for m in read_measurements(path)}
 
-    qlora = plans["flan-t5-xxl QLoRA"]
+    qlora = plans.pop(name)
     assert (qlora.quant_load, qlora.kbit_ckpt) == ("in_place", False)
-    assert plans["flan-t5-xxl LoRA"].kbit_ckpt is None
+    assert qlora.quant_skip == ("lm_head", "wo")
+    assert {plan.kbit_ckpt for plan in plans.values()} == {None}
 
 
 @pytest.mark.parametrize(

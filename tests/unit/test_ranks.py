@@ -20,9 +20,10 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from memest.loops.job import RunOptions
 from memest.plan import TrainingPlan
 from memest.report import Measurement, Outcome
-from memest.validate import processes, ranks
+from memest.validate import ranks, runner
 from memest.validate.device import Device
 from memest.validate.runner import validate
+from memest.writing import write_whole
 
 TWO_GPUS = Device(
     name="NVIDIA H200", memory_bytes=143_155 << 20, capability=(9, 0), num_sms=132,
@@ -69,7 +70,7 @@ def run(tmp_path: Path) -> Callable[..., Measurement]:
     def run(name: str, **options: Any) -> Measurement:
         (measured,) = validate(
             [plan(name)], results=tmp_path / "results.jsonl", device=TWO_GPUS,
-            start=partial(processes.fork_experiment, experiment=by_name),
+            start=partial(runner.fork_experiment, experiment=by_name),
             host_bytes=lambda of: 0, machine_bytes=10**9, **options,
         )  # fmt: skip
         return measured
@@ -124,7 +125,7 @@ def test_ranks_that_hang_are_ended_by_the_time_limit(run: Run) -> None:
 def test_more_gpus_than_there_are_is_a_reason_to_skip(tmp_path: Path) -> None:
     (skipped,) = validate(
         [plan("large", devices=4)], results=tmp_path / "results.jsonl", device=TWO_GPUS,
-        start=partial(processes.fork_experiment, experiment=by_name),
+        start=partial(runner.fork_experiment, experiment=by_name),
     )  # fmt: skip
 
     assert skipped.note == "skipped: it needs 4 GPUs, and the machine has 2"
@@ -135,10 +136,10 @@ def test_no_rank_is_left_once_the_reports_are_in(tmp_path: Path) -> None:
 
     def deliver(path: Path) -> Any:
         measured = report(plan("a"), int(os.environ["RANK"]), note=str(os.getpid()))
-        processes._write(path, measured)
+        write_whole(path, measured.to_json())
         ranks.wait_for_the_end()
 
-    found = ranks.run_ranks(3, processes.fork_child, deliver, processes.read_report, tmp_path)
+    found = ranks.run_ranks(3, deliver, runner.read_report, tmp_path)
 
     assert sorted(m.device["rank"] for m in found) == [0, 1, 2]
     for measured in found:

@@ -15,17 +15,21 @@ import pytest
 from torch.cuda import _memory_viz
 
 from memest.errors import PlanError
-from memest.estimator.device.storages import MemKind, Site, StorageTable
 from memest.estimator.predict import record_plan
-from memest.estimator.trace.program import Program, StateBytes
-from memest.estimator.trace.recording import Act, Recording, Span, record_run, timeline
-from memest.estimator.trace.replay import replay
-from memest.estimator.trace.snapshot import (
+from memest.estimator.replay.program import Program, StateBytes
+from memest.estimator.replay.recording import (
+    Act,
+    Recording,
+    Span,
     chrome_trace,
+    record_run,
+    timeline,
     torch_snapshot,
     write_chrome_trace,
     write_snapshot,
 )
+from memest.estimator.replay.replay import replay
+from memest.estimator.tensors.storages import MemKind, Site, StorageTable
 from memest.plan import TrainingPlan
 from tests.programs import lightning_program
 

@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.search.related_plans import RelatedPlans
-from memest.estimator.search.trace_series import TraceSeries
-from memest.estimator.trace.family.reuse import FormBroken
-from memest.estimator.trace.family.splices import OptimizerStep, of_one_micro_batch
-from memest.estimator.trace.program import Part, Probe
-from memest.estimator.trace.traced import TracedPlan
-from memest.estimator.traced_plan import trace_plan
+from memest.estimator.replay.interpolate.reuse import FormBroken
+from memest.estimator.replay.interpolate.templates import OptimizerStep, of_one_micro_batch
+from memest.estimator.replay.program import Part, Probe
+from memest.estimator.replay.simulated import TracedPlan
+from memest.estimator.replay.simulated_plan import trace_plan
+from memest.estimator.search.related_plans import RelatedPlans, TraceSeries
 from memest.plan import TrainingPlan
 
-CARD = find_gpu("a100-40gb")
+GPU = find_gpu("a100-40gb")
 BATCHES = (1, 2, 4, 8, 16)
 MODELS: dict[str, dict[str, Any]] = {
     "text": {"model_name": "gpt2", "seq_len": 24},
@@ -42,7 +41,7 @@ def test_every_related_plan_is_what_its_trace_says(
 ) -> None:
     name = values["model_name"]
     first = TrainingPlan(**{**values, "model_name": shallow(name)})
-    related = RelatedPlans(CARD, range(2, 17, 2), BATCHES)
+    related = RelatedPlans(GPU, range(2, 17, 2), BATCHES)
     optimizers = OPTIMIZERS[: NUM_OPTIMIZERS[name]]
 
     for optim, is_ckpt in itertools.product(optimizers, (False, True)):
@@ -51,50 +50,50 @@ def test_every_related_plan_is_what_its_trace_says(
                 first, optim=optim, act_ckpt=is_ckpt,
                 batch_size=size, accumulate_grad_batches=count,
             )  # fmt: skip
-            alone = trace_plan(plan, CARD)
+            alone = trace_plan(plan, GPU)
             assert but_for_coverage(related.at(plan)) == but_for_coverage(alone), plan
 
 
 @pytest.mark.parametrize("loop", ["lightning", "plain"])
 def test_a_step_of_two_micro_batches_holds_that_of_one(loop: str) -> None:
     plan = TrainingPlan(model_name="gpt2", seq_len=24, loop=loop, gradient_clip_val=1.0)
-    two = trace_plan(replace(plan, accumulate_grad_batches=2), CARD)
+    two = trace_plan(replace(plan, accumulate_grad_batches=2), GPU)
 
-    assert but_for_coverage(of_one_micro_batch(two)) == but_for_coverage(trace_plan(plan, CARD))
+    assert but_for_coverage(of_one_micro_batch(two)) == but_for_coverage(trace_plan(plan, GPU))
 
 
 def test_an_optimizer_whose_step_is_not_by_itself_is_traced() -> None:
     """The scaler of 16-mixed frees in it what the backward made."""
     first = TrainingPlan(model_name="gpt2", seq_len=24, precision="16-mixed", batch_size=2)
-    related = RelatedPlans(CARD, (2,), (2,))
+    related = RelatedPlans(GPU, (2,), (2,))
     related.at(first)
 
     plan = replace(first, optim="sgd")
-    assert but_for_coverage(related.at(plan)) == but_for_coverage(trace_plan(plan, CARD))
+    assert but_for_coverage(related.at(plan)) == but_for_coverage(trace_plan(plan, GPU))
 
 
 def test_another_loop_is_traced_plan_by_plan() -> None:
     plan = TrainingPlan(model_name="gpt2", seq_len=24, loop="transformers", batch_size=2)
-    related = RelatedPlans(CARD, (2,), (2,))
+    related = RelatedPlans(GPU, (2,), (2,))
 
-    assert related.at(plan) == trace_plan(plan, CARD)
+    assert related.at(plan) == trace_plan(plan, GPU)
 
 
 def test_sizes_that_double_take_three_traces() -> None:
     """The ends, and a batch of one."""
     plan = TrainingPlan(model_name="gpt2", seq_len=24)
-    series = TraceSeries(plan, CARD)
+    series = TraceSeries(plan, GPU)
     series.cover(range(2, 65, 2), asked=(1, 2, 4, 8, 16, 32, 64))
 
     for size in (1, 2, 4, 8, 16, 32, 64):
-        assert series.at(size) == trace_plan(replace(plan, batch_size=size), CARD), size
+        assert series.at(size) == trace_plan(replace(plan, batch_size=size), GPU), size
     assert series.num_traces == 3
 
 
 def test_a_step_is_not_taken_from_a_plan_that_differs_in_more() -> None:
     plan = TrainingPlan(model_name="gpt2", seq_len=24, batch_size=2)
-    own = trace_plan(replace(plan, optim="sgd"), CARD)
-    other = trace_plan(replace(plan, act_ckpt=True), CARD)
+    own = trace_plan(replace(plan, optim="sgd"), GPU)
+    other = trace_plan(replace(plan, act_ckpt=True), GPU)
 
     with pytest.raises(FormBroken, match="more than the optimizer's step"):
         OptimizerStep(own, other)
@@ -102,7 +101,7 @@ def test_a_step_is_not_taken_from_a_plan_that_differs_in_more() -> None:
 
 def test_a_micro_batch_that_keeps_more_than_it_frees_is_not_left_out() -> None:
     plan = TrainingPlan(model_name="gpt2", seq_len=24, batch_size=2, accumulate_grad_batches=2)
-    two = trace_plan(plan, CARD)
+    two = trace_plan(plan, GPU)
     program = two.program
     _, last = program.steps[1]
     kept = max(e for part in last for e in part.events if e >= 0 and ~e not in part.events)
@@ -116,7 +115,7 @@ def test_a_micro_batch_that_keeps_more_than_it_frees_is_not_left_out() -> None:
 
 def test_a_step_frees_nothing_that_was_made_outside() -> None:
     plan = TrainingPlan(model_name="gpt2", seq_len=24, batch_size=2)
-    own = trace_plan(plan, CARD)
+    own = trace_plan(plan, GPU)
     first = own.program.steps[0][0]
     stranger = next(e for e in first[2].events if e >= 0)
     parts = [*first[:-1], Part([~stranger, *first[-1].events], _same_probe(first[-1]))]

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from memest.estimator.device.storages import MemKind, Site, StorageTable
-from memest.estimator.trace import replay as replay_module
-from memest.estimator.trace.program import Program, StateBytes
-from memest.estimator.trace.replay import Moment, Replayed, live_at, replay
+from memest.estimator.replay import replay as replay_module
+from memest.estimator.replay.program import Program, StateBytes
+from memest.estimator.replay.replay import Moment, Replayed, live_at, replay
+from memest.estimator.tensors.storages import MemKind, Site, StorageTable
 from memest.report import Phase
 from tests.programs import lightning_program
 
@@ -243,10 +243,10 @@ def test_steps_that_repeat_are_copied() -> None:
     """A thousand steps take the time of a few."""
     made = program()
     calls: list[int] = []
-    apply = replay_module._Run._apply
+    play = replay_module.Player.play
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            replay_module._Run, "_apply", lambda self, e: (calls.append(1), apply(self, e))[1]
+            replay_module.Player, "play", lambda self, e: (calls.append(1), play(self, e))[1]
         )
         rows = run(made, steps=1000).rows
 

@@ -1,4 +1,4 @@
-"""The formulas that memest is held beside, by hand; and the page says what its data says."""
+"""The formulas that memest is compared with, by hand, and the page against its data."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def case(rivals: Any, **changes: Any) -> Any:
         num_params=1000,
         num_trainable_params=1000,
         limit_bytes=10**9,
-        card_bytes=10**9 + 1,
+        gpu_bytes=10**9 + 1,
     )
 
 
@@ -219,7 +219,7 @@ def test_a_plan_counts_once_and_a_limited_run_has_no_process_error(rivals: Modul
 
 
 def test_the_page_is_what_its_data_says(rivals: ModuleType) -> None:
-    data = json.loads((DOCS / "rivals.json").read_text(encoding="utf-8"))
+    data = json.loads((ROOT / "validation" / "rivals.json").read_text(encoding="utf-8"))
 
     assert (DOCS / "rivals.md").read_text(encoding="utf-8") == rivals.page.render(data), (
         "run `python scripts/compare_rivals.py --render`"
@@ -227,7 +227,7 @@ def test_the_page_is_what_its_data_says(rivals: ModuleType) -> None:
 
 
 def test_every_tool_answers_or_refuses_every_run(rivals: ModuleType) -> None:
-    data = json.loads((DOCS / "rivals.json").read_text(encoding="utf-8"))
+    data = json.loads((ROOT / "validation" / "rivals.json").read_text(encoding="utf-8"))
 
     assert all(tool["answers"].keys() == data["runs"].keys() for tool in data["tools"].values())
 
@@ -264,7 +264,7 @@ def test_scripts_show_errors_of_both_peaks_or_why_a_tool_stops(rivals: ModuleTyp
     assert f"| `a.py 1` | 2.00 / 4.00 | {zero} | 3 s | +50 % / -75 % | 61 s |" in text
     assert f"| `b.py` | 2.00 / 4.00 | {zero} | 4 s | stops: TypeError: no | 1 s |" in text
     assert "Of the 4 scripts" in text
-    assert "model in 2, in 0 of them" in text
+    assert "model in 2. In 0 of these" in text
     assert "peak in 1." in text
 
 

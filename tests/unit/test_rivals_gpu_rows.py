@@ -20,7 +20,7 @@ NAME = "memtracker"
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """compare_rivals.py, and the modules of scripts/rivals that it has beside the tools."""
+    """compare_rivals.py, and the modules of scripts/rivals."""
     monkeypatch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
     names = ("case", "keep", "many", "variants", "worker")
     modules = {name: importlib.import_module(f"rivals.{name}") for name in names}
@@ -42,7 +42,7 @@ def case(scripts: Any, key: str, *, num_params: int = 1000, **plan: Any) -> Any:
         num_params=num_params,
         num_trainable_params=1000,
         limit_bytes=10**9,
-        card_bytes=10**9 + 1,
+        gpu_bytes=10**9 + 1,
     )
 
 
@@ -56,7 +56,7 @@ def test_a_new_field_of_the_plan_at_its_default_leaves_the_question_as_it_was(sc
     assert scripts.keep.question_id(before, {}) != scripts.keep.question_id(after, {"fresh": True})
 
 
-def test_another_card_is_another_question(scripts: Any) -> None:
+def test_another_gpu_is_another_question(scripts: Any) -> None:
     asked = case(scripts, "file/run")
     smaller = replace(asked, limit_bytes=10**8)
 
@@ -338,14 +338,14 @@ def test_all_linear_is_the_seven_names_where_a_layer_has_these_alone(scripts: An
     ("plan", "said"),
     [
         ({}, ""),
-        ({"use_dora": True}, "DoRA: it has plain LoRA alone"),
+        ({"use_dora": True}, "DoRA: counted as plain LoRA"),
         (
             {"use_dora": True, "lora_bias": "all"},
-            "DoRA and trained biases: it has plain LoRA alone",
+            "DoRA and trained biases: counted as plain LoRA",
         ),
         (
             {"lora_modules_to_save": ("lm_head",)},
-            "modules trained beside them: it has plain LoRA alone",
+            "whole modules trained besides the adapters: counted as plain LoRA",
         ),
     ],
 )

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from matplotlib.colors import to_rgba
 
 from memest.cli import main
 from memest.errors import PlanError
 from memest.estimator.search.scaling import ScalingLine, constant_terms, scale
 from memest.plots import plot_scaling, plot_scaling_bars, save
-from memest.plots.scaling import spread
-from memest.plots.scaling_bars import stack_of
+from memest.plots.scaling import spread, stack_of
+from memest.plots.style import VERDICTS
 from memest.report import Outcome, Peak, Prediction, Term, Verdict
 from memest.units import GIB
 
@@ -77,7 +78,7 @@ def test_of_one_number_of_gpus_no_term_is_called_constant() -> None:
 
 
 def test_a_strategy_that_does_not_go_with_the_plan_is_left_out_with_its_reason() -> None:
-    """FSDP cannot divide a quantised base, DDP need not."""
+    """FSDP cannot shard a quantised base, DDP need not."""
     values = {"model_name": "gpt2", "use_qlora": True, "seq_len": 16, "gpu": ["rtx-4090"]}
 
     ddp, fsdp = scale(values, strategies=["ddp", "fsdp"], devices=[2], jobs=1)
@@ -85,9 +86,7 @@ def test_a_strategy_that_does_not_go_with_the_plan_is_left_out_with_its_reason()
     assert list(ddp.reports) == [2]
     assert ddp.notes == ()
     assert not fsdp.reports
-    assert fsdp.notes[0].startswith(
-        "not predicted on 2 GPUs: `fsdp` cannot divide a quantised base"
-    )
+    assert fsdp.notes[0].startswith("not predicted on 2 GPUs: `fsdp` cannot shard a quantised base")
 
 
 def test_offload_takes_its_own_optimizer_and_keys_of_others_are_not_read() -> None:
@@ -103,7 +102,7 @@ def test_offload_takes_its_own_optimizer_and_keys_of_others_are_not_read() -> No
 
 
 def test_nothing_that_can_be_predicted_is_the_first_plans_error() -> None:
-    with pytest.raises(PlanError, match=re.escape("`fsdp` cannot divide a quantised base")):
+    with pytest.raises(PlanError, match=re.escape("`fsdp` cannot shard a quantised base")):
         scale({"model_name": "gpt2", "use_qlora": True}, strategies=["fsdp"], devices=[1, 2])
     with pytest.raises(PlanError, match="there is no strategy `fsdp3`"):
         scale({"model_name": "gpt2"}, strategies=["fsdp3"])
@@ -157,14 +156,34 @@ def test_bars_add_up_and_small_ones_are_enlarged() -> None:
 
 
 def test_the_number_of_a_bar_is_its_top_and_stays_under_the_line() -> None:
-    """On 2 GPUs 12 + 3 + 1.5 GiB are allocated and 19.5 of 20 reserved."""
-    near = replace(line().reports[2], peak_reserved_bytes=int(19.5 * GIB))
+    """On 2 GPUs 12 + 3 + 1.5 GiB are allocated and 19.5 of 20 needed."""
+    found = Verdict(
+        verdict=Outcome.FITS, margin_bytes=GIB // 2, limit_bytes=LIMIT, reserved_bytes=LIMIT
+    )
+    near = replace(line().reports[2], verdicts={"rtx-4090": found})
     figure = plot_scaling_bars(replace(line(), reports={2: near}))
     (total,) = [t for t in figure.axes[0].texts if t.get_gid() == "2:total"]
 
     assert total.get_text() == "19.5"
     assert total.xy[1] == 19.5
     assert total.get_va() == "top"
+
+
+def test_a_tight_plan_is_called_so_in_both_charts() -> None:
+    found = Verdict(
+        verdict=Outcome.FITS, margin_bytes=GIB // 2, limit_bytes=LIMIT, reserved_bytes=LIMIT,
+        spread_bytes=GIB,
+    )  # fmt: skip
+    tight = replace(line().reports[2], verdicts={"rtx-4090": found})
+    lines = plot_scaling([replace(line(), reports={2: tight})])
+    bars = plot_scaling_bars(replace(line(), reports={2: tight}))
+
+    assert texts(lines)["end:fsdp"] == "FSDP  19.5  tight"
+    (mark,) = [drawn for drawn in lines.axes[0].lines if drawn.get_gid() == "tight:fsdp"]
+    assert (list(mark.get_xdata()), mark.get_color()) == ([2], VERDICTS["tight"])
+    (total,) = [t for t in bars.axes[0].texts if t.get_gid() == "2:total"]
+    assert total.get_text() == "19.5\ntight"
+    assert total.get_bbox_patch().get_facecolor() == to_rgba(VERDICTS["tight"])
 
 
 def test_a_line_is_broken_where_a_figure_is_missing() -> None:

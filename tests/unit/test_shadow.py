@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memest.estimator.device.values import (
+from memest.estimator.tensors.known_values import (
     MAX_BYTES,
     MAX_FLOAT_NUMEL,
     KnownValues,

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memest.models_meta import states
-from memest.models_meta.states import States
+from memest.models_meta import sharding as states
+from memest.models_meta.sharding import States
 
 
 def sizes(tensors: Iterable[Tensor]) -> list[int]:

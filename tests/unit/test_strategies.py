@@ -12,8 +12,9 @@ import lightning.pytorch.strategies as lightning_strategies
 import torch
 from torch import nn
 
+from memest import packages
 from memest.errors import UnsupportedError
-from memest.loops import packages, strategies
+from memest.loops import strategies
 from memest.loops.optimizers import make_optimizer
 from memest.plan import TrainingPlan
 

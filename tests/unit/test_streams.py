@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memest.estimator.device.storages import RETURNED, MemKind, Site, StorageTable
-from memest.estimator.device.timeline import MAIN
-from memest.estimator.trace.program import Part, Program
-from memest.estimator.trace.replay import replay
+from memest.estimator.gpu.timeline import MAIN
+from memest.estimator.replay.program import Part, Program
+from memest.estimator.replay.replay import replay
+from memest.estimator.tensors.storages import RETURNED, MemKind, Site, StorageTable
 from tests.sim import SimGpu
 
 MIB = 1 << 20

@@ -15,11 +15,11 @@ from memest.cli import main
 from memest.errors import MemestError, PlanError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.predict import predict
-from memest.estimator.search.largest import Trial, boundary_suite, max_batch, max_seq_len
+from memest.estimator.replay.interpolate.reuse import with_value
+from memest.estimator.replay.simulated_plan import trace_plan
+from memest.estimator.search.largest import Trial, largest
 from memest.estimator.search.sweep import MIN_PARALLEL_POINTS, make_grid, parse_values, sweep
 from memest.estimator.search.techniques import TECHNIQUES, technique_values
-from memest.estimator.trace.family.reuse import with_value
-from memest.estimator.traced_plan import trace_plan
 from memest.plan import TrainingPlan
 from memest.report import Outcome
 from memest.units import GIB
@@ -39,18 +39,18 @@ def test_the_largest_batch_fits_and_the_next_does_not(
         model_name=shallow("opt-125m"), seq_len=64, use_qlora=use_qlora, memory_limit=3 * GIB
     )
 
-    found = max_batch(plan, find_gpu("h200"))
+    found = largest(plan, [find_gpu("h200")], "batch_size")[0]
 
     assert found.value is not None
     assert verdict(plan, batch_size=found.value) == Outcome.FITS
     assert verdict(plan, batch_size=found.value + 1) == Outcome.OOM
     single = predict(with_value(found.plan, "gpu", ("h200",)))
     assert found.peak_reserved_bytes == single.peak_reserved_bytes
-    assert found.margin_bytes == single.verdicts["h200"].margin_bytes
+    assert found.verdict.margin_bytes == single.verdicts["h200"].margin_bytes
 
 
 def test_the_longest_sequence_stops_at_the_models_positions() -> None:
-    found = max_seq_len(TrainingPlan(model_name="gpt2"), find_gpu("h200"))
+    found = largest(TrainingPlan(model_name="gpt2"), [find_gpu("h200")], "seq_len")[0]
 
     assert found.value == 1024
     assert "positions" in found.ceiling
@@ -59,22 +59,11 @@ def test_the_longest_sequence_stops_at_the_models_positions() -> None:
 def test_where_nothing_fits_there_is_no_value() -> None:
     plan = TrainingPlan(model_name="gpt2", memory_limit=GIB)
 
-    found = max_batch(plan, find_gpu("h200"))
+    found = largest(plan, [find_gpu("h200")], "batch_size")[0]
 
     assert found.value is None
-    assert found.margin_bytes < 0
+    assert found.verdict.margin_bytes < 0
     assert found.to_dict()["max_batch_size"] is None
-
-
-def test_a_boundary_suite_has_both_sides() -> None:
-    plan = TrainingPlan(model_name="gpt2", seq_len=64, memory_limit=4 * GIB)
-    found = max_batch(plan, find_gpu("h200"))
-
-    below, above = boundary_suite([found])["experiments"]
-
-    assert (below["batch_size"], below["expected"]) == (found.value, "fits")
-    assert (above["batch_size"], above["expected"]) == (found.value + 1, "oom")  # type: ignore[operator]
-    assert above["memory_limit"] == 4 * GIB
 
 
 def test_a_sweep_says_what_single_predictions_say(shallow: Callable[..., str]) -> None:
@@ -108,7 +97,7 @@ def test_points_replayed_in_several_processes_are_those_of_one(
 
 def test_no_allocator_reserves_less_than_is_requested_at_once() -> None:
     plan = TrainingPlan(model_name="gpt2", seq_len=64, accumulate_grad_batches=3)
-    trial = Trial(trace_plan(plan, find_gpu("h200")), plan, find_gpu("h200").limit_bytes)
+    trial = Trial(trace_plan(plan, find_gpu("h200")), plan, find_gpu("h200"))
 
     assert trial.requested_bytes <= trial.result.peak_allocated_bytes
     assert trial.requested_bytes > 0.95 * trial.result.peak_allocated_bytes
@@ -122,6 +111,17 @@ def test_every_technique_is_a_plan() -> None:
     assert list(made) == list(TECHNIQUES)
     assert made["fp32"].optim == "adamw"
     assert made["fp32"].freeze == ("wte*",)
+
+
+def test_techniques_without_qlora_leave_its_keys_out() -> None:
+    plan = TrainingPlan(
+        model_name="gpt2", use_qlora=True, quant_skip=("lm_head",), quant_load="in_place"
+    )
+
+    made = {name: TrainingPlan(**values) for name, values in technique_values(plan).items()}
+
+    assert made["LoRA bf16"].quant_skip == ()
+    assert made["QLoRA bf16"].quant_skip == ("lm_head",)
 
 
 @pytest.mark.parametrize(

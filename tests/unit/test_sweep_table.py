@@ -7,12 +7,18 @@ from typing import Any
 import pytest
 
 from memest.errors import PlanError
-from memest.estimator.search.sweep_table import fits_table
+from memest.estimator.search.sweep import fits_table
 from memest.report import Outcome
 
 
 def row(verdict: str, **keys: Any) -> dict[str, Any]:
-    figures = {"margin_bytes": 1, "limit_bytes": 10, "peak_reserved_bytes": 9, "oom_at": ""}
+    figures = {
+        "margin_bytes": 1,
+        "spread_bytes": 0,
+        "limit_bytes": 10,
+        "peak_reserved_bytes": 9,
+        "oom_at": "",
+    }
     return {"model_name": "gpt2", **keys, "gpu": "t4", "verdict": verdict, **figures}
 
 

@@ -8,15 +8,16 @@ from itertools import pairwise
 
 import pytest
 from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
 from memest.errors import PlanError
-from memest.estimator.trace.recording import KINDS, Span, Timeline
+from memest.estimator.replay.recording import KINDS, Span, Timeline
 from memest.plots import Picture, plot_fits, plot_largest_batch, plot_timeline, retitle, svg_text
 from memest.plots.heatmap import MAX_ROWS
-from memest.plots.style import DARK, HEIGHT, LIGHT
+from memest.plots.style import DARK, HEIGHT, LIGHT, VERDICTS
 from memest.plots.timeline import MAX_COLUMNS, TEMPORARIES, color_of
 from memest.report import Outcome, Verdict
 from memest.units import GIB
@@ -96,7 +97,7 @@ def test_no_peak_is_lost_where_points_share_a_column() -> None:
 @pytest.mark.parametrize(
     ("limit_gib", "is_drawn"), [(14, True), (19, True), (20, False), (80, False)]
 )
-def test_the_cards_line_is_drawn_where_it_is_near(limit_gib: int, is_drawn: bool) -> None:
+def test_the_gpus_line_is_drawn_where_it_is_near(limit_gib: int, is_drawn: bool) -> None:
     """13 GiB are reserved: a line from 19.5 GiB on would squeeze what is shown."""
     figure = drawn(gpu_limit_bytes=limit_gib * GIB)
 
@@ -106,7 +107,7 @@ def test_the_cards_line_is_drawn_where_it_is_near(limit_gib: int, is_drawn: bool
 def test_out_of_memory_is_said_at_the_end() -> None:
     found = texts(drawn(line(refused_bytes=2 * GIB), gpu_limit_bytes=13 * GIB))
 
-    assert "peak 12.00 GiB, then OOM: 2.00 GiB more were asked for" in found
+    assert "peak 12.00 GiB, then OOM: 2.00 GiB more were requested" in found
 
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
@@ -185,6 +186,17 @@ def test_a_sweep_says_what_fits() -> None:
     assert list(words.values()) == ["3.0", "9.0", "15.0", "4.0", "10.0", "16.0"]
     assert not by_gid(figure, "oom:.*")
     assert by_gid(plot_fits({("x", "6"): verdict(18)}, across="b", gpu="t4"), "oom:.*")
+
+
+def test_what_may_fit_and_what_is_tight_have_colours_of_their_own() -> None:
+    may = replace(verdict(18), verdict=Outcome.MAY)
+    tight = replace(verdict(15), spread_bytes=2 * GIB)
+    figure = plot_fits({("x", "1"): may, ("x", "2"): tight}, across="b", gpu="t4")
+
+    cells = by_gid(figure, "cell:.*")
+    colors = [to_hex(cells[f"cell:0:{i}"].get_facecolor()) for i in (0, 1)]
+    assert colors == [VERDICTS["may"].lower(), VERDICTS["tight"].lower()]
+    assert {"may", "tight"} < {text.get_text() for text in figure.legends[0].get_texts()}
 
 
 def test_of_many_columns_every_nth_has_a_head() -> None:

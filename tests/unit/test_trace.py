@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memest.estimator.device import kernel_calls
-from memest.estimator.device.cuda_semantics import decisions_of
-from memest.estimator.device.storages import MemKind, Site
-from memest.estimator.device.virtual_gpu import VirtualGpu
+from memest.estimator.gpu import kernel_calls
 from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.ops.autograd_ops import decisions_of
+from memest.estimator.tensors.storages import MemKind, Site
+from memest.estimator.virtual_gpu import VirtualGpu
 from tests.requested import Requests
 from tests.sim import SimGpu
 

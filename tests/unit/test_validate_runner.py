@@ -17,19 +17,19 @@ import pytest
 
 pytest.importorskip("lightning")
 
+from memest import packages
+from memest.child import Child
 from memest.cli import main
 from memest.errors import MemestError, PlanError, UnsupportedError
-from memest.estimator.hardware.libraries import DEEPSPEED_HOST_BYTES
-from memest.loops import packages
+from memest.estimator.hardware.gpus import DEEPSPEED_HOST_BYTES
 from memest.loops.job import RunOptions
-from memest.loops.packages import require
+from memest.packages import require
 from memest.plan import TrainingPlan
 from memest.report import Measurement, Outcome, Phase, PhaseRow, read_measurements
 from memest.validate import device as device_module
-from memest.validate import processes, results, runner
+from memest.validate import results, runner
 from memest.validate.device import Device
-from memest.validate.progress import finished_line, running_line
-from memest.validate.runner import Progress, validate
+from memest.validate.runner import Progress, finished_line, running_line, validate
 
 H200 = Device(
     name="NVIDIA H200", memory_bytes=143_155 << 20, capability=(9, 0), num_sms=132, driver="580.65"
@@ -70,7 +70,7 @@ def by_name(of: TrainingPlan, options: RunOptions, deliver: Callable[[Measuremen
     deliver(report(of, Outcome.OOM if of.name == "is too large" else Outcome.FITS))
 
 
-fork = partial(processes.fork_experiment, experiment=by_name)
+fork = partial(runner.fork_experiment, experiment=by_name)
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_resume_runs_what_is_missing_or_failed_and_keeps_the_rest(run: Run, tmp_
         results.append(path, measurement)
     started: list[str] = []
 
-    def start(of: TrainingPlan, options: RunOptions, **paths: Path) -> processes.Child:
+    def start(of: TrainingPlan, options: RunOptions, **paths: Path) -> Child:
         started.append(of.name)
         return fork(of, options, **paths)
 
@@ -351,19 +351,19 @@ def test_what_a_child_returns_or_raises_comes_back() -> None:
     def fail() -> None:
         raise KeyError("k")
 
-    assert processes.call_in_child(lambda: H200) == H200
+    assert runner.call_in_child(lambda: H200) == H200
     with pytest.raises(UnsupportedError, match="no CUDA device") as caught:
-        processes.call_in_child(refuse)
+        runner.call_in_child(refuse)
     assert caught.value.hint == "elsewhere"
     with pytest.raises(MemestError, match="KeyError: 'k'"):
-        processes.call_in_child(fail)
-    with pytest.raises(MemestError, match="died without an answer"):
-        processes.call_in_child(lambda: os._exit(3))
+        runner.call_in_child(fail)
+    with pytest.raises(MemestError, match="ended without a result"):
+        runner.call_in_child(lambda: os._exit(3))
 
 
 def test_a_spawned_experiment_reads_its_request_and_leaves_a_log(tmp_path: Path) -> None:
     """Without a GPU it ends with the reason in its log."""
-    child = processes.spawn_experiment(
+    child = runner.spawn_experiment(
         plan("a"), RunOptions(data=Path("d")), report=tmp_path / "report", log=tmp_path / "log"
     )
     while (code := child.poll()) is None:
@@ -376,7 +376,7 @@ def test_a_spawned_experiment_reads_its_request_and_leaves_a_log(tmp_path: Path)
 def test_a_missing_package_is_named_with_its_extra() -> None:
     with pytest.raises(UnsupportedError, match="needs the package `no_such_package`") as caught:
         require("torch", "no_such_package")
-    assert caught.value.hint == "pip install 'memest[validate]'"
+    assert caught.value.hint == "pip install 'memest-gpu[validate]'"
 
 
 @pytest.mark.parametrize(
@@ -435,7 +435,7 @@ def test_a_kill_of_the_runner_loses_the_running_experiment_alone(tmp_path: Path)
 
     pid = os.fork()
     if not pid:
-        start = partial(processes.fork_experiment, experiment=experiment)
+        start = partial(runner.fork_experiment, experiment=experiment)
         validate(
             [plan("first"), plan("second")], results=path, device=H200, start=start,
             host_bytes=lambda of: 0,

@@ -12,9 +12,9 @@ import torch
 from torch.cuda import _memory_viz
 
 from memest.estimator.predict import record_plan
-from memest.estimator.trace.snapshot import torch_snapshot
+from memest.estimator.replay.recording import torch_snapshot
 from memest.plan import TrainingPlan
-from memest.validate.snapshot import ACTIONS, snapshot_path, write_recording
+from memest.validate.experiment import ACTIONS, snapshot_path, write_recording
 
 
 def test_a_recording_is_a_table_and_what_torch_itself_dumps(

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from memest.errors import TraceError
-from memest.estimator.device.storages import MemKind
-from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.trace.program import Program, StateBytes
-from memest.estimator.trace.replay import replay
-from memest.estimator.trace.traced import TracedPlan
-from memest.estimator.trace.virtual_run import run_plan, shortened
+from memest.estimator.replay.program import Program, StateBytes
+from memest.estimator.replay.replay import replay
+from memest.estimator.replay.simulated import TracedPlan
+from memest.estimator.replay.virtual_run import run_plan, shortened
+from memest.estimator.tensors.storages import MemKind
+from memest.estimator.virtual_gpu import VirtualGpu
 from memest.plan import TrainingPlan
 from memest.report import Phase
 
@@ -151,7 +151,7 @@ def test_sites_name_the_part_of_the_step(folder: Path) -> None:
     assert {"setup", "forward", "backward", "optimizer"} <= found
 
 
-def test_the_loss_of_fp16_is_scaled_by_a_factor_on_the_card(folder: Path) -> None:
+def test_the_loss_of_fp16_is_scaled_by_a_factor_on_the_gpu(folder: Path) -> None:
     """Scale and growth tracker of the scaler, 4 bytes each, stay from the first backward on."""
 
     def small(precision: str) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from memest.errors import PlanError
-from memest.models_meta import sharding, wrapping
+from memest.models_meta import sharding
 from memest.plan import TrainingPlan
 
 
@@ -46,29 +46,29 @@ def names(found: Iterable[tuple[str, nn.Module]]) -> list[str]:
 
 
 def test_the_model_says_what_is_wrapped_and_so_do_models_inside_it() -> None:
-    assert wrapping.wrap_class_names(Model(), plan()) == ("Inner", "Outer")
+    assert sharding.wrap_class_names(Model(), plan()) == ("Inner", "Outer")
 
 
 def test_the_plan_wins_over_the_model() -> None:
-    assert wrapping.wrap_class_names(Model(), plan(wrap_classes=("Inner",))) == ("Inner",)
+    assert sharding.wrap_class_names(Model(), plan(wrap_classes=("Inner",))) == ("Inner",)
 
 
 def test_a_class_that_is_not_there_is_an_error_with_those_that_are() -> None:
     with pytest.raises(PlanError, match="`wrap_classes` names `Block`, which no module of") as one:
-        wrapping.wrap_class_names(Model(), plan(wrap_classes=("Block",)))
+        sharding.wrap_class_names(Model(), plan(wrap_classes=("Block",)))
     with pytest.raises(PlanError, match="`activation_checkpointing_policy` names `Block`"):
-        wrapping.checkpointed_class_names(Model(), plan(activation_checkpointing_policy=("Block",)))
+        sharding.checkpointed_class_names(Model(), plan(activation_checkpointing_policy=("Block",)))
 
     assert one.value.hint == "its layer classes: `Outer`"
 
 
 def test_a_model_that_says_nothing_asks_for_the_classes() -> None:
-    with pytest.raises(PlanError, match="`m` does not say which layers FSDP shall wrap"):
-        wrapping.wrap_class_names(nn.Linear(2, 3), plan())
+    with pytest.raises(PlanError, match="`m` does not define which layers FSDP wraps"):
+        sharding.wrap_class_names(nn.Linear(2, 3), plan())
 
 
 def test_an_inner_layer_comes_before_the_one_around_it() -> None:
-    found = names(wrapping.modules_named(Model(), ["Outer", "Inner"]))
+    found = names(sharding.modules_named(Model(), ["Outer", "Inner"]))
 
     assert found == ["layers.0.inner", "layers.0", "layers.1.inner", "layers.1"]
 
@@ -77,7 +77,7 @@ def test_a_module_in_two_places_is_found_once() -> None:
     model = Model()
     model.again = model.layers[0]
 
-    assert names(wrapping.modules_named(model, ["Outer"])) == ["layers.0", "layers.1"]
+    assert names(sharding.modules_named(model, ["Outer"])) == ["layers.0", "layers.1"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""BLIP-2 captions images: a full fine-tune on one GPU, its memory printed at four points of a step.
+"""BLIP-2 captions images: a full fine-tune, its memory printed at four points of a step.
 
 fine_tune.py [KEY=VALUE ...]        the keys are those of `cfg`
 """
@@ -11,9 +11,12 @@ from pathlib import Path
 import bitsandbytes
 import lightning as L
 import torch
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from PIL import Image
 from torch.utils.data import DataLoader
 from transformers import Blip2ForConditionalGeneration, Blip2Processor
+from transformers.models.blip_2.modeling_blip_2 import Blip2EncoderLayer, Blip2QFormerLayer
+from transformers.models.opt.modeling_opt import OPTDecoderLayer
 
 cfg = {
     "model_name": "Salesforce/blip2-opt-2.7b",  # or -opt-6.7b, -flan-t5-xl, -flan-t5-xxl
@@ -26,7 +29,7 @@ cfg = {
     "max_epochs": 2,
     "max_steps": -1,
     "devices": 1,
-    "strategy": "auto",
+    "strategy": "auto",  # or ddp, fsdp, deepspeed_stage_2_offload
     "num_workers": 0,
     "num_train_samples": 512,
     "images": None,  # a folder of images with a text file beside each; None: random ones
@@ -134,6 +137,17 @@ class Captioner(L.LightningModule):
         print(f"step {self.global_step}, {phase}: {said} GiB")
 
 
+def strategy():
+    """DDP with gradients in its buckets, FSDP by layers; others are Lightning's own by name."""
+    if cfg["strategy"] == "ddp":
+        return DDPStrategy(gradient_as_bucket_view=True)
+    if cfg["strategy"] == "fsdp":
+        return FSDPStrategy(
+            auto_wrap_policy={Blip2EncoderLayer, Blip2QFormerLayer, OPTDecoderLayer}
+        )
+    return cfg["strategy"]
+
+
 def read_cfg():
     """Take `KEY=VALUE` of the command line into `cfg`."""
     for given in sys.argv[1:]:
@@ -153,7 +167,7 @@ def main(captioner=Captioner):
     trainer = L.Trainer(
         accelerator="gpu",
         devices=cfg["devices"],
-        strategy=cfg["strategy"],
+        strategy=strategy(),
         precision=cfg["precision"],
         accumulate_grad_batches=cfg["accumulate_grad_batches"],
         max_epochs=cfg["max_epochs"],

@@ -1,13 +1,13 @@
-"""OpenLLaMA-7B on four GPUs: LitGPT's `LLM` in a LightningModule, under a strategy of Lightning.
+"""OpenLLaMA on four GPUs: LitGPT's `LLM` in a LightningModule, under a strategy of Lightning.
 
-four_gpus.py CHECKPOINT BATCH_SIZE ddp|fsdp [MAX_LENGTH]
+four_gpus.py CHECKPOINT BATCH_SIZE ddp|fsdp|deepspeed [MAX_LENGTH]
 """
 
 import sys
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from litgpt import LLM
 from litgpt.data import Alpaca2k
 
@@ -15,6 +15,7 @@ GIB = 2**30
 STRATEGIES = {
     "ddp": lambda: DDPStrategy(),
     "fsdp": lambda: FSDPStrategy(sharding_strategy="FULL_SHARD"),
+    "deepspeed": lambda: DeepSpeedStrategy(stage=3, offload_optimizer=True),
 }
 
 
@@ -38,6 +39,10 @@ class FineTuned(L.LightningModule):
         return loss
 
     def configure_optimizers(self):
+        if strategy == "deepspeed":
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+            return DeepSpeedCPUAdam(self.parameters())
         return torch.optim.AdamW(
             self.llm.model.parameters(), lr=2e-4, weight_decay=0.0, betas=(0.9, 0.95)
         )
@@ -56,6 +61,7 @@ trainer = L.Trainer(
     devices=4,
     strategy=STRATEGIES[strategy](),
     precision="bf16-true",
+    accumulate_grad_batches=4 if strategy == "deepspeed" else 1,
     max_epochs=1,
     limit_val_batches=0,
     enable_checkpointing=False,

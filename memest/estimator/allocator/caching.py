@@ -1,7 +1,7 @@
-"""CUDA's caching allocator, simulated: which requests share a segment, and what stays reserved.
+"""Simulation of CUDA's caching allocator: which requests share a segment, and what stays reserved.
 
-Mirrors `c10/cuda/CUDACachingAllocator.cpp` (torch 2.11 and 2.13). What its settings change is in
-`tuned.py`; without any, nothing is asked there. Each stream has pools of its own.
+Mirrors `c10/cuda/CUDACachingAllocator.cpp` (torch 2.11 and 2.13). Effects of settings are in
+`tuned.py`, which is not called with default settings. Each stream has its own pools.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 
-from memest.estimator.allocator.addresses import AddressSpace
 from memest.estimator.allocator.blocks import (
     ADDRESS_BITS,
     ROUND_BYTES,
     SMALL_REQUEST_BYTES,
+    AddressSpace,
     FreeBlocks,
     segment_bytes,
 )
@@ -23,13 +23,13 @@ from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings
 from memest.estimator.allocator.tuned import Tuning
 
 FIRST_PRIVATE_POOL = 1 << 20
-"""Streams from this number on are the private pools of CUDA graphs, whose segments stay reserved as
-long as a graph of theirs lives.
+"""Streams from this number on are private pools of CUDA graphs. Their segments stay reserved as
+long as one of their graphs exists.
 """
 
 
 class OutOfMemory(Exception):
-    """The simulated `cudaMalloc` failed even after every cached segment was given back."""
+    """The simulated `cudaMalloc` failed even after every cached segment was freed."""
 
     def __init__(self, request_bytes: int) -> None:
         super().__init__(f"a request of {request_bytes} bytes")
@@ -40,12 +40,14 @@ class CachingAllocator:
     """One GPU's allocator.
 
     Args:
-        limit_bytes: what `cudaMalloc` can hand out in total: the card's memory less its context, or
-            the cap of `set_per_process_memory_fraction`; None is a card without end.
-        addresses: where `cudaMalloc` puts segments; the order of addresses breaks ties between
-            equal blocks.
-        settings: how it differs from its defaults.
+        limit_bytes: total that `cudaMalloc` can hand out: the GPU's memory less its context, or
+            the cap of `set_per_process_memory_fraction`; None is unlimited.
+        addresses: addresses of segments; their order breaks ties between equal blocks.
+        settings: settings that differ from the defaults.
     """
+
+    has_soft_limit = False
+    """Requests that find no memory raise the limit and not `OutOfMemory`."""
 
     def __init__(
         self,
@@ -54,11 +56,13 @@ class CachingAllocator:
         settings: AllocatorSettings = DEFAULT,
     ):
         self.limit_bytes = limit_bytes
-        self.card_bytes = limit_bytes
-        """What the card has for it, where `limit_bytes` is a share of that; None: without end."""
+        self.gpu_bytes = limit_bytes
+        """Memory of the GPU for the allocator, of which `limit_bytes` can be a share; None is
+        unlimited.
+        """
 
         self.allowed_bytes: int | None = None
-        """What it allows itself: a share of the card's whole memory, where that is less than 1."""
+        """Share of the GPU's whole memory that is allowed, where it is less than 1."""
 
         self.allocated_bytes = 0
         self.reserved_bytes = 0
@@ -68,7 +72,7 @@ class CachingAllocator:
         self._pools = (FreeBlocks(), FreeBlocks())
         self._pools_of_streams: dict[int, tuple[FreeBlocks, FreeBlocks]] = {0: self._pools}
         self.released_pools: set[int] = set()
-        """Private ones of which no graph lives any more."""
+        """Private pools whose CUDA graphs are all deleted."""
 
         self._deferred: dict[int, Block] = {}
         self._addresses = addresses or AddressSpace()
@@ -78,24 +82,24 @@ class CachingAllocator:
         self.use(settings)
 
     def use(self, settings: AllocatorSettings) -> None:
-        """Work by `settings` from now on; nothing may have been reserved."""
+        """Apply `settings` from now on; nothing may be reserved yet."""
         assert not self.reserved_bytes
         self.settings = settings
         self._tuning = None if settings.is_default else Tuning(self, settings)
 
     def use_late(self, read: Callable[[], AllocatorSettings]) -> None:
-        """Work by what `read` returns at the first request."""
+        """Apply the result of `read` at the first request."""
         self._read = read
         self._tuning = Tuning(self, DEFAULT)
 
     def read_settings(self) -> None:
-        """Read the settings now, if that was left for later."""
+        """Read the settings now, if `use_late` deferred that."""
         if self._read is not None:
             read, self._read = self._read, None
             self.use(read())
 
     def malloc(self, num_bytes: int, stream: int = 0) -> Block:
-        """A block for a request of `num_bytes` on `stream`.
+        """Return a block for a request of `num_bytes` on `stream`.
 
         Raises:
             OutOfMemory: no block is free and the limit leaves no room for a segment.
@@ -136,7 +140,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Give `block` back to its pool and merge it with free neighbours."""
+        """Return `block` to its pool and merge it with free neighbours."""
         num_bytes = block.num_bytes
         self.allocated_bytes -= num_bytes
         pools = self._pools if not block.stream else self._pools_of_streams[block.stream]
@@ -167,18 +171,18 @@ class CachingAllocator:
             self._tuning.inserted(block)
 
     def defer(self, block: Block) -> None:
-        """Free a block that another stream still uses: not allocated any more, and not free yet."""
+        """Free a block that another stream still uses: no longer allocated, not yet free."""
         self.allocated_bytes -= block.num_bytes
         self._deferred[id(block)] = block
 
     def complete(self, block: Block) -> None:
-        """The other stream is done with a deferred block, if nothing has completed it before."""
+        """Free a deferred block, unless it was freed before."""
         if self._deferred.pop(id(block), None) is not None:
             self.allocated_bytes += block.num_bytes
             self.free(block)
 
     def empty_cache(self) -> None:
-        """Wait for deferred blocks; give every segment that is wholly free back to the driver."""
+        """Wait for deferred blocks; return every wholly free segment to the driver."""
         for block in list(self._deferred.values()):
             self.complete(block)
         if self._tuning is not None and self._tuning.expandable is not None:
@@ -190,9 +194,9 @@ class CachingAllocator:
                 self.release(block)
 
     def unsplit(self, *, is_small: bool) -> Iterator[tuple[FreeBlocks, Block]]:
-        """The free segments of the small or the large pools, by stream, size and address.
+        """Yield the free segments of the small or the large pools, by stream, size and address.
 
-        They may be released meanwhile.
+        The caller may release them during the iteration.
         """
         for stream in sorted(self._pools_of_streams):
             if stream >= FIRST_PRIVATE_POOL and stream not in self.released_pools:
@@ -203,35 +207,35 @@ class CachingAllocator:
                     yield pool, block
 
     def release(self, block: Block) -> None:
-        """Give a segment, which is in no pool any more, back to the driver."""
+        """Return a segment to the driver; its blocks are already out of the pools."""
         self.reserved_bytes -= block.num_bytes
         self._addresses.give_back(block.address, block.num_bytes)
 
     @property
     def streams(self) -> Iterable[int]:
-        """Those that have asked for memory."""
+        """Streams that have requested memory."""
         return self._pools_of_streams.keys()
 
     def pools_of(self, stream: int) -> tuple[FreeBlocks, FreeBlocks]:
-        """The free blocks of a stream: of the large pool, and of the small one."""
+        """Return the free blocks of a stream: the large pool, and the small one."""
         return self._pools_of_streams.setdefault(stream, (FreeBlocks(), FreeBlocks()))
 
     def layout(self) -> tuple[object, ...]:
-        """What decides the future besides the live blocks: the free blocks of all pools."""
+        """Return the state that decides future addresses besides live blocks: all free blocks."""
         every = (pool for pools in self._pools_of_streams.values() for pool in pools)
         free = tuple(tuple(pool.keys) for pool in every)
         return free if self._tuning is None else (*free, *self._tuning.layout())
 
     def reset_peaks(self) -> None:
-        """As `torch.cuda.reset_peak_memory_stats`."""
+        """Reset the peaks, as `torch.cuda.reset_peak_memory_stats` does."""
         self.peak_allocated_bytes = self.allocated_bytes
         self.peak_reserved_bytes = self.reserved_bytes
 
     def new_segment(self, request_bytes: int, size: int, is_small: bool, stream: int) -> Block:
-        """Memory of the driver for a request that no free block serves.
+        """Get a segment from the driver for a request that no free block serves.
 
         Raises:
-            OutOfMemory: the driver has none, even after all that is cached has been given back.
+            OutOfMemory: the driver has none, even after all cached segments were freed.
         """
         tuning = self._tuning
         block = self._from_driver(size, is_small, stream)
@@ -242,12 +246,15 @@ class CachingAllocator:
             self.num_retries += 1
             self.empty_cache()
             block = self._from_driver(size, is_small, stream)
+        if block is None and self.has_soft_limit and tuning is None:
+            self.limit_bytes = self.reserved_bytes + segment_bytes(size)
+            block = self._from_driver(size, is_small, stream)
         if block is None:
             raise OutOfMemory(request_bytes)
         return block
 
     def _from_driver(self, size: int, is_small: bool, stream: int) -> Block | None:
-        """A segment, or where segments are expandable a block for which one has grown."""
+        """Return a new segment, or a block of a grown one where segments are expandable."""
         tuning = self._tuning
         num_bytes = segment_bytes(size) if tuning is None else tuning.segment_bytes(size)
         if tuning is not None and tuning.expandable is not None:
@@ -267,19 +274,19 @@ class CachingAllocator:
             self.peak_reserved_bytes = self.reserved_bytes
 
     def taken(self, block: Block) -> None:
-        """`block` is a new segment; for those who count."""
+        """`block` is a new segment; a hook for subclasses that count."""
 
-    # --- of expandable segments
+    # --- expandable segments
 
     @property
     def _is_capped(self) -> bool:
-        """Whether less is allowed than the card has."""
-        limit, card = self.limit_bytes, self.card_bytes
-        return limit is not None and (card is None or limit < card)
+        """True if the limit is below the GPU's memory."""
+        limit, gpu = self.limit_bytes, self.gpu_bytes
+        return limit is not None and (gpu is None or limit < gpu)
 
     def has_room_for(self, num_bytes: int) -> bool:
-        """Whether the card has memory to map."""
-        return self.card_bytes is None or self.reserved_bytes + num_bytes <= self.card_bytes
+        """Return whether the GPU has memory to map."""
+        return self.gpu_bytes is None or self.reserved_bytes + num_bytes <= self.gpu_bytes
 
     def mapped(self, address: int, num_bytes: int, block: Block) -> None:
         """Memory was mapped to addresses that are part of `block` now."""
@@ -287,6 +294,6 @@ class CachingAllocator:
         self._addresses.mapped(address, num_bytes)
 
     def unmapped(self, address: int, num_bytes: int, block: Block) -> None:
-        """The memory of addresses that are part of `block` now is the driver's again."""
+        """Memory was unmapped from addresses that are part of `block` now."""
         self.reserved_bytes -= num_bytes
         self._addresses.unmapped(address, num_bytes)

@@ -1,7 +1,7 @@
-"""The history of an allocator: what `torch.cuda.memory._record_memory_history` records.
+"""History of an allocator, as `torch.cuda.memory._record_memory_history` records it.
 
-As `record_trace` and `recordHistory` of `c10/cuda/CUDACachingAllocator.cpp` (torch 2.11): the same
-entries in the same order, each with the stack that `context` asks for.
+Mirrors `record_trace` and `recordHistory` of `c10/cuda/CUDACachingAllocator.cpp` (torch 2.11): the
+same entries in the same order, with the stacks that `context` selects.
 """
 
 from __future__ import annotations
@@ -13,30 +13,87 @@ from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
 from memest.estimator.allocator.blocks import Block
-from memest.estimator.allocator.expandable import Unmapped
-from memest.estimator.allocator.torch_format import (
-    POOL,
-    block_entry,
-    free_block_entry,
-    segment_entry,
-)
+from memest.estimator.allocator.settings import AllocatorSettings
+from memest.estimator.allocator.tuned import Unmapped
+
+POOL = (0, 0)
+"""Id of the default pool among those of `torch.cuda.MemPool`."""
+
+SETTINGS = {"PYTORCH_ALLOC_CONF": "", "expandable_segments": False}
+"""`allocator_settings` of an allocator with its defaults."""
+
+
+def settings_entry(settings: AllocatorSettings) -> dict[str, Any]:
+    """Return `allocator_settings`."""
+    return {
+        "PYTORCH_ALLOC_CONF": settings.text,
+        "expandable_segments": settings.expandable_segments,
+    }
+
+
+def block_entry(
+    address: int, num_bytes: int, requested_bytes: int, state: str, frames: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return a `Block`; `state` is `active_allocated`, `active_pending_free` or `inactive`."""
+    return {
+        "address": address,
+        "size": num_bytes,
+        "requested_size": requested_bytes,
+        "state": state,
+        "frames": frames,
+    }
+
+
+def free_block_entry(address: int, num_bytes: int) -> dict[str, Any]:
+    """Return an unused `Block`."""
+    return block_entry(address, num_bytes, 0, "inactive", [])
+
+
+def segment_entry(
+    address: int,
+    num_bytes: int,
+    *,
+    stream: int,
+    is_small: bool,
+    is_expandable: bool = False,
+    blocks: list[dict[str, Any]],
+    frames: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """Return a `Segment` that `blocks` tile."""
+    in_use = [block for block in blocks if block["state"] != "inactive"]
+    allocated = [block for block in in_use if block["state"] == "active_allocated"]
+    return {
+        "device": 0,
+        "address": address,
+        "total_size": num_bytes,
+        "allocated_size": sum(block["size"] for block in allocated),
+        "active_size": sum(block["size"] for block in in_use),
+        "requested_size": sum(block["requested_size"] for block in in_use),
+        "stream": stream,
+        "segment_type": "small" if is_small else "large",
+        "segment_pool_id": POOL,
+        "is_expandable": is_expandable,
+        "frames": frames,
+        "blocks": blocks,
+    }
+
 
 Stack = Any
-"""What `GathersStacks.gather` returns."""
+"""Result of `GathersStacks.gather`."""
 
 
 class GathersStacks(Protocol):
-    """Knows what runs."""
+    """Source of stacks of the running thread."""
 
     def gather(self) -> Stack:
-        """The stack of the running thread."""
+        """Return the stack of the running thread."""
 
     def frames_of(self, stack: Stack) -> list[dict[str, Any]]:
-        """A stack as torch's frames."""
+        """Return a stack as torch's frames."""
 
 
 class Context(IntEnum):
-    """`RecordContext`: of what stacks are kept."""
+    """`RecordContext`: the events whose stacks are recorded."""
 
     NEVER = 0
     STATE = 1
@@ -60,10 +117,10 @@ class MemoryHistory:
     """The actions since it began.
 
     Args:
-        stacks: gathers them.
-        context: of what stacks are kept.
-        max_entries: the last so many actions are kept.
-        skipped: names of actions that are not.
+        stacks: source of stacks.
+        context: events whose stacks are recorded.
+        max_entries: number of latest actions to store.
+        skipped: names of actions that are not stored.
     """
 
     def __init__(
@@ -76,11 +133,11 @@ class MemoryHistory:
     ) -> None:
         self.context = context
         self.metadata = ""
-        """What `torch.cuda.memory._set_memory_metadata` has set."""
+        """Value of `torch.cuda.memory._set_memory_metadata`."""
 
         self.entries: deque[Entry] = deque(maxlen=min(max_entries, 1 << 62))
         self.stacks: dict[int, Stack] = {}
-        """Of live blocks, by address."""
+        """Stacks of live blocks, by address."""
 
         self.of_segments: dict[int, Stack] = {}
         self._gather = stacks.gather
@@ -90,69 +147,69 @@ class MemoryHistory:
         self._freed_at: dict[int, Stack] = {}
 
     def continues(self, before: MemoryHistory, *, keeps_entries: bool) -> None:
-        """Go on from `before`: the stacks of what lives, and the actions so far."""
+        """Continue from `before`: the stacks of live blocks, and the actions so far."""
         self.stacks = before.stacks
         self.of_segments = before.of_segments
         if keeps_entries:
             self.entries.extend(before.entries)
 
     def gather(self) -> None:
-        """A request comes: keep the stack for what it leads to."""
+        """Gather the stack of the next request."""
         self._stack = self._gather() if self.context >= Context.STATE else None
 
     def dies(self, address: int) -> None:
-        """The storage at `address` dies now; its block is freed before the next request."""
+        """Gather the stack at which the storage at `address` is freed, before the next request."""
         if self.context >= Context.ALL:
             self._freed_at[address] = self._gather()
 
     def allocated(self, block: Block, num_bytes: int) -> None:
-        """A request of `num_bytes` got `block`."""
+        """Record that a request of `num_bytes` got `block`."""
         if self._stack is not None:
             self.stacks[block.address] = self._stack
         self._add("alloc", block.address, num_bytes, block.stream, self._stack)
 
     def free_requested(self, block: Block) -> None:
-        """`block` is not needed any more."""
+        """Record that `block` is not needed any more."""
         stack = self._freed_at.get(block.address, self.stacks.get(block.address))
         self._add("free_requested", block.address, block.requested_bytes, block.stream, stack)
 
     def free_completed(self, block: Block) -> None:
-        """`block` may be used again."""
+        """Record that `block` may be used again."""
         stack = self._freed_at.pop(block.address, None)
         allocated_at = self.stacks.pop(block.address, None)
         stack = allocated_at if stack is None else stack
         self._add("free_completed", block.address, block.requested_bytes, block.stream, stack)
 
     def segment_allocated(self, block: Block) -> None:
-        """`cudaMalloc` gave a segment."""
+        """Record a segment of `cudaMalloc`."""
         if self._stack is not None:
             self.of_segments[block.address] = self._stack
         self._add("segment_alloc", block.address, block.num_bytes, block.stream, self._stack)
 
     def segment_freed(self, block: Block) -> None:
-        """`cudaFree` took one."""
+        """Record a segment of `cudaFree`."""
         stack = self.of_segments.pop(block.address, None)
         if self.context >= Context.ALL:
             stack = self._gather()
         self._add("segment_free", block.address, block.num_bytes, block.stream, stack)
 
     def segment_mapped(self, address: int, num_bytes: int, block: Block) -> None:
-        """An expandable segment has grown."""
+        """Record that an expandable segment has grown."""
         if self._stack is not None and (block.previous is None):
             self.of_segments.setdefault(block.address, self._stack)
         self._add("segment_map", address, num_bytes, block.stream, self._stack)
 
     def segment_unmapped(self, address: int, num_bytes: int, block: Block) -> None:
-        """An expandable segment has given memory back."""
+        """Record that an expandable segment has returned memory."""
         stack = self._gather() if self.context >= Context.ALL else None
         self._add("segment_unmap", address, num_bytes, block.stream, stack)
 
     def refused(self, num_bytes: int, stream: int, free_bytes: int) -> None:
-        """No memory for a block of `num_bytes`, of which `cudaMalloc` has `free_bytes` left."""
+        """Record a failed request for `num_bytes`, when `cudaMalloc` has `free_bytes` left."""
         self._add("oom", free_bytes, num_bytes, stream, self._stack)
 
     def snapshot_taken(self, active_bytes: int) -> None:
-        """Somebody has looked at the segments."""
+        """Record that a snapshot was taken."""
         self._add("snapshot", 0, active_bytes, 0, None)
 
     def _add(
@@ -165,7 +222,7 @@ class MemoryHistory:
         self.entries.append(Entry(action, address, num_bytes, stream, now, stack, self.metadata))
 
     def trace(self) -> list[dict[str, Any]]:
-        """The entries as torch gives them; one without a stack has no `frames`."""
+        """Return the entries in torch's form; one without a stack has no `frames`."""
         return [self._entry(entry) for entry in self.entries]
 
     def _entry(self, entry: Entry) -> dict[str, Any]:
@@ -182,12 +239,12 @@ class MemoryHistory:
         return made
 
     def frames_at(self, address: int) -> list[dict[str, Any]]:
-        """The frames of the block at `address`, if its stack was kept."""
+        """Return the frames of the block at `address`, if its stack was recorded."""
         stack = self.stacks.get(address)
         return [] if stack is None else self._frames_of(stack)
 
     def frames_of_segment(self, address: int) -> list[dict[str, Any]]:
-        """The frames of the request for which the segment at `address` was taken."""
+        """Return the frames of the request for which the segment at `address` was allocated."""
         stack = self.of_segments.get(address)
         return [] if stack is None else self._frames_of(stack)
 
@@ -197,13 +254,14 @@ def segment_of(
     is_deferred: Callable[[Block], bool],
     history: MemoryHistory | None,
 ) -> dict[str, Any]:
-    """The segment that begins with `first`, as `torch.cuda.memory_snapshot` gives it; of an
-    expandable one the part that is mapped without a gap.
+    """Return the segment that begins with `first`, as `torch.cuda.memory_snapshot` returns it.
+
+    An expandable segment is returned up to its first gap.
 
     Args:
         first: its first block.
-        is_deferred: whether a block is freed, and still used by another stream.
-        history: knows the stacks of the blocks, if they were kept.
+        is_deferred: returns whether a block is freed and still used by another stream.
+        history: has the stacks of the blocks, if they were recorded.
     """
     blocks = []
     num_bytes = 0

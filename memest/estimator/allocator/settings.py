@@ -1,8 +1,8 @@
-"""The settings of CUDA's caching allocator: `PYTORCH_ALLOC_CONF`, read as torch reads it.
+"""Settings of CUDA's caching allocator: `PYTORCH_ALLOC_CONF`, parsed as torch parses it.
 
-Mirrors `c10/core/AllocatorConfig.cpp` and `c10/cuda/CUDAAllocatorConfig.cpp`, torch 2.11 and 2.13:
-what is taken, what is refused and with which words (those of 2.11 from an H100). A text is cut at
-`:`, `,`, `[` and `]`, spaces do not count, and a number ends where its digits do.
+Mirrors `c10/core/AllocatorConfig.cpp` and `c10/cuda/CUDAAllocatorConfig.cpp`, torch 2.11 and 2.13,
+with the error messages of 2.11 on an H100. A text is split at `:`, `,`, `[` and `]`. Spaces do not
+count, and a number ends where its digits end.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib.metadata import version
 
 from memest.errors import PlanError, UnsupportedError, shown
+from memest.estimator.versions import simulated
 
 EXPANDABLE = "expandable_segments:True"
-"""The setting that advice tries: segments that grow are cut and joined as requests come."""
+"""Setting that advice tries: segments that grow are split and merged as requests come."""
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""The first is the newer name; options of CUDA alone are read from the second, if both are set
-(`AllocatorConfig.cpp`, `CUDAAllocatorConfig.h`)."""
+"""Environment variables; the first is the newer name. If both are set, CUDA's own options are read
+from the second (`AllocatorConfig.cpp`, `CUDAAllocatorConfig.h`).
+"""
 
 NO_CACHE = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 
 MIB = 1 << 20
 NUM_INTERVALS = 16
-"""Of `roundup_power2_divisions`: from 1 MiB to 64 GiB, one per power of two."""
+"""Intervals of `roundup_power2_divisions`: from 1 MiB to 64 GiB, one per power of two."""
 
 DEFAULT_LARGE_BYTES = 20 << 20
 """`kLargeBuffer`."""
@@ -37,13 +37,12 @@ WITHOUT_EFFECT = (
     "pinned_max_cached_size_mb", "release_lock_on_cudamalloc", "release_lock_on_hipmalloc",
     "pinned_use_hip_host_register", "graph_capture_record_stream_reuse", "throw_on_cudamalloc_oom",
 )  # fmt: skip
-"""Options about pinned memory of the host, locks, CUDA graphs, and when an error comes: no byte of
-the card depends on them."""
+"""Options about pinned host memory, locks, CUDA graphs, and the time of an error. GPU memory does
+not depend on them.
+"""
 
 NEWER = ("pinned_free_catch_all", "pinned_max_cached_size_mb", "throw_on_cudamalloc_oom")
-"""Of these, what torch 2.11 refuses as unknown (measured); 2.13 takes it."""
-
-_LAST_WITHOUT_NEWER = (2, 11)
+"""Options of these that torch 2.11 rejects as unknown (measured) and 2.12 accepts."""
 
 _LARGE_SEGMENT = "large_segment_size_mb"
 _OUT_OF_BOUNDS = "Index out of bounds in ConfigTokenizer"
@@ -55,48 +54,51 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllocatorSettings:
-    """How the allocator differs from its defaults."""
+    """Settings of the allocator, with torch's defaults."""
 
     expandable_segments: bool = False
     """One segment per pool and stream that grows, instead of a `cudaMalloc` per segment."""
 
     max_split_bytes: int | None = None
-    """Larger blocks are not split, and serve no smaller requests."""
+    """Size from which blocks are not split and serve no smaller requests."""
 
     max_non_split_rounding_bytes: int = DEFAULT_LARGE_BYTES
-    """How much larger a block that is not split may be than its request."""
+    """Bytes by which an unsplit block may exceed its request."""
 
     roundup_divisions: tuple[int, ...] = (0,) * NUM_INTERVALS
-    """Parts of the way to the next power of two that requests round up to, by their size."""
+    """Parts of the way to the next power of two to which requests round up, by request size."""
 
     garbage_collection_threshold: float = 0.0
-    """Share of the allowed memory above which old cached segments are given back; has an effect
-    only where less than all of the card is allowed."""
+    """Share of the allowed memory above which old cached segments are freed. It has an effect only
+    where less than the whole GPU is allowed.
+    """
 
     memory_fraction: float = 1.0
-    """`per_process_memory_fraction`: share of the card that is allowed."""
+    """`per_process_memory_fraction`: allowed share of the GPU."""
 
     large_segment_bytes: int = DEFAULT_LARGE_BYTES
-    """Fetched for a request between 1 and 10 MiB; by which an expandable segment grows."""
+    """Segment for a request between 1 and 10 MiB, and growth of an expandable segment."""
 
     without_effect: tuple[str, ...] = ()
-    """Options that were given and change nothing on the card."""
+    """Given options that have no effect on GPU memory."""
 
     text: str = ""
-    """As it was given."""
+    """Text as given."""
 
     @property
     def is_default(self) -> bool:
-        """Whether the allocator behaves as without any setting."""
+        """True if the allocator behaves as without any setting."""
         return replace(self, text="", without_effect=()) == DEFAULT
 
     def roundup_divisions_of(self, num_bytes: int) -> int:
-        """What a request of `num_bytes` is rounded up by; 0 is by multiples of 512."""
+        """Return the divisions to which a request of `num_bytes` rounds; 0 rounds to multiples of
+        512.
+        """
         index = num_bytes.bit_length() - 1 - (MIB.bit_length() - 1)
         return self.roundup_divisions[min(max(0, index), NUM_INTERVALS - 1)]
 
     def __str__(self) -> str:
-        """As it was given, or that it is the default."""
+        """Return the text as given, or a name for the defaults."""
         return self.text or "PyTorch's defaults"
 
 
@@ -104,41 +106,34 @@ DEFAULT = AllocatorSettings()
 
 
 class _RefusedError(Exception):
-    """torch refuses the text; the message is torch's."""
+    """torch rejects the text; the message is torch's."""
 
 
-def parse_settings(text: str, torch_release: tuple[int, int] | None = None) -> AllocatorSettings:
-    """The settings that `PYTORCH_ALLOC_CONF=text` asks for.
+def parse_settings(text: str) -> AllocatorSettings:
+    """Return the settings of `PYTORCH_ALLOC_CONF=text`.
 
     Args:
-        text: as in the environment.
-        torch_release: `(major, minor)` of the torch that reads it; None is the one installed.
+        text: as in the environment; the simulated release of torch parses it.
 
     >>> parse_settings("expandable_segments:True, max_split_size_mb:64").max_split_bytes >> 20
     64
 
     Raises:
-        PlanError: torch refuses it; the message is torch's.
-        UnsupportedError: it asks for another allocator.
+        PlanError: torch rejects it; the message is torch's.
+        UnsupportedError: it selects another allocator.
     """
-    return _parse(text, text, torch_release)
-
-
-@cache
-def _installed_torch() -> tuple[int, int]:
-    major, minor = version("torch").split(".")[:2]
-    return int(major), int(minor)
+    return _parse(text, text)
 
 
 def settings_from(environment: Mapping[str, str]) -> AllocatorSettings:
-    """The settings of a process with `environment`.
+    """Return the settings of a process with `environment`.
 
     Raises:
         PlanError, UnsupportedError: as `parse_settings`.
     """
     if environment.get(NO_CACHE, "0").strip() not in ("", "0"):
         raise UnsupportedError(
-            f"`{NO_CACHE}` asks for an allocator without a cache, which cannot be simulated",
+            f"`{NO_CACHE}` selects an allocator without a cache, which cannot be simulated",
             hint=f"run it without `{NO_CACHE}`",
         )
     newer, older = (environment.get(name) for name in VARIABLES)
@@ -152,12 +147,10 @@ def settings_from(environment: Mapping[str, str]) -> AllocatorSettings:
 def _parse(
     common: str,
     cuda: str,
-    torch_release: tuple[int, int] | None = None,
     large_bytes: int = DEFAULT_LARGE_BYTES,
 ) -> AllocatorSettings:
     given = common if common == cuda else f"{common}; {cuda}"
-    is_old = (torch_release or _installed_torch()) <= _LAST_WITHOUT_NEWER
-    unknown = NEWER if is_old else ()
+    unknown = () if simulated().knows_newer_settings else NEWER
     try:
         common_fields = dict(_fields(_tokens(common, large_bytes), unknown, is_cuda=False))
         cuda_fields = dict(_fields(_tokens(cuda), unknown, is_cuda=True))
@@ -179,11 +172,11 @@ def _parse(
 
 
 class _Tokens:
-    """The pieces of a text, as `ConfigTokenizer` gives them.
+    """Tokens of a text, as `ConfigTokenizer` splits it.
 
     Args:
-        words: the pieces.
-        large_bytes: the size of large segments, unless the words set it.
+        words: the tokens.
+        large_bytes: the size of large segments, unless the tokens set it.
     """
 
     def __init__(self, words: list[str], large_bytes: int) -> None:
@@ -204,7 +197,7 @@ class _Tokens:
         return word == "True"
 
     def integer(self, at: int) -> int:
-        """As `std::stoull`: what begins as a number is one, and below 0 it wraps around."""
+        """Parse like `std::stoull`: a leading number counts, and negative numbers wrap around."""
         found = _INTEGER.match(self[at])
         if found is None or int(found[2]) >= 1 << 64:
             raise _RefusedError("stoull")
@@ -217,7 +210,7 @@ class _Tokens:
         return float(found[0])
 
     def read_large_segment(self) -> None:
-        """Before all else, wherever it stands: the bounds of other options follow it."""
+        """Read the large segment size first: bounds of other options depend on it."""
         for at, word in enumerate(self.words):
             if word == _LARGE_SEGMENT:
                 value = self.integer(at + 2)
@@ -226,7 +219,7 @@ class _Tokens:
                 self.large_bytes = value * MIB
 
     def end_of_value(self, at: int) -> int:
-        """Where the value at `at` ends: there, or at the bracket that closes it."""
+        """Return the index of the end of the value at `at`: `at` or its closing bracket."""
         if self[at] != "[":
             return at
         while at < len(self.words) and self.words[at] != "]":
@@ -359,11 +352,11 @@ _OF_HOST: dict[str, Callable[[_Tokens, int], object]] = {
     "pinned_max_round_threshold_mb": _Tokens.integer,
     "pinned_max_cached_size_mb": _Tokens.integer,
 }
-"""What the parser for all devices checks, and no byte of the card depends on."""
+"""Options that the parser for all devices checks and that do not affect GPU memory."""
 
 
 def describe(settings: AllocatorSettings) -> str:
-    """For the assumptions of a report.
+    """Describe settings for the assumptions of a report.
 
     >>> describe(DEFAULT)
     "PyTorch's default allocator"
@@ -371,7 +364,7 @@ def describe(settings: AllocatorSettings) -> str:
     if not settings.text:
         return "PyTorch's default allocator"
     without = ", ".join(settings.without_effect)
-    note = f" ({without}: no effect on the card)" if without else ""
+    note = f" ({without}: no effect on GPU memory)" if without else ""
     if newer := ", ".join(name for name in settings.without_effect if name in NEWER):
         note += f" (torch 2.11 does not know {newer})"
     return f"PyTorch's allocator with {shown(settings.text)}{note}"
@@ -382,12 +375,13 @@ _KEPT = {
     "max_non_split_rounding_mb": "max_non_split_rounding_bytes",
     _LARGE_SEGMENT: "large_segment_bytes",
 }
-"""Options that stay as they were where a later text does not name them; all others go back to their
-defaults (`parseArgs`)."""
+"""Options that a later text leaves unchanged unless it names them; all others return to their
+defaults (`parseArgs`).
+"""
 
 
 def changed_settings(before: AllocatorSettings, text: str) -> AllocatorSettings:
-    """What `torch.cuda.memory._set_allocator_settings(text)` makes of `before`.
+    """Return `before` after `torch.cuda.memory._set_allocator_settings(text)`.
 
     Raises:
         PlanError, UnsupportedError: as `parse_settings`.

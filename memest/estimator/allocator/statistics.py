@@ -1,9 +1,9 @@
-"""What `torch.cuda.memory_stats` counts, beside the simulated allocator.
+"""Counters of `torch.cuda.memory_stats` for the simulated allocator.
 
-`CountingAllocator` keeps the figures of `DeviceStats` (`c10/core/CachingDeviceAllocator.h`) as
+`CountingAllocator` updates the figures of `DeviceStats` (`c10/core/CachingDeviceAllocator.h`) like
 `malloc`, `free`, `free_block`, `alloc_found_block`, `alloc_block` and `release_block` of
-`c10/cuda/CUDACachingAllocator.cpp` do, torch 2.11. A request costs three integers in a list; they
-are added up when somebody asks, or when the list is long.
+`c10/cuda/CUDACachingAllocator.cpp`, torch 2.11. A request appends three integers to a list, which
+is added up when a figure is read, or when it is long.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from memest.estimator.allocator.addresses import AddressSpace
-from memest.estimator.allocator.blocks import SMALL_REQUEST_BYTES, Block, round_request
+from memest.estimator.allocator.blocks import (
+    SMALL_REQUEST_BYTES,
+    AddressSpace,
+    Block,
+    round_request,
+)
 from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
-from memest.estimator.allocator.expandable import Unmapped
 from memest.estimator.allocator.memory_history import MemoryHistory
 from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings
+from memest.estimator.allocator.tuned import Unmapped
 
 POOLS = ("all", "small_pool", "large_pool")
 """`StatType`, in its order."""
@@ -30,7 +34,7 @@ _REQUESTS = (
 _SEGMENTS = ("segment", "reserved_bytes")
 _LONGEST_LOG = 3 * 4096
 _SPLIT_CYCLE = 512
-"""Blocks are multiples of it, so that a change of bytes and one of blocks fit into one integer."""
+"""Block sizes are multiples of it, so one integer holds a change of bytes and one of blocks."""
 
 
 _malloc, _free = CachingAllocator.malloc, CachingAllocator.free  # looked up once: they are hot
@@ -65,16 +69,16 @@ class Stat:
         self.freed += gained - total
 
     def as_dict(self) -> dict[str, int]:
-        """As torch gives it to Python."""
+        """Return the figure in torch's Python form."""
         return {name: getattr(self, name) for name in ("current", "peak", "allocated", "freed")}
 
 
 class CountingAllocator(CachingAllocator):
-    """A `CachingAllocator` that can tell all that `torch.cuda.memory_stats` tells.
+    """A `CachingAllocator` with all counters of `torch.cuda.memory_stats`.
 
     Args:
         limit_bytes, addresses, settings: as in `CachingAllocator`.
-        card_bytes: what the card leaves the allocator, whatever the limit; None is the limit.
+        gpu_bytes: memory that the GPU leaves the allocator, whatever the limit; None is the limit.
     """
 
     def __init__(
@@ -82,11 +86,11 @@ class CountingAllocator(CachingAllocator):
         limit_bytes: int | None = None,
         addresses: AddressSpace | None = None,
         *,
-        card_bytes: int | None = None,
+        gpu_bytes: int | None = None,
         settings: AllocatorSettings = DEFAULT,
     ) -> None:
         super().__init__(limit_bytes, addresses, settings)
-        self.card_bytes = limit_bytes if card_bytes is None else card_bytes
+        self.gpu_bytes = limit_bytes if gpu_bytes is None else gpu_bytes
         self.observers: list[Callable[[int, int], None]] = []
         """Called when no memory is left: with the bytes of the block, and those that are free."""
 
@@ -95,15 +99,15 @@ class CountingAllocator(CachingAllocator):
         """Records every action while it is set."""
 
         self._stats = {name: [Stat() for _ in POOLS] for name in (*_REQUESTS, *_SEGMENTS)}
-        self._log: list[int] = []  # of each request: +-block, bytes asked for, change of splits
+        self._log: list[int] = []  # of each request: +-block, requested bytes, change of splits
         self._retries_forgotten = 0
         self._oversize = {name: Stat() for name in ("allocations", "segments")}
 
     def malloc(self, num_bytes: int, stream: int = 0) -> Block:
-        """As `CachingAllocator.malloc`.
+        """Count and serve a request; see `CachingAllocator.malloc`.
 
         Raises:
-            OutOfMemory: likewise.
+            OutOfMemory: as `CachingAllocator.malloc`.
         """
         history = self.history
         if history is not None:
@@ -134,7 +138,7 @@ class CountingAllocator(CachingAllocator):
         return block
 
     def free(self, block: Block) -> None:
-        """As `CachingAllocator.free`."""
+        """Count and free; see `CachingAllocator.free`."""
         if self.history is not None:
             self.history.free_requested(block)
             self.history.free_completed(block)
@@ -153,7 +157,7 @@ class CountingAllocator(CachingAllocator):
         self._log += (-size, block.requested_bytes, change)
 
     def defer(self, block: Block) -> None:
-        """As `CachingAllocator.defer`: not allocated any more, and active."""
+        """Count a deferred block, which is not allocated any more but active."""
         if self.history is not None:
             self.history.free_requested(block)
         super().defer(block)
@@ -161,7 +165,7 @@ class CountingAllocator(CachingAllocator):
         self._change(block.is_small, allocation=-1, allocated_bytes=-block.num_bytes)
 
     def complete(self, block: Block) -> None:
-        """As `CachingAllocator.complete`."""
+        """Count and free a deferred block; see `CachingAllocator.complete`."""
         if self._deferred.pop(id(block), None) is None:
             return
         history, self.history = self.history, None
@@ -185,12 +189,12 @@ class CountingAllocator(CachingAllocator):
         )
 
     def empty_cache(self) -> None:
-        """As `release_cached_blocks`."""
+        """Free the cache, as `release_cached_blocks` does."""
         self.num_syncs += 1
         super().empty_cache()
 
     def release(self, block: Block) -> None:
-        """As `CachingAllocator.release`."""
+        """Count a returned segment."""
         self.num_segments_freed += 1
         super().release(block)
         self._change(block.is_small, segment=-1, reserved_bytes=-block.num_bytes)
@@ -199,7 +203,7 @@ class CountingAllocator(CachingAllocator):
             self.history.segment_freed(block)
 
     def taken(self, block: Block) -> None:
-        """As `CachingAllocator.taken`."""
+        """Count a new segment."""
         self.num_segments += 1
         self._change(block.is_small, segment=1, reserved_bytes=block.num_bytes)
         self._count_oversize("segments", block.num_bytes, 1)
@@ -207,7 +211,7 @@ class CountingAllocator(CachingAllocator):
             self.history.segment_allocated(block)
 
     def mapped(self, address: int, num_bytes: int, block: Block) -> None:
-        """As `CachingAllocator.mapped`."""
+        """Count mapped memory."""
         super().mapped(address, num_bytes, block)
         self.num_segments += 1
         self._change(block.is_small, reserved_bytes=num_bytes)
@@ -215,7 +219,7 @@ class CountingAllocator(CachingAllocator):
             self.history.segment_mapped(address, num_bytes, block)
 
     def unmapped(self, address: int, num_bytes: int, block: Block) -> None:
-        """As `CachingAllocator.unmapped`."""
+        """Count unmapped memory."""
         super().unmapped(address, num_bytes, block)
         self.num_segments_freed += 1
         self._change(block.is_small, reserved_bytes=-num_bytes)
@@ -225,16 +229,16 @@ class CountingAllocator(CachingAllocator):
     def _note_refusal(self, num_bytes: int, stream: int) -> None:
         self.num_ooms += 1
         size = round_request(num_bytes) if self._tuning is None else self._tuning.rounded(num_bytes)
-        free_bytes = max(0, (self.card_bytes or 0) - self.reserved_bytes)
+        free_bytes = max(0, (self.gpu_bytes or 0) - self.reserved_bytes)
         if self.history is not None:
             self.history.refused(size, stream, free_bytes)
         for observer in self.observers:
             observer(size, free_bytes)
 
-    # --- what is asked
+    # --- queries
 
     def memory_stats(self) -> dict[str, Any]:
-        """As `torch._C._cuda_memoryStats`."""
+        """Return the dict of `torch._C._cuda_memoryStats`."""
         self.read_settings()
         self._add_up()
         max_split = self.settings.max_split_bytes
@@ -255,7 +259,9 @@ class CountingAllocator(CachingAllocator):
         }
 
     def reset_peak_stats(self) -> None:
-        """As `torch.cuda.reset_peak_memory_stats`; the peaks of the run itself stay."""
+        """Reset peaks, as `torch.cuda.reset_peak_memory_stats` does; the peaks of the run itself
+        stay.
+        """
         self._add_up()
         for stats in self._stats.values():
             for stat in stats:
@@ -264,7 +270,7 @@ class CountingAllocator(CachingAllocator):
             stat.peak = stat.current
 
     def reset_accumulated_stats(self) -> None:
-        """As `torch.cuda.reset_accumulated_memory_stats`."""
+        """Reset counters, as `torch.cuda.reset_accumulated_memory_stats` does."""
         self._add_up()
         for stats in self._stats.values():
             for stat in stats:
@@ -275,13 +281,13 @@ class CountingAllocator(CachingAllocator):
         self.num_ooms = self.num_syncs = self.num_segments = self.num_segments_freed = 0
 
     def is_deferred(self, block: Block) -> bool:
-        """Whether `block` is freed, and another stream still uses it."""
+        """Return whether `block` is freed while another stream still uses it."""
         return id(block) in self._deferred
 
     def segments(self, live: list[Block]) -> list[Block]:
-        """The first block of every segment by address; `live` are the blocks that are in use.
+        """Return the first block of every segment by address; `live` are the blocks in use.
 
-        Of an expandable one each mapped part counts as a segment.
+        Each mapped part of an expandable segment counts as a segment.
         """
         free = (b for pools in self._pools_of_streams.values() for p in pools for b in p.blocks())
         every = {
@@ -292,8 +298,9 @@ class CountingAllocator(CachingAllocator):
         return sorted(every.values(), key=lambda block: block.address)
 
     def _is_outside_splits(self, num_bytes: int, sign: int) -> bool:
-        """Count a block that comes or goes; whether it lies in an expandable segment, whose free
-        blocks are no split ones.
+        """Count a new or freed block; return whether its segment is expandable.
+
+        Free blocks of expandable segments do not count as split.
         """
         self._count_oversize("allocations", num_bytes, sign)
         return self.settings.expandable_segments
@@ -311,7 +318,7 @@ class CountingAllocator(CachingAllocator):
                 stats[1 if is_small else 2].change(amount)
 
     def _add_up(self) -> None:
-        """Take what the log holds into the figures."""
+        """Add the log to the figures."""
         if not self._log:
             return
         rows = np.array(self._log, dtype=np.int64).reshape(-1, 3)
@@ -329,7 +336,7 @@ class CountingAllocator(CachingAllocator):
 
 
 def _parts(change: Any) -> tuple[Any, Any]:
-    """(blocks, bytes) of a change in which both are added up."""
+    """Return (blocks, bytes) of a change in which both are added up."""
     half = _SPLIT_CYCLE // 2
     num_blocks = (change + half) % _SPLIT_CYCLE - half
     return num_blocks, change - num_blocks
@@ -338,13 +345,13 @@ def _parts(change: Any) -> tuple[Any, Any]:
 def allow_share(
     allocator: CountingAllocator, share: float, total_bytes: int, most_bytes: int
 ) -> None:
-    """As `setMemoryFraction`: of all of the card's memory, and never more than it leaves.
+    """Limit the allocator, as `setMemoryFraction` does, to a share of the GPU's whole memory.
 
     Args:
-        allocator: what is limited.
+        allocator: the allocator to limit.
         share: from 0 to 1, which allows all.
-        total_bytes: of the card.
-        most_bytes: what the allocator can reserve there.
+        total_bytes: memory of the GPU.
+        most_bytes: memory that the allocator can reserve there.
     """
     allowed = int(share * total_bytes)
     allocator.allowed_bytes = allowed if share < 1 else None

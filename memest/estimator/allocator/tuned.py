@@ -1,8 +1,9 @@
-"""What the allocator's settings change: how it rounds, searches, splits, grows and gives back.
+"""Effects of the allocator's settings: how it rounds, searches, splits, grows and frees.
 
 Mirrors `c10/cuda/CUDACachingAllocator.cpp`, torch 2.11: `round_size`, `get_free_block`,
-`should_split`, `garbage_collect_cached_blocks`, `release_available_cached_blocks`. Of expandable
-segments see `expandable.py`. `CachingAllocator` asks here only where a setting is not the default.
+`should_split`, `garbage_collect_cached_blocks`, `release_available_cached_blocks`. Expandable
+segments are in `expandable.py`. `CachingAllocator` calls it only where a setting is not the
+default.
 """
 
 from __future__ import annotations
@@ -15,24 +16,252 @@ from memest.estimator.allocator.blocks import (
     MIN_OWN_SEGMENT_BYTES,
     ROUND_BYTES,
     SMALL_REQUEST_BYTES,
+    SMALL_SEGMENT_BYTES,
     Block,
     FreeBlocks,
     round_request,
     segment_bytes,
 )
-from memest.estimator.allocator.expandable import ExpandableSegments
 from memest.estimator.allocator.settings import AllocatorSettings
 
 if TYPE_CHECKING:
     from memest.estimator.allocator.caching import CachingAllocator
 
+HIGHEST_ADDRESS = 1 << 46
+"""Ranges are placed below it. The driver's real addresses are unknown and do not matter: blocks of
+two ranges are compared only after one range is full.
+"""
 
-class Tuning:
-    """The settings at work in one allocator.
+MOST_RANGE_BYTES = 1 << 41
+"""Size of a range on an unlimited GPU."""
+
+
+class Unmapped(Block):
+    """Addresses of a range that have no memory."""
+
+    __slots__ = ()
+
+
+class ExpandableSegments:
+    """The ranges of one allocator.
 
     Args:
-        allocator: whose pools these are.
-        settings: not all default.
+        allocator: owner of the blocks.
+        large_bytes: size of a piece of memory in the large pool.
+    """
+
+    def __init__(self, allocator: CachingAllocator, large_bytes: int) -> None:
+        self._allocator = allocator
+        self._piece_bytes = (large_bytes, SMALL_SEGMENT_BYTES)
+        self._unmapped: dict[tuple[int, bool], list[tuple[int, Unmapped]]] = {}
+        self._lowest = HIGHEST_ADDRESS
+
+    def best(self, pool: FreeBlocks, index: int) -> int:
+        """Return the index in `pool` of the block to take, searching from the smallest large
+        enough.
+
+        A block before unmapped addresses counts with the size to which it can grow.
+        """
+        keys, by_key = pool.keys, pool.by_key
+        size = _size_if_grown(by_key[keys[index]])
+        while index + 1 < len(keys):
+            following = _size_if_grown(by_key[keys[index + 1]])
+            if following >= size:
+                break
+            index, size = index + 1, following
+        return index
+
+    def grow(self, size: int, is_small: bool, stream: int) -> Block | None:
+        """Map memory for a block of at least `size`; return it, taken out of its pool.
+
+        None where the GPU has no memory left; pieces mapped until then stay mapped.
+        """
+        block = self._place_for(size, is_small, stream)
+        if isinstance(block, Unmapped):
+            mapped = self._map(block, min(block.num_bytes, size))
+            if mapped is None:
+                return None
+            block = mapped
+        while block.num_bytes < size:
+            following = block.next
+            assert isinstance(following, Unmapped)
+            mapped = self._map(following, min(size - block.num_bytes, following.num_bytes))
+            if mapped is None:
+                return None
+            block = mapped
+        self._pool(block).discard(block)
+        return block
+
+    def give_back(self) -> None:
+        """Unmap every piece without live blocks."""
+        for is_small in (False, True):
+            for stream in sorted(self._allocator.streams):
+                pool = self._allocator.pools_of(stream)[is_small]
+                for block in [pool.by_key[key] for key in pool.keys]:
+                    self._unmap(block)
+
+    def layout(self) -> tuple[object, ...]:
+        """Return the unmapped addresses."""
+        return tuple(
+            (where, tuple((address, block.num_bytes) for address, block in blocks))
+            for where, blocks in self._unmapped.items()
+        )
+
+    def _place_for(self, size: int, is_small: bool, stream: int) -> Block:
+        """Return the first block of the lowest free addresses that hold `size`, mapped or not."""
+        for _, block in self._unmapped.get((stream, is_small), ()):
+            before = block.previous
+            start: Block = before if before is not None and before.is_free else block
+            if _has_room(start, size):
+                return start
+        return self._new_range(is_small, stream)
+
+    def _new_range(self, is_small: bool, stream: int) -> Unmapped:
+        """Reserve addresses for 9/8 of the GPU's memory, as `ExpandableSegment` does."""
+        piece = self._piece_bytes[is_small]
+        total = self._allocator.gpu_bytes
+        room = MOST_RANGE_BYTES if total is None else min(total * 9 // 8, MOST_RANGE_BYTES)
+        num_bytes = -(-room // piece) * piece
+        self._lowest = (self._lowest - num_bytes) // piece * piece
+        block = Unmapped(self._lowest, num_bytes, is_small, stream=stream)
+        self._add_unmapped(block)
+        return block
+
+    def _map(self, block: Unmapped, size: int) -> Block | None:
+        """Map memory at the beginning of `block` and merge it with free neighbours."""
+        piece = self._piece_bytes[block.is_small]
+        num_bytes = -(-size // piece) * piece
+        if not self._allocator.has_room_for(num_bytes):
+            return None
+        self._remove_unmapped(block)
+        mapped = Block(
+            block.address, num_bytes, block.is_small, True, block.previous, block.next, block.stream
+        )
+        _link(mapped)
+        if num_bytes < block.num_bytes:
+            rest = Unmapped(
+                block.address + num_bytes,
+                block.num_bytes - num_bytes,
+                block.is_small,
+                False,
+                mapped,
+                block.next,
+                block.stream,
+            )
+            _link(rest)
+            self._add_unmapped(rest)
+        address = mapped.address
+        for other in (mapped.previous, mapped.next):
+            if other is not None and other.is_free:
+                self._pool(other).discard(other)
+                _merge(mapped, other)
+        self._insert(mapped)
+        self._allocator.mapped(address, num_bytes, mapped)
+        return mapped
+
+    def _unmap(self, block: Block) -> None:
+        """Unmap the pieces that a free block covers."""
+        piece = self._piece_bytes[block.is_small]
+        begin = -(-block.address // piece) * piece
+        end = (block.address + block.num_bytes) // piece * piece
+        if begin >= end:
+            return
+        self._pool(block).discard(block)
+        gone = Unmapped(
+            begin, end - begin, block.is_small, False, block.previous, block.next, block.stream
+        )
+        _link(gone)
+        before, after = begin - block.address, block.address + block.num_bytes - end
+        for num_bytes, address in ((before, block.address), (after, end)):
+            if num_bytes:
+                self._keep(num_bytes, address, gone)
+        for other in (gone.previous, gone.next):
+            if isinstance(other, Unmapped):
+                self._remove_unmapped(other)
+                _merge(gone, other)
+        if gone.previous is not None or gone.next is not None:  # else nothing of the range is left
+            self._add_unmapped(gone)
+        self._allocator.unmapped(begin, end - begin, gone)
+
+    def _keep(self, num_bytes: int, address: int, gone: Unmapped) -> None:
+        """Insert the part of a free block that shares its piece with a live one, next to `gone`."""
+        is_before = address < gone.address
+        kept = Block(
+            address,
+            num_bytes,
+            gone.is_small,
+            True,
+            gone.previous if is_before else gone,
+            gone if is_before else gone.next,
+            gone.stream,
+        )
+        _link(kept)
+        self._insert(kept)
+
+    def _pool(self, block: Block) -> FreeBlocks:
+        return self._allocator.pools_of(block.stream)[block.is_small]
+
+    def _insert(self, block: Block) -> None:
+        pool = self._pool(block)
+        key = block.num_bytes << ADDRESS_BITS | block.address
+        insort(pool.keys, key)
+        pool.by_key[key] = block
+
+    def _add_unmapped(self, block: Unmapped) -> None:
+        blocks = self._unmapped.setdefault((block.stream, block.is_small), [])
+        insort(blocks, (block.address, block), key=_address)
+
+    def _remove_unmapped(self, block: Unmapped) -> None:
+        blocks = self._unmapped[block.stream, block.is_small]
+        del blocks[bisect_left(blocks, block.address, key=_address)]
+
+
+def _address(entry: tuple[int, Unmapped]) -> int:
+    return entry[0]
+
+
+def _size_if_grown(block: Block) -> int:
+    following = block.next
+    return block.num_bytes + (following.num_bytes if isinstance(following, Unmapped) else 0)
+
+
+def _has_room(block: Block, size: int) -> bool:
+    """Return whether `size` fits from `block` on into free or unmapped addresses."""
+    room, at = 0, block
+    while room < size:
+        if not (at.is_free or isinstance(at, Unmapped)):
+            return False
+        room += at.num_bytes
+        if at.next is None:
+            break
+        at = at.next
+    return room >= size
+
+
+def _link(block: Block) -> None:
+    """Link the neighbours of `block` to it."""
+    if block.previous is not None:
+        block.previous.next = block
+    if block.next is not None:
+        block.next.previous = block
+
+
+def _merge(block: Block, other: Block) -> None:
+    """Merge a neighbour into `block`."""
+    if block.previous is other:
+        block.address, block.previous = other.address, other.previous
+    else:
+        block.next = other.next
+    block.num_bytes += other.num_bytes
+    _link(block)
+
+
+class Tuning:
+    """Settings of one allocator that are not all default.
+
+    Args:
+        allocator: owner of the pools.
+        settings: its settings.
     """
 
     def __init__(self, allocator: CachingAllocator, settings: AllocatorSettings) -> None:
@@ -50,7 +279,7 @@ class Tuning:
     # --- sizes
 
     def rounded(self, num_bytes: int) -> int:
-        """The block size that serves a request."""
+        """Return the block size that serves a request."""
         if num_bytes < ROUND_BYTES:
             return ROUND_BYTES
         divisions = self.settings.roundup_divisions_of(num_bytes)
@@ -63,7 +292,7 @@ class Tuning:
         return -(-num_bytes // step) * step
 
     def segment_bytes(self, block_bytes: int) -> int:
-        """The segment that `cudaMalloc` is asked for."""
+        """Return the size of a segment of `cudaMalloc`."""
         if SMALL_REQUEST_BYTES < block_bytes < MIN_OWN_SEGMENT_BYTES:
             return self.settings.large_segment_bytes
         return segment_bytes(block_bytes)
@@ -71,7 +300,7 @@ class Tuning:
     # --- a request
 
     def malloc(self, num_bytes: int, stream: int) -> Block:
-        """As `CachingAllocator.malloc`."""
+        """Serve a request; see `CachingAllocator.malloc`."""
         allocator = self._allocator
         size = self.rounded(num_bytes)
         is_small = size <= SMALL_REQUEST_BYTES
@@ -98,7 +327,7 @@ class Tuning:
         return block
 
     def _found(self, pool: FreeBlocks, size: int) -> Block | None:
-        """The free block that serves a request of `size`, taken out of its pool."""
+        """Remove and return the free block that serves a request of `size`."""
         index = bisect_left(pool.keys, size << ADDRESS_BITS)
         if index == len(pool.keys):
             return None
@@ -122,23 +351,23 @@ class Tuning:
             return False
         return remaining > SMALL_REQUEST_BYTES
 
-    # --- what is given back
+    # --- freeing
 
     @property
     def collects(self) -> bool:
-        """Whether old segments are given back: by a threshold, of a share of the card."""
+        """True if old segments are freed: a threshold is set, and a share of the GPU is allowed."""
         return (
             self.settings.garbage_collection_threshold > 0
             and self._allocator.allowed_bytes is not None
         )
 
     def inserted(self, block: Block) -> None:
-        """`block` has come into its pool."""
+        """Note when `block` was inserted into its pool."""
         if self.settings.garbage_collection_threshold:
             self._inserted_at[id(block)] = self._num_searches[block.is_small]
 
     def _collect(self) -> None:
-        """Give back the unsplit large segments that have lain idle longest."""
+        """Free the unsplit large segments that were idle longest."""
         allocator = self._allocator
         assert allocator.allowed_bytes is not None
         share = self.settings.garbage_collection_threshold
@@ -164,9 +393,9 @@ class Tuning:
         return self._num_searches[block.is_small] - self._inserted_at.get(id(block), 0)
 
     def release_oversize(self, size: int, is_small: bool, stream: int) -> bool:
-        """Give back one oversize block that is large enough, or as many as are together.
+        """Free one oversize block that is large enough, or as many as are needed together.
 
-        Whether it was enough for a request of `size`.
+        Return whether that was enough for a request of `size`.
         """
         if self._max_split is None:
             return False
@@ -190,7 +419,7 @@ class Tuning:
         return released >= wanted
 
     def layout(self) -> tuple[object, ...]:
-        """What decides the future besides live and free blocks."""
+        """Return the state that decides future addresses besides live and free blocks."""
         if self.collects:
-            return (object(),)  # ages: no two states are the same
+            return (object(),)  # ages differ, so two states never compare equal
         return () if self.expandable is None else self.expandable.layout()

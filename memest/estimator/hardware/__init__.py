@@ -1,1 +1,1 @@
-"""GPUs: their figures, how long an operator takes, what libraries hold beside the allocator."""
+"""GPUs: their figures, operator times, and memory that libraries hold besides the allocator's."""

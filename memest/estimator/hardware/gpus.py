@@ -1,17 +1,17 @@
-"""The catalogue of GPUs: what each offers, with the source of every figure.
+"""The catalogue of GPUs, with the source of every figure.
 
 The data are in `gpus.json`, one object per GPU with the fields of `Gpu`. To add a GPU, add an
-object: `list_gpus`, `find_gpu` and `match_device` need no change.
+object; no code changes.
 
 How the figures were taken:
 
-- `memory_bytes` is what a process sees: the "total capacity" in torch's out-of-memory messages or
-  `torch.cuda.get_device_properties`. Where a thread prints GiB with two decimals, the entry holds
-  `round(x * 2**30)`; the MB that torch prints are MiB. The figure moves by about 0.1 GiB between
-  drivers; the entry has the most frequent one.
-- `context_bytes` comes from out-of-memory messages too: memory in use by the process, less what
-  torch allocated, less what torch reserved without allocating it. The rounding in such a message is
-  0.01 GiB. Where no message was found, the entry has the H200's measurement and says so.
+- `memory_bytes` is the memory that a process sees: the "total capacity" in torch's out-of-memory
+  messages or `torch.cuda.get_device_properties`. Where a thread prints GiB with two decimals, the
+  entry is `round(x * 2**30)`; the MB that torch prints are MiB. The figure varies by about 0.1 GiB
+  between drivers; the entry has the most frequent one.
+- `context_bytes` comes from out-of-memory messages too: the process's memory, less the memory
+  that torch allocated, less the memory that torch reserved without allocating it. The
+  rounding in such a message is 0.01 GiB. An entry without a message has the H200's value.
 """
 
 from __future__ import annotations
@@ -23,19 +23,30 @@ from functools import cache
 from pathlib import Path
 
 from memest.errors import PlanError, closest
+from memest.plan import TrainingPlan
 from memest.units import format_gib
 
 FIRST_OF_CUDA_13 = (7, 5)
-"""The oldest compute capability in torch 2.11's wheels for CUDA 13.0, on which memest was measured;
-7.0 needs those for CUDA 12.6 (RELEASE.md, https://github.com/pytorch/pytorch/pull/175253)."""
+"""Oldest compute capability in torch 2.11's wheels for CUDA 13.0, on which memest was measured. 7.0
+needs those for CUDA 12.6 (RELEASE.md, https://github.com/pytorch/pytorch/pull/175253).
+"""
 
 DEFAULT_GPUS = ("a100-40gb", "a100-80gb", "h100-80gb", "h200")
-"""The GPUs that a verdict covers when the user names none."""
+"""GPUs of a verdict when the user names none."""
+
+CONTEXT_RANGE_BYTES = 64 << 20
+"""Largest context of the single-GPU runs in validation/runs (H100 and H200, driver 580), 824 MiB,
+less the catalogue's 760 MiB. CUDA loads a kernel when it first runs, so contexts differ by run.
+"""
+
+LARGEST_MEMORY_RANGE = 0.013
+"""Share of the memory by which drivers of one kind of GPU differ: the T4's, the largest in
+`gpus.json`. Used for GPUs of which only one figure was found."""
 
 _DATA = Path(__file__).with_name("gpus.json")
 _MEASURED = "h200"
 _MEMORY_TOLERANCE = 0.02  # between drivers: at most 1.3 % (T4); between ECC on and off: 6.4 %
-_ALIASES = {  # a bare family name means its largest card
+_ALIASES = {  # a bare family name means its largest GPU
     "a100": "a100-80gb", "a100sxm": "a100-80gb", "v100": "v100-32gb",
     "h100": "h100-80gb", "h100sxm": "h100-80gb", "h100sxm80gb": "h100-80gb",
     "h100pcie": "h100-pcie-80gb", "gh200": "gh200-96gb",
@@ -43,7 +54,7 @@ _ALIASES = {  # a bare family name means its largest card
     "rtxa6000": "a6000", "6000ada": "rtx-6000-ada",
 }  # fmt: skip
 _INCIDENTAL = re.compile(r"nvidia|tesla|geforce|generation|sxm\d?|pcie|hbm\d\w?|\d+gb?")
-"""Words of a device name that do not tell one kind of GPU from another of the same family."""
+"""Words of a device name that do not distinguish kinds of GPU of one family."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,52 +62,81 @@ class Gpu:
     """One kind of GPU, as its driver presents it to a process."""
 
     name: str
-    """The name on the command line, such as `a100-80gb`."""
+    """Name on the command line, such as `a100-80gb`."""
 
     label: str
-    """The vendor's name, such as `NVIDIA A100-SXM4-80GB`."""
+    """Vendor's name, such as `NVIDIA A100-SXM4-80GB`."""
 
     memory_bytes: int
-    """What `cudaMemGetInfo` gives as total: less than the name says, ECC and firmware taken off."""
+    """Total of `cudaMemGetInfo`: less than the nominal size, without ECC and firmware."""
 
     capability: tuple[int, int]
     """Compute capability, `(major, minor)`: decides which kernels run."""
 
     num_sms: int
-    """Streaming multiprocessors: decides how reductions and attention are split."""
+    """Streaming multiprocessors: decide how reductions and attention are split."""
 
     memory_gb_s: int
-    """Bandwidth of its memory by NVIDIA's data sheet, in 1e9 bytes/s; only the moments at which
-    blocks come back depend on it (`speed.py`).
+    """Memory bandwidth by NVIDIA's data sheet, in 1e9 bytes/s; used only for free timing
+    (`speed.py`).
     """
 
     context_bytes: int
-    """What one CUDA process holds beside the caching allocator: context, kernels, libraries."""
+    """Memory of one CUDA process outside the caching allocator: context, kernels, libraries."""
 
     source: str
-    """Where the figures come from."""
+    """Sources of the figures."""
+
+    chip: str = ""
+    """GPU whose kernels and workspaces this one has: its own name, or that of the same chip with
+    other memory. `device_properties.json` describes chips to cuDNN.
+    """
+
+    memory_range_bytes: int | None = None
+    """Difference between the largest and the smallest total memory in `source`, by driver. None if
+    only one figure was found.
+    """
 
     @property
     def limit_bytes(self) -> int:
         """Bytes that the caching allocator can reserve before `cudaMalloc` fails."""
         return self.memory_bytes - self.context_bytes
 
+    @property
+    def spread_bytes(self) -> int:
+        """Bytes of `limit_bytes` that another driver or CUDA context may take."""
+        memory = self.memory_range_bytes
+        if memory is None:
+            memory = int(LARGEST_MEMORY_RANGE * self.memory_bytes)
+        return memory + CONTEXT_RANGE_BYTES
+
+    def spread_under(self, limit_bytes: int, beside_bytes: int = 0) -> int:
+        """Bytes of `limit_bytes`, a limit on this GPU, that another driver may take.
+
+        A lower limit of the user's is available with every driver. Libraries hold `beside_bytes`.
+        """
+        least = self.limit_bytes - beside_bytes - self.spread_bytes
+        return max(0, limit_bytes - least)
+
 
 @cache
 def _catalogue() -> dict[str, Gpu]:
     """Name -> GPU, in the order of the file; read at the first call."""
     entries = json.loads(_DATA.read_text(encoding="utf-8"))
-    gpus = [Gpu(**{**entry, "capability": tuple(entry["capability"])}) for entry in entries]
+    gpus = [
+        Gpu(**{"chip": entry["name"], **entry, "capability": tuple(entry["capability"])})
+        for entry in entries
+    ]
     return {gpu.name: gpu for gpu in gpus}
 
 
 def list_gpus() -> list[Gpu]:
-    """Every GPU of the catalogue, in its order."""
+    """Return every GPU of the catalogue, in its order."""
     return list(_catalogue().values())
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU that `name` means: its name, its vendor's name or a short form.
+    """Return the GPU for a catalogue name, vendor's name or short form.
 
     Case, spaces, `_`, `-` and a leading `nvidia` do not count.
 
@@ -120,10 +160,10 @@ def find_gpu(name: str) -> Gpu:
 
 
 def custom_gpu(memory_bytes: int, like: Gpu | None = None) -> Gpu:
-    """A GPU of which only the memory is known; all else is as `like` has it.
+    """Return a GPU with the given memory and all other properties of `like`.
 
-    Without `like`, the kernels and the context are those of the H200 (compute capability 9.0), the
-    GPU on which memest was measured.
+    Without `like`, kernels and context are the H200's (compute capability 9.0), on which memest was
+    measured.
 
     >>> custom_gpu(24 * 2**30).name
     '24.00GiB'
@@ -135,7 +175,7 @@ def custom_gpu(memory_bytes: int, like: Gpu | None = None) -> Gpu:
     size = format_gib(memory_bytes)
     if memory_bytes <= base.context_bytes:
         raise PlanError(
-            f"a GPU with {size} has no room beside its CUDA context, "
+            f"a GPU with {size} has no room besides its CUDA context, "
             f"which takes {format_gib(base.context_bytes)}",
             hint="give the GPU's whole memory, such as `--gpu-memory 24GiB`",
         )
@@ -144,15 +184,16 @@ def custom_gpu(memory_bytes: int, like: Gpu | None = None) -> Gpu:
         name=size.replace(" ", ""),
         label=f"GPU with {size}",
         memory_bytes=memory_bytes,
+        memory_range_bytes=None,
         source=f"Memory: given by the user. All else: as `{base.name}`. {base.source}",
     )
 
 
 def match_device(name: str, total_bytes: int) -> Gpu | None:
-    """The entry for a GPU at hand, from its CUDA device name and its total memory.
+    """Return the entry for an installed GPU, from its CUDA device name and its total memory.
 
-    None when the catalogue has no such GPU, or only one whose memory differs by more than 2 %
-    (another variant, a slice of a GPU, ECC switched): use `custom_gpu` then.
+    None if the catalogue has no such GPU, or only one whose memory differs by more than 2 %
+    (another variant, a slice of a GPU, ECC switched). Use `custom_gpu` then.
 
     >>> match_device("NVIDIA A100-PCIE-40GB", 42_298_834_944).name
     'a100-40gb'
@@ -172,10 +213,11 @@ def match_device(name: str, total_bytes: int) -> Gpu | None:
 
 
 def nearest_gpu(capability: tuple[int, int], memory_bytes: int) -> Gpu:
-    """The entry whose kernels are likeliest those of a GPU that the catalogue lacks.
+    """Return the catalogue's entry with the most similar kernels, for a GPU that the catalogue
+    lacks.
 
-    One of the same compute capability, else of the highest one below it, else the lowest; among
-    several the one with the nearest memory.
+    It has the same compute capability, else the highest one below it, else the lowest. Of several
+    the one with the nearest memory is taken.
 
     >>> nearest_gpu((8, 9), 12 << 30).capability, nearest_gpu((8, 7), 32 << 30).capability
     ((8, 9), (8, 6))
@@ -195,5 +237,56 @@ def _words(device_name: str) -> frozenset[str]:
 
 
 def _kind(words: frozenset[str]) -> frozenset[str]:
-    """The words that name the kind of GPU: `{"rtx", "4090"}`, `{"a100"}`."""
+    """Return the words that name the kind of GPU: `{"rtx", "4090"}`, `{"a100"}`."""
     return frozenset(w for w in words if not _INCIDENTAL.fullmatch(w))
+
+
+MIB = 1 << 20
+
+COMMUNICATOR_BYTES = 846 * MIB
+"""First communicator of a process, with NCCL's kernels."""
+
+FURTHER_COMMUNICATOR_BYTES = 388 * MIB
+"""Further communicator over the same GPUs: the device mesh of FSDP2."""
+
+COMMUNICATOR_OF_ONE_BYTES = 564 * MIB
+"""First communicator of a single rank: an H100, torch 2.11, after its first `all_reduce`."""
+
+SUBGROUP_BYTES = 485 * MIB
+"""Further communicator over some of the GPUs: shards and replicas of a hybrid mesh have one each.
+"""
+
+DEEPSPEED_BYTES = 486 * MIB
+"""Memory of DeepSpeed 0.19.8 besides the first communicator."""
+
+DEEPSPEED_ALONE_BYTES = 952 * MIB
+"""Memory of DeepSpeed on a single GPU, the first communicator included."""
+
+
+DEEPSPEED_HOST_BYTES = 1160 * MIB
+"""Host memory of one process under DeepSpeed without offloaded tensors: CUDA, NCCL, modules.
+
+Median of 14 runs without offload (1071 to 1259 MiB); `validation/runs/h200-*multi.jsonl`.
+"""
+
+INT8_BYTES = 64 * MIB
+"""cuBLAS's int8 kernels (LLM.int8). Five of six runs in validation/runs/h200-variants.jsonl."""
+
+
+def libraries_bytes(plan: TrainingPlan) -> int:
+    """Return bytes on each GPU for the communicators and kernels of `plan`."""
+    int8_bytes = INT8_BYTES if plan.use_qlora and plan.quant == "int8" else 0
+    return int8_bytes + _communicators_bytes(plan)
+
+
+def _communicators_bytes(plan: TrainingPlan) -> int:
+    if not plan.is_distributed:
+        return 0
+    if plan.is_deepspeed:
+        is_alone = plan.world_size == 1
+        return DEEPSPEED_ALONE_BYTES if is_alone else COMMUNICATOR_BYTES + DEEPSPEED_BYTES
+    if plan.is_fsdp and plan.sharding_strategy == "HYBRID_SHARD":
+        return COMMUNICATOR_BYTES + 2 * SUBGROUP_BYTES
+    if plan.strategy == "fsdp2":
+        return COMMUNICATOR_BYTES + FURTHER_COMMUNICATOR_BYTES
+    return COMMUNICATOR_BYTES

@@ -1,9 +1,9 @@
-"""How long a kernel runs, roughly: enough to tell whether the GPU or the host is behind.
+"""Rough kernel times: enough to decide whether the GPU or the host is behind.
 
     time = max(operations / peak rate of the type, bytes read and written / memory bandwidth)
 
-Only the moment at which blocks that two streams use come back depends on it, and so the reserved
-bytes of strategies; nothing else of a prediction knows time.
+Only the moment at which blocks of two streams are freed depends on time, and so the reserved bytes
+of strategies.
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ from torch.utils.flop_counter import flop_registry
 from memest.estimator.hardware.gpus import Gpu
 
 LAUNCH_US = 15.6
-"""Host time of an operator of a training step in eager mode: `scripts/measure_pace.py` on the
-host of an H200, torch 2.11."""
+"""Host time of an operator of a training step in eager mode: `scripts/measure_pace.py` on the host
+of an H200, torch 2.11.
+"""
 
 SEGMENT_US = ((2, 63), (64, 68), (256, 75), (512, 100), (1024, 131), (4096, 295), (8192, 510))
-"""The least host time of a `cudaMalloc` by its MiB, of eleven each: `scripts/measure_pace.py` on
-the host of an H100. On that of another it took up to eight times as long.
+"""Least host time of a `cudaMalloc` by its MiB, of eleven each: `scripts/measure_pace.py` on the
+host of an H100. On another host it took up to eight times as long.
 """
 
 LOAD_US = 2500.0
-"""Host time of the first launch of an operator, which loads its kernels, at least; 0 where the GPU
-is to lag most. In the scripts on two H100s of results/scripts/ the first step of AdamW, with its
-dozen of operators, took 33 to 300 ms longer than the next; `scripts/measure_pace.py` does that too.
+"""Least host time of the first launch of an operator, which loads its kernels. 0 where the GPU is
+assumed to lag most. In scripts on two H100s of validation/scripts/ the first step of AdamW, with
+its dozen operators, took 33 to 300 ms longer than the next. `scripts/measure_pace.py` measures it
+too.
 """
 
 LAUNCH_QUEUE = 1022
-"""Launches that a stream takes before the GPU has run the first of them; the next makes the host
-wait: `scripts/measure_pace.py` on an H100, driver 580."""
+"""Launches that a stream queues before the GPU has run the first of them; the next launch blocks
+the host. `scripts/measure_pace.py` on an H100, driver 580.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +50,10 @@ class Speed:
     tflops_16bit: float
     tflops_32bit: float
     link_gb_s: float
-    """To the other GPUs of a node, one direction."""
+    """Bandwidth to the other GPUs of a node, one direction."""
 
     host_gb_s: float
-    """To the host, one direction."""
+    """Bandwidth to the host, one direction."""
 
 
 _BY_CAPABILITY = {
@@ -68,19 +71,19 @@ _BY_CAPABILITY = {
 
 
 def speed_of(gpu: Gpu) -> Speed:
-    """The rates of the chip, or of the newest one that is not newer."""
+    """Return the rates of the chip, or of the newest chip that is not newer."""
     known = [c for c in _BY_CAPABILITY if c <= gpu.capability]
     return _BY_CAPABILITY[max(known, default=min(_BY_CAPABILITY))]
 
 
 def segment_us(num_bytes: int) -> float:
-    """Microseconds of the host for a `cudaMalloc` of `num_bytes`."""
+    """Return microseconds of the host for a `cudaMalloc` of `num_bytes`."""
     mib, cost = zip(*SEGMENT_US, strict=True)
     return float(np.interp(num_bytes / 2**20, mib, cost))
 
 
 def kernel_us(gpu: Gpu, speed: Speed, func: Any, args: Any, kwargs: Any, out: Any) -> float:
-    """Microseconds of the kernels of one call; 0 for a view."""
+    """Return microseconds of the kernels of one call; 0 for a view."""
     if func.is_view:
         return 0.0
     written = [args[i] for i in _written(func) if i < len(args)]
@@ -97,18 +100,18 @@ def kernel_us(gpu: Gpu, speed: Speed, func: Any, args: Any, kwargs: Any, out: An
 
 
 def host_copy_us(speed: Speed, num_bytes: int) -> float:
-    """Microseconds of a copy of `num_bytes` between host and GPU."""
+    """Return microseconds of a copy of `num_bytes` between host and GPU."""
     return num_bytes / speed.host_gb_s * 1e-3
 
 
 def transfer_us(speed: Speed, num_bytes: int) -> float:
-    """Microseconds of a collective that moves `num_bytes` through one GPU's link."""
+    """Return microseconds of a collective that moves `num_bytes` through one GPU's link."""
     return num_bytes / speed.link_gb_s * 1e-3
 
 
 @cache
 def _written(func: Any) -> tuple[int, ...]:
-    """The positions of what an operator in place reads and writes, and does not return."""
+    """Return positions of arguments that an in-place operator writes without returning."""
     if func._schema.returns:
         return ()
     arguments = enumerate(func._schema.arguments)

@@ -1,4 +1,4 @@
-"""What many predictions are made for: advice, the largest batch, sweeps, suites, scaling.
+"""Searches over many predictions: advice, the largest batch, sweeps, suites, scaling.
 
-`trace_series` makes the programs of one plan over many sizes; the others ask it or `predict`.
+`related_plans` makes the programs of one plan over many sizes; the others use it or `predict`.
 """

@@ -1,17 +1,17 @@
-"""What to change in a plan so that it fits a card; every answer is an exact prediction.
+"""Advice: changes that make a plan fit, each an exact prediction.
 
-The search, in the order of what the changes cost in kind (`changes.Cost`):
+The search, in the order of the kinds of cost (`changes.Cost`):
 
 1. Each change alone; of graded ones (micro-batch, lengths) the mildest that is enough, by
    bisection, and the next one where its margin is tight.
-2. Where a kind of cost has no answer yet, and none cheaper has: all changes up to that kind at
-   once. Where that fits, changes are taken out or made milder one by one, dearest first, as long as
-   it still fits, so that nothing is left that could be left out. Where three or more remain, pairs
-   of the strongest changes are tried, and then triples, up to the first that fits.
+2. If a kind of cost has no answer yet, and none cheaper has: all changes up to that kind at
+   once. If that fits, changes are removed or made milder one by one, dearest first, as long as
+   it still fits. If three or more remain, pairs of the strongest changes are tried, and then
+   triples, up to the first that fits.
 
-Left out: combinations dearer in kind than an answer already found; and what could only be found if
-a stronger change, or one change more, made a plan larger. `Advice.is_complete` says whether the
-search came to its end or to the end of its predictions.
+Left out: combinations of dearer kinds than an answer already found. Also left out are answers that
+exist only because a stronger or additional change makes a plan larger. `Advice.is_complete` is
+False if the search ended for its number of predictions.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 from memest.errors import MemestError, PlanError
 from memest.estimator.hardware.gpus import Gpu, find_gpu, list_gpus
 from memest.estimator.predict import predict
+from memest.estimator.replay.simulated_plan import trace_plan
 from memest.estimator.search.changes import (
     LAST_RESORTS,
     NOT_TRIED,
@@ -37,50 +38,38 @@ from memest.estimator.search.changes import (
 )
 from memest.estimator.search.commands import ModelFacts, predict_command, training_lines
 from memest.estimator.search.processes import Event, tell
-from memest.estimator.traced_plan import trace_plan
 from memest.plan import TrainingPlan
-from memest.report import Outcome, Prediction
+from memest.report import Outcome, Prediction, Verdict
 
 SCHEMA = "memest.advice/1"
-
-TIGHT_SHARE = 0.013
-"""Of the limit: a smaller margin can be lost to another driver, between two of which the memory of
-one kind of GPU was seen to differ by as much (`gpus.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """A plan that was predicted, and how it differs from the one asked about."""
+    """A predicted plan, and its changes to the given one."""
 
     changes: tuple[Change, ...]
-    """Cheapest first."""
+    """Changes, cheapest first."""
 
     plan: TrainingPlan
-    fits: bool
-    peak_reserved_bytes: int
-    """Of one that does not fit: what it would need on a card without end."""
-
-    margin_bytes: int
-    """Limit less the peak reserved; below 0 where it does not fit."""
-
+    verdict: Verdict
     host_bytes: int
-    """Host memory that it holds, such as paged optimizer state."""
+    """Host memory of the run, such as paged optimizer state."""
 
     command: str
-    """Predicts it again."""
+    """Command that predicts it."""
 
     training_lines: tuple[str, ...]
-    """What changes in the training script."""
+    """Changes of the training script."""
 
     @property
-    def is_tight(self) -> bool:
-        """Whether it fits with so little to spare that another driver may undo it."""
-        limit_bytes = self.peak_reserved_bytes + self.margin_bytes
-        return self.fits and self.margin_bytes < TIGHT_SHARE * limit_bytes
+    def fits(self) -> bool:
+        """True if the plan fits under all free timings."""
+        return self.verdict.verdict is Outcome.FITS
 
     @property
     def cost(self) -> Cost:
-        """Of its dearest change."""
+        """Cost of its dearest change."""
         return max((change.cost for change in self.changes), default=Cost.NOTHING)
 
     @property
@@ -89,7 +78,7 @@ class Option:
         return " + ".join(change.title for change in self.changes) or "as it is"
 
     def to_dict(self) -> dict[str, Any]:
-        """The option as JSON values."""
+        """Return the option as JSON values."""
         return {
             "changes": [
                 {"title": c.title, "cost": c.cost.words, "price": c.price, "updates": _json(c)}
@@ -98,9 +87,10 @@ class Option:
             "cost": self.cost.words,
             "plan": self.plan.to_dict(),
             "fits": self.fits,
-            "is_tight": self.is_tight,
-            "peak_reserved_bytes": self.peak_reserved_bytes,
-            "margin_bytes": self.margin_bytes,
+            "is_tight": self.verdict.is_tight,
+            "peak_reserved_bytes": self.verdict.reserved_bytes,
+            "needs_bytes": self.verdict.needs_bytes,
+            "margin_bytes": self.verdict.margin_bytes,
             "host_bytes": self.host_bytes,
             "command": self.command,
             "training_lines": list(self.training_lines),
@@ -121,37 +111,37 @@ class Refused:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """What makes a plan fit one card."""
+    """Changes that make a plan fit one GPU."""
 
     gpu: str
     limit_bytes: int
-    """What the caching allocator can reserve on it, or the plan's `memory_limit`."""
+    """Bytes that the caching allocator can reserve on it, or the plan's `memory_limit`."""
 
     current: Option
-    """The plan as it was asked about."""
+    """The plan without changes."""
 
     options: tuple[Option, ...]
-    """All that fit, cheapest in kind first; empty where `current` fits."""
+    """All options that fit, cheapest in kind first; empty where `current` fits."""
 
     not_enough: tuple[Option, ...]
-    """Single changes that do not fit alone, in the order of what they cost."""
+    """Single changes that do not fit alone, in the order of their cost."""
 
     smallest: Option
-    """The smallest peak of all that was predicted."""
+    """The option with the smallest need."""
 
     refused: tuple[Refused, ...]
     not_tried: tuple[str, ...]
     num_predictions: int
     is_complete: bool
-    """False where the number of predictions ended the search before its end."""
+    """False if the number of predictions ended the search."""
 
     @property
     def fits(self) -> bool:
-        """Whether the plan fits as it is."""
+        """True if the plan fits without changes."""
         return self.current.fits
 
     def to_dict(self) -> dict[str, Any]:
-        """The advice as JSON values."""
+        """Return the advice as JSON values."""
         return {
             "schema": SCHEMA,
             "gpu": self.gpu,
@@ -179,9 +169,9 @@ def advise(
     max_predictions: int = 40,
     trust_remote_code: bool = False,
 ) -> Advice:
-    """The changes that make `plan` fit `gpu`, cheapest in kind first.
+    """Return the changes that make `plan` fit `gpu`, cheapest in kind first.
 
-    The GPUs that the plan itself names are passed over; its `memory_limit` holds.
+    The plan's own GPUs are ignored; its `memory_limit` applies.
 
     Raises:
         PlanError: `max_predictions` is below 1, or there is no such GPU.
@@ -191,14 +181,14 @@ def advise(
         raise PlanError(
             f"`max_predictions` is {max_predictions}", hint="give at least 1; 40 is plenty"
         )
-    card = find_gpu(gpu) if isinstance(gpu, str) else gpu
-    search = _Search(_on_card(plan, card), card, max_predictions, trust_remote_code)
+    target = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    search = _Search(_on_gpu(plan, target), target, max_predictions, trust_remote_code)
     current, prediction = search.predict_current()
     options: dict[TrainingPlan, Option] = {}
     techniques: tuple[Technique, ...] = ()
     is_complete = True
     if not current.fits:
-        techniques = techniques_for(search.plan, search.facts(prediction), card)
+        techniques = techniques_for(search.plan, search.facts(prediction), target)
         try:
             search.run(techniques, options)
         except _Spent:
@@ -208,12 +198,12 @@ def advise(
     not_enough = [option for option in seen if len(option.changes) == 1 and not option.fits]
     not_enough.sort(key=lambda option: (option.cost, order.index(option.changes[0])))
     return Advice(
-        gpu=card.name,
-        limit_bytes=prediction.verdicts[card.name].limit_bytes,
+        gpu=target.name,
+        limit_bytes=prediction.verdicts[target.name].limit_bytes,
         current=current,
         options=tuple(sorted(options.values(), key=_by_cost)),
         not_enough=tuple(not_enough),
-        smallest=min(seen, key=lambda option: option.peak_reserved_bytes),
+        smallest=min(seen, key=lambda option: option.verdict.needs_bytes),
         refused=tuple(search.refused),
         not_tried=NOT_TRIED,
         num_predictions=search.num_predictions,
@@ -222,10 +212,10 @@ def advise(
 
 
 MAX_CHANGES = 8
-"""Changed plans that `cheapest_change` predicts."""
+"""Number of changed plans that `cheapest_change` predicts."""
 
 MAX_CALLS = 70_000
-"""Operator calls of all runs behind an answer and its hint, about 4 s: a changed run is taken to be
+"""Operator calls of all runs of an answer and its hint, about 4 s. A changed run is assumed to be
 as long as the plan's own.
 """
 
@@ -238,34 +228,34 @@ def cheapest_change(
     max_predictions: int | None = None,
     trust_remote_code: bool = False,
 ) -> Option | None:
-    """The first single change, cheapest in kind first, with which `plan` fits `gpu`.
+    """Return the first single change, cheapest in kind first, with which `plan` fits `gpu`.
 
-    Of a tight one the next grade, where that is enough. `prediction` is that of `plan`, whose
-    verdicts hold one of `gpu`. None where no change alone is enough, or none was found with so
-    many predictions, by default `MAX_CHANGES`, and of a long run as many as `MAX_CALLS` lets.
+    If its margin is tight, the next grade is returned where that is enough. `prediction` is that of
+    `plan`, with a verdict for `gpu`. None if no change alone is enough, or none was found in
+    `max_predictions`: by default `MAX_CHANGES`, and fewer for a long run (`MAX_CALLS`).
     """
-    card = find_gpu(gpu) if isinstance(gpu, str) else gpu
-    traced = trace_plan(_on_card(plan, card), card, trust_remote_code=trust_remote_code)  # is known
+    target = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    traced = trace_plan(_on_gpu(plan, target), target, trust_remote_code=trust_remote_code)
     if max_predictions is None:
         max_predictions = min(MAX_CHANGES, MAX_CALLS // traced.program.coverage.num_ops - 1)
-    search = _Search(_on_card(plan, card), card, max_predictions, trust_remote_code)
+    search = _Search(_on_gpu(plan, target), target, max_predictions, trust_remote_code)
     found: Option | None = None
     techniques = that_may_be_enough(
-        techniques_for(search.plan, search.facts(prediction), card),
+        techniques_for(search.plan, search.facts(prediction), target),
         traced,
-        prediction.verdicts[card.name].limit_bytes,
+        prediction.verdicts[target.name].limit_bytes,
     )
     with suppress(_Spent, MemestError):
         for option in search._singles(techniques):
-            if found is None or (option.cost == found.cost and not option.is_tight):
+            if found is None or (option.cost == found.cost and not option.verdict.is_tight):
                 found = option
-            if not found.is_tight or option.cost != found.cost:
+            if not found.verdict.is_tight or option.cost != found.cost:
                 break
     return found
 
 
-def _on_card(plan: TrainingPlan, gpu: Gpu) -> TrainingPlan:
-    """`plan` asked about this GPU alone."""
+def _on_gpu(plan: TrainingPlan, gpu: Gpu) -> TrainingPlan:
+    """Return `plan` for this GPU alone."""
     if any(known.name == gpu.name for known in list_gpus()):
         return replace(plan, gpu=(gpu.name,), gpu_memory=None)
     return replace(plan, gpu=(), gpu_memory=gpu.memory_bytes)
@@ -277,7 +267,7 @@ def _by_cost(option: Option) -> tuple[Any, ...]:
 
 @dataclass(slots=True)
 class _Search:
-    """Predictions of changed plans, each made once, and the walk through them."""
+    """Predictions of changed plans, each made once, and the search over them."""
 
     plan: TrainingPlan
     gpu: Gpu
@@ -289,23 +279,23 @@ class _Search:
     _known: dict[TrainingPlan, Option] = field(default_factory=dict)
 
     def seen(self) -> list[Option]:
-        """All that was predicted, in the order in which it was."""
+        """Return all predicted options, in their order."""
         return list(self._known.values())
 
     def predict_current(self) -> tuple[Option, Prediction]:
-        """The plan without a change; an error is the caller's."""
+        """Predict the plan without a change; the caller handles an error."""
         self.num_predictions += 1
         prediction = predict(self.plan, trust_remote_code=self.trust_remote_code)
         self._known[self.plan] = self._option(self.plan, (), prediction)
         return self._known[self.plan], prediction
 
     def facts(self, prediction: Prediction) -> ModelFacts:
-        """What the changes need to know of the model; built once more, on the meta device."""
+        """Return facts about the model for the changes; it is built again, on the meta device."""
         self._facts = _model_facts(self.plan, prediction, self.trust_remote_code)
         return self._facts
 
     def weigh(self, changes: Iterable[Change]) -> Option | None:
-        """The prediction of the plan with `changes`; None where they do not go with it.
+        """Predict the plan with `changes`; None where they do not go with it.
 
         Raises:
             _Spent: it would be one prediction too many.
@@ -329,7 +319,7 @@ class _Search:
                 self._known[plan] = self._option(plan, ordered, prediction)
                 tell(Event(is_done=True, result=self._known[plan], **told))
             known = self._known[plan]
-            if len(ordered) < len(known.changes):  # the rest had no effect beside these
+            if len(ordered) < len(known.changes):  # the rest had no effect with these
                 known = self._known[plan] = replace(known, changes=ordered)
             return known
         except MemestError as error:
@@ -344,24 +334,21 @@ class _Search:
     def _option(
         self, plan: TrainingPlan, changes: tuple[Change, ...], prediction: Prediction
     ) -> Option:
-        verdict = prediction.verdicts[self.gpu.name]
         facts = self._facts
         return Option(
             changes=changes,
             plan=plan,
-            fits=verdict.verdict is Outcome.FITS,
-            peak_reserved_bytes=verdict.limit_bytes - verdict.margin_bytes,
-            margin_bytes=verdict.margin_bytes,
+            verdict=prediction.verdicts[self.gpu.name],
             host_bytes=prediction.host_bytes,
             command=predict_command(plan),
             training_lines=training_lines(self.plan, plan, facts) if facts and changes else (),
         )
 
     def run(self, techniques: Sequence[Technique], options: dict[TrainingPlan, Option]) -> None:
-        """Fill `options` with what fits: single changes, then combinations.
+        """Fill `options` with plans that fit: single changes, then combinations.
 
         Raises:
-            _Spent: before the end; what was found until then is there.
+            _Spent: before the end; options found until then are there.
         """
         for option in self._singles(techniques):
             options[option.plan] = option
@@ -373,7 +360,9 @@ class _Search:
                 options[option.plan] = option
 
     def _singles(self, techniques: Sequence[Technique]) -> Iterator[Option]:
-        """Each change alone, cheapest first; of a technique that has one none more at its cost."""
+        """Yield each change alone, cheapest first; at most one fitting change per technique and
+        cost.
+        """
         has_found = False
         for cost, technique in itertools.product(Cost, techniques):
             if cost in LAST_RESORTS and has_found:
@@ -383,7 +372,7 @@ class _Search:
                 yield option
 
     def _of_technique(self, technique: Technique, cost: Cost) -> Iterator[Option]:
-        """Its changes of this cost, up to the first that fits."""
+        """Yield the technique's changes of this cost, up to the first that fits."""
         if technique.is_graded and technique.changes[0].cost is cost:
             yield from self._graded(technique)
         elif not technique.is_graded:
@@ -392,7 +381,7 @@ class _Search:
             yield from [answer] if answer else []
 
     def _graded(self, technique: Technique) -> Iterator[Option]:
-        """The mildest grade that fits, and where that is tight, the next."""
+        """Yield the mildest grade that fits; if it is tight, yield the next one too."""
         mildest = self._mildest(technique, [])
         if mildest is None:
             return
@@ -401,11 +390,11 @@ class _Search:
             if option is None or not option.fits:
                 return
             yield option
-            if not option.is_tight:
+            if not option.verdict.is_tight:
                 return
 
     def _usable(self, techniques: Sequence[Technique]) -> list[Technique]:
-        """Without the changes that were refused alone."""
+        """Return techniques without the changes that were refused alone."""
         titles = {refused.title for refused in self.refused}
         kept = (
             replace(technique, changes=tuple(c for c in technique.changes if c.title not in titles))
@@ -414,7 +403,7 @@ class _Search:
         return [technique for technique in kept if technique.changes]
 
     def _mildest(self, technique: Technique, others: Sequence[Change]) -> Change | None:
-        """The first change of a graded technique that fits beside `others`, or None."""
+        """Return the first change of a graded technique that fits with `others`, or None."""
         grades = list(technique.changes)
         while grades and (strongest := self.weigh([*others, grades[-1]])) is None:
             grades.pop()  # such as a text without room for its image
@@ -430,7 +419,7 @@ class _Search:
         return grades[high]
 
     def _combinations(self, techniques: Sequence[Technique], cost: Cost) -> Iterator[Option]:
-        """Combinations of this cost that fit and from which nothing can be left out."""
+        """Yield minimal combinations of this cost that fit."""
         strongest = _strongest(techniques, cost)
         if len(strongest) < 2 or _cost(strongest) < cost:
             return
@@ -446,7 +435,7 @@ class _Search:
                     return
 
     def _shrunk(self, chosen: Sequence[tuple[Technique, Change]]) -> Option:
-        """`chosen`, which fits, with all taken out or made milder that can be, dearest first."""
+        """Remove or weaken changes of `chosen` while the plan fits, the most expensive first."""
         kept = list(chosen)
         by_cost = sorted(reversed(chosen), key=lambda pair: pair[1].cost, reverse=True)
         for technique, change in by_cost:
@@ -469,7 +458,7 @@ class _Search:
 
 
 def _strongest(techniques: Sequence[Technique], cost: Cost) -> list[tuple[Technique, Change]]:
-    """Of each technique its last change up to `cost`; an optimizer only where it is the cost."""
+    """Return each technique's last change up to `cost`; an optimizer only at its own cost."""
     allowed = {c for c in Cost if c <= cost and (c is not Cost.OPTIMIZER or cost is c)}
     allowed -= set(LAST_RESORTS)
     found = []

@@ -1,4 +1,4 @@
-"""The changes that make a plan smaller, each with what it costs in kind, cheapest first."""
+"""Changes that make a plan smaller, with their cost, cheapest first."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from typing import Any
 
 from memest.estimator.allocator.settings import EXPANDABLE
 from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.replay.simulated import TracedPlan
 from memest.estimator.search.commands import ModelFacts
-from memest.estimator.trace.traced import TracedPlan
 from memest.plan import TrainingPlan
 
 BF16_CAPABILITY = (8, 0)
-"""From which on tensor cores multiply bf16 (CUDA C++ Programming Guide, table of arithmetic)."""
+"""Compute capability from which tensor cores multiply bf16 (CUDA C++ Programming Guide, table of
+arithmetic).
+"""
 
 SHORTEST_SHARE = 8
-"""No text is cut below this part of its length; nor below `SHORTEST_TEXT` tokens."""
+"""A text is not cut below this part of its length, nor below `SHORTEST_TEXT` tokens."""
 
 SHORTEST_TEXT = 16
 
 
 class Cost(IntEnum):
-    """What a change asks for, cheapest first; a combination costs what its dearest change does."""
+    """Cost of a change, cheapest first; a combination has the cost of its dearest change."""
 
     NOTHING = 0
     TIME = 1
@@ -36,7 +38,7 @@ class Cost(IntEnum):
 
     @property
     def words(self) -> str:
-        """For a reader."""
+        """Text for a reader."""
         return _COST_WORDS[self]
 
 
@@ -52,7 +54,9 @@ _COST_WORDS = {
 }
 
 LAST_RESORTS = (Cost.OFFLOAD, Cost.HARDWARE)
-"""Tried where nothing cheaper fits, and alone: they take another trainer, or other hardware."""
+"""Costs that are tried without other changes, if nothing cheaper fits. They need another trainer or
+hardware.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +66,7 @@ class Change:
     title: str
     cost: Cost
     price: str
-    """What it costs, in plain words."""
+    """Cost in plain words."""
 
     updates: Mapping[str, Any]
     """Keys of the plan, with their new values."""
@@ -70,26 +74,30 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Technique:
-    """Changes of one thing, of which a plan can take one; mildest first."""
+    """Alternative changes of one thing, mildest first."""
 
     changes: tuple[Change, ...]
     is_graded: bool = False
-    """Each saves more than the one before, so the mildest that is enough can be bisected."""
+    """True if each change saves more than the one before, so that bisection finds the mildest
+    enough.
+    """
 
 
 NOT_TRIED = (
-    "sharding and offload beside other changes; predict it with `--strategy fsdp2 --devices 4`",
+    "sharding and offload with other changes; predict it with `--strategy fsdp2 --devices 4`",
     "weights on the host, too; predict it with `--strategy deepspeed_stage_3_offload"
     " --optim deepspeed_cpu`",
 )
-"""What may help too, and takes other hardware or another trainer than the plan's."""
+"""Further help that needs other hardware or another trainer than the plan's."""
 
 NUMBERS_OF_GPUS = (2, 4, 8)
 
 
 def apply(plan: TrainingPlan, changes: Iterable[Change]) -> TrainingPlan:
-    """`plan` with `changes`; what contradicts them goes: `freeze` under adapters, which freeze the
-    whole base, `padded` with one row, `momentum` with another optimizer.
+    """Return `plan` with `changes`, without the keys that contradict them.
+
+    These are `freeze` under adapters, which freeze the whole base, `padded` with one row, and
+    `momentum` with another optimizer.
 
     Raises:
         MemestError: the changes do not go with the plan.
@@ -112,8 +120,9 @@ def apply(plan: TrainingPlan, changes: Iterable[Change]) -> TrainingPlan:
 def that_may_be_enough(
     techniques: Iterable[Technique], traced: TracedPlan, limit_bytes: int
 ) -> list[Technique]:
-    """The changes that could make a plan, of which `traced` is the run, fit into `limit_bytes`:
-    those of which it is not known that they hold more.
+    """Return the changes that may make a plan fit `limit_bytes`; `traced` is the plan's run.
+
+    Changes that are known to need more are left out.
     """
     kept = (
         replace(
@@ -125,10 +134,10 @@ def that_may_be_enough(
 
 
 def least_bytes(change: Change, traced: TracedPlan) -> int:
-    """What a run with `change` holds at one moment at least, by what the run without it held.
+    """Return a lower bound of the memory of a run with `change`, from the run without it.
 
-    Images of another size can take another table of positions; of other number formats, quantised
-    weights and shards nothing is known before they are predicted.
+    Images of another size may need another table of positions. For other number formats, quantised
+    weights and shards the bound is 0.
     """
     program, keys = traced.program, change.updates.keys()
     if change.cost <= Cost.TIME or keys == {"seq_len"}:
@@ -145,7 +154,7 @@ def least_bytes(change: Change, traced: TracedPlan) -> int:
 
 
 def techniques_for(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> tuple[Technique, ...]:
-    """What can make `plan` smaller; techniques in the order of what they cost."""
+    """Return techniques that can make `plan` smaller, in the order of their cost."""
     found = (
         _attention(plan),
         _allocator(plan),
@@ -258,7 +267,7 @@ def _optimizer(plan: TrainingPlan) -> Technique:
             Change(
                 title="SGD without momentum",
                 cost=Cost.OPTIMIZER,
-                price="no adaptive step sizes: the learning rate must be found anew, and "
+                price="no adaptive step sizes: the learning rate must be tuned again, and "
                 "transformers often train worse",
                 updates={"optim": "sgd"},
             )

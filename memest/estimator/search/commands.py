@@ -1,4 +1,4 @@
-"""A plan as text to paste: the command that predicts it, the lines of the training script."""
+"""A plan as text to paste: the command that predicts it, and the lines of the training script."""
 
 from __future__ import annotations
 
@@ -7,42 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memest.plan import TrainingPlan
-from memest.units import GIB
-
-_FLAGS = {
-    "model_name": "--model", "batch_size": "--bs", "accumulate_grad_batches": "--acc",
-    "precision": "--precision", "optim": "--optim", "momentum": "--momentum",
-    "lora_r": "--lora-r", "lora_alpha": "--lora-alpha", "lora_dropout": "--lora-dropout",
-    "lora_target_modules": "--lora-target", "quant_skip": "--quant-skip",
-    "strategy": "--strategy", "devices": "--devices", "sharding_strategy": "--sharding",
-    "shard_size": "--shard-size", "wrap_classes": "--wrap", "seq_len": "--seq-len",
-    "activation_checkpointing_policy": "--ckpt-policy", "bucket_cap_mb": "--bucket-cap-mb",
-    "reduce_bucket_size": "--reduce-bucket-size", "host_memory": "--host-memory",
-    "allgather_bucket_size": "--allgather-bucket-size",
-    "lora_modules_to_save": "--lora-save", "lora_bias": "--lora-bias", "quant": "--quant",
-    "image_size": "--image-size", "attn_implementation": "--attn", "freeze": "--freeze",
-    "gpu": "--gpu", "gpu_memory": "--gpu-memory", "memory_limit": "--memory-limit",
-    "steps": "--steps", "loop": "--loop", "weight_decay": "--weight-decay",
-    "gradient_clip_val": "--clip", "gradient_clip_algorithm": "--clip-algorithm",
-    "num_nodes": "--num-nodes", "limit_val_batches": "--val-batches", "val_batch_size": "--val-bs",
-    "val_check_interval": "--val-interval", "alloc_conf": "--alloc-conf",
-    "optim_options": "--optim-options", "lengths": "--lengths", "quant_load": "--quant-load",
-}  # fmt: skip
-_SWITCHES = {
-    "act_ckpt": ("--act-ckpt", "--no-act-ckpt"),
-    "use_lora": ("--lora", "--no-lora"),
-    "use_qlora": ("--qlora", "--no-qlora"),
-    "use_rslora": ("--rslora", "--no-rslora"),
-    "use_dora": ("--dora", "--no-dora"),
-    "nesterov": ("--nesterov", "--no-nesterov"),
-    "double_quant": ("--double-quant", "--no-double-quant"),
-    "kbit_ckpt": ("--kbit-ckpt", "--no-kbit-ckpt"),
-    "padded": ("--padded", "--no-padded"),
-    "gradient_as_bucket_view": ("--bucket-view", "--no-bucket-view"),
-    "tie_word_embeddings": ("--tie-embeddings", "--untie-embeddings"),
-}
-_ALWAYS = ("model_name", "batch_size", "precision", "optim")
-"""Keys that a reader wants to see, be they defaults or not."""
+from memest.plan.training_plan import PLAN_KEYS
 
 _OPTIMIZER_CALLS = {
     "adamw_fused": ("torch.optim.AdamW", ", fused=True"),
@@ -55,60 +20,45 @@ _OPTIMIZER_CALLS = {
     "deepspeed_cpu": ("deepspeed.ops.adam.DeepSpeedCPUAdam", ""),
 }
 _STRATEGIES = {"fsdp2": "ModelParallelStrategy()"}
-"""By their names in a plan, where Lightning has none; `configure_model` shards by `fully_shard`."""
+"""Strategies without a name in Lightning; `configure_model` shards by `fully_shard`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
-    """What advice needs to know of a model beside its prediction."""
+    """Facts about a model for advice, besides its prediction."""
 
     class_name: str
     vision_modules: tuple[str, ...]
-    """Names of the modules that are the vision tower; empty where there is none."""
+    """Names of the modules of the vision tower; empty without one."""
 
     lora_targets: tuple[str, ...]
-    """The modules that get adapters where the plan names none; empty is peft's own choice."""
+    """Modules that get adapters where the plan names none; empty is peft's default."""
 
     seq_len: int
-    """Tokens per sample that the prediction of the plan used."""
+    """Tokens per sample in the prediction of the plan."""
 
     image_size: int | None
 
 
 def predict_command(plan: TrainingPlan) -> str:
-    """The `memest predict` that predicts `plan`; its name and `trainer_options` have no flag.
+    """Return the `memest predict` command of `plan`; its name and `trainer_options` have no flag.
 
     >>> predict_command(TrainingPlan(model_name="gpt2", act_ckpt=True, gpu=("t4",)))
     'memest predict --model gpt2 --bs 1 --precision bf16-true --optim adamw --act-ckpt --gpu t4'
     """
     defaults = TrainingPlan(model_name=plan.model_name).to_dict()
     words = ["memest", "predict"]
-    for key, value in plan.to_dict().items():
-        if value == defaults[key] and key not in _ALWAYS:
-            continue
-        if key in _SWITCHES:
-            words.append(_SWITCHES[key][0 if value else 1])
-        elif key in _FLAGS:
-            is_repeated = isinstance(value, list) and key != "lengths"
-            for item in value if is_repeated else [value]:
-                words += [_FLAGS[key], _text(key, item)]
+    for name, value in plan.to_dict().items():
+        row = PLAN_KEYS[name]
+        if row.flag and (row.is_always_written or value != defaults[name]):
+            words += row.words(value)
     return shlex.join(words)
 
 
-def _text(key: str, value: Any) -> str:
-    if key in ("gpu_memory", "memory_limit", "host_memory") and value % GIB == 0:
-        return f"{value // GIB}GiB"
-    if key == "lengths":
-        return ",".join(map(str, value))
-    if key == "optim_options":
-        return ",".join(f"{name}={option}" for name, option in value.items())
-    return str(value)
-
-
 def training_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts) -> tuple[str, ...]:
-    """The lines of a Lightning script that turn `before` into `after`, in the order of a script.
+    """Return the lines of a Lightning script that turn `before` into `after`, in script order.
 
-    Names are those of lightning 2.6, transformers 5.17, peft 0.21 and bitsandbytes 0.50; `name`,
+    Names are those of lightning 2.6, transformers 5.17, peft 0.21 and bitsandbytes 0.50. `name`,
     `model` and `dataset` stand for the reader's own.
     """
     return (

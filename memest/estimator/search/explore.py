@@ -1,7 +1,7 @@
-"""A grid of plans for a page to play with: what each holds, at its phases and on each card.
+"""A grid of plans for an interactive page: memory of each plan, at its phases and on each GPU.
 
-Plans of one model share traces as `related_plans` tells, and the cards of one chip do. Every point
-is replayed on its own, so it says what `predict` says of that plan, to the byte.
+Plans of one model share traces (`related_plans`), and so do the GPUs of one chip. Every point is
+replayed on its own, so it equals the prediction of that plan to the byte.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from memest.estimator.hardware.gpus import Gpu, find_gpu
 from memest.estimator.search.processes import over_processes
 from memest.models_meta.registry import check_name
 from memest.plan import TrainingPlan
-from memest.report import Outcome
+from memest.report import Verdict
 
 if TYPE_CHECKING:
     from memest.estimator.search.related_plans import RelatedPlans
@@ -47,8 +47,8 @@ _QUANTIZED = [
     for precision in ("32-true", "bf16-true")
 ]
 SETTINGS: tuple[Mapping[str, Any], ...] = (*_FULL, *_MIXED, *_ADAPTED, *_QUANTIZED)
-"""What is asked of each model. Adapters train with AdamW, as in the lab, and 4-bit weights are
-multiplied in bf16, as in QLoRA's paper (arXiv:2305.14314). QLoRA checkpoints activations, as is
+"""Settings of each model. Adapters train with AdamW, as in the lab, and 4-bit weights are
+multiplied in bf16, as in QLoRA's paper (arXiv:2305.14314). QLoRA checkpoints activations, which is
 peft's default.
 """
 
@@ -62,16 +62,18 @@ class Explored:
     """Bytes at the peak without a limit, by `KINDS`; they add up to the peak allocated."""
 
     arithmetic: Mapping[str, str]
-    """Of each kind, in words."""
+    """Explanation of each kind, in words."""
 
     reserved_bytes: int
     """Reserved at the peak without a limit."""
 
     phases: tuple[tuple[int, int, int, int, int], ...]
-    """Of the last micro-batch of the second step: params, grads, optimizer, activations, peak."""
+    """Params, grads, optimizer, activations and peak of the second step's last micro-batch, by
+    phase.
+    """
 
-    cards: Mapping[str, tuple[bool, int]]
-    """Whether it fits, and the margin; as the verdicts of `predict`."""
+    verdicts: Mapping[str, Verdict]
+    """Results on each GPU, as in `predict`."""
 
 
 def explore(
@@ -84,15 +86,15 @@ def explore(
     seq_len: int | None = None,
     jobs: int | None = None,
 ) -> list[Explored]:
-    """Every model with every setting, batch size and number of micro-batches, on each card.
+    """Predict every model with every setting, batch size and number of micro-batches, on each GPU.
 
-    What cannot be predicted is left out.
+    Plans that cannot be predicted are left out.
 
     Raises:
         MemestError: there is no such model or GPU, or nothing at all can be predicted.
     """
-    cards = [find_gpu(name) for name in dict.fromkeys(gpus)]
-    if not models or not cards or not batches:
+    targets = [find_gpu(name) for name in dict.fromkeys(gpus)]
+    if not models or not targets or not batches:
         raise PlanError("the grid is empty", hint="name a model, a GPU and a batch size")
     for model in models:
         check_name(model)
@@ -103,7 +105,9 @@ def explore(
         values = {"model_name": model, "seq_len": seq_len, "batch_size": max(batches), **setting}
         plan = TrainingPlan.from_dict({k: v for k, v in values.items() if v is not None})
         tasks.setdefault(replace(plan, **SAME_MODEL), []).append(plan)
-    one = partial(_group, cards=cards, batches=tuple(batches), micro_batches=tuple(micro_batches))
+    one = partial(
+        _group, targets=targets, batches=tuple(batches), micro_batches=tuple(micro_batches)
+    )
     found = over_processes(
         one, list(tasks.values()), min(jobs or os.cpu_count() or 1, len(tasks)), label=_label,
         weight=lambda plans: len(plans) * len(batches) * len(micro_batches),
@@ -124,7 +128,7 @@ def _label(plans: Sequence[TrainingPlan]) -> str:
 def _group(
     plans: Sequence[TrainingPlan],
     *,
-    cards: Sequence[Gpu],
+    targets: Sequence[Gpu],
     batches: Sequence[int],
     micro_batches: Sequence[int],
 ) -> list[list[Explored] | MemestError]:
@@ -133,14 +137,14 @@ def _group(
     from memest.estimator.search.sweep import frozen_garbage
 
     steps = _progression(batches)
-    chips = {_chip(gpu): RelatedPlans(gpu, steps, batches) for gpu in reversed(cards)}
+    chips = {gpu.chip: RelatedPlans(gpu, steps, batches) for gpu in reversed(targets)}
     found: list[list[Explored] | MemestError] = []
     with frozen_garbage():
         for plan in plans:
             grid = itertools.product(micro_batches, batches)
             try:
                 points = [
-                    _point(replace(plan, accumulate_grad_batches=n, batch_size=b), chips, cards)
+                    _point(replace(plan, accumulate_grad_batches=n, batch_size=b), chips, targets)
                     for n, b in grid
                 ]
                 found.append(points)
@@ -149,37 +153,27 @@ def _group(
     return found
 
 
-def _chip(gpu: Gpu) -> tuple[Any, ...]:
-    """What the programs of a plan depend on."""
-    return gpu.capability, gpu.num_sms
-
-
 def _progression(batches: Sequence[int]) -> Sequence[int]:
-    """Values of one spacing that hold `batches`, so that one family of traces covers them all."""
+    """Return equally spaced values that include `batches`, so that few traces cover them."""
     rest = sorted(set(batches) - {1})
     step = math.gcd(*rest) if rest else 1
     return range(step, rest[-1] + 1, step) if len(rest) > 4 else batches
 
 
-def _point(plan: TrainingPlan, chips: Mapping[Any, RelatedPlans], cards: Sequence[Gpu]) -> Explored:
-    from memest.estimator.search.largest import Trial, limit_of
+def _point(
+    plan: TrainingPlan, chips: Mapping[Any, RelatedPlans], targets: Sequence[Gpu]
+) -> Explored:
+    from memest.estimator.search.largest import Trial
     from memest.estimator.summary import peak_terms
 
     traced = {chip: related.at(plan) for chip, related in chips.items()}
     trials: dict[Any, Trial] = {}
-    verdicts: dict[str, tuple[bool, int]] = {}
-    for gpu in cards:
-        chip, limit = _chip(gpu), limit_of(plan, gpu)
-        free = trials[chip].free if chip in trials else None
-        found = Trial(traced[chip], plan, limit, free)
-        needed = found.free.peak_reserved_bytes
-        trials.setdefault(chip, found)
-        if needed > limit and trials[chip].requested_bytes > limit:  # nor would another order fit
-            verdicts[gpu.name] = False, limit - needed
-        else:
-            verdict = found.verdict
-            verdicts[gpu.name] = verdict.verdict is Outcome.FITS, verdict.margin_bytes
-    first = _chip(cards[0])
+    verdicts: dict[str, Verdict] = {}
+    for gpu in targets:
+        chip = gpu.chip
+        trials[chip] = Trial(traced[chip], plan, gpu, trials.get(chip))
+        verdicts[gpu.name] = trials[chip].verdict
+    first = targets[0].chip
     whole = trials[first].free
     terms = peak_terms(traced[first], plan.accumulate_grad_batches, whole)
     kinds, words = _by_kind(terms)
@@ -195,7 +189,7 @@ def _point(plan: TrainingPlan, chips: Mapping[Any, RelatedPlans], cards: Sequenc
              r.peak_allocated_bytes)
             for r in rows
         ),
-        cards=verdicts,
+        verdicts=verdicts,
     )  # fmt: skip
 
 

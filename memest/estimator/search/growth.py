@@ -1,4 +1,4 @@
-"""One run under several settings of the allocator: what each has reserved after every step."""
+"""One run under several settings of the allocator: reserved memory after every step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memest.plan import TrainingPlan
 from memest.report import Prediction
 
 SETTINGS = ("", "expandable_segments:True", "max_split_size_mb:64")
-"""That a chart compares where none is asked for."""
+"""Settings that a chart compares by default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,15 +29,15 @@ class Growth:
     """Bytes reserved at the end of each step on the GPU itself, up to the step that fails."""
 
     failed_step: int | None
-    """On the card: the step that runs out of memory, from 0."""
+    """Step that runs out of memory on the GPU, from 0."""
 
     @property
     def label(self) -> str:
-        """The setting, or that there is none."""
+        """Text of the setting, or a name for the defaults."""
         return self.alloc_conf or "PyTorch's defaults"
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per step, as JSON values."""
+        """Return one row per step, as JSON values."""
         return [
             {
                 "alloc_conf": self.alloc_conf,
@@ -57,13 +57,13 @@ class Growth:
 def growths(
     plan: TrainingPlan, settings: Sequence[str] = SETTINGS, *, trust_remote_code: bool = False
 ) -> tuple[Prediction, list[Growth]]:
-    """The prediction of `plan`, and its growth under each of `settings`; the run is traced once.
+    """Predict `plan`, and its growth under each of `settings`; the run is traced once.
 
     Raises:
         MemestError: torch refuses a setting, or the plan cannot be predicted.
     """
-    from memest.estimator.readings import replay_plan
-    from memest.estimator.traced_plan import trace_plan
+    from memest.estimator.replay.scenarios import run_of_plan
+    from memest.estimator.replay.simulated_plan import trace_plan
 
     plans = [replace(plan, alloc_conf=text) for text in dict.fromkeys(settings)]
     for each in plans:
@@ -72,8 +72,8 @@ def growths(
     traced = trace_plan(plan, gpu, trust_remote_code=trust_remote_code)
     found = []
     for each in plans:
-        free = replay_plan(each, traced, None)
-        limited = replay_plan(each, traced, usable_bytes(each, gpu))
+        run = run_of_plan(each, traced)
+        free, limited = run.on(None), run.on(usable_bytes(each, gpu))
         by_step = [[row for row in free.rows if row.step == step] for step in range(plan.steps)]
         on_gpu = {row.step: row.reserved_bytes for row in limited.rows}
         failed = None if limited.failed is None else limited.failed.step

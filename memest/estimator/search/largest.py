@@ -1,15 +1,15 @@
-"""The largest batch size, or sequence length, at which a plan fits a card.
+"""Largest batch size or sequence length that fits.
 
-Whether a size fits is decided by replaying its program under the card's limit, as `predict` does.
-The search does not take it for granted that what needs more memory fits worse: the allocator packs
-one size better than its neighbour, and gives back its cache when a card is full.
+A size fits if its program, replayed under the GPU's limit as in `predict`, fits. The search does
+not assume that a size with more memory fits worse. The allocator packs some sizes better than their
+neighbours, and frees its cache when a GPU is full.
 
 1. Let the size grow fourfold until it does not fit; close in by secant and bisection, so that
    `value` fits and `value + 1` does not.
-2. Look at the sizes above, one by one, for as long as even the bytes requested at one moment stay
-   below the limit (what requests more cannot fit), at most `NUM_NEIGHBOURS` of them.
-3. Trace the size above the answer by itself. Where the program that was made from traces of other
-   sizes (`reuse`) is not the same to the byte, search again from traces at the answer.
+2. Try the sizes above, one by one, while the bytes requested at one moment stay below the
+   limit (more cannot fit), at most `NUM_NEIGHBOURS` of them.
+3. Trace the size above the answer by itself. If the program made from traces of other sizes
+   (`reuse`) is not the same to the byte, search again from traces at the answer.
 """
 
 from __future__ import annotations
@@ -23,92 +23,77 @@ from typing import Any
 
 from memest.errors import PlanError
 from memest.estimator.allocator.blocks import round_request
-from memest.estimator.device.storages import death_of
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.predict import usable_bytes
-from memest.estimator.readings import (
-    Reading,
-    readings_of,
-    replay_plan,
-    run_under,
-    verdict_of,
-    verdict_over,
-)
-from memest.estimator.search.trace_series import GROWTH, SPACING, TraceSeries
-from memest.estimator.trace.family.reuse import FormBroken, with_value
-from memest.estimator.trace.program import Program
-from memest.estimator.trace.replay import Replayed, rename, streams_of
-from memest.estimator.trace.traced import TracedPlan
+from memest.estimator.predict import usable_and_spread, usable_bytes
+from memest.estimator.replay.interpolate.reuse import FormBroken, with_value
+from memest.estimator.replay.program import Program
+from memest.estimator.replay.replay import Replayed, rename, streams_of
+from memest.estimator.replay.scenarios import Scenario, scenarios_of, verdict_over
+from memest.estimator.replay.simulated import TracedPlan
+from memest.estimator.search.related_plans import GROWTH, SPACING, TraceSeries
+from memest.estimator.tensors.storages import death_of
 from memest.models_meta.assemble import sequence_length
-from memest.models_meta.batch.make import MAX_TOKENS
+from memest.models_meta.batch import MAX_TOKENS
 from memest.models_meta.registry import resolve_config
 from memest.plan import TrainingPlan
-from memest.report import Outcome, Verdict
+from memest.report import Verdict
 
 SCHEMA = "memest.largest/1"
 
 NUM_NEIGHBOURS = {"batch_size": 16, "seq_len": 2}
-"""Sizes above the answer that are looked at for one that fits all the same."""
+"""Sizes above the answer that are tried."""
 
 NUM_ANCHORS = 3
-"""Times that the search is repeated from traces near its answer before every size is traced."""
+"""Number of repeated searches from traces near the answer, before every size is traced."""
 
 FIRST_SEQ_LEN = 64
-"""Where the search for a sequence length begins."""
+"""First sequence length of the search."""
 
 
 class Trial:
-    """What a run of a traced plan on one card comes to; replayed as far as it is asked for.
+    """Result of a traced plan on one GPU; replayed as far as it is read.
 
     Args:
         traced: the plan's program.
-        plan: how many steps and micro-batches it has.
-        limit: bytes that the allocator may reserve.
-        free: the replay without a limit, where it is known.
+        plan: its steps and micro-batches.
+        gpu: the GPU.
+        like: the trial of the same program on another GPU, whose replays are shared.
     """
 
     def __init__(
-        self, traced: TracedPlan, plan: TrainingPlan, limit: int, free: Replayed | None = None
+        self, traced: TracedPlan, plan: TrainingPlan, gpu: Gpu, like: Trial | None = None
     ) -> None:
-        self._traced, self._plan, self._limit = traced, plan, limit
-        if free is not None:
-            self.free = free
+        self._traced, self._plan, self._gpu = traced, plan, gpu
+        if like is not None:
+            self._scenarios = like._scenarios
 
     @cached_property
-    def _readings(self) -> list[Reading]:
-        """More than one where ranks differ, or time decides; the one that reserves most first."""
-        is_one = not self._plan.is_distributed
-        return [] if is_one else readings_of(self._plan, self._traced)
+    def _scenarios(self) -> list[Scenario]:
+        """Scenarios; several where ranks differ, or time decides. The one that reserves most is
+        first.
+        """
+        return scenarios_of(self._plan, self._traced)
 
     @cached_property
-    def _over_readings(self) -> tuple[Verdict, tuple[Replayed, ...]]:
-        return verdict_over(self._readings, self._limit)
+    def _results(self) -> tuple[Replayed, ...]:
+        limit = usable_bytes(self._plan, self._gpu)
+        return tuple(scenario.under(limit) for scenario in self._scenarios)
 
-    @cached_property
+    @property
     def free(self) -> Replayed:
-        """The run on a card without end."""
-        if self._readings:
-            return self._readings[0].free
-        if "result" in self.__dict__ and not self.result.num_retries:
-            return self.result  # it never came to the limit
-        return self._replay(None)
+        """The run on an unlimited GPU."""
+        return self._scenarios[0].free
 
-    @cached_property
+    @property
     def result(self) -> Replayed:
-        """The run on the card."""
-        if self._readings:
-            return self._over_readings[1][0]
-        free = self.__dict__.get("free")
-        if free is not None:
-            return run_under(self._plan, self._traced, self.free, self._limit)
-        return self._replay(self._limit)
+        """The run on the GPU."""
+        return self._results[0]
 
     @cached_property
     def verdict(self) -> Verdict:
-        """As `predict` gives it."""
-        if self._readings:
-            return self._over_readings[0]
-        return verdict_of(self.result, self.free, self._limit, self._traced)
+        """The verdict of `predict`."""
+        limit, spread = usable_and_spread(self._plan, self._gpu)
+        return verdict_over(self._scenarios, self._results, limit, spread)
 
     @cached_property
     def requested_bytes(self) -> int:
@@ -117,61 +102,57 @@ class Trial:
 
     @property
     def fits(self) -> bool:
-        """Whether it runs to its end, in every reading."""
-        if self._readings:
-            return self.verdict.verdict is Outcome.FITS
-        return self.result.failed is None
-
-    def _replay(self, limit_bytes: int | None) -> Replayed:
-        return replay_plan(self._plan, self._traced, limit_bytes)
+        """True if the run fits in every scenario."""
+        return all(result.failed is None for result in self._results)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Largest:
-    """The largest value of one key with which a plan fits a card, and how it was found."""
+    """The largest value of one key with which a plan fits a GPU, and how it was found."""
 
     plan: TrainingPlan
-    """With the largest value, or the smallest that was tried where none fits."""
+    """Plan with the largest value, or with the smallest that was tried where none fits."""
 
     gpu: str
     key: str
     """`batch_size` or `seq_len`."""
 
     value: int | None
-    """None where not even the smallest fits."""
+    """Largest value; None where not even the smallest fits."""
 
-    limit_bytes: int
     peak_allocated_bytes: int
     peak_reserved_bytes: int
-    """Of `value` on this card; where none fits, what the smallest needs on a card without end."""
+    """Peak of `value` on this GPU; where none fits, of the smallest on an unlimited GPU."""
 
-    margin_bytes: int
-    """Limit less the peak reserved; below 0 where none fits."""
+    verdict: Verdict
+    """Verdict of `plan` on this GPU."""
 
     next_needs_bytes: int | None
-    """What `value + 1` would reserve on a card without end; None where it is beyond `ceiling`."""
+    """Least limit that `value + 1` fits; None where it is beyond `ceiling`."""
 
     at: str
-    """Where the next larger value runs out of memory."""
+    """Place where the next larger value runs out of memory."""
 
     ceiling: str
-    """What stopped the search before memory did; empty elsewhere."""
+    """Bound other than memory that ended the search; else empty."""
 
     num_traces: int
     elapsed_s: float
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values; `max_batch_size` or `max_seq_len` is `value`."""
+        """Return JSON values; `max_batch_size` or `max_seq_len` is `value`."""
         return {
             "schema": SCHEMA,
             "name": self.plan.label,
             "gpu": self.gpu,
             f"max_{self.key}": self.value,
             "fits": self.value is not None,
-            "limit_bytes": self.limit_bytes,
+            "limit_bytes": self.verdict.limit_bytes,
             "peak_allocated_bytes": self.peak_allocated_bytes,
             "peak_reserved_bytes": self.peak_reserved_bytes,
-            "margin_bytes": self.margin_bytes,
+            "needs_bytes": self.verdict.needs_bytes,
+            "margin_bytes": self.verdict.margin_bytes,
+            "is_tight": self.verdict.is_tight,
             "next_needs_bytes": self.next_needs_bytes,
             "next_oom_at": self.at,
             "ceiling": self.ceiling,
@@ -181,69 +162,28 @@ class Largest:
         }
 
 
-def max_batch(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False) -> Largest:
-    """The largest `batch_size` with which `plan` fits `gpu`; the plan's own does not matter.
-
-    Raises:
-        MemestError: the plan cannot be run, or memest cannot model it.
-    """
-    return largest(plan, [gpu], "batch_size", trust_remote_code=trust_remote_code)[0]
-
-
-def max_seq_len(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False) -> Largest:
-    """The largest `seq_len` with which `plan` fits `gpu`, up to the model's positions.
-
-    Raises:
-        MemestError: the plan cannot be run, or memest cannot model it.
-    """
-    return largest(plan, [gpu], "seq_len", trust_remote_code=trust_remote_code)[0]
-
-
 def largest(
     plan: TrainingPlan, gpus: Sequence[Gpu], key: str, *, trust_remote_code: bool = False
 ) -> list[Largest]:
-    """The largest value of `key` on each of `gpus`; cards of one chip share their traces."""
+    """Return the largest value of `key` on each of `gpus`; GPUs of one chip share their traces."""
     found = []
-    all_series: dict[tuple[Any, ...], TraceSeries] = {}
+    all_series: dict[str, TraceSeries] = {}
     for gpu in gpus:
-        chip = (gpu.capability, gpu.num_sms)
+        chip = gpu.chip
         if chip not in all_series:
             all_series[chip] = TraceSeries(plan, gpu, key, trust_remote_code=trust_remote_code)
         found.append(_Search(all_series[chip], gpu).run())
     return found
 
 
-def boundary_suite(found: Sequence[Largest]) -> dict[str, Any]:
-    """A suite for `memest validate`: of each plan the largest value that fits, and the next one.
-
-    Each experiment is capped to the limit that the search had, so that any larger GPU of the same
-    chip runs out of memory where the card would.
-    """
-    experiments = []
-    for row in found:
-        plan = {k: v for k, v in row.plan.to_dict().items() if v is not None and v != []}
-        plan |= {"memory_limit": row.limit_bytes}
-        plan.pop("gpu", None)
-        for value, expected in ((row.value, "fits"), ((row.value or 0) + 1, "oom")):
-            if value:
-                name = f"{row.plan.label}, {row.key} {value}"
-                experiments.append({**plan, "name": name, row.key: value, "expected": expected})
-    return {"experiments": experiments}
-
-
-def limit_of(plan: TrainingPlan, gpu: Gpu) -> int:
-    """Bytes that the allocator may reserve."""
-    return usable_bytes(plan, gpu)
-
-
 def peak_requested(program: Program, num_micro_batches: int) -> int:
-    """Most bytes alive at one moment of the steps, each request as the block that it needs.
+    """Return the most bytes alive at one moment of the steps, each request as its block.
 
     No allocator reserves less. A third step, and a micro-batch in the middle, repeat another.
     """
     num_bytes = [round_request(n) if n else 0 for n in program.storages.num_bytes]
     num_played = len(program.steps[0])
-    if num_played != num_micro_batches:  # one from the middle is as another
+    if num_played != num_micro_batches:  # one from the middle is like another
         num_played = min(num_micro_batches, 3)
     alive: dict[int, None] = {}
     total = peak = 0
@@ -259,17 +199,17 @@ def peak_requested(program: Program, num_micro_batches: int) -> int:
                 elif death_of(event) in alive:
                     del alive[death_of(event)]
                     total -= num_bytes[death_of(event)]
-            if events is program.setup:  # how the model came onto the GPU is not judged
+            if events is program.setup:  # loading of the model is not judged
                 peak = total
     return peak
 
 
 class _Search:
-    """The search of the module's docstring, for one plan and card."""
+    """The search of the module's docstring, for one plan and GPU."""
 
     def __init__(self, series: TraceSeries, gpu: Gpu) -> None:
         self.series, self.plan, self.gpu = series, series.plan, gpu
-        self.limit = limit_of(series.plan, gpu)
+        self.limit = usable_bytes(series.plan, gpu)
         self._is_batch = series.key == "batch_size"
         self._guesses = True
         self._trials: dict[int, Trial | PlanError] = {}
@@ -278,7 +218,7 @@ class _Search:
         )
 
     def run(self) -> Largest:
-        """Search until a trace confirms the answer; at last with a trace for every size."""
+        """Search until a trace confirms the answer; the last search traces every size."""
         started = time.perf_counter()
         low = self._search()
         for _ in range(NUM_ANCHORS):
@@ -296,10 +236,10 @@ class _Search:
         return self._report(low, time.perf_counter() - started)
 
     def trial(self, value: int) -> Trial | None:
-        """What `value` comes to, or None where the plan does not exist with it; asked once."""
+        """Return the trial of `value`, made once; None if it makes no plan."""
         if value not in self._trials:
             try:
-                self._trials[value] = Trial(self._traced(value), self.plan, self.limit)
+                self._trials[value] = Trial(self._traced(value), self.plan, self.gpu)
             except PlanError as error:
                 self._trials[value] = error
         found = self._trials[value]
@@ -321,7 +261,7 @@ class _Search:
         return found is not None and found.fits
 
     def _search(self) -> int:
-        """The largest value that fits, or less than 1: minus the smallest, which does not."""
+        """Return the largest value that fits. If none fits, return minus the smallest value."""
         low = self._smallest()
         if low < 1:
             return low
@@ -331,9 +271,9 @@ class _Search:
         return self._beyond(self._close_in(low, high))
 
     def _smallest(self) -> int:
-        """A value that fits, or minus the smallest value that makes a plan."""
+        """Return a value that fits, or minus the smallest value that makes a plan."""
         if self._is_batch:
-            tries = [2, 1]  # a batch of one is a form of its own, and seldom the answer
+            tries = [2, 1]  # a batch of one has its own form and is rarely the answer
         else:
             tries = [FIRST_SEQ_LEN << i for i in range(8)] + [FIRST_SEQ_LEN >> i for i in range(7)]
         allowed = next((value for value in tries if self.trial(value) is not None), None)
@@ -351,7 +291,7 @@ class _Search:
         return allowed
 
     def _close_in(self, low: int, high: int) -> int:
-        """`low` fits and `high` does not; returned is a value that fits below one that does not."""
+        """Return a value that fits below one that does not; `low` fits and `high` does not."""
         is_secant = True
         while high - low > 1:
             middle = (low + high) // 2
@@ -370,7 +310,7 @@ class _Search:
         return low
 
     def _secant(self, low: int, high: int) -> int:
-        """Where the reserved bytes would cross the limit if they grew evenly."""
+        """Return the value at which linearly interpolated reserved bytes cross the limit."""
         below, above = self.trial(low), self.trial(high)
         assert below is not None
         assert above is not None
@@ -379,7 +319,7 @@ class _Search:
         return low + room * (high - low) // growth if growth > 0 else (low + high) // 2
 
     def _beyond(self, value: int) -> int:
-        """`value`, or a larger one that fits although a smaller does not."""
+        """Return `value`, or a larger one that fits although a smaller does not."""
         largest = value
         num_neighbours = NUM_NEIGHBOURS[self.series.key]
         while value - largest < num_neighbours:
@@ -392,9 +332,9 @@ class _Search:
         return largest
 
     def _is_confirmed(self, value: int) -> bool:
-        """Whether traces of the answer's neighbourhood say what was guessed there."""
+        """Return whether real traces near the answer equal the interpolated ones."""
         sizes = [v for v in (value + 1,) if v > 1 and self.trial(v) is not None]
-        if not sizes or not self._is_batch:  # of lengths the next is often of another form
+        if not sizes or not self._is_batch:  # the next length often has another form
             sizes.append(max(value, -value))
         guessed = {v: self.series.guess(v) for v in sizes}
         return all(self.series.trace(v).traced == traced for v, traced in guessed.items())
@@ -411,11 +351,10 @@ class _Search:
             gpu=self.gpu.name,
             key=self.series.key,
             value=value if value > 0 else None,
-            limit_bytes=self.limit,
             peak_allocated_bytes=used.peak_allocated_bytes,
             peak_reserved_bytes=used.peak_reserved_bytes,
-            margin_bytes=found.verdict.margin_bytes,
-            next_needs_bytes=None if above is None else above.free.peak_reserved_bytes,
+            verdict=found.verdict,
+            next_needs_bytes=None if above is None else above.verdict.needs_bytes,
             at="" if above is None else above.verdict.at,
             ceiling=str(error) if isinstance(error, PlanError) else "",
             num_traces=self.series.num_traces,

@@ -1,4 +1,4 @@
-"""The same question of many plans, over several processes, and what a watcher is told meanwhile."""
+"""One function over many tasks in several processes, with events for watchers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Event:
     """A task that begins, or that has ended with a result."""
 
     label: str
-    """Of the task, for people."""
+    """Name of the task, for people."""
 
     is_done: bool
     weight: int
-    """Plans that the task is about."""
+    """Number of plans in the task."""
 
     total: int
-    """Plans of all tasks."""
+    """Number of plans in all tasks."""
 
     task: Any
     result: Any = None
@@ -42,7 +42,7 @@ _watchers: ContextVar[tuple[Watcher, ...]] = ContextVar("_watchers", default=())
 
 @contextmanager
 def watched(by: Watcher) -> Iterator[None]:
-    """Within the block `by` is told of every task; of blocks within each other all are."""
+    """Call `by` for every event in the block; nested blocks all get the events."""
     token = _watchers.set((*_watchers.get(), by))
     try:
         yield
@@ -51,7 +51,7 @@ def watched(by: Watcher) -> Iterator[None]:
 
 
 def tell(event: Event) -> None:
-    """Tell those who watch."""
+    """Send an event to all watchers."""
     for watcher in _watchers.get():
         watcher(event)
 
@@ -64,9 +64,9 @@ def over_processes(
     label: Callable[[T], str] = str,
     weight: Callable[[T], int] = lambda task: 1,
 ) -> list[R]:
-    """`one` of each task, in their order; one process is this one, more are fresh ones.
+    """Return `one` of each task, in order; one process is this one, several are new ones.
 
-    A process takes the next task when it has done one. `label` and `weight` are for who watches.
+    A process takes the next task when it has finished one. `label` and `weight` are for watchers.
     """
     total = sum(map(weight, tasks))
 
@@ -103,7 +103,7 @@ def over_processes(
                 say(tasks[index], is_done=True, result=found[index])
     except BaseException:
         for process in list((getattr(pool, "_processes", None) or {}).values()):
-            process.terminate()  # what is under way is of no use to anybody
+            process.terminate()  # its work is not needed
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
@@ -111,19 +111,20 @@ def over_processes(
 
 
 def _begin() -> None:
-    """An interrupt of the terminal comes to every process; the parent alone answers it."""
+    """Ignore interrupts of the terminal, which come to every process; the parent handles them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     collect_seldom()
 
 
 MADE_BETWEEN_COLLECTIONS = 100_000
-"""Objects. Importing torch and transformers makes a million that stay, through which Python would
-look a thousand times; a run itself is not disturbed, and is cleaned up after (`without_cycles`).
+"""Objects between collections. Importing torch and transformers makes a million permanent objects,
+which Python would scan a thousand times. A run is not affected, and is cleaned up afterwards
+(`without_cycles`).
 """
 
 
 def collect_seldom() -> Callable[[], None]:
-    """Look for garbage in cycles less often in this process; returns what takes that back."""
+    """Collect garbage in cycles less often in this process; return a function that undoes it."""
     before = gc.get_threshold()
     gc.set_threshold(MADE_BETWEEN_COLLECTIONS, *before[1:])
     return partial(gc.set_threshold, *before)

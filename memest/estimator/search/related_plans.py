@@ -1,38 +1,250 @@
-"""The programs of plans that train one model, from as few traces as possible.
+"""Programs of plans that train one model, from few traces.
 
-They differ in the optimizer, checkpointing, the micro-batches of a step and the batch size.
+The plans differ in the optimizer, checkpointing, the micro-batches of a step and the batch size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from memest.errors import PlanError
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.search.trace_series import TraceSeries
-from memest.estimator.trace.family.reuse import FormBroken
-from memest.estimator.trace.family.splices import OptimizerStep, of_one_micro_batch
-from memest.estimator.trace.traced import TracedPlan
-from memest.estimator.trace.virtual_run import repeats_micro_batches
-from memest.estimator.traced_plan import trace_plan
+from memest.estimator.replay.interpolate.call_log import CallLog, LoggedTrace, logged_trace
+from memest.estimator.replay.interpolate.reuse import (
+    DEGREE,
+    Family,
+    FormBroken,
+    with_value,
+)
+from memest.estimator.replay.interpolate.templates import OptimizerStep, of_one_micro_batch
+from memest.estimator.replay.simulated import TracedPlan
+from memest.estimator.replay.simulated_plan import trace_plan
+from memest.estimator.replay.virtual_run import repeats_micro_batches
 from memest.plan import TrainingPlan
 
+SPACING = {"batch_size": 1, "seq_len": 64}
+"""Spacing between the samples of a guess. Attention pads masks to 8 tokens and row sums to 32, so
+other lengths follow no polynomial.
+"""
+
+GROWTH = 4
+"""Factor to the next size that a search tries while everything fits."""
+
+
+class TraceSeries:
+    """Traced plans of one plan with other values of one key, from as few traces as possible.
+
+    Args:
+        plan: the plan; its own value of `key` does not matter.
+        gpu: GPU whose kernels run.
+        key: `batch_size` or `seq_len`.
+    """
+
+    def __init__(
+        self,
+        plan: TrainingPlan,
+        gpu: Gpu,
+        key: str = "batch_size",
+        *,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self.plan, self.gpu, self.key = plan, gpu, key
+        self.num_traces = 0
+        self.trust_remote_code = trust_remote_code
+        self._traces: dict[int, LoggedTrace] = {}
+        self._covered: dict[int, Family] = {}
+        self._families: dict[tuple[int, int], Family] = {}
+        self._broken: set[tuple[int, int]] = set()  # starts and spacings that make no family
+
+    def trace(self, value: int) -> LoggedTrace:
+        """Return the trace at `value`, made once."""
+        if value not in self._traces:
+            plan = with_value(self.plan, self.key, value)
+            trust = self.trust_remote_code
+            if self.is_alone:
+                traced = trace_plan(plan, self.gpu, trust_remote_code=trust)
+                self._traces[value] = LoggedTrace(traced, CallLog())
+            else:
+                self._traces[value] = logged_trace(plan, self.gpu, trust_remote_code=trust)
+            self.num_traces += 1
+        return self._traces[value]
+
+    @property
+    def is_alone(self) -> bool:
+        """True if every size has its own trace."""
+        return self.plan.is_distributed
+
+    def at(self, value: int) -> TracedPlan:
+        """Return the traced plan at `value`: from a family that covers it, or its own trace."""
+        return self.known(value) or self.trace(value).traced
+
+    def known(self, value: int) -> TracedPlan | None:
+        """Return the traced plan at `value` if existing traces suffice."""
+        if value in self._traces:
+            return self._traces[value].traced
+        if value in self._covered:
+            with suppress(FormBroken):
+                return self._with_length(self._covered[value].at(value), value)
+        return None
+
+    def guess(self, value: int) -> TracedPlan:
+        """Return a traced plan from any family with the same shape decisions, without a check."""
+        spacing = SPACING[self.key]
+        traced = [v for v in self._traces if v > 1]
+        is_short = self.key == "seq_len" and value < min(traced, default=0)  # not surely a plan
+        is_own = self.is_alone or value == 1 or value % spacing
+        if value in self._traces or is_own or is_short:
+            return self.trace(value).traced
+        for family in reversed(self._families.values()):
+            with suppress(FormBroken):
+                return self._with_length(family.at(value), value)
+        if self._is_alone(value):
+            return self.trace(value).traced
+        for start in dict.fromkeys((min(traced, default=value), value)):
+            with suppress(FormBroken, PlanError):
+                return self._with_length(self.family(start, spacing).at(value), value)
+        return self.trace(value).traced
+
+    def _is_alone(self, value: int) -> bool:
+        """Return whether no earlier size, and not the next size of the search, takes the same
+        decisions as `value`.
+
+        One trace is then less than a family.
+        """
+        family = next(iter(self._families.values()), None)
+        own = None if family is None else family.outcomes(value)
+        if family is None or own is None:
+            return False
+        others = (GROWTH * value, *(v for v in self._traces if v > 1))
+        return all(family.outcomes(other) != own for other in others)
+
+    def forget_families(self) -> None:
+        """Drop families that turned out wrong; traces are kept."""
+        self._families.clear()
+        self._covered.clear()
+
+    def cover(self, values: Iterable[int], *, asked: Iterable[int] | None = None) -> None:
+        """Make `at` cheap for `values`; whatever it returns has been checked as far as possible.
+
+        Of `values` only those in `asked` matter, all by default: the others are steps between.
+
+        A run of values with one spacing is cut where a decision by shapes differs. Each part is
+        covered by a family of its first few, if that agrees with a trace at the last value in
+        `asked`. If not, each half is covered by itself. If few of many are in `asked`, the family
+        is of the first and the last of these, if both make the same calls.
+        """
+        if self.is_alone:
+            return
+        values = sorted(set(values) - {1})
+        wanted = set(values if asked is None else asked)
+        for run in runs_of_one_spacing(values):
+            if not self._span(run, wanted):
+                self._cover(run, wanted)
+
+    def _span(self, run: Sequence[int], asked: set[int]) -> bool:
+        """Return whether traces of the ends cover the values in `asked`, all multiples of the
+        first.
+
+        A size padded to a multiple follows no polynomial. Multiples of a size without padding have
+        none, and the differences of padded sizes are no multiples of the sizes' differences.
+        """
+        held = sorted(asked.intersection(run))
+        is_few = DEGREE[self.key] == 1 and DEGREE[self.key] + 2 < len(held) < len(run) // 2
+        if not is_few or any(value % held[0] for value in held):
+            return False
+        first, last = held[0], held[-1]
+        ends = [self.trace(first), self.trace(last)]
+        try:
+            family = Family(ends, self.gpu, first, last - first, step=run[1] - run[0])
+            for value in held:
+                family.at(value)
+        except FormBroken:
+            return False
+        self._covered |= dict.fromkeys(held, family)
+        return True
+
+    def family(self, start: int, spacing: int = 1) -> Family:
+        """Return the family whose first sample is at `start`, without checks between its samples.
+
+        Raises:
+            FormBroken: the samples do not make the same calls, or are those of a strategy.
+        """
+        if self.is_alone:
+            raise FormBroken(f"`{self.plan.strategy}` is traced size by size")
+        if (start, spacing) in self._broken:
+            raise FormBroken(f"the samples from {start} differ")
+        if (start, spacing) not in self._families:
+            self._broken.add((start, spacing))
+            sizes = [start + i * spacing for i in range(DEGREE[self.key] + 1)]
+            samples = [self.trace(size) for size in sizes]
+            self._families[start, spacing] = Family(samples, self.gpu, start, spacing)
+            self._broken.remove((start, spacing))
+        return self._families[start, spacing]
+
+    def agrees(self, family: Family, value: int) -> bool:
+        """Return whether `family` and a trace agree at `value`."""
+        try:
+            made = self._with_length(family.at(value), value)
+        except FormBroken:
+            return False
+        return made == self.trace(value).traced
+
+    def _with_length(self, traced: TracedPlan, value: int) -> TracedPlan:
+        return replace(traced, seq_len=value) if self.key == "seq_len" else traced
+
+    def _cover(self, run: Sequence[int], asked: set[int]) -> None:
+        if len(asked.intersection(run)) <= DEGREE[self.key] + 2:
+            return
+        middle = len(run) // 2
+        try:
+            family = self.family(run[0], run[1] - run[0])
+            is_other = (i for i, v in enumerate(run) if not family.chooses_alike(v))
+            end = next(is_other, len(run))
+            held = asked.intersection(run[:end])
+            if held and self.agrees(family, max(held)):
+                self._covered |= dict.fromkeys(run[:end], family)
+                self._cover(run[end:], asked)
+                return
+            middle = min(middle, end)
+        except FormBroken:
+            pass
+        self._cover(run[:middle], asked)
+        self._cover(run[middle:], asked)
+
+
+def runs_of_one_spacing(values: Sequence[int]) -> list[list[int]]:
+    """Cut ascending `values` into arithmetic progressions, from the left.
+
+    >>> runs_of_one_spacing([2, 3, 4, 8, 16, 24])
+    [[2, 3, 4], [8, 16, 24]]
+    """
+    runs: list[list[int]] = []
+    for value in values:
+        run = runs[-1] if runs else []
+        if len(run) == 1 or (len(run) > 1 and value - run[-1] == run[-1] - run[-2]):
+            run.append(value)
+        else:
+            runs.append([value])
+    return runs
+
+
 SAME_MODEL: Mapping[str, Any] = {"optim": "sgd", "act_ckpt": False}
-"""Values of the keys in which related plans differ, batches apart."""
+"""Values of the keys in which related plans differ, except batches."""
 
 
 class RelatedPlans:
-    """The traced plans of related plans on one chip.
+    """Traced plans of related plans on one chip.
 
-    With and without checkpointing one optimizer and two micro-batches are traced, at a few sizes;
-    of every other optimizer one step.
+    With and without checkpointing, one optimizer and two micro-batches are traced at a few sizes.
+    Of every other optimizer one step is traced.
 
     Args:
-        gpu: whose kernels run.
-        steps: values of one spacing that hold the batch sizes.
-        batches: the batch sizes that will be asked for.
+        gpu: GPU whose kernels run.
+        steps: values of one spacing that include the batch sizes.
+        batches: the batch sizes that will be requested.
     """
 
     def __init__(self, gpu: Gpu, steps: Sequence[int], batches: Sequence[int]) -> None:
@@ -42,7 +254,7 @@ class RelatedPlans:
         self._lead = ""
 
     def at(self, plan: TrainingPlan) -> TracedPlan:
-        """The traced plan of `plan`.
+        """Return the traced plan of `plan`.
 
         Raises:
             MemestError: it cannot be predicted.
@@ -59,7 +271,7 @@ class RelatedPlans:
         return self._traced(plan)
 
     def _in_short(self, plan: TrainingPlan) -> TracedPlan:
-        """By the trace of two micro-batches, which holds that of one."""
+        """Trace two micro-batches, which include the trace of one."""
         two = self._traced(replace(plan, accumulate_grad_batches=2))
         return of_one_micro_batch(two) if plan.accumulate_grad_batches == 1 else two
 
@@ -71,7 +283,7 @@ class RelatedPlans:
         return self._series[key].at(plan.batch_size)
 
     def _step(self, plan: TrainingPlan) -> OptimizerStep | None:
-        """That of the optimizer of `plan`, if it is all in which a plan with it is another."""
+        """Return the step of the plan's optimizer, if plans differ only in it."""
         size = min((b for b in self.batches if b > 1), default=1)
         short = replace(plan, act_ckpt=False, accumulate_grad_batches=1, batch_size=size)
         if short not in self._optimizers:

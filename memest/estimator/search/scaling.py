@@ -1,49 +1,41 @@
-"""Memory per GPU over the number of GPUs, under each strategy, and what does not shrink with it."""
+"""Memory per GPU under each strategy, over the number of GPUs, and its constant terms."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from memest.errors import MemestError, PlanError, closest
 from memest.estimator.search.suite import predict_each
 from memest.plan import TrainingPlan
+from memest.plan.training_plan import PLAN_KEYS
 from memest.plan.values import STRATEGIES
 from memest.report import Prediction
 
 DEVICES = (1, 2, 4, 8, 16, 32, 64)
-"""Numbers of GPUs that are predicted where none are named."""
+"""Default numbers of GPUs."""
 
 DEFAULT_STRATEGIES = ("ddp", "deepspeed_stage_2", "deepspeed_stage_3", "fsdp", "fsdp2")
-
-_ONLY_OF = {
-    "ddp": ("gradient_as_bucket_view", "bucket_cap_mb"),
-    "fsdp": (
-        "sharding_strategy", "shard_size", "wrap_classes", "activation_checkpointing_policy",
-    ),
-    "deepspeed": ("reduce_bucket_size", "allgather_bucket_size"),
-}  # fmt: skip
-"""Keys of a plan that one family of strategies reads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingLine:
-    """One strategy over the numbers of GPUs."""
+    """Reports of one strategy for each number of GPUs."""
 
     strategy: str
     reports: Mapping[int, Prediction]
-    """By the number of GPUs, ascending; those that could not be predicted are missing."""
+    """Reports by the number of GPUs, ascending, without those that could not be predicted."""
 
     missing: tuple[int, ...] = ()
     """Numbers of GPUs that could not be predicted."""
 
     notes: tuple[str, ...] = ()
-    """What was set for this strategy, or why a number of GPUs is missing."""
+    """Settings of this strategy, or reasons why a number of GPUs is missing."""
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """The reports as JSON values, each with its strategy and number of GPUs in front."""
+        """Return the reports as JSON values, each with its strategy and number of GPUs in front."""
         return [
             {"strategy": self.strategy, "devices": devices, **report.to_dict()}
             for devices, report in self.reports.items()
@@ -99,7 +91,7 @@ def _check_strategy(strategy: str) -> None:
 
 
 def _plan(values: Mapping[str, Any], strategy: str, devices: int) -> TrainingPlan:
-    """The plan under one strategy, without the keys that only other strategies read."""
+    """Return the plan under one strategy, without the keys that only other strategies read."""
     unread = _unread(values, strategy)
     kept = {key: value for key, value in values.items() if key not in unread}
     kept |= {"strategy": strategy, "devices": devices}
@@ -109,14 +101,13 @@ def _plan(values: Mapping[str, Any], strategy: str, devices: int) -> TrainingPla
 
 
 def _unread(values: Mapping[str, Any], strategy: str) -> list[str]:
-    """Keys of `values` that say something, and that `strategy` does not read."""
-    defaults = {f.name: f.default for f in fields(TrainingPlan)}
+    """Return the keys of `values` that are not at their defaults and that `strategy` ignores."""
     return [
-        key
-        for family, keys in _ONLY_OF.items()
-        for key in keys
-        if not strategy.startswith(family) and values.get(key) not in (None, [], (), defaults[key])
-    ]
+        name
+        for name, row in PLAN_KEYS.items()
+        if row.need and not strategy.startswith(row.need.only_of)
+        and values.get(name) not in (None, [], (), row.default)
+    ]  # fmt: skip
 
 
 def _line(
@@ -138,7 +129,7 @@ def _line(
 
 
 def kind_bytes(report: Prediction) -> dict[str, int]:
-    """Bytes at the peak by kind of term, the largest first."""
+    """Return bytes at the peak by kind of term, the largest first."""
     sizes: dict[str, int] = {}
     for term in report.terms:
         sizes[term.kind] = sizes.get(term.kind, 0) + term.num_bytes
@@ -146,11 +137,11 @@ def kind_bytes(report: Prediction) -> dict[str, int]:
 
 
 def constant_terms(line: ScalingLine) -> dict[str, int]:
-    """What does not shrink: bytes by kind on the largest number of GPUs, the largest first.
+    """Return the terms that do not shrink: bytes by kind on most GPUs, the largest first.
 
-    What is divided among the GPUs falls as 1/n from the number before it to the largest, what is
-    not stays. A kind counts as constant if it is nearer to the latter: of sizes a and b on m and n
-    GPUs, b / a > (1 + m / n) / 2. Of a single number of GPUs nothing can be said.
+    Divided terms fall as 1/n from the second largest number of GPUs to the largest; other terms
+    stay. A kind is constant if it is nearer to the latter: for sizes a and b on m and n GPUs, b / a
+    > (1 + m / n) / 2. A single number of GPUs has no constant terms.
     """
     numbers = sorted(line.reports)
     if len(numbers) < 2:

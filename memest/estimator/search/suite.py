@@ -18,16 +18,16 @@ from memest.report import Prediction
 T = TypeVar("T")
 
 MIN_PLANS_FOR_PROCESSES = 4
-"""Below it, starting processes costs more than it saves."""
+"""Number of plans below which starting processes costs more than it saves."""
 
 
 def predict_all(
     plans: Sequence[TrainingPlan], *, jobs: int | None = None, trust_remote_code: bool = False
 ) -> list[Prediction]:
-    """The predictions of `plans`, in their order.
+    """Return the predictions of `plans`, in their order.
 
     Raises:
-        MemestError: of the first plan that cannot be predicted, with its name.
+        MemestError: the error of the first plan that cannot be predicted, with its name.
     """
     found = predict_each(plans, jobs=jobs, trust_remote_code=trust_remote_code)
     predicted, failed = apart(plans, found)
@@ -39,10 +39,10 @@ def predict_all(
 def predict_each(
     plans: Sequence[TrainingPlan], *, jobs: int | None = None, trust_remote_code: bool = False
 ) -> list[Prediction | MemestError]:
-    """As `predict_all`, with the error in place of each plan that cannot be predicted.
+    """Return predictions like `predict_all`, with an error for each plan that cannot be predicted.
 
     Raises:
-        MemestError: a plan asks for a model or a GPU that does not exist.
+        MemestError: a plan names a model or a GPU that does not exist.
     """
     alone = (jobs or os.cpu_count() or 1) if len(plans) == 1 else 1
     return _over_processes(
@@ -53,7 +53,7 @@ def predict_each(
 def apart(
     plans: Sequence[TrainingPlan], found: Sequence[Prediction | MemestError]
 ) -> tuple[list[tuple[TrainingPlan, Prediction]], list[tuple[TrainingPlan, MemestError]]]:
-    """The plans with a prediction and those with an error, of what `predict_each` found."""
+    """Return the plans with a prediction and the plans with an error."""
     predicted: list[tuple[TrainingPlan, Prediction]] = []
     failed: list[tuple[TrainingPlan, MemestError]] = []
     for plan, each in zip(plans, found, strict=True):
@@ -65,7 +65,7 @@ def apart(
 
 
 def named(plan: TrainingPlan, error: MemestError) -> MemestError:
-    """`error` with the name of the experiment before it."""
+    """Return `error` with the name of the experiment in front."""
     made = type(error)(f"experiment `{plan.label}`: {error}")
     made.hint = error.hint
     return made
@@ -94,7 +94,7 @@ def _over_processes(
 
 
 def _alike(plans: Sequence[TrainingPlan]) -> dict[TrainingPlan, list[int]]:
-    """Plans by what is traced of them, by position; those that take longest first."""
+    """Return positions of plans by their common trace; the slowest first."""
     groups: dict[TrainingPlan, list[int]] = {}
     for index, plan in enumerate(plans):
         traced = replace(plan, name="", memory_limit=None, host_memory=None, steps=2)

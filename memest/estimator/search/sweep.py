@@ -1,17 +1,18 @@
-"""Many plans that differ in a few keys, predicted from few traces.
+"""Plans that differ in a few keys, predicted from few traces.
 
 Plans that differ in the batch size alone (or the sequence length alone) and run on one kind of chip
-share a `TraceSeries`. Every point is replayed on its own under each card's limit, so it says what
-`predict` says of that plan, to the byte.
+share a `TraceSeries`. Every point is replayed on its own under each GPU's limit, so it equals the
+prediction of that plan to the byte.
 """
 
 from __future__ import annotations
 
+import csv
 import gc
 import itertools
+import json
 import multiprocessing
 import os
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -19,33 +20,38 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memest.child import CAN_FORK
 from memest.errors import MemestError, PlanError, shown
 from memest.estimator.predict import target_gpus
 from memest.estimator.search.processes import over_processes
 from memest.plan import TrainingPlan
+from memest.plan.reading import read_limited
+from memest.plan.training_plan import PLAN_KEYS
 from memest.report import Outcome, Verdict
+from memest.report.records import read_as
 
 if TYPE_CHECKING:
-    from memest.estimator.search.trace_series import TraceSeries
+    from memest.estimator.search.related_plans import TraceSeries
 
 Grid = list[tuple[dict[str, Any], TrainingPlan | MemestError]]
-"""The values of the keys that vary, and the plan with them or why there is none."""
+"""Values of the varied keys, with the plan or its error."""
 
 MAX_POINTS = 1000
-"""Predictions of one sweep, unless more are allowed."""
+"""Default limit of predictions in one sweep."""
 
 _VARIED = ("batch_size", "seq_len")
 """Keys whose values share traces, in the order in which they are tried."""
 
-_KINDS = {f.name: str(f.type) for f in fields(TrainingPlan)}
+_KINDS = {name: row.type for name, row in PLAN_KEYS.items()}
 _BOOLEANS = {"true": True, "yes": True, "false": False, "no": False}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepPoint:
-    """One plan on one card."""
+    """One plan on one GPU."""
 
     plan: TrainingPlan
     gpu: str
@@ -55,26 +61,26 @@ class SweepPoint:
     peak_allocated_bytes: int = 0
     process_bytes: int = 0
     unlimited_reserved_bytes: int = 0
-    """What it would reserve on a card without end."""
+    """Bytes that it would reserve on an unlimited GPU."""
 
     error: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """All but the plan, as JSON values."""
+        """Return all fields except the plan, as JSON values."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "plan"} | {
             "verdict": None if self.verdict is None else asdict(self.verdict)
         }
 
     @classmethod
     def from_dict(cls, plan: TrainingPlan, values: Mapping[str, Any]) -> SweepPoint:
-        """What `to_dict` wrote, with its plan."""
+        """Make a point from the values of `to_dict` and its plan."""
         own = dict(values)
         if (found := values["verdict"]) is not None:
-            own["verdict"] = Verdict(**found | {"verdict": Outcome(found["verdict"])})
+            own["verdict"] = read_as(Verdict, found)
         return cls(plan=plan, **own)
 
     def to_row(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Flat values: those of `keys` of the plan, then what the card says."""
+        """Return flat values: `keys` of the plan, then the results on the GPU."""
         found = self.verdict
         head = {key: getattr(self.plan, key) for key in keys} | {"gpu": self.gpu}
         return head | {
@@ -84,7 +90,9 @@ class SweepPoint:
             "unlimited_reserved_bytes": self.unlimited_reserved_bytes,
             "process_bytes": self.process_bytes,
             "limit_bytes": 0 if found is None else found.limit_bytes,
+            "needs_bytes": 0 if found is None else found.needs_bytes,
             "margin_bytes": 0 if found is None else found.margin_bytes,
+            "spread_bytes": 0 if found is None else found.spread_bytes,
             "oom_at": "" if found is None else found.at,
             "error": self.error,
         }
@@ -95,7 +103,7 @@ Known = Mapping[TrainingPlan, list[SweepPoint]]
 
 
 def parse_values(key: str, text: str) -> list[Any]:
-    """The values of `key` in a list such as `1,2,4`, a range `1:64` or one with a step `8:64:8`.
+    """Return the values of `key` in a list `1,2,4`, a range `1:64` or a range with a step `8:64:8`.
 
     Both ends of a range count. A value that is named twice counts once.
 
@@ -129,7 +137,7 @@ def _value(key: str, item: str) -> Any:
         if item.casefold() not in _BOOLEANS:
             raise PlanError(f"`{key}` is {shown(item)}", hint="give `true`, `false` or both")
         return _BOOLEANS[item.casefold()]
-    if key in ("gpu_memory", "memory_limit") or kind.startswith("str"):
+    if PLAN_KEYS[key].is_size or kind.startswith("str"):
         return item
     if kind.startswith("tuple"):
         return tuple(name for name in item.split("+") if name)
@@ -157,7 +165,8 @@ def _range(key: str, item: str) -> range:
 def make_grid(
     base: Mapping[str, Any], varied: Mapping[str, Sequence[Any]], *, max_points: int = MAX_POINTS
 ) -> Grid:
-    """Every combination of `varied` over `base`, the last key fastest; an error where it is none.
+    """Return every combination of `varied` over `base`, the last key fastest; invalid ones as
+    errors.
 
     Raises:
         PlanError: there are more than `max_points`, or none of them is a plan.
@@ -189,7 +198,7 @@ def sweep_grid(
     trust_remote_code: bool = False,
     known: Known | None = None,
 ) -> list[dict[str, Any]]:
-    """Flat rows for the points of `make_grid`, those that are no plans among them."""
+    """Return flat rows for the points of `make_grid`, including those that are no plans."""
     plans = [plan for _, plan in grid if isinstance(plan, TrainingPlan)]
     points = sweep(plans, jobs=jobs, trust_remote_code=trust_remote_code, known=known)
     keys = list(dict.fromkeys(["model_name", *(key for changes, _ in grid for key in changes)]))
@@ -215,7 +224,7 @@ def sweep(
     trust_remote_code: bool = False,
     known: Known | None = None,
 ) -> list[SweepPoint]:
-    """Every plan on each card that it asks about, in their order.
+    """Predict every plan on each of its GPUs, in order.
 
     A plan that cannot be predicted gives points with an `error`. The points of plans in `known` are
     taken from there.
@@ -266,17 +275,17 @@ def _failed(plan: TrainingPlan, error: MemestError) -> list[SweepPoint]:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Plans, by their position, that differ in `key` alone."""
+    """Positions of plans that differ in `key` alone."""
 
     key: str
     members: list[int]
 
 
 def _groups(plans: Sequence[TrainingPlan]) -> dict[Any, _Group]:
-    """Plans grouped by the key that has the most values."""
+    """Return plans grouped by the key that has the most values."""
     num_values = {key: len({getattr(plan, key) for plan in plans}) for key in _VARIED}
     key = max(_VARIED, key=lambda k: num_values[k])
-    names = [f.name for f in fields(TrainingPlan) if f.name not in (key, "name")]
+    names = [name for name in (*PLAN_KEYS, "assumed") if name not in (key, "name")]
     groups: dict[Any, _Group] = {}
     for index, plan in enumerate(plans):
         # a length that is left out is the model's default, and no number of a series
@@ -290,22 +299,22 @@ def _groups(plans: Sequence[TrainingPlan]) -> dict[Any, _Group]:
 def _sweep_group(
     task: tuple[Sequence[TrainingPlan], str], *, jobs: int, trust_remote_code: bool
 ) -> list[list[SweepPoint] | MemestError]:
-    """The points of each plan of one group, or why there are none."""
-    from memest.estimator.search.trace_series import TraceSeries
+    """Return the points of each plan of one group, or its error."""
+    from memest.estimator.search.related_plans import TraceSeries
 
     plans, key = task
     values = [getattr(plan, key) for plan in plans]
-    all_series: dict[tuple[Any, ...], TraceSeries] = {}
+    all_series: dict[str, TraceSeries] = {}
     with frozen_garbage():
         try:
             for gpu in target_gpus(plans[0]):
-                chip = (gpu.capability, gpu.num_sms)
+                chip = gpu.chip
                 if chip not in all_series:
                     series = TraceSeries(plans[0], gpu, key, trust_remote_code=trust_remote_code)
                     all_series[chip] = series
                     series.cover(value for value in values if value is not None)
         except MemestError:
-            pass  # which point it is of is found below, where each is asked for by itself
+            pass  # each point is predicted below, where its own error is found
         gc.freeze()
         found = _replay_in_parallel(plans, key, all_series, jobs)
         missing = [plan for plan, points in zip(plans, found, strict=True) if points is None]
@@ -315,7 +324,7 @@ def _sweep_group(
 
 @contextmanager
 def frozen_garbage() -> Iterator[None]:
-    """Let collections within look at what is made within; there is much before, and it stays."""
+    """Exclude older objects, which are many, from garbage collections in the block."""
     gc.freeze()
     try:
         yield
@@ -324,21 +333,21 @@ def frozen_garbage() -> Iterator[None]:
 
 
 MIN_PARALLEL_POINTS = 16
-"""Of fewer, one process is done as soon as several are started."""
+"""Number of points below which one process is as fast as several."""
 
 _shared: tuple[Sequence[TrainingPlan], str, Mapping[Any, TraceSeries]]
-"""In a forked process: what its parent had."""
+"""Arguments of the parent, in a forked process."""
 
 
 def _replay_in_parallel(
     plans: Sequence[TrainingPlan], key: str, all_series: Mapping[Any, TraceSeries], jobs: int
 ) -> Sequence[list[SweepPoint] | None]:
-    """The points that take no further trace, from processes that inherit the traces made so far.
+    """Return the points that need no further trace, from processes that inherit the traces.
 
-    None for a plan that takes one: autograd does not survive a fork.
+    None for a plan that needs one: autograd does not survive a fork.
     """
     nothing = [None] * len(plans)
-    if jobs < 2 or len(plans) < MIN_PARALLEL_POINTS or sys.platform != "linux":
+    if jobs < 2 or len(plans) < MIN_PARALLEL_POINTS or not CAN_FORK:
         return nothing
     context = multiprocessing.get_context("fork")
     try:
@@ -370,7 +379,7 @@ def _replay_inherited(index: int) -> list[SweepPoint] | None:
 
 
 class _NeedsTrace(Exception):
-    """A point that no trace made so far covers."""
+    """A point that no existing trace covers."""
 
 
 def _points_or_error(
@@ -385,19 +394,17 @@ def _points_or_error(
 def _points(
     plan: TrainingPlan, key: str, all_series: Mapping[Any, TraceSeries], *, may_trace: bool = True
 ) -> list[SweepPoint]:
-    from memest.estimator.search.largest import Trial, limit_of
-    from memest.estimator.trace.replay import Replayed
+    from memest.estimator.search.largest import Trial
 
     points = []
-    free: dict[Any, Replayed] = {}
+    trials: dict[Any, Trial] = {}
     for gpu in target_gpus(plan):
-        chip = (gpu.capability, gpu.num_sms)
+        chip = gpu.chip
         series, value = all_series[chip], getattr(plan, key)
         traced = series.at(value) if may_trace else series.known(value)
         if traced is None:
             raise _NeedsTrace
-        found = Trial(traced, plan, limit_of(plan, gpu), free.get(chip))
-        free[chip] = found.free
+        found = trials[chip] = Trial(traced, plan, gpu, trials.get(chip))
         points.append(
             SweepPoint(
                 plan=plan,
@@ -411,3 +418,129 @@ def _points(
             )
         )
     return points
+
+
+MAX_SWEEP_BYTES = 64 << 20
+"""Size above which a file is refused; a row is some hundred bytes."""
+
+_FIRST_RESULT = "verdict"
+"""First result column; the columns before it identify plan and GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class FitsTable:
+    """Verdicts by (row, column) in the order of the sweep; a plan that does not exist has none."""
+
+    verdicts: dict[tuple[str, str], Verdict]
+    across: str
+    """Name of the columns, such as `batch size`."""
+
+    gpus: tuple[str, ...]
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of `memest sweep -o`, from CSV or JSON Lines by the file's ending.
+
+    Raises:
+        PlanError: the file cannot be read or is no sweep.
+    """
+    text = read_limited(path, MAX_SWEEP_BYTES, what="`memest sweep -o`")
+    try:
+        rows: list[Any]
+        if path.suffix == ".csv":
+            rows = list(csv.DictReader(text.splitlines()))
+        else:
+            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+        for row in rows:
+            _verdict(row)
+    except (csv.Error, json.JSONDecodeError, LookupError, TypeError, ValueError) as error:
+        raise _no_sweep(path) from error
+    if not rows:
+        raise _no_sweep(path)
+    return rows
+
+
+def _no_sweep(path: Path) -> PlanError:
+    return PlanError(f"`{path}` is no sweep", hint="write one with `memest sweep -o sweep.csv`")
+
+
+def fits_table(rows: Sequence[Mapping[str, Any]], across: str = "") -> FitsTable:
+    """Return the verdicts as a table: `across` over the columns, other varied keys down the rows.
+
+    By default the columns are the key with the most values, of equals the last.
+
+    Raises:
+        PlanError: `across` does not vary.
+    """
+    names = list(rows[0])
+    keys = names[: names.index(_FIRST_RESULT)]
+    values = {key: list(dict.fromkeys(_text(row[key]) for row in rows)) for key in keys}
+    varied = [key for key in keys if len(values[key]) > 1]
+    if across and across not in varied:
+        raise PlanError(
+            f"{shown(across)} has one value or none in this sweep",
+            hint=f"keys that vary: {', '.join(varied) or 'none'}",
+        )
+    chosen = across or max(reversed(varied or keys), key=lambda key: len(values[key]))
+    down = [key for key in varied if key != chosen] or [k for k in keys if k != chosen][:1]
+    verdicts: dict[tuple[str, str], Verdict] = {}
+    for row in rows:
+        verdict = _verdict(row)
+        if verdict is not None:
+            name = _row_name([_label(key, _text(row[key])) for key in down])
+            verdicts[name, _column(chosen, _text(row[chosen]))] = verdict
+    return FitsTable(verdicts, chosen.replace("_", " "), tuple(values["gpu"]))
+
+
+def _text(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
+_SHORT = {
+    "accumulate_grad_batches": "acc", "act_ckpt": "ckpt", "batch_size": "batch",
+    "use_lora": "LoRA", "use_qlora": "QLoRA",
+}  # fmt: skip
+
+
+def _label(key: str, text: str) -> str:
+    """Return the label of a value among others.
+
+    >>> _label("precision", "32-true"), _label("use_lora", "False"), _label("batch_size", "8")
+    ('32-true', 'no LoRA', 'batch 8')
+    """
+    name = _SHORT.get(key, key.replace("_", " "))
+    if text in ("True", "False"):
+        return name if text == "True" else f"no {name}"
+    if text in ("", "None"):
+        return f"no {name}"
+    return f"{name} {text}" if _is_number(text) else text
+
+
+def _row_name(labels: Sequence[str]) -> str:
+    """Return the labels of a row; negative labels are omitted if there are positive ones.
+
+    >>> _row_name(["adamw", "no ckpt"]), _row_name(["no LoRA", "no ckpt"])
+    ('adamw', 'no LoRA, no ckpt')
+    """
+    return ", ".join([x for x in labels if not x.startswith("no ")] or labels)
+
+
+def _column(key: str, text: str) -> str:
+    return text if _is_number(text) else _label(key, text)
+
+
+def _is_number(text: str) -> bool:
+    return text.replace(".", "", 1).isdigit()
+
+
+def _verdict(row: Mapping[str, Any]) -> Verdict | None:
+    if not row["verdict"]:
+        return None
+    return Verdict(
+        verdict=Outcome(row["verdict"]),
+        margin_bytes=int(row["margin_bytes"]),
+        limit_bytes=int(row["limit_bytes"]),
+        reserved_bytes=int(row["peak_reserved_bytes"]),
+        spread_bytes=int(row.get("spread_bytes", 0)),
+        at=row["oom_at"],
+    )

@@ -29,46 +29,50 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "QLoRA bf16": {"precision": "bf16-true", "use_qlora": True},
     "QLoRA bf16, no ckpt": {"precision": "bf16-true", "use_qlora": True, "kbit_ckpt": False},
 }
-"""The rows of the lab's tables on one GPU, from the baseline on, and their combinations; AdamW
-where no optimizer is named. QLoRA checkpoints activations by default, as peft does.
+"""Rows of the lab's tables on one GPU, from the baseline on, and their combinations; AdamW where no
+optimizer is named. QLoRA checkpoints activations by default, as peft does.
 """
 
 _DECIDED = {
     "precision", "optim", "momentum", "nesterov", "act_ckpt", "use_lora", "use_qlora",
     "double_quant", "quant", "kbit_ckpt",
 }  # fmt: skip
-"""Keys of a plan that a technique decides."""
+"""Keys of a plan that a technique sets."""
 
 _OF_ADAPTERS = {
     "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save",
-    "lora_bias", "use_rslora", "use_dora", "quant_skip", "quant_load",
+    "lora_bias", "use_rslora", "use_dora",
 }  # fmt: skip
+_OF_QLORA = {"quant_skip", "quant_load"}
 _OF_FULL = {"freeze"}
 
 
 @dataclass(frozen=True, slots=True)
 class TechniqueRow:
-    """One technique on one card."""
+    """One technique on one GPU."""
 
     technique: str
     gpu: str
     largest: Largest | None
     error: str = ""
-    """Why there is none: the technique does not go with the model, or is not modelled."""
+    """Reason for a missing result: the technique does not go with the model, or is not modelled."""
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return JSON values."""
         found = {} if self.largest is None else self.largest.to_dict()
         return {"technique": self.technique, "gpu": self.gpu, "error": self.error} | found
 
 
 def technique_values(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
-    """The values of `plan` under every technique; what a technique has no use for is left out."""
+    """Return the values of `plan` under every technique, without keys that a technique does not
+    use.
+    """
     values = {f.name: getattr(plan, f.name) for f in fields(plan) if f.name not in _DECIDED}
     made = {}
     for name, changes in TECHNIQUES.items():
         has_adapters = "use_lora" in changes or "use_qlora" in changes
         unused = _OF_FULL if has_adapters else _OF_ADAPTERS
+        unused = unused if "use_qlora" in changes else unused | _OF_QLORA
         kept = {k: v for k, v in values.items() if k not in unused}
         if plan.offloads:  # which works with one optimizer only
             kept["optim"] = plan.optim
@@ -84,7 +88,7 @@ def largest_of_all(
     jobs: int | None = None,
     trust_remote_code: bool = False,
 ) -> list[TechniqueRow]:
-    """The largest value of `key` under every technique on each card, technique by technique.
+    """Return the largest value of `key` under every technique on each GPU, technique by technique.
 
     A technique that cannot be run gives rows with an `error`.
 

@@ -1,4 +1,4 @@
-"""What C++ runs otherwise for tensors of the card than for those of meta, as a script meets it."""
+"""What C++ runs otherwise for tensors of the GPU than for those of meta, as a script meets it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def session() -> Iterator[Session]:
 
 @pytest.fixture(autouse=True)
 def _use(session: Session) -> None:
-    """Every test runs on the card."""
+    """Every test runs on the GPU."""
 
 
 def test_autocast_leaves_the_dtype_of_a_root_mean_square_norm() -> None:
@@ -42,7 +42,7 @@ def test_numbers_of_the_complex_plane_take_part_in_a_backward() -> None:
     assert p.grad.shape == (3,)
 
 
-def test_padded_steps_lie_on_the_card() -> None:
+def test_padded_steps_lie_on_the_gpu() -> None:
     packed = pack_padded_sequence(
         torch.ones(4, 6, 8, device="cuda"), torch.tensor([6, 5, 3, 2]), batch_first=True
     )
@@ -87,25 +87,25 @@ def test_the_report_says_that_cudnn_tries_its_kernels(
     assert any("cudnn.benchmark" in note for note in session.virtual.notes) == is_on
 
 
-def test_tensors_go_to_the_card_in_inference_mode() -> None:
+def test_tensors_go_to_the_gpu_in_inference_mode() -> None:
     """There C++ hands `to(device, dtype)` on as it is."""
     with torch.inference_mode():
-        on_card = torch.ones(2, device="cuda")
+        on_gpu = torch.ones(2, device="cuda")
         made = [
-            torch.ones(2).to("cuda", torch.float16), torch.ones(2).type_as(on_card),
-            torch.ones(2).to("cuda", torch.float32, copy=True), on_card.to("cuda", torch.float16),
+            torch.ones(2).to("cuda", torch.float16), torch.ones(2).type_as(on_gpu),
+            torch.ones(2).to("cuda", torch.float32, copy=True), on_gpu.to("cuda", torch.float16),
         ]  # fmt: skip
 
         assert [(t.device.type, t.dtype) for t in made] == [
             ("cuda", torch.float16), ("cuda", torch.float32),
             ("cuda", torch.float32), ("cuda", torch.float16),
         ]  # fmt: skip
-        assert on_card.to("cpu", torch.float16).device.type == "cpu"
+        assert on_gpu.to("cpu", torch.float16).device.type == "cpu"
 
 
 @pytest.mark.parametrize("is_last", [False, True])
 def test_a_copy_into_another_order_passes_through_a_buffer(is_last: bool) -> None:
-    """`copy_requires_temporaries` of Copy.cu: weights that go to the card as channels-last."""
+    """`copy_requires_temporaries` of Copy.cu: weights that go to the GPU as channels-last."""
     weight = torch.randn(64, 64, 3, 3)
     if is_last:
         weight = weight.contiguous(memory_format=torch.channels_last)
@@ -119,7 +119,7 @@ def test_a_copy_into_another_order_passes_through_a_buffer(is_last: bool) -> Non
     assert buffers == (0 if is_last else 4 * weight.numel())
 
 
-def test_a_cast_that_is_not_waited_for_is_the_card_s() -> None:
+def test_a_cast_that_is_not_waited_for_is_the_gpu_s() -> None:
     """The numbers cross as they are, and are cast there."""
     pinned = torch.randn(1024, 1024).pin_memory()
     torch.cuda.reset_peak_memory_stats()

@@ -13,9 +13,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from memest.errors import UnsupportedError
-from memest.estimator.device.cuda.properties import L2_KIB, MULTIPROCESSORS
-from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import find_gpu, list_gpus
+from memest.estimator.torch_api.cuda.driver import L2_KIB, MULTIPROCESSORS
+from memest.estimator.virtual_gpu import VirtualGpu
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def gpu() -> Iterator[VirtualGpu]:
         yield virtual
 
 
-def test_properties_are_those_of_the_card(gpu: VirtualGpu) -> None:
+def test_properties_are_those_of_the_gpu(gpu: VirtualGpu) -> None:
     found = torch.cuda.get_device_properties("cuda")
 
     assert found.name == torch.cuda.get_device_name(0) == "NVIDIA A100-SXM4-80GB"
@@ -37,7 +37,7 @@ def test_properties_are_those_of_the_card(gpu: VirtualGpu) -> None:
         torch.cuda.get_device_properties(1)
 
 
-def test_every_card_of_the_catalogue_has_a_multiprocessor() -> None:
+def test_every_gpu_of_the_catalogue_has_a_multiprocessor() -> None:
     assert {gpu.capability for gpu in list_gpus()} <= set(MULTIPROCESSORS)
     assert set(L2_KIB) <= {gpu.name for gpu in list_gpus()}
 

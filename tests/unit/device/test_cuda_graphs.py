@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.virtual_gpu import VirtualGpu
 from memest.units import MIB
 
 

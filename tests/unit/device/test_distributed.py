@@ -8,13 +8,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from memest.errors import UnsupportedError
-from memest.estimator.device.virtual_gpu import VirtualGpu
+from memest.estimator.virtual_gpu import VirtualGpu
 from tests.ranks import gpu_of_rank
 
 WORLD_SIZE = 4
@@ -188,3 +189,30 @@ def test_a_list_that_is_gathered_passes_through_one_tensor() -> None:
 
     assert torch.cuda.max_memory_allocated() - before == WORLD_SIZE * 4 << 20
     assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # a new name in 2.13
+@pytest.mark.usefixtures("rank")
+def test_a_functional_collective_allocates_its_result_and_waiting_nothing() -> None:
+    part = torch.ones(1 << 20, device="cuda")
+    before = torch.cuda.memory_allocated()
+
+    gathered = funcol.all_gather_tensor(part, 0, dist.group.WORLD)
+    doubled = gathered + gathered
+
+    assert gathered.device == doubled.device == part.device
+    assert torch.cuda.memory_allocated() - before == 2 * WORLD_SIZE * part.nbytes
+    del gathered
+    assert torch.cuda.memory_allocated() - before == WORLD_SIZE * part.nbytes
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # a new name in 2.13
+@pytest.mark.usefixtures("rank")
+def test_a_gradient_of_a_pending_collective_reaches_the_engine() -> None:
+    weight = torch.ones(4, 4, device="cuda", requires_grad=True)
+
+    gathered = funcol.all_gather_tensor_autograd(weight, 0, dist.group.WORLD)
+    (gathered.sum() + gathered.square().sum()).backward()
+
+    assert weight.grad is not None
+    assert weight.grad.is_cuda

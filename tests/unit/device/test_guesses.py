@@ -9,7 +9,7 @@ import torch
 
 import memest
 from memest.errors import UnsupportedError
-from memest.estimator.device.guesses import Guesses, comparison
+from memest.estimator.gpu.placeholders import Guesses, comparison
 
 aten = torch.ops.aten
 
@@ -62,7 +62,7 @@ def test_strict_refuses_by_the_line() -> None:
         guesses.scalar(torch.float32, "item")
 
 
-def test_what_the_card_draws_is_not_drawn_from_the_host() -> None:
+def test_what_the_gpu_draws_is_not_drawn_from_the_host() -> None:
     with memest.virtual_gpu("a100-40gb"):
         torch.manual_seed(0)
         alone = torch.rand(3).tolist()

@@ -11,8 +11,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from memest.estimator.device.timeline import STREAMS_PER_POOL, WATCHDOG_US
-from memest.estimator.device.virtual_gpu import VirtualGpu
+from memest.estimator.gpu.timeline import STREAMS_PER_POOL, WATCHDOG_US
+from memest.estimator.virtual_gpu import VirtualGpu
 from tests.ranks import gpu_of_rank
 
 MIB = 1 << 20

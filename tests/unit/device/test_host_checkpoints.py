@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.virtual_gpu import VirtualGpu
 
 BYTES = 4_000_256
 """1000 x 1000 float32, rounded up to 512."""
@@ -52,7 +52,7 @@ def test_a_file_is_small_and_reads_back_at_its_size(
     assert loaded["w"].device == torch.device("cuda", 0)
     assert loaded["w"].stride() == (1000, 1)
     assert num_bytes == BYTES
-    assert any("stand-ins" in note for note in gpu.notes)
+    assert any("hold zeros" in note for note in gpu.notes)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_checkpoint_of_stand_ins_by_hand_stays_one_number(
 
 
 def test_a_large_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memest.estimator.device.files.checkpoints.MAPPED_BYTES", 1 << 20)
+    monkeypatch.setattr("memest.estimator.torch_api.files.checkpoints.MAPPED_BYTES", 1 << 20)
     path = tmp_path / "c.pt"
     torch.save({"w": torch.ones(2000, 2000), "few": torch.arange(3.0)}, path)
     with VirtualGpu(find_gpu("h100-80gb")) as gpu:
@@ -126,7 +126,7 @@ def test_a_large_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert loaded["few"].sum() == 3
 
 
-def test_copies_of_modules_and_tensors_lie_on_the_card(gpu: VirtualGpu) -> None:
+def test_copies_of_modules_and_tensors_lie_on_the_gpu(gpu: VirtualGpu) -> None:
     model = nn.Linear(1000, 1000, bias=False).cuda()
     assert taken(gpu, lambda: copy.deepcopy(model))[1] == BYTES
     assert taken(gpu, lambda: copy.deepcopy(model.weight.detach()))[1] == BYTES

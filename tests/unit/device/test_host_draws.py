@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import memest
-from memest.estimator.device import host_draws
-from memest.estimator.device.host_draws import HostDraws, num_draws
-from memest.estimator.device.jumps import advance
+from memest.estimator.gpu import host
+from memest.estimator.gpu.host import HostDraws, num_draws
+from memest.estimator.ops.random import advance
 
 aten = torch.ops.aten
 COUNTED = {
@@ -108,7 +108,7 @@ def test_a_jump_is_as_many_draws(before: int, count: int) -> None:
 
 def test_a_model_of_billions_takes_no_longer_to_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is shuffled after it is as after a real one."""
-    monkeypatch.setattr(host_draws, "MANY_DRAWS", 1 << 20)
+    monkeypatch.setattr(host, "MANY_DRAWS", 1 << 20)
     torch.manual_seed(3)
     torch.randn(3000, 3001)
     expected = shuffled()

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.virtual_gpu import VirtualGpu
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_experts_are_loaded_as_they_are_published(gpu: VirtualGpu, tmp_path: Pat
 
 def test_a_script_without_transformers_does_not_import_it() -> None:
     code = (
-        "import sys; from memest.estimator.device.virtual_gpu import VirtualGpu; "
+        "import sys; from memest.estimator.virtual_gpu import VirtualGpu; "
         "from memest.estimator.hardware.gpus import find_gpu\n"
         "with VirtualGpu(find_gpu('h100-80gb')): pass\n"
         "assert not {'transformers', 'safetensors.torch', 'lightning'} & set(sys.modules)"

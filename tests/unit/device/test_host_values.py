@@ -13,10 +13,10 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import memest
 from memest.errors import UnsupportedError
-from memest.estimator.device import host
-from memest.estimator.device.tensors import Place
-from memest.estimator.device.virtual_gpu import VirtualGpu
+from memest.estimator.gpu import host
 from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.tensors.placement import Place
+from memest.estimator.virtual_gpu import VirtualGpu
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_parametrised_and_initialised_modules_work_on_both_sides(gpu: VirtualGpu
             module(torch.ones(2, 64, device=device)).sum().backward()
 
 
-def test_a_module_goes_to_the_card_and_back(gpu: VirtualGpu) -> None:
+def test_a_module_goes_to_the_gpu_and_back(gpu: VirtualGpu) -> None:
     embedding, head = nn.Embedding(100, 64), nn.Linear(64, 100, bias=False)
     head.weight = embedding.weight
     model = nn.ModuleList([embedding, head]).cuda()
@@ -131,7 +131,7 @@ def test_pinned_tensors_say_so(gpu: VirtualGpu) -> None:
     assert torch.zeros(4).pin_memory().to("cuda", non_blocking=True).is_cuda
 
 
-def test_a_generator_of_the_card_draws_there(gpu: VirtualGpu) -> None:
+def test_a_generator_of_the_gpu_draws_there(gpu: VirtualGpu) -> None:
     generator = torch.Generator("cuda").manual_seed(3)
     drawn = torch.randn(3, generator=generator, device="cuda")
     assert drawn.is_cuda
@@ -139,7 +139,7 @@ def test_a_generator_of_the_card_draws_there(gpu: VirtualGpu) -> None:
     assert drawn.abs().multinomial(2, generator=generator).shape == (2,)
 
 
-def test_a_number_put_into_a_tensor_of_the_card_takes_no_memory_there() -> None:
+def test_a_number_put_into_a_tensor_of_the_gpu_takes_no_memory_there() -> None:
     with memest.virtual_gpu("a100-40gb"):
         mask = torch.ones(8, 20, dtype=torch.long, device="cuda")
         requests = torch.cuda.memory_stats()["allocation.all.allocated"]

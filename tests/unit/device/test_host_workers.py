@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, random_split
 
-from memest.estimator.device.processes import IN_CHILD
-from memest.estimator.device.virtual_gpu import VirtualGpu
+from memest.estimator.gpu.processes import IN_CHILD
 from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.virtual_gpu import VirtualGpu
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ class Stream(IterableDataset[Any]):
             yield torch.full((600, 600), float(i))
 
 
-class OnCard(Dataset[Any]):
+class OnGpu(Dataset[Any]):
     def __len__(self) -> int:
         return 2
 
@@ -76,8 +76,8 @@ def test_an_iterable_data_set_keeps_its_values(gpu: VirtualGpu) -> None:
 
 
 def test_a_forked_worker_has_no_gpu(gpu: VirtualGpu) -> None:
-    assert list(DataLoader(OnCard(), num_workers=1)) == [[IN_CHILD]] * 2
-    assert all(batch.is_cuda for batch in DataLoader(OnCard()))
+    assert list(DataLoader(OnGpu(), num_workers=1)) == [[IN_CHILD]] * 2
+    assert all(batch.is_cuda for batch in DataLoader(OnGpu()))
 
 
 def test_a_forked_process_computes_as_ever(gpu: VirtualGpu) -> None:

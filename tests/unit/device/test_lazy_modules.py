@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.virtual_gpu import VirtualGpu
 
 
-def test_lazy_modules_move_to_the_card_before_they_have_a_shape() -> None:
+def test_lazy_modules_move_to_the_gpu_before_they_have_a_shape() -> None:
     with VirtualGpu(find_gpu("h100-80gb")):
         model = nn.Sequential(nn.LazyLinear(32), nn.LazyBatchNorm1d(), nn.LazyLinear(4)).cuda()
         x = torch.ones(8, 16, device="cuda")

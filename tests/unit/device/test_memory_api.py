@@ -14,8 +14,8 @@ from memest.errors import PlanError, UnsupportedError
 from memest.estimator.allocator.blocks import Block
 from memest.estimator.allocator.caching import OutOfMemory
 from memest.estimator.allocator.statistics import CountingAllocator, Stat
-from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.virtual_gpu import VirtualGpu
 
 MIB = 1 << 20
 
@@ -193,7 +193,7 @@ def test_accelerator_says_the_same(gpu: VirtualGpu) -> None:
     assert accelerator.memory_reserved() == 0
 
 
-def test_the_fraction_is_of_all_memory_and_never_above_what_the_card_leaves(
+def test_the_fraction_is_of_all_memory_and_never_above_what_the_gpu_leaves(
     gpu: VirtualGpu,
 ) -> None:
     total = gpu.gpu.memory_bytes

@@ -12,8 +12,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.virtual_gpu import VirtualGpu
 
 
 @pytest.fixture(params=["installed", "not installed", "broken"])

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from memest.errors import UnsupportedError
-from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.virtual_gpu import VirtualGpu
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.cuda import _memory_viz
 
-from memest.estimator.device.virtual_gpu import VirtualGpu
 from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.virtual_gpu import VirtualGpu
 
 MIB = 1 << 20
 memory = torch.cuda.memory
@@ -74,7 +74,7 @@ def test_frames_are_those_of_the_script(gpu: VirtualGpu) -> None:
     assert frames[0]["name"] == "empty"
     assert frames[1]["name"] == freed[0]["name"] == "test_frames_are_those_of_the_script"
     assert freed[0]["line"] == frames[1]["line"] + 2
-    assert not any("/estimator/device/" in frame["filename"] for frame in frames)
+    assert not any("/memest/estimator/" in frame["filename"] for frame in frames)
 
 
 def test_all_stacks_begin_with_the_operator(gpu: VirtualGpu) -> None:
@@ -222,9 +222,9 @@ def test_the_norm_of_all_gradients_is_one_kernel_for_many(gpu: VirtualGpu) -> No
 def test_groups_keep_tensors_of_the_host_apart(gpu: VirtualGpu) -> None:
     from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-    on_card = [torch.zeros(3, device="cuda") for _ in range(2)]
+    on_gpu = [torch.zeros(3, device="cuda") for _ in range(2)]
     on_host = [torch.zeros(3), nn.Parameter(torch.zeros(5))]
-    mixed = [on_card[0], on_host[0], on_card[1], on_host[1]]
+    mixed = [on_gpu[0], on_host[0], on_gpu[1], on_host[1]]
     groups = _group_tensors_by_device_and_dtype([list(mixed), [None] * 4], with_indices=True)
     found = {str(device): indices for (device, _), (_, indices) in groups.items()}
 

@@ -87,7 +87,7 @@ def test_the_report_follows_the_output_of_the_script(capsys: pytest.CaptureFixtu
     out = capsys.readouterr().out
 
     assert out.startswith("step 0\n\n-----")
-    assert "stopped after the steps asked for; 2 optimizer steps on a100-40gb: fits" in out
+    assert "stopped after the requested steps; 2 optimizer steps on a100-40gb: fits" in out
 
 
 def test_files_are_written_where_the_command_was_typed(
@@ -170,7 +170,7 @@ def test_check_exits_with_5_where_it_does_not_fit(capsys: pytest.CaptureFixture[
     assert run("--memory-limit", "4MiB", "--check", "train.py", "1") == 5
     captured = capsys.readouterr()
 
-    assert "ran out of memory; 0 optimizer steps on h200: out of memory" in captured.out
+    assert "ran out of memory; 0 optimizer steps on h200: OOM" in captured.out
     assert "torch.OutOfMemoryError: CUDA out of memory." in captured.err
 
 
@@ -371,3 +371,71 @@ def test_a_script_that_waits_for_ever_is_ended_at_its_line(folder: Path) -> None
         assert ran.returncode == 3
         assert "Error: the script has run for 1 s, and is at waits.py:" in ran.stderr
         assert "does it wait for another rank?" in ran.stderr
+
+
+def test_one_line_replaces_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--gpu", "a100-40gb", "--summary", "train.py", "1") == 0
+
+    line = "memest: 0.02 of 39.0 GiB (fits) on a100-40gb, peak in step 1 backward at train.py:7"
+    assert capsys.readouterr().out.splitlines() == ["step 0", line]
+
+
+def test_resource_lines_are_alone_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--emit", "sky", "--nnodes", "1", "train.py", "1") == 0
+
+    out, err = capsys.readouterr()
+    assert out.splitlines()[1:] == ["resources:", "  accelerators: T4:1"]
+    assert "step 0" in err
+
+
+PROJECT = """
+[tool.memest]
+gpu = "t4"
+limit = "10GiB"
+command = "--max-steps 1 train.py 2"
+"""
+
+
+def test_a_project_names_gpu_limit_and_command(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "pyproject.toml").write_text(PROJECT)
+
+    assert run("--summary") == 0
+
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 1  # the step ends the script before it prints
+    assert " of 10.0 GiB (fits) on t4, " in out
+    assert err == f"note: {folder / 'pyproject.toml'}: --gpu t4 --memory-limit 10GiB\n"
+
+
+@pytest.mark.parametrize("script", [("train.py", "2"), ("-m", "train", "2"), ("-mtrain", "2")])
+def test_options_of_the_command_line_replace_those_of_the_project(
+    folder: Path, capsys: pytest.CaptureFixture[str], script: tuple[str, ...]
+) -> None:
+    (folder / "pyproject.toml").write_text(PROJECT)
+
+    assert run("--summary", "--gpu", "l4", *script) == 0
+
+    out, err = capsys.readouterr()
+    assert "step 1" in out
+    assert " of 21.8 GiB (fits) on l4, " in out
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[tool.memest]\ngpus = 't4'", "has no key `gpus`\nhint: did you mean `gpu`?"),
+        ("[tool.memest]\nlimit = 4", "is `4`\nhint: write text"),
+        ("[tool]\nmemest = 4", "is no table"),
+        ("[tool.memest", "cannot be read"),
+    ],
+)
+def test_wrong_settings_of_a_project_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], text: str, says: str
+) -> None:
+    (folder / "pyproject.toml").write_text(text)
+
+    assert run("train.py") == 2
+    assert says in capsys.readouterr().err

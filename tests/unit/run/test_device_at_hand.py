@@ -82,7 +82,7 @@ def machine(
 H100_FREE = (H100.label, 0, False)
 
 
-def test_an_empty_card_is_that_of_the_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_gpu_is_that_of_the_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = machine(monkeypatch, H100_FREE)
 
     found = device_at_hand({})
@@ -108,7 +108,7 @@ def test_what_others_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("visible", "used"), [("1", 2 * GIB), ("1,0", 2 * GIB), ("GPU-1", 2 * GIB), ("0", 0)]
 )
-def test_the_first_visible_card_is_meant(
+def test_the_first_visible_gpu_is_meant(
     visible: str, used: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(monkeypatch, H100_FREE, (H100.label, 2 * GIB, False))
@@ -148,7 +148,7 @@ def test_where_nvml_cannot_tell_another_process_asks_torch(
     assert device_at_hand(environment) is ASKED
 
 
-def test_cards_of_two_kinds_in_the_order_of_their_slots_need_no_process(
+def test_gpus_of_two_kinds_in_the_order_of_their_slots_need_no_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine(monkeypatch, H100_FREE, ("Tesla T4", 0, False), asked=ASKED)
@@ -220,7 +220,7 @@ def test_torch_is_asked_where_it_has_a_context_already(
     assert (found is ASKED) == has_context
 
 
-def test_a_card_that_the_catalogue_lacks_is_like_the_nearest() -> None:
+def test_a_gpu_that_the_catalogue_lacks_is_like_the_nearest() -> None:
     found = DeviceAtHand("NVIDIA GeForce RTX 4080", 16 * GIB, (8, 9), 16 * GIB)
 
     assert not found.is_known

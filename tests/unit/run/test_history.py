@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import memest
-from memest.estimator.device import history
-from memest.estimator.trace.snapshot import chrome_trace, torch_snapshot
+from memest.estimator.gpu import history
+from memest.estimator.replay.recording import chrome_trace, torch_snapshot
 from memest.report import RunReport
-from memest.run.replays import record_run_of, replay_log
+from memest.run.replays import record_run_of, run_of
 from memest.run.session import Session
 
 
@@ -80,19 +80,17 @@ def run() -> Session:
 
 
 def test_a_replay_is_what_happened(run: Session) -> None:
-    mode = run.virtual.mode
-    again = replay_log(mode.memory.log, mode.memory.storages, None)
+    again = run_of(run.virtual).on(None)
 
     assert again.peak_allocated_bytes == run.peak_allocated_bytes
     assert again.peak_reserved_bytes == run.peak_reserved_bytes
 
 
 def test_a_replay_ends_where_memory_does(run: Session) -> None:
-    mode = run.virtual.mode
     limit = run.peak_reserved_bytes - 1
-    again = replay_log(mode.memory.log, mode.memory.storages, limit)
+    again = run_of(run.virtual).on(limit)
 
-    assert again.refusal is not None
+    assert again.failed is not None
     assert again.peak_reserved_bytes <= limit
 
 
@@ -107,8 +105,7 @@ def test_streams_that_share_blocks_replay_alike() -> None:
                 y = x * 2
                 x.record_stream(side)
             del x, y
-    mode = gpu.virtual.mode
-    again = replay_log(mode.memory.log, mode.memory.storages, None)
+    again = run_of(gpu.virtual).on(None)
 
     assert again.peak_allocated_bytes == gpu.peak_allocated_bytes
     assert again.peak_reserved_bytes == gpu.peak_reserved_bytes
@@ -121,12 +118,11 @@ def test_a_refused_request_replays_as_it_went() -> None:
             torch.ones(20 << 20, device="cuda")
         assert gpu.reserved_bytes == 0
         kept = torch.ones(4 << 20, device="cuda")
-    mode = gpu.virtual.mode
     recording = record_run_of(gpu.virtual, gpu.report())
     del kept
 
     assert [action.act for action in recording.actions].count("segment_alloc") == 2
-    assert replay_log(mode.memory.log, mode.memory.storages, 64 << 20).refusal is None
+    assert run_of(gpu.virtual).on(64 << 20).failed is None
 
 
 def test_a_recording_is_for_other_tools(run: Session) -> None:

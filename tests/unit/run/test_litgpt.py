@@ -15,11 +15,11 @@ from types import ModuleType
 import pytest
 
 from memest.errors import UnsupportedError
-from memest.estimator.device.libraries.litgpt import MEASURED_RELEASE
 from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.integrations.litgpt import MEASURED_RELEASE
+from memest.run.dummy_checkpoints import write_checkpoint
 from memest.run.launcher import Ran, run_target
 from memest.run.session import Session
-from memest.run.stand_ins import write_checkpoint
 from memest.run.target import find_module, find_script
 
 pytestmark = [
@@ -210,7 +210,7 @@ def test_an_unknown_key_of_a_recipe_is_told_by_litgpt(capsys: pytest.CaptureFixt
 
 
 def test_another_release_is_named_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memest.estimator.device.libraries import litgpt as stand_in
+    from memest.estimator.integrations import litgpt as stand_in
 
     monkeypatch.setattr(stand_in, "version", lambda name: "0.5.7")
     ran = litgpt("generate", "checkpoints/pythia-14m", "--max_new_tokens", "1")

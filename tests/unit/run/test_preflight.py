@@ -22,10 +22,9 @@ from memest.estimator.hardware.gpus import custom_gpu, find_gpu
 from memest.report import Ending, RunReport
 from memest.run import preflight as module
 from memest.run.device_at_hand import DeviceAtHand
-from memest.run.no_input import NoInput
-from memest.run.preflight import Outcome
+from memest.run.preflight import Outcome, Typed
 from memest.run.session import Session
-from memest.run.typed import Typed
+from memest.run.target import NoInput
 from memest.units import parse_bytes
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -154,7 +153,7 @@ def test_a_script_that_will_not_fit_is_stopped_with_the_report_and_a_change_that
     assert stopped.value.result.outcome is Outcome.OOM
     assert "`train.py --bs 8` will not fit h100-80gb (0.14 GiB for its allocator" in said
     assert "OutOfMemoryError: CUDA out of memory. Tried to allocate 32.00 MiB." in said
-    assert "needs 0.25 GiB reserved: 0.12 GiB more than there is" in said
+    assert "needs 0.25 GiB: 0.12 GiB more than there is" in said
     assert "fits: a100-40gb, a100-80gb, h100-80gb, h200" in said
     assert "best change, simulated: 1/2 of the micro-batch" in said
     assert [given.get("--batch-parts") for given in runs.options] == [None, None, "2"]
@@ -171,7 +170,7 @@ def test_a_change_that_cannot_be_simulated_is_estimated(
 
     said = capsys.readouterr().err
     assert "best change: 1/2 of the micro-batch" in said
-    assert "estimated from what fills the peak" in said
+    assert "estimated from the contents of the peak" in said
 
 
 class Growing(Runs):
@@ -214,7 +213,10 @@ def test_a_tight_script_is_warned_of(
     assert memest.preflight(margin="100MiB").outcome is Outcome.TIGHT
     said = capsys.readouterr().err
     assert "fits h100-80gb (0.29 GiB for its allocator; other processes hold" in said
-    assert "but it is tight: 0.25 GiB of 0.29 GiB reserved, 0.04 GiB to spare after 1 steps" in said
+    assert (
+        "but it is tight: needs 0.25 GiB of 0.29 GiB usable, 0.04 GiB to spare after 1 steps"
+        in said
+    )
 
 
 def test_a_margin_that_is_no_size_is_refused_at_once() -> None:
@@ -325,7 +327,7 @@ def test_a_virtual_run_that_ends_early_proves_nothing(
     assert "not checked: the virtual run ended early: ValueError: no" in capsys.readouterr().err
 
 
-def test_a_card_that_the_catalogue_lacks_is_simulated_with_its_memory(
+def test_a_gpu_that_the_catalogue_lacks_is_simulated_with_its_memory(
     monkeypatch: pytest.MonkeyPatch, runs: Runs
 ) -> None:
     total = 16 * GIB
@@ -396,7 +398,7 @@ def test_a_real_script_is_stopped(script: Callable[..., Any]) -> None:
 
     assert (done.returncode, done.stdout) == (5, "")
     assert "`real.py 2000 60` will not fit h100-80gb" in done.stderr
-    assert "needs 1.95 GiB reserved: 0.70 GiB more than there is" in done.stderr
+    assert "needs 1.95 GiB: 0.70 GiB more than there is" in done.stderr
 
 
 def test_it_steps_aside_when_its_time_is_over(script: Callable[..., Any]) -> None:

@@ -108,7 +108,7 @@ def test_steps_are_the_first_the_second_the_highest_and_the_last(report: RunRepo
     assert report.steps[0].peak_allocated_bytes == report.peak_allocated_bytes
 
 
-def test_every_card_of_the_default_set_has_a_verdict(report: RunReport) -> None:
+def test_every_gpu_of_the_default_set_has_a_verdict(report: RunReport) -> None:
     assert set(report.verdicts) == {"a100-40gb", "a100-80gb", "h100-80gb", "h200"}
     assert {v.verdict for v in report.verdicts.values()} == {Outcome.FITS}
 
@@ -129,7 +129,7 @@ def test_gradients_that_outlive_their_step_are_told(report: RunReport) -> None:
     assert "gradients live through the forward" in late.report().notes[0]
 
 
-def test_the_card_answers_within_the_block_and_is_gone_after_it() -> None:
+def test_the_gpu_answers_within_the_block_and_is_gone_after_it() -> None:
     names = ("is_available", "memory_allocated", "Stream", "device_count", "synchronize")
     before = {name: getattr(torch.cuda, name) for name in names}
     moves = torch.Tensor.to, torch.Tensor.device, multiprocessing.spawn
@@ -175,7 +175,7 @@ def test_out_of_memory_is_caught_and_leaves_the_allocator_whole() -> None:
     assert any("caught 1 out-of-memory" in note for note in report.notes)
 
 
-def test_a_card_that_is_too_small_is_told_where(gpu: Session) -> None:
+def test_a_gpu_that_is_too_small_is_told_where(gpu: Session) -> None:
     with memest.virtual_gpu("h200") as large:
         kept = [torch.empty(5 << 30, dtype=torch.uint8, device="cuda") for _ in range(9)]
     verdict = large.report().verdicts["a100-40gb"]
@@ -239,7 +239,7 @@ def test_values_are_not_guessed_where_that_is_refused() -> None:
         nn.Linear(9, 9).cuda()(torch.ones(9, device="cuda")).sum().item()
 
 
-def test_a_card_that_does_not_exist_is_refused_before_the_block() -> None:
+def test_a_gpu_that_does_not_exist_is_refused_before_the_block() -> None:
     with pytest.raises(PlanError, match="not in the catalogue"):
         memest.virtual_gpu("b9000")
     assert memest.virtual_gpu(gpu_memory="24GiB").gpu.memory_bytes == 24 * 2**30

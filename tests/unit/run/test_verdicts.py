@@ -7,12 +7,13 @@ import torch
 
 import memest
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.kernels.cudnn_convolution import ConvolutionShapes
-from memest.estimator.kernels.cudnn_search import searches
+from memest.estimator.ops import convolution
+from memest.estimator.ops.cudnn_convolution import DIRECTIONS, ConvolutionShapes
+from memest.estimator.ops.cudnn_rules import fourier_bytes
 from memest.report import Outcome
 
 
-def test_what_the_largest_card_refuses_the_smaller_ones_refuse_too() -> None:
+def test_what_the_largest_gpu_refuses_the_smaller_ones_refuse_too() -> None:
     gpu = memest.virtual_gpu("h200")
 
     with pytest.raises(torch.OutOfMemoryError), gpu:
@@ -24,7 +25,7 @@ def test_what_the_largest_card_refuses_the_smaller_ones_refuse_too() -> None:
     assert verdicts["a100-40gb"].margin_bytes < verdicts["h200"].margin_bytes
 
 
-def test_what_a_small_card_refuses_is_not_known_of_larger_ones() -> None:
+def test_what_a_small_gpu_refuses_is_not_known_of_larger_ones() -> None:
     gpu = memest.virtual_gpu("a100-40gb")
 
     with pytest.raises(torch.OutOfMemoryError), gpu:
@@ -43,7 +44,7 @@ def pile_up(sizes: list[int]) -> None:
     ("text", "reserved_mib"),
     [("", 6000), ("expandable_segments:True", 3000), ("max_split_size_mb:64", 6000)],
 )
-def test_other_cards_are_judged_with_the_settings(
+def test_other_gpus_are_judged_with_the_settings(
     text: str, reserved_mib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", text)
@@ -58,7 +59,7 @@ def test_other_cards_are_judged_with_the_settings(
 
 
 @pytest.mark.parametrize("setting", ["max_split_size_mb:64", "garbage_collection_threshold:0.4"])
-def test_a_share_of_each_card_is_kept_by_giving_back(
+def test_a_share_of_each_gpu_is_kept_by_giving_back(
     setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tenth of the smallest card, 4045 MiB, has no room for all three segments."""
@@ -80,15 +81,14 @@ IMAGE_BYTES = 128 * 64 * 56 * 56 * 4
 
 
 @pytest.fixture
-def tried() -> int:
+def tried(monkeypatch: pytest.MonkeyPatch) -> int:
     """The largest workspace for the gradient of the weight of the convolution of `train`."""
-    found = searches(
-        ConvolutionShapes(
-            IMAGES, (64, 64, 3, 3), IMAGES, (1, 1), (1, 1), (1, 1), 1, torch.float32, False
-        )
+    shapes = ConvolutionShapes(
+        IMAGES, (64, 64, 3, 3), IMAGES, (1, 1), (1, 1), (1, 1), 1, torch.float32, False
     )
-    (size,) = found["weight"].num_bytes
-    return size
+    sizes = {d: fourier_bytes(shapes.row(), d) for d in DIRECTIONS}
+    monkeypatch.setattr(convolution, "tried_bytes", lambda shapes, d, gpu: (sizes[d],))
+    return sizes["weight"]
 
 
 @pytest.fixture

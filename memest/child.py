@@ -1,0 +1,252 @@
+"""Child processes: programs, and work in a copy of this process or in a fresh one."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from memest.errors import MemestError
+
+CAN_FORK = sys.platform == "linux" and hasattr(os, "fork")
+"""True where work runs in a copy of this process. macOS can fork too, but its own libraries cannot
+be used in the copy (`multiprocessing`, "Contexts and start methods").
+"""
+
+_POLL_S = 0.005
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_BOOT = """
+import pickle, sys
+with open(sys.argv[1], "rb") as file:
+    sys.path[:] = pickle.load(file)
+    work, is_silent = pickle.load(file)
+from memest.child import reply
+reply(work, sys.argv[1], is_silent)
+"""
+
+
+class DiedError(MemestError):
+    """A child process ended without an answer; the message describes its end."""
+
+
+class Child:
+    """Process that this one has started: a copy of it, or a fresh `process`.
+
+    `answer_file` is where the process writes its answer.
+    """
+
+    def __init__(
+        self, pid: int, *, process: subprocess.Popen[bytes] | None = None, answer_file: str = ""
+    ) -> None:
+        self.pid = pid
+        self._process = process
+        self._answer_file = answer_file
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit status, negative for a signal; None while it runs."""
+        if self._process is not None:
+            return self._process.poll()
+        if self._status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._status = os.waitstatus_to_exitcode(status)
+        return self._status
+
+    def wait(self, seconds: float = float("inf")) -> int | None:
+        """Return the exit status, or None if the process runs for longer than `seconds`."""
+        deadline = time.monotonic() + seconds
+        while (status := self.poll()) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return status
+
+    def kill(self) -> None:
+        """End the process and all its children, and wait for the end."""
+        is_running = self.poll() is None
+        if sys.platform == "win32":
+            if is_running:
+                subprocess.run(["taskkill", "/T", "/F", "/PID", str(self.pid)], capture_output=True)
+        elif hasattr(os, "killpg"):
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+            except OSError:  # it leads no process group, or nothing of the group is left
+                if is_running:
+                    os.kill(self.pid, signal.SIGKILL)
+        elif self._process is not None:
+            self._process.kill()
+        self.wait()
+        self._forget_answer()
+
+    def answer(self) -> Any:
+        """Wait for the end and return what the work returned.
+
+        Raises:
+            MemestError: the work raised it.
+            DiedError: there is no answer.
+        """
+        status = self.wait() or 0
+        try:
+            if status:
+                raise DiedError(f"signal {-status}" if status < 0 else "no answer")
+            succeeded, value = pickle.loads(Path(self._answer_file).read_bytes())
+        finally:
+            self._forget_answer()
+        if not succeeded:
+            raise value
+        return value
+
+    def _forget_answer(self) -> None:
+        if self._answer_file:
+            Path(self._answer_file).unlink(missing_ok=True)
+
+
+def wait_any(children: Collection[Child], seconds: float) -> list[Child]:
+    """Return the children that have ended; wait up to `seconds` for the first of them."""
+    deadline = time.monotonic() + seconds
+    while True:
+        ended = [child for child in children if child.poll() is not None]
+        if ended or time.monotonic() >= deadline:
+            return ended
+        time.sleep(_POLL_S)
+
+
+def fork(run: Callable[[], object]) -> Child:
+    """Run `run` in a copy of this process, which ends when this process does."""
+    pid = _fork()
+    if pid:
+        return Child(pid)
+    try:
+        die_with_parent()
+        run()
+        leave(0)
+    finally:
+        os._exit(70)  # nothing of the parent's may run in the child
+
+
+def ask(work: Callable[[], object], *, is_silent: bool = False) -> Child:
+    """Begin `work()` in another process, for `answer`. Unexpected errors are printed there.
+
+    The process is a copy of this one; without `CAN_FORK` it is a fresh one, to which `work` is
+    pickled. A silent process prints nothing.
+    """
+    descriptor, file = tempfile.mkstemp(prefix="memest-answer-")
+    os.close(descriptor)
+    if CAN_FORK:
+        child = fork(partial(reply, work, file, is_silent))
+        child._answer_file = file
+        return child
+    with open(file, "wb") as content:
+        pickle.dump(sys.path, content)
+        pickle.dump((work, is_silent), content)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    process = subprocess.Popen([sys.executable, *flags, "-c", _BOOT, file])
+    return Child(process.pid, process=process, answer_file=file)
+
+
+def reply(work: Callable[[], object], file: str, is_silent: bool) -> NoReturn:
+    """Write the result of `work()` for `answer`, and end this process."""
+    if is_silent:
+        write_to(os.devnull)
+        sys.stdout = sys.stderr = os.fdopen(1, "w")
+    try:
+        answer: tuple[bool, object] = (True, work())
+    except MemestError as error:
+        answer = (False, error)
+    except BaseException:
+        traceback.print_exc()
+        leave(1)
+    with open(file, "wb") as content:
+        pickle.dump(answer, content)
+    leave(0)
+
+
+def spawn(command: Sequence[str], output: Path, **options: Any) -> Child:
+    """Start `command` in a session of its own; its output goes to a file."""
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
+            **options,
+        )  # fmt: skip
+    return Child(process.pid, process=process)
+
+
+def write_to(path: str | Path) -> None:
+    """Redirect stdout and stderr of this process to a file."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process without any teardown."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def die_with_parent() -> None:
+    """Make Linux end this process when its parent is killed; elsewhere it runs to its own end."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # Windows
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _fork() -> int:
+    """Fork after flushing the output."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        # Python 3.12 warns when there are threads; those of the libraries' pools are idle here.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+T = TypeVar("T")
+
+
+@contextmanager
+def forked(work: Callable[[], T]) -> Iterator[Callable[[], T | None]]:
+    """Begin `work` in a copy of this process; yield a function that returns its result.
+
+    The result is None if there is no copy, or the work failed in it; the caller then does it here.
+    That is the case on systems other than Linux, and after autograd has run, whose threads are not
+    in the copy. Work without a reader is given up at the end of the block.
+    """
+    if not CAN_FORK:
+        yield lambda: None
+        return
+    child = ask(partial(_do, work), is_silent=True)
+
+    def result() -> T | None:
+        with suppress(MemestError):
+            found: T = child.answer()
+            return found
+        return None
+
+    try:
+        yield result
+    finally:
+        child.kill()
+
+
+def _do(work: Callable[[], T]) -> T:
+    import torch
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
+    torch.set_num_threads(1)  # the threads of the parent are not here
+    return work()

@@ -1,0 +1,179 @@
+"""`memest mcp`: a server of the Model Context Protocol over stdio, for agents."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from memest.child import spawn
+from memest.cli.group import main
+from memest.errors import MemestError, shown
+
+MAX_OUTPUT = 4000
+"""Characters of a script's output in an answer: its end."""
+
+_POLL_S = 0.05
+
+
+@main.command()
+def mcp() -> None:
+    """Serve the tools run, predict, advise and gpus to an agent (MCP over stdio).
+
+    \b
+    pip install 'memest-gpu[mcp]'
+    claude mcp add memest -- memest mcp
+    """
+    from memest.packages import require
+
+    require("mcp")
+    from mcp.server import MCPServer
+
+    from memest import __version__
+
+    server = MCPServer("memest", version=__version__, log_level="WARNING")
+    for tool in (run, predict, advise, gpus):
+        server.add_tool(_anticipated(tool))
+    try:
+        server.run("stdio")
+    except* (BrokenPipeError, KeyboardInterrupt):  # the client is gone, or ends the server
+        pass
+
+
+def _anticipated(tool: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Return the tool with memest's errors as answers that an agent reads."""
+
+    @wraps(tool)
+    async def called(**arguments: Any) -> Any:
+        from mcp.server.mcpserver.exceptions import ToolError
+
+        try:
+            return await tool(**arguments)
+        except MemestError as error:
+            raise ToolError(f"{error}\nhint: {error.hint}" if error.hint else str(error)) from error
+
+    return called
+
+
+async def run(
+    script: str,
+    arguments: list[str] | None = None,
+    gpu: str = "",
+    max_steps: int = 3,
+    folder: str = ".",
+    time_limit_s: float = 600.0,
+) -> dict[str, Any]:
+    """Run a training script on a virtual GPU and return its memory by kind, module and line.
+
+    The script really runs, without a GPU: its other effects, such as written files, happen.
+
+    Args:
+        script: path of the script, relative to `folder`; or `-m` and a module.
+        arguments: arguments of the script.
+        gpu: name from the tool `gpus`; by default that of the project's pyproject.toml, or h200.
+        max_steps: optimizer steps after which the script is ended.
+        folder: working folder of the script.
+        time_limit_s: seconds after which the run is given up.
+    """
+    options = ["--no-input", "--max-steps", str(max_steps), *(["--gpu", gpu] if gpu else [])]
+    words = [*options, *script.split(" ", 1), *(arguments or [])]
+    code, text, output = await _memest("run", "--json", words, folder=folder, seconds=time_limit_s)
+    if not text:
+        raise _error_of(output)
+    from memest.report import RunReport
+
+    values = json.loads(text)
+    summary = RunReport.from_dict(values).summary()
+    return {
+        "summary": summary,
+        "exit_code": code,
+        "report": values,
+        "output": output[-MAX_OUTPUT:],
+    }
+
+
+async def predict(plan: dict[str, Any]) -> dict[str, Any]:
+    """Predict the GPU memory of a training plan, without a script.
+
+    Args:
+        plan: keys of `memest schema plan`, such as model_name, batch_size, precision, optim,
+            seq_len, use_lora, and gpu as a list of names.
+    """
+    return await _of_plan("predict", plan)
+
+
+async def advise(plan: dict[str, Any]) -> dict[str, Any]:
+    """Find changes with which a training plan fits one GPU, cheapest first.
+
+    Args:
+        plan: keys as of `predict`; `gpu` has one name.
+    """
+    return await _of_plan("advise", plan)
+
+
+async def gpus() -> list[dict[str, Any]]:
+    """List the GPUs that can be simulated, with usable memory in bytes."""
+    from memest.estimator.hardware.gpus import list_gpus
+
+    return [{"name": g.name, "label": g.label, "limit_bytes": g.limit_bytes} for g in list_gpus()]
+
+
+async def _of_plan(command: str, plan: dict[str, Any]) -> dict[str, Any]:
+    """Return what a command of memest writes about a plan.
+
+    Raises:
+        MemestError: the command fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="memest-") as folder:
+        path = Path(folder, "plan.json")
+        path.write_text(json.dumps(plan), encoding="utf-8")
+        words = ["--config", str(path), "--json"]
+        code, text, output = await _memest(command, "--output", words)
+    if code:
+        raise _error_of(output)
+    return dict(json.loads(text))
+
+
+async def _memest(
+    command: str, option: str, words: list[str], *, folder: str = ".", seconds: float = math.inf
+) -> tuple[int, str, str]:
+    """Return exit code, file of `option`, and output of a command of memest.
+
+    It runs in a process of its own, since stdout is the protocol's, and ends with this call.
+
+    Raises:
+        MemestError: it does not end within `seconds`, or `folder` does not exist.
+    """
+    import asyncio
+
+    if not Path(folder).is_dir():
+        raise MemestError(f"no such folder: {shown(folder)}")
+    deadline = time.monotonic() + seconds
+    with tempfile.TemporaryDirectory(prefix="memest-") as temporary:
+        file, log = Path(temporary, "answer"), Path(temporary, "output")
+        memest = [sys.executable, "-P", "-m", "memest", command, option, str(file)]
+        child = spawn([*memest, *words], log, cwd=folder)
+        try:
+            while (code := child.poll()) is None:
+                if time.monotonic() > deadline:
+                    raise MemestError(f"the run did not end within {seconds:g} s")
+                await asyncio.sleep(_POLL_S)
+        finally:
+            child.kill()  # also what the script has started
+        text = file.read_text(encoding="utf-8") if file.is_file() else ""
+        return code, text, log.read_text(encoding="utf-8", errors="replace")
+
+
+def _error_of(text: str) -> MemestError:
+    """Return the error that a command printed."""
+    lines = text.strip().splitlines()
+    errors = [line for line in lines if line.startswith("Error: ")]
+    hint = next((line for line in reversed(lines) if line.startswith("hint: ")), "")
+    message = errors[-1] if errors else "\n".join(lines[-5:])
+    return MemestError(message.removeprefix("Error: "), hint=hint.removeprefix("hint: "))

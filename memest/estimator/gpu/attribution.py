@@ -1,0 +1,350 @@
+"""Attribution: the module, phase and line of the script for which memory is requested."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from memest.estimator.gpu.history import History
+from memest.estimator.gpu.memory import Memory
+from memest.estimator.gpu.messages import refusal
+from memest.estimator.tensors.lines import ScriptLines
+from memest.estimator.tensors.placement import is_meta, local_part, storage_key
+from memest.estimator.tensors.storages import MemKind, Site
+
+
+class LiveModules:
+    """The running module of the running model; models become known when they run.
+
+    A module is named by its path below the outermost called module, after that one's class:
+    `GPT2LMHeadModel.transformer.h.0`.
+    """
+
+    MAX_NOTES = 200_000
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+        self._names: dict[int, str] = {}
+        self._parameters: dict[int, str] = {}
+        self._stack: list[nn.Module] = []
+        self._starts: list[int] = []
+        self._owners: list[tuple[str, str]] = []
+        self._known_owners: dict[tuple[str, str], tuple[str, str]] = {}
+        self._line = ""
+        self._models: dict[int, weakref.ref[nn.Module]] = {}
+        self.is_generating = False
+        """True if a function named `generate` called the last model."""
+
+        self.is_evaluating = False
+        """True if the last model was in evaluation mode."""
+
+        self.on_call: Callable[[nn.Module, bool], None] | None = None
+        """Called for each call of an outermost module, with whether it is the first."""
+
+    def hooks(self) -> list[Any]:
+        """Follow every module's forward; return the handles that end it."""
+        self._handles = [
+            nn.modules.module.register_module_forward_pre_hook(self._enter),
+            nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
+        ]
+        return self._handles
+
+    def _dicts(self) -> list[Any]:
+        module: Any = nn.modules.module
+        return [
+            module._global_forward_pre_hooks,
+            module._global_forward_hooks,
+            module._global_forward_hooks_always_called,
+        ]
+
+    @contextmanager
+    def without_hooks(self) -> Iterator[None]:
+        """Take the hooks away, until the block ends."""
+        self._taken = [
+            [(h.id, d.pop(h.id)) for h in self._handles if h.id in d] for d in self._dicts()
+        ]
+        try:
+            yield
+        finally:
+            for hooks, taken in zip(self._dicts(), self._taken, strict=True):
+                hooks.update(taken)
+
+    @contextmanager
+    def with_hooks(self) -> Iterator[None]:
+        """Put the hooks back within `without_hooks`, until the block ends."""
+        for hooks, taken in zip(self._dicts(), self._taken, strict=True):
+            hooks.update(taken)
+        try:
+            yield
+        finally:
+            for hooks, taken in zip(self._dicts(), self._taken, strict=True):
+                for key, _ in taken:
+                    del hooks[key]
+
+    @contextmanager
+    def running(self, module: nn.Module) -> Iterator[None]:
+        """Within it `module` runs, by other means than a call."""
+        self._enter(module, ())
+        try:
+            yield
+        finally:
+            self._leave(module, (), None)
+
+    @property
+    def is_running(self) -> bool:
+        """True while a module's forward runs."""
+        return bool(self._stack)
+
+    def current(self) -> str:
+        """Return the path of the running module, or of the module whose backward runs; "" outside
+        of all.
+        """
+        if self._stack:
+            return self._names.get(id(self._stack[-1]), "")
+        return self._in_backward()[0]
+
+    def models(self) -> list[nn.Module]:
+        """Return the outermost modules that have run and still exist."""
+        found = [(key, reference()) for key, reference in self._models.items()]
+        for key, model in found:
+            if model is None:
+                del self._models[key]
+        return [model for _, model in found if model is not None]
+
+    def owner_of(self, parameter: Any) -> str:
+        """Return the path of the module that holds `parameter`; "" if it has not run."""
+        return self._parameters.get(id(parameter), "")
+
+    def path_of(self, module: nn.Module) -> str:
+        """Return the path of `module`; "" if it has not run."""
+        return self._names.get(id(module), "")
+
+    def line_of_backward(self) -> str:
+        """Return the line whose forward made the node that runs backward."""
+        return self._in_backward()[1]
+
+    def note_line(self, line: str) -> None:
+        """Record that `line` called the running forward."""
+        if line != self._line:
+            self._line = line
+            self._note(-1)
+
+    def _in_backward(self) -> tuple[str, str]:
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return "", ""
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            return self._parameters.get(id(variable), ""), ""
+        index = bisect_right(self._starts, node._sequence_nr()) - 1
+        return self._owners[index] if index >= 0 else ("", "")
+
+    def forget(self) -> None:
+        """Drop old nodes at the end of a step; they do not run backward any more."""
+        if len(self._starts) > 2 * self.MAX_NOTES:
+            del self._starts[: -self.MAX_NOTES], self._owners[: -self.MAX_NOTES]
+
+    def _note(self, offset: int = 0) -> None:
+        """Assign nodes from the next one on to the running module and line.
+
+        An operator arrives here below autograd, when its node has been numbered: `offset` -1.
+        """
+        start = torch._C._autograd._get_sequence_nr() + offset
+        name = self._names.get(id(self._stack[-1]), "") if self._stack else ""
+        owner = name, self._line
+        owner = self._known_owners.setdefault(owner, owner)
+        if self._starts and self._starts[-1] >= start:
+            self._owners[-1] = owner
+            return
+        self._starts.append(start)
+        self._owners.append(owner)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        module = getattr(module, "_orig_mod", module)  # of torch.compile's OptimizedModule
+        if not self._stack:
+            self._call(module)
+        self._stack.append(module)
+        self._note()
+
+    def _call(self, module: nn.Module) -> None:
+        """Record the call of an outermost module."""
+        if len(self._starts) > 4 * self.MAX_NOTES:
+            self.forget()  # a script that only generates takes no steps
+        is_new = id(module) not in self._names
+        if is_new:
+            root = type(module).__name__
+            self._models[id(module)] = weakref.ref(module)
+            for name, child in module.named_modules():
+                path = f"{root}.{name}" if name else root
+                self._names.setdefault(id(child), path)
+                for parameter in child._parameters.values():
+                    self._parameters.setdefault(id(parameter), path)
+        self.is_evaluating = not module.training
+        self.is_generating = not torch.is_grad_enabled() and _is_called_by("generate")
+        if self.on_call is not None:
+            self.on_call(module, is_new)
+
+    def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
+        if self._stack:
+            self._stack.pop()
+        self._note()
+
+
+def _is_called_by(name: str) -> bool:
+    """Return whether a function of this name is running in this thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == name:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class Labels:
+    """Writes the kind and the owning module of storages into their table.
+
+    Args:
+        memory: memory of the simulated GPU.
+        modules: the modules that have run.
+    """
+
+    def __init__(self, memory: Memory, modules: LiveModules) -> None:
+        self._storages = memory.storages
+        self._live = memory.live
+        self._modules = modules
+        self._sites: dict[Site, Site] = {}
+
+    def of_optimizer(self, optimizer: Any, *, with_grads: bool) -> None:
+        """Label parameters and gradients of `optimizer`, or without gradients its state."""
+        owner_of = self._modules.owner_of
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if not is_meta(parameter):
+                    continue
+                owner = owner_of(parameter)
+                self._label(parameter, MemKind.PARAMS, owner)
+                if with_grads and parameter.grad is not None:
+                    self._label(parameter.grad, MemKind.GRADS, owner)
+        if not with_grads:
+            for parameter, tensor in _state_tensors(optimizer):
+                if is_meta(tensor):
+                    self._label(tensor, MemKind.OPTIMIZER, owner_of(parameter))
+
+    def of_models(self) -> None:
+        """Label the tensors of all models that have run."""
+        for model in self._modules.models():
+            self.of_model(model)
+
+    def of_model(self, model: nn.Module) -> None:
+        """Label parameters, gradients and buffers of `model`."""
+        for module in model.modules():
+            path = self._modules.path_of(module)
+            for parameter in module._parameters.values():
+                if parameter is None or is_lazy(parameter) or not is_meta(parameter):
+                    continue
+                self._label(parameter, MemKind.PARAMS, path)
+                if parameter.grad is not None:
+                    self._label(parameter.grad, MemKind.GRADS, path)
+            for buffer in module._buffers.values():
+                if isinstance(buffer, Tensor) and not is_lazy(buffer) and is_meta(buffer):
+                    self._label(buffer, MemKind.BUFFERS, path)
+
+    def _label(self, tensor: Tensor, kind: MemKind, owner: str) -> None:
+        try:
+            index = self._live.get(storage_key(local_part(tensor)))
+        except (NotImplementedError, RuntimeError):  # a subclass without a storage
+            return
+        if index is None:
+            return
+        if kind is MemKind.PARAMS and self._storages.kinds[index] is MemKind.GATHERED:
+            return  # a parameter that stays whole where others are divided
+        self._storages.kinds[index] = kind
+        site = self._storages.sites[index]
+        if owner and not site.module:
+            owned = replace(site, module=owner)
+            self._storages.sites[index] = self._sites.setdefault(owned, owned)
+
+
+def _state_tensors(optimizer: Any) -> Iterator[tuple[Any, Tensor]]:
+    for parameter, state in optimizer.state.items():
+        if isinstance(state, dict):
+            yield from ((parameter, v) for v in state.values() if isinstance(v, Tensor))
+
+
+class Attribution:
+    """Finds the origin (`Site`) of each request.
+
+    Args:
+        memory: its storages get labels, its history has the phase before.
+        lines: finds the line of the script.
+    """
+
+    def __init__(self, memory: Memory, lines: ScriptLines) -> None:
+        self.lines = lines
+        self.modules = LiveModules()
+        self.labels = Labels(memory, self.modules)
+        self.phase_given = ""
+        """Phase that a hook has set, such as `optimizer`; "" lets autograd decide."""
+
+        self.has_closure = False
+        """True if the running optimizer step calls a closure of the script."""
+
+        self.has_started = False
+        """True if a module or a backward has run."""
+
+        self._history: History = memory.history
+        self._sites: dict[Any, Site] = {}
+
+    def site(self, func: Any) -> Site:
+        """Origin of a request by `func`, an operator or a name; one object per origin."""
+        module, phase = self.modules.current(), self.phase()
+        line, caller = self.lines.current(), ""
+        if phase in ("setup", "forward"):
+            self.modules.note_line(line)
+        elif phase == "backward" and (saved := self.modules.line_of_backward()):
+            line, caller = saved, line if line != saved else ""
+        key = (func if isinstance(func, str) else id(func), module, phase, line, caller)
+        site = self._sites.get(key)
+        if site is None:
+            name = func if isinstance(func, str) else str(func).removesuffix(".default")
+            site = self._sites[key] = Site(name, module, phase, line, caller)
+        return site
+
+    def phase(self) -> str:
+        """Phase of the run: setup, forward, backward, optimizer, evaluation or generation."""
+        if torch._C._current_graph_task_id() != -1:
+            self.has_started = True
+            return "backward"
+        is_running, has_grad = self.modules.is_running, torch.is_grad_enabled()
+        if self.phase_given and not (is_running or (has_grad and self.has_closure)):
+            return self.phase_given
+        if not self.has_started:
+            self.has_started = is_running
+        if not self.has_started:
+            return "setup"
+        if not has_grad:
+            if not is_running and self._history.phase in ("backward", "optimizer"):
+                return "optimizer"  # clipping, a moving average
+            if self.modules.is_generating:
+                return "generation"
+            if self.modules.is_evaluating:
+                return "evaluation"
+        return "forward"
+
+    def failure(self, func: Any, error: Exception) -> Exception:
+        """Return the error for a script where `func` cannot be simulated; its own error is
+        unchanged.
+        """
+        module = self.modules.current().partition(".")[2]
+        where = self.lines.current() or (f"`{module}`" if module else "the script")
+        return refusal(func, error, where)

@@ -1,0 +1,256 @@
+"""Memory of a run over time: its events, its peaks by phase and by step, and their contents.
+
+A script may take a million steps, and nothing here grows with their number. Events of the beginning
+are stored for replays. Later events are stored until it is known whether they held the peak.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from memest.estimator.allocator.caching import CachingAllocator
+from memest.estimator.tensors.storages import (
+    EMPTIED,
+    RETURNED,
+    MemKind,
+    Site,
+    StorageTable,
+    death_of,
+    return_of,
+)
+
+MAX_EVENTS = 2_000_000
+"""Number of stored events: 16 MB, and about 120 MB of storages; two hundred steps of GPT-2."""
+
+WINDOW = 1 << 18
+"""Number of events after which they are searched for the peak."""
+
+MAX_MARKS = 100_000
+"""Largest number of stored marks."""
+
+
+@dataclass(slots=True)
+class EventLog:
+    """Events of the storages on the GPU, in order; ids are those of a `StorageTable`."""
+
+    events: array[int] = field(default_factory=lambda: array("q"))
+    """First `MAX_EVENTS` events, packed. An id is an allocation, its `death_of` a free, and its
+    `return_of` the return of a deferred block. `EMPTIED` is an `empty_cache`.
+    """
+
+    marks: list[tuple[int, str]] = field(default_factory=list)
+    """(number of events before it, name of the mark)."""
+
+    open: array[int] = field(default_factory=lambda: array("q"))
+    """Array for the next event: `events`, or once that is full a window that is discarded.
+    """
+
+    start: int = 0
+    """Start of the part of `open` that was not searched yet."""
+
+    is_full: bool = False
+    num_dropped: int = 0
+
+    def __post_init__(self) -> None:
+        self.open = self.events
+
+    def mark(self, name: str) -> None:
+        """Add a mark after the events so far."""
+        if not self.is_full and len(self.marks) < MAX_MARKS:
+            self.marks.append((len(self.events), name))
+
+    @property
+    def num_events(self) -> int:
+        """Number of all events, with the discarded ones."""
+        return len(self.events) + self.num_dropped + (len(self.open) if self.is_full else 0)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps among the stored events."""
+        return sum(name == "after_optimizer_step" for _, name in self.marks)
+
+
+@dataclass(slots=True)
+class StepPeak:
+    """One optimizer step, from the end of the step before."""
+
+    step: int
+    allocated_bytes: int
+    """Allocated after the step."""
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Live storages of one origin at the peak."""
+
+    kind: MemKind
+    site: Site
+    num_bytes: int
+    count: int
+
+
+class History:
+    """Follows the allocator of a running script.
+
+    Args:
+        allocator: allocator of the GPU.
+        storages: table of the storages of its events.
+    """
+
+    def __init__(self, allocator: CachingAllocator, storages: StorageTable) -> None:
+        self.log = EventLog()
+        self.peak_allocated_bytes = 0
+        """Peak since the start, whatever the script resets."""
+
+        self.peak_reserved_bytes = 0
+        self.peak_site: Site | None = None
+        """Origin of the allocation that made the peak."""
+
+        self.peak_step = 0
+        self.phases: dict[str, tuple[int, int]] = {}
+        """Peaks (allocated, reserved) of each phase, in the order of their first appearance."""
+
+        self.first_steps: list[StepPeak] = []
+        self.highest_step: StepPeak | None = None
+        self.last_step: StepPeak | None = None
+        self.num_steps = 0
+        self._allocator = allocator
+        self._storages = storages
+        self.phase = ""
+        """Origin of the last allocated storage."""
+
+        self._top = self._top_at = self._top_id = 0
+        self._top_reserved = 0
+        self._step_top = self._step_top_reserved = 0
+        self._peak_at = -1
+        self._alive: set[int] = set()
+        self._at_peak: list[int] = []
+        self._held: list[Held] | None = []
+        self._first_reused = 0
+
+    def born(self, index: int, site: Site) -> None:
+        """Record that storage `index` got its block; its allocation is the last event."""
+        allocator = self._allocator
+        if site.phase != self.phase:
+            self._enter(site.phase)
+            self._top_id = index
+        if allocator.allocated_bytes > self._top:
+            self._top = allocator.allocated_bytes
+            self._top_at, self._top_id = len(self.log.open), index
+        if allocator.reserved_bytes > self._top_reserved:
+            self._top_reserved = allocator.reserved_bytes
+
+    def _enter(self, phase: str) -> None:
+        self._close()
+        self.phase = phase
+        self.log.mark(phase)
+
+    def _close(self) -> None:
+        """Add the highest recent level to the peaks of phase, step and run."""
+        top, reserved = self._top, self._top_reserved
+        if self.phase:
+            before = self.phases.get(self.phase, (0, 0))
+            self.phases[self.phase] = max(before[0], top), max(before[1], reserved)
+        self._step_top = max(self._step_top, top)
+        self._step_top_reserved = max(self._step_top_reserved, reserved)
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, reserved)
+        if top > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = top
+            self.peak_site = self._storages.sites[self._top_id]
+            self.peak_step = self.num_steps
+            self._peak_at = self._top_at
+        self._top, self._top_at = self._allocator.allocated_bytes, len(self.log.open)
+        self._top_reserved = self._allocator.reserved_bytes
+
+    def stepped(self) -> None:
+        """Record that an optimizer has taken its step and that its temporaries are freed."""
+        self._close()
+        allocated = self._allocator.allocated_bytes
+        row = StepPeak(self.num_steps, allocated, self._step_top, self._step_top_reserved)
+        if len(self.first_steps) < 2:
+            self.first_steps.append(row)
+        highest = self.highest_step
+        if highest is None or row.peak_allocated_bytes > highest.peak_allocated_bytes:
+            self.highest_step = row
+        self.last_step = row
+        self.num_steps += 1
+        self._step_top, self._step_top_reserved = allocated, self._allocator.reserved_bytes
+
+    def emptied(self) -> None:
+        """Record that the script emptied the cache."""
+        self._close()
+        self.log.open.append(EMPTIED)
+
+    @property
+    def is_due(self) -> bool:
+        """True if there are enough events for `fold`."""
+        return len(self.log.open) - self.log.start > WINDOW
+
+    def fold(self) -> None:
+        """Search recent events for the live storages at the peak, and for ids to reuse."""
+        self._close()
+        log, alive = self.log, self._alive
+        position, events = log.start, log.open
+        if self._peak_at >= 0:
+            self._live_through(events[position : self._peak_at])
+            position = max(position, self._peak_at)
+            self._at_peak, self._held, self._peak_at = list(alive), None, -1
+            if log.is_full:
+                self._held = self._sum()
+        self._live_through(events[position:])
+        if log.is_full:
+            self._reuse()
+            log.num_dropped += len(events)
+            del events[:]
+        elif len(events) > MAX_EVENTS:
+            log.is_full, log.open = True, array("q")
+            self._first_reused = len(self._storages.num_bytes)
+        log.start = len(log.open)
+        self._top_at = len(log.open)
+
+    def _live_through(self, events: array[int]) -> None:
+        alive, shelved = self._alive, self._storages.shelved
+        for event in events:
+            if event >= 0:
+                alive.add(event)
+            elif event <= RETURNED:
+                alive.discard(return_of(event))
+            elif death_of(event) not in shelved:
+                alive.discard(death_of(event))
+
+    def _reuse(self) -> None:
+        storages, first, alive = self._storages, self._first_reused, self._alive
+        for event in self.log.open:
+            if event >= 0 or event == EMPTIED:
+                continue
+            index = death_of(event)
+            if event <= RETURNED:
+                index = return_of(event)
+            elif index in storages.deferred or index in storages.shelved:
+                continue
+            if index >= first and index not in alive:
+                storages.forget(index)
+
+    def held_at_peak(self) -> list[Held]:
+        """Return the live storages at the peak, one entry for each kind and origin."""
+        self.fold()
+        if self._held is None:
+            self._held = self._sum()
+        return self._held
+
+    def _sum(self) -> list[Held]:
+        storages = self._storages
+        sums: dict[tuple[MemKind, Site], list[int]] = defaultdict(lambda: [0, 0])
+        for index in self._at_peak:
+            pair = sums[storages.kinds[index], storages.sites[index]]
+            pair[0] += storages.num_bytes[index]
+            pair[1] += 1
+        return [Held(kind, site, size, count) for (kind, site), (size, count) in sums.items()]
+
+
+__all__ = ["EMPTIED", "EventLog", "Held", "History", "StepPeak"]

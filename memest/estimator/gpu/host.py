@@ -1,0 +1,425 @@
+"""Host of the simulated run: which of its tensors are real, and which have no data.
+
+A script may build or load a model of any size on the host before it moves it to the GPU.
+Parameters, tensors read from checkpoints, copies of GPU tensors and everything computed from these
+have no values here and take no memory. All other tensors are real, so masks, tables, metrics and
+samplers have their values. Two bounds keep that affordable: a result above them has no data.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memest.errors import UnsupportedError
+from memest.estimator.gpu.attribution import Attribution
+from memest.estimator.gpu.placeholders import AssumedValues
+from memest.estimator.ops.indexing import MASK_DTYPES
+from memest.estimator.ops.random import advance
+from memest.estimator.tensors.known_values import KnownValues
+from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.placement import (
+    INSIDE,
+    META,
+    PLAIN,
+    Place,
+    host_storages,
+    is_meta,
+    local_part,
+    storage_key,
+    tensors_in,
+)
+
+aten = torch.ops.aten
+
+MANY_DRAWS = 1 << 26
+"""Number of draws above which the generator jumps (`jumps`), in 0.1 s however far; a single draw
+takes 2 to 3 ns.
+"""
+
+BLOCK = 16
+"""Block size of normal numbers (`normal_fill`)."""
+
+_UNIFORM = frozenset((
+    aten.uniform_.default, aten.rand.default, aten.rand.generator, aten.rand_like.default,
+))  # fmt: skip
+_NORMAL = frozenset((
+    aten.normal_.default, aten.randn.default, aten.randn.generator, aten.randn_like.default,
+    aten.normal.float_float,
+))  # fmt: skip
+
+
+def num_draws(func: Any, tensor: Tensor) -> int:
+    """Return draws of 32 bits with which `func` fills a contiguous `tensor` on the host."""
+    count = tensor.numel()
+    if func in _NORMAL and count % BLOCK:
+        count += BLOCK
+    is_drawn = func in _UNIFORM or func in _NORMAL
+    return count * (2 if tensor.dtype is torch.float64 else 1) * is_drawn
+
+
+class HostDraws:
+    """Pending draws of the host's default generator."""
+
+    def __init__(self) -> None:
+        self.num_waiting = 0
+
+    def skip(self, func: Any, tensor: Tensor, generator: torch.Generator | None) -> None:
+        """Count the draws with which `func` would have filled `tensor`, which has no data."""
+        if func in _NORMAL and tensor.numel() < BLOCK:  # made in pairs, of which one is kept
+            self.settle()
+            with _disable_current_modes():
+                torch.empty(tensor.numel(), dtype=tensor.dtype).normal_(generator=generator)
+        elif generator is None or generator is torch.default_generator:
+            self.num_waiting += num_draws(func, tensor)
+        else:
+            self._draw(num_draws(func, tensor), generator)
+
+    def settle(self) -> None:
+        """Make the pending draws."""
+        count, self.num_waiting = self.num_waiting, 0
+        if count:
+            self._draw(count, None)
+
+    def _draw(self, count: int, generator: torch.Generator | None) -> None:
+        if count > MANY_DRAWS:
+            with _disable_current_modes():
+                advance(generator or torch.default_generator, count)
+            return
+        with _disable_current_modes():
+            scratch = torch.empty(min(count, 1 << 20), dtype=torch.uint8)
+            while count:
+                part = scratch[:count]
+                part.random_(generator=generator)
+                count -= len(part)
+
+    def install(self, patches: Patches) -> None:
+        """Wrap torch's functions that read or set the state of the default generator.
+
+        They make no container for their arguments, since containers move Python's garbage
+        collection.
+        """
+        get_state, set_state = torch.get_rng_state, torch.set_rng_state
+        seed_by, seed = torch.manual_seed, torch.seed
+
+        def get_rng_state() -> Tensor:
+            self.settle()
+            return get_state()
+
+        def set_rng_state(new_state: Tensor) -> None:
+            self.num_waiting = 0
+            set_state(new_state)
+
+        def manual_seed(seed: int) -> torch.Generator:
+            self.num_waiting = 0
+            return seed_by(seed)
+
+        def seed_anew() -> int:
+            self.num_waiting = 0
+            return seed()
+
+        for name, function in (
+            ("get_rng_state", get_rng_state), ("set_rng_state", set_rng_state),
+            ("manual_seed", manual_seed), ("seed", seed_anew),
+        ):  # fmt: skip
+            patches.set(torch, name, function)
+            patches.set(torch.random, name, function)
+
+
+VIRTUAL_HOST_BYTES = 1 << 20
+"""Floating-point tensors below this size are always real, and are not counted."""
+
+MAX_REAL_BYTES = 1 << 28
+"""Largest single floating-point result that is real: MNIST's 60,000 images in float32 take 188 MB.
+"""
+
+MAX_NOISE_BYTES = 1 << 25
+"""Largest tensor of the host with real random numbers, bytes: it takes 100 ms. Masks are made of
+smaller ones (a batch of 2048 sequences of 4096 tokens is at the bound), random images of larger
+ones.
+"""
+
+REAL_BYTES = 1 << 30
+"""Bytes of all counted real tensors that are alive at a time; a run stays below 2.5 GiB."""
+
+_FACTORIES = frozenset((
+    aten.empty.memory_format, aten.empty_strided.default, aten.zeros.default, aten.ones.default,
+    aten.full.default, aten.rand.default, aten.randn.default, aten.rand.generator,
+    aten.randn.generator, aten.normal.float_float,
+    aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
+    aten.new_empty_strided.default,
+))  # fmt: skip
+_NOISE = frozenset((
+    aten.rand.default, aten.randn.default, aten.rand.generator, aten.randn.generator,
+    aten.normal.float_float, aten.rand_like.default, aten.randn_like.default,
+    aten.bernoulli.default, aten.normal.Tensor_float, aten.normal.Tensor_Tensor,
+))  # fmt: skip
+
+
+class HostTensors:
+    """Tensors of the simulated host, with and without data.
+
+    Args:
+        live: ids of the storages on the GPU, by their keys.
+        values: known values of tensors without data.
+        assumed: assumed values of tensors without data.
+        attribution: names the line of a failure.
+    """
+
+    def __init__(
+        self,
+        live: dict[int, int],
+        values: KnownValues,
+        assumed: AssumedValues,
+        attribution: Attribution,
+    ) -> None:
+        self.num_bytes = self.peak_bytes = 0
+        """Bytes of tensors without data on the host, now and at most."""
+
+        self.draws = HostDraws()
+        self._live = live
+        self._values = values
+        self._assumed = assumed
+        self._attribution = attribution
+        self._references: dict[int, Any] = {}
+        self._pinned: dict[int, Any] = {}
+        self._real_bytes = 0
+        self._real: dict[int, Any] = {}
+
+    # --- placement
+
+    def place(self, tensor: Tensor) -> Place:
+        """Return the place of `tensor` in the simulated run."""
+        tensor = local_part(tensor)
+        if not is_meta(tensor):
+            return Place.REAL
+        if INSIDE.compiles and type(tensor) not in PLAIN:  # a fake or functional tensor
+            return Place.GPU
+        try:
+            key = storage_key(tensor)
+        except NotImplementedError:  # a tensor of `torch.vmap` is where the wrapped one is
+            return self.place(torch._C._functorch.get_unwrapped(tensor))
+        if key in self._live:
+            return Place.GPU
+        return Place.HOST if key in host_storages else Place.META
+
+    def put(self, tensor: Tensor) -> None:
+        """Place the storage of `tensor`, which has no data, on the host."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in host_storages or key in self._live:
+            return
+        num_bytes = storage.nbytes()
+        host_storages[key] = num_bytes
+        self.num_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+        self._references[key] = weakref.ref(storage, self._left_host(key, num_bytes))
+
+    def _left_host(self, key: int, num_bytes: int) -> Any:
+        def died(reference: Any) -> None:
+            if host_storages.pop(key, None) is not None:
+                self.num_bytes -= num_bytes
+            self._references.pop(key, None)
+            self._values.forget(key)
+
+        return died
+
+    def held(self) -> Iterator[tuple[int, bool]]:
+        """Yield (bytes, is pinned) of every larger tensor on the host, with and without data."""
+        sizes = host_storages | {key: storage().nbytes() for key, storage in self._real.items()}
+        for key, num_bytes in sizes.items():
+            yield num_bytes, key in self._pinned
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """Return a pinned copy of `tensor`: `Tensor.pin_memory`."""
+        return tensor if self.is_pinned(tensor) else self._pin(tensor.clone())
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` is pinned: `Tensor.is_pinned`."""
+        return storage_key(tensor) in self._pinned
+
+    def _pin(self, tensor: Tensor) -> Tensor:
+        key = storage_key(tensor)
+        self._pinned[key] = weakref.ref(
+            tensor.untyped_storage(), lambda reference: self._pinned.pop(key, None)
+        )
+        return tensor
+
+    # --- operators on tensors without data
+
+    def run_without_data(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run an operator on host tensors that have no data; its results have none either."""
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": META}
+        if func is aten._pin_memory.default:
+            return self.pinned(args[0])
+        if func is aten.is_pinned.default:
+            return self.is_pinned(args[0])
+        if func._schema.is_mutable:
+            first = args[0] if args else None
+            if isinstance(first, Tensor) and is_meta(first):
+                self.draws.skip(func, first, kwargs.get("generator"))
+            if not func._schema.returns:
+                return None
+            if isinstance(first, Tensor) and not is_meta(first):
+                return first  # the written values are unknown, the old ones serve
+        out = self._on_meta(func, args, kwargs)
+        for tensor in tensors_in((out,)):
+            if is_meta(tensor):
+                self.put(tensor)
+        self._assumed.follow(func, args, kwargs, out)
+        if self._values:
+            self._values.follow(func, args, kwargs, out)
+        return out
+
+    def _on_meta(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        try:
+            return func(*_bare(args), **kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            if func is aten.index.Tensor:
+                return func(_bare(args[0]), list(self._positions(args[1])))
+            if func in (aten.index_put_.default, aten.masked_scatter_.default):
+                return args[0]
+            if func is aten.masked_select.default and not is_meta(args[1]):
+                num_picked = int(
+                    args[1].expand_as(_bare(args[0]) if args[0].dim() else args[1]).sum()
+                )
+                return _bare(args[0]).new_empty(num_picked)
+            made = self._assumed.result(func, args, kwargs)
+            if made is not None:
+                return made
+            failure = self._attribution.failure(func, error)
+            is_on_gpu = any(self.place(tensor) is Place.GPU for tensor in tensors_in(args))
+            if isinstance(failure, UnsupportedError) and not is_on_gpu:
+                raise UnsupportedError(str(failure), hint=_ON_HOST) from error
+            raise failure from error
+
+    def _positions(self, indices: list[Tensor | None]) -> Iterator[Tensor | None]:
+        """Yield `indices` with each mask replaced by the positions of its true entries."""
+        for index in indices:
+            if index is None or index.dtype not in MASK_DTYPES:
+                yield index
+            else:
+                yield from self.nonzero(index).to(META).unbind(1)
+
+    def nonzero(self, mask: Tensor) -> Tensor:
+        """Positions of the true entries of a mask on the host, with data or without."""
+        value = self._values.value_of(mask)
+        found: Tensor = (
+            self.run_without_data(aten.nonzero.default, (mask,), {})
+            if value is None
+            else value.nonzero()
+        )
+        return found
+
+    # --- operators on tensors with data
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run an operator on real tensors; a result too large to be real has no data."""
+        if func is aten._pin_memory.default:
+            return self.pinned(args[0])
+        if func is aten.is_pinned.default:
+            return self.is_pinned(args[0])
+        if kwargs.get("pin_memory"):
+            return self._pin(self.run(func, args, {**kwargs, "pin_memory": False}))
+        if self.draws.num_waiting and torch.Tag.nondeterministic_seeded in func.tags:
+            self.draws.settle()
+        if func in _FACTORIES or _has_large_floats(args):
+            made = self._without_data(func, args, kwargs)
+            if made is not None:
+                return made
+            out = func(*args, **kwargs)
+            if isinstance(out, Tensor) and not func._schema.is_mutable and not func.is_view:
+                self._count(out)
+            return out
+        return func(*args, **kwargs)
+
+    def _without_data(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor | None:
+        """Return the result without data if it is large and of floating-point numbers; or None."""
+        if func._schema.is_mutable or func.is_view:
+            return None
+        meta_args = _bare(args)
+        if func in _FACTORIES or "device" in kwargs:
+            kwargs = {**kwargs, "device": META}
+        try:
+            made = func(*meta_args, **kwargs)
+        except (NotImplementedError, RuntimeError):
+            return None
+        if not isinstance(made, Tensor) or not made.is_floating_point() or _is_sparse(made):
+            return None
+        num_bytes = made.numel() * made.itemsize
+        if num_bytes < VIRTUAL_HOST_BYTES or self._can_be_real(func, args, num_bytes):
+            return None
+        self.put(made)
+        self.draws.skip(func, made, kwargs.get("generator"))
+        return made
+
+    def _can_be_real(self, func: Any, args: tuple[Any, ...], num_bytes: int) -> bool:
+        limit = MAX_NOISE_BYTES if func in _NOISE else MAX_REAL_BYTES
+        if num_bytes > limit or self._real_bytes + num_bytes > REAL_BYTES:
+            return False
+        return not any(map(_is_dummy, tensors_in(args)))
+
+    def _count(self, tensor: Tensor) -> None:
+        if _is_sparse(tensor):
+            return
+        storage = tensor.untyped_storage()
+        key, num_bytes = storage._cdata, storage.nbytes()
+        if num_bytes < VIRTUAL_HOST_BYTES or key in self._real:
+            return
+
+        def died(reference: Any) -> None:
+            if self._real.pop(key, None) is not None:
+                self._real_bytes -= num_bytes
+
+        self._real_bytes += num_bytes
+        self._real[key] = weakref.ref(storage, died)
+
+
+def _is_sparse(tensor: Tensor) -> bool:
+    """Return whether `tensor` has no storage of its own."""
+    return tensor.layout is not torch.strided
+
+
+_ON_HOST = (
+    "the tensor is on the host and has no values there: it is a weight, a copy from the GPU, "
+    "computed from one, or too large; take values that decide a shape from data"
+)
+
+
+def _is_dummy(tensor: Tensor) -> bool:
+    """Return whether a large tensor repeats one number, as in a dummy checkpoint."""
+    return tensor.numel() * tensor.itemsize >= VIRTUAL_HOST_BYTES and not any(tensor.stride())
+
+
+def _has_large_floats(args: tuple[Any, ...]) -> bool:
+    """Return whether `args` are large enough for a result that is too large to be real."""
+    total = 0
+    for tensor in tensors_in(args):
+        if tensor.dtype is torch.uint8 or tensor.is_floating_point():
+            total += tensor.numel() * 4
+    return total >= VIRTUAL_HOST_BYTES
+
+
+def _bare(value: Any) -> Any:
+    """Replace the real tensors in `value`, except scalars, by meta tensors."""
+    if isinstance(value, Tensor):
+        return value if is_meta(value) or not value.dim() else value.to(META)
+    if isinstance(value, list | tuple):
+        items = [_bare(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def without_tensors(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Replace tensors by empty host tensors: arguments of `empty_like` with the host as target."""
+    made = [
+        torch.empty_strided(a.size(), a.stride(), dtype=a.dtype) if isinstance(a, Tensor) else a
+        for a in args
+    ]
+    return tuple(made)

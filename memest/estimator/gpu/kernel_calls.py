@@ -1,0 +1,292 @@
+"""Requests of CUDA kernels: what one call allocates and frees, in order."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memest.estimator.gpu.memory import Memory
+from memest.estimator.gpu.messages import BENCHMARK
+from memest.estimator.gpu.timeline import Timeline
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops.autograd_ops import is_in_autocast
+from memest.estimator.ops.matmul import LT_WORKSPACE_BYTES, CublasWorkspaces
+from memest.estimator.ops.registry import Op, ValueOf
+from memest.estimator.ops.temporaries import OLDEST, TRIED, Scratch
+from memest.estimator.tensors.lines import Notes
+from memest.estimator.tensors.storages import Coverage, Site
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Outputs and requests of a call, the same for all calls with the same shapes."""
+
+    specs: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype] | None, ...]
+    """Sizes, strides and dtype of each output; None is a gradient that was not requested."""
+
+    is_tuple: bool
+    events: tuple[tuple[int | None, int | None], ...]
+    """(bytes, position of the output; None for a temporary, `OLDEST` or `TRIED`) in order. Bytes
+    None is the output's own size, below 0 a free.
+    """
+
+    is_partial: bool
+    """True if something about the kernel is not modelled."""
+
+    has_empty: bool
+    """True if an output takes no memory: it is empty, or only the meta kernel makes it."""
+
+    def make_outputs(self) -> Any:
+        """Return fresh meta tensors as the call returns them."""
+        made = [
+            spec and torch.empty_strided(spec[0], spec[1], dtype=spec[2], device="meta")
+            for spec in self.specs
+        ]
+        return tuple(made) if self.is_tuple else made[0]
+
+
+class KernelCalls:
+    """Sends the requests of each call to memory, and counts the calls that are not modelled.
+
+    Args:
+        gpu: the simulated GPU.
+        memory: serves the requests.
+        timeline: its current stream decides which cuBLAS workspace a call uses.
+        site_of: returns the origin of a request by an operator.
+        value_of: returns the values of a tensor, where they are known.
+        notes: sentences for the report.
+    """
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        memory: Memory,
+        timeline: Timeline,
+        site_of: Callable[[Any], Site],
+        value_of: ValueOf,
+        notes: Notes,
+    ) -> None:
+        self.coverage = Coverage()
+        self._gpu = gpu
+        self._memory = memory
+        self._timeline = timeline
+        self._site_of = site_of
+        self._value_of = value_of
+        self._notes = notes
+        self._recipes: dict[Any, Recipe] = {}
+        self._repeatable: set[int] = set()
+        self._searched: set[Recipe] = set()
+        self._cublas = CublasWorkspaces(gpu.capability)
+        self._cublas_ids: list[int] = []
+
+    def key_of(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Key that calls with the same recipe share; None for an operator without such calls."""
+        return _key(func, args, kwargs) if id(func) in self._repeatable else None
+
+    def known(self, key: Any) -> Recipe | None:
+        """Recipe of the calls with this key."""
+        return None if key is None else self._recipes.get(key)
+
+    def new_recipe(self, op: Op, args: Any, kwargs: Any, out: Any, key: Any) -> Recipe:
+        """Make the recipe of a call with result `out`, and keep it if others can share it."""
+        self.coverage.has_convolutions |= op.is_convolution
+        before, num_recipes = gc.get_count()[0], len(self._recipes)
+        more = () if op.from_values is None else op.from_values(self._value_of, args)
+        recipe = recipe_of(self._gpu, op, args, kwargs, out, more)
+        if _can_repeat(op, args, out):
+            self._repeatable.add(id(op.func))
+            self._recipes[key or _key(op.func, args, kwargs)] = recipe
+        if len(self._recipes) > num_recipes:
+            self._memory.pace.made(max(0, gc.get_count()[0] - before))
+        return recipe
+
+    def request(self, op: Op, args: Any, kwargs: Any, out: Any, recipe: Recipe) -> None:
+        """Allocate the outputs and temporaries of one call, and free its temporaries.
+
+        Raises:
+            torch.OutOfMemoryError: the GPU has no room for one of them.
+        """
+        memory = self._memory
+        if recipe.is_partial:
+            self.coverage.unmodelled[op.name] += 1
+        temporary: list[int] = []
+        try:
+            self._allocate(op, args, kwargs, out, recipe, temporary)
+        finally:  # also where no memory was left for one of them
+            for index in reversed(temporary):
+                memory.free(index)
+        if recipe.has_empty:
+            for tensor in filter(is_on_gpu, results_of(out)):
+                if tensor.untyped_storage()._cdata not in memory.live:
+                    memory.allocate(tensor, self._site_of(op.func), memory.kind, 0)
+
+    def _allocate(
+        self, op: Op, args: Any, kwargs: Any, out: Any, recipe: Recipe, temporary: list[int]
+    ) -> None:
+        """Play the events of a recipe; `temporary` takes what is freed at the end of the call."""
+        memory = self._memory
+        results = results_of(out)
+        site: Site | None = None
+        events = self._with_search(recipe) if op.is_convolution else recipe.events
+        for num_bytes, position in events:
+            if position is None or position == OLDEST:
+                assert num_bytes is not None
+                site = site or self._site_of(op.func)
+                if num_bytes < 0:
+                    sizes = memory.storages.num_bytes
+                    among = temporary if position == OLDEST else reversed(temporary)
+                    freed = next(i for i in among if sizes[i] == -num_bytes)
+                    temporary.remove(freed)
+                    memory.free(freed)
+                else:
+                    temporary.append(memory.allocate_workspace(num_bytes, site))
+            elif (t := results[position]).untyped_storage()._cdata not in memory.live:
+                site = site or self._site_of(op.func)
+                memory.allocate(t, site, memory.kind, num_bytes)
+        if op.takes_handle:
+            in_backward = torch._C._current_autograd_node() is not None
+            handle = "backward" if in_backward else "main", self._timeline.stream
+            kept, passing = self._cublas.bytes_for(op.func, args, kwargs, handle)
+            for num_bytes in passing:
+                temporary.append(memory.allocate_workspace(num_bytes, self._site_of(op.func)))
+            for num_bytes in kept:
+                index = memory.allocate_workspace(num_bytes, self._site_of(op.func))
+                self._cublas_ids.append(index)
+
+    def _with_search(self, recipe: Recipe) -> Iterator[tuple[int | None, int | None]]:
+        """Events of a convolution; workspaces that are only `TRIED` are allocated and freed here,
+        at the first call.
+        """
+        is_new = recipe not in self._searched
+        self._searched.add(recipe)
+        is_over = False
+        for num_bytes, position in recipe.events:
+            if position != TRIED:
+                is_over = False
+                yield num_bytes, position
+            elif is_new and not is_over:
+                assert num_bytes is not None
+                self._notes.add(BENCHMARK)
+                is_over = self._memory.try_workspace(num_bytes, self._site_of("cudnn.benchmark"))
+
+    def clear_workspaces(self) -> None:
+        """Free cuBLAS's workspaces, as Lightning does before a fit; each handle allocates again.
+
+        Those of cuBLASLt come last (`clearCublasWorkspaces`, CublasHandlePool.cpp of torch 2.11).
+        """
+        sizes = self._memory.storages.num_bytes
+        for index in sorted(self._cublas_ids, key=lambda i: sizes[i] == LT_WORKSPACE_BYTES):
+            self._memory.free(index)
+        self._cublas_ids = []
+        self._cublas = CublasWorkspaces(self._gpu.capability)
+
+
+def recipe_of(
+    gpu: Gpu, op: Op, args: Any, kwargs: Any, out: Any, more: tuple[int, ...] = ()
+) -> Recipe:
+    """Return what one call requests.
+
+    Args:
+        gpu: the GPU that runs it.
+        op: the operator.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        out: its result on meta.
+        more: what `Op.from_values` returned.
+    """
+    is_tuple = isinstance(out, list | tuple)
+    results = results_of(out)
+    specs = tuple(
+        [
+            None if t is None else (t.size(), t.stride(), t.dtype)
+            for t in results
+            if t is None or is_on_gpu(t)
+        ]
+    )
+    made = Scratch() if op.requests is None else op.requests(args, kwargs, out, gpu, *more)
+    is_partial = not op.is_modelled(args, kwargs, gpu)
+    events: list[tuple[int | None, int | None]]
+    if isinstance(made, Scratch):
+        own = made.outputs or (None,) * len(results)
+        events = [(n, None) for n in made.before]
+        events += [(own[i], i) for i, t in enumerate(results) if is_on_gpu(t)]
+        events += [(n, None) for n in made.after]
+    else:
+        events = [(e.num_bytes, e.output) for e in made]
+    allocated = {position for _, position in events}
+    has_empty = any(i not in allocated for i, t in enumerate(results) if is_on_gpu(t))
+    return Recipe(specs, is_tuple, tuple(events), is_partial, has_empty)
+
+
+def _can_repeat(op: Op, args: Any, out: Any) -> bool:
+    """Return whether a call with the same shapes makes the same outputs, each in its own storage.
+
+    `_unsafe_view` is a view whose schema does not mark it as one.
+    """
+    if op.is_mutable or any(r.alias_info is not None for r in op.func._schema.returns):
+        return False
+    given = out if isinstance(out, list | tuple) else (out,)
+    results = [result for result in given if result is not None]
+    if not results or not all(map(is_on_gpu, results)):
+        return False
+    storages = {t.untyped_storage()._cdata for t in results}
+    if any(isinstance(a, Tensor) and a.untyped_storage()._cdata in storages for a in args):
+        return False
+    is_own = all(
+        t.storage_offset() == 0 and t.untyped_storage().nbytes() == _dense_bytes(t) for t in results
+    )
+    return len(storages) == len(results) and is_own and op.shaped_by is None
+
+
+def results_of(out: Any) -> tuple[Any, ...]:
+    """Flat results of an operator: the items of a list are results of their own."""
+    if not isinstance(out, list | tuple):
+        return (out,)
+    flat: list[Any] = []
+    for item in out:
+        flat += item if isinstance(item, list | tuple) else (item,)
+    return tuple(flat)
+
+
+def is_on_gpu(value: Any) -> bool:
+    """Return whether `value` would be a CUDA tensor; CPU tensors take no GPU memory."""
+    return isinstance(value, Tensor) and value.device.type == "meta"
+
+
+def _key(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """Key that calls with the same shapes share; default dtype and autocast count as arguments."""
+    state = torch.get_default_dtype(), is_in_autocast()
+    return (id(func), *state, *map(_signature, args), *map(_signature, kwargs.items()))
+
+
+_SEQUENCES = (list, tuple)
+
+
+def _signature(value: Any) -> Any:
+    """Part of an argument that decides the shapes of outputs; 1, 1.0 and True differ."""
+    if isinstance(value, Tensor):
+        return (
+            value.size(),
+            value.stride(),
+            value.dtype,
+            value.device.type,
+            value.storage_offset() % 16,
+        )
+    if isinstance(value, _SEQUENCES):
+        return tuple([_signature(item) for item in value])
+    return type(value), value
+
+
+def _dense_bytes(tensor: Tensor) -> int:
+    """Bytes of the smallest storage that holds `tensor` from offset 0."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((n - 1) * stride for n, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()

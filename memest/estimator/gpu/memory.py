@@ -1,0 +1,322 @@
+"""Memory of the GPU: its storages, their blocks, and frees that wait for a stream.
+
+Each request goes to the caching allocator as the operator runs. So a script reads what is
+allocated, and runs out of memory where the GPU would.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from heapq import heappop, heappush
+
+import torch
+from torch import Tensor
+
+from memest.estimator.allocator.blocks import Block
+from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
+from memest.estimator.gpu.history import History
+from memest.estimator.gpu.messages import out_of_memory
+from memest.estimator.gpu.timeline import BEST_SHARE, MAIN, WATCHDOG_US, Timeline
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.hardware.speed import segment_us
+from memest.estimator.tensors.garbage import PER_STORAGE, GarbagePace
+from memest.estimator.tensors.placement import storage_key
+from memest.estimator.tensors.storages import MemKind, Site, StorageTable, death_of, return_of
+
+
+class _Reference(weakref.ref[torch.UntypedStorage]):
+    """Weak reference to a storage with its id and its key.
+
+    One object per storage: long-lived objects move the moments of Python's garbage collection.
+    """
+
+    __slots__ = ("index", "key")
+
+    index: int
+    key: int
+
+
+class Memory:
+    """Storages on the simulated GPU, each in a block of the caching allocator.
+
+    Args:
+        gpu: the simulated GPU.
+        allocator: its caching allocator.
+        timeline: decides when a block that several streams use returns to its pool.
+    """
+
+    def __init__(self, gpu: Gpu, allocator: CachingAllocator, timeline: Timeline) -> None:
+        self.gpu = gpu
+        self.allocator = allocator
+        self.storages = StorageTable()
+        self.history = History(allocator, self.storages)
+        self.log = self.history.log
+        self.live: dict[int, int] = {}
+        """Storage id by the key of a storage that is alive."""
+
+        self.blocks: dict[int, Block] = {}
+        self.kind = MemKind.ACTIVATIONS
+        """Kind of the storages that operators allocate now."""
+
+        self.lock = threading.RLock()
+        self.pace = GarbagePace()
+        self.num_ooms = 0
+        self.refused: tuple[int, Site, int] | None = None
+        """Bytes and site of the last refused request, and the bytes reserved at that moment."""
+
+        self.frees_at_once = False
+        """Free blocks as their storages die, without regard to other streams that use them."""
+
+        self.on_death: Callable[[int], None] = lambda key: None
+        """Callbacks with the key of each freed storage."""
+
+        self.on_fold: Callable[[], None] = lambda: None
+        """Called before the history sums up its window of events."""
+
+        self._timeline = timeline
+        self._references: dict[int, _Reference] = {}
+        self._on_death = self._storage_died
+        self._dead: list[int] = []
+        self._uses: dict[int, set[int]] = {}
+        self._pending: list[tuple[float, int]] = []
+        self._stashed: dict[int, float] = {}
+
+    # --- requests
+
+    def allocate(
+        self, tensor: Tensor, site: Site, kind: MemKind, num_bytes: int | None = None
+    ) -> None:
+        """Allocate the storage of `tensor`, unless it has memory already.
+
+        Args:
+            tensor: a meta tensor that stands for a CUDA tensor.
+            site: where it is made.
+            kind: what it is held for.
+            num_bytes: size of the request; None is the storage's own size, 0 allocates nothing.
+
+        Raises:
+            torch.OutOfMemoryError: the GPU has no room for it.
+        """
+        self._return_blocks()
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.live:
+            return
+        before = len(self.storages.num_bytes)
+        size = storage.nbytes() if num_bytes is None else num_bytes
+        index = self.storages.add(size, site, kind)
+        self.live[key] = index
+        reference = self._references[index] = _Reference(storage, self._on_death)
+        reference.index, reference.key = index, key
+        self._request(index)
+        self.pace.made(PER_STORAGE * (len(self.storages.num_bytes) - before))
+
+    def allocate_workspace(self, num_bytes: int, site: Site) -> int:
+        """Allocate memory that no tensor holds; returns its id, for `free`.
+
+        Raises:
+            torch.OutOfMemoryError: the GPU has no room for it.
+        """
+        self._return_blocks()
+        index = self.storages.add(num_bytes, site, MemKind.WORKSPACE)
+        self._request(index)
+        return index
+
+    def _request(self, index: int) -> None:
+        self.settle()
+        num_bytes = self.storages.num_bytes[index]
+        home = self._timeline.home
+        if num_bytes:
+            before = self.allocator.reserved_bytes
+            try:
+                self.blocks[index] = self.allocator.malloc(num_bytes, home)
+            except OutOfMemory:
+                self._refuse(index, num_bytes)
+            if self._timeline.is_slow and self.allocator.reserved_bytes > before:
+                taken = self.allocator.reserved_bytes - before
+                self._timeline.host_spends(segment_us(taken), 0.0)
+        self.log.open.append(index)
+        if home != MAIN:
+            self.storages.streams[index] = home
+        if num_bytes:
+            self.history.born(index, self.storages.sites[index])
+
+    def _refuse(self, index: int, num_bytes: int) -> None:
+        self.num_ooms += 1
+        self.history.emptied()  # the allocator gave back its cache before it gave up
+        self.refused = num_bytes, self.storages.sites[index], self.allocator.reserved_bytes
+        raise torch.OutOfMemoryError(out_of_memory(self.gpu, self.allocator, num_bytes)) from None
+
+    def try_workspace(self, num_bytes: int, site: Site) -> bool:
+        """Allocate and free a workspace that a library omits if there is not enough memory.
+
+        Halves the request until it fits and empties the cache afterwards, as
+        `generate_and_filter_plans` of Conv_v8.cpp (torch 2.11) and its caller do.
+
+        Returns:
+            Whether the GPU has that much memory outside the allocator. Nothing happens otherwise.
+        """
+        self.settle()
+        if num_bytes > self.gpu.limit_bytes - self.allocator.reserved_bytes:
+            return False
+        num_ooms = self.num_ooms
+        while num_bytes:
+            try:
+                index = self.allocate_workspace(num_bytes, site)
+                self.storages.tried.add(index)
+                self.free(index)
+                break
+            except torch.OutOfMemoryError:
+                num_bytes //= 2
+        self.num_ooms = num_ooms
+        self.settle()
+        self.allocator.empty_cache()
+        self.history.emptied()
+        return True
+
+    def resize(self, tensor: Tensor, num_bytes: int, site: Site, kind: MemKind) -> None:
+        """Free the storage's block and allocate another one: `untyped_storage().resize_`.
+
+        A storage of 0 bytes stays a storage of the GPU. A storage that had memory keeps the
+        operator and module of its site.
+        """
+        with self.lock:
+            storage = tensor.untyped_storage()
+            index = self.live.pop(storage._cdata, None)
+            if index is not None:
+                before = self.storages.sites[index]
+                site = Site(before.op, before.module, site.phase)
+                self._references.pop(index, None)
+                self._release(index)
+            storage.resize_(num_bytes)
+            if num_bytes:
+                self.allocate(tensor, site, kind)
+            else:
+                self.allocate(tensor, Site("", "", site.phase), kind, 0)
+
+    # --- frees
+
+    def free(self, index: int) -> None:
+        """Free a storage at the next `settle`. The garbage collector may call this at any time."""
+        self._dead.append(index)
+
+    def _storage_died(self, reference: _Reference) -> None:
+        index, key = reference.index, reference.key
+        self._release(index)
+        self._references.pop(index, None)
+        if self.live.get(key) == index:
+            del self.live[key]
+            self.on_death(key)
+        self.pace.made(-PER_STORAGE)
+
+    def _release(self, index: int) -> None:
+        """Free storage `index`; the free is deferred if another stream or a collective still uses
+        it.
+        """
+        if self.frees_at_once:
+            self._uses.pop(index, None)
+        elif index in self._stashed:
+            self.storages.shelved.add(index)
+        else:
+            timeline = self._timeline
+            events = map(timeline.event, self._uses.pop(index, ()))
+            done = max(map(timeline.at_pace, events), default=0.0)
+            if done > timeline.at_pace(timeline.host_time):
+                self.storages.deferred.add(index)
+                heappush(self._pending, (done, index))
+        self.free(index)
+
+    def _return_blocks(self) -> None:
+        """Return deferred blocks whose streams have passed: `process_events`, at each request."""
+        timeline, pending = self._timeline, self._pending
+        while pending and pending[0][0] <= timeline.at_pace(timeline.host_time):
+            self._return(heappop(pending)[1])
+
+    def _return(self, index: int) -> None:
+        self.settle()
+        block = self.blocks.pop(index, None)
+        if block is not None:
+            is_stashed = index in self.storages.shelved
+            (self.allocator.free if is_stashed else self.allocator.complete)(block)
+        self.log.open.append(return_of(index))
+
+    def settle(self) -> None:
+        """Return the blocks of storages that have died to the allocator."""
+        if self._dead:
+            with self.lock:  # any thread of the script may be here
+                self._settle()
+
+    def _settle(self) -> None:
+        dead = self._dead
+        position = 0
+        log, blocks, storages = self.log.open, self.blocks, self.storages
+        while position < len(dead):
+            index = dead[position]
+            position += 1
+            log.append(death_of(index))
+            if index in storages.shelved:
+                continue
+            if index in storages.deferred:
+                block = blocks.get(index)
+                if block is not None:
+                    self.allocator.defer(block)
+                continue
+            block = blocks.pop(index, None)
+            if block is not None:
+                self.allocator.free(block)
+        del dead[:position]
+        if self.history.is_due:
+            self.on_fold()
+            self.history.fold()
+
+    # --- uses by other streams and by collectives
+
+    def record_stream(self, tensor: Tensor, stream: int) -> None:
+        """Note that `stream` uses the storage of `tensor`: `Tensor.record_stream`."""
+        index = self.id_of(tensor)
+        if index is None:
+            return
+        home = self.storages.streams.get(index, MAIN)
+        if self._timeline.stream_of_pool(home) != stream:
+            self._uses.setdefault(index, set()).add(stream)
+
+    def stash(self, tensor: Tensor, done: float) -> None:
+        """Keep the storage of `tensor` for a collective that ends at `done` microseconds."""
+        index = self.id_of(tensor)
+        if index is not None:
+            self.stash_storage(index, done)
+
+    def stash_storage(self, index: int, done: float) -> None:
+        """Keep the storage with this id as `stash` does."""
+        self._stashed[index] = done
+
+    def unstash(self) -> None:
+        """Release the stashes that NCCL's watchdog has seen by now; each collective does so."""
+        self.unstash_until(self._timeline.host_time[0] - BEST_SHARE * WATCHDOG_US)
+
+    def unstash_until(self, until: float) -> None:
+        """Release the stashes of collectives that ended by `until` microseconds."""
+        if not self._stashed:
+            return
+        late = sorted(index for index, done in self._stashed.items() if done <= until)
+        for index in late:
+            del self._stashed[index]
+            if index in self.storages.shelved:
+                self._return(index)
+
+    # --- what is stored
+
+    def id_of(self, tensor: Tensor) -> int | None:
+        """Id of the storage of `tensor`, or None if it is not on the GPU."""
+        return self.live.get(storage_key(tensor))
+
+    def label(self, tensor: Tensor, kind: MemKind, module: str = "") -> None:
+        """Set the kind of memory and the module that owns the storage of `tensor`."""
+        index = self.id_of(tensor)
+        if index is not None:
+            self.storages.kinds[index] = kind
+            if module:
+                site = self.storages.sites[index]
+                self.storages.sites[index] = Site(site.op, module, site.phase)

@@ -1,0 +1,77 @@
+"""Messages for a script: out of memory in torch's C++ wording, and unsupported calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memest.errors import UnsupportedError
+from memest.estimator.allocator.caching import CachingAllocator
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops.registry import op_of
+from memest.estimator.tensors.known_values import ValueUnknown
+from memest.estimator.tensors.placement import GPU
+
+BENCHMARK = (
+    "`torch.backends.cudnn.benchmark` is on: at the first call with each shape cuDNN tries its "
+    "kernels in the largest workspace that the GPU has room for, which counts in the peaks. "
+    "The fastest kernel is not known; the kernel that cuDNN chooses without the benchmark is "
+    "assumed"
+)
+
+
+def out_of_memory(gpu: Gpu, allocator: CachingAllocator, num_bytes: int) -> str:
+    """Return the message of `CUDACachingAllocator.cpp` of torch 2.11."""
+    in_use = allocator.reserved_bytes + gpu.context_bytes
+    cached = allocator.reserved_bytes - allocator.allocated_bytes
+    limit = allocator.limit_bytes
+    capped = ""
+    if limit is not None and limit < gpu.limit_bytes:
+        capped = f"{_size(limit)} allowed; "
+    return (
+        f"CUDA out of memory. Tried to allocate {_size(num_bytes)}. "
+        f"GPU {GPU.device.index} has a total capacity of {_size(gpu.memory_bytes)} "
+        f"of which {_size(max(0, gpu.memory_bytes - in_use))} is "
+        f"free. Including non-PyTorch memory, this process has {_size(in_use)} memory in use. "
+        f"{capped}Of the allocated memory {_size(allocator.allocated_bytes)} is allocated by "
+        f"PyTorch, and {_size(cached)} is reserved by PyTorch but unallocated. If reserved but "
+        "unallocated memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True "
+        "to avoid fragmentation.  See documentation for Memory Management  "
+        "(https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
+    )
+
+
+def _size(num_bytes: int) -> str:
+    """Format a size as `format_size` of CUDACachingAllocator.cpp."""
+    if num_bytes <= 1024:
+        return f"{num_bytes} bytes"
+    if num_bytes <= 1024**2:
+        return f"{num_bytes / 1024:.2f} KiB"
+    if num_bytes <= 1024**3:
+        return f"{num_bytes / 1024**2:.2f} MiB"
+    return f"{num_bytes / 1024**3:.2f} GiB"
+
+
+def two_devices(func: Any) -> str:
+    """Return torch's message for tensors of the host and of the GPU in one call."""
+    return (
+        "Expected all tensors to be on the same device, but found at least two "
+        f"devices, {GPU.device} and cpu! (when checking arguments in method "
+        f"wrapper_CUDA_{func._schema.name.removeprefix('aten::')})"
+    )
+
+
+def refusal(func: Any, error: Exception, where: str) -> Exception:
+    """Return the error for a call that cannot be simulated; a script's own error is unchanged."""
+    name = str(func).removesuffix(".default")
+    if isinstance(error, ValueUnknown) or op_of(func).shaped_by:
+        return UnsupportedError(
+            f"{where}: `{name}` gives a result whose shape depends on values that are not "
+            "known without a GPU",
+            hint="guard it, or give it values that the script makes itself",
+        )
+    if "meta" in str(error).casefold() or isinstance(error, NotImplementedError):
+        return UnsupportedError(
+            f"{where}: `{name}` cannot be simulated: {str(error).splitlines()[0][:200]}",
+            hint="the operator has no meta kernel; see docs/run.md for what is supported",
+        )
+    return error

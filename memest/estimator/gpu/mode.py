@@ -1,0 +1,474 @@
+"""The dispatch mode: where an operator runs, and what follows from it.
+
+`__torch_dispatch__` receives every operator. `_dispatch` decides by the places of its tensors
+whether it runs on the GPU, on the host, or copies between the two. `run_on_gpu` runs the operator
+on the meta device and sends what CUDA would request to memory. It owns the state:
+`Memory`, `Timeline`, `KnownValues`, `AssumedValues`, `Attribution`, `HostTensors`, `KernelCalls`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memest.errors import UnsupportedError
+from memest.estimator.allocator.caching import CachingAllocator
+from memest.estimator.gpu.attribution import Attribution
+from memest.estimator.gpu.host import HostTensors, without_tensors
+from memest.estimator.gpu.kernel_calls import KernelCalls, Recipe
+from memest.estimator.gpu.memory import Memory
+from memest.estimator.gpu.messages import two_devices
+from memest.estimator.gpu.pending import Works
+from memest.estimator.gpu.placeholders import (
+    ASSUMED,
+    AssumedValues,
+    Guesses,
+    bincount,
+    guess_booleans,
+    is_check,
+)
+from memest.estimator.gpu.processes import refuse_in_child
+from memest.estimator.gpu.timeline import Timeline
+from memest.estimator.gpu.worlds import ALONE
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops import collectives
+from memest.estimator.ops.autograd_ops import key_of_other_operators, run_by_others
+from memest.estimator.ops.copies import (
+    as_dtype_layout,
+    copied,
+    to_gpu_bytes,
+    to_host_scratch,
+    with_number,
+)
+from memest.estimator.ops.in_place import owners_of_a_sole_gradient
+from memest.estimator.ops.random import GpuDraws
+from memest.estimator.ops.registry import Op, load_families, op_of
+from memest.estimator.ops.sparse import SparseTensors
+from memest.estimator.tensors.known_values import (
+    KnownValues,
+    ValueUnknown,
+    known_without_values,
+    materialise,
+)
+from memest.estimator.tensors.lines import ScriptLines
+from memest.estimator.tensors.placement import (
+    CPU,
+    INSIDE,
+    META,
+    Place,
+    dense,
+    few_tensors,
+    host_storages,
+    is_meta,
+    is_on_real_gpu,
+    local_foreach,
+    storage_key,
+    tensors_in,
+)
+from memest.estimator.tensors.storages import MemKind, Site
+
+aten = torch.ops.aten
+
+MAX_STATE_NUMEL = 1 << 12
+"""Most elements of a followed result in an optimizer step: the states of an 8-bit optimizer are
+integers, and no script reads one.
+"""
+
+_SUMS = (aten.add.Tensor, aten.add_.Tensor)
+"""Operators by which the autograd engine sums gradients."""
+
+
+class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs operators as on a CUDA GPU, on tensors without data.
+
+    Args:
+        gpu: the simulated GPU.
+        allocator: its caching allocator.
+        guesses: what a script reads where a value is not known.
+        lines: finds the line of the script.
+    """
+
+    def __init__(
+        self, gpu: Gpu, allocator: CachingAllocator, guesses: Guesses, lines: ScriptLines
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        load_families()
+        owners_of_a_sole_gradient()  # measured before anything is recorded
+        self.gpu = gpu
+        self.guesses = guesses
+        self.notes = guesses.notes
+        self.timeline = Timeline(gpu)
+        self.memory = Memory(gpu, allocator, self.timeline)
+        self.attribution = Attribution(self.memory, lines)
+        self.values = KnownValues()
+        self.assumed = AssumedValues(self.values, guesses)
+        self.host = HostTensors(self.memory.live, self.values, self.assumed, self.attribution)
+        self.kernels = KernelCalls(
+            gpu, self.memory, self.timeline, self.attribution.site, self.values.value_of, self.notes
+        )
+        self.request: Callable[..., None] = self.kernels.request
+        """Serves the requests of one call; an observer may wrap it."""
+
+        self.sparse = SparseTensors(self)
+        self.rng = GpuDraws(gpu)
+        self.works = Works(self.timeline, self.memory)
+        self.ranks = ALONE
+        self.is_off = False
+        """True if operators run as if there was no simulated GPU."""
+
+        self.memory.on_death = self.values.forget
+        self.memory.on_fold = self._before_fold
+        self._has_own_dispatch: dict[type, bool] = {}
+        self._decomposes_under = cache(key_of_other_operators)
+        self._last_recipe: Recipe | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: nothing is compiled here, and torch would import its compiler."""
+        return False
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: Dynamo compiles frames that run under the mode."""
+        return True
+
+    # --- where an operator runs
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.is_off:
+            refuse_in_child(kwargs)
+            return func(*args, **kwargs)
+        if not types and isinstance(func, HigherOrderOperator):
+            return self._higher_order(func, args, kwargs)
+        for kind in types:
+            if self._is_subclass(kind):
+                return local_foreach(self, func, args, kwargs)
+        if func is aten.to.device:  # inference mode passes composite operators on
+            func, args, kwargs = as_dtype_layout(args, kwargs)
+        INSIDE.depth += 1
+        try:
+            if self.sparse.concerns(func, args, kwargs):
+                return self.sparse.run(func, args, kwargs)
+            return self._dispatch(func, types, args, kwargs)
+        finally:
+            INSIDE.depth -= 1
+
+    def _higher_order(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run an operator that calls operators, with its kernel for CUDA."""
+        kernels = func.py_kernels
+        kernel = kernels.get(DispatchKey.CUDA) or kernels[DispatchKey.CompositeExplicitAutograd]
+        with self:
+            return kernel(*args, **kwargs)
+
+    def _is_subclass(self, kind: type) -> bool:
+        """Return whether `kind` is a class of tensors with its own `__torch_dispatch__`."""
+        known = self._has_own_dispatch.get(kind)
+        if known is None:
+            disabled = torch._C._disabled_torch_dispatch_impl
+            own = getattr(kind, "__torch_dispatch__", disabled)
+            known = own is not disabled and kind is not Tensor
+            self._has_own_dispatch[kind] = known
+        return known
+
+    def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        op = op_of(func)
+        if op.is_collective:
+            return collectives.run(self, func, args, kwargs)
+        if op.is_wait:  # C++ returns its input, the meta kernel a copy
+            self.works.wait_for(args[0])
+            return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args)
+        if op.is_view and not self._decomposes_under(func):
+            return self._view(func, args, kwargs)
+        on_gpu, on_host, is_real, no_place = self._places(func, args, kwargs)
+        target: str = getattr(kwargs.get("device"), "type", "")
+        if (on_gpu or on_host or target == "cuda") and self._decomposes_under(func):
+            result = run_by_others(self, self._decomposes_under(func), func, args, kwargs)
+            if func.namespace == "_c10d_functional":
+                self.works.register(result)
+            return result
+        if target == "cuda":
+            if not on_gpu and func is aten._to_copy.default:
+                return self._copy_to_gpu(func, types, args, {**kwargs, "device": META}, no_place)
+            adopts = no_place and not op.makes_alike
+            return self.run_on_gpu(func, types, args, {**kwargs, "device": META}, adopts)
+        if on_gpu:
+            is_to_host = func is aten.copy_.default and self.host.place(args[0]) is not Place.GPU
+            if target == "cpu" or is_to_host:
+                return self._copy_to_host(func, args, kwargs)
+            if is_real or on_host:
+                if func is aten.copy_.default:
+                    return self._copy_to_gpu(func, types, args, kwargs, no_place)
+                self._check_devices(func, args, kwargs)
+                func, args = with_number(func, args)
+            return self.run_on_gpu(func, types, args, kwargs, no_place)
+        if target == "meta":
+            # C++ passes the device that a GPU tensor reports: a formula of autograd, a composite
+            if INSIDE.composite or torch._C._current_graph_task_id() != -1:
+                return self.run_on_gpu(func, types, args, kwargs, False)
+            return func(*args, **kwargs)
+        if on_host:
+            if op.reads_value:
+                return self._read(func, args, kwargs)
+            return self.host.run_without_data(func, args, kwargs)
+        if no_place:
+            if func is aten.equal.default:  # C++ checks whether a number that it made is true
+                self.guesses.note("False from torch.equal")
+                return False
+            return func(*args, **kwargs)
+        return self.host.run(func, args, kwargs)
+
+    def _places(
+        self, func: Any, args: tuple[Any, ...], kwargs: Any
+    ) -> tuple[bool, bool, bool, bool]:
+        """Return whether a tensor is on the GPU, on the host without data, real, or unplaced."""
+        on_gpu = on_host = is_real = no_place = False
+        live = self.memory.live
+        for tensor in few_tensors(args, kwargs):
+            if not is_meta(tensor):
+                if is_on_real_gpu(tensor):
+                    raise UnsupportedError(
+                        f"`{func}` has a tensor of the real GPU, which was made before",
+                        hint="make it on the virtual GPU, or move it to the CPU before",
+                    )
+                is_real = True
+                continue
+            key = storage_key(tensor)
+            if key in live:
+                on_gpu = True
+            elif key in host_storages:
+                on_host = True
+            else:
+                no_place = True
+        return on_gpu, on_host, is_real, no_place
+
+    def _view(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run a view. It is on the device of its base, and requests nothing."""
+        if isinstance(args[0], Tensor) and is_meta(args[0]):  # C++ passes numbers as numbers
+            self.kernels.coverage.num_ops += 1
+        return func(*args, **kwargs)
+
+    def _check_devices(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+        """Refuse tensors of the host and of the GPU in one kernel, as torch does."""
+        if op_of(func).may_mix_devices:
+            return
+        for tensor in tensors_in((*args, *kwargs.values())):
+            if tensor.dim() and self.host.place(tensor) in (Place.REAL, Place.HOST):
+                if func._schema.name.startswith(("aten::_foreach", "aten::_fused")):
+                    return
+                raise RuntimeError(two_devices(func))
+
+    # --- copies
+
+    def _copy_to_gpu(
+        self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any, adopts: bool
+    ) -> Any:
+        """Copy from the host: a parameter, or a batch until a label changes its kind."""
+        is_new = func is not aten.copy_.default
+        source: Tensor = args[0] if is_new else args[1]
+        non_blocking = kwargs.get("non_blocking") or (not is_new and len(args) > 2 and args[2])
+        is_parameter = isinstance(source, torch.nn.Parameter)
+        memory, timeline = self.memory, self.timeline
+        with memory.lock:
+            before, memory.kind = memory.kind, MemKind.PARAMS if is_parameter else MemKind.BATCH
+            try:
+                made = self.run_on_gpu(func, types, args, kwargs, adopts)
+            finally:
+                memory.kind = before
+            num_bytes = to_gpu_bytes(made, source, is_waited_for=not non_blocking)
+            if num_bytes:
+                memory.free(memory.allocate_workspace(num_bytes, self.attribution.site(func)))
+            if not (non_blocking and self.host.is_pinned(source)):
+                timeline.host_waits(
+                    timeline.event(timeline.stream)
+                )  # pageable memory is waited for
+            return made
+
+    def _copy_to_host(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Copy a tensor of the GPU, whose values are rarely known."""
+        source: Tensor = args[1] if func is aten.copy_.default else args[0]
+        if not is_meta(source) or func not in (aten.copy_.default, aten._to_copy.default):
+            return self.host.run(func, without_tensors(args), {**kwargs, "device": CPU})
+        memory, timeline = self.memory, self.timeline
+        with memory.lock:
+            timeline.host_waits(timeline.event(timeline.stream))
+            site, sizes = self.attribution.site(func), to_host_scratch(func, args, kwargs)
+            for index in reversed([memory.allocate_workspace(n, site) for n in sizes]):
+                memory.free(index)
+        return copied(self, func, args, kwargs)
+
+    # --- operators on the GPU
+
+    def run_on_gpu(
+        self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any, adopts: bool = False
+    ) -> Any:
+        """Run an operator on the GPU, on the stream and at the time at which CUDA would.
+
+        Args:
+            func: the operator.
+            types: classes of its tensors.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            adopts: whether meta tensors without a place, made by C++ inside a composite operator,
+                become tensors of the GPU.
+        """
+        if kwargs.get("pin_memory"):
+            kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"}
+        with self.memory.lock:
+            if adopts:
+                self._adopt(func, args, kwargs)
+            if not self.timeline.matters:
+                return self.call(func, types, args, kwargs)
+            return self._call_on_stream(func, types, args, kwargs)
+
+    def _adopt(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+        is_copy = func is aten._to_copy.default
+        for tensor in (args[0],) if is_copy else few_tensors(args, kwargs):
+            if is_meta(tensor) and self.host.place(tensor) is Place.META:
+                if is_copy:
+                    raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+                self.memory.allocate(tensor, Site("", "", ""), self.memory.kind)
+
+    def _call_on_stream(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        timeline = self.timeline
+        before, stream = timeline.stream, timeline.stream_of_call(args, func in _SUMS)
+        timeline.stream = stream
+        if stream != before:
+            for tensor in tensors_in(args):
+                self.memory.record_stream(tensor, stream)
+        try:
+            out = self.call(func, types, args, kwargs)
+            if not func.is_view:
+                timeline.launch(func, args, kwargs, out, self._last_recipe)
+        finally:
+            timeline.stream = before
+        return out
+
+    def call(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run an operator on meta, make its CUDA kernels' requests, and compute known values."""
+        self._last_recipe = None
+        self.kernels.coverage.num_ops += 1
+        op = op_of(func)
+        if op.in_backward and not kwargs and torch._C._current_graph_task_id() != -1:
+            func, args = op.in_backward(func, args)
+            op = op_of(func)
+        if op.take_indices:
+            func, args = op.take_indices(self, func, types, args)
+            op = op_of(func)
+        if op.is_view:
+            return self._result(op, args, kwargs)
+        if op.reads_value:
+            return self._read(func, args, kwargs)
+        key = self.kernels.key_of(func, args, kwargs)
+        recipe = self.kernels.known(key)
+        if recipe is None:
+            out = self._result(op, args, kwargs)
+            recipe = self.kernels.new_recipe(op, args, kwargs, out, key)
+        else:
+            out = recipe.make_outputs()
+        self.request(op, args, kwargs, out, recipe)
+        self._follow_values(op, args, kwargs, out)
+        self._last_recipe = None if key is None else recipe
+        return out
+
+    def _result(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Result of an operator as CUDA returns it, on meta."""
+        func = op.func
+        op.check(args, kwargs)
+        if op.is_mutable and op.returns_nothing:
+            return None  # without values nothing changes
+        if op.shaped_by:
+            made = self.assumed.result(func, args, kwargs)
+            if made is not None:
+                return made
+        if func is aten.bincount.default and self.values.value_of(args[0]) is None:
+            bins = bincount(self.guesses, *args, **kwargs)
+            if bins is not None:
+                return bins
+        out = op.result(args, kwargs) if op.result else self._on_meta(op, args, kwargs)
+        return dense(out, func, self.attribution.lines.current)
+
+    def _on_meta(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        func = op.func
+        try:
+            out = func(*args, **kwargs)
+            return op.layout(args, out) if op.layout else out
+        except (NotImplementedError, RuntimeError) as error:
+            try:
+                values = self.values.compute(func, args, kwargs)
+            except ValueUnknown:
+                raise self.attribution.failure(func, error) from error
+            goes_to_host = torch.device(kwargs.get("device") or "meta").type == "cpu"
+            return values if goes_to_host else materialise(values)
+
+    # --- values
+
+    def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the value that the script reads: known, assumed, or a placeholder. The host waits
+        for the GPU.
+        """
+        self.timeline.host_waits(self.timeline.event(self.timeline.stream))
+        assumed = self.assumed.read(func, args[0])
+        if assumed is not None:
+            return assumed
+        if args[0].dtype is torch.bool and is_check():
+            self.guesses.note("is_all_true")
+            return True
+        try:
+            value = self.values.compute(func, args, kwargs)
+        except ValueUnknown:
+            if func is aten.equal.default:  # of tensors that should be equal, such as tied weights
+                is_alike: bool = args[0].shape == args[1].shape
+                self.guesses.note(f"{is_alike} from torch.equal")
+                return is_alike
+            name = func._schema.name.removeprefix("aten::").removeprefix("_local_")
+            if func in ASSUMED:
+                self.guesses.note(name)
+                return True
+            dtype = torch.bool if func is not aten._local_scalar_dense.default else args[0].dtype
+            return self.guesses.scalar(dtype, name)
+        if self.values.guessed and self.values.is_guessed(args):
+            self.guesses.note(f"{value!r} from a comparison")
+        return value
+
+    def _follow_values(self, op: Op, args: Any, kwargs: Any, out: Any) -> None:
+        """Compute the values of `out`, as far as they are known, assumed or guessed."""
+        func, values = op.func, self.values
+        if op.is_random and self._draw(op, args, kwargs, out):
+            return
+        in_step = self.attribution.phase_given == "optimizer" and not torch.is_grad_enabled()
+        if (
+            in_step  # and no closure runs
+            and isinstance(out, Tensor)
+            and out.numel() > MAX_STATE_NUMEL
+            and not values.is_known(out)
+        ):
+            return
+        self.assumed.follow(func, args, kwargs, out)
+        values.follow(func, args, kwargs, out)
+        finite = known_without_values(func, args)
+        if finite is not None and values.value_of(out) is None:
+            values.adopt(out, finite(out))
+        if isinstance(out, Tensor) and out.dtype is torch.bool:
+            guess_booleans(values, func, args, out)
+
+    def _draw(self, op: Op, args: Any, kwargs: Any, out: Any) -> bool:
+        """Advance the GPU's generator; returns whether `out` has the numbers that it draws."""
+        given = self.values.value_of(args[0]) if op.func is aten.multinomial.default else None
+        numbers = self.rng.draw(op, args, kwargs, out, given)
+        return numbers is not None and self.values.overwrite(out, numbers)
+
+    def _before_fold(self) -> None:
+        self.attribution.labels.of_models()
+        self.timeline.forget_switches()

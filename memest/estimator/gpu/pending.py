@@ -1,0 +1,141 @@
+"""Pending collectives: their works, and futures of their tensors.
+
+`ProcessGroupNCCL.cpp` and `ivalue_inl.h` of torch 2.11:
+
+- A work keeps its tensors until `wait()` is called. Without a `wait()` they are stashed
+  (`stashed_for_allocator_safety_`) until the watchdog has seen that the collective is done and the
+  next collective begins.
+- Its future is complete from the start. So a callback of `then` runs at once, on the next stream of
+  torch's pool, and allocates from that stream's own blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary, finalize
+
+import torch
+from torch import Tensor
+
+from memest.estimator.gpu.memory import Memory
+from memest.estimator.gpu.timeline import Timeline
+from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.placement import storage_key, tensors_in
+
+c10d: Any = getattr(torch._C, "_distributed_c10d", None)
+
+
+def _done_work() -> Any:
+    """Return torch's class of works that are complete, or one like it before `FakeWork`."""
+    if c10d is None or hasattr(c10d, "FakeWork"):
+        return getattr(c10d, "FakeWork", None)
+
+    class DoneWork(c10d.Work):  # type: ignore[misc]
+        def wait(self, timeout: Any = None) -> bool:
+            return True
+
+        def is_completed(self) -> bool:
+            return True
+
+        synchronize = wait
+
+    return DoneWork
+
+
+DoneWork: Any = _done_work()
+
+
+class Works:
+    """Collectives whose work was not waited for yet."""
+
+    def __init__(self, timeline: Timeline, memory: Memory) -> None:
+        self._timeline = timeline
+        self._memory = memory
+        self._kept: Any = WeakKeyDictionary()
+        self._last: Any = None
+        """Last work, kept alive so that pybind returns the same object to the script."""
+
+        self._registered: dict[int, Any] = {}
+        """Work of each result of a functional collective, like torch's `WorkRegistry`."""
+
+    def install(self, patches: Patches) -> None:
+        """Follow `wait` and `get_future` of works."""
+        wait = DoneWork.wait
+
+        def waits(work: Any, *args: Any, **kwargs: Any) -> Any:
+            kept = self._kept.pop(work, None)
+            if kept is not None:
+                kept.detach()
+            return wait(work, *args, **kwargs)
+
+        def future(work: Any) -> Any:
+            kept = self._kept.get(work)
+            tensors, _ = ((), 0.0) if kept is None else kept.peek()[2]
+            return GpuFuture(self._timeline, self._memory, self._timeline.stream, list(tensors))
+
+        patches.set(DoneWork, "wait", waits)
+        patches.set(DoneWork, "get_future", future)
+
+    def another(self) -> None:
+        """Begin a collective: release the stashes of earlier ones that are due."""
+        self._last = None
+        self._memory.unstash()
+
+    def register(self, results: Any) -> None:
+        """Keep the last work until `wait_for` is called with one of its results."""
+        for tensor in tensors_in((results,)):
+            if type(tensor) is Tensor:  # no wrapper of a result that is registered already
+                self._registered[storage_key(tensor)] = self._last
+
+    def wait_for(self, tensor: Tensor) -> None:
+        """Wait for the work of `tensor`, as `wait_tensor` does."""
+        work = self._registered.pop(storage_key(tensor), None)
+        if work is not None:
+            work.wait()
+
+    def begun(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the work of a collective, which holds `tensors`; boxed as operators return it."""
+        self._last = work = DoneWork()
+        if tensors:
+            done, _ = self._timeline.event(self._timeline.stream)
+            self._kept[work] = kept = finalize(work, self._stash, tensors, done)
+            kept.atexit = False
+        return work.boxed()
+
+    def _stash(self, tensors: Iterable[Tensor], done: float) -> None:
+        for tensor in tensors:
+            self._memory.stash(tensor, done)
+
+
+class GpuFuture(torch.futures.Future[Any]):
+    """Future of `value`, which a stream of the GPU computes."""
+
+    def __new__(cls, *args: Any) -> GpuFuture:
+        """Make a future without devices, because a CPU build of torch refuses CUDA devices."""
+        return super().__new__(cls)
+
+    def __init__(self, timeline: Timeline, memory: Memory, stream: int, value: Any) -> None:
+        super().__init__()
+        self._timeline = timeline
+        self._memory = memory
+        self._stream = stream
+        self.set_result(value)
+
+    def wait(self) -> Any:
+        """Let the current stream wait for the value and use it."""
+        self._joins(self._timeline.stream)
+        return super().wait()
+
+    def then(self, callback: Callable[[Any], Any]) -> Any:
+        """Run `callback` at once on a stream of torch's pool."""
+        stream = self._timeline.new_stream()
+        self._joins(stream)
+        with self._timeline.on_stream(stream):
+            value = callback(self)
+        return GpuFuture(self._timeline, self._memory, stream, value)
+
+    def _joins(self, stream: int) -> None:
+        self._timeline.stream_waits(stream, self._timeline.event(self._stream))
+        for tensor in tensors_in((self.value(),)):
+            self._memory.record_stream(tensor, stream)

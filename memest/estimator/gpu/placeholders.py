@@ -1,0 +1,385 @@
+"""Guesses: placeholder values that a script reads where values depend on unknown weights.
+
+The simulated GPU has shapes and no values. A script that reads a loss, a norm or a sampled token
+gets a finite and ordinary value. Each read is counted with its line. Values that decide a shape are
+in `assumed_values`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import distribution
+
+from memest.errors import UnsupportedError
+from memest.estimator.ops.registry import op_of
+from memest.estimator.tensors.known_values import KnownValues, materialise
+from memest.estimator.tensors.lines import LARGEST, Notes
+from memest.estimator.tensors.placement import META, storage_key, tensors_in
+
+aten = torch.ops.aten
+
+NUMBER = 1.0
+"""Value for a loss, a norm, a learning signal: finite, positive, and no reason to stop."""
+
+FALL = 0.01
+"""Fall of the numbers: the n-th that a script reads is `NUMBER / (1 + FALL * n)`. So a loss that
+decides about early stopping or the learning rate makes progress.
+"""
+
+TOLERANCE = 1e-4
+"""Largest threshold, if not 0, that tests convergence. The test fails, because an unknown value is
+far beyond the threshold.
+"""
+
+MAX_IN_A_ROW = 100_000
+"""Reads by one line without an optimizer step, after which the line is assumed to be in a waiting
+loop.
+"""
+
+_ALL_FALSE = frozenset((
+    aten.eq.Tensor, aten.eq.Scalar, aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar,
+    aten.lt.Tensor, aten.le.Tensor,
+    aten.isnan.default, aten.isinf.default,
+    aten.all.default, aten.all.dim, aten.any.default, aten.any.dim,
+))  # fmt: skip
+"""Comparisons that return False: an unknown value equals nothing, is no special token and passes no
+threshold.
+"""
+
+_ALL_TRUE = frozenset((aten.ne.Tensor, aten.ne.Scalar, aten.gt.Tensor, aten.ge.Tensor))
+"""Comparisons that return True: an unknown value differs from everything, and the first of two
+compared scores may win, as in a beam search.
+"""
+
+ASSUMED = frozenset((aten._is_all_true.default, aten.allclose.default))
+"""Checks of a script's own values, such as those of `torch.distributions`; they return True."""
+
+_VALIDATE = distribution.Distribution._validate_sample.__code__
+_CHECKS = "" if "_is_all_true" in _VALIDATE.co_names else _VALIDATE.co_filename
+"""File of `torch.distributions` if its checks read `all()` in place of `_is_all_true`."""
+
+
+def is_check(depth: int = 12) -> bool:
+    """Return whether the running code is a check of `torch.distributions`."""
+    frame = sys._getframe(1) if _CHECKS else None
+    while frame is not None and depth:
+        if frame.f_code.co_filename == _CHECKS:
+            return True
+        frame, depth = frame.f_back, depth - 1
+    return False
+
+
+@dataclass(slots=True)
+class Guesses:
+    """Counts of guessed values by the line that read them."""
+
+    is_strict: bool = False
+    """Raise instead of guessing."""
+
+    line: Callable[[], str] = lambda: ""
+    """Returns the running line of the script, or ""."""
+
+    notes: Notes = field(default_factory=Notes)
+
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(line, value that was read) -> count."""
+
+    _num_numbers: int = 0
+    _last: str = ""
+    _in_a_row: int = 0
+
+    def scalar(self, dtype: torch.dtype, op: str) -> Any:
+        """Return a Python number of `dtype`: False, 1, or a float that falls slowly from 1."""
+        self.note(f"{op} of {str(dtype).removeprefix('torch.')}")
+        if dtype is torch.bool:
+            return False
+        if not (dtype.is_floating_point or dtype.is_complex):
+            return 1
+        number = NUMBER / (1 + FALL * self._num_numbers)
+        self._num_numbers += 1
+        return complex(number) if dtype.is_complex else number
+
+    def note(self, what: str) -> None:
+        """Count one read of `what` by the running line.
+
+        Raises:
+            UnsupportedError: guesses are refused, or the line seems to wait for a value.
+        """
+        where = self.line() or "the script"
+        if self.is_strict:
+            raise UnsupportedError(
+                f"{where} reads a value that is not known without a GPU ({what})",
+                hint="leave `--strict` out to use a placeholder",
+            )
+        self.counts[where, what] += 1
+        self._in_a_row = self._in_a_row + 1 if where == self._last else 1
+        self._last = where
+        if self._in_a_row > MAX_IN_A_ROW:
+            raise UnsupportedError(
+                f"{where} has read a guessed value {MAX_IN_A_ROW} times in a row ({what})",
+                hint="it seems to wait for a value that never comes; bound the loop",
+            )
+
+    def warn(self, text: str) -> None:
+        """Report `text` above all figures, once.
+
+        Raises:
+            UnsupportedError: guesses are refused.
+        """
+        if self.is_strict:
+            raise UnsupportedError(text, hint="leave `--strict` out to have a warning instead")
+        if text not in self.notes.warnings:
+            self.notes.warnings.append(text)
+
+    def stepped(self) -> None:
+        """Note an optimizer step: a line that reads again is not a loop that waits."""
+        self._in_a_row = 0
+
+
+def filler(dtype: torch.dtype) -> float:
+    """Return the value of unknown tensors that are copied to the host."""
+    return 0 if dtype is torch.bool else NUMBER
+
+
+_SELECTIONS = frozenset((
+    aten.gather.default, aten.index.Tensor, aten.index_select.default, aten.take.default,
+))  # fmt: skip
+
+
+def selection(func: Any, source: Tensor | None, out: Tensor) -> Tensor | None:
+    """Return the values that unknown positions select from `source`, if all are equal."""
+    if func not in _SELECTIONS or source is None or not source.numel():
+        return None
+    first = source.flatten()[0]
+    return first.expand(out.shape) if bool((source == first).all()) else None
+
+
+_ABOVE = frozenset((aten.gt.Scalar, aten.ge.Scalar))
+_BELOW = frozenset((aten.lt.Scalar, aten.le.Scalar))
+
+
+def comparison(func: Any, args: tuple[Any, ...], out: Tensor) -> Tensor | None:
+    """Return the assumed result of a comparison of unknown operands; None for other operators."""
+    if func in _ABOVE or func in _BELOW:
+        threshold = args[1]
+        is_true = 0 < abs(threshold) <= TOLERANCE and (func in _ABOVE) == (threshold > 0)
+        return torch.full(out.shape, is_true)
+    if func in _ALL_FALSE:
+        return torch.zeros(out.shape, dtype=torch.bool)
+    if func in _ALL_TRUE:
+        return torch.ones(out.shape, dtype=torch.bool)
+    return None
+
+
+MAX_GUESSED = 1 << 20
+"""Size above which masks stay unknown."""
+
+
+def guess_booleans(values: Any, func: Any, args: tuple[Any, ...], out: Tensor) -> None:
+    """Store the assumed values of booleans `out` in `values`, for elements that are unknown."""
+    if func in ASSUMED and (not values.is_known(out) or values.is_guessed([out])):
+        twin: Tensor | None = torch.ones(out.shape, dtype=torch.bool)
+    elif values.is_known(out) or out.numel() > MAX_GUESSED:
+        return
+    else:
+        twin = comparison(func, args, out)
+        if twin is None:
+            source = args[0] if args else None
+            known = values.value_of(source) if isinstance(source, Tensor) else None
+            twin = selection(func, known, out)
+    if twin is not None:
+        values.adopt_guess(out, twin)
+
+
+def bincount(
+    guesses: Guesses,
+    tensor: Tensor,
+    weights: Tensor | None = None,
+    minlength: int = 0,
+) -> Tensor | None:
+    """Return `bincount` of unknown numbers, if the script gives its length.
+
+    A metric that gives the number of its classes has no larger ones.
+    """
+    if not minlength:
+        return None
+    guesses.note(f"{minlength} as the length of a bincount")
+    dtype = torch.int64 if weights is None else weights.dtype
+    dtype = torch.float64 if weights is not None and dtype is not torch.float32 else dtype
+    return torch.empty(minlength, dtype=dtype, device="meta")
+
+
+MAX_CHOICES = 1024
+"""Largest number of assumed choices; a choice among more is a token of a vocabulary, and stays
+unknown.
+"""
+
+_IN_ORDER = frozenset((aten.sort.default, aten.sort.stable))
+_CHOICES = frozenset(map(id, (
+    *_IN_ORDER, aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default,
+    aten.topk.default, aten.multinomial.default,
+)))  # fmt: skip
+_BY_SIZE = frozenset(map(id, (
+    aten.gt.Scalar, aten.ge.Scalar, aten.lt.Scalar, aten.le.Scalar,
+    aten.gt.Tensor, aten.ge.Tensor, aten.lt.Tensor, aten.le.Tensor,
+)))  # fmt: skip
+"""Comparisons in size, by identity as in `registry`: this is looked up for each operator."""
+
+EVENLY = (
+    "the size of some results depends on unknown values: choices, such as those of a router "
+    "between experts, are spread evenly, and comparisons in size pass"
+)
+MAX_COMPARED = 1 << 20
+"""Largest comparison whose result is stored, elements; selections by a larger one are as large as
+they can be.
+"""
+
+
+class AssumedValues:
+    """Assumed values, in a layer above the known ones.
+
+    Args:
+        known: the values that are known.
+        guesses: counts each use of an assumption.
+    """
+
+    def __init__(self, known: KnownValues, guesses: Guesses) -> None:
+        self._known = known
+        self._layer = KnownValues(below=known)
+        self._guesses = guesses
+
+    def told(self, tensor: Tensor) -> Tensor | None:
+        """Assumed value of `tensor`, or None where none is assumed."""
+        return self._layer.value_of(tensor) if self._layer.holds(tensor) else None
+
+    def read(self, func: Any, tensor: Tensor) -> Any:
+        """Return the assumed number that a script reads from `tensor`; None where none is assumed.
+
+        The number counts as a guess. Whether anything has passed a threshold is left to `guesses`,
+        which returns False: values above it are rare.
+        """
+        told = self.told(tensor)
+        if told is None or func not in (aten._local_scalar_dense.default, aten.is_nonzero.default):
+            return None
+        if tensor.dtype is torch.bool and self._layer.is_guessed([tensor]):
+            return None
+        self._guesses.note("a choice, spread evenly")
+        return told.item()
+
+    def result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the assumed result of an operator with `Op.shaped_by`, on meta.
+
+        The assumption counts as a guess. None where the shape is known, or has no bound.
+        """
+        shaped_by = op_of(func).shaped_by
+        assert shaped_by is not None
+        deciding = list(tensors_in((shaped_by(args),)))
+        if all(map(self._known.decides, deciding)):
+            return None
+        is_assumed = all(map(self._layer.is_known, deciding))
+        if is_assumed:
+            made = materialise(self._layer.compute(func, args, kwargs))
+        else:
+            made = largest(func, args, kwargs)
+        if made is not None:
+            first = next(tensors_in((made,)))
+            name = func._schema.name.removeprefix("aten::")
+            self._guesses.note(f"{name} as {len(first)} of {deciding[0].numel()} elements")
+            self._guesses.notes.add(EVENLY if is_assumed else LARGEST)
+        return made
+
+    def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Assume the result of a choice or comparison, and compute what follows from assumptions.
+
+        Call it before the known values follow the same call.
+        """
+        layer = self._layer
+        if id(func) in _CHOICES:
+            if not self._known.is_known(args[0]):
+                chosen = out[-1] if isinstance(out, tuple | list) else out
+                self._choose(func, args, kwargs, chosen)
+        elif id(func) in _BY_SIZE and not all(map(layer.is_known, tensors_in(args))):
+            if 1 < out.numel() <= MAX_COMPARED:
+                layer.adopt_guess(out, torch.ones(out.shape, dtype=torch.bool))
+            return
+        if layer and any(map(layer.holds, tensors_in((*args, *kwargs.values())))):
+            first = args[0]
+            if func._schema.is_mutable and isinstance(first, Tensor):
+                self._copy_up(first)
+            layer.follow(func, args, kwargs, out)
+
+    def _copy_up(self, tensor: Tensor) -> None:
+        """Copy the known storage of `tensor` into the layer, before an operator writes to it."""
+        key = storage_key(tensor)
+        known = self._known.storage_of(key)
+        if known is not None and not self._layer.holds(tensor):
+            self._layer.set_storage(key, known.clone())  # type: ignore[no-untyped-call]
+
+    def _choose(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
+    ) -> None:
+        source = args[0]
+        dim = _dim_of_choice(func, args, kwargs)
+        if dim is None or not source.dim() or not self._layer.may_hold(out):
+            return
+        num_choices, is_kept = source.size(dim), out.dim() == source.dim()
+        if func in _IN_ORDER:
+            numbers = torch.arange(num_choices).expand(source.movedim(dim, -1).shape)
+        elif num_choices > MAX_CHOICES:
+            return
+        else:
+            shape = out.movedim(dim, -1).shape if is_kept else (*out.shape, 1)
+            numbers = torch.arange(out.numel()).remainder_(num_choices).view(shape)
+        self._layer.adopt_like(out, numbers.movedim(-1, dim) if is_kept else numbers.squeeze(-1))
+
+
+def _dim_of_choice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Dimension of the choice, or None for a choice among all elements."""
+    if func is aten.multinomial.default:
+        return -1
+    is_of_one = func in (aten.argmax.default, aten.argmin.default)
+    place = 2 if func is aten.topk.default else 1
+    is_given = func is not aten.sort.stable and len(args) > place
+    found: int | None = args[place] if is_given else kwargs.get("dim", None if is_of_one else -1)
+    return found
+
+
+def largest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the largest result of an operator with `Op.shaped_by`, on meta.
+
+    None where it has no bound.
+    """
+    source: Tensor = args[0]
+    size = source.numel()
+
+    def whole(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int64, device=META)
+
+    if func is aten.nonzero.default:
+        return whole(source.dim(), size).t()
+    if func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
+        return whole(kwargs["output_size"])
+    if func in _UNIQUE:
+        given = dict(zip(_UNIQUE[func], args[1:], strict=False)) | kwargs
+        dim = given.get("dim")
+        rows = size if dim is None else source.size(dim)
+        kept = source.new_empty(rows) if dim is None else torch.empty_like(source)
+        shape = source.shape if dim is None else (rows,)
+        inverse = whole(*shape if given.get("return_inverse") else (0,))
+        return kept, inverse, whole(rows if given.get("return_counts") else 0)
+    return None
+
+
+_UNIQUE = {
+    aten._unique2.default: ("sorted", "return_inverse", "return_counts"),
+    aten.unique_consecutive.default: ("return_inverse", "return_counts", "dim"),
+    aten.unique_dim.default: ("dim", "sorted", "return_inverse", "return_counts"),
+    aten.unique_dim_consecutive.default: ("dim", "return_inverse", "return_counts"),
+}

@@ -1,0 +1,70 @@
+"""Child processes of the script, which do not simulate, such as DataLoader workers.
+
+A forked worker runs on real tensors. Tensors without data cross between processes as placeholders
+(`checkpoints`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.placement import is_meta
+
+IN_CHILD = (
+    "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must "
+    "use the 'spawn' start method"
+)
+"""Message of `torch.cuda._lazy_init`."""
+
+
+def install(patches: Patches) -> None:
+    """Let tensors without data cross between processes."""
+    pickler: Any = ForkingPickler
+    reducers = pickler._extra_reducers
+    changed = dict(reducers)
+    for kind in (Tensor, torch.nn.Parameter):
+        changed[kind] = _between_processes(reducers[kind])
+    patches.set(pickler, "_extra_reducers", changed)
+    from torch.utils.data._utils import collate
+
+    collate_tensors: Any = collate.collate_tensor_fn
+
+    def collate_tensor_fn(batch: Any, *, collate_fn_map: Any = None) -> Any:
+        if is_meta(batch[0]):  # a worker would put it into shared memory
+            return torch.stack(batch)
+        return collate_tensors(batch, collate_fn_map=collate_fn_map)
+
+    changed_map = {**collate.default_collate_fn_map, Tensor: collate_tensor_fn}
+    patches.set(collate, "default_collate_fn_map", changed_map)
+
+
+def refuse_in_child(kwargs: dict[str, Any]) -> None:
+    """Raise in a forked process, which has no GPU.
+
+    Raises:
+        RuntimeError: it requests one; the message is torch's.
+    """
+    device = kwargs.get("device")
+    if device is not None and device.type == "cuda":
+        raise RuntimeError(IN_CHILD)
+
+
+_sent: deque[Any] = deque(maxlen=256)
+"""The placeholders sent last. A placeholder must exist until the receiving process has started."""
+
+
+def _between_processes(reduce: Any) -> Any:
+    def reduced(tensor: Any) -> Any:
+        if not is_meta(tensor):
+            return reduce(tensor)
+        made = tensor.detach().__reduce_ex__(2)
+        _sent.append(made)
+        return made
+
+    return reduced

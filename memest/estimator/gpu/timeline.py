@@ -1,0 +1,288 @@
+"""Timeline of the simulated GPU: CUDA streams, and the time at which each is done.
+
+The caching allocator keeps the free blocks of each stream apart. A block that another stream used
+(`record_stream`) counts as freed at once. It is handed out again only after the GPU has passed the
+point at which it was freed (`c10/cuda/CUDACachingAllocator.cpp`, `free` and `process_events`, which
+looks at each request). So time decides when a block returns: the host launches one operator after
+another, and each stream executes its own kernels (`hardware/speed.py`). On one GPU the simulated
+time decides. On several GPUs the return decides how much each rank reserves. The log has the
+latest moment (`SLOWEST`), and a replay may return the block at once.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.hardware.speed import (
+    LAUNCH_QUEUE,
+    LAUNCH_US,
+    LOAD_US,
+    host_copy_us,
+    kernel_us,
+    speed_of,
+    transfer_us,
+)
+
+MAIN = 0
+"""The stream on which the model runs."""
+
+STREAMS_PER_POOL = 32
+"""`kStreamsPerPool` (c10/cuda/CUDAStream.cpp), per priority; after the last the first again."""
+
+MAX_SWITCHES = 400_000
+"""Switches between streams, with their positions in the autograd graph."""
+
+SLOWEST = 2.2
+"""Time of a rank's kernels relative to the peak rates, at most: `scripts/measure_pace.py` on an
+H100 measured 1.3 to 2.2 for GPT-2's steps.
+"""
+
+WATCHDOG_US = 100_000
+"""Period of NCCL's watchdog (`kWatchdogThreadSleepMillis`, `ProcessGroupNCCL.cpp`)."""
+
+BEST_SHARE = 0.85
+"""Share of the peak rates that an optimizer's kernels reach at best: 0.84 for AdamW over 740
+million fp32 parameters on an H100, measured by `scripts/measure_pace.py`.
+"""
+
+WAIT_US = 2000.0
+"""Time that a collective waits for the other ranks at the slowest pace. Assumed, not measured: it
+was chosen to fit FSDP1 scripts of the first 29 in validation/scripts/measured_ranks.json.
+"""
+
+CAPTURING = "CUDA error: operation not permitted when stream is capturing"
+
+Time = tuple[float, float]
+"""Microseconds since the start, with kernels at the peak rates and at `SLOWEST`."""
+
+START: Time = (0.0, 0.0)
+
+
+def later(a: Time, b: Time) -> Time:
+    """At each pace the later of two times."""
+    return max(a[0], b[0]), max(a[1], b[1])
+
+
+class Timeline:
+    """Streams of the simulated GPU, and the clock of the host that launches kernels.
+
+    Args:
+        gpu: its rates give each kernel's duration.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.stream = MAIN
+        self.accumulates_on = MAIN
+        """Stream on which the `AccumulateGrad` nodes of parameters were made."""
+
+        self.leaf_streams: Any = WeakIdKeyDictionary()
+        """Stream of a parameter's own `AccumulateGrad` node, where it is known."""
+
+        self.is_slow = False
+        """True if the slower of the two paces decides when a deferred block returns."""
+
+        self.num_streams = 1
+        self.host_time = START
+        """Microseconds of the host since the start."""
+
+        self._gpu = gpu
+        self._speed = speed_of(gpu)
+        self._durations: dict[int, float] = {}
+        self._loaded: set[Any] = set()
+        self._capture_pool: int | None = None
+        self._streams_of_pools: dict[int, int] = {}
+        self._pools: dict[int, list[int]] = defaultdict(list)
+        self._num_taken: dict[int, int] = defaultdict(int)
+        self._queues: dict[int, deque[Time]] = defaultdict(partial(deque, maxlen=LAUNCH_QUEUE))
+        """End times of the last launches of each stream."""
+
+        self._busy_until: dict[int, Time] = {}
+        self._given_in_backward = False
+        self._starts: list[int] = []
+        self._streams: list[int] = []
+
+    # --- the clock
+
+    @property
+    def matters(self) -> bool:
+        """True if the times of kernels can decide which block serves a request."""
+        return self.is_slow or self.num_streams > 1
+
+    def at_pace(self, time: Time) -> float:
+        """Return `time` in microseconds, at the pace that `is_slow` selects."""
+        return time[self.is_slow]
+
+    def event(self, stream: int) -> Time:
+        """Time at which `stream` finishes all its work so far: `Event.record`."""
+        return self._busy_until.get(stream, START)
+
+    def stream_waits(self, stream: int, event: Time) -> None:
+        """Let `stream` continue only after `event`; the host does not wait."""
+        self._busy_until[stream] = later(self.event(stream), event)
+
+    def host_waits(self, event: Time) -> None:
+        """Let the host continue only after `event`.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured; CUDA's own message.
+        """
+        if self._capture_pool is not None:
+            raise RuntimeError(CAPTURING)
+        self.host_time = later(self.host_time, event)
+
+    def host_spends(self, fast: float, slow: float) -> None:
+        """Advance the host's clock, in microseconds at the fast and at the slow pace."""
+        self.host_time = self.host_time[0] + fast, self.host_time[1] + slow
+
+    def has_passed(self, event: Time) -> bool:
+        """Return whether `event` is in the host's past."""
+        return self.at_pace(event) <= self.at_pace(self.host_time)
+
+    def launch(self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Any) -> None:
+        """Launch the kernels of one operator on the current stream.
+
+        Args:
+            func: the operator.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            out: its result.
+            recipe: object shared by calls of the same shapes, whose durations are the same; None
+                computes the duration of this call.
+        """
+        if func not in self._loaded:
+            self._loaded.add(func)
+            self.host_spends(LOAD_US, 0.0)
+        duration = None if recipe is None else self._durations.get(id(recipe))
+        if duration is None:
+            duration = kernel_us(self._gpu, self._speed, func, args, kwargs, out)
+            if recipe is not None:
+                self._durations[id(recipe)] = duration
+        self._enqueue(self.stream, duration)
+
+    def transfer(self, num_bytes: int) -> None:
+        """Launch a collective that moves `num_bytes` on the current stream."""
+        self._enqueue(self.stream, transfer_us(self._speed, num_bytes), WAIT_US)
+
+    def copy_from_host(self, num_bytes: int) -> None:
+        """Copy pageable memory on the current stream; the host waits for the copy."""
+        self._enqueue(self.stream, host_copy_us(self._speed, num_bytes))
+        self.host_waits(self.event(self.stream))
+
+    def _enqueue(self, stream: int, duration: float, wait: float = 0.0) -> None:
+        if self._capture_pool is not None:
+            return
+        self.host_spends(LAUNCH_US, LAUNCH_US)
+        queue = self._queues[stream]
+        if len(queue) == LAUNCH_QUEUE:
+            self.host_waits(queue[0])
+        fast, slow = later(self.event(stream), self.host_time)
+        done = self._busy_until[stream] = fast + duration, slow + SLOWEST * duration + wait
+        queue.append(done)
+
+    # --- streams
+
+    def new_stream(self, priority: int = 0) -> int:
+        """Return the next of `STREAMS_PER_POOL` streams: `getStreamFromPool`."""
+        pool = self._pools[priority]
+        turn = self._num_taken[priority] % STREAMS_PER_POOL
+        self._num_taken[priority] += 1
+        if turn == len(pool):
+            pool.append(self.num_streams)
+            self.num_streams += 1
+        return pool[turn]
+
+    @contextmanager
+    def on_stream(self, stream: int) -> Iterator[None]:
+        """Make `stream` the current one within the block."""
+        before, was_given = self.stream, self._given_in_backward
+        self._given_in_backward = torch._C._current_autograd_node() is not None
+        self.switch(stream)
+        try:
+            yield
+        finally:
+            self._given_in_backward = was_given
+            self.switch(before)
+
+    def switch(self, stream: int) -> None:
+        """Make `stream` the current one."""
+        self.stream = stream
+        if torch._C._current_autograd_node() is None:
+            self._starts.append(torch._C._autograd._get_sequence_nr())
+            self._streams.append(stream)
+
+    def forget_switches(self) -> None:
+        """Drop the older half of many switches, whose nodes do not run backward any more."""
+        if len(self._starts) > MAX_SWITCHES:
+            half = len(self._starts) // 2
+            del self._starts[:half], self._streams[:half]
+
+    def stream_of_call(self, args: tuple[Any, ...], is_sum: bool) -> int:
+        """Stream on which an operator runs that is called now.
+
+        In backward it is the stream on which the node's forward ran. Gradients that meet are summed
+        on the stream of the node that they are for (`InputBuffer::add`): for a parameter on
+        `accumulates_on`.
+
+        Args:
+            args: arguments of the operator.
+            is_sum: whether the operator may be a sum that the autograd engine makes.
+        """
+        node = torch._C._current_autograd_node()
+        if node is None or self._given_in_backward:
+            return self.stream
+        producer = self._stream_of(node)
+        if is_sum:
+            for consumer, index in node.next_functions:
+                taken = getattr(consumer, "_input_metadata", ())
+                if index < len(taken) and tuple(taken[index].shape) == args[0].shape:
+                    variable = getattr(consumer, "variable", None)
+                    stream = self._stream_of(consumer)
+                    if variable is not None and variable not in self.leaf_streams:
+                        stream = self.accumulates_on
+                    self.stream_waits(stream, self.event(producer))
+                    return stream
+        return producer
+
+    def _stream_of(self, node: Any) -> int:
+        """Stream of a backward node: the one on which its forward ran.
+
+        The engine waits for the inputs and records that the stream uses them (`InputBuffer::add`,
+        torch/csrc/autograd/input_buffer.cpp).
+        """
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            stream: int = self.leaf_streams.get(variable, self.stream)
+            return stream
+        index = bisect_right(self._starts, node._sequence_nr()) - 1
+        return self._streams[index] if index >= 0 else MAIN
+
+    # --- capture of CUDA graphs
+
+    @property
+    def is_capturing(self) -> bool:
+        """True if kernels are captured into a CUDA graph instead of executed."""
+        return self._capture_pool is not None
+
+    def capture_into(self, pool: int | None) -> None:
+        """Serve requests from the private pool with this number; None ends the capture."""
+        self._capture_pool = pool
+        if pool is not None:
+            self._streams_of_pools[pool] = self.stream
+
+    @property
+    def home(self) -> int:
+        """Number of the stream, or of the private pool, whose blocks serve the next request."""
+        return self.stream if self._capture_pool is None else self._capture_pool
+
+    def stream_of_pool(self, home: int) -> int:
+        """Stream of a `home`."""
+        return self._streams_of_pools.get(home, home)

@@ -1,0 +1,170 @@
+"""The simulated rank among several, and messages between simulated ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import shutil
+import tempfile
+import time
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memest.errors import UnsupportedError
+from memest.estimator.hardware.gpus import COMMUNICATOR_BYTES, COMMUNICATOR_OF_ONE_BYTES
+
+MAX_NUMEL = 1 << 20
+"""Elements of the largest tensor that is posted. Larger ones are weights, never read."""
+
+POLL_SECONDS = 0.002
+"""Interval between polls for a message that a running rank has not posted yet, seconds."""
+
+
+class PeerEnded(UnsupportedError):
+    """A rank ended before it posted a message that another rank waits for."""
+
+
+class Mailbox:
+    """Messages of one run; a fork or a pickle of it shares the folder."""
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self._counts: Counter[str] = Counter()
+        self._peers: set[int] = set()
+
+    def open(self) -> None:
+        """Make the folder. This process removes it when the mailbox is freed."""
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="memest-ranks-"))
+            weakref.finalize(self, _remove, str(self._folder), os.getpid())
+
+    def begin_rank(self) -> None:
+        """Number the messages from 0 again, as another rank begins."""
+        self._counts.clear()
+        self._peers.clear()
+
+    def post(self, key: object, value: Any) -> None:
+        """Post `value` under `key`; None if the value is not known."""
+        self.open()
+        path = self._next(key)
+        if path.exists():
+            return  # the rank runs again
+        packed = _packed(value)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_bytes(packed)
+        unfinished.replace(path)
+
+    def fetch(self, key: object, source: int) -> Any:
+        """Message of rank `source`, or None if the value is not known.
+
+        Waits if `source` runs at the same time.
+
+        Raises:
+            PeerEnded: `source` has ended without that message.
+        """
+        if self._folder is None:
+            return None
+        path = self._next(key)
+        while not path.exists():
+            if source not in self._peers:
+                return None
+            if self._path("ended", source).exists() and not path.exists():
+                raise PeerEnded(
+                    f"rank {source} ended before it sent what this rank waits for",
+                    hint="the report of that rank has the reason",
+                )
+            time.sleep(POLL_SECONDS)
+        with _disable_current_modes():
+            return pickle.loads(path.read_bytes())
+
+    def meet(self, rank: int) -> None:
+        """Request that `rank` runs at the same time as this one."""
+        if rank not in self._peers:
+            self.open()
+            self._peers.add(rank)
+            self._path("wanted", rank).touch()
+
+    def wanted(self) -> set[int]:
+        """Ranks that some rank has requested by `meet`."""
+        folder = self._folder
+        names = () if folder is None else folder.glob("wanted.*")
+        return {int(path.suffix[1:]) for path in names}
+
+    def end(self, rank: int) -> None:
+        """Record that `rank` has ended and will post nothing more."""
+        self.open()
+        self._path("ended", rank).touch()
+
+    def _path(self, kind: str, rank: int) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{kind}.{rank}"
+
+    def _next(self, key: object) -> Path:
+        assert self._folder is not None
+        name = hashlib.sha1(repr(key).encode(), usedforsecurity=False).hexdigest()
+        number = self._counts[name]
+        self._counts[name] += 1
+        return self._folder / f"{name}-{number}"
+
+
+def _packed(value: Any) -> bytes:
+    with _disable_current_modes():
+        if not isinstance(value, Tensor) or value.numel() <= MAX_NUMEL:
+            try:
+                return pickle.dumps(value)
+            except (pickle.PicklingError, AttributeError, TypeError, RuntimeError):
+                pass  # the real run raises too, or the value is on the GPU
+        return pickle.dumps(None)
+
+
+def _remove(folder: str, owner: int) -> None:
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """Rank of a process group without communication; the other ranks are assumed to do the same."""
+
+    rank: int = 0
+    world_size: int = 1
+    num_local: int = 1
+    """GPUs of each host, one rank each."""
+
+    is_launched: bool = False
+    """True if `torchrun` starts the script. Then even a single rank can join a group and wait for
+    its collectives.
+    """
+
+    mailbox: Mailbox = field(default_factory=Mailbox, compare=False, repr=False)
+    """Messages of ranks that were run before, and of this one."""
+
+    @property
+    def may_wait(self) -> bool:
+        """Return whether the time at which blocks return may depend on collectives."""
+        return self.world_size > 1 or self.is_launched
+
+    @property
+    def communicator_bytes(self) -> int:
+        """Bytes of NCCL on each GPU for the group of all ranks; other groups of a script are left
+        out.
+        """
+        if self.world_size > 1:
+            return COMMUNICATOR_BYTES
+        return COMMUNICATOR_OF_ONE_BYTES if self.is_launched else 0
+
+    @property
+    def local_rank(self) -> int:
+        """Number of the rank among the ranks of its host."""
+        return self.rank % self.num_local
+
+
+ALONE = Ranks()
+"""A run on one GPU."""

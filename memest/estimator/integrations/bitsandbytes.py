@@ -1,0 +1,133 @@
+"""bitsandbytes on the virtual GPU: its own Python, without its library of kernels.
+
+The CUDA backend of bitsandbytes (backends/cuda/ops.py) makes its tensors by torch and passes their
+addresses to a native library. The library's kernels allocate nothing by torch, so a library that
+does nothing replaces it. Paged states come from `cudaMallocManaged`, outside of the allocator; they
+are on the host here.
+
+Source: bitsandbytes 0.50.2, cextension.py, functional.py, backends/cuda/ops.py. Evidence: measured
+plans with `use_qlora` and with its optimizers (validation/runs/*.jsonl).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memest.estimator.gpu.imports import ImportHooks
+from memest.estimator.gpu.mode import CudaSimMode
+from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.placement import META
+
+_CPU_LIBRARY = "libbitsandbytes_cpu"
+_PARAM_NORM = 7
+"""Position of `param_norm` in `optimizer_update_32bit`."""
+
+
+class _Kernel:
+    """Function of the library that does nothing and returns success."""
+
+    argtypes: Any = None
+    restype: Any = None
+
+    def __call__(self, *args: Any) -> int:
+        return 0
+
+
+class KernelLibrary:
+    """Every function of `libbitsandbytes_cuda*`; those for the CPU are the real ones."""
+
+    def __init__(self, load: Callable[[str], Any], folder: str) -> None:
+        self._load = load
+        self._folder = folder
+        self._functions: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("has_"):  # a feature of the CPU library, absent from the CUDA one
+            raise AttributeError(name)
+        found = self._functions.get(name)
+        if found is None:
+            found = self._functions[name] = self._on_cpu(name) if "_cpu" in name else _Kernel()
+        return found
+
+    def _on_cpu(self, name: str) -> Any:
+        suffix = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
+        return getattr(self._load(os.path.join(self._folder, _CPU_LIBRARY + suffix)), name)
+
+
+def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
+    """Make bitsandbytes load its CUDA library, whether or not it was imported before."""
+    load = ctypes.cdll.LoadLibrary
+
+    def load_library(name: Any) -> Any:
+        folder, file = os.path.split(str(name))
+        if file.startswith("libbitsandbytes_cuda"):
+            return KernelLibrary(load, folder)
+        return load(name)
+
+    def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:
+        made: Any = torch.empty(shape, dtype=dtype, device=META)
+        mode.host.put(made)
+        made.is_paged, made.page_deviceid = True, 0
+        paged: Tensor = made
+        return paged
+
+    def after_extension(module: ModuleType) -> None:
+        if not isinstance(module.lib, module.CudaBNBNativeLibrary):  # no build for this CUDA
+            library = KernelLibrary(load, os.path.dirname(str(module.__file__)))
+            patches.set(module, "lib", module.CudaBNBNativeLibrary(library))
+
+    def after_functional(module: ModuleType) -> None:
+        patches.set(module, "get_paged", get_paged)
+        patches.on_undo(vars(module)["name2qmap"].clear)  # tensors of this GPU
+
+    def after_import(module: ModuleType) -> None:
+        functional = sys.modules["bitsandbytes.functional"]
+        library = functional.lib
+        if not getattr(library, "compiled_with_cuda", False):  # imported before, or no such build
+            folder = os.path.dirname(str(module.__file__))
+            library = sys.modules["bitsandbytes.cextension"].CudaBNBNativeLibrary(
+                KernelLibrary(load, folder)
+            )
+            for name in ("functional", "cextension", "backends.cuda.ops"):
+                if (importer := sys.modules.get(f"bitsandbytes.{name}")) is not None:
+                    patches.set(importer, "lib", library)
+        __import__("bitsandbytes.backends.cuda.ops")
+        props = getattr(sys.modules["bitsandbytes.backends.cuda.ops"], "_gpu_dispatch_props", None)
+        if props is not None:
+            props.cache_clear()
+            patches.on_undo(props.cache_clear)
+        operators = torch.ops.bitsandbytes
+        if not hasattr(operators, "optimizer_update_32bit"):
+            return  # before 0.47 the optimizers call the library
+        update = _WithNumbers(operators.optimizer_update_32bit)
+        patches.set(operators, "optimizer_update_32bit", update)
+
+    patches.set(ctypes.cdll, "LoadLibrary", load_library)
+    if "bitsandbytes" not in sys.modules:
+        hooks.after("bitsandbytes.cextension", after_extension)
+    hooks.after("bitsandbytes.functional", after_functional)
+    hooks.after("bitsandbytes", after_import)
+
+
+class _WithNumbers:
+    """Operator whose tensor argument C++ reads as a number: `param_norm` of LARS and LAMB."""
+
+    def __init__(self, update: Any) -> None:
+        self._update = update
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._update, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        norm = args[_PARAM_NORM]
+        if isinstance(norm, Tensor):
+            args = (*args[:_PARAM_NORM], norm.item(), *args[_PARAM_NORM + 1 :])
+        return self._update(*args, **kwargs)

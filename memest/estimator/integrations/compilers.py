@@ -1,0 +1,133 @@
+"""Compilers: `torch.compile`, `torch.jit`, extensions in CUDA.
+
+`torch.compile` compiles (`inductor/`). Other compilers run functions uncompiled. A compiled
+function requests other memory, since fused operators need fewer temporaries; the report notes that.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+from memest.errors import UnsupportedError
+from memest.estimator.gpu.imports import ImportHooks
+from memest.estimator.gpu.mode import CudaSimMode
+from memest.estimator.integrations import inductor
+from memest.estimator.tensors.patches import Patches
+
+TUNED = (
+    "`torch.compile` compiled with its defaults: the CUDA graphs of `mode='max-autotune'`, which "
+    "keep pools of their own, and what tuning kernels allocates are not simulated"
+)
+CAPTURES = "reduce-overhead"
+"""Mode of `torch.compile` with CUDA graphs, which have their own memory pools
+(https://docs.pytorch.org/docs/stable/generated/torch.compile.html).
+"""
+
+SCRIPTED = "`torch.jit` ran its functions eagerly: nothing is fused"
+
+
+def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
+    """Make `torch.compile` and `torch.jit` return functions that run on the virtual GPU."""
+    _install_compile(patches, mode, hooks)
+    _install_script(patches, mode)
+
+
+def _install_compile(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
+    compile_: Any = torch.compile
+
+    @wraps(compile_)
+    def compile_as_simulated(model: Any = None, **options: Any) -> Any:
+        _refuse_what_differs(options)
+        if "max-autotune" in str(options.get("mode")):
+            _say(mode.guesses.warn, mode, TUNED)
+            options["mode"] = None
+        if model is None:
+            return partial(compile_as_simulated, **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, of modules that its compiler imports
+            compiled = compile_(model, **options)
+        owner = getattr(model, "__self__", None)
+        if not isinstance(owner, nn.Module):
+            return compiled
+
+        @wraps(compiled)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            """Call a module whose hooks are not called, as `Module.compile` does."""
+            with mode.attribution.modules.running(owner):
+                return compiled(*args, **kwargs)
+
+        return call
+
+    patches.set(torch, "compile", compile_as_simulated)
+    inductor.install(patches, mode, hooks)
+
+
+def _refuse_what_differs(options: dict[str, Any]) -> None:
+    """Raise for options under which an uncompiled run would differ."""
+    given, backend = options.get("mode"), options.get("backend")
+    if given == CAPTURES:
+        raise UnsupportedError(
+            f"`torch.compile(mode={given!r})` records CUDA graphs, whose memory is not simulated",
+            hint="compile without that mode, or not at all (`--compile false` of LitGPT)",
+        )
+    if "thunder" in str(backend or "") or "thunder" in getattr(backend, "__module__", ""):
+        raise UnsupportedError(
+            "`torch.compile` by Thunder is not simulated", hint="run the script without Thunder"
+        )
+
+
+def _say(say: Callable[[str], None], mode: CudaSimMode, text: str) -> None:
+    """Report `text`, unless a library decorates its functions while it is imported."""
+    frame = sys._getframe(2)
+    script = mode.attribution.lines.frame(frame)
+    while frame is not None and frame is not script:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return
+        frame = frame.f_back  # type: ignore[assignment]
+    say(text)
+
+
+def _install_script(patches: Patches, mode: CudaSimMode) -> None:
+    def as_written(made: Any) -> Any:
+        _say(mode.notes.add, mode, SCRIPTED)
+        if isinstance(made, nn.Module):
+            made.__dict__.setdefault("save", _refused("`save` of a scripted module"))
+        return made
+
+    torchscript = torch.jit.script
+
+    def script(obj: Any = None, *args: Any, **options: Any) -> Any:
+        if getattr(obj, "__module__", "").startswith("torch._decomp"):
+            return torchscript(obj, *args, **options)  # torch itself reads the graph
+        return as_written(obj)
+
+    def trace(func: Any, example_inputs: Any = None, *args: Any, **options: Any) -> Any:
+        """torch runs the function once to see its operators."""
+        inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+        named = options.get("example_kwarg_inputs")
+        if named is not None:
+            func(**named)
+        elif example_inputs is not None:
+            func(*inputs)
+        return as_written(func)
+
+    patches.set(torch.jit, "script", script)
+    patches.set(torch.jit, "trace", trace)
+    patches.set(torch.jit, "freeze", lambda module, *args, **options: module)
+    patches.set(torch.jit, "optimize_for_inference", lambda module, *args, **options: module)
+
+
+def _refused(what: str) -> Callable[..., Any]:
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(
+            f"{what} cannot be simulated", hint="nothing is compiled on the virtual GPU"
+        )
+
+    return refused

@@ -1,0 +1,177 @@
+"""DeepSpeed on the virtual GPU: its own engine, without the optimizers that it compiles.
+
+Its Python makes every tensor of an optimizer and passes them to a C++ extension that allocates
+nothing (csrc/adam/multi_tensor_adam.cu, cpu_adam_impl.cpp, csrc/lion/, csrc/adagrad/). So an
+extension that does nothing replaces it; other extensions are refused like any CUDA code.
+
+Source: DeepSpeed 0.19.8. Evidence: scripts on two H100s (validation/scripts/field/z*.py) and plans
+on four H200s (validation/runs/h200-multi.jsonl).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from memest.estimator.gpu.imports import ImportHooks
+from memest.estimator.gpu.mode import CudaSimMode
+from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.placement import INSIDE
+from memest.estimator.tensors.storages import MemKind
+from memest.models_meta.sharding import States
+
+Maker = Callable[..., Tensor]
+
+KERNELS = frozenset((
+    "fused_adam", "cpu_adam", "fused_lion", "cpu_lion", "cpu_adagrad",
+))  # fmt: skip
+"""Extensions by the names of their builders in deepspeed/ops/op_builder."""
+
+_MAKERS = "tensor empty zeros ones full arange eye randn".split()
+"""Functions of torch that `deepspeed.zero.Init` wraps and restores."""
+
+
+_WITH_STATE = (
+    "deepspeed.comm.comm",
+    "deepspeed.utils.groups",
+    "deepspeed.runtime.zero.partition_parameters",
+)
+"""Modules that store groups and contexts of a run in global variables."""
+
+
+def _restore_afterwards(patches: Patches, module: ModuleType) -> None:
+    before = dict(vars(module))
+    patches.on_undo(lambda: vars(module).update(before))
+
+
+class _Extension:
+    """Extension whose functions do nothing and return success."""
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _do_nothing
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> int:
+    return 0
+
+
+def _for_scripts(wrap: Callable[..., Maker]) -> Callable[..., Maker]:
+    """Keep the wrappers of `wrap` out of memest's own calls and of torch's C++.
+
+    A tensor made there would otherwise pass through Python code of DeepSpeed.
+    """
+
+    def wrapping(make: Maker, *args: Any, **kwargs: Any) -> Maker:
+        wrapped = wrap(make, *args, **kwargs)
+
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            return make(*args, **kwargs) if INSIDE.depth else wrapped(*args, **kwargs)
+
+        return call
+
+    return wrapping
+
+
+def _said_of_cpu(get_cpu_info: Callable[[], Any]) -> Any:
+    """Return `cpuinfo` without starting its process of a second for DeepSpeed.
+
+    DeepSpeed reads only the vendor, to warn of half precision.
+    """
+    caller = sys._getframe(1).f_globals.get("__name__", "")
+    return {} if caller.startswith("deepspeed.") else get_cpu_info()
+
+
+def _label(mode: CudaSimMode, engine: Any) -> None:
+    """Label the tensors of the engine and of the optimizer that it wraps."""
+    optimizer = engine.optimizer
+    if optimizer is None:
+        return
+    states = States(engine.module, optimizer)
+    held = {
+        MemKind.OPTIMIZER: states.optimizer(),
+        MemKind.GRADS: states.grads(),
+        MemKind.PARAMS: states.params(),
+        MemKind.BUCKETS: _buckets(optimizer),
+    }
+    for kind, tensors in held.items():
+        for tensor in tensors:
+            mode.memory.label(tensor, kind)
+
+
+def _buckets(optimizer: Any) -> Iterator[Tensor]:
+    """Yield the bucket buffers: lists in stages 1 and 2, one buffer in stage 3."""
+    for bucket in getattr(optimizer, "ipg_buckets", {}).values():
+        buffer = getattr(bucket, "buffer", None)
+        yield from (buffer,) if isinstance(buffer, Tensor) else buffer or ()
+
+
+def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
+    """Make DeepSpeed find the GPU and its extensions, whether or not it was imported before."""
+
+    def after_builder(module: ModuleType) -> None:
+        load = module.OpBuilder.load
+
+        def load_extension(builder: Any, *args: Any, **kwargs: Any) -> Any:
+            return _Extension() if builder.name in KERNELS else load(builder, *args, **kwargs)
+
+        patches.set(module.OpBuilder, "load", load_extension)
+
+    def after_cpuinfo(module: ModuleType) -> None:
+        patches.set(module, "get_cpu_info", partial(_said_of_cpu, module.get_cpu_info))
+
+    def after_accelerator(module: ModuleType) -> None:
+        patches.set(module, "ds_accelerator", None)  # which looks for a GPU once
+
+    def after_engine(module: ModuleType) -> None:
+        step = module.DeepSpeedEngine.step
+
+        def labelled_step(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            _label(mode, engine)
+            done = step(engine, *args, **kwargs)
+            _label(mode, engine)
+            return done
+
+        patches.set(module.DeepSpeedEngine, "step", labelled_step)
+
+    def after_stages_1_and_2(module: ModuleType) -> None:
+        set_up = module.DeepSpeedZeroOptimizer.setup_buckets
+
+        def labelled_buckets(optimizer: Any) -> None:
+            set_up(optimizer)
+            for tensor in _buckets(optimizer):
+                mode.memory.label(tensor, MemKind.BUCKETS)
+
+        patches.set(module.DeepSpeedZeroOptimizer, "setup_buckets", labelled_buckets)
+
+    def after_parameters(module: ModuleType) -> None:
+        gather = module._dist_allgather_fn
+
+        def labelled_gather(given: Tensor, gathered: Tensor, *args: Any, **kwargs: Any) -> Any:
+            mode.memory.label(gathered, MemKind.GATHERED)
+            return gather(given, gathered, *args, **kwargs)
+
+        patches.set(module, "_dist_allgather_fn", labelled_gather)
+        for name in _MAKERS:
+            patches.set(module, f"_orig_torch_{name}", getattr(torch, name))
+        wrap = module.zero_wrapper_for_fp_tensor_constructor
+        patches.set(module, "zero_wrapper_for_fp_tensor_constructor", _for_scripts(wrap))
+
+    for name in _WITH_STATE:
+        hooks.after(name, lambda module: _restore_afterwards(patches, module))
+    patches.set(functional, "linear", functional.linear)  # `zero.Init` replaces it for good
+    hooks.after("deepspeed.runtime.engine", after_engine)
+    hooks.after("deepspeed.runtime.zero.stage_1_and_2", after_stages_1_and_2)
+    hooks.after("deepspeed.ops.op_builder.builder", after_builder)
+    hooks.after("cpuinfo", after_cpuinfo)
+    hooks.after("deepspeed.utils.nvtx", lambda module: patches.set(module, "enable_nvtx", False))
+    hooks.after("deepspeed.accelerator.real_accelerator", after_accelerator)
+    hooks.after("deepspeed.runtime.zero.partition_parameters", after_parameters)

@@ -1,0 +1,185 @@
+"""Dynamo under the patches of memest: which functions and hooks it sees, and how it fails."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext, suppress
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memest.estimator.gpu.imports import ImportHooks
+from memest.estimator.gpu.mode import CudaSimMode
+from memest.estimator.integrations.inductor.compiler import (
+    EAGERLY,
+    NotSimulated,
+    as_the_compiler,
+    why,
+)
+from memest.estimator.integrations.inductor.padding import is_estimated
+from memest.estimator.tensors.patches import Patches
+from memest.estimator.torch_api.cuda.driver import DeviceProperties
+
+COMPILED = "`torch.compile`: torch {version} compiled the script; padding of products is {how}"
+BROKEN = "`torch.compile` broke a graph where it breaks none on a GPU: {why}"
+
+
+def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
+    """Let Dynamo compile code that runs on the virtual GPU."""
+    modules = mode.attribution.modules
+    has_hook: Any = getattr(torch.nn.modules.module, "_has_any_global_hook", None)  # since 2.10
+
+    def has_other_hook() -> bool:
+        """Return whether the script has global hooks, of which torch warns."""
+        with modules.without_hooks():
+            return bool(has_hook())
+
+    def after_import(dynamo: Any) -> None:
+        _install_frames(patches, mode, dynamo)
+        _install_guards(patches, mode, dynamo.guards)
+        patches.on_undo(dynamo.reset)
+        _install_functions(patches, dynamo)
+        _install_optimizers(patches, mode, dynamo)
+        _install_device(patches, dynamo.device_interface.CudaInterface)
+        _install_breaks(patches, mode, dynamo.exc.Unsupported)
+
+    if has_hook is not None:
+        patches.set(torch.nn.modules.module, "_has_any_global_hook", has_other_hook)
+    hooks.within("torch._dynamo", patches.suspended)  # its tables name functions of torch
+    hooks.within("torch._inductor.cudagraph_trees", patches.suspended)  # requires a CUDA build
+    hooks.after("torch._dynamo", after_import)
+
+
+def _install_frames(patches: Patches, mode: CudaSimMode, dynamo: Any) -> None:
+    """Compile frames as on a GPU. What only fails here runs eagerly, with a warning."""
+    from torch._dynamo import exc
+
+    convert_frame = dynamo.convert_frame
+    compile_ = convert_frame._compile
+
+    def compiled(code: Any, *args: Any, **kwargs: Any) -> Any:
+        # DDPOptimizer compiles a frame under the modes of the script
+        hooks = mode.attribution.modules.without_hooks()
+        with _disable_current_modes(), as_the_compiler(mode), hooks:
+            return compile_(code, *args, **kwargs)
+
+    @wraps(compile_)
+    def compile_frame(code: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            made = compiled(code, *args, **kwargs)
+        except Exception as error:
+            if _is_of_dynamo(error):
+                raise
+            name = getattr(code, "co_qualname", code.co_name)
+            mode.guesses.warn(EAGERLY.format(name=name, why=why(error)))
+            if not isinstance(error, exc.BackendCompilerFailed):
+                return convert_frame.ConvertFrameReturn()
+            return compiled(code, *_with_eager_backend(args), **kwargs)
+        how = "estimated" if is_estimated() else "left out"
+        mode.notes.add(COMPILED.format(version=torch.__version__.partition("+")[0], how=how))
+        return made
+
+    patches.set(convert_frame, "_compile", compile_frame)
+    if not hasattr(convert_frame, "is_in_any_mode_without_ignore_compile_internals"):
+        patches.set(convert_frame, "is_in_torch_dispatch_mode", lambda **options: False)
+
+
+def _install_breaks(patches: Patches, mode: CudaSimMode, broken: Any) -> None:
+    """Warn of graph breaks at functions and objects of memest, which the script cannot have."""
+    init = broken.__init__
+
+    def init_and_warn(self: Any, msg: str, *args: Any, **kwargs: Any) -> None:
+        line = next((line for line in msg.splitlines() if "memest.estimator" in line), None)
+        if line is not None and "_install_steps" not in line:  # the step within is one graph
+            mode.guesses.warn(BROKEN.format(why=line.strip()[:200]))
+        init(self, msg, *args, **kwargs)
+
+    patches.set(broken, "__init__", init_and_warn)
+
+
+def _with_eager_backend(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Replace the backend among the arguments of `_compile`: globals, locals, ..., backend."""
+    return *args[:4], lambda graph, inputs: graph.forward, *args[5:]
+
+
+def _is_of_dynamo(error: Exception) -> bool:
+    """Return whether Dynamo would raise `error` on a GPU as well."""
+    from torch._dynamo import exc
+
+    if isinstance(error, exc.BackendCompilerFailed):
+        return error.backend_name != "inductor"
+    ours = (exc.InternalTorchDynamoError, exc.TorchRuntimeError, NotSimulated)
+    return not isinstance(error, ours)
+
+
+def _install_guards(patches: Patches, mode: CudaSimMode, guards: Any) -> None:
+    """Build guards under the dispatch mode and the hooks under which they are evaluated."""
+    init = guards.CheckFunctionManager.__init__
+
+    @wraps(init)
+    def init_as_at_run_time(self: Any, *args: Any, **kwargs: Any) -> None:
+        with mode, mode.attribution.modules.with_hooks():
+            init(self, *args, **kwargs)
+
+    patches.set(guards.CheckFunctionManager, "__init__", init_as_at_run_time)
+
+
+def _install_functions(patches: Patches, dynamo: Any) -> None:
+    """Let Dynamo see the functions that memest replaced; constants come from the replacements."""
+    rules, functions = dynamo.trace_rules, dynamo.variables.torch
+    builder = dynamo.variables.builder.VariableBuilder
+    constants, clear = functions.constant_fold_functions, rules.clear_lru_cache
+    originals = patches.originals()
+    folded = [made for made, original in originals.items() if original in constants]
+    for made in folded:
+        del originals[made]
+        constants[made] = None
+        patches.on_undo(partial(constants.pop, made))
+
+    def name_originals() -> None:
+        """Fill Dynamo's tables of functions, which `init_process_group` clears."""
+        clear()
+        with patches.suspended():
+            known = rules.get_torch_obj_rule_map()
+            rules.get_tensor_method()
+            functions.TorchInGraphFunctionVariable._get_handlers()
+        known.update(dict.fromkeys(folded, functions.TorchInGraphFunctionVariable))
+
+    name_originals()
+    patches.set(rules, "clear_lru_cache", name_originals)
+    patches.on_undo(clear)
+    dynamo.utils.common_constant_types.add(DeviceProperties)
+    if not any("memest" in folder for folder in rules.SKIP_DIRS):
+        rules.add("memest")
+    wrap = builder._wrap
+
+    def wrap_original(self: Any, value: Any) -> Any:
+        with suppress(TypeError):  # it has no hash
+            value = originals.get(value, value)
+        return wrap(self, value)
+
+    patches.set(builder, "_wrap", wrap_original)
+
+
+def _install_optimizers(patches: Patches, mode: CudaSimMode, dynamo: Any) -> None:
+    """Allocate the states of an optimizer, which Dynamo makes while it traces a step."""
+    kind = dynamo.variables.optimizer.OptimizerVariable
+    call = kind.call_method
+
+    @wraps(call)
+    def call_method(self: Any, tx: Any, name: str, *args: Any) -> Any:
+        with mode if name == "_init_group" else nullcontext():
+            return call(self, tx, name, *args)
+
+    patches.set(kind, "call_method", call_method)
+
+
+def _install_device(patches: Patches, interface: Any) -> None:
+    """Replace functions of `torch.cuda` in a class that was imported with the original ones."""
+    replacements = {original: made for made, original in patches.originals().items()}
+    for name, value in list(vars(interface).items()):
+        is_static = isinstance(value, staticmethod)
+        made = replacements.get(value.__func__ if is_static else value)
+        if made is not None:
+            patches.set(interface, name, staticmethod(made) if is_static else made)

@@ -1,0 +1,69 @@
+"""Fake tensors that are on `cuda` in Python and on `meta` in C++.
+
+C++ refuses autograd for tensors on `cuda` where no GPU is: `InputMetadata` reads the current
+stream. So the fake tensors of a compilation have the dispatch keys and the C++ device of `meta`.
+The operators above autograd take the decisions of CUDA as they do for any tensor of the virtual GPU
+(`ops/autograd_ops.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.placement import GPU, META
+
+_DEVICE = torch.ops.prim.device.default
+
+
+def install(patches: Patches) -> None:
+    """Let fake tensors be on `meta` for C++."""
+    from torch._subclasses import fake_tensor
+
+    kind: Any = fake_tensor.FakeTensor
+    make, dispatch = kind.__new__, kind.__torch_dispatch__.__func__
+    handlers: Any = fake_tensor._DISPATCH_META_HANDLERS
+
+    def new(cls: Any, mode: Any, elem: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
+        return make(cls, mode, elem, _in_c(torch.device(device)), *args, **kwargs)
+
+    def device(tensor: Any) -> torch.device:
+        in_kernel = tensor.fake_mode.in_kernel_invocation
+        return META if in_kernel else fake_device(tensor)
+
+    def fake_device(tensor: Any) -> torch.device:
+        found: torch.device = vars(tensor)["fake_device"]
+        return GPU.device if found.type == "meta" else found
+
+    def set_fake_device(tensor: Any, value: torch.device) -> None:
+        vars(tensor)["fake_device"] = _in_c(value)
+
+    def device_in_c(args: Any) -> torch.device:
+        in_kernel = args[0].fake_mode.in_kernel_invocation
+        return META if in_kernel else vars(args[0])["fake_device"]
+
+    def torch_dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:
+            return device_in_c(args)
+        return dispatch(cls, func, types, args, kwargs or {})
+
+    def is_on(name: str) -> property:
+        return property(lambda tensor: device(tensor).type == name)
+
+    patches.set(kind, "__new__", staticmethod(new))
+    patches.set(kind, "__torch_dispatch__", classmethod(torch_dispatch))
+    patches.set(kind, "device", property(device, kind.device.fset))
+    patches.set(kind, "fake_device", property(fake_device, set_fake_device))
+    for name in ("cuda", "cpu", "meta"):
+        patches.set(kind, f"is_{name}", is_on(name))
+    no_gpu = property(lambda mode: True)  # `torch.tensor` makes its data on the host first
+    patches.set(fake_tensor.FakeTensorMode, "avoid_device_init", no_gpu)
+    before = handlers[_DEVICE]
+    handlers[_DEVICE] = device_in_c
+    patches.on_undo(lambda: handlers.update({_DEVICE: before}))
+
+
+def _in_c(device: torch.device) -> torch.device:
+    return META if device.type == "cuda" else device

@@ -1,0 +1,74 @@
+"""LitGPT on the virtual GPU: its own code, with additional messages.
+
+If its checkpoint is missing, a hint about dummy checkpoints follows its own message. Its releases
+save different tensors for the backward, so the report names a release that was not measured.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+from typing import Any
+
+from memest.errors import UnsupportedError
+from memest.estimator.gpu.imports import ImportHooks, names_of
+from memest.estimator.gpu.mode import CudaSimMode
+from memest.estimator.tensors.patches import Patches
+
+MEASURED_RELEASE = "0.5.13"
+"""Release whose measured runs were compared with simulated ones: validation/scripts.md."""
+
+OFFER = (
+    "memest: without a download, `memest checkpoint NAME --format litgpt FOLDER` writes a dummy "
+    "checkpoint that its scripts load here"
+)
+
+
+def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
+    """Offer dummy checkpoints where LitGPT misses a checkpoint; refuse Thunder."""
+
+    def checked(check: Any) -> Any:
+        def check_valid_checkpoint_dir(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return check(*args, **kwargs)
+            except FileNotFoundError as error:
+                error.add_note(OFFER)
+                raise
+            except SystemExit:
+                sys.stderr.write(f"{OFFER}\n")
+                raise
+
+        return check_valid_checkpoint_dir
+
+    def after_utils(module: ModuleType) -> None:
+        original = module.check_valid_checkpoint_dir
+        made = checked(original)
+        for owner, name in names_of(original):
+            patches.set(owner, name, made)
+
+    def after_import(module: ModuleType) -> None:
+        try:
+            release = version("litgpt")
+        except PackageNotFoundError:
+            return
+        if release != MEASURED_RELEASE:
+            mode.notes.add(
+                f"LitGPT {release} ran as it is; the release that was measured on a GPU is "
+                f"{MEASURED_RELEASE}"
+            )
+
+    def after_thunder(module: ModuleType) -> None:
+        patches.set(module, "jit", _refuse_thunder)
+
+    hooks.after("litgpt", after_import)
+    hooks.after("litgpt.utils", after_utils)
+    hooks.after("thunder", after_thunder)
+
+
+def _refuse_thunder(*args: Any, **kwargs: Any) -> Any:
+    raise UnsupportedError(
+        "code that `thunder.jit` compiles cannot be simulated: its kernels save other tensors than "
+        "the eager model",
+        hint="run the script without Thunder: an eager run takes more memory",
+    )

@@ -1,1 +1,0 @@
-"""Which attention backend runs, and what each of them allocates."""

@@ -1,0 +1,1 @@
+"""Rules for each operator on CUDA: results, memory, refusals, random offsets."""

@@ -1,0 +1,838 @@
+"""Attention: which kernel CUDA runs, the operators around it, and what each kernel allocates.
+
+Sources are under aten/src/ATen/native (torch 2.11; equal in 2.13 where its wheel ships the header).
+`choice`: `scaled_dot_product_attention` of transformers/attention.cpp and `select_sdp_backend` of
+transformers/cuda/sdp_utils.cpp; `flash`: transformers/cuda/flash_attn/flash_api.cpp; `efficient`:
+transformers/cuda/attention.cu, attention_backward.cu, mem_eff_attention/kernel_backward.h and
+kernels/cutlassB.h, cutlassF.h; `cudnn`: cudnn/MHA.cpp and `CompositeSDPABackwardNode` of
+cudnn_frontend's scaled_dot_product_flash_attention.h. Left out: nested tensors, deterministic
+algorithms, batches above 65535.
+
+Shapes: B batch, H query heads, K key heads, L query tokens, S key tokens, E head width, V width of
+the values.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops.autograd_ops import Next, active_gpu
+from memest.estimator.ops.random import rounded_draws
+from memest.estimator.ops.refusals import cpp_type
+from memest.estimator.ops.registry import (
+    UNDER_VMAP,
+    Args,
+    Kwargs,
+    above_autograd,
+    modelled,
+    random_offset,
+    requests,
+)
+from memest.estimator.ops.temporaries import (
+    OLDEST,
+    Events,
+    KernelEvent,
+    bytes_of,
+    outputs,
+    temporaries,
+)
+from memest.estimator.versions import simulated
+from memest.estimator.versions.torch_releases import TorchRelease
+
+aten = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
+_NEWEST = (12, 1)
+"""The last compute capability that the fused kernels accept (`sm121` in the source)."""
+
+
+class SdpaBackend(enum.Enum):
+    """The kernels, with the integers that `torch._fused_sdp_choice` returns for them."""
+
+    MATH = 0
+    FLASH = 1
+    EFFICIENT = 2
+    CUDNN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The arguments of one call; `sdp_params` in the source."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None
+    dropout_p: float
+    is_causal: bool
+    enable_gqa: bool
+    gpu: Gpu
+    release: TorchRelease
+
+    @property
+    def needs_grad(self) -> bool:
+        """`input_requires_grad`: the mask does not count."""
+        return torch.is_grad_enabled() and any(
+            t.requires_grad for t in (self.query, self.key, self.value)
+        )
+
+
+def choose_backend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    enable_gqa: bool = False,
+    gpu: Gpu,
+    release: TorchRelease | None = None,
+) -> SdpaBackend:
+    """The backend that `_fused_sdp_choice` picks for CUDA tensors with this metadata.
+
+    Order (`priority_order`): flash, efficient, math; with cuDNN in front where
+    `check_prefer_cudnn_attention` is true: compute capability 9.x or 10.x and cuDNN > 9.15 (the
+    wheels for CUDA 12 ship an older one). The user's switches (`torch.nn.attention.sdpa_kernel`,
+    deterministic algorithms) and the grad mode are read from the process, as torch reads them.
+    `release` is the torch that runs; None is the simulated one. Evidence: 368 of 368 choices on an
+    H200 with torch 2.11 for CUDA 13. Left out: nested tensors, FlashAttention 3 and ROCm, the
+    refusal of misaligned storage offsets that a later torch adds for `EFFICIENT`, a user-set
+    priority order.
+    """
+    release = release or simulated()
+    call = _Call(
+        query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, gpu, release
+    )  # fmt: skip
+    prefers_cudnn = release.cudnn_version > 91500 and gpu.capability[0] in (9, 10)
+    if prefers_cudnn and _can_use_cudnn(call):
+        return SdpaBackend.CUDNN
+    if _can_use_flash(call):
+        return SdpaBackend.FLASH
+    if _can_use_efficient(call):
+        return SdpaBackend.EFFICIENT
+    return SdpaBackend.MATH
+
+
+def _can_use_cudnn(call: _Call) -> bool:
+    """`can_use_cudnn_attention`."""
+    deterministic = (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
+    sixteenths = call.dropout_p * 16
+    return (
+        torch._C._get_cudnn_sdp_enabled()
+        and not deterministic
+        and _is_4d(call)
+        and _dtypes_agree(call, _HALF)
+        and _cudnn_takes_mask(call)
+        and (8, 0) <= call.gpu.capability <= _NEWEST
+        and not (call.release.dropout_in_sixteenths and sixteenths != math.floor(sixteenths))
+        and not (call.dropout_p > 0 and 91100 < call.release.cudnn_version < 91400)
+        and _has_tokens(call)
+        and _last_strides_are_1(call, ignore_width_1=True)
+        and _heads_agree(call, supports_gqa=True, same_kv_heads=False)
+        and _cudnn_takes_shapes(call)
+    )
+
+
+def _can_use_flash(call: _Call) -> bool:
+    """`can_use_flash_attention`."""
+    if not (torch._C._get_flash_sdp_enabled() and _is_4d(call) and call.attn_mask is None):
+        return False
+    head_dim = call.query.size(-1)
+    # check_head_dim_size_flash
+    if not (head_dim == call.key.size(-1) == call.value.size(-1) and head_dim <= 256):
+        return False
+    if not (8, 0) <= call.gpu.capability <= _NEWEST:  # check_flash_attention_hardware_support
+        return False
+    # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120
+    capability = call.gpu.capability
+    small_shared_memory = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
+    untrainable = 192 < head_dim <= 224 or (head_dim > 224 and call.dropout_p > 0)
+    if small_shared_memory and call.needs_grad and untrainable:
+        return False
+    # check_flash_causal_non_square_seqlens
+    if call.is_causal and call.query.size(-2) != call.key.size(-2):
+        return False
+    return (
+        _dtypes_agree(call, _HALF)
+        and _heads_agree(call, supports_gqa=True, same_kv_heads=True)
+        and _has_tokens(call)
+        and _last_strides_are_1(call, ignore_width_1=True)
+    )
+
+
+def _can_use_efficient(call: _Call) -> bool:
+    """`can_use_mem_efficient_attention`; any head width that the GEMM's alignment divides."""
+    is_ampere = call.gpu.capability >= (8, 0)
+    dtypes = (torch.float16, torch.float32, torch.bfloat16) if is_ampere else (
+        torch.float16, torch.float32,
+    )  # fmt: skip
+    return (
+        torch._C._get_mem_efficient_sdp_enabled()
+        and (5, 0) <= call.gpu.capability <= _NEWEST
+        and _is_4d(call)
+        and _efficient_takes_head_dims(call)
+        and _has_tokens(call)
+        and _last_strides_are_1(call, ignore_width_1=False)
+        and _heads_agree(call, supports_gqa=False, same_kv_heads=True)
+        and _dtypes_agree(call, dtypes)
+    )
+
+
+def _efficient_takes_head_dims(call: _Call) -> bool:
+    """`check_head_dim_size_mem_efficient` with `minimum_gemm_alignment`: 8 half, 4 float32.
+
+    Compute capability 7.x has tensor cores for half only, and no minimum otherwise.
+    """
+    is_half = call.query.dtype in _HALF
+    major = call.gpu.capability[0]
+    alignment = 4 if major >= 8 else 1
+    if major >= 8 or (major == 7 and is_half):
+        alignment = max(alignment, 8 if is_half else 4)
+    head_dim, value_dim = call.query.size(-1), call.value.size(-1)
+    return (
+        head_dim == call.key.size(-1)
+        and head_dim > 0
+        and value_dim > 0
+        and head_dim % alignment == 0
+        and value_dim % alignment == 0
+    )
+
+
+def _cudnn_takes_shapes(call: _Call) -> bool:
+    """`check_cudnn_tensor_shapes`, for cuDNN 9."""
+    head_dim, value_dim = call.query.size(3), call.value.size(3)
+    limit = 128
+    if call.release.cudnn_version >= 91000 and call.gpu.capability == (9, 0):
+        limit = 256
+    if call.release.cudnn_version >= 91100 and call.gpu.capability[0] == 10:
+        limit = 192 if (head_dim, value_dim) == (192, 128) else limit
+    return (
+        head_dim <= limit
+        and value_dim <= limit
+        and head_dim % 8 == 0
+        and value_dim % 8 == 0
+        and call.key.size(2) != 1
+        and not (call.query.size(2) == 1 and call.dropout_p != 0)
+    )
+
+
+def _cudnn_takes_mask(call: _Call) -> bool:
+    """`check_attn_mask_shape`: no gradient, and broadcastable from 2 or 4 dimensions."""
+    mask = call.attn_mask
+    if mask is None:
+        return True
+    if mask.requires_grad or mask.dim() not in (2, 4):
+        return False
+    wanted = (call.query.size(0), call.query.size(1), call.query.size(2), call.key.size(2))
+    return all(
+        size in (1, target) for size, target in zip(mask.shape, wanted[-mask.dim() :], strict=True)
+    )
+
+
+def _is_4d(call: _Call) -> bool:
+    """`check_tensor_shapes`."""
+    return call.query.dim() == call.key.dim() == call.value.dim() == 4
+
+
+def _has_tokens(call: _Call) -> bool:
+    """`check_nonzero_sequence_lengths_dense`."""
+    return call.query.size(-2) != 0 and call.key.size(-2) != 0
+
+
+def _dtypes_agree(call: _Call, allowed: tuple[torch.dtype, ...]) -> bool:
+    """`check_tensor_dtype`, with half precision of capability 7.x being float16 only."""
+    if call.gpu.capability < (8, 0) and call.query.dtype == torch.bfloat16:
+        return False
+    return call.query.dtype == call.key.dtype == call.value.dtype and call.query.dtype in allowed
+
+
+def _last_strides_are_1(call: _Call, *, ignore_width_1: bool) -> bool:
+    """`check_last_dim_stride_equals_1_dense`, for the mask too."""
+    strides = all(t.stride(-1) == 1 for t in (call.query, call.key, call.value))
+    if ignore_width_1:
+        strides = strides or call.query.size(-1) == 1
+    return strides and (call.attn_mask is None or call.attn_mask.stride(-1) == 1)
+
+
+def _heads_agree(call: _Call, *, supports_gqa: bool, same_kv_heads: bool) -> bool:
+    """`check_batch_size_and_num_heads_dense` and `check_grouped_query_attention`."""
+    if not call.query.size(0) == call.key.size(0) == call.value.size(0):
+        return False
+    query_heads, key_heads, value_heads = (t.size(-3) for t in (call.query, call.key, call.value))
+    if call.enable_gqa and supports_gqa:
+        if same_kv_heads and key_heads != value_heads:
+            return False
+        return query_heads % key_heads == 0 and query_heads % value_heads == 0
+    return query_heads == key_heads == value_heads
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    gpu: Gpu,
+    release: TorchRelease | None = None,
+) -> Tensor:
+    """Attention through the operations that CUDA tensors would go through on `gpu`.
+
+    It runs above autograd, as a kernel of `aten::scaled_dot_product_attention`. Autograd records
+    the operations that it calls, and a dispatch mode sees them.
+    """
+    backend = choose_backend(
+        query, key, value, attn_mask, dropout_p, is_causal,
+        enable_gqa=enable_gqa, gpu=gpu, release=release,
+    )  # fmt: skip
+    # cuDNN does not take minus infinity (`convert_boolean_attn_mask_cudnn`, gone in later torch).
+    masked_out = -65504.0 if backend is SdpaBackend.CUDNN else -math.inf
+    attn_mask = _additive_mask(attn_mask, query.dtype, masked_out)
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    if backend is SdpaBackend.CUDNN:
+        return _first([*aten._scaled_dot_product_cudnn_attention.default(
+            query, key, value, attn_mask, needs_grad, dropout_p, is_causal, False, scale=scale
+        )])  # fmt: skip
+    if backend is SdpaBackend.FLASH:
+        return _flash(query, key, value, dropout_p, is_causal, scale)
+    if backend is SdpaBackend.EFFICIENT:
+        if attn_mask is not None:
+            attn_mask = _aligned_mask(attn_mask, query, key)
+        return _first(
+            [
+                *aten._scaled_dot_product_efficient_attention.default(
+                    query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale
+                )
+            ]
+        )
+    return math_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _first(results: list[Tensor]) -> Tensor:
+    """The first result; the others are dropped in their order, as a `std::tuple` drops them.
+
+    Autograd keeps most of them; under checkpointing it does not.
+    """
+    while len(results) > 1:
+        results.pop(1)
+    return results[0]
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """Heads padded to a multiple of 8, scaled by the true width, and the padding sliced off."""
+    head_dim = query.size(-1)
+    scale = 1 / math.sqrt(head_dim) if scale is None else scale
+    padding = -head_dim % 8
+    if padding:
+        query, key, value = (torch.nn.functional.pad(t, (0, padding)) for t in (query, key, value))
+    out = _first(
+        [
+            *aten._scaled_dot_product_flash_attention.default(
+                query, key, value, dropout_p, is_causal, False, scale=scale
+            )
+        ]
+    )
+    return aten.slice.Tensor(out, -1, 0, head_dim) if padding else out
+
+
+def _additive_mask(
+    mask: Tensor | None, dtype: torch.dtype, masked_out: float = -math.inf
+) -> Tensor | None:
+    """`convert_boolean_attn_mask`: 0 where a boolean mask is true, `masked_out` elsewhere."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    converted: Tensor = aten.where.ScalarSelf(
+        mask, 0.0, aten.scalar_tensor.default(masked_out, dtype=dtype, device=mask.device)
+    )
+    return converted
+
+
+def _aligned_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Return the mask as `preprocess_mask` does: rows aligned to 8 elements, expanded to B, H, L,
+    S.
+
+    A mask whose strides are not multiples of 8 is copied into a padded one and sliced back. The
+    padding is 1 to 8 elements: an aligned width with an odd stride elsewhere grows by 8.
+    """
+    aligned = mask.stride(-1) == 1 and all(stride % 8 == 0 for stride in mask.stride()[:-1])
+    if not aligned:
+        width = mask.size(-1)
+        padded = torch.nn.functional.pad(mask, (0, 8 - width % 8))
+        mask = aten.slice.Tensor(padded, -1, 0, width)
+        del padded
+    return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
+
+
+def math_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """`_scaled_dot_product_attention_math`, written out.
+
+    Half precision is computed in float32 (`allow_fp16_bf16_reduction_math_sdp` off). The operation
+    itself would add the mask out of place whenever a dispatch mode is active
+    (`areAnyTensorSubclassLike`). A real run adds it in place: one B x H x L x S buffer less. Every
+    name below lives until the end, as its namesake does in the source, and the last to be declared
+    goes first.
+    """
+    dtype = query.dtype
+    query_acc, key_acc, value_acc = query, key, value
+    if dtype in _HALF and not torch._C._get_math_sdp_allow_fp16_bf16_reduction():
+        query_acc, key_acc, value_acc = query.float(), key.float(), value.float()
+    factor = math.sqrt(1 / math.sqrt(query.size(-1)) if scale is None else abs(scale))
+    scaled = aten.mul.Scalar(query_acc, -factor if scale is not None and scale < 0 else factor)
+    if is_causal:
+        lower = aten.ones.default(
+            [query.size(-2), key.size(-2)],
+            dtype=torch.bool,
+            layout=torch.strided,
+            device=query.device,
+        ).tril()
+        attn_mask = _additive_mask(lower, query_acc.dtype)
+        del lower
+    all_keys, all_values = key_acc, value_acc
+    if enable_gqa and not query.size(-3) == key.size(-3) == value.size(-3):
+        all_keys = key_acc.repeat_interleave(query.size(-3) // key.size(-3), -3)
+        all_values = value_acc.repeat_interleave(query.size(-3) // value.size(-3), -3)
+    attn = torch.matmul(scaled, aten.mul.Scalar(all_keys.transpose(-2, -1), factor))
+    if attn_mask is not None:
+        attn.add_(attn_mask)
+    attn = aten._safe_softmax.default(attn, -1)
+    if dropout_p > 0:
+        attn = torch.dropout(attn, dropout_p, True)
+    # The weights are a second result, converted before the output is computed, and dropped here.
+    weights = attn.to(dtype)
+    out = torch.matmul(attn, all_values).to(dtype)
+    del weights, attn, all_keys, all_values, scaled, attn_mask, value_acc, key_acc, query_acc
+    return out
+
+
+@above_autograd(torch.ops.aten.scaled_dot_product_attention.default, vmap_key=UNDER_VMAP)
+def run_attention(
+    then: Next,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Run the backend that CUDA chooses."""
+    refuse_attention(query, key, value, attn_mask)
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal,
+        scale=scale, enable_gqa=enable_gqa, gpu=active_gpu(),
+    )  # fmt: skip
+
+
+# -------------------------------------------------------------------- what kernels request
+
+_FLOAT_BYTES = 4
+
+CUDNN_ENGINE_BYTES = 256
+"""Workspace of cuDNN's own engines on compute capability 9.0, forward and backward.
+
+Measured with cuDNN 9.19 on an H200, the same in every case; no source is public.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Letters of the legend for tensors of B, heads, tokens, width."""
+
+    B: int
+    H: int
+    K: int
+    L: int
+    S: int
+    E: int
+    V: int
+    itemsize: int
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, value: Tensor) -> _Shape:
+        B, H, L, E = query.shape
+        return cls(B, H, key.size(1), L, key.size(2), E, value.size(3), query.itemsize)
+
+    @property
+    def lse_bytes(self) -> int:
+        """One float32 per query token and head."""
+        return self.B * self.H * self.L * _FLOAT_BYTES
+
+    @property
+    def out_bytes(self) -> int:
+        return self.B * self.H * self.L * self.V * self.itemsize
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _round_up(a: int, b: int) -> int:
+    return _ceil_div(a, b) * b
+
+
+def _argument(args: Args, kwargs: Mapping[str, Any], at: int, name: str, other: Any) -> Any:
+    return args[at] if len(args) > at else kwargs.get(name, other)
+
+
+def _tokens_first(tensor: Tensor) -> bool:
+    """Return whether the memory order is B, tokens, heads, width, as flash and efficient expect."""
+    return tensor.transpose(1, 2).is_contiguous()
+
+
+# --------------------------------------------------------------------------- flash
+
+
+@requests("_scaled_dot_product_flash_attention")
+def flash_forward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`mha_fwd`: output, logsumexp, split accumulators, random state (16 bytes), unused (8 bytes).
+
+    With dropout the random state is allocated again and the first one freed. Keys are split over
+    blocks when the queries alone do not fill the GPU (`num_splits_heuristic`, none with dropout).
+    Each split has a logsumexp and a float32 output, whose width is rounded up to 32 (64 above 128).
+    Left out: the layout copies of one query token with grouped heads (generation, not training).
+    """
+    shape = _Shape.of(*args[:3])
+    dropout_p = _argument(args, kwargs, 3, "dropout_p", 0.0)
+    splits = 1
+    if dropout_p == 0:
+        splits = num_flash_splits(B=shape.B, H=shape.H, L=shape.L, S=shape.S, E=shape.E, gpu=gpu)
+    accumulators: list[int] = []
+    if splits > 1:
+        rounded_E = rounded_head_width(shape.E)
+        tokens = splits * shape.B * shape.H * shape.L
+        accumulators = [tokens * _FLOAT_BYTES, tokens * rounded_E * _FLOAT_BYTES]
+    events = outputs({0: shape.out_bytes, 1: shape.lse_bytes}) + temporaries(*accumulators)
+    if dropout_p > 0:
+        events += [*temporaries(16), *outputs({7: 8, 6: 16}), *temporaries(-16)]
+    else:
+        events += outputs({6: 16, 7: 8})
+    return tuple(events + temporaries(*(-n for n in accumulators)))
+
+
+def rounded_head_width(E: int) -> int:
+    """`head_size_rounded`: the width of flash's float32 buffers."""
+    return _round_up(E, 32 if E <= 128 else 64)
+
+
+def num_flash_splits(*, B: int, H: int, L: int, S: int, E: int, gpu: Gpu) -> int:
+    """`set_params_splitkv` and `num_splits_heuristic`: the fewest with 85 % of the best use."""
+    block_keys = 256 if E <= 64 else 128 if E <= 128 else 64
+    key_blocks = _ceil_div(S, block_keys)
+    query_blocks = B * H * _ceil_div(L, 64)
+    slots = gpu.num_sms * 2
+    if query_blocks >= 0.8 * slots:
+        return 1
+    uses: dict[int, float] = {}
+    for splits in range(1, min(128, slots, key_blocks) + 1):
+        same_as_fewer = splits > 1 and _ceil_div(key_blocks, splits) == _ceil_div(
+            key_blocks, splits - 1
+        )
+        if not same_as_fewer:
+            waves = query_blocks * splits / slots
+            uses[splits] = waves / _ceil_div(query_blocks * splits, slots)
+    best = max(uses.values(), default=0.0)
+    return next((splits for splits, use in uses.items() if use >= 0.85 * best), 1)
+
+
+@requests("_scaled_dot_product_flash_attention_backward")
+def flash_backward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`mha_bwd`: contiguous copies, gradients, softmax sums, float32 query gradient.
+
+    Queries are rounded up to 128 tokens and the width as in the forward. Grouped heads add key
+    and value gradients of all query heads, summed into the outputs.
+    """
+    grad_out, query, key, value, output = args[:5]
+    shape = _Shape.of(query, key, value)
+    copies = [bytes_of(t) for t in (grad_out, output) if not _tokens_first(t)]
+    rows = shape.B * shape.H * _round_up(shape.L, 128)
+    rounded_E = rounded_head_width(shape.E)
+    scratch = [rows * _FLOAT_BYTES, rows * rounded_E * _FLOAT_BYTES]
+    if shape.K != shape.H:
+        scratch += [shape.B * shape.S * shape.H * shape.E * shape.itemsize] * 2
+    gradients = {0: bytes_of(query), 1: bytes_of(key), 2: bytes_of(value)}
+    return tuple(
+        temporaries(*copies)
+        + outputs(gradients)
+        + temporaries(*scratch)
+        + temporaries(*(-n for n in reversed(scratch)))
+        + temporaries(*(-n for n in reversed(copies)))
+    )
+
+
+# ----------------------------------------------------------------------- efficient
+
+
+@requests("_scaled_dot_product_efficient_attention")
+def efficient_forward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`_efficient_attention_forward`: output, logsumexp, and a float32 output for wide half heads.
+
+    The logsumexp is padded to 32 tokens, and empty without a gradient. Above a width of 128 the
+    output does not fit the registers (`kNeedsOutputAccumulatorBuffer`). Seed and offset stay on the
+    CPU.
+    """
+    query, key, value = args[:3]
+    shape = _Shape.of(query, key, value)
+    needs_lse = _argument(args, kwargs, 4, "compute_log_sumexp", True)
+    lse_bytes = shape.B * shape.H * _round_up(shape.L, 32) * _FLOAT_BYTES if needs_lse else 0
+    accumulator = 0
+    if query.dtype in _HALF and max(shape.E, shape.V) > 128:
+        accumulator = shape.B * shape.L * shape.H * shape.V * _FLOAT_BYTES
+    events = outputs({0: shape.out_bytes, 1: lse_bytes})
+    return tuple(events + temporaries(accumulator, -accumulator))
+
+
+@requests("_scaled_dot_product_efficient_attention_backward")
+def efficient_backward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`_efficient_attention_backward`: gradients, row sums of grad_out * out, workspace.
+
+    A bias gradient has rows padded to 16. Half kernels compute the row sums themselves, float32
+    ones are preceded by a product, a sum over the width and a transposed copy.
+    """
+    grad_out, query, key, value, bias = args[:5]
+    shape = _Shape.of(query, key, value)
+    dropout_p = _argument(args, kwargs, 9, "dropout_p", 0.0)
+    block = _efficient_block(query.dtype, max(shape.E, shape.V), dropout_p > 0, gpu)
+    copy = 0 if _tokens_first(grad_out) else bytes_of(grad_out)
+    gradients = {0: bytes_of(query), 1: bytes_of(key), 2: bytes_of(value)}
+    if bias is not None and _argument(args, kwargs, 10, "grad_input_mask", [False] * 4)[3]:
+        rows = bias.numel() // bias.size(-1)
+        gradients[3] = rows * _round_up(bias.size(-1), 16) * bias.itemsize
+    delta_events = temporaries(shape.lse_bytes)
+    if not block.sums_rows:
+        delta_events = _row_sums(shape)
+    workspace = block.workspace_bytes(shape)
+    return tuple(
+        temporaries(copy)
+        + outputs(gradients)
+        + delta_events
+        + temporaries(workspace, -shape.lse_bytes, -workspace, -copy)
+    )
+
+
+def _row_sums(shape: _Shape) -> list[KernelEvent]:
+    """Requests of `(grad_out.float() * out.float()).sum(-1).transpose(-2, -1).contiguous()`; the
+    result stays allocated.
+
+    Left out: the memory of the sum itself beyond widths of 1024.
+    """
+    product = shape.B * shape.L * shape.H * shape.V * _FLOAT_BYTES
+    casts = [product, product] if shape.itemsize < _FLOAT_BYTES else []
+    sums = shape.lse_bytes
+    is_copied = shape.L > 1 and shape.H > 1
+    copied = [*temporaries(sums), KernelEvent(-sums, OLDEST)] if is_copied else []
+    done = temporaries(-product, *(-n for n in casts))
+    return [*temporaries(*casts, product, sums), *copied, *done]
+
+
+@dataclass(frozen=True, slots=True)
+class _EfficientBlock:
+    """The tile of a backward kernel (`AttentionBackwardKernel`)."""
+
+    queries: int
+    keys: int
+    max_width: int
+    is_half: bool
+    capability: int
+
+    @property
+    def keeps_output_in_registers(self) -> bool:
+        """`kOutputInRF`."""
+        return self.is_half and self.max_width <= self.queries
+
+    @property
+    def sums_rows(self) -> bool:
+        """`kKernelComputesDelta`; not on 7.0, where the compiler had a bug."""
+        return self.is_half and (self.keeps_output_in_registers or self.capability != 70)
+
+    def workspace_bytes(self, shape: _Shape) -> int:
+        """`Params::workspace_size`: floats per batch and head, rounded up to 4.
+
+        - query gradient: ceil(L / queries) * ceil(E / keys) * (4 + queries * keys)
+        - key gradient, half and not in registers: splits * keys * round_up(E, queries)
+        - value gradient, likewise: splits * keys * round_up(V, queries)
+        """
+        tiles = _ceil_div(shape.L, self.queries) * _ceil_div(shape.E, self.keys)
+        floats = tiles * (4 + self.queries * self.keys)
+        if self.is_half and not self.keeps_output_in_registers:
+            rows = self.key_splits(shape) * self.keys
+            floats += rows * (_round_up(shape.E, self.queries) + _round_up(shape.V, self.queries))
+        return shape.B * shape.H * _round_up(floats, 4) * _FLOAT_BYTES
+
+    def key_splits(self, shape: _Shape) -> int:
+        """The heuristic of `_efficient_attention_backward` where key gradients are staged."""
+        heads = shape.B * shape.H
+        splits = _ceil_div(shape.S, self.keys)
+        if heads >= 256 and splits <= 2:
+            splits = 1
+        return max(1, min(splits, 200 // heads))
+
+
+_SMALL_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
+"""Capabilities with 99 KiB of shared memory per block (CUDA programming guide, table of limits).
+
+From 8.0 on the tiles of 128 queries need 121344 bytes in float32, and those of 128 x 128 need
+133632 (bfloat16) to 162304 (float16, dropout) in half precision. All others fit everywhere, on 7.5
+as well: at most 54784 bytes of 64 KiB. `sizeof(SharedStorage)` of torch 2.13's kernel_backward.h,
+compiled with CUTLASS 4.2.
+"""
+
+
+def _efficient_block(
+    dtype: torch.dtype, width: int, has_dropout: bool, gpu: Gpu
+) -> _EfficientBlock:
+    """The first kernel of `dispatch_cutlassB` that is wide enough and fits the shared memory."""
+    is_half = dtype in _HALF
+    major, minor = gpu.capability
+    is_small = gpu.capability in _SMALL_SHARED_MEMORY
+    max_width = 128 if width <= 128 else 65536
+    queries, keys = 128, 64
+    if width <= 64:
+        queries, max_width = 64, 64
+    elif is_half and width <= 96 and gpu.capability in ((8, 6), (8, 9)) and not has_dropout:
+        max_width = 96
+    elif not is_half and (major < 8 or is_small):
+        queries = 64
+    elif is_half and major >= 8 and width <= 128:
+        queries, keys = (64, 64) if is_small else (128, 128)
+    return _EfficientBlock(queries, keys, max_width, is_half, major * 10 + minor)
+
+
+# --------------------------------------------------------------------------- cuDNN
+
+
+@requests("_scaled_dot_product_cudnn_attention")
+def cudnn_forward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`run_cudnn_SDP_fprop`: seed, offset, output, logsumexp if needed, workspace.
+
+    The workspace is the engine's own (see `CUDNN_ENGINE_BYTES`); none for a single query token.
+    """
+    shape = _Shape.of(*args[:3])
+    needs_lse = _argument(args, kwargs, 4, "compute_log_sumexp", True)
+    workspace = _cudnn_engine_bytes(gpu) if shape.L > 1 else 0
+    made = {6: 8, 7: 8, 0: shape.out_bytes, 1: shape.lse_bytes if needs_lse else 0}
+    return tuple(outputs(made) + temporaries(workspace, -workspace))
+
+
+@requests("_scaled_dot_product_cudnn_attention_backward")
+def cudnn_backward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`run_cudnn_SDP_bprop`: gradients, a copy of an expanded grad_out, workspace.
+
+    The workspace holds a float32 query gradient, a softmax sum per row, and for grouped heads
+    key and value gradients of all query heads:
+
+        B*H*L*E*4 + B*H*L*4 + (K < H) * B*H*S*(E + V)*itemsize + the engine's own
+    """
+    grad_out, query, key, value = args[:4]
+    shape = _Shape.of(query, key, value)
+    copy = bytes_of(grad_out) if grad_out.stride(-1) != 1 else 0
+    workspace = shape.B * shape.H * shape.L * shape.E * _FLOAT_BYTES + shape.lse_bytes
+    for heads, width in ((shape.K, shape.E), (value.size(1), shape.V)):
+        if heads != shape.H:
+            workspace += shape.B * shape.H * shape.S * width * shape.itemsize
+    workspace += _cudnn_engine_bytes(gpu)
+    gradients = {0: bytes_of(query), 1: bytes_of(key), 2: bytes_of(value)}
+    return tuple(outputs(gradients) + temporaries(copy, workspace, -workspace, -copy))
+
+
+def _cudnn_engine_bytes(gpu: Gpu) -> int:
+    return CUDNN_ENGINE_BYTES if gpu.capability == (9, 0) else 0
+
+
+# ---------------------------------------------------------------------------- math
+
+
+@requests("_safe_softmax")
+def safe_softmax(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`_safe_softmax` of transformers/attention.cpp: result, a boolean per element, one per row,
+    and a scalar zero.
+    """
+    dim = _argument(args, kwargs, 1, "dim", -1)
+    rows = out.numel() // max(1, out.size(dim))
+    scratch = (out.numel(), rows, out.itemsize)
+    return tuple(
+        outputs({0: bytes_of(out)})
+        + temporaries(*scratch)
+        + temporaries(*(-n for n in reversed(scratch)))
+    )
+
+
+@modelled("_scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward")
+def cudnn_attention_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Return whether the GPU has compute capability 9.0.
+
+    The workspace of cuDNN's attention engines was not measured on others.
+    """
+    return gpu.capability == (9, 0)
+
+
+@random_offset("_scaled_dot_product_flash_attention")
+def flash_offset(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> int:
+    """Step of the generator: 32 numbers per head where something is dropped."""
+    odds = _argument(args, kwargs, 3, "dropout_p", 0.0)
+    return rounded_draws(args[0].size(0) * args[0].size(1) * 32) if odds else 0
+
+
+@random_offset("_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention")
+def scores_offset(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> int:
+    """Step of the generator: a number per score where something is dropped."""
+    odds = _argument(args, kwargs, 5, "dropout_p", 0.0)
+    query, key = args[:2]
+    lanes = query.size(2) * key.size(2)
+    return rounded_draws(query.size(0) * query.size(1) * lanes) if odds else 0
+
+
+def refuse_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+    """`validate_sdpa_input` of native/transformers/attention.cpp.
+
+    Raises:
+        RuntimeError: Types differ.
+    """
+    types = [tensor.dtype for tensor in (query, key, value)]
+    if len(set(types)) > 1:
+        first, second, third = map(cpp_type, types)
+        raise RuntimeError(
+            "Expected query, key, and value to have the same dtype, but got query.dtype: "
+            f"{first} key.dtype: {second} and value.dtype: {third} instead."
+        )
+    if mask is not None and mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        raise RuntimeError(
+            "Expected attn_mask dtype to be bool or float or to match query dtype, but got "
+            f"attn_mask.dtype: {cpp_type(mask.dtype)} and  query.dtype: {cpp_type(query.dtype)} "
+            "instead."
+        )

@@ -1,0 +1,419 @@
+"""Behavior of CUDA tensors above autograd that meta tensors lack: autocast, fused dropout,
+attention backends.
+
+torch decides these in C++ by `tensor.is_cuda()`, which is false for a meta tensor. So the decisions
+are made again in kernels on a dispatch key in front of autograd, switched on for the simulated code
+only. The key is `AutocastIPU`, whose backend no longer exists in torch; nothing else is registered
+on it. Autograd and the mode below see the operators that a GPU would run, called from Python or
+from C++ alike.
+
+The autocast state is that of `torch.autocast("cuda")`; torch keeps it per thread, and activation
+checkpointing saves and restores it for the recomputation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator, OpOverload
+
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops.registry import Args, Kwargs, named, registered
+from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.placement import INSIDE, on_gpu, tensors_in
+from memest.estimator.versions import simulated
+
+KEY_NAME = "AutocastIPU"
+_KEY = getattr(torch._C.DispatchKey, KEY_NAME)
+_BELOW = torch._C._dispatch_keyset_full_after(_KEY)
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+# The policies of ATen/autocast_mode.h (torch 2.11); a test compares their union with what the
+# installed torch registers for AutocastCUDA.
+LOWER_PRECISION = """
+    _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
+    conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum
+    mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot
+    _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    _scaled_dot_product_flash_attention scaled_dot_product_attention
+""".split()
+FLOAT32 = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan
+    pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm
+    group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss
+    cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss
+    huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
+    triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm
+    logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d
+    _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d
+    upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
+    _upsample_bicubic2d_aa
+""".split()
+FLOAT32_SINCE_2_12 = ("rms_norm",)
+"""Operators that the policy FLOAT32 also has if the release `casts_rms_norm`."""
+
+FLOAT32_RESULT = """
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
+    linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
+""".split()
+PROMOTE = """
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
+""".split()
+
+_library: list[torch.library.Library] = []
+_active_gpu: list[Gpu] = []
+_dispatch: Any = HigherOrderOperator.dispatch
+_CUDA = "cuda"
+"""The device whose autocast state counts."""
+
+
+class _Inside(threading.local):
+    """State of this thread."""
+
+    autocast = False
+    """True inside an operator whose inputs autocast has already cast."""
+
+    autocast_block = False
+    """True inside `torch.autocast`, even in a dispatch mode, where torch turns autocast off."""
+
+
+_INSIDE = _Inside()
+
+
+def follow_autocast(patches: Patches) -> None:
+    """Know in a dispatch mode whether autocast is on; nothing else uses the state of the dead
+    key.
+    """
+
+    def set_enabled(*args: Any) -> None:
+        torch._C.set_autocast_enabled(*args)
+        _INSIDE.autocast_block = torch.is_autocast_enabled(_CUDA)
+
+    _INSIDE.autocast_block = torch.is_autocast_enabled(_CUDA)
+    patches.set(torch, "set_autocast_enabled", set_enabled)
+    patches.set(torch._C, "_is_any_autocast_enabled", _is_any_enabled)
+    patches.set(HigherOrderOperator, "dispatch", _dispatch_higher_order)
+
+
+def _dispatch_higher_order(self: Any, key: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Run an operator that calls functions. Cast its tensors if torch does on CUDA."""
+    if key != _KEY:
+        return _dispatch(self, key, *args, **kwargs)
+    if torch._C.DispatchKey.AutocastCUDA in self.py_kernels and torch.is_autocast_enabled(_CUDA):
+        dtype = torch.get_autocast_dtype(_CUDA)
+        args = tuple(_cast(a, dtype) if isinstance(a, Tensor) else a for a in args)
+    keyset = torch._ops._compute_keyset(args, kwargs, self.non_fallthrough_keys) & _BELOW  # type: ignore[no-untyped-call]
+    return _dispatch(self, keyset.highestPriorityTypeId(), *args, **kwargs)
+
+
+def is_in_autocast() -> bool:
+    """Return whether the script is in `torch.autocast`, also inside of an operator."""
+    return _INSIDE.autocast_block
+
+
+def _is_any_enabled() -> bool:
+    return torch.is_autocast_enabled(_CUDA) or torch.is_autocast_enabled("cpu")
+
+
+class CastCache:
+    """The casts of leaf weights that `torch.autocast` keeps until its outermost context ends.
+
+    Mirrors `cached_cast` of ATen/autocast_mode.cpp (torch 2.11). A float32 leaf with
+    `requires_grad` is cast to the lower precision once, used again or not; in inference mode at
+    each use.
+    """
+
+    def __init__(self) -> None:
+        self._casts: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return `tensor.to(dtype)`, from autocast's cache if torch caches that cast."""
+        is_kept = (
+            dtype is torch.get_autocast_dtype(_CUDA)
+            and tensor.dtype is torch.float32
+            and tensor.requires_grad
+            and tensor.is_leaf
+            and not tensor._is_view()
+            and torch.is_autocast_cache_enabled()
+            and not torch.is_inference_mode_enabled()
+        )
+        if not is_kept:
+            return tensor.to(dtype)
+        key = tensor._cdata
+        found = self._casts.get(key)
+        if found is not None and found[0]() is tensor:
+            return found[1]
+        with torch.enable_grad():  # it may be used again with gradients
+            made = tensor.to(dtype)
+        self._casts[key] = weakref.ref(tensor), made
+        return made
+
+    def clear(self) -> None:
+        """Drop all casts, like `torch.clear_autocast_cache`."""
+        self._casts.clear()
+
+
+CASTS = CastCache()
+
+
+@contextlib.contextmanager
+def decisions_of(gpu: Gpu) -> Iterator[None]:
+    """Within it, this thread's operators on meta tensors take the decisions of `gpu`."""
+    _register_once()
+    _active_gpu.append(gpu)
+    try:
+        with decisions_again():
+            yield
+    finally:
+        _active_gpu.pop()
+
+
+@contextlib.contextmanager
+def decisions_again() -> Iterator[None]:
+    """Apply the decisions to operators that a dispatch mode calls, such as parts of a composite."""
+    was_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY)
+    was_on = torch.is_autocast_enabled(_CUDA)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, False)
+    torch._C.set_autocast_enabled(_CUDA, was_on or _INSIDE.autocast_block)
+    try:
+        with torch._C._IncludeDispatchKeyGuard(_KEY):
+            yield
+    finally:
+        torch._C.set_autocast_enabled(_CUDA, was_on)
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, was_excluded)
+
+
+class Next:
+    """Rest of the dispatch of one call, as torch runs it for any tensor."""
+
+    __slots__ = ("_keyset", "_op")
+
+    def __init__(self, op: OpOverload, keyset: Any) -> None:
+        self._op = op
+        self._keyset = keyset
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the operator. `vmap` passes no key set, and gets the operator's decomposition."""
+        if self._keyset is None:
+            return self._op._op_dk(_COMPOSITE, *args, **kwargs)
+        return self._op.redispatch(self._keyset & _BELOW, *args, **kwargs)
+
+    def below_autograd(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the operator without a node of its own in the graph."""
+        keyset = self._keyset & _BELOW & torch._C._after_autograd_keyset
+        return self._op.redispatch(keyset, *args, **kwargs)
+
+
+def active_gpu() -> Gpu:
+    """Return the GPU whose decisions operators take."""
+    return _active_gpu[-1]
+
+
+def _register_once() -> None:
+    if _library:
+        return
+    library: Any = torch.library.Library  # untyped in torch
+    fallback, aten = library("_", "IMPL"), library("aten", "IMPL")
+    fallback.fallback(torch.library.fallthrough_kernel, KEY_NAME)
+    _library.extend((fallback, aten))
+    policies = {
+        op: policy
+        for names, policy in (
+            (LOWER_PRECISION, _to_lower_precision),
+            (FLOAT32, _to_float32),
+            (FLOAT32_RESULT, _to_float32_result),
+            (PROMOTE, _to_widest),
+        )
+        for op in named(*names)
+    }
+    decisions, since_2_12 = registered("above_autograd"), set(named(*FLOAT32_SINCE_2_12))
+    for op in decisions | policies:
+        kernel = _kernel(op, decisions.get(op))
+        if op in policies:
+            kernel = _with_policy(op, policies[op], kernel)
+        if op in since_2_12:
+            kernel = partial(_by_release, kernel, _with_policy(op, _to_float32, kernel))
+        aten.impl(_name_of(op), kernel, KEY_NAME, with_keyset=True)
+    with warnings.catch_warnings():  # C++ warns once that a kernel replaces another
+        warnings.simplefilter("ignore")
+        for op, key in registered("vmap_key").items():
+            if key:
+                kernel = _under_vmap(op, decisions[op])
+                aten.impl(_name_of(op), kernel, key)
+
+
+def _by_release(
+    plain: Callable[..., Any], cast: Callable[..., Any], keyset: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Run `rms_norm` as the autocast of the simulated release does."""
+    return (cast if simulated().casts_rms_norm else plain)(keyset, *args, **kwargs)
+
+
+def _name_of(op: OpOverload) -> str:
+    name = op._schema.name.removeprefix("aten::")
+    return f"{name}.{op._schema.overload_name}" if op._schema.overload_name else name
+
+
+def _kernel(op: OpOverload, decide: Callable[..., Any] | None) -> Callable[..., Any]:
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if decide is None:
+            return op.redispatch(keyset & _BELOW, *args, **kwargs)
+        return decide(Next(op, keyset), *args, **kwargs)
+
+    return kernel
+
+
+def _under_vmap(op: OpOverload, decide: Callable[..., Any]) -> Callable[..., Any]:
+    then = Next(op, None)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        is_virtual = torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
+        return decide(then, *args, **kwargs) if is_virtual else then(*args, **kwargs)
+
+    return kernel
+
+
+def _with_policy(
+    op: OpOverload,
+    policy: Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]],
+    kernel: Callable[..., Any],
+) -> Callable[..., Any]:
+    def cast_then_run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if _INSIDE.autocast or not torch.is_autocast_enabled(_CUDA):
+            return kernel(keyset, *args, **kwargs)
+        # as torch does, casts and the operators inside a composite run without autocast
+        _INSIDE.autocast = True
+        try:
+            cast_args, cast_kwargs = policy(op, args, kwargs)
+            out = kernel(keyset, *cast_args, **cast_kwargs)
+            # C++ drops the casts in reverse order: the first argument's first; a list drops its
+            # last item first
+            cast_args = [*cast_args]
+            cast_args.reverse()
+            return out
+        finally:
+            _INSIDE.autocast = False
+
+    return cast_then_run
+
+
+def _is_eligible(value: Any) -> bool:
+    """Return whether autocast casts the value: floating point on the device, but not double."""
+    return (
+        isinstance(value, Tensor)
+        and on_gpu(value)
+        and value.is_floating_point()
+        and value.dtype is not torch.float64
+    )
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if _is_eligible(value):
+        return value if value.dtype is dtype else CASTS.cast(value, dtype)
+    if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
+        return type(value)(_cast(item, dtype) for item in value)
+    return value
+
+
+def _cast_all(args: Args, kwargs: Kwargs, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The last argument is cast first.
+
+    `WrapFunction_` of ATen/autocast_mode.h casts within the argument list of a call, whose order
+    C++ leaves open. The compiler of the Linux wheels (GCC, x86-64) goes from right to left.
+    Evidence: every cast recorded on an H200.
+    """
+    cast_kwargs = {k: _cast(v, dtype) for k, v in reversed(list(kwargs.items()))}
+    cast_args = [_cast(a, dtype) for a in reversed(args)]
+    return cast_args[::-1], dict(reversed(list(cast_kwargs.items())))
+
+
+def _to_lower_precision(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
+    return _cast_all(args, kwargs, torch.get_autocast_dtype(_CUDA))
+
+
+def _to_float32(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
+    return _cast_all(args, kwargs, torch.float32)
+
+
+def _to_float32_result(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, dict[str, Any]]:
+    """The operator's own `dtype` becomes float32 where the caller gave none."""
+    names = [a.name for a in op._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if _is_eligible(args[0]) and given.get("dtype") is None:
+        given["dtype"] = torch.float32
+    positional = [a.name for a in op._schema.arguments if not a.kwarg_only and a.name in given]
+    return (
+        [given[n] for n in positional],
+        {n: v for n, v in given.items() if n not in positional},
+    )
+
+
+def _to_widest(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
+    flat = [a for a in (*args, *kwargs.values()) if _is_eligible(a)]
+    if not flat:
+        return args, kwargs
+    is_mixed = any(a.dtype is torch.float32 for a in flat)
+    return _cast_all(args, kwargs, torch.float32 if is_mixed else torch.get_autocast_dtype(_CUDA))
+
+
+_KEYS_OF_PYTHON = {
+    "CUDA": torch._C.DispatchKey.CUDA,
+    "CompositeExplicitAutograd[alias]": torch._C.DispatchKey.CompositeExplicitAutograd,
+    "CompositeImplicitAutograd[alias]": _COMPOSITE,
+}
+_OF_TORCH = ("aten", "prims", "prim", "memest", "quantized", "c10d")
+_OWN_KERNEL = ("CPU", "CUDA", "Meta", "CompositeExplicitAutograd")
+_FUNCTIONAL = "_c10d_functional"
+"""Collectives whose C++ kernels allocate the result and call operators of `c10d`."""
+
+_ONE_KERNEL_ON_CUDA = ("aten::_fused_rms_norm",)
+"""Composite where torch was built without CUDA."""
+
+_EXPLICIT = ("aten::_euclidean_dist", "aten::affine_grid_generator")
+"""Made of others below autograd, which has a formula for the whole."""
+
+
+def key_of_other_operators(func: Any) -> Any:
+    """The dispatch key under which `func` calls other operators, or None for a kernel of its own.
+
+    torch's dispatcher keeps where each kernel was registered: in a file of Python or of C++.
+    """
+    name = func._schema.name
+    if func._schema.overload_name:
+        name = f"{name}.{func._schema.overload_name}"
+    if name in _ONE_KERNEL_ON_CUDA:
+        return None
+    if name in _EXPLICIT or func.namespace == _FUNCTIONAL:
+        return torch._C.DispatchKey.CompositeExplicitAutograd
+    if name.partition("::")[0] in _OF_TORCH:
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        is_composite = has_kernel(name, "CompositeImplicitAutograd") and not any(
+            has_kernel(name, key) for key in _OWN_KERNEL
+        )
+        return _COMPOSITE if is_composite else None
+    for line in torch._C._dispatch_dump(name).splitlines():
+        key, _, rest = line.partition(": ")
+        if key in _KEYS_OF_PYTHON and ".py:" in rest:
+            return _KEYS_OF_PYTHON[key]
+    return None
+
+
+def run_by_others(mode: Any, key: Any, func: Any, args: Args, kwargs: Any) -> Any:
+    """Run `func`, which calls other operators under `key`, so that those are recorded."""
+    depth, INSIDE.depth = INSIDE.depth, 0
+    composite = INSIDE.composite
+    if func.namespace in (_FUNCTIONAL, "aten"):  # C++ makes tensors with the options of the input
+        INSIDE.composite = any(map(on_gpu, tensors_in(args)))
+    try:
+        with mode, decisions_again():
+            return func._op_dk(key, *args, **kwargs)
+    finally:
+        INSIDE.depth, INSIDE.composite = depth, composite

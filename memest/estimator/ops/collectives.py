@@ -1,0 +1,212 @@
+"""Collectives and point-to-point operators of `c10d` in a process group that sends nothing.
+
+NCCL's buffers are outside the caching allocator, so only the operators' own tensors count. Each
+operator takes its time on the current stream (`hardware/speed.py`). Known values follow: a sum over
+W ranks is W times the value of this rank, as if all ranks had the same. A broadcast or a receive
+gives the value that its source has posted in the mailbox (`gpu/worlds.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from memest.estimator.ops.registry import Args, Kwargs
+from memest.estimator.tensors.placement import is_meta, tensors_in
+
+_SUM = 0
+"""Number of the sum in `c10d::ReduceOp::RedOpType` (torch/csrc/distributed/c10d/Types.hpp)."""
+
+SUMS = "values of collectives are those of sums: this torch does not expose the reduction"
+
+
+def run(mode: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Fill the outputs of `func`, an operator of `c10d`, and return its result."""
+    given = (*args, *kwargs.values())
+    tensors = list(tensors_in(given))
+    if any(map(is_meta, tensors)):
+        mode.works.another()
+        mode.timeline.transfer(max((t.numel() * t.element_size() for t in tensors), default=0))
+        if func is torch.ops.c10d.allgather_.default:
+            _flatten(mode, args[0], func)
+    name = func._schema.name.removeprefix("c10d::")
+    if name in ("send", "recv_", "recv_any_source_"):
+        _pass(mode, name, args)
+    else:
+        _fill(mode, name, args)
+    work = mode.works.begun(tensors if _goes_on(func, args) else ())
+    returned = tuple(
+        args[0] if "Tensor" in str(result.type) else work for result in func._schema.returns
+    )
+    if len(returned) > 1:
+        return returned
+    return returned[0] if returned else None
+
+
+def _flatten(mode: Any, outputs: list[list[Tensor]], func: Any) -> None:
+    """Gather into one tensor. If all outputs have one size, copy from it into the list of outputs.
+
+    `ProcessGroupNCCL::allgather`, `newLikeFlat` and `check_same_size` of torch 2.11. Frees the
+    tensor at once, where the work of an asynchronous gather would keep it.
+    """
+    for parts in outputs:
+        if parts and is_meta(parts[0]) and len({part.size() for part in parts}) == 1:
+            num_bytes = len(parts) * parts[0].numel() * parts[0].element_size()
+            memory = mode.memory
+            with memory.lock:
+                memory.free(memory.allocate_workspace(num_bytes, mode.attribution.site(func)))
+
+
+def _goes_on(func: Any, args: Args) -> bool:
+    """Return whether the host goes on at once; default arguments may be missing."""
+    found = _of_asynchronous(func)
+    if found is None:  # before torch 2.7, Python waits for a work that it does not return
+        return _of_asynchronous(torch.ops.c10d.allreduce_.default) is None
+    position, default = found
+    return bool(args[position] if position < len(args) else default)
+
+
+@cache
+def _of_asynchronous(func: Any) -> tuple[int, bool] | None:
+    """Return the position of the argument for an asynchronous call and its default, if there is
+    one.
+    """
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name in ("asyncOp", "async_op"):
+            return position, argument.default_value
+    return None
+
+
+def _fill(mode: Any, name: str, args: Args) -> None:
+    """Store the values of a collective's outputs, as far as they are known."""
+    if name in ("allreduce_", "allreduce_coalesced_", "reduce_"):
+        for tensor in args[0]:
+            _write(mode, tensor, tensor, _factor(mode, args))
+    elif name == "broadcast_":
+        _broadcast(mode, args)
+    elif name in ("allgather_", "allgather_coalesced_", "gather_"):
+        for outputs, given in zip(args[0], args[1], strict=False):
+            for output in outputs:
+                _write(mode, output, given)
+    elif name in ("_allgather_base_", "_reduce_scatter_base_"):
+        _fill_flat(mode, name, args[0], args[1], _factor(mode, args))
+    elif name in ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"):
+        for output, given in zip(args[0], args[1], strict=True):
+            _fill_flat(mode, name, output, given, _factor(mode, args))
+    elif name in ("scatter_", "reduce_scatter_"):
+        for output, given in zip(args[0], args[1], strict=False):
+            if given:
+                _write(mode, output, given[_group(args).rank()], _factor(mode, args))
+    elif name == "alltoall_":
+        for output, given in zip(args[0], args[1], strict=True):
+            _write(mode, output, given)
+    elif name == "alltoall_base_":
+        _write(mode, args[0], args[1])
+
+
+def _broadcast(mode: Any, args: Args) -> None:
+    tensors, root = args[0], args[2]
+    group = _group(args)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    for tensor in tensors:
+        if group.rank() == root:
+            mode.ranks.mailbox.post(("broadcast", ranks, root), _known(mode, tensor))
+        else:
+            value = mode.ranks.mailbox.fetch(("broadcast", ranks, root), ranks[root])
+            _receive(mode, tensor, value)
+
+
+def _pass(mode: Any, name: str, args: tuple[Any, ...]) -> None:
+    """Send or receive one tensor; the other rank runs at the same time.
+
+    A receive of floating-point numbers does not wait, since their values are not known. A receive
+    of integers waits for the message, as a script may read them.
+    """
+    if name == "recv_any_source_":
+        return  # the source is not known
+    group = _group(args)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    own, other = ranks[group.rank()], ranks[args[2]]
+    mailbox = mode.ranks.mailbox
+    mailbox.meet(other)
+    for tensor in args[0]:
+        if tensor.is_floating_point() or tensor.is_complex():
+            _forget(mode, tensor, name)
+        elif name == "send":
+            mailbox.post(("send", own, other, args[3]), _known(mode, tensor))
+        else:
+            value = mailbox.fetch(("send", other, own, args[3]), other)
+            if not _receive(mode, tensor, value):
+                _forget(mode, tensor, name)
+
+
+def _forget(mode: Any, tensor: Tensor, name: str) -> None:
+    if name != "send" and is_meta(tensor):
+        mode.values.forget(tensor.untyped_storage()._cdata)
+
+
+def _known(mode: Any, tensor: Tensor) -> Tensor | None:
+    return mode.values.value_of(tensor) if is_meta(tensor) else tensor
+
+
+def _receive(mode: Any, tensor: Tensor, value: Any) -> bool:
+    """Give `tensor` a received value; False if none was posted."""
+    fits = value is not None and value.shape == tensor.shape and value.dtype == tensor.dtype
+    if fits:
+        _set(mode, tensor, value)
+    return fits
+
+
+def _fill_flat(mode: Any, name: str, output: Tensor, given: Tensor, factor: int) -> None:
+    """Repeat the input for a gather; take this rank's part for a scattered sum."""
+    if is_meta(output) or is_meta(given):
+        return  # shards of floats, whose values are unknown
+    if output.numel() >= given.numel():
+        output.view(-1, given.numel()).copy_(given.reshape(1, -1))
+    else:
+        output.copy_(given.reshape(-1)[: output.numel()].view(output.shape) * factor)
+
+
+def _write(mode: Any, output: Tensor, given: Tensor, factor: int = 1) -> None:
+    known = given if not is_meta(given) else mode.values.value_of(given)
+    if known is None or (is_meta(output) and known.shape != output.shape):
+        if is_meta(output) and output is not given:
+            mode.values.forget(output.untyped_storage()._cdata)
+    elif output is not given or factor != 1:
+        _set(mode, output, known * factor)
+
+
+def _set(mode: Any, output: Tensor, value: Tensor) -> None:
+    """Let `output` have the values of `value`."""
+    if not is_meta(output):
+        output.copy_(value.reshape(output.shape))
+        return
+    twin = mode.values.value_of(output)
+    if twin is not None:
+        twin.copy_(value)
+    elif output.is_contiguous():
+        mode.values.adopt(output, value)
+
+
+def _factor(mode: Any, args: Args) -> int:
+    """Return the factor of a sum over ranks that hold the same value."""
+    for op in args[2:]:
+        if isinstance(op, torch._C.ScriptObject) and "ReduceOp" in str(op._type()):
+            what: Any = op
+            if not what._has_method("op"):
+                mode.notes.add(SUMS)
+            is_sum = not what._has_method("op") or what.op() == _SUM
+            return int(_group(args).size()) if is_sum else 1
+    return 1
+
+
+def _group(args: Iterable[Any]) -> Any:
+    for value in args:
+        if isinstance(value, torch._C.ScriptObject) and "ProcessGroup" in str(value._type()):
+            return torch._C._distributed_c10d.ProcessGroup.unbox(value)
+    raise TypeError("a collective without a group")

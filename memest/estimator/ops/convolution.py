@@ -1,0 +1,469 @@
+"""Memory of a convolution of torch: contiguous copies, outputs and cuDNN's workspace.
+
+Sources: `aten/src/ATen/native/Convolution.cpp`, `cudnn/ConvShared.cpp` and `ConvUtils.h` (torch
+2.11) for memory formats, copies and which calls go to cuDNN. The workspaces are those of
+`cudnn_convolution`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._prims_common import suggest_memory_format
+
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops.autograd_ops import Next, is_in_autocast
+from memest.estimator.ops.cudnn_convolution import (
+    MEASURED_CAPABILITY,
+    SPATIAL,
+    ConvolutionShapes,
+    Kernels,
+    Workspace,
+    installed_for,
+    tried_bytes,
+    workspace,
+)
+from memest.estimator.ops.cudnn_rules import DTYPES
+from memest.estimator.ops.reductions import sum_bytes
+from memest.estimator.ops.refusals import tensor_type
+from memest.estimator.ops.registry import (
+    UNDER_VMAP,
+    Args,
+    Kwargs,
+    above_autograd,
+    modelled,
+    refuse,
+    register,
+    requests,
+)
+from memest.estimator.ops.temporaries import (
+    TRIED,
+    Events,
+    KernelEvent,
+    bytes_of,
+    copies_in,
+    outputs,
+    passing,
+    temporaries,
+)
+from memest.estimator.tensors.placement import on_gpu
+
+aten = torch.ops.aten
+
+OLDEST_WITH_BFLOAT16 = (8, 0)
+"""First capability with bfloat16 in cuDNN's convolutions, and with tensor cores for float32."""
+
+NO_ENGINE = "GET was unable to find an engine to execute this computation"
+"""`get_plans_from_heuristics` and `run_single_conv` of Conv_v8.cpp: cuDNN has no plan."""
+
+
+def convolution_format(tensor: Tensor, weight: Tensor) -> torch.memory_format:
+    """`cudnn_conv_suggest_memory_format`: channels-last where input or weight are."""
+    formats = (suggest_memory_format(tensor), suggest_memory_format(weight))
+    if tensor.dtype == torch.float64:
+        return torch.contiguous_format
+    for last in (torch.channels_last, torch.channels_last_3d):
+        if last in formats:
+            return last
+    return torch.contiguous_format
+
+
+def _shapes_of(args: Args, output: Tensor, first: int) -> ConvolutionShapes:
+    """Describe the convolution for cuDNN; `first` is the input's place among the arguments."""
+    tensor, weight = args[first], args[first + 1]
+    stride, padding, dilation, transposed, groups = (args[first + i] for i in (3, 4, 5, 6, 8))
+    if transposed:
+        tensor, output = output, tensor
+    dims = tensor.dim() - 2
+    return ConvolutionShapes(
+        tensor=tuple(tensor.shape),
+        weight=tuple(weight.shape),
+        output=tuple(output.shape),
+        stride=tuple(stride) * (dims if len(stride) == 1 else 1),
+        padding=tuple(padding) * (dims if len(padding) == 1 else 1),
+        dilation=tuple(dilation) * (dims if len(dilation) == 1 else 1),
+        groups=groups,
+        dtype=tensor.dtype,
+        is_channels_last=convolution_format(args[first], weight) != torch.contiguous_format,
+    )
+
+
+def is_native(c: ConvolutionShapes) -> bool:
+    """Return whether torch runs its own kernel: `use_cudnn_depthwise` of Convolution.cpp is not
+    true.
+
+    cuDNN takes channels-last and, in float16, 32 channels or more with square kernels of 1, 3 or 5
+    pixels, without stride or with many channels.
+    """
+    if not c.is_depthwise or c.is_channels_last:
+        return False
+    if c.dtype != torch.float16 or len(c.tensor) != 4 or c.tensor[1] < 32:
+        return True
+    kernel, width, channels = c.weight[3], c.tensor[3], c.tensor[1]
+    if c.weight[2] != kernel or kernel not in (1, 3, 5) or width < 7:
+        return True
+    if c.stride[0] != c.stride[1] or c.stride[1] not in (1, 2):
+        return True
+    if c.stride[1] == 1:
+        return False
+    if kernel == 1:
+        return not (c.tensor[0] <= 16 and channels >= 128 and width <= 7)
+    return not (channels >= 512 or (channels >= 256 and width >= 28))
+
+
+def _is_without_cudnn(c: ConvolutionShapes) -> bool:
+    return is_native(c) or not prod(c.output) * prod(c.tensor)
+
+
+def _is_by_cudnn(c: ConvolutionShapes, gpu: Gpu) -> bool:
+    """Return whether cuDNN runs it on a GPU with a known workspace.
+
+    Raises:
+    RuntimeError: the GPU has no kernel for the dtype, with torch's message.
+    """
+    if _is_without_cudnn(c):
+        return False
+    is_recent = gpu.capability >= OLDEST_WITH_BFLOAT16
+    if c.dtype == torch.bfloat16 and not is_recent:
+        raise RuntimeError(NO_ENGINE)
+    is_known = c.dtype in DTYPES and 1 <= len(c.stride) <= SPATIAL
+    return is_known and (is_recent or installed_for(gpu) is not None)
+
+
+def _workspace(c: ConvolutionShapes, direction: str, gpu: Gpu) -> Workspace:
+    """Workspace of one direction; none for torch's own kernels, and on GPUs older than Ampere."""
+    if not _is_by_cudnn(c, gpu):
+        return Workspace(0, is_by_library=_is_without_cudnn(c))
+    kernels = _kernels_for(c)
+    for calls in _RECORDED:
+        calls.add((c, direction, kernels))
+    return workspace(c, direction, gpu, kernels)
+
+
+Calls = set[tuple[ConvolutionShapes, str, Kernels | None]]
+"""Convolutions by cuDNN, each with its direction and the allowed kernels, None for a search."""
+
+_RECORDED: list[Calls] = []
+
+
+@contextmanager
+def recorded_calls() -> Iterator[Calls]:
+    """Collect the convolutions by cuDNN until the block ends."""
+    calls: Calls = set()
+    _RECORDED.append(calls)
+    try:
+        yield calls
+    finally:
+        _RECORDED.remove(calls)
+
+
+def has_same_workspaces(calls: Calls, gpu: Gpu, other: Gpu) -> bool:
+    """Return whether cuDNN takes the same workspaces on two GPUs."""
+
+    def on(gpu: Gpu) -> list[Workspace | tuple[int, ...]]:
+        return [
+            tried_bytes(shapes, direction, gpu)
+            if kernels is None
+            else workspace(shapes, direction, gpu, kernels)
+            for shapes, direction, kernels in calls
+        ]
+
+    return gpu.chip == other.chip or on(gpu) == on(other)
+
+
+def _kernels_for(c: ConvolutionShapes) -> Kernels:
+    """Return the kernels that the script allows."""
+    cudnn = torch.backends.cudnn
+    return Kernels(
+        are_deterministic=cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
+        are_without_tf32=c.dtype == torch.float32 and not cudnn.allow_tf32,
+    )
+
+
+def _tried(c: ConvolutionShapes, direction: str, gpu: Gpu) -> list[KernelEvent]:
+    """Allocations by which `torch.backends.cudnn.benchmark` tries one direction at first."""
+    if not torch.backends.cudnn.benchmark or not _is_by_cudnn(c, gpu):
+        return []
+    for calls in _RECORDED:
+        calls.add((c, direction, None))
+    return [KernelEvent(num_bytes, TRIED) for num_bytes in tried_bytes(c, direction, gpu)]
+
+
+def _of_forward(args: Args) -> str:
+    return "input" if args[6] else "forward"
+
+
+def _of_input(args: Args) -> str:
+    """Return the kind of convolution that computes the input's gradient."""
+    return "forward" if args[7] else "input"
+
+
+@modelled("convolution convolution_backward")
+def convolution_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Return whether the workspaces are known.
+
+    They are for torch's own kernels, and for cuDNN on Hopper, where they were compared with
+    measured calls without `torch.backends.cudnn.benchmark`.
+    """
+    if func is aten.convolution.default:
+        out = torch.ops.aten.convolution.default(*(_on_meta(a) for a in args))
+        shapes, directions = _shapes_of(args, out, 0), [_of_forward(args)]
+    else:
+        shapes, both = _shapes_of(args, args[0], 1), (_of_input(args), "weight")
+        directions = [d for d, is_wanted in zip(both, args[10][:2], strict=True) if is_wanted]
+    if is_native(shapes):
+        return True
+    if gpu.capability != MEASURED_CAPABILITY or torch.backends.cudnn.benchmark:
+        return False
+    return all(_workspace(shapes, d, gpu).is_by_library for d in directions)
+
+
+def _on_meta(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, Tensor) else value
+
+
+@requests("convolution")
+def convolution_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`convolution`: the input in the format of the output before it, then the weight and cuDNN's
+    workspace (`cudnn_convolution`).
+    """
+    memory_format = convolution_format(args[0], args[1])
+    shapes, direction = _shapes_of(args, out, 0), _of_forward(args)
+    return tuple(
+        temporaries(*copies_in(memory_format, args[0]))
+        + outputs({0: bytes_of(out)})
+        + temporaries(*copies_in(memory_format, args[1]))
+        + _tried(shapes, direction, gpu)
+        + temporaries(_workspace(shapes, direction, gpu).num_bytes)
+    )
+
+
+@requests("convolution_backward")
+def convolution_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`convolution_backward` of Convolution.cpp: the gradients of input and weight, each with a
+    workspace, then of the bias, which is a sum.
+
+    Input and incoming gradient are copied if they have another memory format, until both results
+    are done. A gradient with gaps is copied for each of the two, and the weight for the input's
+    gradient (`cudnn_convolution_backward` of ConvShared.cpp).
+    """
+    grad, tensor, weight, wanted = args[0], args[1], args[2], args[10]
+    shapes, direction = _shapes_of(args, grad, 1), _of_input(args)
+    plane = grad.unsqueeze(2) if grad.dim() == 3 else grad  # torch makes two dimensions of one
+    memory_format = convolution_format(tensor, weight)
+    copies = copies_in(memory_format, tensor) if wanted[1] else ()
+    is_copied = wanted[1] and not tensor.is_contiguous(memory_format=memory_format)
+    given = memory_format if is_copied else suggest_memory_format(tensor)
+    each: tuple[int, ...] = ()
+    if args[7] or is_native(shapes):
+        copies += copies_in(given, grad)
+    elif suggest_memory_format(plane) != given:  # `to(memory_format)`, which leaves what is strided
+        copies += (bytes_of(grad),)
+    else:
+        each = copies_in(memory_format, grad)
+    of_input: list[KernelEvent] = []
+    of_weight: list[KernelEvent] = []
+    if wanted[0]:
+        copy = copies_in(memory_format, weight) + each
+        num_bytes = _workspace(shapes, direction, gpu).num_bytes
+        of_input = outputs({0: bytes_of(tensor)}) + temporaries(*copy)
+        of_input += _tried(shapes, direction, gpu) + passing(num_bytes)
+        of_input += temporaries(*(-n for n in reversed(copy)))
+    if wanted[1]:
+        num_bytes = _workspace(shapes, "weight", gpu).num_bytes
+        of_weight = temporaries(*each) + outputs({1: bytes_of(weight)})
+        of_weight += _tried(shapes, "weight", gpu) + passing(num_bytes)
+        of_weight += temporaries(*(-n for n in each))
+    # torch's own depthwise kernels begin with the weight: `conv_depthwise2d_backward_cuda_out` of
+    # DepthwiseConv2d.cu
+    both = of_weight + of_input if is_native(shapes) else of_input + of_weight
+    events = temporaries(*copies) + both
+    events += temporaries(*(-n for n in reversed(copies)))
+    if wanted[2]:
+        events += _bias_events(grad, bytes_of(out[2]), gpu)
+    return tuple(events)
+
+
+def _bias_events(grad: Tensor, num_bytes: int, gpu: Gpu) -> list[KernelEvent]:
+    """The gradient of the bias: a sum.
+
+    Autocast sums in float32 if the backward runs in its context. The engine then casts the result
+    (`validate_outputs` of engine.cpp).
+    """
+    dims = [0, *range(2, grad.dim())]
+    is_cast = is_in_autocast() and grad.dtype in (torch.float16, torch.bfloat16)
+    dtype = torch.float32 if is_cast else grad.dtype
+    partial_sums = passing(*sum_bytes(grad, dims, dtype, gpu))
+    if not is_cast:
+        return outputs({2: num_bytes}) + partial_sums
+    total = num_bytes // grad.itemsize * 4
+    return temporaries(total) + partial_sums + outputs({2: num_bytes}) + temporaries(-total)
+
+
+def convolution_outputs(func: OpOverload, args: Args, out: Any) -> Any:
+    """Outputs of `func` in the memory format that cuDNN gives them; meta gives NCHW."""
+    is_forward = func is aten.convolution.default
+    tensor, weight = (args[0], args[1]) if is_forward else (args[1], args[2])
+    memory_format = convolution_format(tensor, weight)
+    if memory_format == torch.contiguous_format:
+        return out
+    if is_forward:
+        return torch.empty_like(out, memory_format=memory_format)
+    return (
+        *(None if t is None else torch.empty_like(t, memory_format=memory_format) for t in out[:2]),
+        out[2],
+    )
+
+
+for _func in (aten.convolution.default, aten.convolution_backward.default):
+    register(_func, layout=partial(convolution_outputs, _func), is_convolution=True)
+
+
+@refuse("convolution")
+def refuse_convolution(args: Args, kwargs: Kwargs) -> str:
+    """Check the types of input and weight (native/Convolution.cpp)."""
+    tensor, weight = args[0].dtype, args[1].dtype
+    if tensor == weight:
+        return ""
+    types = f"{tensor_type(tensor)}) and weight type ({tensor_type(weight)}"
+    return f"Input type ({types}) should be the same"
+
+
+# ------------------------------------------------------------------- gradients of gradients
+
+
+class _Call:
+    """The options of a convolution, one for each dimension."""
+
+    def __init__(
+        self,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        transposed: bool,
+        output_padding: Sequence[int],
+        groups: int,
+        *,
+        num_dims: int,
+    ) -> None:
+        def each(given: Sequence[int]) -> list[int]:
+            return [*given] * num_dims if len(given) == 1 else [*given]
+
+        self.stride, self.padding, self.dilation = each(stride), each(padding), each(dilation)
+        self.transposed, self.output_padding = transposed, each(output_padding)
+        self.groups = groups
+
+    def run(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The convolution."""
+        made: Tensor = aten.convolution.default(
+            x, weight, None, self.stride, self.padding, self.dilation,
+            self.transposed, self.output_padding, self.groups,
+        )  # fmt: skip
+        return made
+
+    def changed(self, **options: Any) -> _Call:
+        """The same with other options."""
+        made = _Call.__new__(_Call)
+        made.__dict__.update(self.__dict__, **options)
+        return made
+
+
+def _second_of_output(
+    call: _Call,
+    gg_input: Tensor | None,
+    gg_weight: Tensor | None,
+    gg_bias: Tensor | None,
+    grad: Tensor,
+    weight: Tensor,
+    x: Tensor,
+) -> Tensor | None:
+    total = None if gg_input is None else call.run(gg_input, weight)
+    if gg_weight is not None:
+        term = call.run(x, gg_weight)
+        total = term if total is None else total + term
+    if gg_bias is not None:
+        shape = [1, gg_bias.size(0), *[1] * (grad.dim() - 2)]
+        spread = gg_bias.contiguous().view(shape).expand(grad.size())
+        total = spread if total is None else total + spread
+    return total
+
+
+def _second_of_weight(call: _Call, gg_input: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
+    """Batches are summed over as channels are: both operands are transposed."""
+    across = call.changed(stride=call.dilation, dilation=call.stride, groups=1, transposed=False)
+    grads, inputs = grad.transpose(0, 1), gg_input.transpose(0, 1)
+
+    def of_group(inputs: Tensor, grads: Tensor) -> Tensor:
+        grads = grads.contiguous()
+        return across.run(grads, inputs) if call.transposed else across.run(inputs, grads)
+
+    if call.groups == 1:
+        made = of_group(inputs, grads)
+    else:
+        pairs = zip(inputs.chunk(call.groups), grads.chunk(call.groups), strict=True)
+        made = torch.cat([of_group(*pair) for pair in pairs], 1)
+    return _cut(made.transpose(0, 1), weight)
+
+
+def _second_of_input(
+    call: _Call, gg_weight: Tensor, grad: Tensor, weight: Tensor, x: Tensor
+) -> Tensor:
+    grad = grad.contiguous()
+    if call.transposed:
+        return _cut(call.changed(transposed=False).run(grad, gg_weight), x)
+    missing = list(call.output_padding)
+    for i, side in enumerate(weight.shape[2:]):
+        reached = (side - 1) * call.dilation[i] - 2 * call.padding[i]
+        reached += call.stride[i] * (grad.size(i + 2) - 1) + 1
+        if reached != x.size(i + 2):
+            missing[i] = x.size(i + 2) - reached
+    return call.changed(transposed=True, output_padding=missing).run(grad, gg_weight)
+
+
+def _cut(made: Tensor, like: Tensor) -> Tensor:
+    """Sides that are longer than those of `like` are."""
+    for dim in range(2, made.dim()):
+        if made.size(dim) > like.size(dim):
+            made = made.narrow(dim, 0, like.size(dim))
+    return made
+
+
+@above_autograd("_convolution_double_backward", vmap_key=UNDER_VMAP)
+def double_backward(
+    then: Next,
+    gg_input: Tensor | None,
+    gg_weight: Tensor | None,
+    gg_bias: Tensor | None,
+    grad: Tensor,
+    weight: Tensor,
+    x: Tensor,
+    *options: Any,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Compute the gradients of a convolution's gradients, of contiguous tensors on CUDA.
+
+    Mirrors `_convolution_double_backward` of native/Convolution.cpp, which calls `is_cuda()` before
+    each of its convolutions.
+    """
+    if not on_gpu(x) or not x.numel():
+        made: tuple[Tensor, Tensor, Tensor] = then(
+            gg_input, gg_weight, gg_bias, grad, weight, x, *options
+        )
+        return made
+    call = _Call(*options[:-1], num_dims=weight.dim() - 2)
+    if not call.transposed and x.dim() > 4:
+        call.groups = x.size(1) // weight.size(1)
+    if gg_input is not None:
+        weight = weight.contiguous()
+    if gg_weight is not None:
+        gg_weight = gg_weight.contiguous()
+    gg_out = _second_of_output(call, gg_input, gg_weight, gg_bias, grad, weight, x)
+    of_weight = None if gg_input is None else _second_of_weight(call, gg_input, grad, weight)
+    of_input = None if gg_weight is None else _second_of_input(call, gg_weight, grad, weight, x)
+    return gg_out, of_input, of_weight

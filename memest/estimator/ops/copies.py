@@ -1,0 +1,296 @@
+"""Copies, factories and transfers between the GPU and the host.
+
+Sources (torch 2.11, `aten/src/ATen/native`): cuda/Copy.cu (`copy_requires_temporaries`,
+`copy_kernel_cuda`), cuda/TensorShape.cu (`pack_vecs`), TensorTransformations.h, Repeat.cpp.
+Evidence of `pack_vecs`: 76 tables of GPT-2 under FSDP2 on four H200 (tests/replay/ranks), exact.
+"""
+
+from __future__ import annotations
+
+from math import ceil, prod, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops.autograd_ops import Next
+from memest.estimator.ops.cub import scan_bytes
+from memest.estimator.ops.reductions import threads_per_sm
+from memest.estimator.ops.refusals import fits, overflow
+from memest.estimator.ops.registry import (
+    Args,
+    Kwargs,
+    above_autograd,
+    outputs_only,
+    refuse,
+    register,
+    requests,
+)
+from memest.estimator.ops.temporaries import (
+    INDEX_BYTES,
+    Events,
+    Scratch,
+    bytes_of,
+    contiguous_copy,
+    outputs,
+    passing,
+    temporaries,
+)
+from memest.estimator.tensors.known_values import MAX_SHOWN_NUMEL
+from memest.estimator.tensors.placement import CPU, INSIDE, META, is_meta, on_gpu, storage_key
+
+aten = torch.ops.aten
+
+WITH_A_NUMBER = {
+    aten.masked_fill.Tensor: aten.masked_fill.Scalar,
+    aten.masked_fill_.Tensor: aten.masked_fill_.Scalar,
+}
+"""Operators that read a number from a tensor of the host (`masked_fill__cuda` of Indexing.cu), and
+their overloads with that number.
+"""
+
+
+def with_number(func: Any, args: Args) -> tuple[Any, tuple[Any, ...]]:
+    """A call of one of `WITH_A_NUMBER` that is given the number."""
+    if func not in WITH_A_NUMBER or is_meta(args[2]):
+        return func, args
+    return WITH_A_NUMBER[func], (*args[:2], args[2].item())
+
+
+COPIES_BACKWARD = ("ToCopyBackward0", "_FromHostBackward")
+"""Autograd nodes of copies. Their gradient moves to the device of the copied tensor."""
+
+
+def as_dtype_layout(args: Args, kwargs: Any) -> tuple[Any, tuple[Any, ...], Any]:
+    """Return a call of `aten::to.device` as a call of the overload with all arguments by name."""
+    tensor, device, dtype, *rest = args
+    options = dict(zip(("non_blocking", "copy", "memory_format"), rest, strict=False))
+    given = {"device": device, "dtype": dtype, **options, **kwargs}
+    return aten.to.dtype_layout, (tensor,), given
+
+
+def awaited_device() -> torch.device | None:
+    """Return the device of the gradient that autograd computes now; `meta` for one without data."""
+    node = torch._C._current_autograd_node()
+    if node is None or node.name() not in COPIES_BACKWARD:
+        return None
+    (after, number), *_ = node.next_functions
+    return None if after is None else after._input_metadata[number].device
+
+
+def copied(mode: Any, func: Any, args: Args, kwargs: Any) -> Tensor:
+    """Copy to the host like `copy_` or `_to_copy`; return known or guessed values."""
+    is_copy_ = func is aten.copy_.default
+    source: Tensor = args[1] if is_copy_ else args[0]
+    # a parameter has no data on the host, as none of a model built there has
+    is_parameter = isinstance(source, torch.nn.Parameter)
+    awaited = awaited_device()
+    is_known = not is_parameter and awaited != META
+    told = mode.assumed.told(source) if is_known else None
+    value = mode.values.value_of(source) if is_known and told is None else told
+    dtype = args[0].dtype if is_copy_ else kwargs.get("dtype") or source.dtype
+    if value is None:
+        if is_copy_:
+            target: Tensor = args[0]
+            return target
+        if awaited == CPU:
+            return torch.zeros(source.size(), dtype=dtype)
+        made = torch.empty_strided(source.size(), source.stride(), dtype=dtype, device=META)
+        mode.host.put(made)
+        return made
+    is_guessed = told is not None or storage_key(source) in mode.values.guessed
+    if is_guessed and source.numel() <= MAX_SHOWN_NUMEL:
+        what = f"a copy of {str(source.dtype).removeprefix('torch.')} to the host"
+        mode.guesses.note(what)
+    known: Tensor = args[0].copy_(value) if is_copy_ else value.to(dtype).clone()
+    return known
+
+
+@requests("roll")
+def roll_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """Requests of `roll` (`roll_common` of TensorTransformations.h): a tensor for each rolled
+    dimension, all freed at the end.
+    """
+    dims = args[2] if len(args) > 2 else kwargs.get("dims", ())
+    copies = contiguous_copy(args[0])
+    if len(dims) < 2:
+        return tuple(
+            temporaries(*copies) + outputs({0: bytes_of(out)}) + temporaries(*(-n for n in copies))
+        )
+    rolled = (bytes_of(out),) * (len(dims) - 1)
+    return tuple(
+        temporaries(*copies, rolled[0], *(-n for n in copies), *rolled[1:])
+        + outputs({0: bytes_of(out)})
+        + temporaries(*(-n for n in rolled))
+    )
+
+
+@requests("repeat_interleave.Tensor")
+def repeat_interleave_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`repeat_interleave` of counts (Repeat.cpp): their running int64 sum, then the positions."""
+    count = args[0].numel()
+    row = count * INDEX_BYTES
+    scan = scan_bytes(count) if count > 1 else 0
+    copies = contiguous_copy(args[0])
+    return tuple(
+        temporaries(*copies, row)
+        + passing(scan)
+        + outputs({0: bytes_of(out)})
+        + temporaries(-row, *(-n for n in copies))
+    )
+
+
+outputs_only(
+    "_to_copy _unsafe_view arange as_strided_ cat clone constant_pad_nd copy copy_ diag_embed "
+    "diagonal_backward diagonal_copy empty empty_like empty_strided eye fill fill_ flip full "
+    "full_like is_nonzero lift_fresh linspace _local_scalar_dense new_empty new_empty_strided "
+    "new_full new_ones new_zeros ones ones_like repeat rot90 scalar_tensor select_backward "
+    "set_ slice_backward squeeze_ stack t_ transpose_ tril tril_ tril_indices triu triu_ "
+    "triu_indices unsafe_split unsafe_split_with_sizes unsqueeze_ zero_ zeros zeros_like"
+)
+
+
+@refuse("full")
+def refuse_full(args: Args, kwargs: Kwargs) -> str:
+    """Check that the number fits the type (cuda/FillKernel.cu)."""
+    dtype = kwargs.get("dtype")
+    return "" if dtype is None else overflow(args[1], dtype)
+
+
+register("fill_.Scalar", refuse=fits(1))
+register("constant_pad_nd", refuse=fits(2))
+
+
+register("repeat_interleave.Tensor", shaped_by=lambda args: args)
+register(
+    "copy_ _to_copy _copy_from set_.source_Tensor set_.source_Storage_storage_offset "
+    "lift_fresh repeat_interleave.Tensor",
+    may_mix_devices=True,
+)
+register(
+    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty "
+    "new_empty_strided new_zeros new_ones new_full",
+    makes_alike=True,
+)
+
+
+@above_autograd("_pad_packed_sequence pad_sequence vander")
+def make_alike(then: Next, given: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make the result on the device of what is given (`options()` in C++)."""
+    first = given if isinstance(given, Tensor) else given[0]
+    before, INSIDE.composite = INSIDE.composite, on_gpu(first)
+    try:
+        return then(given, *args, **kwargs)
+    finally:
+        INSIDE.composite = before
+
+
+INTEGER_BYTES = 8
+
+
+BLOCK_THREADS = 128
+"""`BLOCK_SIZE`."""
+
+
+BLOCK_BYTES = 16 * BLOCK_THREADS
+"""Bytes that a block copies at once: `BYTES_PER_THREAD` for each thread."""
+
+
+WAVES = 2
+"""Waves of blocks per launch at most, when each thread copies several chunks."""
+
+
+@requests("split_with_sizes_copy.out")
+def split_with_sizes_copy_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """Requests of `split_with_sizes_copy.out`: a table of addresses and sizes, and the split of
+    each block.
+
+    Each split has two addresses, a size and its first block, with one more first block at the end;
+    each block has its split::
+
+                8 * (4 * splits + 1 + blocks)
+
+    A thread copies so many bytes that the blocks fill at most two waves. The root of that number is
+    the number of chunks, the rest the bytes in a chunk.
+    """
+    source, sizes = args[0], args[1]
+    dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+    outputs = kwargs.get("out") or ()
+    is_fast = source.is_contiguous() and all(
+        t.is_contiguous() and t.dtype is source.dtype for t in outputs
+    )
+    if not is_fast:
+        return Scratch()
+    dim %= source.dim()
+    num_chunks = prod(source.shape[:dim])
+    row_bytes = prod(source.shape[dim + 1 :]) * source.itemsize
+    chunks = [size * row_bytes for size in sizes]
+    num_blocks = sum(-(-chunk // BLOCK_BYTES) for chunk in chunks)
+    most = threads_per_sm(gpu) * gpu.num_sms // BLOCK_THREADS * WAVES
+    factor = -(-num_blocks * num_chunks // most)
+    chunks_per_block = min(ceil(sqrt(factor)), num_chunks)
+    rounds = -(-factor // chunks_per_block)
+    num_blocks = sum(-(-chunk // (BLOCK_BYTES * rounds)) for chunk in chunks)
+    return Scratch(before=(INTEGER_BYTES * (4 * len(chunks) + 1 + num_blocks),))
+
+
+@requests("_chunk_cat.out")
+def chunk_cat_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`_chunk_cat.out`: a table of addresses, and which tensor each block copies.
+
+    An address, two sizes and a number of blocks for each tensor, where each begins in bytes and in
+    blocks, a tensor for each block::
+
+        8 * (6 * tensors + 2 + blocks)
+    """
+    tensors, dim, num_chunks = args[:3]
+    target = kwargs.get("out")
+    itemsize = tensors[0].itemsize if target is None else target.itemsize
+    num_blocks = 0
+    for tensor in tensors:
+        rows = -(-tensor.shape[dim] // num_chunks)
+        num_bytes = rows * prod(tensor.shape[dim + 1 :]) * itemsize
+        num_blocks += -(-num_bytes // BLOCK_BYTES)
+    return Scratch(before=(INTEGER_BYTES * (6 * len(tensors) + 2 + num_blocks),))
+
+
+def to_host_scratch(func: Any, args: Args, kwargs: Kwargs) -> tuple[int, ...]:
+    """Return the bytes of the temporaries of `copy_` or `_to_copy` to the host, in order.
+
+    Memory with the same order on both sides is copied directly. Otherwise it is made contiguous
+    first. The host casts, except in a copy that is not waited for.
+    """
+    if func is aten.copy_.default:
+        target, source = args[0], args[1]
+        is_waited_for = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        dtype, is_alike = target.dtype, target.stride() == source.stride()
+    else:
+        source, dtype = args[0], kwargs.get("dtype") or args[0].dtype
+        is_waited_for, is_alike = not kwargs.get("non_blocking", False), True
+    if dtype == source.dtype and is_alike and _is_dense(source):
+        return ()
+    is_cast_here = dtype != source.dtype and not is_waited_for
+    cast = (source.numel() * dtype.itemsize,) if is_cast_here else ()
+    if source.is_contiguous():
+        return cast
+    return (*cast, source.numel() * (dtype if is_cast_here else source.dtype).itemsize)
+
+
+def to_gpu_bytes(target: Tensor, source: Tensor, *, is_waited_for: bool) -> int:
+    """Return the bytes of the temporary of a copy from the host into `target`.
+
+    The host casts, except in a copy that is not waited for. Other orders are copied in the host's
+    order and rearranged here.
+    """
+    is_alike = target.stride() == source.stride() and _is_dense(target)
+    if target.dtype == source.dtype:
+        if is_alike or target.is_contiguous():
+            return 0
+    elif not is_waited_for:
+        return target.numel() * source.itemsize
+    return 0 if target.is_contiguous() else target.numel() * target.itemsize
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or bool(aten.is_non_overlapping_and_dense.default(tensor))

@@ -1,0 +1,146 @@
+"""Temporary storage that CUB's device-wide algorithms need.
+
+Each algorithm states the sizes of its parts; `AliasTemporaries` rounds each to 256 B and adds 255 B
+to align the whole. Mirrors CCCL 3.0 (CUDA 13.0, the `cub/device/dispatch` headers and their
+`tuning` policies), which torch 2.11+cu130 is built with; the element types are those that torch's
+kernels use (int64 keys, values and sums).
+
+The tunings go by the architecture that the code was compiled for: wheels for CUDA 13.0 have 7.5,
+8.0, 8.6 (which runs on 8.9 too), 9.0, 10.0 and 12.0 (RELEASE.md of torch 2.11). 7.0 runs the wheels
+for CUDA 12.6, whose older CUB is taken to have the same tunings.
+
+Left out: inputs of 2**28 elements or more (CUB then works in portions).
+"""
+
+from __future__ import annotations
+
+from memest.estimator.hardware.gpus import Gpu
+
+_ALIGN = 256
+_TILE_PADDING = 32
+"""`TILE_STATUS_PADDING`: tile states in front of the first tile, one per lane of a warp."""
+
+_RADIX_DIGITS = 256
+_SINGLE_TILE = 256 * 9
+"""Radix sorts of so few 8-byte keys run in one block: 256 threads of 19 * 4 / 8 keys."""
+
+
+def _ceil_div(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)
+
+
+def _aliased(*sizes: int) -> int:
+    """`AliasTemporaries` of util_temporary_storage.cuh."""
+    return sum(_ceil_div(size, _ALIGN) * _ALIGN for size in sizes) + _ALIGN - 1
+
+
+def _tile_states(num_tiles: int, state_bytes: int) -> int:
+    """`tile_state_allocation_size` of single_pass_scan_operators.cuh."""
+    return _aliased((num_tiles + _TILE_PADDING) * state_bytes)
+
+
+def _radix_sort_tile(gpu: Gpu, key_bytes: int) -> int:
+    """Return the (key, index) pairs of a tile; on compute capability 9.0, shorter keys have larger
+    tiles.
+    """
+    if gpu.capability[0] >= 9:
+        return 384 * {2: 15, 4: 14}.get(key_bytes, 12)
+    return 384 * 10 if gpu.capability[0] == 8 else 256 * 11
+
+
+def segmented_sort_bytes(num_items: int, key_bytes: int) -> int:
+    """`DeviceSegmentedRadixSort::SortPairs` with int64 values: a second copy of both."""
+    return _aliased(num_items * key_bytes, num_items * 8)
+
+
+def radix_sort_bytes(num_items: int, gpu: Gpu, *, num_bits: int = 64, key_bytes: int = 8) -> int:
+    """`DeviceRadixSort::SortPairs` of integer or float keys with int64 values
+    (dispatch_radix_sort.cuh).
+
+    One sweep per 8 bits of the key: 64-bit digit counts for each sweep, 32-bit look-back counts for
+    each tile, and a counter for each sweep. Two sweeps or more need a second copy of keys and
+    values. A tile is 384 threads of 24 * 4 / 8 pairs from compute capability 9.0 on. It is 384 of
+    21 * 4 / 8 on 8.x, and 256 of 23 * 4 / 8 on 7.x. On 9.0 and later, keys of 4 bytes have 14 and
+    keys of 2 bytes 15 pairs for each thread (`sm90_small_key_tuning`).
+    """
+    if num_items <= _SINGLE_TILE:
+        return 1
+    tile = _radix_sort_tile(gpu, key_bytes)
+    sweeps = _ceil_div(num_bits, 8)
+    keys, values = (num_items * key_bytes, num_items * 8) if sweeps > 1 else (0, 0)
+    return _aliased(
+        sweeps * _RADIX_DIGITS * 8,
+        _ceil_div(num_items, tile) * _RADIX_DIGITS * 4,
+        keys,
+        values,
+        sweeps * 4,
+    )
+
+
+def scan_bytes(num_items: int, *, value_bytes: int = 8) -> int:
+    """`DeviceScan` (dispatch_scan.cuh): per tile a state of twice the value.
+
+    CUB does not tune torch's operator. By the default policy a tile is 128 threads of 15 values of
+    up to 4 bytes, or of as many bytes of larger ones.
+    """
+    tile = 128 * min(15, 60 // value_bytes)
+    return _aliased(_tile_states(_ceil_div(num_items, tile), 2 * value_bytes))
+
+
+def select_bytes(num_items: int, gpu: Gpu) -> int:
+    """`DeviceSelect::Flagged` of int64 positions (dispatch_select_if.cuh): 8-byte states.
+
+    A tile is 320 threads of 22 * 4 / 8 items from compute capability 10.0 on, 384 of 11 on 9.0 and
+    of 6 on 8.0. It is 128 of 10 * 4 / 8 on 7.x, 8.6 and 8.9, which have no tuning of their own.
+    """
+    tile = {(9, 0): 384 * 11, (8, 0): 384 * 6}.get(
+        gpu.capability, 320 * 11 if gpu.capability[0] >= 10 else 128 * 5
+    )
+    return _aliased(_tile_states(_ceil_div(num_items, tile), 8), 0, 0)
+
+
+def unique_by_key_bytes(num_items: int, gpu: Gpu) -> int:
+    """`DeviceSelect::UniqueByKey` of int64 keys (dispatch_unique_by_key.cuh): 16-byte states.
+
+    A tile is 448 threads of 11 keys from compute capability 9.0 on, 192 of 7 on 8.0, and 64 of
+    11 * 4 / 8 on 7.x, 8.6 and 8.9.
+    """
+    return _aliased(_tile_states(_ceil_div(num_items, _unique_tile(gpu)), 16), 0)
+
+
+def _unique_tile(gpu: Gpu) -> int:
+    if gpu.capability >= (9, 0):
+        return 448 * 11
+    return 192 * 7 if gpu.capability == (8, 0) else 64 * 5
+
+
+def merge_sort_bytes(num_items: int) -> int:
+    """`DeviceMergeSort` of int64 pairs (dispatch_merge_sort.cuh).
+
+    `thrust::sort_by_key` runs it for an order of its own. It needs a second copy of both, and the
+    beginning of each tile of 512 threads with 8 pairs.
+    """
+    tiles = _ceil_div(num_items, 512 * 8)
+    return _aliased(num_items * 8, num_items * 8, (tiles + 1) * 8)
+
+
+def thrust_unique_by_key_bytes(num_items: int, gpu: Gpu) -> int:
+    """`thrust::unique_by_key` of int64 pairs (thrust/system/cuda/detail/unique_by_key.h).
+
+    It needs the storage of `unique_by_key_bytes` and a count. The states have 8 bytes, since items
+    are counted in 32 bits.
+    """
+    tiles = _ceil_div(num_items, _unique_tile(gpu))
+    return _aliased(_aliased(_tile_states(tiles, 8), 0), 8)
+
+
+def sum_storage_bytes(num_items: int, num_threads: int) -> int:
+    """`DeviceReduce::Sum` into an int32 (dispatch_reduce.cuh): one partial sum for each block of a
+    full grid.
+
+    Blocks are of 256 threads with 16 values each; one block needs nothing, more are as many as fit
+    the GPU (`num_threads` in all), five times over (`subscription_factor`).
+    """
+    if num_items <= 256 * 16:
+        return 1
+    return _aliased(num_threads // 256 * 5 * 4)

@@ -1,0 +1,202 @@
+"""Workspaces of cuDNN's convolutions: by the installed cuDNN, else by a rule of their shapes.
+
+cuDNN chooses its kernels by heuristics that are not public, and the kernel decides the workspace.
+The installed library runs the heuristics without a GPU (`cudnn_library`); its answers are stored in
+the user's cache folder (`cudnn_cache`). Without it, `cudnn_rules` estimates the workspace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops.cudnn_cache import Answers
+from memest.estimator.ops.cudnn_library import (
+    FOLDER,
+    CudnnError,
+    Library,
+    device_properties,
+    library,
+)
+from memest.estimator.ops.cudnn_rules import (
+    DTYPES,
+    is_strided_fourier,
+    strided_fourier_bytes,
+    workspace_bytes,
+)
+from memest.estimator.versions import simulated
+
+DIRECTIONS = ("forward", "input", "weight")
+"""The output, the gradient of the input, and that of the weight."""
+
+MEASURED_CAPABILITY = (9, 0)
+"""Compute capability of the GPU on which the library's answers were compared with measured ones."""
+
+SPATIAL = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionShapes:
+    """One convolution, as cuDNN is called: a transposed one is the gradient of a plain one.
+
+    `tensor` (N, C, ...), `weight` (O, C / groups, ...) and `output` (N, O, ...) are those of the
+    plain convolution.
+    """
+
+    tensor: tuple[int, ...]
+    weight: tuple[int, ...]
+    output: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    dtype: torch.dtype
+    is_channels_last: bool
+
+    @property
+    def is_depthwise(self) -> bool:
+        """True if each group has one input channel."""
+        return self.groups > 1 and self.weight[1] == 1
+
+    def row(self) -> tuple[int, ...]:
+        """Return the call as numbers: three spatial extents, the first 1 if the call has fewer."""
+        dims = len(self.tensor) - 2
+        extents = [
+            (self.tensor[2:], 1), (self.output[2:], 1), (self.weight[2:], 1),
+            (self.stride, 1), (self.padding, 0), (self.dilation, 1),
+        ]  # fmt: skip
+        return (
+            DTYPES.index(self.dtype), int(self.is_channels_last), dims, self.groups,
+            self.tensor[0], self.tensor[1], self.output[1],
+            *(n for values, fill in extents for n in [fill] * (SPATIAL - dims) + list(values)),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Kernels among which cuDNN may choose: `filterEngineConfigs` of Conv_v8.cpp (torch 2.11)."""
+
+    are_deterministic: bool = False
+    """`torch.backends.cudnn.deterministic`, or deterministic algorithms are requested."""
+
+    are_without_tf32: bool = False
+    """True if `torch.backends.cudnn.allow_tf32` is off; for float32 only."""
+
+
+ANY_KERNELS = Kernels()
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Bytes that cuDNN requests for one direction of a convolution."""
+
+    num_bytes: int
+    is_by_library: bool
+    """True if the installed cuDNN returned the size as on the GPU; otherwise it is an estimate."""
+
+
+def describe_source(gpu: Gpu) -> str:
+    """Describe the source of the workspaces of convolutions on a GPU, for a report."""
+    installed = library()
+    if installed is None or not installed.knows(gpu):
+        is_known = device_properties(gpu.chip) is not None
+        more = (
+            "cuDNN 9.19 answers for itself after: pip install 'memest-gpu[cudnn]'"
+            if is_known
+            else f"The properties of {gpu.name} by which cuDNN chooses are not known"
+        )
+        return (
+            "workspaces of convolutions estimated from their shapes: on an H100 69, 73 and 38 % are"
+            f" right to 512 B (output, gradients of input and weight). {more}"
+        )
+    own, release = _version(installed.version), simulated()
+    theirs = _version(release.cudnn_version)
+    is_same = own.rpartition(".")[0] == theirs.rpartition(".")[0]
+    other = "" if is_same else f"; torch {release.name} has {theirs}"
+    if not installed.has_clusters(gpu):
+        other += (
+            "; estimates, since Hopper's clusters are described to cuDNN 9.19 only, which"
+            f" {FOLDER} can name"
+        )
+    return (
+        f"workspaces of convolutions by the heuristics of cuDNN {own}, which run without a GPU;"
+        f" those of 1x1 products by cuBLASLt are estimated{other}"
+    )
+
+
+def _version(number: int) -> str:
+    """Return `cudnnGetVersion` as text, such as 9.19.0 for 91900."""
+    return f"{number // 10_000}.{number // 100 % 100}.{number % 100}"
+
+
+@lru_cache(maxsize=4096)
+def workspace(
+    shapes: ConvolutionShapes, direction: str, gpu: Gpu, kernels: Kernels = ANY_KERNELS
+) -> Workspace:
+    """Return the workspace of one direction on `gpu`."""
+    row = shapes.row()
+    if (installed := installed_for(gpu)) is not None:
+        answers = answers_of(installed, gpu.chip)
+        key = answers.key(row, direction, kernels.are_deterministic, kernels.are_without_tf32)
+        found = answers.get(key)
+        if found is None:
+            found = answers.put(key, _first_plan(installed, row, direction, gpu, kernels))
+        if found:
+            return Workspace(found[0], not found[1] and installed.has_clusters(gpu))
+    return Workspace(workspace_bytes(row, direction), is_by_library=False)
+
+
+def installed_for(gpu: Gpu) -> Library | None:
+    """Return the installed cuDNN if it answers for `gpu`."""
+    installed = library()
+    return installed if installed is not None and installed.knows(gpu) else None
+
+
+@lru_cache(maxsize=8)
+def answers_of(installed: Library, gpu: str) -> Answers:
+    """Return the stored answers of a library about a GPU."""
+    return Answers(installed.fingerprint(gpu))
+
+
+def _first_plan(
+    installed: Library, row: tuple[int, ...], direction: str, gpu: Gpu, kernels: Kernels
+) -> tuple[int, ...]:
+    """Return workspace and `Plan.is_estimated` of the first plan; empty if cuDNN has none."""
+    try:
+        plan = installed.first_plan(
+            row, direction, gpu.chip,
+            deterministic=kernels.are_deterministic, without_tf32=kernels.are_without_tf32,
+        )  # fmt: skip
+    except CudnnError:
+        return ()
+    return () if plan is None else (plan.workspace_bytes, int(plan.is_estimated))
+
+
+@lru_cache(maxsize=4096)
+def tried_bytes(shapes: ConvolutionShapes, direction: str, gpu: Gpu) -> tuple[int, ...]:
+    """Return the workspaces that `cudnn.benchmark` tries at first: at most the two largest.
+
+    `get_plans_from_find` of Conv_v8.cpp (torch 2.11): the largest workspace of all plans that fits
+    the GPU is allocated, and the plans are timed in it. Then it is freed, and the cache is emptied.
+    From then on the fastest plan runs, which is assumed to be the first one. Fourier transforms of
+    convolutions with stride are estimated, since cuDNN lists them on a GPU only.
+    """
+    row = shapes.row()
+    installed = installed_for(gpu)
+    if installed is None:
+        return tuple(n for n in (workspace_bytes(row, direction),) if n)
+    answers = answers_of(installed, gpu.chip)
+    key = answers.key(row, direction, "tried")
+    found = answers.get(key)
+    if found is None:
+        try:
+            sizes = {p.workspace_bytes for p in installed.all_plans(row, direction, gpu.chip)}
+            if direction == "input" and is_strided_fourier(row):
+                sizes.add(strided_fourier_bytes(row))
+        except CudnnError:  # cuDNN refuses the call
+            sizes = set()
+        found = answers.put(key, tuple(sorted(sizes - {0}, reverse=True)[:2]))
+    return found

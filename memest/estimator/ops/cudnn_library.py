@@ -1,0 +1,462 @@
+"""Workspaces of convolutions from the installed cuDNN library, without a GPU.
+
+Since release 9.8 the backend API takes a descriptor of device properties in place of a handle
+(`CUDNN_BACKEND_DEVICEPROP_DESCRIPTOR` of cudnn_graph.h). The order of the plans is that of
+`Conv_v8.cpp` (torch 2.11): the configurations of `CUDNN_HEUR_MODE_INSTANT`, then those of
+`CUDNN_HEUR_MODE_FALLBACK`, filtered by their numerical notes.
+
+Four things differ from a GPU's answers:
+
+- cuDNN rejects engines that need a CUDA driver. `cudnnSetCallback` receives the log, which lists
+  the rejected configurations in their order and the reason of each. `COMPILED_ENGINES` are compiled
+  when they run; `compiled_bytes` has their workspace. Products by cuBLASLt, which compute 1x1
+  convolutions, have the workspace of `product_bytes`. An H100 accepted both kinds in each of 7,200
+  calls.
+- Fourier transforms and Winograd's engines for 3x3 windows are rejected too. They have the
+  workspaces of `fourier_bytes` and `winograd_bytes`.
+- Hopper's heuristics also read how thread block clusters fit the GPU. The JSON text that describes
+  a GPU lacks these figures, so `_write_clusters` adds them to the descriptor. The layout is known
+  for cuDNN 9.19 only; answers of other versions about Hopper are estimates.
+- No plan is executed, so a plan that fails on the GPU is not passed over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import itertools
+import json
+import os
+import re
+import struct
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from memest.estimator.hardware import gpus
+from memest.estimator.ops.cudnn_rules import (
+    compiled_bytes,
+    fourier_bytes,
+    is_fourier,
+    is_product,
+    is_winograd,
+    product_bytes,
+    winograd_bytes,
+)
+
+OLDEST, LAYOUT_KNOWN = 90800, range(91900, 92000)
+"""First version with device properties, and those whose descriptors are known in memory."""
+
+FOLDER = "MEMEST_CUDNN"
+"""Environment variable: a folder with the packages of NVIDIA; `0` turns the library off."""
+
+DEVICE_PROPERTIES = Path(gpus.__file__).with_name("device_properties.json")
+
+CONVOLUTION, ENGINE, CONFIG, HEURISTICS, GRAPH, TENSOR, PROPERTIES = 1, 2, 3, 4, 15, 17, 38
+OPERATIONS = {"forward": 10, "input": 12, "weight": 11}
+"""`cudnnBackendDescriptorType_t`."""
+
+DATA_TYPE, INT64, FLOAT, DOUBLE, MODE, HEUR_MODE = 1, 3, 4, 5, 7, 8
+NOTE, DESCRIPTOR, CHAR = 11, 15, 24
+"""`cudnnBackendAttributeType_t`."""
+
+C_TYPES: dict[int, Any] = {
+    INT64: ctypes.c_int64, FLOAT: ctypes.c_float, DOUBLE: ctypes.c_double,
+    DESCRIPTOR: ctypes.c_void_p, CHAR: ctypes.c_char,
+}  # fmt: skip
+"""The others are enumerations, `int`."""
+
+CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+"""`cudnnCallback_t`: severity, user data, debug information, message."""
+
+FIRST_OF = {"forward": 700, "input": 706, "weight": 712}
+"""Attributes of an operation: two factors, the convolution, then the tensors w, x and y."""
+
+DATA_TYPES = (0, 2, 9, 1)
+"""`cudnnDataType_t` of float32, float16, bfloat16 and float64."""
+
+CROSS_CORRELATION, INSTANT, FALLBACK = 1, 0, 2
+
+INFO_MASK, SUPPORT_CHECKS = 8, b"engine_config_support_checks"
+"""`CUDNN_SEV_INFO_EN`, and the log message that lists rejected configurations."""
+
+REJECTED = re.compile(rb'"engineId":(\d+)((?:(?!engineConfig:).)*)', re.DOTALL)
+"""An engine in that message, and the reasons why it is rejected."""
+
+WITHOUT_DRIVER = b"CUDNN_STATUS_NOT_SUPPORTED_RUNTIME_PREREQUISITE_MISSING"
+"""Status of an engine that is compiled when it runs, for which the CUDA driver is missing."""
+
+WITHOUT_WINOGRAD = b"ConvolutionEngine::getStatus()"
+"""Reason of Winograd's engines, also where a GPU rejects them."""
+
+COMPILED_ENGINES = {"forward": (5,), "input": (6,), "weight": (16, 19)}
+"""Global indices of engines for depthwise and small convolutions in cuDNN 9.19."""
+
+SUMS_IN_PARTS = 16
+"""The compiled engine that `compiled_bytes` is about; the others take nothing."""
+
+FOURIER_ENGINES = {"forward": 3, "input": 50, "weight": 18}
+"""Global indices of engines by Fourier transforms in cuDNN 9.19, which need a GPU."""
+
+WITHOUT_CUBLASLT = b"engine_iface->getStatus()"
+"""Reason of an engine whose cuBLASLt has no GPU to create its handle for."""
+
+ALIGNMENT = 16
+"""Bytes by which every tensor is aligned; results are the same with 32, which torch passes."""
+
+TENSOR_CORES, DOWN_CONVERTS, FOURIER, NONDETERMINISTIC, MOST_NOTES = 0, 1, 3, 4, 16
+"""`cudnnBackendNumericalNote_t`, and room for all of them."""
+
+CLUSTER_INTS, DEFAULT_CLUSTERS = 40, (18, *(0,) * 39)
+"""Figures about clusters in a descriptor, and their values in one that was made from JSON."""
+
+DESCRIPTOR_BYTES = 544
+"""Size of a descriptor of device properties in cuDNN 9.19."""
+
+
+class CudnnError(Exception):
+    """cuDNN returned an error status."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """An engine configuration that cuDNN offers."""
+
+    engine: int
+    """Global index of the engine."""
+
+    workspace_bytes: int
+    """Bytes that the plan requests."""
+
+    notes: frozenset[int]
+    """Numerical notes of its engine."""
+
+    is_estimated: bool = False
+    """True if `product_bytes` has estimated the workspace and is seldom right to 512 B."""
+
+    def is_allowed(self, *, deterministic: bool, without_tf32: bool) -> bool:
+        """Return what `filterEngineConfigs` keeps."""
+        unwanted = {DOWN_CONVERTS}
+        unwanted |= {NONDETERMINISTIC} if deterministic else set()
+        unwanted |= {TENSOR_CORES} if without_tf32 else set()
+        return not self.notes & unwanted
+
+
+@cache
+def device_properties(gpu: str) -> tuple[str, tuple[int, ...]] | None:
+    """Return the JSON text that describes a GPU to cuDNN, and its clusters; None if unknown."""
+    known = json.loads(DEVICE_PROPERTIES.read_text(encoding="utf-8"))
+    if gpu not in known:
+        return None
+    entry = known[gpu]
+    properties = entry["properties"]
+    base = entry
+    while "like" in base:
+        base = known[base["like"]]
+        properties = base["properties"] | properties
+    return json.dumps(properties), tuple(entry.get("clusters", ()))
+
+
+def _folders() -> Iterator[Path]:
+    """Yield folders that may hold cuDNN: the given one, NVIDIA's wheels, then conda's folder."""
+    given = os.environ.get(FOLDER)
+    for place in [given] if given else sys.path:
+        if (folder := Path(place or ".", "nvidia", "cudnn", "lib")).is_dir():
+            yield folder
+    if "CONDA_PREFIX" in os.environ and not given:
+        yield Path(os.environ["CONDA_PREFIX"], "lib")
+
+
+def _has_cublaslt(folder: Path) -> bool:
+    """Load cuBLASLt from where cuDNN looks for it; without it cuDNN aborts the process."""
+    beside = [folder, folder / "../../cu13/lib", folder / "../../cublas/lib"]
+    names = [str(path) for place in beside for path in sorted(place.glob("libcublasLt.so.1?"))]
+    for name in (*names, "libcublasLt.so.13", "libcublasLt.so.12"):
+        try:
+            ctypes.CDLL(name)
+        except OSError:
+            continue
+        return True
+    return False
+
+
+class Library:
+    """cuDNN's backend API; not for several threads at once."""
+
+    def __init__(self, loaded: Any) -> None:
+        self._library = loaded
+        self._library.cudnnGetVersion.restype = ctypes.c_size_t
+        pointer, number = ctypes.c_void_p, ctypes.c_int
+        loaded.cudnnBackendSetAttribute.argtypes = [
+            pointer, number, number, ctypes.c_int64, pointer
+        ]  # fmt: skip
+        loaded.cudnnBackendGetAttribute.argtypes = [
+            pointer, number, number, ctypes.c_int64, pointer, pointer
+        ]  # fmt: skip
+        loaded.cudnnBackendFinalize.argtypes = [pointer]
+        loaded.cudnnSetCallback.argtypes = [ctypes.c_uint, pointer, CALLBACK]
+        loaded.cudnnBackendDestroyDescriptor.argtypes = [pointer]
+        self.version = int(loaded.cudnnGetVersion())
+        self._made: list[Any] = []
+        self._properties: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def knows(self, gpu: gpus.Gpu) -> bool:
+        """Return whether plans for `gpu` can be requested."""
+        return device_properties(gpu.chip) is not None
+
+    def has_clusters(self, gpu: gpus.Gpu) -> bool:
+        """Return whether the heuristics read the clusters of `gpu`, or need none."""
+        found = device_properties(gpu.chip)
+        is_read = found is not None and bool(found[1]) and self.version in LAYOUT_KNOWN
+        return gpu.capability < (9, 0) or is_read
+
+    def fingerprint(self, gpu: str) -> str:
+        """Return a file name that changes with all that answers about `gpu` depend on."""
+        sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("cudnn_*.py"))]
+        digest = hashlib.blake2b(repr((device_properties(gpu), sources)).encode(), digest_size=6)
+        return f"{self.version}-{gpu}-{digest.hexdigest()}"
+
+    def first_plan(
+        self,
+        row: Sequence[int],
+        direction: str,
+        gpu: str,
+        *,
+        deterministic: bool,
+        without_tf32: bool,
+    ) -> Plan | None:
+        """Return the first allowed plan of a call (`ConvolutionShapes.row`); None if there is none.
+
+        Raises:
+            CudnnError: cuDNN refuses the call or the GPU.
+        """
+        with self._lock, self._descriptors():
+            for plan in self._plans(row, direction, gpu):
+                if plan.is_allowed(deterministic=deterministic, without_tf32=without_tf32):
+                    return plan
+        return None
+
+    def all_plans(self, row: Sequence[int], direction: str, gpu: str) -> list[Plan]:
+        """Return every plan of a call, as `cudnn.benchmark` tries them.
+
+        Raises:
+            CudnnError: cuDNN refuses the call or the GPU.
+        """
+        with self._lock, self._descriptors():
+            return list(self._plans(row, direction, gpu))
+
+    @contextmanager
+    def _descriptors(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            for made in reversed(self._made):
+                self._library.cudnnBackendDestroyDescriptor(made)
+            self._made = []
+
+    def _device(self, gpu: str) -> Any:
+        if gpu not in self._properties:
+            found = device_properties(gpu)
+            if found is None:
+                raise CudnnError(f"the properties of {gpu} are not known")
+            text, clusters = found
+            made = self._make(PROPERTIES, (2702, CHAR, text.encode() + b"\0"))
+            if clusters and self.version in LAYOUT_KNOWN:
+                self._write_clusters(made, text, clusters)
+            self._made.remove(made)
+            self._properties[gpu] = made
+        return self._properties[gpu]
+
+    def _write_clusters(self, made: Any, text: str, clusters: Sequence[int]) -> None:
+        """Write how thread block clusters fit the GPU after its compute capability and driver.
+
+        Raises:
+            CudnnError: the descriptor does not have the known layout.
+        """
+        properties = json.loads(text)
+        head = struct.pack("2i", properties["deviceVer"], properties["driverVer"])
+        found = head + struct.pack(f"{CLUSTER_INTS}i", *DEFAULT_CLUSTERS)
+        place = ctypes.string_at(made.value, DESCRIPTOR_BYTES).find(found)
+        if place < 0:
+            raise CudnnError(f"cuDNN {self.version} has device properties of another layout")
+        values = struct.pack(f"{CLUSTER_INTS}i", *clusters)
+        ctypes.memmove(made.value + place + len(head), values, len(values))
+
+    def _graph(self, row: Sequence[int], direction: str) -> Any:
+        dtype, is_last, dims, groups, samples, inputs, outputs = row[:7]
+        kept = max(2, dims)  # torch makes two dimensions of one
+        extents = [list(row[i : i + 3][3 - kept :]) for i in range(7, 25, 3)]
+        image, result, window, stride, padding, dilation = extents
+        data_type = DATA_TYPES[dtype]
+        convolution = self._make(
+            CONVOLUTION,
+            (100, DATA_TYPE, [1 if data_type == 1 else 0]),  # float32 except float64
+            (101, MODE, [CROSS_CORRELATION]), (106, INT64, [kept]),
+            (105, INT64, padding), (104, INT64, padding),
+            (103, INT64, stride), (102, INT64, dilation),
+        )  # fmt: skip
+        shapes = {
+            "w": [outputs, inputs // groups, *window],
+            "x": [samples, inputs, *image],
+            "y": [samples, outputs, *result],
+        }
+        tensors = [
+            self._make(
+                TENSOR,
+                (906, INT64, [ord(name)]), (901, DATA_TYPE, [data_type]), (902, INT64, shape),
+                (903, INT64, strides(shape, bool(is_last))), (900, INT64, [ALIGNMENT]),
+            )
+            for name, shape in shapes.items()
+        ]  # fmt: skip
+        first, factor = FIRST_OF[direction], DOUBLE if data_type == 1 else FLOAT
+        operation = self._make(
+            OPERATIONS[direction],
+            (first, factor, [1.0]), (first + 1, factor, [0.0]),
+            (first + 2, DESCRIPTOR, [convolution]),
+            *((first + 3 + i, DESCRIPTOR, [tensor]) for i, tensor in enumerate(tensors)),
+        )  # fmt: skip
+        return self._make(GRAPH, (801, DESCRIPTOR, [operation]))
+
+    def _plans(self, row: Sequence[int], direction: str, gpu: str) -> Iterator[Plan]:
+        """Yield plans of both modes in order, with those that only a GPU accepts."""
+        properties, graph = self._device(gpu), self._graph(row, direction)
+        for mode in (INSTANT, FALLBACK):
+            heuristics = self._make(
+                HEURISTICS,
+                (201, DESCRIPTOR, [graph]), (200, HEUR_MODE, [mode]),
+                (204, DESCRIPTOR, [properties]),
+            )  # fmt: skip
+            num_rejected = 0
+            for num_asked in itertools.count(1):  # cuDNN checks configurations until it has enough
+                with self._log() as rejected:
+                    configs = [self._new(CONFIG) for _ in range(num_asked)]
+                    num_found = len(self._get(heuristics, 202, DESCRIPTOR, configs))
+                for engine, reasons in rejected[num_rejected:]:
+                    yield from _on_a_gpu(engine, reasons, row, direction, gpu)
+                num_rejected = len(rejected)
+                if num_found < num_asked:
+                    break
+                yield self._plan(configs[-1])
+
+    def _plan(self, config: Any) -> Plan:
+        (workspace,) = self._get(config, 303, INT64, [0])
+        engine = self._new(ENGINE)
+        self._get(config, 300, DESCRIPTOR, [engine])
+        (index,) = self._get(engine, 1301, INT64, [0])
+        notes = self._get(engine, 1303, NOTE, [0] * MOST_NOTES)
+        return Plan(index, workspace, frozenset(notes))
+
+    @contextmanager
+    def _log(self) -> Iterator[list[tuple[int, bytes]]]:
+        """Collect engine and reasons of each configuration that cuDNN rejects."""
+        rejected: list[tuple[int, bytes]] = []
+
+        def receive(severity: int, data: Any, debug: Any, message: int) -> None:
+            if SUPPORT_CHECKS in ctypes.string_at(message):
+                found = REJECTED.findall(b"\n".join(_lines(message)))
+                rejected.extend((int(engine), reasons) for engine, reasons in found)
+
+        callback = CALLBACK(receive)
+        self._library.cudnnSetCallback(INFO_MASK, None, callback)
+        try:
+            yield rejected
+        finally:
+            self._library.cudnnSetCallback(0, None, CALLBACK())
+
+    # --- descriptors and their attributes
+
+    def _new(self, kind: int) -> Any:
+        made = ctypes.c_void_p()
+        self._check(self._library.cudnnBackendCreateDescriptor(kind, ctypes.byref(made)))
+        self._made.append(made)
+        return made
+
+    def _make(self, kind: int, *attributes: tuple[int, int, Sequence[Any]]) -> Any:
+        made = self._new(kind)
+        for name, of_type, values in attributes:
+            self._check(
+                self._library.cudnnBackendSetAttribute(
+                    made, name, of_type, len(values), _array(of_type, values)
+                )
+            )
+        self._check(self._library.cudnnBackendFinalize(made))
+        return made
+
+    def _get(self, made: Any, name: int, of_type: int, room: Sequence[Any]) -> list[Any]:
+        count, array = ctypes.c_int64(), _array(of_type, room)
+        self._check(
+            self._library.cudnnBackendGetAttribute(
+                made, name, of_type, len(room), ctypes.byref(count), array
+            )
+        )
+        return list(array[: count.value])
+
+    def _check(self, status: int) -> None:
+        if status:
+            raise CudnnError(f"cuDNN {self.version} returned status {status}")
+
+
+def _lines(message: int) -> Iterator[bytes]:
+    """Yield the lines of a log message: each ends with a zero byte, the last one with two."""
+    while line := ctypes.string_at(message):
+        yield line
+        message += len(line) + 1
+
+
+def _on_a_gpu(
+    engine: int, reasons: bytes, row: Sequence[int], direction: str, gpu: str
+) -> Iterator[Plan]:
+    """Yield the plan of a rejected configuration if a GPU accepts it."""
+    if engine == FOURIER_ENGINES[direction]:
+        if is_fourier(row, direction):
+            yield Plan(engine, fourier_bytes(row, direction), frozenset({FOURIER}))
+    elif WITHOUT_DRIVER in reasons and engine in COMPILED_ENGINES[direction]:
+        num_bytes = compiled_bytes(row, direction) if engine == SUMS_IN_PARTS else 0
+        yield Plan(engine, num_bytes, frozenset())
+    elif WITHOUT_CUBLASLT in reasons and is_product(row):
+        num_bytes = product_bytes(row, direction, gpus.find_gpu(gpu).num_sms)
+        is_estimated = direction == "weight" and bool(row[1])
+        yield Plan(engine, num_bytes, frozenset({TENSOR_CORES}), is_estimated)
+    elif WITHOUT_WINOGRAD in reasons and is_winograd(row, direction):
+        yield Plan(engine, winograd_bytes(row, direction), frozenset())
+
+
+def _array(of_type: int, values: Sequence[Any]) -> Any:
+    plain = [v.value if isinstance(v, ctypes.c_void_p) else v for v in values]
+    return (C_TYPES.get(of_type, ctypes.c_int) * len(plain))(*plain)
+
+
+def strides(shape: Sequence[int], is_last: bool) -> list[int]:
+    """Strides of a dense tensor, with channels innermost if `is_last`."""
+    order = [*range(len(shape) - 1, -1, -1)]
+    if is_last:
+        order = [1, *range(len(shape) - 1, 1, -1), 0]
+    found, step = [0] * len(shape), 1
+    for dim in order:
+        found[dim] = step
+        step *= shape[dim]
+    return found
+
+
+@cache
+def library() -> Library | None:
+    """Return the installed cuDNN; None if there is none, or none that takes device properties."""
+    if os.environ.get(FOLDER) == "0":
+        return None
+    for folder in _folders():
+        path = folder / "libcudnn_graph.so.9"
+        if not path.is_file() or not _has_cublaslt(folder):
+            continue
+        try:
+            found = Library(ctypes.CDLL(str(path)))
+        except (OSError, AttributeError):  # not a library, or an older one
+            continue
+        if found.version >= OLDEST:
+            return found
+    return None

@@ -1,0 +1,263 @@
+"""Fused inference of `nn.TransformerEncoder` and `nn.MultiheadAttention` on CUDA.
+
+Without gradients, in evaluation, torch.nn calls one operator for a whole layer or attention. With a
+padding mask it packs the valid rows into a nested tensor. Here the same steps run one by one, so
+that each makes its own requests. A nested tensor is a tensor of the valid rows if its mask's values
+are known, and else of all rows.
+
+Sources (torch 2.11): ATen/native/transformers/transformer.cpp, cuda/attention.cu,
+ATen/native/nested/NestedTensorMath.cpp. Evidence: recordings on an H100, event by event.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.placement import on_gpu
+
+INDEX_BYTES = 8
+
+
+class Packed(Tensor):
+    """Values of a nested tensor, row after row, with the padded shape."""
+
+    padded_shape: torch.Size
+    is_nested = True
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def to_padded_tensor(self, padding: float, output_size: Any = None) -> Tensor:
+        """Return the padded tensor; allocate the sizes of its rows on the GPU temporarily."""
+        made = torch.empty(self.padded_shape, dtype=self.dtype, device="cuda")
+        _pass(made, 4 * (3 * self.padded_shape[0] + 1))
+        return made
+
+
+def install(patches: Patches, mode: Any) -> None:
+    """Install the operators of torch.nn's fast path."""
+    for name, run in (
+        ("_transformer_encoder_layer_fwd", _layer),
+        ("_native_multi_head_attention", _attention),
+    ):
+        patches.set(torch, name, _where_on_gpu(getattr(torch, name), run))
+
+    def lengths(tensor: Tensor, mask: Tensor) -> list[int] | None:
+        value = mode.values.value_of(mask)
+        if value is None:
+            return None
+        with _disable_current_modes():
+            found = value.sum(1)
+            steps = torch.arange(value.shape[1])[None] < found[:, None]
+            return found.tolist() if bool((steps == value).all()) else []
+
+    def is_left_aligned(tensor: Tensor, mask: Tensor) -> bool:
+        sizes = _sizes_of(mask)
+        _pass(mask, INDEX_BYTES, 1)
+        del sizes
+        return lengths(tensor, mask) != []
+
+    def packed(tensor: Tensor, mask: Tensor, mask_check: bool = True) -> Tensor:
+        batch, steps, width = tensor.shape
+        known = lengths(tensor, mask)
+        num_rows = sum(known) if known else batch * steps
+        expanded, *sizes = _sizes_of(mask)
+        kept = _bytes_like(mask, INDEX_BYTES * batch)
+        _pass(mask, 2 * INDEX_BYTES * batch)
+        del expanded
+        made = _as_packed(tensor.new_empty((1, num_rows, width)), tensor.shape)
+        _pass(mask, 14 * batch, 28 * batch)
+        del kept
+        while sizes:
+            sizes.pop()
+        return made
+
+    _follow_masks(patches, mode)
+    left_aligned = torch._nested_tensor_from_mask_left_aligned
+    from_mask = torch._nested_tensor_from_mask
+    patches.set(
+        torch,
+        "_nested_tensor_from_mask_left_aligned",
+        lambda t, mask: is_left_aligned(t, mask) if on_gpu(t) else left_aligned(t, mask),
+    )
+    patches.set(
+        torch,
+        "_nested_tensor_from_mask",
+        lambda t, mask, mask_check=True: (
+            packed(t, mask, mask_check) if on_gpu(t) else from_mask(t, mask, mask_check)
+        ),
+    )
+
+
+def _follow_masks(patches: Patches, mode: Any) -> None:
+    """Propagate values from a padding mask to the mask that torch.nn makes of it."""
+    canonical = F._canonical_mask
+
+    # Dynamo guards on the defaults of the original, so the replacement has them too
+    def canonical_mask(
+        mask: Any,
+        mask_name: Any,
+        other_type: Any,
+        other_name: Any,
+        target_type: Any,
+        check_other: bool = True,
+    ) -> Tensor | None:
+        made: Tensor | None = canonical(
+            mask, mask_name, other_type, other_name, target_type, check_other
+        )
+        if mask is not None and made is not None and made is not mask and on_gpu(made):
+            value = mode.values.value_of(mask)
+            if value is not None and value.dtype is torch.bool:
+                with _disable_current_modes():
+                    filled = torch.zeros(value.shape, dtype=made.dtype)
+                    mode.values.adopt(made, filled.masked_fill(value, float("-inf")))
+        return made
+
+    patches.set(F, "_canonical_mask", canonical_mask)
+
+
+def _where_on_gpu(below: Any, run: Any) -> Any:
+    def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not on_gpu(x):
+            return below(x, *args, **kwargs)
+        # below autograd a transposed weight requires no gradient, which `should_fold` of matmul
+        # checks
+        given = [a.detach() if isinstance(a, torch.nn.Parameter) else a for a in args]
+        return run(x, *given, **kwargs)
+
+    return call
+
+
+def _as_packed(rows: Tensor, shape: torch.Size) -> Packed:
+    made = rows.as_subclass(Packed)
+    made.padded_shape = shape
+    return made
+
+
+def _bytes_like(tensor: Tensor, num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+
+
+def _pass(tensor: Tensor, *sizes: int) -> None:
+    """Allocate temporaries of these sizes in order, then free them in reverse."""
+    held = [_bytes_like(tensor, n) for n in sizes]
+    while held:
+        held.pop()
+
+
+def _sizes_of(mask: Tensor) -> tuple[Tensor, ...]:
+    """Return the first masked position of each row.
+
+    A column is added, cast to int32 and searched. Then the positions are compared, which takes two
+    int64 of the mask's size.
+    """
+    batch, steps = mask.shape
+    column = _bytes_like(mask, batch)
+    wider = _bytes_like(mask, batch * (steps + 1))
+    cast = _bytes_like(mask, batch * (steps + 1) * 4)
+    first = _bytes_like(mask, batch * INDEX_BYTES)
+    del cast
+    del wider
+    expanded = _bytes_like(mask, batch * steps * INDEX_BYTES)
+    _pass(mask, batch * steps * INDEX_BYTES)
+    return expanded, column, first  # the last is dropped first
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.as_subclass(Tensor) if isinstance(x, Packed) else x
+
+
+def _attend(
+    x: Tensor, num_heads: int, qkv_weight: Tensor, qkv_bias: Tensor, mask: Tensor | None,
+    need_weights: bool, padded: torch.Size | None,
+) -> _Kept:  # fmt: skip
+    """Run `native_multi_head_attention_cuda` up to the projection.
+
+    Return the heads' rows with the products from which they are computed, which are freed after it.
+    """
+    width = x.shape[-1]
+    head = width // num_heads
+    if padded is not None:
+        qkv = F.linear(x, qkv_weight, qkv_bias)
+        lengths = [_bytes_like(x, 4 * (padded[0] + 1)) for _ in range(2)]
+        out = x.new_empty(x.shape)
+        del lengths
+        return _Kept(out, qkv)
+    batch, steps = x.shape[:2]
+    if mask is None and not need_weights:
+        qkv = F.linear(x, qkv_weight, qkv_bias)
+        parts = [p.view(batch, -1, num_heads, head).transpose(1, 2) for p in qkv.chunk(3, -1)]
+        out = F.scaled_dot_product_attention(parts[0], parts[1], parts[2])
+        parts.clear()
+        return _Kept(out.transpose(1, 2).reshape(batch, -1, width), qkv)
+    products = F.linear(x, qkv_weight)
+    q, k, v = x.new_empty((3, batch, num_heads, steps, head)).unbind()
+    del products
+    scores = q.reshape(-1, steps, head) @ k.reshape(-1, steps, head).transpose(1, 2)
+    masked = None if mask is None else _bytes_like(x, mask.numel())
+    weights = scores if mask is None else torch.empty_like(scores)
+    del scores, masked
+    context = q.reshape(-1, steps, head)
+    torch.bmm(weights, v.reshape(-1, steps, head), out=context)
+    if not need_weights:
+        del weights
+        return _Kept(x.new_empty((batch, steps, width)), (q, k, v))
+    return _Kept(x.new_empty((batch, steps, width)), (q, k, v), weights)
+
+
+class _Kept:
+    """A tensor, its operands, and the weights of the heads."""
+
+    def __init__(self, out: Tensor, of: Any, weights: Tensor | None = None) -> None:
+        self.out, self.of, self.weights = out, of, weights
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, embed_dim: int, num_head: int, qkv_weight: Tensor,
+    qkv_bias: Tensor, proj_weight: Tensor, proj_bias: Tensor, mask: Tensor | None = None,
+    need_weights: bool = True, average_attn_weights: bool = True, mask_type: int | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Run `_native_multi_head_attention` of one tensor with itself."""
+    padded = query.padded_shape if isinstance(query, Packed) else None
+    rows = _plain(query)
+    kept = _attend(rows, num_head, qkv_weight, qkv_bias, mask, need_weights, padded)
+    out = F.linear(kept.out, proj_weight, proj_bias)
+    weights = kept.weights
+    if weights is not None:
+        weights = weights.view(rows.shape[0], num_head, rows.shape[1], -1)
+        weights = weights.mean(1) if average_attn_weights else weights
+    return (out if padded is None else _as_packed(out, padded)), weights
+
+
+def _layer(
+    src: Tensor, embed_dim: int, num_heads: int, qkv_weight: Tensor, qkv_bias: Tensor,
+    proj_weight: Tensor, proj_bias: Tensor, use_gelu: bool, norm_first: bool, eps: float,
+    norm_weight_1: Tensor, norm_bias_1: Tensor, norm_weight_2: Tensor, norm_bias_2: Tensor,
+    ffn_weight_1: Tensor, ffn_bias_1: Tensor, ffn_weight_2: Tensor, ffn_bias_2: Tensor,
+    mask: Tensor | None = None, mask_type: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Run `transformer_encoder_layer_forward`; residuals are added in place."""
+    padded = src.padded_shape if isinstance(src, Packed) else None
+    rows = _plain(src)
+    norms = (norm_weight_1, norm_bias_1), (norm_weight_2, norm_bias_2)
+    x = F.layer_norm(rows, (embed_dim,), *norms[0], eps) if norm_first else rows
+    kept = _attend(x, num_heads, qkv_weight, qkv_bias, mask, False, padded)
+    attended = F.linear(kept.out, proj_weight, proj_bias)
+    del kept, x
+    attended.add_(rows)
+    if not norm_first:
+        attended = F.layer_norm(attended, (embed_dim,), *norms[0], eps)
+    before = F.layer_norm(attended, (embed_dim,), *norms[1], eps) if norm_first else attended
+    hidden = torch._addmm_activation(
+        ffn_bias_1, before.reshape(-1, embed_dim), ffn_weight_1.t(), use_gelu=use_gelu
+    )
+    out = F.linear(hidden, ffn_weight_2, ffn_bias_2).view(rows.shape)
+    del hidden, before
+    out.add_(attended)
+    if not norm_first:
+        out = F.layer_norm(out, (embed_dim,), *norms[1], eps)
+    return out if padded is None else _as_packed(out, padded)

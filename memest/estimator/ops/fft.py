@@ -1,0 +1,163 @@
+"""Fourier transforms: results, the copy that cuFFT overwrites, and its workspace.
+
+`_fft_c2c`, `_fft_r2c` and `_fft_c2r` of ATen/native/cuda/SpectralOps.cpp (torch 2.11). Workspaces
+of cuFFT were measured on an H100 (CUDA 13.0), and 1,219 of 1,225 calls are exact
+(`tests/data/fft.json.gz`). They transform one or two dimensions of 2 to 1,048,576 points in batches
+of 1, 16 and 256. Other calls are reported as not modelled.
+
+n points, of which a complex one takes `item` bytes, in each of `batch` transforms.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops.linalg import up
+from memest.estimator.ops.registry import Args, Kwargs, modelled, requests
+from memest.estimator.ops.temporaries import Events, bytes_of, outputs, passing
+
+aten = torch.ops.aten
+
+LARGEST_PRIME = 127
+"""Largest prime factor without Bluestein's convolution, for transforms above `SHARED`."""
+
+SHARED = 32768
+"""Largest transform that one block computes in shared memory, bytes."""
+
+FEW_PRIMES = 13
+"""Largest prime factor of a length without a pass of its own."""
+
+LONGEST = 1024
+"""Largest measured length of each dimension of a 2-D transform."""
+
+
+MOST, MOST_OF_TWO = 256, 512
+"""Largest measured batches of transforms: over one dimension, and over two."""
+
+
+def _largest_prime(n: int) -> int:
+    largest, factor = 1, 2
+    while n > 1:
+        if n % factor:
+            factor += 1
+        else:
+            largest, n = factor, n // factor
+    return largest
+
+
+def _convolved(n: int) -> int:
+    """Points of the convolution: the next product of 2, 3 and 5 from 2n - 1 on."""
+    length = 2 * n - 1
+    while _largest_prime(length) > 5:
+        length += 1
+    return length
+
+
+def _is_convolved(n: int, item: int) -> bool:
+    return _largest_prime(n) > LARGEST_PRIME and n * item > SHARED
+
+
+def _is_split(n: int) -> bool:
+    return FEW_PRIMES < _largest_prime(n) < n
+
+
+def complex_bytes(n: int, batch: int, item: int) -> int:
+    """The workspace of complex transforms over one dimension."""
+    if _is_convolved(n, item):
+        return 2 * up(_convolved(n) * item * batch, 1024)
+    if n == 32768 and batch >= 256:
+        return 0
+    is_long = n > 24576 or (n > 16384 and n % 7 == 0)
+    return n * item * batch if is_long or _is_split(n) else 0
+
+
+def real_bytes(n: int, batch: int, item: int) -> int:
+    """The workspace of transforms between n real points and n // 2 + 1 complex ones."""
+    half = (n // 2 + 1) * item * batch
+    if n % 2 or _largest_prime(n) > 7:  # two of them make a complex one
+        pairs = -(-batch // 2)
+        whole = n * item * pairs
+        if _is_convolved(n, item):
+            return whole + 2 * (_convolved(n) * item * pairs // 1024 + 1) * 1024
+        if _is_split(n):
+            return whole + up(max(whole, half), 1024)
+        return whole + up(whole, 1024) if n > 128 and _largest_prime(n) > 7 else 0
+    if n in (32768, 65536) and batch >= 256:
+        return 0
+    if complex_bytes(n // 2, batch, item):
+        return half
+    is_one_pass = n <= 400 or n in (768, 1000) or (n <= 16384 and n & (n - 1) == 0)
+    return 0 if is_one_pass or (n == 3072 and item == 8) else n * item // 2 * batch
+
+
+def _real_bytes_of_two(m: int, n: int, batch: int, item: int, *, is_back: bool) -> int:
+    """Return `real_bytes` for m rows: only lengths of their own pass need more."""
+    if not (_is_split(n) or (n > 128 and _largest_prime(n) > 7)):
+        return 0
+    whole = m * n * item * -(-batch // 2)
+    half = m * (n // 2 + 1) * item * batch
+    return whole + up(max(whole, half) if is_back and _is_split(n) else whole, 1024)
+
+
+def _split(tensor: Tensor, dims: Any) -> tuple[list[int], int]:
+    """The lengths that are transformed, and how many transforms there are."""
+    sizes = [tensor.shape[dim] for dim in dims]
+    return sizes, tensor.numel() // max(1, prod(sizes))
+
+
+def _workspace(tensor: Tensor, dims: Any, *, is_real: bool, is_back: bool = False) -> int:
+    sizes, batch = _split(tensor, dims)
+    item = tensor.itemsize * (1 if tensor.is_complex() else 2)
+    if len(sizes) == 1:
+        return (real_bytes if is_real else complex_bytes)(sizes[0], batch, item)
+    if len(sizes) != 2:
+        return 0
+    m, n = sizes
+    if is_real:
+        return _real_bytes_of_two(m, n, batch, item, is_back=is_back)
+    return m * n * item * batch if _is_split(m) or _is_split(n) else 0
+
+
+@requests("_fft_c2c")
+def complex_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`_fft_c2c`."""
+    work = _workspace(args[0], args[1], is_real=False)
+    return tuple(outputs({0: bytes_of(out)}) + passing(work))
+
+
+@requests("_fft_r2c")
+def from_real_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`_fft_r2c`."""
+    return tuple(outputs({0: bytes_of(out)}) + passing(_workspace(args[0], args[1], is_real=True)))
+
+
+@requests("_fft_c2r")
+def to_real_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """Requests of `_fft_c2r`: the workspace, and a copy of the input, which cuFFT overwrites."""
+    work = _workspace(out, args[1], is_real=True, is_back=True)
+    return tuple(outputs({0: bytes_of(out)}) + passing(bytes_of(args[0]), work))
+
+
+@modelled("_fft_c2c _fft_r2c _fft_c2r")
+def fft_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Return whether similar transforms were measured.
+
+    They have one dimension, or two of few points, and few of them at once.
+    """
+    lengths, batch = _split(args[0], args[1])
+    is_known = args[0].dtype in (
+        torch.float32, torch.float64, torch.complex64, torch.complex128,
+    )  # fmt: skip
+    if (
+        gpu.capability != (9, 0)
+        or not is_known
+        or batch > (MOST if len(lengths) == 1 else MOST_OF_TWO)
+    ):
+        return False
+    return len(lengths) == 1 or (len(lengths) == 2 and max(lengths) <= LONGEST)

@@ -1,0 +1,118 @@
+"""Operations that autograd runs in place on a GPU, but out of place under a dispatch mode.
+
+torch calls `isTensorSubclassLike` (ATen/TensorSubclassLikeUtils.h) before it writes into a tensor
+that it could reuse, and that is true for meta tensors and under any dispatch mode. A real run has
+neither, so the backward pass of a trace would hold a copy of each summed gradient. The operators of
+formulas are registered by their families with `in_nodes`. `attention.math_attention` writes out the
+addition of its mask.
+
+Source (torch 2.11): torch/csrc/autograd/input_buffer.cpp (`can_accumulate_inplace`). Evidence: two
+allocator recordings of real runs, event by event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memest.estimator.ops.registry import Args, register
+
+aten = torch.ops.aten
+
+
+def in_nodes(
+    *nodes: str, instead: Any, more: Args = (), is_possible: Callable[..., bool] | None = None
+) -> Callable[[Any, Args], tuple[Any, Args]]:
+    """Return the rule of an operator that formulas of autograd call in place.
+
+    Args:
+        nodes: names of the autograd nodes whose formulas do.
+        instead: operator that they call.
+        more: its further arguments.
+        is_possible: returns whether a call with these arguments runs in place.
+    """
+
+    def rule(func: Any, args: Args) -> tuple[Any, Args]:
+        current = torch._C._current_autograd_node()
+        if current is None or current.name() not in nodes:
+            return func, args
+        if is_possible is not None and not is_possible(*args):
+            return func, args
+        return instead, (*args, *more)
+
+    return rule
+
+
+def _sum_of_gradients(func: Any, args: Args) -> tuple[Any, Args]:
+    """Add the second gradient of a tensor to the first, where `InputBuffer` does."""
+    is_sum = not torch.is_grad_enabled() and _is_sum_of_gradients(*args) and not _is_in_cholesky()
+    return (aten.add_.Tensor if is_sum and _can_be_overwritten(args[0]) else func), args
+
+
+register("add.Tensor", in_backward=_sum_of_gradients)
+
+
+def _is_in_cholesky() -> bool:
+    """Return whether the gradient of a Cholesky decomposition runs.
+
+    Its formula has a sum of its own (`cholesky_backward`, FunctionsManual.cpp). The sum of two such
+    gradients of one matrix is missed.
+    """
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name().startswith("LinalgCholesky")
+
+
+def _is_sum_of_gradients(left: Any, right: Any) -> bool:
+    """Return whether `left + right` can be a sum of two gradients by autograd's `InputBuffer`."""
+    return (
+        isinstance(left, Tensor)
+        and isinstance(right, Tensor)
+        and left.device.type == right.device.type == "meta"
+        and left.shape == right.shape
+        and left.dtype == right.dtype
+    )
+
+
+def _can_be_overwritten(gradient: Tensor) -> bool:
+    """Return whether the gradient is dense and has no other owner (`can_accumulate_inplace`)."""
+    return _owners(gradient) == owners_of_a_sole_gradient() and bool(
+        aten.is_non_overlapping_and_dense.default(gradient)
+    )
+
+
+def _owners(tensor: Tensor) -> tuple[int, int]:
+    """Return the reference counts of the tensor and of its storage, this call included."""
+    storage = tensor.untyped_storage()
+    held = torch._C._storage_Use_Count(storage._cdata)
+    return tensor._use_count(), held  # type: ignore[attr-defined]
+
+
+@cache
+def owners_of_a_sole_gradient() -> tuple[int, int]:
+    """Return `_owners` of a gradient whose only owner is autograd's input buffer.
+
+    The way through Python adds holds of its own, whose number differs between releases of torch. It
+    is measured on a graph in which the gradient of `x` is the sum of two fresh products.
+    """
+    watch = _WatchSums()  # type: ignore[no-untyped-call]
+    leaf = torch.empty(2, device="meta", requires_grad=True)
+    with torch.enable_grad(), watch:
+        x = leaf * 2
+        ((x * 3).sum() + (x * 5).sum()).backward()  # type: ignore[no-untyped-call]
+    return watch.owners
+
+
+class _WatchSums(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps the result of `_owners` at the sum of gradients."""
+
+    owners = (0, 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
+        if func is aten.add.Tensor and torch._C._current_graph_task_id() != -1:
+            self.owners = _owners(args[0])
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,576 @@
+"""Gathering, scattering and writing by index, embeddings and their gradients.
+
+Sources (torch 2.11, `aten/src/ATen/native`): cuda/Embedding.cu, cuda/EmbeddingBackwardKernel.cu,
+cuda/EmbeddingBag.cu, cuda/Indexing.cu, cuda/IndexKernel.cpp, cuda/IndexKernel.cu, cuda/Nonzero.cu,
+TensorAdvancedIndexing.cpp, Onehot.cpp; torch/csrc/autograd/FunctionsManual.cpp for what runs in
+place (`index_backward`, `index_select_backward_symint`, `masked_select_backward`,
+`value_selecting_reduction_backward_symint`, `take_backward`, `trace_backward_symint`).
+Evidence: event by event on an H200.
+
+Shapes: n indices, V rows of the table, D row width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops.autograd_ops import Next
+from memest.estimator.ops.cub import (
+    radix_sort_bytes,
+    scan_bytes,
+    select_bytes,
+    sum_storage_bytes,
+    unique_by_key_bytes,
+)
+from memest.estimator.ops.in_place import in_nodes
+from memest.estimator.ops.reductions import accumulator_bytes_of, threads_per_sm
+from memest.estimator.ops.refusals import fits, type_name
+from memest.estimator.ops.registry import (
+    Args,
+    Kwargs,
+    ValueOf,
+    above_autograd,
+    modelled,
+    outputs_only,
+    refuse,
+    register,
+    requests,
+)
+from memest.estimator.ops.sorting import MAX_BLOCK_SIZE, SMALL_SORT, sort_scratch
+from memest.estimator.ops.temporaries import (
+    INDEX_BYTES,
+    Events,
+    KernelEvent,
+    Scratch,
+    bytes_of,
+    contiguous_copy,
+    outputs,
+    passing,
+    temporaries,
+)
+from memest.estimator.tensors.placement import META, on_gpu
+
+aten = torch.ops.aten
+
+FEW_INDICES = 3072
+"""Most indices for which `embedding_dense_backward_cuda` adds rows without sorting."""
+
+ROWS_PER_THREAD = 10
+"""`NROWS_PER_THREAD`: rows of one partial sum."""
+
+ATOMIC_BLOCKS_PER_SM = 4
+"""`MAX_ATOMIC_ACCUM_BLOCKS_PER_SM`: below it the partial sums go straight into the gradient."""
+
+MASK_DTYPES = (torch.bool, torch.uint8)
+
+INDEX_PUT = (
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+    aten._unsafe_index_put.default,
+)
+
+
+@requests("embedding")
+def embedding_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """Requests of `embedding` (native/Embedding.cpp): a copy of the indices if `reshape(-1)` is not
+    a view.
+    """
+    indices: Tensor = args[1]
+    return Scratch(before=() if is_a_row(indices) else (indices.numel() * indices.itemsize,))
+
+
+def is_a_row(tensor: Tensor) -> bool:
+    """Return whether `reshape(-1)` is a view: each dimension steps over all of the next."""
+    sides = [pair for pair in zip(tensor.shape, tensor.stride(), strict=True) if pair[0] != 1]
+    return tensor.numel() == 0 or all(
+        outer == size * inner for (_, outer), (size, inner) in pairwise(sides)
+    )
+
+
+def adds_atomically(num_indices: int, num_rows: int, width: int, gpu: Gpu) -> bool:
+    """`use_fused_kernel` of the gradient of `embedding`: few rows that are each hit often."""
+    warped = -(-width // 32) * 32
+    block = min(warped, MAX_BLOCK_SIZE)
+    segments = min(num_indices, num_rows)
+    grid = -(-segments * warped // block)
+    partials = num_indices // ROWS_PER_THREAD + segments
+    return grid < gpu.num_sms * ATOMIC_BLOCKS_PER_SM and partials > 4 * grid
+
+
+def broadcast(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors expanded to their common shape."""
+    expanded: list[Tensor] = list(torch.broadcast_tensors(*tensors))  # type: ignore[no-untyped-call]
+    return expanded
+
+
+def _copies_of_unlike_strides(indices: Sequence[Tensor]) -> tuple[int, ...]:
+    """Contiguous copies that `AdvancedIndex` makes of two or more indices, unless strides agree."""
+    expanded = broadcast(indices)
+    if len({i.stride() for i in expanded}) == 1:
+        return ()
+    return contiguous_copy(*expanded)
+
+
+def index_tensors(args: Args) -> list[Tensor]:
+    """The indices of `index` and `index_put`, without the dimensions that are taken whole."""
+    return [index for index in args[1] if index is not None]
+
+
+@requests("index.Tensor")
+def index_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`index.Tensor`: int64 copies of indices of unlike strides.
+
+    Two or more index tensors are broadcast, and copied where their strides then differ
+    (`AdvancedIndex` of TensorAdvancedIndexing.cpp). One index is used in place. A mask is a call of
+    `nonzero` before.
+    """
+    return Scratch(before=_copies_of_unlike_strides(index_tensors(args)))
+
+
+def _overwriting_scratch(args: Args) -> Scratch:
+    """`index_put` that overwrites (TensorAdvancedIndexing.cpp): a number from the host is copied to
+    the GPU, then unlike indices; a mask is a `masked_fill`.
+    """
+    indices = index_tensors(args)
+    if not indices or any(i.dtype in MASK_DTYPES for i in indices):
+        return Scratch()
+    value = args[2]
+    number = (value.itemsize,) if value.device.type == "cpu" and not value.dim() else ()
+    return Scratch(after=(*number, *_copies_of_unlike_strides(indices)))
+
+
+@modelled(aten.index.Tensor, *INDEX_PUT)
+def indexing_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Return whether the indices have no mask, or a mask for a single number.
+
+    The latter is a `masked_fill`. The true entries of other masks are not known here.
+    """
+    indices = index_tensors(args)
+    if not any(i.dtype in MASK_DTYPES for i in indices):
+        return True
+    return bool(len(args) > 2 and args[2].numel() == 1 and not (len(args) > 3 and args[3]))
+
+
+@requests("masked_scatter masked_scatter_")
+def masked_scatter_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`masked_scatter` of IndexKernel.cu: int64 running count, contiguous mask and source, scan
+    storage.
+    """
+    target, mask, source = args[0], args[1].expand(args[0].shape), args[2]
+    count = target.numel()
+    copies = contiguous_copy(mask, source)
+    return Scratch(after=(count * INDEX_BYTES, *copies, scan_bytes(count)))
+
+
+@requests("embedding_renorm_")
+def renorm_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """Requests of `embedding_renorm_cuda_` (Embedding.cu): sorted indices, their positions, the
+    unique indices, and their number.
+    """
+    indices = args[1]
+    row = indices.numel() * INDEX_BYTES
+    copies = contiguous_copy(indices)
+    sorting = sort_scratch((indices,), {}, None, gpu).after
+    return tuple(
+        temporaries(row, row)
+        + passing(*copies, *sorting)
+        + temporaries(-row)
+        + passing(row, INDEX_BYTES, select_bytes(indices.numel(), gpu))
+        + temporaries(-row)
+    )
+
+
+@modelled("embedding_renorm_")
+def renorm_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Return whether one block finds the indices that differ, as was measured."""
+    return bool(args[1].numel() <= SMALL_SORT)
+
+
+_MAXIMUM = 2
+"""`EmbeddingBagMode::MAX`."""
+
+
+@requests("embedding_dense_backward")
+def embedding_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`embedding_dense_backward` (Embedding.cu, EmbeddingBackwardKernel.cu), which sorts the
+    indices when there are more than 3072.
+
+    With S = min(n, V) segments and P = n // 10 + S partial sums, both bounds that do not depend on
+    the values of the indices:
+
+        sort      sorted and original positions, kept        2 * 8 * n
+                  a range and the sort's storage             8 * n + storage
+        gradient  V * D
+        segments  their starts, kept, and number             8 * n + 8
+                  unused keys and the storage of `unique`    8 * n + storage
+        partials  per segment, and their offsets             2 * 8 * S, and the storage of a scan
+                  their number, their starts                 8 + 8 * P
+                  the sums in the accumulator's dtype        acc * P * D
+
+    Where few rows are hit often, in place of the sums the segment of each partial (8 * P) and, for
+    16-bit gradients, a float32 gradient (4 * V * D). Left out: `scale_grad_by_freq` (counts of 8 *
+    n, and scans) and deterministic algorithms.
+    """
+    grad, indices, num_rows = args[0], args[1], args[2]
+    num_indices, width = indices.numel(), grad.shape[-1]
+    copies = contiguous_copy(indices, grad)
+    gradient = outputs({0: num_rows * width * grad.itemsize})
+    if num_indices <= FEW_INDICES:
+        return tuple(temporaries(*copies) + gradient + temporaries(*(-n for n in reversed(copies))))
+    return tuple(_sorted_gradient(copies, num_indices, num_rows, grad, gpu))
+
+
+def _sorted_gradient(
+    copies: tuple[int, ...], num_indices: int, num_rows: int, grad: Tensor, gpu: Gpu
+) -> list[KernelEvent]:
+    """`embedding_backward_cuda_kernel` and the sort before it, see `embedding_backward_events`."""
+    width = grad.shape[-1]
+    gradient = outputs({0: num_rows * width * grad.itemsize})
+    row = num_indices * INDEX_BYTES
+    segments = min(num_indices, num_rows)
+    partials = num_indices // ROWS_PER_THREAD + segments
+    per_segment, per_partial = segments * INDEX_BYTES, partials * INDEX_BYTES
+    accumulator = accumulator_bytes_of(grad.dtype)
+    if not adds_atomically(num_indices, num_rows, width, gpu):
+        adding: tuple[int, ...] = (partials * width * accumulator,)
+    elif accumulator != grad.itemsize:
+        adding = (per_partial, num_rows * width * accumulator)
+    else:
+        adding = (per_partial,)
+    kept = (*copies, row, row)
+    return (
+        temporaries(*kept)
+        + passing(row, radix_sort_bytes(num_indices, gpu))
+        + gradient
+        + temporaries(row, INDEX_BYTES)
+        + passing(row, unique_by_key_bytes(num_indices, gpu))
+        + temporaries(per_segment, per_segment)
+        + passing(scan_bytes(segments))
+        + temporaries(INDEX_BYTES)
+        + passing(per_partial, *adding)
+        + temporaries(-INDEX_BYTES, -per_segment, -per_segment, -INDEX_BYTES, -row)
+        + temporaries(*(-n for n in reversed(kept)))
+    )
+
+
+@modelled("embedding_dense_backward")
+def embedding_backward_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Return whether the gradient is not scaled by the count of an index, and no index is int32.
+
+    Counts take memory. int32 indices are sorted as such, and the estimate is larger than their
+    memory.
+    """
+    is_sorted = args[1].numel() > FEW_INDICES
+    return not args[4] and not (is_sorted and args[1].dtype == torch.int32)
+
+
+@requests("_embedding_bag")
+def embedding_bag_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """Requests of `_embedding_bag` (EmbeddingBag.cu): sizes of bags, the bag of each index, the
+    result, and the row of each maximum in mode `max`.
+    """
+    sizes = {2: bytes_of(out[2]), 1: bytes_of(out[1]), 0: bytes_of(out[0]), 3: bytes_of(out[3])}
+    return tuple(outputs(sizes))
+
+
+@requests("_embedding_bag_backward")
+def embedding_bag_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`_embedding_bag_backward` (EmbeddingBag.cu): sums and means as the gradient of `embedding`,
+    sorted however few they are; a maximum is added into the gradient at once.
+    """
+    grad, indices, num_rows, mode = args[0], args[1], args[6], args[8]
+    copies = contiguous_copy(grad)
+    if mode == _MAXIMUM:
+        gradient = outputs({0: num_rows * grad.shape[-1] * grad.itemsize})
+        return tuple(temporaries(*copies) + gradient + temporaries(*(-n for n in copies)))
+    return tuple(_sorted_gradient(copies, indices.numel(), num_rows, grad, gpu))
+
+
+@modelled("_embedding_bag_backward")
+def embedding_bag_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Return whether the gradient is dense and not scaled by the count of an index."""
+    return not args[7] and not args[9] and args[1].numel() > 0
+
+
+@requests("nonzero")
+def nonzero_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`nonzero` of Nonzero.cu: the count and its sum's storage, the positions, the selection's
+    storage.
+    """
+    return tuple(_selection(args[0], outputs({0: bytes_of(out)}), gpu))
+
+
+def _selection(mask: Tensor, positions: list[KernelEvent], gpu: Gpu) -> list[KernelEvent]:
+    copies, count = contiguous_copy(mask), mask.numel()
+    counting = sum_storage_bytes(count, threads_per_sm(gpu) * gpu.num_sms)
+    return (
+        temporaries(*copies, 4)
+        + passing(counting)
+        + positions
+        + passing(select_bytes(count, gpu))
+        + temporaries(-4, *(-n for n in reversed(copies)))
+    )
+
+
+@requests("masked_scatter_backward")
+def masked_scatter_backward_events(
+    args: Args, kwargs: Kwargs, out: Any, gpu: Gpu, num_true: int | None = None
+) -> Events:
+    """`masked_scatter_backward` of TensorAdvancedIndexing.cpp: the gradient where the mask is true,
+    then zeros up to the size of the source.
+
+    `masked_select` expands the mask, finds the positions of its true entries (one int64 for each of
+    its dimensions) and gathers; what is short of the source is made of zeros and concatenated.
+
+    Args:
+        args: gradient, mask and the sizes of the source.
+        kwargs: of the operator.
+        out: gradient of the source.
+        gpu: the GPU.
+        num_true: true entries of the mask as given. None assumes that the whole source was used,
+            the most that can be: all positions, no padding.
+    """
+    grad, mask = args[0], args[1].expand(args[0].shape)
+    size = out.numel()
+    selected = size
+    if num_true is not None:
+        selected = min(size, num_true * (grad.numel() // max(1, args[1].numel())))
+    positions = selected * mask.dim() * INDEX_BYTES
+    finding = _selection(mask, temporaries(positions), gpu)
+    if selected >= size:
+        return tuple(finding + outputs({0: bytes_of(out)}) + temporaries(-positions))
+    chosen, padding = selected * grad.itemsize, (size - selected) * grad.itemsize
+    return tuple(
+        finding
+        + temporaries(chosen, -positions, padding)
+        + outputs({0: bytes_of(out)})
+        + temporaries(-padding, -chosen)
+    )
+
+
+def num_true(value_of: ValueOf, args: Args) -> tuple[int, ...]:
+    """Count the true entries of the mask of `masked_scatter_backward`, where it is known."""
+    mask = value_of(args[1])
+    return () if mask is None else (int(mask.sum()),)
+
+
+def _is_sorted(args: Args, kwargs: Kwargs) -> bool:
+    """Return whether `index_put` sorts the indices: it accumulates, and no index is a mask."""
+    accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    indices = index_tensors(args)
+    if not accumulate or not indices or any(i.dtype in MASK_DTYPES for i in indices):
+        return False
+    return broadcast(indices)[0].numel() > 0
+
+
+def _sorted_events(args: Args, gpu: Gpu) -> Events:
+    """`index_put` with `accumulate`: `index_put_with_sort_kernel` of Indexing.cu.
+
+    Each index is checked against both bounds (an int64 and a comparison, one after the other), but
+    not in the backward of `index`, which calls `_index_put_impl_` as `unsafe`. Then come the linear
+    indices (`computeLinearIndex`). The first index has its remainder and the product with the
+    stride, which stays; each other has the same, added to it. Then come values that are not
+    contiguous, sorted indices, original positions and their initial range. Last is the sort's
+    storage over the bits that the number of rows needs.
+    """
+    target, values = args[0], args[2]
+    indices = index_tensors(args)
+    count = broadcast(indices)[0].numel()
+    slice_size = prod(n for d, n in enumerate(target.shape) if d >= len(args[1]))
+    slice_size *= prod(
+        n for d, n in enumerate(target.shape) if d < len(args[1]) and args[1][d] is None
+    )
+    expanded = values.expand(count * slice_size) if values.numel() == 1 else values
+    largest = target.numel() // max(1, slice_size)
+    row = count * INDEX_BYTES
+    sort = radix_sort_bytes(count, gpu, num_bits=max(1, largest.bit_length()))
+    is_unsafe = len(args) > 4 and args[4]
+    num_checks = 0 if is_unsafe else 2 * len(indices)
+    checks = [event for _ in range(num_checks) for event in passing(INDEX_BYTES, 1)]
+    return tuple(
+        outputs({0: bytes_of(target)})
+        + checks
+        + temporaries(row)
+        + passing(row)
+        + temporaries(*(row, row, -row, -row) * (len(indices) - 1))
+        + passing(*contiguous_copy(expanded), row, row, row, sort)
+        + temporaries(-row)
+    )
+
+
+@requests("scatter_reduce.two")
+def scatter_reduce_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """Requests of `scatter_reduce` (TensorAdvancedIndexing.cpp): a mean counts its terms in ones
+    like the source and like the result, and tests for zeros.
+    """
+    if args[4] != "mean":
+        return Scratch()
+    source = args[3]
+    return Scratch(
+        after=(source.numel() * source.itemsize, out.numel() * out.itemsize, out.numel())
+    )
+
+
+@requests(*INDEX_PUT)
+def index_put_requests(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch | Events:
+    """`index_put` (TensorAdvancedIndexing.cpp, cuda/Indexing.cu): it sorts the indices where it
+    accumulates, and overwrites in place elsewhere.
+    """
+    return _sorted_events(args, gpu) if _is_sorted(args, kwargs) else _overwriting_scratch(args)
+
+
+def normalize_indices(mode: Any, func: Any, types: Any, args: Args) -> tuple[Any, tuple[Any, ...]]:
+    """Return the call as CUDA runs it: indices on the GPU, and positions in place of masks.
+
+    `expandTensors` of native/IndexingUtils.h calls `nonzero` for each mask and copies indices from
+    the host. `masked_select` is `index` by the mask (cuda/IndexKernel.cpp). A number that is
+    written through one mask is filled in (`canDispatchToMaskedFill` of
+    TensorAdvancedIndexing.cpp). The call stays as it is where a mask is not known.
+    """
+    is_select = func is aten.masked_select.default
+    source, indices = args[0], args[1]
+    if is_select:
+        mask, source = broadcast((args[1], args[0]))
+        indices = [mask]
+    given = [index for index in indices if index is not None]
+    masks = [index for index in given if index.dtype in MASK_DTYPES]
+    if (masks and _is_fill(args)) or not (masks or not all(map(on_gpu, given))):
+        return func, args
+    if func in _COPIED_FIRST:
+        func, source = aten.index_put_.default, mode.call(aten.clone.default, types, (source,), {})
+    taken: list[Tensor | None] = []
+    for index in indices:
+        is_mask = index is not None and index.dtype in MASK_DTYPES
+        if is_mask:
+            index = _places(mode, types, index)
+        if index is not None and not on_gpu(index):
+            index = mode.call(aten._to_copy.default, types, (index,), {"device": META})
+        taken += index.unbind(1) if is_mask else [index]
+    return aten.index.Tensor if is_select else func, (source, taken, *args[2:])
+
+
+def _places(mode: Any, types: Any, mask: Tensor) -> Tensor:
+    if on_gpu(mask):
+        found: Tensor = mode.call(aten.nonzero.default, types, (mask,), {})
+        return found
+    on_host: Tensor = mode.host.nonzero(mask)
+    return on_host
+
+
+def _is_fill(args: Args) -> bool:
+    is_written = len(args) > 2
+    return is_written and args[2].numel() == 1 and not (len(args) > 3 and args[3])
+
+
+def _masks(args: Args) -> list[Tensor]:
+    return [index for index in index_tensors(args) if index.dtype in MASK_DTYPES]
+
+
+_COPIED_FIRST = (aten.index_put.default, aten._unsafe_index_put.default)
+
+
+register("masked_scatter_backward", from_values=num_true)
+outputs_only(
+    "gather index_add index_add_ index_copy index_copy_ index_fill index_fill_ index_select "
+    "masked_fill masked_fill_ put put_ scatter scatter_ scatter_add scatter_add_ take"
+)
+
+
+@refuse("index_put index_put_")
+def refuse_index_put(args: Args, kwargs: Kwargs) -> str:
+    """Check that target and values have one type (TensorAdvancedIndexing.cpp)."""
+    target, source = args[0].dtype, args[2].dtype
+    if target == source:
+        return ""
+    return (
+        "Index put requires the source and destination dtypes match, got "
+        f"{type_name(target)} for the destination and {type_name(source)} for the source."
+    )
+
+
+@refuse("index_add index_add_")
+def refuse_index_add(args: Args, kwargs: Kwargs) -> str:
+    """Check the types of index, target and source (TensorAdvancedIndexing.cpp)."""
+    if args[2].dtype not in (torch.int32, torch.int64):
+        found = type_name(args[2].dtype)
+        return f"index_add_(): Expected dtype int32/int64 for index but got: {found}"
+    if args[0].dtype == args[3].dtype:
+        return ""
+    types = f"self ({type_name(args[0].dtype)}) and source ({type_name(args[3].dtype)})"
+    return f"index_add_(): {types} must have the same scalar type"
+
+
+@refuse("index_copy index_copy_")
+def refuse_index_copy(args: Args, kwargs: Kwargs) -> str:
+    """Check that target and source have one type (TensorAdvancedIndexing.cpp)."""
+    if args[0].dtype == args[3].dtype:
+        return ""
+    return (
+        "index_copy_(): self and source expected to have the same dtype, but got "
+        f"(self) {type_name(args[0].dtype)} and (source) {type_name(args[3].dtype)}"
+    )
+
+
+register("masked_fill.Scalar masked_fill_.Scalar", refuse=fits(2))
+
+
+register(
+    "index_put",
+    in_backward=in_nodes("IndexBackward0", instead=aten._index_put_impl_.default, more=(True,)),
+)
+register(
+    aten.scatter_add.default,
+    in_backward=in_nodes(
+        "GatherBackward0", "CummaxBackward0", "CumminBackward0", instead=aten.scatter_add_.default
+    ),
+)
+register("put", in_backward=in_nodes("TakeBackward0", instead=aten.put_.default))
+register(
+    "index_fill.int_Tensor",
+    in_backward=in_nodes("TraceBackward0", instead=aten.index_fill_.int_Tensor),
+)
+register("index_add", in_backward=in_nodes("IndexSelectBackward0", instead=aten.index_add_.default))
+register(
+    "masked_scatter",
+    in_backward=in_nodes("MaskedSelectBackward0", instead=aten.masked_scatter_.default),
+)
+register(
+    aten.scatter.src,
+    in_backward=in_nodes(
+        "TopkBackward0", "SortBackward0", "SortBackward1", "MaxBackward0", "MinBackward0",
+        "KthvalueBackward0", "ModeBackward0", "MedianBackward1", "NanmedianBackward1",
+        instead=aten.scatter_.src,
+    ),
+)  # fmt: skip
+register(aten.index.Tensor, aten.masked_select.default, *INDEX_PUT, take_indices=normalize_indices)
+
+
+register(
+    aten.index.Tensor, aten._unsafe_index.Tensor, *INDEX_PUT[:3], aten.masked_scatter_.default,
+    may_mix_devices=True,
+)  # fmt: skip
+register("index.Tensor", shaped_by=_masks)
+register("masked_select", shaped_by=lambda args: args[1:])
+register("nonzero", shaped_by=lambda args: args)
+register("masked_scatter_backward", shaped_by=lambda args: ())
+
+
+@above_autograd("one_hot")
+def one_hot(then: Next, classes: Tensor, num_classes: int = -1) -> Tensor:
+    """Scatter ones into zeros, as on CUDA; on meta torch compares instead (native/Onehot.cpp)."""
+    if not on_gpu(classes) or not classes.numel():
+        made: Tensor = then(classes, num_classes)
+        return made
+    if num_classes == -1:
+        num_classes = int(classes.max()) + 1
+    zeros = torch.zeros((*classes.shape, num_classes), dtype=torch.int64, device=classes.device)
+    return zeros.scatter_(-1, classes.unsqueeze(-1), 1)

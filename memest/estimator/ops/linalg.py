@@ -1,0 +1,458 @@
+"""`torch.linalg`: requests of its decompositions, and workspaces of cuSOLVER.
+
+Source (torch 2.11): aten/src/ATen/native/BatchLinearAlgebra.cpp, and cuda/linalg/ there with the
+choice between loops over cuSOLVER and batched cuBLAS.
+Evidence: 1,398 calls on an H100 (CUDA 13.0) with 2 to 4096 rows, in float32 and float64, alone and
+in batches; every workspace is exact (`tests/data/linalg.json.gz`). Sub-buffers are rounded up to
+32 elements, a block has 32 columns. Other generations of GPUs were not measured.
+
+Shapes: b matrices of m rows and n columns, k the smaller of both, `item` bytes of an element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops.autograd_ops import Next
+from memest.estimator.ops.reductions import has_gradient
+from memest.estimator.ops.registry import (
+    Args,
+    Kwargs,
+    Rule,
+    above_autograd,
+    outputs_only,
+    register,
+    requests,
+    result,
+)
+from memest.estimator.ops.temporaries import (
+    Events,
+    KernelEvent,
+    bytes_of,
+    outputs,
+    passing,
+    temporaries,
+)
+from memest.estimator.tensors.placement import on_gpu
+
+aten = torch.ops.aten
+
+INFO = 4
+"""Bytes of a solver's status for each matrix."""
+
+POINTER = INDEX = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrices:
+    m: int
+    n: int
+    batch: int
+    item: int
+    is_single: bool
+
+    @property
+    def square(self) -> int:
+        return self.n * self.n * self.item * self.batch
+
+    @property
+    def pointers(self) -> list[KernelEvent]:
+        """For batched cuBLAS, of two operands."""
+        return passing(POINTER * self.batch, POINTER * self.batch)
+
+    @property
+    def triangular(self) -> list[KernelEvent]:
+        """Bytes of `triangular_solve_kernel` (linalg/BatchLinearAlgebra.cpp)."""
+        return [] if self.batch <= 8 and self.n >= 64 else self.pointers
+
+    @property
+    def checks(self) -> list[KernelEvent]:
+        """`_linalg_check_errors`: whether all is well."""
+        return _checks(is_single=self.is_single)
+
+    @property
+    def is_factored_by_cublas(self) -> bool:
+        """True for many matrices of up to 128 columns: `getrfBatched`."""
+        return not self.is_single and self.n <= 128
+
+    def is_solved_in_a_loop(self, num_right: int) -> bool:
+        """Return whether cuSOLVER solves one matrix after the other, without cuBLAS."""
+        return self.n != num_right and 8 < self.n <= 64 and self.batch <= 2
+
+    def loop(self, num_bytes: int) -> list[KernelEvent]:
+        """Return a temporary of `num_bytes` for each matrix in turn."""
+        return passing(num_bytes) * self.batch
+
+
+def _checks(*, is_single: bool) -> list[KernelEvent]:
+    return passing(1, 1) if is_single else passing(1)
+
+
+def _of(tensor: Tensor) -> _Matrices:
+    m, n = tensor.shape[-2:]
+    return _Matrices(m, n, prod(tensor.shape[:-2]), tensor.itemsize, tensor.dim() == 2)
+
+
+def linalg_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Return whether the workspaces were measured: float32 and float64, compute capability 9.0."""
+    if func is aten._linalg_check_errors.default:
+        return True
+    return gpu.capability == (9, 0) and args[0].dtype in (torch.float32, torch.float64)
+
+
+def _measured(names: str) -> Callable[[Rule], Rule]:
+    register(names, modelled=linalg_is_modelled)
+    return requests(names)
+
+
+@_measured("_linalg_eigh")
+def eigh_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`_linalg_eigh`: vectors, values; a copy of the matrix if only these are needed."""
+    a = _of(args[0])
+    values, vectors = map(bytes_of, out)
+    is_wanted = args[2] if len(args) > 2 else kwargs.get("compute_v", True)
+    calls = passing(eigh_bytes(a.n, a.item, a.batch)) * (1 if a.n <= 32 else a.batch)
+    info = INFO * a.batch
+    solved = temporaries(info) + calls + a.checks + temporaries(-info)
+    if is_wanted:
+        return tuple(outputs({1: vectors, 0: values}) + solved)
+    return tuple(outputs({0: values}) + temporaries(a.square) + solved + temporaries(-a.square))
+
+
+@_measured("_linalg_svd")
+def svd_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`_linalg_svd`: both sets of vectors, values, a copy of the matrix.
+
+    The vectors are made in any case, above 32 columns of one matrix at a time.
+    """
+    a = _of(args[0])
+    k = min(a.m, a.n)
+    is_full = bool(args[1]) if len(args) > 1 else bool(kwargs.get("full_matrices", False))
+    is_wanted = args[2] if len(args) > 2 else kwargs.get("compute_uv", True)
+    info, copy = INFO * a.batch, a.m * a.n * a.item * a.batch
+    work = passing(svd_bytes(a.m, a.n, a.item, is_full and bool(is_wanted)))
+    if is_wanted:
+        left, values, right = map(bytes_of, out)
+        made = outputs({0: left, 2: right, 1: values}) + temporaries(info, copy)
+        return tuple(made + work + temporaries(-copy) + a.checks + temporaries(-info))
+    count = a.batch if a.is_single or a.n <= 32 else 1
+    u, v = a.m * k * a.item * count, k * a.n * a.item * count
+    made = outputs({1: bytes_of(out[1])}) + temporaries(info, copy, u, v)
+    return tuple(made + work + temporaries(-v, -u, -copy) + a.checks + temporaries(-info))
+
+
+@_measured("linalg_qr")
+def qr_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`linalg_qr`: Q, R, the reflectors' factors; Q is written out unless only R is needed."""
+    q, r = out
+    return tuple(outputs({0: bytes_of(q), 1: bytes_of(r)}) + _qr(args[0], q))
+
+
+@_measured("linalg_qr.out")
+def qr_out_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """The same into given tensors: it is made in fresh memory and copied."""
+    q, r = map(bytes_of, out)
+    return tuple(temporaries(q, r) + _qr(args[0], out[0]) + temporaries(-r, -q))
+
+
+def _qr(tensor: Tensor, q: Tensor) -> list[KernelEvent]:
+    a = _of(tensor)
+    k = min(a.m, a.n)
+    taus = k * a.item * a.batch
+    events = temporaries(taus)
+    if a.batch == 1 or a.n > 64:
+        factors = a.loop(geqrf_bytes(a.n, a.item))
+        events += temporaries(INFO) + factors + temporaries(-INFO)
+    else:
+        events += a.pointers
+    if q.numel():
+        written = a.loop(orgqr_bytes(a.m, q.shape[-1], k, a.item))
+        events += temporaries(INFO) + written + temporaries(-INFO)
+    return events + temporaries(-taus)
+
+
+@result("geqrf")
+def geqrf(args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
+    """Return the results of `geqrf`, which torch's meta device lacks.
+
+    They are a copy with its columns one after the other, and the reflectors' factors.
+    """
+    given: Tensor = args[0]
+    factors = given.new_empty((*given.shape[:-2], min(given.shape[-2:])))
+    return torch.empty_like(given.mT, memory_format=torch.contiguous_format).mT, factors
+
+
+@_measured("geqrf")
+def geqrf_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`geqrf`: Q's reflectors below R, and their factors."""
+    a, (written, factors) = _of(args[0]), map(bytes_of, out)
+    work = a.loop(geqrf_bytes(a.n, a.item))
+    made = outputs({0: written, 1: factors})
+    return tuple(made + temporaries(INFO) + work + temporaries(-INFO))
+
+
+@_measured("linalg_householder_product")
+def householder_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`linalg_householder_product`."""
+    a, k = _of(args[0]), args[1].shape[-1]
+    written = a.loop(orgqr_bytes(a.m, a.n, k, a.item))
+    return tuple(outputs({0: bytes_of(out)}) + temporaries(INFO) + written + temporaries(-INFO))
+
+
+@_measured("linalg_cholesky_ex")
+def cholesky_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`linalg_cholesky_ex`: one by cuSOLVER, many by its batched kernel."""
+    a = _of(args[0])
+    work = potrf_bytes(a.n, bool(kwargs.get("upper"))) if a.is_single else POINTER * a.batch
+    return tuple(outputs({0: bytes_of(out[0]), 1: bytes_of(out[1])}) + passing(work))
+
+
+@_measured("_linalg_check_errors")
+def check_errors_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`_linalg_check_errors`: comparisons with zero, of several matrices whether any is not."""
+    return tuple(_checks(is_single=args[0].dim() == 0))
+
+
+@_measured("cholesky_solve")
+def cholesky_solve_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`cholesky_solve`: the right-hand side and the factor are copied."""
+    factor = _of(args[1])
+    info = INFO if factor.is_single else 0
+    solved = outputs({0: bytes_of(out)}) + passing(factor.square)
+    return tuple(temporaries(info) + solved + temporaries(-info))
+
+
+@_measured("cholesky_inverse")
+def cholesky_inverse_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`cholesky_inverse`."""
+    return tuple(outputs({0: bytes_of(out)}) + passing(_of(args[0]).square, INFO))
+
+
+@_measured("linalg_solve_triangular")
+def solve_triangular_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`linalg_solve_triangular`: batched cuBLAS.
+
+    Up to 8 matrices of 64 columns or more are solved one by one.
+    """
+    a = _of(args[0])
+    return tuple(outputs({0: bytes_of(out)}) + a.triangular)
+
+
+def _lu(a: _Matrices) -> list[KernelEvent]:
+    """One matrix by cuSOLVER; many by batched cuBLAS up to 128 columns, else without a workspace
+    (MAGMA is not linked; 129 to 255 columns were not measured).
+    """
+    if a.is_single:
+        return passing(getrf_bytes(a.n, a.item))
+    return passing(POINTER * a.batch) if a.is_factored_by_cublas else []
+
+
+def _lu_solve(a: _Matrices, num_right: int) -> list[KernelEvent]:
+    """Requests of `lu_solve_kernel`: batched cuBLAS, a loop, or two triangular systems with the
+    pivots as a permutation.
+    """
+    if a.is_solved_in_a_loop(num_right):
+        return passing(INFO)
+    if a.n <= (16 if a.n == num_right else 64):
+        return a.pointers
+    row = INDEX * a.n
+    rows = row * a.batch
+    right = a.n * num_right * a.item * a.batch
+    inside = temporaries(right) + a.triangular * 2 + temporaries(-right)
+    if a.is_single:
+        return temporaries(row, row, row) + inside + temporaries(-row, -row, -row)
+    made = temporaries(row, rows, -row, row, rows)
+    return made + inside + temporaries(-rows, -row, -rows)
+
+
+@_measured("linalg_lu_factor_ex")
+def lu_factor_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`linalg_lu_factor_ex`: factors, pivots, info."""
+    return tuple(outputs({i: bytes_of(made) for i, made in enumerate(out)}) + _lu(_of(args[0])))
+
+
+@_measured("linalg_inv_ex")
+def inv_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`linalg_inv_ex`: a system with the identity."""
+    a = _of(args[0])
+    pivots = INFO * a.n * a.batch
+    solved = _lu(a) + _lu_solve(a, a.n)
+    made = outputs({0: bytes_of(out[0]), 1: bytes_of(out[1])})
+    return tuple(made + temporaries(a.square, pivots) + solved + temporaries(-pivots, -a.square))
+
+
+@_measured("_linalg_solve_ex")
+def solve_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`_linalg_solve_ex`: result, factors, pivots, info."""
+    a = _of(args[0])
+    num_right = out[0].shape[-1] if out[0].dim() == args[0].dim() else 1
+    made = outputs({i: bytes_of(part) for i, part in enumerate(out)})
+    return tuple(made + _lu(a) + _lu_solve(a, num_right))
+
+
+@_measured("linalg_lu_solve")
+def lu_solve_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`linalg_lu_solve`."""
+    return tuple(outputs({0: bytes_of(out)}) + _lu_solve(_of(args[0]), out.shape[-1]))
+
+
+def _signs(a: _Matrices) -> list[KernelEvent]:
+    """Requests for the sign of the permutation: a mask of moved pivots, and their number in each
+    matrix.
+    """
+    count = a.n * a.batch
+    taken = temporaries(4 * a.n, count, INDEX * a.batch)
+    return taken + passing(INDEX * count) + temporaries(-count, -4 * a.n)
+
+
+@_measured("_linalg_slogdet")
+def slogdet_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`_linalg_slogdet`: sign, logarithm, factors, pivots."""
+    a = _of(args[0])
+    info, each, diagonal = INFO * a.batch, a.item * a.batch, a.n * a.item * a.batch
+    made = outputs({i: bytes_of(part) for i, part in enumerate(out)}) + temporaries(info)
+    products = passing(diagonal, each) + temporaries(-INDEX * a.batch) + passing(diagonal)
+    return tuple(made + _lu(a) + _signs(a) + products + temporaries(-info))
+
+
+@_measured("_linalg_det")
+def det_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`_linalg_det`: determinant, factors, pivots."""
+    a = _of(args[0])
+    info, each = INFO * a.batch, a.item * a.batch
+    made = outputs({i: bytes_of(part) for i, part in enumerate(out)}) + temporaries(info) + _lu(a)
+    signs = temporaries(each) + _signs(a) + temporaries(-INDEX * a.batch, -each)
+    return tuple(made + signs + temporaries(-info))
+
+
+def _solves_by_cublas(args: Args) -> bool:
+    a = _of(args[0])
+    num_right = args[1].shape[-1] if args[1].dim() == args[0].dim() else 1
+    return a.is_factored_by_cublas or not a.is_solved_in_a_loop(num_right)
+
+
+def _lu_solves_by_cublas(args: Args) -> bool:
+    return not _of(args[0]).is_solved_in_a_loop(args[2].shape[-1])
+
+
+def _qr_by_cublas(args: Args) -> bool:
+    a = _of(args[0])
+    return a.batch > 1 and a.n <= 64
+
+
+# `getCurrentCUDABlasHandle` of BatchLinearAlgebraLibBlas.cpp and CUDABlas.cpp
+for _names, _calls_cublas in (
+    ("linalg_solve_triangular linalg_inv_ex", lambda args: True),
+    ("linalg_qr linalg_qr.out", _qr_by_cublas),
+    ("_linalg_solve_ex", _solves_by_cublas),
+    ("linalg_lu_solve", _lu_solves_by_cublas),
+    (
+        "linalg_lu_factor_ex _linalg_slogdet _linalg_det",
+        lambda args: _of(args[0]).is_factored_by_cublas,
+    ),
+):
+    register(_names, calls_cublas=_calls_cublas)
+
+outputs_only("addbmm linalg_cross")
+
+
+@above_autograd("linalg_svdvals")
+def svdvals(then: Next, a: Tensor, *, driver: str | None = None) -> Tensor:
+    """Compute only singular values, or also vectors if there is a gradient.
+
+    Under a dispatch mode torch also computes vectors (`isTensorSubclassLike` in
+    native/BatchLinearAlgebra.cpp).
+    """
+    if on_gpu(a):
+        values: Tensor = aten._linalg_svd.default(a, False, has_gradient(a), driver=driver)[1]
+        return values
+    result: Tensor = then(a, driver=driver)
+    return result
+
+
+@above_autograd("linalg_eigvalsh")
+def eigvalsh(then: Next, a: Tensor, uplo: str = "L") -> Tensor:
+    """Compute only eigenvalues, or also vectors if there is a gradient.
+
+    Under a dispatch mode torch also computes vectors (`isTensorSubclassLike` in
+    native/BatchLinearAlgebra.cpp).
+    """
+    if on_gpu(a):
+        values: Tensor = aten._linalg_eigh.default(a, uplo, has_gradient(a))[0]
+        return values
+    result: Tensor = then(a, uplo)
+    return result
+
+
+BLOCK = 32
+
+
+def up(count: int, step: int = BLOCK) -> int:
+    """`count`, rounded up to a multiple of `step`."""
+    return -(-count // step) * step
+
+
+def geqrf_bytes(n: int, item: int) -> int:
+    """The factors of a QR decomposition, of any number of rows."""
+    return item * (1024 * max(n, 256) + 524288) + 128
+
+
+def orgqr_bytes(m: int, n: int, k: int, item: int) -> int:
+    """The first n columns of Q from k reflectors."""
+    if k < 128:
+        return item * (256 + 16384 + max(16384, up(2 * n * k)) + up(m * k))
+    return item * (256 + 16384 + 128 * m + 256 * n)
+
+
+def eigh_bytes(n: int, item: int, batch: int) -> int:
+    """One call of the solver that torch takes.
+
+    Jacobi's method in float32 for 32 to 512 columns, except in batches of 32; otherwise divide and
+    conquer, of all matrices at once up to 32 columns.
+    """
+    if item == 4 and 32 <= n <= 512 and (batch == 1 or n > 32):
+        blocks = -(-n // BLOCK)
+        return 4 * (n * n + n + 4 * blocks * blocks + blocks + 1024 * (blocks + 1))
+    last = n * n + 2 * n + 3
+    reduced = 2 * n * n + 765 * n
+    if n <= 32:
+        return 128 + item * (batch * (65536 + last) + up(batch * reduced + 1) + up(batch))
+    larger = max(65536 + up(reduced + 1), 32768 + 128 + up(3 * n * n + 124 * n + 1))
+    return 128 + item * (32 + up(n) + larger + last)
+
+
+def svd_bytes(m: int, n: int, item: int, is_full: bool) -> int:
+    """Return cuSOLVER's workspace: of Jacobi's method for square matrices, else of QR iteration."""
+    if m == n:
+        blocks = -(-n // BLOCK)
+        if n <= 32:
+            return 992 * item
+        return item * (1024 * (2 * blocks + 1) + up(2 * n * n) + up(4 * blocks**2 + blocks + n))
+    tall, k = max(m, n), min(m, n)
+    vectors = tall if is_full else k
+    work = 256 * tall + 256 * 257 + up(tall * k + vectors) + up(512 * vectors) + up(k * k)
+    needed = max(up(geqrf_bytes(k, item) // item), work) + up(k)
+    return item * (needed + (up(m * n) if m < n else 0))
+
+
+def potrf_bytes(n: int, is_upper: bool) -> int:
+    """Cholesky's factor of one matrix."""
+    blocks = -(-n // BLOCK)
+    return 256 if is_upper else 128 + up(4 * blocks * blocks)
+
+
+def getrf_bytes(n: int, item: int) -> int:
+    """LU factors of one square matrix; the switch is between 1280 and 1792 columns."""
+    blocks = -(-n // BLOCK)
+    panel = max(256 * min(1 << (blocks - 1).bit_length(), 16), up(4 * blocks * blocks))
+    if n > 1536:
+        panel = max(panel, 8192 * item + 256 * (item + 8) * -(-n // 2048))
+    return 256 * (blocks + 1) + panel

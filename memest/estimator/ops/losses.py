@@ -1,0 +1,370 @@
+"""Losses: elementwise buffers, and which of them the result keeps.
+
+Sources (torch 2.11, `aten/src/ATen/native`): Loss.cpp, LossCTC.cpp, cuda/Loss.cu,
+cuda/MultiMarginLoss.cu, cuda/MultiLabelMarginCriterion.cu, cuda/LossCTC.cu, cuda/NLLLoss.cu;
+torch/csrc/autograd/FunctionsManual.cpp (`binary_cross_entropy_with_logits_backward`).
+Evidence: the allocator's events of each loss, recorded on an H100.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memest.errors import UnsupportedError
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops.autograd_ops import Next
+from memest.estimator.ops.in_place import in_nodes
+from memest.estimator.ops.reductions import sum_bytes
+from memest.estimator.ops.refusals import type_name
+from memest.estimator.ops.registry import (
+    Args,
+    Kwargs,
+    above_autograd,
+    outputs_only,
+    refuse,
+    register,
+    requests,
+    result,
+)
+from memest.estimator.ops.strides import contiguous, like
+from memest.estimator.ops.temporaries import (
+    OLDEST,
+    Events,
+    KernelEvent,
+    Scratch,
+    bytes_of,
+    contiguous_copy,
+    outputs,
+    passing,
+    temporaries,
+)
+from memest.estimator.tensors.placement import META, on_gpu
+
+aten = torch.ops.aten
+
+
+def is_reduced(args: Args, position: int) -> bool:
+    """Return whether the loss is a mean or a sum, by the argument at `position` if it is given."""
+    return len(args) <= position or args[position] != 0
+
+
+def loss_shape(args: Args) -> tuple[int, ...]:
+    """The shape of the elementwise loss of the first two arguments."""
+    return tuple(torch.broadcast_shapes(args[0].shape, args[1].shape))  # type: ignore[no-untyped-call]
+
+
+def _elements(shape: tuple[int, ...], out: Tensor, gpu: Gpu) -> tuple[int, tuple[int, ...]]:
+    """Bytes of an elementwise loss, and of its sum over everything."""
+    loss = torch.empty(shape, dtype=out.dtype, device="meta")
+    return prod(shape) * out.itemsize, sum_bytes(loss, (), loss.dtype, gpu)
+
+
+@requests("mse_loss smooth_l1_loss")
+def mse_loss_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`mse_loss` and `smooth_l1_loss` of Loss.cpp, reduced: the elementwise loss and the staging
+    of its sum. The scalar keeps the storage of the elementwise loss.
+    """
+    if not is_reduced(args, 2):
+        return Scratch()
+    loss = torch.empty(loss_shape(args), dtype=out.dtype, device="meta")
+    size = bytes_of(loss)
+    return Scratch(after=(size, *sum_bytes(loss, (), loss.dtype, gpu)), outputs=(size,))
+
+
+@requests("binary_cross_entropy")
+def bce_of_probabilities_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`binary_cross_entropy` of cuda/Loss.cu, reduced: the mean or sum, copied into the loss.
+
+    The scalar keeps the storage of the elementwise loss.
+    """
+    if not is_reduced(args, 3):
+        return Scratch()
+    loss = torch.empty(args[0].shape, dtype=out.dtype, device="meta")
+    staged = sum_bytes(loss, (), loss.dtype, gpu)
+    return Scratch(after=(out.itemsize, *staged), outputs=(bytes_of(loss),))
+
+
+@requests("huber_loss")
+def huber_loss_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`huber_loss` of Loss.cpp with a reduction: the elementwise loss, then the staging of its
+    sum.
+    """
+    if not is_reduced(args, 2):
+        return Scratch()
+    size, staged = _elements(loss_shape(args), out, gpu)
+    return Scratch(before=(size,), after=staged)
+
+
+@requests("binary_cross_entropy_with_logits")
+def bce_with_logits_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`binary_cross_entropy_with_logits` of Loss.cpp: the log-sigmoid, then the loss.
+
+    With weights of the positives the log-sigmoid is multiplied by `(pos_weight - 1) * target + 1`.
+    That takes a tensor of the weights' size and one of the loss's.
+    """
+    positives = args[3] if len(args) > 3 else kwargs.get("pos_weight")
+    size, staged = _elements(loss_shape(args), out, gpu)
+    log_sigmoid = bytes_of(args[0])
+    events = temporaries(log_sigmoid)
+    if positives is not None:
+        events += passing(positives.numel() * positives.itemsize, size)
+    if not is_reduced(args, 4):
+        return tuple(events + outputs({0: size}) + temporaries(-log_sigmoid))
+    reduced = outputs({0: out.itemsize}) + passing(*staged)
+    return tuple(events + temporaries(size) + reduced + temporaries(-size, -log_sigmoid))
+
+
+@requests("nll_loss_forward")
+def nll_loss_copies(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`nll_loss_forward` (cuda/NLLLoss.cu), reduced: input, weight and target made contiguous."""
+    log_probs, target, weight, reduction = args[:4]
+    if reduction == 0 or log_probs.dim() < 2:
+        return Scratch()
+    return Scratch(after=contiguous_copy(log_probs, weight, target))
+
+
+@requests("nll_loss_backward")
+def nll_loss_gradient_copies(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`nll_loss_backward`, likewise."""
+    _, log_probs, target, weight, reduction = args[:5]
+    if reduction == 0 or log_probs.dim() < 2:
+        return Scratch()
+    return Scratch(after=contiguous_copy(target, weight))
+
+
+@requests("soft_margin_loss")
+def soft_margin_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`soft_margin_loss` of Loss.cpp, reduced: the mean or sum, copied into the loss.
+
+    The scalar keeps the storage of the elementwise loss.
+    """
+    if not is_reduced(args, 2):
+        return Scratch()
+    size, staged = _elements(args[0].shape, out, gpu)
+    return Scratch(after=(out.itemsize, *staged), outputs=(size,))
+
+
+@requests("soft_margin_loss_backward")
+def soft_margin_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`soft_margin_loss_backward` of Loss.cpp: `exp(-target * input)` by way of two products."""
+    size = out.numel() * out.itemsize
+    oldest = KernelEvent(-size, OLDEST)
+    return tuple(
+        [*temporaries(size, size, size), oldest, oldest, *outputs({0: size}), *temporaries(-size)]
+    )
+
+
+def _samples(tensor: Tensor) -> int:
+    return tensor.shape[0] if tensor.dim() > 1 else 1
+
+
+@requests("multi_margin_loss")
+def multi_margin_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`multi_margin_loss` (MultiMarginLoss.cu) with a reduction: one loss for each sample."""
+    if args[0].dim() < 2 or not is_reduced(args, 5):
+        return Scratch()
+    return Scratch(after=(_samples(args[0]) * out.itemsize,))
+
+
+@requests("multilabel_margin_loss_forward")
+def multilabel_margin_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`multilabel_margin_loss_forward` (MultiLabelMarginCriterion.cu): which are targets, one loss
+    for each sample, then their mean or sum.
+    """
+    loss, is_target = out
+    kept = outputs({1: is_target.numel() * is_target.itemsize})
+    result = outputs({0: loss.numel() * loss.itemsize})
+    if args[0].dim() < 2 or not is_reduced(args, 2):
+        return tuple(kept + result)
+    each = _samples(args[0]) * loss.itemsize
+    return tuple(kept + temporaries(each) + result + temporaries(-each))
+
+
+@requests("_ctc_loss _ctc_loss.Tensor")
+def ctc_loss_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`_ctc_loss` (LossCTC.cu): the lengths of inputs and targets and where targets begin, as
+    int64 for each sample, the forward variables, then the losses.
+    """
+    losses, alphas = out
+    lengths = (losses.numel() * 8,) * 3
+    results = outputs({1: alphas.numel() * alphas.itemsize, 0: losses.numel() * losses.itemsize})
+    return tuple(temporaries(*lengths) + results + temporaries(*(-n for n in lengths)))
+
+
+LARGE_CTC = 450
+"""Bound of `_is_large_ctc`, above which the kernel sums over blanks separately."""
+
+
+def _is_large_ctc(log_probs: Tensor, batch: int) -> bool:
+    """Return whether there are many steps, samples or classes: `is_large` of LossCTC.cu."""
+    steps, classes = log_probs.shape[0], log_probs.shape[-1]
+    return 2 * steps + 24 * batch // 10 + 2 * classes // 10 > LARGE_CTC
+
+
+@requests("_ctc_loss_backward _ctc_loss_backward.Tensor")
+def ctc_loss_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`_ctc_loss_backward` (LossCTC.cu): lengths, backward variables, gradient.
+
+    Lengths and variables have the sizes of the forward pass. A large one has a `logsumexp` over the
+    blanks, and a second gradient if infinite losses count as zero.
+    """
+    log_probs, losses, alphas = args[1], args[5], args[6]
+    zero_infinity = args[8] if len(args) > 8 else kwargs.get("zero_infinity", False)
+    lengths = (losses.numel() * 8,) * 3
+    betas = alphas.numel() * alphas.itemsize
+    made = out.numel() * out.itemsize
+    events = temporaries(*lengths, betas)
+    if not _is_large_ctc(log_probs, losses.numel()):
+        events += outputs({0: made})
+    else:
+        rows = alphas.shape[0] * alphas.shape[1]
+        blanks = rows * (alphas.shape[2] // 2 + 1) * alphas.itemsize
+        sums = rows * alphas.itemsize
+        of_blanks = temporaries(
+            blanks, sums, sums, rows, -rows, -sums, blanks, sums, -blanks, -sums, -sums, -blanks
+        )
+        if zero_infinity:
+            zero, flags = out.itemsize, losses.numel()
+            events += temporaries(made) + of_blanks + temporaries(zero, flags)
+            events += outputs({0: made}) + temporaries(-flags, -zero, -made)
+        else:
+            events += outputs({0: made}) + of_blanks
+    return tuple(events + temporaries(-betas, *(-n for n in lengths)))
+
+
+outputs_only(
+    "binary_cross_entropy_backward huber_loss_backward mse_loss_backward "
+    "multi_margin_loss_backward multilabel_margin_loss_backward nll_loss2d_backward "
+    "nll_loss2d_forward smooth_l1_loss_backward"
+)
+
+
+@refuse("nll_loss_forward")
+def refuse_nll_loss(args: Args, kwargs: Kwargs) -> str:
+    """Check the type of the target (cuda/NLLLoss.cu)."""
+    if args[1].dtype in (torch.int64, torch.uint8):
+        return ""
+    kernel = '"nll_loss_forward_reduce_cuda_kernel_2d_index"'
+    return f"{kernel} not implemented for '{type_name(args[1].dtype)}'"
+
+
+@refuse("nll_loss2d_forward")
+def refuse_nll_loss2d(args: Args, kwargs: Kwargs) -> str:
+    """Check the type of the target (cuda/NLLLoss2d.cu)."""
+    if args[1].dtype in (torch.int64, torch.uint8):
+        return ""
+    return f"expected scalar type Long but found {type_name(args[1].dtype)}"
+
+
+@refuse("binary_cross_entropy")
+def refuse_binary_cross_entropy(args: Args, kwargs: Kwargs) -> str:
+    """Check that input and target have one type (cuda/Loss.cu)."""
+    if args[0].dtype == args[1].dtype:
+        return ""
+    return f"Found dtype {type_name(args[1].dtype)} but expected {type_name(args[0].dtype)}"
+
+
+register(
+    "mse_loss_backward smooth_l1_loss_backward huber_loss_backward",
+    layout=contiguous,
+)  # Loss.cpp
+register("binary_cross_entropy_backward", layout=like(1))  # cuda/Loss.cu
+
+
+def _is_in_place(left: Tensor, right: Any) -> bool:
+    """Return whether the gradient is computed in place and has the shape of `left`.
+
+    The shape differs where weights of the positives meet a target with more dimensions.
+    """
+    if torch.is_grad_enabled():
+        return False
+    if not isinstance(right, Tensor):
+        return True
+    return left.dim() >= right.dim() and left.shape == torch.broadcast_shapes(  # type: ignore[no-untyped-call]
+        left.shape, right.shape
+    )
+
+
+_LOGITS_NODE = "BinaryCrossEntropyWithLogitsBackward0"
+for _func, _instead in (
+    (aten.sub.Tensor, aten.sub_.Tensor),
+    (aten.mul.Tensor, aten.mul_.Tensor),
+    (aten.div.Tensor, aten.div_.Tensor),
+):
+    register(_func, in_backward=in_nodes(_LOGITS_NODE, instead=_instead, is_possible=_is_in_place))
+
+
+register("_ctc_loss _ctc_loss_backward", may_mix_devices=True)
+
+
+def _ctc_loss(
+    log_probs: Tensor, targets: Tensor, lengths: list[int], target_lengths: list[int],
+    blank: int = 0, reduction: int = 1, zero_infinity: bool = False,
+) -> Tensor:  # fmt: skip
+    """`ctc_loss_impl` of LossCTC.cpp: the zero is made before the losses are compared."""
+    batch = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
+    of_gpu: Any = {"dtype": batch.dtype, "device": "cuda"}
+    losses: Tensor = aten._ctc_loss.default(
+        batch, targets.to("cuda", torch.int64), lengths, target_lengths, blank, zero_infinity
+    )[0]
+    if zero_infinity:
+        zero = torch.zeros((), **of_gpu)
+        losses = torch.where(losses == float("inf"), zero, losses)
+    if reduction == 1:
+        return (losses / torch.tensor(target_lengths, **of_gpu).clamp_min(1)).mean()
+    if reduction == 2:
+        return losses.sum()
+    return losses if log_probs.dim() == 3 else losses.squeeze(0)
+
+
+@above_autograd("ctc_loss.Tensor")
+def ctc_loss(
+    then: Next, log_probs: Tensor, targets: Tensor, lengths: Tensor, target_lengths: Tensor,
+    blank: int = 0, reduction: int = 1, zero_infinity: bool = False,
+) -> Tensor:  # fmt: skip
+    """Run torch's own kernel of `ctc_loss`, with lengths in tensors."""
+    args = log_probs, targets, lengths, target_lengths, blank, reduction, zero_infinity
+    if not on_gpu(log_probs):
+        result: Tensor = then(*args)
+        return result
+    if not on_gpu(targets) and targets.dtype is torch.int32 and targets.dim() == 1:
+        raise UnsupportedError(
+            "`ctc_loss` of int32 targets on the host goes to cuDNN, which cannot be simulated",
+            hint="int64 targets take torch's own kernel",
+        )
+    return _ctc_loss(log_probs, targets, lengths.tolist(), target_lengths.tolist(), *args[4:])
+
+
+@above_autograd("ctc_loss.IntList")
+def ctc_loss_of_numbers(then: Next, log_probs: Tensor, targets: Tensor, *args: Any) -> Tensor:
+    """Run torch's own kernel of `ctc_loss`, with lengths as numbers."""
+    if on_gpu(log_probs):
+        return _ctc_loss(log_probs, targets, *args)
+    result: Tensor = then(log_probs, targets, *args)
+    return result
+
+
+def _margin_loss(x: Tensor, is_reduced: bool) -> Tensor:
+    sizes = [] if is_reduced or x.dim() < 2 else [x.shape[0]]
+    return torch.empty(sizes, dtype=x.dtype, device="meta")
+
+
+@result("multi_margin_loss")
+def _multi_margin(args: Args, kwargs: Kwargs) -> Tensor:
+    return _margin_loss(args[0], len(args) <= 5 or args[5] != 0)
+
+
+@result("multilabel_margin_loss_forward")
+def _multilabel_margin(args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
+    is_target = torch.empty(args[1].shape, dtype=args[0].dtype, device="meta")
+    return _margin_loss(args[0], args[2] != 0), is_target
+
+
+@result("_ctc_loss_backward multi_margin_loss_backward multilabel_margin_loss_backward")
+def loss_gradient(args: Args, kwargs: Kwargs) -> Tensor:
+    """Make the gradient of the second argument, contiguous."""
+    return torch.empty(args[1].shape, dtype=args[1].dtype, device=META)

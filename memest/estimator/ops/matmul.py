@@ -1,0 +1,381 @@
+"""Matrix products: requests of cuBLAS, `linear`, and the grouped product of experts.
+
+cuBLAS takes three things from the caching allocator:
+
+1. A workspace for each cuBLAS handle and stream, allocated at its first use and kept until the
+   process ends. Each host thread has one handle: the forward and the backward pass have their own.
+2. A second workspace of 1 MiB for cuBLASLt, which only `addmm` with a fusable bias calls. It is
+   kept, too, one per handle and stream.
+3. A contiguous copy of each operand whose strides cuBLAS cannot express (a gradient that `expand`
+   made, a sliced column), freed when the op ends.
+
+transformers 5.17 sorts tokens by expert and multiplies them in one `_grouped_mm`
+(integrations/moe.py, `grouped_mm_experts_forward`), so that no shape depends on the routing. The
+GPU decides between CUTLASS's fused kernel, torch's loop of `mm` over the groups, and before compute
+capability 8.0 a loop in transformers.
+
+Sources (torch 2.11, `aten/src/ATen`): cuda/CublasHandlePool.cpp (sizes, life time),
+native/cuda/Blas.cpp (who calls cuBLASLt), native/cuda/cuBlasCommonArgs.h (which operands are
+copied), native/cuda/GroupedBlas.cpp, native/cuda/GroupMM.cu, native/GroupedMMUtils.h. What torch
+2.12 changed is in the fields of `TorchRelease`.
+
+Evidence: exact on all 7,586 `mm`, `addmm`, `bmm` and `baddbmm` calls recorded on an H200 with torch
+2.11 (real models in fp32, fp16, bf16 and mixed precision, forward and backward); the fused kernel's
+workspace was recorded on an H100.
+
+Left out: variables `CUBLAS_WORKSPACE_CONFIG`, `CUBLASLT_WORKSPACE_SIZE`,
+`TORCH_CUBLASLT_UNIFIED_WORKSPACE` and `DISABLE_ADDMM_CUDA_LT`, TunableOp, a preferred
+BLAS library, side streams, complex and integer operands, and products that were not measured.
+
+Shapes: G groups, M rows of the left, N columns of the right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops.autograd_ops import Next
+from memest.estimator.ops.refusals import cpp_type, expects, type_name
+from memest.estimator.ops.registry import (
+    UNDER_VMAP,
+    Args,
+    Kwargs,
+    above_autograd,
+    modelled,
+    op_of,
+    refuse,
+    register,
+    requests,
+    result,
+)
+from memest.estimator.ops.temporaries import Scratch
+from memest.estimator.tensors.placement import on_gpu
+from memest.estimator.versions import simulated
+from memest.estimator.versions.torch_releases import TorchRelease
+from memest.units import KIB, MIB
+
+aten = torch.ops.aten
+
+_POINTER_BYTES = 8
+_PROBLEM_BYTES = 3 * 4
+"""M, N and K of a group as int32."""
+
+_RECORDED = (9, 0)
+"""Capability of the GPU on which the workspace was recorded."""
+
+_DESCRIPTOR_BYTES = 128
+"""A `CUtensorMap`."""
+
+_DESCRIPTORS_PER_SM = 4
+"""Descriptors of both operands, the result and the addend (CUTLASS's array mainloop and epilogue).
+
+They take 67,584 bytes for 132 multiprocessors, in each of 528 recorded calls.
+"""
+
+
+@result("_grouped_mm")
+def grouped_mm_output(args: Args, kwargs: Kwargs) -> Tensor:
+    """Return the result also for dtypes other than bfloat16, which torch's meta kernel refuses.
+
+    Rows are padded to 16 bytes, as `create_grouped_gemm_output_tensor` does.
+    """
+    with contextlib.suppress(NotImplementedError, RuntimeError):
+        out: Tensor = aten._grouped_mm.default(*args, **kwargs)
+        return out
+    left, right = args[0], args[1]
+    offsets: Any = args[2] if len(args) > 2 else kwargs.get("offs")
+    if left.dim() == 2 and right.dim() == 2:
+        size = [offsets.size(0), left.size(0), right.size(1)]
+    elif left.dim() == 2:
+        size = [left.size(0), right.size(-1)]
+    elif right.dim() == 2:
+        size = [left.size(1), right.size(1)]
+    else:
+        size = [left.size(0), left.size(1), right.size(-1)]
+    vector = 16 // left.itemsize
+    row = -(-size[-1] // vector) * vector
+    stride = [row, 1] if len(size) == 2 else [size[1] * row, row, 1]
+    return torch.empty_strided(size, stride, dtype=left.dtype, device=left.device)
+
+
+@requests("_grouped_mm")
+def grouped_mm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """Requests of a grouped product: pointers, strides and sizes of each group and tensor
+    descriptors in the fused kernel, or one `mm` per group.
+
+    ::
+
+        3 * 8 * round_up(G, 2) + 12 * G + 3 * 8 * G
+        4 * 128 * multiprocessors
+    """
+    if not _is_fused(args, gpu):
+        return Scratch()
+    offsets = args[2] if len(args) > 2 else kwargs.get("offs")
+    groups = args[0].size(0) if offsets is None else offsets.size(0)
+    pointers = 3 * _POINTER_BYTES * (groups + groups % 2)
+    descriptors = gpu.num_sms * _DESCRIPTORS_PER_SM * _DESCRIPTOR_BYTES
+    return Scratch(after=(pointers + groups * _PROBLEM_BYTES + 3 * 8 * groups, descriptors))
+
+
+@modelled("_grouped_mm")
+def grouped_mm_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Return whether the product is a loop over groups without memory of its own, or was
+    recorded.
+    """
+    return not _is_fused(args, gpu) or gpu.capability == _RECORDED
+
+
+def _is_fused(args: Args, gpu: Gpu) -> bool:
+    """`use_fast_path`: bfloat16 on compute capability 9.0 or 10.x."""
+    is_bfloat16 = args[0].dtype == args[1].dtype == torch.bfloat16
+    return is_bfloat16 and (gpu.capability == (9, 0) or gpu.capability[0] == 10)
+
+
+@refuse("mm")
+def refuse_mm(args: Args, kwargs: Kwargs) -> str:
+    """Check the types of the factors (cuda/Blas.cpp)."""
+    left, right = args[0].dtype, args[1].dtype
+    if left == right:
+        return ""
+    types = f"{cpp_type(left)} != {cpp_type(right)}"
+    return f"expected mat1 and mat2 to have the same dtype, but got: {types}"
+
+
+@refuse("addmm")
+def refuse_addmm(args: Args, kwargs: Kwargs) -> str:
+    """Check the types of summand and factors (cuda/Blas.cpp)."""
+    added, left, right = (tensor.dtype for tensor in args[:3])
+    for name, dtype in (("self", added), ("mat1", left)):
+        if dtype != right:
+            types = f"{type_name(dtype)} and {type_name(right)}"
+            return f"{name} and mat2 must have the same dtype, but got {types}"
+    return ""
+
+
+register("addmv", refuse=expects(1, 2, "addmv_impl_cuda"))
+register("mv", refuse=expects(0, 1, "addmv_impl_cuda"))
+
+
+@above_autograd("linear", vmap_key=UNDER_VMAP)
+def linear(then: Next, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Add the bias in place to the product of an input that is not contiguous.
+
+    Under a dispatch mode torch does not (`isTensorSubclassLike` in ATen/native/Linear.cpp).
+    """
+    if bias is not None and x.dim() > 2 and on_gpu(x) and not x.is_contiguous():
+        return torch.matmul(x, weight.t()).add_(bias)
+    result: Tensor = then(x, weight, bias)
+    return result
+
+
+# ------------------------------------------------------------------------ cuBLAS
+
+LT_WORKSPACE_BYTES = MIB
+"""`parseCUDABlasLtWorkspaceSize`: 1024 KiB, https://github.com/pytorch/pytorch/issues/73328."""
+
+_LT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Call of cuBLAS by a matrix product."""
+
+    kind: str
+    """`matrix`, `batch`, `vector` or `dot`."""
+
+    first: int = 0
+    """Position of the first factor; a summand comes before it."""
+
+    fused: str = ""
+    """Epilogue of cuBLASLt: `bias`, or `activation`; empty where cuBLASLt is not called."""
+
+
+for _names, _product in (
+    ("mm mm.out", Product("matrix")),
+    ("addmm addmm.out", Product("matrix", 1, "bias")),
+    ("addmm_", Product("matrix", 1)),
+    ("_addmm_activation _addmm_activation.out", Product("matrix", 1, "activation")),
+    ("bmm bmm.out", Product("batch")),
+    ("baddbmm baddbmm.out baddbmm_", Product("batch", 1)),
+    ("mv mv.out", Product("vector")),
+    ("addmv addmv.out addmv_", Product("vector", 1)),
+    ("dot dot.out vdot vdot.out", Product("dot")),
+):
+    register(_names, product=_product)
+
+
+def cublas_workspace_bytes(capability: tuple[int, int], release: TorchRelease) -> int:
+    """Bytes of the workspace that torch gives each cuBLAS handle.
+
+    `parseChosenWorkspaceSize` (torch v2.11): Hopper 8 pools of 4096 KiB = 32 MiB, all others
+    `:4096:2:16:8` = 2 * 4096 KiB + 8 * 16 KiB = 8.125 MiB. Later releases give Blackwell (compute
+    capability 10.x and 12.x) 32 MiB too.
+
+    >>> from memest.estimator.versions.torch_releases import TORCH_2_11 as release
+    >>> cublas_workspace_bytes((9, 0), release), cublas_workspace_bytes((8, 0), release)
+    (33554432, 8519680)
+    """
+    large = capability == (9, 0)
+    if release.large_blackwell_workspace:
+        large = capability[0] in (9, 10, 12)
+    return 8 * 4096 * KIB if large else 2 * 4096 * KIB + 8 * 16 * KIB
+
+
+Caller = tuple[str, int]
+"""The thread and the number of its stream, 0 for the default one.
+
+The thread is `"main"` for the forward pass and the optimizer, and `"backward"` for autograd's,
+which also recomputes checkpoints. A thread has one handle, a handle one workspace for each stream
+(`cublas_handle_stream_to_workspace`).
+"""
+
+
+class CublasWorkspaces:
+    """Workspaces that exist so far in one process on one GPU, by thread and stream.
+
+    Args:
+    capability: compute capability of the GPU.
+    release: the torch that runs on the GPU; None is the simulated one.
+    """
+
+    def __init__(self, capability: tuple[int, int], release: TorchRelease | None = None) -> None:
+        release = release or simulated()
+        self._handle_bytes = cublas_workspace_bytes(capability, release)
+        self._unified = release.shares_cublas_workspace
+        self._with_handle: set[Caller] = set()
+        self._with_lt: set[Caller] = set()
+
+    def bytes_for(
+        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], caller: Caller
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return `(persistent, temporary)` bytes of one call: workspaces of a thread's first
+        product and of a fused bias, and copies of operands that cuBLAS cannot read.
+
+        CUDA's order is: the result, the temporaries, then the persistent ones; the temporaries are
+        freed at the end of the op. The call counts: a workspace is returned once per `caller`. An
+        op that takes no handle returns nothing.
+        """
+        op = op_of(func)
+        product: Product | None = op.product
+        if product is None:
+            if op.calls_cublas is None or not op.calls_cublas(tuple(args)):
+                return (), ()
+        elif not _reaches_cublas(product, args):
+            return (), ()
+        temporary = () if product is None else _operand_copies(product, args)
+        persistent = []
+        if caller not in self._with_handle:
+            self._with_handle.add(caller)
+            persistent.append(self._handle_bytes)
+        needs_lt = not self._unified and caller not in self._with_lt
+        if product is not None and needs_lt and _calls_lt(product, args, kwargs):
+            self._with_lt.add(caller)
+            persistent.append(LT_WORKSPACE_BYTES)
+        return tuple(persistent), temporary
+
+
+def _factors(product: Product, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """The two factors of the product; `addmm`, `baddbmm` and `addmv` have the summand first."""
+    return args[product.first], args[product.first + 1]
+
+
+def _reaches_cublas(product: Product, args: Sequence[Any]) -> bool:
+    """False when the result or the summed dimension is empty: torch then returns early.
+
+    `dot` of two empty vectors still creates a handle.
+    """
+    left, right = _factors(product, args)
+    return product.kind == "dot" or (left.numel() > 0 and right.numel() > 0)
+
+
+def _calls_lt(product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether `addmm` goes to cuBLASLt, which adds the bias in its epilogue.
+
+    `isInputCompliesAddmmCudaLt` (torch v2.11, CUDA 12.1 or newer): beta is 1, the result is a
+    contiguous matrix and every dimension of both factors is above 1. The summand is a contiguous
+    vector as long as the result's row. With a fused activation a matrix as summand will do too.
+    """
+    if not product.fused:
+        return False
+    bias, (left, right) = args[0], _factors(product, args)
+    out = kwargs.get("out")
+    if kwargs.get("beta", 1) != 1 or left.dtype not in _LT_DTYPES:
+        return False
+    if out is not None and not (out.dim() == 2 and out.is_contiguous()):
+        return False
+    if min(*left.shape, *right.shape) <= 1:
+        return False
+    is_vector = bias.dim() == 1 or bias.squeeze().dim() == 1
+    if is_vector and bias.is_contiguous() and bias.shape[-1] == right.shape[1]:
+        return True
+    return product.fused == "activation" and bias.dim() == 2
+
+
+def _operand_copies(product: Product, args: Sequence[Any]) -> tuple[int, ...]:
+    """Bytes of the contiguous copies of operands, in the order in which CUDA makes them.
+
+    cuBLAS is column-major, so a row-major result is computed as the product of the transposed
+    factors: the second factor is prepared first.
+    """
+    if product.kind == "dot":
+        return ()
+    left, right = _factors(product, args)
+    if product.kind == "vector":
+        fits = [(right, _vector_fits(right)), (left, _matrix_has_unit_stride(left))]
+    elif product.kind == "matrix":
+        fits = [(right, _is_dense(right) or _matrix_has_unit_stride(right))]
+        fits += [(left, _is_dense(left) or _matrix_has_unit_stride(left))]
+    elif right.shape[2] == 1:  # a batch of columns is column-major already: nothing is swapped
+        fits = [(left, _batch_fits(left, fast=1)), (right, _batch_fits(right, fast=1))]
+    else:
+        fits = [(right, _batch_fits(right, fast=2)), (left, _batch_fits(left, fast=2))]
+    return tuple(t.numel() * t.element_size() for t, fit in fits if not fit)
+
+
+def _matrix_has_unit_stride(tensor: Tensor) -> bool:
+    """Return whether rows or columns are unit-stride without overlap:
+    `prepare_matrix_for_cublas`.
+    """
+    (rows, cols), (row_stride, col_stride) = tensor.shape, tensor.stride()
+    return (row_stride == 1 and col_stride >= max(1, rows)) or (
+        col_stride == 1 and row_stride >= max(1, cols)
+    )
+
+
+def _batch_fits(tensor: Tensor, *, fast: int) -> bool:
+    """Return whether cuBLAS reads the batch in place: `prepare_batch_matrix_for_cublas`.
+
+    `fast` is the dim that is contiguous when the factor needs no transposition.
+    """
+    sizes, strides, leading = tensor.shape, tensor.stride(), 3 - fast
+    if strides[fast] == 1 and strides[leading] >= max(1, sizes[fast]):
+        return True
+    if strides[leading] == 1 and strides[fast] >= max(1, sizes[leading]):
+        return True
+    return tensor.is_contiguous() and strides[1] != 0 and strides[2] != 0
+
+
+def _vector_fits(tensor: Tensor) -> bool:
+    """Return whether `addmv` reads this vector in place: any stride except 0."""
+    return tensor.stride(0) != 0 or tensor.is_contiguous()
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements fill their storage without gap or overlap, in some order of
+    dims.
+    """
+    dims = zip(tensor.stride(), tensor.shape, strict=True)
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in dims if size > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

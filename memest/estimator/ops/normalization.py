@@ -1,0 +1,484 @@
+"""Batch, layer, group and RMS norms: cuDNN's workspaces, torch's kernels, the choice of both.
+
+Sources (torch 2.11, `aten/src/ATen/native`): Normalization.cpp (`_select_batch_norm_backend`),
+cudnn/BatchNorm.cpp, cuda/Normalization.cu, cuda/Normalization.cuh, cuda/layer_norm_kernel.cu,
+cuda/group_norm_kernel.cu, layer_norm.cpp. cuDNN's batch norm has no workspace in NCHW. The rule for
+channels-last is deduced from 81 shapes on an H100 (cuDNN 9.19) and exact for all. They are the
+float16 calls of ResNet-18, ResNet-50 and MobileNetV2, and the float32 calls of a ResNet-50 and an
+EfficientNetV2. Gradients of layer norm: event by event of Swin on an H100 (`zoo-swin-f32`).
+`SyncBatchNorm`: recorded under DDP on two H100s.
+
+Symbols: M samples times pixels, C channels.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._prims_common import suggest_memory_format
+
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops.autograd_ops import Next
+from memest.estimator.ops.reductions import accumulator_bytes_of, sum_bytes
+from memest.estimator.ops.refusals import expects, type_name
+from memest.estimator.ops.registry import (
+    UNDER_VMAP,
+    Args,
+    Kwargs,
+    above_autograd,
+    modelled,
+    outputs_only,
+    refuse,
+    register,
+    requests,
+    result,
+)
+from memest.estimator.ops.strides import contiguous, like
+from memest.estimator.ops.temporaries import (
+    OLDEST,
+    Events,
+    KernelEvent,
+    Scratch,
+    bytes_of,
+    contiguous_copy,
+    outputs,
+    passing,
+    temporaries,
+)
+from memest.estimator.tensors.placement import on_gpu
+from memest.estimator.versions import simulated
+
+aten = torch.ops.aten
+
+
+CHANNELS_PER_BLOCK = 64
+FORWARD_ROWS, FORWARD_HEADER = {torch.float16: 160, torch.float32: 64}, 1072
+BACKWARD_ROWS, BACKWARD_HEADER = 96, 1056
+"""Rows that a block adds up, and bytes in addition to the blocks' sums."""
+
+SUMS_BYTES = 2 * 4 * CHANNELS_PER_BLOCK
+"""Two float32 sums for each channel of a block."""
+
+ROWS_PER_THREAD, BLOCK_THREADS = 16, 512
+MAX_BLOCKS, MIN_BLOCKS = 128, 8
+"""`ELEMENTS_PER_THREAD`, `MAX_BLOCK_SIZE`, `MAX_H_BLOCK`; the least worth a sum over the grid."""
+
+MAX_TRAINED_SAMPLES, MAX_EVALUATED_SAMPLES = 880801, 65535
+
+
+def takes_cudnn(
+    tensor: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    *,
+    is_training: bool,
+    is_enabled: bool,
+) -> bool:
+    """`_select_batch_norm_backend`: whether CUDA runs a batch norm by cuDNN."""
+    if weight is None or bias is None or not is_enabled:
+        return False
+    if torch.bfloat16 in (tensor.dtype, weight.dtype) or tensor.dim() < 3:
+        return False
+    if tensor.dtype == torch.float16 and weight.dtype != torch.float32:
+        return False
+    has_statistics = running_mean is not None and running_var is not None
+    has_none = running_mean is None and running_var is None
+    most = MAX_TRAINED_SAMPLES if is_training else MAX_EVALUATED_SAMPLES
+    return (
+        (has_statistics or (has_none and is_training))
+        and tensor.shape[0] <= most
+        and tensor.numel() < 2**31 - 1
+    )
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    return not tensor.is_contiguous()  # cuDNN gets dense tensors: NCHW or channels-last
+
+
+def _workspace(tensor: Tensor, rows_of_block: int, block_bytes: int, header_bytes: int) -> int:
+    """Sums of each block of rows and each group of 64 channels, 4 bytes more for each group."""
+    channels = tensor.shape[1]
+    groups = -(-channels // CHANNELS_PER_BLOCK)
+    blocks = -(-tensor.numel() // channels // rows_of_block)
+    return header_bytes + groups * (blocks * block_bytes + 4)
+
+
+@requests("cudnn_batch_norm")
+def batch_norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`cudnn_batch_norm`: in channels-last training partial sums, and a flag for each block."""
+    tensor, is_training = args[0], args[5]
+    if not is_training or not _is_channels_last(tensor):
+        return Scratch()
+    rows = FORWARD_ROWS.get(tensor.dtype, FORWARD_ROWS[torch.float32])
+    return Scratch(after=(_workspace(tensor, rows, SUMS_BYTES + 4, FORWARD_HEADER),))
+
+
+@requests("cudnn_batch_norm_backward")
+def batch_norm_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`cudnn_batch_norm_backward`: the gradient in the input's format, and partial sums in
+    channels-last.
+    """
+    tensor, grad = args[0], args[1]
+    is_last = _is_channels_last(tensor)
+    is_like = grad.is_contiguous() != is_last
+    copies = () if is_like else (grad.numel() * grad.itemsize,)
+    if not is_last:
+        return Scratch(before=copies)
+    workspace = _workspace(tensor, BACKWARD_ROWS, SUMS_BYTES, BACKWARD_HEADER)
+    return Scratch(before=copies, after=(workspace,))
+
+
+@modelled("cudnn_batch_norm cudnn_batch_norm_backward native_batch_norm native_batch_norm_backward")
+def batch_norm_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Return whether the workspace is known: NCHW, and channels-last on Hopper except float64.
+
+    torch's own kernels (bfloat16) were recorded in both orders, in two nets, but not of sequences
+    with gaps.
+    """
+    is_backward = func is torch.ops.aten.native_batch_norm_backward.default
+    tensor = args[1] if is_backward else args[0]
+    if "native" in func._schema.name:
+        return bool(tensor.dim() != 3 or tensor.is_contiguous())
+    is_measured = tensor.dtype in FORWARD_ROWS and gpu.capability == (9, 0)
+    return bool(not _is_channels_last(tensor) or is_measured)
+
+
+def _takes_rows(tensor: Tensor) -> bool:
+    """`batch_norm_use_channels_last_kernels`: the channels of a sample are contiguous."""
+    if tensor.dim() == 2:
+        return tensor.is_contiguous() and tensor.stride(1) == 1
+    return tensor.dim() > 3 and _is_channels_last(tensor)
+
+
+def _last_power_of_2(number: int) -> int:
+    return 1 << (max(1, number).bit_length() - 1)
+
+
+def _staging(tensor: Tensor, sums_per_channel: int) -> tuple[int, ...]:
+    """Bytes that blocks of rows share: float32 sums, and a flag for each group of channels.
+
+    Nothing if fewer than 8 blocks would share a group (`flexible_launch_configs`).
+    """
+    channels = tensor.shape[1]
+    rows = tensor.numel() // max(1, channels)
+    width = min(_last_power_of_2(channels), 32)
+    height = min(_last_power_of_2(-(-rows // ROWS_PER_THREAD)), BLOCK_THREADS // width)
+    if width * height != BLOCK_THREADS:
+        width = min(_last_power_of_2(channels), BLOCK_THREADS // height)
+    blocks = min(-(-rows // (height * ROWS_PER_THREAD)), MAX_BLOCKS)
+    if blocks < MIN_BLOCKS:
+        return ()
+    return sums_per_channel * channels * blocks * 4, -(-channels // width) * 4
+
+
+@requests("native_batch_norm")
+def native_batch_norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`batch_norm_cuda` by torch's own kernels.
+
+    Training has staged sums if channels are contiguous; rows with gaps have numbers in place of
+    missing weights (`Impl::General`).
+    """
+    tensor, is_training = args[0], args[5]
+    staged = _staging(tensor, 4) if is_training and _takes_rows(tensor) else ()
+    has_gaps = tensor.dim() == 2 and not tensor.is_contiguous()
+    return Scratch(after=staged + (4,) * (has_gaps * sum(w is None for w in args[1:3])))
+
+
+@requests("batch_norm_stats")
+def statistics_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`batch_norm_stats`, of `SyncBatchNorm`."""
+    return Scratch(after=_staging(args[0], 4) if _takes_rows(args[0]) else ())
+
+
+@requests("batch_norm_backward_reduce")
+def statistics_gradient_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`batch_norm_backward_reduce`, of `SyncBatchNorm`."""
+    return Scratch(after=_staging(args[1], 2) if _takes_rows(args[1]) else ())
+
+
+@requests("native_batch_norm_backward")
+def native_batch_norm_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`batch_norm_backward_cuda`: one kernel.
+
+    Sums over the samples come first if channels are contiguous or the input needs no gradient.
+    """
+    tensor, wanted = args[1], args[9]
+    takes_rows = _takes_rows(tensor)
+    sizes = {i: t.numel() * t.itemsize for i, t in enumerate(out) if t is not None and wanted[i]}
+    if wanted[0] and not takes_rows:
+        return tuple(outputs(sizes))
+    of_input = outputs({0: sizes.pop(0)} if wanted[0] else {})
+    sums = (tensor.shape[1] * (8 if tensor.dtype == torch.float64 else 4),) * 2
+    staged = _staging(tensor, 2) if takes_rows and _takes_rows(args[0]) else ()
+    return tuple(
+        temporaries(*sums)
+        + outputs(sizes)
+        + passing(*staged)
+        + of_input
+        + temporaries(*(-n for n in sums))
+    )
+
+
+MANY_ROWS = 64 * 1024
+"""More rows than this take partial sums, in `LaunchGammaBetaBackwardCUDAKernel`."""
+
+
+ROWS_PER_BLOCK, MAX_GRID, COLUMNS_PER_BLOCK = 32, 64 * 1024 // 2, 32
+"""`rows_per_block_y`, `max_grid_size` and `block_dim_x` of `LaunchGammaBetaBackwardCUDAKernel`."""
+
+
+def _partial_rows(num_rows: int, width: int, gpu: Gpu) -> int:
+    """Return the rows of a norm's partial weight gradient; 0 if one pass computes it."""
+    if num_rows <= MANY_ROWS or width // COLUMNS_PER_BLOCK >= gpu.num_sms // 2:
+        return 0
+    blocks = -(-width // COLUMNS_PER_BLOCK)
+    return min(MAX_GRID // blocks, -(-num_rows // ROWS_PER_BLOCK))
+
+
+def _events(args: Args, weights: dict[int, Tensor | None], mask: list[bool], gpu: Gpu) -> Events:
+    """Copies, the gradients, and partial sums for `weights` if rows are many and narrow.
+
+    Weights are given by the position of their gradient.
+
+    `LaunchGammaBetaBackwardCUDAKernel` adds blocks of rows for all of them, then calls `sum(0)` for
+    each. Each result replaces an output that was allocated before.
+    """
+    grad, tensor, shape = args[0], args[1], args[2]
+    width = prod(shape)
+    wanted = {i: w for i, w in weights.items() if mask[i] and w is not None}
+    rows = _partial_rows(tensor.numel() // max(1, width), width, gpu)
+    of_input, of_weights = contiguous_copy(tensor), {i: bytes_of(w) for i, w in wanted.items()}
+    of_grad = contiguous_copy(grad)
+    made = outputs({0: bytes_of(tensor)} if mask[0] else {})
+    ends = temporaries(*(-n for n in reversed((*of_input, *of_grad))))
+    if not rows:
+        made += outputs(of_weights) + temporaries(*of_grad)
+        return tuple(temporaries(*of_input) + made + ends)
+    sums: list[KernelEvent] = []
+    parts = []
+    for i, weight in wanted.items():
+        part = torch.empty((rows, width), dtype=weight.dtype, device="meta")
+        parts.append(bytes_of(part))
+        sums += outputs({i: of_weights[i]}) + passing(*sum_bytes(part, [0], part.dtype, gpu))
+        sums += [KernelEvent(-of_weights[i], OLDEST)]
+    made += temporaries(*of_weights.values(), *of_grad, *parts) + sums
+    return tuple(temporaries(*of_input) + made + temporaries(*(-n for n in reversed(parts))) + ends)
+
+
+@requests("native_layer_norm_backward")
+def layer_norm_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`native_layer_norm_backward`: copies, and partial sums of the gradients of weight and bias,
+    one after the other, where rows are many and narrow.
+    """
+    return _events(args, {1: args[5], 2: args[6]}, list(args[7]), gpu)
+
+
+@requests("_fused_rms_norm_backward")
+def rms_norm_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`_fused_rms_norm_backward`: copies, and partial sums of the weight's gradient where rows are
+    many and narrow.
+    """
+    return _events(args, {1: args[4]}, list(args[5]), gpu)
+
+
+@requests("native_layer_norm _fused_rms_norm")
+def input_copy_before(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """A contiguous copy of the first argument, made before the outputs (layer_norm_kernel.cu)."""
+    return Scratch(before=contiguous_copy(args[0]))
+
+
+@requests("native_group_norm")
+def group_norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`native_group_norm`: scale and shift of each channel of each sample, N * C accumulators each.
+
+    group_norm_kernel.cu; none without weight and bias or with one element per channel.
+    """
+    tensor, weight, bias, batch, channels, size = args[:6]
+    copies = contiguous_copy(tensor)
+    if size == 1 or (weight is None and bias is None):
+        return Scratch(before=copies)
+    per_channel = batch * channels * accumulator_bytes_of(tensor.dtype)
+    return Scratch(before=copies, after=(per_channel, per_channel))
+
+
+@requests("native_group_norm_backward")
+def group_norm_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`native_group_norm_backward`: two sums per channel, and three factors for the input gradient.
+
+    group_norm_kernel.cu: `ds`, `db` and, with a weight, `c1` of N * C; `c2` and `c3` of N * G.
+    """
+    tensor, weight = args[1], args[4]
+    batch, channels, size, groups = args[5:9]
+    acc = accumulator_bytes_of(tensor.dtype)
+    per_channel, per_group = batch * channels * acc, batch * groups * acc
+    if size == 1:
+        return Scratch(after=(per_group, per_group) if args[9][0] else ())
+    after = (per_channel, per_channel)
+    if args[9][0]:
+        after += (per_group, per_group) + ((per_channel,) if weight is not None else ())
+    return Scratch(after=after)
+
+
+outputs_only(
+    "_weight_norm_interface _weight_norm_interface_backward batch_norm_backward_elemt "
+    "batch_norm_elemt batch_norm_gather_stats_with_counts"
+)
+
+
+@result("_weight_norm_interface_backward")  # torch 2.6 has no meta kernel
+def _weight_norm_backward(args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(args[1]), torch.empty_like(args[2])
+
+
+@refuse("native_group_norm")
+def refuse_group_norm(args: Args, kwargs: Kwargs) -> str:
+    """Check the types of input and weight (native/mixed_data_type.h)."""
+    tensor, weight = args[0].dtype, args[1] if len(args) > 1 else None
+    if weight is None or weight.dtype == tensor:
+        return ""
+    if tensor.itemsize > 2 and tensor != torch.float32:
+        return "mixed dtype (CPU): all inputs must share same datatype."
+    if weight.dtype != torch.float32:
+        return "mixed dtype (CPU): expect parameter to have scalar type of Float"
+    return f"expected scalar type {type_name(tensor)} but found {type_name(weight.dtype)}"
+
+
+@refuse("native_batch_norm cudnn_batch_norm _native_batch_norm_legit")
+def refuse_batch_norm(args: Args, kwargs: Kwargs) -> str:
+    """Check the weight (cuda/Normalization.cu): of the input's type, or float32 for half inputs."""
+    tensor, weight = args[0].dtype, args[1] if len(args) > 1 else None
+    if weight is None or weight.dtype == tensor:
+        return ""
+    if tensor in (torch.float16, torch.bfloat16) and weight.dtype == torch.float32:
+        return ""
+    if not tensor.is_floating_point:
+        return f"\"batch_norm_stats_cuda\" not implemented for '{type_name(tensor)}'"
+    expected = torch.float32 if tensor.itemsize == 2 else tensor
+    return f"expected scalar type {type_name(expected)} but found {type_name(weight.dtype)}"
+
+
+register("native_layer_norm", refuse=expects(0, 2, "LayerNormKernelImpl"))
+
+
+register(
+    "native_layer_norm_backward _fused_rms_norm_backward",
+    layout=contiguous,
+)  # layer_norm_kernel.cu
+register("native_batch_norm_backward", layout=like(1))  # cuda/Normalization.cu
+
+
+def _statistics(tensor: Tensor) -> Tensor:
+    """A number for each channel, of float32 or wider."""
+    dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    return torch.empty(tensor.shape[1], dtype=dtype, device="meta")
+
+
+@result("batch_norm_stats batch_norm_gather_stats_with_counts")
+def _batch_norm_stats(args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
+    return _statistics(args[0]), _statistics(args[0])
+
+
+@result("batch_norm_backward_reduce")
+def _batch_norm_sums(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
+    """Return the two sums over the batch, and the gradients of weight and bias."""
+    _, tensor, _, _, weight, _, of_weight, of_bias = args
+    made = torch.empty_like if weight is not None else None
+    return (
+        _statistics(tensor),
+        _statistics(tensor),
+        made(weight) if made and of_weight else None,
+        made(weight) if made and of_bias else None,
+    )
+
+
+@result("batch_norm_elemt")
+def _like_input(args: Args, kwargs: Kwargs) -> Tensor:
+    return torch.empty_like(args[0])
+
+
+@result("batch_norm_backward_elemt")
+def _like_saved_input(args: Args, kwargs: Kwargs) -> Tensor:
+    return torch.empty_like(args[1])
+
+
+@above_autograd("batch_norm", vmap_key=UNDER_VMAP)
+def batch_norm(
+    then: Next,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    """Run cuDNN's kernel where `_batch_norm_impl_index` of native/Normalization.cpp does."""
+    tensors = weight, bias, running_mean, running_var
+    if (
+        on_gpu(x)
+        and x.numel() > 0
+        and takes_cudnn(x, *tensors, is_training=training, is_enabled=cudnn_enabled)
+    ):
+        x = x.contiguous(memory_format=suggest_memory_format(x))
+        dense = [t if t is None else t.contiguous() for t in tensors]
+        out: Tensor = aten.cudnn_batch_norm.default(x, *dense, training, momentum, eps)[0]
+        return out
+    result: Tensor = then(x, *tensors, training, momentum, eps, cudnn_enabled)
+    return result
+
+
+class _RmsNorm(torch.autograd.Function):
+    """`_fused_rms_norm` and its gradient, each one kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: Any) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, rstd = aten._fused_rms_norm.default(x, shape, weight, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.shape = shape
+        result: Tensor = out
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, rstd = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        with torch._C._AutoDispatchBelowAutograd():
+            of_x, of_weight = aten._fused_rms_norm_backward.default(
+                grad, x, ctx.shape, rstd, weight, wanted
+            )
+        return of_x, None, of_weight if weight is not None else None, None
+
+
+@above_autograd("rms_norm")
+def rms_norm(
+    then: Next, x: Tensor, shape: Any, weight: Tensor | None = None, eps: Any = None
+) -> Tensor:
+    """Run the fused kernel where native/layer_norm.cpp does (`rms_norm_symint`)."""
+    is_fused = simulated().fuses_rms_norm and hasattr(aten, "_fused_rms_norm")
+    is_fused = is_fused and on_gpu(x) and x.is_floating_point() and not x.is_complex()
+    is_fused = is_fused and (weight is None or weight.dtype is x.dtype)
+    if is_fused and suggest_memory_format(x) is torch.contiguous_format:
+        fused: Tensor = _RmsNorm.apply(x, list(shape), weight, eps)  # type: ignore[no-untyped-call]
+        return fused
+    result: Tensor = then(x, shape, weight, eps)
+    return result
+
+
+@result("_fused_rms_norm")
+def _rms_norm(args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
+    """Return the contiguous result, and the reciprocal roots in float32 or wider."""
+    x, shape = args[0], args[1]
+    kept = x.dim() - len(shape)
+    sizes = [*x.shape[:kept], *(1 for _ in shape)]
+    dtype = torch.float32 if x.itemsize == 2 else x.dtype
+    out = torch.empty(x.shape, dtype=x.dtype, device="meta")
+    return out, torch.empty(sizes, dtype=dtype, device="meta")

@@ -1,0 +1,665 @@
+"""Random operators: the numbers of the GPU's generator, and what draws request.
+
+CUDA's generator has a seed and an offset (`CUDAGeneratorImpl`). A kernel draws from Philox at the
+offset, each thread from its own sequence, and moves the offset. A mask that a script draws on the
+GPU is therefore known, and so are the shapes that depend on it. Steps of the offset are known for
+all random operators; numbers for uniform, normal and exponential ones, integers and choices.
+
+Sources (torch 2.11, `aten/src/ATen`): native/cuda/DistributionTemplates.h, Distributions.cu,
+MultinomialKernel.cu, Dropout.cu, Randperm.cu, native/Distributions.cpp,
+core/TransformationHelper.h; CUDA's curand_philox4x32_x.h.
+Evidence: 488 draws on an H100 (tests/data/draws.json.gz), and the allocator's events of each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from math import ceil, log, log2
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch._ops import OpOverload
+
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops.autograd_ops import Next
+from memest.estimator.ops.cub import radix_sort_bytes, scan_bytes
+from memest.estimator.ops.reductions import reduce_bytes, threads_per_sm
+from memest.estimator.ops.registry import (
+    Args,
+    Kwargs,
+    Op,
+    above_autograd,
+    modelled,
+    outputs_only,
+    overloads_of,
+    random_offset,
+    register,
+    requests,
+    result,
+)
+from memest.estimator.ops.strides import in_format_of
+from memest.estimator.ops.temporaries import Events, bytes_of, outputs, passing, temporaries
+from memest.estimator.tensors.placement import on_gpu
+
+Array = np.ndarray[Any, Any]
+
+WORDS, SHIFT, DEGREE = 624, 397, 19937
+"""Words of a state, the recurrence's offset, and the state's bits that affect later numbers."""
+
+_UPPER, _LOWER, _MATRIX = np.uint32(1 << 31), np.uint32((1 << 31) - 1), np.uint32(0x9908B0DF)
+_LEFT, _NEXT, _STATE = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * WORDS)
+"""Slices of the state's bytes: number of words left, the next word, and the words, 8 bytes each."""
+
+
+def advance(generator: torch.Generator, count: int) -> None:
+    """Let `generator` have drawn `count` 32-bit numbers more, `WORDS` or more of them."""
+    torch.empty(WORDS, dtype=torch.uint8).random_(generator=generator)  # all words are made ones
+    count -= WORDS
+    state = generator.get_state().numpy().copy()
+    left, words = state[_LEFT].view(np.int32), state[_STATE].view(np.uint64)
+    count -= int(left[0]) - 1
+    num_blocks = -(-count // WORDS)
+    if num_blocks > 0:
+        words[:] = _after(words.astype(np.uint32), num_blocks * WORDS)
+        count -= (num_blocks - 1) * WORDS
+        left[0] = WORDS + 1 - count
+        state[_NEXT].view(np.uint64)[0] = count
+    else:
+        state[_NEXT].view(np.uint64)[0] += np.uint64(count + int(left[0]) - 1)
+        left[0] = 1 - count
+    generator.set_state(torch.from_numpy(state))
+
+
+def _after(words: Array, steps: int) -> Array:
+    """Return the words of the state after `steps` steps."""
+    sequence = _sequence(words, WORDS + DEGREE)
+    found = np.zeros(WORDS, dtype=np.uint32)
+    for place in np.flatnonzero(_power(steps)).tolist():
+        found ^= sequence[place : place + WORDS]
+    return found
+
+
+def _sequence(words: Array, length: int) -> Array:
+    """Return the words of a state, followed by the next words."""
+    made = np.empty(length + WORDS, dtype=np.uint32)
+    made[:WORDS] = words
+    stride = WORDS - SHIFT  # so many depend on none of each other
+    for place in range(WORDS, length, stride):
+        first = made[place - WORDS : place - WORDS + stride]
+        second = made[place - WORDS + 1 : place - WORDS + 1 + stride]
+        mixed = (first & _UPPER) | (second & _LOWER)
+        mixed = (mixed >> np.uint32(1)) ^ np.where(mixed & np.uint32(1), _MATRIX, np.uint32(0))
+        made[place : place + stride] = made[place - stride : place] ^ mixed
+    return made[:length]
+
+
+@cache
+def _terms() -> Array:
+    """The exponents of the characteristic polynomial below its degree, by Berlekamp and Massey from
+    the lowest bits of any sequence.
+    """
+    start = np.random.MT19937(0).state["state"]["key"].astype(np.uint32)
+    bits = (_sequence(start, 2 * DEGREE + 2 * WORDS)[WORDS:] & np.uint32(1)).tolist()
+    current, before, length, gap, seen = 1, 1, 0, 1, 0
+    for number, bit in enumerate(bits[: 2 * DEGREE]):
+        seen = (seen << 1) | bit
+        if (current & seen).bit_count() % 2 == 0:
+            gap += 1
+        elif 2 * length <= number:
+            current, before = current ^ (before << gap), current
+            length, gap = number + 1 - length, 1
+        else:
+            current, gap = current ^ (before << gap), gap + 1
+    return np.array([DEGREE - i for i in range(1, DEGREE + 1) if current >> i & 1])
+
+
+def _power(steps: int) -> Array:
+    """The coefficients of t^steps modulo the characteristic polynomial, 0 or 1 each."""
+    terms = _terms()
+    room = DEGREE - int(terms.max())  # so many can be taken off at once
+    found = np.zeros(2 * DEGREE, dtype=np.uint8)
+    found[0] = 1
+    for bit in bin(steps)[2:]:
+        squared = np.zeros(2 * DEGREE, dtype=np.uint8)
+        squared[int(bit) : 2 * DEGREE - 1 + int(bit) : 2][:DEGREE] = found[:DEGREE]
+        for top in range(2 * DEGREE, DEGREE, -room):
+            low = max(top - room, DEGREE)
+            part = squared[low:top].copy()
+            if part.any():
+                for term in terms:
+                    squared[low - DEGREE + term : top - DEGREE + term] ^= part
+        squared[DEGREE:] = 0
+        found = squared
+    return found[:DEGREE]
+
+
+aten = torch.ops.aten
+
+Words = NDArray[np.uint64]
+Parts = NDArray[np.int64]
+Numbers = NDArray[Any]
+
+BLOCK_THREADS = 256
+DRAWS = 4
+"""32-bit numbers that Philox makes at once; offsets are multiples of it."""
+
+_MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_STEPS = 0x9E3779B9, 0xBB67AE85
+_ROUNDS = 10
+_LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+_WIDE = 1 << 32
+"""Integers from a range of this size on take 64 bits each."""
+
+MAX_NUMEL = 1 << 18
+"""Most random numbers that are computed. Larger draws only advance the offset, because few shapes
+depend on them.
+"""
+
+MAX_NORMALS = 1 << 14
+"""Like `MAX_NUMEL` for normal numbers, which are noise and weights."""
+
+MOST_ROWS = 65535
+"""Blocks in the second dimension of a grid."""
+
+
+DEFAULT_SEED = 67280421310721
+"""`default_rng_seed_val` (c10/core/GeneratorImpl.h). The default generator of a real GPU begins
+from a random seed, unless the script sets one.
+"""
+
+
+@dataclass(slots=True)
+class GpuGenerator:
+    """`torch.Generator` of the GPU."""
+
+    seed: int = DEFAULT_SEED
+    offset: int = 0
+
+    def manual_seed(self, seed: int) -> None:
+        """Set the seed, and the offset to 0."""
+        self.seed, self.offset = int(seed) % (1 << 64), 0
+
+    def state(self) -> Tensor:
+        """Seed and offset, 16 bytes (`CUDAGeneratorImpl::get_state`)."""
+        numbers = np.array([self.seed, self.offset], dtype="<u8")
+        return torch.from_numpy(numbers.view(np.uint8).copy())
+
+    def set_state(self, state: Tensor) -> None:
+        """Restore the result of `state`."""
+        seed, offset = state.numpy().view("<u8")
+        self.seed, self.offset = int(seed), int(offset)
+
+
+def philox(seed: int, sequence: Words, counter: Words) -> list[Words]:
+    """Four words for each `sequence` at its `counter`: Philox 4x32, ten rounds."""
+    words = [counter & _LOW, counter >> _HALF, sequence & _LOW, sequence >> _HALF]
+    keys = [seed & 0xFFFFFFFF, seed >> 32]
+    for _ in range(_ROUNDS):
+        first, second = words[0] * _MULTIPLIERS[0], words[2] * _MULTIPLIERS[1]
+        words = [
+            (second >> _HALF) ^ words[1] ^ np.uint64(keys[0]),
+            second & _LOW,
+            (first >> _HALF) ^ words[3] ^ np.uint64(keys[1]),
+            first & _LOW,
+        ]
+        keys = [(key + step) & 0xFFFFFFFF for key, step in zip(keys, _STEPS, strict=True)]
+    return words
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Grid of `distribution_elementwise_grid_stride_kernel` over `count` numbers."""
+
+    count: int
+    num_threads: int
+    per_draw: int
+    """Numbers of one draw of four words: 4, or 2 of 64 bits."""
+
+    @property
+    def offset(self) -> int:
+        """Increase of the generator's offset."""
+        return ((self.count - 1) // (self.num_threads * self.per_draw) + 1) * DRAWS
+
+    def words(self, generator: GpuGenerator) -> tuple[list[Words], Parts]:
+        """Return four Philox words for each number, and the index of the word that it uses."""
+        item = np.arange(self.count, dtype=np.uint64)
+        turn, thread = np.divmod(item, np.uint64(self.num_threads))
+        round_, part = np.divmod(turn, np.uint64(self.per_draw))
+        counter = round_ + np.uint64(generator.offset // DRAWS)
+        return philox(generator.seed, thread, counter), part.astype(np.int64)
+
+
+def launch(count: int, gpu: Gpu, per_draw: int) -> Launch:
+    """`calc_execution_policy`: no more blocks than the GPU runs at once."""
+    most = gpu.num_sms * (threads_per_sm(gpu) // BLOCK_THREADS)
+    return Launch(count, BLOCK_THREADS * min(-(-count // BLOCK_THREADS), most), per_draw)
+
+
+def _uniform(words: list[Words], part: Parts, is_double: bool) -> Numbers:
+    """Above 0 and up to 1 (`curand_uniform4`, `curand_uniform2_double`)."""
+    if is_double:
+        low, high = _pair(words, part)
+        return (low ^ (high << np.uint64(21))) * 2.0**-53 + 2.0**-54
+    chosen = np.choose(part, words).astype(np.float32)
+    return chosen * np.float32(2.0**-32) + np.float32(2.0**-33)
+
+
+def _pair(words: list[Words], part: Parts) -> tuple[Words, Words]:
+    return np.choose(part, words[::2]), np.choose(part, words[1::2])
+
+
+def _normal(words: list[Words], part: Parts, is_double: bool) -> Numbers:
+    """Normal numbers by Box and Muller (`curand_normal4`)."""
+    if is_double:
+        raise NotImplementedError
+    made = []
+    for first, second in (words[:2], words[2:]):
+        radius = first.astype(np.float32) * np.float32(2.0**-32) + np.float32(2.0**-33)
+        turn = 2 * math.pi * 2.0**-32
+        angle = second.astype(np.float32) * np.float32(turn) + np.float32(turn / 2)
+        length = np.sqrt(np.float32(-2) * np.log(radius))
+        made += [length * np.sin(angle), length * np.cos(angle)]
+    return np.choose(part, made)
+
+
+def _exponential(words: list[Words], part: Parts, is_double: bool) -> Numbers:
+    """With a rate of 1 (`transformation::exponential`)."""
+    uniform = _uniform(words, part, is_double)
+    half = np.finfo(uniform.dtype).eps / 2
+    return -np.where(uniform >= 1 - half, -half, np.log(uniform))
+
+
+def _integers(words: list[Words], part: Parts, low: int, high: int) -> Numbers:
+    if high - low >= _WIDE:
+        first, second = _pair(words, part)
+        drawn = (first << _HALF) | second
+    else:
+        drawn = np.choose(part, words)
+    return (drawn % np.uint64(high - low)).astype(np.int64) + low
+
+
+class GpuDraws:
+    """Random numbers of a GPU, in order.
+
+    Args:
+    gpu: how many threads draw at once.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.default = GpuGenerator()
+        self.of_script: dict[int, GpuGenerator] = {}
+        """Generators of the script by identity."""
+
+    def draw(
+        self, op: Op, args: Args, kwargs: Kwargs, out: Any, given: Any = None
+    ) -> Tensor | None:
+        """The numbers of a random operator that has made `out`, where they are few enough and
+        known; the generator moves on in any case. `given` is the value of its first argument.
+        """
+        generator = self._generator(kwargs)
+        made: Tensor = out[0] if isinstance(out, tuple | list) else out
+        count, func = made.numel(), op.func
+        name = func._schema.name.removeprefix("aten::")
+        if not count or not (op.random_offset or is_drawn(name, args)):
+            return None
+        fixed = op.random_offset and op.random_offset(args, kwargs, made, self.gpu)
+        if fixed is not None:
+            generator.offset += fixed
+            return None
+        if name == "multinomial":
+            return self._chosen(generator, args, kwargs, given)
+        low, high = _range(func, args, made.dtype) if name in _OF_INTEGERS else (0, 1)
+        is_double = made.dtype == torch.float64
+        takes_two = (is_double and name not in _DROPOUTS) or high - low >= _WIDE
+        per_draw = 2 if takes_two else DRAWS
+        plan = launch(count, self.gpu, per_draw)
+        numbers = None
+        most = MAX_NORMALS if name in _NORMALS else MAX_NUMEL
+        is_wanted = count <= most and not isinstance(made, torch.nn.Parameter)
+        if is_wanted and (name in _NUMBERS or name in _OF_INTEGERS):
+            words, part = plan.words(generator)
+            if name in _OF_INTEGERS:
+                numbers = torch.from_numpy(_integers(words, part, low, high)).to(made.dtype)
+            elif not (name in _NORMALS and is_double):
+                numbers = _NUMBERS[name](words, part, made.dtype, *_given(func, args, kwargs))
+        generator.offset += plan.offset
+        return None if numbers is None else _in_shape(numbers, made)
+
+    def _generator(self, kwargs: Kwargs) -> GpuGenerator:
+        given = kwargs.get("generator")  # another object of Python's, of the same generator
+        return self.default if given is None else self.of_script.get(given._cdata, self.default)
+
+    def _chosen(
+        self, generator: GpuGenerator, args: Args, kwargs: Kwargs, odds: Any
+    ) -> Tensor | None:
+        """`multinomial` of one, or without putting back: the largest of each quotient of odds and
+        exponential numbers.
+        """
+        given: Tensor = args[0]
+        num_samples, puts_back = int(args[1]), bool(args[2] if len(args) > 2 else False)
+        rows = given.numel() // given.size(-1)
+        if kwargs.get("replacement", puts_back) and num_samples > 1:
+            made = _found(generator, odds, num_samples) if odds is not None and rows == 1 else None
+            generator.offset += DRAWS * ((rows - 1) // MOST_ROWS + 1)
+            return made
+        plan = launch(given.numel(), self.gpu, 2 if given.dtype == torch.float64 else DRAWS)
+        words, part = plan.words(generator) if odds is not None else ([], None)
+        generator.offset += plan.offset
+        if odds is None or part is None or given.dtype == torch.float64:
+            return None
+        drawn = torch.from_numpy(_exponential(words, part, False)).to(given.dtype)
+        quotients: Tensor = odds / drawn.view(odds.shape)
+        if num_samples == 1:
+            return quotients.argmax(-1, keepdim=True)
+        return quotients.topk(num_samples).indices
+
+
+def _found(generator: GpuGenerator, odds: Tensor, num_samples: int) -> Tensor | None:
+    """Return the samples: a uniform number for each thread, searched in the cumulative odds."""
+    if num_samples > MAX_NUMEL or odds.dtype != torch.float32:
+        return None
+    thread = np.arange(num_samples, dtype=np.uint64)
+    counter = np.full(num_samples, generator.offset // DRAWS, dtype=np.uint64)
+    words = philox(generator.seed, thread, counter)
+    drawn = torch.from_numpy(_uniform(words, np.zeros(num_samples, np.int64), False))
+    row = odds.reshape(-1)
+    return torch.searchsorted((row / row.sum()).cumsum(0), drawn).view(*odds.shape[:-1], -1)
+
+
+def _in_shape(numbers: Tensor, made: Tensor) -> Tensor:
+    """Return the numbers in the shape of `made`; they are drawn in the order of memory."""
+    strides = made.stride()
+    order = sorted(range(made.dim()), key=lambda d: (-strides[d], d))
+    shaped = numbers.view([made.size(d) for d in order])
+    return shaped.permute([order.index(d) for d in range(made.dim())])
+
+
+def _typed(numbers: Numbers, dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(numbers).to(dtype)
+
+
+def _uniform_of(
+    words: list[Words], part: Parts, dtype: torch.dtype, start: float = 0.0, end: float = 1.0
+) -> Tensor:
+    """Return uniform numbers from `start` (included) to `end` (excluded)."""
+    drawn = _uniform(words, part, dtype == torch.float64)
+    made = _typed(drawn * drawn.dtype.type(end - start) + drawn.dtype.type(start), dtype)
+    return torch.where(made == end, start, made)
+
+
+def _normal_of(
+    words: list[Words], part: Parts, dtype: torch.dtype, mean: float = 0.0, std: float = 1.0
+) -> Tensor:
+    return _typed(_normal(words, part, False) * np.float32(std) + np.float32(mean), dtype)
+
+
+def _exponential_of(
+    words: list[Words], part: Parts, dtype: torch.dtype, rate: float = 1.0
+) -> Tensor:
+    return _typed(_exponential(words, part, dtype == torch.float64) / rate, dtype)
+
+
+def _bernoulli_of(words: list[Words], part: Parts, dtype: torch.dtype, odds: float = 0.5) -> Tensor:
+    return _typed(_uniform(words, part, dtype == torch.float64) < odds, dtype)
+
+
+_NUMBERS: dict[str, Callable[..., Tensor]] = {
+    "rand": _uniform_of, "rand_like": _uniform_of, "uniform_": _uniform_of,
+    "randn": _normal_of, "randn_like": _normal_of, "normal_": _normal_of,
+    "exponential_": _exponential_of, "bernoulli_": _bernoulli_of, "bernoulli": _bernoulli_of,
+}  # fmt: skip
+_NORMALS = ("randn", "randn_like", "normal_")
+_OF_INTEGERS = ("randint", "randint_like", "random_")
+_DROPOUTS = ("native_dropout", "_fused_dropout")
+_LARGEST = {
+    torch.float32: 1 << 24, torch.float64: 1 << 53, torch.float16: 1 << 11, torch.bfloat16: 1 << 8,
+}  # fmt: skip
+_OVER_A_GRID = frozenset((
+    *_NUMBERS, *_OF_INTEGERS, *_DROPOUTS, "normal", "normal_functional", "geometric_", "cauchy_",
+    "log_normal_", "rrelu_with_noise", "rrelu_with_noise_", "rrelu_with_noise_functional",
+))  # fmt: skip
+
+
+def is_drawn(name: str, args: Args) -> bool:
+    """Return whether the operator draws with these arguments: not if it drops nothing."""
+    if name == "native_dropout":
+        return args[2] is not False
+    if name.startswith("rrelu"):
+        return bool(args[4]) if len(args) > 4 else False
+    return name in _OVER_A_GRID or name == "multinomial"
+
+
+@random_offset(*overloads_of(aten.randperm))
+def randperm_offset(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> int:
+    """Step of `randperm` (Randperm.cu): its keys, and an order of equal ones."""
+    count = out.numel()
+    wide = count > 1 and math.log2(count) * 2 > 28  # keys of so many bits are of 64
+    return launch(count, gpu, 2 if wide else DRAWS).offset + rounded_draws(count)
+
+
+@random_offset(*overloads_of(aten.bernoulli))
+def bernoulli_offset(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> int | None:
+    """Step of `bernoulli` with odds in a tensor."""
+    return 12 if len(args) < 2 or isinstance(args[1], Tensor) else None
+
+
+@random_offset(*overloads_of(aten.bernoulli_))
+def bernoulli_in_place_offset(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> int | None:
+    """Step of `bernoulli_` with odds in a tensor."""
+    return 12 if len(args) > 1 and isinstance(args[1], Tensor) else None
+
+
+register(*overloads_of(aten.poisson), random_offset=lambda *call: 20)
+register(*overloads_of(aten._standard_gamma), random_offset=lambda *call: 12)
+
+
+def rounded_draws(draws: int) -> int:
+    """Round a number of draws up to a whole step of the offset."""
+    return -(-draws // DRAWS) * DRAWS
+
+
+def _range(func: Any, args: Args, dtype: torch.dtype) -> tuple[int, int]:
+    """Return the lowest integer, and the excluded upper bound."""
+    numbers = [int(a) for a in args if isinstance(a, int) and not isinstance(a, bool)]
+    if func._schema.name == "aten::random_" and not numbers:
+        if dtype in _LARGEST:
+            return 0, _LARGEST[dtype] + 1
+        return 0, 2 if dtype == torch.bool else torch.iinfo(dtype).max + 1
+    low, high = (0, *numbers)[-2:]
+    return low, high
+
+
+def _given(func: Any, args: Args, kwargs: Kwargs) -> list[float]:
+    """Return the numbers that determine the distribution."""
+    if not func._schema.name.endswith("_") and func._schema.name != "aten::bernoulli":
+        return []
+    names = [argument.name for argument in func._schema.arguments[1:]]
+    found = dict(zip(names, args[1:], strict=False)) | kwargs
+    return [float(found[name]) for name in names if name in found and name != "generator"]
+
+
+# ------------------------------------------------------------------ requests, results
+
+_KEPT = 0.9
+"""Odds at least of no two equal keys, which `randperm` draws as many bits for as that takes."""
+
+
+def randperm_bits(num_items: int) -> int:
+    """Bits of the random keys that `randperm` sorts (Randperm.cu)."""
+    number = float(num_items)
+    return min(64, ceil(log2(number - (6 * number * number + 1) / (12 * log(_KEPT)))))
+
+
+@requests("randperm")
+def randperm_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """Requests of `randperm` (Randperm.cu): a scalar that checks the range, the numbers, the keys,
+    and the sort's temporary storage.
+
+    The keys exist before and after the sort, with 4 bytes if 32 bits are enough.
+    """
+    count = out.numel()
+    events = outputs({0: count * out.itemsize}) + passing(out.itemsize)
+    if count < 2:
+        return tuple(events)
+    bits = randperm_bits(count)
+    key_bytes = 4 if bits <= 32 else 8
+    sort = radix_sort_bytes(count, gpu, num_bits=bits, key_bytes=key_bytes)
+    return tuple(events + passing(count * out.itemsize, *(count * key_bytes,) * 2, sort))
+
+
+@modelled("randperm")
+def randperm_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Return whether the numbers are int64, for which the sort's tunings are known."""
+    return kwargs.get("dtype") in (None, torch.int64)
+
+
+def _samples(args: Args, kwargs: Kwargs) -> tuple[int, bool]:
+    num: int = args[1] if len(args) > 1 else kwargs["num_samples"]
+    replaced = args[2] if len(args) > 2 else kwargs.get("replacement", False)
+    return num, bool(replaced)
+
+
+@requests("multinomial")
+def multinomial_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`multinomial` (native/Distributions.cpp) without replacement, or of one sample.
+
+    The largest and smallest probability are checked, then the sum of each row; these verdicts are
+    kept. Exponential noise divides the probabilities. `topk` of several samples also makes the
+    values.
+    """
+    probabilities = args[0]
+    item = probabilities.itemsize
+    num, replaced = _samples(args, kwargs)
+    if replaced and num > 1:
+        return _with_replacement(args, out)
+    rows = probabilities.shape[0] if probabilities.dim() > 1 else 1
+    noise = probabilities.numel() * item
+    extreme = passing(
+        *reduce_bytes(
+            probabilities, (), gpu, dtype=probabilities.dtype, out_dtype=probabilities.dtype,
+            accumulator_bytes=item,
+        )
+    )  # fmt: skip
+    sums = temporaries(rows * item, rows, 1, -rows, -rows * item)
+    if probabilities.dim() == 1:
+        sums = temporaries(item, 1, -item)
+    values = passing(rows * num * item) if num > 1 else []
+    kept = 1, 1
+    return tuple(
+        outputs({0: out.numel() * out.itemsize})
+        + temporaries(item)
+        + extreme
+        + temporaries(1, item)
+        + extreme
+        + temporaries(1, 1, -1, -item, -1, -item)
+        + sums
+        + passing(1)
+        + temporaries(noise)
+        + values
+        + temporaries(-noise, *(-n for n in kept))
+    )
+
+
+def _with_replacement(args: Args, out: Any) -> Events:
+    """Requests of sampling with replacement (MultinomialKernel.cu): normalised probabilities, their
+    cumulative sum, and a copy; a scan over blocks for a single row.
+    """
+    given = args[0]
+    size = given.numel() * given.itemsize
+    scan = passing(scan_bytes(given.numel(), value_bytes=4)) if given.dim() == 1 else []
+    return tuple(
+        outputs({0: out.numel() * out.itemsize})
+        + temporaries(size, size, size)
+        + scan
+        + temporaries(-size, -size, -size)
+    )
+
+
+@modelled("multinomial")
+def multinomial_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Return whether the samples need no more than one block of `topk`.
+
+    Samples with replacement come from several rows, or from one of float32.
+    """
+    num, replaced = _samples(args, kwargs)
+    if replaced and num > 1:
+        return bool(args[0].dim() > 1 or args[0].dtype == torch.float32)
+    return num <= 1024
+
+
+@requests("bernoulli")
+def bernoulli_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`bernoulli` of probabilities (cuda/Distributions.cpp), those of 16 bits cast to float32."""
+    probabilities = args[0]
+    cast = probabilities.numel() * 4 if probabilities.itemsize == 2 else 0
+    return tuple(outputs({0: out.numel() * out.itemsize}) + passing(cast))
+
+
+@requests("normal.Tensor_Tensor normal.float_Tensor")
+def normal_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`normal` of deviations in a tensor (DistributionTemplates.h).
+
+    The smallest deviation is checked before the result is made, and again. A number as the mean is
+    a tensor.
+    """
+    mean, deviations = args[:2]
+    item = deviations.itemsize
+    smallest = reduce_bytes(
+        deviations, (), gpu, dtype=deviations.dtype, out_dtype=deviations.dtype,
+        accumulator_bytes=item,
+    )  # fmt: skip
+    check = temporaries(item) + passing(*smallest) + passing(1) + temporaries(-item)
+    number = [] if isinstance(mean, torch.Tensor) else passing(out.itemsize)
+    return tuple(check + outputs({0: out.numel() * out.itemsize}) + check + number)
+
+
+@requests("native_dropout")
+def dropout_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`native_dropout` of Dropout.cu: the mask comes before the result, unless all or nothing is
+    dropped.
+    """
+    result, mask = out
+    sizes = {0: bytes_of(result), 1: bytes_of(mask)}
+    is_drawn = args[2] is not False and 0 < args[1] < 1
+    return tuple(outputs({i: sizes[i] for i in ((1, 0) if is_drawn else (0, 1))}))
+
+
+outputs_only(
+    "bernoulli.p bernoulli_ exponential_ native_dropout_backward normal_ rand rand_like "
+    "randint randint_like randn randn_like random_ uniform_"
+)
+
+
+register("native_dropout_backward", layout=in_format_of(0))  # cuda/Dropout.cu
+
+
+IN_FUNCTORCH = "FuncTorchDynamicLayerFrontMode"
+"""Dispatch key at which functorch has a `dropout` of its own (PyTorchOperatorHacks.cpp)."""
+
+
+@above_autograd("dropout", vmap_key=IN_FUNCTORCH)
+def dropout(then: Next, x: Tensor, p: float, train: bool) -> Tensor:
+    """Run the fused kernel where 0 < p < 1 (`is_fused_kernel_acceptable` of Dropout.cpp)."""
+    if train and 0 < p < 1 and on_gpu(x) and x.numel() > 0:
+        out: Tensor = aten.native_dropout.default(x, p, train)[0]
+        return out
+    result: Tensor = then(x, p, train)
+    return result
+
+
+@result("normal_")
+def filled_normal(args: Args, kwargs: Kwargs) -> Tensor:
+    """Fill an empty tensor: on meta torch makes the numbers first, by a dozen operators."""
+    filled: Tensor = args[0]
+    std = args[2] if len(args) > 2 else kwargs.get("std", 1.0)
+    if filled.is_floating_point() and std >= 0:
+        return filled
+    made: Tensor = aten.normal_.default(*args, **kwargs)  # raises torch's error
+    return made

@@ -1,0 +1,673 @@
+"""Memory of cuDNN's recurrent layers: weights, workspace, reserve space, in order.
+
+torch calls cuDNN for LSTM, GRU and RNN (`ATen/native/cudnn/RNN.cpp` of torch 2.11). cuDNN does not
+publish its sizes; the formulas are fitted to calls on an H100 (cuDNN 9.19). 575 layers have all
+cells, 1 to 4 layers, both directions, 5 to 256 steps, batches of 1 to 128 and widths of 16 to 1500.
+They are float32, float16, bfloat16 and float64, packed and not. 1,350 more have 16 to 1000 steps
+and batches of up to 512, not packed; 1,331 are exact.
+
+Weights, reserve space and the workspace of inference are exact to the allocator's 512 B for all
+without projection. The workspace of training, the larger of a forward and a backward part, is exact
+for 517 of 567, within 4 % for 556. `is_measured` is false for most of the rest; for 8 that are off
+by more than 2 % (at most 24 %) it is true.
+
+Shapes: T steps, B sequences, N = T * B rows (fewer where packed), I input width, H hidden width, L
+layers. D directions, gates G of 4 (LSTM), 3 (GRU) or 1 (RNN).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops.autograd_ops import Next, active_gpu
+from memest.estimator.ops.reductions import sum_bytes
+from memest.estimator.ops.registry import (
+    Args,
+    Kwargs,
+    above_autograd,
+    modelled,
+    register,
+    requests,
+    result,
+)
+from memest.estimator.ops.temporaries import (
+    Events,
+    KernelEvent,
+    bytes_of,
+    contiguous_copy,
+    outputs,
+    passing,
+    temporaries,
+)
+from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.placement import META, on_gpu, storage_key
+
+aten = torch.ops.aten
+
+RNN_RELU, RNN_TANH, LSTM, GRU = range(4)
+"""`cudnnRNNMode_t`."""
+
+_GATES = {RNN_RELU: 1, RNN_TANH: 1, LSTM: 4, GRU: 3}
+_KEPT = {RNN_RELU: 1, RNN_TANH: 1, LSTM: 5, GRU: 6}
+"""Rows of N * H in the reserve space of each layer: gates, cell states, inner products."""
+
+_STATES = {RNN_RELU: (1, 3, 4), RNN_TANH: (1, 3, 4), LSTM: (6, 10, 8), GRU: (3, 5, 4)}
+"""Rows of B * H of each layer in a forward workspace: packed, padded, small-H algorithm."""
+
+_BACKWARD_STATES = {RNN_RELU: (1, 5, 6), RNN_TANH: (1, 5, 6), LSTM: (7, 11, 12), GRU: (3, 5, 6)}
+_SMALL_BACKWARD = {RNN_RELU: 12, RNN_TANH: 12, LSTM: 15, GRU: 17}
+_LAYER_WORKSPACE_BYTES = 8 << 20
+"""Workspace for the matrix products of each layer and direction, bytes."""
+
+MOST_STEPS = 256
+"""Largest number of steps in one matrix product of inputs, for kernels that are not persistent."""
+
+_ALIGN = 256
+_MASK_ALIGN = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """One call of cuDNN."""
+
+    mode: int
+    input_size: int
+    hidden_size: int
+    proj_size: int
+    num_layers: int
+    is_bidirectional: bool
+    num_steps: int
+    batch: int
+    num_rows: int
+    is_packed: bool
+    dropout: float
+    dtype: torch.dtype
+
+    @property
+    def directions(self) -> int:
+        """1 or 2."""
+        return 2 if self.is_bidirectional else 1
+
+
+def weight_shapes(
+    mode: int, input_size: int, hidden_size: int, proj_size: int, num_layers: int, directions: int
+) -> list[list[tuple[int, ...]]]:
+    """Shapes of the parameters of each layer and direction: two matrices, two biases, and the
+    projection where there is one.
+    """
+    gates, out = _GATES[mode] * hidden_size, proj_size or hidden_size
+    shapes = []
+    for layer in range(num_layers):
+        width = input_size if layer == 0 else out * directions
+        one: list[tuple[int, ...]] = [(gates, width), (gates, out), (gates,), (gates,)]
+        shapes += [one + ([(proj_size, hidden_size)] if proj_size else [])] * directions
+    return shapes
+
+
+def weight_offsets(shapes: Sequence[Sequence[tuple[int, ...]]]) -> tuple[list[list[int]], int]:
+    """Return each parameter's beginning in the one buffer, and its length: all matrices, then
+    biases.
+    """
+    offsets = [[0] * len(one) for one in shapes]
+    position = 0
+    for wants_matrix in (True, False):
+        for i, one in enumerate(shapes):
+            for j, shape in enumerate(one):
+                if (len(shape) == 2) is wants_matrix:
+                    offsets[i][j] = position
+                    position += torch.Size(shape).numel()
+    return offsets, position
+
+
+def _matrix_elements(layers: Layers) -> int:
+    shapes = weight_shapes(
+        layers.mode, layers.input_size, layers.hidden_size, layers.proj_size, layers.num_layers,
+        layers.directions,
+    )  # fmt: skip
+    return sum(torch.Size(s).numel() for one in shapes for s in one if len(s) == 2)
+
+
+def uses_small_algorithm(layers: Layers, *, forward: bool) -> bool:
+    """Return whether `get_algo` of RNN.cpp takes the persistent kernels.
+
+    cuDNN has none for bfloat16 and double.
+    """
+    if layers.proj_size or layers.is_packed or layers.dtype is torch.float64:
+        return False
+    is_plain = layers.mode in (RNN_RELU, RNN_TANH)
+    limit = (384 if forward else 256) if is_plain else (192 if forward else 128)
+    return layers.hidden_size <= limit and layers.dtype is not torch.bfloat16
+
+
+def uses_static_algorithm(layers: Layers) -> bool:
+    """Return whether `get_algo` takes `CUDNN_RNN_ALGO_PERSIST_STATIC`.
+
+    It does for float16 and one layer, whose width is a multiple of 128.
+    """
+    h, b = layers.hidden_size, layers.batch
+    is_fit = layers.num_layers == 1 and h <= 1024 and not h % 128 and not layers.input_size % 128
+    if layers.dtype is not torch.float16 or layers.is_packed or layers.proj_size or not is_fit:
+        return False
+    if layers.directions == 2 or layers.mode == GRU or b % 8 or b > 128:
+        return False
+    return layers.mode == LSTM or b < 96 or h < 896
+
+
+def reserve_bytes(layers: Layers) -> int:
+    """Return the bytes of the reserve space of a training pass.
+
+    The backward pass needs a part for each layer, the outputs of all except the last, and a bit for
+    each output.
+    """
+    size, d, n = layers.dtype.itemsize, layers.directions, layers.num_rows
+    h, num = layers.hidden_size, layers.num_layers
+    kept = _KEPT[layers.mode] + (1 if layers.proj_size else 0)
+    rows = (kept + 1) * num - 1
+    total = n * d * size * (rows * h + num * layers.proj_size)
+    total = -(-total // _MASK_ALIGN) * _MASK_ALIGN + _ALIGN
+    if layers.dropout and num > 1:
+        mask = -(-d * d * layers.num_steps * layers.batch * h // 8)
+        total += (num - 1) * -(-mask // _MASK_ALIGN) * _MASK_ALIGN
+    return total
+
+
+def _common_bytes(layers: Layers) -> int:
+    """The matrices in another layout, room for matrix products, and the lengths of sequences."""
+    lengths = 0 if layers.is_packed else 8 * layers.batch
+    room = layers.num_layers * layers.directions * _LAYER_WORKSPACE_BYTES
+    return _matrix_elements(layers) * layers.dtype.itemsize + room + _ALIGN + lengths
+
+
+def inference_workspace_bytes(layers: Layers) -> int:
+    """The workspace of a forward pass."""
+    h, n, d, num = layers.hidden_size, layers.num_rows, layers.directions, layers.num_layers
+    gates = _GATES[layers.mode]
+    is_small = uses_small_algorithm(layers, forward=True) or uses_static_algorithm(layers)
+    rows = n * gates * h * d
+    if d == 1 and not is_small and not layers.is_packed:
+        rows = min(layers.num_steps, MOST_STEPS) * layers.batch * gates * h * d
+    if not layers.is_packed:
+        rows += n * (layers.input_size + d * h)
+    if is_small:
+        rows += 4 * gates * n * h
+    if d == 2:
+        rows += 4 * n * h + (2 if is_small else 4) * num * layers.batch * h
+    kind = 0 if layers.is_packed else 2 if is_small else 1
+    rows += _STATES[layers.mode][kind] * layers.batch * h * num * d
+    return _common_bytes(layers) + rows * layers.dtype.itemsize
+
+
+def _backward_workspace_bytes(layers: Layers) -> int:
+    h, i, n, d = layers.hidden_size, layers.input_size, layers.num_rows, layers.directions
+    num, states = layers.num_layers, layers.batch * h * layers.num_layers
+    per = _BACKWARD_STATES[layers.mode]
+    if uses_small_algorithm(layers, forward=False):
+        widths = (_SMALL_BACKWARD[layers.mode] + (num > 1)) * h * d + 2 * i + max(h, i)
+        rows = n * widths + per[2] * states * d
+        return _common_bytes(layers) + rows * layers.dtype.itemsize
+    copies = 0 if layers.is_packed else 2 * n * (d * h + i)
+    states *= per[0 if layers.is_packed else 1] * d
+    if d == 2:
+        rows = (
+            n * max((6 + 2 * (num > 1)) * h, (5 + (num > 1)) * h + i) + 4 * num * layers.batch * h
+        )
+    else:
+        rows = n * max(h, i) + min(layers.num_steps, _chunk(layers)) * layers.batch * h
+    return _common_bytes(layers) + (rows + copies + states) * layers.dtype.itemsize
+
+
+def _chunk(layers: Layers) -> int:
+    """Return the number of steps whose gradients are computed at once."""
+    if layers.num_layers == 1:
+        return layers.num_steps
+    if layers.batch < 8:
+        return 96 if layers.batch == 1 else 48
+    if layers.batch <= 16:
+        return 8 * (layers.num_layers + 1)
+    return 16 if layers.hidden_size <= 512 and layers.num_steps <= MOST_STEPS else 24
+
+
+def training_workspace_bytes(layers: Layers) -> int:
+    """Return the bytes of the workspace of a training pass, which both of its directions need."""
+    forward = inference_workspace_bytes(layers)
+    if layers.dropout and layers.directions == 1:
+        forward += layers.num_rows * layers.hidden_size * layers.dtype.itemsize
+    return max(forward, _backward_workspace_bytes(layers))
+
+
+def dropout_state_bytes(gpu: Gpu) -> int:
+    """The state of cuDNN's generator: 24 B for each of 2048 threads on every multiprocessor."""
+    return gpu.num_sms * 2048 * 24
+
+
+def is_measured(layers: Layers, *, is_training: bool) -> bool:
+    """Return whether the sizes were exact in measurements.
+
+    Projections are not. In training neither are the persistent kernels in both directions, nor
+    packed layers narrower than their input.
+    """
+    if layers.proj_size or (layers.is_packed and layers.num_steps > MOST_STEPS):
+        return False
+    if not is_training:
+        return True
+    if layers.directions == 2 and uses_small_algorithm(layers, forward=True):
+        return False
+    if layers.mode in (RNN_RELU, RNN_TANH) and uses_static_algorithm(layers):
+        return False
+    return not (layers.is_packed and layers.hidden_size < layers.input_size)
+
+
+def layers_of_forward(args: Args) -> Layers:
+    """Read the layers of a call of `_cudnn_rnn`."""
+    return _layers(args[0], *args[6:10], *args[10:15])
+
+
+def layers_of_backward(args: Args) -> Layers:
+    """Read the layers of a call of `_cudnn_rnn_backward`."""
+    return _layers(args[0], *args[10:14], *args[14:19])
+
+
+def _layers(
+    x: Tensor, mode: int, hidden: int, proj: int, num_layers: int, batch_first: bool,
+    dropout: float, train: bool, bidirectional: bool, batch_sizes: Sequence[int],
+) -> Layers:  # fmt: skip
+    if batch_sizes:
+        steps, batch, rows = len(batch_sizes), batch_sizes[0], x.shape[0]
+    else:
+        batch, steps = (x.shape[0], x.shape[1]) if batch_first else (x.shape[1], x.shape[0])
+        rows = batch * steps
+    return Layers(
+        mode, x.shape[-1], hidden, proj, num_layers, bidirectional, steps, batch, rows,
+        bool(batch_sizes), dropout if train else 0.0, x.dtype,
+    )  # fmt: skip
+
+
+def _in_steps(x: Tensor, args: Args, batch_first: int, batch_sizes: int) -> Tensor:
+    return x.transpose(0, 1) if args[batch_first] and not args[batch_sizes] else x
+
+
+@requests("_cudnn_rnn")
+def recurrent_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
+    """`_cudnn_rnn` of RNN.cpp: copies, outputs and last states, workspace and reserve space.
+
+    An input is copied unless it is contiguous step by step; weights are copied if they are not in
+    one buffer.
+    """
+    layers = layers_of_forward(args)
+    copies = contiguous_copy(_in_steps(args[0], args, 10, 14))
+    made = outputs({i: bytes_of(out[i]) for i in range(3)})
+    if args[3] is None:
+        made += outputs({4: bytes_of(out[4])})
+    train = args[12]
+    workspace = (training_workspace_bytes if train else inference_workspace_bytes)(layers)
+    made += temporaries(workspace) + outputs({3: bytes_of(out[3])})
+    return tuple(temporaries(*copies) + made + temporaries(-workspace, *(-n for n in copies)))
+
+
+@requests("_cudnn_rnn_backward")
+def recurrent_backward_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
+    """`_cudnn_rnn_backward`: the gradients of input and states, then those of the weights in one
+    buffer.
+
+    Zeros are made first for states without an incoming gradient.
+    """
+    layers = layers_of_backward(args)
+    x, hx, cx, grad, grad_hy, grad_cy = args[0], args[4], args[5], args[7], args[8], args[9]
+    zeros = [bytes_of(args[6])] if grad is None else []
+    zeros += [bytes_of(hx)] if grad_hy is None else []
+    zeros += [bytes_of(cx)] if cx is not None and grad_cy is None else []
+    x_copy = contiguous_copy(_in_steps(x, args, 14, 18))
+    grads = contiguous_copy(None if grad is None else _in_steps(grad, args, 14, 18))
+    grads += contiguous_copy(grad_hy, grad_cy)
+    workspace = training_workspace_bytes(layers)
+    between = temporaries(workspace, -workspace)
+    events = temporaries(*zeros, *x_copy, *grads)
+    events += outputs({i: bytes_of(out[i]) for i in range(3) if out[i] is not None})
+    events += between + temporaries(*(-n for n in (*grads, *x_copy)))
+    if args[21][3]:
+        flat = bytes_of(args[3])
+        is_own = args[2] < 4
+        events += temporaries(*x_copy)
+        events += temporaries(flat) if is_own else [KernelEvent(flat, 3)]
+        events += between
+        if is_own:  # without biases the gradients are copied out of the buffer
+            events += outputs({3 + i: bytes_of(g) for i, g in enumerate(out[3])})
+            events += temporaries(-flat)
+        events += temporaries(*(-n for n in x_copy))
+    return tuple(events + temporaries(*(-n for n in reversed(zeros))))
+
+
+def weight_shapes_of(layers: Layers) -> list[list[tuple[int, ...]]]:
+    """The shapes of the parameters of `layers`; see `weight_shapes`."""
+    return weight_shapes(
+        layers.mode, layers.input_size, layers.hidden_size, layers.proj_size, layers.num_layers,
+        layers.directions,
+    )  # fmt: skip
+
+
+@modelled("_cudnn_rnn")
+def recurrent_is_modelled(func: Any, args: Args, kwargs: Any, gpu: Gpu) -> bool:
+    """Return whether a call of `_cudnn_rnn` has sizes that were measured."""
+    return is_measured(layers_of_forward(args), is_training=bool(args[12]))
+
+
+@requests("_thnn_fused_lstm_cell")
+def lstm_cell_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
+    """`_thnn_fused_lstm_cell` (cuda/RNN.cu): what the gradient needs, then the states."""
+    return tuple(outputs({i: bytes_of(out[i]) for i in (2, 0, 1)}))
+
+
+@requests("_thnn_fused_gru_cell")
+def gru_cell_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
+    """`_thnn_fused_gru_cell`, likewise."""
+    return tuple(outputs({i: bytes_of(out[i]) for i in (1, 0)}))
+
+
+@requests("_thnn_fused_lstm_cell_backward_impl")
+def lstm_cell_backward_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
+    """`_thnn_fused_lstm_cell_backward_impl`: the gradients of gates and state, and the sum of the
+    gates' over the samples.
+    """
+    gates, state, bias = out
+    if gates is None:
+        return ()
+    events = outputs({0: bytes_of(gates), 1: bytes_of(state)})
+    if bias is not None:
+        events += outputs({2: bytes_of(bias)}) + passing(*sum_bytes(gates, (0,), gates.dtype, gpu))
+    return tuple(events)
+
+
+@requests("_thnn_fused_gru_cell_backward")
+def gru_cell_backward_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
+    """Requests of `_thnn_fused_gru_cell_backward`: gradients of both gates and of the state, and
+    each gate's sum over the samples.
+    """
+    events = outputs({i: bytes_of(out[i]) for i in (0, 1, 2)})
+    for gates, position in ((out[0], 3), (out[1], 4)):
+        if out[position] is not None:
+            staged = sum_bytes(gates, (0,), gates.dtype, gpu)
+            events += outputs({position: bytes_of(out[position])}) + passing(*staged)
+    return tuple(events)
+
+
+# ------------------------------------------------------------------ layers and cells
+
+_MODES = {"RNN_RELU": RNN_RELU, "RNN_TANH": RNN_TANH, "LSTM": LSTM, "GRU": GRU}
+_FLATTENED = (torch.float16, torch.float32, torch.float64)
+"""`CUDNN_TENSOR_DTYPES` of torch/backends/cudnn: weights of bfloat16 stay apart, and are copied
+together at each call.
+"""
+
+_dropout_states: list[Tensor] = []
+"""The one state of cuDNN's generator, made when a layer first drops something."""
+
+
+def install(patches: Patches) -> None:
+    """Let `flatten_parameters` of torch.nn find a cuDNN."""
+    rnn: Any = import_module("torch.backends.cudnn.rnn")  # torch 2.9 has an object of that name
+
+    _dropout_states.clear()
+    patches.set(torch, "_use_cudnn_rnn_flatten_weight", lambda: True)
+    patches.set(torch, "_cudnn_rnn_flatten_weight", flatten_weights)
+    patches.set(rnn, "get_cudnn_mode", _MODES.__getitem__)
+    patches.set(torch.backends.cudnn, "is_acceptable", is_acceptable)
+
+
+def forget() -> None:
+    """Drop the state of the generator: the session ends."""
+    _dropout_states.clear()
+
+
+def is_acceptable(tensor: Tensor) -> bool:
+    """`torch.backends.cudnn.is_acceptable`: cuDNN is on and has kernels for the dtype."""
+    return torch._C._get_cudnn_enabled() and on_gpu(tensor) and tensor.dtype in _FLATTENED
+
+
+def flatten_weights(
+    weights: Sequence[Tensor], stride: int, input_size: int, mode: int, hidden_size: int,
+    proj_size: int, num_layers: int, batch_first: bool, is_bidirectional: bool,
+) -> Tensor:  # fmt: skip
+    """`_cudnn_rnn_flatten_weight`: `weights` become views of one new buffer, which is returned."""
+    directions = 2 if is_bidirectional else 1
+    shapes = weight_shapes(mode, input_size, hidden_size, proj_size, num_layers, directions)
+    buffer, views = _flat_copies(weights, stride, shapes, weights[0].dtype)
+    for weight, view in zip(weights, views, strict=True):
+        weight.set_(view)  # type: ignore[call-overload]
+    return buffer
+
+
+def _flat_copies(
+    weights: Sequence[Tensor], stride: int, shapes: list[list[tuple[int, ...]]], dtype: torch.dtype
+) -> tuple[Tensor, list[Tensor]]:
+    offsets, length = weight_offsets(shapes)
+    buffer = torch.zeros(length, dtype=dtype, device=weights[0].device)
+    views = []
+    for weight, offset in zip(weights, _positions(offsets, stride), strict=True):
+        views.append(_of_storage(buffer, offset, weight.shape).copy_(weight))
+    return buffer, views
+
+
+def _positions(offsets: list[list[int]], stride: int) -> list[int]:
+    """Return the position of each parameter of torch: all, or all except the biases."""
+    picks = {2: (0, 1), 3: (0, 1, 4)}.get(stride, tuple(range(stride)))
+    return [one[pick] for one in offsets for pick in picks]
+
+
+def _flat_buffer(
+    weights: Sequence[Tensor], stride: int, shapes: list[list[tuple[int, ...]]]
+) -> Tensor | None:
+    """`try_get_weight_buf`: the buffer of which all weights are views, or None."""
+    offsets, length = weight_offsets(shapes)
+    first = weights[0]
+    key = storage_key(first)
+    if first.untyped_storage().nbytes() < length * first.itemsize:
+        return None
+    for weight, offset in zip(weights, _positions(offsets, stride), strict=True):
+        if storage_key(weight) != key or weight.storage_offset() != offset:
+            return None
+    return _of_storage(first, 0, torch.Size((length,)))
+
+
+def _of_storage(tensor: Tensor, offset: int, shape: torch.Size) -> Tensor:
+    """A contiguous tensor in the storage of `tensor`, which for autograd is no view of it."""
+    made = torch.empty(0, dtype=tensor.dtype, device=META)
+    stride = torch.empty(shape, device=META).stride()
+    return made.set_(tensor.untyped_storage(), offset, shape, stride)
+
+
+def _dropout_state(dropout: float, train: bool, like: Tensor, gpu: Gpu) -> Tensor | None:
+    """`get_dropout_state` of RNN.cpp; the GPU draws a seed when the state is made."""
+    if train and dropout > 0 and not _dropout_states:
+        torch.empty((), dtype=torch.int64, device=like.device).random_()
+        made = torch.empty(dropout_state_bytes(gpu), dtype=torch.uint8, device=like.device)
+        _dropout_states.append(made)
+    return _dropout_states[0] if _dropout_states else None
+
+
+def run_cudnn(
+    x: Tensor, batch_sizes: list[int], hx: Tensor, cx: Tensor | None, weights: list[Tensor],
+    has_biases: bool, mode: int, num_layers: int, dropout: float, train: bool,
+    is_bidirectional: bool, batch_first: bool, gpu: Gpu, autocast: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`_cudnn_impl` of RNN.cpp: output, last hidden state and last cell state.
+
+    Under autocast (`_cudnn_rnn_cast_reflatten` of AutocastRNN.cpp) everything is cast, the weights
+    into a flat buffer of their own.
+    """
+    hidden, proj = hx.shape[2], 0
+    if cx is not None and cx.shape[2] != hidden:
+        hidden, proj = cx.shape[2], hidden
+    stride = (4 if has_biases else 2) + (1 if proj else 0)
+    shapes = weight_shapes(
+        mode, x.shape[-1], hidden, proj, num_layers, 2 if is_bidirectional else 1
+    )
+    buffer = _flat_buffer(weights, stride, shapes)
+    state = _dropout_state(dropout, train, x, gpu)
+    if autocast is not None and weights[0].dtype is not autocast:
+        buffer, weights = _flat_copies(weights, stride, shapes, autocast)
+    if autocast is not None:
+        cx = None if cx is None else cx.to(autocast)  # C++ casts the last argument first
+        hx = hx.to(autocast)
+        x = x.to(autocast)
+    out = aten._cudnn_rnn.default(
+        x, weights, stride, buffer, hx, cx, mode, hidden, proj, num_layers, batch_first, dropout,
+        train, is_bidirectional, batch_sizes, state,
+    )  # fmt: skip
+    return out[0], out[1], out[2]
+
+
+@result("_cudnn_rnn")
+def _forward(args: Args, kwargs: Kwargs) -> Any:
+    """The results of `_cudnn_rnn`."""
+    x, hx, cx, weight_buffer, train = args[0], args[4], args[5], args[3], args[12]
+    layers = layers_of_forward(args)
+    width = (layers.proj_size or layers.hidden_size) * layers.directions
+    if layers.is_packed:
+        output = x.new_empty((layers.num_rows, width))
+    else:
+        output = x.new_empty((layers.num_steps, layers.batch, width))
+        output = output.transpose(0, 1) if args[10] else output
+    if weight_buffer is None:
+        weight_buffer = x.new_empty(weight_offsets(weight_shapes_of(layers))[1])
+    reserve = x.new_empty(reserve_bytes(layers) if train else 0, dtype=torch.uint8)
+    cy = hx.new_empty(0) if cx is None else torch.empty_like(cx)
+    return output, torch.empty_like(hx), cy, reserve, weight_buffer
+
+
+@result("_cudnn_rnn_backward")
+def _backward(args: Args, kwargs: Kwargs) -> Any:
+    """Make the results of `_cudnn_rnn_backward`; gradients of weights are views of one buffer.
+
+    That does not hold for layers without biases.
+    """
+    x, weights, stride, flat, hx, cx = args[:6]
+    if args[7] is None and args[8] is None and args[9] is None:
+        return None, None, None, [None] * len(weights)
+    layers = layers_of_backward(args)
+    if args[14] and not layers.is_packed:
+        dx = x.new_empty((layers.num_steps, layers.batch, x.shape[2])).transpose(0, 1)
+    else:
+        dx = x.new_empty(x.shape)
+    grads: list[Tensor] = []
+    if args[21][3]:
+        offsets, _ = weight_offsets(weight_shapes_of(layers))
+        made = torch.empty_like(flat)
+        grads = [
+            made.narrow(0, offset, weight.numel()).view(weight.shape)
+            if stride >= 4
+            else torch.empty_like(weight, memory_format=torch.contiguous_format)
+            for weight, offset in zip(weights, _positions(offsets, stride), strict=True)
+        ]
+    return dx, torch.empty_like(hx), None if cx is None else torch.empty_like(cx), grads
+
+
+@result("_thnn_fused_gru_cell")
+def _gru_cell(args: Args, kwargs: Kwargs) -> Any:
+    """The results of `_thnn_fused_gru_cell` (cuda/RNN.cu): the state, and five rows to go back."""
+    hx = args[2]
+    return torch.empty_like(hx), hx.new_empty((hx.shape[0], hx.shape[1] * 5))
+
+
+@result("_thnn_fused_gru_cell_backward")
+def _gru_cell_backward(args: Args, kwargs: Kwargs) -> Any:
+    """The results of `_thnn_fused_gru_cell_backward`: of both gates, the state and both biases."""
+    grad, workspace, has_bias = args
+    rows, hidden = workspace.shape[0], workspace.shape[1] // 5
+    gates = [workspace.new_empty((rows, hidden * 3)) for _ in range(2)]
+    biases = [workspace.new_empty(hidden * 3) for _ in range(2)] if has_bias else [None, None]
+    return gates[0], gates[1], torch.empty_like(grad), *biases
+
+
+def _packed_segments(x: Tensor, lengths: Tensor, batch_first: bool) -> list[Tensor]:
+    """`_pack_padded_sequence` (PackedSequence.cpp): the steps that have equally many sequences."""
+    steps = x.transpose(0, 1) if batch_first else x
+    found, start = [], 0
+    for end in sorted(set(lengths.tolist())):
+        batch = int((lengths >= end).sum())
+        found.append(steps[start:end, :batch])
+        start = end
+    return found
+
+
+@result("_pack_padded_sequence")
+def _packed(args: Args, kwargs: Kwargs) -> Any:
+    """The rows of all steps, and on the host how many sequences each step has."""
+    x, lengths, batch_first = args
+    if not on_gpu(x) or on_gpu(lengths):
+        raise NotImplementedError("the lengths of packed sequences are on the host")
+    segments = _packed_segments(x, lengths, batch_first)
+    sizes = [s.shape[1] for s in segments for _ in range(s.shape[0])]
+    return x.new_empty((int(lengths.sum()), *x.shape[2:])), torch.tensor(sizes)
+
+
+@requests("_pack_padded_sequence")
+def packing_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
+    """A copy of each segment that is not contiguous, then all of them in a row."""
+    copies = contiguous_copy(*_packed_segments(*args))
+    made = outputs({0: out[0].numel() * out[0].itemsize})
+    return tuple(temporaries(*copies) + made + temporaries(*(-n for n in copies)))
+
+
+def _layer(mode: int, is_packed: bool) -> Callable[..., Any]:
+    def layer(then: Next, *args: Any) -> Any:
+        x = args[0]
+        if not on_gpu(x) or not torch._C._get_cudnn_enabled():
+            return then(*args)
+        batch_sizes: list[int] = []
+        if is_packed:
+            batch_sizes = args[1].tolist()
+            args = (x, *args[2:], False)
+        hidden, weights, biases, num_layers, dropout, train, both, batch_first = args[1:9]
+        hx, cx = hidden if mode == LSTM else (hidden, None)
+        # AutocastRNN.cpp has no other type
+        autocast = torch.float16 if torch.is_autocast_enabled("cuda") else None
+        output, hy, cy = run_cudnn(
+            x, batch_sizes, hx, cx, list(weights), biases, mode, num_layers, dropout, train, both,
+            batch_first, active_gpu(), autocast,
+        )  # fmt: skip
+        return (output, hy, cy) if mode == LSTM else (output, hy)
+
+    return layer
+
+
+for _packet, _mode in (
+    (aten.lstm, LSTM), (aten.gru, GRU), (aten.rnn_tanh, RNN_TANH), (aten.rnn_relu, RNN_RELU),
+):  # fmt: skip
+    register(_packet.input, above_autograd=_layer(_mode, is_packed=False))
+    register(_packet.data, above_autograd=_layer(_mode, is_packed=True))
+
+
+@above_autograd("lstm_cell")
+def lstm_cell(
+    then: Next, x: Tensor, hidden: Any, w_ih: Tensor, w_hh: Tensor, *biases: Any
+) -> tuple[Tensor, Tensor]:
+    """Run `LSTMCell` of RNN.cpp: two products, and one kernel for the rest."""
+    if not on_gpu(x):
+        made: tuple[Tensor, Tensor] = then(x, hidden, w_ih, w_hh, *biases)
+        return made
+    gates = torch.matmul(x, w_ih.t()), torch.matmul(hidden[0], w_hh.t())
+    b_ih, b_hh = (*biases, None, None)[:2]
+    out = aten._thnn_fused_lstm_cell.default(*gates, hidden[1], b_ih, b_hh)
+    return out[0], out[1]
+
+
+@above_autograd("gru_cell")
+def gru_cell(then: Next, x: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, *biases: Any) -> Tensor:
+    """Run `GRUCell` of RNN.cpp: two products, and one kernel for the rest."""
+    if not on_gpu(x):
+        made: Tensor = then(x, hx, w_ih, w_hh, *biases)
+        return made
+    gates = torch.matmul(x, w_ih.t()), torch.matmul(hx, w_hh.t())
+    b_ih, b_hh = (*biases, None, None)[:2]
+    out: Tensor = aten._thnn_fused_gru_cell.default(*gates, hx, b_ih, b_hh)[0]
+    return out
+
+
+register("_pack_padded_sequence", may_mix_devices=True)

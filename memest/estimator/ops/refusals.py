@@ -1,0 +1,109 @@
+"""Messages of CUDA's kernels for calls that meta takes: mixed dtypes, numbers that do not fit.
+
+A script that mixes dtypes would run on meta and fail at its first step on a GPU. Each family
+registers the checks of its kernels (torch 2.11) with `refuse`, in torch's words;
+`tests/data/mistakes.json` holds a GPU's messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memest.estimator.ops.registry import Args, Kwargs
+
+aten = torch.ops.aten
+
+RefuseRule = Callable[[Args, Kwargs], str]
+"""Returns why a call is refused; empty where it is not."""
+
+_SCALAR_TYPES = {
+    torch.float32: "Float", torch.float64: "Double", torch.float16: "Half",
+    torch.bfloat16: "BFloat16", torch.int64: "Long", torch.int32: "Int", torch.int16: "Short",
+    torch.int8: "Char", torch.uint8: "Byte", torch.bool: "Bool", torch.complex64: "ComplexFloat",
+    torch.complex128: "ComplexDouble", torch.complex32: "ComplexHalf",
+}  # fmt: skip
+_CPP_TYPES = {
+    torch.float32: "float", torch.float64: "double", torch.float16: "c10::Half",
+    torch.bfloat16: "c10::BFloat16", torch.int64: "long int", torch.int32: "int",
+    torch.int16: "short int", torch.int8: "signed char", torch.uint8: "unsigned char",
+    torch.bool: "bool", torch.complex64: "c10::complex<float>",
+    torch.complex128: "c10::complex<double>", torch.complex32: "c10::complex<c10::Half>",
+}  # fmt: skip
+_C_NAMES = {torch.uint8: "uint8_t", torch.int8: "int8_t", torch.int16: "int16_t"}
+"""Names of types in `Scalar::to`, if different from the C++ type."""
+
+
+def type_name(dtype: torch.dtype) -> str:
+    """Name of a dtype in torch's messages, such as `Float`."""
+    return _SCALAR_TYPES.get(dtype, str(dtype))
+
+
+def cpp_type(dtype: torch.dtype) -> str:
+    """C++ type of a dtype, such as `float`."""
+    return _CPP_TYPES.get(dtype, str(dtype))
+
+
+def tensor_type(dtype: torch.dtype) -> str:
+    """Name of a dtype in `DeprecatedTypeProperties`."""
+    if dtype in (torch.bfloat16, torch.bool):
+        return f"CUDA{type_name(dtype)}Type"
+    return f"torch.cuda.{type_name(dtype)}Tensor"
+
+
+def expects(first: int, second: int, kernel: str) -> RefuseRule:
+    """Rule for floating-point kernels whose second argument needs the type of the first."""
+
+    def rule(args: Args, kwargs: Kwargs) -> str:
+        given = args[second] if len(args) > second else None
+        if not args[first].dtype.is_floating_point and not args[first].is_complex():
+            return f"\"{kernel}\" not implemented for '{type_name(args[first].dtype)}'"
+        if given is None or given.dtype == args[first].dtype:
+            return ""
+        expected, found = type_name(args[first].dtype), type_name(given.dtype)
+        return f"expected scalar type {expected} but found {found}"
+
+    return rule
+
+
+def fits(number: int) -> RefuseRule:
+    """Rule for a number that is written into a tensor of the first argument's type."""
+
+    def rule(args: Args, kwargs: Kwargs) -> str:
+        value = args[number] if len(args) > number else kwargs.get("value", 0)
+        return overflow(value, args[0].dtype)
+
+    return rule
+
+
+def overflow(value: Any, dtype: torch.dtype) -> str:
+    """Torch's error for a number out of a type's range: `Scalar::to` of c10/core/Scalar.h.
+
+    Infinity is in range.
+    """
+    if isinstance(value, bool | Tensor) or not isinstance(value, int | float):
+        return ""
+    if dtype is torch.bool or dtype.is_complex or not isfinite(value):
+        return ""
+    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    if limits.min <= value <= limits.max:
+        return ""
+    if isinstance(limits, torch.iinfo) and limits.min == 0 and value < 0:
+        return ""  # an unsigned number wraps
+    named = _C_NAMES.get(dtype, cpp_type(dtype))
+    return f"value cannot be converted to type {named} without overflow"
+
+
+def refuse_generator(generator: torch.Generator | None, device: Any) -> None:
+    """`check_generator` of ATen/core/Generator.h, for what is drawn on `device`.
+
+    Raises:
+        RuntimeError: The generator is of the other device.
+    """
+    wanted = torch.device(device or "cpu").type
+    if generator is not None and (found := generator.device.type) != wanted:
+        raise RuntimeError(f"Expected a '{wanted}' device type for generator but found '{found}'")

@@ -1,0 +1,406 @@
+"""Registry of operators: what CUDA does for each of them and torch's meta kernel does not show.
+
+A file of this package holds one family of operators. It registers the parts of each operator by
+decorators (`requests`, `modelled`, `result`, ...) or by `register`. The dispatcher gets them from
+`op_of`, which makes one `Op` per overload. `memest.register_kernel` registers the kernels of users:
+
+    @memest.register_kernel("mylib::fused_loss")
+    def fused_loss(call):
+        logits = call["logits"]
+        return memest.Scratch(after=(logits.numel() * 4,))  # the float32 copy
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from memest.errors import PlanError
+from memest.estimator import ops
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops.temporaries import Events, Scratch
+from memest.estimator.tensors.known_values import READS_VALUE
+from memest.estimator.versions.torch_releases import OPERATORS_SINCE
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+RequestRule = Callable[..., Scratch | Events]
+"""Arguments are `(args, kwargs, out, gpu)`, and the result of `from_values` if the operator has
+one.
+"""
+
+ValueOf = Callable[[Tensor], Tensor | None]
+"""Returns the values of a tensor, where they are known."""
+
+ModelledRule = Callable[[OpOverload, Args, Kwargs, Gpu], bool]
+Rule = TypeVar("Rule", bound=Callable[..., Any])
+
+_COLLECTIVES = "c10d"
+"""Namespace of the operators through which a `ProcessGroup` sends."""
+
+_OWN_BUFFERS = ("profiler", "_c10d_functional")
+"""Namespaces of marks, and of collectives with buffers outside the caching allocator."""
+
+_COMPOSED = frozenset(("frexp", "ldexp", "ldexp_", "mvlgamma", "mvlgamma_"))
+"""Elementwise operators by torch's tag that run several kernels: not compared with a GPU."""
+
+_FOREACH_REDUCTIONS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
+_FOREACH_MAXIMUM = "_foreach_maximum"
+_NOT_IMPLEMENTED = "not implemented for"
+
+
+@dataclass(slots=True, eq=False)
+class Op:
+    """One operator overload: its traits, and the parts that its family registered.
+
+    torch computes the hash of an operator in Python. The mode therefore finds an `Op` by identity.
+    """
+
+    func: Any
+    requests: RequestRule | None = None
+    """Returns the kernel's temporaries, or its requests in another order than its outputs."""
+
+    modelled: ModelledRule | None = None
+    """Returns whether `requests` holds for a call; other calls are reported as not modelled."""
+
+    from_values: Callable[[ValueOf, Args], tuple[int, ...]] | None = None
+    """Returns the further arguments of `requests`, which depend on values; none if unknown."""
+
+    result: Callable[[Args, Kwargs], Any] | None = None
+    """Returns the results as meta tensors, if torch's meta kernel returns none or different ones.
+    """
+
+    layout: Callable[[Args, Any], Any] | None = None
+    """Returns the results with the strides that CUDA gives them: `(args, out)`."""
+
+    shaped_by: Callable[[Args], Any] | None = None
+    """Returns the arguments whose values decide the shape of the result."""
+
+    refuse: Callable[[Args, Kwargs], str] | None = None
+    """Returns torch's message where the CUDA kernel refuses a call that meta takes, or ""."""
+
+    in_backward: Callable[[Any, Args], tuple[Any, Args]] | None = None
+    """Returns the operator and arguments that the backward pass runs where no mode is active."""
+
+    take_indices: Callable[[Any, Any, Any, Args], tuple[Any, Args]] | None = None
+    """Returns the call with the indices as CUDA's kernel converts them: `(mode, func, types,
+    args)`.
+    """
+
+    above_autograd: Callable[..., Any] | None = None
+    """Runs the operator above autograd, as torch decides it for CUDA tensors: `(next, *args)`."""
+
+    vmap_key: str = ""
+    """Dispatch key at which `torch.vmap` decomposes the operator before this rule, if it does."""
+
+    on_sparse: Callable[..., Any] | None = None
+    """Runs the operator where a tensor is sparse: `(mode, *args, **kwargs)`."""
+
+    random_offset: Callable[[Args, Kwargs, Tensor, Gpu], int | None] | None = None
+    """Returns the step of the generator's offset; None where the kernel draws on a grid."""
+
+    product: Any = None
+    """Call of cuBLAS by a matrix product (`matmul.Product`); None for other operators."""
+
+    calls_cublas: Callable[[Args], bool] | None = None
+    """Returns whether a call of another operator than a product takes a handle of cuBLAS."""
+
+    is_convolution: bool = False
+    """True if cuDNN runs it; `cudnn.benchmark` tries algorithms at its first call."""
+
+    makes_alike: bool = False
+    """True for a factory whose argument only describes the result."""
+
+    may_mix_devices: bool = False
+    """True if the operator accepts tensors of the host together with those of the GPU."""
+
+    takes_handle: bool = field(init=False)
+    """True if it can take a handle of cuBLAS, to which torch gives a workspace."""
+
+    name: str = field(init=False)
+    is_random: bool = field(init=False)
+    """True if it can move the offset of the GPU's generator."""
+
+    is_view: bool = field(init=False)
+    is_mutable: bool = field(init=False)
+    returns_nothing: bool = field(init=False)
+    reads_value: bool = field(init=False)
+    is_collective: bool = field(init=False)
+    is_wait: bool = field(init=False)
+    """True if it waits for a functional collective and returns its input."""
+
+    has_outputs_only: bool = field(init=False)
+    """True if CUDA is known to allocate the outputs and nothing else."""
+
+    def __post_init__(self) -> None:
+        func = self.func
+        self.name = str(func).removesuffix(".default")
+        self.takes_handle = self.product is not None or self.calls_cublas is not None
+        self.is_view = func.is_view
+        self.is_mutable = func._schema.is_mutable
+        self.returns_nothing = not func._schema.returns
+        self.reads_value = func in READS_VALUE
+        self.is_collective = func.namespace == _COLLECTIVES
+        self.is_wait = func._schema.name == "_c10d_functional::wait_tensor"
+        is_seeded = torch.Tag.nondeterministic_seeded in func.tags
+        self.is_random = is_seeded or self.random_offset is not None
+        self.has_outputs_only = self.requests is None and self._is_known_without()
+
+    def is_modelled(self, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+        """Return whether the requests of a call are known."""
+        if self.requests is None:
+            return self.has_outputs_only
+        return self.modelled is None or self.modelled(self.func, args, kwargs, gpu)
+
+    def check(self, args: Args, kwargs: Kwargs) -> None:
+        """Check a call as the CUDA kernel does.
+
+        Raises:
+            RuntimeError: The kernel refuses the arguments, in torch's words.
+            NotImplementedError: The kernel does not exist for their dtype.
+        """
+        reason = "" if self.refuse is None else self.refuse(args, kwargs)
+        if reason:
+            raise (NotImplementedError if _NOT_IMPLEMENTED in reason else RuntimeError)(reason)
+
+    def _is_known_without(self) -> bool:
+        """Return whether a kernel without a rule for its requests is known to need none.
+
+        Views; elementwise operators by torch's tag, whose casts run inside the kernel; `_foreach_*`
+        except reductions; matrix products; and the names of `outputs_only`.
+        """
+        schema = self.func._schema
+        namespace, _, name = schema.name.partition("::")
+        if namespace != "aten" or name in _COMPOSED:
+            return namespace in _OWN_BUFFERS
+        if self.is_view or torch.Tag.pointwise in self.func.tags or self.product:
+            return True
+        if name.startswith("_foreach_"):
+            is_reduction = name.startswith(_FOREACH_REDUCTIONS)
+            return not is_reduction or name.startswith(_FOREACH_MAXIMUM)
+        return name in OUTPUTS_ONLY or f"{name}.{schema.overload_name}" in OUTPUTS_ONLY
+
+
+_parts: dict[OpOverload, dict[str, Any]] = {}
+_ops: dict[int, Op] = {}
+
+OUTPUTS_ONLY: set[str] = set()
+"""Names of aten operators whose CUDA kernels allocate their outputs only: all overloads, unless
+one is named.
+"""
+
+
+@cache
+def load_families() -> None:
+    """Import the files of this package, so that each family is registered."""
+    for module in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}."):
+        import_module(module.name)
+
+
+def op_of(func: Any) -> Op:
+    """Return the `Op` of an operator; calls with the same operator return the same object."""
+    found = _ops.get(id(func))
+    if found is None:
+        load_families()
+        found = _ops[id(func)] = Op(func, **_parts.get(func, {}))
+    return found
+
+
+def registered(part: str) -> dict[OpOverload, Any]:
+    """Return the operators that have `part`, each with its rule, in the order of registration."""
+    load_families()
+    return {func: parts[part] for func, parts in _parts.items() if part in parts}
+
+
+def named(*operators: OpOverload | str) -> Iterator[OpOverload]:
+    """Yield overloads: those given, and those of aten by their names, separated by blanks.
+
+    A name without an overload means the default one. Names of `OPERATORS_SINCE` may be absent.
+    """
+    for given in operators:
+        if not isinstance(given, str):
+            yield given
+            continue
+        for name in given.split():
+            packet, _, overload = name.partition(".")
+            if packet in OPERATORS_SINCE and not hasattr(torch.ops.aten, packet):
+                continue
+            yield getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def register(*operators: OpOverload | str, **parts: Any) -> None:
+    """Set parts of operators, by the names of the fields of `Op`.
+
+    Args:
+        operators: as in `named`.
+        parts: the parts.
+
+    Raises:
+        ValueError: An operator has one of the parts already.
+    """
+    for func in named(*operators):
+        known = _parts.setdefault(func, {})
+        if twice := known.keys() & parts.keys():
+            raise ValueError(f"{func} has two rules for {', '.join(sorted(twice))}")
+        known.update(parts)
+        _ops.pop(id(func), None)
+
+
+def unregister(func: OpOverload) -> None:
+    """Remove all parts of an operator."""
+    _parts.pop(func, None)
+    _ops.pop(id(func), None)
+
+
+def outputs_only(names: str) -> None:
+    """Declare operators, by names separated by blanks, whose kernels allocate their outputs only.
+
+    Evidence: recorded without a temporary on an H200, or a sibling (in-place form, other
+    distribution, other optimizer) of a recorded operator that runs the same kind of kernel.
+    """
+    OUTPUTS_ONLY.update(names.split())
+
+
+def _decorator(part: str, operators: Iterable[OpOverload | str]) -> Callable[[Rule], Rule]:
+    def set_part(rule: Rule) -> Rule:
+        register(*operators, **{part: rule})
+        return rule
+
+    return set_part
+
+
+def requests(*operators: OpOverload | str) -> Callable[[Rule], Rule]:
+    """Decorate the rule of what the operators request."""
+    return _decorator("requests", operators)
+
+
+def modelled(*operators: OpOverload | str) -> Callable[[Rule], Rule]:
+    """Decorate a function that returns whether a call of the operators is modelled."""
+    return _decorator("modelled", operators)
+
+
+def result(*operators: OpOverload | str) -> Callable[[Rule], Rule]:
+    """Decorate the function that makes the results of the operators."""
+    return _decorator("result", operators)
+
+
+def layout(*operators: OpOverload | str) -> Callable[[Rule], Rule]:
+    """Decorate the function that returns the results of the operators with CUDA's strides."""
+    return _decorator("layout", operators)
+
+
+def refuse(*operators: OpOverload | str) -> Callable[[Rule], Rule]:
+    """Decorate the rule of which calls the kernels of the operators refuse."""
+    return _decorator("refuse", operators)
+
+
+def on_sparse(*operators: OpOverload | str) -> Callable[[Rule], Rule]:
+    """Decorate the function that runs the operators where a tensor is sparse."""
+    return _decorator("on_sparse", operators)
+
+
+def random_offset(*operators: OpOverload | str) -> Callable[[Rule], Rule]:
+    """Decorate the rule of how far the operators move the generator's offset."""
+    return _decorator("random_offset", operators)
+
+
+def overloads_of(*packets: Any) -> list[OpOverload]:
+    """Return all overloads of the operators with these names."""
+    return [getattr(packet, name) for packet in packets for name in packet.overloads()]
+
+
+UNDER_VMAP = "FuncTorchBatched"
+"""Dispatch key at which `torch.vmap` decomposes most operators."""
+
+
+def above_autograd(*operators: OpOverload | str, vmap_key: str = "") -> Callable[[Rule], Rule]:
+    """Decorate the function that runs the operators above autograd."""
+
+    def set_parts(rule: Rule) -> Rule:
+        register(*operators, above_autograd=rule, vmap_key=vmap_key)
+        return rule
+
+    return set_parts
+
+
+# ------------------------------------------------------------------- kernels of users
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCall(Mapping[str, Any]):
+    """One call of an operator: a mapping of the names of its schema to its arguments."""
+
+    arguments: Mapping[str, Any]
+    """Arguments by name, defaults included. Tensors have shapes, strides and dtypes, no values."""
+
+    out: Any
+    """Result of the call: a tensor, or a tuple of them."""
+
+    gpu: Gpu
+    """GPU that runs the call."""
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.arguments)
+
+    def __len__(self) -> int:
+        return len(self.arguments)
+
+
+KernelRule = Callable[[KernelCall], Scratch | None]
+
+
+def register_kernel(op: OpOverload | str) -> Callable[[KernelRule], KernelRule]:
+    """Decorate the rule of what the kernel of `op` takes from the allocator.
+
+    The rule gets a `KernelCall` and returns a `Scratch`, whose bytes are freed when the operator
+    returns. None, or an empty one, means outputs only. The result may be reused for calls with the
+    same shapes. A rule for an operator of torch replaces memest's own.
+
+    Args:
+        op: an operator, or its name such as `mylib::op` or `mylib::op.overload`.
+
+    Raises:
+        PlanError: there is no operator of this name.
+    """
+    load_families()
+    func = _operator(op) if isinstance(op, str) else op
+    names = [argument.name for argument in func._schema.arguments]
+    defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+
+    def set_rule(rule: KernelRule) -> KernelRule:
+        def scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+            given = defaults | dict(zip(names, args, strict=False)) | kwargs
+            return rule(KernelCall(given, out, gpu)) or Scratch()
+
+        for part in ("requests", "modelled", "from_values"):
+            _parts.get(func, {}).pop(part, None)
+        register(func, requests=scratch)
+        return rule
+
+    return set_rule
+
+
+def _operator(name: str) -> OpOverload:
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    try:
+        found: OpOverload = getattr(
+            getattr(getattr(torch.ops, namespace), packet), overload or "default"
+        )
+    except (AttributeError, RuntimeError) as error:
+        raise PlanError(
+            f"there is no operator `{name}`",
+            hint="import what defines it first; the name is `namespace::name` or with `.overload`",
+        ) from error
+    return found

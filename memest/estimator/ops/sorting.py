@@ -1,0 +1,265 @@
+"""Sorting, selection by rank, scans, counting and searches.
+
+Sources (torch 2.11, `aten/src/ATen/native`): cuda/Sort.cpp, cuda/Sort.cu, cuda/TensorTopK.cu,
+cuda/ScanKernels.cpp, cuda/SummaryOps.cu, TensorCompare.cpp.
+
+Shapes: n elements, in slices along the sorted dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops.autograd_ops import Next
+from memest.estimator.ops.cub import radix_sort_bytes, scan_bytes, segmented_sort_bytes
+from memest.estimator.ops.reductions import extreme_scratch
+from memest.estimator.ops.registry import (
+    Args,
+    Kwargs,
+    above_autograd,
+    modelled,
+    outputs_only,
+    register,
+    requests,
+)
+from memest.estimator.ops.temporaries import (
+    INDEX_BYTES,
+    Events,
+    Scratch,
+    bytes_of,
+    contiguous_copy,
+    outputs,
+    passing,
+    temporaries,
+)
+from memest.estimator.tensors.placement import on_gpu
+
+aten = torch.ops.aten
+
+
+MAX_BLOCK_SIZE = 1024
+
+SMALL_SORT = 4096
+"""Longest slice that one block sorts (`should_use_small_sort`)."""
+
+
+FEW_SEGMENTS = 128
+"""Number of slices below which `segmented_sort_pairs_by_full_sort` runs."""
+
+
+TOPK_THREADS = 256
+
+
+TOPK_BLOCKS_PER_SM = 6
+"""`get_items_per_thread`: 65,536 registers for blocks of 256 threads with 40 each."""
+
+
+TOPK_SCAN_BYTES = 1279
+"""Storage of the scan by key over the counts of all blocks."""
+
+
+def _slices(args: Args, kwargs: Kwargs, position: int) -> tuple[int, int]:
+    """Number of slices of the first argument along the op's dimension, and their length."""
+    tensor = args[0]
+    if tensor.dim() == 0:
+        return 1, 1
+    dim = args[position] if len(args) > position else kwargs.get("dim", -1)
+    length = tensor.shape[dim]
+    return tensor.numel() // max(1, length), length
+
+
+@requests("sort sort.stable")
+def sort_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`sort` (Sort.cpp): within a block up to 4096 elements, else radix sort of keys and int64
+    positions.
+
+    Short slices need an int64 range that fills the indices. One long slice: range and the sort's
+    storage. Several, fewer than 128: all are sorted at once by key with (segment, position) as
+    value, then by segment. The first sort peaks with two arrays of 8 * n, the sorted keys and its
+    storage. More: a range and the storage of a sort of segments. Exact where `sort_is_modelled`.
+    """
+    tensor = args[0]
+    count, length = _slices(args, kwargs, 1)
+    if length <= 1:
+        return Scratch()
+    if length <= SMALL_SORT:
+        return Scratch(after=(length * INDEX_BYTES,))
+    item, row = tensor.itemsize, tensor.numel() * INDEX_BYTES
+    if count >= FEW_SEGMENTS:
+        return Scratch(after=(row, segmented_sort_bytes(tensor.numel(), item)))
+    storage = radix_sort_bytes(tensor.numel(), gpu, num_bits=8 * item, key_bytes=item)
+    sorted_keys = tensor.numel() * item
+    return Scratch(after=(row, storage) if count == 1 else (row, row, sorted_keys, storage))
+
+
+@modelled("sort sort.stable")
+def sort_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Return whether `sort_scratch` is exact: slices of up to 4096, or whole rows.
+
+    Elements of rows have 2, 4 or 8 bytes.
+    """
+    tensor = args[0]
+    _, length = _slices(args, kwargs, 1)
+    is_last = tensor.dim() == 0 or tensor.shape[-1] == length
+    return length <= SMALL_SORT or (tensor.itemsize > 1 and is_last and tensor.is_contiguous())
+
+
+@requests("topk")
+def topk_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """Requests of `topk` (TensorTopK.cu): a contiguous input, and shared counters if many blocks
+    search a slice (`mbtopk`).
+
+    ::
+
+        per slice  the k-th value, its pattern and how many are sought (8 B each), 256 counts of 4 B
+        per block  256 counts of 2 B, then two counts of 4 B, each summed by a scan
+
+    Evidence: exact on an H100 for 1 to 64 slices of 32,000 to a million elements.
+    """
+    kept = [*contiguous_copy(args[0])]
+    count, length = _slices(args, kwargs, 2)
+    scans: tuple[int, ...] = ()
+    if _topk_takes_many_blocks(count, length):
+        threads = gpu.num_sms * TOPK_BLOCKS_PER_SM * TOPK_THREADS
+        items = min(64, max(4, -(-count * length // threads))) * TOPK_THREADS
+        blocks = count * -(-length // items)
+        kept += [count * args[0].itemsize, count * 8, count * 8]
+        kept += [blocks * 512, count * 1024, blocks * 4, blocks * 4]
+        scans = (TOPK_SCAN_BYTES, -TOPK_SCAN_BYTES) * 2
+    return tuple(
+        outputs({i: t.numel() * t.itemsize for i, t in enumerate(out)})
+        + temporaries(*kept, *scans, *(-n for n in reversed(kept)))
+    )
+
+
+def _topk_takes_many_blocks(count: int, length: int) -> bool:
+    """`should_use_multiblock`."""
+    limits = ((20, 20_000), (40, 10_000), (80, 8000), (199, 5000), (799, 3000), (4000, 800))
+    return length >= next((shortest for most, shortest in limits if count <= most), 400)
+
+
+@modelled("topk")
+def topk_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Return whether the results are sorted within a block: k of up to 1024."""
+    k: int = args[1] if len(args) > 1 else kwargs["k"]
+    return k <= MAX_BLOCK_SIZE
+
+
+@requests("cumsum")
+def cumsum_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`cumsum`: a cast of the input, and for a single row the scan over blocks.
+
+    `scan_dim` of ScanUtils.cuh hands only tensors of one row to CUB. Floats go through
+    `inclusive_deterministic_scan` of ATen/cuda/cub.cuh if deterministic algorithms are on. It has
+    one sum for each of up to `num_sms` blocks of 512, 256 or 128 threads by 16 values.
+    """
+    dtype = out.dtype
+    if not (dtype.is_floating_point and torch.are_deterministic_algorithms_enabled()):
+        return cumprod_scratch(args, kwargs, out, gpu)
+    cast, is_row = _scanned(args, kwargs, dtype)
+    if not is_row:
+        return Scratch(after=cast)
+    threads = 128 if dtype.itemsize >= 16 else 256 if dtype.itemsize >= 8 else 512
+    blocks = min(gpu.num_sms, -(-args[0].numel() // (threads * 16)))
+    return Scratch(after=(*cast, blocks * dtype.itemsize))
+
+
+@requests("cumprod")
+def cumprod_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`cumprod`: like `cumsum` without deterministic algorithms (ScanKernels.cpp)."""
+    cast, is_row = _scanned(args, kwargs, out.dtype)
+    num_bytes = scan_bytes(args[0].numel(), value_bytes=out.itemsize) if is_row else 0
+    return Scratch(after=(*cast, num_bytes) if is_row else cast)
+
+
+def _scanned(args: Args, kwargs: Kwargs, dtype: torch.dtype) -> tuple[tuple[int, ...], bool]:
+    """Return the bytes of the scanned tensor if it is cast or made contiguous (`scan_dim`), and
+    whether it is a single row.
+    """
+    tensor = args[0]
+    is_as_given = tensor.dtype == dtype and tensor.is_contiguous()
+    cast = () if is_as_given else (tensor.numel() * dtype.itemsize,)
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", -1)
+    return cast, tensor.dim() > 0 and tensor.numel() == tensor.shape[dim] > 0
+
+
+@requests("isin.Tensor_Tensor")
+def isin_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`isin_default_kernel_gpu` of TensorCompare.cpp: compare all pairs, then reduce."""
+    return Scratch(after=(args[0].numel() * args[1].numel(), args[0].numel()))
+
+
+@modelled("isin.Tensor_Tensor")
+def isin_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Return whether the searched elements are few, so that the kernel compares them one by one
+    without sorting.
+
+    `isin` of TensorCompare.cpp, the number by its own formula.
+    """
+    return bool(args[1].numel() < int(10 * args[0].numel() ** 0.145))
+
+
+SHARED_BYTES_PER_BLOCK = 48 << 10
+"""Shared memory of a block on every GPU; CUDA Programming Guide 13, table 30."""
+
+
+@requests("bincount")
+def bincount_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`bincount` (cuda/SummaryOps.cu): the smallest and the largest number are read, then bins."""
+    numbers, item = args[0], args[0].itemsize
+    extreme = passing(item, *extreme_scratch(args[:1], {}, numbers, gpu).after)
+    return tuple((extreme + extreme if numbers.numel() else []) + outputs({0: bytes_of(out)}))
+
+
+@modelled("bincount")
+def bincount_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Return whether the requested bins are few enough to be counted in shared memory."""
+    minlength: int = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
+    return minlength * INDEX_BYTES + 8 < SHARED_BYTES_PER_BLOCK
+
+
+MAX_SHARED_BINS = 48 * 1024 // 8 - 1
+"""Bins of up to 8 bytes in the 48 KiB of shared memory that any block has."""
+
+
+@requests("histc")
+def histogram_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`histc` of SummaryOps.cu between given bounds: counts that fit the shared memory."""
+    return Scratch()
+
+
+@modelled("histc")
+def histogram_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Return whether the bounds differ, so that torch does not search extremes, and bins are
+    few.
+    """
+    bins, low, high = (
+        args[i] if len(args) > i else kwargs.get(name, default)
+        for i, name, default in ((1, "bins", 100), (2, "min", 0), (3, "max", 0))
+    )
+    return bool(low != high and bins <= MAX_SHARED_BINS)
+
+
+outputs_only("cummax cummin isin.Tensor_Scalar kthvalue median.dim mode nanmedian")
+
+
+register(
+    "_unique2 unique_consecutive unique_dim unique_dim_consecutive bincount",
+    shaped_by=lambda args: args,
+)
+
+
+@above_autograd("cumprod_backward")
+def cumprod_backward(then: Next, grad: Tensor, x: Tensor, dim: int, output: Tensor) -> Tensor:
+    """Compute the gradient as `cumprod_backward` of ReduceOps.cpp, where no input is zero."""
+    if not on_gpu(x) or x.is_complex() or x.dim() == 0 or x.shape[dim] == 1:
+        made: Tensor = then(grad, x, dim, output)
+        return made
+    products, is_zero = output * grad, x == 0
+    is_zero.any()  # which the host reads; none is taken to be
+    return products.flip(dim).cumsum(dim).flip(dim).div(x)

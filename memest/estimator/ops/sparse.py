@@ -1,0 +1,536 @@
+"""Sparse tensors (COO) on CUDA, by operators on their two parts.
+
+A sparse tensor has no storage of its own: it holds a dense tensor of indices and one of values.
+CUDA's kernels are rebuilt here by operators on those two, which are recorded as any other. Memory
+of Thrust and cuSPARSE comes in addition. Coalescing adds up equal entries, so their number depends
+on the indices. Unknown indices are assumed to differ.
+
+Source (torch 2.11): aten/src/ATen/native/sparse/SparseTensor.cpp, SparseTensorMath.cpp,
+cuda/SparseCUDATensor.cu, cuda/SparseCUDATensorMath.cu, cuda/SparseCUDABlas.cpp. Evidence: 536 calls
+recorded on an H100 (tests/data/sparse.json.gz).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memest.estimator.ops.autograd_ops import decisions_again
+from memest.estimator.ops.cub import merge_sort_bytes, thrust_unique_by_key_bytes
+from memest.estimator.ops.registry import Args, Kwargs, on_sparse, op_of, register
+from memest.estimator.tensors.lines import LARGEST
+from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.placement import (
+    INSIDE,
+    META,
+    Place,
+    few_tensors,
+    is_meta,
+    refused,
+    storage_key,
+)
+
+aten = torch.ops.aten
+
+SparseRule = Callable[..., Any]
+FROM_PARTS = aten._sparse_coo_tensor_with_dims_and_tensors.default
+_set_data: Callable[[Tensor, Tensor], None] = vars(torch._C.TensorBase)["data"].__set__
+_ENTRIES_OF_A_BLOCK, _OF_ONE_COLUMN = 256, 4096
+"""Entries of a block in cuSPARSE, for a product in general and with one column. cuSPARSE stores
+four bytes per block; deduced from recorded calls.
+"""
+
+_SHORT = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
+_NOT_IN_16_BITS = "{} not implemented for '{}'"
+
+
+def is_sparse(value: Any) -> bool:
+    """Return whether `value` is a tensor in coordinate format."""
+    return isinstance(value, Tensor) and value.layout is torch.sparse_coo
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    with torch._C._DisableTorchDispatch():
+        return tensor._indices(), tensor._values()
+
+
+def _made(indices: Tensor, values: Tensor, shape: Sequence[int], *, is_coalesced: bool) -> Tensor:
+    with torch._C._DisableTorchDispatch():
+        sparse_dim = indices.size(0)
+        made: Tensor = aten._sparse_coo_tensor_with_dims_and_tensors.default(
+            sparse_dim, len(shape) - sparse_dim, shape, indices, values,
+            dtype=values.dtype, layout=torch.sparse_coo, device=META, is_coalesced=is_coalesced,
+        )  # fmt: skip
+        return made
+
+
+def _like(tensor: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+    return _made(indices, values, tensor.shape, is_coalesced=_is_coalesced(tensor))
+
+
+def _is_coalesced(tensor: Tensor) -> bool:
+    with torch._C._DisableTorchDispatch():
+        return tensor.is_coalesced()
+
+
+def _become(tensor: Tensor, other: Tensor) -> Tensor:
+    """Set the indices and values of `tensor` to those of `other`."""
+    with torch._C._DisableTorchDispatch():
+        _set_data(tensor, other)
+    return tensor
+
+
+def _passing(mode: Any, func: Any, *sizes: int) -> None:
+    """Allocate and free temporaries of a library, each before the next."""
+    for num_bytes in sizes:
+        mode.memory.free(mode.memory.allocate_workspace(num_bytes, mode.attribution.site(func)))
+
+
+def _on_host(
+    indices: Tensor, values: Tensor, shape: Sequence[int], *, is_coalesced: bool
+) -> Tensor:
+    """A sparse tensor in memory: values that are not known are 1, places the first ones."""
+    with torch._C._DisableTorchDispatch():
+        if is_meta(indices):
+            order = torch.arange(indices.size(1))
+            indices = torch.stack(torch.unravel_index(order, shape[: indices.size(0)]))
+        if is_meta(values):
+            values = torch.ones(values.shape, dtype=values.dtype)
+        return torch.sparse_coo_tensor(
+            indices, values, tuple(shape), is_coalesced=is_coalesced, check_invariants=False
+        )
+
+
+@on_sparse(FROM_PARTS)
+def _assembled(mode: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Make a sparse tensor of indices and values, without a copy."""
+    _, _, shape, indices, values = args
+    if Place.GPU not in (mode.host.place(indices), mode.host.place(values)):
+        return _on_host(indices, values, shape, is_coalesced=bool(kwargs.get("is_coalesced")))
+    with torch._C._DisableTorchDispatch():
+        made: Tensor = aten._sparse_coo_tensor_with_dims_and_tensors.default(
+            *args, **{**kwargs, "device": META}
+        )
+        return made
+
+
+def _unknown(mode: Any, tensor: Tensor) -> Tensor:
+    """Forget the known values of `tensor`, which a kernel has filled; return it."""
+    mode.values.forget(storage_key(tensor))
+    return tensor
+
+
+def _places_left(mode: Any, indices: Tensor, shape: Sequence[int]) -> tuple[int, Any]:
+    """Return the number of entries after coalescing, and their indices if known."""
+    num_entries = indices.size(1)
+    value = mode.values.value_of(indices)
+    if value is not None and not mode.values.is_guessed([indices]):
+        with torch._C._DisableTorchDispatch():
+            sizes = tuple(shape[: indices.size(0)])
+            flat = value[0].clone()
+            for row, size in zip(value[1:], sizes[1:], strict=True):
+                flat.mul_(size).add_(row)
+            left = flat.unique()
+            return len(left), torch.stack(torch.unravel_index(left, sizes))
+    if mode.memory.id_of(indices) in mode.sparse.distinct:
+        return num_entries, None
+    what = f"coalesce as {num_entries} of {num_entries} entries"
+    mode.guesses.note(what)
+    mode.notes.add(LARGEST)
+    return num_entries, None
+
+
+@on_sparse("_coalesce")
+def _coalesce(mode: Any, tensor: Tensor) -> Tensor:
+    """Entries sorted, equal ones added up."""
+    indices, values = _parts(tensor)
+    num_entries, sparse_dim = indices.size(1), indices.size(0)
+    num_left, places = _places_left(mode, indices, tensor.shape)
+    flat, order, starts = (indices.new_empty(num_entries) for _ in range(3))
+    _passing(
+        mode,
+        aten._coalesce.default,
+        merge_sort_bytes(num_entries),
+        thrust_unique_by_key_bytes(num_entries, mode.gpu),
+    )
+    mode.timeline.host_waits(mode.timeline.event(mode.timeline.stream))
+    added = _unknown(mode, values.new_empty((num_left, *values.shape[1:])))
+    if added.numel():
+        values = values.contiguous()
+    left = flat[:num_left].unsqueeze(0)
+    if sparse_dim > 1:
+        left = indices.new_empty((sparse_dim, num_left))
+    mode.sparse.distinct.add(mode.memory.id_of(left))
+    if places is None or not mode.values.overwrite(left, places):
+        _unknown(mode, left)
+    del starts, order, flat, values
+    return _made(left, added, tensor.shape, is_coalesced=True)
+
+
+def _coalesced(mode: Any, tensor: Tensor) -> Tensor:
+    is_one = _parts(tensor)[0].size(1) < 2
+    return tensor if is_one or _is_coalesced(tensor) else _coalesce(mode, tensor)
+
+
+@on_sparse("clone")
+def _clone(mode: Any, tensor: Tensor, **kwargs: Any) -> Tensor:
+    """Copy a sparse tensor. Autograd does not copy a contiguous gradient, except under a Python
+    dispatch mode (`AccumulateGrad`, torch/csrc/autograd/functions/accumulate_grad.h).
+    """
+    indices, values = _parts(tensor)
+    node = torch._C._current_autograd_node()
+    is_gradient = node is not None and node.name() == "torch::autograd::AccumulateGrad"
+    if is_gradient and indices.is_contiguous() and values.is_contiguous():
+        return _like(tensor, indices, values)
+    values = values.clone()
+    return _like(tensor, _copied_indices(mode, indices), values)
+
+
+def _copied_indices(mode: Any, indices: Tensor) -> Tensor:
+    copied = indices.clone()
+    if mode.memory.id_of(indices) in mode.sparse.distinct:
+        mode.sparse.distinct.add(mode.memory.id_of(copied))
+    return copied
+
+
+def _elementwise(function: Callable[..., Tensor]) -> SparseRule:
+    """Rule that changes each value in fresh memory; the indices are copied first."""
+
+    def rule(mode: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not is_sparse(tensor) or any(map(is_sparse, args)):
+            raise NotImplementedError
+        indices, values = _parts(tensor)
+        copied = _copied_indices(mode, indices)
+        return _like(tensor, copied, function(values, *args, **kwargs))
+
+    return rule
+
+
+def _changed(function: Callable[..., Tensor]) -> SparseRule:
+    """Return a rule that changes the values in place."""
+
+    def rule(mode: Any, tensor: Tensor, *args: Any) -> Tensor:
+        function(_parts(tensor)[1], *args)
+        return tensor
+
+    return rule
+
+
+_multiplied = _elementwise(torch.mul)
+
+
+@on_sparse("mul_.Tensor mul_.Scalar")
+def _mul_(mode: Any, tensor: Tensor, other: Any) -> Tensor:
+    """Multiply out of place: CUDA's kernel allocates new values even for `mul_`."""
+    return _become(tensor, _multiplied(mode, tensor, other))
+
+
+@on_sparse("add_.Tensor")
+def _add_(mode: Any, tensor: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
+    """Entries are appended to a sparse tensor, or added into a dense one."""
+    if is_sparse(tensor):
+        return _become(tensor, _joined(mode, tensor, other, alpha))
+    return _added_into(mode, tensor, other)
+
+
+def _added_into(mode: Any, dense: Tensor, sparse: Tensor) -> Tensor:
+    indices, values = _parts(sparse)
+    kept: list[Any] = []
+    if values.dtype != torch.result_type(dense, values):
+        kept.append(values.to(torch.result_type(dense, values)))
+    if not _is_coalesced(sparse) and indices.size(0) > 1 and indices.size(1) > 1:
+        kept.append(indices.new_empty(indices.size(1)))
+    elif not values.is_contiguous():
+        kept.append(values.contiguous())
+    return _unknown(mode, dense)
+
+
+@on_sparse("add.Tensor")
+def _add(mode: Any, tensor: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
+    if is_sparse(tensor):
+        return _joined(mode, tensor, other, alpha)
+    return _added_into(mode, torch.empty_like(tensor), other)
+
+
+def _joined(mode: Any, tensor: Tensor, other: Tensor, alpha: float) -> Tensor:
+    """Concatenate the entries of both; coalesce them if they are more than the elements."""
+    (indices, values), (more, of_more) = _parts(tensor), _parts(other)
+    if alpha != 1:
+        of_more = of_more * alpha
+    both = torch.cat([indices, more], 1)
+    joined = _made(both, torch.cat([values, of_more]), tensor.shape, is_coalesced=False)
+    return _coalesce(mode, joined) if both.size(1) > tensor.numel() else joined
+
+
+@on_sparse("cat")
+def _cat(mode: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Along one of the dimensions that have indices (`cat_sparse_impl`, SparseTensor.cpp)."""
+    parts, first = list(map(_parts, tensors)), tensors[0]
+    dim %= first.dim()
+    if not all(map(is_sparse, tensors)) or dim >= parts[0][0].size(0):
+        raise NotImplementedError
+    shape = list(first.shape)
+    shape[dim] = sum(tensor.size(dim) for tensor in tensors)
+    indices = torch.cat([indices for indices, _ in parts], 1)
+    values = torch.cat([values for _, values in parts])
+    if all(mode.memory.id_of(each) in mode.sparse.distinct for each, _ in parts):
+        mode.sparse.distinct.add(mode.memory.id_of(indices))
+    return _made(indices, values, shape, is_coalesced=False)
+
+
+@on_sparse("sparse_mask")
+def _sparse_mask(mode: Any, dense: Tensor, mask: Tensor) -> Tensor:
+    """Return the entries of `dense` at the indices of `mask`: gathered values times ones."""
+    indices, values = _parts(mask)
+    one = values.new_ones(())
+    gathered = torch.empty_like(values)
+    copied = _copied_indices(mode, indices)
+    chosen = _unknown(mode, torch.empty_like(values))
+    del one, gathered
+    return _like(mask, copied, chosen)
+
+
+@on_sparse("addmm _sparse_addmm")
+def _addmm(
+    mode: Any,
+    tensor: Tensor,
+    sparse: Tensor,
+    dense: Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> Tensor:
+    """Multiply a sparse matrix by a dense one. Rows are in cuSPARSE's format (CSR). The result is
+    in column order, and is copied.
+    """
+    if not is_sparse(sparse) or is_sparse(dense):
+        raise NotImplementedError
+    num_rows, num_columns = sparse.size(0), dense.size(1)
+    if mode.host.place(dense) is not Place.GPU:
+        with torch._C._DisableTorchDispatch():
+            unknown = torch.empty(num_rows, num_columns, dtype=dense.dtype, device=META)
+        mode.host.put(unknown)
+        return unknown
+    zeros = None
+    if mode.host.place(tensor) is Place.META:  # C++ made them for `_sparse_mm`
+        zeros = dense.new_zeros((num_rows, num_columns))
+    result = _unknown(mode, dense.new_empty((num_rows, num_columns)))
+    sparse = _coalesced(mode, sparse)
+    indices, values = _parts(sparse)
+    num_entries = indices.size(1)
+    starts = indices.new_empty(num_rows + 1, dtype=torch.int32)
+    rows = indices.new_empty(num_entries, dtype=torch.int32)
+    del rows
+    columns = indices.new_empty(num_entries, dtype=torch.int32)
+    is_cast = torch.is_autocast_enabled("cuda")
+    dtype = torch.get_autocast_dtype("cuda") if is_cast else values.dtype
+    if dtype in _SHORT:
+        name = _SHORT[dtype]
+        raise NotImplementedError(_NOT_IN_16_BITS.format('"addmm_sparse_cuda"', name))
+    transposed = torch.empty_like(result, memory_format=torch.contiguous_format)
+    if num_entries:
+        is_by_columns = dense.stride(0) == 1 and dense.stride(1) == dense.size(0)
+        is_by_rows = dense.stride(1) == 1 and dense.stride(0) != 0
+        given = dense if is_by_columns or is_by_rows else dense.contiguous()
+        blocks = -(-num_entries // (_ENTRIES_OF_A_BLOCK if num_columns > 1 else _OF_ONE_COLUMN))
+        _passing(mode, aten.addmm.default, _aligned(4 * blocks))
+        del given
+    del transposed, columns, starts, zeros
+    return result
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 8) * 8 + 7
+
+
+@on_sparse("mm")
+def _mm(mode: Any, sparse: Tensor, dense: Tensor) -> Tensor:
+    zeros = dense.new_zeros((sparse.size(0), dense.size(1)))
+    return _addmm(mode, zeros, sparse, dense, beta=0)
+
+
+@on_sparse("_to_dense")
+def _to_dense(mode: Any, tensor: Tensor, dtype: Any = None, masked_grad: Any = None) -> Tensor:
+    zeros = _parts(tensor)[1].new_zeros(tensor.shape)
+    return _added_into(mode, zeros, tensor)
+
+
+@on_sparse("_to_copy")
+def _to_copy(mode: Any, tensor: Tensor, **kwargs: Any) -> Any:
+    """Copy to another type, to the GPU, or to the host, where unknown values are 1."""
+    with torch._C._DisableTorchDispatch():
+        indices, values, is_coalesced = tensor._indices(), tensor._values(), tensor.is_coalesced()
+    device, dtype = kwargs.get("device"), kwargs.get("dtype") or values.dtype
+    if device is None:
+        copied = _copied_indices(mode, indices)
+        return _made(copied, values.to(dtype, copy=True), tensor.shape, is_coalesced=is_coalesced)
+    copied = indices.to(device, copy=True)
+    made = values.to(device, dtype, copy=True)
+    if device.type == "cuda":
+        if is_coalesced:
+            mode.sparse.distinct.add(mode.memory.id_of(copied))
+        return _made(copied, made, tensor.shape, is_coalesced=is_coalesced)
+    return _on_host(copied, made, tensor.shape, is_coalesced=is_coalesced)
+
+
+@on_sparse("transpose.int")
+def _transpose(mode: Any, tensor: Tensor, first: int, second: int) -> Tensor:
+    """A copy with two rows of its indices exchanged."""
+    first, second = first % tensor.dim(), second % tensor.dim()
+    indices, values = _parts(tensor)
+    if max(first, second) >= indices.size(0):
+        raise NotImplementedError
+    shape = list(tensor.shape)
+    shape[first], shape[second] = shape[second], shape[first]
+    values = values.clone()
+    copied = _copied_indices(mode, indices)
+    row = copied[first].clone()
+    copied[first].copy_(copied[second])
+    copied[second].copy_(row)
+    del row
+    return _made(copied, values, shape, is_coalesced=False)
+
+
+@on_sparse("t")
+def _transposed(mode: Any, tensor: Tensor) -> Tensor:
+    return _transpose(mode, tensor, 0, 1)
+
+
+def _as_it_is(function: Callable[..., Any]) -> SparseRule:
+    """Rule that calls torch's meta device."""
+
+    def rule(mode: Any, tensor: Tensor, *args: Any) -> Any:
+        with torch._C._DisableTorchDispatch():
+            return function(tensor, *args)
+
+    return rule
+
+
+@on_sparse("_to_sparse")
+def _to_sparse(mode: Any, dense: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The entries that are not zero, each with an index for every dimension."""
+    if args or any(value is not None for value in kwargs.values()):
+        raise NotImplementedError
+    found = dense.nonzero()
+    indices = found.t().contiguous()
+    chosen = dense.new_empty(indices.size(1))
+    values = _unknown(mode, torch.empty_like(chosen))
+    mode.sparse.distinct.add(mode.memory.id_of(indices))
+    del chosen, found
+    return _made(indices, values, dense.shape, is_coalesced=True)
+
+
+@on_sparse("_embedding_bag_backward")
+def _embedding_bag_backward(mode: Any, *args: Any, **kwargs: Any) -> Any:
+    """`_embedding_bag_backward` (EmbeddingBag.cpp) of a sparse gradient."""
+    grad, indices, offsets, offset2bag, bag_size, _, num_rows, scale, kind, _, weights, padding = (
+        *args,
+        *(None, -1)[len(args) - 10 :],
+    )[:12]
+    return aten._embedding_bag_sparse_backward.default(
+        grad, indices, offsets, offset2bag, bag_size, num_rows, scale, kind, weights, padding
+    )
+
+
+def _each(function: Callable[..., Any]) -> SparseRule:
+    """Rule for lists with a sparse tensor: one tensor after the other."""
+
+    def rule(mode: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
+        lists = [arg if isinstance(arg, list | tuple) else [arg] * len(tensors) for arg in args]
+        for tensor, *rest in zip(tensors, *lists, strict=True):
+            function(tensor, *rest, **kwargs)
+
+    return rule
+
+
+register("mul.Tensor mul.Scalar", on_sparse=_multiplied)
+register("div.Tensor div.Scalar", on_sparse=_elementwise(torch.div))
+register("pow.Tensor_Scalar", on_sparse=_elementwise(torch.pow))
+register("div_.Tensor div_.Scalar", on_sparse=_changed(torch.Tensor.div_))
+register("_foreach_mul_.Scalar", on_sparse=_each(torch.Tensor.mul_))
+register("_foreach_add_.List", on_sparse=_each(torch.Tensor.add_))
+register("_foreach_zero_", on_sparse=_each(torch.Tensor.zero_))
+register("zero_", on_sparse=_as_it_is(torch.Tensor.zero_))
+register("is_coalesced", on_sparse=_as_it_is(torch.Tensor.is_coalesced))
+register("_coalesced_", on_sparse=_as_it_is(torch.Tensor._coalesced_))
+register("_nnz", on_sparse=_as_it_is(torch.Tensor._nnz))
+register("sparse_dim", on_sparse=_as_it_is(torch.Tensor.sparse_dim))
+register("dense_dim", on_sparse=_as_it_is(torch.Tensor.dense_dim))
+
+
+_FROM_DENSE = frozenset((FROM_PARTS, aten._to_sparse.default))
+_ON_HOST_TOO = frozenset((FROM_PARTS, aten.addmm.default, aten._sparse_addmm.default))
+_MAKERS = frozenset(
+    map(id, (*_FROM_DENSE, aten._embedding_bag_backward.default, aten._to_copy.default))
+)
+"""Operators that make sparse tensors on the GPU, by identity, as in `registry`."""
+
+
+class SparseTensors:
+    """Sparse tensors of a mode's GPU."""
+
+    def __init__(self, mode: Any) -> None:
+        self.distinct: set[int | None] = set()
+        """Storages of indices that are known to be distinct."""
+
+        self._mode = mode
+        self._is_any = False
+
+    def concerns(self, func: Any, args: Args, kwargs: Kwargs) -> bool:
+        """Return whether `func` takes or makes a sparse tensor of the GPU.
+
+        Raises:
+            UnsupportedError: it does, and has no rule.
+        """
+        if not self._is_any and id(func) not in _MAKERS:
+            return False
+        tensors, mode = few_tensors(args, kwargs), self._mode
+        if func is aten._embedding_bag_backward.default:
+            is_one = bool(args[9])
+        elif func in _FROM_DENSE:
+            is_one = True
+        else:
+            is_one = any(map(is_sparse, tensors))
+        if not is_one:
+            return False
+        target, places = getattr(kwargs.get("device"), "type", ""), map(mode.host.place, tensors)
+        found = set(places)
+        if target != "cuda" and Place.GPU not in found:
+            return func in _ON_HOST_TOO and Place.HOST in found
+        op = op_of(func)
+        if op.on_sparse is not None:
+            return True
+        if op.is_view:  # of the parts
+            return False
+        raise refused(func, "sparse_coo", mode.attribution.lines.current())
+
+    def run(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Run the rule of `func` and return its result; its requests are recorded."""
+        self._is_any = True
+        depth, INSIDE.depth = INSIDE.depth, 0
+        try:
+            with self._mode, torch.no_grad(), decisions_again():
+                rule = op_of(func).on_sparse
+                assert rule is not None
+                return rule(self._mode, *args, **kwargs)
+        except NotImplementedError as error:
+            if error.args:
+                raise
+            raise refused(func, "sparse_coo", self._mode.attribution.lines.current()) from None
+        finally:
+            INSIDE.depth = depth
+
+
+def install(patches: Patches) -> None:
+    """Let `grad.new(indices, values, shape)`, as optimizers write it, make tensors of the GPU."""
+    new = torch.Tensor.new
+
+    def made_anew(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if is_sparse(tensor) and is_meta(tensor) and args and isinstance(args[0], Tensor):
+            return torch.sparse_coo_tensor(*args, **kwargs, check_invariants=False)
+        return new(tensor, *args, **kwargs)
+
+    patches.set(torch.Tensor, "new", made_anew)

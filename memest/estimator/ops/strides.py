@@ -1,0 +1,60 @@
+"""Strides of results on CUDA where the meta kernel, a decomposition, gives others.
+
+Where CUDA's kernel goes by `TensorIterator`, the CPU's does the same: a test compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
+
+from memest.estimator.ops.registry import Args
+
+
+def contiguous(args: Args, out: Any) -> Any:
+    """Make the results contiguous; on meta they follow an argument."""
+    if isinstance(out, Tensor):
+        return out.contiguous()
+    return tuple(t if t is None else t.contiguous() for t in out)
+
+
+def like(number: int) -> Callable[[Args, Any], Any]:
+    """Return a rule: the first result has the strides of the argument `number`."""
+
+    def rule(args: Args, out: Any) -> Any:
+        if isinstance(out, Tensor):
+            return _strided(out, torch.empty_like(args[number]).stride())
+        first, *rest = out
+        if first is not None:
+            first = _strided(first, torch.empty_like(args[number]).stride())
+        return (first, *rest)
+
+    return rule
+
+
+def in_format_of(number: int) -> Callable[[Args, Tensor], Tensor]:
+    """Return a rule: the result has the memory format of the argument `number`."""
+
+    def rule(args: Args, out: Tensor) -> Tensor:
+        memory_format = suggest_memory_format(args[number])
+        if out.is_contiguous(memory_format=memory_format):
+            return out
+        return torch.empty_like(out, memory_format=memory_format)
+
+    return rule
+
+
+def elementwise(args: Args, out: Tensor) -> Tensor:
+    """Return the result with the strides of `TensorIterator`."""
+    given = [arg.expand(out.shape) for arg in args if isinstance(arg, Tensor) and arg.dim()]
+    return _strided(out, compute_elementwise_output_strides(*given)) if given else out
+
+
+def _strided(made: Tensor, strides: tuple[int, ...]) -> Tensor:
+    if made.stride() == strides:
+        return made
+    return torch.empty_strided(made.shape, strides, dtype=made.dtype, device=made.device)

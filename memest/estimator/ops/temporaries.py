@@ -1,0 +1,88 @@
+"""Memory of a CUDA kernel in addition to its outputs, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Requested bytes of a kernel's temporaries, in the order of its requests.
+
+    All of them are freed by the time the operation returns.
+    """
+
+    before: tuple[int, ...] = ()
+    """Allocated before the outputs."""
+
+    after: tuple[int, ...] = ()
+    """Allocated after the outputs."""
+
+    outputs: tuple[int, ...] | None = None
+    """Requested bytes of each output, where they differ from those of its elements."""
+
+
+INDEX_BYTES = 8
+"""Bytes of an int64 index."""
+
+OLDEST = -1
+"""In place of a position: the oldest live temporary of the size is freed, not the latest."""
+
+TRIED = -2
+"""In place of a position: a temporary of this size at the kernel's first call.
+
+If the GPU has too little memory, it has the size of the next such event. Then it is freed and the
+cache emptied.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelEvent:
+    """One request to the allocator while an operation runs."""
+
+    num_bytes: int
+    """Requested bytes; negative when freed: then the latest live temporary of that size."""
+
+    output: int | None = None
+    """Position in the operation's results; `None` for a temporary; `OLDEST` or `TRIED` for their
+    special cases.
+    """
+
+
+Events = tuple[KernelEvent, ...]
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Bytes of the elements of `tensor`."""
+    return tensor.numel() * tensor.itemsize
+
+
+def temporaries(*num_bytes: int) -> list[KernelEvent]:
+    """Temporaries that are made (positive) and freed (negative); 0 bytes make no request."""
+    return [KernelEvent(n) for n in num_bytes if n]
+
+
+def passing(*num_bytes: int) -> list[KernelEvent]:
+    """Temporaries that are made one after the other and freed in reverse."""
+    return temporaries(*num_bytes, *(-n for n in reversed(num_bytes)))
+
+
+def outputs(tensors: Mapping[int, int]) -> list[KernelEvent]:
+    """Results by position, with their bytes; 0 bytes make no request."""
+    return [KernelEvent(num_bytes, output) for output, num_bytes in tensors.items() if num_bytes]
+
+
+def contiguous_copy(*tensors: Tensor | None) -> tuple[int, ...]:
+    """Bytes of `tensor.contiguous()` for each tensor that is not contiguous."""
+    return tuple(t.numel() * t.itemsize for t in tensors if t is not None and not t.is_contiguous())
+
+
+def copies_in(memory_format: torch.memory_format, *tensors: Tensor) -> tuple[int, ...]:
+    """Bytes of `tensor.contiguous(memory_format)` for each tensor that has another format."""
+    return tuple(
+        t.numel() * t.itemsize for t in tensors if not t.is_contiguous(memory_format=memory_format)
+    )

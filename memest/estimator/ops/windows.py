@@ -1,0 +1,125 @@
+"""Pooling, padding, resizing and sliding windows: copies and the buffers that are outgrown.
+
+Sources (torch 2.11, `aten/src/ATen/native/cuda`): UpSample*.cu, DilatedMaxPool3d.cu,
+AveragePool3d.cu, AdaptiveMaxPooling2d.cu, AdaptiveMaxPooling3d.cu, AdaptiveAveragePooling3d.cu,
+ReflectionPad.cu, ReplicationPadding.cu, Im2Col.cu, Col2Im.cu.
+Evidence: the allocator's events of each operator, recorded on an H100.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._prims_common import suggest_memory_format
+
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops.refusals import expects
+from memest.estimator.ops.registry import Args, Kwargs, modelled, outputs_only, register, requests
+from memest.estimator.ops.temporaries import (
+    Events,
+    Scratch,
+    contiguous_copy,
+    copies_in,
+    outputs,
+    temporaries,
+)
+
+aten = torch.ops.aten
+
+
+_IMAGES = (
+    "upsample_nearest2d upsample_nearest2d_backward _upsample_nearest_exact2d "
+    "_upsample_nearest_exact2d_backward"
+)
+_COPYING = (
+    "upsample_nearest1d upsample_nearest1d_backward _upsample_nearest_exact1d "
+    "_upsample_nearest_exact1d_backward upsample_linear1d_backward upsample_nearest3d "
+    "upsample_nearest3d_backward _upsample_nearest_exact3d _upsample_nearest_exact3d_backward "
+    "upsample_trilinear3d_backward _upsample_bilinear2d_aa_backward "
+    "_upsample_bicubic2d_aa_backward max_pool3d_with_indices max_pool3d_with_indices_backward "
+    "avg_pool3d avg_pool3d_backward adaptive_max_pool2d_backward adaptive_max_pool3d_backward "
+    "_adaptive_avg_pool3d_backward reflection_pad1d reflection_pad1d_backward "
+    "reflection_pad2d reflection_pad2d_backward reflection_pad3d reflection_pad3d_backward"
+)
+
+
+@requests(_COPYING, "upsample_bicubic2d_backward")
+def window_copy_after(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """A contiguous copy of the first argument (input or gradient), made after the outputs."""
+    return Scratch(after=contiguous_copy(args[0]))
+
+
+@requests(_IMAGES)
+def image_copy_after(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """A copy of the first argument in its own memory format, made after the outputs.
+
+    UpSampleNearest2d.cu, UpSampleBilinear2d.cu, whose kernels know channels-last.
+    """
+    return Scratch(after=copies_in(suggest_memory_format(args[0]), args[0]))
+
+
+@requests("upsample_bilinear2d_backward")
+def bilinear_gradient_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`image_copy_after`; a gradient of the input's own size is copied at once."""
+    is_same = args[0].shape == out.shape
+    return Scratch() if is_same else image_copy_after(args, kwargs, out, gpu)
+
+
+@requests("im2col col2im")
+def sliding_events(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> Events:
+    """`im2col` and `col2im` (Im2Col.cu, Col2Im.cu): the result begins as a tensor like the input.
+
+    Where it needs more, another storage takes its place; where it needs less, it keeps the first.
+    """
+    source = args[0]
+    first, wanted = source.numel() * source.itemsize, out.numel() * out.itemsize
+    copies = contiguous_copy(source)
+    copied = temporaries(*copies), temporaries(*(-n for n in copies))
+    if wanted <= first:
+        return tuple(outputs({0: first}) + copied[0] + copied[1])
+    resized = outputs({0: wanted}) + temporaries(-first)
+    return tuple(temporaries(first) + copied[0] + resized + copied[1])
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    return suggest_memory_format(tensor) is not torch.contiguous_format
+
+
+@modelled(_IMAGES, _COPYING, "upsample_bilinear2d_backward")
+def window_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Return whether the first argument is not channels-last.
+
+    Kernels for channels-last differ by the number of channels.
+    """
+    return not _is_channels_last(args[0])
+
+
+@requests("avg_pool2d")
+def pooling_copy_after(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """A copy of an input that is dense neither in NCHW nor in channels-last (AveragePool2d.cu)."""
+    return Scratch(after=copies_in(suggest_memory_format(args[0]), args[0]))
+
+
+@requests("avg_pool2d_backward _adaptive_avg_pool2d_backward max_pool2d_with_indices_backward")
+def pooling_gradient_copies(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """Copies of the incoming gradient and of the input in the input's memory format, after the
+    outputs.
+
+    AveragePool2d.cu, AdaptiveAveragePooling.cu, DilatedMaxPool2d.cu.
+    """
+    return Scratch(after=copies_in(suggest_memory_format(args[1]), args[0], args[1]))
+
+
+outputs_only(
+    "_adaptive_avg_pool2d _adaptive_avg_pool3d _upsample_bicubic2d_aa _upsample_bilinear2d_aa "
+    "adaptive_max_pool2d adaptive_max_pool3d channel_shuffle grid_sampler_2d "
+    "grid_sampler_2d_backward max_pool2d_with_indices pixel_shuffle pixel_unshuffle "
+    "replication_pad2d replication_pad2d_backward upsample_bicubic2d upsample_bilinear2d "
+    "upsample_linear1d upsample_trilinear3d"
+)
+
+
+register("grid_sampler_2d", refuse=expects(0, 1, "grid_sampler_2d_cuda"))

@@ -1,0 +1,1 @@
+"""Programs at other sizes, made from few traces."""

@@ -1,0 +1,258 @@
+"""Programs of a plan at other batch sizes or sequence lengths, without tracing each.
+
+A trace at one size is a list of calls (`call_log`). If the model takes the same branches, the calls
+at another size are the same with other numbers. Each number is a polynomial in the size: of degree
+1 in the batch size, of degree 2 in the sequence length (the strides of attention weights). So a
+`Family` needs two or three traces at sizes of one spacing. Its program at a size n is made by
+
+1. every number by Newton's forward differences, which are whole numbers at steps of the spacing,
+   and have to be if n is between;
+2. the requests of each distinct call by the same kernel tables as in a trace, once per call
+   (`asks`), so that their steps are right (a reduction in two stages, a split of the keys);
+3. the spans of events, call by call, with the workspaces of cuBLAS at their first use
+   (`rebuild`).
+
+It is the program of a trace where no branch was taken otherwise. The only other decision by shapes,
+the choice of an attention backend, is made again at n. A trace at the far end of the range checks
+the rest (`related_plans`). Sizes of 1 are traced alone: a dim of 1 has no stride of its own,
+and a batch of 1 has no padding.
+
+Left out: a branch that depends on the size other than by a threshold, such as on its last digit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from importlib import import_module
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import torch
+
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops.attention import choose_backend
+from memest.estimator.replay.interpolate.call_log import (
+    GEMM_RULE,
+    CallLog,
+    Choice,
+    LoggedTrace,
+    Span,
+    Template,
+    put_numbers,
+)
+from memest.estimator.replay.interpolate.rebuild import Rebuilt, rebuild
+from memest.estimator.replay.interpolate.requests import Evaluator, Form, Requests
+from memest.estimator.replay.simulated import TracedPlan
+from memest.plan import TrainingPlan
+
+DEGREE = {"batch_size": 1, "seq_len": 2}
+"""Degree of the polynomials in the size, by the key of the plan that is varied."""
+
+
+def with_value(plan: TrainingPlan, key: str, value: Any) -> TrainingPlan:
+    """`plan` with another value of one key.
+
+    Raises:
+        PlanError: there is no such plan.
+    """
+    changes = {key: value}
+    return replace(plan, **changes)
+
+
+class FormBroken(Exception):
+    """The calls at two sizes differ in more than numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """The numbers of one call as polynomials: their forward differences at the first sample."""
+
+    template: Template
+    differences: tuple[tuple[int, ...], ...]
+    """The values at the first sample, their first differences, their second."""
+
+    at_first: list[Requests] = field(default_factory=list, compare=False, repr=False)
+    """Requests of the call at the first sample, once known."""
+
+    def at(self, index: Fraction) -> list[int]:
+        """The numbers `index` steps after the first sample.
+
+        Raises:
+            ValueError: one of them is not whole.
+        """
+        values = list(self.differences[0])
+        binomial = Fraction(1)
+        for order, difference in enumerate(self.differences[1:], 1):
+            binomial = binomial * (index - order + 1) / order
+            times, among = binomial.as_integer_ratio()
+            if among > 1 and any(times * d % among for d in difference):
+                raise ValueError("a number is not whole")
+            values = [v + times * d // among for v, d in zip(values, difference, strict=True)]
+        return values
+
+    def requests(self, index: Fraction, evaluator: Evaluator) -> Requests:
+        """Return the call's requests `index` steps after the first sample."""
+        if index and not self.is_constant:
+            return evaluator.requests(self.template, self.at(index))
+        if not self.at_first:
+            self.at_first.append(evaluator.requests(self.template, self.differences[0]))
+        return self.at_first[0]
+
+    @property
+    def is_constant(self) -> bool:
+        """Return whether the call is the same at all sizes."""
+        return not any(any(difference) for difference in self.differences[1:])
+
+
+def _numbers(samples: Sequence[Template]) -> _Numbers:
+    """The polynomial through the samples of one call."""
+    first = samples[0]
+    if any(other.shape != first.shape for other in samples[1:]):
+        raise FormBroken("a call has other arguments")
+    rows = [sample.numbers for sample in samples]
+    differences = []
+    while rows:
+        differences.append(rows[0])
+        rows = [tuple(b - a for a, b in zip(x, y, strict=True)) for x, y in pairwise(rows)]
+    return _Numbers(first, tuple(differences))
+
+
+class Family:
+    """The programs of one plan at all sizes, from traces at some.
+
+    Args:
+        samples: traces at `start`, `start + spacing` and so on, one more than the polynomials'
+            degree.
+        gpu: whose kernels run.
+        start: the first size.
+        spacing: between the samples.
+        step: between the sizes, a divisor of `spacing`, which it is by default.
+
+    Raises:
+        FormBroken: the samples do not make the same calls.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[LoggedTrace],
+        gpu: Gpu,
+        start: int,
+        spacing: int,
+        *,
+        step: int | None = None,
+    ) -> None:
+        self.start, self.spacing, self.step = start, spacing, step or spacing
+        self._evaluator = Evaluator(gpu)
+        self._woven: dict[tuple[Form, ...], Rebuilt] = {}
+        _check_alike(samples)
+        self._numbers, calls = _match(samples)
+        self._sample = LoggedTrace(samples[0].traced, calls)
+        if len({len(sample.log.choices) for sample in samples}) > 1:
+            raise FormBroken("other things are decided")
+        rows = zip(*(sample.log.choices for sample in samples), strict=True)
+        self._choices = {row[0]: _numbers([choice.template for choice in row]) for row in rows}
+        for position, sample in enumerate(samples):
+            value = start + position * spacing
+            if self.at(value).program != sample.traced.program:
+                raise FormBroken(f"the calls at {value} are not all that its trace did")
+
+    def at(self, value: int) -> TracedPlan:
+        """The traced plan at `value`.
+
+        Raises:
+            FormBroken: an attention backend is chosen otherwise there, or a number is impossible.
+        """
+        if not self.chooses_alike(value):
+            raise FormBroken(f"another kernel is chosen at {value}")
+        index = Fraction(value - self.start, self.spacing)
+        try:
+            asks = [numbers.requests(index, self._evaluator) for numbers in self._numbers]
+        except (RuntimeError, ArithmeticError, LookupError, ValueError) as error:
+            raise FormBroken(f"there is no such call at {value}: {error}") from error
+        forms = tuple([a.form for a in asks])
+        rebuilt = self._woven.get(forms)
+        if rebuilt is None:
+            rebuilt = self._woven[forms] = rebuild(self._sample, forms)
+        table = self._sample.traced.program.storages
+        tables: list[Sequence[int]] = [a.num_bytes for a in asks]
+        tables += [(0,), table.num_bytes]  # at -2 and -1: `ZERO` and `NO_CALL`
+        num_bytes = [tables[i][position] for i, position in rebuilt.slots]
+        storages = replace(rebuilt.program.storages, num_bytes=num_bytes)
+        program = replace(rebuilt.program, storages=storages)
+        return replace(self._sample.traced, program=program)
+
+    def chooses_alike(self, value: int) -> bool:
+        """Return whether every decision by shapes is the same at `value` as in the samples."""
+        outcomes = self.outcomes(value)
+        return outcomes is not None and all(
+            outcome == choice.outcome
+            for outcome, choice in zip(outcomes, self._choices, strict=True)
+        )
+
+    def outcomes(self, value: int) -> tuple[Any, ...] | None:
+        """Return the decisions that depend on shapes at `value`; None if `value` is not a multiple
+        of the step.
+        """
+        if (value - self.start) % self.step:
+            return None
+        index = Fraction(value - self.start, self.spacing)
+        try:
+            return tuple(
+                choose_again(choice, numbers.at(index), self._evaluator.gpu)
+                for choice, numbers in self._choices.items()
+            )
+        except ValueError:
+            return None
+
+
+def choose_again(choice: Choice, numbers: Sequence[int], gpu: Gpu) -> Any:
+    """The outcome of `choice` with other numbers."""
+    try:
+        args, kwargs = put_numbers(choice.template, numbers)
+    except RuntimeError:  # no tensor has such a shape
+        return None
+    if choice.rule == "gemm_4bit":
+        ops = import_module("bitsandbytes.backends.cuda.ops")
+        props = gpu.num_sms, *gpu.capability
+        with mock.patch.object(ops, "_gpu_dispatch_props", return_value=props):
+            return getattr(ops, GEMM_RULE)(*args, **kwargs)
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+    for tensor, needs_grad in zip(tensors, choice.grads, strict=False):
+        tensor.requires_grad_(needs_grad)
+    with torch.set_grad_enabled(choice.grads[-1]):
+        return choose_backend(*args, **kwargs, gpu=gpu)
+
+
+def _check_alike(samples: Sequence[LoggedTrace]) -> None:
+    """Check that the properties of the whole plan are the same at all sizes."""
+    first = samples[0].traced
+    for other in (sample.traced for sample in samples[1:]):
+        same = replace(other, program=first.program, seq_len=first.seq_len)
+        if same != first:
+            raise FormBroken("the model differs")
+
+
+def _match(samples: Sequence[LoggedTrace]) -> tuple[list[_Numbers], CallLog]:
+    """The calls of the samples side by side: calls that differ in one sample differ in all.
+
+    Returns the polynomials of each distinct call, and the first sample's log in terms of them.
+    """
+    logs = [sample.log for sample in samples]
+    known: dict[tuple[int, ...], int] = {}
+    spans = []
+    for group in zip(*(log.spans for log in logs), strict=True):
+        if len({len(span.calls) for span in group}) > 1:
+            raise FormBroken("the model makes other calls")
+        calls = []
+        for row in zip(*(span.calls for span in group), strict=True):
+            key = tuple([call.template for call in row])
+            index = known.setdefault(key, len(known))
+            calls.append(replace(row[0], template=index))
+        spans.append(Span(group[0].events, calls))
+    numbers = [
+        _numbers([log.templates[i] for log, i in zip(logs, key, strict=True)]) for key in known
+    ]
+    return numbers, CallLog([n.template for n in numbers], spans, logs[0].choices)

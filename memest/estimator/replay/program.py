@@ -1,0 +1,201 @@
+"""Programs: the event streams between probes, and the order of their replay."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from memest.estimator.tensors.storages import RETURNED, Coverage, StorageTable, death_of, return_of
+from memest.report import Phase
+
+Shift = Mapping[int, int]
+"""Renames of storages before a span is played again. Keys are storages that the span made and kept;
+values are the older storages that the span frees.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """Sums that a probe reads from the model and the optimizer."""
+
+    params: int
+    grads: int
+    optimizer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Probe: a point where memory is read, with the states of model and optimizer."""
+
+    phase: Phase
+    state: StateBytes
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Events in order, then a probe or none."""
+
+    events: Sequence[int]
+    probe: Probe | None = None
+
+    @property
+    def is_optimizers(self) -> bool:
+        """True if it is the optimizer's step."""
+        return self.probe is not None and self.probe.phase is Phase.AFTER_OPTIMIZER_STEP
+
+
+MicroBatch = Sequence[Part]
+"""Parts of one micro-batch, in order; frees left by the one before are in the first."""
+
+
+@dataclass(slots=True)
+class Program:
+    """Everything that replay needs: storages, event streams, and the probes' figures.
+
+    The steps are those that ran. A run with more steps plays the last again. A run with more
+    micro-batches plays the middle one again, or of two the last without the optimizer's step.
+    """
+
+    storages: StorageTable
+    setup: list[int] = field(default_factory=list)
+    """Events before the training: the model is built, and the cache emptied."""
+
+    steps: list[list[MicroBatch]] = field(default_factory=list)
+    """Micro-batches of each step: the first, one from the middle where it differs from the last,
+    and the last.
+    """
+
+    step_shift: Shift = field(default_factory=dict)
+    """Renames before the last step is played again."""
+
+    micro_shifts: list[Shift] = field(default_factory=list)
+    """Renames of each step before its middle micro-batch is played again."""
+
+    coverage: Coverage = field(default_factory=Coverage)
+
+    ranges_stay: bool = False
+    """Argument of `AddressSpace`; True for a rank among several GPUs."""
+
+    num_known_steps: int | None = None
+    """Steps after which the rows of the last are assumed to repeat; None if they are replayed."""
+
+    _middles: dict[int, MicroBatch] = field(default_factory=dict, compare=False, repr=False)
+
+    def play(self, step: int, micro: int, num_micro_batches: int) -> MicroBatch:
+        """Return micro-batch `micro` of `step`."""
+        step = min(step, len(self.steps) - 1)
+        ran = self.steps[step]
+        if micro == 0 or len(ran) == num_micro_batches:
+            return ran[micro]
+        return ran[-1] if micro == num_micro_batches - 1 else self._middle(step)
+
+    def _middle(self, step: int) -> MicroBatch:
+        ran = self.steps[step]
+        if len(ran) > 2:
+            return ran[1]
+        if step not in self._middles:
+            self._middles[step] = [part for part in ran[-1] if not part.is_optimizers]
+        return self._middles[step]
+
+    def shift(self, step: int, micro: int, num_micro_batches: int) -> Shift:
+        """Return the renames before micro-batch `micro` of `step` is played."""
+        last = len(self.steps) - 1
+        if micro == 0:
+            return self.step_shift if step > last else {}
+        num_run = len(self.steps[min(step, last)])
+        is_first_time = micro == 1 or (num_run > 2 and micro == num_micro_batches - 1)
+        if num_run == num_micro_batches or is_first_time or not self.micro_shifts:
+            return {}
+        return self.micro_shifts[min(step, last)]
+
+    def most_held_bytes(self, *states: str) -> int:
+        """Return the most bytes that these states, named as in `StateBytes`, have together at a
+        probe.
+        """
+        parts = (part for step in self.steps for batch in step for part in batch)
+        held = (part.probe.state for part in parts if part.probe is not None)
+        return max((sum(getattr(each, name) for name in states) for each in held), default=0)
+
+    def forward_held_bytes(self) -> int:
+        """Return the bytes held at the end of the first forward, of all kinds."""
+        alive: dict[int, None] = {}
+        _play(self.setup, alive, self.storages)
+        for part in self.steps[0][0]:
+            _play(part.events, alive, self.storages)
+            if part.probe is not None and part.probe.phase is Phase.AFTER_FORWARD:
+                break
+        return sum(self.storages.num_bytes[index] for index in alive)
+
+    def first_forward(self) -> Sequence[int]:
+        """Return the events of the first forward."""
+        for part in self.steps[0][0]:
+            if part.probe is not None and part.probe.phase is Phase.AFTER_FORWARD:
+                return part.events
+        return ()
+
+    def streams(self) -> Iterator[Sequence[int]]:
+        """Return all event streams, each once."""
+        yield self.setup
+        for step in self.steps:
+            for batch in step:
+                for part in batch:
+                    yield part.events
+
+
+def find_shifts(program: Program) -> None:
+    """Fill in the renames for parts of `program` that are played again."""
+    alive: dict[int, None] = {}
+    _play(program.setup, alive, program.storages)
+    program.micro_shifts = []
+    for step in program.steps:
+        before_step = set(alive)
+        shift: Shift = {}
+        for number, batch in enumerate(step):
+            before = set(alive)
+            for part in batch:
+                if part.is_optimizers and number == 1:  # one in the middle ends here
+                    shift = _pairs(program.storages, before, alive)
+                _play(part.events, alive, program.storages)
+            if number == 1 and not any(part.is_optimizers for part in batch):
+                shift = _pairs(program.storages, before, alive)
+        program.micro_shifts.append(shift)
+        if len(program.steps) > 1:
+            program.step_shift = _pairs(program.storages, before_step, alive)
+
+
+def _play(events: Sequence[int], alive: dict[int, None], storages: StorageTable) -> None:
+    for event in events:
+        if event >= 0:
+            alive[event] = None
+        else:
+            alive.pop(ended_by(event, storages), None)
+
+
+def ended_by(event: int, storages: StorageTable, *, at_once: bool = False) -> int:
+    """Return the storage that ends with `event`, or -1 if the event ends none.
+
+    A stashed storage ends as it returns, or as it is freed if blocks return `at_once`.
+    """
+    is_return = event <= RETURNED
+    index = return_of(event) if is_return else death_of(event)
+    is_shelved = index in storages.shelved and not at_once
+    return index if is_return == is_shelved else -1
+
+
+def _pairs(storages: StorageTable, before: set[int], after: Mapping[int, None]) -> dict[int, int]:
+    """Pair new storages `after` with lost storages of `before`, by what made both."""
+    freed: dict[object, list[int]] = defaultdict(list)
+    for index in sorted(before.difference(after)):
+        freed[_origin(storages, index)].append(index)
+    found = {}
+    for index in after:
+        like = freed.get(_origin(storages, index)) if index not in before else None
+        if like:
+            found[index] = like.pop(0)
+    return found
+
+
+def _origin(storages: StorageTable, index: int) -> object:
+    site = storages.sites[index]
+    return site.op, site.module, storages.kinds[index], storages.num_bytes[index]

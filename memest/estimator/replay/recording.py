@@ -1,0 +1,633 @@
+"""A replayed run action by action, and PyTorch's and Chrome's files of its actions."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from memest.errors import PlanError
+from memest.estimator.allocator.blocks import AddressSpace, Block
+from memest.estimator.allocator.caching import SMALL_SEGMENT_BYTES
+from memest.estimator.allocator.memory_history import (
+    POOL,
+    SETTINGS,
+    block_entry,
+    free_block_entry,
+    segment_entry,
+)
+from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings
+from memest.estimator.replay.program import Program
+from memest.estimator.replay.replay import Replayed, replay
+from memest.estimator.tensors.storages import FreeTiming, MemKind, Site, StorageTable
+from memest.report import Phase
+from memest.writing import write_output
+
+KINDS = (
+    "params", "buffers", "grads", "optimizer", "activations", "buckets", "gathered", "temporaries",
+    "batch", "workspace",
+)  # fmt: skip
+"""Kinds of bytes, in the order of a stack."""
+
+
+class Act(StrEnum):
+    """Actions of the allocator, by the names of PyTorch's recordings."""
+
+    ALLOC = "alloc"
+    FREE = "free"
+    FREE_REQUESTED = "free_requested"
+    """Requested free of a block that another stream still uses; `FREE_COMPLETED` follows."""
+
+    FREE_COMPLETED = "free_completed"
+    SEGMENT_ALLOC = "segment_alloc"
+    SEGMENT_FREE = "segment_free"
+    OOM = "oom"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One action; a segment and a refused request have no storage or no address (-1)."""
+
+    act: Act
+    address: int
+    num_bytes: int
+    """Bytes of the block or segment; for an `oom` the requested bytes."""
+
+    storage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A probe after `index` actions."""
+
+    index: int
+    step: int
+    micro_batch: int
+    phase: Phase
+
+
+@dataclass(slots=True)
+class Recording:
+    """One run of a program on one GPU."""
+
+    storages: StorageTable
+    limit_bytes: int | None
+    """Bytes that the allocator could reserve."""
+
+    gpu: str = ""
+
+    actions: list[Action] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    result: Replayed = field(default_factory=Replayed)
+
+
+MAX_EVENTS = 4_000_000
+"""Limit of events of a recording, as of real ones: some GB of memory."""
+
+
+def record_run(
+    program: Program,
+    *,
+    num_steps: int,
+    num_micro_batches: int,
+    limit_bytes: int | None = None,
+    settings: AllocatorSettings = DEFAULT,
+    is_share: bool = False,
+    returns: FreeTiming = FreeTiming.LATEST,
+) -> Recording:
+    """Replay a run as `replay` does, and record every action of the allocator.
+
+    Raises:
+        PlanError: the run is too long to record.
+    """
+    num_events = _num_events(program, num_steps, num_micro_batches)
+    if num_events > MAX_EVENTS:
+        raise PlanError(
+            f"{num_events} events are too many for a recording",
+            hint="simulate fewer `steps`, or fewer micro-batches in each",
+        )
+    recording = Recording(program.storages, limit_bytes)
+    recording.result = replay(
+        program,
+        num_steps=num_steps,
+        num_micro_batches=num_micro_batches,
+        limit_bytes=limit_bytes,
+        observer=RecordingObserver(recording, ranges_stay=program.ranges_stay),
+        settings=settings,
+        is_share=is_share,
+        returns=returns,
+    )
+    return recording
+
+
+def _num_events(program: Program, num_steps: int, num_micro_batches: int) -> int:
+    """Return the allocations and frees of a run, with all repetitions."""
+
+    def of(micro: int) -> int:
+        return sum(len(part.events) for part in program.play(1, micro, num_micro_batches))
+
+    middle = of(1) * (num_micro_batches - 2) if num_micro_batches > 2 else 0
+    last = of(num_micro_batches - 1) if num_micro_batches > 1 else 0
+    return len(program.setup) + num_steps * (of(0) + middle + last)
+
+
+def kind_of(storages: StorageTable, storage: int) -> str:
+    """Return the kind of `KINDS` of a storage.
+
+    Storages that backward and optimizer make for themselves are temporary. Storages that arrive
+    before any module runs are the batch.
+    """
+    kind, site = storages.kinds[storage], storages.sites[storage]
+    if kind is not MemKind.ACTIVATIONS:
+        return str(kind)
+    if site.phase in ("backward", "optimizer"):
+        return "temporaries"
+    is_batch = not site.module and site.op.startswith("aten.empty")
+    return "batch" if is_batch else "activations"
+
+
+def sign_of(action: Action) -> int:
+    """Return the sign of an action's change to allocated or reserved bytes: 1, -1 or 0.
+
+    A block that another stream still uses is not allocated any more once its free is requested.
+    """
+    if action.act in (Act.ALLOC, Act.SEGMENT_ALLOC):
+        return 1
+    return 0 if action.act in (Act.OOM, Act.FREE_COMPLETED) else -1
+
+
+class RecordingObserver:
+    """Records a run.
+
+    Args:
+        recording: the recording to fill.
+        ranges_stay: argument of `AddressSpace`.
+    """
+
+    def __init__(self, recording: Recording, *, ranges_stay: bool) -> None:
+        self.recording = recording
+        self.addresses: AddressSpace = _RecordedAddresses(recording.actions, ranges_stay)
+
+    def born(self, storage: int, block: Block) -> None:
+        """Record that `storage` got `block`."""
+        self._add(Act.ALLOC, block, storage)
+
+    def dies(self, storage: int, block: Block) -> None:
+        """Record that `block` of `storage` is about to be freed."""
+        is_deferred = storage in self.recording.storages.deferred
+        self._add(Act.FREE_REQUESTED if is_deferred else Act.FREE, block, storage)
+
+    def returned(self, storage: int, block: Block) -> None:
+        """Record that `block`, whose free was deferred, returns to its pool."""
+        self._add(Act.FREE_COMPLETED, block, storage)
+
+    def reached(self, step: int, micro_batch: int, phase: Phase) -> None:
+        """Record a probe."""
+        mark = Mark(len(self.recording.actions), step, micro_batch, phase)
+        self.recording.marks.append(mark)
+
+    def refused(self, storage: int, num_bytes: int) -> None:
+        """Record a failed request, which ends the run."""
+        self.recording.actions.append(Action(Act.OOM, -1, num_bytes, storage))
+
+    def _add(self, act: Act, block: Block, storage: int) -> None:
+        self.recording.actions.append(Action(act, block.address, block.num_bytes, storage))
+
+
+class _RecordedAddresses(AddressSpace):
+    """Records segments.
+
+    An expandable segment that grows is recorded as one that is freed and a larger one.
+    """
+
+    def __init__(self, actions: list[Action], ranges_stay: bool) -> None:
+        super().__init__(ranges_stay=ranges_stay)
+        self._actions = actions
+        self._ends: dict[int, int] = {}  # of mapped ranges, by their beginning
+
+    def take(self, num_bytes: int) -> int:
+        address = super().take(num_bytes)
+        self._add(Act.SEGMENT_ALLOC, address, num_bytes)
+        return address
+
+    def give_back(self, address: int, num_bytes: int) -> None:
+        self._add(Act.SEGMENT_FREE, address, num_bytes)
+        super().give_back(address, num_bytes)
+
+    def mapped(self, address: int, num_bytes: int) -> None:
+        begin, end = address, address + num_bytes
+        for first, last in list(self._ends.items()):
+            if first == end or last == begin:
+                self._drop(first)
+                begin, end = min(begin, first), max(end, last)
+        self._keep(begin, end)
+
+    def unmapped(self, address: int, num_bytes: int) -> None:
+        end = address + num_bytes
+        first = next(f for f, last in self._ends.items() if f <= address and end <= last)
+        last = self._drop(first)
+        self._keep(first, address)
+        self._keep(end, last)
+
+    def _drop(self, first: int) -> int:
+        last = self._ends.pop(first)
+        self._add(Act.SEGMENT_FREE, first, last - first)
+        return last
+
+    def _keep(self, first: int, last: int) -> None:
+        if first < last:
+            self._ends[first] = last
+            self._add(Act.SEGMENT_ALLOC, first, last - first)
+
+    def _add(self, act: Act, address: int, num_bytes: int) -> None:
+        self._actions.append(Action(act, address, num_bytes, -1))
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Part of a step, from one probe to the next: points `start` to `stop` of a timeline."""
+
+    name: str
+    """Name: `forward`, `backward` or `step`."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeline:
+    """Allocated bytes by kind after every allocation and free of one step."""
+
+    step: int
+    kinds: dict[str, Sequence[int]]
+    """One value per point for each of `KINDS`; the first point is the step's beginning."""
+
+    reserved: Sequence[int]
+    spans: tuple[Span, ...]
+    peak: int
+    """Point with most allocated."""
+
+    where: str
+    """Module and operator of the peak; empty if the step began with it."""
+
+    refused_bytes: int
+    """Bytes of the failed request that ended the step; 0 if none failed."""
+
+    def total(self, point: int) -> int:
+        """Return bytes allocated at a point."""
+        return sum(values[point] for values in self.kinds.values())
+
+
+_STRETCH = {
+    Phase.AFTER_FORWARD: "forward",
+    Phase.AFTER_BACKWARD: "backward",
+    Phase.AFTER_OPTIMIZER_STEP: "step",
+}
+_NEXT = {
+    Phase.BEFORE_FORWARD: "forward",
+    Phase.AFTER_FORWARD: "backward",
+    Phase.AFTER_BACKWARD: "step",
+}
+
+
+def timeline(recording: Recording, step: int | None = None) -> Timeline:
+    """Return one step of a recording; None is the step of the peak.
+
+    A strategy's steps are recorded as far as they were traced; later ones are like the last.
+    """
+    step = recording.result.peak.step if step is None else step
+    step = min(step, max((mark.step for mark in recording.marks), default=step))
+    marks = [mark for mark in recording.marks if mark.step == step]
+    later = [mark for mark in recording.marks if mark.step > step]
+    begin = marks[0].index if marks else 0
+    end = later[0].index if later else len(recording.actions)
+    is_cut = not later and recording.result.failed is not None
+    points = {begin: 0}  # the point of the timeline after so many actions
+    held = dict.fromkeys(KINDS, 0)
+    kinds: dict[str, list[int]] = {kind: [] for kind in KINDS}
+    reserved, all_reserved = 0, list[int]()
+    storages_made = [-1]
+
+    def write() -> None:
+        for kind, values in kinds.items():
+            values.append(held[kind])
+        all_reserved.append(reserved)
+
+    if begin == 0:
+        write()
+    for index, action in enumerate(recording.actions[:end], 1):
+        sign = sign_of(action)
+        if action.act in (Act.SEGMENT_ALLOC, Act.SEGMENT_FREE):
+            reserved += sign * action.num_bytes
+        elif sign:
+            held[kind_of(recording.storages, action.storage)] += sign * action.num_bytes
+        if index == begin:
+            write()
+        elif index > begin:
+            if action.storage >= 0 and sign:
+                write()
+                storages_made.append(action.storage if action.act is Act.ALLOC else -1)
+            points[index] = len(all_reserved) - 1
+    totals = [sum(column) for column in zip(*kinds.values(), strict=True)]
+    peak = max(range(len(totals)), key=totals.__getitem__)
+    site = recording.storages.sites[storages_made[peak]] if storages_made[peak] >= 0 else None
+    return Timeline(
+        step=step,
+        kinds=dict(kinds),
+        reserved=all_reserved,
+        spans=_spans(marks, points, len(totals) - 1, is_cut),
+        peak=peak,
+        where=", ".join(filter(None, (site.module, site.op))) if site else "",
+        refused_bytes=recording.result.failed_bytes if is_cut else 0,
+    )
+
+
+def _spans(
+    marks: Sequence[Mark], points: dict[int, int], last: int, is_cut: bool
+) -> tuple[Span, ...]:
+    found = []
+    for before, after in pairwise(marks):
+        name = _STRETCH.get(after.phase)
+        if name:
+            found.append(Span(name, points[before.index], points[after.index]))
+    if is_cut and marks and marks[-1].phase in _NEXT:
+        found.append(Span(_NEXT[marks[-1].phase], points[marks[-1].index], last))
+    return tuple(found)
+
+
+def torch_snapshot(recording: Recording) -> dict[str, Any]:
+    """Return the recording in the form of `torch.cuda.memory._snapshot()`.
+
+    Allocations and frees have their requested sizes; blocks and segments have their own, as torch
+    records them. The timelines of `_memory_viz` colour by `category`.
+    """
+    frames = _Frames(recording.storages)
+    streams = _streams(recording)
+    trace: list[dict[str, Any]] = []
+    for index, action in enumerate(recording.actions):
+        trace.extend(
+            entry | {"stream": streams[index]}
+            for entry in _entries(action, index, recording, frames)
+        )
+    return {
+        "segments": _segments(recording, frames, streams),
+        "device_traces": [trace],
+        "allocator_settings": dict(SETTINGS),
+        "external_annotations": _annotations(recording),
+    }
+
+
+def write_snapshot(recording: Recording, path: Path) -> None:
+    """Pickle the snapshot as `torch.cuda.memory._dump_snapshot` does.
+
+    Raises:
+        PlanError: the file cannot be written.
+    """
+    write_output(path, pickle.dumps(torch_snapshot(recording), protocol=4))
+
+
+def write_chrome_trace(recording: Recording, path: Path) -> None:
+    """Write `chrome_trace` as JSON, which https://ui.perfetto.dev and chrome://tracing open.
+
+    Raises:
+        PlanError: the file cannot be written.
+    """
+    write_output(path, json.dumps(chrome_trace(recording)).encode())
+
+
+def chrome_trace(recording: Recording) -> dict[str, Any]:
+    """Return counters of allocated bytes by kind and of reserved bytes; phases and lines as slices.
+
+    One event is one microsecond: the order is known, the time is not.
+    """
+    rows: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "memest: predicted"}},
+        {"ph": "M", "pid": 0, "tid": 0, "name": "thread_name", "args": {"name": "phases"}},
+    ]
+    for name, start, stop in _slices(recording):
+        rows.append({"ph": "X", "pid": 0, "tid": 0, "name": name, "ts": start, "dur": stop - start})
+    rows += _line_rows(recording)
+    held, reserved = dict.fromkeys(KINDS, 0), 0
+    for time, action in enumerate(recording.actions, 1):
+        sign = sign_of(action)
+        if action.act is Act.OOM:
+            args = {"requested_bytes": action.num_bytes}
+            rows.append(
+                {"ph": "i", "s": "g", "pid": 0, "tid": 0, "ts": time, "name": "OOM", "args": args}
+            )
+        elif action.storage < 0:
+            reserved += sign * action.num_bytes
+            rows.append(_counter("reserved bytes", time, {"reserved": reserved}))
+        elif sign:
+            held[kind_of(recording.storages, action.storage)] += sign * action.num_bytes
+            rows.append(_counter("allocated bytes", time, dict(held)))
+    return {"traceEvents": rows, "displayTimeUnit": "ms"}
+
+
+def _line_rows(recording: Recording) -> list[dict[str, Any]]:
+    """Return a track of the script's lines; a slice lasts until another line allocates."""
+    starts: list[tuple[int, str]] = []
+    for time, action in enumerate(recording.actions):
+        if action.act is Act.ALLOC:
+            line = recording.storages.sites[action.storage].where
+            if not starts or starts[-1][1] != line:
+                starts.append((time, line))
+    track = {"pid": 0, "tid": 1}
+    slices = [
+        {"ph": "X", **track, "name": line, "ts": start, "dur": stop - start}
+        for (start, line), (stop, _) in pairwise([*starts, (len(recording.actions), "")])
+        if line
+    ]
+    name = {"ph": "M", **track, "name": "thread_name", "args": {"name": "lines of the script"}}
+    return [name, *slices] if slices else []
+
+
+def _counter(name: str, time: int, args: dict[str, int]) -> dict[str, Any]:
+    return {"ph": "C", "pid": 0, "name": name, "ts": time, "args": args}
+
+
+class _Frames:
+    """Frames of each storage; storages of one call site share one list."""
+
+    def __init__(self, storages: StorageTable) -> None:
+        self._storages = storages
+        self._made: dict[tuple[Site, str], list[dict[str, Any]]] = {}
+
+    def of(self, storage: int) -> list[dict[str, Any]]:
+        site, kind = self._storages.sites[storage], kind_of(self._storages, storage)
+        frames = self._made.get((site, kind))
+        if frames is None:
+            frames = self._made[site, kind] = [
+                {"filename": filename, "line": 0, "name": name}
+                for filename, name in _places(site, kind)
+            ]
+            if site.line:
+                made = [(site.line, site.phase)]
+                if site.caller:
+                    made = [(site.line, "forward"), (site.caller, site.phase)]
+                frames[1:1] = [_line_frame(*each) for each in made]
+        return frames
+
+
+def _line_frame(line: str, name: str) -> dict[str, Any]:
+    file, _, number = line.rpartition(":")
+    return {"filename": file, "line": int(number), "name": name}
+
+
+def _places(site: Site, kind: str) -> Iterator[tuple[str, str]]:
+    """Return (kind of place, name) from the operator outwards; never empty."""
+    if site.op:
+        yield "operator", site.op
+    module = site.module
+    while module:
+        yield "module", module
+        module = module.rpartition(".")[0]
+    yield "phase", site.phase or "setup"
+    yield "held for", kind
+
+
+def _entries(
+    action: Action, index: int, recording: Recording, frames: _Frames
+) -> Iterator[dict[str, Any]]:
+    storages = recording.storages
+    entry: dict[str, Any] = {
+        "action": str(action.act),
+        "addr": action.address,
+        "size": action.num_bytes,
+        "time_us": index,
+        "compile_context": "N/A",
+        "user_metadata": "",
+        "pool_id": POOL,
+        "frames": frames.of(action.storage) if action.storage >= 0 else [],
+        # the page needs one event that is `unknown` where there are categories at all
+        "category": kind_of(storages, action.storage) if action.storage >= 0 else "unknown",
+    }
+    if action.act is Act.OOM:
+        del entry["addr"]
+        reserved = recording.result.peak_reserved_bytes
+        yield entry | {"device_free": max(0, (recording.limit_bytes or reserved) - reserved)}
+    elif action.act is Act.FREE:
+        entry["size"] = storages.num_bytes[action.storage]
+        yield entry | {"action": "free_requested"}
+        yield entry | {"action": "free_completed"}
+    else:
+        if action.storage >= 0:
+            entry["size"] = storages.num_bytes[action.storage]
+        yield entry
+
+
+def _streams(recording: Recording) -> list[int]:
+    """Return the stream of every action; a segment has that of the block that requested it."""
+    streams, of_segments = recording.storages.streams, dict[int, int]()
+    found = []
+    for index, action in enumerate(recording.actions):
+        stream = streams.get(action.storage, 0)
+        if action.act is Act.SEGMENT_ALLOC:
+            stream = streams.get(recording.actions[index + 1].storage, 0)
+            of_segments[action.address] = stream
+        elif action.act is Act.SEGMENT_FREE:
+            stream = of_segments[action.address]
+        found.append(stream)
+    return found
+
+
+def _segments(
+    recording: Recording, frames: _Frames, streams: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Return the segments at the end, each tiled with its blocks, by their addresses."""
+    segments: dict[int, tuple[int, int]] = {}  # bytes and stream
+    live: dict[int, Action] = {}
+    for action, stream in zip(recording.actions, streams, strict=True):
+        if action.act is Act.SEGMENT_ALLOC:
+            segments[action.address] = action.num_bytes, stream
+        elif action.act is Act.SEGMENT_FREE:
+            del segments[action.address]
+        elif action.act in (Act.ALLOC, Act.FREE_REQUESTED):
+            live[action.address] = action
+        elif action.act in (Act.FREE, Act.FREE_COMPLETED):
+            del live[action.address]
+    starts = sorted(segments)
+    inside: dict[int, list[Action]] = defaultdict(list)
+    position = 0
+    for address in sorted(live):
+        while position + 1 < len(starts) and starts[position + 1] <= address:
+            position += 1
+        inside[starts[position]].append(live[address])
+    return [_segment(start, *segments[start], inside[start], recording, frames) for start in starts]
+
+
+def _segment(
+    start: int,
+    num_bytes: int,
+    stream: int,
+    live: list[Action],
+    recording: Recording,
+    frames: _Frames,
+) -> dict[str, Any]:
+    blocks: list[dict[str, Any]] = []
+    free_from = start
+    for action in live:
+        if action.address > free_from:
+            blocks.append(free_block_entry(free_from, action.address - free_from))
+        blocks.append(
+            block_entry(
+                action.address,
+                action.num_bytes,
+                recording.storages.num_bytes[action.storage],
+                _STATES[action.act],
+                frames.of(action.storage),
+            )
+        )
+        free_from = action.address + action.num_bytes
+    if free_from < start + num_bytes:
+        blocks.append(free_block_entry(free_from, start + num_bytes - free_from))
+    return segment_entry(
+        start,
+        num_bytes,
+        stream=stream,
+        is_small=num_bytes == SMALL_SEGMENT_BYTES,
+        blocks=blocks,
+        frames=[],
+    )
+
+
+_STATES = {Act.ALLOC: "active_allocated", Act.FREE_REQUESTED: "active_pending_free"}
+
+
+_AFTER = {
+    Phase.AFTER_FORWARD: "forward",
+    Phase.AFTER_BACKWARD: "backward",
+    Phase.AFTER_OPTIMIZER_STEP: "optimizer step",
+}
+
+
+def _slices(recording: Recording) -> Iterator[tuple[str, int, int]]:
+    """Return (name, start, stop) of the setup and of each phase; start and stop are positions in
+    the list of actions.
+    """
+    marks = recording.marks
+    if marks:
+        yield "setup", 0, marks[0].index
+    for before, after in pairwise(marks):
+        if after.phase in _AFTER:
+            where = f"step {after.step + 1}"
+            if any(mark.micro_batch for mark in marks):
+                where += f", micro-batch {after.micro_batch + 1}"
+            yield f"{_AFTER[after.phase]} ({where})", before.index, after.index
+    if marks and marks[-1].index < len(recording.actions):
+        yield "unfinished", marks[-1].index, len(recording.actions)
+
+
+def _annotations(recording: Recording) -> list[dict[str, Any]]:
+    """Return the phases in the form of `record_function` marks."""
+    return [
+        {"device": 0, "stage": stage, "name": name, "time_us": time}
+        for name, start, stop in _slices(recording)
+        for stage, time in (("START", start), ("END", stop))
+    ]

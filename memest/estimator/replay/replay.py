@@ -1,0 +1,468 @@
+"""Replay: event streams through the simulated allocator, read off where a probe would read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from memest.estimator.allocator.blocks import AddressSpace, Block
+from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
+from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings
+from memest.estimator.replay.program import MicroBatch, Probe, Program, Shift, ended_by
+from memest.estimator.tensors.storages import EMPTIED, FreeTiming, StorageTable, death_of, return_of
+from memest.report import Phase, PhaseRow
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A point of the run: the `index`-th event of all, which made storage `storage`."""
+
+    index: int
+    step: int
+    storage: int
+
+
+@dataclass(slots=True)
+class Replayed:
+    """Simulated result of one run on one GPU."""
+
+    rows: list[PhaseRow] = field(default_factory=list)
+    peak_allocated_bytes: int = 0
+    peak_reserved_bytes: int = 0
+    peak: Moment = Moment(0, 0, -1)
+    failed: Moment | None = None
+    """The request that no memory was left for."""
+
+    failed_bytes: int = 0
+    lacking_bytes: int = 0
+    """The limit to which requests raised a soft limit; 0 if they did not."""
+
+    setup_reserved_bytes: int = 0
+    """Peak reserved while the model was built on the GPU, before the first step."""
+
+    num_retries: int = 0
+    """Times that the allocator gave back its cache to go on."""
+
+    num_events: int = field(default=0, compare=False)
+    """Events that were replayed, and those of repeated micro-batches."""
+
+    returns: FreeTiming = FreeTiming.LATEST
+    """Time at which blocks return whose return depends on the GPU's speed."""
+
+
+class Observer(Protocol):
+    """Sees a run as it is replayed."""
+
+    addresses: AddressSpace
+    """Source of segments; a subclass sees each request."""
+
+    def born(self, storage: int, block: Block) -> None:
+        """`storage` was given `block`."""
+
+    def dies(self, storage: int, block: Block) -> None:
+        """`block` of `storage` is about to be given back."""
+
+    def returned(self, storage: int, block: Block) -> None:
+        """`block`, which died while another stream used it, is about to return to its pool."""
+
+    def reached(self, step: int, micro_batch: int, phase: Phase) -> None:
+        """A probe reads the memory."""
+
+    def refused(self, storage: int, num_bytes: int) -> None:
+        """No memory was left for a request of `num_bytes`, and the run ends."""
+
+
+def replay(
+    program: Program,
+    *,
+    num_steps: int,
+    num_micro_batches: int,
+    limit_bytes: int | None = None,
+    num_bytes: Sequence[int] | None = None,
+    observer: Observer | None = None,
+    returns: FreeTiming = FreeTiming.LATEST,
+    settings: AllocatorSettings = DEFAULT,
+    is_share: bool = False,
+    is_soft: bool = False,
+) -> Replayed:
+    """Run `num_steps` optimizer steps of `num_micro_batches` each.
+
+    Args:
+        program: what ran.
+        num_steps: optimizer steps.
+        num_micro_batches: micro-batches per step.
+        limit_bytes: what the allocator may reserve; None is no limit.
+        num_bytes: requested bytes by storage id, where they differ from the program's own, as
+            on another GPU.
+        observer: sees every step and micro-batch, also those that only repeat the one before.
+        returns: when blocks come back whose return depends on how fast the GPU is.
+        settings: of the allocator.
+        is_share: the limit is what is allowed, and the GPU has more.
+        is_soft: requests that find no memory raise the limit; not with `settings`, and not where a
+            request is `tried`.
+    """
+    run: _Run
+    if observer is None:
+        addresses = AddressSpace(ranges_stay=program.ranges_stay)
+        allocator = CachingAllocator(limit_bytes, addresses)
+        run = _Run(program, Player(allocator, program.storages, num_bytes), returns)
+    else:
+        player = ObservedPlayer(limit_bytes, program.storages, observer, num_bytes)
+        run = _ObservedRun(program, player, returns)
+    run.allocator.has_soft_limit = is_soft and not program.storages.tried
+    if not settings.is_default:
+        run.allocator.use(settings)
+        if is_share:
+            run.allocator.gpu_bytes, run.allocator.allowed_bytes = None, limit_bytes
+    try:
+        run.steps(num_steps, num_micro_batches)
+    except OutOfMemory as error:
+        run.result.failed = Moment(run.player.num_events, run.step, run.player.storage)
+        run.result.failed_bytes = error.request_bytes
+        if observer is not None:
+            observer.refused(run.player.storage, error.request_bytes)
+    run.close_peaks()
+    if limit_bytes is not None and run.allocator.limit_bytes != limit_bytes:
+        run.result.lacking_bytes = run.allocator.limit_bytes or 0
+    run.result.num_retries, run.result.num_events = run.allocator.num_retries, run.player.num_events
+    return run.result
+
+
+def live_at(
+    program: Program,
+    num_micro_batches: int,
+    moment: Moment,
+    returns: FreeTiming = FreeTiming.LATEST,
+) -> list[int]:
+    """The ids of the storages alive just after the event of `moment`."""
+    storages = program.storages
+    alive: dict[int, None] = {}
+    count = 0
+    for step in range(moment.step + 1):
+        at_once = returns.is_immediate(step)
+        for shift, events in streams_of(program, step, num_micro_batches):
+            rename(alive, shift)
+            for event in events:
+                count += 1
+                if event >= 0:
+                    alive[event] = None
+                else:
+                    alive.pop(ended_by(event, storages, at_once=at_once), None)
+                if count == moment.index:
+                    return list(alive)
+    return list(alive)
+
+
+def rename(held: dict[int, Any], shift: Shift) -> None:
+    """Rename the storages in `held` by `shift`; the next span makes their old names again."""
+    for made, before in shift.items():
+        if made in held:
+            held[before] = held.pop(made)
+
+
+def streams_of(
+    program: Program, step: int, num_micro_batches: int
+) -> Iterable[tuple[Shift, Sequence[int]]]:
+    """Yield (renames, events) for each part of a step, in order."""
+    if step == 0:
+        yield {}, program.setup
+    for micro in range(num_micro_batches):
+        yield program.shift(step, micro, num_micro_batches), ()
+        for part in program.play(step, micro, num_micro_batches):
+            yield {}, part.events
+
+
+class Player:
+    """Applies events to an allocator.
+
+    Args:
+        allocator: a simulated one.
+        storages: the storages that the events are about.
+        num_bytes: their requested bytes, where they differ.
+        at_once: shared blocks return when they are freed.
+    """
+
+    def __init__(
+        self,
+        allocator: CachingAllocator,
+        storages: StorageTable,
+        num_bytes: Sequence[int] | None = None,
+        *,
+        at_once: bool = False,
+    ) -> None:
+        self.allocator, self.storages, self.at_once = allocator, storages, at_once
+        self.num_bytes = num_bytes or storages.num_bytes
+        self.blocks: dict[int, Block] = {}
+        self.deferred: dict[int, Block] = {}
+        """Blocks of freed storages that another stream uses, by the event that returns them."""
+
+        self.step = 0
+        self.num_events = 0
+        self.storage = -1
+        """The last storage that was allocated."""
+
+        self.peak_allocated_bytes = 0
+        self.peak = Moment(0, 0, -1)
+
+    def play(self, events: Sequence[int]) -> None:
+        """Apply events in order.
+
+        Raises:
+            OutOfMemory: no memory is left for `storage`.
+        """
+        storages = self.storages
+        if storages.streams or storages.depends_on_time or storages.tried:
+            self._play_on_streams(events)
+            return
+        allocator, blocks, num_bytes = self.allocator, self.blocks, self.num_bytes
+        highest, count = self.peak_allocated_bytes, self.num_events
+        malloc, free, pop = allocator.malloc, allocator.free, blocks.pop
+        for event in events:
+            count += 1
+            if event < 0:
+                block = pop(death_of(event), None)
+                if block is not None:  # a storage that a step makes once is freed once
+                    free(block)
+                elif event == EMPTIED:
+                    allocator.empty_cache()
+            elif event not in blocks and num_bytes[event]:  # nor is it allocated again
+                self.num_events, self.storage = count, event
+                blocks[event] = malloc(num_bytes[event])
+                if allocator.allocated_bytes > highest:
+                    highest = self.peak_allocated_bytes = allocator.allocated_bytes
+                    self.peak = Moment(count, self.step, event)
+        self.num_events = count
+
+    def _play_on_streams(self, events: Sequence[int]) -> None:
+        """`play` with pools by stream and blocks that return later."""
+        allocator, blocks = self.allocator, self.blocks
+        for event in events:
+            self.num_events += 1
+            if event == EMPTIED:
+                allocator.empty_cache()
+            elif event < 0:
+                self._end(event)
+            elif event not in blocks and self.num_bytes[event]:
+                self.storage = event
+                block = self._block_of(event)
+                if block is None:
+                    continue
+                blocks[event] = block
+                if allocator.allocated_bytes > self.peak_allocated_bytes:
+                    self.peak_allocated_bytes = allocator.allocated_bytes
+                    self.peak = Moment(self.num_events, self.step, event)
+
+    def _block_of(self, index: int) -> Block | None:
+        """Return a block. A storage that is `tried` gets a smaller block if there is not enough
+        memory.
+        """
+        num_bytes, stream = self.num_bytes[index], self.storages.streams.get(index, 0)
+        while num_bytes:
+            try:
+                return self.allocator.malloc(num_bytes, stream)
+            except OutOfMemory:
+                if index not in self.storages.tried:
+                    raise
+                num_bytes //= 2
+        return None
+
+    def _end(self, event: int) -> None:
+        ended = ended_by(event, self.storages, at_once=self.at_once)
+        block = self.blocks.pop(ended, None)
+        if block is None:
+            returned = self.deferred.pop(return_of(event), None)
+            if returned is not None:
+                self.allocator.complete(returned)
+        elif ended in self.storages.deferred and not self.at_once:
+            self.deferred[ended] = block
+            self.allocator.defer(block)
+        else:
+            self.allocator.free(block)
+
+
+class _Run:
+    def __init__(self, program: Program, player: Player, returns: FreeTiming) -> None:
+        self.program, self.player, self.returns = program, player, returns
+        self.allocator = player.allocator
+        self.result = Replayed(returns=returns)
+        self.before: MicroBatch | None = None
+        self.step = 0
+
+    def steps(self, num_steps: int, num_micro_batches: int) -> None:
+        """Play all steps. If a step leaves the allocator unchanged, the remaining steps are copies
+        of it.
+        """
+        # the limit is that of the training: loading of the model is reported, not judged
+        limit_bytes, self.allocator.limit_bytes = self.allocator.limit_bytes, None
+        self.player.play(self.program.setup)
+        self.result.setup_reserved_bytes = self.allocator.peak_reserved_bytes
+        self.allocator.empty_cache()
+        self.allocator.reset_peaks()
+        self.allocator.limit_bytes = limit_bytes
+        player = self.player
+        player.peak_allocated_bytes = self.allocator.allocated_bytes
+        player.peak = Moment(player.num_events, 0, player.storage)
+        rows = self.result.rows
+        state = None
+        for self.step in range(num_steps):
+            start = len(rows)
+            player.step, player.at_once = self.step, self.returns.is_immediate(self.step)
+            self._one_step(num_micro_batches)
+            if self.step == num_steps - 1:
+                return
+            if self.step + 1 == self.program.num_known_steps:
+                self._repeat(rows[start:], num_steps)
+                return
+            if self.step + 2 < len(self.program.steps):
+                continue  # the steps that follow differ from this one
+            previous, state = state, self._state()
+            if state == previous and self.step + 1 >= len(self.program.steps):
+                self._repeat(rows[start:], num_steps)
+                return
+
+    def _repeat(self, rows: Sequence[PhaseRow], num_steps: int) -> None:
+        """The rows of a step once more for each that is left."""
+        for later in range(1, num_steps - self.step):
+            self.result.rows += _shifted(rows, step=later)
+
+    def _one_step(self, num_micro_batches: int) -> None:
+        rows = self.result.rows
+        state = None
+        micro = 0
+        while micro < num_micro_batches:
+            start = len(rows)
+            self._one_micro_batch(micro, num_micro_batches)
+            num_copies = num_micro_batches - 2 - micro
+            play = self.program.play
+            last_played = play(self.step, micro, num_micro_batches)
+            if num_copies > 0 and play(self.step, micro + 1, num_micro_batches) is last_played:
+                previous, state = state, self._state()
+                if state == previous:
+                    last = rows[start:]
+                    for later in range(1, num_copies + 1):
+                        rows += _shifted(last, micro_batch=later)
+                    num_events = sum(len(part.events) for part in last_played)
+                    self.player.num_events += num_copies * num_events
+                    micro += num_copies
+            micro += 1
+
+    def _one_micro_batch(self, micro: int, num_micro_batches: int) -> None:
+        batch = self.program.play(self.step, micro, num_micro_batches)
+        player = self.player
+        rename(player.blocks, self.program.shift(self.step, micro, num_micro_batches))
+        if batch is self.before:  # what it left waiting is returned where another one follows
+            for index in list(player.deferred):
+                self.allocator.complete(player.deferred.pop(index))
+        self.before = batch
+        for part in batch:
+            player.play(part.events)
+            if part.probe is not None:
+                self._probe(part.probe, micro)
+
+    def _probe(self, probe: Probe, micro_batch: int) -> None:
+        allocator, state = self.allocator, probe.state
+        self.close_peaks()
+        self.result.rows.append(
+            PhaseRow(
+                step=self.step,
+                micro_batch=micro_batch,
+                phase=probe.phase,
+                params_bytes=state.params,
+                grads_bytes=state.grads,
+                optimizer_bytes=state.optimizer,
+                activations_bytes=allocator.allocated_bytes
+                - state.params
+                - state.grads
+                - state.optimizer,
+                allocated_bytes=allocator.allocated_bytes,
+                peak_allocated_bytes=allocator.peak_allocated_bytes,
+                reserved_bytes=allocator.reserved_bytes,
+            )
+        )
+        allocator.peak_allocated_bytes = allocator.allocated_bytes
+
+    def close_peaks(self) -> None:
+        """Carry the peaks into the result."""
+        self.result.peak_allocated_bytes = self.player.peak_allocated_bytes
+        self.result.peak = self.player.peak
+        self.result.peak_reserved_bytes = max(
+            self.result.peak_reserved_bytes, self.allocator.peak_reserved_bytes
+        )
+
+    def _state(self) -> tuple[object, ...]:
+        """State of the allocator; equal states continue equally.
+
+        It has free blocks, the place of every live storage and the open peak.
+        """
+        return (
+            self.allocator.layout(),
+            self.allocator.peak_allocated_bytes,
+            {index: block.address for index, block in self.player.blocks.items()},
+        )
+
+
+class ObservedAllocator(CachingAllocator):
+    """Allocator that reports the return of each deferred block."""
+
+    def __init__(self, limit_bytes: int | None, observer: Observer) -> None:
+        super().__init__(limit_bytes, observer.addresses)
+        self.observer = observer
+        self.storages: dict[int, int] = {}
+        """Storage by the identity of its block when the storage was freed."""
+
+    def complete(self, block: Block) -> None:
+        """Free the block as `CachingAllocator` does, and report it."""
+        if id(block) in self._deferred:
+            self.observer.returned(self.storages[id(block)], block)
+        super().complete(block)
+
+
+class ObservedPlayer(Player):
+    """A player that reports to an observer, event by event."""
+
+    def __init__(
+        self,
+        limit_bytes: int | None,
+        storages: StorageTable,
+        observer: Observer,
+        num_bytes: Sequence[int] | None = None,
+    ) -> None:
+        self.observer = observer
+        self._names = ObservedAllocator(limit_bytes, observer)
+        super().__init__(self._names, storages, num_bytes)
+
+    def play(self, events: Sequence[int]) -> None:
+        """Apply the events as `Player` does."""
+        for event in events:
+            ended = ended_by(event, self.storages, at_once=self.at_once) if event < 0 else -1
+            if ended in self.blocks:
+                block = self.blocks[ended]
+                self._names.storages[id(block)] = ended
+                self.observer.dies(ended, block)
+            is_new = event >= 0 and event not in self.blocks
+            super().play((event,))
+            if is_new and event in self.blocks:
+                self.observer.born(event, self.blocks[event])
+
+
+class _ObservedRun(_Run):
+    """A run that is observed, and that leaves no repetition out."""
+
+    def __init__(self, program: Program, player: ObservedPlayer, returns: FreeTiming) -> None:
+        super().__init__(program, player, returns)
+        self.observer = player.observer
+
+    def _probe(self, probe: Probe, micro_batch: int) -> None:
+        super()._probe(probe, micro_batch)
+        self.observer.reached(self.step, micro_batch, probe.phase)
+
+    def _state(self) -> tuple[object, ...]:
+        return (object(),)  # never equal, so that no step is left out
+
+
+def _shifted(rows: Sequence[PhaseRow], *, step: int = 0, micro_batch: int = 0) -> list[PhaseRow]:
+    return [
+        replace(row, step=row.step + step, micro_batch=row.micro_batch + micro_batch)
+        for row in rows
+    ]

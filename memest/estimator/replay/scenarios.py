@@ -1,0 +1,225 @@
+"""Scenarios of a plan: ranks that differ, and free timings of shared blocks.
+
+The return of a block that two streams use, or that a collective holds, depends on the speed of the
+GPU. So each traced rank of several GPUs is replayed with three free timings: immediately, at the
+latest moment (`Timeline`), and immediately in the first step alone. Any rank of a real run should
+be between the lowest and the highest figures. On one GPU there is one scenario.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from memest.estimator.allocator.least_limit import LeastLimit, highest_need
+from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings, parse_settings
+from memest.estimator.replay.program import Program
+from memest.estimator.replay.replay import Observer, Replayed, replay
+from memest.estimator.replay.simulated import TracedPlan
+from memest.estimator.tensors.storages import FreeTiming, Site, StorageTable
+from memest.plan import TrainingPlan
+from memest.report import Interval, Outcome, Verdict
+from memest.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A simulated run of a plan's rank or of a script, which replays on any GPU of its chip."""
+
+    program: Program
+    num_steps: int
+    num_micro_batches: int = 1
+    settings: AllocatorSettings = DEFAULT
+    is_share: bool = False
+    """True if limits are shares that the run allows itself, of GPUs with more memory."""
+
+    def on(
+        self,
+        limit_bytes: int | None,
+        returns: FreeTiming = FreeTiming.LATEST,
+        *,
+        observer: Observer | None = None,
+        is_soft: bool = False,
+    ) -> Replayed:
+        """Replay the run where the allocator can reserve `limit_bytes`; see `replay`."""
+        return replay(
+            self.program,
+            num_steps=self.num_steps,
+            num_micro_batches=self.num_micro_batches,
+            limit_bytes=limit_bytes,
+            returns=returns,
+            settings=self.settings,
+            is_share=self.is_share,
+            observer=observer,
+            is_soft=is_soft,
+        )
+
+
+def run_of_plan(plan: TrainingPlan, traced: TracedPlan) -> Run:
+    """Return the run of one rank of `plan`."""
+    settings = settings_of(plan)
+    return Run(
+        traced.program,
+        plan.steps,
+        plan.accumulate_grad_batches,
+        settings,
+        is_share=plan.memory_limit is not None or settings.memory_fraction < 1,
+    )
+
+
+class Scenario:
+    """A run with one free timing.
+
+    Args:
+        run: the run.
+        returns: free timing of shared blocks.
+        free: its replay without a limit; made if it is not known.
+        traced: facts about the model of a plan.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        returns: FreeTiming = FreeTiming.LATEST,
+        free: Replayed | None = None,
+        traced: TracedPlan | None = None,
+    ) -> None:
+        self.run, self.returns = run, returns
+        self.free = free or run.on(None, returns)
+        self._traced = traced
+        self.least = LeastLimit(
+            lambda limit: _ending(run.on(limit, returns, is_soft=True)),
+            self.free.peak_allocated_bytes,
+            self.free.peak_reserved_bytes,
+            num_events=self.free.num_events,
+            is_felt_early=not run.settings.is_default,
+        )
+
+    @property
+    def traced(self) -> TracedPlan:
+        """Facts about the model of a plan."""
+        assert self._traced is not None, "a script has none"
+        return self._traced
+
+    def under(self, limit_bytes: int) -> Replayed:
+        """Replay it where the allocator can reserve no more than `limit_bytes`."""
+        if self.free.peak_reserved_bytes <= limit_bytes and self.run.settings.is_default:
+            return self.free
+        result = self.run.on(limit_bytes, self.returns)
+        self.least.add(limit_bytes, *_ending(result))
+        return result
+
+
+def _ending(result: Replayed) -> tuple[bool, int]:
+    if result.failed is not None or result.lacking_bytes:
+        return False, result.lacking_bytes
+    return True, result.peak_reserved_bytes
+
+
+def scenarios_of(plan: TrainingPlan, worst: TracedPlan) -> list[Scenario]:
+    """Return every scenario of the traced ranks; the one that reserves most is first."""
+    ranks = (worst, *worst.others)
+    found = [
+        Scenario(run_of_plan(plan, traced), returns, traced=traced)
+        for traced in ranks
+        for returns in (FreeTiming if _depends_on_time(plan, traced) else (FreeTiming.LATEST,))
+    ]
+    found.sort(
+        key=lambda scenario: (
+            scenario.free.peak_reserved_bytes,
+            scenario.free.peak_allocated_bytes,
+        ),
+        reverse=True,
+    )
+    return found
+
+
+def verdict_over(
+    scenarios: Sequence[Scenario], results: Sequence[Replayed], limit_bytes: int, spread_bytes: int
+) -> Verdict:
+    """Return the verdict on a GPU, from `results` of `scenarios` under its limit.
+
+    It fits if every scenario fits, and is out of memory if a rank is so in all its scenarios.
+    `spread_bytes` is the difference of the limit between drivers.
+    """
+    failed = [i for i, result in enumerate(results) if result.failed is not None]
+    needs = highest_need([scenario.least for scenario in scenarios], limit_bytes)
+    first = failed[0] if failed else 0
+    shown, storages = results[first], scenarios[first].run.program.storages
+    verdict = Verdict(
+        verdict=Outcome.OOM if failed else Outcome.FITS,
+        margin_bytes=limit_bytes - needs,
+        limit_bytes=limit_bytes,
+        reserved_bytes=shown.peak_reserved_bytes,
+        spread_bytes=spread_bytes,
+        at=where_failed(shown.failed.step, storages.sites[shown.failed.storage])
+        if shown.failed
+        else "",
+    )
+    of_ranks: dict[int, list[bool]] = {}
+    for scenario, result in zip(scenarios, results, strict=True):
+        of_ranks.setdefault(id(scenario.run.program), []).append(result.failed is not None)
+    if not failed or any(map(all, of_ranks.values())):
+        return verdict
+    return replace(verdict, verdict=Outcome.MAY, decides=describe_deferred_blocks(storages))
+
+
+def where_failed(step: int, site: Site) -> str:
+    """Return step, phase, module, operator and line of a failed request."""
+    return ", ".join(filter(None, (f"step {step}", site.phase, site.module, site.op, site.where)))
+
+
+def describe_deferred_blocks(storages: StorageTable) -> str:
+    """Describe the blocks whose return depends on time; empty if there are none."""
+    words = []
+    if storages.shelved:
+        num_bytes = sum(storages.num_bytes[index] for index in storages.shelved)
+        words.append(f"{format_bytes(num_bytes)} of the first step's buckets may live on")
+    if storages.deferred:
+        largest = max(storages.deferred, key=storages.num_bytes.__getitem__)
+        words.append(
+            f"{len(storages.deferred)} blocks that two streams share come back sooner or later,"
+            f" the largest of {format_bytes(storages.num_bytes[largest])} for"
+            f" {storages.kinds[largest]}"
+        )
+    return "; ".join(words)
+
+
+def interval(values: Iterable[int], *, outside_bytes: int = 0) -> Interval:
+    """Return the lowest and the highest of `values`, each plus `outside_bytes`."""
+    found = [value + outside_bytes for value in values]
+    return Interval(low_bytes=min(found), high_bytes=max(found))
+
+
+def intervals(results: Sequence[Replayed], *, outside_bytes: int) -> dict[str, Interval]:
+    """Return intervals of the peaks of allocated, reserved and process bytes.
+
+    The process has `outside_bytes` outside the allocator.
+    """
+    reserved = [each.peak_reserved_bytes for each in results]
+    return {
+        "allocated": interval(each.peak_allocated_bytes for each in results),
+        "reserved": interval(reserved),
+        "process": interval(reserved, outside_bytes=outside_bytes),
+    }
+
+
+def phase_intervals(results: Sequence[Replayed]) -> tuple[Interval, ...]:
+    """Return intervals of the bytes allocated at each probe that all results reach."""
+    return tuple(
+        interval(row.allocated_bytes for row in rows)
+        for rows in zip(*(result.rows for result in results), strict=False)
+    )
+
+
+def settings_of(plan: TrainingPlan) -> AllocatorSettings:
+    """Return the allocator's settings in a run of `plan`.
+
+    Raises:
+        PlanError: torch refuses `alloc_conf`; the message is torch's.
+    """
+    return parse_settings(plan.alloc_conf)
+
+
+def _depends_on_time(plan: TrainingPlan, traced: TracedPlan) -> bool:
+    return plan.world_size > 1 and traced.program.storages.depends_on_time

@@ -1,0 +1,164 @@
+"""A plan's program on one kind of GPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from memest.estimator.gpu.worlds import Ranks
+from memest.estimator.hardware.gpus import DEEPSPEED_HOST_BYTES, Gpu, libraries_bytes
+from memest.estimator.ops.convolution import Calls, has_same_workspaces, recorded_calls
+from memest.estimator.replay.interpolate.call_log import CallLog, LoggedTrace, logged_trace
+from memest.estimator.replay.interpolate.other_chip import on_other_chip
+from memest.estimator.replay.interpolate.reuse import FormBroken
+from memest.estimator.replay.replay import replay
+from memest.estimator.replay.scenarios import describe_deferred_blocks
+from memest.estimator.replay.simulated import TracedPlan
+from memest.estimator.replay.virtual_run import canonical, ranks_of, run_plan
+from memest.estimator.tensors.storages import StorageTable
+from memest.estimator.versions import simulated
+from memest.estimator.versions.torch_releases import TorchRelease
+from memest.plan import TrainingPlan
+from memest.report import Term
+from memest.units import format_bytes
+
+MAX_ALL_RANKS = 8
+"""Number of ranks of ZeRO 1 and 2 up to which all are traced."""
+
+MAX_ALL_RANKS_OF_FSDP = 4
+"""Number of ranks of FSDP1 up to which all are traced; of more the first and the last are."""
+
+
+def run_ranks(
+    plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False
+) -> tuple[TracedPlan, ...]:
+    """Return the programs of ranks that differ; the one that reserves, then allocates most is
+    first.
+    """
+    first = ranks_of(plan)
+    traced = [
+        run_rank(plan, gpu, replace(first, rank=rank), trust_remote_code=trust_remote_code)
+        for rank in candidate_ranks(plan)
+    ]
+    if len(traced) > 1:
+        traced.sort(key=functools.partial(_need, plan), reverse=True)
+    return tuple(traced)
+
+
+def candidate_ranks(plan: TrainingPlan) -> Sequence[int]:
+    """Return one rank for each kind of rank, including the one with the highest need.
+
+    Under DDP all ranks are equal, and under FSDP2 and ZeRO-3 the first needs the most. FSDP1, and
+    ZeRO 1 and 2, cut joined parameters without regard to their ends, and a rank stores the overlaps
+    with its part. Then all ranks are candidates, or some of many.
+    """
+    if plan.strategy == "fsdp" and plan.sharding_strategy != "NO_SHARD":
+        is_few = plan.world_size <= MAX_ALL_RANKS_OF_FSDP
+        return range(plan.world_size) if is_few else (0, plan.world_size - 1)
+    is_cut = plan.is_deepspeed and not plan.strategy.startswith("deepspeed_stage_3")
+    if not is_cut:
+        return (0,)
+    if plan.world_size <= MAX_ALL_RANKS:
+        return range(plan.world_size)
+    return (0, 1, plan.world_size // 2, plan.world_size - 1)
+
+
+def _need(plan: TrainingPlan, traced: TracedPlan) -> tuple[int, int]:
+    run = replay(
+        traced.program, num_steps=plan.steps, num_micro_batches=plan.accumulate_grad_batches
+    )
+    return run.peak_reserved_bytes, run.peak_allocated_bytes
+
+
+def run_rank(
+    plan: TrainingPlan, gpu: Gpu, ranks: Ranks, *, trust_remote_code: bool = False
+) -> TracedPlan:
+    """Return the program of one rank."""
+    traced = run_plan(plan, gpu, ranks=ranks, trust_remote_code=trust_remote_code)
+    host_terms = tuple(_of_all_ranks(plan, traced.host_terms))
+    return replace(
+        traced,
+        notes=(*traced.notes, *_notes(plan, ranks.rank, traced.program.storages)),
+        host_terms=host_terms,
+        host_bytes=sum(term.num_bytes for term in host_terms) or traced.host_bytes,
+    )
+
+
+def _of_all_ranks(plan: TrainingPlan, terms: Sequence[Term]) -> Iterator[Term]:
+    """Return `terms` of one rank times the number of ranks, with the libraries' memory."""
+    if not terms:
+        return
+    arithmetic = f"{format_bytes(DEEPSPEED_HOST_BYTES)} as measured"
+    libraries = Term(
+        kind="libraries", num_bytes=DEEPSPEED_HOST_BYTES, arithmetic=arithmetic, why="pageable"
+    )
+    num_ranks = plan.world_size
+    times = f"{num_ranks} GPUs x " if num_ranks > 1 else ""
+    for term in (*terms, libraries):
+        yield replace(
+            term, num_bytes=num_ranks * term.num_bytes, arithmetic=f"{times}{term.arithmetic}"
+        )
+
+
+def _notes(plan: TrainingPlan, rank: int, storages: StorageTable) -> Iterator[str]:
+    """Return the assumptions about a run on several GPUs."""
+    yield (
+        f"the figures are those of rank {rank} of {plan.world_size}, the one of those that differ"
+        " that reserves most; the cache is emptied once more when the model has been wrapped"
+    )
+    yield (
+        f"{format_bytes(libraries_bytes(plan))} of NCCL on each GPU, as on four H200 of one host"
+    )
+    kept = describe_deferred_blocks(storages)
+    if kept and plan.world_size > 1:
+        yield f"between low and high of a figure: {kept}"
+
+
+_ENOUGH_BYTES = 1 << 50
+"""Memory of the GPU that a plan's run sees; limits come with the replay."""
+
+_Traces = list[tuple[Gpu, LoggedTrace, Calls]]
+
+
+def trace_plan(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False) -> TracedPlan:
+    """Return the program of `plan` on `gpu`: that of the worst rank, with the others.
+
+    Plans that differ in limits and steps alone share it. The program on another chip is made from
+    the calls of the first, if the plan makes the same ones there. Chips of equal compute capability
+    and number of multiprocessors share the ranks of a strategy, if cuDNN takes the same workspaces.
+    """
+    gpu = replace(
+        gpu, name="", label="", source="", memory_bytes=_ENOUGH_BYTES, memory_range_bytes=None,
+        context_bytes=0,
+    )  # fmt: skip
+    plan = canonical(plan)
+    traces = _traces(plan, trust_remote_code, simulated())
+    for other, trace, calls in traces:
+        is_same = replace(other, chip="") == replace(gpu, chip="")
+        if is_same and has_same_workspaces(calls, gpu, other):
+            return trace.traced
+    for other, trace, calls in traces:
+        with suppress(FormBroken):
+            traced = on_other_chip(trace, other, gpu)
+            traces.append((gpu, LoggedTrace(traced, CallLog(is_for_one_chip=True)), calls))
+            return traced
+    with recorded_calls() as calls:
+        trace = _run(plan, gpu, trust_remote_code)
+    traces.append((gpu, trace, calls))
+    return trace.traced
+
+
+@functools.lru_cache(maxsize=8)
+def _traces(plan: TrainingPlan, trust_remote_code: bool, release: TorchRelease) -> _Traces:
+    """Return the programs that were made so far, by chip; `trace_plan` adds to them."""
+    return []
+
+
+def _run(plan: TrainingPlan, gpu: Gpu, trust_remote_code: bool) -> LoggedTrace:
+    if plan.is_distributed:
+        worst, *others = run_ranks(plan, gpu, trust_remote_code=trust_remote_code)
+        traced = replace(worst, others=tuple(others))
+        return LoggedTrace(traced, CallLog(is_for_one_chip=True))
+    return logged_trace(plan, gpu, trust_remote_code=trust_remote_code)

@@ -1,0 +1,480 @@
+"""The run of a plan: its own loop, on a virtual GPU.
+
+The first steps run as `memest validate` runs them. Of a step's micro-batches run the first, the
+last and, where it differs from that, one from the middle. Further ones repeat these (`program`).
+The GPU is unlimited here; replays of the program apply real limits.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, wraps
+from types import FunctionType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from memest.errors import MemestError, PlanError, UnsupportedError
+from memest.estimator.allocator.settings import DEFAULT
+from memest.estimator.gpu.mode import CudaSimMode
+from memest.estimator.gpu.worlds import Ranks
+from memest.estimator.hardware.gpus import Gpu, libraries_bytes
+from memest.estimator.ops.flash_attention_2 import check_gpu
+from memest.estimator.replay.program import Part, Probe, Program, StateBytes, find_shifts
+from memest.estimator.replay.simulated import TracedPlan, elements_by_dtype, model_failure
+from memest.estimator.tensors.lines import ScriptLines
+from memest.estimator.tensors.storages import MemKind, Site, StorageTable
+from memest.estimator.torch_api.distributed.ddp import NotFinished
+from memest.estimator.virtual_gpu import GRADS_LIVE_ON, VirtualGpu
+from memest.loops.job import Job, Listener, RunOptions, run_job
+from memest.loops.probe import CudaMemory, PhaseRecorder
+from memest.loops.quantize import quant_state_tensors
+from memest.models_meta.assemble import sequence_length
+from memest.models_meta.geometry import LayerGeometry, layer_geometry
+from memest.models_meta.quantized import ASSUMPTION
+from memest.models_meta.registry import ModelConfig, quiet_transformers, resolve_config
+from memest.plan import TrainingPlan
+from memest.plan.values import FLASH_ATTENTION_2
+from memest.report import Phase, Term
+from memest.units import counted
+
+WITHOUT_END = 1 << 50
+"""Memory of a GPU that no plan fills."""
+
+MAX_STEPS = 2
+"""Steps that differ: the first makes the optimizer's state; its gradients stay in the second."""
+
+MAX_STEPS_OF_STRATEGY = 3
+"""Steps that differ under a strategy: the first makes the optimizer's state, the second rebuilds
+buckets.
+"""
+
+MAX_MICRO_BATCHES = 2
+"""Micro-batches of a step that differ: one makes gradients, one adds to them before the optimizer's
+step.
+"""
+
+MAX_MICRO_BATCHES_APART = 3
+"""Micro-batches of a step that differ where the last is special. A strategy sums gradients over the
+GPUs in it alone. The Trainer of transformers loads all of a step's at once and frees them one by
+one.
+"""
+
+_NOT_RUN: dict[str, Any] = {
+    "name": "",
+    "gpu": (),
+    "gpu_memory": None,
+    "memory_limit": None,
+    "host_memory": None,
+    "alloc_conf": "",
+}
+"""Plan keys that affect only the replay, not the simulated run."""
+
+
+def canonical(plan: TrainingPlan) -> TrainingPlan:
+    """Return `plan` without keys that do not affect its program; plans that differ in those share
+    it.
+    """
+    if _is_whole(plan):
+        return replace(plan, **_NOT_RUN)
+    return replace(
+        plan,
+        **_NOT_RUN,
+        steps=min(plan.steps, MAX_STEPS_OF_STRATEGY) if plan.is_distributed else MAX_STEPS,
+        accumulate_grad_batches=(
+            plan.accumulate_grad_batches if plan.loop == "transformers" else _num_run(plan)
+        ),
+    )
+
+
+def repeats_micro_batches(plan: TrainingPlan) -> bool:
+    """Return whether a step's micro-batches after the first differ only by the step."""
+    return not (_is_whole(plan) or plan.is_distributed or plan.loop == "transformers")
+
+
+def _num_run(plan: TrainingPlan) -> int:
+    """Return the micro-batches of a step that run."""
+    most = MAX_MICRO_BATCHES if repeats_micro_batches(plan) else MAX_MICRO_BATCHES_APART
+    return min(plan.accumulate_grad_batches, most)
+
+
+def _is_whole(plan: TrainingPlan) -> bool:
+    """Return whether the whole plan runs: its batches differ, or it has validations."""
+    return plan.validates or bool(plan.lengths)
+
+
+def shortened(plan: TrainingPlan) -> tuple[TrainingPlan, int]:
+    """Return the part of `plan` that runs, and the number of micro-batches of a step that are only
+    loaded.
+    """
+    plan = canonical(plan)
+    if _is_whole(plan):
+        return plan, 0
+    num_run = _num_run(plan)
+    return replace(plan, accumulate_grad_batches=num_run), plan.accumulate_grad_batches - num_run
+
+
+class NoLines(ScriptLines):
+    """Source of lines for a run without a script."""
+
+    def frame(self, frame: Any = None) -> None:
+        """Return None."""
+        return
+
+    def current(self) -> str:
+        """Return no line."""
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A probe, and the number of events before it."""
+
+    num_events: int
+    step: int
+    micro_batch: int
+    probe: Probe
+
+
+@dataclass(slots=True)
+class _Watch:
+    """Notes taken while the loop runs."""
+
+    virtual: VirtualGpu
+    config: ModelConfig
+    at_cut: Callable[[], None]
+    job: Any = None
+    model: Any = None
+    num_setup: int = 0
+    num_storages: int = 0
+    rows: list[_Row] = field(default_factory=list)
+    param_groups: dict[str, dict[str, int]] = field(default_factory=dict)
+    host_bytes: int = 0
+    host_terms: tuple[Term, ...] = ()
+    geometry: LayerGeometry | None = None
+
+    def _cut(self) -> int:
+        """Close a span of events; return their number."""
+        mode = self.virtual.mode
+        mode.memory.settle()
+        self.at_cut()
+        self.num_storages = len(mode.memory.storages.num_bytes)
+        return len(mode.memory.log.events)
+
+    def starts(self) -> None:
+        """Note that the model is built, a strategy has wrapped it, and the cache is empty."""
+        self.virtual.mode.attribution.has_started = True
+        self.num_setup = self._cut()
+
+    def has_model(self, model: nn.Module) -> None:
+        """Note that the model is built."""
+        self.model = model
+        mode = self.virtual.mode
+        for tensor in quant_state_tensors(model):
+            mode.memory.label(tensor, MemKind.BUFFERS)
+
+    def ready(self) -> None:
+        """Note that the strategy has wrapped the model; its memory for that is not part of the
+        training.
+        """
+        if self.job.plan.is_distributed:
+            gc.collect()
+            torch.cuda.empty_cache()
+            self.job.recorder.start()
+
+    def reached(self) -> None:
+        """Note that a probe has read the memory."""
+        row = self.job.recorder.rows[-1]
+        state = StateBytes(row.params_bytes, row.grads_bytes, row.optimizer_bytes)
+        self.rows.append(_Row(self._cut(), row.step, row.micro_batch, Probe(row.phase, state)))
+        if row.phase is Phase.AFTER_BACKWARD:
+            self.param_groups["grads"] = elements_by_dtype(self.job.recorder.states.grads())
+
+    def ended(self) -> None:
+        """Note that the last step is done, while all tensors still live."""
+        states = self.job.recorder.states
+        held = list({id(t): t for t in states.optimizer()}.values())
+        gpu_tensors = [t for t in held if t.device.type == "cuda"]
+        self.param_groups["params"] = elements_by_dtype(states.params())
+        self.param_groups["optimizer"] = elements_by_dtype(gpu_tensors)
+        self.host_bytes = sum(t.numel() * t.itemsize for t in held if hasattr(t, "is_paged"))
+        if self.job.plan.offloads:
+            self.host_terms = tuple(_host_terms(self.virtual.mode.host.held()))
+        self.geometry = layer_geometry(self.model, self.config)
+        self.virtual.mode.attribution.labels.of_models()
+
+
+class _PhaseRecorder(PhaseRecorder):
+    """Recorder that also reports the start."""
+
+    on_start: Callable[[], None]
+
+    def start(self) -> None:
+        """Reset the peaks after the model is built."""
+        super().start()
+        self.on_start()
+
+
+@contextmanager
+def without_cycles() -> Iterator[None]:
+    """Avoid collections in the middle of a run, so that two runs of a plan are the same.
+
+    Collections that the loop itself runs ignore older objects. Cycles that the run leaves, such as
+    its model, are collected at its end.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.collect()
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+@without_cycles()
+def run_plan(
+    plan: TrainingPlan,
+    gpu: Gpu,
+    *,
+    num_ahead: int = 0,
+    trust_remote_code: bool = False,
+    observe: Callable[[CudaSimMode], object] = lambda mode: None,
+    at_cut: Callable[[], None] = lambda: None,
+    ranks: Ranks | None = None,
+) -> TracedPlan:
+    """Return the program of `plan`, all of which is run: see `shortened`.
+
+    Args:
+        plan: plan to run.
+        gpu: GPU whose kernels run.
+        num_ahead: micro-batches of a step that are loaded and not run.
+        trust_remote_code: whether code that comes with a model may run.
+        observe: called with the dispatch mode before anything runs.
+        at_cut: called at the beginning of the training and at each probe.
+        ranks: which of the plan's devices it is; None is the first.
+
+    Raises:
+        MemestError: the plan cannot be run, or memest cannot model it.
+    """
+    config = resolve_config(plan.model_name, trust_remote_code=trust_remote_code)
+    seq_len = sequence_length(plan, config)
+    if plan.attn_implementation == FLASH_ATTENTION_2:
+        check_gpu(gpu)
+    ranks = ranks or ranks_of(plan)
+    virtual = VirtualGpu(
+        gpu,
+        limit_bytes=WITHOUT_END,
+        lines=NoLines(),
+        watch=observe,
+        ranks=ranks,
+        settings=DEFAULT,
+    )
+    watch = _Watch(virtual, config, at_cut)
+    recorder = _PhaseRecorder(CudaMemory(), plan.accumulate_grad_batches, on_row=watch.reached)
+    recorder.on_start = watch.starts
+    watch.job = job = Job(
+        plan,
+        recorder,
+        Listener(on_end=watch.ended, on_model=watch.has_model, on_ready=watch.ready),
+        RunOptions(trust_remote_code=trust_remote_code),
+        is_alone=True,
+        num_ahead=num_ahead,
+        rank=ranks.rank,
+        where=f"cuda:{ranks.local_rank}",
+    )
+    _run(job, virtual, watch)
+    return TracedPlan(
+        program=_program(watch),
+        model=job.model,
+        param_groups=watch.param_groups,
+        host_bytes=watch.host_bytes,
+        host_terms=watch.host_terms,
+        notes=tuple(_notes(watch)),
+        seq_len=seq_len,
+        image_size=job.values["image_size"],
+        libraries_bytes=libraries_bytes(plan),
+        geometry=watch.geometry,
+    )
+
+
+def ranks_of(plan: TrainingPlan) -> Ranks:
+    """Return the first rank of `plan`."""
+    return Ranks(world_size=plan.world_size, num_local=plan.devices)
+
+
+def _run(job: Job, virtual: VirtualGpu, watch: _Watch) -> None:
+    try:
+        with _as_before(), _quietly(), compiling_late(), virtual:
+            run_job(job)
+    except MemestError:
+        raise
+    except NotFinished as error:
+        shapes = error.missing_shapes
+        raise PlanError(
+            f"plain `ddp` cannot train this: {len(shapes)} trained parameters get no gradient,"
+            f" such as one of shape {shapes[0]}",
+            hint="use `strategy: ddp_find_unused_parameters_true`, or `freeze` them",
+        ) from error
+    except Exception as error:  # the model's own code, which may do anything
+        raise model_failure(job.plan, watch.model, error) from error
+    if virtual.mode.memory.log.is_full:
+        raise UnsupportedError(
+            f"a step of `{job.plan.label}` has too many events to be kept",
+            hint="reduce `accumulate_grad_batches` to 1",
+        )
+
+
+@contextmanager
+def _as_before() -> Iterator[None]:
+    """Restore environment variables that Lightning sets for other processes."""
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+    rank, num_threads = getattr(rank_zero_only, "rank", None), torch.get_num_threads()
+    try:
+        with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": str(num_threads)}):
+            yield
+    finally:
+        rank_zero_only.rank = rank  # type: ignore[attr-defined]
+
+
+@contextmanager
+def compiling_late() -> Iterator[None]:
+    """Compile functions at their first call.
+
+    bitsandbytes compiles kernels of the host at its import. No plan calls them. torch would import
+    Inductor for them, which takes more than a second.
+    """
+    compile_: Any = torch.compile
+
+    @wraps(compile_)
+    def compile_late(model: Any = None, **options: Any) -> Any:
+        if not isinstance(model, FunctionType):
+            return compile_(model, **options)
+        compiled = cache(lambda: compile_(model, **options))
+
+        @wraps(model)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return compiled()(*args, **kwargs)
+
+        return call
+
+    with mock.patch.object(torch, "compile", compile_late):
+        yield
+
+
+_TALKATIVE = ("lightning.pytorch", "lightning.fabric", "bitsandbytes", "DeepSpeed")
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Suppress messages of Lightning and transformers to their users."""
+    import lightning.pytorch  # noqa: F401 - sets its level as it is imported
+
+    loggers = [logging.getLogger(name) for name in _TALKATIVE]
+    levels = [logger.level for logger in loggers]
+    with quiet_transformers():
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+def _notes(watch: _Watch) -> Iterator[str]:
+    plan = watch.job.plan
+    yield from watch.job.notes
+    if plan.use_qlora and plan.quant == "int8":
+        yield ASSUMPTION
+    yield from (note for note in watch.virtual.notes if note != GRADS_LIVE_ON)  # of a script's own
+    for (_, what), count in sorted(watch.virtual.guesses.counts.items()):
+        yield f"{what}: read {count} times in what ran, not known without a GPU, and guessed"
+
+
+def _host_terms(held: Iterable[tuple[int, bool]]) -> Iterator[Term]:
+    """Return terms of the tensors on the host.
+
+    Pinned ones are rounded up to a power of two (`CachingHostAllocatorImpl::allocate`,
+    aten/src/ATen/core/CachingHostAllocator.h).
+    """
+    sizes = list(held)
+    pinned = [1 << (num_bytes - 1).bit_length() for num_bytes, is_pinned in sizes if is_pinned]
+    pageable = [num_bytes for num_bytes, is_pinned in sizes if not is_pinned]
+    rounded = f"{counted(len(pinned), 'tensor')}, each to the next power of two"
+    if pinned:
+        yield Term(kind="pinned tensors", num_bytes=sum(pinned), arithmetic=rounded, why="pinned")
+    if pageable:
+        arithmetic = counted(len(pageable), "tensor")
+        yield Term(kind="tensors", num_bytes=sum(pageable), arithmetic=arithmetic, why="pageable")
+
+
+def _program(watch: _Watch) -> Program:
+    mode = watch.virtual.mode
+    events = mode.memory.log.events
+    program = Program(
+        storages=_storages(mode.memory.storages, watch.num_storages, _root(watch)),
+        setup=events[: watch.num_setup].tolist(),
+        coverage=mode.kernels.coverage,
+    )
+    start = watch.num_setup
+    for row in watch.rows:
+        part = Part(events[start : row.num_events].tolist(), row.probe)
+        start = row.num_events
+        if row.step == len(program.steps):
+            program.steps.append([])
+        step: list[Any] = program.steps[row.step]
+        if row.micro_batch == len(step):
+            step.append([])
+        step[row.micro_batch].append(part)
+    if watch.job.plan.is_distributed:
+        program.ranges_stay = watch.job.plan.world_size > 1
+        program.num_known_steps = len(program.steps)
+    find_shifts(program)
+    return program
+
+
+def _root(watch: _Watch) -> str:
+    """Return the name of the model where a strategy has wrapped it."""
+    if not watch.job.plan.is_distributed:
+        return ""
+    return watch.virtual.mode.attribution.modules.path_of(watch.model)
+
+
+def _storages(storages: StorageTable, count: int, root: str) -> StorageTable:
+    """Return the first storages, with modules named by their paths within the model."""
+    sites = [within_model(site, root) for site in storages.sites[:count]]
+    streams = {index: stream for index, stream in storages.streams.items() if index < count}
+    return StorageTable(
+        num_bytes=storages.num_bytes[:count],
+        sites=sites,
+        kinds=storages.kinds[:count],
+        streams=streams,
+        deferred={index for index in storages.deferred if index < count},
+        shelved={index for index in storages.shelved if index < count},
+    )
+
+
+_WRAPPERS = frozenset(("_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
+"""Names under which torch puts a module into a wrapper."""
+
+
+@cache
+def within_model(site: Site, root: str = "") -> Site:
+    """Return `site` with its module named by the path within the model `root`."""
+    module = site.module
+    inside = module.removeprefix(f"{root}.")
+    if not root or inside == module:  # outside of the model, or there is nothing around it
+        inside = "" if f"{root}.".startswith(f"{module}.") else module.partition(".")[2]
+    names = (name for name in inside.split(".") if name not in _WRAPPERS)
+    return Site(site.op, ".".join(names), site.phase)

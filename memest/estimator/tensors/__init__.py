@@ -1,0 +1,1 @@
+"""Place, storage and values of simulated tensors."""

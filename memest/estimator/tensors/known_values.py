@@ -1,0 +1,329 @@
+"""Known values: a CPU copy of each small tensor whose values follow from the script's own data.
+
+Models branch on values (`attention_mask.all()`, the largest position), and a meta tensor has none.
+Ids, masks, positions, small constants and everything computed from them keep a CPU storage per meta
+storage, so views and in-place writes agree. A tensor that depends on weights or activations has no
+known value; A script then reads a value of `guesses`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memest.estimator.tensors.placement import is_meta, storage_key, tensors_in
+
+aten = torch.ops.aten
+
+MAX_BYTES = 1 << 26
+"""Largest known value, bytes: computing a larger mask costs seconds, and scripts do not read it."""
+
+MAX_FLOAT_NUMEL = 1 << 18
+"""Most elements of a known floating-point tensor: masks made of ones, scales, schedules."""
+
+MAX_SHOWN_NUMEL = 64
+"""Most elements of a tensor that a script is assumed to print or compare when it copies it."""
+
+MAX_TOTAL_BYTES = 1 << 28
+"""Bytes of all known values together; values up to a 256th of it are always stored."""
+
+_CONSTANT_LIKE = frozenset(
+    map(id, (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default))
+)
+"""Operators whose result does not depend on their first argument's values."""
+
+_UNWRITTEN = frozenset((
+    aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default,
+    aten.new_empty.default, aten.new_empty_strided.default,
+))  # fmt: skip
+"""Factories without values. Their known value is zeros, so that two runs never differ."""
+
+READS_VALUE = frozenset(
+    {
+        aten._local_scalar_dense.default,
+        aten.equal.default,
+        aten.is_nonzero.default,
+        aten.allclose.default,
+    }
+)
+"""Operators whose result is a Python value."""
+
+_IGNORED_ON_CPU = {"device", "pin_memory"}
+
+
+class ValueUnknown(Exception):
+    """An operator needs a value that is not known."""
+
+
+class _Copies(dict[int, torch.UntypedStorage]):
+    """CPU storages by the key of the meta storage, with their bytes in total."""
+
+    num_bytes = 0
+
+    def __setitem__(self, key: int, copy: torch.UntypedStorage) -> None:
+        self.pop(key, None)
+        self.num_bytes += copy.nbytes()
+        super().__setitem__(key, copy)
+
+    def pop(self, key: int, default: Any = None) -> Any:
+        """Remove and return a copy, as `dict.pop`."""
+        copy = super().pop(key, default)
+        if copy is not None:
+            self.num_bytes -= copy.nbytes()
+        return copy
+
+
+class KnownValues:
+    """CPU copies of meta storages whose values are known.
+
+    Args:
+        below: values used where these have none. A storage that is freed there is freed here too.
+    """
+
+    def __init__(self, below: KnownValues | None = None) -> None:
+        self.guessed: set[int] = set()
+        """Keys of storages whose value is a guess, or was computed from one."""
+
+        self._copies = _Copies()
+        self._below = below
+        self._above: KnownValues | None = None
+        if below is not None:
+            below._above = self
+        self._is_mutable: dict[int, bool] = {}
+        self._random_state: Tensor | None = None
+
+    def __bool__(self) -> bool:
+        """True if any value is known."""
+        return bool(self._copies)
+
+    # --- store
+
+    def adopt(self, tensor: Tensor, value: Tensor) -> None:
+        """Make `value`, a CPU tensor of the same shape, the value of `tensor`'s storage."""
+        self._copies[tensor.untyped_storage()._cdata] = value.contiguous().clone().untyped_storage()
+
+    def adopt_small(self, tensor: Tensor, value: Tensor) -> None:
+        """Store `value`, a number of the script that it may read back: a temperature, a gate."""
+        if value.numel() <= MAX_SHOWN_NUMEL and value.is_contiguous() and value.numel():
+            with _disable_current_modes():
+                self.adopt(tensor, value.detach())
+
+    def adopt_guess(self, tensor: Tensor, value: Tensor) -> None:
+        """Adopt a guessed `value`."""
+        self.adopt(tensor, value)
+        self.guessed.add(storage_key(tensor))
+
+    def storage_of(self, key: int) -> torch.UntypedStorage | None:
+        """CPU storage with the values of the meta storage `key`."""
+        return self._copies.get(key)
+
+    def set_storage(self, key: int, storage: torch.UntypedStorage) -> None:
+        """Make the CPU `storage` the values of the meta storage `key`."""
+        self._copies[key] = storage
+
+    def overwrite(self, tensor: Tensor, value: Tensor) -> bool:
+        """Set all elements of `tensor` to `value`; returns whether its value is known after it."""
+        known = self.value_of(tensor)
+        if known is not None:
+            known.copy_(value)
+            self.guessed.discard(storage_key(tensor))
+        elif self.may_hold(tensor):
+            num_bytes = tensor.numel() * tensor.element_size()
+            if num_bytes < tensor.untyped_storage().nbytes():
+                return False
+            self.adopt_like(tensor, value)
+        return self.is_known(tensor)
+
+    def drop(self, key: int) -> None:
+        """Forget the values of storage `key`, which was overwritten by unknown ones."""
+        self._copies.pop(key, None)
+        self.guessed.discard(key)
+
+    def forget(self, key: int) -> None:
+        """Drop the freed storage `key`, here and in the values above."""
+        self.drop(key)
+        if self._above is not None:
+            self._above.drop(key)
+
+    # --- look up
+
+    def value_of(self, tensor: Tensor) -> Tensor | None:
+        """CPU view with the values and the geometry of `tensor`, or None."""
+        if not is_meta(tensor):
+            return tensor
+        copy = self._copies.get(tensor.untyped_storage()._cdata)
+        if copy is None:
+            return None if self._below is None else self._below.value_of(tensor)
+        empty = torch.empty(0, dtype=tensor.dtype)
+        return empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether this object, not the one below, has the value of a meta tensor."""
+        return is_meta(tensor) and storage_key(tensor) in self._copies
+
+    def is_known(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` has values, its own or here."""
+        if not is_meta(tensor) or storage_key(tensor) in self._copies:
+            return True
+        return self._below is not None and self._below.is_known(tensor)
+
+    def is_guessed(self, args: Any) -> bool:
+        """Return whether a value among `args` is a guess."""
+        return any(is_meta(t) and storage_key(t) in self.guessed for t in tensors_in(args))
+
+    def decides(self, tensor: Tensor) -> bool:
+        """Return whether the value of `tensor` may decide a shape: known, and not guessed."""
+        return self.value_of(tensor) is not None and not self.is_guessed([tensor])
+
+    # --- compute
+
+    def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `func` on known values.
+
+        Random operators do not draw from the host's generator, whose state may decide the order of
+        a script's data.
+
+        Raises:
+            ValueUnknown: the value of a tensor argument is not known.
+        """
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return self._compute(func, args, kwargs)
+        generator = torch.default_generator
+        before = generator.get_state()
+        try:
+            generator.set_state(before if self._random_state is None else self._random_state)
+            return self._compute(func, args, kwargs)
+        finally:
+            self._random_state = generator.get_state()
+            generator.set_state(before)
+
+    def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def known(tensor: Tensor) -> Tensor:
+            value = self.value_of(tensor)
+            if value is None:
+                raise ValueUnknown(str(func))
+            return value
+
+        cpu_args = _mapped(known, args)
+        cpu_kwargs = {k: _mapped(known, v) for k, v in kwargs.items() if k not in _IGNORED_ON_CPU}
+        if "device" in kwargs:
+            cpu_kwargs["device"] = torch.device("cpu")
+        return func(*cpu_args, **cpu_kwargs)
+
+    def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Compute the values of the result `out` of an operator that ran on meta tensors.
+
+        Most operators end here at an argument whose value is not known.
+        """
+        is_mutable = self._is_mutable.get(id(func))
+        if is_mutable is None:
+            is_mutable = self._is_mutable[id(func)] = func._schema.is_mutable
+        first = args[0] if args else None
+        if is_mutable and isinstance(first, list | tuple):
+            self._drop_all(func, first)
+            return
+        if is_mutable and isinstance(first, Tensor) and not self.is_known(first):
+            return
+        if id(func) in _CONSTANT_LIKE and isinstance(first, Tensor):
+            if self.may_hold(out):
+                args = (torch.empty(first.size(), dtype=first.dtype), *args[1:])
+        elif not is_mutable and not all(map(self.is_known, tensors_in((*args, *kwargs.values())))):
+            return
+        self._follow(func, args, kwargs, out)
+        if self.guessed and self.is_guessed(args):
+            self.guessed.update(map(storage_key, filter(is_meta, tensors_in((out,)))))
+
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        written = [a for a in args[:1] if isinstance(a, Tensor) and func._schema.is_mutable]
+        results = [o for o in _flat(out) if isinstance(o, Tensor)]
+        if func in _UNWRITTEN:
+            for result in filter(self.may_hold, results):
+                room = torch.zeros(result.untyped_storage().nbytes(), dtype=torch.uint8)
+                self._copies[result.untyped_storage()._cdata] = room.untyped_storage()
+            return
+        if not written and not any(self.may_hold(o) for o in results):
+            return
+        try:
+            values = self.compute(func, args, kwargs)
+        except (ValueUnknown, NotImplementedError, RuntimeError):
+            for tensor in written:
+                self.drop(tensor.untyped_storage()._cdata)
+            return
+        for result, value in zip(results, _flat(values), strict=False):
+            if self.may_hold(result) and isinstance(value, Tensor):
+                self.adopt_like(result, value)
+
+    def _drop_all(self, func: Any, tensors: Iterable[Any]) -> None:
+        """Drop what a list operator writes. Gradients are assumed to be finite."""
+        if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            return
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and is_meta(tensor) and self.is_known(tensor):
+                self.drop(storage_key(tensor))
+
+    def may_hold(self, result: Tensor) -> bool:
+        """Return whether `result` is small enough for a known value, and has none here."""
+        storage = result.untyped_storage()
+        num_bytes = storage.nbytes()
+        if not is_meta(result) or not num_bytes or storage._cdata in self._copies:
+            return False
+        if result.is_floating_point():
+            return num_bytes <= MAX_FLOAT_NUMEL * 4
+        if result.is_complex() or num_bytes > MAX_BYTES:
+            return False
+        is_small = num_bytes <= MAX_TOTAL_BYTES >> 8
+        return is_small or self._copies.num_bytes + num_bytes <= MAX_TOTAL_BYTES
+
+    def adopt_like(self, result: Tensor, value: Tensor) -> None:
+        """Adopt `value` in the geometry of `result`, unless their shapes differ."""
+        if value.shape != result.shape:
+            return
+        num_items = result.untyped_storage().nbytes() // result.element_size()
+        flat = torch.empty(num_items, dtype=result.dtype)
+        flat.as_strided(result.size(), result.stride(), result.storage_offset()).copy_(value)
+        self._copies[result.untyped_storage()._cdata] = flat.untyped_storage()
+
+
+def materialise(values: Any) -> Any:
+    """Return meta tensors of the shapes of `values`, which were computed from known values."""
+    return _mapped(lambda t: torch.empty_like(t, device="meta"), values)
+
+
+def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Apply `function` to each tensor in nested lists and tuples.
+
+    torch's pytree would leave a reference cycle behind, and Python would collect garbage more often
+    than in a real run.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, list | tuple):
+        items = [_mapped(function, item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def known_without_values(func: Any, args: tuple[Any, ...]) -> Callable[[Tensor], Tensor] | None:
+    """Return a function that makes the value of a test for infinity or NaN; None for other calls.
+
+    A training step is simulated whose activations are finite.
+    """
+    if func is aten.isinf.default or func is aten.isnan.default:
+        return lambda out: torch.zeros(out.shape, dtype=torch.bool)
+    if func is aten.ne.Tensor and args[0] is args[1]:  # how torch.isnan is written
+        return lambda out: torch.zeros(out.shape, dtype=torch.bool)
+    if func is aten.eq.Scalar and args[1] == float("inf"):  # how torch.isinf is written
+        return lambda out: torch.zeros(out.shape, dtype=torch.bool)
+    if func is aten.eq.Tensor and args[0] is args[1]:  # how torch.isfinite is written, with
+        return lambda out: torch.ones(out.shape, dtype=torch.bool)
+    if func is aten.ne.Scalar and args[1] == float("inf"):  # the next one
+        return lambda out: torch.ones(out.shape, dtype=torch.bool)
+    return None
+
+
+def _flat(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, list | tuple) else (value,)

@@ -1,0 +1,99 @@
+"""Running line of the user's code, and notes for the report."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch
+
+from memest.packages import is_in_packages
+
+
+class ScriptLines:
+    """Finds the innermost frame of the script among those of torch, of libraries and of memest.
+
+    Args:
+        roots: folders whose code is the user's, wherever they are; code outside of the Python
+            installation is the user's too.
+    """
+
+    def __init__(self, roots: tuple[Path, ...] = ()) -> None:
+        self._roots = tuple(str(root.resolve()) + os.sep for root in roots)
+        paths = {sysconfig.get_path(n) for n in ("stdlib", "platstdlib", "purelib", "platlib")}
+        paths |= {str(Path(module.__file__).parent) for module in (torch,) if module.__file__}
+        paths.add(str(Path(__file__).resolve().parents[2]))
+        self._foreign = tuple(p + os.sep for p in sorted(filter(None, paths)))
+        self._is_users: dict[CodeType, bool] = {}
+        self._texts: dict[tuple[str, int], str] = {}
+        self._places: dict[str, tuple[str, int]] = {}
+        self._names: dict[str, str] = {}
+
+    def frame(self, frame: FrameType | None = None) -> FrameType | None:
+        """Return the innermost frame of the user's code, from `frame` outwards."""
+        frame = frame or sys._getframe(1)
+        is_users = self._is_users
+        found: FrameType | None = frame
+        while found is not None:
+            code = found.f_code
+            known = is_users.get(code)
+            if known is None:
+                known = is_users[code] = self._look(code, found)
+            if known:
+                return found
+            found = found.f_back
+        return None
+
+    def current(self) -> str:
+        """Return the running line, as `train.py:12`; "" where no code of the user runs."""
+        frame = self.frame(sys._getframe(1))
+        if frame is None:
+            return ""
+        place = frame.f_code.co_filename, frame.f_lineno
+        return self._texts.get(place) or self._text(*place)
+
+    def place_of(self, text: str) -> tuple[str, int]:
+        """Return file and number of a line of `current`, such as `train.py:12`; else ("", 0)."""
+        return self._places.get(text, ("", 0))
+
+    def _text(self, file: str, line: int) -> str:
+        """Format a line; files of the same name after the first get their folder's name."""
+        name = os.path.basename(file)
+        if self._names.setdefault(name, file) != file:
+            name = os.path.join(os.path.basename(os.path.dirname(file)), name)
+        text = self._texts[file, line] = f"{name}:{line}"
+        self._places.setdefault(text, (file, line))
+        return text
+
+    def _look(self, code: CodeType, frame: FrameType) -> bool:
+        name = code.co_filename
+        if name == "<string>":  # of `python -c`, or made by a library
+            return bool(frame.f_globals.get("__name__") == "__main__")
+        if name.startswith("<") and not name.startswith(("<ipython", "<stdin>")):
+            return False
+        if "inductor_ops" in frame.f_globals and "extern_kernels" in frame.f_globals:
+            return False  # written by Inductor
+        path = os.path.abspath(name)
+        if any(path.startswith(root) for root in self._roots):
+            return True
+        return not path.startswith(self._foreign) and not is_in_packages(path)
+
+
+class Notes:
+    """Sentences in the order in which they were first added."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.warnings: list[str] = []
+        """Sentences that the report prints above all figures."""
+
+    def add(self, text: str) -> None:
+        """Add `text`, unless it is there."""
+        if text not in self.texts:
+            self.texts.append(text)
+
+
+LARGEST = "the size of some results depends on unknown values: they are as large as they can be"

@@ -1,0 +1,75 @@
+"""Attributes that are replaced while something runs, and restored afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FunctionType, ModuleType
+from typing import Any
+
+_ABSENT = object()
+
+
+class Patches:
+    """Replaced attributes, in order; `undo` restores them."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
+        self._afterwards: list[Callable[[], None]] = []
+
+    def set(self, owner: Any, name: str, value: Any) -> Any:
+        """Set `owner.name` to `value`; return the old value, or None if there was none."""
+        before = vars(owner).get(name, _ABSENT)
+        self._before.append((owner, name, before))
+        was = getattr(owner, name, None)
+        if isinstance(owner, type) and isinstance(value, FunctionType):
+            value.__name__ = name  # by which Dynamo recognizes a method of tensors
+        setattr(owner, name, value)
+        return was
+
+    def set_all(self, owner: Any, values: Mapping[str, Any]) -> None:
+        """Call `set` for each name in `values`."""
+        for name, value in values.items():
+            self.set(owner, name, value)
+
+    def on_undo(self, action: Callable[[], None]) -> None:
+        """Run `action` after everything has been restored."""
+        self._afterwards.append(action)
+
+    def originals(self) -> dict[Any, Any]:
+        """Return the original of each replaced function or class, by its replacement."""
+        found: dict[Any, Any] = {}
+        for owner, name, before in reversed(self._before):
+            if before is _ABSENT and isinstance(owner, type):
+                before = getattr(super(owner, owner), name, None)
+            made = vars(owner).get(name)
+            if isinstance(owner, ModuleType | type) and callable(before) and callable(made):
+                found[made] = before
+        return found
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Put back everything, until the block ends."""
+        current = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in self._before]
+        for owner, name, before in reversed(self._before):
+            _restore(owner, name, before)
+        try:
+            yield
+        finally:
+            for owner, name, value in current:
+                _restore(owner, name, value)
+
+    def undo(self) -> None:
+        """Restore everything, the last first."""
+        while self._before:
+            owner, name, before = self._before.pop()
+            _restore(owner, name, before)
+        while self._afterwards:
+            self._afterwards.pop()()
+
+
+def _restore(owner: Any, name: str, value: Any) -> None:
+    if value is _ABSENT:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)

@@ -1,0 +1,283 @@
+"""Place of a tensor: the device that the script sees, and the device that memest sees.
+
+A tensor of the virtual GPU is a meta tensor, and so is a host tensor whose values are not needed.
+`torch.Tensor.device` and related attributes return the device of a real run to the script. Within
+the mode they return the true device, on which the kernel tables and torch's meta kernels rely.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memest.errors import UnsupportedError
+from memest.estimator.tensors.patches import Patches
+
+META = torch.device("meta")
+CPU = torch.device("cpu")
+_Device = torch.device
+"""torch's own class, also while another class replaces it."""
+
+_NO_DEVICE = (bool, torch.dtype)
+
+
+class _Gpu:
+    """The virtual GPU of this process."""
+
+    device = torch.device("cuda", 0)
+    """Device of GPU tensors; another index where it is one of several GPUs of a host."""
+
+    num_visible = 1
+    """GPUs of the host; the others are other ranks'."""
+
+
+GPU = _Gpu()
+
+_is_meta_in_c: Callable[[Any], bool] = vars(torch._C.TensorBase)["is_meta"].__get__
+_device_in_c: Callable[[Any], torch.device] = vars(torch._C.TensorBase)["device"].__get__
+_is_cuda_in_c: Callable[[Any], bool] = vars(torch._C.TensorBase)["is_cuda"].__get__
+PLAIN = frozenset((Tensor, torch.nn.Parameter))
+"""Classes without a `__torch_function__`, which would run first."""
+
+
+def is_meta(tensor: Tensor) -> bool:
+    """Return whether `tensor` has no data."""
+    if type(tensor) in PLAIN:
+        return _is_meta_in_c(tensor)
+    with torch._C.DisableTorchFunctionSubclass():
+        return _is_meta_in_c(tensor)
+
+
+def is_on_real_gpu(tensor: Tensor) -> bool:
+    """Return whether `tensor` was made on a real GPU, outside of the simulated run."""
+    return type(tensor) in PLAIN and _is_cuda_in_c(tensor)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the tensor with the storage: a DTensor's part, a pending result, else `tensor`."""
+    while type(tensor) not in PLAIN:
+        inner = getattr(tensor, "_local_tensor", None)
+        if inner is None and hasattr(tensor, "_get_acs_underlying_tensor"):
+            inner = tensor._get_acs_underlying_tensor()
+        if inner is None:
+            break
+        tensor = inner
+    return tensor
+
+
+def true_device(tensor: Tensor) -> torch.device:
+    """Return the device that torch's C++ sees."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _device_in_c(tensor)
+
+
+def resolve(device: Any) -> Any:
+    """Return `device` with the index of `"cuda"`; None and everything else unchanged.
+
+    Raises:
+        RuntimeError: a GPU that this process does not have, with torch's message.
+    """
+    if device is None or isinstance(device, _NO_DEVICE):
+        return device
+    if isinstance(device, int):
+        found = _Device("cuda", device)
+    elif isinstance(device, str):
+        found = _Device(device)
+    elif isinstance(device, _Device):
+        found = device
+    else:
+        return device
+    if found.type != "cuda":
+        return device
+    if found.index is None or found.index == GPU.device.index:
+        return GPU.device
+    if GPU.num_visible == 1:
+        what = "this run has one virtual GPU"
+    else:
+        what = f"this rank's virtual GPU is {GPU.device}"
+    raise RuntimeError(f"CUDA error: invalid device ordinal: {found} ({what})")
+
+
+def is_another(device: Any) -> bool:
+    """Return whether `device` is a GPU of the host that belongs to another process."""
+    if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
+        return False
+    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if found.type != "cuda" or found.index is None or found.index == GPU.device.index:
+        return False
+    return 0 <= found.index < GPU.num_visible
+
+
+class Place(Enum):
+    """Place of a tensor in the simulated run."""
+
+    REAL = "in memory"
+    """A tensor of the host that has its values."""
+
+    HOST = "host"
+    """A tensor of the host whose values are not needed: it takes no memory here."""
+
+    GPU = "gpu"
+    """A tensor of the virtual GPU."""
+
+    META = "meta"
+    """A tensor that the script itself put on torch's meta device."""
+
+
+class _Inside(threading.local):
+    """True while this thread runs the mode's own code."""
+
+    depth = 0
+    composite = False
+    """True while a C++ operator runs that makes tensors like one on the GPU."""
+
+    compiles = False
+    """True while this thread runs torch's compiler, whose tensors without data are on the GPU."""
+
+
+INSIDE = _Inside()
+
+host_storages: dict[int, int] = {}
+"""Bytes of the storages on the simulated host, by the key of the storage."""
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return the key of a live storage; for a sparse tensor that of its values.
+
+    Raises:
+        NotImplementedError: it has none, as within `torch.vmap`.
+    """
+    if tensor.layout is torch.sparse_coo:
+        with torch._C._DisableTorchDispatch():
+            tensor = tensor._values()
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Return whether `tensor` would be a CUDA tensor: it has no data, and is not the host's."""
+    return is_meta(tensor) and not (host_storages and storage_key(tensor) in host_storages)
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists and tuples."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+
+
+def few_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors among the arguments; only the first and the last of a long list."""
+    found = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple) and value:
+            items = value if len(value) <= 8 else (value[0], value[-1])
+            found += [item for item in items if isinstance(item, Tensor)]
+    return found
+
+
+_HINT = "use tensors that are dense and padded"
+_MAKERS = ("nested_tensor", "as_nested_tensor", "nested_tensor_from_jagged", "narrow")
+
+
+def dense(out: Any, func: Any, where: Callable[[], str]) -> Any:
+    """Return `out`, a result of `func` on the GPU, if it is dense. `where` returns the script's
+    line.
+
+    Raises:
+        UnsupportedError: it is not dense.
+    """
+    if not isinstance(out, Tensor) or out.layout is torch.strided:
+        return out
+    raise refused(func, str(out.layout).removeprefix("torch."), where())
+
+
+def refused(func: Any, kind: str, line: str) -> UnsupportedError:
+    """Return the error for a call with a tensor of this layout."""
+    name = str(func).removesuffix(".default")
+    return UnsupportedError(
+        f"{line or 'the script'}: `{name}` with a tensor of layout {kind} cannot be simulated",
+        hint=_HINT,
+    )
+
+
+def install_layouts(patches: Patches, where: Callable[[], str]) -> None:
+    """Raise where a nested tensor is made on the GPU; `where` returns the script's line."""
+    for name in _MAKERS:
+        patches.set(torch.nested, name, _on_host(getattr(torch.nested, name), name, where))
+
+
+def _on_host(make: Callable[..., Any], name: str, where: Callable[[], str]) -> Callable[..., Any]:
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        is_for_gpu = device is not None and torch.device(device).type == "cuda"
+        if is_for_gpu or (
+            device is None and any(map(on_gpu, tensors_in((*args, *kwargs.values()))))
+        ):
+            raise UnsupportedError(
+                f"{where() or 'the script'}: `torch.nested.{name}` on the GPU cannot be simulated",
+                hint=_HINT,
+            )
+        return make(*args, **kwargs)
+
+    return refusing
+
+
+def local_foreach(mode: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an elementwise operator on lists of equally sharded DTensors; else `NotImplemented`."""
+    name = func._schema.name.removeprefix("aten::")
+    if not name.startswith("_foreach_") or name in _REDUCTIONS or kwargs:
+        return NotImplemented
+    lists = [value for value in args if _is_tensors(value)]
+    if not lists or not all(map(_lie_alike, zip(*lists, strict=True))):
+        return NotImplemented
+    local = tuple([t._local_tensor for t in v] if _is_tensors(v) else v for v in args)
+    if any(isinstance(value, Tensor) and hasattr(value, "_local_tensor") for value in local):
+        return NotImplemented
+    made = mode.__torch_dispatch__(func, (), local, kwargs)
+    if not made:
+        return None
+    return [_like(tensor, one) for tensor, one in zip(args[0], made, strict=True)]
+
+
+_REDUCTIONS = frozenset(("_foreach_norm", "_foreach_max", "_foreach_powsum"))
+
+
+def _is_tensors(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], Tensor)
+
+
+def _lie_alike(tensors: Sequence[Any]) -> bool:
+    """Return whether the i-th of all lists are DTensors of one shape and one sharding."""
+    specs = [getattr(tensor, "_spec", None) for tensor in tensors]
+    first = specs[0]
+    if first is None or any(p.is_partial() for p in first.placements):
+        return False
+    return all(spec is first or _same(spec, first) for spec in specs)
+
+
+def _same(spec: Any, other: Any) -> bool:
+    return bool(
+        spec is not None
+        and spec.mesh == other.mesh
+        and spec.placements == other.placements
+        and spec.shape == other.shape
+    )
+
+
+def _like(tensor: Any, local: Tensor) -> Any:
+    """Return a DTensor of `local`, sharded as `tensor`."""
+    spec = tensor._spec
+    if local.dtype is not spec.tensor_meta.dtype:
+        meta = type(spec.tensor_meta)(spec.shape, spec.stride, local.dtype)
+        spec = spec.shallow_copy_with_tensor_meta(meta)
+    return type(tensor)(local, spec, requires_grad=False)

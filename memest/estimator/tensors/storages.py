@@ -1,0 +1,145 @@
+"""Storages of a trace: their kinds, and where they were allocated."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+
+
+class MemKind(StrEnum):
+    """Purpose of an allocated byte."""
+
+    PARAMS = "params"
+    BUFFERS = "buffers"
+    GRADS = "grads"
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"
+    BATCH = "batch"
+    WORKSPACE = "workspace"
+    BUCKETS = "buckets"
+    """Copies of gradients that are summed over the GPUs."""
+
+    GATHERED = "gathered"
+    """Parameters that were gathered from the GPUs that share them."""
+
+
+class FreeTiming(Enum):
+    """Free timing: when blocks return whose return depends on the speed of the GPU."""
+
+    LATEST = "at the latest moment"
+    IMMEDIATE = "immediately"
+    IMMEDIATE_IN_STEP_1 = "immediately in the first step, and then at the latest moment"
+    """Immediate in the first step, because the host loads kernels there and the GPU waits for it.
+    """
+
+    def is_immediate(self, step: int) -> bool:
+        """Return whether blocks that are freed in `step` return immediately."""
+        return self is FreeTiming.IMMEDIATE or (
+            self is FreeTiming.IMMEDIATE_IN_STEP_1 and step == 0
+        )
+
+
+death_of = operator.invert
+"""Encode the free of a storage as an event, or decode it: the bitwise inverse of the storage's id,
+which is negative.
+"""
+
+RETURNED = -(1 << 40)
+"""Largest event that encodes the return of a deferred block."""
+
+
+def return_of(index: int) -> int:
+    """Return the latest event at which a deferred block returns to its pool, by the storage's id.
+
+    It is its own inverse. The earliest such event is `death_of`.
+    """
+    return RETURNED - index
+
+
+EMPTIED = -(1 << 60)
+"""Event at which the script empties the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Place where a storage was allocated."""
+
+    op: str
+    module: str
+    phase: str
+    line: str = ""
+    """Line of the user's script, as `train.py:12`; "" if no line is known. During a backward, the
+    line whose forward made the running node.
+    """
+
+    caller: str = ""
+    """During a backward, the line that called it, if that is not `line`."""
+
+    @property
+    def where(self) -> str:
+        """The line that allocated the storage; during a backward also the line of the forward.
+
+        >>> Site("aten.mm", "", "backward", "train.py:15", "train.py:16").where
+        'train.py:16, backward of train.py:15'
+        """
+        return f"{self.caller}, backward of {self.line}" if self.caller else self.line
+
+
+@dataclass(slots=True)
+class StorageTable:
+    """All storages of a trace; an id is an index into the lists."""
+
+    num_bytes: list[int] = field(default_factory=list)
+    sites: list[Site] = field(default_factory=list)
+    kinds: list[MemKind] = field(default_factory=list)
+    streams: dict[int, int] = field(default_factory=dict)
+    """Stream in whose pool a storage is, where it is not the main one."""
+
+    deferred: set[int] = field(default_factory=set)
+    """Storages whose blocks return to their pool later than they are freed."""
+
+    shelved: set[int] = field(default_factory=set)
+    """Storages that a collective may hold after they are freed, until the event `return_of`."""
+
+    tried: set[int] = field(default_factory=set)
+    """Storages that a library omits or shrinks if there is no memory for them."""
+
+    @property
+    def depends_on_time(self) -> bool:
+        """True if the speed of the GPU decides when a block returns."""
+        return bool(self.deferred or self.shelved)
+
+    unused: list[int] = field(default_factory=list)
+    """Ids that were forgotten and are used again."""
+
+    def add(self, num_bytes: int, site: Site, kind: MemKind) -> int:
+        """Add a storage; returns its id."""
+        if not self.unused:
+            self.num_bytes.append(num_bytes)
+            self.sites.append(site)
+            self.kinds.append(kind)
+            return len(self.num_bytes) - 1
+        index = self.unused.pop()
+        self.num_bytes[index] = num_bytes
+        self.sites[index] = site
+        self.kinds[index] = kind
+        return index
+
+    def forget(self, index: int) -> None:
+        """Reuse the id of a freed storage."""
+        self.streams.pop(index, None)
+        self.deferred.discard(index)
+        self.shelved.discard(index)
+        self.tried.discard(index)
+        self.unused.append(index)
+
+
+@dataclass(slots=True)
+class Coverage:
+    """Modelled share of the run."""
+
+    num_ops: int = 0
+    unmodelled: Counter[str] = field(default_factory=Counter)
+    has_convolutions: bool = False

@@ -1,0 +1,1 @@
+"""torch with a GPU: tensor methods, `torch.cuda`, files, process groups."""

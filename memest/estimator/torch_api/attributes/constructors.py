@@ -1,0 +1,244 @@
+"""Functions that make tensors, on the script's device or its default device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.overrides
+from torch import Tensor
+from torch.utils._device import DeviceContext, _device_constructors
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memest.estimator.ops.refusals import refuse_generator
+from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.placement import CPU, GPU, is_meta, resolve
+
+_PREFIX = "torch.cuda."
+
+_DTYPES = {
+    "FloatTensor": torch.float32, "DoubleTensor": torch.float64, "HalfTensor": torch.float16,
+    "BFloat16Tensor": torch.bfloat16, "ByteTensor": torch.uint8, "CharTensor": torch.int8,
+    "ShortTensor": torch.int16, "IntTensor": torch.int32, "LongTensor": torch.int64,
+    "BoolTensor": torch.bool,
+}  # fmt: skip
+
+
+class LegacyTensor:
+    """`torch.cuda.FloatTensor` and the others: a constructor, a name for a dtype, a class."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+        self.__module__ = "torch.cuda"
+        self.dtype = _DTYPES[name]
+
+    def __repr__(self) -> str:
+        return f"<class '{_PREFIX}{self.__name__}'>"
+
+    def __call__(self, *args: Any) -> Tensor:
+        """Return a tensor of the given data or sizes."""
+        return _made(args, self.dtype, GPU.device)
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.is_cuda and value.dtype is self.dtype
+
+
+def _made(args: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an old constructor's result for its arguments: sizes, a size, a tensor, or data."""
+    given = args[0] if len(args) == 1 else None
+    if given is None or isinstance(given, int | torch.Size):
+        sizes = given if isinstance(given, torch.Size) else args or (0,)
+        return torch.empty(sizes, dtype=dtype, device=device)
+    if not isinstance(given, Tensor):
+        return torch.tensor(given, dtype=dtype, device=device)
+    if given.dtype is not dtype or given.device.type != device.type:
+        raise TypeError(f"expected {device.type} {dtype} (got {given.device.type} {given.dtype})")
+    return given.detach()  # the same storage
+
+
+def install_legacy(patches: Patches, device: Callable[[Tensor], torch.device]) -> None:
+    """Install the types of the GPU, which only a CUDA build of torch has."""
+    for name in _DTYPES:
+        patches.set(torch.cuda, name, LegacyTensor(name))
+    _install_methods(patches, device)
+    _install_default(patches)
+
+
+def _install_methods(patches: Patches, device: Callable[[Tensor], torch.device]) -> None:
+    kind_of, new_of = Tensor.type, Tensor.new
+
+    def type_(tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None:
+            place = device(tensor).type
+            name = kind_of(tensor)
+            if is_meta(tensor) and place != "meta":
+                name = name.replace("torch.meta.", _PREFIX if place == "cuda" else "torch.")
+            return name
+        on_gpu = _dtype_on_gpu(dtype)
+        if on_gpu is not None:
+            return tensor.to(device=GPU.device, dtype=on_gpu)
+        return kind_of(tensor, dtype, *args, **kwargs)
+
+    def new(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        place = device(tensor)
+        if kwargs or not is_meta(tensor) or place.type == "meta":
+            made: Tensor = new_of(tensor, *args, **kwargs)
+            return made
+        return _made(args, tensor.dtype, place)
+
+    patches.set(Tensor, "type", type_)
+    patches.set(Tensor, "new", new)
+
+
+def _dtype_on_gpu(kind: Any) -> torch.dtype | None:
+    """Return the dtype of a GPU type, given by name or itself; None for any other."""
+    if isinstance(kind, LegacyTensor):
+        return kind.dtype
+    if isinstance(kind, str) and kind.startswith(_PREFIX):
+        return _DTYPES.get(kind.removeprefix(_PREFIX))
+    return None
+
+
+def _install_default(patches: Patches) -> None:
+    """`torch.set_default_tensor_type`, and a default device that ends with the virtual GPU."""
+    set_type = torch.set_default_tensor_type
+    make: Any = Tensor.__new__
+    is_on_gpu = False
+
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if cls is Tensor and is_on_gpu and not kwargs:
+            return _made(args, torch.get_default_dtype(), GPU.device)
+        made: Tensor = make(cls, *args, **kwargs)
+        return made
+
+    def set_default_tensor_type(kind: Any, /) -> None:
+        nonlocal is_on_gpu
+        dtype = _dtype_on_gpu(kind)
+        if dtype is None:
+            set_type(kind)
+            if is_on_gpu:
+                torch.set_default_device(None)
+        else:
+            torch.set_default_dtype(dtype)
+            torch.set_default_device("cuda")
+            if not is_on_gpu:  # `torch.Tensor(...)` follows the type, not the default device
+                patches.set(Tensor, "__new__", staticmethod(new))
+        is_on_gpu = dtype is not None
+
+    def end_default() -> None:
+        now = _default_context()
+        if now is not before:
+            torch.set_default_device(None if before is None else before.device)
+
+    before = _default_context()
+    patches.set(torch, "set_default_tensor_type", set_default_tensor_type)
+    patches.on_undo(end_default)
+
+
+def _default_context() -> Any:
+    """Return the context that `torch.set_default_device` has entered, or None."""
+    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+
+
+_Device = torch.device
+Constructor = Callable[..., Any]
+
+
+def install(patches: Patches) -> None:
+    """Make `device="cuda"` name the virtual GPU wherever a tensor is made."""
+    data_functions = {torch.tensor, torch.as_tensor, torch.asarray}
+    functions = {f for f in _device_constructors() if f not in data_functions}
+    functions |= {torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like}
+    functions |= {torch.rand_like, torch.randn_like, torch.randint_like}
+    copies = torch.tensor
+    for name in dir(torch):
+        function = getattr(torch, name)
+        try:
+            is_one, has_data = function in functions, function in data_functions
+        except TypeError:
+            continue
+        if has_data:
+            patches.set(torch, name, _from_data(function, copies=function is copies))
+        elif is_one:
+            patches.set(torch, name, _with_device(function))
+    for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"):
+        patches.set(Tensor, name, _with_device(getattr(Tensor, name)))
+    patches.set(Tensor, "new_tensor", _new_tensor)
+
+
+def _with_device(function: Constructor) -> Constructor:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if "generator" in kwargs and not (args and isinstance(args[0], Tensor)):
+            refuse_generator(kwargs["generator"], device or _default_device())
+        if device is None:
+            return function(*args, **kwargs)
+        kwargs["device"] = device = resolve(device)
+        if not (args and isinstance(args[0], Tensor) and _Device(device).type == "meta"):
+            return function(*args, **kwargs)
+        with _disable_current_modes():  # like a tensor that may be on the GPU
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _from_data(function: Constructor, *, copies: bool) -> Constructor:
+    """Wrap a function whose tensor torch fills on the host and copies."""
+
+    @functools.wraps(function)
+    def call(*args: Any, device: Any = None, **kwargs: Any) -> Any:
+        device = resolve(device if device is not None else _default_device())
+        data = args[0] if args else kwargs.get("data")
+        if args and isinstance(data, list | tuple):
+            args = (_numbers(data), *args[1:])
+        if isinstance(data, Tensor) and is_meta(data):
+            moved = data if device is None else data.to(device)
+            dtype = kwargs.get("dtype")
+            moved = moved if dtype is None else moved.to(dtype)
+            made = moved.detach().clone() if copies else moved
+            return made.requires_grad_() if kwargs.get("requires_grad") else made
+        is_pinned = kwargs.pop("pin_memory", False)  # C++ would initialize CUDA
+        wants_grad = kwargs.pop("requires_grad", False)
+        if device is None or torch.device(device).type != "cuda":
+            made = function(*args, device=device, **kwargs)
+            made = made.pin_memory() if is_pinned else made
+            return made.requires_grad_() if wants_grad else made
+        moved = function(*args, device=CPU, **kwargs).to(GPU.device)
+        return moved.requires_grad_() if wants_grad else moved
+
+    return call
+
+
+def _numbers(data: Any) -> Any:
+    """Return nested `data` with the values of tensors without C++ data, which C++ would read one by
+    one.
+    """
+    if isinstance(data, Tensor):
+        return data.tolist() if is_meta(data) else data
+    if isinstance(data, list | tuple) and not all(map(_is_number, data)):
+        return [_numbers(item) for item in data]
+    return data
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def _new_tensor(self: Tensor, data: Any, *, dtype: Any = None, **kwargs: Any) -> Tensor:
+    kwargs["device"] = kwargs.get("device") or self.device
+    made: Tensor = torch.tensor(data, dtype=dtype or self.dtype, **kwargs)
+    return made
+
+
+def _default_device() -> Any:
+    """Return the device of `torch.set_default_device` or `with torch.device(...)`."""
+    if not torch._C._len_torch_function_stack():
+        return None
+    overrides: Any = torch.overrides
+    for mode in reversed(overrides._get_current_function_mode_stack()):
+        if isinstance(mode, DeviceContext):  # C++ puts it there without entering it
+            return mode.device
+    return None

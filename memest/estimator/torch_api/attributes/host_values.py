@@ -1,0 +1,123 @@
+"""Reading of tensors from Python without an operator: NumPy arrays, lists and text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memest.estimator.gpu.mode import CudaSimMode
+from memest.estimator.gpu.placeholders import filler
+from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.placement import GPU, INSIDE, PLAIN, Place, is_meta
+
+OnHost = Callable[[Tensor], Tensor]
+
+
+def install(patches: Patches, mode: CudaSimMode) -> None:
+    """Let tensors without data be read: known values, or placeholders that are counted."""
+
+    def on_host(tensor: Tensor) -> Tensor:
+        """Return a real tensor with the known or placeholder values of one without data."""
+        told = mode.assumed.told(tensor)
+        value = mode.values.value_of(tensor) if told is None else None
+        if value is not None:
+            return value.clone()
+        what = f"values of {str(tensor.dtype).removeprefix('torch.')}"
+        mode.guesses.note(what)
+        if told is not None:
+            return told.clone()
+        made = torch.full((1,), filler(tensor.dtype), dtype=tensor.dtype)
+        return made.expand(tensor.shape) if tensor.dim() else made[0]
+
+    _install_arrays(patches, mode, on_host)
+    _install_text(patches, mode, on_host)
+    _install_items(patches, mode)
+
+
+def _install_items(patches: Patches, mode: CudaSimMode) -> None:
+    """Replace `tensor[index] = number`.
+
+    torch makes the number a host tensor if `tensor` is on a GPU, and one on the tensor's device
+    elsewhere (`THPVariable_setitem` of python_variable_indexing.cpp, torch 2.11).
+    """
+    set_item = Tensor.__setitem__
+
+    def set_(tensor: Tensor, index: Any, value: Any) -> None:
+        is_number = isinstance(value, bool | int | float | complex)
+        if (
+            is_number
+            and type(tensor) in PLAIN
+            and is_meta(tensor)
+            and mode.host.place(tensor) is Place.GPU
+        ):
+            with _disable_current_modes():
+                value = torch.tensor(value, dtype=tensor.dtype, device="cpu")
+        set_item(tensor, index, value)
+
+    patches.set(Tensor, "__setitem__", set_)
+
+
+def _install_arrays(patches: Patches, mode: CudaSimMode, on_host: OnHost) -> None:
+    numpy_, tolist_ = Tensor.numpy, Tensor.tolist
+    array_: Callable[..., Any] = Tensor.__array__
+
+    def numpy(tensor: Tensor, *, force: bool = False) -> Any:
+        if not is_meta(tensor):
+            return numpy_(tensor, force=force)
+        if mode.host.place(tensor) is Place.GPU and not force:
+            raise TypeError(
+                f"can't convert {GPU.device} device type tensor to numpy. Use Tensor.cpu() to "
+                "copy the tensor to host memory first."
+            )
+        if tensor.requires_grad and not force:
+            raise RuntimeError(
+                "Can't call numpy() on Tensor that requires grad. Use "
+                "tensor.detach().numpy() instead."
+            )
+        with _disable_current_modes():
+            return np.array(numpy_(on_host(tensor.detach())))
+
+    def array(tensor: Tensor, dtype: Any = None, copy: bool | None = None) -> Any:
+        if not is_meta(tensor):
+            return array_(tensor, dtype)
+        made = numpy(tensor)
+        return made if dtype is None else made.astype(dtype, copy=False)
+
+    def tolist(tensor: Tensor) -> Any:
+        if not is_meta(tensor) or mode.host.place(tensor) is Place.META:
+            return tolist_(tensor)
+        with _disable_current_modes():
+            return tolist_(on_host(tensor.detach()))
+
+    patches.set(Tensor, "numpy", numpy)
+    patches.set(Tensor, "tolist", tolist)
+    patches.set(Tensor, "__array__", array)
+
+
+def _install_text(patches: Patches, mode: CudaSimMode, on_host: OnHost) -> None:
+    repr_: Callable[..., str] = Tensor.__repr__
+
+    def whole(tensor: Tensor) -> Tensor:
+        if tensor.layout is not torch.sparse_coo:
+            return on_host(tensor)
+        parts = on_host(tensor._indices()), on_host(tensor._values())
+        is_coalesced = tensor.is_coalesced()
+        return torch.sparse_coo_tensor(
+            *parts, tensor.shape, is_coalesced=is_coalesced, check_invariants=False
+        )
+
+    def text(tensor: Tensor, *, tensor_contents: Any = None) -> str:
+        is_fake = INSIDE.compiles or not is_meta(tensor)
+        place = Place.META if is_fake else mode.host.place(tensor)
+        if place is Place.META:
+            return repr_(tensor, tensor_contents=tensor_contents)
+        with _disable_current_modes():
+            shown = repr_(whole(tensor.detach()), tensor_contents=tensor_contents)
+        return f"{shown[:-1]}, device='{GPU.device}')" if place is Place.GPU else shown
+
+    patches.set(Tensor, "__repr__", text)

@@ -1,0 +1,279 @@
+"""`Tensor.to` and related methods, which move a tensor to the script's device."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memest.estimator.gpu.mode import CudaSimMode
+from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.placement import (
+    CPU,
+    GPU,
+    INSIDE,
+    META,
+    PLAIN,
+    Place,
+    host_storages,
+    is_meta,
+    local_part,
+    resolve,
+    storage_key,
+    true_device,
+)
+from memest.estimator.torch_api.attributes.constructors import install_legacy
+
+
+def install_places(patches: Patches, mode: CudaSimMode) -> None:
+    """Install attributes of the place where the mode has put tensors and storages."""
+    device = _device_of(mode)
+
+    def is_type(kind: str) -> property:
+        return property(lambda tensor: device(tensor).type == kind)
+
+    patches.set(Tensor, "device", property(device))
+    patches.set(Tensor, "is_cuda", is_type("cuda"))
+    patches.set(Tensor, "is_meta", is_type("meta"))
+    patches.set(Tensor, "is_cpu", is_type("cpu"))
+    patches.set(
+        Tensor, "get_device", lambda t: GPU.device.index if device(t).type == "cuda" else -1
+    )
+    install_legacy(patches, device)
+    _install_addresses(patches, mode)
+    _install_storages(patches, mode)
+
+
+def _device_of(mode: CudaSimMode) -> Callable[[Tensor], torch.device]:
+    live = mode.memory.live
+
+    def device(tensor: Tensor) -> torch.device:
+        tensor = local_part(tensor)
+        if not is_meta(tensor):
+            return true_device(tensor)
+        if INSIDE.depth:
+            return META
+        try:
+            key = storage_key(tensor)
+        except (NotImplementedError, RuntimeError):  # a subclass without a storage
+            inner = torch._C._functorch.get_unwrapped(tensor) if _is_of_vmap(tensor) else None
+            return META if inner is None else device(inner)
+        if key in live:
+            return GPU.device
+        return CPU if key in host_storages else META
+
+    return device
+
+
+def _is_of_vmap(tensor: Tensor) -> bool:
+    """Return whether `torch.vmap` has wrapped the tensor; its place is that of its content."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def _install_addresses(patches: Patches, mode: CudaSimMode) -> None:
+    true_address: Callable[[Tensor], int] = Tensor.data_ptr
+
+    def data_ptr(tensor: Tensor) -> int:
+        if not is_meta(tensor):
+            return true_address(tensor)
+        try:
+            start = _address_of(mode, storage_key(tensor))
+        except (NotImplementedError, RuntimeError):
+            start = 0
+        return start + int(tensor.storage_offset()) * tensor.itemsize
+
+    patches.set(Tensor, "data_ptr", data_ptr)
+
+
+def _install_storages(patches: Patches, mode: CudaSimMode) -> None:
+    live = mode.memory.live
+    class_of_storage: Any = torch.UntypedStorage
+    true_device_of = class_of_storage.device
+    true_address_of = class_of_storage.data_ptr
+
+    def device(storage: torch.UntypedStorage) -> torch.device:
+        key = storage._cdata
+        if not INSIDE.depth and key in live:
+            return GPU.device
+        if key in host_storages and not INSIDE.depth:
+            return CPU
+        found: torch.device = true_device_of.__get__(storage)
+        return found
+
+    def data_ptr(storage: torch.UntypedStorage) -> int:
+        key = storage._cdata
+        if key in live or key in host_storages:
+            return _address_of(mode, key)
+        return int(true_address_of(storage))
+
+    patches.set(class_of_storage, "device", property(device))
+    patches.set(class_of_storage, "data_ptr", data_ptr)
+    patches.set(class_of_storage, "is_cuda", property(lambda s: device(s).type == "cuda"))
+
+
+def _address_of(mode: CudaSimMode, key: int) -> int:
+    """Return the address of the block on the GPU; any unique number for a host storage."""
+    index = mode.memory.live.get(key)
+    if index is None:
+        return key
+    block = mode.memory.blocks.get(index)
+    return 0 if block is None else block.address
+
+
+Move = Callable[..., Tensor]
+
+
+class _Asking(threading.local):
+    """True while a tensor subclass handles `to` and calls it again from there."""
+
+    now = False
+
+
+_asking = _Asking()
+
+
+def install(patches: Patches, mode: CudaSimMode) -> None:
+    """Install moves of tensors and modules between the host and the virtual GPU."""
+    to_: Move = Tensor.to
+    move = _mover(mode, to_)
+    to = _parser(move, to_)
+
+    def cuda(
+        tensor: Tensor,
+        device: Any = None,
+        non_blocking: bool = False,
+        memory_format: torch.memory_format = torch.preserve_format,
+    ) -> Tensor:
+        where = GPU.device if device is None else device
+        return move(tensor, where, non_blocking=non_blocking, memory_format=memory_format)
+
+    def cpu(tensor: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
+        return move(tensor, CPU, memory_format=memory_format)
+
+    def record_stream(tensor: Tensor, stream: Any) -> None:
+        mode.memory.record_stream(tensor, stream.number)
+
+    _install_parse_to(patches)
+    patches.set(Tensor, "to", to)
+    patches.set(Tensor, "cuda", cuda)
+    patches.set(Tensor, "cpu", cpu)
+    patches.set(Tensor, "type_as", lambda tensor, other: to(tensor, other))
+    patches.set(
+        Tensor,
+        "pin_memory",
+        lambda tensor, device=None: tensor if mode.is_off else mode.host.pinned(tensor),
+    )
+    patches.set(Tensor, "is_pinned", lambda tensor, device=None: mode.host.is_pinned(tensor))
+    patches.set(Tensor, "record_stream", record_stream)
+
+
+def _install_parse_to(patches: Patches) -> None:
+    """Let `Module.to` take the number of a device."""
+    parse_to: Any = torch._C._nn._parse_to
+
+    def parse(*args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], int):
+            args = (resolve(args[0]), *args[1:])
+        if isinstance(kwargs.get("device"), int):
+            kwargs["device"] = resolve(kwargs["device"])
+        return parse_to(*args, **kwargs)
+
+    patches.set(torch._C._nn, "_parse_to", parse)
+
+
+class _FromHost(torch.autograd.Function):
+    """Copy to the GPU whose gradient returns to the host.
+
+    torch's own copy reads the device of its source, which is `meta` for all tensors without data.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, to_: Move, rest: tuple[Any, ...]) -> Tensor:
+        """Return `tensor.to("cuda", *rest)`."""
+        ctx.dtype = tensor.dtype
+        return to_(tensor, GPU.device, *rest)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Return the gradient on the host, in the dtype of the source."""
+        return grads[0].to(CPU, ctx.dtype), None, None
+
+
+def _mover(mode: CudaSimMode, to_: Move) -> Move:
+    def move(tensor: Tensor, device: Any, *rest: Any, **kwargs: Any) -> Tensor:
+        """Run `tensor.to(device, ...)` for a device of the script."""
+        if _asking.now:
+            return to_(tensor, device, *rest, **kwargs)
+        device = resolve(device)
+        place = mode.host.place(tensor)
+        if device is None or mode.is_off:
+            pass
+        elif _is_there(device, place):
+            if not rest and not kwargs:
+                return tensor
+            return to_(tensor, _dtype_of(tensor, rest, kwargs), **kwargs)
+        elif torch.device(device).type == "cuda":
+            device = GPU.device
+            if tensor.requires_grad and torch.is_grad_enabled() and place is not Place.GPU:
+                run = functools.partial(to_, **kwargs)
+                moved: Tensor = _FromHost.apply(tensor, run, rest)  # type: ignore[no-untyped-call]
+                return moved
+        elif torch.device(device).type == "meta" and place in (Place.GPU, Place.HOST):
+            dtype = _dtype_of(tensor, rest, kwargs)
+            with _disable_current_modes():
+                size, stride = tensor.size(), tensor.stride()
+                return torch.empty_strided(size, stride, dtype=dtype, device=META)
+        if place is Place.GPU and device == META and not rest and not kwargs:
+            return tensor
+        if type(tensor) in PLAIN:
+            return to_(tensor, device, *rest, **kwargs)
+        _asking.now = True
+        try:
+            return to_(tensor, device, *rest, **kwargs)
+        finally:
+            _asking.now = False
+
+    return move
+
+
+def _parser(move: Move, to_: Move) -> Move:
+    """Replace all forms of `Tensor.to`."""
+
+    def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        is_alike = "other" in kwargs or (args and isinstance(args[0], Tensor))
+        if is_alike and INSIDE.compiles:  # fake tensors, which C++ has on one device
+            return to_(tensor, *args, **kwargs)
+        if args and isinstance(args[0], Tensor):
+            other, rest = args[0], args[1:]
+            return move(tensor, other.device, other.dtype, *rest, **kwargs)
+        if "other" in kwargs:
+            other = kwargs.pop("other")
+            return move(tensor, other.device, other.dtype, **kwargs)
+        if args and not isinstance(args[0], torch.dtype):
+            return move(tensor, *args, **kwargs)
+        if kwargs.get("device") is not None:
+            device = kwargs.pop("device")
+            dtype = args[0] if args else kwargs.pop("dtype", None)
+            if dtype is not None:
+                return move(tensor, device, dtype, *args[1:], **kwargs)
+            return move(tensor, device, **kwargs)
+        return to_(tensor, *args, **kwargs)
+
+    return to
+
+
+def _is_there(device: Any, place: Place) -> bool:
+    """Return whether a tensor at `place` is on `device` already."""
+    wanted = {Place.GPU: "cuda", Place.HOST: "cpu"}.get(place)
+    return wanted is not None and torch.device(device).type == wanted
+
+
+def _dtype_of(tensor: Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
+    """Return the dtype of `to(device, *rest, **kwargs)`; remove it from `kwargs`."""
+    given = kwargs.pop("dtype", None) or (rest[0] if rest else None)
+    return given if isinstance(given, torch.dtype) else tensor.dtype

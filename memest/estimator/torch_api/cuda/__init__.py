@@ -1,0 +1,25 @@
+"""`torch.cuda`, and the queries of torch to CUDA and NVML, for the virtual GPU."""
+
+from __future__ import annotations
+
+from memest.estimator.gpu.mode import CudaSimMode
+from memest.estimator.tensors.patches import Patches
+from memest.estimator.torch_api.cuda import (
+    driver,
+    memory,
+    nvml,
+    profiling,
+    streams,
+)
+
+
+def install(patches: Patches, mode: CudaSimMode) -> None:
+    """Install one GPU, that of `mode`, in torch."""
+    driver.install_device_class(patches)
+    driver.install(patches, mode)
+    driver.install_comm(patches)
+    memory.install(patches, mode)
+    driver.install_foreach(patches, mode)
+    streams.install_graphs(patches, mode)
+    nvml.install(patches, mode)
+    profiling.install(patches, mode)

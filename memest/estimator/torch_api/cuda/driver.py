@@ -1,0 +1,458 @@
+"""Devices of `torch.cuda`: properties, `cudart()`, switches of libraries, grouping of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from memest.errors import UnsupportedError
+from memest.estimator.gpu.mode import CudaSimMode
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.placement import CPU, GPU, META, Place, is_another, resolve
+from memest.estimator.torch_api.cuda import generators, streams
+from memest.estimator.versions import simulated
+
+true_class: Any = torch.device
+
+
+class _LikeTrueClass(type):
+    """Metaclass of a class whose instances are those of torch's own class."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, true_class)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return subclass is cls or issubclass(subclass, true_class)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is true_class
+
+    def __hash__(cls) -> int:
+        return hash(true_class)
+
+
+class device(metaclass=_LikeTrueClass):
+    """`torch.device`, in which a number alone is a CUDA device."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return a device of torch's own class."""
+        if len(args) == 1 and not kwargs and type(args[0]) is int:
+            return true_class("cuda", args[0])
+        return true_class(*args, **kwargs)
+
+
+device.__module__, device.__qualname__ = "torch", "device"
+
+
+def install_device_class(patches: Patches) -> None:
+    """Replace `torch.device`."""
+    patches.set(torch, "device", device)
+
+
+UUID = "00000000-0000-0000-0000-000000000000"
+"""UUID of the virtual GPU."""
+
+
+class Multiprocessor(NamedTuple):
+    """Limits of one multiprocessor."""
+
+    threads: int
+    shared_kib: int
+    block_shared_kib: int
+    """Opt-in shared memory per block (`sharedMemPerBlockOptin`), KiB."""
+
+
+MULTIPROCESSORS = {
+    (7, 0): Multiprocessor(2048, 96, 96),
+    (7, 5): Multiprocessor(1024, 64, 64),
+    (8, 0): Multiprocessor(2048, 164, 163),
+    (8, 6): Multiprocessor(1536, 100, 99),
+    (8, 7): Multiprocessor(1536, 164, 163),
+    (8, 9): Multiprocessor(1536, 100, 99),
+    (9, 0): Multiprocessor(2048, 228, 227),
+    (10, 0): Multiprocessor(2048, 228, 227),
+    (10, 3): Multiprocessor(2048, 228, 227),
+    (12, 0): Multiprocessor(1536, 100, 99),
+}
+"""Multiprocessors by compute capability: CUDA Programming Guide 13, table 30 "Memory Information
+per Compute Capability" and table 31; 7.0 in the guide of CUDA 12.
+"""
+
+L2_KIB = {
+    "t4": 4096, "v100-16gb": 6144, "v100-32gb": 6144, "a100-40gb": 40960, "a100-80gb": 40960,
+    "a10g": 6144, "a6000": 6144, "rtx-3090": 6144, "l4": 49152, "l40s": 98304,
+    "rtx-4090": 73728, "rtx-6000-ada": 98304, "rtx-5090": 98304, "h100-80gb": 51200,
+    "h100-pcie-80gb": 51200, "b200": 129536,
+}  # fmt: skip
+"""L2 cache in KiB by catalogue name. From NVIDIA's whitepapers of Volta, Turing, Ampere (GA100,
+GA102), Ada, Hopper and RTX Blackwell, each in its table of GPUs; the B200's from pytorch/ao#4002.
+"""
+
+_LIKE = (9, 0)
+_LIKE_L2_KIB = 51200
+"""The H100's L2 cache, assumed for GPUs without a figure."""
+
+
+class DeviceProperties(SimpleNamespace):
+    """Result of `torch.cuda.get_device_properties`."""
+
+    def __repr__(self) -> str:
+        return (
+            f"_CudaDeviceProperties(name='{self.name}', major={self.major}, minor={self.minor}, "
+            f"total_memory={self.total_memory >> 20}MB, "
+            f"multi_processor_count={self.multi_processor_count}, uuid={self.uuid}, "
+            f"pci_bus_id={self.pci_bus_id}, pci_device_id={self.pci_device_id}, "
+            f"pci_domain_id={self.pci_domain_id}, L2_cache_size={self.L2_cache_size >> 20}MB)"
+        )
+
+
+def properties_of(gpu: Gpu) -> DeviceProperties:
+    """Return the properties of `gpu` that torch and libraries read."""
+    major, minor = gpu.capability
+    per_sm = MULTIPROCESSORS.get(gpu.capability, MULTIPROCESSORS[_LIKE])
+    return DeviceProperties(
+        name=gpu.label,
+        major=major,
+        minor=minor,
+        total_memory=gpu.memory_bytes,
+        multi_processor_count=gpu.num_sms,
+        is_integrated=False,
+        is_multi_gpu_board=False,
+        warp_size=32,
+        max_threads_per_multi_processor=per_sm.threads,
+        max_threads_per_block=1024,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block=48 << 10,
+        shared_memory_per_block_optin=per_sm.block_shared_kib << 10,
+        shared_memory_per_multiprocessor=per_sm.shared_kib << 10,
+        L2_cache_size=L2_KIB.get(gpu.chip, _LIKE_L2_KIB) << 10,
+        uuid=UUID,
+        pci_bus_id=0,
+        pci_device_id=0,
+        pci_domain_id=0,
+        gcnArchName="",
+        clock_rate=0,
+        memory_clock_rate=0,
+        memory_bus_width=0,
+    )
+
+
+class CudaError(IntEnum):
+    """`cudaError` as far as torch shows it."""
+
+    success = 0
+
+
+class Cudart:
+    """The functions of CUDA's runtime that torch exposes to Python (`torch/csrc/cuda/shared`).
+
+    Args:
+        memory: returns (free, total) bytes of a device.
+    """
+
+    cudaError = CudaError
+
+    def __init__(self, memory: Callable[[Any], tuple[int, int]]) -> None:
+        self.cudaMemGetInfo = memory
+
+    def cudaGetErrorString(self, error: int) -> str:
+        """Return the text of success; no call fails."""
+        return "no error"
+
+    def cudaProfilerStart(self) -> CudaError:
+        """Do nothing."""
+        return CudaError.success
+
+    cudaProfilerStop = cudaProfilerStart
+
+    def cudaHostRegister(self, *args: Any) -> CudaError:
+        """Do nothing: host memory is not pinned, and behaves as if it were."""
+        return CudaError.success
+
+    cudaHostUnregister = cudaHostRegister
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UnsupportedError(
+            f"`torch.cuda.cudart().{name}` cannot be simulated",
+            hint="run the script without it; see docs/run.md",
+        )
+
+
+def install_comm(patches: Patches) -> None:
+    """Replace the C++ functions of `torch.nn.parallel.comm` for one device."""
+
+    def scatter(tensor: Tensor, devices: Sequence[int], *options: Any) -> list[Tensor]:
+        _only_one(devices)
+        return [tensor.to(GPU.device)]
+
+    def broadcast(tensor: Tensor, devices: Sequence[int]) -> list[Tensor]:
+        _only_one(devices)
+        return [tensor]
+
+    def broadcast_coalesced(
+        tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int
+    ) -> list[list[Tensor]]:
+        _only_one(devices)
+        return [[*tensors]]
+
+    def gather(tensors: Sequence[Tensor], dim: int, destination: int | None = None) -> Tensor:
+        return torch.cat([*tensors], dim)
+
+    patches.set(torch._C, "_scatter", scatter)
+    patches.set(torch._C, "_gather", gather)
+    patches.set(torch._C, "_broadcast", broadcast)
+    patches.set(torch._C, "_broadcast_coalesced", broadcast_coalesced)
+
+
+def _only_one(devices: Sequence[int]) -> None:
+    if len(devices) > 1:
+        raise UnsupportedError(
+            f"`nn.DataParallel` on {len(devices)} GPUs cannot be simulated",
+            hint="run the script on one device",
+        )
+
+
+Lists = list[list[Tensor | None]]
+
+
+def install_foreach(patches: Patches, mode: CudaSimMode) -> None:
+    """Make `torch._C._group_tensors_by_device_and_dtype` use the simulated devices."""
+    group = torch._C._group_tensors_by_device_and_dtype
+
+    def grouped(lists: Lists, with_indices: bool = False) -> dict[Any, tuple[Lists, list[int]]]:
+        found: dict[Any, tuple[Lists, list[int]]] = {}
+        for (device, dtype), (members, indices) in group(lists, with_indices).items():
+            if device.type != "meta":
+                _join(found, (device, dtype), members, indices)
+                continue
+            positions: dict[Any, list[int]] = {}
+            for position, tensor in enumerate(members[0]):
+                place = Place.META if tensor is None else mode.host.place(tensor)
+                positions.setdefault(_device_at(place), []).append(position)
+            for where, chosen in positions.items():
+                picked = [[one[i] for i in chosen] if one else one for one in members]
+                _join(found, (where, dtype), picked, [indices[i] for i in chosen if indices])
+        return found
+
+    patches.set(torch._C, "_group_tensors_by_device_and_dtype", grouped)
+
+
+def _device_at(place: Place) -> torch.device:
+    if place is Place.GPU:
+        return GPU.device
+    return META if place is Place.META else CPU
+
+
+def _join(found: dict[Any, Any], key: Any, members: Lists, indices: list[int]) -> None:
+    """Merge real host tensors and host tensors without data into one group."""
+    if key not in found:
+        found[key] = members, indices
+        return
+    for one, more in zip(found[key][0], members, strict=True):
+        one.extend(more)
+    found[key][1].extend(indices)
+
+
+CUDA_VERSION = "13.0"
+"""`torch.version.cuda` on a CPU build of torch: that of the measured build, torch 2.11.0+cu130."""
+
+DRIVER_VERSION = 13000
+"""CUDA version of the driver under which memest was measured."""
+
+ARCHITECTURES = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120"
+"""Architectures of the wheels for CUDA 13.0 (`.ci/manywheel/build_cuda.sh`, torch 2.11)."""
+
+
+def install(patches: Patches, mode: CudaSimMode) -> None:
+    """Make `torch.cuda` report one GPU, that of `mode`."""
+    _install_devices(patches, mode)
+    _install_libraries(patches, mode)
+    streams.install(patches, mode)
+    generators.install(patches, mode.rng)
+    _install_refusals(patches, mode)
+
+
+_FACTS: dict[str, Any] = {
+    "_cuda_init": None, "_cuda_isInBadFork": False,
+    "_cuda_hasPrimaryContext": True, "_cuda_getArchFlags": ARCHITECTURES,
+    "_cuda_ipc_collect": None,
+    "_cuda_canDeviceAccessPeer": False, "_cuda_sleep": None,
+    "_accelerator_setDeviceIndex": None, "_accelerator_hooks_set_current_device": None,
+    "_accelerator_isAllocatorInitialized": True, "_cuda_tunableop_is_enabled": False,
+}  # fmt: skip
+"""Constant results of functions of `torch._C`."""
+
+_FACTS_OF_CUDA: dict[str, Any] = {
+    "_lazy_init": None, "_is_compiled": True, "is_initialized": True, "is_available": True,
+    "can_device_access_peer": False,
+}  # fmt: skip
+"""Constant results of functions of `torch.cuda`."""
+
+_COUNTS = {
+    "_C": ("_cuda_getDeviceCount", "_accelerator_hooks_device_count"),
+    "cuda": ("device_count", "_device_count_nvml", "_raw_device_count_nvml"),
+}
+"""Functions that return the number of GPUs."""
+
+_INDICES = {
+    "_C": (
+        "_cuda_getDevice", "_cuda_exchangeDevice", "_cuda_maybeExchangeDevice",
+        "_accelerator_getDeviceIndex", "_accelerator_exchangeDevice",
+        "_accelerator_maybeExchangeDevice", "_accelerator_hooks_get_current_device",
+        "_accelerator_hooks_exchange_device", "_accelerator_hooks_maybe_exchange_device",
+    ),
+    "cuda": ("_exchange_device", "_maybe_exchange_device"),
+}  # fmt: skip
+"""Functions that return the current GPU."""
+
+_DEVICES = {"_C": ("_get_accelerator", "_accelerator_getAccelerator")}
+
+
+def _constant(value: Any) -> Any:
+    return lambda *args, **kwargs: value
+
+
+def _install_devices(patches: Patches, mode: CudaSimMode) -> None:
+    properties = properties_of(mode.gpu)
+    for name, value in _FACTS.items():
+        patches.set(torch._C, name, _constant(value))
+    for name, value in _FACTS_OF_CUDA.items():
+        patches.set(torch.cuda, name, _constant(value))
+    answers = (_COUNTS, GPU.num_visible), (_INDICES, GPU.device.index), (_DEVICES, GPU.device)
+    for names, answer in answers:
+        for owner, functions in names.items():
+            for name in functions:
+                patches.set(getattr(torch, owner), name, _constant(answer))
+
+    def synchronize(*args: Any) -> None:
+        for number in range(mode.timeline.num_streams):
+            mode.timeline.host_waits(mode.timeline.event(number))
+
+    def set_device(index: int) -> None:
+        resolve(int(index)) if index >= 0 else None
+
+    def clear_workspaces(*args: Any) -> None:
+        mode.kernels.clear_workspaces()
+
+    def capability(*args: Any) -> dict[str, Any]:
+        return {"supported_dtypes": set(_DTYPES)}
+
+    in_c: dict[str, Any] = {
+        "_cuda_setDevice": set_device,
+        "_cuda_synchronize": synchronize,
+        "_cuda_clearCublasWorkspaces": clear_workspaces,
+        "_accelerator_synchronizeDevice": synchronize,
+        "_accelerator_getDeviceCapability": capability,
+        "_has_cudnn": True,
+        "has_cuda": True,
+    }
+    patches.set_all(torch._C, in_c)
+    patches.set(torch.cuda, "_initialized", True)
+    patches.set(torch.cuda, "_get_device_properties", lambda index=0: properties)
+    patches.set(torch.cuda, "get_device_properties", lambda device=None: _of(device, properties))
+    patches.set(torch.version, "hip", None)
+    patches.set(torch.backends.mps, "is_available", _constant(False))  # Lightning prefers MPS
+    if torch.version.cuda is None:  # torchvision compares a CUDA build's own value with its own
+        patches.set(torch.version, "cuda", CUDA_VERSION)
+    patches.set(torch._C, "_cuda_getCompiledVersion", compiled_version)
+    patches.set(torch._C, "_cuda_getDriverVersion", driver_version)
+
+
+def compiled_version() -> int:
+    """Return the CUDA version that torch is built for, as `CUDA_VERSION` of cuda.h counts it."""
+    major, minor = str(torch.version.cuda).split(".")[:2]
+    return int(major) * 1000 + int(minor) * 10
+
+
+def driver_version() -> int:
+    """Return the CUDA version of the driver, which is never older than torch's."""
+    return max(DRIVER_VERSION, compiled_version())
+
+
+def _install_libraries(patches: Patches, mode: CudaSimMode) -> None:
+    """Install the switches of cuDNN, cuBLAS and cuSOLVER, which read back as set."""
+    values: dict[str, Any] = {}
+
+    def switch(get: str, set_: str, default: Any, note: str = "") -> None:
+        def put(value: Any) -> None:
+            values[get] = value
+            if note and value != default:
+                mode.notes.add(note)
+
+        patches.set(torch._C, get, lambda: values.get(get, default))
+        patches.set(torch._C, set_, put)
+
+    c: Any = torch._C
+    switch("_cuda_get_cudnn_benchmark_limit", "_cuda_set_cudnn_benchmark_limit", 10)
+    for kind in ("linalg", "blas"):
+        get, set_ = f"_get_{kind}_preferred_backend", f"_set_{kind}_preferred_backend"
+        name = f"torch.backends.cuda.preferred_{kind}_library"
+        note = f"`{name}`: memory is that of the default library"
+        switch(get, set_, getattr(c, get)(), note)
+    note = "`torch.cuda.set_sync_debug_mode`: nothing warns of synchronisation here"
+    switch("_cuda_get_sync_debug_mode", "_cuda_set_sync_debug_mode", 0, note)
+    patches.set(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    patches.set(torch.backends.cuda, "is_built", lambda: True)
+    cudnn = {"is_available": True, "version": simulated().cudnn_version, "is_acceptable": True}
+    for name, value in cudnn.items():
+        patches.set(torch.backends.cudnn, name, _constant(value))
+    cudart = Cudart(lambda device: torch.cuda.mem_get_info(device))
+    patches.set(c, "_cudart", cudart)
+    patches.set(torch.cuda, "_cudart", cudart)
+    patches.set(torch.cuda, "cudart", lambda: cudart)
+    for name in _NVTX:
+        patches.set(torch.cuda.nvtx._nvtx, name, lambda *args: 0)  # type: ignore[attr-defined]
+
+
+_NVTX = (
+    "rangePushA", "rangePop", "markA", "rangeStartA", "rangeEnd", "deviceRangeStart",
+    "deviceRangeEnd",
+)  # fmt: skip
+
+_DTYPES = tuple(
+    getattr(torch, name)
+    for name in (
+        "uint8 int8 int16 int32 int64 bool float16 bfloat16 float32 float64 complex32 complex64"
+        " complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
+        " uint16 uint32 uint64"
+    ).split()
+    if hasattr(torch, name)
+)
+"""Dtypes of `torch.accelerator.get_device_capability`."""
+
+
+def _of(device: Any, properties: DeviceProperties) -> DeviceProperties:
+    """Return the properties; all GPUs of a host are of one kind."""
+    if not is_another(device):
+        resolve(device)
+    return properties
+
+
+def _refuse(what: str) -> Any:
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(
+            f"{what} cannot be simulated", hint="run the script without it; see docs/run.md"
+        )
+
+    return refused
+
+
+def _install_refusals(patches: Patches, mode: CudaSimMode) -> None:
+    """Raise for functions without a simulation, by name."""
+    in_c = {
+        "_cuda_getCurrentBlasHandle": "a handle of cuBLAS",
+        "_cuda_getCurrentSolverHandle": "a handle of cuSOLVER",
+        "_cuda_tunableop_enable": "torch.cuda.tunable",
+        "_cuda_tunableop_tuning_enable": "torch.cuda.tunable",
+        "_cuda_jiterator_compile_and_launch_kernel": "torch.cuda.jiterator",
+    }
+    for name, what in in_c.items():
+        patches.set(torch._C, name, _refuse(what))

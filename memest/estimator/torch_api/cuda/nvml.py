@@ -1,0 +1,206 @@
+"""NVML: the module `pynvml`, and torch's own queries.
+
+If nvidia-ml-py is installed its functions are replaced and its names stay. If it is missing or
+broken, a module of the same name has the functions that scripts commonly use. There is one for the
+whole process, because DeepSpeed stores the module that it imported for the first rank. Memory is
+that of the simulated GPU. Load, temperature, power and clocks are 0, as for an idle GPU. Everything
+else raises `NVMLError_NotSupported`, as NVML does for features that a GPU lacks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import cache
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from memest.estimator.gpu.mode import CudaSimMode
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.placement import GPU
+from memest.estimator.torch_api.cuda.driver import UUID, driver_version
+
+DRIVER_VERSION = "580.159.03"
+"""Driver of the H200 on which memest was measured."""
+
+_NVML_SUCCESS, _INVALID_ARGUMENT, _NOT_SUPPORTED, _NOT_FOUND = 0, 2, 3, 6
+_PCI_BUS_ID = "00000000:00:00.0"
+
+_CONSTANTS = {
+    "NVML_SUCCESS": _NVML_SUCCESS, "NVML_ERROR_UNINITIALIZED": 1,
+    "NVML_ERROR_INVALID_ARGUMENT": _INVALID_ARGUMENT, "NVML_ERROR_NOT_SUPPORTED": _NOT_SUPPORTED,
+    "NVML_ERROR_NOT_FOUND": _NOT_FOUND, "NVML_ERROR_DRIVER_NOT_LOADED": 9,
+    "NVML_TEMPERATURE_GPU": 0, "NVML_CLOCK_GRAPHICS": 0, "NVML_CLOCK_SM": 1, "NVML_CLOCK_MEM": 2,
+    "NVML_CLOCK_VIDEO": 3, "NVML_P2P_CAPS_INDEX_NVLINK": 2, "NVML_P2P_STATUS_OK": 0,
+    "NVML_DEVICE_UUID_BUFFER_SIZE": 80, "NVML_DEVICE_NAME_BUFFER_SIZE": 64,
+}  # fmt: skip
+"""Constants of nvml.h, for scripts where nvidia-ml-py is not installed."""
+
+_ERRORS = {
+    "NVMLError_Uninitialized": 1, "NVMLError_InvalidArgument": _INVALID_ARGUMENT,
+    "NVMLError_NotSupported": _NOT_SUPPORTED, "NVMLError_NotFound": _NOT_FOUND,
+    "NVMLError_DriverNotLoaded": 9, "NVMLError_LibraryNotFound": 12, "NVMLError_Unknown": 999,
+}  # fmt: skip
+
+
+class _Error(Exception):
+    """`pynvml.NVMLError` where nvidia-ml-py is not installed."""
+
+    number = 999
+
+    def __init__(self, value: int | None = None) -> None:
+        self.value = self.number if value is None else value
+        super().__init__(self.value)
+
+    def __str__(self) -> str:
+        return "Not Supported" if self.value == _NOT_SUPPORTED else f"NVML error {self.value}"
+
+
+class Handle:
+    """Handle of the one virtual GPU."""
+
+    def __repr__(self) -> str:
+        return "<nvmlDevice_t of the virtual GPU>"
+
+
+def install(patches: Patches, mode: CudaSimMode) -> None:
+    """Answer `pynvml` and torch's queries to NVML for the virtual GPU."""
+    found = sys.modules.get("pynvml")
+    module = _stub() if found is None or not hasattr(found, "NVMLError") else found
+    if module is not found:
+        sys.modules["pynvml"] = module
+        patches.on_undo(lambda: _put_back(found))
+    functions = _answers(mode, module)
+    for name, value in list(vars(module).items()):
+        if name.startswith("nvml") and callable(value) and not isinstance(value, type):
+            patches.set(module, name, functions.get(name) or _not_supported(module))
+    for name, function in functions.items():
+        if name not in vars(module):
+            patches.set(module, name, function)
+    patches.set(torch.cuda, "pynvml", module)
+    patches.set(torch.cuda, "_HAS_PYNVML", True)
+    patches.set(torch.cuda, "_raw_device_uuid_nvml", lambda: [f"GPU-{UUID}"])
+    for owner in (torch.cuda, torch.cuda.memory):
+        patches.set(owner, "_get_nvml_device_index", _index_of)
+
+
+def _put_back(found: ModuleType | None) -> None:
+    if found is None:
+        sys.modules.pop("pynvml", None)
+    else:
+        sys.modules["pynvml"] = found
+
+
+def _index_of(device: Any) -> int:
+    """Return the index of NVML, which ignores `CUDA_VISIBLE_DEVICES`."""
+    index = torch.cuda._utils._get_device_index(device, optional=True)
+    if index not in range(GPU.num_visible):
+        visible = list(range(GPU.num_visible))
+        raise RuntimeError(f"device {index} is not visible (CUDA_VISIBLE_DEVICES={visible})")
+    return int(index)
+
+
+@cache
+def _stub() -> ModuleType:
+    """Return the module for scripts that import `pynvml` where nvidia-ml-py is missing."""
+    module = ModuleType("pynvml", "NVML of the virtual GPU.")
+    module.__spec__ = ModuleSpec("pynvml", None)
+    vars(module).update(_CONSTANTS)
+    error = vars(module)["NVMLError"] = type("NVMLError", (_Error,), {"__module__": "pynvml"})
+    for name, number in _ERRORS.items():
+        vars(module)[name] = type(name, (error,), {"number": number, "__module__": "pynvml"})
+
+    def lacks(name: str) -> Any:
+        if name.startswith("nvml"):
+            return _not_supported(module)
+        raise AttributeError(f"module 'pynvml' has no attribute {name!r}")
+
+    vars(module)["__getattr__"] = lacks
+    return module
+
+
+def _not_supported(module: ModuleType) -> Any:
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise module.NVMLError(_NOT_SUPPORTED)
+
+    return refused
+
+
+def _answers(mode: CudaSimMode, module: ModuleType) -> dict[str, Any]:
+    gpu, allocator = mode.gpu, mode.memory.allocator
+    handle = Handle()
+
+    def used_bytes() -> int:
+        mode.memory.settle()
+        return gpu.context_bytes + allocator.reserved_bytes
+
+    def by_index(index: int) -> Handle:
+        if index not in range(GPU.num_visible):
+            raise module.NVMLError(_INVALID_ARGUMENT)
+        return handle
+
+    def by_uuid(uuid: Any) -> Handle:
+        text = uuid.decode() if isinstance(uuid, bytes) else uuid
+        if text != f"GPU-{UUID}":
+            raise module.NVMLError(_NOT_FOUND)
+        return handle
+
+    def memory(handle: Any, version: Any = None) -> Any:
+        used = used_bytes()
+        return SimpleNamespace(
+            version=version, total=gpu.memory_bytes, reserved=0, used=used,
+            free=max(0, gpu.memory_bytes - used),
+        )  # fmt: skip
+
+    def processes(handle: Any) -> list[Any]:
+        return [
+            SimpleNamespace(
+                pid=os.getpid(), usedGpuMemory=used_bytes(),
+                gpuInstanceId=None, computeInstanceId=None,
+            )
+        ]  # fmt: skip
+
+    answers = {name: _constant(value) for name, value in _facts(gpu).items()}
+    return answers | {
+        "nvmlDeviceGetHandleByIndex": by_index,
+        "nvmlDeviceGetHandleByIndex_v2": by_index,
+        "nvmlDeviceGetHandleByUUID": by_uuid,
+        "nvmlDeviceGetHandleByPciBusId": _constant(handle),
+        "nvmlDeviceGetMemoryInfo": memory,
+        "nvmlDeviceGetComputeRunningProcesses": processes,
+        "nvmlDeviceGetComputeRunningProcesses_v2": processes,
+        "nvmlDeviceGetComputeRunningProcesses_v3": processes,
+        "nvmlErrorString": lambda number: f"NVML error {number}",
+    }
+
+
+def _facts(gpu: Gpu) -> dict[str, Any]:
+    """Return constant results by function name."""
+    cuda = driver_version()
+    return {
+        "nvmlInit": None, "nvmlInitWithFlags": None, "nvmlShutdown": None,
+        "nvmlSystemGetDriverVersion": DRIVER_VERSION,
+        "nvmlSystemGetNVMLVersion": f"{cuda // 1000}.{DRIVER_VERSION}",
+        "nvmlSystemGetCudaDriverVersion": cuda,
+        "nvmlSystemGetCudaDriverVersion_v2": cuda,
+        "nvmlDeviceGetCount": GPU.num_visible, "nvmlDeviceGetCount_v2": GPU.num_visible,
+        "nvmlDeviceGetName": gpu.label, "nvmlDeviceGetUUID": f"GPU-{UUID}",
+        "nvmlDeviceGetIndex": GPU.device.index, "nvmlDeviceGetMinorNumber": GPU.device.index,
+        "nvmlDeviceGetCudaComputeCapability": gpu.capability,
+        "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=0, memory=0),
+        "nvmlDeviceGetTemperature": 0, "nvmlDeviceGetPowerUsage": 0,
+        "nvmlDeviceGetClockInfo": 0, "nvmlDeviceGetClock": 0,
+        "nvmlDeviceGetGraphicsRunningProcesses": [],
+        "nvmlDeviceGetPciInfo": SimpleNamespace(
+            busId=_PCI_BUS_ID, busIdLegacy=_PCI_BUS_ID[4:], domain=0, bus=0, device=0,
+            pciDeviceId=0, pciSubSystemId=0,
+        ),
+    }  # fmt: skip
+
+
+def _constant(value: Any) -> Any:
+    return lambda *args, **kwargs: value

@@ -1,0 +1,317 @@
+"""Streams, events and CUDA graphs."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any, ClassVar
+
+import torch
+
+from memest.errors import UnsupportedError
+from memest.estimator.allocator.caching import FIRST_PRIVATE_POOL
+from memest.estimator.gpu.mode import CudaSimMode
+from memest.estimator.gpu.timeline import MAIN, START, Time
+from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.placement import GPU, resolve
+
+PRIORITIES = (0, -3)
+"""Least and greatest priority (`max_compile_time_stream_priorities`, c10/cuda/CUDAStream.h).
+"""
+
+
+class CudaStream:
+    """`torch.cuda.Stream` of the virtual GPU; its handle is its number, 0 the default stream."""
+
+    session: ClassVar[CudaSimMode]
+
+    def __init__(self, device: Any = None, priority: int = 0, **options: Any) -> None:
+        resolve(device)
+        number = options.get("number", options.get("stream_id"))
+        if number is None:
+            number = self.session.timeline.new_stream(max(PRIORITIES[1], min(priority, 0)))
+        self.number = number
+        self.device = GPU.device
+        self.priority = priority
+        self.device_index, self.device_type = GPU.device.index, 1
+        self.cuda_stream = self.stream_id = self.native_handle = self.number
+        self._contexts: list[StreamContext] = []
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """Return the least and the greatest priority."""
+        return PRIORITIES
+
+    def wait_stream(self, other: CudaStream) -> None:
+        """Let this stream wait for the work of `other` so far."""
+        timeline = self.session.timeline
+        timeline.stream_waits(self.number, timeline.event(other.number))
+
+    def wait_event(self, event: CudaEvent) -> None:
+        """Let this stream wait for `event`."""
+        self.session.timeline.stream_waits(self.number, event.time)
+
+    def record_event(self, event: Any = None) -> Any:
+        """Record an event on this stream."""
+        event = event or torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """Let the host wait for this stream."""
+        timeline = self.session.timeline
+        timeline.host_waits(timeline.event(self.number))
+
+    def query(self) -> bool:
+        """Return whether all work is done."""
+        return self.session.timeline.event(self.number) <= self.session.timeline.host_time
+
+    def is_capturing(self) -> bool:
+        """Return whether a graph is being captured."""
+        return self.session.timeline.is_capturing
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CudaStream) and other.number == self.number
+
+    def __hash__(self) -> int:
+        return hash(self.number)
+
+    def __enter__(self) -> CudaStream:
+        context = torch.cuda.StreamContext(self)  # type: ignore[arg-type]
+        context.__enter__()  # type: ignore[no-untyped-call]
+        self._contexts.append(context)  # type: ignore[arg-type]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._contexts.pop().__exit__(*exception)
+
+    def __repr__(self) -> str:
+        return f"<torch.cuda.Stream device={GPU.device} cuda_stream={self.number:#x}>"
+
+
+class ExternalStream(CudaStream):
+    """`torch.cuda.ExternalStream` for a stream that torch has made."""
+
+    def __init__(self, stream_ptr: int, device: Any = None, **options: Any) -> None:
+        if not 0 <= stream_ptr < self.session.timeline.num_streams:
+            raise UnsupportedError(
+                "a CUDA stream that torch has not made cannot be simulated",
+                hint="run the script without it; see docs/run.md",
+            )
+        super().__init__(device, number=stream_ptr)
+
+
+class CudaEvent:
+    """`torch.cuda.Event` of the virtual GPU."""
+
+    session: ClassVar[CudaSimMode]
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.time: Time = START
+        self.device = GPU.device
+        self.cuda_event = self.event_id = 0
+
+    def record(self, stream: CudaStream | None = None) -> None:
+        """Record the work of `stream`, or of the current one, so far."""
+        timeline = self.session.timeline
+        self.time = timeline.event(timeline.stream if stream is None else stream.number)
+
+    def wait(self, stream: CudaStream | None = None) -> None:
+        """Let `stream`, or the current one, wait for this event."""
+        timeline = self.session.timeline
+        timeline.stream_waits(timeline.stream if stream is None else stream.number, self.time)
+
+    def synchronize(self) -> None:
+        """Let the host wait for this event."""
+        self.session.timeline.host_waits(self.time)
+
+    def query(self) -> bool:
+        """Return whether the GPU has passed the event."""
+        return self.session.timeline.has_passed(self.time)
+
+    def elapsed_time(self, end: CudaEvent) -> float:
+        """Return simulated milliseconds between two events; at least a microsecond."""
+        at_pace = self.session.timeline.at_pace
+        return max(1e-3, (at_pace(end.time) - at_pace(self.time)) / 1e3)
+
+
+class StreamContext:
+    """`torch.cuda.StreamContext`; None has no effect."""
+
+    session: ClassVar[CudaSimMode]
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self._inside: list[Any] = []
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            inside = self.session.timeline.on_stream(self.stream.number)
+            inside.__enter__()
+            self._inside.append(inside)
+
+    def __exit__(self, *exception: Any) -> None:
+        if self.stream is not None:
+            self._inside.pop().__exit__(None, None, None)
+
+
+class _Generic(type):
+    """Metaclass of `torch.Stream` and `torch.Event`, whose instances include the GPU's."""
+
+    of_cuda: type
+    original: type
+
+    def __call__(cls, device: Any = None, *args: Any, **options: Any) -> Any:
+        where = GPU.device if device is None else resolve(device)
+        if torch.device(where).type == "cuda":
+            if cls.of_cuda.__name__ == "Event":
+                return cls.of_cuda(*args, **options)
+            return cls.of_cuda(where, *args, **options)
+        return cls.original(device, *args, **options)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.of_cuda | cls.original)
+
+
+def install(patches: Patches, mode: CudaSimMode) -> None:
+    """Install streams and events of `mode`."""
+
+    def of_session(made: type, name: str) -> Any:
+        return type(name, (made,), {"session": mode, "__module__": "torch.cuda"})
+
+    tc: Any = torch.cuda
+    stream, event = of_session(CudaStream, "Stream"), of_session(CudaEvent, "Event")
+    context = of_session(StreamContext, "StreamContext")
+    for owner in (tc, tc.streams):
+        patches.set(owner, "Stream", stream)
+        patches.set(owner, "Event", event)
+        patches.set(owner, "ExternalStream", of_session(ExternalStream, "ExternalStream"))
+    patches.set(tc, "StreamContext", context)
+    patches.set(tc, "stream", context)
+    for name, of_cuda in (("Stream", stream), ("Event", event)):
+        original = getattr(torch, name)
+        generic = _Generic(name, (), {"of_cuda": of_cuda, "original": original})
+        patches.set(torch, name, generic)
+
+    def current_stream(device: Any = None) -> Any:
+        resolve(device)
+        return stream(number=mode.timeline.stream)
+
+    def default_stream(device: Any = None) -> Any:
+        resolve(device)
+        return stream(number=MAIN)
+
+    def set_stream(chosen: Any) -> None:
+        if chosen is not None:
+            mode.timeline.switch(chosen.number)
+
+    for owner in (tc, torch.accelerator):
+        patches.set(owner, "current_stream", current_stream)
+        patches.set(owner, "set_stream", set_stream)
+    patches.set(tc, "default_stream", default_stream)
+    patches.set(tc, "get_stream_from_external", tc.ExternalStream)
+    patches.set(torch._C, "_cuda_getCurrentRawStream", lambda index=0: mode.timeline.stream)
+
+
+NOT_BEGUN = "capture_end() called before capture_begin()."
+
+
+class Captures:
+    """Private pools of a session, and the graphs that use them."""
+
+    def __init__(self, mode: CudaSimMode) -> None:
+        self.mode = mode
+        self.graphs = Counter[int]()
+        """Number of graphs of each pool."""
+
+        self._numbers = itertools.count(1)
+        self._generator_state: tuple[torch.Tensor, ...] = ()
+
+    def new_pool(self) -> tuple[int, int]:
+        """Return a new pool id, as `graph_pool_handle` does."""
+        return 0, next(self._numbers)
+
+    def begin(self, pool: tuple[int, int]) -> None:
+        """Serve requests from `pool` from now on.
+
+        The default generator stores a seed and an offset on the GPU while a graph draws from it
+        (`CUDAGeneratorState::register_graph`, CUDAGeneratorImpl.cpp).
+        """
+        if not self._generator_state:
+            made = (torch.empty(1, dtype=torch.int64, device=GPU.device) for _ in range(2))
+            self._generator_state = tuple(made)
+        self.graphs[pool[1]] += 1
+        self.mode.timeline.capture_into(FIRST_PRIVATE_POOL + pool[1])
+
+    def release(self, pool: tuple[int, int]) -> None:
+        """Release a graph of `pool`."""
+        self.graphs[pool[1]] -= 1
+        if not self.graphs[pool[1]]:
+            self.mode.memory.allocator.released_pools.add(FIRST_PRIVATE_POOL + pool[1])
+        if not +self.graphs:
+            self._generator_state = ()
+
+
+class CudaGraph:
+    """`torch.cuda.CUDAGraph` of the virtual GPU."""
+
+    captures: ClassVar[Captures]
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self._pool: tuple[int, int] | None = None
+
+    def capture_begin(self, pool: tuple[int, int] | None = None, **options: Any) -> None:
+        """Capture the following operators on the current stream."""
+        self._pool = pool or self.captures.new_pool()
+        self.captures.begin(self._pool)
+
+    def capture_end(self) -> None:
+        """End the capture.
+
+        Raises:
+            RuntimeError: nothing is captured.
+        """
+        if self._pool is None:
+            raise RuntimeError(NOT_BEGUN)
+        self.captures.mode.timeline.capture_into(None)
+
+    def instantiate(self) -> None:
+        """Do nothing: no memory is requested."""
+
+    def replay(self) -> None:
+        """Do nothing: no memory is requested."""
+
+    def reset(self) -> None:
+        """Free the memory of the graph; that of other graphs in its pool stays."""
+        if self._pool is not None:
+            self.captures.release(self._pool)
+            self._pool = None
+
+    def pool(self) -> tuple[int, int]:
+        """Return the pool, for other graphs to share."""
+        if self._pool is None:
+            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+        return self._pool
+
+    def enable_debug_mode(self) -> None:
+        """Do nothing: no memory is requested."""
+
+    def debug_dump(self, debug_path: str) -> None:
+        """Do nothing: no file is written."""
+
+    def __del__(self) -> None:
+        self.reset()
+
+
+def install_graphs(patches: Patches, mode: CudaSimMode) -> None:
+    """Install graph capture on the virtual GPU."""
+    captures = Captures(mode)
+    graph = type("CUDAGraph", (CudaGraph,), {"captures": captures, "__module__": "torch.cuda"})
+    for owner in (torch.cuda, torch.cuda.graphs):
+        patches.set(owner, "CUDAGraph", graph)
+        patches.set(owner, "graph_pool_handle", captures.new_pool)
+    patches.set(
+        torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: mode.timeline.is_capturing
+    )
+    patches.set(torch.cuda.graph, "default_capture_stream", None)
+    patches.set(torch._C, "_host_emptyCache", lambda: None)

@@ -1,0 +1,31 @@
+"""One rank of a process group: nothing is sent.
+
+- `process_group` makes groups of torch's own `fake` backend, which has ranks and sizes, under the
+  name of the requested backend.
+- `ddp` lets torch's own reducer of `DistributedDataParallel` run on tensors without data.
+- `dtensor` propagates a DTensor's shapes without FakeTensors.
+- `fsdp` records storages that FSDP frees and allocates again.
+"""
+
+from __future__ import annotations
+
+from torch import distributed
+
+from memest.estimator.gpu.imports import ImportHooks
+from memest.estimator.gpu.mode import CudaSimMode
+from memest.estimator.gpu.worlds import Ranks
+from memest.estimator.tensors.patches import Patches
+from memest.estimator.torch_api.distributed import ddp, fsdp, process_group
+
+check = process_group.check
+
+
+def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks, ranks: Ranks) -> None:
+    """Install the other ranks of `ranks`."""
+    if not distributed.is_available():
+        return
+    process_group.install(patches, mode, ranks)
+    ddp.install(patches, mode)
+    fsdp.install_pending(patches)
+    hooks.after("torch.distributed.tensor", lambda module: fsdp.install_dtensors(patches))
+    hooks.after("torch.distributed.fsdp", lambda module: fsdp.install(patches, mode))

@@ -1,0 +1,310 @@
+"""DistributedDataParallel: torch's own reducer, run on tensors without data.
+
+The Python and the C++ of `DistributedDataParallel` run as installed. They decide which gradients
+share a bucket, when buckets are rebuilt, which parameters are unused, and the input of a
+communication hook. Four things depend on the GPU or on NCCL, and are done here:
+
+- Tensors that C++ makes for the reducer are on the GPU.
+- `_NcclGroup` runs the reducer's collectives. NCCL has its own stream, so a sum takes no time on
+  the stream of the model, and NCCL may stash a summed bucket (`works.py`).
+- A gradient is accumulated on the stream on which the reducer was made.
+- A future of a communication hook is complete on another stream, for which the model's waits.
+
+Two differences to a GPU remain. The reducer makes no timer, whose CUDA events take no memory. The
+host waits for the copy of `local_used_map`, which goes through pinned memory on a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from memest.errors import UnsupportedError
+from memest.estimator.gpu.mode import CudaSimMode
+from memest.estimator.gpu.timeline import MAIN
+from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.placement import INSIDE, tensors_in
+from memest.estimator.tensors.storages import MemKind
+
+_ProcessGroup: Any = c10d.ProcessGroup
+_Reducer: Any = c10d.Reducer
+_Logger: Any = c10d.Logger
+_work_of: Any = c10d.__dict__["_create_work_from_future"]
+
+_MISSING = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
+"""Indices of parameters in the message of `Reducer::ensure_prior_reduction_finished`."""
+
+
+class NotFinished(RuntimeError):
+    """A reduction waits for gradients that never came; the message is torch's."""
+
+    def __init__(self, message: str, missing: Sequence[nn.Parameter]) -> None:
+        super().__init__(message)
+        self.missing_shapes = [tuple(parameter.shape) for parameter in missing]
+
+
+class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
+    """A process group for C++, which waits for its own collectives out of Python's sight."""
+
+    def __init__(self, mode: CudaSimMode, group: Any) -> None:
+        super().__init__(group.rank(), group.size())
+        self._mode = mode
+        self.group = group
+        self.is_rebuilt = False
+        self._first_buckets: set[int] = set()
+        self.summed_at = -1.0
+        """Microseconds on the model's stream when the last of `_first_buckets` is summed."""
+
+    def getBackendName(self) -> str:
+        """Return the name that the reducer's logger records."""
+        return "nccl"
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
+        """Sum buckets. The C++ reducer waits for the future of the work, which leaves the tensors
+        stashed.
+        """
+        self._mode.works.another()
+        if not self.is_rebuilt:
+            self.summed_at, _ = self._mode.timeline.event(MAIN)
+            found = map(self._mode.memory.id_of, tensors)
+            self._first_buckets.update(index for index in found if index is not None)
+        return _done(tensors)
+
+    def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], options: Any) -> Any:
+        """Gather the numbers of parameters, which are read at once."""
+        work = self.group.allgather(outputs, tensors, options)
+        work.wait()
+        return work
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> Any:
+        """Send weights, or the order of rank 0's buckets, after which the old buckets are freed.
+
+        Every rank has the same weights and the same order. The broadcast takes no time.
+        """
+        mode = self._mode
+        if mode.memory.kind is MemKind.BUCKETS:
+            for index in self._first_buckets:
+                mode.memory.stash_storage(index, self.summed_at)
+            self._first_buckets.clear()
+            self.is_rebuilt = True
+            mode.works.another()
+            for tensor in tensors:
+                mode.memory.label(tensor, MemKind.WORKSPACE)
+        return _done(tensors)
+
+
+def _done(tensors: list[Tensor]) -> Any:
+    future: Any = torch.futures.Future()
+    future.set_result(tensors)
+    return _work_of(future)
+
+
+class Reducer(_Reducer):  # type: ignore[misc]
+    """torch's reducer, for parameters on the virtual GPU."""
+
+    session: ClassVar[CudaSimMode]
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        bucket_indices: Sequence[Sequence[int]],
+        per_bucket_size_limits: Sequence[int],
+        process_group: Any,
+        expect_sparse_gradients: Sequence[bool],
+        *options: Any,
+        **more: Any,
+    ) -> None:
+        if any(expect_sparse_gradients):
+            raise UnsupportedError(
+                "sparse gradients under `DistributedDataParallel` cannot be simulated",
+                hint="make the embeddings with `sparse=False`",
+            )
+        mode = self.session
+        mode.timeline.accumulates_on = mode.timeline.stream
+        self._params = params
+        self._group = _NcclGroup(mode, process_group)
+        self._accumulation = _Accumulation(mode, params)
+        weakref.finalize(self, self._accumulation.remove)
+        with self._buckets_on_gpu():
+            super().__init__(
+                params,
+                bucket_indices,
+                per_bucket_size_limits,
+                self._group,
+                expect_sparse_gradients,
+                *options,
+                **more,
+            )
+
+    @contextmanager
+    def _buckets_on_gpu(self) -> Iterator[None]:
+        """Place tensors that the C++ reducer makes on the GPU, and label them as buckets."""
+        mode = self.session
+        before, mode.memory.kind = mode.memory.kind, MemKind.BUCKETS
+        try:
+            with _on_gpu():
+                yield
+        finally:
+            mode.memory.kind = before
+
+    def prepare_for_forward(self) -> None:
+        """Begin an iteration; in the one after a rebuild, NCCL has unstashed the old buckets.
+
+        No run of DDP in validation/scripts/measured_ranks.json held them longer. The tensors that a
+        hook of one run sent were, so the watchdog alone unstashes those.
+        """
+        super().prepare_for_forward()
+        if self._group.is_rebuilt:
+            self.session.memory.unstash_until(self._group.summed_at)
+
+    def _rebuild_buckets(self) -> bool:
+        """Rebuild the buckets in the order in which gradients arrived.
+
+        Raises:
+            NotFinished: a parameter got no gradient.
+        """
+        try:
+            with self._buckets_on_gpu():
+                is_rebuilt: bool = super()._rebuild_buckets()
+                return is_rebuilt
+        except RuntimeError as error:
+            found = _MISSING.search(str(error))
+            if found is None:
+                raise
+            missing = [self._params[int(index)] for index in found[1].split()]
+            raise NotFinished(str(error), missing) from error
+
+    def _set_static_graph(self) -> None:
+        with self._buckets_on_gpu():
+            super()._set_static_graph()
+
+    def _delay_all_reduce(self) -> None:
+        self._accumulation.join()
+        with _on_gpu():
+            super()._delay_all_reduce()
+
+    def _remove_autograd_hooks(self) -> None:
+        self._accumulation.remove()
+        super()._remove_autograd_hooks()
+
+    def _set_forward_pass_work_handle(self, work: Any, divides: bool) -> None:
+        """Do nothing: under `join` all ranks have as many inputs here."""
+
+
+class _Accumulation:
+    """The autograd engine of a GPU, which accumulates gradients on another stream than the model's.
+
+    `AccumulateGrad` nodes run on the stream on which the reducer made them. That stream waits for
+    the model's stream and records its use of the gradient. The stream that called the backward
+    waits at its end (`GraphTask::exec_post_processing`).
+    """
+
+    def __init__(self, mode: CudaSimMode, params: Iterable[nn.Parameter]) -> None:
+        self._mode = mode
+        self._stream = mode.timeline.stream
+        self._waits_for_end = False
+        self._hooks: list[Any] = []
+        if self._stream != MAIN:
+            parameters: Iterable[Any] = params
+            self._hooks = [
+                p.register_post_accumulate_grad_hook(self._accumulated) for p in parameters
+            ]
+
+    def _accumulated(self, parameter: nn.Parameter) -> None:
+        mode = self._mode
+        mode.timeline.stream_waits(self._stream, mode.timeline.event(MAIN))
+        assert parameter.grad is not None
+        mode.memory.record_stream(parameter.grad, self._stream)
+        if not self._waits_for_end:
+            self._waits_for_end = True
+            _at_end_of_backward(self.join)
+
+    def join(self) -> None:
+        """Let the model's stream wait for the accumulation of a backward that has ended."""
+        if self._waits_for_end:
+            self._waits_for_end = False
+            self._mode.timeline.stream_waits(MAIN, self._mode.timeline.event(self._stream))
+
+    def remove(self) -> None:
+        """Remove the hooks on parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def install(patches: Patches, mode: CudaSimMode) -> None:
+    """Let `torch.nn.parallel.DistributedDataParallel` run on the virtual GPU."""
+
+    def register_builtin(reducer: Reducer, kind: Any) -> None:
+        """Register the Python hook of the same name; the C++ reducer waits for its future."""
+        is_fp16 = kind == c10d.BuiltinCommHookType.FP16_COMPRESS
+        hook = default_hooks.fp16_compress_hook if is_fp16 else default_hooks.allreduce_hook
+        register(reducer, reducer._group.group, hook)
+
+    def register(reducer: Reducer, state: Any, hook: Any) -> None:
+        c10d._register_comm_hook(reducer, state, _awaited(hook))
+
+    made: Any = type("Reducer", (Reducer,), {"session": mode})
+    patches.set(dist, "Reducer", made)
+    patches.set(_Logger, "set_runtime_stats_and_log", lambda logger: None)  # times of CUDA
+    for name in ("_broadcast_coalesced", "_verify_params_across_processes"):
+        patches.set(dist, name, _on_nccl(getattr(c10d, name), mode))
+    patches.set(dist, "_register_comm_hook", register)
+    patches.set(dist, "_register_builtin_comm_hook", register_builtin)
+
+
+def _awaited(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Wrap `hook` so that the model's stream waits for its futures before C++ reads them."""
+    futures: list[tuple[Any, int]] = []
+
+    def wait() -> None:
+        for future, num_elements in futures:
+            found = [tensor.numel() for tensor in tensors_in((future.wait(),))]
+            if found and found[0] < num_elements:
+                raise RuntimeError(
+                    f"a communication hook gave {found[0]} elements for a bucket of {num_elements}"
+                )
+        futures.clear()
+
+    def run(state: Any, bucket: Any) -> Any:
+        future = hook(state, bucket)
+        futures.append((future, bucket.buffer().numel()))
+        if bucket.is_last():
+            is_in_backward = torch._C._current_graph_task_id() != -1
+            _at_end_of_backward(wait) if is_in_backward else wait()
+        return future
+
+    return run
+
+
+def _on_nccl(function: Callable[..., Any], mode: CudaSimMode) -> Callable[..., Any]:
+    """Wrap a function of C++ that makes tensors, sends them over a group and waits."""
+
+    def run(group: Any, *args: Any) -> Any:
+        with _on_gpu(), torch.no_grad():
+            return function(_NcclGroup(mode, group), *args)
+
+    return run
+
+
+@contextmanager
+def _on_gpu() -> Iterator[None]:
+    """Put on the GPU what C++ makes on the meta device."""
+    before, INSIDE.composite = INSIDE.composite, True
+    try:
+        yield
+    finally:
+        INSIDE.composite = before
+
+
+def _at_end_of_backward(action: Any) -> None:
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(action)

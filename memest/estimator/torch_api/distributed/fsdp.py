@@ -1,0 +1,208 @@
+"""Storages that FSDP resizes, and shapes of DTensors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from memest.estimator.gpu.mode import CudaSimMode
+from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.placement import INSIDE, META, Place
+from memest.estimator.tensors.storages import MemKind, Site
+
+
+def install_dtensors(patches: Patches) -> None:
+    """Install shape propagation on the meta device."""
+    from torch.distributed.tensor import DTensor, _op_schema, _sharding_prop
+
+    def bare(spec: Any) -> Tensor:
+        meta = spec.tensor_meta
+        return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=META)
+
+    patches.set(_sharding_prop, "FakeTensorMode", _on_meta)
+    patches.set(_sharding_prop, "detect_fake_mode", lambda *args: None)
+    patches.set(_op_schema, "_rebuild_tensor_from_dtensor_meta", bare)
+    _install_random(patches)
+    if not hasattr(Tensor, "_dtensor__new__"):  # Python reads the device of the local tensor
+        _use_true_device(patches, DTensor)
+
+
+def install_pending(patches: Patches) -> None:
+    """Give `AsyncCollectiveTensor` the true device of its tensor.
+
+    Otherwise the autograd engine of a CUDA build would look for the stream of a GPU.
+    """
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor as Pending
+
+    _use_true_device(patches, Pending)
+
+
+def _use_true_device(patches: Patches, wrapper: Any) -> None:
+    make = wrapper.__new__
+
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        INSIDE.depth += 1
+        try:
+            return make(cls, *args, **kwargs)
+        finally:
+            INSIDE.depth -= 1
+
+    patches.set(wrapper, "__new__", new)
+
+
+def _install_random(patches: Patches) -> None:
+    """Replace the random offsets of ranks, which have no effect here."""
+    from torch.distributed.tensor import _dispatch, _random
+
+    def draw(start: Any, end: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        return op(*args, **kwargs)
+
+    def region(*args: Any, **kwargs: Any) -> Any:
+        return nullcontext()
+
+    if hasattr(_dispatch, "run_dtensor_rng_op"):
+        patches.set(_dispatch, "run_dtensor_rng_op", draw)
+    patches.set(_random.OffsetBasedRNGTracker, "_distribute_region", region)
+
+
+class _OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Mode in which factories make tensors without data on every device."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": META}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _on_meta() -> Iterator[None]:
+    with _disable_current_modes(), _OnMeta():  # type: ignore[no-untyped-call]
+        yield
+
+
+def install(patches: Patches, mode: CudaSimMode) -> None:
+    """Install freeing and allocating of GPU storages for FSDP1 and FSDP2."""
+    _install_first(patches, mode)
+    _install_second(patches, mode)
+
+
+def _resizer(mode: CudaSimMode) -> Any:
+    def resize(tensor: Tensor, num_bytes: int) -> None:
+        """Resize the storage of `tensor`, which is on the GPU, to `num_bytes`."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes() == num_bytes:
+            return
+        if mode.host.place(tensor) is Place.GPU or not storage.nbytes():
+            site = Site("", "", mode.attribution.phase())
+            mode.memory.resize(tensor, num_bytes, site, MemKind.GATHERED)
+        else:
+            storage.resize_(num_bytes)
+
+    return resize
+
+
+def _install_first(patches: Patches, mode: CudaSimMode) -> None:
+    """Install FSDP1: flat parameters."""
+    from torch.distributed.fsdp import _flat_param, _init_utils, _runtime_utils
+
+    resize = _resizer(mode)
+
+    def record_stream(tensor: Tensor, stream: Any) -> None:
+        mode.memory.record_stream(tensor, stream.number)
+
+    def take(tensor: Tensor, size: torch.Size) -> None:
+        resize(tensor, size.numel() * tensor.element_size())
+
+    def free(tensor: Tensor) -> None:
+        resize(tensor, 0)
+
+    def needs_to_be_made(
+        module: nn.Module, ignored: set[Any], ignored_modules: set[nn.Module]
+    ) -> tuple[bool, bool]:
+        """Return whether `module` itself is on meta, as `_need_to_materialize_module` does."""
+        tensors: list[Tensor] = [*_init_utils._get_orig_params(module, ignored)]
+        for submodule in module.modules():
+            if submodule not in ignored_modules:
+                tensors += submodule.buffers(recurse=False)
+        return any(mode.host.place(tensor) is Place.META for tensor in tensors), False
+
+    patches.set(_init_utils, "_need_to_materialize_module", needs_to_be_made)
+    _install_handle(patches, mode, _flat_param.FlatParamHandle, free)
+    post_backward_hook = _runtime_utils._post_backward_hook
+
+    def after_backward(state: Any, handle: Any, *args: Any) -> None:
+        """Hooks of a node run on the node's stream."""
+        with mode.timeline.on_stream(
+            mode.timeline.leaf_streams.get(handle.flat_param, mode.timeline.stream)
+        ):
+            post_backward_hook(state, handle, *args)
+
+    patches.set(_runtime_utils, "_post_backward_hook", after_backward)
+    for owner in (_flat_param, _runtime_utils):
+        patches.set(owner, "_no_dispatch_record_stream", record_stream)
+    patches.set(_flat_param, "_alloc_storage", take)
+    patches.set(_flat_param, "_free_storage", free)
+    patches.set(_flat_param, "_data_ptr_allocated", lambda t: t.untyped_storage().nbytes() > 0)
+    patches.set(_flat_param, "_same_storage", same_storage)
+
+
+def _install_handle(
+    patches: Patches, mode: CudaSimMode, handle_type: Any, free: Callable[[Tensor], None]
+) -> None:
+    """Install the resizes of a handle that run without an operator."""
+    get_shard, use_sharded_views = handle_type._get_shard, handle_type._use_sharded_views
+    use_unsharded_views = handle_type._use_unsharded_views
+
+    def own_shard(tensor: Tensor, rank: int, world_size: int) -> tuple[Tensor, int]:
+        """Run `_get_shard`; `shard` then frees the source by its `_typed_storage`."""
+        found: tuple[Tensor, int] = get_shard(tensor, rank, world_size)
+        if sys._getframe(1).f_code.co_name == "shard":
+            free(tensor)
+        return found
+
+    def views(handle: Any, as_params: bool) -> None:
+        """Views of a flat parameter make the node that adds to its gradient, in each forward."""
+        mode.timeline.leaf_streams[handle.flat_param] = mode.timeline.stream
+        use_unsharded_views(handle, as_params)
+
+    def sharded_views(handle: Any) -> None:
+        """Set the sharded views outside inference mode: torch refuses data of an inference tensor
+        on meta.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            use_sharded_views(handle)
+
+    patches.set(handle_type, "_get_shard", staticmethod(own_shard))
+    patches.set(handle_type, "_use_sharded_views", sharded_views)
+    patches.set(handle_type, "_use_unsharded_views", views)
+
+
+def _install_second(patches: Patches, mode: CudaSimMode) -> None:
+    """Install FSDP2: buffers of gathered parameters."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+
+    resize = _resizer(mode)
+
+    def take(tensor: Tensor) -> None:
+        resize(tensor, tensor.numel() * tensor.itemsize)
+
+    def free(tensor: Tensor) -> None:
+        resize(tensor, 0)
+
+    patches.set(_fsdp_param, "alloc_storage", take)
+    patches.set(_fsdp_param_group, "alloc_storage", take)
+    patches.set(_fsdp_param, "free_storage", free)
+
+
+def same_storage(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are views of one storage."""
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)

@@ -1,0 +1,257 @@
+"""`torch.distributed` of one rank: groups that know who is who, and send nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import device_mesh
+from torch.distributed import distributed_c10d as c10d
+
+from memest.errors import UnsupportedError
+from memest.estimator.gpu.mode import CudaSimMode
+from memest.estimator.gpu.pending import DoneWork
+from memest.estimator.gpu.worlds import Ranks
+from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.placement import GPU
+
+FAKE = "fake"
+"""torch's own backend that sends nothing."""
+
+
+NCCL_VERSION = (2, 28, 9)
+"""NCCL version of torch 2.11 for CUDA 13 (`.ci/docker/ci_commit_pins/nccl.txt`)."""
+
+
+class _Names:
+    """Requested backends of groups; torch's own names all are `FAKE`."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+        self._default = "nccl"
+
+    def give(self, group: Any, backend: Any, *, is_default: bool = False) -> None:
+        """Record the requested backend of `group`; None is that of the default group."""
+        name = str(backend or self._default).lower()
+        self._names[id(group)] = name = "nccl" if "nccl" in name or name == FAKE else name
+        if is_default:
+            self._default = name
+
+    def of(self, group: Any) -> str | None:
+        """Return `get_backend` of `group`; None for a group that was not made here."""
+        return self._names.get(id(group))
+
+
+def check(ranks: Ranks) -> None:
+    """Check that this process can be one of `ranks`.
+
+    Raises:
+        UnsupportedError: it belongs to a group already.
+    """
+    if ranks.world_size > 1 and dist.is_available() and dist.is_initialized():
+        raise UnsupportedError(
+            "this process belongs to a group of `torch.distributed` already",
+            hint="predict in a process of its own, or before `init_process_group`",
+        )
+
+
+def install(patches: Patches, mode: CudaSimMode, ranks: Ranks) -> None:
+    """Let a script join the group of `ranks`, of which this process is one."""
+    was_initialized = dist.is_initialized()
+    names = _Names()
+    mode.works.install(patches)
+    patches.set(sys, "excepthook", sys.excepthook)  # which a group replaces
+
+    def set_both(name: str, value: Any) -> None:
+        patches.set(c10d, name, value)
+        for owner in (dist, device_mesh):  # a mesh joins by itself where the script has not
+            if hasattr(owner, name):
+                patches.set(owner, name, value)
+
+    set_both("init_process_group", _joining(c10d.init_process_group, ranks, names))
+    set_both("new_group", _grouping(c10d.new_group, names))
+    set_both("get_backend", _backend_of(c10d.get_backend, names))
+    set_both("barrier", _barrier(mode))
+    set_both("monitored_barrier", _barrier(mode))
+    for name, function in (_of_objects(ranks) | _sent_objects(ranks)).items():
+        set_both(name, function)
+    set_both("is_nccl_available", lambda: True)
+    patches.set(torch.cuda.nccl, "version", lambda: NCCL_VERSION)
+    if not was_initialized:
+        patches.on_undo(_leave)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _backend_of(get_backend: Callable[..., Any], names: _Names) -> Callable[..., Any]:
+    def backend(group: Any = None) -> Any:
+        return names.of(group or c10d._get_default_group()) or get_backend(group)
+
+    return backend
+
+
+def _joining(join: Callable[..., Any], ranks: Ranks, names: _Names) -> Callable[..., Any]:
+    def init_process_group(
+        backend: str | None = None,
+        init_method: str | None = None,
+        timeout: Any = None,
+        world_size: int = -1,
+        rank: int = -1,
+        store: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        size = world_size if world_size >= 0 else int(os.environ.get("WORLD_SIZE") or 1)
+        number = rank if rank >= 0 else int(os.environ.get("RANK") or 0)
+        if (size, number) != (ranks.world_size, ranks.rank):
+            raise UnsupportedError(
+                f"`init_process_group` is called for rank {number} of {size}, and this is rank"
+                f" {ranks.rank} of {ranks.world_size}",
+                hint=f"simulate as many: `memest run --nproc-per-node {size} ...`",
+            )
+        join(backend=FAKE, rank=ranks.rank, world_size=size, store=FakeStore())
+        names.give(c10d._get_default_group(), backend, is_default=True)
+
+    return init_process_group
+
+
+def _grouping(make: Callable[..., Any], names: _Names) -> Callable[..., Any]:
+    def new_group(
+        ranks: Any = None,
+        timeout: Any = None,
+        backend: Any = None,
+        pg_options: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        kwargs.pop("device_id", None)
+        group = make(ranks, None, FAKE, None, *args, **kwargs)
+        names.give(group, backend)
+        return group
+
+    return new_group
+
+
+def _of_objects(ranks: Ranks) -> dict[str, Callable[..., Any]]:
+    """Collectives of Python objects: the other ranks have this rank's objects, or posted ones.
+
+    Left out: the bytes on the GPU through which NCCL sends pickled objects, temporarily.
+    """
+
+    def size_of(group: Any) -> int:
+        return int(dist.get_world_size(group))
+
+    def of_source(what: Any, src: Any, group: Any, group_src: Any) -> Any:
+        """Return `what` on the source rank; elsewhere the object that the source has posted."""
+        if group_src is not None:
+            src = dist.get_global_rank(group or c10d._get_default_group(), group_src)
+        key = ("objects", tuple(dist.get_process_group_ranks(group)), src)
+        if ranks.rank == (src or 0):
+            ranks.mailbox.post(key, what)
+            return what
+        return ranks.mailbox.fetch(key, src or 0)
+
+    def broadcast_object_list(
+        objects: Any, src: Any = None, group: Any = None, device: Any = None, group_src: Any = None
+    ) -> None:
+        said = of_source(objects, src, group, group_src)
+        if said is not None:
+            objects[:] = said
+
+    def all_gather_object(objects: Any, obj: Any, group: Any = None) -> None:
+        objects[:] = [obj] * size_of(group)
+
+    def gather_object(
+        obj: Any, objects: Any = None, dst: Any = None, group: Any = None, group_dst: Any = None
+    ) -> None:
+        if objects is not None:
+            objects[:] = [obj] * size_of(group)
+
+    def scatter_object_list(
+        out: Any, objects: Any = None, src: Any = None, group: Any = None, group_src: Any = None
+    ) -> None:
+        objects = of_source(objects, src, group, group_src)
+        if not objects:
+            raise UnsupportedError(
+                f"rank {ranks.rank} waits for an object that another rank has",
+                hint="give every rank the list, or simulate the rank that sends it",
+            )
+        out[0] = objects[dist.get_rank(group)]
+
+    return {
+        "broadcast_object_list": broadcast_object_list,
+        "all_gather_object": all_gather_object,
+        "gather_object": gather_object,
+        "scatter_object_list": scatter_object_list,
+    }
+
+
+def _sent_objects(ranks: Ranks) -> dict[str, Callable[..., Any]]:
+    """Functions that send Python objects from one rank to another, which runs at the same time."""
+
+    def peer(rank: Any, group: Any, group_rank: Any) -> int:
+        """Rank in the world of the other side, which runs at the same time."""
+        if group_rank is not None:
+            rank = dist.get_global_rank(group or c10d._get_default_group(), group_rank)
+        ranks.mailbox.meet(rank)
+        return int(rank)
+
+    def send_object_list(
+        objects: Any,
+        dst: Any = None,
+        group: Any = None,
+        device: Any = None,
+        group_dst: Any = None,
+        use_batch: bool = False,
+    ) -> None:
+        ranks.mailbox.post(("object", ranks.rank, peer(dst, group, group_dst)), objects)
+
+    def recv_object_list(
+        objects: Any,
+        src: Any = None,
+        group: Any = None,
+        device: Any = None,
+        group_src: Any = None,
+        use_batch: bool = False,
+    ) -> int:
+        if src is None and group_src is None:
+            raise UnsupportedError(
+                "`recv_object_list` from any rank: which one sends first is not known",
+                hint="name the rank: `recv_object_list(objects, src=...)`",
+            )
+        source = peer(src, group, group_src)
+        received = ranks.mailbox.fetch(("object", source, ranks.rank), source)
+        if received is None:
+            raise UnsupportedError(f"rank {source} sent an object that cannot be pickled", hint="")
+        objects[:] = received
+        return source
+
+    return {"send_object_list": send_object_list, "recv_object_list": recv_object_list}
+
+
+def _barrier(mode: CudaSimMode) -> Callable[..., Any]:
+    """NCCL's barrier sums a tensor of one element, and is waited for by the host.
+
+    The operator's own argument, a byte, is a static variable, so it lives until the next barrier
+    (`ProcessGroup::barrier` in ProcessGroup.hpp, `ProcessGroupNCCL::barrier`, torch 2.11).
+    """
+    kept: list[Tensor] = []
+
+    def barrier(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        mode.works.another()
+        kept[:] = [torch.empty(1, dtype=torch.uint8, device=GPU.device)]
+        torch.zeros(1, device=GPU.device)
+        mode.timeline.host_waits(mode.timeline.event(mode.timeline.stream))
+        return DoneWork() if async_op else None
+
+    return barrier

@@ -1,0 +1,551 @@
+"""Saving, loading and copying of tensors without data.
+
+A tensor without data is written as a placeholder: the same shape and dtype, with one zero as
+storage and strides of 0. Plain torch reads it, and it takes a few bytes. The tensor's metadata, of
+which torch ignores unknown keys, holds the size of the storage, so it takes its real size here.
+Known values are written as they are.
+
+A tensor is read to the device of the file or of `map_location`. A storage for the GPU is allocated
+with its first tensor, in the order of the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memest.estimator.gpu.host import VIRTUAL_HOST_BYTES
+from memest.estimator.gpu.imports import ImportHooks, names_of
+from memest.estimator.gpu.mode import CudaSimMode
+from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.placement import (
+    CPU,
+    GPU,
+    META,
+    Place,
+    host_storages,
+    is_meta,
+    resolve,
+    storage_key,
+)
+
+MAPPED_BYTES = 1 << 26
+"""Size from which files are mapped instead of read: values of a large checkpoint are not needed."""
+
+MAX_TWIN_BYTES = 1 << 20
+"""Size up to which integers have known values on the GPU."""
+
+_MARK = "memest"
+_LOCATION = "_memest_location"
+_BASE = "_memest_base"
+_PRIORITY = 1
+"""Priority before torch's own packages, whose first is the CPU with 10."""
+
+
+class Checkpoints:
+    """Writes and reads tensors of the virtual GPU and of the virtual host."""
+
+    def __init__(self, mode: CudaSimMode) -> None:
+        self._mode = mode
+        self._state = threading.local()
+
+    # --- writing
+
+    def reduced(self, tensor: Tensor) -> tuple[Any, ...]:
+        """Return what `pickle` stores of a tensor without data."""
+        storage = tensor.untyped_storage()
+        made: Any
+        value = self._mode.values.value_of(tensor) if self._is_followed(tensor) else None
+        size = tuple(tensor.size())
+        if value is not None:
+            made = _clone(value.untyped_storage())
+            geometry = tensor.storage_offset(), size, tensor.stride()
+            metadata = None
+        else:
+            made = self._dummy(storage, tensor.dtype)
+            geometry = 0, size, (0,) * len(size)
+            metadata = {_mark(storage.nbytes(), tensor.storage_offset(), tensor.stride()): True}
+            self._mode.notes.add(
+                "files written by the script hold zeros for tensors whose values are not known"
+            )
+        if storage._cdata in self._mode.memory.live:
+            setattr(made, _LOCATION, str(GPU.device))
+        storage_class: Any = torch.storage.TypedStorage
+        typed = storage_class(wrap_storage=made, dtype=tensor.dtype, _internal=True)
+        arguments = typed, *geometry, tensor.requires_grad, OrderedDict()  # type: ignore[var-annotated]
+        rebuild = torch._utils._rebuild_tensor_v2
+        return rebuild, arguments if metadata is None else (*arguments, metadata)
+
+    def _is_followed(self, tensor: Tensor) -> bool:
+        return storage_key(tensor) not in self._mode.values.guessed
+
+    def _dummy(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.UntypedStorage:
+        memo = getattr(self._state, "placeholders", None)
+        key = storage._cdata, dtype
+        if memo is not None and key in memo:
+            known: torch.UntypedStorage = memo[key]
+            return known
+        with _disable_current_modes():
+            made = torch.zeros(1, dtype=dtype, device=CPU).untyped_storage()
+        if memo is not None:
+            memo[key] = made
+        return made
+
+    def saving(self, save: Any) -> Any:
+        """Wrap `torch.save`, so that tensors with one storage share its placeholder."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = getattr(self._state, "placeholders", None)
+            self._state.placeholders = {}
+            try:
+                return save(*args, **kwargs)
+            finally:
+                self._state.placeholders = before
+
+        return call
+
+    # --- reading
+
+    def loading(self, load: Any) -> Any:
+        """Wrap `torch.load`, so that it maps a large file."""
+
+        def call(f: Any, *args: Any, **kwargs: Any) -> Any:
+            before = getattr(self._state, "is_mapped", False)
+            self._state.is_mapped = not kwargs.get("mmap") and _is_large_archive(f)
+            if self._state.is_mapped:
+                kwargs["mmap"] = True
+            try:
+                return load(f, *args, **kwargs)
+            finally:
+                self._state.is_mapped = before
+
+        return call
+
+    def loading_old(self, load: Any) -> Any:
+        """Wrap the reader of the old format, which has the values only after the tensors."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._state.is_old = True
+            try:
+                return load(*args, **kwargs)
+            finally:
+                self._state.is_old = False
+
+        return call
+
+    def restored(self, storage: Any, location: str) -> Any:
+        """Mark a storage for the GPU; return None for another location."""
+        if not location.startswith("cuda"):
+            return None
+        resolve(location)
+        setattr(storage, _LOCATION, str(GPU.device))
+        return storage
+
+    def rebuilt(
+        self, storage: Any, offset: int, size: Any, stride: Any, metadata: Any = None
+    ) -> Tensor | None:
+        """Return the tensor of a storage without data, or None for a real one."""
+        untyped = storage._untyped_storage
+        full = _read_mark(metadata)
+        is_gpu = hasattr(untyped, _LOCATION)
+        if untyped.device.type == "meta" and full is None:
+            return None
+        is_large = storage.dtype.is_floating_point and untyped.nbytes() >= VIRTUAL_HOST_BYTES
+        is_mapped = getattr(self._state, "is_mapped", False)
+        if not (is_gpu or full or is_mapped):
+            return None
+        base = getattr(untyped, _BASE, None)
+        if base is None:
+            if is_gpu or full or is_large:
+                base = self._born(untyped, full[0] if full else untyped.nbytes(), storage.dtype)
+            else:
+                base = _clone(untyped)  # the file may be written to while it is used
+            setattr(untyped, _BASE, base)
+        if full:
+            offset, stride = full[1:]
+        device = META if is_gpu or full or is_large else CPU
+        with _disable_current_modes():
+            made = torch.empty(0, dtype=storage.dtype, device=device)
+            return made.set_(base, offset, size, stride)
+
+    def _born(self, source: Any, num_bytes: int, dtype: torch.dtype) -> torch.UntypedStorage:
+        """Allocate a storage without data for that of `source`, on the GPU or the host."""
+        mode = self._mode
+        with _disable_current_modes():
+            base = _bare(num_bytes)
+            whole = torch.empty(0, dtype=torch.uint8, device=META).set_(base)
+            if source.device.type == "meta":
+                return base
+            if not hasattr(source, _LOCATION):
+                mode.host.put(whole)
+                return base
+            memory = mode.memory
+            with memory.lock:
+                memory.allocate(whole, mode.attribution.site("torch.load"), memory.kind)
+                mode.timeline.copy_from_host(num_bytes)
+            limit = 512 if dtype.is_floating_point else MAX_TWIN_BYTES
+            if source.nbytes() == num_bytes <= limit and not getattr(self._state, "is_old", False):
+                mode.values.set_storage(base._cdata, _clone(source))
+        return base
+
+    # --- copying
+
+    def copied(self, storage: Any) -> Any:
+        """Clone a storage without data."""
+        mode, key = self._mode, storage._cdata
+        with _disable_current_modes():
+            base = _bare(storage.nbytes())
+            whole = torch.empty(0, dtype=torch.uint8, device=META).set_(base)
+            if key in host_storages:
+                mode.host.put(whole)
+            else:
+                memory = mode.memory
+                with memory.lock:
+                    memory.allocate(whole, mode.attribution.site("clone"), memory.kind)
+            known = mode.values.storage_of(key)
+            if known is not None:
+                mode.values.set_storage(base._cdata, _clone(known))
+        return base
+
+
+class Placeholder:
+    """Placeholder to write for a tensor without data, outside of a virtual GPU.
+
+    `torch.save` writes it like a tensor without data on a virtual GPU. Plain torch reads zeros, and
+    on a virtual GPU they take the tensor's memory.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        tensor = self._tensor
+        size = tuple(tensor.size())
+        num_bytes = tensor.numel() * tensor.itemsize
+        strides = torch.empty(size, device=META).stride()
+        storage_class: Any = torch.storage.TypedStorage
+        one = torch.zeros(1, dtype=tensor.dtype).untyped_storage()
+        typed = storage_class(wrap_storage=one, dtype=tensor.dtype, _internal=True)
+        metadata = {_mark(num_bytes, 0, strides): True}
+        arguments = typed, 0, size, (0,) * len(size), False, OrderedDict(), metadata  # type: ignore[var-annotated]
+        return torch._utils._rebuild_tensor_v2, arguments
+
+
+def install(patches: Patches, mode: CudaSimMode) -> None:
+    """Install reading and writing for the virtual GPU."""
+    checkpoints = Checkpoints(mode)
+    _install_writing(patches, mode, checkpoints)
+    _install_reading(patches, checkpoints)
+    _install_storages(patches, mode, checkpoints)
+
+
+def _install_writing(patches: Patches, mode: CudaSimMode, checkpoints: Checkpoints) -> None:
+    reduce: Any = Tensor._reduce_ex_internal
+
+    def reduced(tensor: Tensor, protocol: Any) -> Any:
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or not is_meta(tensor):
+            return reduce(tensor, protocol)
+        if mode.host.place(tensor) is Place.META and not mode.is_off:
+            return reduce(tensor, protocol)
+        return checkpoints.reduced(tensor)
+
+    patches.set(Tensor, "_reduce_ex_internal", reduced)
+    module: Any = torch.serialization
+    patches.set(torch, "save", checkpoints.saving(module.save))
+    patches.set(torch.serialization, "save", torch.save)
+
+    def location_of(storage: Any) -> str | None:
+        return getattr(storage, _LOCATION, None)
+
+    packages = torch.serialization._package_registry
+    own = (_PRIORITY, location_of, checkpoints.restored)
+    patches.set(torch.serialization, "_package_registry", [own, *packages])
+
+
+def _install_reading(patches: Patches, checkpoints: Checkpoints) -> None:
+    module: Any = torch._utils
+    make, make_v2 = module._rebuild_tensor, module._rebuild_tensor_v2
+
+    def _rebuild_tensor(storage: Any, offset: int, size: Any, stride: Any) -> Tensor:
+        made = checkpoints.rebuilt(storage, offset, size, stride)
+        return make(storage, offset, size, stride) if made is None else made
+
+    def _rebuild_tensor_v2(
+        storage: Any, offset: int, size: Any, stride: Any, wants_grad: bool, hooks: Any,
+        metadata: Any = None,
+    ) -> Tensor:  # fmt: skip
+        made = checkpoints.rebuilt(storage, offset, size, stride, metadata)
+        if made is None:
+            found: Tensor = make_v2(storage, offset, size, stride, wants_grad, hooks, metadata)
+            return found
+        made.requires_grad = wants_grad
+        made._backward_hooks = hooks
+        return made
+
+    for function in (_rebuild_tensor, _rebuild_tensor_v2):
+        function.__module__, function.__qualname__ = "torch._utils", function.__name__
+        patches.set(module, function.__name__, function)
+    from torch import _weights_only_unpickler
+
+    allowed: Any = _weights_only_unpickler._get_allowed_globals
+    patches.set(_weights_only_unpickler, "_get_allowed_globals", allowed.__wrapped__)
+    patches.set(torch, "load", checkpoints.loading(torch.load))
+    patches.set(torch.serialization, "load", torch.load)
+    old = checkpoints.loading_old(torch.serialization._legacy_load)
+    patches.set(torch.serialization, "_legacy_load", old)
+
+
+def _install_storages(patches: Patches, mode: CudaSimMode, checkpoints: Checkpoints) -> None:
+    storage_class: Any = torch.UntypedStorage
+    clone, true_to = storage_class.clone, storage_class.to
+
+    def cloned(storage: Any) -> Any:
+        key = storage._cdata
+        if key in mode.memory.live or key in host_storages:
+            return checkpoints.copied(storage)
+        return clone(storage)
+
+    def to_gpu(storage: Any, device: Any = None, non_blocking: bool = False) -> Any:
+        if storage._cdata in mode.memory.live:
+            return storage
+        return checkpoints.restored(storage, str(resolve(GPU.device if device is None else device)))
+
+    def to(storage: Any, *, device: Any, non_blocking: bool = False) -> Any:
+        if torch.device(device).type == "cuda":
+            return to_gpu(storage, device)
+        return true_to(storage, device=device, non_blocking=non_blocking)
+
+    patches.set(storage_class, "clone", cloned)
+    patches.set(storage_class, "cuda", to_gpu)
+    patches.set(storage_class, "to", to)
+    share: Any = Tensor.share_memory_
+
+    def share_memory_(tensor: Tensor) -> Tensor:
+        return tensor if is_meta(tensor) else share(tensor)
+
+    patches.set(Tensor, "share_memory_", share_memory_)
+
+
+def _bare(num_bytes: int) -> torch.UntypedStorage:
+    """Return a storage without data."""
+    made: torch.UntypedStorage = torch.UntypedStorage(num_bytes, device="meta")  # type: ignore[no-untyped-call]
+    return made
+
+
+def _clone(storage: Any) -> torch.UntypedStorage:
+    """Return a copy of a storage with data."""
+    made: torch.UntypedStorage = storage.clone()
+    return made
+
+
+def _is_large_archive(file: Any) -> bool:
+    if not isinstance(file, str | os.PathLike):
+        return False
+    path = Path(file)
+    if not path.is_file() or path.stat().st_size < MAPPED_BYTES:
+        return False
+    with path.open("rb") as opened:
+        return opened.read(4) == b"PK\x03\x04"
+
+
+def _mark(num_bytes: int, offset: Any, stride: tuple[Any, ...]) -> str:
+    return ":".join(map(str, (_MARK, num_bytes, offset, *stride)))
+
+
+def _read_mark(metadata: Any) -> tuple[int, int, tuple[int, ...]] | None:
+    """Return (bytes of the storage, offset, stride) of a placeholder."""
+    for key in metadata or ():
+        if isinstance(key, str) and key.startswith(_MARK + ":"):
+            num_bytes, offset, *stride = map(int, key.split(":")[1:])
+            return num_bytes, offset, tuple(stride)
+    return None
+
+
+_LENGTH_BYTES = 8
+"""Bytes of the header's length at the beginning of a file, and alignment of the header
+(https://huggingface.co/docs/safetensors, "Format").
+"""
+
+
+def install_safetensors(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
+    """Install tensors without data in safetensors, where a script uses it."""
+
+    def replace(module: ModuleType, name: str, made: Any) -> None:
+        for owner, alias in names_of(getattr(module, name)):
+            patches.set(owner, alias, made)
+
+    def files(module: ModuleType) -> None:
+        writer = Writer(module, mode)
+        replace(module, "save_file", writer.save_file)
+        replace(module, "save", writer.save)
+        replace(module, "safe_open", _opener(module, mode))
+
+    hooks.after("safetensors.torch", files)
+
+
+def _opener(module: Any, mode: CudaSimMode) -> type:
+    """Return `safe_open` for the virtual GPU."""
+    true_open, dtypes = module.safe_open, module._TYPES
+
+    class Slice:
+        """Result of `get_slice`."""
+
+        def __init__(self, file: SafeOpen, name: str) -> None:
+            self._file, self._name = file, name
+            self._slice = file._file.get_slice(name)
+            self.get_shape, self.get_dtype = self._slice.get_shape, self._slice.get_dtype
+
+        def __getitem__(self, index: Any) -> Any:
+            virtual = self._file._virtual(self._name)
+            return self._file._placed(self._slice[index] if virtual is None else virtual[index])
+
+    class SafeOpen:
+        """Replacement of `safetensors.safe_open`."""
+
+        def __init__(
+            self, filename: Any, framework: str, device: Any = "cpu", **options: Any
+        ) -> None:
+            self._device = resolve(device)
+            is_cuda = isinstance(self._device, torch.device) and self._device.type == "cuda"
+            self._is_torch = framework in ("pt", "torch", "pytorch")
+            self._file = true_open(
+                filename, framework, device="cpu" if is_cuda else device, **options
+            )
+            self._moves = is_cuda
+            self.keys, self.metadata = self._file.keys, self._file.metadata
+            self.offset_keys = self._file.offset_keys
+
+        def __enter__(self) -> SafeOpen:
+            self._file.__enter__()
+            return self
+
+        def __exit__(self, *exception: Any) -> None:
+            self._file.__exit__(*exception)
+
+        def _virtual(self, name: str) -> Tensor | None:
+            """The tensor `name` without data, if it is large and of floating-point numbers."""
+            described = self._file.get_slice(name)
+            dtype, shape = dtypes.get(described.get_dtype()), described.get_shape()
+            if not self._is_torch or dtype is None or not dtype.is_floating_point:
+                return None
+            if math.prod(shape) * dtype.itemsize < VIRTUAL_HOST_BYTES:
+                return None
+            made = torch.empty(shape, dtype=dtype, device=META)
+            mode.host.put(made)
+            return made
+
+        def _placed(self, tensor: Any) -> Any:
+            return tensor.to(self._device) if self._moves else tensor
+
+        def get_tensor(self, name: str) -> Any:
+            """Return the tensor `name`, on the requested device."""
+            virtual = self._virtual(name)
+            return self._placed(self._file.get_tensor(name) if virtual is None else virtual)
+
+        def get_tensors(self) -> dict[str, Any]:
+            """All of them, in the order of the file."""
+            return {name: self.get_tensor(name) for name in self.offset_keys()}
+
+        def get_slice(self, name: str) -> Slice:
+            """Return a tensor that is read in parts."""
+            return Slice(self, name)
+
+    return SafeOpen
+
+
+class Writer:
+    """`save_file` and `save` of safetensors."""
+
+    def __init__(self, module: Any, mode: CudaSimMode) -> None:
+        self._module = module
+        self._mode = mode
+        self._save_file: Callable[..., Any] = module.save_file
+        self._save: Callable[..., Any] = module.save
+
+    def save_file(self, tensors: dict[str, Tensor], filename: Any, metadata: Any = None) -> None:
+        """Replace `safetensors.torch.save_file`."""
+        if not _has_virtual(tensors):
+            self._save_file(tensors, filename, metadata=metadata)
+            return
+        header, total, offsets = self._header(tensors, metadata)
+        with Path(filename).open("wb") as file:
+            file.write(header)
+            for name, offset in offsets.items():
+                data = self._data(tensors[name])
+                if data is not None:
+                    file.seek(len(header) + offset)
+                    file.write(data)
+            file.truncate(len(header) + total)
+        self._mode.notes.add(
+            "files written by the script hold zeros for tensors whose values are not known"
+        )
+
+    def save(self, tensors: dict[str, Tensor], metadata: Any = None) -> bytes:
+        """Replace `safetensors.torch.save`."""
+        if not _has_virtual(tensors):
+            saved: bytes = self._save(tensors, metadata=metadata)
+            return saved
+        header, total, offsets = self._header(tensors, metadata)
+        content = bytearray(total)
+        for name, offset in offsets.items():
+            data = self._data(tensors[name])
+            if data is not None:
+                content[offset : offset + len(data)] = data
+        return header + bytes(content)
+
+    def _header(
+        self, tensors: dict[str, Tensor], metadata: Any
+    ) -> tuple[bytes, int, dict[str, int]]:
+        """Return the header, the bytes after it, and the offset of each tensor in them."""
+        self._module._evaluate_tensors_for_save(tensors)
+        for name, tensor in tensors.items():
+            if not tensor.is_contiguous():
+                raise ValueError(
+                    f"You are trying to save a non contiguous tensor: `{name}` which is not "
+                    "allowed. It either means you are trying to save tensors which are reference "
+                    "of each other in which case it's recommended to save only the full tensors, "
+                    "and reslice at load time, or simply call `.contiguous()` on your tensor to "
+                    "pack it before saving."
+                )
+        with _disable_current_modes():
+            empty = {name: torch.empty(0, dtype=t.dtype) for name, t in tensors.items()}
+            written = self._save(empty, metadata=metadata)  # its names of dtypes, and its order
+        described = json.loads(written[_LENGTH_BYTES:].rstrip(b"\0"))
+        offset, offsets = 0, {}
+        for name, entry in described.items():
+            if name == "__metadata__":
+                continue
+            tensor = tensors[name]
+            offsets[name] = offset
+            end = offset + tensor.numel() * tensor.itemsize
+            entry["shape"], entry["data_offsets"] = list(tensor.shape), [offset, end]
+            offset = end
+        text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % _LENGTH_BYTES)
+        return len(text).to_bytes(_LENGTH_BYTES, "little") + text, offset, offsets
+
+    def _data(self, tensor: Tensor) -> bytes | None:
+        """Return the values of `tensor` where they are known."""
+        with _disable_current_modes():
+            value = self._mode.values.value_of(tensor) if is_meta(tensor) else tensor
+            if value is None or not value.numel():
+                return None
+            flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+            return bytes(flat.numpy().data)
+
+
+def _has_virtual(tensors: Any) -> bool:
+    return isinstance(tensors, dict) and any(
+        isinstance(tensor, Tensor) and is_meta(tensor) for tensor in tensors.values()
+    )

@@ -1,0 +1,223 @@
+"""`from_pretrained` of transformers without weights or Hub.
+
+Values of weights are not needed to predict memory. A folder or a Hub id without weights on this
+machine still loads. Transformers' own code runs on a state dict of the model's names and shapes,
+without data. Each such load is noted. Weights are never downloaded.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memest.estimator.gpu.imports import ImportHooks, names_of
+from memest.estimator.gpu.mode import CudaSimMode
+from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.placement import META
+from memest.models_meta.registry import find_entry
+
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
+"""Extensions of weight files. A folder with such a file has weights, and a mismatch is an error."""
+
+DESCRIBING = frozenset(("config.json", "generation_config.json", "adapter_config.json"))
+"""Files of a bundled model that are looked up on this machine only."""
+
+
+class NoWeights(str):
+    """Placeholder for the path of a checkpoint, of a type that transformers reads."""
+
+
+class OnDemand(Future):  # type: ignore[type-arg]
+    """Future that runs its function in `result`, instead of in a thread."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self._call = function, args, kwargs
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Return the function's result, or raise its exception."""
+        if not self.done():
+            function, args, kwargs = self._call
+            del self._call
+            try:
+                self.set_result(function(*args, **kwargs))
+            except BaseException as error:
+                self.set_exception(error)
+        return super().result(timeout)
+
+
+class InOrder:
+    """The pool with which transformers reads weights ahead, without threads.
+
+    Its four threads (`core_model_loading.GLOBAL_WORKERS`) are at most four tensors ahead of the
+    consumer, and the order of their allocations is random. Here the order is the same in every run.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> OnDemand:
+        """Submit, as `Executor.submit` does."""
+        return OnDemand(function, *args, **kwargs)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Do nothing."""
+
+
+def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
+    """Let transformers, where a script uses it, load models without weights here."""
+    bundled = BundledConfigs(mode, hooks)
+
+    def replace(module: ModuleType, name: str, make: Callable[[Any], Any]) -> None:
+        original = getattr(module, name)
+        made = make(original)
+        for owner, alias in names_of(original):
+            patches.set(owner, alias, made)
+
+    def hub(module: ModuleType) -> None:
+        replace(module, "cached_files", bundled.beside)
+
+    def loading(module: ModuleType) -> None:
+        patches.set(module, "ThreadPoolExecutor", InOrder)
+
+    def models(module: ModuleType) -> None:
+        replace(module, "_get_resolved_checkpoint_files", lambda f: _resolving(f, mode))
+        old = not hasattr(module, "_get_dtype")  # before transformers 4.56
+        replace(module, "_get_torch_dtype" if old else "_get_dtype", _dtype_without_files)
+        model: Any = module.PreTrainedModel
+        load = _loading(model._load_pretrained_model, mode)
+        patches.set(model, "_load_pretrained_model", staticmethod(load))
+
+    hooks.after("transformers.utils.hub", hub)
+    hooks.after("transformers.core_model_loading", loading)
+    hooks.after("transformers.modeling_utils", models)
+
+
+class BundledConfigs:
+    """Bundled configs as files, for Hub ids that cannot be reached."""
+
+    def __init__(self, mode: CudaSimMode, hooks: ImportHooks) -> None:
+        self._mode = mode
+        self._at_end = hooks.at_end
+        self._folder = ""
+
+    def beside(self, cached_files: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap transformers' `cached_files` to use a bundled config where it finds none."""
+
+        def call(path_or_repo_id: Any, filenames: list[str], *args: Any, **kwargs: Any) -> Any:
+            name = str(path_or_repo_id)
+            is_bundled = not os.path.exists(name) and find_entry(name) is not None
+            if not (is_bundled and DESCRIBING.issuperset(filenames)):
+                return cached_files(path_or_repo_id, filenames, *args, **kwargs)
+            kwargs["local_files_only"] = True  # no network access
+            try:
+                found = cached_files(path_or_repo_id, filenames, *args, **kwargs)
+            except OSError:
+                if filenames != ["config.json"]:
+                    raise
+                found = None
+            return self._config(name) if not found and filenames == ["config.json"] else found
+
+        return call
+
+    def _config(self, name: str) -> list[str]:
+        entry = find_entry(name)
+        assert entry is not None
+        if not self._folder:
+            folder = tempfile.TemporaryDirectory(prefix="memest-")
+            self._folder = self._at_end.enter_context(folder)
+        path = Path(self._folder) / entry.name / "config.json"
+        if not path.exists():
+            path.parent.mkdir()
+            config = json.loads(entry.path.read_text(encoding="utf-8"))["config"]
+            path.write_text(json.dumps(config), encoding="utf-8")
+        self._mode.notes.add(
+            f"`{name}` was not found on this machine: its bundled config was taken"
+        )
+        return [str(path)]
+
+
+def _resolving(resolve: Callable[..., Any], mode: CudaSimMode) -> Callable[..., Any]:
+    """Wrap `_get_resolved_checkpoint_files`, so that it searches this machine only."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        name = kwargs.get("pretrained_model_name_or_path", args[0] if args else None)
+        if name is None or kwargs.get("gguf_file"):
+            return resolve(*args, **kwargs)
+        folder = Path(str(name))
+        if not folder.is_dir() and "download_kwargs" in kwargs:
+            options = kwargs["download_kwargs"] or {}
+            kwargs["download_kwargs"] = {**options, "local_files_only": True}
+        try:
+            return resolve(*args, **kwargs)
+        except OSError:
+            if folder.is_dir() and any(f.suffix in WEIGHT_FILES for f in folder.rglob("*")):
+                raise
+        mode.notes.add(
+            f"`{name}` has no weights on this machine: the model was built from its config, as if "
+            "all of its weights had been loaded"
+        )
+        return [NoWeights("model.safetensors")], None
+
+    return call
+
+
+def _dtype_without_files(get_dtype: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `_get_dtype`, which reads the first weight where the config has no dtype."""
+    parameters = inspect.signature(get_dtype)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = parameters.bind(*args, **kwargs)
+        files = given.arguments["checkpoint_files"]
+        if given.arguments["state_dict"] is None and files and isinstance(files[0], NoWeights):
+            given.arguments["state_dict"] = {"": torch.empty(0)}
+        return get_dtype(*given.args, **given.kwargs)
+
+    return call
+
+
+def _loading(load: Callable[..., Any], mode: CudaSimMode) -> Callable[..., Any]:
+    """Wrap `_load_pretrained_model`, with a state dict where there are no files."""
+
+    def call(
+        model: Any, state_dict: Any, files: Any, load_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if state_dict is None and files and isinstance(files[0], NoWeights):
+            conversions = getattr(load_config, "weight_mapping", None)  # none before transformers 5
+            state_dict, files = _weights_of(model, conversions, mode), None
+        return load(model, state_dict, files, load_config, *args, **kwargs)
+
+    return call
+
+
+def _weights_of(model: Any, conversions: Any, mode: CudaSimMode) -> dict[str, Tensor]:
+    """Return the state dict of the checkpoint of `model`: tensors without data, a tied one once."""
+    weights = {}
+    tied = getattr(model, "all_tied_weights_keys", {})
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, Tensor) and name not in tied:
+            weights[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=META)
+            mode.host.put(weights[name])
+    if not conversions:
+        return weights
+    from transformers import core_model_loading
+
+    converter = core_model_loading.WeightConverter
+    if not any(isinstance(conversion, converter) for conversion in conversions):
+        return weights
+    model._weight_conversions = conversions  # published files hold experts one by one
+    try:
+        published: dict[str, Tensor] = core_model_loading.revert_weight_conversion(model, weights)
+    finally:
+        del model._weight_conversions
+    return published

@@ -1,1 +1,0 @@
-"""Programs at other batch sizes or sequence lengths, made from few traces."""

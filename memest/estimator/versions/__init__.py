@@ -1,0 +1,157 @@
+"""Differences between releases of torch, and the release that is simulated.
+
+`torch_releases.py` has one row for each release. The installed release is simulated if it has a
+row, and the nearest older release otherwise. The environment variable `MEMEST_TORCH` overrides the
+choice, also in child processes.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import ModuleType
+
+from memest.errors import PlanError, shown
+from memest.estimator.versions.torch_releases import RELEASES, TorchRelease
+
+ENVIRONMENT = "MEMEST_TORCH"
+OLDEST = RELEASES[0].name
+"""Bound of torch in pyproject.toml."""
+
+MEASURED = "2.11"
+"""Release with which the runs of results/ were measured."""
+
+STACK = (
+    "torchvision", "triton", "numpy", "transformers", "lightning", "accelerate", "peft",
+    "bitsandbytes", "deepspeed", "trl", "flash-attn", "nvidia-ml-py",
+)  # fmt: skip
+"""Distributions whose versions a bug report needs."""
+
+KERNELS = "kernels of torch"
+"""Key of the simulated release among the versions of a report."""
+
+BUILT_FOR = "torch built for"
+"""Key of the platform of torch among the versions of a report, if that is not CUDA or a CPU."""
+
+
+def simulated() -> TorchRelease:
+    """Return the release whose kernels are simulated.
+
+    Raises:
+        PlanError: `MEMEST_TORCH` names a release without a row.
+    """
+    requested = os.environ.get(ENVIRONMENT)
+    return known(requested) if requested else nearest(_installed())
+
+
+@contextmanager
+def simulating(release: str | None) -> Iterator[None]:
+    """Simulate `release` within the block, also in child processes; None changes nothing.
+
+    Raises:
+        PlanError: `release` has no row.
+    """
+    if release is None:
+        yield
+        return
+    before = os.environ.get(ENVIRONMENT)
+    os.environ[ENVIRONMENT] = known(release).name
+    try:
+        yield
+    finally:
+        del os.environ[ENVIRONMENT]
+        if before is not None:
+            os.environ[ENVIRONMENT] = before
+
+
+@cache
+def known(text: str) -> TorchRelease:
+    """Return the release that `text` names, as `2.11` or `2.11.0+cu130`.
+
+    Raises:
+        PlanError: the release has no row.
+    """
+    for release in RELEASES:
+        if release.version == _numbers(text):
+            return release
+    names = ", ".join(f"`{release.name}`" for release in RELEASES)
+    raise PlanError(
+        f"the kernels of torch {shown(text)} cannot be simulated", hint=f"known releases: {names}"
+    )
+
+
+@cache
+def nearest(text: str) -> TorchRelease:
+    """Return the newest known release that is not newer than `text`, or the oldest known one.
+
+    >>> nearest("2.14.1+cu130").name, nearest("3.0").name, nearest("2.9").name
+    ('2.14', '2.14', '2.9')
+    """
+    numbers = _numbers(text) or RELEASES[-1].version
+    return next((r for r in reversed(RELEASES) if r.version <= numbers), RELEASES[0])
+
+
+def is_newer(text: str) -> bool:
+    """Return whether a release is newer than all known ones.
+
+    >>> is_newer("2.14.1+cu130"), is_newer("2.15.0")
+    (False, True)
+    """
+    return (_numbers(text) or (0, 0)) > RELEASES[-1].version
+
+
+def is_older(text: str) -> bool:
+    """Return whether a release is older than all known ones.
+
+    >>> is_older("2.5.1"), is_older("2.6.0")
+    (True, False)
+    """
+    return (_numbers(text) or RELEASES[0].version) < RELEASES[0].version
+
+
+def other_kernels(torch: ModuleType) -> str:
+    """Return the platform other than CUDA that a build of torch is for, or an empty text."""
+    if hip := getattr(torch.version, "hip", None):
+        return f"ROCm {hip}"
+    return "MPS" if torch.backends.mps.is_built() else ""
+
+
+def is_nightly(text: str) -> bool:
+    """Return whether a version is of a nightly build, or of one that a user has made.
+
+    >>> is_nightly("2.15.0.dev20261101+cu130"), is_nightly("2.14.0a0+git1b2c3d"), is_nightly("2.14")
+    (True, True, False)
+    """
+    return re.search(r"\.dev\d|\d(?:a|b|rc)\d|\+git", text) is not None
+
+
+def library_versions(*packages: str) -> dict[str, str]:
+    """Return the installed versions of memest, torch and `packages`, and the simulated release."""
+    from memest import __version__
+
+    found = {"memest": __version__}
+    for package in ("torch", *packages):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if package == "torch":
+            found[KERNELS] = simulated().name
+            if "torch" in sys.modules and (other := other_kernels(sys.modules["torch"])):
+                found[BUILT_FOR] = other
+    return found
+
+
+@cache
+def _installed() -> str:
+    return importlib.metadata.version("torch")
+
+
+def _numbers(text: str) -> tuple[int, int] | None:
+    match = re.match(r"(\d+)\.(\d+)", text)
+    return None if match is None else (int(match[1]), int(match[2]))

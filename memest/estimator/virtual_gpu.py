@@ -1,0 +1,243 @@
+"""The virtual GPU, as a session around a script."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from memest.errors import MemestError
+from memest.estimator import integrations
+from memest.estimator.allocator.settings import AllocatorSettings, settings_from
+from memest.estimator.allocator.statistics import CountingAllocator, allow_share
+from memest.estimator.gpu import processes
+from memest.estimator.gpu.engine import DeviceThread
+from memest.estimator.gpu.imports import ImportHooks
+from memest.estimator.gpu.mode import CudaSimMode
+from memest.estimator.gpu.placeholders import Guesses
+from memest.estimator.gpu.worlds import ALONE, Ranks
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops import encoder, recurrent, sparse
+from memest.estimator.ops.autograd_ops import CASTS, decisions_of, follow_autocast
+from memest.estimator.tensors.lines import ScriptLines
+from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.placement import GPU, host_storages, install_layouts
+from memest.estimator.torch_api import attributes, cuda, distributed, files
+
+GRADS_LIVE_ON = (
+    "gradients live through the forward of the next step, since the script frees them after it: "
+    "`zero_grad()` before the forward would give their memory to the activations"
+)
+
+
+class StepLimit(SystemExit):
+    """The script has taken `max_steps` optimizer steps."""
+
+
+class VirtualGpu:
+    """One virtual GPU, active within a `with` block; one at a time in a process.
+
+    Args:
+        gpu: the GPU to simulate.
+        limit_bytes: bytes that its allocator may reserve; None is all that the GPU leaves it.
+        max_steps: optimizer steps after which `StepLimit` ends the script; None is unlimited.
+        is_strict: refuse to guess values.
+        roots: folders whose code is the script's, wherever they are.
+        lines: finds the line of the script; None searches outside of libraries and in `roots`.
+        watch: called with the dispatch mode before anything runs.
+        ranks: rank of this GPU among several.
+        settings: of the allocator; None reads the environment at the first use.
+    """
+
+    _active: VirtualGpu | None = None
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        *,
+        limit_bytes: int | None = None,
+        max_steps: int | None = None,
+        is_strict: bool = False,
+        roots: tuple[Path, ...] = (),
+        lines: ScriptLines | None = None,
+        watch: Callable[[CudaSimMode], object] = lambda mode: None,
+        ranks: Ranks = ALONE,
+        settings: AllocatorSettings | None = None,
+        is_prompt: bool = False,
+    ) -> None:
+        self.gpu = gpu
+        self.ranks = ranks
+        self.limit_bytes = limit_bytes
+        self.max_steps = max_steps
+        self.num_steps = 0
+        usable = gpu.limit_bytes - ranks.communicator_bytes
+        self.allocator = CountingAllocator(
+            usable if limit_bytes is None else limit_bytes, gpu_bytes=gpu.limit_bytes
+        )
+        if limit_bytes is not None and limit_bytes < gpu.limit_bytes:
+            self.allocator.allowed_bytes = limit_bytes
+        self.allocator.use_late(lambda: self._settings(settings))
+        lines = lines or ScriptLines(roots)
+        self.guesses = Guesses(is_strict, lines.current)
+        self.mode = CudaSimMode(gpu, self.allocator, self.guesses, lines)
+        watch(self.mode)
+        self.mode.ranks = ranks
+        ranks.mailbox.begin_rank()
+        self.mode.timeline.is_slow = ranks.may_wait
+        self.mode.memory.frees_at_once = is_prompt
+        self._patches = Patches()
+        self._stack = contextlib.ExitStack()
+
+    def _settings(self, given: AllocatorSettings | None) -> AllocatorSettings:
+        settings = settings_from(os.environ) if given is None else given
+        if settings.memory_fraction < 1:
+            most = self.gpu.limit_bytes if self.limit_bytes is None else self.limit_bytes
+            allow_share(self.allocator, settings.memory_fraction, self.gpu.memory_bytes, most)
+        return settings
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes for the report, each once."""
+        return [*self.mode.notes.warnings, *self.mode.notes.texts]
+
+    @property
+    def peak_allocated_bytes(self) -> int:
+        """The highest number of bytes allocated since the start, whatever the script resets."""
+        history = self.mode.memory.history
+        return max(history.peak_allocated_bytes, self.allocator.peak_allocated_bytes)
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        """The highest number of bytes reserved since the start, whatever the script resets."""
+        history = self.mode.memory.history
+        return max(history.peak_reserved_bytes, self.allocator.peak_reserved_bytes)
+
+    def __enter__(self) -> VirtualGpu:
+        if VirtualGpu._active is not None:
+            raise MemestError("a virtual GPU is active already", hint="leave it first")
+        distributed.check(self.ranks)
+        VirtualGpu._active = self
+        GPU.device = torch.device("cuda", self.ranks.local_rank)
+        GPU.num_visible = self.ranks.num_local
+        mode, patches = self.mode, self._patches
+        attributes.install(patches, mode)
+        cuda.install(patches, mode)
+        encoder.install(patches, mode)
+        follow_autocast(patches)
+        install_layouts(patches, mode.attribution.lines.current)
+        recurrent.install(patches)
+        sparse.install(patches)
+        DeviceThread().install(patches)
+        mode.host.draws.install(patches)
+        hooks = ImportHooks(mode.notes.add)
+        hooks.install()
+        self._stack.callback(hooks.remove)
+        processes.install(patches)
+        files.install(patches, mode, hooks)
+        integrations.install(patches, mode, hooks)
+        distributed.install(patches, mode, hooks, self.ranks)
+        self._install_threads()
+        self._install_steps()
+        patches.set(torch, "clear_autocast_cache", CASTS.clear)
+        for handle in mode.attribution.modules.hooks():
+            self._stack.callback(handle.remove)
+        self._stack.enter_context(self.in_this_thread())
+        mode.memory.pace.start()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.mode.memory.settle()
+        self.mode.attribution.labels.of_models()
+        self.mode.memory.history.fold()
+        self._stack.close()
+        self._patches.undo()
+        self.mode.memory.pace.stop()
+        self.mode.is_off = True
+        host_storages.clear()
+        CASTS.clear()
+        recurrent.forget()
+        GPU.device, GPU.num_visible = torch.device("cuda", 0), 1
+        VirtualGpu._active = None
+
+    @contextlib.contextmanager
+    def in_this_thread(self) -> Iterator[None]:
+        """Run this thread on the virtual GPU."""
+        with decisions_of(self.gpu), self.mode:
+            yield
+
+    def _install_threads(self) -> None:
+        """Install the GPU in every thread of the script; a forked process does not see it."""
+        bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+        virtual = self
+
+        def bootstrap_inner(thread: threading.Thread) -> None:
+            with virtual.in_this_thread():
+                bootstrap(thread)
+
+        self._patches.set(threading.Thread, "_bootstrap_inner", bootstrap_inner)
+
+    def _install_steps(self) -> None:
+        mode = self.mode
+        stepped: dict[int, weakref.ref[Any]] = {}  # by thread: another's gradients are not read
+
+        def called(model: Any, is_new: bool) -> None:
+            if is_new:
+                mode.attribution.labels.of_model(model)
+            if stepped and model.training and torch.is_grad_enabled():
+                found = stepped.pop(threading.get_ident(), None)
+                optimizer = None if found is None else found()
+                if optimizer is not None and _holds_grads(mode, optimizer):
+                    mode.notes.add(GRADS_LIVE_ON)
+
+        mode.attribution.modules.on_call = called
+
+        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+            mode.attribution.labels.of_optimizer(optimizer, with_grads=True)
+            mode.attribution.phase_given = "optimizer"
+            given = (*args, kwargs.get("closure"))
+            mode.attribution.has_closure = any(a is not None and a is not optimizer for a in given)
+            if not mode.attribution.has_closure:  # which runs forward and backward within the step
+                mode.memory.log.mark("before_optimizer_step")
+            mode.attribution.has_started = True
+
+        def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+            mode.attribution.phase_given = ""
+            mode.memory.settle()
+            mode.attribution.labels.of_optimizer(optimizer, with_grads=False)
+            mode.memory.log.mark("after_optimizer_step")
+            mode.guesses.stepped()
+            mode.attribution.modules.forget()
+            mode.memory.history.stepped()
+            stepped[threading.get_ident()] = weakref.ref(optimizer)
+            self.num_steps += 1
+            if self.max_steps is not None and self.num_steps >= self.max_steps:
+                raise StepLimit(0)
+
+        self._stack.callback(register_optimizer_step_pre_hook(before).remove)
+        self._stack.callback(register_optimizer_step_post_hook(after).remove)
+
+
+def _holds_grads(mode: CudaSimMode, optimizer: Any) -> bool:
+    """Return whether a gradient of `optimizer` is on the GPU."""
+    grads = (p.grad for group in optimizer.param_groups for p in group["params"])
+    return any(grad is not None and mode.memory.id_of(grad) is not None for grad in grads)
+
+
+def _forget_in_child() -> None:
+    """Turn the virtual GPU off in a forked process, such as a DataLoader's worker."""
+    if VirtualGpu._active is not None:
+        VirtualGpu._active.mode.is_off = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)

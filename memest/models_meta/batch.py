@@ -1,0 +1,463 @@
+"""One micro-batch as a model's forward takes it, with labels, so that the model computes its loss.
+
+Ids, masks and labels are real tensors on the CPU, because models branch on their values (a mask of
+ones is dropped). Values of pixels and audio features have no effect, so these are meta tensors.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memest.errors import PlanError, UnsupportedError
+from memest.models_meta.build import default_image_size, text_config, vision_config
+from memest.models_meta.registry import error_text
+
+IGNORE_INDEX = -100
+"""Label that torch's cross entropy ignores."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchTensor:
+    """One tensor argument of forward."""
+
+    name: str
+    value: Tensor
+
+    @property
+    def is_real(self) -> bool:
+        """True for ids, masks and labels, whose values matter; False for a meta tensor."""
+        return self.value.device.type != "meta"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the elements, before an allocator rounds them."""
+        return self.value.numel() * self.value.element_size()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Arguments of one forward, in the order in which they are moved to the GPU."""
+
+    tensors: tuple[BatchTensor, ...]
+    flags: Mapping[str, bool]
+    """Arguments that are no tensors, such as CLIP's `return_loss`."""
+
+    loss_output: str = "loss"
+    """Output to differentiate. An output other than `loss` is averaged."""
+
+    image_size: int | None = None
+    notes: tuple[str, ...] = ()
+    """Assumptions for the report."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors, before an allocator rounds them."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """Keyword arguments of forward: real integer tensors on the CPU, meta floats, and the
+        flags.
+        """
+        return {tensor.name: tensor.value for tensor in self.tensors} | dict(self.flags)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """Checked arguments of `make_batch`, with the facts about the model that recipes use."""
+
+    config: Any
+    class_name: str
+    forward: frozenset[str]
+    """Names of the parameters of the class's forward."""
+
+    batch_size: int
+    seq_len: int
+    image_size: int | None
+    padded: bool
+    device: torch.device
+    generator: torch.Generator
+
+    @property
+    def num_padded(self) -> int:
+        """Padded tokens at the end of each row except the first: a quarter of the row, at least
+        one.
+        """
+        can_pad = self.padded and self.batch_size > 1 and self.seq_len > 1
+        return max(1, self.seq_len // 4) if can_pad else 0
+
+
+Recipe = Callable[[Request], Batch]
+
+
+def batch_of(request: Request, named: Mapping[str, Tensor], *notes: str, **kwargs: Any) -> Batch:
+    """Make a `Batch` of tensors; without labels or an own loss, the loss is over an output."""
+    tensors = tuple(BatchTensor(name=name, value=value) for name, value in named.items())
+    flags = kwargs.pop("flags", {})
+    loss_output = "loss"
+    if not ({"labels", "start_positions"} & set(named) or flags.get("return_loss")):
+        loss_output = "last_hidden_state"
+        notes = (*notes, f"{request.class_name} has no loss: the mean of its output is one")
+    return Batch(tensors=tensors, flags=flags, loss_output=loss_output, notes=notes, **kwargs)
+
+
+def _special_ids(config: Any) -> set[int]:
+    """Return special ids: every `*_token_id` and `*_token_index` of the config."""
+    fields = {**text_config(config).to_dict(), **config.to_dict()}
+    ends = ("_token_id", "_token_index")
+    return {
+        value
+        for key, value in fields.items()
+        if key.endswith(ends) and isinstance(value, int) and not isinstance(value, bool)
+    }
+
+
+def random_ids(request: Request, num_tokens: int) -> Tensor:
+    """Return (B, num_tokens) ids with a fixed seed, without special ids if the vocabulary has
+    others.
+    """
+    vocab_size = int(text_config(request.config).vocab_size)
+    special = _special_ids(request.config)
+    shape = (request.batch_size, num_tokens)
+    ids = torch.randint(0, vocab_size, shape, generator=request.generator)
+    ordinary = next((i for i in range(min(vocab_size, len(special) + 1)) if i not in special), 0)
+    if special:
+        ids[torch.isin(ids, torch.tensor(sorted(special)))] = ordinary
+    return ids
+
+
+def _pad_id(request: Request) -> int:
+    text = text_config(request.config)
+    pad_id = getattr(text, "pad_token_id", None)
+    if pad_id is None:
+        pad_id = getattr(request.config, "pad_token_id", None)
+    return pad_id if isinstance(pad_id, int) and 0 <= pad_id < text.vocab_size else 0
+
+
+def text_inputs(request: Request, prefix: Tensor | None = None) -> dict[str, Tensor]:
+    """Return `input_ids` and `attention_mask` (B, T); ids begin with `prefix` (B, T'), image
+    tokens.
+    """
+    num_prefix = 0 if prefix is None else prefix.shape[1]
+    ids = random_ids(request, request.seq_len - num_prefix)
+    if prefix is not None:
+        ids = torch.cat([prefix, ids], dim=1)
+    mask = torch.ones_like(ids)
+    num_padded = min(request.num_padded, request.seq_len - num_prefix)
+    if num_padded > 0:
+        ids[1:, -num_padded:] = _pad_id(request)
+        mask[1:, -num_padded:] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def image_inputs(request: Request) -> tuple[dict[str, Tensor], dict[str, bool], int]:
+    """Return fp32 `pixel_values` (B, C, H, W), flags for a size that is not the model's, and the
+    size.
+    """
+    vision = vision_config(request.config) or request.config
+    own = default_image_size(request.config)
+    size = request.image_size or own
+    if size is None or size < 1:
+        raise PlanError(f"`image_size` is {size}", hint="give pixels a side, such as 224")
+    patch = getattr(vision, "patch_size", None)
+    if isinstance(patch, int) and size < patch:
+        raise PlanError(
+            f"`image_size` {size} is smaller than a patch of `{request.class_name}`",
+            hint=f"give at least {patch}, or leave it out for the model's own {own}",
+        )
+    flags: dict[str, bool] = {}
+    if size != own and hasattr(vision, "image_size") and request.config.model_type != "dinov2":
+        if "interpolate_pos_encoding" not in request.forward:
+            raise PlanError(
+                f"`{request.class_name}` takes images of {own} pixels, not {size}",
+                hint=f"leave `image_size` out, or set it to {own}",
+            )
+        flags["interpolate_pos_encoding"] = True
+    num_channels = int(getattr(vision, "num_channels", 3))
+    shape = (request.batch_size, num_channels, size, size)
+    return {"pixel_values": torch.empty(shape, device=request.device)}, flags, size
+
+
+def class_labels(request: Request) -> Tensor:
+    """Return (B,) class numbers; floats for a regression head, which has a single label."""
+    num_labels = int(request.config.num_labels)
+    if num_labels == 1:
+        return torch.zeros(request.batch_size)
+    return torch.randint(0, num_labels, (request.batch_size,), generator=request.generator)
+
+
+def num_image_tokens(config: Any, image_size: int | None) -> int:
+    """Return tokens of a row for its image, with start and end marks; 0 without an image."""
+    size = image_size or default_image_size(config) or 0
+    vision: Any = getattr(config, "vision_config", None)
+    if config.model_type == "llava":
+        has_class_token = config.vision_feature_select_strategy == "full"
+        return int((size // vision.patch_size) ** 2 + has_class_token)
+    if config.model_type == "gemma3":
+        return int(config.mm_tokens_per_image) + 2
+    if config.model_type in ("qwen2_vl", "qwen2_5_vl"):
+        grid = size // vision.patch_size
+        return int((grid // vision.spatial_merge_size) ** 2 + 2)
+    return 0
+
+
+def placeholders(request: Request, num_image_tokens: int, image_id: int, *around: Any) -> Tensor:
+    """Return (B, T') image tokens between optional start and end ids; check `seq_len`."""
+    start, end = around if around else (None, None)
+    row = [start] * (start is not None) + [image_id] * num_image_tokens + [end] * (end is not None)
+    if request.seq_len <= len(row):
+        raise PlanError(
+            f"`seq_len` {request.seq_len} has no room for text: an image of "
+            f"`{request.class_name}` is {len(row)} tokens",
+            hint=f"`seq_len` counts image tokens too: give more than {len(row)}",
+        )
+    return torch.tensor(row).expand(request.batch_size, -1)
+
+
+def _text_batch(request: Request) -> Batch:
+    """Make the batch of a language model, encoder, encoder-decoder or head; the class name selects
+    the labels.
+    """
+    named = text_inputs(request)
+    name = request.class_name
+    if "attention_mask" not in request.forward:
+        named.pop("attention_mask")
+    if name.endswith("ForQuestionAnswering"):
+        zeros = torch.zeros(request.batch_size, dtype=torch.int64)
+        named |= {"start_positions": zeros, "end_positions": zeros.clone()}
+    elif "labels" not in request.forward:
+        pass
+    elif name.endswith(("ForSequenceClassification", "ForNextSentencePrediction")):
+        named["labels"] = class_labels(request)
+    elif name.endswith("ForTokenClassification"):
+        named["labels"] = named["input_ids"] % int(request.config.num_labels)
+    elif name.endswith("ForMultipleChoice"):
+        raise UnsupportedError(
+            f"memest has no batch for `{name}`", hint="its inputs have a dimension of choices"
+        )
+    else:
+        named["labels"] = named["input_ids"].clone()
+    if "next_sentence_label" in request.forward:
+        named["next_sentence_label"] = torch.zeros(request.batch_size, dtype=torch.int64)
+    return batch_of(request, named)
+
+
+def _image_batch(request: Request) -> Batch:
+    """Image classifiers, and image models without a head."""
+    named, flags, size = image_inputs(request)
+    if "labels" in request.forward:
+        if not request.class_name.endswith("ForImageClassification"):
+            raise UnsupportedError(
+                f"memest does not know the labels of `{request.class_name}`",
+                hint="recipes exist for image models without a head and for classification",
+            )
+        named["labels"] = class_labels(request)
+    return batch_of(request, named, flags=flags, image_size=size)
+
+
+def _speech_batch(request: Request) -> Batch:
+    """Whisper: fp32 features (B, M, F) of the full 30 s window, and labels (B, T).
+
+    The encoder's strided convolution halves the frames, so F is twice its positions.
+    """
+    config = request.config
+    mels = getattr(config, "num_mel_bins", None)
+    positions = getattr(config, "max_source_positions", None)
+    if mels is None or positions is None or "labels" not in request.forward:
+        raise UnsupportedError(
+            f"memest does not know the inputs of `{request.class_name}`",
+            hint="of the speech models only Whisper has a recipe",
+        )
+    features = torch.empty(request.batch_size, mels, 2 * positions, device=request.device)
+    labels = random_ids(request, request.seq_len)
+    if request.num_padded:
+        labels[1:, -request.num_padded :] = IGNORE_INDEX
+    return batch_of(request, {"input_features": features, "labels": labels})
+
+
+RECIPE_BY_MAIN_INPUT: dict[str, Recipe] = {
+    "input_ids": _text_batch,
+    "pixel_values": _image_batch,
+    "input_features": _speech_batch,
+}
+"""Recipes by a model class's `main_input_name`, for families without an own recipe."""
+
+
+def _contrastive_batch(request: Request) -> Batch:
+    """CLIP: as many images as texts, with the contrastive loss between all of them."""
+    pixels, flags, size = image_inputs(request)
+    text = text_inputs(request)
+    named = {name: tensor for name, tensor in text.items() if name in request.forward} | pixels
+    return batch_of(request, named, flags={**flags, "return_loss": True}, image_size=size)
+
+
+def _blip2_batch(request: Request) -> Batch:
+    """BLIP-2 fine-tuned on captions: text tokens without image placeholders.
+
+    The image still passes the vision model and the Q-Former.
+    """
+    pixels, flags, size = image_inputs(request)
+    named = pixels | text_inputs(request)
+    named["labels"] = named["input_ids"].clone()
+    note = "no image placeholders in the text: `seq_len` is the caption's"
+    return batch_of(request, named, note, flags=flags, image_size=size)
+
+
+def _llava_batch(request: Request) -> Batch:
+    """LLaVA: one token for each patch of the vision tower."""
+    pixels, flags, size = image_inputs(request)
+    num_tokens = num_image_tokens(request.config, size)
+    prefix = placeholders(request, num_tokens, request.config.image_token_id)
+    text = text_inputs(request, prefix)
+    named = text | pixels | {"labels": text["input_ids"].clone()}
+    return batch_of(request, named, flags=flags, image_size=size)
+
+
+def _gemma3_batch(request: Request) -> Batch:
+    """Gemma 3: the vision tower's patches are pooled to a fixed number of tokens."""
+    config = request.config
+    pixels, flags, size = image_inputs(request)
+    prefix = placeholders(
+        request,
+        num_image_tokens(config, size) - 2,
+        config.image_token_id,
+        config.boi_token_id,
+        config.eoi_token_id,
+    )
+    text = text_inputs(request, prefix)
+    named = text | pixels | {"labels": text["input_ids"].clone()}
+    named["token_type_ids"] = (text["input_ids"] == config.image_token_id).long()
+    return batch_of(request, named, flags=flags, image_size=size)
+
+
+def _qwen2_vl_batch(request: Request) -> Batch:
+    """Qwen2-VL: flat rows of patches, two frames deep, merged two by two to tokens.
+
+    pixel_values is (B * grid * grid, C * temporal * patch * patch).
+    """
+    config, vision = request.config, request.config.vision_config
+    size = request.image_size or default_image_size(config)
+    unit = vision.patch_size * vision.spatial_merge_size
+    if size is None or size < unit or size % unit:
+        raise PlanError(
+            f"`image_size` {size} is no multiple of {unit}",
+            hint=f"`{request.class_name}` cuts images into squares of {unit} pixels",
+        )
+    grid = size // vision.patch_size
+    num_channels = getattr(vision, "in_channels", 3)
+    width = num_channels * vision.temporal_patch_size * vision.patch_size**2
+    prefix = placeholders(
+        request,
+        num_image_tokens(config, size) - 2,
+        config.image_token_id,
+        config.vision_start_token_id,
+        config.vision_end_token_id,
+    )
+    text = text_inputs(request, prefix)
+    named = text | {
+        "pixel_values": torch.empty(request.batch_size * grid**2, width, device=request.device),
+        "image_grid_thw": torch.tensor([[1, grid, grid]]).repeat(request.batch_size, 1),
+        "mm_token_type_ids": (text["input_ids"] == config.image_token_id).int(),
+        "labels": text["input_ids"].clone(),
+    }
+    note = f"one image of {size} x {size} pixels a row"
+    return batch_of(request, named, note, image_size=size)
+
+
+RECIPE_BY_FAMILY: dict[str, Recipe] = {
+    "blip-2": _blip2_batch,
+    "clip": _contrastive_batch,
+    "gemma3": _gemma3_batch,
+    "llava": _llava_batch,
+    "qwen2_vl": _qwen2_vl_batch,
+    "qwen2_5_vl": _qwen2_vl_batch,
+    "siglip": _contrastive_batch,
+}
+"""Recipes by `model_type`."""
+
+
+SEED = 20
+
+
+MAX_TOKENS = 2**27
+"""Limit of tokens. Ids are real tensors: this many take 1 GiB of host memory, 3 GiB with mask and
+labels.
+"""
+
+
+def make_batch(
+    model: nn.Module,
+    *,
+    batch_size: int,
+    seq_len: int,
+    image_size: int | None = None,
+    padded: bool = False,
+    device: torch.device | str = "meta",
+) -> Batch:
+    """Make the micro-batch on which `model` (a transformers class, or adapters around one) trains.
+
+    Ids are random under a fixed seed, and never a special id of the config. `padded` keeps the
+    first row full and masks the last quarter of the others, whose ids are the padding id. Labels
+    are the ids themselves, unmasked, as a plain fine-tuning loop passes them. `seq_len` counts all
+    tokens, image placeholders included. Images are square, one per row, of the model's size unless
+    `image_size` is given. `device` is the device of float inputs.
+
+    Raises:
+        PlanError: a size is not positive, does not fit the model, or has no room for the image.
+        UnsupportedError: memest has no recipe for the inputs of this model.
+    """
+    for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
+        if value < 1:
+            raise PlanError(f"`{name}` is {value}", hint="give at least 1")
+    if batch_size * seq_len > MAX_TOKENS:
+        raise PlanError(
+            f"`batch_size` {batch_size} x `seq_len` {seq_len} is beyond {MAX_TOKENS} tokens",
+            hint="a micro-batch is what goes through the model at once",
+        )
+    inner = _unwrapped(model)
+    request = Request(
+        config=inner.config,
+        class_name=type(inner).__name__,
+        forward=frozenset(inspect.signature(inner.forward).parameters),
+        batch_size=batch_size,
+        seq_len=seq_len,
+        image_size=image_size,
+        padded=padded,
+        device=torch.device(device),
+        generator=torch.Generator().manual_seed(SEED),
+    )
+    try:
+        return _recipe(request, inner)(request)
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise PlanError(
+            f"the config of `{request.class_name}` does not describe its inputs: "
+            f"{error_text(error)}",
+            hint="check its vocabulary, special token ids, labels and image sizes",
+        ) from error
+
+
+def _unwrapped(model: nn.Module) -> Any:
+    """Return the transformers model inside adapters."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
+def _recipe(request: Request, model: Any) -> Recipe:
+    """Return the recipe of the family, or else of the main input."""
+    model_type = str(request.config.model_type)
+    if model_type in RECIPE_BY_FAMILY:
+        return RECIPE_BY_FAMILY[model_type]
+    main_input = str(model.main_input_name)
+    takes_images = main_input == "input_ids" and "pixel_values" in request.forward
+    if main_input not in RECIPE_BY_MAIN_INPUT or takes_images:
+        raise UnsupportedError(
+            f"memest has no recipe for the inputs of `{request.class_name}` (`{model_type}`)",
+            hint="recipes exist for text, image and speech models, and the image-text families "
+            + ", ".join(f"`{name}`" for name in RECIPE_BY_FAMILY),
+        )
+    return RECIPE_BY_MAIN_INPUT[main_input]

@@ -1,0 +1,206 @@
+"""`%%memest a100-40gb`: a cell of a notebook on a virtual GPU, and its report below the cell."""
+
+from __future__ import annotations
+
+import dis
+import shlex
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from html import escape
+from importlib.util import find_spec
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+
+from memest.errors import MemestError, PlanError, UnsupportedError, shown
+from memest.estimator.predict import PRIMARY_GPU
+from memest.estimator.tensors.placement import is_on_real_gpu
+from memest.estimator.virtual_gpu import StepLimit
+from memest.project import find_project
+from memest.report import RunReport
+from memest.report.answer import answer
+from memest.report.page import fragment, render_page
+from memest.run.replays import record_run_of
+from memest.run.session import Session, virtual_gpu
+
+__all__ = ["CellReport", "load_ipython_extension"]
+
+_OPTIONS = {"--gpu-memory": str, "--memory-limit": str, "--max-steps": int}
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Register `%%memest`; IPython calls this at `%load_ext memest`."""
+    shell.register_magic_function(_Magic(shell), "cell", "memest")
+
+
+class CellReport:
+    """Report of a cell, which a notebook shows as a page and a terminal as text."""
+
+    def __init__(self, report: RunReport, page: str) -> None:
+        self.report = report
+        self._page = page
+
+    def __repr__(self) -> str:
+        return "\n".join([*(f"warning: {line}" for line in self.report.warnings),
+                          *answer(self.report)])  # fmt: skip
+
+    def _repr_html_(self) -> str:
+        if not self._page:
+            return fragment(self.report)
+        style = "width:100%;height:44rem;border:0"
+        return f'<iframe srcdoc="{escape(self._page)}" style="{style}"></iframe>'
+
+
+class _Magic:
+    """The cell magic of one shell."""
+
+    __name__ = "memest"
+
+    def __init__(self, shell: Any) -> None:
+        self.shell = shell
+        self.left: dict[str, Any] = {}
+        """Objects by name that earlier cells left, whose virtual GPU is gone."""
+
+    def __call__(self, line: str, cell: str) -> CellReport | None:
+        """Run a cell on a virtual GPU: `%%memest [GPU] [--memory-limit 20GiB] [--max-steps 3]`."""
+        try:
+            session = _session(line)
+            self._check(cell)
+            self._run(session, cell)
+        except MemestError as error:
+            self.shell.show_usage_error(f"{error}\nhint: {error.hint}" if error.hint else error)
+            return None
+        if not (session.peak_allocated_bytes or session.virtual.mode.memory.num_ooms):
+            self.shell.show_usage_error("the cell has not used the GPU, so there is no report")
+            return None
+        report = session.report()
+        if find_spec("matplotlib") is None:  # charts of the page
+            return CellReport(report, "")
+        recording = record_run_of(session.virtual, report)
+        return CellReport(report, render_page([report], recording=recording))
+
+    def _run(self, session: Session, cell: str) -> None:
+        """Run the cell; the shell prints its errors."""
+        try:
+            with session, _quiet_at_the_limit(self.shell):
+                self.shell.run_cell(cell, store_history=False).raise_error()
+        except MemestError:
+            pass  # printed with its traceback
+        except (Exception, SystemExit, KeyboardInterrupt):
+            pass  # in the report as the ending
+        namespace = self.shell.user_ns
+        live = session.virtual.mode.memory.live
+        for name, value in namespace.items():
+            if any(_key(tensor) in live for tensor in _tensors_of(value)):
+                self.left[name] = value
+
+    def _check(self, cell: str) -> None:
+        """Refuse objects that are on a GPU which the cell does not have.
+
+        Raises:
+            UnsupportedError: the cell uses one of the real GPU, or of an earlier cell.
+        """
+        namespace = self.shell.user_ns
+        for name in sorted(_names(self.shell.transform_cell(cell), namespace)):
+            value = namespace[name]
+            if any(is_on_real_gpu(tensor) for tensor in _tensors_of(value)):
+                raise UnsupportedError(
+                    f"the cell uses {shown(name)}, which is on the real GPU",
+                    hint="create it in this cell, or move it to the CPU before",
+                )
+            if self.left.get(name) is value and value is not None:
+                raise UnsupportedError(
+                    f"the cell uses {shown(name)} of an earlier cell, whose virtual GPU is gone",
+                    hint="put both cells into one",
+                )
+
+
+def _session(line: str) -> Session:
+    """Return the virtual GPU that the line of the magic names."""
+    words, options = shlex.split(line), {}
+    gpu = words.pop(0) if words and not words[0].startswith("-") else ""
+    while words:
+        option, *rest = words
+        if option not in _OPTIONS or not rest:
+            known = ", ".join(f"`{name} VALUE`" for name in _OPTIONS)
+            raise PlanError(f"{shown(option)} is no option of `%%memest`", hint=f"it has {known}")
+        try:
+            options[option[2:].replace("-", "_")] = _OPTIONS[option](rest[0])
+        except ValueError as error:
+            raise PlanError(f"`{option}` is {shown(rest[0])}", hint="write a number") from error
+        words = rest[1:]
+    return virtual_gpu(gpu or find_project(Path.cwd()).gpu or PRIMARY_GPU, **options)
+
+
+def _names(source: str, namespace: dict[str, Any]) -> set[str]:
+    """Return the variables of earlier cells that a cell uses, also in functions of those cells."""
+    try:
+        cell = compile(source, "<cell>", "exec")
+    except SyntaxError:  # which the shell prints
+        return set()
+    stored: set[str] = set()
+    used: set[str] = set()
+    for step in dis.get_instructions(cell):
+        if step.opname in ("STORE_NAME", "STORE_GLOBAL", "IMPORT_NAME"):
+            stored.add(step.argval)
+        elif step.opname.startswith("LOAD_") and step.argval in namespace:
+            used |= {step.argval} - stored
+    codes = [const for const in cell.co_consts if isinstance(const, CodeType)]
+    codes += [f.__code__ for f in map(namespace.get, used) if isinstance(f, FunctionType)]
+    seen = set()
+    while codes:
+        code = codes.pop()
+        seen.add(code)
+        names = {name for name in code.co_names if name in namespace} - stored - used
+        used |= names
+        inner = [const for const in code.co_consts if isinstance(const, CodeType)]
+        inner += [f.__code__ for f in map(namespace.get, names) if isinstance(f, FunctionType)]
+        codes += [each for each in inner if each not in seen]
+    return used
+
+
+def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a variable: a tensor, a module, an optimizer, a container of them."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, torch.nn.Module):
+        yield from value.parameters()
+        yield from value.buffers()
+    elif isinstance(value, torch.optim.Optimizer):
+        for group in value.param_groups:
+            yield from group["params"]
+    elif isinstance(value, dict | list | tuple):
+        items = value.values() if isinstance(value, dict) else value
+        for item in items:
+            if isinstance(item, torch.Tensor | torch.nn.Module):
+                yield from _tensors_of(item)
+
+
+def _key(tensor: torch.Tensor) -> int | None:
+    """Return the key of a tensor's storage; None if it has none."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+@contextmanager
+def _quiet_at_the_limit(shell: Any) -> Iterator[None]:
+    """Print no traceback for the end of `--max-steps`."""
+    show = shell.showtraceback
+
+    def showtraceback(*args: Any, **kwargs: Any) -> None:
+        if not isinstance(sys.exc_info()[1], StepLimit):
+            show(*args, **kwargs)
+
+    shell.showtraceback = showtraceback
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="To exit")
+            yield
+    finally:
+        shell.showtraceback = show

@@ -1,0 +1,92 @@
+"""Packages that only some commands need, and the command that installs each."""
+
+from __future__ import annotations
+
+import importlib.util
+import traceback
+from pathlib import Path
+
+from memest.errors import UnsupportedError
+
+EXTRAS = {
+    "accelerate": "plans",
+    "huggingface_hub": "plans",
+    "lightning": "plans",
+    "matplotlib": "plots",
+    "mcp": "mcp",
+    "peft": "plans",
+    "pynvml": "validate",
+    "transformers": "plans",
+    "yaml": "plans",
+}
+"""Extra of pyproject.toml that brings a package."""
+
+PLANS = ("transformers", "accelerate", "lightning", "peft")
+"""Packages that the run of a plan imports."""
+
+_BY_NAME = {
+    "bitsandbytes": "pip install bitsandbytes",
+    "datasets": "pip install datasets",
+    "deepspeed": "pip install deepspeed",
+    "flash_attn": "pip install flash-attn --no-build-isolation",
+}
+
+
+_FOLDERS = frozenset(("site-packages", "dist-packages"))
+_OURS = ("memest", "importlib", "runpy", "__main__")
+
+
+def require(*packages: str) -> None:
+    """Check that optional packages are installed, without importing them.
+
+    Raises:
+        UnsupportedError: one is not.
+    """
+    for package in packages:
+        if not is_installed(package):
+            hint = how_to_install(package)
+            raise UnsupportedError(f"this needs the package `{package}`", hint=hint)
+        spec = importlib.util.find_spec(package)
+        if spec is not None and spec.origin is None:  # a folder without `__init__.py`
+            raise UnsupportedError(
+                f"only parts of the package `{package}` are installed", hint=_again(package)
+            )
+
+
+def is_in_packages(path: str | Path) -> bool:
+    """Return whether a file or folder is inside a folder of installed packages.
+
+    Debian's Python has `dist-packages`, also in NVIDIA's containers.
+    """
+    return not _FOLDERS.isdisjoint(Path(path).parts)
+
+
+def broken_package(error: BaseException) -> tuple[str, str] | None:
+    """Return the message and the hint for an error from a package that was being imported.
+
+    None if the package's import statement was not running.
+    """
+    modules = [
+        str(frame.f_globals.get("__name__"))
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_name == "<module>"
+    ]
+    name = next((m.partition(".")[0] for m in modules if not m.startswith(_OURS)), None)
+    if name is None:
+        return None
+    return f"the package `{name}` cannot be imported: {error}", _again(name)
+
+
+def _again(package: str) -> str:
+    return f"pip install --force-reinstall {package}; `memest doctor` prints what is installed"
+
+
+def how_to_install(package: str) -> str:
+    """Return the command that installs an optional package."""
+    extra = EXTRAS.get(package, "validate")
+    return _BY_NAME.get(package, f"pip install 'memest-gpu[{extra}]'")
+
+
+def is_installed(package: str) -> bool:
+    """Return whether the package can be imported, without importing it."""
+    return importlib.util.find_spec(package) is not None

@@ -1,0 +1,245 @@
+"""Rows of plan keys: accepted values, flags and other names.
+
+A field of `TrainingPlan` made by `key` has its row in the metadata. The checks, the options of the
+command line, the inverse command and docs/plan.md are made from the rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from memest.errors import PlanError, shown
+from memest.plan.values import read_lengths
+from memest.units import GIB, parse_bytes
+
+if TYPE_CHECKING:
+    from memest.plan.training_plan import TrainingPlan
+
+PLAN, TRAINING, INPUTS = "Plan", "Training", "Inputs"
+ADAPTERS, SEVERAL, GPUS = "Adapters and quantisation", "Several GPUs and offload", "GPUs"
+"""Sections of `--help` and of docs/plan.md."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Range of a number, and the hint for a value outside it."""
+
+    low: float
+    high: float
+    hint: str
+    without_low: bool = False
+    without_high: bool = False
+
+    def hold(self, value: float) -> bool:
+        """Return whether `value` is in the range; NaN is not."""
+        above = value > self.low if self.without_low else value >= self.low
+        return above and (value < self.high if self.without_high else value <= self.high)
+
+
+def whole(low: int, high: int, more: str = "") -> Bounds:
+    """Bounds of whole numbers; the upper one separates requests from typing errors."""
+    return Bounds(low, high, f"give a whole number from {low} to {high}{more}")
+
+
+FROM_0 = Bounds(0, float("inf"), "give a number from 0 on", without_high=True)
+SIZE = Bounds(0, float("inf"), "write it as `78.4GiB`", without_low=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Condition without which a key may only have its default."""
+
+    is_met: Callable[[TrainingPlan], bool]
+    error: str
+    """Message, with `{key}` and `{strategy}`."""
+
+    hint: str
+    only_of: str = ""
+    """Beginning of the names of the only strategies that read the key."""
+
+
+def of_strategy(is_met: Callable[[TrainingPlan], bool], where: str, only_of: str) -> Need:
+    """Need of a key that one kind of strategies reads."""
+    error = "`{key}` does not go with `strategy` `{strategy}`"
+    return Need(is_met, error, f"it is read by {where}", only_of)
+
+
+WITH_ADAPTERS = Need(
+    lambda plan: plan.uses_adapters, "`{key}` is given for a full fine-tune",
+    "add `use_lora: true` (`--lora`) or leave it out",
+)  # fmt: skip
+WITH_QLORA = Need(
+    lambda plan: plan.use_qlora, "`{key}` is given without QLoRA",
+    "add `use_qlora: true` (`--qlora`)",
+)  # fmt: skip
+WITH_QLORA_OR_ACT_CKPT = dataclasses.replace(
+    WITH_QLORA, hint=f"{WITH_QLORA.hint}; without it `act_ckpt` checkpoints"
+)
+WITH_VALIDATION = Need(
+    lambda plan: plan.validates,
+    "`{key}` is given and `limit_val_batches` is 0: nothing is validated",
+    "give `limit_val_batches`, or leave it out",
+)
+WITH_DDP = of_strategy(lambda plan: plan.is_ddp, "`strategy: ddp`", "ddp")
+WITH_FSDP = of_strategy(lambda plan: plan.is_fsdp, "`strategy: fsdp`", "fsdp")
+WITH_HYBRID_SHARD = of_strategy(
+    lambda plan: plan.is_fsdp and plan.sharding_strategy == "HYBRID_SHARD",
+    "`sharding_strategy: HYBRID_SHARD` of FSDP", "fsdp",
+)  # fmt: skip
+WITH_DEEPSPEED = of_strategy(lambda plan: plan.is_deepspeed, "a DeepSpeed strategy", "deepspeed")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Key:
+    """Row of a plan key."""
+
+    name: str = ""
+    type: str = ""
+    """Annotation of the field."""
+
+    default: Any = None
+    flag: str = ""
+    """Option of the command line; empty where there is none. A switch names its opposite after a
+    slash where that does not begin with `--no-`."""
+
+    help: str = ""
+    """Help of the flag; `{choices}` stands for the values."""
+
+    section: str = PLAN
+    choices: Sequence[str] = ()
+    bounds: Bounds | None = None
+    need: Need | None = None
+    other_names: tuple[str, ...] = ()
+    """Names of `TrainingArguments` that mean the same."""
+
+    unset: str = ""
+    """Value that applies where the key is not given, in words; empty where it is `default`."""
+
+    in_loops: Mapping[str, Any] = field(default_factory=dict)
+    """Default of the loops whose default is not `default`."""
+
+    sweep: str = ""
+    """Help of the flag of `memest sweep`; without it `--vary` takes the key."""
+
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Short forms of values."""
+
+    is_size: bool = False
+    """Bytes, which files and flags may give as `24GiB`."""
+
+    is_always_written: bool = False
+    """Written in the inverse command also where the value is the default."""
+
+    @property
+    def is_switch(self) -> bool:
+        """True if the flag takes no value."""
+        return self.type.startswith("bool")
+
+    @property
+    def is_repeated(self) -> bool:
+        """True if the flag is given once for each of several names."""
+        return self.type == "tuple[str, ...]"
+
+    @property
+    def is_mapping(self) -> bool:
+        """True if the key holds names with values."""
+        return self.type == "tuple[tuple[str, Any], ...]"
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The flag; of a switch also its opposite."""
+        on, _, off = self.flag.partition("/")
+        return (on, off or f"--no-{on[2:]}") if self.is_switch else (on,)
+
+    @property
+    def help_text(self) -> str:
+        """`help` with the values of the key."""
+        return self.help.replace("{choices}", ", ".join(self.choices))
+
+    def read(self, value: Any) -> Any:
+        """Return the value of a file or a flag as the plan holds it.
+
+        Raises:
+            PlanError: it is no size, or no list of names.
+        """
+        if self.is_size:
+            return parse_bytes(value)
+        if self.is_repeated:
+            return _names(self.name, value)
+        if self.type == "tuple[int, ...]":
+            return read_lengths(value) if value else ()
+        if self.aliases and isinstance(value, int | str) and not isinstance(value, bool):
+            text = value if isinstance(value, str) else shown(value).strip("`")
+            return self.aliases.get(text, text)
+        return value
+
+    def words(self, value: Any) -> list[str]:
+        """Return the arguments of the command line that give `value`, as `to_dict` has it."""
+        if self.is_switch:
+            return [self.flags[0 if value else 1]]
+        if self.is_repeated:
+            return [word for item in value for word in (self.flag, item)]
+        if self.is_size and value % GIB == 0:
+            value = f"{value // GIB}GiB"
+        elif isinstance(value, list):
+            value = ",".join(map(str, value))
+        elif isinstance(value, Mapping):
+            value = ",".join(f"{name}={option}" for name, option in value.items())
+        return [self.flag, str(value)]
+
+
+def key(default: Any, flag: str = "", text: str = "", **more: Any) -> Any:
+    """Make a field of `TrainingPlan` from the default, the flag, its help and the rest of a row."""
+    row = Key(default=default, flag=flag, help=text, **more)
+    return field(default=default, metadata={"key": row})
+
+
+def rows_of(plan: type[TrainingPlan]) -> dict[str, Key]:
+    """Return the rows of the keys by name, in their order."""
+    return {
+        f.name: dataclasses.replace(f.metadata["key"], name=f.name, type=str(f.type))
+        for f in dataclasses.fields(plan)
+        if "key" in f.metadata
+    }
+
+
+def read_options(name: str, value: Any) -> tuple[tuple[str, Any], ...]:
+    """Return the pairs of a mapping, of a list of pairs, or of text such as `amsgrad=true,eps=1`.
+
+    Raises:
+        PlanError: it is none of these, or a value is not plain.
+    """
+    hint = "write `name: value` lines, or `name=value` separated by commas"
+    if isinstance(value, str):
+        pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+        value = {option.strip(): _literal(text.strip()) for option, _, text in pairs}
+    if isinstance(value, list | tuple):
+        are_pairs = all(isinstance(item, list | tuple) and len(item) == 2 for item in value)
+        value = dict(value) if are_pairs else shown(value)
+    plain = (bool, int, float, str, type(None))
+    if not isinstance(value, Mapping) or not all(
+        isinstance(k, str) and k.isidentifier() and isinstance(v, plain) for k, v in value.items()
+    ):
+        raise PlanError(f"`{name}` is {shown(value)}", hint=hint)
+    return tuple(value.items())
+
+
+def _literal(text: str) -> Any:
+    if text.casefold() in ("true", "false", "none"):
+        return {"true": True, "false": False, "none": None}[text.casefold()]
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def _names(name: str, value: Any) -> tuple[str, ...]:
+    items: Sequence[Any] = [value] if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or not all(isinstance(i, str) and i for i in items):
+        raise PlanError(f"`{name}` is {shown(value)}", hint="give a list of names")
+    parts = (part.strip() for item in items for part in item.split(","))
+    return tuple(part for part in parts if part)

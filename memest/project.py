@@ -1,0 +1,69 @@
+"""Settings of a project: `[tool.memest]` in its pyproject.toml."""
+
+from __future__ import annotations
+
+import shlex
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from memest.errors import PlanError, closest, shown
+
+FILE = "pyproject.toml"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Project:
+    """Settings of the nearest pyproject.toml; empty ones without a table `[tool.memest]`."""
+
+    gpu: str = ""
+    """GPU to simulate where a command or test names none."""
+
+    limit: str = ""
+    """Memory that a script or test may take on it, such as `38GiB`."""
+
+    command: tuple[str, ...] = ()
+    """Arguments of `memest run` without a script: `--max-steps 3 train.py`."""
+
+    folder: Path | None = None
+    """Folder of the file, or None without one."""
+
+
+def find_project(folder: Path) -> Project:
+    """Return the settings for `folder`: of its pyproject.toml or that of the nearest parent.
+
+    Raises:
+        PlanError: the file is not valid TOML, or has another key or type.
+    """
+    for parent in (folder, *folder.parents):
+        if (parent / FILE).is_file():
+            return _read(parent / FILE)
+    return Project()
+
+
+def _read(path: Path) -> Project:
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PlanError(f"`{path}` cannot be read: {error}", hint="correct the file") from error
+    values: Any = tables.get("tool", {}).get("memest", {})
+    if not isinstance(values, Mapping):
+        raise PlanError(f"`tool.memest` of `{path}` is no table", hint="begin it by [tool.memest]")
+    known = [field.name for field in fields(Project) if field.name != "folder"]
+    for key, value in values.items():
+        if key not in known:
+            near = closest(key, known)
+            hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(known)}"
+            raise PlanError(f"`[tool.memest]` of `{path}` has no key {shown(key)}", hint=hint)
+        is_list = isinstance(value, list) and all(isinstance(word, str) for word in value)
+        if not (isinstance(value, str) or (key == "command" and is_list)):
+            raise PlanError(
+                f"`{key}` in `[tool.memest]` of `{path}` is {shown(value)}",
+                hint='write text, such as gpu = "a100-40gb"',
+            )
+    found = dict(values)
+    command = found.pop("command", [])
+    words = shlex.split(command) if isinstance(command, str) else command
+    return Project(command=tuple(words), folder=path.parent, **found)

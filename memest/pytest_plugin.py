@@ -1,0 +1,219 @@
+"""pytest plugin: tests on a virtual GPU, limits of their memory, and a file of stored peaks.
+
+Nothing heavy is imported before a test uses the plugin.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from memest.report import RunReport
+    from memest.report.records import StoredPeak
+    from memest.run.session import Session
+
+PEAKS = "memest-peaks.json"
+"""File of stored peaks in pytest's root folder."""
+
+SCHEMA = "memest.peaks/1"
+_PEAK, _NOTE = "memest_peak", "memest_note"
+"""User properties of a test's report, which xdist sends to the process that prints."""
+
+_SESSION = pytest.StashKey["Session"]()
+_STORED = pytest.StashKey[dict[str, Any]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options."""
+    group = parser.getgroup("memest", "GPU memory, on a virtual GPU")
+    group.addoption("--memest-update", action="store_true", help=f"Store peaks in {PEAKS}.")
+    group.addoption(
+        "--memest-fail-on-increase",
+        action="store_true",
+        help=f"Fail tests whose peak is above the one in {PEAKS}.",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the mark, and the collector of peaks."""
+    config.addinivalue_line(
+        "markers",
+        'gpu_memory(limit, gpu="a100-40gb"): run the test on a virtual GPU, and fail it if it'
+        " needs more memory than `limit`",
+    )
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Collector(config), "memest-collector")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Open the virtual GPU of a marked test before its other fixtures of function scope."""
+    names = getattr(item, "fixturenames", None)
+    if names is None or item.get_closest_marker("gpu_memory") is None:
+        return
+    fixtures = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
+    if "virtual_gpu" in names:
+        names.remove("virtual_gpu")
+    wider = [n for n in names if n in fixtures and fixtures[n][-1].scope != "function"]
+    names.insert(max((names.index(n) + 1 for n in wider), default=0), "virtual_gpu")
+
+
+@pytest.fixture
+def virtual_gpu(request: pytest.FixtureRequest) -> Iterator[Session]:
+    """A virtual GPU for the test: that of its mark, of `[tool.memest]`, or memest's default."""
+    from memest.estimator.predict import PRIMARY_GPU
+    from memest.run.session import virtual_gpu as simulate
+
+    _, gpu = _wanted(request.node)
+    with simulate(gpu or PRIMARY_GPU) as session:
+        request.node.stash[_SESSION] = session
+        yield session
+
+
+def _wanted(item: pytest.Item) -> tuple[str | int, str]:
+    """Return limit and GPU of a test; empty where neither its mark nor the project has one."""
+    from memest.project import find_project
+
+    mark, project = item.get_closest_marker("gpu_memory"), find_project(item.config.rootpath)
+    if mark is None:
+        return "", project.gpu
+    if len(mark.args) > 1 or set(mark.kwargs) - {"gpu", "limit"}:
+        raise pytest.UsageError(f'{item.nodeid}: write gpu_memory("20GiB", gpu="a100-40gb")')
+    limit = mark.kwargs.get("limit", mark.args[0] if mark.args else project.limit)
+    return limit, mark.kwargs.get("gpu", project.gpu)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Check the peak of a test that passed on a virtual GPU."""
+    try:
+        result = yield
+    except BaseException:
+        if _SESSION in item.stash:
+            report = item.stash[_SESSION].report()
+            item.add_report_section("call", "memest", "\n".join(_held(report)))
+        raise
+    if _SESSION in item.stash:
+        from memest.report import Ending
+
+        report = replace(item.stash[_SESSION].report(), ending=Ending.FINISHED)
+        faults = list(_faults(item, report))
+        if faults:
+            pytest.fail("\n".join(faults), pytrace=False)
+    return result
+
+
+def _faults(item: pytest.Item, report: RunReport) -> Iterator[str]:
+    """Yield the reasons to fail a test by its peak, and record the peak."""
+    from memest.report.difference import changes, grown, other_versions, peaks_text
+    from memest.report.records import StoredPeak, read_as
+    from memest.units import format_bytes, parse_bytes
+
+    config, (limit, _) = item.config, _wanted(item)
+    if not report.peak_allocated_bytes:
+        if item.get_closest_marker("gpu_memory") is not None:
+            yield "the test has not used the GPU"
+        return
+    peak = _peak_of(report)
+    item.user_properties.append((_PEAK, json.dumps(asdict(peak))))
+    values = _stored(config).get(item.nodeid)
+    old: StoredPeak | None = None if values is None else read_as(StoredPeak, values)
+    since = [] if old is None else [f"  {row}" for row in grown(changes(old.lines, peak.lines))]
+    versions = "" if old is None else other_versions(old.versions, peak.versions)
+    needs = report.verdicts[report.gpu].needs_bytes
+    if limit and needs > parse_bytes(limit):
+        over = format_bytes(needs - parse_bytes(limit))
+        yield f"needs {format_bytes(needs)} on {report.gpu}, {over} more than {limit}"
+        yield from _held(report)
+        yield from ["grown since the stored peak:", *since] if since else []
+    if not config.getoption("memest_fail_on_increase"):
+        return
+    if old is None or old.gpu != report.gpu:
+        of_gpu = "" if old is None else f" on {report.gpu}"
+        text = f"no stored peak{of_gpu}; `--memest-update` stores one"
+        item.user_properties.append((_NOTE, text))
+        return
+    if versions:
+        item.user_properties.append((_NOTE, versions))
+    pairs = [
+        ("allocated", old.peak_allocated_bytes, peak.peak_allocated_bytes),
+        ("reserved", old.peak_reserved_bytes, peak.peak_reserved_bytes),
+    ]
+    if any(after > before for _, before, after in pairs):
+        yield "the peak grew: " + ", ".join(peaks_text(*pair) for pair in pairs)
+        yield from since
+        yield from [versions] if versions else []
+
+
+def _peak_of(report: RunReport) -> StoredPeak:
+    from memest.report.records import StoredPeak
+
+    return StoredPeak(
+        gpu=report.gpu,
+        peak_allocated_bytes=report.peak_allocated_bytes,
+        peak_reserved_bytes=report.peak_reserved_bytes,
+        versions={name: report.versions.get(name, "") for name in ("memest", "torch")},
+        lines=report.lines,
+    )
+
+
+def _held(report: RunReport) -> list[str]:
+    from memest.units import format_bytes
+
+    lines = [f"  {format_bytes(r.num_bytes)}  {r.name}  {r.source}" for r in report.lines[:8]]
+    return [report.summary(), *lines] if report.peak_allocated_bytes else []
+
+
+def _stored(config: pytest.Config) -> dict[str, Any]:
+    """Return the stored peaks by test, read once."""
+    if _STORED not in config.stash:
+        path = config.rootpath / PEAKS
+        try:
+            content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        except ValueError as error:
+            raise pytest.UsageError(f"{path} is no JSON: {error}") from error
+        if content is not None and content.get("schema") != SCHEMA:
+            raise pytest.UsageError(f"{path} has the schema {content.get('schema')}, not {SCHEMA}")
+        config.stash[_STORED] = {} if content is None else content["peaks"]
+    return config.stash[_STORED]
+
+
+class _Collector:
+    """Collects peaks and notes of tests; with xdist, in the process that starts the others."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.peaks: dict[str, Any] = {}
+        self.notes: dict[str, int] = {}
+        """Note -> number of tests."""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Read what `_faults` recorded in a test."""
+        if report.when != "call":
+            return
+        for name, value in report.user_properties:
+            if name == _PEAK and report.passed:
+                self.peaks[report.nodeid] = json.loads(str(value))
+            elif name == _NOTE:
+                self.notes[str(value)] = self.notes.get(str(value), 0) + 1
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the peaks; those of tests that did not run stay."""
+        if not (self.config.getoption("memest_update") and self.peaks):
+            return
+        from memest.writing import write_whole
+
+        peaks = dict(sorted((_stored(self.config) | self.peaks).items()))
+        text = json.dumps({"schema": SCHEMA, "peaks": peaks}, indent=1) + "\n"
+        write_whole(self.config.rootpath / PEAKS, text)
+        self.notes[f"stored in {PEAKS}"] = len(self.peaks)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Print each note with its number of tests."""
+        for note, count in self.notes.items():
+            tests = f"{count} test{'' if count == 1 else 's'}"
+            terminalreporter.write_line(f"memest: {tests}: {note}")

@@ -1,0 +1,93 @@
+"""Advice as text for a terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memest.report import Verdict
+from memest.report.text import table
+from memest.units import format_gib
+
+if TYPE_CHECKING:
+    from memest.estimator.search.advise import Advice, Option
+
+
+def render_advice(advice: Advice) -> str:
+    """The verdict, what makes the plan fit, what is not enough, and what was not looked at."""
+    sections = [
+        _heading(advice),
+        *([_nothing(advice)] if not (advice.fits or advice.options) else []),
+        *(_option(number, option) for number, option in enumerate(advice.options, 1)),
+        _not_enough(advice),
+        _left_out(advice),
+    ]
+    return "\n\n".join("\n".join(lines) for lines in sections if lines)
+
+
+def _heading(advice: Advice) -> list[str]:
+    current = advice.current
+    plan = current.plan
+    facts = [plan.label, plan.precision, plan.optim, f"batch {plan.batch_size}"]
+    if plan.accumulate_grad_batches > 1:
+        facts.append(f"accumulation {plan.accumulate_grad_batches}")
+    if plan.is_distributed:
+        facts.append(f"{plan.strategy} on {plan.world_size} GPUs")
+    facts.append(f"on {advice.gpu}")
+    found = current.verdict
+    figures = f"needs {format_gib(found.needs_bytes)} of {format_gib(found.limit_bytes)} usable"
+    if advice.fits:
+        return ["  ".join(facts), f"fits as it is: {figures}, {_to_spare(found)}"]
+    verdict = f"does not fit: {figures}, {format_gib(-found.margin_bytes)} too much"
+    return ["  ".join(facts), verdict]
+
+
+def _to_spare(verdict: Verdict) -> str:
+    tight = "; tight: a driver may leave less" if verdict.is_tight else ""
+    return f"{format_gib(verdict.margin_bytes)} to spare{tight}"
+
+
+def _nothing(advice: Advice) -> list[str]:
+    smallest = advice.smallest
+    searched = "" if advice.is_complete else " among what was tried"
+    return [
+        f"nothing on this GPU{searched}: the smallest found needs"
+        f" {format_gib(smallest.verdict.needs_bytes)},"
+        f" {format_gib(-smallest.verdict.margin_bytes)} too much",
+        f"   {smallest.title}",
+        f"   check  {smallest.command}",
+    ]
+
+
+def _option(number: int, option: Option) -> list[str]:
+    head = f"{number}. "
+    rows = [
+        ("needs", f"{format_gib(option.verdict.needs_bytes)}, {_to_spare(option.verdict)}"),
+        ("kind", option.cost.words),
+        *(("cost", change.price) for change in option.changes),
+    ]
+    if option.host_bytes:
+        rows.append(("host", f"{format_gib(option.host_bytes)} of paged optimizer state"))
+    rows.append(("check", option.command))
+    rows += [("train", line) for line in option.training_lines]
+    return [f"{head}{option.title}", *(f"   {word:<5}  {text}" for word, text in rows)]
+
+
+def _not_enough(advice: Advice) -> list[str]:
+    if not advice.not_enough:
+        return []
+    rows = [["not enough alone", "needs", "margin"]]
+    rows += [
+        [o.title, format_gib(o.verdict.needs_bytes), format_gib(o.verdict.margin_bytes)]
+        for o in advice.not_enough
+    ]
+    return table(rows, left=1)
+
+
+def _left_out(advice: Advice) -> list[str]:
+    lines = [f"refused: {r.title}: {r.reason}" for r in advice.refused]
+    if not advice.fits:
+        lines += [f"not tried: {what}" for what in advice.not_tried]
+    count = f"{advice.num_predictions} prediction" + "s" * (advice.num_predictions != 1)
+    if not advice.is_complete:
+        count += ", all that were allowed: there may be more (`--max-predictions`)"
+    return [*lines, count]

@@ -1,0 +1,290 @@
+"""The answer in two lines: whether it fits and with what margin, and what fills the peak where.
+
+Steps are counted from 0 in reports and from 1 here, for people.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from memest.estimator.versions import (
+    BUILT_FOR,
+    KERNELS,
+    OLDEST,
+    is_newer,
+    is_nightly,
+    is_older,
+)
+from memest.report.records import Outcome, Prediction, RunPeak, RunReport, Verdict
+from memest.units import GIB, format_gib, format_size
+
+if TYPE_CHECKING:
+    from memest.estimator.search.advise import Option
+
+_PHASES = {
+    "setup": "while the model is built", "forward": "in the forward",
+    "backward": "in the backward", "optimizer": "while the optimizer steps",
+    "evaluation": "in an evaluation", "generation": "while text is generated",
+}  # fmt: skip
+_STEP = re.compile(r"\bstep (\d+)")
+_OPERATOR = re.compile(r"^(aten|prims|_?c10d\w*|fsdp|bitsandbytes|torchvision|flash_attn\w*)\.\w+")
+"""Namespaces of operators; what else has a dot is a module or a line."""
+
+_NAMED_PERCENT = 4.5
+"""Smallest named share of the peak; smaller ones are part of the rest."""
+
+GOOD, TIGHT, BAD, OPEN, DIM, BOLD = "32;1", "35;1", "31;1", "33;1", "2", "1"
+"""Colours of a terminal (ECMA-48, select graphic rendition)."""
+
+COLOURS = {"fits": GOOD, "tight": TIGHT, "may": OPEN, "OOM": BAD}
+"""Colours by `Verdict.word`."""
+
+
+def paint(text: str, code: str, *, colour: bool) -> str:
+    """`text` in a colour of the terminal, if it has any.
+
+    >>> paint("fits", GOOD, colour=False)
+    'fits'
+    """
+    return f"\x1b[{code}m{text}\x1b[0m" if colour else text
+
+
+def verdict_line(verdict: Verdict, gpu: str, *, colour: bool = False, so_far: bool = False) -> str:
+    """The verdict on one GPU, the needed memory and the margin."""
+    needs, usable = format_gib(verdict.needs_bytes), format_gib(verdict.limit_bytes)
+    paints = COLOURS[verdict.word]
+    if verdict.verdict is Outcome.OOM:
+        head = paint("does not fit", paints, colour=colour)
+        lacking = format_gib(-verdict.margin_bytes)
+        return f"{head} {gpu}: needs {needs}, {lacking} more than the {usable} usable"
+    if verdict.verdict is Outcome.MAY:
+        head = paint("may or may not fit", paints, colour=colour)
+        return (
+            f"{head} {gpu}: needs up to {needs} of {usable} usable, and fits where blocks come"
+            " back in time"
+        )
+    word = "fits so far on" if so_far else "fits"
+    tight = ", but tight" if verdict.is_tight else ""
+    line = (
+        f"{paint(f'{word} {gpu}{tight}', paints, colour=colour)}: needs {needs} of {usable} usable,"
+        f" {format_gib(verdict.margin_bytes)} to spare"
+    )
+    return line + (f"; drivers of it differ by {format_gib(verdict.spread_bytes)}" if tight else "")
+
+
+def summary_line(
+    report: Prediction | RunReport, gpu: str = "", *, measured_bytes: int | None = None
+) -> str:
+    """Return the verdict on one GPU in one line, to be pasted: reserved memory of the usable one.
+
+    A run that does not fit has what it needs in place of what it reserves. `measured_bytes` is the
+    peak that a real run has reserved.
+    """
+    gpu = gpu or report.gpu
+    verdict = report.verdicts[gpu]
+    is_script, is_oom = isinstance(report, RunReport), verdict.verdict is Outcome.OOM
+    has_room = verdict.verdict is Outcome.FITS
+    size = format_size(verdict.reserved_bytes if has_room else verdict.needs_bytes)
+    if measured_bytes is not None:
+        size = f"predicted {size}, measured {format_size(measured_bytes)}"
+    elif not has_room:  # of a script, later requests are unknown
+        size = f"{'at least ' if is_oom and is_script else '' if is_oom else 'up to '}{size}"
+    usable = f"{verdict.limit_bytes / GIB:.1f} GiB"
+    so_far = " so far" if isinstance(report, RunReport) and report.is_cut_short else ""
+    head = f"memest: {size} of {usable} ({verdict.word}{so_far}) on {gpu}"
+    return (
+        f"{head}, {'out of memory' if verdict.at else 'peak'} in {_when_and_where(report, verdict)}"
+    )
+
+
+def _when_and_where(report: Prediction | RunReport, verdict: Verdict) -> str:
+    """Return moment and place of a failed request, or else of the peak."""
+    peak = report.peak
+    where = peak.line if isinstance(peak, RunPeak) else peak.module
+    at = people(verdict.at) if verdict.at else f"step {peak.step + 1}, {peak.phase}, {where}"
+    step, *rest = [part for part in at.split(", ") if part]
+    phase, *places = rest or [""]
+    when = "setup" if phase == "setup" else f"{step} {phase}".strip()
+    return f"{when} at {places[-1]}" if places else when
+
+
+def why_line(step: int, phase: str, kinds: Iterable[tuple[str, int]], *, is_oom: bool) -> str:
+    """Return the contents of the peak and its moment, without the names of operators."""
+    lead = "runs out" if is_oom else "the peak is"
+    return f"{lead} {moment(step, phase)}: {shares(kinds)}"
+
+
+def moment(step: int, phase: str) -> str:
+    """Moment in plain words.
+
+    >>> moment(1, "optimizer"), moment(0, "setup")
+    ('while the optimizer steps, in step 2', 'while the model is built')
+    """
+    words = _PHASES.get(phase, f"in {phase}" if phase else "in the run")
+    if phase == "setup":
+        return words
+    return f"{words}, in step {step + 1}" if phase == "optimizer" else f"{words} of step {step + 1}"
+
+
+def shares(kinds: Iterable[tuple[str, int]]) -> str:
+    """Each kind's share of the whole, largest first; kinds of one share are named together.
+
+    >>> shares([("params", 32), ("grads", 32), ("batch", 4), ("optimizer", 32)])
+    '32 % each for params, grads and optimizer, 4 % for the rest'
+    """
+    sizes: dict[str, int] = {}
+    for kind, num_bytes in kinds:
+        sizes[kind] = sizes.get(kind, 0) + num_bytes
+    whole = max(1, sum(sizes.values()))
+    by_percent: dict[int, list[str]] = {}
+    for kind, num_bytes in sorted(sizes.items(), key=lambda item: -item[1]):
+        if 100 * num_bytes / whole >= _NAMED_PERCENT:
+            by_percent.setdefault(round(100 * num_bytes / whole), []).append(kind)
+    parts = []
+    for percent, names in by_percent.items():
+        each = " each" if len(names) > 1 else ""
+        listed = " and ".join([", ".join(names[:-1]), names[-1]] if each else names)
+        parts.append(f"{percent} %{each} for {listed}")
+    rest = 100 - sum(percent * len(names) for percent, names in by_percent.items())
+    if rest > 0:
+        parts.append(f"{rest} % for the rest")
+    return ", ".join(parts)
+
+
+def answer(
+    report: Prediction | RunReport, *, change: Option | None = None, colour: bool = False
+) -> list[str]:
+    """Return the verdict on the GPU of the report and what fills the peak; more if it is OOM.
+
+    `change` is the cheapest change with which a plan fits, if it was looked for and found.
+    """
+    verdict, peak = report.verdicts.get(report.gpu), report.peak
+    if verdict is None:
+        return []
+    is_oom = verdict.verdict is Outcome.OOM
+    kinds = [(term.kind, term.num_bytes) for term in report.terms]
+    if isinstance(report, RunReport):
+        so_far = report.is_cut_short
+        first = verdict_line(verdict, report.gpu, colour=colour, so_far=so_far)
+        if is_oom:  # later requests of the script are unknown
+            first = _refusal_line(verdict, report.gpu, colour=colour)
+        why = why_line(peak.step, peak.phase, kinds, is_oom=False)
+    else:
+        first = verdict_line(verdict, report.gpu, colour=colour)
+        why = why_line(peak.step, peak.phase, kinds, is_oom=is_oom)
+    lines = [first, why]
+    if isinstance(report, Prediction):
+        lines += _others(report)
+    if verdict.decides:
+        lines.append(f"what decides: {verdict.decides}")
+    if isinstance(report, Prediction):
+        lines += _help(report, change, colour=colour) if is_oom else []
+        lines += _host_lines(report.host_verdict, colour=colour)
+    return lines + kernels_line(report.versions)
+
+
+def kernels_line(versions: Mapping[str, str]) -> list[str]:
+    """Return a line if the simulated kernels are not those of the installed torch."""
+    torch, simulated = versions.get("torch", ""), versions.get(KERNELS, "")
+    other = versions.get(BUILT_FOR, "")
+    build = f" (built for {other})" if other else " (a nightly build)" if is_nightly(torch) else ""
+    if not simulated or (torch.startswith(f"{simulated}.") and not build):
+        return []
+    kind = "CUDA kernels of torch" if other else "those of torch"
+    line = f"kernels: {kind} {simulated} are simulated; torch {torch}{build} is installed"
+    if is_older(torch):
+        return [f"warning: {line}, which is older than {OLDEST}, the oldest supported release"]
+    return [f"warning: {line}, which has no rules of its own" if is_newer(torch) else line]
+
+
+def _refusal_line(verdict: Verdict, gpu: str, *, colour: bool) -> str:
+    head = paint("does not fit", BAD, colour=colour)
+    return (
+        f"{head} {gpu}: {format_gib(verdict.reserved_bytes)} of {format_gib(verdict.limit_bytes)}"
+        f" usable are reserved, and the next request needs {format_gib(-verdict.margin_bytes)}"
+        " more than is left"
+    )
+
+
+def _help(prediction: Prediction, change: Option | None, *, colour: bool) -> list[str]:
+    return [*_change_lines(change, colour=colour), f"more: {advise_command(prediction)}"]
+
+
+def _host_lines(host: Verdict | None, *, colour: bool) -> list[str]:
+    if host is None or host.verdict is not Outcome.OOM:
+        return []
+    head = paint("the host does not hold it", BAD, colour=colour)
+    return [f"{head}: {format_gib(host.reserved_bytes)} of {format_gib(host.limit_bytes)} there"]
+
+
+def _others(prediction: Prediction) -> list[str]:
+    """The verdicts of the other GPUs, by name."""
+    by_word: dict[str, list[str]] = {each: [] for each in COLOURS}
+    for name, verdict in prediction.verdicts.items():
+        if name != prediction.gpu:
+            by_word[verdict.word].append(name)
+    words = [f"{word} {', '.join(names)}" for word, names in by_word.items() if names]
+    return [f"other GPUs: {'; '.join(words)}"] if words else []
+
+
+def _change_lines(change: Option | None, *, colour: bool) -> list[str]:
+    if change is None:
+        return []
+    tight = ", tight" if change.verdict.is_tight else ""
+    title = paint(change.title, BOLD, colour=colour)
+    return [
+        f"would fit with {title}: needs {format_gib(change.verdict.needs_bytes)},"
+        f" {format_gib(change.verdict.margin_bytes)} to spare{tight} ({change.cost.words})"
+    ]
+
+
+def advise_command(prediction: Prediction) -> str:
+    """The `memest advise` for the first GPU of the report."""
+    from memest.estimator.search.commands import predict_command
+    from memest.plan import TrainingPlan
+
+    asked = {k: v for k, v in prediction.plan.items() if k not in ("padded", "name")}
+    if len(asked.get("gpu") or ()) != 1 and asked.get("gpu_memory") is None:
+        asked["gpu"] = [prediction.gpu]
+    plan = TrainingPlan.from_dict(asked)
+    return predict_command(plan).replace("memest predict", "memest advise", 1)
+
+
+def people(at: str) -> str:
+    """Place of a failed request, with steps counted from 1 and without the operator.
+
+    >>> people("step 0, forward, encoder.layers.1, aten.addmm")
+    'step 1, forward, encoder.layers.1'
+    """
+    text = _STEP.sub(lambda found: f"step {int(found[1]) + 1}", at)
+    return ", ".join(part for part in text.split(", ") if not _OPERATOR.match(part))
+
+
+def without_operator(why: str) -> str:
+    """The reason of a term without the operator at its end.
+
+    >>> without_operator("of the optimizer: aten._foreach_sqrt")
+    'of the optimizer'
+    """
+    head, colon, tail = why.rpartition(": ")
+    return head if colon and _OPERATOR.match(tail) else why
+
+
+def operator_of(at: str) -> str:
+    """The operator in the text of `Verdict.at`; empty if it names none.
+
+    >>> operator_of("step 0, forward, aten.addmm"), operator_of("host memory")
+    ('aten.addmm', '')
+    """
+    return next((part for part in at.split(", ") if _OPERATOR.match(part)), "")
+
+
+def failures(verdicts: Mapping[str, Verdict]) -> list[str]:
+    """The operators at which GPUs were out of memory, for the last part of a report."""
+    gpus: dict[str, list[str]] = {}
+    for name, verdict in verdicts.items():
+        if operator_of(verdict.at):
+            gpus.setdefault(operator_of(verdict.at), []).append(name)
+    return [f"out of memory in {op}: {', '.join(names)}" for op, names in gpus.items()]

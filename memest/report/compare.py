@@ -1,0 +1,128 @@
+"""Comparisons as text, Markdown and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from memest.report.text import table
+from memest.units import GIB, MIB, format_gib
+
+if TYPE_CHECKING:
+    from memest.report import Interval
+    from memest.validate.compare import Comparison, Summary
+
+_HEADER = [
+    "experiment", "allocated", "predicted", "error", "reserved", "predicted", "error",
+    "process", "predicted", "error", "worst phase", "verdict",
+]  # fmt: skip
+
+
+def render_comparison(comparisons: Sequence[Comparison], summary: Summary) -> str:
+    """The table of totals, then the summary, then where the large residuals begin."""
+    lines = table([_HEADER, *(_cells(c) for c in comparisons)], left=1)
+    lines += ["", *_summary(summary)]
+    lines += _residuals(comparisons)
+    lines += _versions(comparisons)
+    lines += [f"outside its tolerance: {line}" for line in summary.broken]
+    return "\n".join(lines)
+
+
+def render_comparison_markdown(comparisons: Sequence[Comparison], summary: Summary) -> str:
+    """The same for a page of the documentation."""
+    lines = ["| " + " | ".join(_HEADER) + " |", "|" + "---|" * len(_HEADER)]
+    lines += ["| " + " | ".join(_cells(c)) + " |" for c in comparisons]
+    lines += ["", *(f"- {line}" for line in _summary(summary))]
+    lines += [f"- {line}" for line in _versions(comparisons)]
+    lines += [f"- outside its tolerance: {line}" for line in summary.broken]
+    return "\n".join(lines)
+
+
+def comparison_json(comparisons: Sequence[Comparison], summary: Summary) -> dict[str, Any]:
+    """The same as JSON values."""
+    return {
+        "experiments": [
+            {
+                "name": c.name,
+                "verdict": {
+                    "measured": str(c.measured.verdict),
+                    "predicted": str(c.predicted.verdict),
+                },
+                "totals": {name: _difference(d) for name, d in c.totals.items()},
+                "phases": [_difference(d) for d in c.phases],
+                "states": [_difference(d) for d in c.states],
+                "residual": c.residual,
+            }
+            for c in comparisons
+        ],
+        "median_percent": dict(summary.median_percent),
+        "worst_percent": dict(summary.worst_percent),
+        "verdicts": [
+            {"measured": m, "predicted": p, "experiments": n}
+            for (m, p), n in sorted(summary.verdicts.items())
+        ],
+        "broken": list(summary.broken),
+    }
+
+
+def _cells(comparison: Comparison) -> list[str]:
+    cells = [comparison.name]
+    for difference in comparison.totals.values():
+        cells += [
+            format_gib(difference.measured_bytes),
+            _predicted(difference.predicted),
+            f"{difference.error_percent:+.3f} %",
+        ]
+    worst = comparison.worst_phase
+    cells.append(f"{worst.error_percent:+.3f} %" if worst else "")
+    measured, predicted = comparison.measured.verdict, comparison.predicted.verdict
+    cells.append(str(measured) if measured == predicted else f"{measured}, predicted {predicted}")
+    return cells
+
+
+def _predicted(found: Interval) -> str:
+    high = format_gib(found.high_bytes)
+    low = f"{found.low_bytes / GIB:.2f}"
+    return high if found.low_bytes == found.high_bytes else f"{low} to {high}"
+
+
+def _summary(summary: Summary) -> list[str]:
+    lines = [
+        f"{name}: median {median:.3f} %, worst {summary.worst_percent[name]:+.3f} %"
+        for name, median in summary.median_percent.items()
+    ]
+    right = sum(n for (m, p), n in summary.verdicts.items() if m == p)
+    may = sum(n for (_, p), n in summary.verdicts.items() if p == "may")
+    lines.append(
+        f"verdicts: {right} of {sum(summary.verdicts.values())} right"
+        + (f", {may} left open" if may else "")
+    )
+    lines += [f"measured {m}, predicted {p}: {n}" for (m, p), n in sorted(summary.verdicts.items())]
+    return lines
+
+
+def _residuals(comparisons: Sequence[Comparison]) -> list[str]:
+    """Residuals of the runs that are off by more than half a per cent, or 256 MiB."""
+    return [
+        f"residual of {c.name}: {c.residual}"
+        for c in comparisons
+        if c.residual
+        and any(
+            abs(d.error_percent) > 0.5 or abs(d.error_bytes) > 256 * MIB for d in c.totals.values()
+        )
+    ]
+
+
+def _versions(comparisons: Sequence[Comparison]) -> list[str]:
+    found = dict.fromkeys(line for c in comparisons for line in c.versions)
+    return [f"versions differ: {line}" for line in found]
+
+
+def _difference(difference: Any) -> dict[str, Any]:
+    return {
+        "what": difference.what,
+        "predicted_bytes": difference.predicted_bytes,
+        "low_bytes": difference.predicted.low_bytes,
+        "measured_bytes": difference.measured_bytes,
+        "error_percent": difference.error_percent,
+    }

@@ -1,0 +1,245 @@
+"""Difference of two reports: peaks, and the lines or kinds that grew."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memest.errors import PlanError
+from memest.plan.reading import read_limited
+from memest.report.answer import summary_line
+from memest.report.records import (
+    MAX_RESULTS_BYTES,
+    SCHEMA,
+    HeldRow,
+    Prediction,
+    RunReport,
+    Term,
+)
+from memest.units import format_bytes
+
+MAX_ROWS = 8
+"""Rows of a text; the rest is counted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """Bytes that one line or kind holds at the peak, before and after."""
+
+    name: str
+    """`train.py:12` with its number after the change, or `activations`."""
+
+    source: str
+    before_bytes: int
+    after_bytes: int
+
+    @property
+    def added_bytes(self) -> int:
+        """Bytes that were added; negative if it shrank."""
+        return self.after_bytes - self.before_bytes
+
+    def __str__(self) -> str:
+        sign = "+" if self.added_bytes > 0 else ""
+        line = f"{sign}{format_bytes(self.added_bytes)}  {self.name}  {self.source}".rstrip()
+        return f"{line}  ({format_bytes(self.before_bytes)} before)"
+
+
+def changes(
+    before: Iterable[HeldRow | Term], after: Iterable[HeldRow | Term]
+) -> tuple[Change, ...]:
+    """Return the rows that changed, the largest growth first.
+
+    Lines with the same text in the same file are one row, so that a line may move.
+    """
+    old, new, names = _sizes(before), _sizes(after), {}
+    for key, (name, _) in (old | new).items():
+        names[key] = name
+    found = [
+        Change(
+            name=name,
+            source=key[1],
+            before_bytes=old.get(key, ("", 0))[1],
+            after_bytes=new.get(key, ("", 0))[1],
+        )
+        for key, name in names.items()
+    ]
+    changed = (change for change in found if change.added_bytes)
+    return tuple(sorted(changed, key=lambda change: (-change.added_bytes, change.name)))
+
+
+def _sizes(rows: Iterable[HeldRow | Term]) -> dict[tuple[str, str], tuple[str, int]]:
+    """Return file and text of a line, or a kind -> its name and bytes."""
+    found: dict[tuple[str, str], tuple[str, int]] = {}
+    for row in rows:
+        name = row.name if isinstance(row, HeldRow) else row.kind
+        source = row.source if isinstance(row, HeldRow) else ""
+        key = (name.rpartition(":")[0], source) if source else (name, "")
+        first, size = found.get(key, (name, 0))
+        found[key] = first, size + row.num_bytes
+    return found
+
+
+def grown(found: Sequence[Change]) -> list[str]:
+    """Return text lines on the changes that grew."""
+    rows = [str(change) for change in found if change.added_bytes > 0]
+    rest = [f"and {len(rows) - MAX_ROWS} more"] if len(rows) > MAX_ROWS else []
+    return rows[:MAX_ROWS] + rest
+
+
+def other_versions(
+    before: Mapping[str, str], after: Mapping[str, str], what: str = "the stored peak"
+) -> str:
+    """Return a sentence if memest or torch differ between two reports, else an empty text."""
+    names = [n for n in ("memest", "torch") if before.get(n, "") != after.get(n, "")]
+    old = ", ".join(f"{n} {before.get(n) or 'unknown'}" for n in names)
+    new = ", ".join(f"{n} {after.get(n) or 'unknown'}" for n in names)
+    return f"{what} is of {old}; this run is of {new}" if names else ""
+
+
+def peaks_text(name: str, before_bytes: int, after_bytes: int) -> str:
+    """Return both peaks of one kind and their difference."""
+    added = after_bytes - before_bytes
+    sign = "+" if added > 0 else ""
+    return (
+        f"{name} {format_bytes(before_bytes)} -> {format_bytes(after_bytes)}"
+        f" ({sign}{format_bytes(added)})"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Two reports of one script or plan."""
+
+    before: RunReport | Prediction
+    after: RunReport | Prediction
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """The changed lines of a script, or the changed kinds of a plan."""
+        if isinstance(self.before, RunReport) and isinstance(self.after, RunReport):
+            return changes(self.before.lines, self.after.lines)
+        return changes(self.before.terms, self.after.terms)
+
+    @property
+    def peaks(self) -> dict[str, tuple[int, int]]:
+        """Peaks before and after, by name."""
+        old, new = self.before, self.after
+        return {
+            "allocated": (old.peak_allocated_bytes, new.peak_allocated_bytes),
+            "reserved": (old.peak_reserved_bytes, new.peak_reserved_bytes),
+        }
+
+    @property
+    def has_grown(self) -> bool:
+        """True if a peak is higher than before."""
+        return any(after > before for before, after in self.peaks.values())
+
+    @property
+    def notes(self) -> list[str]:
+        """Reasons for which the two reports cannot be compared as they are."""
+        notes = [other_versions(self.before.versions, self.after.versions, "the first report")]
+        if self.before.gpu != self.after.gpu:
+            notes.append(f"the GPUs differ: {self.before.gpu}, {self.after.gpu}")
+        return [note for note in notes if note]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the difference as JSON values."""
+        return {
+            "name": self.after.name,
+            "gpu": self.after.gpu,
+            "peaks": {
+                name: {"before_bytes": before, "after_bytes": after}
+                for name, (before, after) in self.peaks.items()
+            },
+            "changes": [
+                {"name": c.name, "source": c.source, "before_bytes": c.before_bytes,
+                 "after_bytes": c.after_bytes}
+                for c in self.changes
+            ],
+            "notes": self.notes,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        found = self.changes
+        lines = [self.after.name, summary_line(self.after)]
+        lines += [peaks_text(name, *pair) for name, pair in self.peaks.items()]
+        lines += [f"  {line}" for line in grown(found)]
+        shrunk = [f"  {change}" for change in reversed(found) if change.added_bytes < 0]
+        return "\n".join([*lines, *shrunk[:MAX_ROWS], *(f"note: {note}" for note in self.notes)])
+
+
+def read_reports(path: Path) -> list[RunReport | Prediction]:
+    """Return the reports of scripts and plans in a JSON Lines file.
+
+    Raises:
+        PlanError: the file cannot be read, or holds something else.
+    """
+    found: list[RunReport | Prediction] = []
+    kinds: dict[str, Any] = {kind.kind: kind for kind in (RunReport, Prediction)}
+    for line in read_limited(path, MAX_RESULTS_BYTES, what="reports").splitlines():
+        try:
+            values = json.loads(line) if line.strip() else None
+            if values is not None and values["schema"] == SCHEMA:
+                found.append(kinds[values["kind"]].from_dict(values))
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(
+                f"`{path}` has a line that is no report: {error}", hint=_HINT
+            ) from error
+    if not found:
+        raise PlanError(f"`{path}` has no report", hint=_HINT)
+    return found
+
+
+_HINT = "name files of `memest run --json` or `memest predict --json`"
+
+
+def differences(
+    before: Sequence[RunReport | Prediction], after: Sequence[RunReport | Prediction]
+) -> list[Difference]:
+    """Return pairs of reports: of the same name, or the only ones of both files.
+
+    Raises:
+        PlanError: no names are the same.
+    """
+    if len(before) == len(after) == 1:
+        return [Difference(before=before[0], after=after[0])]
+    by_name = {report.name: report for report in before}
+    found = [
+        Difference(before=by_name[report.name], after=report)
+        for report in after
+        if report.name in by_name
+    ]
+    if not found:
+        raise PlanError("the files have no plan in common", hint="plans are compared by name")
+    return found
+
+
+def markdown(report: RunReport | Prediction, found: Difference | None, base: str = "") -> str:
+    """Return a comment for a pull request: the peak, that of the base, and lines that changed."""
+    lines = ["### GPU memory", "", f"`{report.name}`: {summary_line(report)}", ""]
+    if found is not None:
+        lines += [f"| peak | {base or 'before'} | now | change |", "|---|---:|---:|---:|"]
+        lines += [
+            f"| {name} | {format_bytes(old)} | {format_bytes(new)} | {format_bytes(new - old)} |"
+            for name, (old, new) in found.peaks.items()
+        ]
+        rows = [(c.name, c.source, c.added_bytes) for c in found.changes]
+        title = "changed at the peak"
+    else:
+        held = report.lines if isinstance(report, RunReport) else ()
+        rows, title = [(row.name, row.source, row.num_bytes) for row in held], "held at the peak"
+    if rows:
+        lines += ["", f"| line | {title} | |", "|---|---:|---|"]
+        lines += [
+            f"| {name} | {format_bytes(size)} | {_code(source)} |"
+            for name, source, size in rows[:MAX_ROWS]
+        ]
+    lines += [f"\nNote: {note}." for note in (found.notes if found else [])]
+    return "\n".join(lines) + "\n"
+
+
+def _code(source: str) -> str:
+    return f"`{source.replace('|', chr(92) + '|').replace('`', '')}`" if source else ""

@@ -1,0 +1,119 @@
+"""A page to play with: the plans of a grid, in one file without a server or a network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memest import __version__
+
+if TYPE_CHECKING:
+    from memest.estimator.search.explore import Explored
+    from memest.plan import TrainingPlan
+
+MAX_PAGE_BYTES = 3 << 20
+"""Largest size of a page, small enough for a course's web site."""
+
+_PAGE = Path(__file__).with_name("explorer.html")
+
+
+def technique_of(plan: TrainingPlan) -> str:
+    """`full`, `LoRA` or `QLoRA`."""
+    return "QLoRA" if plan.use_qlora else "LoRA" if plan.use_lora else "full"
+
+
+def checkpoints(plan: TrainingPlan) -> bool:
+    """Return whether activations are checkpointed, which QLoRA's preparation turns on by
+    default.
+    """
+    return plan.act_ckpt or (plan.use_qlora and plan.kbit_ckpt is not False)
+
+
+_AXES: dict[str, tuple[str, Any]] = {
+    "model": ("model", lambda plan: plan.model_name),
+    "batch": ("batch", lambda plan: plan.batch_size),
+    "accumulation": ("accumulation", lambda plan: plan.accumulate_grad_batches),
+    "precision": ("precision", lambda plan: plan.precision),
+    "optimizer": ("optimizer", lambda plan: plan.optim),
+    "checkpointing": ("checkpointing", checkpoints),
+    "technique": ("trained", technique_of),
+}
+"""Key in the page and in its links: title, and the value of a plan."""
+
+
+def render_explorer(
+    points: Sequence[Explored],
+    limits: dict[str, int],
+    *,
+    tokens: str,
+    presets: Sequence[TrainingPlan] = (),
+) -> str:
+    """The page for the points of `explore`.
+
+    Args:
+        points: of the grid.
+        limits: what the allocator can reserve on each GPU, the first chosen at the start.
+        tokens: what is said of the inputs, `25 tokens`.
+        presets: plans to choose by their names; those that the grid does not have are left out.
+    """
+    from memest.estimator.search.explore import KINDS
+
+    values = {name: _values(points, of) for name, (_, of) in _AXES.items()}
+    axes = {
+        name: {"title": _AXES[name][0], "values": found, "labels": [_label(v) for v in found]}
+        for name, found in values.items()
+    }
+    gpus = list(limits)
+    axes["gpu"] = {"title": "GPU", "values": gpus, "labels": gpus}
+    seq_len = points[0].plan.seq_len
+    data = {
+        "axes": axes,
+        "start": {name: of(points[0].plan) for name, (_, of) in _AXES.items()} | {"gpu": gpus[0]},
+        "kinds": list(KINDS),
+        "limits": limits,
+        "flags": "" if seq_len is None else f" --seq-len {seq_len}",
+        "facts": f"{len(points)} plans, {tokens}; predicted by memest {__version__}, to be played "
+        "with by mouse, keyboard or link.",
+        "presets": {
+            plan.label: {name: of(plan) for name, (_, of) in _AXES.items()}
+            for plan in presets
+            if _choices(plan) in {_choices(point.plan) for point in points}
+        },
+        "points": {_key(point.plan, values): _row(point, gpus) for point in points},
+    }
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    return _PAGE.read_text(encoding="utf-8").replace("__DATA__", text)
+
+
+def _choices(plan: TrainingPlan) -> tuple[Any, ...]:
+    """Fields by which a page distinguishes two plans, and other fields that decide a plan's
+    memory.
+    """
+    lora_r = plan.lora_r if plan.use_lora or plan.use_qlora else None
+    return *(of(plan) for _, of in _AXES.values()), lora_r, plan.seq_len, plan.strategy
+
+
+def _values(points: Sequence[Explored], of: Any) -> list[Any]:
+    found = list(dict.fromkeys(of(point.plan) for point in points))
+    return sorted(found) if all(isinstance(value, int) for value in found) else found
+
+
+def _label(value: Any) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else escape(str(value))
+
+
+def _key(plan: TrainingPlan, values: dict[str, list[Any]]) -> str:
+    return ".".join(str(values[name].index(of(plan))) for name, (_, of) in _AXES.items())
+
+
+def _row(point: Explored, gpus: Sequence[str]) -> dict[str, Any]:
+    verdicts = [point.verdicts[gpu] for gpu in gpus]
+    return {
+        "kinds": list(point.kinds.values()),
+        "why": list(point.arithmetic.values()),
+        "phases": point.phases,
+        "gpus": [[v.word, v.needs_bytes, v.reserved_bytes, v.spread_bytes] for v in verdicts],
+    }

@@ -1,0 +1,417 @@
+"""Reports as one HTML page: no scripts, nothing from the network, light and dark."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from memest.report.answer import answer, people
+from memest.report.records import HeldRow, Prediction, RunReport, Term, Verdict
+from memest.report.text import (
+    covered,
+    guesses_of,
+    heading,
+    level_rows,
+    module_rows,
+    phase_rows,
+    rank_rows,
+    render_suite,
+    term_cells,
+    where,
+)
+from memest.units import GIB, format_gib, gib_that_add_up
+
+if TYPE_CHECKING:
+    from memest.estimator.replay.recording import Recording
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #111; --muted: #555; --line: #d0d0d0; --page: #fff;
+  --box: #f5f6f7; --rest: #3c3c3c; --on-rest: #fff; }
+@media (prefers-color-scheme: dark) { :root { --ink: #f5f5f5; --muted: #b4b9be; --line: #3a3f45;
+  --page: #111417; --box: #1c2126; --rest: #f2f2f2; --on-rest: #000; } }
+* { box-sizing: border-box; print-color-adjust: exact; -webkit-print-color-adjust: exact; }
+body { margin: 0 auto; padding: 1rem; max-width: 76rem; background: var(--page); color: var(--ink);
+  font: 1rem/1.45 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+h1 { font-size: 1.6rem; line-height: 1.2; margin: .3rem 0; overflow-wrap: anywhere; }
+h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; }
+p, ul { margin: .4rem 0; overflow-wrap: anywhere; } .muted { color: var(--muted); }
+.answer { font-size: 1.25rem; font-weight: 700; }
+.boxes { display: grid; grid-template-columns: repeat(auto-fit, minmax(15rem, 1fr)); gap: .7rem; }
+.box { background: var(--box); border-radius: .5rem; padding: .7rem .9rem;
+  overflow-wrap: anywhere; min-width: 0; }
+.box b { font-size: 1.15rem; } .OOM b.verdict::before { content: "\\2715\\00a0"; }
+.fits b.verdict::before { content: "\\2713\\00a0"; }
+.may b.verdict::before { content: "?\\00a0"; }
+.tight b.verdict::before { content: "!\\00a0"; }
+.tight b.verdict, td.tight { background: #8e44ad; color: #fff; }
+.may b.verdict, td.may { background: #7a5c00; color: #fff; }
+.meter { height: .7rem; border: 1px solid var(--ink); border-radius: .2rem; margin: .4rem 0;
+  overflow: hidden; }
+.meter i { display: block; height: 100%; background: var(--ink); }
+.OOM .meter i { background:
+  repeating-linear-gradient(45deg, var(--ink) 0 4px, transparent 4px 8px); }
+.stack { display: flex; height: 2.6rem; border-radius: .3rem; overflow: hidden; margin: .5rem 0; }
+.stack i { display: flex; align-items: center; justify-content: center; font-style: normal;
+  overflow: hidden; white-space: nowrap; min-width: 1px; border-right: 1px solid var(--page); }
+.params { background: #0072b2; color: #fff; } .grads { background: #d55e00; color: #000; }
+.optimizer { background: #56b4e9; color: #000; } .activations { background: #f0e442; color: #000; }
+.buckets { background: #e69f00; color: #000; } .gathered { background: #009e73; color: #000; }
+.rest { background: var(--rest); color: var(--on-rest); }
+.keys { display: flex; flex-wrap: wrap; gap: .3rem 1rem; padding: 0; list-style: none; }
+.keys i { display: inline-block; width: .9rem; height: .9rem; border-radius: .15rem;
+  margin-right: .35rem; vertical-align: -.1rem; }
+.wide { overflow-x: auto; } table { border-collapse: separate; border-spacing: 0; width: 100%; }
+th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid var(--line);
+  white-space: nowrap; font-variant-numeric: tabular-nums; }
+th { color: var(--muted); font-weight: 600; } td.text, th.text { text-align: left; }
+th.note { text-align: left; } td.note { text-align: left; white-space: normal; min-width: 14rem; }
+td.text:first-child, th.text:first-child { position: sticky; left: 0; background: var(--page); }
+@media (max-width: 40rem) { td.text:first-child { white-space: normal; min-width: 8rem; } }
+td.bad { font-weight: 700; background: var(--ink); color: var(--page); }
+.wide { background: linear-gradient(to right, var(--page) 30%, transparent),
+  linear-gradient(to left, var(--page) 30%, transparent) 100% 0,
+  linear-gradient(to right, var(--muted), transparent),
+  linear-gradient(to left, var(--muted), transparent) 100% 0;
+  background-repeat: no-repeat; background-size: 2.5rem 100%, 2.5rem 100%, .8rem 100%, .8rem 100%;
+  background-attachment: local, local, scroll, scroll; }
+.wide .cue { display: none; position: sticky; left: 0; }
+@media (max-width: 46rem) { .chart .cue { display: block; color: var(--muted); }
+  table.noted tr { display: grid; grid-template-columns: 1fr 6rem 5rem;
+    border-bottom: 1px solid var(--line); }
+  table.noted th, table.noted td { border-bottom: 0; }
+  table.noted .note { grid-column: 1 / -1; min-width: 0; color: var(--muted); padding-top: 0; }
+  table.noted th.note { display: none; } }
+.chart img { display: block; width: 100%; min-width: 46rem; height: auto; border-radius: .4rem; }
+details { border-bottom: 1px solid var(--line); padding: .5rem 0; }
+summary { cursor: pointer; font-weight: 600; overflow-wrap: anywhere; }
+"""
+
+_OWN_COLOUR = ("params", "grads", "optimizer", "activations", "buckets", "gathered")
+"""Kinds with a color in the page's style."""
+
+RANKS = "<!-- by rank -->"
+"""Place of the table of ranks in a page."""
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+def render_page(
+    reports: Sequence[Prediction | RunReport], *, recording: Recording | None = None
+) -> str:
+    """Return a page that needs no other file: all of one report, or a table of several plans.
+
+    Charts are SVG inside the page, for light and for dark screens; on narrow ones they scroll.
+    `recording` is the run of a single report, for the timeline of its step.
+    """
+    if len(reports) == 1:
+        title = f"{reports[0].name}: GPU memory"
+        body = _one(reports[0], recording)
+    else:
+        title = f"{len(reports)} experiments: GPU memory"
+        body = _many([report for report in reports if isinstance(report, Prediction)])
+    return page(title, body)
+
+
+def fragment(report: Prediction | RunReport) -> str:
+    """Return the peak and the verdicts as HTML tables for a notebook; of a script also lines."""
+    note = "arithmetic" if isinstance(report, Prediction) else ""
+    held = [["held at the peak", "GiB", note]]
+    sizes = gib_that_add_up([term.num_bytes for term in report.terms])
+    for term, (kind, _, _, why), size in zip(report.terms, term_cells(report), sizes, strict=True):
+        held.append([kind, size, term.arithmetic if isinstance(term, Term) else why])
+    for name in ("allocated", "reserved"):
+        held.append([f"peak {name}", _gib(getattr(report, f"peak_{name}_bytes")), ""])
+    verdicts = [["GPU", "verdict", "needs, GiB", "margin, GiB"]]
+    verdicts += [
+        [name, v.word, _gib(v.needs_bytes), f"{v.margin_bytes / GIB:+.2f}"]
+        for name, v in report.verdicts.items()
+    ]
+    tables, head = [held, verdicts], [" ".join(heading(report)[0].split())]
+    if isinstance(report, RunReport):
+        tables.insert(1, _line_rows(report.lines[:8]))
+        head = [
+            *(f"warning: {line}" for line in report.warnings),
+            *answer(report),
+            *heading(report),
+        ]
+    title = "<br>".join(map(escape, head))
+    return f"<p><b>{title}</b></p>" + "".join(map(_plain_table, tables))
+
+
+def _plain_table(rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in rows[0])
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows[1:]
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def page(title: str, body: str) -> str:
+    """A whole page around `body`, in memest's style."""
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n"
+        f"<body>\n{body}\n</body></html>\n"
+    )
+
+
+class PredictionTable(list[Prediction]):
+    """Predictions that a notebook shows as one table: a row each, its verdict on every GPU.
+
+    PredictionTable(predict(plan) for plan in plans)
+    """
+
+    def __str__(self) -> str:
+        return render_suite(self)
+
+    def _repr_html_(self) -> str:
+        style = (
+            ".memest td.bad{font-weight:700;text-decoration:underline}"
+            ".memest td.tight{background:#8e44ad;color:#fff}"
+            ".memest td.may{background:#7a5c00;color:#fff}"
+        )
+        rows = _suite_rows(self)
+        return f'<style>{style}</style><div class="memest">{html_table(rows, text=1)}</div>'
+
+
+def _suite_rows(reports: Sequence[Prediction]) -> list[list[str]]:
+    """A row for each report: its verdict on every GPU, and its peaks in GiB."""
+    gpus = list(dict.fromkeys(name for r in reports for name in r.verdicts))
+    rows = [["experiment", *gpus, "allocated", "reserved", "process"]]
+    for report in reports:
+        sizes = (report.peak_allocated_bytes, report.peak_reserved_bytes, report.process_bytes)
+        verdicts = (_verdict_word(report, name) for name in gpus)
+        rows.append([report.name, *verdicts, *map(_gib, sizes)])
+    return rows
+
+
+def _one(report: Prediction | RunReport, recording: Recording | None) -> str:
+    sections = [
+        f"<h1>{escape(report.name)}</h1>",
+        *(f"<p><b>warning: {escape(line)}</b></p>" for line in report.warnings),
+        lead(answer(report)),
+        _facts(report),
+        verdict_boxes(report.verdicts),
+        "<h2>What fills the GPU at the peak</h2>",
+        _stack(report),
+        _terms(report),
+    ]
+    if recording is not None and recording.marks:
+        sections += _timeline(report, recording)
+    sections += _of_script(report) if isinstance(report, RunReport) else _of_plan(report)
+    sections += ["<h2>Assumed</h2>", _assumed(report)]
+    return "\n".join(sections)
+
+
+def _timeline(report: Prediction | RunReport, recording: Recording) -> list[str]:
+    from memest.estimator.replay.recording import timeline
+    from memest.plots import plot_timeline
+
+    line, plan = timeline(recording), report.plan if isinstance(report, Prediction) else None
+    drawn = chart(
+        lambda dark: plot_timeline(
+            line,
+            name=report.name,
+            gpu=report.gpu,
+            gpu_limit_bytes=_limit_bytes(report),
+            dark=dark,
+            plan=plan,
+        ),
+        "memory over the events of one step, by what it is held for",
+    )
+    return ["<h2>Over the step of the peak</h2>", drawn]
+
+
+def _of_plan(report: Prediction) -> list[str]:
+    from memest.plots import plot_phases
+
+    limit = _limit_bytes(report)
+    drawn = chart(
+        lambda dark: plot_phases(report, None, gpu_limit_bytes=limit, dark=dark),
+        "params, grads, optimizer and activations at the four phases of a step",
+    )
+    return ["<h2>At the four phases</h2>", drawn, html_table(phase_rows(report), text=1)]
+
+
+def _of_script(report: RunReport) -> list[str]:
+    return [
+        RANKS + _ranks(report),
+        "<h2>By line of the script</h2>" + html_table(_line_rows(report.lines), text=1, notes=True),
+        "<h2>By module</h2>" + html_table(module_rows(report.modules), text=1),
+        "<h2>Phases and steps</h2>" + html_table(level_rows(report), text=1),
+    ]
+
+
+def _ranks(report: RunReport) -> str:
+    if not report.ranks:
+        return ""
+    return "<h2>By rank</h2>" + html_table(rank_rows(report), text=1, notes=True)
+
+
+def with_all_ranks(rendered: str, report: RunReport) -> str:
+    """Return the page of one rank, made without the others, with the table of all ranks."""
+    return rendered.replace(RANKS, _ranks(report), 1)
+
+
+def _line_rows(lines: Sequence[HeldRow]) -> list[list[str]]:
+    sizes = gib_that_add_up([row.num_bytes for row in lines], 3)
+    cells = [[row.name, size, row.source] for row, size in zip(lines, sizes, strict=True)]
+    return [["line", "GiB", "source"], *cells]
+
+
+def lead(lines: Sequence[str]) -> str:
+    """The answer: its first line large."""
+    first, *others = [*lines, ""]
+    rest = "".join(f"<p>{escape(line)}</p>" for line in others if line)
+    return f'<p class="answer">{escape(first)}</p>{rest}'
+
+
+def _many(reports: Sequence[Prediction]) -> str:
+    from memest.plots import gpu_label, plot_ladder
+
+    limits = {gpu_label(n): v.limit_bytes for r in reports for n, v in r.verdicts.items()}
+    details = [
+        f"<details><summary>{escape(report.name)} &middot; {_gib(report.peak_allocated_bytes)} GiB"
+        f"</summary>{_facts(report)}{_stack(report)}{_terms(report)}{_assumed(report)}</details>"
+        for report in reports
+    ]
+    return "\n".join(
+        [
+            f"<h1>GPU memory of {len(reports)} experiments</h1>",
+            f'<p class="muted">Predicted; GiB at the peak on {escape(reports[0].gpu)}.</p>',
+            html_table(_suite_rows(reports), text=1),
+            "<h2>Against the GPUs</h2>",
+            chart(
+                lambda dark: plot_ladder(reports, limits=limits, dark=dark),
+                "every experiment a bar at its peak, against the lines of the GPUs",
+            ),
+            "<h2>Each experiment</h2>",
+            *details,
+        ]
+    )
+
+
+def _limit_bytes(report: Prediction | RunReport) -> int:
+    from memest.estimator.hardware.gpus import find_gpu
+
+    verdict = report.verdicts.get(report.gpu)
+    return verdict.limit_bytes if verdict else find_gpu(report.gpu).limit_bytes
+
+
+def _facts(report: Prediction | RunReport) -> str:
+    facts = [fact for line in heading(report) for fact in line.split("  ")][1:]
+    if isinstance(report, Prediction) and report.is_distributed:
+        facts.append("every figure is of one GPU")
+    return f'<p class="muted">{escape(" · ".join(facts))}</p>'
+
+
+def verdict_boxes(verdicts: Mapping[str, Verdict]) -> str:
+    """A box for each GPU: whether the run fits, its need, its use and the margin."""
+    boxes = []
+    for name, verdict in verdicts.items():
+        share = 100 * min(1.0, verdict.needs_bytes / max(1, verdict.limit_bytes))
+        margin = format_gib(abs(verdict.margin_bytes))
+        words = f"{margin} {'to spare' if verdict.margin_bytes >= 0 else 'too much'}"
+        where = f'<div class="muted">{escape(people(verdict.at))}</div>' if verdict.at else ""
+        boxes.append(
+            f'<div class="box {verdict.word}"><b>{escape(name)}</b> '
+            f'<b class="verdict">{verdict.word}</b>'
+            f'<div class="meter"><i style="width:{share:.1f}%"></i></div>'
+            f"needs {format_gib(verdict.needs_bytes)} of {format_gib(verdict.limit_bytes)}: {words}"
+            f'<div class="muted">uses {format_gib(verdict.reserved_bytes)}</div>{where}</div>'
+        )
+    return f'<div class="boxes">{"".join(boxes)}</div>'
+
+
+def _stack(report: Prediction | RunReport) -> str:
+    """The peak as one bar of the page itself, legible at any width."""
+    parts = dict.fromkeys(_OWN_COLOUR, 0)
+    for term in report.terms:
+        if term.kind in parts:
+            parts[term.kind] += term.num_bytes
+    parts = {name: size for name, size in parts.items() if size}
+    parts["rest"] = max(1, report.peak_allocated_bytes) - sum(parts.values())
+    return (
+        f"<p><b>{format_gib(report.peak_allocated_bytes)}</b> allocated, "
+        f"<b>{format_gib(report.peak_reserved_bytes)}</b> reserved, "
+        f"<b>{format_gib(report.process_bytes)}</b> in nvidia-smi on {escape(report.gpu)}; "
+        f"{escape(where(report))}</p>" + stack(parts)
+    )
+
+
+def stack(parts: Mapping[str, int]) -> str:
+    """Parts of a peak as one bar, with a key for each; the printed sizes add up."""
+    whole = max(1, sum(parts.values()))
+    sizes = dict(zip(parts, gib_that_add_up(list(parts.values())), strict=True))
+    bars = "".join(
+        f'<i class="{kind}" style="flex:{n / whole:.5f}">{sizes[kind] * (10 * n > whole)}</i>'
+        for kind, n in parts.items()
+        if n > 0
+    )
+    keys = "".join(f'<li><i class="{k}"></i>{k} {size} GiB</li>' for k, size in sizes.items())
+    return f'<div class="stack">{bars}</div><ul class="keys">{keys}</ul>'
+
+
+def _terms(report: Prediction | RunReport) -> str:
+    note = "arithmetic" if isinstance(report, Prediction) else ""
+    rows = [["held for", "GiB", "share", note], *term_cells(report)]
+    rows.append(["peak allocated", f"{report.peak_allocated_bytes / GIB:.3f}", "100.0 %", ""])
+    return html_table(rows, text=1, notes=True)
+
+
+def _assumed(report: Prediction | RunReport) -> str:
+    lines = guesses_of(report, None) if isinstance(report, RunReport) else []
+    lines += [*report.notes, *report.assumptions, *covered(report.coverage)]
+    lines.append(", ".join(f"{name} {version}" for name, version in report.versions.items()))
+    return f'<ul class="muted">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>'
+
+
+def _verdict_word(report: Prediction, gpu: str) -> str:
+    verdict = report.verdicts.get(gpu)
+    return "" if verdict is None else verdict.word
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f}"
+
+
+def html_table(rows: Iterable[Sequence[str]], *, text: int, notes: bool = False) -> str:
+    """A table whose first `text` columns, and the last if it holds `notes`, are words."""
+    head, *body = rows
+    last = len(head) - 1
+
+    def kind(column: int, cell: str) -> str:
+        if notes and column == last:
+            return ' class="note"'
+        if column < text:
+            return ' class="text"'
+        kinds = {"OOM": "bad", "tight": "tight", "may": "may"}
+        return f' class="{kinds[cell]}"' if cell in kinds else ""
+
+    lines = [
+        "<tr>" + "".join(f"<{tag}{kind(i, c)}>{escape(c)}</{tag}>" for i, c in enumerate(row))
+        + "</tr>"
+        for tag, group in (("th", [head]), ("td", body))
+        for row in group
+    ]  # fmt: skip
+    kind_of = ' class="noted"' if notes else ""
+    return f'<div class="wide"><table{kind_of}>{"".join(lines)}</table></div>'
+
+
+def chart(draw: Callable[[bool], Any], words: str) -> str:
+    """A chart for light and for dark screens; what is not shown is not decoded either."""
+    from memest.plots import svg_text
+
+    light, dark = (
+        "data:image/svg+xml;base64," + base64.b64encode(svg_text(draw(is_dark)).encode()).decode()
+        for is_dark in (False, True)
+    )
+    return (
+        f'<div class="chart wide"><span class="cue">wider than the screen: scroll &rarr;</span>'
+        '<picture><source media="(prefers-color-scheme: dark)" '
+        f'srcset="{dark}"><img alt="{escape(words)}" src="{light}"></picture></div>'
+    )

@@ -1,0 +1,562 @@
+"""Reports of plans and scripts, and the catalogue of GPUs, as text for a terminal."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from memest.report.answer import (
+    BAD,
+    COLOURS,
+    DIM,
+    answer,
+    failures,
+    paint,
+    people,
+    without_operator,
+)
+from memest.report.records import (
+    WHY,
+    Ending,
+    HeldRow,
+    Interval,
+    Outcome,
+    Phase,
+    PhaseRow,
+    Prediction,
+    RunPeak,
+    RunReport,
+    Term,
+    Verdict,
+)
+from memest.units import (
+    GIB,
+    MIB,
+    counted,
+    format_bytes,
+    format_count,
+    format_gib,
+    gib_that_add_up,
+    rounded_to_sum,
+    shares_that_add_up,
+)
+
+if TYPE_CHECKING:
+    from memest.estimator.hardware.gpus import Gpu
+    from memest.estimator.search.advise import Option
+    from memest.models_meta.registry import ModelEntry
+
+MAX_ROWS = 12
+"""Modules and lines in the text; JSON has all."""
+
+LEAST_BYTES = GIB // 2000
+"""Lines that hold less are one row of the text: they would be printed as 0.000 GiB."""
+
+MAX_GUESSES = 12
+
+COLUMNS = ("params", "grads", "optimizer", "activations")
+"""Kinds that have a column of their own in the table of modules."""
+
+
+def render_text(
+    report: Prediction | RunReport,
+    *,
+    change: Option | None = None,
+    colour: bool = False,
+    verbose: bool = False,
+) -> str:
+    """Return the whole report: the answer, what filled the peak, levels, verdicts, assumptions.
+
+    Args:
+        report: of a plan or of a script.
+        change: the cheapest change with which a plan fits, if it was looked for.
+        colour: whether the terminal has colours.
+        verbose: whether to add everything that is assumed, and the versions.
+    """
+    if isinstance(report, RunReport):
+        parts = [_ranks(report), _modules(report.modules), _lines(report.lines), _levels(report)]
+        last = guesses_of(report)
+    else:
+        parts, last = [_phases(report), _closed_form(report)], []
+    sections = [
+        [paint(f"warning: {line}", BAD, colour=colour) for line in report.warnings],
+        answer(report, change=change, colour=colour),
+        heading(report),
+        _terms(report),
+        _totals(report),
+        *parts,
+        verdict_table(report.verdicts, colour=colour),
+        last,
+        [paint(line, DIM, colour=colour) for line in _assumed(report, verbose=verbose)],
+    ]
+    return "\n\n".join("\n".join(lines) for lines in sections if lines)
+
+
+def render_suite(predictions: Sequence[Prediction]) -> str:
+    """One line per plan."""
+    gpus = list(dict.fromkeys(name for p in predictions for name in p.verdicts))
+    header = ["experiment", "allocated", "reserved", "process", *gpus]
+    rows = [
+        [
+            p.name,
+            format_gib(p.peak_allocated_bytes),
+            format_gib(p.peak_reserved_bytes),
+            format_gib(p.process_bytes),
+            *(p.verdicts[g].word if g in p.verdicts else "" for g in gpus),
+        ]
+        for p in predictions
+    ]
+    return "\n".join(table([header, *rows], left=1))
+
+
+def render_models(entries: Iterable[ModelEntry]) -> str:
+    """The bundled models."""
+    rows = [["model", "family", "modality", "parameters", "Hugging Face id"]]
+    rows += [[e.name, e.family, e.modality, format_count(e.num_params), e.hub_id] for e in entries]
+    return "\n".join(table(rows, left=3, last_left=True))
+
+
+_ENDINGS = {
+    Ending.FINISHED: "ran to its end",
+    Ending.STOPPED: "stopped after the requested steps",
+    Ending.OOM: "ran out of memory",
+    Ending.CRASHED: "ended with an error of its own",
+    Ending.UNSUPPORTED: "stopped at a call that cannot be simulated",
+    Ending.INTERRUPTED: "was interrupted",
+    Ending.RUNNING: "is running",
+}
+
+
+def heading(report: Prediction | RunReport) -> list[str]:
+    """Return what ran and where; of a script also how it ended."""
+    if isinstance(report, Prediction):
+        return _heading_of_plan(report)
+    steps = counted(report.num_steps, "optimizer step")
+    so_far = " so far" if report.is_cut_short else ""
+    verdict = f"{report.verdicts[report.gpu].word}{so_far}"
+    lines = [f"{report.name}", f"{_ENDINGS[report.ending]}; {steps} on {report.gpu}: {verdict}"]
+    if report.allocator:
+        lines.append(f"allocator: {report.allocator}")
+    if report.error:
+        lines.append(report.error)
+    return lines
+
+
+def _heading_of_plan(prediction: Prediction) -> list[str]:
+    plan, model = prediction.plan, prediction.model
+    facts = [
+        prediction.name,
+        plan["precision"],
+        plan["optim"] + (f" momentum {plan['momentum']}" if plan["momentum"] else ""),
+        f"batch {plan['batch_size']}",
+    ]
+    if plan["accumulate_grad_batches"] > 1:
+        facts.append(f"accumulation {plan['accumulate_grad_batches']}")
+    facts.append(tokens_of(plan))
+    if plan["strategy"] != "auto" or plan["devices"] > 1:
+        facts.append(_strategy(plan))
+    if plan["act_ckpt"]:
+        facts.append("activation checkpointing")
+    if plan["use_qlora"] or plan["use_lora"]:
+        facts.append(f"{'QLoRA' if plan['use_qlora'] else 'LoRA'} rank {plan['lora_r']}")
+    if plan["use_qlora"] and plan["kbit_ckpt"] is not False and not plan["act_ckpt"]:
+        facts.append("activation checkpointing by peft")
+    lines = ["  ".join(facts)]
+    if prediction.name != plan["model_name"]:
+        lines.append(f"model {plan['model_name']}")
+    lines.append(f"{model['class']}: {parameters_of(model)}")
+    return lines
+
+
+def parameters_of(model: Mapping[str, Any]) -> str:
+    """Parameters of a model and how many are trained, for a report."""
+    trained = format_count(model["num_trainable_params"])
+    return f"{format_count(model['num_params'])} parameters, {trained} trained"
+
+
+def _strategy(plan: Mapping[str, Any]) -> str:
+    gpus = "1 GPU" if plan["devices"] == 1 else f"{plan['devices']} GPUs"
+    name = "ddp" if plan["strategy"] == "auto" else plan["strategy"]
+    sharding = f" {plan['sharding_strategy']}" if name.startswith("fsdp") else ""
+    return f"{gpus}, {name}{sharding}"
+
+
+def term_cells(report: Prediction | RunReport) -> list[list[str]]:
+    """Return kind, GiB, share and note of what is held at the peak; figures add up to the peak."""
+    terms: Sequence[Term | HeldRow] = report.terms
+    sizes = [term.num_bytes for term in terms]
+    shares = shares_that_add_up(sizes, report.peak_allocated_bytes)
+    figures = zip(terms, gib_that_add_up(sizes, 3), shares, strict=True)
+    return [[term.kind, size, share, _note_on(term)] for term, size, share in figures]
+
+
+def _note_on(term: Term | HeldRow) -> str:
+    if isinstance(term, HeldRow):
+        tensors = f"{counted(term.num_tensors, 'tensor')}: " if term.num_tensors else ""
+        return f"{tensors}{WHY.get(term.name, '')}"
+    if term.kind == "params":
+        return term.arithmetic
+    return f"{term.arithmetic}: {without_operator(term.why)}"
+
+
+def _terms(report: Prediction | RunReport) -> list[str]:
+    note = "arithmetic" if isinstance(report, Prediction) else ""
+    rows = [["held at the peak", "", "share", note]]
+    rows += [[name, f"{size} GiB", *rest] for name, size, *rest in term_cells(report)]
+    peak = format_gib(report.peak_allocated_bytes, 3)
+    rows.append(["peak allocated", peak, "100.0 %", where(report)])
+    return table(rows, left=1, last_left=True)
+
+
+def where(report: Prediction | RunReport) -> str:
+    """Return where the peak is: step, phase, module, line of the script."""
+    peak = report.peak
+    line = peak.line if isinstance(peak, RunPeak) else ""
+    return ", ".join(filter(None, (f"step {peak.step + 1}", peak.phase, peak.module, line)))
+
+
+def _totals(report: Prediction | RunReport) -> list[str]:
+    slack = report.peak_reserved_bytes - report.peak_allocated_bytes
+    context = report.process_bytes - report.peak_reserved_bytes
+    beside = "CUDA context and NCCL" if report.is_distributed else "CUDA context"
+    rows = [
+        ("allocated", report.peak_allocated_bytes, "torch.cuda.max_memory_allocated"),
+        ("reserved", report.peak_reserved_bytes, f"including {format_bytes(slack)} cached"),
+        ("process", report.process_bytes, f"nvidia-smi; {beside} {format_bytes(context)}"),
+    ]
+    if report.host_bytes:
+        rows.append(("host", report.host_bytes, _host_note(report)))
+    cells = [[name, format_gib(size), note] for name, size, note in rows]
+    if report.host_bytes and isinstance(report, Prediction):
+        held = gib_that_add_up([t.num_bytes for t in report.host_terms])
+        cells += [
+            ["", f"{size} GiB", f"{t.kind}: {t.arithmetic}, {t.why}"]
+            for size, t in zip(held, report.host_terms, strict=True)
+        ]
+    for row in cells:
+        found = report.intervals.get(row[0])
+        if found is not None and found.low_bytes < found.high_bytes:
+            low, high = (f"{n / GIB:.2f}" for n in (found.low_bytes, found.high_bytes))
+            row[-1] += f"; on a rank between {low} and {high}"
+    return [f"peak on {report.gpu}", *table(cells, left=1, last_left=True)]
+
+
+def tokens_of(plan: Mapping[str, Any]) -> str:
+    """Tokens of a sample, for a report.
+
+    >>> tokens_of({"seq_len": 512}), tokens_of({"seq_len": None, "lengths": [96, 512]})
+    ('512 tokens', '2 lengths from 96 to 512 tokens')
+    """
+    lengths = plan.get("lengths")
+    if not lengths:
+        return f"{plan['seq_len']} tokens"
+    return f"{len(lengths)} lengths from {min(lengths)} to {max(lengths)} tokens"
+
+
+def _host_note(report: Prediction | RunReport) -> str:
+    if isinstance(report, RunReport):
+        return "host memory of the script's CPU tensors"
+    verdict = report.host_verdict
+    note = "of all GPUs of the node" if report.host_terms else "paged optimizer state"
+    if verdict is None:
+        return note
+    outcome = "OOM" if verdict.verdict is Outcome.OOM else "fits"
+    margin = f"{verdict.margin_bytes / 2**30:+.2f} GiB"
+    return f"{note}; {format_gib(verdict.limit_bytes)} there: {outcome}, {margin}"
+
+
+def phase_rows(prediction: Prediction) -> list[list[str]]:
+    """Return a table of the phases of the first two steps in GiB, with a head."""
+    rows = ["GiB by phase,params,grads,optimizer,activations,all,peak,reserved".split(",")]
+    last = prediction.plan["accumulate_grad_batches"] - 1
+    for row in prediction.phases:
+        if row.step <= 1 and row.micro_batch in (0, last):
+            step = step_name(row.step, row.micro_batch if last else None)
+            rows.append([f"{step} {_PHASES[row.phase]}", *_phase_figures(row)])
+    return rows
+
+
+_PHASES = {
+    Phase.BEFORE_FORWARD: "before forward",
+    Phase.AFTER_FORWARD: "after forward",
+    Phase.AFTER_BACKWARD: "after backward",
+    Phase.AFTER_OPTIMIZER_STEP: "after step",
+    Phase.AFTER_VALIDATION: "after validation",
+}
+
+
+def _phases(prediction: Prediction) -> list[str]:
+    return table(phase_rows(prediction), left=1)
+
+
+def _phase_figures(row: PhaseRow) -> list[str]:
+    """GiB of the four kinds, which add up to what is allocated; allocated, peak and reserved."""
+    kinds = row.params_bytes, row.grads_bytes, row.optimizer_bytes, row.activations_bytes
+    levels = row.allocated_bytes, row.peak_allocated_bytes, row.reserved_bytes
+    return [*gib_that_add_up(kinds), *(f"{level / GIB:.2f}" for level in levels)]
+
+
+def step_name(step: int, micro_batch: int | None) -> str:
+    """Return a step as people count it, with its micro-batch where it has several.
+
+    >>> step_name(0, None), step_name(1, 3)
+    ('1', '2.4')
+    """
+    return f"{step + 1}" if micro_batch is None else f"{step + 1}.{micro_batch + 1}"
+
+
+def _closed_form(prediction: Prediction) -> list[str]:
+    """The textbook's bytes per layer, and what leads from them to the traced ones."""
+    found = prediction.closed_form
+    if found is None:
+        return []
+    letters = ", ".join(f"{k} = {v}" for k, v in found.letters.items())
+    sizes = [found.textbook_bytes, *(t.num_bytes for t in found.differences)]
+    textbook, *others = rounded_to_sum([size / MIB for size in sizes], 2)
+    rows = [["textbook", f"{textbook:.2f}", f"{found.formula}, {letters}"]]
+    rows += [
+        [t.kind, f"{size:+.2f}", f"{t.arithmetic}: {t.why}"]
+        for size, t in zip(others, found.differences, strict=True)
+    ]
+    rows.append(
+        ["simulated", f"{found.traced_bytes / MIB:.2f}", f"mean of {found.num_layers} layers"]
+    )
+    title = "MiB that a layer saves for its backward; textbook: Korthikanti et al. 2022, 16 bit"
+    return [title, *table(rows, left=1, last_left=True)]
+
+
+def rank_rows(report: RunReport) -> list[list[str]]:
+    """A table of the ranks that were run in GiB, with a head."""
+    rows = [["by rank, GiB", "allocated", "reserved", "process", "steps", ""]]
+    for row in report.ranks:
+        sizes = {
+            "allocated": row.peak_allocated_bytes,
+            "reserved": row.peak_reserved_bytes,
+            "process": row.process_bytes,
+        }
+        cells = [_between(size, row.intervals.get(name)) for name, size in sizes.items()]
+        rows.append([f"rank {row.rank}", *cells, str(row.num_steps), _ENDINGS[row.ending]])
+    return rows
+
+
+def _between(num_bytes: int, interval: Interval | None) -> str:
+    if interval is None or interval.low_bytes == interval.high_bytes:
+        return _gib(num_bytes)
+    return f"{_gib(interval.low_bytes)} to {_gib(interval.high_bytes)}"
+
+
+def _ranks(report: RunReport) -> list[str]:
+    return table(rank_rows(report), left=1, last_left=True) if report.ranks else []
+
+
+def module_rows(rows: Sequence[HeldRow], limit: int | None = None) -> list[list[str]]:
+    """Return a table of modules in GiB, with a head; the smallest in one row where many are."""
+    shown = list(rows[:limit])
+    found = [["by module, GiB at the peak", *COLUMNS, "other", "all"]]
+    found += [_module_cells(row.name, [row]) for row in shown]
+    rest = rows[len(shown) :]
+    if rest:
+        found.append(_module_cells(counted(len(rest), "other"), rest))
+    return found
+
+
+def _module_cells(name: str, rows: Sequence[HeldRow]) -> list[str]:
+    sizes = [sum(row.kinds.get(kind, 0) for row in rows) for kind in COLUMNS]
+    total = sum(row.num_bytes for row in rows)
+    return [name, *gib_that_add_up([*sizes, total - sum(sizes)], 3), _gib(total)]
+
+
+def _modules(rows: Sequence[HeldRow]) -> list[str]:
+    return table(module_rows(rows, MAX_ROWS), left=1) if rows else []
+
+
+def _lines(rows: Sequence[HeldRow]) -> list[str]:
+    if not rows:
+        return []
+    num_shown = min(MAX_ROWS, sum(row.num_bytes >= LEAST_BYTES for row in rows) or 1)
+    shown, rest = rows[:num_shown], rows[num_shown:]
+    sizes = [row.num_bytes for row in shown]
+    names = [(row.name, row.source) for row in shown]
+    if rest:
+        sizes.append(sum(row.num_bytes for row in rest))
+        names.append((counted(len(rest), "other"), ""))
+    figures = zip(gib_that_add_up(sizes, 3), shares_that_add_up(sizes, sum(sizes)), strict=True)
+    cells = [["by line of the script", "", "share", ""]]
+    for (name, source), (size, share) in zip(names, figures, strict=True):
+        cells.append([name, f"{size} GiB", share, source])
+    return table(cells, left=1, last_left=True)
+
+
+def level_rows(report: RunReport) -> list[list[str]]:
+    """Return a table of the levels of phases and steps in GiB, with a head."""
+    rows = [["GiB", "allocated after", "peak allocated", "peak reserved"]]
+    for phase in report.phases:
+        sizes = (phase.peak_allocated_bytes, phase.peak_reserved_bytes)
+        rows.append([phase.name, "", *map(_gib, sizes)])
+    for step in report.steps:
+        levels = (step.allocated_bytes, step.peak_allocated_bytes, step.peak_reserved_bytes)
+        rows.append([f"step {step.step + 1}", *map(_gib, levels)])
+    return rows
+
+
+def _levels(report: RunReport) -> list[str]:
+    rows = level_rows(report)
+    return table(rows, left=1) if len(rows) > 1 else []
+
+
+def guesses_of(report: RunReport, limit: int | None = MAX_GUESSES) -> list[str]:
+    """Return a line for each value that the script read and that is unknown without a GPU."""
+    lines = [
+        f"guessed: {guess.line} reads {guess.what}, {times(guess.count)}"
+        for guess in report.guesses[:limit]
+    ]
+    if rest := report.guesses[len(lines) :]:
+        count = times(sum(guess.count for guess in rest))
+        lines.append(f"guessed: {len(rest)} other reads, {count}")
+    return lines
+
+
+def times(count: int) -> str:
+    """Number of times in words."""
+    return "once" if count == 1 else f"{count} times"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.3f}"
+
+
+def verdict_table(verdicts: Mapping[str, Verdict], *, colour: bool = False) -> list[str]:
+    """A line for each GPU: the run's need and use, whether it fits, and the margin."""
+    rows = [["gpu", "usable", "needs", "uses", "verdict", "margin", ""]]
+    rows += [_verdict_cells(name, verdict) for name, verdict in verdicts.items()]
+    lines = table(rows, left=1, last_left=True)
+    words = [v.word for v in verdicts.values()]
+    return lines[:1] + [
+        line.replace(f" {word} ", f" {paint(word, COLOURS[word], colour=colour)} ", 1)
+        for line, word in zip(lines[1:], words, strict=True)
+    ]
+
+
+def _verdict_cells(name: str, verdict: Verdict) -> list[str]:
+    return [
+        name,
+        format_gib(verdict.limit_bytes),
+        format_gib(verdict.needs_bytes),
+        format_gib(verdict.reserved_bytes),
+        verdict.word,
+        f"{verdict.margin_bytes / 2**30:+.2f} GiB",
+        f"at {people(verdict.at)}" if verdict.at else "",
+    ]
+
+
+def _assumed(report: Prediction | RunReport, *, verbose: bool) -> list[str]:
+    """What is assumed, all of it or the first line, and what is not modelled."""
+    lines = [f"note: {line}" for line in report.notes]
+    lines += brief(report.assumptions, verbose=verbose)
+    lines += covered(report.coverage)
+    if report.peak.op:
+        lines.append(f"peak allocated in {report.peak.op}")
+    lines += failures(report.verdicts)
+    versions = ", ".join(f"{k} {v}" for k, v in report.versions.items())
+    lines.append(f"versions: {versions}; {report.elapsed_s:.1f} s")
+    return lines
+
+
+def covered(coverage: Mapping[str, Any]) -> list[str]:
+    """Return how many calls are modelled, and a line for each operator that is not."""
+    known, every = coverage["num_modelled"], coverage["num_ops"]
+    return [
+        f"coverage: {known} of {every} operator calls modelled",
+        *(
+            f"not modelled: workspace of {op} ({counted(count, 'call')})"
+            for op, count in coverage["unmodelled"].items()
+        ),
+    ]
+
+
+def brief(assumptions: Sequence[str], *, verbose: bool) -> list[str]:
+    """A line for each assumption; without `verbose` the first, and how many more there are."""
+    lines = [f"assumed: {line}" for line in assumptions[: None if verbose else 1]]
+    if more := len(assumptions) - len(lines):
+        lines[-1] += f"; {more} more with --verbose"
+    return lines
+
+
+def table(rows: Sequence[Sequence[str]], *, left: int, last_left: bool = False) -> list[str]:
+    """Return aligned columns. The first `left` columns, and with `last_left` the last, are
+    left-aligned; others are right-aligned.
+    """
+    num_columns = len(rows[0])
+    widths = [max(len(row[i]) for row in rows) for i in range(num_columns)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width)
+            if i < left or (last_left and i == num_columns - 1)
+            else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def fold(text: str, width: int) -> str:
+    """`text` with lines of at most `width` columns, broken between words.
+
+    The rest of a line stands under its last column. Commands stay whole, so that they can be
+    copied. A word longer than `width` stays whole too.
+    """
+    return "\n".join(_folded(line, width) for line in text.split("\n"))
+
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+_COMMAND = re.compile(r"^\s*(more:|check|train)\s|`memest ")
+
+
+def _folded(line: str, width: int) -> str:
+    bare = _ESCAPES.sub("", line)
+    if len(bare) <= width or _COMMAND.search(bare):
+        return line
+    gaps = [found.end() for found in re.finditer(r"(?<=\S)  +", bare)]
+    indent = next((end for end in reversed(gaps) if end <= 0.6 * width), 2)
+    return textwrap.fill(
+        line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def evidence(gpu: Gpu) -> str:
+    """`measured` with memest on the GPU, `sources` of others, or a context that is the H200's."""
+    if "not measured on this GPU" in gpu.source:
+        return "sources, context of the H200"
+    is_own = "`memest validate`" in gpu.source or "validation/" in gpu.source
+    return "measured" if is_own else "sources"
+
+
+def render_gpus(gpus: Iterable[Gpu], *, verbose: bool = False) -> str:
+    """The catalogue of GPUs; `verbose` adds where each figure is from."""
+    gpus = list(gpus)
+    rows = [["gpu", "memory", "context", "usable", "compute", "SMs", "figures", "name"]]
+    rows += [
+        [
+            g.name,
+            format_gib(g.memory_bytes),
+            format_bytes(g.context_bytes),
+            format_gib(g.limit_bytes),
+            f"{g.capability[0]}.{g.capability[1]}",
+            str(g.num_sms),
+            evidence(g),
+            g.label,
+        ]
+        for g in gpus
+    ]
+    lines = table(rows, left=1, last_left=True)
+    lines += [
+        "",
+        "measured: with memest on the GPU; sources: from public threads and data sheets, which"
+        " --verbose names",
+    ]
+    if verbose:
+        lines += ["", *(f"{g.name}: {g.source}" for g in gpus)]
+    return "\n".join(lines)

@@ -1,0 +1,106 @@
+"""A script now and on the base branch of its git repository."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from memest.errors import MemestError
+from memest.report import RunReport
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Reports of one script, now and on the base branch."""
+
+    exit_code: int
+    """Exit code of `memest run --check` now."""
+
+    now: RunReport | None
+    base: RunReport | None
+    notes: tuple[str, ...] = ()
+    """Reasons for which there is no report of the base."""
+
+
+def run_both(arguments: Sequence[str], base: str) -> Pair:
+    """Run `memest run --check` on a script here, and on branch `base` in a temporary work tree.
+
+    Args:
+        arguments: options of `memest run`, script and its arguments.
+        base: branch or commit; empty for none.
+    """
+    with tempfile.TemporaryDirectory(prefix="memest-") as name:
+        folder = Path(name)
+        code, now = _run(arguments, Path.cwd(), folder / "now.json", "--check")
+        if not base or now is None:
+            return Pair(code, now, None)
+        try:
+            with _work_tree(base, folder / "tree") as here:
+                base_code, before = _run(arguments, here, folder / "base.json")
+        except MemestError as error:
+            return Pair(code, now, None, (str(error),))
+    notes = () if before else (f"the script ends with exit code {base_code} on `{base}`",)
+    return Pair(code, now, before, notes)
+
+
+def repository() -> Path:
+    """Return the git repository of the current folder, or that folder itself."""
+    return Path(_git("rev-parse", "--show-toplevel") or Path.cwd())
+
+
+def _run(
+    arguments: Sequence[str], folder: Path, report: Path, *options: str
+) -> tuple[int, RunReport | None]:
+    command = [sys.executable, "-P", "-m", "memest", "run", *options, "--json", str(report)]
+    sys.stdout.flush()
+    code = subprocess.run([*command, *arguments], cwd=folder, check=False).returncode
+    text = report.read_text(encoding="utf-8") if report.is_file() else ""
+    return code, RunReport.from_dict(json.loads(text)) if text else None
+
+
+@contextmanager
+def _work_tree(base: str, folder: Path) -> Iterator[Path]:
+    """Check `base` out below `folder`; yield the place of the current folder in it.
+
+    Raises:
+        MemestError: git finds no repository, or it has no such branch.
+    """
+    top = _git("rev-parse", "--show-toplevel")
+    if top is None:
+        raise MemestError("git finds no repository here, so there is no base to compare with")
+    commit = _commit(base)
+    if commit is None:
+        raise MemestError(f"git has no branch or commit `{base}` to compare with")
+    if _git("worktree", "add", "--detach", str(folder), commit) is None:
+        raise MemestError(f"git cannot check `{base}` out in a second work tree")
+    try:
+        yield folder / os.path.relpath(Path.cwd(), top)
+    finally:
+        _git("worktree", "remove", "--force", str(folder))
+
+
+def _commit(base: str) -> str | None:
+    """Return the commit of a branch, fetched if a shallow clone lacks it."""
+    names = [f"origin/{base}", base]
+    for name in names:
+        if (found := _git("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")) is not None:
+            return found
+    if _git("fetch", "--depth", "1", "origin", base) is None:
+        return None
+    return _git("rev-parse", "FETCH_HEAD")
+
+
+def _git(*words: str) -> str | None:
+    """Return what a git command prints, or None if it fails."""
+    if shutil.which("git") is None:
+        return None
+    done = subprocess.run(["git", *words], capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None

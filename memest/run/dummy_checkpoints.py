@@ -1,0 +1,489 @@
+"""Dummy checkpoints: folders of kilobytes that scripts load as a model, without weight values."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import string
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memest.errors import PlanError, UnsupportedError, closest, shown
+from memest.estimator.torch_api.files.checkpoints import Placeholder
+from memest.models_meta.build import build_model
+from memest.models_meta.registry import ModelConfig, find_entry, quiet_transformers, resolve_config
+
+MARKER = "STAND-IN.md"
+"""File that a dummy checkpoint has and a real one does not."""
+
+_HEAD = "# Not a model: a dummy checkpoint written by memest"
+_FILE = "- "
+
+
+@contextmanager
+def dummy_folder(folder: Path, about: str) -> Iterator[None]:
+    """Yield for the files of a dummy checkpoint: delete an earlier one, and write the marker at the
+    end.
+
+    Args:
+        about: the marker's text about the model, in Markdown.
+
+    Raises:
+        PlanError: `folder` has files that memest has not written, or it cannot be written to.
+    """
+    try:
+        check_folder(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.iterdir():
+            path.unlink()
+        try:
+            yield
+        finally:  # an incomplete folder is a dummy checkpoint too
+            names = sorted(path.name for path in folder.iterdir() if path.name != MARKER)
+            (folder / MARKER).write_text(_text(about, names), encoding="utf-8")
+    except OSError as error:
+        raise PlanError(
+            f"{shown(str(folder))} cannot be written: {error.strerror or error}",
+            hint="name a folder that you may write to",
+        ) from error
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that holds anything except a dummy checkpoint.
+
+    Raises:
+        PlanError: it does, or it is a file.
+    """
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise PlanError(f"{shown(str(folder))} is a file", hint="name a folder")
+    present = {path.name for path in folder.iterdir()}
+    foreign = sorted(present - {MARKER, *_written(folder / MARKER)})
+    if foreign:
+        raise PlanError(
+            f"{shown(str(folder))} holds {shown(foreign[0])}, which is not of a dummy checkpoint: "
+            "nothing was written",
+            hint="name a new or an empty folder",
+        )
+
+
+def _written(marker: Path) -> set[str]:
+    """Return the files that `marker` lists."""
+    if not marker.is_file():
+        return set()
+    lines = marker.read_text(encoding="utf-8", errors="replace").splitlines()
+    if not lines or lines[0] != _HEAD:
+        return set()
+    return {line.removeprefix(_FILE) for line in lines if line.startswith(_FILE)}
+
+
+def _text(about: str, names: Iterable[str]) -> str:
+    files = "".join(f"{_FILE}{name}\n" for name in names)
+    return f"{_HEAD}\n\n{about}\n\nFiles:\n\n{files}"
+
+
+PIECE_LETTERS = 6
+"""Letters of a piece: 5 gives 3.9 characters per token of English prose, 7 gives 4.5."""
+
+LETTERS = {"a": "aeiou", "c": "bcdfghjklm", "s": "npqrstvwxyz"}
+"""Letters that represent others: with three there are 1,092 patterns of up to six."""
+
+SIGNS = string.digits + string.punctuation
+MAX_BLANKS = 16
+"""Longest run of blanks with its own token, as indentations of code have."""
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
+    "vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja",
+)  # fmt: skip
+"""Files of tokenizers of transformers and LitGPT; either of the first two is sufficient."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+BEFORE = frozenset((
+    "llama", "mistral", "mixtral", "gemma", "gemma2", "gemma3", "gemma3_text", "opt", "bert",
+    "roberta", "clip", "clip_text_model",
+))  # fmt: skip
+"""Families (transformers' `model_type`) whose tokenizers put a token before each text."""
+
+AFTER = frozenset(("t5", "mt5", "umt5", "bert", "roberta", "clip", "clip_text_model"))
+"""Families whose tokenizers put a token after each text, as in transformers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Vocabulary:
+    """Facts about a model for its tokenizer."""
+
+    size: int
+    """Rows of the embedding; every id is below."""
+
+    family: str
+    """transformers' `model_type` of the language model."""
+
+    max_length: int
+    """Tokens of the longest text."""
+
+    ids: Mapping[str, int] = field(default_factory=dict)
+    """Ids of the config: `bos`, `eos`, `pad`, `image`, ..."""
+
+
+def vocabulary_of(config: Any) -> Vocabulary | None:
+    """Return the vocabulary of a config of transformers; None for models without text."""
+    text = config.get_text_config()
+    size = getattr(text, "vocab_size", None)
+    if not isinstance(size, int) or size < 1:
+        return None
+    ids: dict[str, int] = {}
+    for name in ("bos", "eos", "pad", "image", "video"):
+        for owner, key in itertools.product(
+            (text, config), (f"{name}_token_id", f"{name}_token_index")
+        ):
+            found = getattr(owner, key, None)
+            first = found[0] if isinstance(found, list) and found else found
+            if isinstance(first, int) and 0 <= first < size:
+                ids.setdefault(name, first)
+    length = getattr(text, "max_position_embeddings", None) or 512
+    return Vocabulary(size=size, family=str(text.model_type), max_length=length, ids=ids)
+
+
+def write_tokenizer(vocabulary: Vocabulary, folder: Path) -> None:
+    """Write `tokenizer.json` and `tokenizer_config.json` to `folder`."""
+    special = _special_tokens(vocabulary)
+    tokens = _tokens(vocabulary, special)
+    has_bos, has_eos = vocabulary.family in BEFORE, vocabulary.family in AFTER
+    made = _fast_tokenizer(tokens, special, has_bos=has_bos, has_eos=has_eos)
+    made.save(str(folder / "tokenizer.json"), pretty=False)
+    names = {f"{name}_token": token for name, token in special.items() if name not in _EXTRA}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": vocabulary.max_length,
+        "add_bos_token": has_bos,
+        "add_eos_token": has_eos,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+        **names,
+    }
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+
+
+_EXTRA = ("image", "video")
+_WRITTEN = {
+    "bos": "<s>", "eos": "</s>", "pad": "<pad>", "unk": "<unk>", "mask": "<mask>",
+    "image": "<image>", "video": "<video>",
+}  # fmt: skip
+
+
+def _special_tokens(vocabulary: Vocabulary) -> dict[str, str]:
+    """Return the text of each special token by name; names with one id are one token."""
+    written: dict[int, str] = {}
+    special = {}
+    for name, index in vocabulary.ids.items():
+        special[name] = written.setdefault(index, _WRITTEN[name])
+    for name in ("eos", "bos", "unk", "mask"):
+        special.setdefault(name, _WRITTEN[name])
+    special.setdefault("pad", special["eos"])
+    special |= {"cls": special["bos"], "sep": special["eos"]}
+    return special
+
+
+def _tokens(vocabulary: Vocabulary, special: Mapping[str, str]) -> dict[str, int]:
+    """Return ids by token: special tokens at the config's ids, the others around them."""
+    taken = {special[name]: index for name, index in vocabulary.ids.items()}
+    others = dict.fromkeys(token for token in special.values() if token not in taken)
+    free = sorted(set(range(vocabulary.size)) - set(taken.values()))
+    found = taken | dict(zip(others, reversed(free), strict=False))
+    rest = free[: max(0, len(free) - len(others))]
+    pieces = itertools.chain(_pieces(), (f"<{index}>" for index in itertools.count()))
+    return found | {piece: index for index, piece in zip(rest, pieces, strict=False)}
+
+
+def _pieces() -> Iterator[str]:
+    yield from (f"{blank}{sign}" for blank in ("", " ") for sign in SIGNS)
+    yield from ("\n", "\t", *(" " * number for number in range(1, MAX_BLANKS + 1)))
+    for length in range(1, PIECE_LETTERS + 1):
+        for letters in itertools.product(LETTERS, repeat=length):
+            yield "".join(letters)
+            yield " " + "".join(letters)
+
+
+def _fast_tokenizer(
+    tokens: dict[str, int], special: Mapping[str, str], *, has_bos: bool, has_eos: bool
+) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers.processors import TemplateProcessing
+
+    made: Any = Tokenizer(models.WordLevel(tokens, special["unk"]))
+    letters = [
+        normalizers.Replace(Regex(f"[{group}{group.upper()}]"), letter)
+        for letter, group in LETTERS.items()
+    ]
+    made.normalizer = normalizers.Sequence(letters)
+    piece = rf" ?[A-Za-z]{{1,{PIECE_LETTERS}}}| ?[0-9]| ?[^\sA-Za-z0-9]| {{1,{MAX_BLANKS}}}|\s"
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(piece), "isolated")
+    made.decoder = decoders.Fuse()
+    made.add_special_tokens(list(dict.fromkeys(special.values())))
+    bos, eos = special["bos"], special["eos"]
+    single = [*([bos] if has_bos else ()), "$A", *([eos] if has_eos else ())]
+    if len(single) > 1:
+        ends = [(token, tokens[token]) for token in dict.fromkeys((bos, eos))]
+        pair = [*single, *(f"{part}:1" for part in ("$B", *([eos] if has_eos else ())))]
+        made.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=ends)
+    return made
+
+
+INSTALL_LITGPT = "`pip install 'memest-gpu[litgpt]'`, then `pip install --no-deps litgpt==0.5.13`"
+"""Install commands. Two steps, since LitGPT requires a huggingface_hub that is too old for
+transformers 5.
+"""
+
+LITGPT_DTYPE = torch.bfloat16
+"""Dtype of a model that memest does not bundle; a bundled config has its checkpoint's dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class DummyModel:
+    """A model for which a dummy checkpoint can be written."""
+
+    name: str
+    vocabulary: Vocabulary | None
+    """None for a model without text."""
+
+    weights: Mapping[str, Tensor]
+    """Names, shapes and dtypes of its state dict, on meta."""
+
+    write: Callable[[Path], None]
+    """Function that writes the files of the layout into a folder."""
+
+
+def litgpt_model(name: str) -> DummyModel:
+    """Return a model of LitGPT: `lit_model.pth`, `model_config.yaml`, `generation_config.json`.
+
+    Raises:
+        UnsupportedError: LitGPT is not installed.
+        PlanError: it does not have the model.
+    """
+    if find_spec("litgpt") is None:
+        raise UnsupportedError(
+            "LitGPT is not installed, and its checkpoints are made of its own model",
+            hint=INSTALL_LITGPT,
+        )
+    entry = find_entry(name)
+    known = resolve_config(name) if entry is not None else None
+    config = _litgpt_config(name, known)
+    from litgpt.model import GPT
+    from litgpt.utils import save_config
+
+    dtype = known.saved_dtype if known is not None else LITGPT_DTYPE
+    with torch.device("meta"):
+        model = GPT(config)
+    weights = {key: tensor.to(dtype) for key, tensor in model.state_dict().items()}
+    found = vocabulary_of(known.pretrained) if known is not None else None
+    vocabulary = found or Vocabulary(
+        size=config.vocab_size, family="", max_length=config.block_size
+    )
+
+    def write(folder: Path) -> None:
+        save_weights(weights, folder / "lit_model.pth")
+        save_config(config, folder)
+        ids = {f"{key}_token_id": vocabulary.ids.get(key) for key in ("bos", "eos")}
+        _write_json(
+            folder / "generation_config.json", {k: v for k, v in ids.items() if v is not None}
+        )
+
+    return DummyModel(config.name, vocabulary, weights, write)
+
+
+def _litgpt_config(name: str, known: ModelConfig | None) -> Any:
+    from litgpt.config import Config, configs
+
+    hub_id = known.entry.hub_id if known is not None and known.entry is not None else name
+    for given in configs:
+        source = given["hf_config"]
+        names = given["name"], source["name"], f"{source['org']}/{source['name']}"
+        if hub_id in names or name in names:
+            return Config(**given)
+    near = closest(name, [given["name"] for given in configs])
+    hint = (
+        f"closest: {', '.join(f'`{n}`' for n in near)}" if near else "`litgpt download` lists all"
+    )
+    raise PlanError(f"LitGPT has no config of {shown(name)}", hint=hint)
+
+
+def hugging_face_model(name: str) -> DummyModel:
+    """Return a model of transformers: `config.json`, `pytorch_model.bin`, its processor.
+
+    Raises:
+        UnknownModelError: nothing has this name.
+    """
+    config = resolve_config(name)
+    module = build_model(config, dtype=config.saved_dtype).module
+    tied = getattr(module, "all_tied_weights_keys", {})
+    weights = {
+        key: tensor
+        for key, tensor in module.state_dict().items()
+        if isinstance(tensor, Tensor) and key not in tied
+    }
+
+    def write(folder: Path) -> None:
+        if config.entry is not None:
+            raw = json.loads(config.entry.path.read_text(encoding="utf-8"))["config"]
+            _write_json(folder / "config.json", raw)
+        else:
+            config.pretrained.save_pretrained(folder)
+        save_weights(weights, folder / "pytorch_model.bin")
+        with quiet_transformers():
+            _write_processors(config.pretrained, folder)
+
+    return DummyModel(config.name, vocabulary_of(config.pretrained), weights, write)
+
+
+def _write_processors(config: Any, folder: Path) -> None:
+    """Write processors of images and sounds, in transformers' settings for them."""
+    from transformers import PreTrainedTokenizerFast
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    parts: dict[str, Any] = {}
+    for part, module, mapping in (
+        ("image_processor", "image_processing_auto", "IMAGE_PROCESSOR_MAPPING"),
+        ("feature_extractor", "feature_extraction_auto", "FEATURE_EXTRACTOR_MAPPING"),
+    ):
+        # By its full name: the package hides the first of them where torchvision is missing.
+        auto = import_module(f"transformers.models.auto.{module}")
+        made = _default_of(getattr(auto, mapping), config)
+        if made is not None:
+            made.save_pretrained(folder)
+            parts[part] = made
+    processor: Any = PROCESSOR_MAPPING.get(type(config), None)
+    if not parts or processor is None or not (folder / "tokenizer.json").is_file():
+        return
+    parts["tokenizer"] = PreTrainedTokenizerFast.from_pretrained(folder)
+    try:
+        processor(**parts).save_pretrained(folder)
+    except (TypeError, ValueError, AttributeError):
+        return  # a processor that needs more than its parts; the parts are written
+
+
+def _default_of(mapping: Any, config: Any) -> Any:
+    """Return the preprocessor that `mapping` has for `config`, with its image size."""
+    found: Any = mapping.get(type(config), None)
+    if isinstance(found, dict):
+        found = tuple(found.values())
+    classes = found if isinstance(found, tuple) else (found,)
+    side = getattr(getattr(config, "vision_config", config), "image_size", None)
+    for cls in classes:
+        if cls is None:
+            continue
+        try:
+            made = cls()
+            size = getattr(made, "size", None)
+            if isinstance(side, int) and size is not None and "height" in size:
+                made = cls(size={"height": side, "width": side})
+        except (ImportError, TypeError, ValueError):
+            continue
+        return made
+    return None
+
+
+def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
+    """Write a state dict of placeholders for `weights`, which need no data."""
+    torch.save(OrderedDict((name, Placeholder(tensor)) for name, tensor in weights.items()), path)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+FORMATS = {"litgpt": litgpt_model, "hf": hugging_face_model}
+"""Layouts: of `litgpt download`, and of transformers' `save_pretrained`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """Description of a written dummy checkpoint."""
+
+    folder: Path
+    model: str
+    num_tensors: int
+    num_bytes: int
+    """Bytes of all files on disk."""
+
+    stands_for_bytes: int
+    """Bytes of the weights that a real checkpoint would hold."""
+
+
+def write_checkpoint(
+    name: str, folder: Path, *, layout: str, tokenizer: Path | None = None
+) -> Written:
+    """Write a dummy checkpoint of `name`: names, shapes and dtypes of its weights, no values.
+
+    Each tensor is one zero with strides of 0. Plain torch reads it as zeros; on a virtual GPU it
+    takes the memory of the real one.
+
+    Args:
+        name: a model as `memest predict` takes it; for LitGPT also one of LitGPT's own names.
+        folder: new, empty, or a dummy checkpoint to replace.
+        layout: a name in `FORMATS`.
+        tokenizer: a folder whose tokenizer is copied; without it a dummy tokenizer is written.
+
+    Raises:
+        PlanError: `folder` holds something else, or LitGPT does not have the model.
+        UnknownModelError: nothing has this name.
+        UnsupportedError: LitGPT is not installed.
+    """
+    check_folder(folder)
+    if tokenizer is not None and not any((tokenizer / f).is_file() for f in TOKENIZER_FILES[:2]):
+        raise PlanError(
+            f"{shown(str(tokenizer))} has no tokenizer",
+            hint=f"it should hold `{TOKENIZER_FILES[0]}` or `{TOKENIZER_FILES[1]}`",
+        )
+    model = FORMATS[layout](name)
+    with dummy_folder(folder, _about(model.name, name, layout, tokenizer)):
+        if tokenizer is not None:
+            _copy_tokenizer(tokenizer, folder)
+        elif model.vocabulary is not None:
+            write_tokenizer(model.vocabulary, folder)
+        model.write(folder)
+    return Written(
+        folder=folder,
+        model=model.name,
+        num_tensors=len(model.weights),
+        num_bytes=sum(path.stat().st_size for path in folder.iterdir()),
+        stands_for_bytes=sum(t.numel() * t.itemsize for t in model.weights.values()),
+    )
+
+
+def _about(model: str, name: str, layout: str, tokenizer: Path | None) -> str:
+    text = (
+        f"`memest checkpoint {name} --format {layout}` wrote this folder. It holds the names, "
+        f"shapes and dtypes\nof the weights of {model}, and none of their values: one number of "
+        "storage per tensor.\nScripts load it under `memest run`, which reports the memory they "
+        "take. It cannot be trained or used."
+    )
+    if tokenizer is not None:
+        return f"{text}\n\nThe tokenizer is that of {tokenizer.absolute()}."
+    return text + (
+        "\n\nIts tokenizer is a dummy, too: it makes about as many tokens of English as "
+        "published ones do.\nFor the exact length of a text, `--tokenizer FOLDER` takes the "
+        "model's own."
+    )
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)

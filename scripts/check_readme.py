@@ -1,0 +1,201 @@
+"""Runs every command of README.md as a user would, in the environment that its install line makes.
+
+    python scripts/check_readme.py                  # clone, install, run all commands
+    python scripts/check_readme.py --venv .venv     # use an environment that is installed
+    python scripts/check_readme.py advise sweep     # only commands that contain one of these words
+
+Each command has to exit with 0. A block of output that follows the commands has to be in the output
+of one of them, line by line; `...` there stands for what is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import indent
+
+ROOT = Path(__file__).resolve().parents[1]
+TIMEOUT_S = 1200
+NUM_SHOWN = 3
+"""Lines of each output that are printed."""
+
+SKIPPED = {"scripts/check.py": "the development environment runs it"}
+"""Reasons not to run a command, by a part of it."""
+
+WITHOUT_GPU = {"memest validate": (3, "is built without CUDA")}
+"""Exit code and error of commands that need a GPU, on a machine without one."""
+
+PLAN = "model_name: gpt2\nbatch_size: 2\nprecision: bf16-mixed\n"
+TRAIN = """\
+import argparse
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--bs", type=int, default=4)
+options = parser.parse_args()
+model = torch.nn.Linear(256, 256).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(5):
+    model(torch.randn(options.bs, 256, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+CONFIG = {
+    "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
+    "num_hidden_layers": 2, "vocab_size": 1000,
+}  # fmt: skip
+USER_FILES = {
+    "lab.yaml": PLAN,
+    "experiments.yaml": f"defaults:\n{indent(PLAN, '  ')}experiments:\n  - name: baseline\n",
+    "my-model/config.json": json.dumps(CONFIG),
+    "train.py": TRAIN,
+    "package/train.py": TRAIN,
+    "lengths.txt": "512\n96\n300\n420\n",
+}
+"""Files that the README's commands name and that a user would have."""
+
+
+@dataclass
+class Block:
+    """A block of the README between two fences."""
+
+    language: str
+    text: str
+    output: str = ""
+    """Text of the block without a language that follows."""
+
+    @property
+    def commands(self) -> list[str]:
+        """The lines without their comments."""
+        lines = (re.sub(r"\s+#.*$", "", line).strip() for line in self.text.splitlines())
+        return [line for line in lines if line and not line.startswith("#")]
+
+
+def main() -> int:
+    """Run the commands; 1 if one fails."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("words", nargs="*", help="run only commands that contain one of these")
+    parser.add_argument("--venv", type=Path, help="installed environment")
+    options = parser.parse_args()
+    blocks = blocks_of((ROOT / "README.md").read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory() as folder:
+        user = User(Path(folder, "memest"), options.venv and options.venv.resolve())
+        is_right = [user.runs(block, options.words) for block in blocks]
+    print(f"README.md: {user.num_failed} of {user.num_run} commands failed", flush=True)
+    return int(not all(is_right) or not user.num_run)
+
+
+def blocks_of(page: str) -> list[Block]:
+    """Return the blocks of commands and of Python; those that install come first."""
+    found: list[Block] = []
+    for language, text in re.findall(r"^```(\w*)\n(.*?)^```$", page, re.M | re.S):
+        if language in ("sh", "python"):
+            found.append(Block(language, text))
+        elif not language and found:
+            found[-1].output = text
+    return sorted(found, key=lambda block: "pip install" not in block.text)
+
+
+def missing_lines(sample: str, output: str) -> list[str]:
+    """Return the lines of `sample` that are not in `output`.
+
+    >>> missing_lines("a  1 MiB\\n...\\nb of c...\\nd", "a 1 MiB\\nb of cat")
+    ['d']
+    """
+    said = [" ".join(line.split()) for line in output.splitlines()]
+    missing = []
+    for line in sample.splitlines():
+        words = " ".join(line.split())
+        start = words.removesuffix("...").rstrip()
+        is_whole = start == words
+        if not any(words == one if is_whole else one.startswith(start) for one in said):
+            missing.append(line)
+    return missing
+
+
+class User:
+    """A folder with a clone of the repository, and the shell of its user."""
+
+    def __init__(self, folder: Path, venv: Path | None) -> None:
+        self.folder = folder
+        subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
+        for name, text in (USER_FILES | scripts_of_the_docs()).items():
+            path = folder / name
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+        self.is_installed = venv is not None
+        dropped = ("PYTHONPATH", "MEMEST_TORCH")
+        self.env = {key: value for key, value in os.environ.items() if key not in dropped}
+        self.env["PATH"] = f"{venv or folder / '.venv'}/bin:{self.env['PATH']}"
+        self.num_run = self.num_failed = 0
+
+    def runs(self, block: Block, words: list[str]) -> bool:
+        """Run the commands of a block; returns whether each one did what the README says."""
+        if block.language == "python":
+            (self.folder / "readme.py").write_text(block.text, encoding="utf-8")
+        commands = ["python readme.py"] if block.language == "python" else block.commands
+        outputs = []
+        before = self.num_failed
+        for command in commands:
+            is_install = "pip install" in command
+            if is_install and self.is_installed:
+                command = command.rpartition(" && ")[2].removeprefix(".venv/bin/")
+            if words and not is_install and not any(word in command for word in words):
+                continue
+            reason = next((why for part, why in SKIPPED.items() if part in command), "")
+            if reason:
+                print(f"not run: {command}: {reason}", flush=True)
+                continue
+            outputs.append(self._run(command))
+        if block.output and outputs:
+            missing = min((missing_lines(block.output, one) for one in outputs), key=len)
+            for line in missing:
+                print(f"not in the output: {line}", flush=True)
+            self.num_failed += bool(missing)
+        return self.num_failed == before
+
+    def _run(self, command: str) -> str:
+        """Run one command, print its time and first lines, and return its output."""
+        self.num_run += 1
+        started = time.monotonic()
+        process = subprocess.Popen(
+            ["bash", "-c", command], cwd=self.folder, env=self.env, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        try:
+            stdout, stderr = process.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # pip and processes of memest too
+            stdout, stderr = process.communicate()
+        code, text = WITHOUT_GPU.get(command, (0, ""))
+        is_right = process.returncode == code and text in stderr
+        self.num_failed += not is_right
+        print(f"{'ok' if is_right else 'FAILED':<7}{time.monotonic() - started:6.1f} s  {command}")
+        shown = [line for line in (stdout or stderr).splitlines() if line.strip()]
+        for line in shown[:NUM_SHOWN]:
+            print(f"    {line}")
+        if not is_right:
+            print(f"exit code {process.returncode}\n{stderr[-3000:]}")
+        sys.stdout.flush()
+        return stdout
+
+
+def scripts_of_the_docs() -> dict[str, str]:
+    """Return the scripts in docs/run.md whose first line is a comment with their name."""
+    page = (ROOT / "docs" / "run.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n# (\S+\.py)\n(.*?)^```$", page, re.M | re.S)
+    return {name: f"# {name}\n{text}" for name, text in blocks}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Write the tables of docs/plan.md from the rows and docstrings of the plan keys.
+
+python scripts/plan_page.py    # a second
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from itertools import groupby, pairwise
+from pathlib import Path
+
+from memest.plan import TrainingPlan, values
+from memest.plan.keys import Key
+from memest.plan.training_plan import PLAN_KEYS
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "plan.md"
+BEGIN, END = "<!-- keys: scripts/plan_page.py -->\n", "<!-- end of keys -->\n"
+
+
+def main() -> None:
+    """Replace the tables of the page."""
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def page(text: str) -> str:
+    """Return the page `text` with new tables."""
+    before, _, rest = text.partition(BEGIN)
+    after = rest.partition(END)[2]
+    return f"{before}{BEGIN}{tables()}\n{END}{after}"
+
+
+def tables() -> str:
+    """Return one table for each section of `memest predict --help`."""
+    meanings = docstrings()
+    lines: list[str] = []
+    sections = list(dict.fromkeys(row.section for row in PLAN_KEYS.values()))
+    rows = sorted(PLAN_KEYS.values(), key=lambda row: sections.index(row.section))
+    for section, members in groupby(rows, key=lambda row: row.section):
+        lines += [f"\n## {section}\n", "| key | flag | default | meaning |", "|---|---|---|---|"]
+        for row in members:
+            flag = f"`{row.flags[0]}`" if row.flag else ""
+            cells = (f"`{row.name}`", flag, default_of(row), meanings[row.name] + more(row))
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def docstrings() -> dict[str, str]:
+    """Return the text under each field of `TrainingPlan`, names of `plan/values.py` written out."""
+    body = ast.parse(inspect.getsource(TrainingPlan)).body[0].body  # type: ignore[attr-defined]
+    return {
+        field.target.id: re.sub(r"`([A-Z]{3,})`", _written_out, " ".join(text.value.value.split()))
+        for field, text in pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }
+
+
+def _written_out(match: re.Match[str]) -> str:
+    return ", ".join(f"`{value}`" for value in getattr(values, match[1]))
+
+
+def default_of(row: Key) -> str:
+    """Return the default of a key in words."""
+    text = row.unset
+    if not text and row.default not in (None, "", ()):
+        is_text = isinstance(row.default, str)
+        text = f"`{row.default}`" if is_text else f"{row.default:g}".lower()
+        if isinstance(row.default, int):
+            text = str(row.default).lower()
+    loops = (f"{value:g} in `{loop}`" for loop, value in row.in_loops.items())
+    return ", ".join([text, *loops])
+
+
+def more(row: Key) -> str:
+    """Return the other names of a key."""
+    names = ", ".join(f"`{name}`" for name in row.other_names)
+    return f" TrainingArguments: {names}." if names else ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""torch.fft against what it asked for on an H100 (torch 2.11, CUDA 13.0)."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fft
+
+from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.ops.registry import op_of
+from memest.estimator.virtual_gpu import VirtualGpu
+from tests.requested import Requests
+
+DATA = Path(__file__).parents[1] / "data" / "fft.json.gz"
+ROWS: list[Any] = json.loads(gzip.decompress(DATA.read_bytes()))
+
+
+def real(shape: list[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def points(shape: list[int]) -> Tensor:
+    return torch.empty(shape, dtype=torch.complex64, device="cuda")
+
+
+def half(shape: list[int]) -> Tensor:
+    return points([*shape[:-1], shape[-1] // 2 + 1])
+
+
+CALLS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, list[int]], Any]]] = {
+    "fft": (points, lambda x, shape: fft.fft(x)),
+    "rfft": (real, lambda x, shape: fft.rfft(x)),
+    "irfft": (half, lambda x, shape: fft.irfft(x, n=shape[-1])),
+    "fft_dim0": (points, lambda x, shape: fft.fft(x, dim=0)),
+    "rfft_f64": (lambda shape: real(shape, torch.float64), lambda x, shape: fft.rfft(x)),
+    "rfft_dim0": (real, lambda x, shape: fft.rfft(x, dim=0)),
+    "fft2": (points, lambda x, shape: fft.fft2(x)),
+    "ifft2": (points, lambda x, shape: fft.ifft2(x)),
+    "rfft2": (real, lambda x, shape: fft.rfft2(x)),
+    "irfft2": (half, lambda x, shape: fft.irfft2(x, s=shape[-2:])),
+}
+"""By name what makes the input, and a function of it and of the real shape."""
+
+ELSEWHERE = {("fft_dim0", 2000), *(("rfft_dim0", n) for n in (12, 2048, 2187, 3072, 4096))}
+"""Lengths along the first of two dimensions for which cuFFT takes another way than along the last:
+why, is not known.
+"""
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims", "is_modelled"),
+    [((256, 48), [1], True), ((257, 48), [1], False), ((4, 8, 8), [1, 2], True),
+     ((4, 8, 2048), [1, 2], False), ((2, 8, 8, 8), [1, 2, 3], False)],
+)  # fmt: skip
+def test_what_was_not_measured_is_not_modelled(
+    shape: tuple[int, ...], dims: list[int], is_modelled: bool
+) -> None:
+    x = torch.empty(shape, dtype=torch.complex64, device="meta")
+    op = torch.ops.aten._fft_c2c.default
+
+    assert op_of(op).is_modelled((x, dims, 0, True), {}, find_gpu("h100-80gb")) is is_modelled
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_transform_asks_for_what_it_asked_for(name: str) -> None:
+    """Of 2 to 1,048,576 points, alone and in batches; sizes of two dimensions up to 1024."""
+    make, call = CALLS[name]
+    with VirtualGpu(find_gpu("h100-80gb")) as virtual:
+        requests = Requests(virtual)
+        for _, shape, measured in (row for row in ROWS if row[0] == name):
+            x = make(shape)
+            found = requests.in_order(lambda: call(x, shape))  # noqa: B023
+
+            assert (found == measured) is ((name, shape[0]) not in ELSEWHERE), shape

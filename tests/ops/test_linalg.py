@@ -1,0 +1,130 @@
+"""torch.linalg against what it asked for on an H100 (torch 2.11, CUDA 13.0)."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, linalg
+
+from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.virtual_gpu import VirtualGpu
+from tests.requested import WORKSPACE, Requests
+
+DATA = Path(__file__).parents[1] / "data" / "linalg.json.gz"
+ROWS: list[Any] = json.loads(gzip.decompress(DATA.read_bytes()))
+DTYPES = {"f32": torch.float32, "f64": torch.float64}
+CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "eigh": lambda a, b: linalg.eigh(a),
+    "eigvalsh": lambda a, b: linalg.eigvalsh(a),
+    "qr": lambda a, b: linalg.qr(a),
+    "qr_T": lambda a, b: linalg.qr(a.mT),
+    "qr_r": lambda a, b: linalg.qr(a, mode="r"),
+    "cholesky": lambda a, b: linalg.cholesky(a),
+    "cholesky_solve": lambda a, b: torch.cholesky_solve(b, a),
+    "cholesky_inverse": lambda a, b: torch.cholesky_inverse(a),
+    "inv": lambda a, b: linalg.inv(a),
+    "lu_factor": lambda a, b: linalg.lu_factor(a),
+    "solve": lambda a, b: linalg.solve(a, b),
+    "solve_triangular": lambda a, b: linalg.solve_triangular(a, b, upper=False),
+    "slogdet": lambda a, b: linalg.slogdet(a),
+    "svd": lambda a, b: linalg.svd(a, full_matrices=False),
+    "svd_full": lambda a, b: linalg.svd(a),
+    "svdvals": lambda a, b: linalg.svdvals(a),
+}
+"""By name a function of a matrix and of three columns."""
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_decomposition_asks_for_what_it_asked_for(name: str) -> None:
+    """Alone and in batches, from 2 to 4096 rows, square and not."""
+    rows = [row for row in ROWS if row[0] == name]
+    assert len(rows) > 10
+    with VirtualGpu(find_gpu("h100-80gb")) as virtual:
+        torch.mm(*[torch.empty(2, 2, device="cuda")] * 2)  # the workspace of cuBLAS, once
+        requests = Requests(virtual)
+        for _, dtype, shape, measured in rows:
+            a = torch.empty(shape, dtype=DTYPES[dtype], device="cuda")
+            b = torch.empty([*shape[:-1], 3], dtype=DTYPES[dtype], device="cuda")
+
+            assert requests.in_order(lambda: CALLS[name](a, b)) == measured, shape  # noqa: B023
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "is_by_cublas"),
+    [
+        ("slogdet", (12, 12), False),
+        ("slogdet", (3, 12, 12), True),
+        ("solve", (12, 12), False),
+        ("solve", (8, 8), True),
+        ("solve", (65, 65), True),
+        ("inv", (12, 12), True),
+        ("qr", (4, 40, 40), True),
+        ("qr", (40, 40), False),
+        ("lu_factor", (3, 129, 129), False),
+        ("solve_triangular", (65, 65), True),
+        ("cholesky", (3, 12, 12), False),
+    ],
+)
+def test_a_solver_of_cublas_allocates_the_workspace_of_its_handle(
+    name: str, shape: tuple[int, ...], is_by_cublas: bool
+) -> None:
+    with VirtualGpu(find_gpu("h100-80gb")) as virtual:
+        a = torch.empty(shape, device="cuda")
+        b = torch.empty([*shape[:-1], 3], device="cuda")
+        requests = Requests(virtual)
+        assert requests.in_order(lambda: CALLS[name](a, b)).count(WORKSPACE) == is_by_cublas
+        assert WORKSPACE not in requests.in_order(lambda: CALLS[name](a, b))
+
+
+def test_the_gradient_of_a_determinant_allocates_the_workspace_of_cublas() -> None:
+    """Measured on an H100 (field/n04_glow.py), where all products are convolutions."""
+    with VirtualGpu(find_gpu("h100-80gb")) as virtual:
+        a = torch.eye(12, device="cuda").requires_grad_()
+        value = linalg.slogdet(a)[1]
+        assert WORKSPACE in Requests(virtual).in_order(value.backward)
+
+
+def test_a_decomposition_into_given_tensors_is_made_beside_them() -> None:
+    """Recorded on the same H100, of 512 x 40; a reflector's factors are 160 bytes."""
+    with VirtualGpu(find_gpu("h100-80gb")) as virtual:
+        a = torch.empty(512, 40, device="cuda")
+        q, r = torch.empty(512, 40, device="cuda"), torch.empty(40, 40, device="cuda")
+
+        assert Requests(virtual).in_order(lambda: linalg.qr(a, out=(q, r))) == [
+            81920, 6400, 160, 4, 3145856, -3145856, -4, 4, 214016, -214016, -4, -160, -6400, -81920,
+        ]  # fmt: skip
+
+
+def test_the_factors_of_a_qr_decomposition_are_made_as_on_a_gpu() -> None:
+    """Recorded on the same H100, of 1024 x 1024."""
+    with VirtualGpu(find_gpu("h100-80gb")) as virtual:
+        a = torch.empty(1024, 1024, device="cuda")
+
+        assert Requests(virtual).in_order(lambda: torch.geqrf(a)) == [
+            4194304, 4096, 4, 6291584, -6291584, -4,
+        ]  # fmt: skip
+        assert torch.geqrf(a)[0].stride() == (1, 1024)
+
+
+def test_the_gradient_of_a_cholesky_decomposition_sums_out_of_place() -> None:
+    """Recorded on the same H100, of 4000 x 4000 in float64, down to the solvers: beside the product
+    both triangles, their sum and its half.
+    """
+    with VirtualGpu(find_gpu("h100-80gb")) as virtual:
+        a = torch.eye(64, device="cuda", dtype=torch.float64).requires_grad_()
+        factor = linalg.cholesky(a)
+        given = torch.ones(64, 64, device="cuda", dtype=torch.float64)
+        size = 64 * 64 * 8
+
+        asked = Requests(virtual).in_order(lambda: factor.backward(given))
+
+        product = asked.index(size)
+        assert asked[product : product + 9] == [
+            size, WORKSPACE, size, -size, size, size, size, -size, -size,
+        ]  # fmt: skip

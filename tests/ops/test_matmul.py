@@ -1,0 +1,255 @@
+"""Matrix products: workspaces and copies of cuBLAS, and the experts of a mixture by generation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.ops.matmul import (
+    LT_WORKSPACE_BYTES,
+    CublasWorkspaces,
+    cublas_workspace_bytes,
+    grouped_mm_output,
+)
+from memest.estimator.ops.registry import op_of
+from memest.estimator.ops.temporaries import Scratch
+from memest.estimator.versions.torch_releases import TORCH_2_11, TORCH_2_12, TorchRelease
+from memest.estimator.virtual_gpu import VirtualGpu
+from tests.op_calls import A100, H100, H200, meta
+
+aten = torch.ops.aten
+
+GROUPS, ROWS, D, F = 3, 64, 16, 24
+
+
+def bfloat16(*shape: int) -> Tensor:
+    return meta(*shape, dtype=torch.bfloat16)
+
+
+def operators(name: str) -> list[str]:
+    """Of a product through transformers and its backward on the virtual GPU."""
+    from transformers.integrations import moe
+
+    with VirtualGpu(find_gpu(name)) as gpu:
+        left = torch.empty(ROWS, D, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        right = torch.empty(GROUPS, D, F, dtype=torch.bfloat16, device="cuda")
+        offsets = torch.zeros(GROUPS, dtype=torch.int32, device="cuda")
+        out = moe._grouped_mm(left, right, offsets)
+        torch.autograd.grad(out, left, torch.empty_like(out))
+        return [site.op for site in gpu.mode.memory.storages.sites]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_modelled"),
+    [("a100-80gb", True), ("l4", True), ("rtx-5090", True), ("h100-80gb", True), ("b200", False)],
+)
+def test_a_kernel_that_was_not_recorded_is_reported(name: str, is_modelled: bool) -> None:
+    args = (bfloat16(ROWS, D), bfloat16(GROUPS, D, F), meta(GROUPS, dtype=torch.int32))
+    func = torch.ops.aten._grouped_mm.default
+
+    assert op_of(func).is_modelled(args, {}, find_gpu(name)) is is_modelled
+
+
+@pytest.mark.parametrize("name", ["v100-32gb", "t4"])
+def test_before_ampere_transformers_multiplies_expert_by_expert(name: str) -> None:
+    """Forward: the result. Backward: gradients of rows and of weights, wanted or not."""
+    made = [op for op in operators(name) if "zeros" in op]
+
+    _offsets, *of_products = made
+    assert of_products == ["aten.zeros", "aten.zeros_like", "aten.zeros_like"]
+
+
+def test_from_ampere_on_torch_is_asked() -> None:
+    assert "aten._grouped_mm" in operators("a100-80gb")
+
+
+def test_experts_multiply_at_once_on_hopper_and_one_by_one_elsewhere() -> None:
+    """GroupMM.cu: pointers, int32 sizes and strides of 3 groups, and descriptors as recorded on
+    132 multiprocessors; a loop of `mm` has none.
+    """
+    tokens, weights = meta(64, 16, dtype=torch.bfloat16), meta(3, 16, 24, dtype=torch.bfloat16)
+    args = (tokens, weights, meta(3, dtype=torch.int32))
+    out = meta(64, 24, dtype=torch.bfloat16)
+
+    fused = op_of(aten._grouped_mm.default).requests(args, {}, out, H200)
+
+    assert fused == Scratch(after=(3 * 8 * 4 + 3 * 12 + 3 * 8 * 3, 67_584))
+    assert op_of(aten._grouped_mm.default).is_modelled(args, {}, H200)
+    assert op_of(aten._grouped_mm.default).requests(args, {}, out, A100) == Scratch()
+    assert op_of(aten._grouped_mm.default).is_modelled(args, {}, A100)
+
+
+def test_the_result_of_experts_has_rows_of_whole_vectors() -> None:
+    """16 bytes are 4 floats: rows of 25 are 28 apart; both factors of 2 dimensions stay grouped."""
+    offsets = meta(3, dtype=torch.int32)
+
+    rows = grouped_mm_output((meta(64, 16), meta(3, 16, 25), offsets), {})
+    weights = grouped_mm_output((meta(16, 64), meta(64, 25), offsets), {})
+
+    assert (rows.shape, rows.stride()) == ((64, 25), (28, 1))
+    assert (weights.shape, weights.stride()) == ((3, 16, 25), (16 * 28, 28, 1))
+
+
+# ------------------------------------------------------------------------ cuBLAS
+
+HOPPER, AMPERE = (9, 0), (8, 0)
+MAIN, SIDE, BACKWARD = ("main", 0), ("main", 3), ("backward", 0)
+BIG, SMALL, LT = 32 * 2**20, 8519680, 2**20
+
+
+def after_first_use(release: TorchRelease = TORCH_2_11) -> CublasWorkspaces:
+    """A process on a Hopper whose main thread has multiplied once."""
+    workspaces = CublasWorkspaces(HOPPER, release)
+    workspaces.bytes_for(aten.mm.default, (meta(4, 8), meta(8, 16)), {}, MAIN)
+    return workspaces
+
+
+@pytest.mark.parametrize(
+    ("capability", "release", "num_bytes"),
+    [
+        ((9, 0), TORCH_2_11, 8 * 4096 * 1024),
+        ((8, 0), TORCH_2_11, (2 * 4096 + 8 * 16) * 1024),
+        ((7, 5), TORCH_2_11, SMALL),
+        ((10, 0), TORCH_2_11, SMALL),
+        ((12, 0), TORCH_2_11, SMALL),
+        ((9, 0), TORCH_2_12, BIG),
+        ((10, 0), TORCH_2_12, BIG),
+        ((12, 0), TORCH_2_12, BIG),
+        ((8, 9), TORCH_2_12, SMALL),
+    ],
+)
+def test_the_workspace_depends_on_the_gpu_and_the_torch_version(
+    capability, release, num_bytes
+) -> None:
+    assert cublas_workspace_bytes(capability, release) == num_bytes
+
+
+def test_a_thread_gets_a_workspace_once_for_each_stream() -> None:
+    workspaces = CublasWorkspaces(HOPPER)
+    args = (meta(4, 8), meta(8, 16))
+    callers = [MAIN, MAIN, BACKWARD, MAIN, SIDE, BACKWARD, SIDE]
+    kept = [workspaces.bytes_for(aten.mm.default, args, {}, c)[0] for c in callers]
+    assert kept == [(BIG,), (), (BIG,), (), (BIG,), (), ()]
+
+
+def test_the_workspace_is_smaller_before_hopper() -> None:
+    args = (meta(2, 4, 8), meta(2, 8, 16))
+    got = CublasWorkspaces(AMPERE).bytes_for(aten.bmm.default, args, {}, MAIN)
+    assert got == ((SMALL,), ())
+
+
+def test_a_first_linear_with_bias_takes_both_workspaces() -> None:
+    args = (meta(16), meta(4, 8), meta(16, 8).t())
+    workspaces = CublasWorkspaces(HOPPER)
+    assert workspaces.bytes_for(aten.addmm.default, args, {}, MAIN) == ((BIG, LT), ())
+    assert workspaces.bytes_for(aten.addmm.default, args, {}, MAIN) == ((), ())
+    assert workspaces.bytes_for(aten.addmm.default, args, {}, BACKWARD) == ((BIG, LT), ())
+    assert LT_WORKSPACE_BYTES == LT
+
+
+def test_the_workspace_of_cublaslt_comes_with_the_first_bias_not_the_first_product() -> None:
+    args = (meta(16), meta(4, 8), meta(8, 16))
+    assert after_first_use().bytes_for(aten.addmm.default, args, {}, MAIN) == ((LT,), ())
+
+
+def test_newer_torch_shares_one_workspace() -> None:
+    args = (meta(16), meta(4, 8), meta(8, 16))
+    assert after_first_use(TORCH_2_12).bytes_for(aten.addmm.default, args, {}, MAIN) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((meta(4, 16), meta(4, 8), meta(8, 16)), {}),  # a matrix is no bias
+        ((meta(16), meta(4, 8), meta(8, 16)), {"beta": 2}),
+        ((meta(1), meta(4, 8), meta(8, 16)), {}),  # broadcast along the row
+        ((meta(16, 2)[:, 0], meta(4, 8), meta(8, 16)), {}),  # not contiguous
+        ((meta(16), meta(1, 8), meta(8, 16)), {}),  # one row
+        ((meta(1), meta(4, 8), meta(8, 1)), {}),  # one column
+        ((meta(16), meta(4, 1), meta(1, 16)), {}),  # nothing to sum
+    ],
+)
+def test_addmm_without_a_fusable_bias_does_without_cublaslt(args, kwargs) -> None:
+    assert after_first_use().bytes_for(aten.addmm.default, args, kwargs, MAIN) == ((), ())
+
+
+def test_an_expanded_gradient_is_copied_for_the_length_of_the_op() -> None:
+    grad = meta().expand(100, 50304)  # as the backward of `sum` gives it
+    args = (grad, meta(50304, 8))
+    got = after_first_use().bytes_for(aten.mm.default, args, {}, MAIN)
+    assert got == ((), (100 * 50304 * 4,))
+
+
+def test_both_factors_are_copied_the_second_one_first() -> None:
+    args = (meta().expand(4, 8), meta().expand(8, 16))
+    got = after_first_use().bytes_for(aten.mm.default, args, {}, MAIN)
+    assert got == ((), (8 * 16 * 4, 4 * 8 * 4))
+
+
+def test_a_half_precision_copy_takes_half() -> None:
+    args = (meta(dtype=torch.bfloat16).expand(4, 8), meta(8, 16, dtype=torch.bfloat16))
+    got = after_first_use().bytes_for(aten.mm.default, args, {}, MAIN)
+    assert got == ((), (4 * 8 * 2,))
+
+
+@pytest.mark.parametrize(
+    "factor",
+    [meta(4, 8), meta(8, 4).t(), meta(4, 24)[:, :8], meta(8, 12).t()[:4]],
+    ids=["rows", "transposed", "slice of columns", "slice of rows, transposed"],
+)
+def test_a_factor_with_one_unit_stride_is_read_in_place(factor) -> None:
+    args = (factor, meta(8, 16))
+    assert after_first_use().bytes_for(aten.mm.default, args, {}, MAIN) == ((), ())
+
+
+def test_a_factor_without_a_unit_stride_is_copied() -> None:
+    args = (meta(4, 16)[:, ::2], meta(8, 16))
+    got = after_first_use().bytes_for(aten.mm.default, args, {}, MAIN)
+    assert got == ((), (4 * 8 * 4,))
+
+
+def test_a_batch_of_heads_permuted_out_of_the_middle_is_read_in_place() -> None:
+    heads = meta(10, 3, 64).permute(1, 0, 2)  # (heads, tokens, width)
+    args = (heads, heads.transpose(1, 2))
+    assert after_first_use().bytes_for(aten.bmm.default, args, {}, MAIN) == ((), ())
+
+
+def test_a_batch_whose_matrices_have_no_unit_stride_is_copied() -> None:
+    batch = meta(10, 64, 3).permute(2, 0, 1)  # the batch is the innermost dim
+    got = after_first_use().bytes_for(aten.bmm.default, (batch, meta(3, 64, 5)), {}, MAIN)
+    assert got == ((), (3 * 10 * 64 * 4,))
+
+
+def test_baddbmm_prepares_its_factors_not_its_summand() -> None:
+    args = (meta().expand(3, 4, 16), meta().expand(3, 4, 8), meta(3, 8, 16))
+    got = after_first_use().bytes_for(aten.baddbmm.default, args, {}, MAIN)
+    assert got == ((), (3 * 4 * 8 * 4,))
+
+
+@pytest.mark.parametrize(
+    ("func", "args"),
+    [
+        (aten.mm.default, (meta(0, 8), meta(8, 16))),
+        (aten.mm.default, (meta(4, 0), meta(0, 16))),
+        (aten.bmm.default, (meta(0, 4, 8), meta(0, 8, 16))),
+        (aten.addmm.default, (meta(16), meta(0, 8), meta(8, 16))),
+    ],
+)
+def test_an_empty_product_never_reaches_cublas(func, args) -> None:
+    workspaces = CublasWorkspaces(HOPPER)
+    assert workspaces.bytes_for(func, args, {}, MAIN) == ((), ())
+    args = (meta(4, 8), meta(8, 16))
+    assert workspaces.bytes_for(aten.mm.default, args, {}, MAIN) == ((BIG,), ())
+
+
+def test_other_ops_take_nothing() -> None:
+    got = CublasWorkspaces(HOPPER).bytes_for(aten.add.Tensor, (meta(4), meta(4)), {}, MAIN)
+    assert got == ((), ())
+
+
+def test_products_that_were_not_measured_are_reported() -> None:
+    for func in (aten._int_mm.default, aten._scaled_mm.default, aten.mm.dtype):
+        assert not op_of(func).is_modelled((), {}, H100)
+    assert op_of(aten.mm.default).is_modelled((), {}, H100)

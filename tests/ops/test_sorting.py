@@ -1,0 +1,107 @@
+"""Sorting, scans, counting and searches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from memest.estimator.ops.registry import op_of
+from memest.estimator.ops.sorting import sort_scratch
+from memest.estimator.ops.temporaries import Scratch
+from tests.op_calls import H100, H200, meta, requests, scratch, workspaces
+
+aten = torch.ops.aten
+INT, FLOAT = torch.int64, torch.float32
+
+
+def test_short_sorts_need_a_range_and_long_ones_a_radix_sort() -> None:
+    """Sort.cpp: up to 4096 within a block; else range and CUB, thrice the data for several rows."""
+    row = 400_000 * 8
+
+    assert scratch(aten.sort.default, meta(4, 2048, dtype=torch.int64)).after == (2048 * 8,)
+    one = scratch(aten.sort.default, meta(400_000, dtype=torch.int64)).after
+    several = scratch(aten.sort.default, meta(4, 100_000, dtype=torch.int64)).after
+    assert one == (row, 6_505_983)
+    assert several == (row, row, row, 6_505_983)
+
+
+def test_only_a_scan_of_one_row_needs_storage() -> None:
+    """ScanUtils.cuh: CUB's, or if it is deterministic 13 sums over blocks of 512 * 16 values."""
+    assert scratch(aten.cumsum.default, meta(4, 100_000), -1) == Scratch()
+    assert scratch(aten.cumsum.default, meta(262_144), 0) == Scratch(after=(2047,))  # an H100's
+    assert scratch(aten.cumsum.default, meta(1_200_000), 0) == Scratch(after=(5887,))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert scratch(aten.cumsum.default, meta(100_000), 0) == Scratch(after=(13 * 4,))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert scratch(aten.cumsum.default, meta(4, 9, dtype=torch.bool), -1).after == (36 * 8,)
+
+
+def test_topk_over_a_vocabulary_shares_counts_among_blocks() -> None:
+    """`mbtopk` of TensorTopK.cu; recorded on an H100, with as many multiprocessors."""
+    args = (meta(4, 96000), 6)
+    made = meta(4, 6), meta(4, 6, dtype=torch.int64)
+    events = [e.num_bytes for e in op_of(aten.topk.default).requests(args, {}, made, H200)]
+
+    kept = [16, 32, 32, 192512, 4096, 1504, 1504]
+    assert events == [96, 192, *kept, *(1279, -1279) * 2, *(-n for n in reversed(kept))]
+    few = op_of(aten.topk.default).requests((meta(8192, 128), 8), {}, (), H200)
+    assert few == ()
+    assert op_of(aten.topk.default).is_modelled(args, {}, H200)
+    assert not op_of(aten.topk.default).is_modelled((meta(4, 96000), 2000), {}, H200)
+
+
+def test_a_histogram_between_given_bounds_counts_in_shared_memory() -> None:
+    """SummaryOps.cu: equal bounds are first looked for, which is not modelled."""
+    experts = meta(4096, dtype=torch.int32)
+
+    assert (
+        op_of(aten.histc.default).requests((experts, 128, 0, 127), {}, meta(128), H200) == Scratch()
+    )
+    assert op_of(aten.histc.default).is_modelled((experts, 128, 0, 127), {}, H200)
+    assert not op_of(aten.histc.default).is_modelled((experts, 128), {}, H200)
+
+
+def test_a_running_product_of_a_row_is_scanned_by_cub() -> None:
+    """As recorded on an H100 for the 1,000 betas of a diffusion; rows beside it need nothing."""
+    assert scratch(aten.cumprod.default, meta(1000), 0) == Scratch(after=(1023,))
+    assert scratch(aten.cumprod.default, meta(2, 1000), 1) == Scratch(after=())
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "asked"),
+    [
+        ((1, 50257), torch.float32, (402056, 622335)),
+        ((1, 50257), torch.bfloat16, (402056, 516607)),
+        ((4, 32000), torch.float32, (1024000, 1024000, 512000, 1569279)),
+        ((4, 32000), torch.bfloat16, (1024000, 1024000, 256000, 1308159)),
+        ((128, 5000), torch.float32, (5120000, 7680255)),
+    ],
+)
+def test_long_rows_are_sorted_by_keys_of_their_own_size(
+    shape: tuple[int, int], dtype: torch.dtype, asked: tuple[int, ...]
+) -> None:
+    x = meta(*shape, dtype=dtype)
+
+    assert sort_scratch((x, -1), {}, None, H100) == Scratch(after=asked)
+    assert op_of(aten.sort.default).is_modelled((x, -1), {}, H100)
+    assert not op_of(aten.sort.default).is_modelled((x.t(), 0), {}, H100)
+
+
+def test_a_few_sought_elements_are_compared_one_by_one() -> None:
+    elements, sought = meta(50257, dtype=INT), meta(1, dtype=INT)
+    assert workspaces(aten.isin.Tensor_Tensor, elements, sought) == (50257, 50257)
+    assert op_of(aten.isin.Tensor_Tensor).is_modelled((elements, sought), {}, H100)
+    many = meta(100, dtype=INT)
+    assert not op_of(aten.isin.Tensor_Tensor).is_modelled((elements, many), {}, H100)
+
+
+def test_numbers_are_counted_after_their_extremes_are_read() -> None:
+    labels, staged = meta(6144, dtype=INT), [1960, 4, -4, -1960]
+    large = requests(aten.bincount.default, meta(1_003_264, dtype=INT), out=meta(361, dtype=INT))
+
+    assert requests(aten.bincount.default, labels, out=meta(59, dtype=INT)) == [8, -8, 8, -8, 472]
+    assert large[0] == 8
+    assert len(large) == 2 * (2 + len(staged)) + 1
+    assert not op_of(aten.bincount.default).is_modelled((labels, None, 1 << 20), {}, H100)

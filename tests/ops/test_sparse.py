@@ -1,0 +1,109 @@
+"""Sparse tensors against what they asked for on an H100 (torch 2.11, CUDA 13.0)."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import math
+import runpy
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memest.errors import UnsupportedError
+from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.virtual_gpu import VirtualGpu
+from tests.requested import Requests
+
+ROOT = Path(__file__).parents[2]
+BLOCK_BYTES = 512
+MEASURED: dict[str, Any] = json.loads(
+    gzip.decompress((ROOT / "tests" / "data" / "sparse.json.gz").read_bytes())
+)
+
+
+@pytest.fixture
+def virtual() -> Iterator[VirtualGpu]:
+    with warnings.catch_warnings(), VirtualGpu(find_gpu("h100-80gb")) as gpu:
+        warnings.simplefilter("ignore")
+        yield gpu
+
+
+def in_blocks(sizes: list[int]) -> list[float]:
+    """In blocks of the allocator; what is freed between two requests has no order."""
+    blocks = [math.copysign(math.ceil(abs(size) / BLOCK_BYTES), size) for size in sizes]
+    runs = itertools.groupby(blocks, lambda n: n < 0)
+    return [n for is_freed, run in runs for n in (sorted(run) if is_freed else run)]
+
+
+@pytest.mark.parametrize("part", ["elementwise", "products", "tables"])
+def test_every_call_asks_for_what_it_asked_for(part: str, virtual: VirtualGpu) -> None:
+    calls = runpy.run_path(str(ROOT / "validation" / "scripts" / "sparse_calls.py"))[part]
+    requests = Requests(virtual)
+    num_calls = 0
+    for name, call in calls():
+        measured = MEASURED[name]
+        if isinstance(measured, str):
+            with pytest.raises(NotImplementedError, match=measured[:20]):
+                call()
+        else:
+            assert in_blocks(requests.in_order(call)) == in_blocks(measured), name
+        num_calls += 1
+
+    assert num_calls > 30
+
+
+def test_a_sparse_tensor_says_where_it_lies(virtual: VirtualGpu) -> None:
+    sparse = torch.eye(3).to_sparse().cuda()
+
+    assert sparse.is_cuda
+    assert sparse.device == torch.device("cuda", 0)
+    assert sparse.coalesce()._nnz() == 3
+    assert "layout=torch.sparse_coo, device='cuda:0'" in repr(sparse)
+    assert sparse.cpu().to_dense().shape == (3, 3)
+
+
+def test_what_is_known_of_a_result_is_what_the_gpu_would_hold(virtual: VirtualGpu) -> None:
+    places = torch.tensor([[0, 1, 1, 2, 1], [2, 0, 0, 1, 2]])
+    sparse = torch.sparse_coo_tensor(places, torch.ones(5), (3, 3), check_invariants=False).cuda()
+    value_of = virtual.mode.values.value_of
+
+    coalesced = sparse.coalesce()
+
+    assert coalesced.indices().tolist() == [[0, 1, 1, 2], [2, 0, 2, 1]]
+    assert coalesced.t().coalesce().indices().tolist() == [[0, 1, 2, 2], [1, 2, 0, 1]]
+    dense = torch.zeros(3, 3, device="cuda").add_(sparse)
+    product = torch.sparse.mm(coalesced, torch.ones(3, 2, device="cuda"))
+    for filled in (coalesced.values(), sparse.to_dense(), dense, product):
+        assert value_of(filled) is None
+
+
+def test_entries_whose_places_nobody_knows_are_taken_to_differ(virtual: VirtualGpu) -> None:
+    places = (torch.ones(2, 2000, device="cuda") @ torch.ones(2000, 1000, device="cuda")).long()
+
+    sparse = torch.sparse_coo_tensor(places, torch.ones(1000, device="cuda"), (500, 500))
+
+    assert sparse.coalesce()._nnz() == 1000
+    assert any("coalesce" in what for _, what in virtual.guesses.counts)
+
+
+CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "_sparse_softmax": lambda s: torch.sparse.softmax(s, 1),
+    "_sparse_sum.dim": lambda s: torch.sparse.sum(s, dim=0),
+    "sin": torch.sin,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_not_known_of_sparse_tensors_is_refused_by_name(
+    name: str, virtual: VirtualGpu
+) -> None:
+    sparse = torch.eye(3).to_sparse().cuda()
+
+    with pytest.raises(UnsupportedError, match=f"aten.{name}` with a tensor of layout sparse"):
+        CALLS[name](sparse)

@@ -1,0 +1,49 @@
+"""Pooling, resizing and sliding windows."""
+
+from __future__ import annotations
+
+import torch
+
+from memest.estimator.ops.registry import op_of
+from memest.estimator.ops.temporaries import Scratch
+from memest.estimator.virtual_gpu import VirtualGpu
+from tests.op_calls import H100, meta, sizes
+from tests.requested import WORKSPACE, Requests
+
+aten = torch.ops.aten
+INT, FLOAT = torch.int64, torch.float32
+
+
+def test_the_gradient_of_a_resized_image_is_copied_where_it_is_expanded() -> None:
+    grad = meta(1).expand(4, 16, 64, 64)
+    rule = op_of(aten.upsample_bilinear2d_backward.default).requests
+
+    assert rule((grad,), {}, meta(4, 16, 32, 32), H100) == Scratch(after=(1048576,))
+    assert rule((grad.contiguous(),), {}, meta(4, 16, 32, 32), H100) == Scratch()
+    assert rule((grad,), {}, meta(4, 16, 64, 64), H100) == Scratch(), "copied as it is"
+
+
+def test_sliding_windows_outgrow_a_tensor_of_the_input_size() -> None:
+    func, image, columns = aten.im2col.default, meta(4, 16, 32, 32), meta(4, 144, 900)
+
+    assert sizes(func, (image,), columns) == [262144, 2073600]
+
+
+def test_what_is_put_together_of_windows_keeps_the_storage_of_their_size() -> None:
+    func, image, columns = aten.col2im.default, meta(4, 16, 32, 32), meta(4, 144, 900)
+
+    assert sizes(func, (columns,), image) == [2073600]
+    assert sizes(func, (meta(1).expand(4, 144, 900),), image) == [2073600, 2073600]
+
+
+def test_an_affine_grid_is_a_product_of_a_base_grid() -> None:
+    """Recorded on an H100: 40 images of 96 x 96 (field/simclr.py); the product allocates cuBLAS's
+    workspace.
+    """
+    with VirtualGpu(H100) as virtual:
+        theta = torch.empty(40, 2, 3, device="cuda")
+        requests = Requests(virtual).in_order(
+            lambda: torch.nn.functional.affine_grid(theta, [40, 3, 96, 96], align_corners=False)
+        )
+    side = [384, 384, 384, -384, -384, -384]
+    assert requests == [4423680, *side, *side, 2949120, WORKSPACE, -4423680]

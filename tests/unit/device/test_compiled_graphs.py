@@ -1,0 +1,117 @@
+"""Dynamo breaks no graph at a function of memest, and every such break is a warning."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.virtual_gpu import VirtualGpu
+
+
+@pytest.fixture
+def gpu() -> Iterator[VirtualGpu]:
+    with VirtualGpu(find_gpu("h100-80gb")) as virtual:
+        yield virtual
+
+
+def _compiled(function: Callable[..., Any], *args: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of modules that Dynamo imports
+        torch._dynamo.reset()  # type: ignore[attr-defined]
+    return torch.compile(function, fullgraph=True)(*args)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, weight: x.type_as(weight) * weight,
+        lambda x, weight: (x * 2).type_as(x) * weight,
+        lambda x, weight: (x * 2).to(x) * weight,
+        lambda x, weight: weight.type(torch.bfloat16) * 2,
+        lambda x, weight: x.new_tensor([1.0, 2.0]) * 2,
+        lambda x, weight: x.new(3).zero_(),
+        lambda x, weight: x * 2 if x.get_device() == 0 else weight,
+        lambda x, weight: Tensor.to(x, torch.float16) * 2,
+        lambda x, weight: Tensor.type_as(x, weight) * 2,
+        lambda x, weight: x * torch.cuda.get_device_properties(0).major,
+    ],
+    ids="type_as again to_tensor type new_tensor new device unbound type_as_of properties".split(),
+)
+def test_a_call_stays_in_the_graph(gpu: VirtualGpu, function: Callable[..., Any]) -> None:
+    """`fullgraph=True` raises at a break, and a fallback is a warning."""
+    x = torch.randn(8, 8, device="cuda")
+    weight = nn.Parameter(torch.randn(8, 8, device="cuda"))
+
+    assert _compiled(function, x, weight).is_cuda
+    assert gpu.mode.notes.warnings == []
+
+
+def test_functions_stay_in_the_graph_after_dynamo_has_cleared_its_tables(gpu: VirtualGpu) -> None:
+    """`torch.distributed.init_process_group` clears them."""
+    torch.compile(lambda x: x + 1)(torch.ones(2, device="cuda"))
+    torch._dynamo.trace_rules.clear_lru_cache()  # type: ignore[no-untyped-call]
+
+    steps = _compiled(lambda x: torch.arange(8, device=x.device) + x, torch.ones(8, device="cuda"))
+
+    assert steps.is_cuda
+    assert gpu.mode.notes.warnings == []
+
+
+def test_a_graph_break_at_memest_is_a_warning(gpu: VirtualGpu) -> None:
+    def own(x: Tensor) -> Tensor:
+        return x
+
+    namespace: dict[str, Any] = {"__name__": "memest.estimator.of_a_test"}
+    code = compile("def broken(x):\n    return x\n", find_gpu.__code__.co_filename, "exec")
+    exec(code, namespace)
+    broken = namespace["broken"]
+    torch.compile(lambda x: broken(x * 2) + own(x))(torch.ones(2, device="cuda"))
+
+    assert len(gpu.mode.notes.warnings) == 1
+    assert "broke a graph" in gpu.mode.notes.warnings[0]
+
+
+_FLEX = """
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+import memest
+
+def mask(b, h, q, k):
+    return (q >= k) & (documents[q] == documents[k])
+
+with memest.virtual_gpu("h100-80gb", strict=True):
+    documents = torch.arange(256, device="cuda") // 64
+    blocks = create_block_mask(mask, None, None, 256, 256, device="cuda")
+    q, k, v = (torch.randn(2, 4, 256, 64, device="cuda", requires_grad=True) for _ in range(3))
+    for autocast in (False, True):
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            out = torch.compile(flex_attention)(q, k, v, block_mask=blocks)
+        out.sum().backward()
+        print(out.dtype, q.grad.dtype)
+"""
+
+
+def test_flex_attention_is_compiled() -> None:
+    """As in modded-nanogpt: causal attention within documents, forward and backward."""
+    command = [sys.executable, "-W", "ignore", "-c", _FLEX]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert done.stdout.splitlines() == [
+        "torch.float32 torch.float32",
+        "torch.bfloat16 torch.float32",
+    ], done.stderr
+
+
+def test_a_small_tensor_may_be_created_in_pinned_memory(gpu: VirtualGpu) -> None:
+    size = torch.tensor(3, dtype=torch.int32, pin_memory=True)
+
+    assert size.is_pinned()
+    assert size.cuda(non_blocking=True).is_cuda

@@ -1,0 +1,142 @@
+"""Messages between ranks: broadcasts reach later ranks, peers run together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from memest.estimator.gpu.worlds import Mailbox, PeerEnded, Ranks
+from memest.estimator.hardware.gpus import find_gpu
+from memest.run.launcher import Ran, run_target
+from memest.run.ranks import chosen_ranks, run_rank, run_with_peers
+from memest.run.session import Session
+from memest.run.target import find_script
+
+SCRIPT = """
+import torch
+from torch import distributed as dist
+dist.init_process_group("nccl")
+rank, x = dist.get_rank(), torch.zeros(8, device="cuda")
+names = ["run-7", {"lr": 0.1}] if rank == 0 else [None, None]
+dist.broadcast_object_list(names, src=0)
+order = torch.arange(5, device="cuda") * (3 if rank == 0 else 0)
+dist.broadcast(order, src=0)
+mine = [None]
+dist.scatter_object_list(mine, ["a", "b", "c"] if rank == 0 else None, src=0)
+assert names == ["run-7", {"lr": 0.1}], names
+assert order.tolist() == [0, 3, 6, 9, 12], order
+assert mine == ["abc"[rank]], mine
+work = dist.all_reduce(x, async_op=True)
+assert [t.shape for t in work.get_future().value()] == [x.shape]
+before = torch.cuda.memory_allocated()
+del x
+assert torch.cuda.memory_allocated() == before  # NCCL keeps it until somebody waits
+work.wait()
+assert torch.cuda.memory_allocated() == before - 512
+"""
+
+
+def run(ranks: Ranks, path: Path) -> Ran:
+    target = find_script(str(path), ())
+
+    def one(ranks: Ranks) -> Ran:
+        return run_target(target, Session(find_gpu("h200"), ranks=ranks, is_prompt=True))
+
+    return run_rank(ranks, one, is_silent=True)
+
+
+def test_the_last_rank_hears_what_the_first_has_said(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT, encoding="utf-8")
+
+    for ranks in chosen_ranks(3, 1):
+        ran = run(ranks, path)
+
+        assert ran.error_text == ""
+
+
+def test_messages_are_numbered_by_key() -> None:
+    mailbox = Mailbox()
+    for value in ("one", None, "three"):
+        mailbox.post("all", value)
+    mailbox.post("some", "other")
+    mailbox.begin_rank()
+
+    assert [mailbox.fetch("all", 0) for _ in range(4)] == ["one", None, "three", None]
+    assert mailbox.fetch("some", 0) == "other"
+    assert mailbox.fetch("none", 0) is None
+
+
+def test_a_value_that_cannot_be_pickled_is_not_known() -> None:
+    mailbox = Mailbox()
+    mailbox.post("all", lambda: None)
+    mailbox.begin_rank()
+
+    assert mailbox.fetch("all", 0) is None
+
+
+def test_a_rank_does_not_wait_for_a_peer_that_has_ended() -> None:
+    mailbox = Mailbox()
+    mailbox.meet(1)
+    mailbox.end(1)
+
+    assert mailbox.wanted() == {1}
+    with pytest.raises(PeerEnded, match="rank 1 ended before it sent"):
+        mailbox.fetch("all", 1)
+
+
+STAGES = """
+import sys
+import torch
+from torch import distributed as dist
+dist.init_process_group("nccl")
+rank, size = dist.get_rank(), dist.get_world_size()
+x = torch.zeros(1 << 20, device="cuda")
+count = torch.tensor([0])
+if rank > 0:
+    objects = [None]
+    dist.recv_object_list(objects, src=rank - 1)
+    dist.recv(count, src=rank - 1)
+    assert objects == [f"stage {rank - 1}"] and count.item() == rank, (objects, count)
+if rank < size - 1:
+    dist.send_object_list([f"stage {rank}"], dst=rank + 1)
+    if len(sys.argv) > 1 and rank == 1:
+        raise ValueError("stage 1 is broken")
+    dist.send(count + 1, dst=rank + 1)
+    dist.recv(x, src=rank + 1)
+if rank > 0:
+    dist.send(x, dst=rank - 1)
+"""
+
+
+def stages(path: Path, *args: str) -> dict[int, Ran]:
+    path.write_text(STAGES, encoding="utf-8")
+    target = find_script(str(path), args)
+
+    def one(ranks: Ranks) -> Ran:
+        return run_target(target, Session(find_gpu("h200"), ranks=ranks, is_prompt=True))
+
+    return {ranks.rank: ran for ranks, ran in run_with_peers(chosen_ranks(4, 1)[0], one)}
+
+
+def test_ranks_that_send_to_each_other_run_together(tmp_path: Path) -> None:
+    ran = stages(tmp_path / "script.py")
+
+    assert [(rank, ran[rank].error_text) for rank in ran] == [(rank, "") for rank in range(4)]
+
+
+def test_a_rank_that_fails_ends_those_that_wait_for_it(tmp_path: Path) -> None:
+    ran = stages(tmp_path / "script.py", "--broken")
+
+    assert "stage 1 is broken" in ran[1].error_text
+    assert isinstance(ran[2].refusal, PeerEnded)
+    assert "rank 1 ended before it sent" in str(ran[2].refusal)
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_the_ranks_that_are_run_share_them(size: int) -> None:
+    first, last = chosen_ranks(size, 1)
+
+    assert first.mailbox is last.mailbox
+    assert (first.rank, last.rank) == (0, size - 1)

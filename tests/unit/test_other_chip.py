@@ -1,0 +1,117 @@
+"""Programs on another chip that are made from the calls of a run on the first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from memest.estimator.hardware.gpus import Gpu, find_gpu
+from memest.estimator.replay import simulated_plan
+from memest.estimator.replay.interpolate.call_log import LoggedTrace, logged_trace
+from memest.estimator.replay.interpolate.other_chip import on_other_chip
+from memest.estimator.replay.interpolate.reuse import FormBroken
+from memest.estimator.replay.replay import replay
+from memest.estimator.replay.simulated import TracedPlan
+from memest.estimator.replay.simulated_plan import trace_plan
+from memest.estimator.replay.virtual_run import canonical
+from memest.plan import TrainingPlan
+
+PLANS: dict[str, dict[str, Any]] = {
+    "flash in place of cuDNN": {"model_name": "gpt2", "precision": "bf16-mixed"},
+    "under checkpointing": {"model_name": "smollm2-135m", "act_ckpt": True},
+    "a mask": {"model_name": "smollm2-135m", "precision": "bf16-true", "batch_size": 3},
+    "convolutions": {"model_name": "vit-base-patch16-224", "precision": "bf16-true"},
+    "float32": {"model_name": "bert-base-uncased", "precision": "32-true"},
+    "QLoRA": {"model_name": "smollm2-135m", "use_qlora": True},
+}
+WITH_OTHER_STRIDES = {"gpt2", "smollm2-135m"}
+"""Models to which cuDNN returns gradients with other strides than the kernels of older chips."""
+
+H200 = find_gpu("h200")
+
+
+def plan_of(values: dict[str, Any]) -> TrainingPlan:
+    given = {"batch_size": 2, "seq_len": 48, "precision": "bf16-mixed"} | values
+    return canonical(TrainingPlan.from_dict(given))
+
+
+def figures(traced: TracedPlan) -> tuple[int, int]:
+    run = replay(traced.program, num_steps=3, num_micro_batches=1)
+    return run.peak_allocated_bytes, run.peak_reserved_bytes
+
+
+def requests(traced: TracedPlan) -> Counter[Any]:
+    """Count the storages by bytes, operator, module, phase and kind."""
+    table = traced.program.storages
+    rows = zip(table.num_bytes, table.sites, table.kinds, strict=True)
+    return Counter((n, s.op, s.module, s.phase, kind) for n, s, kind in rows if n)
+
+
+@pytest.fixture(scope="module", params=PLANS)
+def logged(request: pytest.FixtureRequest) -> tuple[TrainingPlan, LoggedTrace]:
+    plan = plan_of(PLANS[request.param])
+    return plan, logged_trace(plan, H200)
+
+
+@pytest.mark.parametrize("name", ["a100-80gb", "rtx-4090", "h100-80gb"])
+def test_a_program_is_that_of_its_own_run(
+    logged: tuple[TrainingPlan, LoggedTrace], name: str
+) -> None:
+    plan, trace = logged
+    gpu = find_gpu(name)
+
+    if plan.model_name in WITH_OTHER_STRIDES and gpu.capability != H200.capability:
+        with pytest.raises(FormBroken, match="strides"):
+            on_other_chip(trace, H200, gpu)
+        return
+
+    made, run = on_other_chip(trace, H200, gpu), logged_trace(plan, gpu).traced
+
+    assert figures(made) == figures(run)
+    assert requests(made) == requests(run)
+    assert made.program.coverage.unmodelled == run.program.coverage.unmodelled
+    assert replace(made, program=run.program) == run
+
+
+def test_the_other_way_round() -> None:
+    a100 = find_gpu("a100-80gb")
+    plan = plan_of(PLANS["convolutions"])
+
+    made = on_other_chip(logged_trace(plan, a100), a100, H200)
+
+    assert figures(made) == figures(logged_trace(plan, H200).traced)
+
+
+def test_a_chip_that_makes_other_calls_has_its_own_run() -> None:
+    """A T4 has no flash attention."""
+    plan = plan_of({"model_name": "gpt2", "precision": "16-mixed", "seq_len": 40})
+    t4 = find_gpu("t4")
+    with pytest.raises(FormBroken, match=r"decision|strides"):
+        on_other_chip(logged_trace(plan, H200), H200, t4)
+    simulated_plan._traces.cache_clear()
+
+    trace_plan(plan, H200)
+
+    assert figures(trace_plan(plan, t4)) == figures(logged_trace(plan, t4).traced)
+
+
+def test_code_that_reads_the_capability_has_its_own_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers multiplies the experts of a mixture in another way on some chips."""
+    runs: list[Gpu] = []
+    run_on = simulated_plan.logged_trace
+
+    def counted(plan: TrainingPlan, gpu: Gpu, **options: Any) -> LoggedTrace:
+        runs.append(gpu)
+        trace = run_on(plan, gpu, **options)
+        trace.log.is_for_one_chip = True
+        return trace
+
+    monkeypatch.setattr(simulated_plan, "logged_trace", counted)
+    plan = plan_of({"model_name": "gpt2", "seq_len": 24})
+    for name in ("h200", "a100-80gb", "h200"):
+        trace_plan(plan, find_gpu(name))
+
+    assert [gpu.capability for gpu in runs] == [(9, 0), (8, 0)]

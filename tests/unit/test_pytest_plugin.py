@@ -1,0 +1,177 @@
+"""The pytest plugin, in sessions of pytest of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TEST = """
+import pytest, torch
+
+SIZE = {size}
+
+@pytest.fixture(scope="session")
+def session_fixture():
+    return torch.ones(2).device.type
+
+@pytest.fixture
+def model():
+    return torch.nn.Linear(1024, 1024, device="cuda")
+
+@pytest.mark.gpu_memory("{limit}", gpu="a100-40gb")
+def test_step(model, session_fixture):
+    assert torch.cuda.get_device_name() == "NVIDIA A100-SXM4-40GB"
+    hidden = torch.ones(SIZE, 1024, device="cuda")
+    model(hidden).sum().backward()
+
+def test_fixture(virtual_gpu):
+    torch.empty(1 << 20, device="cuda")
+    assert virtual_gpu.peak_allocated_bytes == 4 << 20
+
+def test_without():
+    assert not torch.cuda.is_available()
+"""
+
+
+def pytest_in(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "memest.pytest_plugin", "-p",
+         "no:cacheprovider", *args],
+        cwd=folder, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+
+
+def write(folder: Path, *, size: int = 256, limit: str = "1GiB") -> None:
+    (folder / "test_train.py").write_text(TEST.format(size=size, limit=limit))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "pyproject.toml").write_text('[tool.memest]\ngpu = "t4"\n')
+    write(tmp_path)
+    return tmp_path
+
+
+def test_a_test_fails_above_the_limit_of_its_mark(folder: Path) -> None:
+    write(folder, limit="8MiB")
+
+    done = pytest_in(folder)
+
+    assert "1 failed, 2 passed" in done.stdout
+    assert re.search(r"needs \d+\.\d\d MiB on a100-40gb, \d+\.\d\d MiB more than 8MiB", done.stdout)
+    assert "test_train.py:18  model(hidden).sum().backward()" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """What `--memest-update` prints, and the file that it writes."""
+    folder = tmp_path_factory.mktemp("stored")
+    (folder / "pyproject.toml").write_text('[tool.memest]\ngpu = "t4"\n')
+    write(folder)
+    done = pytest_in(folder, "--memest-update")
+    return done.stdout, (folder / "memest-peaks.json").read_text()
+
+
+def test_peaks_are_stored_by_test(stored: tuple[str, str]) -> None:
+    output, content = stored
+
+    assert {name: peak["gpu"] for name, peak in json.loads(content)["peaks"].items()} == {
+        "test_train.py::test_fixture": "t4",
+        "test_train.py::test_step": "a100-40gb",
+    }
+    assert "memest: 2 tests: stored in memest-peaks.json" in output
+
+
+def test_a_peak_that_grows_fails_with_the_lines_that_grew(
+    folder: Path, stored: tuple[str, str]
+) -> None:
+    (folder / "memest-peaks.json").write_text(stored[1])
+    write(folder, size=1024)
+
+    more = pytest_in(folder, "--memest-fail-on-increase")
+
+    assert "1 failed, 2 passed" in more.stdout
+    assert "the peak grew: allocated 27.25 MiB -> " in more.stdout
+    assert "+3.00 MiB  test_train.py:17  hidden = torch.ones(" in more.stdout
+    assert "(1.00 MiB before)" in more.stdout
+    assert "the stored peak is of" not in more.stdout
+
+
+@pytest.mark.parametrize("size", [256, 1024])
+def test_a_stored_peak_of_other_versions_is_named(
+    folder: Path, stored: tuple[str, str], size: int
+) -> None:
+    peaks = json.loads(stored[1])
+    for peak in peaks["peaks"].values():
+        peak["versions"] = {"memest": "0.1.0", "torch": "2.9.0"}
+    (folder / "memest-peaks.json").write_text(json.dumps(peaks))
+    write(folder, size=size)
+
+    done = pytest_in(folder, "--memest-fail-on-increase")
+
+    assert ("1 failed" in done.stdout) == (size == 1024)
+    assert "memest: 2 tests: the stored peak is of memest 0.1.0, torch 2.9.0" in done.stdout
+    assert done.stdout.count("the stored peak is of") == (2 if size == 1024 else 1)
+
+
+def test_a_test_without_a_stored_peak_is_counted(folder: Path) -> None:
+    done = pytest_in(folder, "--memest-fail-on-increase")
+
+    assert done.returncode == 0
+    assert "memest: 2 tests: no stored peak; `--memest-update` stores one" in done.stdout
+
+
+def test_another_schema_of_the_file_is_an_error(folder: Path) -> None:
+    (folder / "memest-peaks.json").write_text('{"schema": "memest.peaks/9"}')
+
+    done = pytest_in(folder, "-k", "test_step")
+
+    assert done.returncode != 0
+    assert "has the schema memest.peaks/9, not memest.peaks/1" in done.stdout
+
+
+def test_peaks_are_the_same_under_xdist(folder: Path, stored: tuple[str, str]) -> None:
+    pytest.importorskip("xdist")
+
+    pytest_in(folder, "--memest-update", "-n", "1")
+
+    assert (folder / "memest-peaks.json").read_text() == stored[1]
+
+
+def test_a_marked_test_that_never_uses_the_gpu_fails(folder: Path) -> None:
+    (folder / "test_train.py").write_text(
+        "import pytest\n@pytest.mark.gpu_memory('1GiB')\ndef test_nothing(): ...\n"
+    )
+
+    assert "the test has not used the GPU" in pytest_in(folder).stdout
+
+
+def test_a_test_out_of_memory_has_the_lines_of_the_peak(folder: Path) -> None:
+    (folder / "test_train.py").write_text(
+        "import torch\ndef test_large(virtual_gpu):\n    kept = torch.empty(14 << 30, dtype="
+        "torch.uint8, device='cuda')\n    kept.clone()\n"
+    )
+
+    done = pytest_in(folder)
+
+    assert "torch.OutOfMemoryError" in done.stdout
+    assert "14.00 GiB  test_train.py:3  kept = torch.empty" in done.stdout
+
+
+def test_the_plugin_imports_nothing_heavy(folder: Path) -> None:
+    (folder / "test_train.py").write_text(
+        "import sys\ndef test_light():\n    ours = {m for m in sys.modules if 'memest' in m}\n"
+        "    assert ours == {'memest', 'memest.pytest_plugin'}\n"
+        "    assert 'torch' not in sys.modules\n"
+    )
+
+    assert "1 passed" in pytest_in(folder).stdout
