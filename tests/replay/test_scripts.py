@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import pickle
@@ -65,7 +66,11 @@ def requests(session: Session, report: Any) -> list[tuple[int, int]]:
 
 
 def simulate_and_keep(case: str, rank: int, out: Path) -> None:
-    """For a process of its own: when Python looks for garbage depends on what else it holds."""
+    """Run in a process of its own, without Python's garbage collection.
+
+    The moment of a collection depends on what else is imported. The recorded runs had none.
+    """
+    gc.disable()
     out.with_suffix(".code").write_text(str(simulate(case, rank, out).exit_code), encoding="utf-8")
 
 

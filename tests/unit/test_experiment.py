@@ -269,7 +269,7 @@ def test_a_data_set_without_the_columns_is_refused(
     rows = _Rows()
     rows.column_names = columns  # type: ignore[assignment]
     library: Any = types.ModuleType("datasets")
-    library.__spec__ = importlib.machinery.ModuleSpec("datasets", None)
+    library.__spec__ = importlib.machinery.ModuleSpec("datasets", None, origin="datasets.py")
     library.load_from_disk = lambda path: rows
     monkeypatch.setitem(sys.modules, "datasets", library)
 
