@@ -15,6 +15,7 @@ EXTRAS = {
     "matplotlib": "plots",
     "mcp": "mcp",
     "peft": "plans",
+    "pptx": "lecture",
     "pynvml": "validate",
     "transformers": "plans",
     "yaml": "plans",

@@ -14,6 +14,7 @@ from memest.cli import (  # noqa: F401
     diff,
     doctor,
     explore,
+    lecture,
     lists,
     mcp,
     predict,

@@ -51,7 +51,24 @@ def render_explorer(
     tokens: str,
     presets: Sequence[TrainingPlan] = (),
 ) -> str:
-    """The page for the points of `explore`.
+    """The page for the points of `explore`; see `explorer_data`."""
+    return explorer_page(explorer_data(points, limits, tokens=tokens, presets=presets))
+
+
+def explorer_page(data: dict[str, Any]) -> str:
+    """The page for the data of `explorer_data`."""
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    return _PAGE.read_text(encoding="utf-8").replace("__DATA__", text)
+
+
+def explorer_data(
+    points: Sequence[Explored],
+    limits: dict[str, int],
+    *,
+    tokens: str,
+    presets: Sequence[TrainingPlan] = (),
+) -> dict[str, Any]:
+    """Return the choices and figures of a page as JSON values.
 
     Args:
         points: of the grid.
@@ -69,7 +86,7 @@ def render_explorer(
     gpus = list(limits)
     axes["gpu"] = {"title": "GPU", "values": gpus, "labels": gpus}
     seq_len = points[0].plan.seq_len
-    data = {
+    return {
         "axes": axes,
         "start": {name: of(points[0].plan) for name, (_, of) in _AXES.items()} | {"gpu": gpus[0]},
         "kinds": list(KINDS),
@@ -84,8 +101,6 @@ def render_explorer(
         },
         "points": {_key(point.plan, values): _row(point, gpus) for point in points},
     }
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    return _PAGE.read_text(encoding="utf-8").replace("__DATA__", text)
 
 
 def _choices(plan: TrainingPlan) -> tuple[Any, ...]:

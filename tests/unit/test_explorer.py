@@ -129,6 +129,8 @@ addEventListener("load", () => {
     verdict: by("verdict").textContent, margin: by("margin").textContent,
     bar: all("#bar button").map(piece => [piece.className, +piece.dataset.bytes]),
     phases: all(".phase").length, off: all("label.off").length,
+    hidden: ["verdict", "margin", "shown"].map(id => by(id).hidden),
+    votes: [by("yes").textContent, by("no").textContent],
   });
   const choose = (name, value) => {
     const input = all(`input[name=${name}]`).find(one => one.value === value);
@@ -145,6 +147,9 @@ addEventListener("load", () => {
   choose("precision", "32-true"); look("back");
   document.querySelector("#bar button.optimizer").focus(); look("focus");
   document.querySelector("#presets button").click(); look("preset");
+  const key = name => dispatchEvent(new KeyboardEvent("keydown", { key: name }));
+  key("q"); look("quiz"); key("f"); key("o"); by("yes").click(); look("voted");
+  key("r"); key("f"); look("revealed"); choose("batch", "1"); look("next"); key("q"); look("over");
   location.hash =
     "batch=2&precision=32-true&optimizer=adamw&accumulation=1&technique=full&checkpointing=false";
   addEventListener("hashchange", () => setTimeout(() => {
@@ -210,6 +215,18 @@ def test_a_choice_outside_the_grid_moves_to_the_nearest_plan_and_says_so(played:
         "optimizer sgd \u2192 adamw, checkpointing on \u2192 off"
     )
     assert "batch=3" in looks["back"]["hash"]
+
+
+@needs_browser
+def test_a_quiz_hides_the_answer_until_it_is_revealed(played: Any) -> None:
+    looks = played[0]
+
+    assert looks["preset"]["hidden"] == [False] * 3
+    assert looks["quiz"]["hidden"] == looks["voted"]["hidden"] == [True] * 3
+    assert looks["voted"]["votes"] == looks["revealed"]["votes"] == ["2", "1"]
+    assert looks["revealed"]["hidden"] == [False] * 3
+    assert (looks["next"]["hidden"], looks["next"]["votes"]) == ([True] * 3, ["0", "0"])
+    assert looks["over"]["hidden"] == [False] * 3
 
 
 @needs_browser

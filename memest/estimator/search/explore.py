@@ -119,6 +119,21 @@ def explore(
     return points
 
 
+def explored(plan: TrainingPlan, gpus: Sequence[str]) -> Explored:
+    """Return one plan as a point of a grid.
+
+    Raises:
+        MemestError: it cannot be predicted, or not without a limit.
+    """
+    found = _group(
+        [plan], targets=[find_gpu(name) for name in gpus], batches=(plan.batch_size,),
+        micro_batches=(plan.accumulate_grad_batches,),
+    )[0]  # fmt: skip
+    if isinstance(found, MemestError):
+        raise found
+    return found[0]
+
+
 def _label(plans: Sequence[TrainingPlan]) -> str:
     plan = plans[0]
     adapter = " QLoRA" if plan.use_qlora else " LoRA" if plan.use_lora else ""
@@ -176,7 +191,7 @@ def _point(
     first = targets[0].chip
     whole = trials[first].free
     terms = peak_terms(traced[first], plan.accumulate_grad_batches, whole)
-    kinds, words = _by_kind(terms)
+    kinds, words = by_kind(terms)
     last = plan.accumulate_grad_batches - 1
     rows = [row for row in whole.rows if row.step == 1 and row.micro_batch == last]
     return Explored(
@@ -193,7 +208,8 @@ def _point(
     )  # fmt: skip
 
 
-def _by_kind(terms: Iterable[Any]) -> tuple[dict[str, int], dict[str, str]]:
+def by_kind(terms: Iterable[Any]) -> tuple[dict[str, int], dict[str, str]]:
+    """Return bytes and arithmetic of the terms of a peak, by `KINDS`."""
     kinds = dict.fromkeys(KINDS, 0)
     words: dict[str, list[tuple[int, str]]] = {kind: [] for kind in KINDS}
     for term in terms:

@@ -1,0 +1,140 @@
+"""Slides of a lecture as a PDF, drawn as the native charts of the PPTX are."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_pdf import PdfPages
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from memest.plots.style import (
+    HEIGHT,
+    SMALL,
+    VALUE,
+    WIDTH,
+    Theme,
+    bare,
+    dashed_key,
+    key,
+    plain_matplotlib,
+    slide,
+    text_on,
+    text_width,
+    write_legend,
+    write_title,
+)
+from memest.plots.timeline import TEMPORARIES
+
+if TYPE_CHECKING:
+    from memest.report.lecture import Chart, Slide
+
+_CACHED = {True: "#6B7378", False: "#C4C4C4"}
+
+
+def colors_of(theme: Theme) -> Mapping[str, str]:
+    """Return the colour of every series of a lecture's charts."""
+    is_dark = theme.ink > theme.background
+    more, less = theme.kinds["grads"], theme.kinds["gathered"]
+    return {
+        **theme.kinds, "temporaries": TEMPORARIES, "cached": _CACHED[is_dark],
+        "between": theme.background, "need": theme.muted, "more": more, "less": less,
+    }  # fmt: skip
+
+
+def pdf_bytes(slides: Sequence[Slide], *, dark: bool) -> bytes:
+    """Return the slides as a PDF file, whose pages have the speaker's notes as annotations."""
+    file = io.BytesIO()
+    dates = {"CreationDate": None, "Creator": None, "Producer": None}
+    with plain_matplotlib({"pdf.fonttype": 42}), PdfPages(file, metadata=dates) as pages:
+        for each in slides:
+            figure = draw_slide(each, dark=dark)
+            pages.attach_note("\n".join(each.notes), positionRect=[0, 0, 20, 20])
+            pages.savefig(figure, facecolor=figure.get_facecolor())
+    return file.getvalue()
+
+
+def draw_slide(each: Slide, *, dark: bool) -> Figure:
+    """Draw one slide of a lecture."""
+    chart = each.chart
+    left, bottom = (0.9, 0.9) if chart.is_upright else (4.6, 1.1)
+    width, height = WIDTH - left - 0.4, HEIGHT - 2.2 - bottom
+    with slide(dark=dark) as (figure, theme):
+        axes = figure.add_axes((left / WIDTH, bottom / HEIGHT, width / WIDTH, height / HEIGHT))
+        bare(axes, theme, grid="y" if chart.is_upright else "x")
+        _draw_parts(axes, chart, theme)
+        _draw_limit(axes, chart, theme)
+        if chart.has_legend:
+            colors = colors_of(theme)
+            keys = [
+                dashed_key(theme, s.name)
+                if s.color == "between"
+                else key(colors[s.color], s.name, theme)
+                for s in chart.series
+            ]
+            write_legend(figure, theme, keys, top=1.25)
+        write_title(figure, theme, each.title, each.subtitle)
+    return figure
+
+
+def _draw_parts(axes: Axes, chart: Chart, theme: Theme) -> None:
+    places, colors = range(len(chart.categories)), colors_of(theme)
+    floors = [0.0] * len(chart.categories)
+    bar = axes.bar if chart.is_upright else axes.barh
+    for series in chart.series:
+        if series.color:
+            look: dict[str, Any] = {"color": colors[series.color], "linewidth": 1.0}
+            look["edgecolor"] = theme.ink if series.color == "between" else theme.background
+            look["bottom" if chart.is_upright else "left"] = floors
+            bars = bar(places, series.values, 0.74, **look)
+            for value, each in zip(series.values, bars, strict=True):
+                each.set_visible(value > 0)  # its edge would hide that of the part below
+            _write_values(axes, chart, theme, (series.color, series.values), floors)
+        floors = [a + b for a, b in zip(floors, series.values, strict=True)]
+    names = [name if chart.is_upright else name.replace("\n", ", ") for name in chart.categories]
+    widest = max(text_width(line, VALUE) for name in names for line in name.split("\n"))
+    room = (WIDTH - 1.4) / len(names) if chart.is_upright else 4.2
+    size = max(7.0, min(VALUE, VALUE * room / max(widest, 0.1)))
+    if chart.is_upright:
+        axes.set(xlim=(-0.6, len(names) - 0.4), ylim=(0, chart.top))
+        axes.set_xticks(places, names, size=size)
+    else:
+        axes.set(ylim=(len(names) - 0.4, -0.6), xlim=(0, chart.top))
+        axes.set_yticks(places, names, size=size)
+    axes.tick_params(length=0)
+    values = axes.yaxis if chart.is_upright else axes.xaxis
+    values.set_major_locator(MaxNLocator(6))
+    values.set_major_formatter("{x:g} GiB")
+
+
+def _write_values(
+    axes: Axes,
+    chart: Chart,
+    theme: Theme,
+    part: tuple[str, Sequence[float]],
+    floors: Sequence[float],
+) -> None:
+    color = theme.ink if part[0] == "between" else text_on(colors_of(theme)[part[0]])
+    for place, (value, floor) in enumerate(zip(part[1], floors, strict=True)):
+        if value > 0.05 * chart.top:
+            at = (place, floor + value / 2) if chart.is_upright else (floor + value / 2, place)
+            size = SMALL if len(floors) < 8 else 10
+            axes.text(
+                at[0], at[1], f"{value:.1f}", ha="center", va="center", size=size, color=color
+            )
+
+
+def _draw_limit(axes: Axes, chart: Chart, theme: Theme) -> None:
+    words: dict[str, Any] = {"size": VALUE, "weight": "bold", "color": theme.ink}
+    if chart.is_upright:
+        axes.axhline(chart.limit, color=theme.limit, linewidth=3)
+        place = (axes.get_xlim()[1], chart.limit)
+        axes.annotate(chart.limit_name, place, (0, 5), ha="right", va="bottom",
+                      textcoords="offset points", **words)  # fmt: skip
+    else:
+        axes.axvline(chart.limit, color=theme.limit, linewidth=3)
+        axes.annotate(chart.limit_name, (chart.limit, -0.6), (0, 4), ha="right", va="bottom",
+                      textcoords="offset points", annotation_clip=False, **words)  # fmt: skip

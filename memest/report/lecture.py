@@ -1,0 +1,435 @@
+"""Slides and exercises of a lecture, with every word and figure computed from its rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from memest.estimator.search.commands import predict_command
+from memest.plan import TrainingPlan
+from memest.plots.style import label_of
+from memest.report.explorer import technique_of
+from memest.report.lecture_rows import Row, Rows
+from memest.report.records import Phase, PhaseRow
+from memest.units import GIB, gib_that_add_up
+
+SAME_BYTES = GIB // 20
+"""Change of a need that a title calls nothing, 0.05 GiB."""
+
+_OPTIMIZERS = {
+    "adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adam_8bit": "8-bit Adam",
+    "deepspeed_cpu": "Adam on the CPU",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Series:
+    """One colour of a chart."""
+
+    name: str
+    color: str
+    """A kind of memory, `between`, `more`, `less`, or empty for what is not drawn."""
+
+    values: tuple[float, ...]
+    """GiB, one per category."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chart:
+    """Stacked bars against the line of a GPU."""
+
+    is_upright: bool
+    categories: tuple[str, ...]
+    series: tuple[Series, ...]
+    limit: float
+    """GiB."""
+
+    limit_name: str
+    has_legend: bool = True
+
+    @property
+    def top(self) -> float:
+        """End of the axis, GiB."""
+        columns = zip(*(series.values for series in self.series), strict=True)
+        return 1.12 * max(self.limit, *map(sum, columns))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slide:
+    """A title that states the finding, a chart, and the speaker's notes."""
+
+    title: str
+    subtitle: str
+    notes: tuple[str, ...]
+    chart: Chart
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """A row, and the row before it with the fewest changes."""
+
+    before: Row
+    after: Row
+    changes: Mapping[str, tuple[str, str]]
+    """Key -> value before and after, in words."""
+
+    @property
+    def added_bytes(self) -> int:
+        """Change of the need."""
+        return self.after.needs_bytes - self.before.needs_bytes
+
+    @property
+    def words(self) -> list[str]:
+        """The kinds of change in words, or the numbers if nothing else changes."""
+        main = [new for key, (_, new) in self.changes.items() if key not in _NUMBERS]
+        return main or [new for _, new in self.changes.values()]
+
+
+class Lecture:
+    """Slides and exercises of one suite."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+        self.gpu = next(iter(rows.limits))
+        self.limit_bytes = rows.limits[self.gpu]
+        names = {row.plan.model_name for row in rows.rows}
+        heads = {name.partition("-")[0] for name in names}
+        self._cut = len(heads.pop()) + 1 if len(heads) == 1 and len(names) > 1 else 0
+        self.steps = [step for step in map(self._step, range(len(rows.rows))) if step is not None]
+
+    def slides(self) -> list[Slide]:
+        """Return all slides: the overview, the build-up, the waterfalls, and a slide per change."""
+        found = [self._overview(), *self._build_up(), *self._waterfalls()]
+        return found + [self._slide_of(step) for step in self.steps]
+
+    def model(self, plan: TrainingPlan) -> str:
+        """Return a model's name without the beginning that all models share."""
+        return plan.model_name[self._cut :]
+
+    # ------------------------------------------------------------------ changes
+
+    def _step(self, index: int) -> Step | None:
+        """Return a row with the row before it that differs least; None if memory cannot differ."""
+        row = self.rows.rows[index]
+        best: tuple[float, Row, dict[str, tuple[str, str]]] | None = None
+        for other in self.rows.rows[:index]:
+            changes = self._changes(other.plan, row.plan)
+            ratios = (
+                row.plan.batch_size / other.plan.batch_size,
+                row.plan.accumulate_grad_batches / other.plan.accumulate_grad_batches,
+            )
+            far = sum(30 if key == "model" else 10 for key in changes if key not in _NUMBERS)
+            far_off = far + sum(abs(math.log2(ratio)) for ratio in ratios)
+            if best is None or far_off < best[0]:
+                best = far_off, other, changes
+        if best is None or not best[2]:
+            return None
+        return Step(before=best[1], after=row, changes=best[2])
+
+    def _changes(self, a: TrainingPlan, b: TrainingPlan) -> dict[str, tuple[str, str]]:
+        return {
+            key: pair
+            for key, pair in {
+                "model": (self.model(a), self.model(b)),
+                "technique": (technique_of(a), technique_of(b)),
+                "optimizer": (_optimizer(a), _optimizer(b)),
+                "precision": (a.precision, b.precision),
+                "strategy": (label_of(a.strategy), label_of(b.strategy)),
+                "checkpointing": (_checkpointing(a), _checkpointing(b)),
+                "batch": (f"batch {a.batch_size}", f"batch {b.batch_size}"),
+                "accumulation": (_micro_batches(a), _micro_batches(b)),
+                "tokens": (f"{a.seq_len} tokens", f"{b.seq_len} tokens"),
+            }.items()
+            if pair[0] != pair[1]
+        }
+
+    def _slide_of(self, step: Step) -> Slide:
+        before, after = step.before, step.after
+        pairs = ", ".join(f"{old} \N{RIGHTWARDS ARROW} {new}" for old, new in step.changes.values())
+        parts = {kind: (before.parts[kind], after.parts[kind]) for kind in before.parts}
+        notes = [
+            f"Changed: {pairs}.",
+            f"Before: {before.plan.label}; after: {after.plan.label}.",
+            *(_part_note(kind, pair, before, after) for kind, pair in parts.items() if any(pair)),
+            f"Need: {_gib(before.needs_bytes)} GiB before, {_gib(after.needs_bytes)} GiB after:"
+            f" {step.added_bytes / GIB:+.2f} GiB. {self._against_limit(after)}",
+            *(self._cut_note(row) for row in (before, after) if row.is_cut),
+            f"Try it: {predict_command(replace(after.plan, gpu=(self.gpu,), name=''))}",
+        ]
+        return Slide(
+            title=self.title_of(step),
+            subtitle=f"{pairs}  ({after.plan.label})",
+            notes=self._notes(notes),
+            chart=self._bars((before, after)),
+        )
+
+    def title_of(self, step: Step) -> str:
+        """Return the finding of a change: `8-bit Adam saves 22 GiB: flan-t5-xxl fits`."""
+        after, size = step.after, _round(abs(step.added_bytes))
+        still = "still " if step.before.fits == after.fits else ""
+        verdict = f"{still}{'fits' if after.fits else 'does not fit'}"
+        verdict += ", barely" if after.word == "tight" else ""
+        name = self.model(after.plan)
+        if "model" in step.changes:
+            word = "more" if step.added_bytes > 0 else "less"
+            return f"{name} needs {size} GiB {word} than {self.model(step.before.plan)}: {verdict}"
+        words = " and ".join(step.words)
+        words, plural = words[0].upper() + words[1:], "s" if len(step.words) == 1 else ""
+        if abs(step.added_bytes) < SAME_BYTES:
+            return f"{words} change{plural} nothing: {name} {verdict}"
+        verb = "add" if step.added_bytes > 0 else "save"
+        return f"{words} {verb}{plural} {size} GiB: {name} {verdict}"
+
+    def _against_limit(self, row: Row) -> str:
+        margin = row.verdicts[self.gpu].margin_bytes
+        words = f"{_gib(abs(margin))} GiB {'to spare' if margin >= 0 else 'too much'}"
+        return f"{self.gpu} has {_gib(self.limit_bytes)} GiB usable: {words}, {row.word}."
+
+    def _cut_note(self, row: Row) -> str:
+        return f"{row.plan.label} ends out of memory; its parts are those of that moment."
+
+    def _notes(self, lines: Sequence[str]) -> tuple[str, ...]:
+        versions = ", ".join(f"{name} {number}" for name, number in self.rows.versions.items())
+        return (*lines, f"Predicted, not measured; computed by {versions}.")
+
+    # ------------------------------------------------------------------ charts
+
+    def _bars(self, rows: Sequence[Row]) -> Chart:
+        labels = tuple(
+            f"{row.plan.label}\n{row.needs_bytes / GIB:.1f} GiB, {row.word}" for row in rows
+        )
+        return self._chart(labels, [row.parts for row in rows])
+
+    def _chart(
+        self, labels: tuple[str, ...], columns: Sequence[Mapping[str, int]], **looks: bool
+    ) -> Chart:
+        kinds = dict.fromkeys(kind for column in columns for kind in column)
+        series = tuple(
+            Series(name=_NAMES.get(kind, kind), color=kind, values=values)
+            for kind in kinds
+            if any(values := tuple(column.get(kind, 0) / GIB for column in columns))
+        )
+        limit = self.limit_bytes / GIB
+        return Chart(
+            is_upright=looks.get("is_upright", False),
+            categories=labels,
+            series=series,
+            limit=limit,
+            limit_name=f"{self.gpu}: {limit:.1f} GiB",
+            has_legend=looks.get("has_legend", True),
+        )
+
+    def _overview(self) -> Slide:
+        rows = self.rows.rows
+        count = sum(row.fits for row in rows)
+        notes = [
+            f"{row.plan.label}: {_gib(row.needs_bytes)} GiB, {row.word}; {row.num_params:,}"
+            f" parameters, {row.num_trained:,} trained."
+            for row in rows
+        ]
+        notes += [f"{name}: not predicted, {why}." for name, why in self.rows.failed.items()]
+        return Slide(
+            title=f"{count} of {len(rows)} experiments fit {self.gpu}",
+            subtitle=f"{self.rows.name}: what each needs, by what holds it",
+            notes=self._notes(notes),
+            chart=self._bars(rows),
+        )
+
+    def _build_up(self) -> list[Slide]:
+        """Return one step in five frames, of the first row that fits."""
+        row = next((row for row in self.rows.rows if row.fits and len(row.phases) > 4), None)
+        if row is None:
+            return []
+        last = row.plan.accumulate_grad_batches - 1
+        probes = {(p.phase, p.micro_batch): p for p in row.phases if p.step == 0}
+        moments = [
+            probes[Phase.BEFORE_FORWARD, 0],
+            probes[Phase.AFTER_FORWARD, 0],
+            probes[Phase.AFTER_BACKWARD, last],
+            probes[Phase.AFTER_OPTIMIZER_STEP, last],
+        ]
+        columns = [*map(_held, moments), row.parts]
+        labels = [
+            f"{name}\n{(sum(column.values()) - column.get('between', 0)) / GIB:.1f} GiB"
+            for name, column in zip(_FRAMES, columns, strict=True)
+        ]
+        found = []
+        for number, title in enumerate(self._frame_titles(row, moments), 1):
+            shown = [column if at < number else {} for at, column in enumerate(columns)]
+            names = tuple(label if at < number else " " for at, label in enumerate(labels))
+            column = columns[number - 1]
+            sizes = gib_that_add_up(list(column.values()))
+            sums = [f"{k} {size} GiB" for k, size in zip(column, sizes, strict=True) if column[k]]
+            total = f"{' + '.join(sums)} = {_gib(sum(column.values()))} GiB."
+            found.append(
+                Slide(
+                    title=title,
+                    subtitle=f"One step in five frames, {number}: {row.plan.label}",
+                    notes=self._notes([total, *_why(row)]),
+                    chart=self._chart(names, shown, is_upright=True),
+                )
+            )
+        return found
+
+    def _frame_titles(self, row: Row, moments: Sequence[PhaseRow]) -> list[str]:
+        before, forward, backward, step = moments
+        state = step.optimizer_bytes
+        name = _optimizer(row.plan)
+        verdict = "barely fits" if row.word == "tight" else "fits"
+        return [
+            f"The weights take {_round(before.params_bytes)} GiB before anything runs",
+            f"The forward saves {_round(forward.activations_bytes)} GiB for the backward",
+            f"The backward leaves {_round(backward.grads_bytes)} GiB of gradients",
+            f"The first step of {name} adds {_round(state)} GiB of state"
+            if state
+            else f"{name} keeps no state",
+            f"The peak needs {_round(row.needs_bytes)} GiB: {self.model(row.plan)} {verdict}",
+        ]
+
+    def _waterfalls(self) -> Iterator[Slide]:
+        """Yield a waterfall per model: from a row that does not fit to the last one that does."""
+        by_after = {id(step.after): step for step in self.steps if "model" not in step.changes}
+        chains: dict[str, list[Step]] = {}
+        for row in self.rows.rows:
+            chain: list[Step] = []
+            start = row
+            while id(start) in by_after:
+                chain.insert(0, by_after[id(start)])
+                start = chain[0].before
+            name = row.plan.model_name
+            if chain and row.fits and not start.fits and len(chain) >= len(chains.get(name, [])):
+                chains[name] = chain
+        for chain in chains.values():
+            yield self._waterfall(chain)
+
+    def _waterfall(self, chain: Sequence[Step]) -> Slide:
+        first, last = chain[0].before, chain[-1].after
+        labels = [f"{first.plan.label}\n{_gib(first.needs_bytes)} GiB"]
+        columns: list[dict[str, int]] = [{"": 0, "need": first.needs_bytes}]
+        for step in chain:
+            floor = min(step.before.needs_bytes, step.after.needs_bytes)
+            kind = "more" if step.added_bytes > 0 else "less"
+            columns.append({"": floor, kind: abs(step.added_bytes)})
+            every = ", ".join(new for _, new in step.changes.values())
+            labels.append(f"{every}\n{step.added_bytes / GIB:+.2f}")
+        columns.append({"": 0, "need": last.needs_bytes})
+        labels.append(f"{last.plan.label}\n{_gib(last.needs_bytes)} GiB")
+        saved = first.needs_bytes - last.needs_bytes
+        count = f"{len(chain)} changes" if len(chain) > 1 else "One change"
+        notes = [
+            f"{_gib(first.needs_bytes)} GiB"
+            + "".join(f" {step.added_bytes / GIB:+.2f}" for step in chain)
+            + f" = {_gib(last.needs_bytes)} GiB.",
+            *(f"{step.after.plan.label}: {self.title_of(step)}." for step in chain),
+            self._against_limit(last),
+        ]
+        return Slide(
+            title=f"{count} save {_round(saved)} GiB: {self.model(last.plan)} fits"
+            if len(chain) > 1
+            else f"{count} saves {_round(saved)} GiB: {self.model(last.plan)} fits",
+            subtitle=f"From {first.plan.label}, which does not fit, to {last.plan.label}",
+            notes=self._notes(notes),
+            chart=self._chart(tuple(labels), columns, is_upright=True, has_legend=False),
+        )
+
+    # ------------------------------------------------------------------ exercises
+
+    def exercises(self) -> str:
+        """Return questions and, after them, answers, as Markdown."""
+        asked = [*self._weights_exercises(), *map(self._change_exercise, self.steps)]
+        usable = f"{self.gpu} has {_gib(self.limit_bytes)} GiB usable."
+        lines = [f"# Exercises: {self.rows.name}", "", f"1 GiB is 2^30 bytes. {usable}", ""]
+        lines += [f"{n}. {question}" for n, (question, _) in enumerate(asked, 1)]
+        lines += ["", "## Answers", "", self._notes(())[-1], ""]
+        lines += [f"{n}. {answer}" for n, (_, answer) in enumerate(asked, 1)]
+        return "\n".join(lines) + "\n"
+
+    def _weights_exercises(self) -> Iterator[tuple[str, str]]:
+        for name in dict.fromkeys(row.plan.model_name for row in self.rows.rows):
+            row = next(row for row in self.rows.rows if row.plan.model_name == name)
+            plan = row.plan
+            question = (
+                f"`{self.model(plan)}` has {row.num_params:,} parameters, {row.num_trained:,} of"
+                f" them trained. The peak of `{plan.label}` is with `{plan.precision}` and"
+                f" {_optimizer(plan)}. Which of weights, gradients and optimizer state does it"
+                " hold, and how many GiB are they?"
+            )
+            parts = [f"{k} {_gib(row.kinds[k])} GiB = {row.arithmetic[k]}" for k in _STATES
+                     if row.kinds[k]]  # fmt: skip
+            yield question, "; ".join(parts) + "."
+
+    def _change_exercise(self, step: Step) -> tuple[str, str]:
+        pairs = ", ".join(f"{old} becomes {new}" for old, new in step.changes.values())
+        before, after = step.before, step.after
+        question = (
+            f"`{before.plan.label}` needs {_gib(before.needs_bytes)} GiB. In `{after.plan.label}`"
+            f" {pairs}. Which part changes most? Does it fit {self.gpu}?"
+        )
+        added = {kind: after.parts[kind] - before.parts[kind] for kind in after.parts}
+        most = max(added, key=lambda kind: abs(added[kind]))
+        answer = (
+            f"{self.title_of(step)}. Most: {_NAMES.get(most, most)}, {added[most] / GIB:+.2f} GiB."
+            f" It needs {_gib(after.needs_bytes)} GiB. {self._against_limit(after)}"
+        )
+        return question, answer
+
+
+_NUMBERS = ("batch", "accumulation", "tokens")
+_STATES = ("params", "grads", "optimizer")
+_NAMES = {"cached": "cached, not usable", "between": "higher in between"}
+_FRAMES = (
+    "before the forward", "after the forward", "after the backward", "after the step", "the peak",
+)  # fmt: skip
+
+
+def _optimizer(plan: TrainingPlan) -> str:
+    return _OPTIMIZERS.get(plan.optim, plan.optim)
+
+
+def _checkpointing(plan: TrainingPlan) -> str:
+    return "checkpointing" if plan.act_ckpt else "no checkpointing"
+
+
+def _micro_batches(plan: TrainingPlan) -> str:
+    count = plan.accumulate_grad_batches
+    return f"accumulation over {count}" if count > 1 else "no accumulation"
+
+
+def _held(moment: PhaseRow) -> dict[str, int]:
+    """Return the bytes at a probe by kind, and the highest level since the probe before."""
+    return {
+        "params": moment.params_bytes,
+        "grads": moment.grads_bytes,
+        "optimizer": moment.optimizer_bytes,
+        "activations": moment.activations_bytes,
+        "between": max(0, moment.peak_allocated_bytes - moment.allocated_bytes),
+    }
+
+
+def _why(row: Row) -> list[str]:
+    return [f"{kind}: {text}" for kind, text in row.arithmetic.items() if text and row.kinds[kind]]
+
+
+def _part_note(kind: str, pair: tuple[int, int], before: Row, after: Row) -> str:
+    whys = (row.arithmetic.get(kind, "") for row in (before, after))
+    words = [
+        f"{_gib(size)} GiB{f' = {why}' * bool(why)}" for size, why in zip(pair, whys, strict=True)
+    ]
+    return (
+        f"{_NAMES.get(kind, kind)}: {words[0]}, then {words[1]}: {(pair[1] - pair[0]) / GIB:+.2f}"
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f}"
+
+
+def _round(num_bytes: int) -> str:
+    """Return GiB as a title prints them: one decimal below 10.
+
+    >>> _round(22 << 30), _round(3 << 29)
+    ('22', '1.5')
+    """
+    size = num_bytes / GIB
+    return f"{size:.0f}" if round(size, 1) >= 10 else f"{size:.1f}"

@@ -1,0 +1,191 @@
+"""Rows of a lecture: the predictions of a suite, stored with the package or made now."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memest.errors import MemestError
+from memest.plan import TrainingPlan
+from memest.plan.files import read_suite
+from memest.report.records import Outcome, PhaseRow, Prediction, Verdict, read_as
+
+if TYPE_CHECKING:
+    from memest.estimator.search.explore import Explored
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One experiment of a lecture."""
+
+    plan: TrainingPlan
+    kinds: Mapping[str, int]
+    """Bytes at the peak by `explore.KINDS`; without a limit, unless `is_cut`."""
+
+    arithmetic: Mapping[str, str]
+    verdicts: Mapping[str, Verdict]
+    phases: tuple[PhaseRow, ...]
+    """Probes of the prediction on the first GPU, up to a failure."""
+
+    num_params: int
+    num_trained: int
+    is_cut: bool
+    """True if the run ends out of memory and `kinds` are those of that moment."""
+
+    @property
+    def gpu(self) -> str:
+        """The first GPU."""
+        return next(iter(self.verdicts))
+
+    @property
+    def needs_bytes(self) -> int:
+        """The least limit under which the plan fits, on the first GPU."""
+        return self.verdicts[self.gpu].needs_bytes
+
+    @property
+    def word(self) -> str:
+        """The verdict on the first GPU."""
+        return self.verdicts[self.gpu].word
+
+    @property
+    def fits(self) -> bool:
+        """True if the plan fits the first GPU."""
+        return self.verdicts[self.gpu].verdict is Outcome.FITS
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes of the need: kinds, and cached blocks that no request fits."""
+        cached = max(0, self.needs_bytes - sum(self.kinds.values()))
+        return {**self.kinds, "cached": cached}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """Rows of a suite, and the explorer of the same models."""
+
+    name: str
+    rows: tuple[Row, ...]
+    versions: Mapping[str, str]
+    limits: Mapping[str, int]
+    """Bytes that the allocator can reserve, by GPU."""
+
+    explorer: Mapping[str, Any]
+    """Data of the explorer's page."""
+
+    is_stored: bool
+    failed: Mapping[str, str]
+    """Plans that could not be predicted, and the reasons."""
+
+
+def stored_rows(path: Path) -> Rows | None:
+    """Return the stored rows of a suite's file; None if there are none."""
+    stored = path.with_suffix(".json.gz")
+    if not stored.is_file():
+        return None
+    values = json.loads(gzip.decompress(stored.read_bytes()))
+    rows = tuple(_read_row(row) for row in values["rows"])
+    if [row.plan for row in rows] != read_suite(path, {}):
+        return None  # the suite has changed
+    names = ("versions", "limits", "explorer", "failed")
+    return Rows(name=path.stem, rows=rows, is_stored=True, **{n: values[n] for n in names})
+
+
+def store_rows(rows: Rows, path: Path) -> None:
+    """Store rows in the folder of a suite's file."""
+    names = ("versions", "limits", "explorer", "failed")
+    values = {name: getattr(rows, name) for name in names}
+    made = [
+        {f.name: getattr(row, f.name) for f in fields(Row)}
+        | {
+            "plan": row.plan.to_dict(),
+            "phases": [asdict(phase) for phase in row.phases],
+            "verdicts": {gpu: asdict(verdict) for gpu, verdict in row.verdicts.items()},
+        }
+        for row in rows.rows
+    ]
+    text = json.dumps(values | {"rows": made}, separators=(",", ":"))
+    path.with_suffix(".json.gz").write_bytes(gzip.compress(text.encode(), 9, mtime=0))
+
+
+def _read_row(values: Mapping[str, Any]) -> Row:
+    read = {
+        "plan": TrainingPlan.from_dict(values["plan"]),
+        "phases": tuple(read_as(PhaseRow, phase) for phase in values["phases"]),
+        "verdicts": {gpu: read_as(Verdict, v) for gpu, v in values["verdicts"].items()},
+    }
+    return Row(**{**values, **read})
+
+
+def predicted_rows(path: Path, gpus: Sequence[str], jobs: int | None) -> Rows:
+    """Predict a suite; its explorer has the rows alone.
+
+    Raises:
+        MemestError: no plan can be predicted.
+    """
+    from memest.estimator.hardware.gpus import find_gpu
+    from memest.estimator.search.explore import explored
+    from memest.estimator.search.suite import apart, predict_each
+    from memest.report.explorer import explorer_data
+
+    plans = read_suite(path, {})
+    found = predict_each([replace(plan, gpu=tuple(gpus)) for plan in plans], jobs=jobs)
+    predicted, failed = apart(plans, found)
+    if not predicted:
+        raise failed[0][1]
+    rows, points = [], []
+    for plan, report in predicted:
+        point, is_cut = _cut_point(plan, report), report.verdict is Outcome.OOM
+        with suppress(MemestError):  # a strategy without a grid has the figures of its prediction
+            point, is_cut = explored(plan, gpus), False
+        points.append(point)
+        rows.append(_row(point, report, is_cut))
+    limits = {name: find_gpu(name).limit_bytes for name in gpus}
+    lengths = {plan.seq_len for plan in plans}
+    tokens = f"{lengths.pop()} tokens" if len(lengths) == 1 else "tokens of each row"
+    return Rows(
+        name=path.stem,
+        rows=tuple(rows),
+        versions=predicted[0][1].versions,
+        limits=limits,
+        explorer=explorer_data(points, limits, tokens=tokens, presets=plans),
+        is_stored=False,
+        failed={plan.label: str(error) for plan, error in failed},
+    )
+
+
+def _cut_point(plan: TrainingPlan, report: Prediction) -> Explored:
+    """Return the point of a prediction, whose kinds are those up to a failure."""
+    from memest.estimator.search.explore import Explored, by_kind
+
+    kinds, words = by_kind(report.terms)
+    last = plan.accumulate_grad_batches - 1
+    return Explored(
+        plan=plan,
+        kinds=kinds,
+        arithmetic=words,
+        reserved_bytes=report.unlimited_reserved_bytes,
+        phases=tuple(
+            (r.params_bytes, r.grads_bytes, r.optimizer_bytes, r.activations_bytes,
+             r.peak_allocated_bytes)
+            for r in report.phases if r.step == 1 and r.micro_batch == last
+        ),
+        verdicts=report.verdicts,
+    )  # fmt: skip
+
+
+def _row(point: Explored, report: Prediction, is_cut: bool) -> Row:
+    return Row(
+        plan=point.plan,
+        kinds=point.kinds,
+        arithmetic=point.arithmetic,
+        verdicts=report.verdicts,
+        phases=report.phases,
+        num_params=report.model["num_params"],
+        num_trained=report.model["num_trainable_params"],
+        is_cut=is_cut,
+    )
