@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from html import escape
-from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -23,7 +22,7 @@ from memest.estimator.virtual_gpu import StepLimit
 from memest.project import find_project
 from memest.report import RunReport
 from memest.report.answer import answer
-from memest.report.page import fragment, render_page
+from memest.report.page import render_page
 from memest.run.replays import record_run_of
 from memest.run.session import Session, virtual_gpu
 
@@ -49,8 +48,6 @@ class CellReport:
                           *answer(self.report)])  # fmt: skip
 
     def _repr_html_(self) -> str:
-        if not self._page:
-            return fragment(self.report)
         style = "width:100%;height:44rem;border:0"
         return f'<iframe srcdoc="{escape(self._page)}" style="{style}"></iframe>'
 
@@ -78,8 +75,6 @@ class _Magic:
             self.shell.show_usage_error("the cell has not used the GPU, so there is no report")
             return None
         report = session.report()
-        if find_spec("matplotlib") is None:  # charts of the page
-            return CellReport(report, "")
         recording = record_run_of(session.virtual, report)
         return CellReport(report, render_page([report], recording=recording))
 

@@ -29,6 +29,7 @@ _FILE = click.Path(path_type=Path)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per script or plan.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="A comment for a pull request.")
 @click.option("--sarif", "sarif_path", type=_FILE, help="Write the lines that grew as SARIF.")
+@click.option("--html", type=_FILE, help="Write both reports as a page.")
 @click.option("--check", is_flag=True, help=f"Exit with {GREW_EXIT_CODE} if a peak grew.")
 def diff(
     before: Path,
@@ -36,6 +37,7 @@ def diff(
     as_json: bool,
     as_markdown: bool,
     sarif_path: Path | None,
+    html: Path | None,
     check: bool,
 ) -> int:
     """Show which lines or kinds grew between two reports.
@@ -43,11 +45,17 @@ def diff(
     \b
     memest run --json before.json train.py
     memest run --json after.json train.py --bs 16
-    memest diff before.json after.json
+    memest diff before.json after.json --html diff.html
     """
     from memest.report.difference import differences, markdown, read_reports
 
+    if html is not None:
+        check_writable(html)
     found = differences(read_reports(before), read_reports(after))
+    if html is not None:
+        from memest.report.page import render_difference
+
+        write_output(html, render_difference(found))
     if sarif_path is not None:
         _write_sarif(sarif_path, found[0].after, found[0])
     for each in found:

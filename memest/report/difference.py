@@ -165,10 +165,15 @@ class Difference:
     def __str__(self) -> str:
         found = self.changes
         lines = [self.after.name, summary_line(self.after)]
-        lines += [peaks_text(name, *pair) for name, pair in self.peaks.items()]
+        lines += peak_changes(self)
         lines += [f"  {line}" for line in grown(found)]
         shrunk = [f"  {change}" for change in reversed(found) if change.added_bytes < 0]
         return "\n".join([*lines, *shrunk[:MAX_ROWS], *(f"note: {note}" for note in self.notes)])
+
+
+def peak_changes(found: Difference) -> list[str]:
+    """Return a line for each peak: before, after and their difference."""
+    return [peaks_text(name, *pair) for name, pair in found.peaks.items()]
 
 
 def read_reports(path: Path) -> list[RunReport | Prediction]:

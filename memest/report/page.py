@@ -1,4 +1,4 @@
-"""Reports as one HTML page: no scripts, nothing from the network, light and dark."""
+"""Reports as one HTML page: nothing from the network, light and dark, with one script."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from memest.report.answer import answer, people
+from memest.report.difference import Change, Difference, changes, peak_changes
+from memest.report.instrument import SCRIPT, instrument, script_source
 from memest.report.records import HeldRow, Prediction, RunReport, Term, Verdict
 from memest.report.text import (
     covered,
@@ -35,7 +37,7 @@ _STYLE = """
 body { margin: 0 auto; padding: 1rem; max-width: 76rem; background: var(--page); color: var(--ink);
   font: 1rem/1.45 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
 h1 { font-size: 1.6rem; line-height: 1.2; margin: .3rem 0; overflow-wrap: anywhere; }
-h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; }
+h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; break-after: avoid; }
 p, ul { margin: .4rem 0; overflow-wrap: anywhere; } .muted { color: var(--muted); }
 .answer { font-size: 1.25rem; font-weight: 700; }
 .boxes { display: grid; grid-template-columns: repeat(auto-fit, minmax(15rem, 1fr)); gap: .7rem; }
@@ -84,6 +86,16 @@ td.bad { font-weight: 700; background: var(--ink); color: var(--page); }
   table.noted .note { grid-column: 1 / -1; min-width: 0; color: var(--muted); padding-top: 0; }
   table.noted th.note { display: none; } }
 .chart img { display: block; width: 100%; min-width: 46rem; height: auto; border-radius: .4rem; }
+button, select { font: inherit; color: inherit; background: var(--box); cursor: pointer;
+  border: 1px solid var(--line); border-radius: .3rem; padding: .25rem .6rem; }
+th button { border: 0; padding: 0; background: none; font-weight: 600; white-space: nowrap; }
+th button:focus-visible { outline: 3px solid var(--ink); outline-offset: 1px; }
+th[aria-sort=ascending] button::after { content: " \\2191"; }
+th[aria-sort=descending] button::after { content: " \\2193"; }
+.grew { position: relative; width: 9rem; height: 1rem; border-left: 1px solid var(--line);
+  background: linear-gradient(var(--ink), var(--ink)) 50% 0 / 1px 100% no-repeat; }
+.grew i { position: absolute; top: .15rem; bottom: .15rem; background: #d55e00; }
+.grew i.less { background: #0072b2; }
 details { border-bottom: 1px solid var(--line); padding: .5rem 0; }
 summary { cursor: pointer; font-weight: 600; overflow-wrap: anywhere; }
 """
@@ -94,7 +106,7 @@ _OWN_COLOUR = ("params", "grads", "optimizer", "activations", "buckets", "gather
 RANKS = "<!-- by rank -->"
 """Place of the table of ranks in a page."""
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {}"
 
 
 def render_page(
@@ -153,9 +165,9 @@ def page(title: str, body: str) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY.format(script_source())}">'
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n"
-        f"<body>\n{body}\n</body></html>\n"
+        f"<body>\n{body}\n<script>{SCRIPT}</script></body></html>\n"
     )
 
 
@@ -200,30 +212,22 @@ def _one(report: Prediction | RunReport, recording: Recording | None) -> str:
         _stack(report),
         _terms(report),
     ]
-    if recording is not None and recording.marks:
-        sections += _timeline(report, recording)
+    if recording is not None and recording.actions:
+        sections += _step(report, recording)
     sections += _of_script(report) if isinstance(report, RunReport) else _of_plan(report)
     sections += ["<h2>Assumed</h2>", _assumed(report)]
     return "\n".join(sections)
 
 
-def _timeline(report: Prediction | RunReport, recording: Recording) -> list[str]:
-    from memest.estimator.replay.recording import timeline
-    from memest.plots import plot_timeline
-
-    line, plan = timeline(recording), report.plan if isinstance(report, Prediction) else None
-    drawn = chart(
-        lambda dark: plot_timeline(
-            line,
-            name=report.name,
-            gpu=report.gpu,
-            gpu_limit_bytes=_limit_bytes(report),
-            dark=dark,
-            plan=plan,
-        ),
-        "memory over the events of one step, by what it is held for",
+def _step(report: Prediction | RunReport, recording: Recording) -> list[str]:
+    lines = report.lines if isinstance(report, RunReport) else ()
+    shown = instrument(
+        recording,
+        limit_bytes=_limit_bytes(report),
+        gpu=report.gpu,
+        sources={row.name.rpartition(" of ")[2]: row.source for row in lines},
     )
-    return ["<h2>Over the step of the peak</h2>", drawn]
+    return ["<h2>Over the step of the peak</h2>", shown]
 
 
 def _of_plan(report: Prediction) -> list[str]:
@@ -268,6 +272,58 @@ def lead(lines: Sequence[str]) -> str:
     first, *others = [*lines, ""]
     rest = "".join(f"<p>{escape(line)}</p>" for line in others if line)
     return f'<p class="answer">{escape(first)}</p>{rest}'
+
+
+def render_difference(found: Sequence[Difference]) -> str:
+    """Return a page of pairs of reports: peaks, kinds and lines before and after."""
+    title = found[0].after.name if len(found) == 1 else f"{len(found)} plans"
+    return page(f"{title}: what changed", "\n".join(map(_difference, found)))
+
+
+def _difference(found: Difference) -> str:
+    before, after = found.before, found.after
+    sections = [f"<h1>{escape(after.name)}: what changed</h1>", lead(peak_changes(found))]
+    sections += [f"<p><b>note: {escape(note)}</b></p>" for note in found.notes]
+    scale = max(1, before.peak_allocated_bytes, after.peak_allocated_bytes)
+    for word, report in (("before", before), ("after", after)):
+        name = "" if report.name == after.name else f" ({report.name})"
+        bar = _stack(report, share=report.peak_allocated_bytes / scale)
+        sections.append(f"<h2>{word}{escape(name)}</h2>{lead(answer(report)[:1])}{bar}")
+    tables = {"held for": changes(before.terms, after.terms)}
+    if isinstance(before, RunReport) and isinstance(after, RunReport):
+        tables |= {
+            "line": changes(before.lines, after.lines),
+            "module": changes(before.modules, after.modules),
+        }
+    for name, rows in tables.items():
+        shown = changed_table(name, rows) if rows else "<p>No change.</p>"
+        sections.append(f"<h2>At the peak, by {'kind' if name == 'held for' else name}</h2>{shown}")
+    return "\n".join(sections)
+
+
+def changed_table(name: str, rows: Sequence[Change]) -> str:
+    """A table of changes, with a bar for each: to the right if it grew."""
+    scale = max(abs(row.added_bytes) for row in rows)
+    largest = max(max(row.before_bytes, row.after_bytes) for row in rows)
+    unit, word = (GIB, "GiB") if largest >= GIB else (1 << 20, "MiB")
+    lines = []
+    for row in rows:
+        share, is_less = 50 * abs(row.added_bytes) / scale, row.added_bytes < 0
+        style = f"left:{50 - share * is_less:.2f}%;width:{share:.2f}%"
+        bar = f'<div class="grew"><i class="{"less" * is_less}" style="{style}"></i></div>'
+        sizes = (row.added_bytes, row.before_bytes, row.after_bytes)
+        texts = (f"{n / unit:{sign}.3f}" for n, sign in zip(sizes, ("+", "", ""), strict=True))
+        cells = "".join(f"<td>{text}</td>" for text in texts)
+        source = f'<td class="note">{escape(row.source)}</td>'
+        lines.append(
+            f'<tr><td class="text">{escape(row.name)}</td>{cells}<td>{bar}</td>{source}</tr>'
+        )
+    head = f'<th class="text">{name}</th>' + "".join(
+        f"<th>{text}, {word}</th>" for text in ("change", "before", "after")
+    )
+    source = '<th></th><th class="note">source</th>' if any(row.source for row in rows) else ""
+    body = "".join(lines)
+    return f'<div class="wide"><table><tr>{head}{source}</tr>{body}</table></div>'
 
 
 def _many(reports: Sequence[Prediction]) -> str:
@@ -327,8 +383,8 @@ def verdict_boxes(verdicts: Mapping[str, Verdict]) -> str:
     return f'<div class="boxes">{"".join(boxes)}</div>'
 
 
-def _stack(report: Prediction | RunReport) -> str:
-    """The peak as one bar of the page itself, legible at any width."""
+def _stack(report: Prediction | RunReport, share: float = 1.0) -> str:
+    """The peak as one bar of the page itself, over a share of its width."""
     parts = dict.fromkeys(_OWN_COLOUR, 0)
     for term in report.terms:
         if term.kind in parts:
@@ -339,11 +395,11 @@ def _stack(report: Prediction | RunReport) -> str:
         f"<p><b>{format_gib(report.peak_allocated_bytes)}</b> allocated, "
         f"<b>{format_gib(report.peak_reserved_bytes)}</b> reserved, "
         f"<b>{format_gib(report.process_bytes)}</b> in nvidia-smi on {escape(report.gpu)}; "
-        f"{escape(where(report))}</p>" + stack(parts)
+        f"{escape(where(report))}</p>" + stack(parts, share)
     )
 
 
-def stack(parts: Mapping[str, int]) -> str:
+def stack(parts: Mapping[str, int], share: float = 1.0) -> str:
     """Parts of a peak as one bar, with a key for each; the printed sizes add up."""
     whole = max(1, sum(parts.values()))
     sizes = dict(zip(parts, gib_that_add_up(list(parts.values())), strict=True))
@@ -353,7 +409,8 @@ def stack(parts: Mapping[str, int]) -> str:
         if n > 0
     )
     keys = "".join(f'<li><i class="{k}"></i>{k} {size} GiB</li>' for k, size in sizes.items())
-    return f'<div class="stack">{bars}</div><ul class="keys">{keys}</ul>'
+    wide = f' style="width:{100 * share:.2f}%"' * (share < 1)
+    return f'<div class="stack"{wide}>{bars}</div><ul class="keys">{keys}</ul>'
 
 
 def _terms(report: Prediction | RunReport) -> str:

@@ -96,6 +96,20 @@ def test_sarif_names_the_line_in_the_repository(tmp_path: Path) -> None:
     ]
 
 
+def test_diff_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, page = tmp_path / "a.json", tmp_path / "diff.html"
+    path.write_text(report_of(4).to_json())
+    arguments = ["diff", str(path), str(path), "--html"]
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, str(page)])
+    assert ended.value.code == 0
+    assert "what changed" in page.read_text()
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, str(tmp_path / "no" / "diff.html")])
+    assert ended.value.code == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
 def test_diff_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
     for file, size in zip(files, (4, 6), strict=True):

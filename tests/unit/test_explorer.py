@@ -1,16 +1,8 @@
-"""The page to play with, in a real browser without a head: choices, figures, links, silence.
-
-    apt-get install chromium
-
-installs the browser; without one the tests that need it are skipped.
-"""
+"""The page to play with, in a real browser without a head: choices, figures, links, silence."""
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +16,7 @@ from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.search.explore import SETTINGS, Explored, explore
 from memest.report.explorer import MAX_PAGE_BYTES, checkpoints, render_explorer, technique_of
 from memest.units import GIB
+from tests.browser import MAKER, browse, found_in, needs_browser, width_on_a_phone
 
 GPUS = ("a100-80gb", "a100-40gb")
 SOME = [
@@ -37,13 +30,6 @@ PRESET = TrainingPlan(
     seq_len=64, name="a LoRA row",
 )  # fmt: skip
 NOT_THERE = replace(PRESET, lora_r=32, name="another rank")
-
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
-)
-needs_browser = pytest.mark.skipif(
-    not BROWSER, reason="no browser: apt-get install chromium installs one"
-)
 
 
 @pytest.fixture(scope="module")
@@ -172,36 +158,13 @@ addEventListener("load", () => {
 """
 
 
-QUIET = (
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--no-first-run", "--host-resolver-rules=MAP * ~NOTFOUND",
-)  # fmt: skip
-"""The browser asks its maker for updates; the resolver of names is off, whatever it does."""
-
-MAKER = re.compile(r"https?://[\w.-]*\b(google|googleapis|gvt1|gstatic)\.com/")
-
-
-def browse(url: str, *options: str) -> tuple[str, str]:
-    """The page's text after its scripts, and what the browser says of it."""
-    done = subprocess.run(
-        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
-         "--virtual-time-budget=4000", "--dump-dom", *QUIET, *options, url],
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
-    return done.stdout, done.stderr
-
-
 @pytest.fixture(scope="module")
 def played(page: Path) -> tuple[dict[str, dict[str, Any]], list[float], str, Path]:
     """What is seen after each choice, how long each took, the console, the log of the network."""
     path, log = page.with_name("played.html"), page.with_name("net.json")
     path.write_text(page.read_text(encoding="utf-8").replace("</body>", PLAY + "</body>"))
     dom, said = browse(path.as_uri(), f"--log-net-log={log}", "--window-size=500,900")
-    found = re.search(r'<pre id="found">(.*?)</pre>', dom, re.S)
-    assert found is not None, dom[-500:] + said[-500:]
-    import html
-
-    steps = json.loads(html.unescape(found[1]))
+    steps = found_in(dom, said)
     looks = {step["what"]: step for step in steps if step["what"] != "ms"}
     return looks, [step["ms"] for step in steps if step["what"] == "ms"], said, log
 
@@ -322,16 +285,4 @@ def test_these_two_checks_can_fail(tmp_path: Path) -> None:
 
 @needs_browser
 def test_the_page_is_as_wide_as_a_phone(page: Path) -> None:
-    """390 px, in a frame: a window without a head is never narrower than 500."""
-    frame = page.with_name("frame.html")
-    frame.write_text(
-        f'<iframe id="f" src="{page.name}" style="width:390px;height:900px;border:0"></iframe>'
-        '<pre id="w"></pre><script>addEventListener("load", () => {'
-        ' const page = document.getElementById("f").contentDocument.documentElement;'
-        ' document.getElementById("w").textContent = page.scrollWidth; });</script>'
-    )
-    dom, _ = browse(frame.as_uri(), "--allow-file-access-from-files")
-    found = re.search(r'<pre id="w">(\d+)</pre>', dom)
-
-    assert found is not None, dom[-500:]
-    assert int(found[1]) <= 390
+    assert width_on_a_phone(page) <= 390

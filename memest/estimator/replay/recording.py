@@ -284,6 +284,92 @@ class Timeline:
         return sum(values[point] for values in self.kinds.values())
 
 
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    """Actions of one step: those after `begin`, up to `end`."""
+
+    step: int
+    begin: int
+    end: int
+    marks: list[Mark]
+    is_cut: bool
+    """True if the step ends with a failed request."""
+
+
+def _bounds(recording: Recording, step: int | None) -> _Bounds:
+    step = recording.result.peak.step if step is None else step
+    step = min(step, max((mark.step for mark in recording.marks), default=step))
+    marks = [mark for mark in recording.marks if mark.step == step]
+    later = [mark for mark in recording.marks if mark.step > step]
+    begin = marks[0].index if marks else 0
+    end = later[0].index if later else len(recording.actions)
+    return _Bounds(step, begin, end, marks, not later and recording.result.failed is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetime:
+    """One block in a step: it is allocated at the points from `start` until before `stop`."""
+
+    storage: int
+    num_bytes: int
+    """Bytes of the block, with its rounding."""
+
+    start: int
+    """0 if it was allocated before the step."""
+
+    stop: int
+    """Number of points if it outlives the step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepBlocks:
+    """Blocks of one step, whose points are those of `Timeline`."""
+
+    step: int
+    num_points: int
+    blocks: list[Lifetime]
+    """Blocks, ordered by start."""
+
+    reserved: list[tuple[int, int]]
+    """(point, bytes reserved from then on)."""
+
+    spans: tuple[Span, ...]
+    refused_bytes: int
+    """Bytes of the failed request that ended the step; 0 if none failed."""
+
+
+def step_blocks(recording: Recording, step: int | None = None) -> StepBlocks:
+    """Return the lifetime of every block in one step; None is the step of the peak."""
+    bounds = _bounds(recording, step)
+    live: dict[int, tuple[int, int]] = {}  # storage -> bytes and start
+    blocks: list[Lifetime] = []
+    points, point, reserved, changes = {bounds.begin: 0}, 0, 0, {0: 0}
+    for index, action in enumerate(recording.actions[: bounds.end], 1):
+        sign, is_inside = sign_of(action), index > bounds.begin
+        if action.act in (Act.SEGMENT_ALLOC, Act.SEGMENT_FREE):
+            reserved += sign * action.num_bytes
+            changes[point + is_inside] = reserved  # the block of the segment is the next point
+        elif sign and action.storage >= 0:
+            point += is_inside
+            if sign > 0:
+                live[action.storage] = action.num_bytes, point
+            else:
+                num_bytes, start = live.pop(action.storage)
+                if is_inside:
+                    blocks.append(Lifetime(action.storage, num_bytes, start, point))
+        points[index] = point
+    blocks += [Lifetime(storage, *held, point + 1) for storage, held in live.items()]
+    blocks.sort(key=lambda block: block.start)
+    return StepBlocks(
+        step=bounds.step,
+        num_points=point + 1,
+        blocks=blocks,
+        reserved=[(at, size) for at, size in changes.items() if at <= point],
+        spans=_spans(bounds.marks, points, point, bounds.is_cut),
+        refused_bytes=recording.result.failed_bytes if bounds.is_cut else 0,
+    )
+
+
 _STRETCH = {
     Phase.AFTER_FORWARD: "forward",
     Phase.AFTER_BACKWARD: "backward",
@@ -301,13 +387,8 @@ def timeline(recording: Recording, step: int | None = None) -> Timeline:
 
     A strategy's steps are recorded as far as they were traced; later ones are like the last.
     """
-    step = recording.result.peak.step if step is None else step
-    step = min(step, max((mark.step for mark in recording.marks), default=step))
-    marks = [mark for mark in recording.marks if mark.step == step]
-    later = [mark for mark in recording.marks if mark.step > step]
-    begin = marks[0].index if marks else 0
-    end = later[0].index if later else len(recording.actions)
-    is_cut = not later and recording.result.failed is not None
+    bounds = _bounds(recording, step)
+    begin, end, marks = bounds.begin, bounds.end, bounds.marks
     points = {begin: 0}  # the point of the timeline after so many actions
     held = dict.fromkeys(KINDS, 0)
     kinds: dict[str, list[int]] = {kind: [] for kind in KINDS}
@@ -338,13 +419,13 @@ def timeline(recording: Recording, step: int | None = None) -> Timeline:
     peak = max(range(len(totals)), key=totals.__getitem__)
     site = recording.storages.sites[storages_made[peak]] if storages_made[peak] >= 0 else None
     return Timeline(
-        step=step,
+        step=bounds.step,
         kinds=dict(kinds),
         reserved=all_reserved,
-        spans=_spans(marks, points, len(totals) - 1, is_cut),
+        spans=_spans(marks, points, len(totals) - 1, bounds.is_cut),
         peak=peak,
         where=", ".join(filter(None, (site.module, site.op))) if site else "",
-        refused_bytes=recording.result.failed_bytes if is_cut else 0,
+        refused_bytes=recording.result.failed_bytes if bounds.is_cut else 0,
     )
 
 
