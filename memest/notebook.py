@@ -28,7 +28,7 @@ from memest.run.session import Session, virtual_gpu
 
 __all__ = ["CellReport", "load_ipython_extension"]
 
-_OPTIONS = {"--gpu-memory": str, "--memory-limit": str, "--max-steps": int}
+_OPTIONS = {"--gpu-memory": str, "--memory-limit": str, "--beside": str, "--max-steps": int}
 
 
 def load_ipython_extension(shell: Any) -> None:

@@ -84,6 +84,11 @@ TARGETS = {
         inputs=("scripts/scripts_page.py", "validation/scripts/measured.json"),
         outputs=("validation/scripts.md",),
     ),
+    "versions": Target(
+        command=("scripts/repositories_page.py",),
+        inputs=("scripts/repositories_page.py", "validation/repositories.json", "pyproject.toml"),
+        outputs=("docs/versions.md",),
+    ),
     "rivals": Target(
         command=("scripts/compare_rivals.py", "--render"),
         inputs=("scripts/compare_rivals.py", "scripts/rivals/*.py", "validation/rivals.json"),

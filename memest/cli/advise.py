@@ -53,10 +53,10 @@ def advise(
             "advice is for one GPU" + (f", not {len(plan.gpu)}" if plan.gpu else ""),
             hint="add `--gpu a100-80gb`, or `--gpu-memory 24GiB`",
         )
-    from memest.estimator.hardware.gpus import custom_gpu, find_gpu
+    from memest.estimator.predict import target_gpus
     from memest.models_meta.registry import check_name
 
-    gpu = custom_gpu(plan.gpu_memory) if plan.gpu_memory is not None else find_gpu(plan.gpu[0])
+    (gpu,) = target_gpus(plan)
     check_name(plan.model_name)
     if output is not None:
         check_writable(output)

@@ -136,7 +136,7 @@ def _needs(
     from memest.estimator.search.suite import apart, predict_each
 
     larger = [
-        replace(plan, gpu=(), gpu_memory=TIB, memory_limit=None)
+        replace(plan, gpu=(), gpu_memory=TIB, memory_limit=None, beside=None)
         for plan, report in predicted
         if report.verdict == "oom"
     ]

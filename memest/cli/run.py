@@ -114,6 +114,7 @@ MAX_SECONDS_OF_RANK = 1800.0
 )
 @click.option("--gpu-memory", type=_Bytes(), help="Memory of a GPU not in the catalogue: 24GiB.")
 @click.option("--memory-limit", type=_Bytes(), help="Cap on the allocator: 78.4GiB.")
+@click.option("--beside", type=_Bytes(), help="Memory that other processes hold: 24GiB.")
 @click.option("--nproc-per-node", type=click.IntRange(1), help="GPUs per node, as in `torchrun`.")
 @click.option("--nnodes", type=click.IntRange(1), default=1, help="Nodes, as in `torchrun`.")
 @click.option(
@@ -157,6 +158,7 @@ def run(
     python: Path | None,
     gpu_memory: int | None,
     memory_limit: int | None,
+    beside: int | None,
     nproc_per_node: int | None,
     nnodes: int,
     time_limit: float | None,
@@ -187,7 +189,7 @@ def run(
     target = _target(module, command)
     check_single_process(os.environ)
     settings_from(os.environ)  # which the allocator reads at its first request
-    target_gpu = _gpu(gpu_name, gpu_memory)
+    target_gpu = _gpu(gpu_name, gpu_memory, beside)
     files = _Files(
         *(output.pop(name) for name in ("json_path", "html", "snapshot", "chrome_trace"))
     )
@@ -370,9 +372,11 @@ def _target(module: str | None, command: tuple[str, ...]) -> Target:
     return find_script(command[0], command[1:])
 
 
-def _gpu(name: str | None, memory_bytes: int | None) -> Gpu:
+def _gpu(name: str | None, memory_bytes: int | None, beside_bytes: int | None) -> Gpu:
     gpu = find_gpu(name or PRIMARY_GPU)
-    return gpu if memory_bytes is None else custom_gpu(memory_bytes, gpu if name else None)
+    if memory_bytes is not None:
+        gpu = custom_gpu(memory_bytes, gpu if name else None)
+    return gpu.beside(beside_bytes)
 
 
 class _Files:

@@ -66,7 +66,7 @@ def validate(
     memest validate --model blip2-opt-2.7b --bs 16 --precision 32-true
     """
     given = given_only(flags)
-    for key in ("gpu", "gpu_memory"):
+    for key in ("gpu", "gpu_memory", "beside"):
         if key in given:
             raise PlanError(
                 f"`--{key.replace('_', '-')}` does not apply: the GPU at hand is measured",

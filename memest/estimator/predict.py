@@ -40,7 +40,7 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False, jobs: int = 
 
     started = time.perf_counter()
     gpus = target_gpus(plan)
-    primary = gpus[0] if plan.gpu or plan.gpu_memory else find_gpu(PRIMARY_GPU)
+    primary = gpus[0] if plan.gpu or plan.gpu_memory else _primary(plan)
     by_chip: dict[tuple[Any, ...], list[Gpu]] = {}
     for gpu in {g.name: g for g in (primary, *gpus)}.values():
         by_chip.setdefault((gpu.capability, gpu.num_sms), []).append(gpu)
@@ -121,7 +121,7 @@ def record_plan(plan: TrainingPlan, *, trust_remote_code: bool = False) -> Recor
     from memest.estimator.replay.simulated_plan import trace_plan
 
     is_asked = plan.gpu or plan.gpu_memory is not None
-    gpu = target_gpus(plan)[0] if is_asked else find_gpu(PRIMARY_GPU)
+    gpu = target_gpus(plan)[0] if is_asked else _primary(plan)
     traced = trace_plan(plan, gpu, trust_remote_code=trust_remote_code)
     scenario = scenarios_of(plan, traced)[0]
     run = scenario.run
@@ -138,17 +138,23 @@ def record_plan(plan: TrainingPlan, *, trust_remote_code: bool = False) -> Recor
     return recording
 
 
+def _primary(plan: TrainingPlan) -> Gpu:
+    return find_gpu(PRIMARY_GPU).beside(plan.beside)
+
+
 def target_gpus(plan: TrainingPlan) -> list[Gpu]:
     """Return the GPUs of the plan, or the default set.
 
     Raises:
-        MemestError: there is no such GPU, or torch refuses the plan's `alloc_conf`.
+        MemestError: there is no such GPU, torch refuses the plan's `alloc_conf`, or other processes
+            leave no room.
     """
     parse_settings(plan.alloc_conf)
     gpus = [find_gpu(name) for name in plan.gpu]
     if plan.gpu_memory is not None:
         gpus.append(custom_gpu(plan.gpu_memory))
-    return gpus or [find_gpu(name) for name in DEFAULT_GPUS]
+    gpus = gpus or [find_gpu(name) for name in DEFAULT_GPUS]
+    return [gpu.beside(plan.beside) for gpu in gpus]
 
 
 def usable_bytes(plan: TrainingPlan, gpu: Gpu) -> int:

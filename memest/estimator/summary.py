@@ -223,11 +223,14 @@ def _assumptions(
     plan: TrainingPlan, traced: TracedPlan, primary: Gpu, unlimited: Replayed
 ) -> tuple[str, ...]:
     tokens = f"{traced.seq_len} tokens per sample, padding included"
+    lines = beside_assumed(primary)
     if plan.lengths:
         num_run = plan.steps * plan.accumulate_grad_batches
-        lines = [f"{num_run} micro-batches of {min(plan.lengths)} to {max(plan.lengths)} tokens"]
+        lines.append(
+            f"{num_run} micro-batches of {min(plan.lengths)} to {max(plan.lengths)} tokens"
+        )
     else:
-        lines = [tokens if plan.seq_len else f"{tokens}; the default, set it with `seq_len`"]
+        lines.append(tokens if plan.seq_len else f"{tokens}; the default, set it with `seq_len`")
     if traced.image_size is not None:
         lines.append(f"images of {traced.image_size} x {traced.image_size} pixels")
     lines.append(
@@ -261,3 +264,9 @@ def kernels_assumed(gpu: str, capability: tuple[int, int], settings: AllocatorSe
 def context_assumed(gpu: Gpu) -> str:
     """Return the assumption on the memory beyond the allocator."""
     return f"a CUDA context of {format_bytes(gpu.context_bytes)} outside the allocator"
+
+
+def beside_assumed(gpu: Gpu) -> list[str]:
+    """Return the assumption on other processes, if there are any."""
+    held = format_bytes(gpu.beside_bytes)
+    return [f"other processes hold {held} of each GPU"] if gpu.beside_bytes else []

@@ -368,6 +368,12 @@ class TrainingPlan:
     )
     """Memory that the allocator may reserve, as `set_per_process_memory_fraction` caps it."""
 
+    beside: int | None = key(
+        None, "--beside", "Memory that other processes hold: 24GiB.", section=GPUS, bounds=SIZE,
+        is_size=True, sweep="Memory that other processes hold: 8GiB,24GiB.",
+    )
+    """Memory of each GPU that other processes hold: a colocated vLLM, a display, another job."""
+
     alloc_conf: str = key(
         "", "--alloc-conf", "The allocator's settings: expandable_segments:True.", section=GPUS
     )

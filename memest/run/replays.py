@@ -52,7 +52,8 @@ def verdicts_of(
     on_gpus = _Verdicts(virtual, outcome, run_of(virtual, share))
     verdicts = {own.name: on_gpus.own(_own_verdict(virtual, outcome))}
     unknown = []
-    for gpu in map(find_gpu, others):
+    for name in others:
+        gpu = replace(find_gpu(name), beside_bytes=own.beside_bytes)
         if gpu.name == own.name:
             continue
         limit = _usable_bytes(virtual, gpu, share)

@@ -202,6 +202,7 @@ def virtual_gpu(
     *,
     gpu_memory: int | str | None = None,
     memory_limit: int | str | None = None,
+    beside: int | str | None = None,
     max_steps: int | None = None,
     strict: bool = False,
     torch_release: str | None = None,
@@ -220,6 +221,7 @@ def virtual_gpu(
         gpu_memory: memory of a GPU that is not in the catalogue, in bytes or as `24GiB`; its
             kernels are those of `gpu`.
         memory_limit: limit of the allocator's reserved memory.
+        beside: memory of the GPU that other processes hold.
         max_steps: optimizer steps after which a `SystemExit` ends the block.
         strict: refuse to guess values that the code reads.
         torch_release: simulated release of torch, such as `2.11`; the installed one by default.
@@ -233,7 +235,7 @@ def virtual_gpu(
         found = custom_gpu(parse_bytes(gpu_memory), found)
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     return Session(
-        found,
+        found if beside is None else found.beside(parse_bytes(beside)),
         memory_limit=limit,
         max_steps=max_steps,
         is_strict=strict,

@@ -11,7 +11,13 @@ from memest.estimator.gpu.history import Held, History
 from memest.estimator.gpu.placeholders import Guesses
 from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu
 from memest.estimator.ops.cudnn_convolution import describe_source
-from memest.estimator.summary import LAYER, context_assumed, coverage_of, kernels_assumed
+from memest.estimator.summary import (
+    LAYER,
+    beside_assumed,
+    context_assumed,
+    coverage_of,
+    kernels_assumed,
+)
 from memest.estimator.tensors.lines import ScriptLines
 from memest.estimator.tensors.storages import MemKind, Site
 from memest.estimator.versions import library_versions
@@ -202,6 +208,7 @@ def _steps(history: History) -> tuple[RunStep, ...]:
 def _assumptions(virtual: VirtualGpu, gpu: Gpu, others: Sequence[str]) -> Iterable[str]:
     log = virtual.mode.memory.log
     settings = virtual.allocator.settings
+    yield from beside_assumed(gpu)
     yield kernels_assumed(f"{gpu.label}, compute capability", gpu.capability, settings)
     names = [name for name in others if name != gpu.name]
     yield (

@@ -294,10 +294,12 @@ def validate(
         machine_bytes: the host's memory; None reads the machine's.
 
     Raises:
-        MemestError: two plans have one label, a model does not exist, every plan needs a package
-            that is missing, or `results` cannot be written or holds something else.
+        MemestError: two plans have one label, a plan has `beside`, a model does not exist, every
+            plan needs a package that is missing, or `results` cannot be written or holds something
+            else.
     """
     _check_labels(plans)
+    _check_alone(plans)
     missing = [_missing_package(plan) for plan in plans]
     if missing and all(missing):
         require(*missing)
@@ -327,6 +329,15 @@ def _check_labels(plans: Sequence[TrainingPlan]) -> None:
         if label in labels:
             raise PlanError(f"two experiments are named `{label}`", hint="give each its own `name`")
         labels.add(label)
+
+
+def _check_alone(plans: Sequence[TrainingPlan]) -> None:
+    for plan in plans:
+        if plan.beside:
+            raise PlanError(
+                f"`beside` of `{plan.label}` cannot be measured: the run is alone on its GPU",
+                hint="cap it with `memory_limit`",
+            )
 
 
 def _import_all(plans: Sequence[TrainingPlan], options: RunOptions) -> bool:

@@ -165,3 +165,17 @@ def test_the_catalogue_needs_no_torch() -> None:
     code = "import sys; from memest.estimator.hardware.gpus import list_gpus; list_gpus(); "
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_what_other_processes_hold_is_not_there_for_the_run() -> None:
+    gpu = find_gpu("a100-80gb")
+
+    shared = gpu.beside(24 * GIB)
+
+    assert shared.limit_bytes == gpu.limit_bytes - 24 * GIB
+    assert gpu.beside(None) == gpu
+
+
+def test_other_processes_that_fill_the_gpu_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"with 80\.00 GiB leave nothing of `a100-80gb`"):
+        find_gpu("a100-80gb").beside(80 * GIB)

@@ -43,7 +43,7 @@ def test_without():
 
 def pytest_in(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *args],
+        [sys.executable, "-m", "pytest", "-q", "-rN", "-p", "no:cacheprovider", *args],
         cwd=folder, capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip

@@ -226,6 +226,13 @@ def test_the_folder_of_the_results_is_made(run: Run, tmp_path: Path) -> None:
     assert len(read_measurements(tmp_path / "new" / "results.jsonl")) == 1
 
 
+def test_other_processes_cannot_be_measured(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="`beside` of `a` cannot be measured"):
+        run([plan("a", beside=1 << 30)])
+
+    assert not (tmp_path / "results.jsonl").exists()
+
+
 def test_two_experiments_of_one_name_are_refused_before_any_runs(run: Run, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="two experiments are named `a`"):
         run([plan("a"), plan("a")])

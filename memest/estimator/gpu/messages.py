@@ -30,7 +30,7 @@ def out_of_memory(gpu: Gpu, allocator: CachingAllocator, num_bytes: int) -> str:
     return (
         f"CUDA out of memory. Tried to allocate {_size(num_bytes)}. "
         f"GPU {GPU.device.index} has a total capacity of {_size(gpu.memory_bytes)} "
-        f"of which {_size(max(0, gpu.memory_bytes - in_use))} is "
+        f"of which {_size(max(0, gpu.limit_bytes - allocator.reserved_bytes))} is "
         f"free. Including non-PyTorch memory, this process has {_size(in_use)} memory in use. "
         f"{capped}Of the allocated memory {_size(allocator.allocated_bytes)} is allocated by "
         f"PyTorch, and {_size(cached)} is reserved by PyTorch but unallocated. If reserved but "

@@ -97,10 +97,34 @@ class Gpu:
     only one figure was found.
     """
 
+    beside_bytes: int = 0
+    """Memory that other processes hold: an inference server, a display, another job."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in use before the allocator's first segment."""
+        return self.context_bytes + self.beside_bytes
+
     @property
     def limit_bytes(self) -> int:
         """Bytes that the caching allocator can reserve before `cudaMalloc` fails."""
-        return self.memory_bytes - self.context_bytes
+        return max(0, self.memory_bytes - self.used_bytes)
+
+    def beside(self, num_bytes: int | None) -> Gpu:
+        """Return this GPU with `num_bytes` of its memory held by other processes.
+
+        Raises:
+            PlanError: they leave no room for this process.
+        """
+        if not num_bytes:
+            return self
+        if num_bytes >= self.memory_bytes - self.context_bytes:
+            raise PlanError(
+                f"other processes with {format_gib(num_bytes)} leave nothing of `{self.name}`, "
+                f"which has {format_gib(self.memory_bytes - self.context_bytes)} and a context",
+                hint="give what other processes hold, such as `--beside 24GiB`",
+            )
+        return replace(self, beside_bytes=num_bytes)
 
     @property
     def spread_bytes(self) -> int:

@@ -118,7 +118,9 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
     def with_driver(module: ModuleType) -> None:
         target = __import__("triton.backends.compiler", fromlist=["GPUTarget"]).GPUTarget
-        patches.set(module.driver, "_active", Driver(mode, target))
+        # Triton 3.2 (torch 2.6) has no property in front of it
+        name = "_active" if "_active" in vars(module.driver) else "active"
+        patches.set(module.driver, name, Driver(mode, target))
 
     def with_bench(module: ModuleType) -> None:
         patches.set(module, "do_bench", do_bench)

@@ -267,3 +267,13 @@ def test_a_function_named_generate_is_a_phase_of_its_own() -> None:
         generate()
 
     assert "generation" in [phase.name for phase in gpu.report().phases]
+
+
+def test_what_other_processes_hold_is_neither_free_nor_usable() -> None:
+    with memest.virtual_gpu("a100-80gb", beside="60GiB") as gpu:
+        free, total = torch.cuda.mem_get_info()
+        with pytest.raises(torch.OutOfMemoryError, match=r"of which 18\.\d+ GiB is free"):
+            torch.empty(20 << 30, dtype=torch.uint8, device="cuda")
+
+    assert total - free == gpu.gpu.context_bytes + (60 << 30)
+    assert gpu.report().assumptions[0] == "other processes hold 60.00 GiB of each GPU"

@@ -94,11 +94,10 @@ def _install_limits(patches: Patches, mode: CudaSimMode, allocator: CountingAllo
 
     def mem_get_info(device: Any = None) -> tuple[int, int]:
         if is_another(device):  # which has as much as this one at first
-            return gpu.memory_bytes - gpu.context_bytes, gpu.memory_bytes
+            return gpu.limit_bytes, gpu.memory_bytes
         resolve(device)
         mode.memory.settle()
-        free = gpu.memory_bytes - gpu.context_bytes - allocator.reserved_bytes
-        return max(0, free), gpu.memory_bytes
+        return max(0, gpu.limit_bytes - allocator.reserved_bytes), gpu.memory_bytes
 
     in_c: dict[str, Any] = {
         "_cuda_setMemoryFraction": set_fraction,

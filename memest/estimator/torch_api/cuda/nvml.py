@@ -134,7 +134,7 @@ def _answers(mode: CudaSimMode, module: ModuleType) -> dict[str, Any]:
     gpu, allocator = mode.gpu, mode.memory.allocator
     handle = Handle()
 
-    def used_bytes() -> int:
+    def process_bytes() -> int:
         mode.memory.settle()
         return gpu.context_bytes + allocator.reserved_bytes
 
@@ -150,7 +150,7 @@ def _answers(mode: CudaSimMode, module: ModuleType) -> dict[str, Any]:
         return handle
 
     def memory(handle: Any, version: Any = None) -> Any:
-        used = used_bytes()
+        used = gpu.beside_bytes + process_bytes()
         return SimpleNamespace(
             version=version, total=gpu.memory_bytes, reserved=0, used=used,
             free=max(0, gpu.memory_bytes - used),
@@ -159,7 +159,7 @@ def _answers(mode: CudaSimMode, module: ModuleType) -> dict[str, Any]:
     def processes(handle: Any) -> list[Any]:
         return [
             SimpleNamespace(
-                pid=os.getpid(), usedGpuMemory=used_bytes(),
+                pid=os.getpid(), usedGpuMemory=process_bytes(),
                 gpuInstanceId=None, computeInstanceId=None,
             )
         ]  # fmt: skip
