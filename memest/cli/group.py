@@ -22,7 +22,7 @@ OOM_EXIT_CODE = 5
 SECTIONS = {
     "Predict": ("run", "checkpoint", "predict", "explore"),
     "Search": ("advise", "max-batch", "sweep"),
-    "Draw": ("chart",),
+    "Draw": ("chart", "lecture"),
     "Measure": ("validate", "compare"),
     "Integrate": ("diff", "ci", "mcp"),
     "Look up": ("models", "gpus", "schema", "completion", "doctor"),

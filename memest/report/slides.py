@@ -25,6 +25,9 @@ _TITLE_ONLY = 5  # of the default template
 _BOX = (0.4, 1.55, WIDTH - 0.8, HEIGHT - 1.75)
 """Left, top, width and height of a chart, inches."""
 
+_MAX_TITLE = 44
+"""Characters of a title that fit a line in the full size."""
+
 _LAYOUT = (
     '<c:layout xmlns:c="http://schemas.openxmlformats.org/drawingml/2006/chart"><c:manualLayout>'
     '<c:layoutTarget val="inner"/><c:xMode val="edge"/><c:yMode val="edge"/><c:x val="{}"/>'
@@ -50,7 +53,8 @@ def _add(made: Any, slide: Slide, theme: Theme) -> None:
     page.background.fill.fore_color.rgb = _rgb(theme.background)
     title = page.shapes.title
     title.left, title.top, title.width, title.height = map(Inches, (0.4, 0.2, WIDTH - 0.8, 0.8))
-    _write(title.text_frame, slide.title, 30, theme.ink, bold=True)
+    size = 30 if len(slide.title) <= _MAX_TITLE else 30 * _MAX_TITLE / len(slide.title)
+    _write(title.text_frame, slide.title, size, theme.ink, bold=True)
     box = page.shapes.add_textbox(*map(Inches, (0.4, 0.95, WIDTH - 0.8, 0.5)))
     _write(box.text_frame, slide.subtitle, 18, theme.muted)
     _add_chart(page, slide.chart, theme)
