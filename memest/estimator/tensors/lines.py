@@ -27,7 +27,8 @@ class ScriptLines:
         paths |= {str(Path(module.__file__).parent) for module in (torch,) if module.__file__}
         paths.add(str(Path(__file__).resolve().parents[2]))
         self._foreign = tuple(p + os.sep for p in sorted(filter(None, paths)))
-        self._is_users: dict[CodeType, bool] = {}
+        # by identity, with the code kept alive: constants of Dynamo's code can have no hash
+        self._is_users: dict[int, tuple[CodeType, bool]] = {}
         self._texts: dict[tuple[str, int], str] = {}
         self._places: dict[str, tuple[str, int]] = {}
         self._names: dict[str, str] = {}
@@ -39,10 +40,10 @@ class ScriptLines:
         found: FrameType | None = frame
         while found is not None:
             code = found.f_code
-            known = is_users.get(code)
+            known = is_users.get(id(code))
             if known is None:
-                known = is_users[code] = self._look(code, found)
-            if known:
+                known = is_users[id(code)] = code, self._look(code, found)
+            if known[1]:
                 return found
             found = found.f_back
         return None
