@@ -127,6 +127,14 @@ class VirtualGpu:
             raise MemestError("a virtual GPU is active already", hint="leave it first")
         distributed.check(self.ranks)
         VirtualGpu._active = self
+        try:
+            self._install()
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def _install(self) -> None:
         GPU.device = torch.device("cuda", self.ranks.local_rank)
         GPU.num_visible = self.ranks.num_local
         mode, patches = self.mode, self._patches
@@ -153,12 +161,15 @@ class VirtualGpu:
             self._stack.callback(handle.remove)
         self._stack.enter_context(self.in_this_thread())
         mode.memory.pace.start()
-        return self
 
     def __exit__(self, *exception: Any) -> None:
         self.mode.memory.settle()
         self.mode.attribution.labels.of_models()
         self.mode.memory.history.fold()
+        self._close()
+
+    def _close(self) -> None:
+        """Take everything away that `_install` has installed."""
         self._stack.close()
         self._patches.undo()
         self.mode.memory.pace.stop()

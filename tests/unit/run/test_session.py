@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 import memest
 from memest.errors import MemestError, PlanError
+from memest.estimator import virtual_gpu
 from memest.estimator.hardware.gpus import find_gpu
 from memest.report import Ending, Outcome, RunReport
 from memest.run.session import Session
@@ -277,3 +278,21 @@ def test_what_other_processes_hold_is_neither_free_nor_usable() -> None:
 
     assert total - free == gpu.gpu.context_bytes + (60 << 30)
     assert gpu.report().assumptions[0] == "other processes hold 60.00 GiB of each GPU"
+
+
+def test_a_gpu_that_cannot_be_installed_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failing(*arguments: object) -> None:
+        raise RuntimeError("a library that memest does not know")
+
+    available = torch.cuda.is_available
+    with monkeypatch.context() as patch:
+        patch.setattr(virtual_gpu.integrations, "install", failing)
+        with pytest.raises(RuntimeError, match="does not know"), memest.virtual_gpu():
+            pass
+
+    assert torch.cuda.is_available is available
+    with memest.virtual_gpu("t4") as gpu:
+        torch.empty(1 << 20, device="cuda")
+    assert gpu.peak_allocated_bytes == 4 << 20
