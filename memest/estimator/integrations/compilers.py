@@ -25,6 +25,10 @@ TUNED = (
     "`torch.compile` compiled with its defaults: the CUDA graphs of `mode='max-autotune'`, which "
     "keep pools of their own, and what tuning kernels allocates are not simulated"
 )
+TUNING = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
+"""Options of `torch.compile` by which Inductor measures kernels on the GPU
+(torch/_inductor/config.py)."""
+
 CAPTURES = "reduce-overhead"
 """Mode of `torch.compile` with CUDA graphs, which have their own memory pools
 (https://docs.pytorch.org/docs/stable/generated/torch.compile.html).
@@ -48,6 +52,10 @@ def _install_compile(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) ->
         if "max-autotune" in str(options.get("mode")):
             _say(mode.guesses.warn, mode, TUNED)
             options["mode"] = None
+        given = dict(options.get("options") or {})
+        if any([given.pop(name, False) for name in TUNING]):  # all are taken out
+            _say(mode.guesses.warn, mode, TUNED)
+            options["options"] = given
         if model is None:
             return partial(compile_as_simulated, **options)
         with warnings.catch_warnings():
@@ -72,10 +80,12 @@ def _install_compile(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) ->
 def _refuse_what_differs(options: dict[str, Any]) -> None:
     """Raise for options under which an uncompiled run would differ."""
     given, backend = options.get("mode"), options.get("backend")
-    if given == CAPTURES:
+    captures = given == CAPTURES or (options.get("options") or {}).get("triton.cudagraphs")
+    if captures:
+        how = f"mode={given!r}" if given == CAPTURES else 'options={"triton.cudagraphs": True}'
         raise UnsupportedError(
-            f"`torch.compile(mode={given!r})` records CUDA graphs, whose memory is not simulated",
-            hint="compile without that mode, or not at all (`--compile false` of LitGPT)",
+            f"`torch.compile({how})` records CUDA graphs, whose memory is not simulated",
+            hint="compile without them, or not at all (`--compile false` of LitGPT)",
         )
     if "thunder" in str(backend or "") or "thunder" in getattr(backend, "__module__", ""):
         raise UnsupportedError(

@@ -128,7 +128,8 @@ def _install_guards(patches: Patches, mode: CudaSimMode, guards: Any) -> None:
 def _install_functions(patches: Patches, dynamo: Any) -> None:
     """Let Dynamo see the functions that memest replaced; constants come from the replacements."""
     rules, functions = dynamo.trace_rules, dynamo.variables.torch
-    builder = dynamo.variables.builder.VariableBuilder
+    builders = dynamo.variables.builder
+    builder, sourceless = builders.VariableBuilder, builders.SourcelessBuilder
     constants, clear = functions.constant_fold_functions, rules.clear_lru_cache
     originals = patches.originals()
     folded = [made for made, original in originals.items() if original in constants]
@@ -152,14 +153,15 @@ def _install_functions(patches: Patches, dynamo: Any) -> None:
     dynamo.utils.common_constant_types.add(DeviceProperties)
     if not any("memest" in folder for folder in rules.SKIP_DIRS):
         rules.add("memest")
-    wrap = builder._wrap
+    wrap, create = builder._wrap, sourceless.create
 
-    def wrap_original(self: Any, value: Any) -> Any:
+    def original(value: Any) -> Any:
         with suppress(TypeError):  # it has no hash
-            value = originals.get(value, value)
-        return wrap(self, value)
+            return originals.get(value, value)
+        return value
 
-    patches.set(builder, "_wrap", wrap_original)
+    patches.set(builder, "_wrap", lambda self, value: wrap(self, original(value)))
+    patches.set(sourceless, "create", staticmethod(lambda tx, value: create(tx, original(value))))
 
 
 def _install_optimizers(patches: Patches, mode: CudaSimMode, dynamo: Any) -> None:

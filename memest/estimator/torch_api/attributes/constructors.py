@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.ops.refusals import refuse_generator
 from memest.estimator.tensors.patches import Patches
-from memest.estimator.tensors.placement import CPU, GPU, is_meta, resolve
+from memest.estimator.tensors.placement import CPU, GPU, INSIDE, is_meta, resolve
 
 _PREFIX = "torch.cuda."
 
@@ -177,7 +177,8 @@ def _with_device(function: Constructor) -> Constructor:
         if device is None:
             return function(*args, **kwargs)
         kwargs["device"] = device = resolve(device)
-        if not (args and isinstance(args[0], Tensor) and _Device(device).type == "meta"):
+        is_like = args and isinstance(args[0], Tensor) and _Device(device).type == "meta"
+        if not is_like or INSIDE.compiles:  # whose modes trace the call
             return function(*args, **kwargs)
         with _disable_current_modes():  # like a tensor that may be on the GPU
             return function(*args, **kwargs)
