@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from memest.estimator.ops.registry import op_of
 from memest.estimator.ops.temporaries import Scratch
 from tests.op_calls import meta, scratch
 
@@ -34,3 +35,10 @@ def test_the_modulus_of_complex_numbers_is_complex_first() -> None:
 
     assert scratch(aten.abs.default, numbers) == Scratch(after=(8 * numbers.numel(),))
     assert scratch(aten.abs.default, meta(4, 4)) == Scratch()
+
+
+def test_complex_numbers_from_two_real_ones_allocate_the_result_only() -> None:
+    for func in (aten.polar.default, aten.complex.default):
+        assert op_of(func).has_outputs_only
+    assert op_of(aten._assert_async.default).has_outputs_only
+    assert op_of(aten._assert_async.msg).has_outputs_only

@@ -110,6 +110,31 @@ def test_flex_attention_is_compiled() -> None:
     ], done.stderr
 
 
+_BLOCK_MASK = """
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+import memest
+
+def mask(b, h, q, k):
+    return (q >= k) & (documents[q] == documents[k])
+
+with memest.virtual_gpu("h100-80gb", strict=True):
+    documents = torch.arange(1024, device="cuda") // 256
+    for compiles in (True, False):
+        made = create_block_mask(mask, None, None, 1024, 1024, device="cuda", _compile=compiles)
+        print(made.kv_indices.shape, made.kv_num_blocks.device)
+"""
+
+
+def test_a_block_mask_is_made_by_compiled_code() -> None:
+    """modded-nanogpt passes `_compile=True`: the mask mode is traced under `torch.vmap`."""
+    command = [sys.executable, "-W", "ignore", "-c", _BLOCK_MASK]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    expected = "torch.Size([1, 1, 8, 8]) cuda:0"
+    assert done.stdout.splitlines() == [expected, expected], done.stderr
+
+
 def test_a_small_tensor_may_be_created_in_pinned_memory(gpu: VirtualGpu) -> None:
     size = torch.tensor(3, dtype=torch.int32, pin_memory=True)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from memest.errors import UnsupportedError
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.integrations.compilers import SCRIPTED, TUNED
+from memest.estimator.integrations.compilers import SCRIPTED, TUNED, TUNING
 from memest.estimator.virtual_gpu import VirtualGpu
 
 
@@ -319,6 +319,29 @@ def test_a_method_is_compiled_for_each_module() -> None:
 def test_a_mode_that_tunes_compiles_with_defaults_and_says_so(gpu: VirtualGpu) -> None:
     torch.compile(nn.Linear(4, 4).cuda(), mode="max-autotune")(torch.ones(4, device="cuda"))
     assert gpu.mode.notes.warnings == [TUNED]
+
+
+@pytest.mark.parametrize("name", TUNING)
+def test_an_option_that_tunes_is_taken_out_of_the_options(gpu: VirtualGpu, name: str) -> None:
+    options = {name: True, "epilogue_fusion": False}
+    torch.compile(nn.Linear(4, 4).cuda(), options=options)(torch.ones(4, device="cuda"))
+
+    assert gpu.mode.notes.warnings == [TUNED]
+    assert options == {name: True, "epilogue_fusion": False}
+
+
+def test_an_option_that_turns_tuning_off_is_no_warning(gpu: VirtualGpu) -> None:
+    options = {"max_autotune": False, "epilogue_fusion": True}
+    torch.compile(nn.Linear(4, 4).cuda(), options=options)(torch.ones(4, device="cuda"))
+
+    assert gpu.mode.notes.warnings == []
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_option_for_cuda_graphs_is_refused_by_its_name() -> None:
+    with pytest.raises(UnsupportedError, match=r'options=\{"triton.cudagraphs": True\}'):
+        torch.compile(nn.Linear(4, 4).cuda(), options={"triton.cudagraphs": True})
+    torch.compile(nn.Linear(4, 4).cuda(), options={"triton.cudagraphs": False})
 
 
 def test_another_backend_gets_the_graph(gpu: VirtualGpu) -> None:
