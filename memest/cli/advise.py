@@ -8,19 +8,16 @@ from typing import Any
 
 import click
 
-from memest.cli.files import check_writable, given_only, read_plans
+from memest.cli.files import check_writable, given_only, print_or_write, read_plans
 from memest.cli.group import OOM_EXIT_CODE, main
-from memest.cli.options import plan_options
+from memest.cli.options import config_option, plan_options, remote_code_option
 from memest.cli.terminal import folded, shown
 from memest.errors import PlanError
-from memest.writing import write_output
 
 
 @main.command()
 @plan_options
-@click.option(
-    "--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it."
-)
+@config_option
 @click.option(
     "--max-predictions",
     type=click.IntRange(1),
@@ -30,7 +27,7 @@ from memest.writing import write_output
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the advice to a file.")
 @click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if nothing fits.")
-@click.option("--trust-remote-code", is_flag=True, help="Run model code from the config's folder.")
+@remote_code_option
 def advise(
     config: Path | None,
     max_predictions: int,
@@ -68,8 +65,5 @@ def advise(
             plan, gpu, max_predictions=max_predictions, trust_remote_code=trust_remote_code
         )
     text = json.dumps(advice.to_dict()) if as_json else render_advice(advice)
-    if output is None:
-        click.echo(text if as_json else folded(text))
-    else:
-        write_output(output, text + "\n")
+    print_or_write(text if as_json or output is not None else folded(text), output)
     return OOM_EXIT_CODE if check and not (advice.fits or advice.options) else 0

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from memest.cli.files import given_only, make_folder, read_plans
+from memest.cli.files import given_only, make_folder, read_plans, with_gpus
 from memest.cli.group import main
-from memest.cli.options import VALUES, completes, plan_options, suite_names
+from memest.cli.options import (
+    PATH,
+    VALUES,
+    completes,
+    config_option,
+    jobs_option,
+    plan_options,
+    suite_names,
+)
 from memest.cli.sweep import grid_options, grid_points
 from memest.cli.terminal import shown
 from memest.errors import PlanError
@@ -36,7 +45,7 @@ JSON_FILES = "memest.cli.chart.json"
 
 _CHART_OPTIONS = [
     click.option(
-        "--out", type=click.Path(path_type=Path), default=Path("charts"), show_default=True,
+        "--out", type=PATH, default=Path("charts"), show_default=True,
         help="Folder for the pictures and their data; made if it is not there.",
     ),
     click.option(
@@ -51,11 +60,43 @@ _CHART_OPTIONS = [
 ]  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    """Pictures that a command draws: their folder, formats and look."""
+
+    folder: Path
+    formats: Sequence[str]
+    dark: bool
+    title: str
+
+    def save(self, figure: Any, name: str, data: Sequence[dict[str, Any]]) -> None:
+        """Write the pictures of `figure`, then `data` as JSON Lines; print the paths."""
+        from memest.plots import retitle, save
+
+        path = self.folder / name
+        pictures = save(retitle(figure, self.title), path, self.formats)
+        data_file = path.with_name(f"{name}.jsonl")
+        write_output(data_file, "".join(json.dumps(row) + "\n" for row in data))
+        if click.get_current_context().meta.get(JSON_FILES):
+            files = {"pictures": [str(p) for p in pictures], "data": str(data_file)}
+            click.echo(json.dumps(files))
+            return
+        for written in (*pictures, data_file):
+            click.echo(written)
+
+
 def chart_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of every chart."""
+    """Add the options of every chart, which `command` gets as `pictures`."""
+
+    @wraps(command)
+    def run(*, out: Path, formats: str, dark: bool, title: str, **rest: Any) -> Any:
+        from memest.plots import parse_formats
+
+        return command(pictures=Pictures(out, parse_formats(formats), dark, title), **rest)
+
     for option in reversed(_CHART_OPTIONS):
-        command = option(command)
-    return command
+        run = option(run)
+    return run
 
 
 @main.group()
@@ -76,7 +117,7 @@ def chart() -> None:
     multiple=True,
     help="GPU of a line; the bars are of the first. By default the suite's own.",
 )
-@click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
+@jobs_option
 @click.option("--resume", is_flag=True, help="Continue after an interruption.")
 @chart_options
 def lab(
@@ -84,10 +125,7 @@ def lab(
     gpu: tuple[str, ...],
     jobs: int | None,
     resume: bool,
-    out: Path,
-    formats: str,
-    dark: bool,
-    title: str,
+    pictures: Pictures,
 ) -> None:
     """Draw the experiments of a suite and the GPUs' limits.
 
@@ -99,18 +137,17 @@ def lab(
     from memest.plots import gpu_label
     from memest.validate.results import find_suite
 
-    wanted = parse_wanted(formats)
     path = find_suite(suite)
     names = list(gpu) or _own_gpus(path)
     limits = {gpu_label(name): find_gpu(name).limit_bytes for name in names}
     plans = read_suite(path, {"gpu": names})
-    make_folder(out)
+    make_folder(pictures.folder)
     from memest.cli.resume import predict_kept
     from memest.estimator.search.suite import apart
     from memest.plots import plot_ladder
 
     with shown():
-        found = predict_kept(plans, out / path.stem, is_resumed=resume, jobs=jobs)
+        found = predict_kept(plans, pictures.folder / path.stem, is_resumed=resume, jobs=jobs)
     predicted, failed = apart(plans, found)
     with shown("what the others would need", with_results=False):
         unlimited = _needs(predicted, jobs)
@@ -119,8 +156,10 @@ def lab(
     if not predicted:
         raise PlanError(f"`{suite}` has no plan that can be drawn", hint="name another suite")
     reports = [report for _, report in predicted]
-    figure = plot_ladder(reports, limits=limits, dark=dark, unlimited=unlimited, suite=path.stem)
-    save_chart(figure, out / path.stem, wanted, title, [report.to_dict() for report in reports])
+    figure = plot_ladder(
+        reports, limits=limits, dark=pictures.dark, unlimited=unlimited, suite=path.stem
+    )
+    pictures.save(figure, path.stem, [report.to_dict() for report in reports])
 
 
 def _own_gpus(path: Path) -> list[str]:
@@ -146,27 +185,15 @@ def _needs(
     return {report.name: report for _, report in found}
 
 
-def on_gpu(plan: TrainingPlan) -> TrainingPlan:
-    """Return `plan` with the chart's GPU, where it names none."""
-    if plan.gpu or plan.gpu_memory is not None:
-        return plan
-    return replace(plan, gpu=(CHART_GPU,))
-
-
 @chart.command()
 @plan_options
-@click.option(
-    "--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it."
-)
-@click.option("--suite", type=click.Path(path_type=Path), help="A chart for each of many plans.")
+@config_option
+@click.option("--suite", type=PATH, help="A chart for each of many plans.")
 @chart_options
 def phases(
     config: Path | None,
     suite: Path | None,
-    out: Path,
-    formats: str,
-    dark: bool,
-    title: str,
+    pictures: Pictures,
     **flags: Any,
 ) -> None:
     """Draw memory by kind at the four phases of a step.
@@ -174,35 +201,30 @@ def phases(
     \b
     memest chart phases --model blip2-opt-2.7b --bs 16 --precision 32-true --gpu a100-80gb
     """
-    wanted = parse_wanted(formats)
-    plans = [on_gpu(plan) for plan in read_plans(config, suite, given_only(flags))]
-    make_folder(out)
+    plans = [with_gpus(plan, CHART_GPU) for plan in read_plans(config, suite, given_only(flags))]
+    make_folder(pictures.folder)
     from memest.estimator.search.suite import predict_all
     from memest.plots import plot_phases
+    from memest.report.page import limit_of
 
     with shown():
         reports = predict_all(plans)
     for stem, report in zip(_stems("phases", plans), reports, strict=True):
-        figure = plot_phases(report, None, gpu_limit_bytes=_limit_bytes(report), dark=dark)
-        save_chart(figure, out / stem, wanted, title, [report.to_dict()])
+        figure = plot_phases(report, None, gpu_limit_bytes=limit_of(report), dark=pictures.dark)
+        pictures.save(figure, stem, [report.to_dict()])
 
 
 @chart.command()
 @plan_options
-@click.option(
-    "--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it."
-)
-@click.option("--suite", type=click.Path(path_type=Path), help="A chart for each of many plans.")
+@config_option
+@click.option("--suite", type=PATH, help="A chart for each of many plans.")
 @click.option("--step", type=click.IntRange(1), help="Of the run; by default that of the peak.")
 @chart_options
 def timeline(
     config: Path | None,
     suite: Path | None,
     step: int | None,
-    out: Path,
-    formats: str,
-    dark: bool,
-    title: str,
+    pictures: Pictures,
     **flags: Any,
 ) -> None:
     """Draw memory over the events of one step, by kind.
@@ -210,15 +232,14 @@ def timeline(
     \b
     memest chart timeline --model blip2-opt-2.7b --bs 16 --precision 32-true --gpu a100-80gb
     """
-    wanted = parse_wanted(formats)
-    plans = [on_gpu(plan) for plan in read_plans(config, suite, given_only(flags))]
+    plans = [with_gpus(plan, CHART_GPU) for plan in read_plans(config, suite, given_only(flags))]
     for plan in plans:
         if step is not None and step > plan.steps:
             raise PlanError(
                 f"`--step {step}` is not among the {plan.steps} of `{plan.label}`",
                 hint="the first is 1; `--steps` simulates more",
             )
-    make_folder(out)
+    make_folder(pictures.folder)
     from memest.estimator.predict import predict, record_plan
     from memest.estimator.replay.recording import timeline as timeline_of
     from memest.plots import plot_timeline
@@ -232,10 +253,10 @@ def timeline(
             name=plan.label,
             gpu=recording.gpu,
             gpu_limit_bytes=recording.limit_bytes,
-            dark=dark,
+            dark=pictures.dark,
             plan=known,  # with the length that is the model's default
         )
-        save_chart(figure, out / stem, wanted, title, _points(line))
+        pictures.save(figure, stem, _points(line))
 
 
 @chart.command()
@@ -256,16 +277,13 @@ def timeline(
 )
 @click.option("--seq-len", type=int, help="Tokens per sample, padding included.")
 @click.option("--image-size", type=int, help="Pixels per side.")
-@click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
+@jobs_option
 @chart_options
 def batches(
     models: tuple[str, ...],
     gpu: str,
     jobs: int | None,
-    out: Path,
-    formats: str,
-    dark: bool,
-    title: str,
+    pictures: Pictures,
     **flags: Any,
 ) -> None:
     """Draw the largest batch by model and technique.
@@ -273,9 +291,9 @@ def batches(
     \b
     memest chart batches --model blip2-opt-2.7b --model blip2-flan-t5-xl --gpu a100-80gb
     """
-    wanted, target = parse_wanted(formats), find_gpu(gpu)
+    target = find_gpu(gpu)
     plans = [TrainingPlan.from_dict({"model_name": m, **given_only(flags)}) for m in models]
-    make_folder(out)
+    make_folder(pictures.folder)
     from memest.estimator.search.techniques import largest_of_all
     from memest.plots import plot_largest_batch
 
@@ -291,12 +309,12 @@ def batches(
             data.append({"model_name": plan.model_name, **row.to_dict()})
     length = plans[0].seq_len
     said = [f"{length} tokens" if length else "each model's default tokens"]
-    figure = plot_largest_batch(table, gpu=target.name, dark=dark, said=said)
-    save_chart(figure, out / "batches", wanted, title, data)
+    figure = plot_largest_batch(table, gpu=target.name, dark=pictures.dark, said=said)
+    pictures.save(figure, "batches", data)
 
 
 @chart.command("sweep")
-@click.argument("file", required=False, type=click.Path(path_type=Path))
+@click.argument("file", required=False, type=PATH)
 @grid_options
 @click.option(
     "--across",
@@ -310,10 +328,7 @@ def sweep_chart(
     across: str,
     jobs: int | None,
     trust_remote_code: bool,
-    out: Path,
-    formats: str,
-    dark: bool,
-    title: str,
+    pictures: Pictures,
     **flags: Any,
 ) -> None:
     """Draw the verdicts of a sweep.
@@ -324,7 +339,6 @@ def sweep_chart(
     memest chart sweep --model gpt2 --bs 1:64 --precision 32-true,bf16-true --gpu rtx-4090
     memest chart sweep sweep.csv --across batch_size
     """
-    wanted = parse_wanted(formats)
     from memest.estimator.search.sweep import fits_table, read_rows, sweep_grid
 
     if file is not None and any(flags[key] for key in flags if key != "max_points"):
@@ -336,7 +350,7 @@ def sweep_chart(
         flags["gpu"] = (CHART_GPU,)
     points = grid_points(**flags) if file is None else []
     rows = [] if file is None else read_rows(file)
-    make_folder(out)
+    make_folder(pictures.folder)
     with shown():
         rows = rows or sweep_grid(points, jobs=jobs, trust_remote_code=trust_remote_code)
     from memest.plots.heatmap import plot_fits
@@ -346,10 +360,10 @@ def sweep_chart(
         table.verdicts,
         across=table.across,
         gpu=", ".join(table.gpus),
-        dark=dark,
+        dark=pictures.dark,
         said=_in_common(rows, points),
     )
-    save_chart(figure, out / "sweep", wanted, title, rows)
+    pictures.save(figure, "sweep", rows)
 
 
 def _in_common(rows: Sequence[dict[str, Any]], points: Grid) -> list[str]:
@@ -371,12 +385,10 @@ def _in_common(rows: Sequence[dict[str, Any]], points: Grid) -> list[str]:
 
 
 @chart.command("validate")
-@click.argument("results", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
+@click.argument("results", nargs=-1, required=True, type=PATH)
+@jobs_option
 @chart_options
-def validate_chart(
-    results: tuple[Path, ...], jobs: int | None, out: Path, formats: str, dark: bool, title: str
-) -> None:
+def validate_chart(results: tuple[Path, ...], jobs: int | None, pictures: Pictures) -> None:
     """Draw predictions and errors of measured runs.
 
     RESULTS are files of `memest validate`.
@@ -386,7 +398,6 @@ def validate_chart(
     """
     from memest.report import read_measurements
 
-    wanted = parse_wanted(formats)
     found = [m for path in results for m in read_measurements(path)]
     from memest.validate.compare import comparable, plan_of
 
@@ -394,22 +405,15 @@ def validate_chart(
     for line in left_out:
         click.echo(f"not compared: {line}", err=True)
     plans = [plan_of(m) for m in measured]
-    make_folder(out)
+    make_folder(pictures.folder)
     from memest.estimator.search.suite import predict_all
     from memest.plots import plot_scatter
 
     with shown():
         pairs = list(zip(predict_all(plans, jobs=jobs), measured, strict=True))
-    figure = plot_scatter(pairs, dark=dark)
+    figure = plot_scatter(pairs, dark=pictures.dark)
     data = [report.to_dict() for pair in pairs for report in pair]
-    save_chart(figure, out / "validate", wanted, title, data)
-
-
-def parse_wanted(text: str) -> list[str]:
-    """Parse the formats before anything is computed."""
-    from memest.plots import parse_formats
-
-    return parse_formats(text)
+    pictures.save(figure, "validate", data)
 
 
 def _stems(chart_name: str, plans: Sequence[TrainingPlan]) -> list[str]:
@@ -425,14 +429,6 @@ def _stems(chart_name: str, plans: Sequence[TrainingPlan]) -> list[str]:
     return stems
 
 
-def _limit_bytes(report: Prediction) -> int:
-    return (
-        report.verdicts[report.gpu].limit_bytes
-        if report.gpu in report.verdicts
-        else (find_gpu(report.gpu).limit_bytes)
-    )
-
-
 def _points(line: Timeline) -> list[dict[str, Any]]:
     """Return one row per point of a timeline."""
     phases = {i: s.name for s in line.spans for i in range(s.start, s.stop + 1)}
@@ -441,23 +437,6 @@ def _points(line: Timeline) -> list[dict[str, Any]]:
         | {f"{kind}_bytes": values[i] for kind, values in line.kinds.items()}
         for i, reserved in enumerate(line.reserved)
     ]
-
-
-def save_chart(
-    figure: Any, path: Path, formats: Sequence[str], title: str, data: Sequence[dict[str, Any]]
-) -> None:
-    """Write the pictures, then their data as JSON Lines; print the paths."""
-    from memest.plots import retitle, save
-
-    pictures = save(retitle(figure, title), path, formats)
-    data_file = path.with_name(f"{path.name}.jsonl")
-    write_output(data_file, "".join(json.dumps(row) + "\n" for row in data))
-    if click.get_current_context().meta.get(JSON_FILES):
-        files = {"pictures": [str(p) for p in pictures], "data": str(data_file)}
-        click.echo(json.dumps(files))
-        return
-    for written in (*pictures, data_file):
-        click.echo(written)
 
 
 DEFAULT_GPU = "h100-80gb"
@@ -488,10 +467,8 @@ def _options_of_one_gpu(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--bars", metavar="STRATEGY", help="Strategy of the bars; by default fsdp, or the last."
 )
-@click.option(
-    "--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it."
-)
-@click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
+@config_option
+@jobs_option
 @chart_options
 @_options_of_one_gpu
 def scaling(
@@ -500,10 +477,7 @@ def scaling(
     bars: str | None,
     config: Path | None,
     jobs: int | None,
-    out: Path,
-    formats: str,
-    dark: bool,
-    title: str,
+    pictures: Pictures,
     **flags: Any,
 ) -> None:
     """Draw memory per GPU over the number of GPUs.
@@ -516,7 +490,7 @@ def scaling(
     memest chart scaling --model blip2-opt-6.7b --bs 16 --strategies ddp,fsdp --devices 1,4,16
     memest chart scaling --model gpt2 --strategies deepspeed_stage_3_offload,fsdp --gpu rtx-4090
     """
-    wanted, given = parse_wanted(formats), given_only(flags)
+    given = given_only(flags)
     values = _values(config, given)
     from memest.estimator.search.scaling import scale
     from memest.estimator.search.sweep import parse_values
@@ -529,13 +503,13 @@ def scaling(
             f"`--bars {chosen}` is not among the strategies",
             hint=f"name one of {', '.join(f'`{name}`' for name in names)}",
         )
-    make_folder(out)
+    make_folder(pictures.folder)
     with shown():
         lines = scale(values, strategies=names, devices=numbers, jobs=jobs)
     for line in lines:
         for note in line.notes:
             click.echo(f"{line.strategy}: {note}", err=True)
-    _draw(lines, chosen, out, wanted, dark=dark, title=title)
+    _draw(lines, chosen, pictures)
 
 
 def _values(config: Path | None, given: dict[str, Any]) -> dict[str, Any]:
@@ -550,17 +524,15 @@ def _values(config: Path | None, given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _draw(
-    lines: list[ScalingLine], chosen: str, out: Path, formats: list[str], *, dark: bool, title: str
-) -> None:
+def _draw(lines: list[ScalingLine], chosen: str, pictures: Pictures) -> None:
     from memest.plots import plot_scaling, plot_scaling_bars
 
     rows = [row for line in lines for row in line.to_dicts()]
-    save_chart(plot_scaling(lines, dark=dark), out / "scaling", formats, title, rows)
+    pictures.save(plot_scaling(lines, dark=pictures.dark), "scaling", rows)
     line = next(line for line in lines if line.strategy == chosen)
     if line.reports:
-        figure = plot_scaling_bars(line, dark=dark)
-        save_chart(figure, out / f"scaling-{chosen}", formats, title, line.to_dicts())
+        figure = plot_scaling_bars(line, dark=pictures.dark)
+        pictures.save(figure, f"scaling-{chosen}", line.to_dicts())
 
 
 MAX_SETTINGS = 4
@@ -569,9 +541,7 @@ MAX_SETTINGS = 4
 
 @chart.command()
 @plan_options
-@click.option(
-    "--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it."
-)
+@config_option
 @click.option(
     "--setting", "settings", multiple=True, metavar="TEXT",
     help="Allocator setting of a line; `default` for none. [default: the allocator's own,"
@@ -581,10 +551,7 @@ MAX_SETTINGS = 4
 def fragmentation(
     config: Path | None,
     settings: tuple[str, ...],
-    out: Path,
-    formats: str,
-    dark: bool,
-    title: str,
+    pictures: Pictures,
     **flags: Any,
 ) -> None:
     """Draw reserved memory over steps of changing length.
@@ -595,13 +562,12 @@ def fragmentation(
     memest chart fragmentation --model gpt2 --loop plain --bs 4 --lengths lengths.txt
     memest chart fragmentation --model gpt2 --lengths 512,96,700 --setting expandable_segments:True
     """
-    wanted = parse_wanted(formats)
     if len(settings) > MAX_SETTINGS:
         raise PlanError(
             f"{len(settings)} settings are too many for a chart", hint=f"name {MAX_SETTINGS}"
         )
-    plan = on_gpu(read_plans(config, None, given_only(flags))[0])
-    make_folder(out)
+    plan = with_gpus(read_plans(config, None, given_only(flags))[0], CHART_GPU)
+    make_folder(pictures.folder)
     from memest.estimator.predict import target_gpus, usable_bytes
     from memest.estimator.search.growth import SETTINGS, growths
     from memest.plots import plot_fragmentation
@@ -610,6 +576,6 @@ def fragmentation(
     with shown(plan.label):
         report, runs = growths(plan, chosen)
     limit = usable_bytes(plan, target_gpus(plan)[0])
-    figure = plot_fragmentation(report, runs, gpu_limit_bytes=limit, dark=dark)
+    figure = plot_fragmentation(report, runs, gpu_limit_bytes=limit, dark=pictures.dark)
     rows = [row for run in runs for row in run.rows()]
-    save_chart(figure, out / "fragmentation", wanted, title, rows)
+    pictures.save(figure, "fragmentation", rows)

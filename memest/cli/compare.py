@@ -13,10 +13,10 @@ import click
 if TYPE_CHECKING:
     from memest.report import Prediction
     from memest.validate.compare import Comparison
-from memest.cli.files import check_writable, make_folder
+from memest.cli.files import check_writable, make_folder, print_or_write
 from memest.cli.group import fail, main
+from memest.cli.options import jobs_option
 from memest.cli.terminal import shown
-from memest.writing import write_output
 
 
 @main.command()
@@ -29,7 +29,7 @@ from memest.writing import write_output
     "--tolerance", multiple=True, help="NAME=PERCENT of allocated, reserved, process, phase."
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to a file.")
-@click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
+@jobs_option
 def compare(
     results: tuple[Path, ...],
     as_json: bool,
@@ -75,10 +75,7 @@ def compare(
         text = (render_comparison_markdown if markdown else render_comparison)(comparisons, summary)
     for line in left_out:
         click.echo(f"not compared: {line}", err=True)
-    if output is None:
-        click.echo(text)
-    else:
-        write_output(output, text + "\n")
+    print_or_write(text, output)
     if charts is not None:
         _draw(comparisons, charts)
     if (check or tolerance) and summary.broken:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import click
 
 from memest.errors import PlanError
 from memest.plan import TrainingPlan
 from memest.plan.files import read_config, read_suite
+from memest.writing import write_output
 
 
 def given_only(flags: dict[str, Any]) -> dict[str, Any]:
@@ -27,6 +31,19 @@ def read_plans(
     if config is not None:
         return [read_config(config, given)]
     return [TrainingPlan.from_dict(given)]
+
+
+def with_gpus(plan: TrainingPlan, *names: str) -> TrainingPlan:
+    """Return `plan` for the GPUs `names`, if it names none."""
+    return plan if plan.gpu or plan.gpu_memory is not None else replace(plan, gpu=names)
+
+
+def print_or_write(text: str, output: Path | None) -> None:
+    """Print `text`, or write it to the file `output`."""
+    if output is None:
+        click.echo(text)
+    else:
+        write_output(output, text + "\n")
 
 
 def check_writable(path: Path) -> None:

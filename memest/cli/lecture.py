@@ -10,7 +10,7 @@ import click
 from memest.cli.explore import LAB_GPUS
 from memest.cli.files import make_folder
 from memest.cli.group import main
-from memest.cli.options import VALUES, completes, suite_names
+from memest.cli.options import VALUES, completes, jobs_option, suite_names
 from memest.cli.terminal import shown
 from memest.estimator.hardware.gpus import find_gpu
 from memest.packages import require
@@ -25,7 +25,7 @@ from memest.writing import write_output
     help="GPU of the bars; repeat for others in the explorer. By default the suite's.",
     shell_complete=completes(VALUES["gpu"]),
 )
-@click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
+@jobs_option
 @click.option(
     "-o",
     "--output",

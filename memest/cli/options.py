@@ -83,6 +83,16 @@ def _option(row: Key) -> Any:
     )  # fmt: skip
 
 
+PATH = click.Path(path_type=Path)
+
+config_option = click.option("--config", type=PATH, help="YAML of one plan; flags override it.")
+jobs_option = click.option(
+    "--jobs", type=click.IntRange(1), help="Processes; by default one per core."
+)
+remote_code_option = click.option(
+    "--trust-remote-code", is_flag=True, help="Run model code from the config's folder."
+)
+
 _PLAN_OPTIONS = [_option(row) for row in PLAN_KEYS.values() if row.flag]
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from memest.cli.files import check_writable, given_only, read_plans
+from memest.cli.files import check_writable, given_only, print_or_write, read_plans, with_gpus
 from memest.cli.group import OOM_EXIT_CODE, main, tell
-from memest.cli.options import emit_option, plan_options
+from memest.cli.options import PATH, config_option, emit_option, plan_options, remote_code_option
 from memest.cli.terminal import folded, has_colour, shown
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import custom_gpu
@@ -27,12 +26,10 @@ if TYPE_CHECKING:
 
 @main.command()
 @plan_options
-@click.option(
-    "--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it."
-)
-@click.option("--suite", type=click.Path(path_type=Path), help="YAML or JSON of many plans.")
+@config_option
+@click.option("--suite", type=PATH, help="YAML or JSON of many plans.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per plan.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the report to a file.")
+@click.option("-o", "--output", type=PATH, help="Write the report to a file.")
 @click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if a plan does not fit.")
 @click.option("--summary", is_flag=True, help="Print one line per plan and requested GPU.")
 @emit_option
@@ -41,14 +38,10 @@ if TYPE_CHECKING:
 @click.option(
     "--jobs", type=click.IntRange(1), help="Processes for a suite; by default one per core."
 )
-@click.option("--trust-remote-code", is_flag=True, help="Run model code from the config's folder.")
-@click.option("--html", type=click.Path(path_type=Path), help="Write a page with charts as well.")
-@click.option(
-    "--snapshot", type=click.Path(path_type=Path), help="Write a memory snapshot, as torch does."
-)
-@click.option(
-    "--chrome-trace", type=click.Path(path_type=Path), help="Write a trace for Perfetto, as JSON."
-)
+@remote_code_option
+@click.option("--html", type=PATH, help="Write a page with charts as well.")
+@click.option("--snapshot", type=PATH, help="Write a memory snapshot, as torch does.")
+@click.option("--chrome-trace", type=PATH, help="Write a trace for Perfetto, as JSON.")
 def predict(
     config: Path | None,
     suite: Path | None,
@@ -79,7 +72,7 @@ def predict(
     if (files["snapshot"] or files["chrome_trace"]) and len(plans) > 1:
         raise PlanError("a recording is of one plan", hint="leave `--suite` out")
     if emit:
-        plans = [_on_every_gpu(plan) for plan in plans]
+        plans = [with_gpus(plan, *NAMES) for plan in plans]
     from memest.cli.resume import predict_kept
     from memest.estimator.search.suite import apart, named
 
@@ -101,20 +94,12 @@ def predict(
     else:
         looks = {"is_shown": output is None, "verbose": verbose}
         text = _one(plans[0], reports[0], how["trust_remote_code"], **looks)
-    if output is None:
-        click.echo(text)
-    else:
-        write_output(output, text + "\n")
+    print_or_write(text, output)
     for error in (named(*each) for each in failed):
         tell(str(error), error.hint)
     if failed:
         return failed[0][1].exit_code
     return OOM_EXIT_CODE if check and any(r.verdict != "fits" for r in reports) else 0
-
-
-def _on_every_gpu(plan: TrainingPlan) -> TrainingPlan:
-    """Return the plan for every GPU that schedulers can name, if it names none."""
-    return plan if plan.gpu or plan.gpu_memory is not None else replace(plan, gpu=tuple(NAMES))
 
 
 def _short(report: Prediction, emit: str | None) -> str:

@@ -139,15 +139,11 @@ def _top(column: Column) -> int:
     return max(row.allocated_bytes, row.peak_allocated_bytes) if row else column.failed_at_bytes
 
 
-def _bar_width(num_reports: int) -> float:
-    return 0.42 if num_reports == 2 else 0.6
-
-
 def _draw_group(
     axes: Axes, theme: Theme, position: int, group: Sequence[Column], limit: float
 ) -> None:
     """Draw the bars of one phase, with the words under them."""
-    width = _bar_width(len(group))
+    width = 0.42 if len(group) == 2 else 0.6
     for index, column in enumerate(group):
         x = position + (index - (len(group) - 1) / 2) * (width + 0.03)
         gid = f"{column.report.kind}:{_PHASES[position]}"

@@ -66,7 +66,11 @@ def plot_scatter(pairs: Sequence[Pair], *, dark: bool = False) -> Figure:
     Raises:
         PlanError: no pair is left.
     """
-    drawn = [(p, m) for p, m in pairs if m.verdict is not Outcome.FAILED and _is_measured(m)]
+    drawn = [
+        (p, m)
+        for p, m in pairs
+        if m.verdict is not Outcome.FAILED and m.peak_allocated_bytes > 0 < m.peak_reserved_bytes
+    ]
     require(drawn)
     with slide(dark=dark) as (figure, theme):
         end = 1.08 * max(getattr(r, q) for pair in drawn for r in pair for q in _QUANTITIES) / GIB
@@ -83,12 +87,9 @@ def plot_scatter(pairs: Sequence[Pair], *, dark: bool = False) -> Figure:
     return figure
 
 
-def _is_measured(measured: Measurement) -> bool:
-    return min(measured.peak_allocated_bytes, measured.peak_reserved_bytes) > 0
-
-
 def _subtitle(predicted: Sequence[Prediction], left_out: int) -> str:
     num_drawn = len(predicted)
+    is_open = any(i.low_bytes < i.high_bytes for p in predicted for i in p.intervals.values())
     noun = "experiment" if num_drawn == 1 else "experiments"
     listed = f", the {MAX_ROWS} furthest off listed" if num_drawn > MAX_ROWS else ""
     parts = [
@@ -96,15 +97,11 @@ def _subtitle(predicted: Sequence[Prediction], left_out: int) -> str:
         gpu_words(predicted),
         token_words(predicted),
         f"shaded {' and '.join(f'±{band:g} %' for band in sorted(BANDS))}",
-        "off the interval" if any(map(_is_open, predicted)) else "",
+        "off the interval" if is_open else "",
         f"{left_out} without a measurement left out" if left_out else "",
         version_words(predicted),
     ]
     return DOT.join(part for part in parts if part)
-
-
-def _is_open(predicted: Prediction) -> bool:
-    return any(found.low_bytes < found.high_bytes for found in predicted.intervals.values())
 
 
 def _draw_diagonal(

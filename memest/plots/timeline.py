@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -135,7 +134,9 @@ def _draw_areas(
 ) -> None:
     """Draw the stacked areas, each with its name where it is wide and tall enough."""
     x = [*columns, int(axes.get_xlim()[1])]
-    floors = list(accumulate(areas.values(), _added, initial=[0.0] * len(columns)))
+    floors = [[0.0] * len(columns)]
+    for sizes in areas.values():
+        floors.append([a + b for a, b in zip(floors[-1], sizes, strict=True)])
     for (area, _), lower, upper in zip(areas.items(), floors, floors[1:], strict=False):
         color = color_of(theme, area)
         axes.fill_between(
@@ -150,10 +151,6 @@ def _draw_areas(
                 *place, area, size=VALUE, color=text_on(color), ha="center", va="center",
                 gid=f"label:{area}",
             )  # fmt: skip
-
-
-def _added(below: Sequence[float], sizes: Sequence[float]) -> list[float]:
-    return [a + b for a, b in zip(below, sizes, strict=True)]
 
 
 def _room_for(

@@ -241,6 +241,9 @@ class Lecture:
         row = next((row for row in self.rows.rows if row.fits and len(row.phases) > 4), None)
         if row is None:
             return []
+        why = [
+            f"{kind}: {text}" for kind, text in row.arithmetic.items() if text and row.kinds[kind]
+        ]
         last = row.plan.accumulate_grad_batches - 1
         probes = {(p.phase, p.micro_batch): p for p in row.phases if p.step == 0}
         moments = [
@@ -266,7 +269,7 @@ class Lecture:
                 Slide(
                     title=title,
                     subtitle=f"One step in five frames, {number}: {row.plan.label}",
-                    notes=self._notes([total, *_why(row)]),
+                    notes=self._notes([total, *why]),
                     chart=self._chart(names, shown, is_upright=True),
                 )
             )
@@ -405,10 +408,6 @@ def _held(moment: PhaseRow) -> dict[str, int]:
         "activations": moment.activations_bytes,
         "between": max(0, moment.peak_allocated_bytes - moment.allocated_bytes),
     }
-
-
-def _why(row: Row) -> list[str]:
-    return [f"{kind}: {text}" for kind, text in row.arithmetic.items() if text and row.kinds[kind]]
 
 
 def _part_note(kind: str, pair: tuple[int, int], before: Row, after: Row) -> str:

@@ -223,7 +223,7 @@ def _step(report: Prediction | RunReport, recording: Recording) -> list[str]:
     lines = report.lines if isinstance(report, RunReport) else ()
     shown = instrument(
         recording,
-        limit_bytes=_limit_bytes(report),
+        limit_bytes=limit_of(report),
         gpu=report.gpu,
         sources={row.name.rpartition(" of ")[2]: row.source for row in lines},
     )
@@ -233,7 +233,7 @@ def _step(report: Prediction | RunReport, recording: Recording) -> list[str]:
 def _of_plan(report: Prediction) -> list[str]:
     from memest.plots import plot_phases
 
-    limit = _limit_bytes(report)
+    limit = limit_of(report)
     drawn = chart(
         lambda dark: plot_phases(report, None, gpu_limit_bytes=limit, dark=dark),
         "params, grads, optimizer and activations at the four phases of a step",
@@ -351,7 +351,8 @@ def _many(reports: Sequence[Prediction]) -> str:
     )
 
 
-def _limit_bytes(report: Prediction | RunReport) -> int:
+def limit_of(report: Prediction | RunReport) -> int:
+    """Return the bytes that the allocator can reserve on the report's GPU."""
     from memest.estimator.hardware.gpus import find_gpu
 
     verdict = report.verdicts.get(report.gpu)

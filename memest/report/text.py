@@ -79,7 +79,7 @@ def render_text(
         parts = [_ranks(report), _modules(report.modules), _lines(report.lines), _levels(report)]
         last = guesses_of(report)
     else:
-        parts, last = [_phases(report), _closed_form(report)], []
+        parts, last = [table(phase_rows(report), left=1), _closed_form(report)], []
     sections = [
         [paint(f"warning: {line}", BAD, colour=colour) for line in report.warnings],
         answer(report, change=change, colour=colour),
@@ -285,10 +285,6 @@ _PHASES = {
     Phase.AFTER_OPTIMIZER_STEP: "after step",
     Phase.AFTER_VALIDATION: "after validation",
 }
-
-
-def _phases(prediction: Prediction) -> list[str]:
-    return table(phase_rows(prediction), left=1)
 
 
 def _phase_figures(row: PhaseRow) -> list[str]:

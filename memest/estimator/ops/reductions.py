@@ -382,47 +382,37 @@ def product_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
 @requests("linalg_vector_norm norm.ScalarOpt_dim")
 def norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`linalg_vector_norm`, `norm` over dims: ReduceNormKernel.cu adds in float32 or wider."""
-    tensor, out_dtype = args[0], _tensor_out(out).dtype
     dims = _dims_of(args, kwargs, 2)
-    staged = reduce_bytes(
-        tensor,
-        dims,
-        gpu,
-        dtype=tensor.dtype,
-        out_dtype=out_dtype,
-        accumulator_bytes=accumulator_bytes_of(tensor.dtype),
+    return _reduced(args[0], dims, out, gpu, accumulator_bytes_of(args[0].dtype))
+
+
+def _reduced(
+    tensor: Tensor, dims: Sequence[int], out: Any, gpu: Gpu, accumulator_bytes: int
+) -> Scratch:
+    """Return the staging buffer of a reduction whose kernel loads the dtype of `tensor`."""
+    out_dtype = _tensor_out(out).dtype
+    return Scratch(
+        after=reduce_bytes(
+            tensor,
+            dims,
+            gpu,
+            dtype=tensor.dtype,
+            out_dtype=out_dtype,
+            accumulator_bytes=accumulator_bytes,
+        )
     )
-    return Scratch(after=staged)
 
 
 @requests("amax amin max min any any.dim any.dims all all.dim all.dims _is_all_true _is_any_true")
 def extreme_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`amax`, `amin`, `any`, `all`, `max`, `min`: accumulate in the input dtype."""
-    tensor = args[0]
-    staged = reduce_bytes(
-        tensor,
-        _dims_of(args, kwargs, 1),
-        gpu,
-        dtype=tensor.dtype,
-        out_dtype=_tensor_out(out).dtype,
-        accumulator_bytes=tensor.dtype.itemsize,
-    )
-    return Scratch(after=staged)
+    return _reduced(args[0], _dims_of(args, kwargs, 1), out, gpu, args[0].dtype.itemsize)
 
 
 @requests("max.dim min.dim argmax argmin")
 def indexed_extreme_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`argmax`, `argmin`, `max.dim`, `min.dim`: a value and an int64 index, 16 bytes."""
-    tensor = args[0]
-    staged = reduce_bytes(
-        tensor,
-        _dims_of(args, kwargs, 1),
-        gpu,
-        dtype=tensor.dtype,
-        out_dtype=_tensor_out(out).dtype,
-        accumulator_bytes=16,
-    )
-    return Scratch(after=staged)
+    return _reduced(args[0], _dims_of(args, kwargs, 1), out, gpu, 16)
 
 
 @requests("std.correction var.correction var_mean.correction std_mean.correction")

@@ -336,14 +336,10 @@ def _addmm(
         is_by_rows = dense.stride(1) == 1 and dense.stride(0) != 0
         given = dense if is_by_columns or is_by_rows else dense.contiguous()
         blocks = -(-num_entries // (_ENTRIES_OF_A_BLOCK if num_columns > 1 else _OF_ONE_COLUMN))
-        _passing(mode, aten.addmm.default, _aligned(4 * blocks))
+        _passing(mode, aten.addmm.default, -(-4 * blocks // 8) * 8 + 7)
         del given
     del transposed, columns, starts, zeros
     return result
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // 8) * 8 + 7
 
 
 @on_sparse("mm")

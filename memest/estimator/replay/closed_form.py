@@ -55,7 +55,8 @@ def closed_form(
     else:
         formula = "34 s b h + 5 a s^2 b"
         textbook = 34 * tokens * g.h + 5 * g.a * seq_len * tokens
-        differences = _differences(plan, g, seq_len, is_fused=_attends_fused(program))
+        is_fused = any(_FUSED_ATTENTION.search(site.op) for site in program.storages.sites)
+        differences = _differences(plan, g, seq_len, is_fused=is_fused)
     rest = per_layer - textbook - sum(t.num_bytes for t in differences)
     other = Term(
         kind="this model's code",
@@ -89,10 +90,6 @@ def held_by_layers(program: Program) -> dict[int, int]:
         if found and storages.kinds[index] == "activations":
             layers[int(found[2])] += storages.num_bytes[index]
     return dict(layers)
-
-
-def _attends_fused(program: Program) -> bool:
-    return any(_FUSED_ATTENTION.search(site.op) for site in program.storages.sites)
 
 
 def _differences(

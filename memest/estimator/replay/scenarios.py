@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from memest.estimator.allocator.least_limit import LeastLimit, highest_need
 from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings, parse_settings
@@ -118,20 +119,13 @@ def _ending(result: Replayed) -> tuple[bool, int]:
 
 def scenarios_of(plan: TrainingPlan, worst: TracedPlan) -> list[Scenario]:
     """Return every scenario of the traced ranks; the one that reserves most is first."""
-    ranks = (worst, *worst.others)
-    found = [
-        Scenario(run_of_plan(plan, traced), returns, traced=traced)
-        for traced in ranks
-        for returns in (FreeTiming if _depends_on_time(plan, traced) else (FreeTiming.LATEST,))
-    ]
-    found.sort(
-        key=lambda scenario: (
-            scenario.free.peak_reserved_bytes,
-            scenario.free.peak_allocated_bytes,
-        ),
-        reverse=True,
-    )
-    return found
+    found: list[Scenario] = []
+    for traced in (worst, *worst.others):
+        depends_on_time = plan.world_size > 1 and traced.program.storages.depends_on_time
+        for returns in FreeTiming if depends_on_time else (FreeTiming.LATEST,):
+            found.append(Scenario(run_of_plan(plan, traced), returns, traced=traced))
+    key = attrgetter("free.peak_reserved_bytes", "free.peak_allocated_bytes")
+    return sorted(found, key=key, reverse=True)
 
 
 def verdict_over(
@@ -219,7 +213,3 @@ def settings_of(plan: TrainingPlan) -> AllocatorSettings:
         PlanError: torch refuses `alloc_conf`; the message is torch's.
     """
     return parse_settings(plan.alloc_conf)
-
-
-def _depends_on_time(plan: TrainingPlan, traced: TracedPlan) -> bool:
-    return plan.world_size > 1 and traced.program.storages.depends_on_time
