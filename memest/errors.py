@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class MemestError(Exception):
@@ -50,6 +53,14 @@ class TraceError(MemestError):
     """The training step could not be run on the meta device; the message names the module."""
 
     exit_code = 3
+
+
+def result_or_error(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T | MemestError:
+    """Return the result of a call, or the `MemestError` that it raises."""
+    try:
+        return function(*args, **kwargs)
+    except MemestError as error:
+        return error
 
 
 def shown(value: object) -> str:

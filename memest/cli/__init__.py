@@ -9,13 +9,11 @@ from __future__ import annotations
 from memest.cli import (  # noqa: F401
     advise,
     chart,
-    checkpoint,
     compare,
     diff,
     doctor,
     explore,
     lecture,
-    lists,
     mcp,
     predict,
     run,

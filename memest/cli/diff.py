@@ -10,6 +10,7 @@ import click
 
 from memest.cli.files import check_writable
 from memest.cli.group import fail, main
+from memest.cli.options import PATH
 from memest.cli.run import with_project
 from memest.writing import write_output
 
@@ -20,16 +21,14 @@ if TYPE_CHECKING:
 GREW_EXIT_CODE = 4
 """Exit code of a peak that grew."""
 
-_FILE = click.Path(path_type=Path)
-
 
 @main.command()
-@click.argument("before", type=_FILE)
-@click.argument("after", type=_FILE)
+@click.argument("before", type=PATH)
+@click.argument("after", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per script or plan.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="A comment for a pull request.")
-@click.option("--sarif", "sarif_path", type=_FILE, help="Write the lines that grew as SARIF.")
-@click.option("--html", type=_FILE, help="Write both reports as a page.")
+@click.option("--sarif", "sarif_path", type=PATH, help="Write the lines that grew as SARIF.")
+@click.option("--html", type=PATH, help="Write both reports as a page.")
 @click.option("--check", is_flag=True, help=f"Exit with {GREW_EXIT_CODE} if a peak grew.")
 def diff(
     before: Path,
@@ -68,8 +67,8 @@ def diff(
 
 @main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--base", default="", help="Branch to compare with. [none]")
-@click.option("--markdown", "markdown_path", type=_FILE, help="Write a comment for a pull request.")
-@click.option("--sarif", "sarif_path", type=_FILE, help="Write the lines as SARIF.")
+@click.option("--markdown", "markdown_path", type=PATH, help="Write a comment for a pull request.")
+@click.option("--sarif", "sarif_path", type=PATH, help="Write the lines as SARIF.")
 @click.option(
     "--fail-on-increase", is_flag=True, help=f"Exit with {GREW_EXIT_CODE} if a peak grew."
 )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,6 +14,10 @@ from memest.errors import PlanError
 from memest.plan import TrainingPlan
 from memest.plan.files import read_config, read_suite
 from memest.writing import write_output
+
+if TYPE_CHECKING:
+    from memest.estimator.replay.recording import Recording
+    from memest.report import Prediction, RunReport
 
 
 def given_only(flags: dict[str, Any]) -> dict[str, Any]:
@@ -44,6 +49,28 @@ def print_or_write(text: str, output: Path | None) -> None:
         click.echo(text)
     else:
         write_output(output, text + "\n")
+
+
+def write_pages(
+    reports: Sequence[Prediction | RunReport],
+    recording: Recording | None,
+    *,
+    html: Path | None,
+    snapshot: Path | None,
+    chrome_trace: Path | None,
+) -> None:
+    """Write reports as a page, and a recording as PyTorch's snapshot and as Chrome's trace."""
+    if html is not None:
+        from memest.report.page import render_page
+
+        write_output(html, render_page(reports, recording=recording))
+    if recording is not None:
+        from memest.estimator.replay.recording import write_chrome_trace, write_snapshot
+
+        if snapshot is not None:
+            write_snapshot(recording, snapshot)
+        if chrome_trace is not None:
+            write_chrome_trace(recording, chrome_trace)
 
 
 def check_writable(path: Path) -> None:

@@ -14,9 +14,7 @@ from memest.errors import MemestError
 from memest.packages import broken_package
 
 OOM_EXIT_CODE = 5
-"""Exit code of `--check` when a plan does not fit; without it a verdict is a result, and the code
-0.
-"""
+"""Exit code of `--check` when a plan does not fit; without `--check` the code is 0."""
 
 
 SECTIONS = {
@@ -122,17 +120,14 @@ def tell(message: str, hint: str) -> None:
         click.echo(f"hint: {' '.join(hint.split())}", err=True)
 
 
-def _python() -> str:
-    return f"{platform.python_version()} on {platform.platform()}"
-
-
 def _print_versions(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     """Print the versions that a bug report needs, without importing a library."""
     if not value or ctx.resilient_parsing:
         return
     from memest.estimator.versions import STACK, library_versions
 
-    for name, number in {**library_versions(*STACK), "Python": _python()}.items():
+    python = f"{platform.python_version()} on {platform.platform()}"
+    for name, number in {**library_versions(*STACK), "Python": python}.items():
         click.echo(f"{name} {number}")
     ctx.exit()
 

@@ -20,17 +20,18 @@ from memest.report.schedulers import SCHEDULERS
 from memest.units import parse_bytes
 
 
-class _Size(click.ParamType):  # type: ignore[type-arg]
+class Size(click.ParamType):  # type: ignore[type-arg]
+    """Type of a size in bytes, such as 24GiB."""
+
     name = "size"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        """Return the bytes."""
         return parse_bytes(value)
 
 
 def completes(values: Callable[[], Iterable[str]], *, is_list: bool = False) -> Any:
-    """Return a `shell_complete` of the values that begin with the typed text, or with a list's last
-    item.
-    """
+    """Return a `shell_complete` for the typed beginning of a value, or of a list's last item."""
 
     def complete(ctx: Any, param: Any, incomplete: str) -> list[CompletionItem]:
         head, comma, tail = incomplete.rpartition(",") if is_list else ("", "", incomplete)
@@ -75,7 +76,7 @@ def _option(row: Key) -> Any:
     OPTION_SECTIONS[row.name] = row.section
     if row.is_switch:
         return click.option("/".join(row.flags), row.name, default=None, help=row.help_text)
-    kind = _Size() if row.is_size else _TYPES.get(row.type.partition(" ")[0])
+    kind = Size() if row.is_size else _TYPES.get(row.type.partition(" ")[0])
     complete = completes(VALUES[row.name]) if row.name in VALUES else None
     return click.option(
         row.flag, row.name, type=kind, multiple=row.is_repeated, help=row.help_text,

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memest.cli.files import check_writable, given_only, print_or_write, read_plans, with_gpus
+from memest.cli.files import (
+    check_writable,
+    given_only,
+    print_or_write,
+    read_plans,
+    with_gpus,
+    write_pages,
+)
 from memest.cli.group import OOM_EXIT_CODE, main, tell
 from memest.cli.options import PATH, config_option, emit_option, plan_options, remote_code_option
 from memest.cli.terminal import folded, has_colour, shown
@@ -17,7 +24,6 @@ from memest.estimator.hardware.gpus import custom_gpu
 from memest.plan import TrainingPlan
 from memest.report.answer import summary_line
 from memest.report.schedulers import NAMES, resource_lines
-from memest.writing import write_output
 
 if TYPE_CHECKING:
     from memest.estimator.search.advise import Option
@@ -142,15 +148,10 @@ def _cheapest(plan: TrainingPlan, report: Prediction, *, trust_remote_code: bool
 
 
 def write_files(
-    plans: Sequence[TrainingPlan],
-    reports: Sequence[Prediction],
-    *,
-    html: Path | None,
-    snapshot: Path | None,
-    chrome_trace: Path | None,
+    plans: Sequence[TrainingPlan], reports: Sequence[Prediction], **files: Path | None
 ) -> None:
     """Write the other files of `predict`: a page, PyTorch's snapshot, Chrome's trace."""
-    if not (html or snapshot or chrome_trace):
+    if not any(files.values()):
         return
     recording = None
     if len(plans) == 1:
@@ -159,16 +160,6 @@ def write_files(
         try:
             recording = record_plan(plans[0])
         except PlanError:  # too long a run: a page does without its timeline
-            if snapshot or chrome_trace:
+            if files["snapshot"] or files["chrome_trace"]:
                 raise
-    if html is not None:
-        from memest.report.page import render_page
-
-        write_output(html, render_page(reports, recording=recording))
-    if recording is not None:
-        from memest.estimator.replay.recording import write_chrome_trace, write_snapshot
-
-        if snapshot is not None:
-            write_snapshot(recording, snapshot)
-        if chrome_trace is not None:
-            write_chrome_trace(recording, chrome_trace)
+    write_pages(reports, recording, **files)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -18,6 +18,9 @@ from memest.plan import TrainingPlan
 if TYPE_CHECKING:
     from memest.estimator.search.sweep import Grid
     from memest.report import Prediction
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Kept:
@@ -70,10 +73,6 @@ class Kept:
         self._is_new = False
         self.known[plan_key(plan)] = result
 
-    def remove(self) -> None:
-        """Delete the file."""
-        self.path.unlink(missing_ok=True)
-
     @contextmanager
     def growing(self, results_of: Callable[[Event], Mapping[TrainingPlan, Any]]) -> Iterator[None]:
         """Write every result as it comes; on an interrupt, print how many are stored."""
@@ -93,6 +92,21 @@ class Kept:
                     err=True,
                 )
             raise
+
+    def complete(
+        self,
+        plans: Sequence[TrainingPlan],
+        read: Callable[[TrainingPlan, Any], T],
+        results_of: Callable[[Event], Mapping[TrainingPlan, Any]],
+        run: Callable[[dict[TrainingPlan, T]], R],
+    ) -> R:
+        """Call `run` with the stored results of `plans`, store new ones, and delete the file."""
+        keys = {plan: plan_key(plan) for plan in plans}
+        known = {p: read(p, self.known[key]) for p, key in keys.items() if key in self.known}
+        with self.growing(results_of):
+            made = run(known)
+        self.path.unlink(missing_ok=True)
+        return made
 
 
 def plan_key(plan: TrainingPlan) -> str:
@@ -120,20 +134,16 @@ def predict_kept(
     from memest.estimator.search.suite import predict_each
     from memest.report import Prediction
 
-    if target is None:
-        return predict_each(plans, jobs=jobs, trust_remote_code=trust_remote_code)
-    kept = Kept(target, is_resumed=is_resumed)
-    known = {
-        plan: Prediction.from_dict(kept.known[plan_key(plan)])
-        for plan in plans
-        if plan_key(plan) in kept.known
-    }
-    new = [plan for plan in plans if plan not in known]
-    with kept.growing(predictions_of):
+    def run(known: dict[TrainingPlan, Prediction]) -> list[Prediction | MemestError]:
+        new = [plan for plan in plans if plan not in known]
         made = predict_each(new, jobs=jobs, trust_remote_code=trust_remote_code) if new else []
-    kept.remove()
-    rest = iter(made)
-    return [known[plan] if plan in known else next(rest) for plan in plans]
+        rest = iter(made)
+        return [known[plan] if plan in known else next(rest) for plan in plans]
+
+    if target is None:
+        return run({})
+    kept = Kept(target, is_resumed=is_resumed)
+    return kept.complete(plans, lambda _, row: Prediction.from_dict(row), predictions_of, run)
 
 
 def sweep_kept(
@@ -147,19 +157,16 @@ def sweep_kept(
     """Run `sweep_grid`, storing results next to `target`, if the command writes one."""
     from memest.estimator.search.sweep import SweepPoint, sweep_grid
 
+    def run(known: dict[TrainingPlan, list[SweepPoint]]) -> list[dict[str, Any]]:
+        return sweep_grid(grid, jobs=jobs, trust_remote_code=trust_remote_code, known=known)
+
     if target is None:
-        return sweep_grid(grid, jobs=jobs, trust_remote_code=trust_remote_code)
-    kept = Kept(target, is_resumed=is_resumed)
+        return run({})
     plans = [plan for _, plan in grid if isinstance(plan, TrainingPlan)]
-    known = {
-        plan: [SweepPoint.from_dict(plan, point) for point in kept.known[plan_key(plan)]]
-        for plan in plans
-        if plan_key(plan) in kept.known
-    }
-    with kept.growing(points_of):
-        rows = sweep_grid(grid, jobs=jobs, trust_remote_code=trust_remote_code, known=known)
-    kept.remove()
-    return rows
+    kept = Kept(target, is_resumed=is_resumed)
+    return kept.complete(
+        plans, lambda plan, rows: [SweepPoint.from_dict(plan, row) for row in rows], points_of, run
+    )
 
 
 def points_of(event: Event) -> dict[TrainingPlan, Any]:

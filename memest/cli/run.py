@@ -1,4 +1,4 @@
-"""`memest run`: a training script on a virtual GPU, and the report of it."""
+"""`memest run`: a script on a virtual GPU; `memest checkpoint`: a folder that it can load."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from memest.cli.files import check_writable
+from memest.cli.files import check_writable, write_pages
 from memest.cli.group import OOM_EXIT_CODE, main, tell
-from memest.cli.options import VALUES, completes, emit_option, torch_option
+from memest.cli.options import PATH, VALUES, Size, completes, emit_option, torch_option
 from memest.cli.terminal import folded, has_colour
 from memest.errors import PlanError
 from memest.estimator.allocator.settings import settings_from
@@ -25,7 +25,7 @@ from memest.project import FILE, find_project
 from memest.report.answer import summary_line
 from memest.report.schedulers import NAMES, resource_lines
 from memest.run.target import NoInput, Target, check_single_process, find_module, find_script
-from memest.units import parse_bytes
+from memest.units import format_bytes
 from memest.writing import write_output
 
 if TYPE_CHECKING:
@@ -38,13 +38,6 @@ NOT_USED_EXIT_CODE = 2
 """Exit code of a script that ends without using the GPU."""
 
 RULE = "-" * 80
-
-
-class _Bytes(click.ParamType):  # type: ignore[type-arg]
-    name = "size"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> int:
-        return parse_bytes(value)
 
 
 class _RunCommand(click.Command):
@@ -93,7 +86,6 @@ class _RunCommand(click.Command):
         return [*added, *args], script
 
 
-_FILE = click.Path(path_type=Path)
 _ARGUMENTS = "memest.run.arguments"
 
 MAX_SECONDS_OF_RANK = 1800.0
@@ -109,12 +101,12 @@ MAX_SECONDS_OF_RANK = 1800.0
 )
 @click.option(
     "--python",
-    type=_FILE,
+    type=PATH,
     help="Interpreter or environment of the script, without memest; by default VIRTUAL_ENV.",
 )
-@click.option("--gpu-memory", type=_Bytes(), help="Memory of a GPU not in the catalogue: 24GiB.")
-@click.option("--memory-limit", type=_Bytes(), help="Cap on the allocator: 78.4GiB.")
-@click.option("--beside", type=_Bytes(), help="Memory that other processes hold: 24GiB.")
+@click.option("--gpu-memory", type=Size(), help="Memory of a GPU not in the catalogue: 24GiB.")
+@click.option("--memory-limit", type=Size(), help="Cap on the allocator: 78.4GiB.")
+@click.option("--beside", type=Size(), help="Memory that other processes hold: 24GiB.")
 @click.option("--nproc-per-node", type=click.IntRange(1), help="GPUs per node, as in `torchrun`.")
 @click.option("--nnodes", type=click.IntRange(1), default=1, help="Nodes, as in `torchrun`.")
 @click.option(
@@ -138,10 +130,10 @@ MAX_SECONDS_OF_RANK = 1800.0
     help="Stop where a script reads an unknown value, or compiled code falls back to eager.",
 )
 @click.option("--no-input", is_flag=True, help="Refuse a script that reads from stdin.")
-@click.option("--json", "json_path", type=_FILE, help="Write the report to a file as JSON.")
-@click.option("--html", type=_FILE, help="Write the report as a page.")
-@click.option("--snapshot", type=_FILE, help="Write a memory snapshot, as torch does.")
-@click.option("--chrome-trace", type=_FILE, help="Write a trace for Perfetto, as JSON.")
+@click.option("--json", "json_path", type=PATH, help="Write the report to a file as JSON.")
+@click.option("--html", type=PATH, help="Write the report as a page.")
+@click.option("--snapshot", type=PATH, help="Write a memory snapshot, as torch does.")
+@click.option("--chrome-trace", type=PATH, help="Write a trace for Perfetto, as JSON.")
 @click.option(
     "--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if the script does not fit."
 )
@@ -190,9 +182,7 @@ def run(
     check_single_process(os.environ)
     settings_from(os.environ)  # which the allocator reads at its first request
     target_gpu = _gpu(gpu_name, gpu_memory, beside)
-    files = _Files(
-        *(output.pop(name) for name in ("json_path", "html", "snapshot", "chrome_trace"))
-    )
+    files = _Files(*map(output.pop, ("json_path", "html", "snapshot", "chrome_trace")))
     limits = {"memory_limit": memory_limit, "max_steps": max_steps}
     options: dict[str, Any] = {**limits, "is_strict": strict, "batch_parts": batch_parts}
     with _no_real_gpu():
@@ -382,26 +372,19 @@ def _gpu(name: str | None, memory_bytes: int | None, beside_bytes: int | None) -
 class _Files:
     """Files to write besides the text; their paths are relative to the user's folder."""
 
-    OPTIONS = ("json_path", "html", "snapshot", "chrome_trace")
-
-    def __init__(
-        self, json: Path | None, html: Path | None, snapshot: Path | None, chrome: Path | None
-    ) -> None:
-        paths = [p and Path(os.path.abspath(p)) for p in (json, html, snapshot, chrome)]
-        for path in paths:
-            if path is not None:
-                check_writable(path)
-        self.json, self.html, self.snapshot, self.chrome = paths
+    def __init__(self, *paths: Path | None) -> None:
+        self.paths = [path and Path(os.path.abspath(path)) for path in paths]
+        for path in filter(None, self.paths):
+            check_writable(path)
+        self.json, self.html, self.snapshot, self.chrome = self.paths
 
     def of_rank(self, rank: int) -> _Files:
         """Return hidden files next to these, for one rank of several."""
-        paths = (self.json, self.html, self.snapshot, self.chrome)
-        return _Files(*(p and _beside(p, rank) for p in paths))
+        return _Files(*(path and _beside(path, rank) for path in self.paths))
 
     def keep_of(self, report: RunReport, ranks: Sequence[int]) -> None:
         """Move the files of the report's rank into place, of `ranks` that have written some."""
-        paths = (self.json, self.html, self.snapshot, self.chrome)
-        for path in filter(None, paths):
+        for path in filter(None, self.paths):
             for rank in ranks:
                 if rank == report.rank:
                     _beside(path, rank).replace(path)
@@ -419,19 +402,12 @@ class _Files:
         """Write all requested files."""
         if self.json is not None:
             write_output(self.json, report.to_json() + "\n")
-        if not (self.html or self.snapshot or self.chrome):
-            return
-        from memest.estimator.replay.recording import write_chrome_trace, write_snapshot
-        from memest.report.page import render_page
-        from memest.run.replays import record_run_of
+        if any(self.paths[1:]):
+            from memest.run.replays import record_run_of
 
-        recording = record_run_of(session.virtual, report)
-        if self.html is not None:
-            write_output(self.html, render_page([report], recording=recording))
-        if self.snapshot is not None:
-            write_snapshot(recording, self.snapshot)
-        if self.chrome is not None:
-            write_chrome_trace(recording, self.chrome)
+            recording, chrome = record_run_of(session.virtual, report), self.chrome
+            files = {"html": self.html, "snapshot": self.snapshot, "chrome_trace": chrome}
+            write_pages([report], recording, **files)
 
 
 def _beside(path: Path, rank: int) -> Path:
@@ -455,3 +431,33 @@ def _print(
         return
     text = render_text(report, colour=out is sys.stdout and has_colour(), verbose=verbose)
     click.echo(f"\n{RULE}\n{folded(text, out)}", file=out)
+
+
+@main.command()
+@click.argument("model")
+@click.argument("folder", type=PATH)
+@click.option(
+    "--format",
+    "layout",
+    type=click.Choice(["litgpt", "hf"]),
+    required=True,
+    help="Layout: of `litgpt download`, or of transformers' `save_pretrained`.",
+)
+@click.option("--tokenizer", type=PATH, help="Copy the tokenizer of this folder.")
+def checkpoint(model: str, folder: Path, layout: str, tokenizer: Path | None) -> None:
+    """Write a dummy checkpoint of MODEL to FOLDER.
+
+    It has names, shapes and dtypes, but no values: a few hundred kilobytes for any model.
+    Scripts load it under `memest run`. Only another dummy checkpoint is overwritten.
+
+    \b
+    memest checkpoint open-llama-7b --format litgpt checkpoints/openlm-research/open_llama_7b
+    memest checkpoint blip2-opt-2.7b --format hf Salesforce/blip2-opt-2.7b
+    """
+    from memest.run.dummy_checkpoints import write_checkpoint
+
+    made = write_checkpoint(model, folder, layout=layout, tokenizer=tokenizer)
+    click.echo(
+        f"{made.folder}: a dummy checkpoint of {made.model}, {made.num_tensors} tensors, "
+        f"{format_bytes(made.num_bytes)} for {format_bytes(made.stands_for_bytes)} of weights"
+    )

@@ -124,18 +124,8 @@ def record_plan(plan: TrainingPlan, *, trust_remote_code: bool = False) -> Recor
     gpu = target_gpus(plan)[0] if is_asked else _primary(plan)
     traced = trace_plan(plan, gpu, trust_remote_code=trust_remote_code)
     scenario = scenarios_of(plan, traced)[0]
-    run = scenario.run
-    recording = record_run(
-        run.program,
-        num_steps=run.num_steps,
-        num_micro_batches=run.num_micro_batches,
-        limit_bytes=usable_bytes(plan, gpu),
-        settings=run.settings,
-        is_share=run.is_share,
-        returns=scenario.returns,
-    )
-    recording.gpu = gpu.name
-    return recording
+    limit = usable_bytes(plan, gpu)
+    return record_run(scenario.run, limit, scenario.returns, gpu=gpu.name)
 
 
 def _primary(plan: TrainingPlan) -> Gpu:

@@ -43,9 +43,7 @@ class Feed:
 
 
 def initialise(model: nn.Module) -> None:
-    """Set random weights in place: one normal distribution for all, which is cheap and stays
-    finite.
-    """
+    """Set random weights in place from one normal distribution: cheap, and it stays finite."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():

@@ -43,9 +43,7 @@ class FineTune(L.LightningModule):
         self._task.recorder.record(phase, self.trainer.model, self.trainer.optimizers[0])
 
     def cpu(self) -> Any:
-        """Return the module unmoved; Lightning moves it to the host at the end, which is not
-        needed.
-        """
+        """Return the module unmoved: Lightning's move to the host at the end is not needed."""
         return self
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

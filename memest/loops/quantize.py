@@ -66,9 +66,7 @@ def _weight_of(original: Any) -> torch.Tensor:
 
 
 def _in_8_bits(original: Any) -> Any:
-    """Make the 8-bit layer through the host, as transformers does: bitsandbytes quantises on the
-    move.
-    """
+    """Make the 8-bit layer through the host, as transformers does; the move quantises it."""
     import bitsandbytes
 
     weight = _weight_of(original)

@@ -64,9 +64,7 @@ def _fsdp(plan: TrainingPlan, model: nn.Module) -> Any:
 
 
 def _fsdp2(plan: TrainingPlan) -> Any:
-    """Make the mesh of replicas by shards, which `fully_shard` takes as HSDP; `shard_model` uses
-    it.
-    """
+    """Make the mesh of replicas by shards for HSDP's `fully_shard` in `shard_model`."""
     from lightning.pytorch.strategies import ModelParallelStrategy
 
     return ModelParallelStrategy(*(hybrid_shape(plan) or (plan.world_size, 1)))

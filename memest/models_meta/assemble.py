@@ -143,9 +143,7 @@ def half_dtype(plan: TrainingPlan) -> torch.dtype:
 
 
 def input_dtype(plan: TrainingPlan) -> torch.dtype | None:
-    """Return the dtype to which Lightning casts float inputs (`HalfPrecision.convert_input`), or
-    None.
-    """
+    """Return the dtype of Lightning's float inputs (`HalfPrecision.convert_input`), or None."""
     return half_dtype(plan) if plan.precision in ("bf16-true", "16-true") else None
 
 

@@ -62,9 +62,7 @@ class Batch:
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """Keyword arguments of forward: real integer tensors on the CPU, meta floats, and the
-        flags.
-        """
+        """Keyword arguments of forward: real integers on the CPU, meta floats, and flags."""
         return {tensor.name: tensor.value for tensor in self.tensors} | dict(self.flags)
 
 
@@ -86,9 +84,7 @@ class Request:
 
     @property
     def num_padded(self) -> int:
-        """Padded tokens at the end of each row except the first: a quarter of the row, at least
-        one.
-        """
+        """Padded tokens at the end of each row but the first: a quarter, at least one."""
         can_pad = self.padded and self.batch_size > 1 and self.seq_len > 1
         return max(1, self.seq_len // 4) if can_pad else 0
 
@@ -119,9 +115,7 @@ def _special_ids(config: Any) -> set[int]:
 
 
 def random_ids(request: Request, num_tokens: int) -> Tensor:
-    """Return (B, num_tokens) ids with a fixed seed, without special ids if the vocabulary has
-    others.
-    """
+    """Return (B, num_tokens) ids of a fixed seed; special ids only if there are no others."""
     vocab_size = int(text_config(request.config).vocab_size)
     special = _special_ids(request.config)
     shape = (request.batch_size, num_tokens)
@@ -141,9 +135,7 @@ def _pad_id(request: Request) -> int:
 
 
 def text_inputs(request: Request, prefix: Tensor | None = None) -> dict[str, Tensor]:
-    """Return `input_ids` and `attention_mask` (B, T); ids begin with `prefix` (B, T'), image
-    tokens.
-    """
+    """Return `input_ids` and `attention_mask` (B, T); ids begin with `prefix` (B, T')."""
     num_prefix = 0 if prefix is None else prefix.shape[1]
     ids = random_ids(request, request.seq_len - num_prefix)
     if prefix is not None:
@@ -157,9 +149,7 @@ def text_inputs(request: Request, prefix: Tensor | None = None) -> dict[str, Ten
 
 
 def image_inputs(request: Request) -> tuple[dict[str, Tensor], dict[str, bool], int]:
-    """Return fp32 `pixel_values` (B, C, H, W), flags for a size that is not the model's, and the
-    size.
-    """
+    """Return fp32 `pixel_values` (B, C, H, W), flags for another size, and the size."""
     vision = vision_config(request.config) or request.config
     own = default_image_size(request.config)
     size = request.image_size or own
@@ -221,9 +211,7 @@ def placeholders(request: Request, num_image_tokens: int, image_id: int, *around
 
 
 def _text_batch(request: Request) -> Batch:
-    """Make the batch of a language model, encoder, encoder-decoder or head; the class name selects
-    the labels.
-    """
+    """Make the batch of a text model; the class name selects the labels."""
     named = text_inputs(request)
     name = request.class_name
     if "attention_mask" not in request.forward:
@@ -386,9 +374,7 @@ SEED = 20
 
 
 MAX_TOKENS = 2**27
-"""Limit of tokens. Ids are real tensors: this many take 1 GiB of host memory, 3 GiB with mask and
-labels.
-"""
+"""Limit of tokens: real ids of 1 GiB on the host, 3 GiB with mask and labels."""
 
 
 def make_batch(

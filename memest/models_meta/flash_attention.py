@@ -189,9 +189,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Tensor:
-    """Attention of texts of different lengths packed into one row, (N, H, E); `cu_seqlens` has the
-    bounds.
-    """
+    """Attention of texts packed into one row, (N, H, E); `cu_seqlens` has the bounds."""
     _check_call(q, k, v, dropout_p, softcap)
     queries, keys = int(max_seqlen_q), int(max_seqlen_k)
     window = max(window_size) >= 0 or (causal and queries > 1)

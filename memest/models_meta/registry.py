@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 CONFIG_DIR = Path(__file__).parent / "configs"
 
 MAX_CONFIG_BYTES = 8 * 2**20
-"""Size above which a config.json is rejected. A real one is a few KiB, with a label map below 1
-MiB.
-"""
+"""Size above which a config.json is rejected; real ones have a few KiB, at most 1 MiB."""
 
 COUNT_LIMITS = {
     re.compile(r"layers?$|^n_layer$|blocks$|depths?$"): 4096,
@@ -446,9 +444,7 @@ def _to_pretrained(raw: dict[str, Any], name: str) -> PretrainedConfig:
 
 
 def _architecture(raw: Mapping[str, Any], config: PretrainedConfig, name: str) -> str:
-    """Return the one class in `architectures`, checked against the config; empty when there is
-    none.
-    """
+    """Return the one class in `architectures`, checked against the config, or ""."""
     import transformers
 
     names = raw.get("architectures")

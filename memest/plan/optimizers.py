@@ -37,9 +37,7 @@ class OptimizerRow:
 
     @property
     def needs_momentum(self) -> bool:
-        """True if it cannot be made without momentum (bitsandbytes 0.50, `optim/sgd.py`,
-        `lars.py`).
-        """
+        """True if it requires momentum (bitsandbytes 0.50, `optim/sgd.py`, `lars.py`)."""
         return self.library == BITSANDBYTES and self.class_name.startswith(("SGD", "LARS"))
 
     @property

@@ -377,9 +377,7 @@ def _mark_excess(axes: Axes, theme: Theme, row: int, limit: float, end: float) -
 def _limit_labels(
     gpus: Sequence[tuple[str, int]], per_gib: float, edge: float
 ) -> list[tuple[str, float, int]]:
-    """Return (text, middle, level) of each GPU's label, on the lowest level where it touches no
-    other.
-    """
+    """Return (text, middle, level) of each label, on the lowest level without a collision."""
     labels: list[tuple[str, float, int]] = []
     ends: list[float] = []  # of each level, in inches
     for label, limit in gpus:

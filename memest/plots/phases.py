@@ -64,9 +64,7 @@ class Column:
 
 
 def step_columns(report: Report, step: int, micro_batch: int) -> list[Column]:
-    """Return the four phases of the micro-batch; the first that an out-of-memory run missed is
-    marked.
-    """
+    """Return the micro-batch's four phases; the first that an OOM run missed is marked."""
     rows = {r.phase: r for r in report.phases if (r.step, r.micro_batch) == (step, micro_batch)}
     columns = [Column(report, rows.get(phase)) for phase in _PHASES]
     missed = next((i for i, phase in enumerate(_PHASES) if phase not in rows), None)

@@ -107,9 +107,7 @@ def _subtitle(predicted: Sequence[Prediction], left_out: int) -> str:
 def _draw_diagonal(
     figure: Figure, theme: Theme, pairs: Sequence[Pair], index: int, end: float
 ) -> None:
-    """Draw one square panel. The panel of allocated memory is above that of reserved memory, with
-    the same scale.
-    """
+    """Draw one square panel: allocated memory above reserved memory, with the same scale."""
     quantity = _QUANTITIES[index]
     low = HEIGHT - _DIAGONALS_TOP - _SQUARE - index * (_SQUARE + 0.4)
     axes = figure.add_axes((1.15 / WIDTH, low / HEIGHT, _SQUARE / WIDTH, _SQUARE / HEIGHT))

@@ -178,9 +178,7 @@ def widest_gap(start: float, stop: float, lines: Sequence[float]) -> tuple[float
 
 
 def write_title(figure: Figure, theme: Theme, title: str, subtitle: str) -> None:
-    """Write the two lines at the top left of a slide; the second gets smaller type before it is
-    cut.
-    """
+    """Write title and subtitle at the top left; a long subtitle gets smaller type, then is cut."""
     height = figure.get_figheight()
     room = WIDTH - 0.8
     figure.text(
@@ -417,9 +415,7 @@ def setting_words(plan: Mapping[str, Any]) -> list[str]:
 
 
 def technique_words(plan: Mapping[str, Any]) -> list[str]:
-    """Return adapters, quantisation, checkpointing, strategy and attention, unless they are
-    defaults.
-    """
+    """Return adapters, quantisation, checkpointing, strategy and attention if not default."""
     words = []
     adapter = "QLoRA" if plan.get("use_qlora") else "LoRA" if plan.get("use_lora") else ""
     if adapter:

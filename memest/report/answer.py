@@ -180,7 +180,8 @@ def answer(
     if verdict.decides:
         lines.append(f"what decides: {verdict.decides}")
     if isinstance(report, Prediction):
-        lines += _help(report, change, colour=colour) if is_oom else []
+        if is_oom:
+            lines += [*_change_lines(change, colour=colour), f"more: {advise_command(report)}"]
         lines += _host_lines(report.host_verdict, colour=colour)
     return lines + kernels_line(report.versions)
 
@@ -206,10 +207,6 @@ def _refusal_line(verdict: Verdict, gpu: str, *, colour: bool) -> str:
         f" usable are reserved, and the next request needs {format_gib(-verdict.margin_bytes)}"
         " more than is left"
     )
-
-
-def _help(prediction: Prediction, change: Option | None, *, colour: bool) -> list[str]:
-    return [*_change_lines(change, colour=colour), f"more: {advise_command(prediction)}"]
 
 
 def _host_lines(host: Verdict | None, *, colour: bool) -> list[str]:

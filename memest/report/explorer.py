@@ -26,9 +26,7 @@ def technique_of(plan: TrainingPlan) -> str:
 
 
 def checkpoints(plan: TrainingPlan) -> bool:
-    """Return whether activations are checkpointed, which QLoRA's preparation turns on by
-    default.
-    """
+    """Return whether activations are checkpointed, as QLoRA does by default."""
     return plan.act_ckpt or (plan.use_qlora and plan.kbit_ckpt is not False)
 
 
@@ -104,9 +102,7 @@ def explorer_data(
 
 
 def _choices(plan: TrainingPlan) -> tuple[Any, ...]:
-    """Fields by which a page distinguishes two plans, and other fields that decide a plan's
-    memory.
-    """
+    """Fields that distinguish the plans of a page, and others that decide a plan's memory."""
     lora_r = plan.lora_r if plan.use_lora or plan.use_qlora else None
     return *(of(plan) for _, of in _AXES.values()), lora_r, plan.seq_len, plan.strategy
 

@@ -128,7 +128,7 @@ def predicted_rows(path: Path, gpus: Sequence[str], jobs: int | None) -> Rows:
         MemestError: no plan can be predicted.
     """
     from memest.estimator.hardware.gpus import find_gpu
-    from memest.estimator.search.explore import explored
+    from memest.estimator.search.explore import explored, point_of
     from memest.estimator.search.suite import apart, predict_each
     from memest.report.explorer import explorer_data
 
@@ -139,7 +139,8 @@ def predicted_rows(path: Path, gpus: Sequence[str], jobs: int | None) -> Rows:
         raise failed[0][1]
     rows, points = [], []
     for plan, report in predicted:
-        point, is_cut = _cut_point(plan, report), report.verdict is Outcome.OOM
+        whole = (report.terms, report.unlimited_reserved_bytes, report.phases, report.verdicts)
+        point, is_cut = point_of(plan, *whole), report.verdict is Outcome.OOM
         with suppress(MemestError):  # a strategy without a grid has the figures of its prediction
             point, is_cut = explored(plan, gpus), False
         points.append(point)
@@ -156,26 +157,6 @@ def predicted_rows(path: Path, gpus: Sequence[str], jobs: int | None) -> Rows:
         is_stored=False,
         failed={plan.label: str(error) for plan, error in failed},
     )
-
-
-def _cut_point(plan: TrainingPlan, report: Prediction) -> Explored:
-    """Return the point of a prediction, whose kinds are those up to a failure."""
-    from memest.estimator.search.explore import Explored, by_kind
-
-    kinds, words = by_kind(report.terms)
-    last = plan.accumulate_grad_batches - 1
-    return Explored(
-        plan=plan,
-        kinds=kinds,
-        arithmetic=words,
-        reserved_bytes=report.unlimited_reserved_bytes,
-        phases=tuple(
-            (r.params_bytes, r.grads_bytes, r.optimizer_bytes, r.activations_bytes,
-             r.peak_allocated_bytes)
-            for r in report.phases if r.step == 1 and r.micro_batch == last
-        ),
-        verdicts=report.verdicts,
-    )  # fmt: skip
 
 
 def _row(point: Explored, report: Prediction, is_cut: bool) -> Row:

@@ -196,7 +196,8 @@ def _suite_rows(reports: Sequence[Prediction]) -> list[list[str]]:
     rows = [["experiment", *gpus, "allocated", "reserved", "process"]]
     for report in reports:
         sizes = (report.peak_allocated_bytes, report.peak_reserved_bytes, report.process_bytes)
-        verdicts = (_verdict_word(report, name) for name in gpus)
+        found = report.verdicts
+        verdicts = (found[name].word if name in found else "" for name in gpus)
         rows.append([report.name, *verdicts, *map(_gib, sizes)])
     return rows
 
@@ -426,11 +427,6 @@ def _assumed(report: Prediction | RunReport) -> str:
     lines += [*report.notes, *report.assumptions, *covered(report.coverage)]
     lines.append(", ".join(f"{name} {version}" for name, version in report.versions.items()))
     return f'<ul class="muted">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>'
-
-
-def _verdict_word(report: Prediction, gpu: str) -> str:
-    verdict = report.verdicts.get(gpu)
-    return "" if verdict is None else verdict.word
 
 
 def _gib(num_bytes: int) -> str:

@@ -278,8 +278,29 @@ class Report(JsonReport):
         return plan.get("strategy", "auto") != "auto" or int(plan.get("devices") or 1) > 1
 
 
+class Simulated:
+    """Texts of the reports of plans and scripts."""
+
+    def __str__(self) -> str:
+        """The text report."""
+        from memest.report.text import render_text
+
+        return render_text(self, verbose=True)  # type: ignore[arg-type]
+
+    def summary(self, gpu: str = "", *, measured_bytes: int | None = None) -> str:
+        """Return the verdict on `gpu` in one line; with the measured peak if it is given."""
+        from memest.report.answer import summary_line
+
+        return summary_line(self, gpu, measured_bytes=measured_bytes)  # type: ignore[arg-type]
+
+    def _repr_html_(self) -> str:
+        from memest.report.page import fragment
+
+        return fragment(self)  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True, kw_only=True)
-class Prediction(Report):
+class Prediction(Simulated, Report):
     """Predicted output of a run of the plan."""
 
     kind: ClassVar[str] = "predicted"
@@ -327,23 +348,6 @@ class Prediction(Report):
         """The word for the verdict on `gpu`."""
         found = self.verdicts.get(self.gpu)
         return self.verdict.word if found is None else found.word
-
-    def __str__(self) -> str:
-        """The text report."""
-        from memest.report.text import render_text
-
-        return render_text(self, verbose=True)
-
-    def summary(self, gpu: str = "", *, measured_bytes: int | None = None) -> str:
-        """Return the verdict on `gpu` in one line; with the measured peak if it is given."""
-        from memest.report.answer import summary_line
-
-        return summary_line(self, gpu, measured_bytes=measured_bytes)
-
-    def _repr_html_(self) -> str:
-        from memest.report.page import fragment
-
-        return fragment(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -477,7 +481,7 @@ class RankRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunReport(JsonReport):
+class RunReport(Simulated, JsonReport):
     """Memory of a script on a simulated GPU."""
 
     kind: ClassVar[str] = "run"
@@ -558,23 +562,6 @@ class RunReport(JsonReport):
     def is_distributed(self) -> bool:
         """Return whether the script ran as several ranks."""
         return bool(self.ranks)
-
-    def __str__(self) -> str:
-        """The text report."""
-        from memest.report.text import render_text
-
-        return render_text(self, verbose=True)
-
-    def summary(self, gpu: str = "", *, measured_bytes: int | None = None) -> str:
-        """Return the verdict on `gpu` in one line; with the measured peak if it is given."""
-        from memest.report.answer import summary_line
-
-        return summary_line(self, gpu, measured_bytes=measured_bytes)
-
-    def _repr_html_(self) -> str:
-        from memest.report.page import fragment
-
-        return fragment(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -76,7 +76,13 @@ def render_text(
         verbose: whether to add everything that is assumed, and the versions.
     """
     if isinstance(report, RunReport):
-        parts = [_ranks(report), _modules(report.modules), _lines(report.lines), _levels(report)]
+        levels = level_rows(report)
+        parts = [
+            table(rank_rows(report), left=1, last_left=True) if report.ranks else [],
+            table(module_rows(report.modules, MAX_ROWS), left=1) if report.modules else [],
+            _lines(report.lines),
+            table(levels, left=1) if len(levels) > 1 else [],
+        ]
         last = guesses_of(report)
     else:
         parts, last = [table(phase_rows(report), left=1), _closed_form(report)], []
@@ -343,10 +349,6 @@ def _between(num_bytes: int, interval: Interval | None) -> str:
     return f"{_gib(interval.low_bytes)} to {_gib(interval.high_bytes)}"
 
 
-def _ranks(report: RunReport) -> list[str]:
-    return table(rank_rows(report), left=1, last_left=True) if report.ranks else []
-
-
 def module_rows(rows: Sequence[HeldRow], limit: int | None = None) -> list[list[str]]:
     """Return a table of modules in GiB, with a head; the smallest in one row where many are."""
     shown = list(rows[:limit])
@@ -362,10 +364,6 @@ def _module_cells(name: str, rows: Sequence[HeldRow]) -> list[str]:
     sizes = [sum(row.kinds.get(kind, 0) for row in rows) for kind in COLUMNS]
     total = sum(row.num_bytes for row in rows)
     return [name, *gib_that_add_up([*sizes, total - sum(sizes)], 3), _gib(total)]
-
-
-def _modules(rows: Sequence[HeldRow]) -> list[str]:
-    return table(module_rows(rows, MAX_ROWS), left=1) if rows else []
 
 
 def _lines(rows: Sequence[HeldRow]) -> list[str]:
@@ -395,11 +393,6 @@ def level_rows(report: RunReport) -> list[list[str]]:
         levels = (step.allocated_bytes, step.peak_allocated_bytes, step.peak_reserved_bytes)
         rows.append([f"step {step.step + 1}", *map(_gib, levels)])
     return rows
-
-
-def _levels(report: RunReport) -> list[str]:
-    rows = level_rows(report)
-    return table(rows, left=1) if len(rows) > 1 else []
 
 
 def guesses_of(report: RunReport, limit: int | None = MAX_GUESSES) -> list[str]:
@@ -481,9 +474,7 @@ def brief(assumptions: Sequence[str], *, verbose: bool) -> list[str]:
 
 
 def table(rows: Sequence[Sequence[str]], *, left: int, last_left: bool = False) -> list[str]:
-    """Return aligned columns. The first `left` columns, and with `last_left` the last, are
-    left-aligned; others are right-aligned.
-    """
+    """Return aligned columns: the first `left`, and with `last_left` the last, to the left."""
     num_columns = len(rows[0])
     widths = [max(len(row[i]) for row in rows) for i in range(num_columns)]
     lines = []

@@ -84,9 +84,7 @@ def _of_module(name: str) -> Typed | None:
 
 
 def _of_script(file: str) -> Typed:
-    """Return the script with the arguments that were typed, which it may have taken from
-    `sys.argv`.
-    """
+    """Return the script with its typed arguments, even if it took them from `sys.argv`."""
     for folder in dict.fromkeys((os.getcwd(), os.environ.get("PWD") or os.getcwd())):
         for at, word in enumerate(sys.orig_argv[1:], 1):
             if os.path.join(folder, word) == file or _is_same(os.path.join(folder, word), file):

@@ -16,7 +16,7 @@ from typing import Any
 from memest.child import Child, DiedError, ask, wait_any
 from memest.errors import MemestError, PlanError, UnsupportedError
 from memest.estimator.gpu.worlds import Mailbox, Ranks
-from memest.report import Interval, Outcome, RankRow, RunReport, Verdict
+from memest.report import Interval, Outcome, RankRow, RunReport
 from memest.run.launcher import Ran
 
 MAX_RANKS = 1 << 14
@@ -28,6 +28,7 @@ MAX_TOGETHER = 64
 POLL_SECONDS = 0.05
 """Interval between polls for ranks that other ranks have requested, seconds."""
 
+_BADNESS = (Outcome.FITS, Outcome.MAY, Outcome.OOM)
 MASTER_PORT = 29500
 """The default of `torchrun`."""
 
@@ -58,9 +59,7 @@ def chosen_ranks(num_local: int | None, num_nodes: int) -> list[Ranks]:
 
 
 def environment(ranks: Ranks) -> dict[str, str]:
-    """Return the environment that `torchrun` gives a process (`local_elastic_agent.py` of torch
-    2.11).
-    """
+    """Return the environment of `torchrun` (`local_elastic_agent.py` of torch 2.11)."""
     host, size = ranks.rank // ranks.num_local, ranks.world_size
     num_nodes = size // ranks.num_local
     told: dict[str, Any] = {
@@ -185,20 +184,16 @@ def together(reports: Sequence[tuple[Ranks, RunReport]]) -> RunReport:
         for name in worst.intervals
     }
     verdicts = {
-        name: max((r.verdicts[name] for _, r in reports if name in r.verdicts), key=_badness)
+        name: max(
+            (r.verdicts[name] for _, r in reports if name in r.verdicts),
+            key=lambda verdict: (_BADNESS.index(verdict.verdict), verdict.needs_bytes),
+        )
         for name in worst.verdicts
     }
     return replace(
         worst, rank=worst_of.rank, ranks=rows, intervals=intervals, notes=(note, *worst.notes),
         verdicts=verdicts,
     )  # fmt: skip
-
-
-_BADNESS = (Outcome.FITS, Outcome.MAY, Outcome.OOM)
-
-
-def _badness(verdict: Verdict) -> tuple[int, int]:
-    return _BADNESS.index(verdict.verdict), verdict.needs_bytes
 
 
 def _listed(reports: Sequence[tuple[Ranks, RunReport]], worst: Ranks) -> str:

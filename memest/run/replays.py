@@ -11,8 +11,8 @@ from memest.estimator.allocator.caching import OutOfMemory
 from memest.estimator.hardware.gpus import Gpu, find_gpu
 from memest.estimator.replay.program import MicroBatch, Part, Program
 from memest.estimator.replay.recording import Recording, RecordingObserver
-from memest.estimator.replay.replay import Moment, ObservedPlayer, Replayed
-from memest.estimator.replay.scenarios import Run, Scenario, intervals, verdict_over, where_failed
+from memest.estimator.replay.replay import Moment, ObservedPlayer, Replayed, Run
+from memest.estimator.replay.scenarios import Scenario, intervals, verdict_over, where_failed
 from memest.estimator.tensors.storages import FreeTiming
 from memest.estimator.virtual_gpu import VirtualGpu
 from memest.report import Interval, Outcome, Phase, RunReport, Verdict
@@ -50,7 +50,8 @@ def verdicts_of(
     """
     own = virtual.gpu
     on_gpus = _Verdicts(virtual, outcome, run_of(virtual, share))
-    verdicts = {own.name: on_gpus.own(_own_verdict(virtual, outcome))}
+    of_run = on_gpus.own(_own_verdict(virtual, outcome))
+    verdicts = {own.name: of_run}
     unknown = []
     for name in others:
         gpu = replace(find_gpu(name), beside_bytes=own.beside_bytes)
@@ -58,16 +59,15 @@ def verdicts_of(
             continue
         limit = _usable_bytes(virtual, gpu, share)
         verdict = on_gpus.verdict(limit, _spread_bytes(virtual, gpu, limit))
-        # the need includes at least the refused request
-        if verdict is not None and outcome is Outcome.OOM:
-            margin = limit - verdicts[own.name].needs_bytes
-            verdicts[gpu.name] = replace(verdict, margin_bytes=margin)
-        elif verdict is not None:
-            verdicts[gpu.name] = verdict
-        elif outcome is Outcome.OOM and limit <= verdicts[own.name].limit_bytes:
-            verdicts[gpu.name] = _refused_too(verdicts[own.name], limit)
-        else:
+        if outcome is Outcome.OOM:
+            if verdict is None and limit <= of_run.limit_bytes:  # refuses the last request too
+                verdict = replace(of_run, limit_bytes=limit)
+            if verdict is not None:  # the need includes at least the refused request
+                verdict = replace(verdict, margin_bytes=limit - of_run.needs_bytes)
+        if verdict is None:
             unknown.append(gpu.name)
+        else:
+            verdicts[gpu.name] = verdict
     notes = []
     if unknown:
         notes.append(
@@ -134,15 +134,6 @@ def _own_verdict(virtual: VirtualGpu, outcome: Outcome) -> Verdict:
 
 def _spread_bytes(virtual: VirtualGpu, gpu: Gpu, limit_bytes: int) -> int:
     return gpu.spread_under(limit_bytes, virtual.ranks.communicator_bytes)
-
-
-def _refused_too(own: Verdict, limit_bytes: int) -> Verdict:
-    """Verdict on a GPU that has no more memory than the one that refused the last request."""
-    return replace(
-        own,
-        margin_bytes=own.margin_bytes - (own.limit_bytes - limit_bytes),
-        limit_bytes=limit_bytes,
-    )
 
 
 def _usable_bytes(virtual: VirtualGpu, gpu: Gpu, share: float | None) -> int:

@@ -30,6 +30,7 @@ from memest.units import format_bytes
 MAX_SOURCE = 100
 """Characters of a source line in the report."""
 
+NO_LINE = "(no line of the script)"
 _SCALAR = re.compile(r"^scalar_dense of (\w+)$")
 
 
@@ -77,7 +78,7 @@ def report_of(
         peak=_peak(history),
         terms=_terms(held, history.peak_allocated_bytes),
         modules=_rows(held, _module_group),
-        lines=_rows(held, _line_group, mode.attribution.lines),
+        lines=_rows(held, lambda site: site.where or NO_LINE, mode.attribution.lines),
         phases=tuple(RunPhase(name=p, peak_allocated_bytes=a, peak_reserved_bytes=r)
                      for p, (a, r) in history.phases.items()),
         steps=_steps(history),
@@ -146,10 +147,6 @@ def _terms(held: Iterable[Held], peak_bytes: int) -> tuple[HeldRow, ...]:
     ]
     rest = peak_bytes - sum(sizes.values())
     return (*rows, HeldRow(name="rounding", num_bytes=rest, num_tensors=0, kinds={}))
-
-
-def _line_group(site: Site) -> str:
-    return site.where or "(no line of the script)"
 
 
 def _module_group(site: Site) -> str:

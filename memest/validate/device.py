@@ -98,9 +98,7 @@ def library_versions() -> dict[str, str]:
 
 
 def device_used_bytes(index: int = 0) -> int | None:
-    """Return memory of all processes on the device, by NVML; None without it. Opens no CUDA
-    context.
-    """
+    """Return memory of all processes by NVML, or None. Opens no CUDA context."""
     return _nvml(lambda nvml: int(nvml.nvmlDeviceGetMemoryInfo(_handle(nvml, index)).used))
 
 

@@ -186,13 +186,10 @@ def snapshot_path(path: Path) -> Path:
 
 def count_events() -> int:
     """Return the columns of the table if written now. Slow; allocates nothing on the GPU."""
-    return sum(event["action"] in ACTIONS for event in _trace())
-
-
-def _trace() -> Any:
     import torch
 
-    return torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+    trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+    return sum(event["action"] in ACTIONS for event in trace)
 
 
 def event_table(trace: Iterable[Mapping[str, Any]]) -> npt.NDArray[np.int64]:
@@ -394,7 +391,8 @@ def execute(
         if not delivered and is_out_of_memory(error):
             delivered.append(error)
             traceback.print_exception(error, file=sys.stderr)
-            deliver(run.report(Outcome.OOM, _first_line(error)))
+            note = " ".join(str(error).split())[:400]  # the rest repeats advice
+            deliver(run.report(Outcome.OOM, note or type(error).__name__))
 
     run.job.listener = _listener(run, on_end, on_error)
     run.job.where, run.job.accelerator = where, accelerator
@@ -448,8 +446,3 @@ def is_out_of_memory(error: BaseException) -> bool:
         return False
     text = str(error)
     return type(error).__name__ == "OutOfMemoryError" or any(t in text for t in _OUT_OF_MEMORY)
-
-
-def _first_line(error: BaseException) -> str:
-    """Return the message on one line, cut where it repeats advice."""
-    return " ".join(str(error).split())[:400] or type(error).__name__

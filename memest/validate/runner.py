@@ -125,22 +125,17 @@ def run_and_exit(
 
     A plan with a Lightning strategy gets one process per GPU, and their reports are merged.
     """
-
-    def deliver(measurement: Measurement) -> NoReturn:
-        write_whole(report, measurement.to_json())
-        leave(0)
-
-    if plan.is_distributed:
-        measured = ranks.run_ranks(
-            plan.world_size,
-            lambda path: _run_rank(plan, options, path, experiment),
-            read_report,
-            report.parent,
-        )
-        if measured:
-            deliver(ranks.merge(measured))
-        leave(1)
-    _run(plan, options, experiment, deliver)
+    if not plan.is_distributed:
+        _run(plan, options, report, experiment, lambda: leave(0))
+    measured = ranks.run_ranks(
+        plan.world_size,
+        lambda path: _run(plan, options, path, experiment, ranks.wait_for_the_end),
+        read_report,
+        report.parent,
+    )
+    if measured:
+        write_whole(report, ranks.merge(measured).to_json())
+    leave(0 if measured else 1)
 
 
 def read_report(path: Path) -> Measurement | None:
@@ -151,22 +146,17 @@ def read_report(path: Path) -> Measurement | None:
         return None
 
 
-def _run_rank(
-    plan: TrainingPlan, options: RunOptions, report: Path, experiment: Experiment
-) -> NoReturn:
-    def deliver(measurement: Measurement) -> NoReturn:
-        write_whole(report, measurement.to_json())
-        ranks.wait_for_the_end()
-
-    _run(plan, options, experiment, deliver)
-
-
 def _run(
     plan: TrainingPlan,
     options: RunOptions,
+    report: Path,
     experiment: Experiment,
-    deliver: Callable[[Measurement], NoReturn],
+    end: Callable[[], NoReturn],
 ) -> NoReturn:
+    def deliver(measurement: Measurement) -> NoReturn:
+        write_whole(report, measurement.to_json())
+        end()
+
     try:
         experiment(plan, options, deliver)
         sys.stderr.write("the training ended without a report\n")
@@ -298,8 +288,7 @@ def validate(
             plan needs a package that is missing, or `results` cannot be written or holds something
             else.
     """
-    _check_labels(plans)
-    _check_alone(plans)
+    _check(plans)
     missing = [_missing_package(plan) for plan in plans]
     if missing and all(missing):
         require(*missing)
@@ -323,15 +312,12 @@ def validate(
     return [_one(runner, plan, number, len(plans)) for number, plan in enumerate(plans, 1)]
 
 
-def _check_labels(plans: Sequence[TrainingPlan]) -> None:
+def _check(plans: Sequence[TrainingPlan]) -> None:
     labels: set[str] = set()
     for label in (plan.label for plan in plans):
         if label in labels:
             raise PlanError(f"two experiments are named `{label}`", hint="give each its own `name`")
         labels.add(label)
-
-
-def _check_alone(plans: Sequence[TrainingPlan]) -> None:
     for plan in plans:
         if plan.beside:
             raise PlanError(
@@ -424,8 +410,9 @@ def _measure(runner: Runner, plan: TrainingPlan, tick: Callable[[], None]) -> Me
     if refusal:
         reason = f"{results_file.SKIPPED}{refusal}"
         return _unfinished(runner.device, plan.label, plan.to_dict(), reason, 0.0)
-    log = _log_path(runner.results, plan.label)
-    log.parent.mkdir(exist_ok=True)
+    folder_of_logs = runner.results.with_name(f"{runner.results.stem}.logs")
+    folder_of_logs.mkdir(exist_ok=True)
+    log = folder_of_logs / f"{file_stem(plan.label)}.log"
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="memest-") as folder:
         report = Path(folder, "report.json")
@@ -546,10 +533,6 @@ def _unfinished(
         context_bytes=0,
         note=note,
     )
-
-
-def _log_path(results: Path, label: str) -> Path:
-    return results.with_name(f"{results.stem}.logs") / f"{file_stem(label)}.log"
 
 
 def _tail(log: Path) -> str:

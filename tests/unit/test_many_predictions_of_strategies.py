@@ -18,7 +18,7 @@ from memest.estimator.replay.recording import (
     timeline,
     torch_snapshot,
 )
-from memest.estimator.replay.replay import replay
+from memest.estimator.replay.replay import Run, replay
 from memest.estimator.search.commands import predict_command
 from memest.estimator.search.largest import largest
 from memest.estimator.search.related_plans import TraceSeries
@@ -117,7 +117,7 @@ def shared() -> Program:
 
 
 def test_a_deferred_free_is_requested_first_and_completed_later() -> None:
-    recording = record_run(shared(), num_steps=1, num_micro_batches=1)
+    recording = record_run(Run(shared(), 1))
 
     acts = [(a.act, a.storage) for a in recording.actions if a.storage >= 0]
     assert acts == [
@@ -129,7 +129,7 @@ def test_a_deferred_free_is_requested_first_and_completed_later() -> None:
 
 def test_a_block_that_waits_is_not_allocated_any_more() -> None:
     """A point each: the step's beginning, two births, two deaths; the return changes nothing."""
-    line = timeline(record_run(shared(), num_steps=1, num_micro_batches=1))
+    line = timeline(record_run(Run(shared(), 1)))
 
     assert list(line.kinds["gathered"]) == [0, 4 * MIB, 4 * MIB, 0, 0]
     assert line.total(line.peak) == 7 * MIB + 1024
@@ -139,7 +139,7 @@ def test_the_snapshot_gives_each_block_and_segment_its_stream() -> None:
     program = shared()
     program.steps[0][0][2].events.remove(RETURNED - WHOLE)  # the run ends before it is returned
 
-    snapshot = torch_snapshot(record_run(program, num_steps=1, num_micro_batches=1))
+    snapshot = torch_snapshot(record_run(Run(program, 1)))
 
     (trace,) = snapshot["device_traces"]
     of_whole = [(e["action"], e["stream"]) for e in trace if e["size"] == 4 * MIB]
@@ -162,6 +162,6 @@ def test_a_recorded_strategy_has_the_peak_of_its_prediction() -> None:
 
 
 def test_a_later_step_than_was_traced_is_drawn_as_the_last_traced_one() -> None:
-    recording = record_run(shared(), num_steps=1, num_micro_batches=1)
+    recording = record_run(Run(shared(), 1))
 
     assert timeline(recording, 5) == timeline(recording, 0)

@@ -28,7 +28,7 @@ from memest.estimator.replay.recording import (
     write_chrome_trace,
     write_snapshot,
 )
-from memest.estimator.replay.replay import replay
+from memest.estimator.replay.replay import Run, replay
 from memest.estimator.tensors.storages import MemKind, Site, StorageTable
 from memest.plan import TrainingPlan
 from tests.programs import lightning_program
@@ -64,7 +64,7 @@ def program() -> Program:
 
 
 def recorded(steps: int = STEPS, limit_bytes: int | None = None) -> Recording:
-    return record_run(program(), num_steps=steps, num_micro_batches=1, limit_bytes=limit_bytes)
+    return record_run(Run(program(), steps), limit_bytes)
 
 
 def test_a_recorded_run_is_the_replayed_one() -> None:
@@ -339,4 +339,4 @@ def test_a_folder_that_is_not_there_leaves_nothing(tmp_path: Path) -> None:
 def test_a_run_too_long_to_be_written_down_is_refused_before_it_is_replayed() -> None:
     """A step is five births (two in backward and optimizer) and four deaths; the setup is one."""
     with pytest.raises(PlanError, match=re.escape(f"{1 + 10**6 * 9} events are too many")):
-        record_run(program(), num_steps=10**6, num_micro_batches=1)
+        record_run(Run(program(), 10**6))

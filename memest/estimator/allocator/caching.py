@@ -57,9 +57,7 @@ class CachingAllocator:
     ):
         self.limit_bytes = limit_bytes
         self.gpu_bytes = limit_bytes
-        """Memory of the GPU for the allocator, of which `limit_bytes` can be a share; None is
-        unlimited.
-        """
+        """GPU memory of which `limit_bytes` can be a share; None is unlimited."""
 
         self.allowed_bytes: int | None = None
         """Share of the GPU's whole memory that is allowed, where it is less than 1."""

@@ -91,9 +91,7 @@ class AllocatorSettings:
         return replace(self, text="", without_effect=()) == DEFAULT
 
     def roundup_divisions_of(self, num_bytes: int) -> int:
-        """Return the divisions to which a request of `num_bytes` rounds; 0 rounds to multiples of
-        512.
-        """
+        """Return the divisions to which `num_bytes` rounds; 0 rounds to multiples of 512."""
         index = num_bytes.bit_length() - 1 - (MIB.bit_length() - 1)
         return self.roundup_divisions[min(max(0, index), NUM_INTERVALS - 1)]
 
@@ -144,11 +142,7 @@ def settings_from(environment: Mapping[str, str]) -> AllocatorSettings:
     return _parse(common or "", cuda or "")
 
 
-def _parse(
-    common: str,
-    cuda: str,
-    large_bytes: int = DEFAULT_LARGE_BYTES,
-) -> AllocatorSettings:
+def _parse(common: str, cuda: str, large_bytes: int = DEFAULT_LARGE_BYTES) -> AllocatorSettings:
     given = common if common == cuda else f"{common}; {cuda}"
     unknown = () if simulated().knows_newer_settings else NEWER
     try:
@@ -263,10 +257,6 @@ def _fields(
 _Read = Callable[[_Tokens, int], tuple[str, object, int]]
 
 
-def _expandable(tokens: _Tokens, at: int) -> tuple[str, object, int]:
-    return "expandable_segments", tokens.boolean(at), at
-
-
 def _megabytes(key: str, field: str) -> _Read:
     def read(tokens: _Tokens, at: int) -> tuple[str, object, int]:
         value, least = tokens.integer(at), tokens.large_bytes // MIB
@@ -275,10 +265,6 @@ def _megabytes(key: str, field: str) -> _Read:
         return field, value * MIB, at
 
     return read
-
-
-def _large_segment(tokens: _Tokens, at: int) -> tuple[str, object, int]:
-    return "large_segment_bytes", tokens.large_bytes, at
 
 
 def _collection(tokens: _Tokens, at: int) -> tuple[str, object, int]:
@@ -337,14 +323,14 @@ def _is_power_of_2(value: int) -> bool:
 
 
 _COMMON: dict[str, _Read] = {
-    "expandable_segments": _expandable,
+    "expandable_segments": lambda tokens, at: ("expandable_segments", tokens.boolean(at), at),
     "max_split_size_mb": _megabytes("max_split_size_mb", "max_split_bytes"),
     "max_non_split_rounding_mb": _megabytes(
         "max_non_split_rounding_mb", "max_non_split_rounding_bytes"
     ),
     "garbage_collection_threshold": _collection,
     "roundup_power2_divisions": _roundup,
-    _LARGE_SEGMENT: _large_segment,
+    _LARGE_SEGMENT: lambda tokens, at: ("large_segment_bytes", tokens.large_bytes, at),
 }
 _OF_CUDA: dict[str, _Read] = {"per_process_memory_fraction": _fraction, "backend": _backend}
 _OF_HOST: dict[str, Callable[[_Tokens, int], object]] = {
@@ -375,9 +361,7 @@ _KEPT = {
     "max_non_split_rounding_mb": "max_non_split_rounding_bytes",
     _LARGE_SEGMENT: "large_segment_bytes",
 }
-"""Options that a later text leaves unchanged unless it names them; all others return to their
-defaults (`parseArgs`).
-"""
+"""Options that a later text leaves unchanged; others return to defaults (`parseArgs`)."""
 
 
 def changed_settings(before: AllocatorSettings, text: str) -> AllocatorSettings:

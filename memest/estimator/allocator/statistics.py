@@ -259,9 +259,7 @@ class CountingAllocator(CachingAllocator):
         }
 
     def reset_peak_stats(self) -> None:
-        """Reset peaks, as `torch.cuda.reset_peak_memory_stats` does; the peaks of the run itself
-        stay.
-        """
+        """Reset peaks as `torch.cuda.reset_peak_memory_stats`, except those of the run itself."""
         self._add_up()
         for stats in self._stats.values():
             for stat in stats:

@@ -106,9 +106,7 @@ class LiveModules:
         return bool(self._stack)
 
     def current(self) -> str:
-        """Return the path of the running module, or of the module whose backward runs; "" outside
-        of all.
-        """
+        """Return the path of the module that runs, forward or backward; "" outside of all."""
         if self._stack:
             return self._names.get(id(self._stack[-1]), "")
         return self._in_backward()[0]
@@ -342,9 +340,7 @@ class Attribution:
         return "forward"
 
     def failure(self, func: Any, error: Exception) -> Exception:
-        """Return the error for a script where `func` cannot be simulated; its own error is
-        unchanged.
-        """
+        """Return the error for a script where `func` cannot be simulated, or its own error."""
         module = self.modules.current().partition(".")[2]
         where = self.lines.current() or (f"`{module}`" if module else "the script")
         return refusal(func, error, where)

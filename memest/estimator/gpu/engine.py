@@ -40,9 +40,7 @@ class DeviceThread:
         """Sequence numbers that the device thread assigned during backward."""
         self._starts = [0]
         self._skipped = [_next_number()]
-        """Number of nodes that are not the script's, at the start of each stretch between
-        backwards.
-        """
+        """Number of nodes of memest at the start of each stretch between backwards."""
 
     def install(self, patches: Patches) -> None:
         """Run every backward here."""

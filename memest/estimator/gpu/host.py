@@ -38,9 +38,7 @@ from memest.estimator.tensors.placement import (
 aten = torch.ops.aten
 
 MANY_DRAWS = 1 << 26
-"""Number of draws above which the generator jumps (`jumps`), in 0.1 s however far; a single draw
-takes 2 to 3 ns.
-"""
+"""Draws above which the generator jumps (`jumps`), in 0.1 s; a draw takes 2 to 3 ns."""
 
 BLOCK = 16
 """Block size of normal numbers (`normal_fill`)."""

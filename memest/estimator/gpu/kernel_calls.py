@@ -161,9 +161,7 @@ class KernelCalls:
                 self._cublas_ids.append(index)
 
     def _with_search(self, recipe: Recipe) -> Iterator[tuple[int | None, int | None]]:
-        """Events of a convolution; workspaces that are only `TRIED` are allocated and freed here,
-        at the first call.
-        """
+        """Events of a convolution; the first call also allocates and frees `TRIED` workspaces."""
         is_new = recipe not in self._searched
         self._searched.add(recipe)
         is_over = False

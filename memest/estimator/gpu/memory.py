@@ -212,9 +212,7 @@ class Memory:
         self.pace.made(-PER_STORAGE)
 
     def _release(self, index: int) -> None:
-        """Free storage `index`; the free is deferred if another stream or a collective still uses
-        it.
-        """
+        """Free storage `index`, later if another stream or a collective still uses it."""
         if self.frees_at_once:
             self._uses.pop(index, None)
         elif index in self._stashed:

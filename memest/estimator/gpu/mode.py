@@ -415,9 +415,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- values
 
     def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the value that the script reads: known, assumed, or a placeholder. The host waits
-        for the GPU.
-        """
+        """Return the known, assumed or placeholder value of a read; the host waits."""
         self.timeline.host_waits(self.timeline.event(self.timeline.stream))
         assumed = self.assumed.read(func, args[0])
         if assumed is not None:

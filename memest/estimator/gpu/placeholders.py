@@ -39,9 +39,7 @@ far beyond the threshold.
 """
 
 MAX_IN_A_ROW = 100_000
-"""Reads by one line without an optimizer step, after which the line is assumed to be in a waiting
-loop.
-"""
+"""Reads by one line without an optimizer step that mark the line as a waiting loop."""
 
 _ALL_FALSE = frozenset((
     aten.eq.Tensor, aten.eq.Scalar, aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar,
@@ -49,9 +47,7 @@ _ALL_FALSE = frozenset((
     aten.isnan.default, aten.isinf.default,
     aten.all.default, aten.all.dim, aten.any.default, aten.any.dim,
 ))  # fmt: skip
-"""Comparisons that return False: an unknown value equals nothing, is no special token and passes no
-threshold.
-"""
+"""Comparisons that return False: an unknown value equals nothing, passes no threshold."""
 
 _ALL_TRUE = frozenset((aten.ne.Tensor, aten.ne.Scalar, aten.gt.Tensor, aten.ge.Tensor))
 """Comparisons that return True: an unknown value differs from everything, and the first of two
@@ -217,9 +213,7 @@ def bincount(
 
 
 MAX_CHOICES = 1024
-"""Largest number of assumed choices; a choice among more is a token of a vocabulary, and stays
-unknown.
-"""
+"""Largest number of assumed choices; tokens of a vocabulary stay unknown."""
 
 _IN_ORDER = frozenset((aten.sort.default, aten.sort.stable))
 _CHOICES = frozenset(map(id, (
@@ -237,9 +231,7 @@ EVENLY = (
     "between experts, are spread evenly, and comparisons in size pass"
 )
 MAX_COMPARED = 1 << 20
-"""Largest comparison whose result is stored, elements; selections by a larger one are as large as
-they can be.
-"""
+"""Elements of the largest comparison that is stored; larger selections are full."""
 
 
 class AssumedValues:

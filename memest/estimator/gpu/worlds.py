@@ -139,9 +139,7 @@ class Ranks:
     """GPUs of each host, one rank each."""
 
     is_launched: bool = False
-    """True if `torchrun` starts the script. Then even a single rank can join a group and wait for
-    its collectives.
-    """
+    """True if `torchrun` starts the script, so that even one rank can join a group."""
 
     mailbox: Mailbox = field(default_factory=Mailbox, compare=False, repr=False)
     """Messages of ranks that were run before, and of this one."""
@@ -153,9 +151,7 @@ class Ranks:
 
     @property
     def communicator_bytes(self) -> int:
-        """Bytes of NCCL on each GPU for the group of all ranks; other groups of a script are left
-        out.
-        """
+        """Bytes of NCCL per GPU for the group of all ranks, without a script's other groups."""
         if self.world_size > 1:
             return COMMUNICATOR_BYTES
         return COMMUNICATOR_OF_ONE_BYTES if self.is_launched else 0

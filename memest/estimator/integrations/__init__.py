@@ -6,10 +6,12 @@ Their Python code runs as it is.
 
 from __future__ import annotations
 
+import functools
+import sys
+
 from memest.estimator.gpu.imports import ImportHooks
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.integrations import (
-    availability,
     bitsandbytes,
     compilers,
     deepspeed,
@@ -23,7 +25,8 @@ from memest.estimator.tensors.patches import Patches
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Install the GPU for libraries that the script imports; called after `torch.cuda`."""
-    availability.install(patches)
+    forget()
+    patches.on_undo(forget)
     triton.install(patches, mode, hooks)
     bitsandbytes.install(patches, mode, hooks)
     flash_attn.install(patches, mode, hooks)
@@ -31,3 +34,18 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     deepspeed.install(patches, mode, hooks)
     litgpt.install(patches, mode, hooks)
     extensions.install(patches, mode, hooks)
+
+
+_MODULES = (
+    "transformers.utils.import_utils", "accelerate.utils.imports", "torch.utils._triton",
+    "peft.import_utils", "lightning_utilities.core.imports", "bitsandbytes.backends.cuda.ops",
+)  # fmt: skip
+"""Modules with cached checks of libraries for a GPU."""
+
+
+def forget() -> None:
+    """Clear every cached function of the modules that check availability."""
+    for name in _MODULES:
+        for function in list(vars(sys.modules.get(name, object)).values()):
+            if isinstance(function, functools._lru_cache_wrapper):  # others may only look alike
+                function.cache_clear()

@@ -89,9 +89,7 @@ _INSIDE = _Inside()
 
 
 def follow_autocast(patches: Patches) -> None:
-    """Know in a dispatch mode whether autocast is on; nothing else uses the state of the dead
-    key.
-    """
+    """Expose to dispatch modes whether autocast is on, by a dead key that nothing else uses."""
 
     def set_enabled(*args: Any) -> None:
         torch._C.set_autocast_enabled(*args)

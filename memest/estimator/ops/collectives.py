@@ -73,9 +73,7 @@ def _goes_on(func: Any, args: Args) -> bool:
 
 @cache
 def _of_asynchronous(func: Any) -> tuple[int, bool] | None:
-    """Return the position of the argument for an asynchronous call and its default, if there is
-    one.
-    """
+    """Return the position and default of the argument for asynchronous calls, if it has one."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.name in ("asyncOp", "async_op"):
             return position, argument.default_value

@@ -46,9 +46,7 @@ WITH_A_NUMBER = {
     aten.masked_fill.Tensor: aten.masked_fill.Scalar,
     aten.masked_fill_.Tensor: aten.masked_fill_.Scalar,
 }
-"""Operators that read a number from a tensor of the host (`masked_fill__cuda` of Indexing.cu), and
-their overloads with that number.
-"""
+"""Overloads that take as number what operators read from a host tensor (Indexing.cu)."""
 
 
 def with_number(func: Any, args: Args) -> tuple[Any, tuple[Any, ...]]:

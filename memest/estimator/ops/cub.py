@@ -40,9 +40,7 @@ def _tile_states(num_tiles: int, state_bytes: int) -> int:
 
 
 def _radix_sort_tile(gpu: Gpu, key_bytes: int) -> int:
-    """Return the (key, index) pairs of a tile; on compute capability 9.0, shorter keys have larger
-    tiles.
-    """
+    """Return the (key, index) pairs of a tile; larger for short keys on capability 9.0."""
     if gpu.capability[0] >= 9:
         return 384 * {2: 15, 4: 14}.get(key_bytes, 12)
     return 384 * 10 if gpu.capability[0] == 8 else 256 * 11

@@ -36,9 +36,7 @@ MOST_SIDE = 256
 
 
 def is_product(row: Sequence[int]) -> bool:
-    """Return whether a convolution is a matrix product: windows of 1, no stride, padding or
-    groups.
-    """
+    """Return whether the convolution is a matrix product: 1 x 1, no stride, padding, groups."""
     return row[3] == 1 and set(row[13:19]) == {1} and not any(row[19:22])
 
 

@@ -127,9 +127,7 @@ def backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 
 
 def _expanded(key: Tensor, H: int, gpu: Gpu) -> tuple[list[int], list[int]]:
-    """Make gradients of key and value for every query head, and the memory of summing one of
-    them.
-    """
+    """Make gradients of key and value per query head, and the memory of summing one."""
     K, E = key.shape[-2:]
     if K == H:
         return [], []

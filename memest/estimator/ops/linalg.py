@@ -305,9 +305,7 @@ def lu_solve_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 
 
 def _signs(a: _Matrices) -> list[KernelEvent]:
-    """Requests for the sign of the permutation: a mask of moved pivots, and their number in each
-    matrix.
-    """
+    """Requests for the permutation's sign: a mask of moved pivots, their number per matrix."""
     count = a.n * a.batch
     taken = temporaries(4 * a.n, count, INDEX * a.batch)
     return taken + passing(INDEX * count) + temporaries(-count, -4 * a.n)

@@ -341,9 +341,7 @@ def _operand_copies(product: Product, args: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _matrix_has_unit_stride(tensor: Tensor) -> bool:
-    """Return whether rows or columns are unit-stride without overlap:
-    `prepare_matrix_for_cublas`.
-    """
+    """Return whether rows or columns have unit stride: `prepare_matrix_for_cublas`."""
     (rows, cols), (row_stride, col_stride) = tensor.shape, tensor.stride()
     return (row_stride == 1 and col_stride >= max(1, rows)) or (
         col_stride == 1 and row_stride >= max(1, cols)
@@ -369,9 +367,7 @@ def _vector_fits(tensor: Tensor) -> bool:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements fill their storage without gap or overlap, in some order of
-    dims.
-    """
+    """Return whether the elements fill their storage in some order of dims, without overlap."""
     dims = zip(tensor.stride(), tensor.shape, strict=True)
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in dims if size > 1):

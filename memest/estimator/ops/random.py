@@ -101,9 +101,7 @@ def _sequence(words: Array, length: int) -> Array:
 
 @cache
 def _terms() -> Array:
-    """The exponents of the characteristic polynomial below its degree, by Berlekamp and Massey from
-    the lowest bits of any sequence.
-    """
+    """Exponents of the characteristic polynomial, by Berlekamp and Massey from any sequence."""
     start = np.random.MT19937(0).state["state"]["key"].astype(np.uint32)
     bits = (_sequence(start, 2 * DEGREE + 2 * WORDS)[WORDS:] & np.uint32(1)).tolist()
     current, before, length, gap, seen = 1, 1, 0, 1, 0
@@ -157,9 +155,7 @@ _WIDE = 1 << 32
 """Integers from a range of this size on take 64 bits each."""
 
 MAX_NUMEL = 1 << 18
-"""Most random numbers that are computed. Larger draws only advance the offset, because few shapes
-depend on them.
-"""
+"""Most random numbers that are computed; larger draws only advance the offset."""
 
 MAX_NORMALS = 1 << 14
 """Like `MAX_NUMEL` for normal numbers, which are noise and weights."""
@@ -339,9 +335,7 @@ class GpuDraws:
     def _chosen(
         self, generator: GpuGenerator, args: Args, kwargs: Kwargs, odds: Any
     ) -> Tensor | None:
-        """`multinomial` of one, or without putting back: the largest of each quotient of odds and
-        exponential numbers.
-        """
+        """`multinomial` of one or without replacement: largest odds over exponential numbers."""
         given: Tensor = args[0]
         num_samples, puts_back = int(args[1]), bool(args[2] if len(args) > 2 else False)
         rows = given.numel() // given.size(-1)

@@ -99,9 +99,7 @@ class Layers:
 def weight_shapes(
     mode: int, input_size: int, hidden_size: int, proj_size: int, num_layers: int, directions: int
 ) -> list[list[tuple[int, ...]]]:
-    """Shapes of the parameters of each layer and direction: two matrices, two biases, and the
-    projection where there is one.
-    """
+    """Shapes of each layer's and direction's two matrices, two biases, and projection."""
     gates, out = _GATES[mode] * hidden_size, proj_size or hidden_size
     shapes = []
     for layer in range(num_layers):
@@ -112,9 +110,7 @@ def weight_shapes(
 
 
 def weight_offsets(shapes: Sequence[Sequence[tuple[int, ...]]]) -> tuple[list[list[int]], int]:
-    """Return each parameter's beginning in the one buffer, and its length: all matrices, then
-    biases.
-    """
+    """Return start and length of each parameter in the buffer: all matrices, then biases."""
     offsets = [[0] * len(one) for one in shapes]
     position = 0
     for wants_matrix in (True, False):

@@ -512,9 +512,7 @@ def has_gradient(tensor: Tensor) -> bool:
 
 @above_autograd("prod prod.dim_int")
 def product(then: Next, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Run `prod`. Its gradient assumes that no input is zero (`prod_backward`,
-    FunctionsManual.cpp).
-    """
+    """Run `prod`; its gradient assumes no zero input (`prod_backward`, FunctionsManual.cpp)."""
     if not on_gpu(x) or not has_gradient(x):
         result: Tensor = then(x, *args, **kwargs)
         return result

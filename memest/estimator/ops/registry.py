@@ -13,7 +13,7 @@ decorators (`requests`, `modelled`, `result`, ...) or by `register`. The dispatc
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -33,9 +33,7 @@ from memest.estimator.versions.torch_releases import OPERATORS_SINCE
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 RequestRule = Callable[..., Scratch | Events]
-"""Arguments are `(args, kwargs, out, gpu)`, and the result of `from_values` if the operator has
-one.
-"""
+"""Arguments are `(args, kwargs, out, gpu)`, then the result of `from_values` if any."""
 
 ValueOf = Callable[[Tensor], Tensor | None]
 """Returns the values of a tensor, where they are known."""
@@ -91,9 +89,7 @@ class Op:
     """Returns the operator and arguments that the backward pass runs where no mode is active."""
 
     take_indices: Callable[[Any, Any, Any, Args], tuple[Any, Args]] | None = None
-    """Returns the call with the indices as CUDA's kernel converts them: `(mode, func, types,
-    args)`.
-    """
+    """Returns the call with indices as CUDA converts them: `(mode, func, types, args)`."""
 
     above_autograd: Callable[..., Any] | None = None
     """Runs the operator above autograd, as torch decides it for CUDA tensors: `(next, *args)`."""
@@ -193,9 +189,7 @@ _parts: dict[OpOverload, dict[str, Any]] = {}
 _ops: dict[int, Op] = {}
 
 OUTPUTS_ONLY: set[str] = set()
-"""Names of aten operators whose CUDA kernels allocate their outputs only: all overloads, unless
-one is named.
-"""
+"""aten operators whose CUDA kernels allocate outputs only: all overloads or a named one."""
 
 
 @cache
@@ -269,47 +263,28 @@ def outputs_only(names: str) -> None:
     OUTPUTS_ONLY.update(names.split())
 
 
-def _decorator(part: str, operators: Iterable[OpOverload | str]) -> Callable[[Rule], Rule]:
-    def set_part(rule: Rule) -> Rule:
-        register(*operators, **{part: rule})
-        return rule
+def _decorator(part: str) -> Callable[..., Callable[[Rule], Rule]]:
+    """Return the decorator that registers a function as `part` of the operators that it names."""
 
-    return set_part
+    def decorator(*operators: OpOverload | str, **others: Any) -> Callable[[Rule], Rule]:
+        def set_part(rule: Rule) -> Rule:
+            register(*operators, **{part: rule}, **others)
+            return rule
 
+        return set_part
 
-def requests(*operators: OpOverload | str) -> Callable[[Rule], Rule]:
-    """Decorate the rule of what the operators request."""
-    return _decorator("requests", operators)
-
-
-def modelled(*operators: OpOverload | str) -> Callable[[Rule], Rule]:
-    """Decorate a function that returns whether a call of the operators is modelled."""
-    return _decorator("modelled", operators)
+    return decorator
 
 
-def result(*operators: OpOverload | str) -> Callable[[Rule], Rule]:
-    """Decorate the function that makes the results of the operators."""
-    return _decorator("result", operators)
-
-
-def layout(*operators: OpOverload | str) -> Callable[[Rule], Rule]:
-    """Decorate the function that returns the results of the operators with CUDA's strides."""
-    return _decorator("layout", operators)
-
-
-def refuse(*operators: OpOverload | str) -> Callable[[Rule], Rule]:
-    """Decorate the rule of which calls the kernels of the operators refuse."""
-    return _decorator("refuse", operators)
-
-
-def on_sparse(*operators: OpOverload | str) -> Callable[[Rule], Rule]:
-    """Decorate the function that runs the operators where a tensor is sparse."""
-    return _decorator("on_sparse", operators)
-
-
-def random_offset(*operators: OpOverload | str) -> Callable[[Rule], Rule]:
-    """Decorate the rule of how far the operators move the generator's offset."""
-    return _decorator("random_offset", operators)
+requests = _decorator("requests")
+modelled = _decorator("modelled")
+result = _decorator("result")
+layout = _decorator("layout")
+refuse = _decorator("refuse")
+on_sparse = _decorator("on_sparse")
+random_offset = _decorator("random_offset")
+above_autograd = _decorator("above_autograd")
+"""Decorators by the parts of `Op`; further keywords, such as `vmap_key`, are parts too."""
 
 
 def overloads_of(*packets: Any) -> list[OpOverload]:
@@ -319,16 +294,6 @@ def overloads_of(*packets: Any) -> list[OpOverload]:
 
 UNDER_VMAP = "FuncTorchBatched"
 """Dispatch key at which `torch.vmap` decomposes most operators."""
-
-
-def above_autograd(*operators: OpOverload | str, vmap_key: str = "") -> Callable[[Rule], Rule]:
-    """Decorate the function that runs the operators above autograd."""
-
-    def set_parts(rule: Rule) -> Rule:
-        register(*operators, above_autograd=rule, vmap_key=vmap_key)
-        return rule
-
-    return set_parts
 
 
 # ------------------------------------------------------------------- kernels of users

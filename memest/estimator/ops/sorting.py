@@ -178,9 +178,7 @@ def cumprod_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
 
 
 def _scanned(args: Args, kwargs: Kwargs, dtype: torch.dtype) -> tuple[tuple[int, ...], bool]:
-    """Return the bytes of the scanned tensor if it is cast or made contiguous (`scan_dim`), and
-    whether it is a single row.
-    """
+    """Return the bytes of a cast or contiguous copy (`scan_dim`), and whether it is one row."""
     tensor = args[0]
     is_as_given = tensor.dtype == dtype and tensor.is_contiguous()
     cast = () if is_as_given else (tensor.numel() * dtype.itemsize,)

@@ -303,9 +303,7 @@ def _addmm(
     beta: float = 1,
     alpha: float = 1,
 ) -> Tensor:
-    """Multiply a sparse matrix by a dense one. Rows are in cuSPARSE's format (CSR). The result is
-    in column order, and is copied.
-    """
+    """Multiply a sparse matrix (CSR rows) by a dense one; copy the column-ordered result."""
     if not is_sparse(sparse) or is_sparse(dense):
         raise NotImplementedError
     num_rows, num_columns = sparse.size(0), dense.size(1)

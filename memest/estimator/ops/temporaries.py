@@ -48,9 +48,7 @@ class KernelEvent:
     """Requested bytes; negative when freed: then the latest live temporary of that size."""
 
     output: int | None = None
-    """Position in the operation's results; `None` for a temporary; `OLDEST` or `TRIED` for their
-    special cases.
-    """
+    """Position in the results, `None` for a temporary, or `OLDEST` or `TRIED`."""
 
 
 Events = tuple[KernelEvent, ...]

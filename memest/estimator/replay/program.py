@@ -62,9 +62,7 @@ class Program:
     """Events before the training: the model is built, and the cache emptied."""
 
     steps: list[list[MicroBatch]] = field(default_factory=list)
-    """Micro-batches of each step: the first, one from the middle where it differs from the last,
-    and the last.
-    """
+    """Micro-batches of each step: the first, a different one of the middle, the last."""
 
     step_shift: Shift = field(default_factory=dict)
     """Renames before the last step is played again."""
@@ -110,9 +108,7 @@ class Program:
         return self.micro_shifts[min(step, last)]
 
     def most_held_bytes(self, *states: str) -> int:
-        """Return the most bytes that these states, named as in `StateBytes`, have together at a
-        probe.
-        """
+        """Return the most bytes that these states of `StateBytes` have together at a probe."""
         parts = (part for step in self.steps for batch in step for part in batch)
         held = (part.probe.state for part in parts if part.probe is not None)
         return max((sum(getattr(each, name) for name in states) for each in held), default=0)

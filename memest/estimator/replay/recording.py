@@ -22,9 +22,7 @@ from memest.estimator.allocator.memory_history import (
     free_block_entry,
     segment_entry,
 )
-from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings
-from memest.estimator.replay.program import Program
-from memest.estimator.replay.replay import Replayed, replay
+from memest.estimator.replay.replay import Replayed, Run
 from memest.estimator.tensors.storages import FreeTiming, MemKind, Site, StorageTable
 from memest.report import Phase
 from memest.writing import write_output
@@ -92,49 +90,39 @@ MAX_EVENTS = 4_000_000
 
 
 def record_run(
-    program: Program,
-    *,
-    num_steps: int,
-    num_micro_batches: int,
+    run: Run,
     limit_bytes: int | None = None,
-    settings: AllocatorSettings = DEFAULT,
-    is_share: bool = False,
     returns: FreeTiming = FreeTiming.LATEST,
+    *,
+    gpu: str = "",
 ) -> Recording:
-    """Replay a run as `replay` does, and record every action of the allocator.
+    """Replay a run as `Run.on` does, and record every action of the allocator.
 
     Raises:
         PlanError: the run is too long to record.
     """
-    num_events = _num_events(program, num_steps, num_micro_batches)
+    num_events = _num_events(run)
     if num_events > MAX_EVENTS:
         raise PlanError(
             f"{num_events} events are too many for a recording",
             hint="simulate fewer `steps`, or fewer micro-batches in each",
         )
-    recording = Recording(program.storages, limit_bytes)
-    recording.result = replay(
-        program,
-        num_steps=num_steps,
-        num_micro_batches=num_micro_batches,
-        limit_bytes=limit_bytes,
-        observer=RecordingObserver(recording, ranges_stay=program.ranges_stay),
-        settings=settings,
-        is_share=is_share,
-        returns=returns,
-    )
+    recording = Recording(run.program.storages, limit_bytes, gpu)
+    observer = RecordingObserver(recording, ranges_stay=run.program.ranges_stay)
+    recording.result = run.on(limit_bytes, returns, observer=observer)
     return recording
 
 
-def _num_events(program: Program, num_steps: int, num_micro_batches: int) -> int:
+def _num_events(run: Run) -> int:
     """Return the allocations and frees of a run, with all repetitions."""
+    program, num_micro_batches = run.program, run.num_micro_batches
 
     def of(micro: int) -> int:
         return sum(len(part.events) for part in program.play(1, micro, num_micro_batches))
 
     middle = of(1) * (num_micro_batches - 2) if num_micro_batches > 2 else 0
     last = of(num_micro_batches - 1) if num_micro_batches > 1 else 0
-    return len(program.setup) + num_steps * (of(0) + middle + last)
+    return len(program.setup) + run.num_steps * (of(0) + middle + last)
 
 
 def kind_of(storages: StorageTable, storage: int) -> str:
@@ -689,9 +677,7 @@ _AFTER = {
 
 
 def _slices(recording: Recording) -> Iterator[tuple[str, int, int]]:
-    """Return (name, start, stop) of the setup and of each phase; start and stop are positions in
-    the list of actions.
-    """
+    """Return (name, start, stop) of setup and phases, by positions in the actions."""
     marks = recording.marks
     if marks:
         yield "setup", 0, marks[0].index

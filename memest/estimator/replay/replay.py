@@ -254,9 +254,7 @@ class Player:
                     self.peak = Moment(self.num_events, self.step, event)
 
     def _block_of(self, index: int) -> Block | None:
-        """Return a block. A storage that is `tried` gets a smaller block if there is not enough
-        memory.
-        """
+        """Return a block; a smaller one for a `tried` storage if memory is short."""
         num_bytes, stream = self.num_bytes[index], self.storages.streams.get(index, 0)
         while num_bytes:
             try:
@@ -290,9 +288,7 @@ class _Run:
         self.step = 0
 
     def steps(self, num_steps: int, num_micro_batches: int) -> None:
-        """Play all steps. If a step leaves the allocator unchanged, the remaining steps are copies
-        of it.
-        """
+        """Play all steps; after one that leaves the allocator unchanged, copy it."""
         # the limit is that of the training: loading of the model is reported, not judged
         limit_bytes, self.allocator.limit_bytes = self.allocator.limit_bytes, None
         self.player.play(self.program.setup)
@@ -466,3 +462,36 @@ def _shifted(rows: Sequence[PhaseRow], *, step: int = 0, micro_batch: int = 0) -
         replace(row, step=row.step + step, micro_batch=row.micro_batch + micro_batch)
         for row in rows
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A simulated run of a plan's rank or of a script, which replays on any GPU of its chip."""
+
+    program: Program
+    num_steps: int
+    num_micro_batches: int = 1
+    settings: AllocatorSettings = DEFAULT
+    is_share: bool = False
+    """True if limits are shares that the run allows itself, of GPUs with more memory."""
+
+    def on(
+        self,
+        limit_bytes: int | None,
+        returns: FreeTiming = FreeTiming.LATEST,
+        *,
+        observer: Observer | None = None,
+        is_soft: bool = False,
+    ) -> Replayed:
+        """Replay the run where the allocator can reserve `limit_bytes`; see `replay`."""
+        return replay(
+            self.program,
+            num_steps=self.num_steps,
+            num_micro_batches=self.num_micro_batches,
+            limit_bytes=limit_bytes,
+            returns=returns,
+            settings=self.settings,
+            is_share=self.is_share,
+            observer=observer,
+            is_soft=is_soft,
+        )

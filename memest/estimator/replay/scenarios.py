@@ -9,51 +9,17 @@ be between the lowest and the highest figures. On one GPU there is one scenario.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 
 from memest.estimator.allocator.least_limit import LeastLimit, highest_need
-from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings, parse_settings
-from memest.estimator.replay.program import Program
-from memest.estimator.replay.replay import Observer, Replayed, replay
+from memest.estimator.allocator.settings import AllocatorSettings, parse_settings
+from memest.estimator.replay.replay import Replayed, Run
 from memest.estimator.replay.simulated import TracedPlan
 from memest.estimator.tensors.storages import FreeTiming, Site, StorageTable
 from memest.plan import TrainingPlan
 from memest.report import Interval, Outcome, Verdict
 from memest.units import format_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A simulated run of a plan's rank or of a script, which replays on any GPU of its chip."""
-
-    program: Program
-    num_steps: int
-    num_micro_batches: int = 1
-    settings: AllocatorSettings = DEFAULT
-    is_share: bool = False
-    """True if limits are shares that the run allows itself, of GPUs with more memory."""
-
-    def on(
-        self,
-        limit_bytes: int | None,
-        returns: FreeTiming = FreeTiming.LATEST,
-        *,
-        observer: Observer | None = None,
-        is_soft: bool = False,
-    ) -> Replayed:
-        """Replay the run where the allocator can reserve `limit_bytes`; see `replay`."""
-        return replay(
-            self.program,
-            num_steps=self.num_steps,
-            num_micro_batches=self.num_micro_batches,
-            limit_bytes=limit_bytes,
-            returns=returns,
-            settings=self.settings,
-            is_share=self.is_share,
-            observer=observer,
-            is_soft=is_soft,
-        )
 
 
 def run_of_plan(plan: TrainingPlan, traced: TracedPlan) -> Run:

@@ -13,7 +13,7 @@ from memest.estimator.ops.convolution import Calls, has_same_workspaces, recorde
 from memest.estimator.replay.interpolate.call_log import CallLog, LoggedTrace, logged_trace
 from memest.estimator.replay.interpolate.other_chip import on_other_chip
 from memest.estimator.replay.interpolate.reuse import FormBroken
-from memest.estimator.replay.replay import replay
+from memest.estimator.replay.replay import Run
 from memest.estimator.replay.scenarios import describe_deferred_blocks
 from memest.estimator.replay.simulated import TracedPlan
 from memest.estimator.replay.virtual_run import canonical, ranks_of, run_plan
@@ -34,9 +34,7 @@ MAX_ALL_RANKS_OF_FSDP = 4
 def run_ranks(
     plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False
 ) -> tuple[TracedPlan, ...]:
-    """Return the programs of ranks that differ; the one that reserves, then allocates most is
-    first.
-    """
+    """Return the programs of ranks that differ, by reserved, then allocated bytes."""
     first = ranks_of(plan)
     traced = [
         run_rank(plan, gpu, replace(first, rank=rank), trust_remote_code=trust_remote_code)
@@ -66,9 +64,7 @@ def candidate_ranks(plan: TrainingPlan) -> Sequence[int]:
 
 
 def _need(plan: TrainingPlan, traced: TracedPlan) -> tuple[int, int]:
-    run = replay(
-        traced.program, num_steps=plan.steps, num_micro_batches=plan.accumulate_grad_batches
-    )
+    run = Run(traced.program, plan.steps, plan.accumulate_grad_batches).on(None)
     return run.peak_reserved_bytes, run.peak_allocated_bytes
 
 

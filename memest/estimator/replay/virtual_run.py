@@ -52,14 +52,10 @@ MAX_STEPS = 2
 """Steps that differ: the first makes the optimizer's state; its gradients stay in the second."""
 
 MAX_STEPS_OF_STRATEGY = 3
-"""Steps that differ under a strategy: the first makes the optimizer's state, the second rebuilds
-buckets.
-"""
+"""Steps that differ under a strategy: optimizer state first, then rebuilt buckets."""
 
 MAX_MICRO_BATCHES = 2
-"""Micro-batches of a step that differ: one makes gradients, one adds to them before the optimizer's
-step.
-"""
+"""Micro-batches that differ: one makes gradients, one adds to them before the step."""
 
 MAX_MICRO_BATCHES_APART = 3
 """Micro-batches of a step that differ where the last is special. A strategy sums gradients over the
@@ -79,9 +75,7 @@ _NOT_RUN: dict[str, Any] = {
 
 
 def canonical(plan: TrainingPlan) -> TrainingPlan:
-    """Return `plan` without keys that do not affect its program; plans that differ in those share
-    it.
-    """
+    """Return `plan` without the keys that do not affect its program, as a cache key."""
     if _is_whole(plan):
         return replace(plan, **_NOT_RUN)
     return replace(
@@ -111,9 +105,7 @@ def _is_whole(plan: TrainingPlan) -> bool:
 
 
 def shortened(plan: TrainingPlan) -> tuple[TrainingPlan, int]:
-    """Return the part of `plan` that runs, and the number of micro-batches of a step that are only
-    loaded.
-    """
+    """Return the part of `plan` that runs, and a step's number of micro-batches only loaded."""
     plan = canonical(plan)
     if _is_whole(plan):
         return plan, 0
@@ -181,9 +173,7 @@ class _Watch:
             mode.memory.label(tensor, MemKind.BUFFERS)
 
     def ready(self) -> None:
-        """Note that the strategy has wrapped the model; its memory for that is not part of the
-        training.
-        """
+        """Note that the strategy has wrapped the model: its memory is not of the training."""
         if self.job.plan.is_distributed:
             gc.collect()
             torch.cuda.empty_cache()

@@ -215,9 +215,7 @@ MAX_CHANGES = 8
 """Number of changed plans that `cheapest_change` predicts."""
 
 MAX_CALLS = 70_000
-"""Operator calls of all runs of an answer and its hint, about 4 s. A changed run is assumed to be
-as long as the plan's own.
-"""
+"""Operator calls of an answer's runs, about 4 s; changed runs are assumed equally long."""
 
 
 def cheapest_change(
@@ -360,9 +358,7 @@ class _Search:
                 options[option.plan] = option
 
     def _singles(self, techniques: Sequence[Technique]) -> Iterator[Option]:
-        """Yield each change alone, cheapest first; at most one fitting change per technique and
-        cost.
-        """
+        """Yield single changes, cheapest first: at most one that fits per technique and cost."""
         has_found = False
         for cost, technique in itertools.product(Cost, techniques):
             if cost in LAST_RESORTS and has_found:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
@@ -54,9 +54,7 @@ _COST_WORDS = {
 }
 
 LAST_RESORTS = (Cost.OFFLOAD, Cost.HARDWARE)
-"""Costs that are tried without other changes, if nothing cheaper fits. They need another trainer or
-hardware.
-"""
+"""Costs tried alone, if nothing cheaper fits: they need another trainer or hardware."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,9 +76,7 @@ class Technique:
 
     changes: tuple[Change, ...]
     is_graded: bool = False
-    """True if each change saves more than the one before, so that bisection finds the mildest
-    enough.
-    """
+    """True if each change saves more than the one before, which allows bisection."""
 
 
 NOT_TRIED = (
@@ -156,72 +152,58 @@ def least_bytes(change: Change, traced: TracedPlan) -> int:
 def techniques_for(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> tuple[Technique, ...]:
     """Return techniques that can make `plan` smaller, in the order of their cost."""
     found = (
-        _attention(plan),
-        _allocator(plan),
-        _optimizer(plan),
-        _accumulation(plan),
-        _checkpointing(plan),
-        _precision(plan, gpu),
-        _vision(plan, facts),
-        _adapters(plan),
-        _text(plan, facts),
-        _image(facts),
-        _offload(plan),
-        _sharding(plan),
+        Technique(changes=tuple(changes(plan, facts, gpu)), is_graded=changes in _GRADED)
+        for changes in _TECHNIQUES
     )
     return tuple(technique for technique in found if technique.changes)
 
 
-def _attention(plan: TrainingPlan) -> Technique:
-    if plan.attn_implementation != "eager":
-        return Technique(changes=())
-    change = Change(
-        title="sdpa attention instead of eager",
-        cost=Cost.NOTHING,
-        price="nothing: the same attention by a fused kernel, up to rounding",
-        updates={"attn_implementation": "sdpa"},
-    )
-    return Technique(changes=(change,))
+def _change(title: str, cost: Cost, price: str, **updates: Any) -> Change:
+    return Change(title=title, cost=cost, price=price, updates=updates)
 
 
-def _allocator(plan: TrainingPlan) -> Technique:
-    if "expandable_segments" in plan.alloc_conf:
-        return Technique(changes=())
-    change = Change(
-        title="expandable segments",
-        cost=Cost.NOTHING,
-        price="nothing: cached memory is cut and joined in smaller pieces",
-        updates={"alloc_conf": ",".join(filter(None, (plan.alloc_conf, EXPANDABLE)))},
-    )
-    return Technique(changes=(change,))
-
-
-def _offload(plan: TrainingPlan) -> Technique:
-    is_plain = plan.strategy == "auto" and plan.devices == 1 and plan.loop == "lightning"
-    if not is_plain or plan.uses_adapters or plan.optim not in _FULL_ADAM:
-        return Technique(changes=())
-    change = Change(
-        title="the optimizer on the host (DeepSpeed)",
-        cost=Cost.OFFLOAD,
-        price="slower steps, by the host's arithmetic and its link; DeepSpeed and host memory",
-        updates={"strategy": "deepspeed_stage_2_offload", "optim": "deepspeed_cpu"},
-    )
-    return Technique(changes=(change,))
-
-
-def _sharding(plan: TrainingPlan) -> Technique:
-    if plan.strategy != "auto" or plan.devices > 1 or plan.loop != "lightning":
-        return Technique(changes=())
-    changes = (
-        Change(
-            title=f"sharded over {number} GPUs (FSDP2)",
-            cost=Cost.HARDWARE,
-            price=f"{number} GPUs and the traffic between them; as many times the samples a step",
-            updates={"strategy": "fsdp2", "devices": number},
+def _attention(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change]:
+    if plan.attn_implementation == "eager":
+        yield _change(
+            "sdpa attention instead of eager",
+            Cost.NOTHING,
+            "nothing: the same attention by a fused kernel, up to rounding",
+            attn_implementation="sdpa",
         )
-        for number in NUMBERS_OF_GPUS
-    )
-    return Technique(changes=tuple(changes), is_graded=True)
+
+
+def _allocator(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change]:
+    if "expandable_segments" not in plan.alloc_conf:
+        yield _change(
+            "expandable segments",
+            Cost.NOTHING,
+            "nothing: cached memory is cut and joined in smaller pieces",
+            alloc_conf=",".join(filter(None, (plan.alloc_conf, EXPANDABLE))),
+        )
+
+
+def _offload(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change]:
+    is_plain = plan.strategy == "auto" and plan.devices == 1 and plan.loop == "lightning"
+    if is_plain and not plan.uses_adapters and plan.optim in _FULL_ADAM:
+        yield _change(
+            "the optimizer on the host (DeepSpeed)",
+            Cost.OFFLOAD,
+            "slower steps, by the host's arithmetic and its link; DeepSpeed and host memory",
+            strategy="deepspeed_stage_2_offload",
+            optim="deepspeed_cpu",
+        )
+
+
+def _sharding(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change]:
+    is_plain = plan.strategy == "auto" and plan.devices <= 1 and plan.loop == "lightning"
+    for number in NUMBERS_OF_GPUS if is_plain else ():
+        yield _change(
+            f"sharded over {number} GPUs (FSDP2)",
+            Cost.HARDWARE,
+            f"{number} GPUs and the traffic between them; as many times the samples a step",
+            strategy="fsdp2",
+            devices=number,
+        )
 
 
 _FUSED = {"adamw": "adamw_fused", "adamw_single": "adamw_fused", "adam": "adam_fused"}
@@ -231,181 +213,127 @@ _FULL_ADAM = {
 }  # fmt: skip
 
 
-def _optimizer(plan: TrainingPlan) -> Technique:
-    changes = []
+def _optimizer(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change]:
     if plan.optim in _FUSED:
-        changes.append(
-            Change(
-                title="fused optimizer",
-                cost=Cost.NOTHING,
-                price="nothing: the same update in one kernel, without temporaries",
-                updates={"optim": _FUSED[plan.optim]},
-            )
+        yield _change(
+            "fused optimizer",
+            Cost.NOTHING,
+            "nothing: the same update in one kernel, without temporaries",
+            optim=_FUSED[plan.optim],
         )
     if plan.optim in _FULL_ADAM:
-        changes.append(
-            Change(
-                title="8-bit optimizer states",
-                cost=Cost.PRECISION,
-                price="moments are rounded to 8 bits in blocks; training may differ slightly",
-                updates={"optim": f"{_FULL_ADAM[plan.optim]}_8bit"},
-            )
+        yield _change(
+            "8-bit optimizer states",
+            Cost.PRECISION,
+            "moments are rounded to 8 bits in blocks; training may differ slightly",
+            optim=f"{_FULL_ADAM[plan.optim]}_8bit",
         )
     base = _FULL_ADAM.get(plan.optim) or plan.optim.removesuffix("_8bit")
     if base in ("adam", "adamw") and not plan.optim.startswith("paged"):
-        changes.append(
-            Change(
-                title="paged 8-bit optimizer states",
-                cost=Cost.PRECISION,
-                price="as 8-bit states, and the driver moves them between host and GPU: slower "
-                "steps, host memory",
-                updates={"optim": f"paged_{base}_8bit"},
-            )
+        yield _change(
+            "paged 8-bit optimizer states",
+            Cost.PRECISION,
+            "as 8-bit states, and the driver moves them between host and GPU: slower steps, host"
+            " memory",
+            optim=f"paged_{base}_8bit",
         )
     if plan.optim != "sgd":
-        changes.append(
-            Change(
-                title="SGD without momentum",
-                cost=Cost.OPTIMIZER,
-                price="no adaptive step sizes: the learning rate must be tuned again, and "
-                "transformers often train worse",
-                updates={"optim": "sgd"},
-            )
+        yield _change(
+            "SGD without momentum",
+            Cost.OPTIMIZER,
+            "no adaptive step sizes: the learning rate must be tuned again, and transformers often"
+            " train worse",
+            optim="sgd",
         )
-    return Technique(changes=tuple(changes))
 
 
-def _accumulation(plan: TrainingPlan) -> Technique:
+def _accumulation(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change]:
     """Every smaller micro-batch that divides the batch of a step, largest first."""
     total = plan.batch_size * plan.accumulate_grad_batches
-    sizes = [
-        n for n in range(plan.batch_size - 1, 0, -1) if total % n == 0 and total // n <= 1 << 16
-    ]
-    changes = (
-        Change(
-            title=f"micro-batch {size}, accumulated {total // size} times",
-            cost=Cost.TIME,
-            price=f"more and smaller kernels; still {total} samples a step, "
-            "the loss being the mean over micro-batches",
-            updates={"batch_size": size, "accumulate_grad_batches": total // size},
-        )
-        for size in sizes
-    )
-    return Technique(changes=tuple(changes), is_graded=True)
+    for size in range(plan.batch_size - 1, 0, -1):
+        if total % size == 0 and total // size <= 1 << 16:
+            yield _change(
+                f"micro-batch {size}, accumulated {total // size} times",
+                Cost.TIME,
+                f"more and smaller kernels; still {total} samples a step, "
+                "the loss being the mean over micro-batches",
+                batch_size=size,
+                accumulate_grad_batches=total // size,
+            )
 
 
-def _checkpointing(plan: TrainingPlan) -> Technique:
-    if plan.act_ckpt or plan.kbit_checkpoints:
-        return Technique(changes=())
-    change = Change(
-        title="activation checkpointing",
-        cost=Cost.TIME,
-        price="about one more forward per step",
-        updates={"act_ckpt": True},
-    )
-    return Technique(changes=(change,))
+def _checkpointing(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change]:
+    if not (plan.act_ckpt or plan.kbit_checkpoints):
+        price = "about one more forward per step"
+        yield _change("activation checkpointing", Cost.TIME, price, act_ckpt=True)
 
 
-def _precision(plan: TrainingPlan, gpu: Gpu) -> Technique:
+def _precision(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change]:
     has_bf16 = gpu.capability >= BF16_CAPABILITY
     mixed = "bf16-mixed" if has_bf16 else "16-mixed"
-    changes = []
     if plan.precision == "32-true":
         scaled = "" if has_bf16 else " of small range, with loss scaling"
-        changes.append(
-            Change(
-                title=f"precision {mixed}",
-                cost=Cost.PRECISION,
-                price=f"matrix products in 16 bits{scaled}; weights and states stay in 32",
-                updates={"precision": mixed},
-            )
-        )
+        price = f"matrix products in 16 bits{scaled}; weights and states stay in 32"
+        yield _change(f"precision {mixed}", Cost.PRECISION, price, precision=mixed)
     if plan.precision in ("32-true", "bf16-mixed", "16-mixed"):
         emulated = "" if has_bf16 else "; this GPU has no bf16 tensor cores, so it is slow"
-        changes.append(
-            Change(
-                title="precision bf16-true",
-                cost=Cost.PRECISION,
-                price="weights, gradients and states in bf16: small updates can round away"
-                + emulated,
-                updates={"precision": "bf16-true"},
-            )
-        )
-    return Technique(changes=tuple(changes))
+        price = f"weights, gradients and states in bf16: small updates can round away{emulated}"
+        yield _change("precision bf16-true", Cost.PRECISION, price, precision="bf16-true")
 
 
-def _vision(plan: TrainingPlan, facts: ModelFacts) -> Technique:
+def _vision(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change]:
     patterns = tuple(f"{name}.*" for name in facts.vision_modules)
-    if plan.uses_adapters or not set(patterns) - set(plan.freeze):
-        return Technique(changes=())
-    change = Change(
-        title="vision tower frozen",
-        cost=Cost.TRAINED,
-        price="the vision tower keeps its pretrained weights",
-        updates={"freeze": tuple(dict.fromkeys((*plan.freeze, *patterns)))},
-    )
-    return Technique(changes=(change,))
+    if not plan.uses_adapters and set(patterns) - set(plan.freeze):
+        price = "the vision tower keeps its pretrained weights"
+        frozen = tuple(dict.fromkeys((*plan.freeze, *patterns)))
+        yield _change("vision tower frozen", Cost.TRAINED, price, freeze=frozen)
 
 
-def _adapters(plan: TrainingPlan) -> Technique:
-    changes = []
+def _adapters(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change]:
+    rank = f"rank {plan.lora_r}"
     if not plan.uses_adapters:
-        changes.append(
-            Change(
-                title=f"LoRA, rank {plan.lora_r}",
-                cost=Cost.TRAINED,
-                price="only low-rank adapters learn; often close to a full fine-tune, not always",
-                updates={"use_lora": True},
-            )
-        )
+        price = "only low-rank adapters learn; often close to a full fine-tune, not always"
+        yield _change(f"LoRA, {rank}", Cost.TRAINED, price, use_lora=True)
     if not plan.use_qlora:
-        changes.append(
-            Change(
-                title=f"QLoRA, rank {plan.lora_r}",
-                cost=Cost.TRAINED,
-                price="only adapters learn, on a base rounded to 4 bits; unpacking it and"
-                " activation checkpointing cost time",
-                updates={"use_qlora": True},
-            )
+        yield _change(
+            f"QLoRA, {rank}",
+            Cost.TRAINED,
+            "only adapters learn, on a base rounded to 4 bits; unpacking it and activation"
+            " checkpointing cost time",
+            use_qlora=True,
         )
     if not plan.double_quant:
-        changes.append(
-            Change(
-                title=f"QLoRA, rank {plan.lora_r}, double quantisation",
-                cost=Cost.TRAINED,
-                price="as QLoRA, with the scales rounded too",
-                updates={"use_qlora": True, "quant": "nf4", "double_quant": True},
-            )
+        yield _change(
+            f"QLoRA, {rank}, double quantisation",
+            Cost.TRAINED,
+            "as QLoRA, with the scales rounded too",
+            use_qlora=True,
+            quant="nf4",
+            double_quant=True,
         )
-    return Technique(changes=tuple(changes))
 
 
-def _text(plan: TrainingPlan, facts: ModelFacts) -> Technique:
+def _text(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change]:
     shortest = max(SHORTEST_TEXT, -(-facts.seq_len // SHORTEST_SHARE))
-    lengths, length = [], facts.seq_len // 2
+    price = "longer texts are cut: what was cut is not learned"
+    length = facts.seq_len // 2
     while length >= shortest:
-        lengths.append(length)
+        title = f"{length} tokens instead of {facts.seq_len}"
+        yield _change(title, Cost.INPUTS, price, seq_len=length)
         length //= 2
-    changes = (
-        Change(
-            title=f"{length} tokens instead of {facts.seq_len}",
-            cost=Cost.INPUTS,
-            price="longer texts are cut: what was cut is not learned",
-            updates={"seq_len": length},
-        )
-        for length in lengths
-    )
-    return Technique(changes=tuple(changes), is_graded=True)
 
 
-def _image(facts: ModelFacts) -> Technique:
-    if facts.image_size is None:
-        return Technique(changes=())
-    size = facts.image_size // 2
-    change = Change(
-        title=f"images of {size} pixels instead of {facts.image_size}",
-        cost=Cost.INPUTS,
-        price="less detail; the model was pretrained on larger images",
-        updates={"image_size": size},
-    )
-    return Technique(changes=(change,))
+def _image(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change]:
+    if facts.image_size is not None:
+        size = facts.image_size // 2
+        title = f"images of {size} pixels instead of {facts.image_size}"
+        price = "less detail; the model was pretrained on larger images"
+        yield _change(title, Cost.INPUTS, price, image_size=size)
+
+
+_TECHNIQUES = (
+    _attention, _allocator, _optimizer, _accumulation, _checkpointing, _precision, _vision,
+    _adapters, _text, _image, _offload, _sharding,
+)  # fmt: skip
+_GRADED = (_accumulation, _text, _sharding)
+"""Techniques of which each change saves more than the one before."""

@@ -19,7 +19,7 @@ from memest.estimator.hardware.gpus import Gpu, find_gpu
 from memest.estimator.search.processes import over_processes
 from memest.models_meta.registry import check_name
 from memest.plan import TrainingPlan
-from memest.report import Verdict
+from memest.report import PhaseRow, Term, Verdict
 
 if TYPE_CHECKING:
     from memest.estimator.search.related_plans import RelatedPlans
@@ -68,9 +68,7 @@ class Explored:
     """Reserved at the peak without a limit."""
 
     phases: tuple[tuple[int, int, int, int, int], ...]
-    """Params, grads, optimizer, activations and peak of the second step's last micro-batch, by
-    phase.
-    """
+    """Kinds and peak of the second step's last micro-batch, by phase."""
 
     verdicts: Mapping[str, Verdict]
     """Results on each GPU, as in `predict`."""
@@ -191,24 +189,34 @@ def _point(
     first = targets[0].chip
     whole = trials[first].free
     terms = peak_terms(traced[first], plan.accumulate_grad_batches, whole)
+    return point_of(plan, terms, whole.peak_reserved_bytes, whole.rows, verdicts)
+
+
+def point_of(
+    plan: TrainingPlan,
+    terms: Iterable[Term],
+    reserved_bytes: int,
+    rows: Iterable[PhaseRow],
+    verdicts: Mapping[str, Verdict],
+) -> Explored:
+    """Return the point of a plan, from the terms at its peak and the rows of all its phases."""
     kinds, words = by_kind(terms)
     last = plan.accumulate_grad_batches - 1
-    rows = [row for row in whole.rows if row.step == 1 and row.micro_batch == last]
     return Explored(
         plan=plan,
         kinds=kinds,
         arithmetic=words,
-        reserved_bytes=whole.peak_reserved_bytes,
+        reserved_bytes=reserved_bytes,
         phases=tuple(
             (r.params_bytes, r.grads_bytes, r.optimizer_bytes, r.activations_bytes,
              r.peak_allocated_bytes)
-            for r in rows
+            for r in rows if r.step == 1 and r.micro_batch == last
         ),
         verdicts=verdicts,
     )  # fmt: skip
 
 
-def by_kind(terms: Iterable[Any]) -> tuple[dict[str, int], dict[str, str]]:
+def by_kind(terms: Iterable[Term]) -> tuple[dict[str, int], dict[str, str]]:
     """Return bytes and arithmetic of the terms of a peak, by `KINDS`."""
     kinds = dict.fromkeys(KINDS, 0)
     words: dict[str, list[tuple[int, str]]] = {kind: [] for kind in KINDS}

@@ -69,9 +69,7 @@ class Trial:
 
     @cached_property
     def _scenarios(self) -> list[Scenario]:
-        """Scenarios; several where ranks differ, or time decides. The one that reserves most is
-        first.
-        """
+        """Scenarios of ranks and free timings; the one that reserves most is first."""
         return scenarios_of(self._plan, self._traced)
 
     @cached_property

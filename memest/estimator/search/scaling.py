@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from memest.errors import MemestError, PlanError, closest
+from memest.errors import MemestError, PlanError, closest, result_or_error
 from memest.estimator.search.suite import predict_each
 from memest.plan import TrainingPlan
 from memest.plan.training_plan import PLAN_KEYS
@@ -63,13 +63,11 @@ def scale(
     for number in devices:
         TrainingPlan(model_name="any", devices=number)
     numbers = sorted(set(devices))
-    plans: dict[tuple[str, int], TrainingPlan] = {}
-    found: dict[tuple[str, int], Prediction | MemestError] = {}
-    for strategy, number in product(dict.fromkeys(strategies), numbers):
-        try:
-            plans[strategy, number] = _plan(values, strategy, number)
-        except MemestError as error:
-            found[strategy, number] = error
+    found: dict[tuple[str, int], Any] = {
+        (strategy, number): result_or_error(_plan, values, strategy, number)
+        for strategy, number in product(dict.fromkeys(strategies), numbers)
+    }
+    plans = {key: plan for key, plan in found.items() if isinstance(plan, TrainingPlan)}
     reports = predict_each(list(plans.values()), jobs=jobs, trust_remote_code=trust_remote_code)
     found |= dict(zip(plans, reports, strict=True))
     if all(isinstance(result, MemestError) for result in found.values()):

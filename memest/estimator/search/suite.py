@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from memest.errors import MemestError
+from memest.errors import MemestError, result_or_error
 from memest.estimator.predict import predict, target_gpus
 from memest.estimator.search.processes import over_processes
 from memest.models_meta.registry import check_name
@@ -45,9 +45,8 @@ def predict_each(
         MemestError: a plan names a model or a GPU that does not exist.
     """
     alone = (jobs or os.cpu_count() or 1) if len(plans) == 1 else 1
-    return _over_processes(
-        partial(_predict_or_error, trust_remote_code=trust_remote_code, jobs=alone), plans, jobs
-    )
+    one = partial(result_or_error, predict, trust_remote_code=trust_remote_code, jobs=alone)
+    return _over_processes(one, plans, jobs)
 
 
 def apart(
@@ -108,12 +107,3 @@ def _each(plans: Sequence[TrainingPlan], *, one: Callable[[TrainingPlan], T]) ->
 
 def _name_of(plans: Sequence[TrainingPlan]) -> str:
     return plans[0].label + (f" and {len(plans) - 1} alike" if len(plans) > 1 else "")
-
-
-def _predict_or_error(
-    plan: TrainingPlan, *, trust_remote_code: bool, jobs: int
-) -> Prediction | MemestError:
-    try:
-        return predict(plan, trust_remote_code=trust_remote_code, jobs=jobs)
-    except MemestError as error:
-        return error

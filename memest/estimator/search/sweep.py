@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memest.child import CAN_FORK
-from memest.errors import MemestError, PlanError, shown
+from memest.errors import MemestError, PlanError, result_or_error, shown
 from memest.estimator.predict import target_gpus
 from memest.estimator.search.processes import over_processes
 from memest.plan import TrainingPlan
@@ -182,10 +182,7 @@ def make_grid(
     points: Grid = []
     for combination in itertools.product(*varied.values()):
         changes = dict(zip(varied, combination, strict=True))
-        try:
-            points.append((changes, TrainingPlan.from_dict({**base, **changes})))
-        except MemestError as error:
-            points.append((changes, error))
+        points.append((changes, result_or_error(TrainingPlan.from_dict, {**base, **changes})))
     if points and all(isinstance(plan, MemestError) for _, plan in points):
         raise next(plan for _, plan in points if isinstance(plan, MemestError))
     return points
@@ -253,9 +250,9 @@ def sweep(
     points: list[SweepPoint] = []
     for plan, result in zip(plans, ordered, strict=True):
         if isinstance(result, MemestError):
-            points += _failed(plan, result)
-        else:
-            points += result
+            names, error = [gpu.name for gpu in target_gpus(plan)], str(result)
+            result = [SweepPoint(plan=plan, gpu=n, verdict=None, error=error) for n in names]
+        points += result
     return points
 
 
@@ -266,11 +263,6 @@ def _label_of(task: tuple[Sequence[TrainingPlan], str]) -> str:
     if len(plans) > 1:
         parts.append(f"{len(plans)} of {key.replace('_', ' ')}")
     return " ".join(parts)
-
-
-def _failed(plan: TrainingPlan, error: MemestError) -> list[SweepPoint]:
-    gpus = target_gpus(plan)
-    return [SweepPoint(plan=plan, gpu=g.name, verdict=None, error=str(error)) for g in gpus]
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +310,7 @@ def _sweep_group(
         gc.freeze()
         found = _replay_in_parallel(plans, key, all_series, jobs)
         missing = [plan for plan, points in zip(plans, found, strict=True) if points is None]
-        rest = iter([_points_or_error(plan, key, all_series) for plan in missing])
+        rest = iter([result_or_error(_points, plan, key, all_series) for plan in missing])
         return [points or next(rest) for points in found]
 
 
@@ -380,15 +372,6 @@ def _replay_inherited(index: int) -> list[SweepPoint] | None:
 
 class _NeedsTrace(Exception):
     """A point that no existing trace covers."""
-
-
-def _points_or_error(
-    plan: TrainingPlan, key: str, all_series: Mapping[Any, TraceSeries]
-) -> list[SweepPoint] | MemestError:
-    try:
-        return _points(plan, key, all_series)
-    except MemestError as error:
-        return error
 
 
 def _points(
@@ -488,7 +471,8 @@ def fits_table(rows: Sequence[Mapping[str, Any]], across: str = "") -> FitsTable
         verdict = _verdict(row)
         if verdict is not None:
             name = _row_name([_label(key, _text(row[key])) for key in down])
-            verdicts[name, _column(chosen, _text(row[chosen]))] = verdict
+            text = _text(row[chosen])
+            verdicts[name, text if _is_number(text) else _label(chosen, text)] = verdict
     return FitsTable(verdicts, chosen.replace("_", " "), tuple(values["gpu"]))
 
 
@@ -523,10 +507,6 @@ def _row_name(labels: Sequence[str]) -> str:
     ('adamw', 'no LoRA, no ckpt')
     """
     return ", ".join([x for x in labels if not x.startswith("no ")] or labels)
-
-
-def _column(key: str, text: str) -> str:
-    return text if _is_number(text) else _label(key, text)
 
 
 def _is_number(text: str) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
-from memest.errors import MemestError
+from memest.errors import MemestError, result_or_error
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.search.largest import Largest, largest
 from memest.estimator.search.processes import over_processes
@@ -64,9 +64,7 @@ class TechniqueRow:
 
 
 def technique_values(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
-    """Return the values of `plan` under every technique, without keys that a technique does not
-    use.
-    """
+    """Return the values of `plan` per technique, without keys that a technique ignores."""
     values = {f.name: getattr(plan, f.name) for f in fields(plan) if f.name not in _DECIDED}
     made = {}
     for name, changes in TECHNIQUES.items():
@@ -95,7 +93,9 @@ def largest_of_all(
     Raises:
         MemestError: none of the techniques can be run; the error is the first one's.
     """
-    one = partial(_rows, gpus=tuple(gpus), key=key, trust_remote_code=trust_remote_code)
+    one = partial(
+        result_or_error, _rows, gpus=tuple(gpus), key=key, trust_remote_code=trust_remote_code
+    )
     tasks = list(technique_values(plan).items())
     num_processes = min(jobs or os.cpu_count() or 1, len(tasks))
     found = over_processes(one, tasks, num_processes, label=lambda task: f"{plan.label}, {task[0]}")
@@ -113,11 +113,7 @@ def largest_of_all(
 
 def _rows(
     task: tuple[str, Mapping[str, Any]], *, gpus: tuple[Gpu, ...], key: str, trust_remote_code: bool
-) -> list[TechniqueRow] | MemestError:
+) -> list[TechniqueRow]:
     name, values = task
-    try:
-        plan = TrainingPlan(**values)
-        found = largest(plan, gpus, key, trust_remote_code=trust_remote_code)
-    except MemestError as error:
-        return error
+    found = largest(TrainingPlan(**values), gpus, key, trust_remote_code=trust_remote_code)
     return [TechniqueRow(name, row.gpu, row) for row in found]

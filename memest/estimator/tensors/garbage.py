@@ -18,9 +18,7 @@ import gc
 from typing import Any
 
 PER_STORAGE = 4
-"""Containers for a live storage: torch's two Python objects, the reference to it and the
-allocator's block; a test counts them.
-"""
+"""Containers per live storage: two of torch, the reference, the block; a test counts them."""
 
 
 class GarbagePace:
@@ -39,9 +37,7 @@ class GarbagePace:
         gc.callbacks.append(self._looked)
 
     def made(self, num_objects: int) -> None:
-        """Count Python containers that memest creates (or frees, if negative) beyond the current
-        call.
-        """
+        """Count Python containers that memest creates, or frees if negative, beyond this call."""
         if not self._is_kept or not gc.isenabled():
             self._own += num_objects
             return

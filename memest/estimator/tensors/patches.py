@@ -7,7 +7,29 @@ from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
 
+from memest.errors import UnsupportedError
+
 _ABSENT = object()
+
+
+def constant(value: Any) -> Callable[..., Any]:
+    """Return a function that returns `value` for all arguments."""
+    return lambda *args, **kwargs: value
+
+
+def unsupported(what: str) -> UnsupportedError:
+    """Return the error for a part of torch that is not simulated."""
+    hint = "run the script without it; see docs/run.md"
+    return UnsupportedError(f"{what} cannot be simulated", hint=hint)
+
+
+def refusing(what: str) -> Callable[..., Any]:
+    """Return a function that raises `unsupported(what)`."""
+
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise unsupported(what)
+
+    return refused
 
 
 class Patches:

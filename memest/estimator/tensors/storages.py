@@ -42,9 +42,7 @@ class FreeTiming(Enum):
 
 
 death_of = operator.invert
-"""Encode the free of a storage as an event, or decode it: the bitwise inverse of the storage's id,
-which is negative.
-"""
+"""Encode or decode the free of a storage: the bitwise inverse of its id."""
 
 RETURNED = -(1 << 40)
 """Largest event that encodes the return of a deferred block."""

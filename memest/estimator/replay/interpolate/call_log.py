@@ -31,14 +31,10 @@ from memest.plan import TrainingPlan
 aten = torch.ops.aten
 
 GEMM_RULE = "_gemm_4bit_use_custom_fn"
-"""Function by which bitsandbytes chooses a kernel from a product's shapes (0.50.2,
-backends/cuda/ops.py).
-"""
+"""bitsandbytes' choice of a kernel by a product's shapes (0.50.2, backends/cuda/ops.py)."""
 
 READERS = ("lightning", "bitsandbytes")
-"""Libraries that read the GPU's compute capability: for a hint, for the file of its kernels. Their
-choice by it is `GEMM_RULE`.
-"""
+"""Libraries that read the compute capability, but choose kernels only by `GEMM_RULE`."""
 
 ALIGNMENT = 16
 """Storage offsets count modulo it: kernels need alignment of at most 16 elements."""
@@ -260,9 +256,7 @@ _CONSTANTS = (
     bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
     torch._ops.OpOverload,
 )  # fmt: skip
-"""Types that templates store unchanged. Others, such as a generator or the profiler's handle, do
-not affect sizes.
-"""
+"""Types that templates store unchanged; others do not affect sizes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,9 +85,7 @@ def _name(template: Template) -> str:
 def _replaced(
     log: CallLog, first: Gpu, gpu: Gpu
 ) -> tuple[dict[Template, Template], dict[Template, frozenset[int]]]:
-    """Return the calls of attention on `gpu`, and outputs that only they have, by the calls on
-    `first` where another backend is chosen.
-    """
+    """Return attention calls on `gpu` and their own outputs, by the calls on `first`."""
     calls: dict[Template, Template] = {}
     dropped: dict[Template, frozenset[int]] = {}
     for choice in log.choices:
@@ -143,9 +141,7 @@ class _Moves:
     """Positions of the outputs that take memory."""
 
     later: list[int]
-    """Storages that are freed until the next call, and those that are made between calls: outputs
-    by name, earlier ones below 0.
-    """
+    """Storages freed until the next call, and those made: outputs by name, earlier below 0."""
 
 
 def _alone(

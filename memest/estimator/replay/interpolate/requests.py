@@ -37,9 +37,7 @@ class Form(NamedTuple):
     """The requests of a call, in order, without their bytes."""
 
     requests: tuple[int | tuple[int] | None, ...]
-    """A number is the position of an output that is made here; (n,) frees the n-th temporary; None
-    makes one.
-    """
+    """Position of an output made here, (n,) for a free of temporary n, or None to make one."""
 
     num_copies: int
     """Contiguous operands of a matrix product: temporaries after the outputs."""

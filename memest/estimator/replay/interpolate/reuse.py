@@ -193,9 +193,7 @@ class Family:
         )
 
     def outcomes(self, value: int) -> tuple[Any, ...] | None:
-        """Return the decisions that depend on shapes at `value`; None if `value` is not a multiple
-        of the step.
-        """
+        """Return the shape-dependent decisions at `value`; None for no multiple of the step."""
         if (value - self.start) % self.step:
             return None
         index = Fraction(value - self.start, self.spacing)

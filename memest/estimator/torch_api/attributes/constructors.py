@@ -214,9 +214,7 @@ def _from_data(function: Constructor, *, copies: bool) -> Constructor:
 
 
 def _numbers(data: Any) -> Any:
-    """Return nested `data` with the values of tensors without C++ data, which C++ would read one by
-    one.
-    """
+    """Return nested `data` with values for tensors that C++ would read one by one."""
     if isinstance(data, Tensor):
         return data.tolist() if is_meta(data) else data
     if isinstance(data, list | tuple) and not all(map(_is_number, data)):

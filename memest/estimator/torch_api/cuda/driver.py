@@ -13,7 +13,7 @@ from torch import Tensor
 from memest.errors import UnsupportedError
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.patches import Patches, constant, refusing, unsupported
 from memest.estimator.tensors.placement import CPU, GPU, META, Place, is_another, resolve
 from memest.estimator.torch_api.cuda import generators, streams
 from memest.estimator.versions import simulated
@@ -180,10 +180,7 @@ class Cudart:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise UnsupportedError(
-            f"`torch.cuda.cudart().{name}` cannot be simulated",
-            hint="run the script without it; see docs/run.md",
-        )
+        raise unsupported(f"`torch.cuda.cudart().{name}`")
 
 
 def install_comm(patches: Patches) -> None:
@@ -316,21 +313,17 @@ _INDICES = {
 _DEVICES = {"_C": ("_get_accelerator", "_accelerator_getAccelerator")}
 
 
-def _constant(value: Any) -> Any:
-    return lambda *args, **kwargs: value
-
-
 def _install_devices(patches: Patches, mode: CudaSimMode) -> None:
     properties = properties_of(mode.gpu)
     for name, value in _FACTS.items():
-        patches.set(torch._C, name, _constant(value))
+        patches.set(torch._C, name, constant(value))
     for name, value in _FACTS_OF_CUDA.items():
-        patches.set(torch.cuda, name, _constant(value))
+        patches.set(torch.cuda, name, constant(value))
     answers = (_COUNTS, GPU.num_visible), (_INDICES, GPU.device.index), (_DEVICES, GPU.device)
     for names, answer in answers:
         for owner, functions in names.items():
             for name in functions:
-                patches.set(getattr(torch, owner), name, _constant(answer))
+                patches.set(getattr(torch, owner), name, constant(answer))
 
     def synchronize(*args: Any) -> None:
         for number in range(mode.timeline.num_streams):
@@ -359,7 +352,7 @@ def _install_devices(patches: Patches, mode: CudaSimMode) -> None:
     patches.set(torch.cuda, "_get_device_properties", lambda index=0: properties)
     patches.set(torch.cuda, "get_device_properties", lambda device=None: _of(device, properties))
     patches.set(torch.version, "hip", None)
-    patches.set(torch.backends.mps, "is_available", _constant(False))  # Lightning prefers MPS
+    patches.set(torch.backends.mps, "is_available", constant(False))  # Lightning prefers MPS
     if torch.version.cuda is None:  # torchvision compares a CUDA build's own value with its own
         patches.set(torch.version, "cuda", CUDA_VERSION)
     patches.set(torch._C, "_cuda_getCompiledVersion", compiled_version)
@@ -403,7 +396,7 @@ def _install_libraries(patches: Patches, mode: CudaSimMode) -> None:
     patches.set(torch.backends.cuda, "is_built", lambda: True)
     cudnn = {"is_available": True, "version": simulated().cudnn_version, "is_acceptable": True}
     for name, value in cudnn.items():
-        patches.set(torch.backends.cudnn, name, _constant(value))
+        patches.set(torch.backends.cudnn, name, constant(value))
     cudart = Cudart(lambda device: torch.cuda.mem_get_info(device))
     patches.set(c, "_cudart", cudart)
     patches.set(torch.cuda, "_cudart", cudart)
@@ -436,15 +429,6 @@ def _of(device: Any, properties: DeviceProperties) -> DeviceProperties:
     return properties
 
 
-def _refuse(what: str) -> Any:
-    def refused(*args: Any, **kwargs: Any) -> Any:
-        raise UnsupportedError(
-            f"{what} cannot be simulated", hint="run the script without it; see docs/run.md"
-        )
-
-    return refused
-
-
 def _install_refusals(patches: Patches, mode: CudaSimMode) -> None:
     """Raise for functions without a simulation, by name."""
     in_c = {
@@ -455,4 +439,4 @@ def _install_refusals(patches: Patches, mode: CudaSimMode) -> None:
         "_cuda_jiterator_compile_and_launch_kernel": "torch.cuda.jiterator",
     }
     for name, what in in_c.items():
-        patches.set(torch._C, name, _refuse(what))
+        patches.set(torch._C, name, refusing(what))

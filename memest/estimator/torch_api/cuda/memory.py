@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 
-from memest.errors import UnsupportedError
 from memest.estimator.allocator.settings import changed_settings
 from memest.estimator.allocator.statistics import CountingAllocator, allow_share
 from memest.estimator.gpu.mode import CudaSimMode
-from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.patches import Patches, refusing, unsupported
 from memest.estimator.tensors.placement import is_another, resolve
 from memest.estimator.torch_api.cuda import memory_history
 
@@ -69,9 +68,7 @@ def _install_limits(patches: Patches, mode: CudaSimMode, allocator: CountingAllo
     most = gpu.limit_bytes if given is None else given
 
     def set_fraction(fraction: float, device: Any = 0) -> None:
-        """Limit the allocator as `setMemoryFraction`: a share of the GPU's memory, at most what it
-        leaves.
-        """
+        """Limit the allocator to a share of the GPU's memory, as `setMemoryFraction`."""
         _check(device)
         allocator.read_settings()
         allow_share(allocator, fraction, gpu.memory_bytes, most)
@@ -86,7 +83,7 @@ def _install_limits(patches: Patches, mode: CudaSimMode, allocator: CountingAllo
         """Change settings as `setAllocatorSettings`, while nothing is reserved."""
         allocator.read_settings()
         if allocator.reserved_bytes:
-            raise _unsupported("a change of the allocator's settings after its first segment")
+            raise unsupported("a change of the allocator's settings after its first segment")
         settings = changed_settings(allocator.settings, text)
         allocator.use(settings)
         if settings.memory_fraction != 1:
@@ -137,7 +134,7 @@ def _install_raw_allocations(patches: Patches, mode: CudaSimMode) -> None:
 
     def enable(is_enabled: bool) -> None:
         if not is_enabled:
-            raise _unsupported("an allocator without a cache")
+            raise unsupported("an allocator without a cache")
 
     patches.set(torch._C, "_cuda_cudaCachingAllocator_raw_alloc", allocate)
     patches.set(torch._C, "_cuda_cudaCachingAllocator_raw_delete", delete)
@@ -167,30 +164,19 @@ def _install_host(patches: Patches) -> None:
 
 def _install_refusals(patches: Patches) -> None:
     """Raise for allocators and pools of the script's own, by name."""
-
-    def refuse(what: str) -> Any:
-        def refused(*args: Any, **kwargs: Any) -> Any:
-            raise _unsupported(what)
-
-        return refused
-
     for name in ("MemPool", "CUDAPluggableAllocator"):
-        stands_for = type(name, (), {"__init__": refuse(f"torch.cuda.{name}")})
+        stands_for = type(name, (), {"__init__": refusing(f"torch.cuda.{name}")})
         patches.set(torch.cuda.memory, name, stands_for)
         patches.set(torch.cuda, name, stands_for)
     for name in ("use_mem_pool", "change_current_allocator"):
-        refused: Any = refuse(f"torch.cuda.{name}")
-        refused.__wrapped__ = refuse(f"torch.cuda.{name}")  # which Dynamo reads
+        refused: Any = refusing(f"torch.cuda.{name}")
+        refused.__wrapped__ = refusing(f"torch.cuda.{name}")  # which Dynamo reads
         patches.set(torch.cuda.memory, name, refused)
         patches.set(torch.cuda, name, refused)
-    patches.set(torch._C, "_cuda_getAllocator", refuse("torch.cuda.memory._get_current_allocator"))
-    patches.set(torch._C, "_cuda_cudaHostAllocator", refuse("the allocator of pinned memory"))
-
-
-def _unsupported(what: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{what} cannot be simulated", hint="run the script without it; see docs/run.md"
+    patches.set(
+        torch._C, "_cuda_getAllocator", refusing("torch.cuda.memory._get_current_allocator")
     )
+    patches.set(torch._C, "_cuda_cudaHostAllocator", refusing("the allocator of pinned memory"))
 
 
 def _check(device: Any) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.patches import Patches, constant
 from memest.estimator.tensors.placement import GPU
 from memest.estimator.torch_api.cuda.driver import UUID, driver_version
 
@@ -164,12 +164,12 @@ def _answers(mode: CudaSimMode, module: ModuleType) -> dict[str, Any]:
             )
         ]  # fmt: skip
 
-    answers = {name: _constant(value) for name, value in _facts(gpu).items()}
+    answers = {name: constant(value) for name, value in _facts(gpu).items()}
     return answers | {
         "nvmlDeviceGetHandleByIndex": by_index,
         "nvmlDeviceGetHandleByIndex_v2": by_index,
         "nvmlDeviceGetHandleByUUID": by_uuid,
-        "nvmlDeviceGetHandleByPciBusId": _constant(handle),
+        "nvmlDeviceGetHandleByPciBusId": constant(handle),
         "nvmlDeviceGetMemoryInfo": memory,
         "nvmlDeviceGetComputeRunningProcesses": processes,
         "nvmlDeviceGetComputeRunningProcesses_v2": processes,
@@ -200,7 +200,3 @@ def _facts(gpu: Gpu) -> dict[str, Any]:
             pciDeviceId=0, pciSubSystemId=0,
         ),
     }  # fmt: skip
-
-
-def _constant(value: Any) -> Any:
-    return lambda *args, **kwargs: value

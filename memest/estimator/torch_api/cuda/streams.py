@@ -8,11 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from memest.errors import UnsupportedError
 from memest.estimator.allocator.caching import FIRST_PRIVATE_POOL
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.gpu.timeline import MAIN, START, Time
-from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.patches import Patches, unsupported
 from memest.estimator.tensors.placement import GPU, resolve
 
 PRIORITIES = (0, -3)
@@ -94,10 +93,7 @@ class ExternalStream(CudaStream):
 
     def __init__(self, stream_ptr: int, device: Any = None, **options: Any) -> None:
         if not 0 <= stream_ptr < self.session.timeline.num_streams:
-            raise UnsupportedError(
-                "a CUDA stream that torch has not made cannot be simulated",
-                hint="run the script without it; see docs/run.md",
-            )
+            raise unsupported("a CUDA stream that torch has not made")
         super().__init__(device, number=stream_ptr)
 
 

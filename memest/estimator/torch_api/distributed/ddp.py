@@ -69,9 +69,7 @@ class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
         return "nccl"
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
-        """Sum buckets. The C++ reducer waits for the future of the work, which leaves the tensors
-        stashed.
-        """
+        """Sum buckets; the C++ reducer waits for the future, which leaves tensors stashed."""
         self._mode.works.another()
         if not self.is_rebuilt:
             self.summed_at, _ = self._mode.timeline.event(MAIN)

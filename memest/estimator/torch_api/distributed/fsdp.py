@@ -175,9 +175,7 @@ def _install_handle(
         use_unsharded_views(handle, as_params)
 
     def sharded_views(handle: Any) -> None:
-        """Set the sharded views outside inference mode: torch refuses data of an inference tensor
-        on meta.
-        """
+        """Set the sharded views outside inference mode, where torch refuses their data on meta."""
         with torch.inference_mode(False), torch.no_grad():
             use_sharded_views(handle)
 
