@@ -56,6 +56,7 @@ _EIGHT_BIT = ("--bits", "8", "--optim", "adamw8bit", "--r", "16")
 _ZERO_2 = ("2", "fp16", "--accumulate", "2", "--clip", "1.0")
 CASES = {
     "compiled": _script("compiled.py"),
+    "checkpointed": _script("checkpointed.py"),
     "bitsandbytes-8-bit": _script("n06_qlora_byhand.py", *_EIGHT_BIT, measured="field-n06-lora8"),
     "qlora": _script("n06_qlora_byhand.py", measured="field-n06-qlora4"),
     "torchvision": _script("resnet50.py"),

@@ -119,3 +119,5 @@ def install(patches: Patches, draws: GpuDraws) -> None:
         patches.set(torch.cuda.random, name, function)
     patches.set(torch, "Generator", generator)
     patches.set(torch.cuda, "default_generators", (of_gpu,) * GPU.num_visible)
+    if hasattr(torch._C, "_accelerator_getDefaultGenerator"):  # since 2.14
+        patches.set(torch._C, "_accelerator_getDefaultGenerator", lambda device: of_gpu)
