@@ -7,9 +7,7 @@ own commands to it when it is imported here.
 from __future__ import annotations
 
 from memest.cli import (  # noqa: F401
-    advise,
     chart,
-    compare,
     diff,
     doctor,
     explore,
