@@ -22,9 +22,7 @@ from typing import Any, NoReturn, TypeVar
 from memest.errors import MemestError
 
 CAN_FORK = sys.platform == "linux" and hasattr(os, "fork")
-"""True where work runs in a copy of this process. macOS can fork too, but its own libraries cannot
-be used in the copy (`multiprocessing`, "Contexts and start methods").
-"""
+"""True where work runs in a fork; on macOS libraries forbid it (`multiprocessing`)."""
 
 _POLL_S = 0.005
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

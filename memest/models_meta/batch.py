@@ -297,12 +297,17 @@ def _blip2_batch(request: Request) -> Batch:
     return batch_of(request, named, note, flags=flags, image_size=size)
 
 
+def _text_with_image(request: Request, size: int, *around: Any) -> dict[str, Tensor]:
+    """Return text inputs that begin with the tokens of an image between the ids `around`."""
+    num_tokens = num_image_tokens(request.config, size) - len(around)
+    image_id = request.config.image_token_id
+    return text_inputs(request, placeholders(request, num_tokens, image_id, *around))
+
+
 def _llava_batch(request: Request) -> Batch:
     """LLaVA: one token for each patch of the vision tower."""
     pixels, flags, size = image_inputs(request)
-    num_tokens = num_image_tokens(request.config, size)
-    prefix = placeholders(request, num_tokens, request.config.image_token_id)
-    text = text_inputs(request, prefix)
+    text = _text_with_image(request, size)
     named = text | pixels | {"labels": text["input_ids"].clone()}
     return batch_of(request, named, flags=flags, image_size=size)
 
@@ -311,14 +316,7 @@ def _gemma3_batch(request: Request) -> Batch:
     """Gemma 3: the vision tower's patches are pooled to a fixed number of tokens."""
     config = request.config
     pixels, flags, size = image_inputs(request)
-    prefix = placeholders(
-        request,
-        num_image_tokens(config, size) - 2,
-        config.image_token_id,
-        config.boi_token_id,
-        config.eoi_token_id,
-    )
-    text = text_inputs(request, prefix)
+    text = _text_with_image(request, size, config.boi_token_id, config.eoi_token_id)
     named = text | pixels | {"labels": text["input_ids"].clone()}
     named["token_type_ids"] = (text["input_ids"] == config.image_token_id).long()
     return batch_of(request, named, flags=flags, image_size=size)
@@ -340,14 +338,8 @@ def _qwen2_vl_batch(request: Request) -> Batch:
     grid = size // vision.patch_size
     num_channels = getattr(vision, "in_channels", 3)
     width = num_channels * vision.temporal_patch_size * vision.patch_size**2
-    prefix = placeholders(
-        request,
-        num_image_tokens(config, size) - 2,
-        config.image_token_id,
-        config.vision_start_token_id,
-        config.vision_end_token_id,
-    )
-    text = text_inputs(request, prefix)
+    ends = config.vision_start_token_id, config.vision_end_token_id
+    text = _text_with_image(request, size, *ends)
     named = text | {
         "pixel_values": torch.empty(request.batch_size * grid**2, width, device=request.device),
         "image_grid_thw": torch.tensor([[1, grid, grid]]).repeat(request.batch_size, 1),

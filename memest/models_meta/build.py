@@ -68,9 +68,7 @@ _OFFSET_POSITIONS = frozenset(
 )  # fmt: skip
 
 DYNAMIC_IMAGE_SIZE = 448
-"""Assumed pixels a side for models that take images of any size and set none (Qwen2-VL). 32 x 32
-patches of 14, which merge to 256 tokens.
-"""
+"""Assumed pixels a side for images of any size (Qwen2-VL): 256 tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

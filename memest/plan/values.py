@@ -30,9 +30,7 @@ STRATEGIES = (
     "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3",
     "deepspeed_stage_1_offload", "deepspeed_stage_2_offload", "deepspeed_stage_3_offload",
 )  # fmt: skip
-"""Names that Lightning 2.6 registers; `fsdp` is its FSDPStrategy (FSDP1), `fsdp2` its
-ModelParallelStrategy with `fully_shard`.
-"""
+"""Names of Lightning 2.6: `fsdp` is FSDPStrategy, `fsdp2` ModelParallelStrategy."""
 
 SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
 """Sharding of FSDP1; FSDP2 has all except `NO_SHARD`."""

@@ -133,9 +133,7 @@ def _runs_by_itself(file: str) -> bool:
 
 
 VARIABLE = "MEMEST_PREFLIGHT"
-"""Variable of the environment; `off`, `0`, `no` or `false` turn the check off. The simulated script
-has the value `inside`.
-"""
+"""Variable of the environment; `off`, `0`, `no`, `false` end the check, `inside` marks it."""
 
 INSIDE = "inside"
 _OFF = ("0", "off", "no", "false", INSIDE)
@@ -344,23 +342,18 @@ class _Check:
         margin = device.gpu.spread_bytes if self.margin_bytes is None else self.margin_bytes
         if spare >= margin:
             return Preflight(outcome=Outcome.FITS, report=report, elapsed_s=self.elapsed_s)
-        self._tell_tight(typed, device, report, spare)
+        _tell(
+            [
+                f"memest preflight: `{typed.label}` fits {_gpu(device)}, but it is tight:"
+                f" needs {format_gib(report.limit_bytes - spare)} of"
+                f" {format_gib(report.limit_bytes)} usable, {format_gib(spare)} to spare"
+                f" after {report.num_steps} steps"
+            ]
+        )
         return Preflight(outcome=Outcome.TIGHT, report=report, elapsed_s=self.elapsed_s)
 
     def _unknown(self, why: str, report: RunReport | None = None) -> Preflight:
         return Preflight(outcome=Outcome.UNKNOWN, why=why, report=report, elapsed_s=self.elapsed_s)
-
-    def _tell_tight(
-        self, typed: Typed, device: DeviceAtHand, report: RunReport, spare_bytes: int
-    ) -> None:
-        _tell(
-            [
-                f"memest preflight: `{typed.label}` fits {_gpu(device)}, but it is tight:"
-                f" needs {format_gib(report.limit_bytes - spare_bytes)} of"
-                f" {format_gib(report.limit_bytes)} usable, {format_gib(spare_bytes)} to spare"
-                f" after {report.num_steps} steps"
-            ]
-        )
 
     def _tell_oom(self, typed: Typed, device: DeviceAtHand, report: RunReport) -> None:
         lines = [

@@ -130,9 +130,7 @@ def _pinned() -> dict[str, int]:
 ACTIONS = {
     "alloc": 0, "free_completed": 1, "segment_alloc": 2, "segment_free": 3, "free_requested": 4,
 }  # fmt: skip
-"""Numbers of the recorded actions in the table. The last is used only for blocks of several
-streams, which wait from it to `free_completed`.
-"""
+"""Numbers of the actions; the last marks blocks of several streams until `free_completed`."""
 
 MAX_EVENTS = 4_000_000
 """Number of events after which torch drops the oldest."""

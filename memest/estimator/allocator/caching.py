@@ -23,9 +23,7 @@ from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings
 from memest.estimator.allocator.tuned import Tuning
 
 FIRST_PRIVATE_POOL = 1 << 20
-"""Streams from this number on are private pools of CUDA graphs. Their segments stay reserved as
-long as one of their graphs exists.
-"""
+"""First stream of the private pools of CUDA graphs, whose segments stay while a graph lives."""
 
 
 class OutOfMemory(Exception):

@@ -15,9 +15,7 @@ NUM_PROBES = 8
 """Evenly spaced limits that are tried from the top before the bisection."""
 
 MAX_EVENTS = 1_500_000
-"""Events that all replays of a search may have together, about two seconds of CPU time. Most runs
-have below 100,000 and need 3 to 15 replays.
-"""
+"""Events of all replays of a search: 2 s of CPU. Most runs have 100,000, 3 to 15 replays."""
 
 MIN_REPLAYS = 3
 """Replays of a search, however long the run is: they halve what is cached three times."""

@@ -69,9 +69,7 @@ class AllocatorSettings:
     """Parts of the way to the next power of two to which requests round up, by request size."""
 
     garbage_collection_threshold: float = 0.0
-    """Share of the allowed memory above which old cached segments are freed. It has an effect only
-    where less than the whole GPU is allowed.
-    """
+    """Share of the allowed memory, if below the GPU's, from which old segments are freed."""
 
     memory_fraction: float = 1.0
     """`per_process_memory_fraction`: allowed share of the GPU."""

@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     from memest.estimator.allocator.caching import CachingAllocator
 
 HIGHEST_ADDRESS = 1 << 46
-"""Ranges are placed below it. The driver's real addresses are unknown and do not matter: blocks of
-two ranges are compared only after one range is full.
-"""
+"""Ranges are placed below it; real addresses matter only after one range is full."""
 
 MOST_RANGE_BYTES = 1 << 41
 """Size of a range on an unlimited GPU."""

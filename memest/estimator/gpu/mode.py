@@ -77,9 +77,7 @@ from memest.estimator.tensors.storages import MemKind, Site
 aten = torch.ops.aten
 
 MAX_STATE_NUMEL = 1 << 12
-"""Most elements of a followed result in an optimizer step: the states of an 8-bit optimizer are
-integers, and no script reads one.
-"""
+"""Most elements of a followed result in an optimizer step; 8-bit states have more."""
 
 _SUMS = (aten.add.Tensor, aten.add_.Tensor)
 """Operators by which the autograd engine sums gradients."""

@@ -29,14 +29,10 @@ NUMBER = 1.0
 """Value for a loss, a norm, a learning signal: finite, positive, and no reason to stop."""
 
 FALL = 0.01
-"""Fall of the numbers: the n-th that a script reads is `NUMBER / (1 + FALL * n)`. So a loss that
-decides about early stopping or the learning rate makes progress.
-"""
+"""The n-th number that a script reads is `NUMBER / (1 + FALL * n)`, so a loss falls."""
 
 TOLERANCE = 1e-4
-"""Largest threshold, if not 0, that tests convergence. The test fails, because an unknown value is
-far beyond the threshold.
-"""
+"""Largest threshold, if not 0, that tests convergence; an unknown value is beyond it."""
 
 MAX_IN_A_ROW = 100_000
 """Reads by one line without an optimizer step that mark the line as a waiting loop."""
@@ -50,9 +46,7 @@ _ALL_FALSE = frozenset((
 """Comparisons that return False: an unknown value equals nothing, passes no threshold."""
 
 _ALL_TRUE = frozenset((aten.ne.Tensor, aten.ne.Scalar, aten.gt.Tensor, aten.ge.Tensor))
-"""Comparisons that return True: an unknown value differs from everything, and the first of two
-compared scores may win, as in a beam search.
-"""
+"""Comparisons that return True: an unknown value differs from all, and wins as a score."""
 
 ASSUMED = frozenset((aten._is_all_true.default, aten.allclose.default))
 """Checks of a script's own values, such as those of `torch.distributions`; they return True."""

@@ -70,9 +70,8 @@ def mse_loss_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """
     if not is_reduced(args, 2):
         return Scratch()
-    loss = torch.empty(loss_shape(args), dtype=out.dtype, device="meta")
-    size = bytes_of(loss)
-    return Scratch(after=(size, *sum_bytes(loss, (), loss.dtype, gpu)), outputs=(size,))
+    size, staged = _elements(loss_shape(args), out, gpu)
+    return Scratch(after=(size, *staged), outputs=(size,))
 
 
 @requests("binary_cross_entropy")
@@ -83,9 +82,8 @@ def bce_of_probabilities_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu)
     """
     if not is_reduced(args, 3):
         return Scratch()
-    loss = torch.empty(args[0].shape, dtype=out.dtype, device="meta")
-    staged = sum_bytes(loss, (), loss.dtype, gpu)
-    return Scratch(after=(out.itemsize, *staged), outputs=(bytes_of(loss),))
+    size, staged = _elements(args[0].shape, out, gpu)
+    return Scratch(after=(out.itemsize, *staged), outputs=(size,))
 
 
 @requests("huber_loss")

@@ -165,9 +165,7 @@ MOST_ROWS = 65535
 
 
 DEFAULT_SEED = 67280421310721
-"""`default_rng_seed_val` (c10/core/GeneratorImpl.h). The default generator of a real GPU begins
-from a random seed, unless the script sets one.
-"""
+"""`default_rng_seed_val` (c10/core/GeneratorImpl.h); real GPUs begin from a random seed."""
 
 
 @dataclass(slots=True)

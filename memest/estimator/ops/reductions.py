@@ -387,20 +387,13 @@ def norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
 
 
 def _reduced(
-    tensor: Tensor, dims: Sequence[int], out: Any, gpu: Gpu, accumulator_bytes: int
+    tensor: Tensor, dims: Sequence[int], out: Any, gpu: Gpu, accumulator_bytes: int, **more: int
 ) -> Scratch:
     """Return the staging buffer of a reduction whose kernel loads the dtype of `tensor`."""
-    out_dtype = _tensor_out(out).dtype
-    return Scratch(
-        after=reduce_bytes(
-            tensor,
-            dims,
-            gpu,
-            dtype=tensor.dtype,
-            out_dtype=out_dtype,
-            accumulator_bytes=accumulator_bytes,
-        )
-    )
+    how: dict[str, Any] = {"accumulator_bytes": accumulator_bytes, **more}
+    dtype, out_dtype = tensor.dtype, _tensor_out(out).dtype
+    staged = reduce_bytes(tensor, dims, gpu, dtype=dtype, out_dtype=out_dtype, **how)
+    return Scratch(after=staged)
 
 
 @requests("amax amin max min any any.dim any.dims all all.dim all.dims _is_all_true _is_any_true")
@@ -422,17 +415,8 @@ def variance_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     Two accumulators, an int32 count and a floating count: 16 bytes for float32, 32 for float64;
     its kernel loads 2 values at once.
     """
-    tensor = args[0]
-    staged = reduce_bytes(
-        tensor,
-        _dims_of(args, kwargs, 1),
-        gpu,
-        dtype=tensor.dtype,
-        out_dtype=_tensor_out(out).dtype,
-        accumulator_bytes=32 if tensor.dtype == torch.float64 else 16,
-        input_vector=2,
-    )
-    return Scratch(after=staged)
+    num_bytes = 32 if args[0].dtype == torch.float64 else 16
+    return _reduced(args[0], _dims_of(args, kwargs, 1), out, gpu, num_bytes, input_vector=2)
 
 
 @requests("logsumexp")

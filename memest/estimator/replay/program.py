@@ -10,9 +10,7 @@ from memest.estimator.tensors.storages import RETURNED, Coverage, StorageTable, 
 from memest.report import Phase
 
 Shift = Mapping[int, int]
-"""Renames of storages before a span is played again. Keys are storages that the span made and kept;
-values are the older storages that the span frees.
-"""
+"""Renames before a span is played again: storages that it made -> older ones it frees."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from memest.estimator.search.changes import (
     Cost,
     Technique,
     apply,
+    only,
     techniques_for,
     that_may_be_enough,
 )
@@ -299,19 +300,15 @@ class _Search:
             _Spent: it would be one prediction too many.
         """
         ordered = tuple(sorted(changes, key=lambda change: change.cost))
+        title = " + ".join(change.title for change in ordered)
         try:
             plan = apply(self.plan, ordered)
             if plan not in self._known:
                 if self.num_predictions >= self.max_predictions:
                     raise _Spent
                 self.num_predictions += 1
-                title = " + ".join(change.title for change in ordered)
-                told: dict[str, Any] = {
-                    "label": title,
-                    "weight": 1,
-                    "total": self.max_predictions,
-                    "task": plan,
-                }
+                told: dict[str, Any] = {"label": title, "weight": 1, "task": plan}
+                told["total"] = self.max_predictions
                 tell(Event(is_done=False, **told))
                 prediction = predict(plan, trust_remote_code=self.trust_remote_code)
                 self._known[plan] = self._option(plan, ordered, prediction)
@@ -321,7 +318,6 @@ class _Search:
                 known = self._known[plan] = replace(known, changes=ordered)
             return known
         except MemestError as error:
-            title = " + ".join(change.title for change in ordered)
             self.refused.append(Refused(title=title, reason=str(error)))
             return None
 
@@ -350,7 +346,8 @@ class _Search:
         """
         for option in self._singles(techniques):
             options[option.plan] = option
-        usable = self._usable(techniques)
+        titles = {refused.title for refused in self.refused}
+        usable = only(techniques, lambda change: change.title not in titles)
         for cost in (each for each in Cost if each not in LAST_RESORTS):
             if any(option.cost <= cost for option in options.values()):
                 return
@@ -388,15 +385,6 @@ class _Search:
             yield option
             if not option.verdict.is_tight:
                 return
-
-    def _usable(self, techniques: Sequence[Technique]) -> list[Technique]:
-        """Return techniques without the changes that were refused alone."""
-        titles = {refused.title for refused in self.refused}
-        kept = (
-            replace(technique, changes=tuple(c for c in technique.changes if c.title not in titles))
-            for technique in techniques
-        )
-        return [technique for technique in kept if technique.changes]
 
     def _mildest(self, technique: Technique, others: Sequence[Change]) -> Change | None:
         """Return the first change of a graded technique that fits with `others`, or None."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
@@ -14,9 +14,7 @@ from memest.estimator.search.commands import ModelFacts
 from memest.plan import TrainingPlan
 
 BF16_CAPABILITY = (8, 0)
-"""Compute capability from which tensor cores multiply bf16 (CUDA C++ Programming Guide, table of
-arithmetic).
-"""
+"""Compute capability of tensor cores with bf16 (CUDA C++ Programming Guide, arithmetic)."""
 
 SHORTEST_SHARE = 8
 """A text is not cut below this part of its length, nor below `SHORTEST_TEXT` tokens."""
@@ -120,12 +118,12 @@ def that_may_be_enough(
 
     Changes that are known to need more are left out.
     """
-    kept = (
-        replace(
-            each, changes=tuple(c for c in each.changes if least_bytes(c, traced) <= limit_bytes)
-        )
-        for each in techniques
-    )
+    return only(techniques, lambda change: least_bytes(change, traced) <= limit_bytes)
+
+
+def only(techniques: Iterable[Technique], keeps: Callable[[Change], bool]) -> list[Technique]:
+    """Return `techniques` with the changes for which `keeps` returns True."""
+    kept = (replace(each, changes=tuple(filter(keeps, each.changes))) for each in techniques)
     return [technique for technique in kept if technique.changes]
 
 

@@ -26,9 +26,7 @@ from memest.estimator.replay.virtual_run import repeats_micro_batches
 from memest.plan import TrainingPlan
 
 SPACING = {"batch_size": 1, "seq_len": 64}
-"""Spacing between the samples of a guess. Attention pads masks to 8 tokens and row sums to 32, so
-other lengths follow no polynomial.
-"""
+"""Spacing between the samples of a guess: attention pads to 8 and 32 tokens."""
 
 GROWTH = 4
 """Factor to the next size that a search tries while everything fits."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,26 +31,21 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _install_statistics(patches: Patches, mode: CudaSimMode, allocator: CountingAllocator) -> None:
-    def stats(device: Any = 0) -> dict[str, Any]:
-        _check(device)
-        mode.memory.settle()
-        return allocator.memory_stats()
+    def settled(function: Callable[[], Any]) -> Callable[..., Any]:
+        def call(device: Any = 0) -> Any:
+            _check(device)
+            mode.memory.settle()
+            return function()
 
-    def reset_peaks(device: Any = 0) -> None:
-        _check(device)
-        mode.memory.settle()
-        allocator.reset_peak_stats()
-
-    def reset_accumulated(device: Any = 0) -> None:
-        _check(device)
-        mode.memory.settle()
-        allocator.reset_accumulated_stats()
+        return call
 
     def empty_cache(*args: Any) -> None:
         mode.memory.settle()
         allocator.empty_cache()
         mode.memory.history.emptied()
 
+    stats, reset_peaks = settled(allocator.memory_stats), settled(allocator.reset_peak_stats)
+    reset_accumulated = settled(allocator.reset_accumulated_stats)
     in_c: dict[str, Any] = {
         "_cuda_memoryStats": stats,
         "_cuda_resetPeakMemoryStats": reset_peaks,
