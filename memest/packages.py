@@ -17,6 +17,8 @@ EXTRAS = {
     "peft": "plans",
     "pptx": "lecture",
     "pynvml": "validate",
+    "ray": "ray",
+    "submitit": "slurm",
     "transformers": "plans",
     "yaml": "plans",
 }

@@ -9,7 +9,7 @@ import click
 
 from memest.cli.files import check_writable
 from memest.cli.group import main
-from memest.cli.options import VALUES, completes, suite_names
+from memest.cli.options import VALUES, completes, engine_option, jobs_option, suite_names
 from memest.cli.terminal import shown
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu
@@ -50,7 +50,8 @@ MODELS = ("blip2-opt-2.7b", "blip2-opt-6.7b", "blip2-flan-t5-xxl")
 )
 @click.option("--bs", "batches", default="1,2,4,8,16,32,64", show_default=True, help="Batch sizes.")
 @click.option("--acc", "counts", default="1,2,4", show_default=True, help="Micro-batches per step.")
-@click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
+@jobs_option
+@engine_option
 @click.option("--json", "as_json", is_flag=True, help="Print path and number of plans as JSON.")
 @click.option(
     "-o",
@@ -68,6 +69,7 @@ def explore(
     batches: str,
     counts: str,
     jobs: int | None,
+    engine: str,
     as_json: bool,
     output: Path,
 ) -> None:
@@ -103,7 +105,7 @@ def explore(
     with shown():
         points = explore_grid(
             names, [gpu.name for gpu in gpus], batches=sizes, micro_batches=micro,
-            seq_len=length, jobs=jobs,
+            seq_len=length, jobs=jobs, engine=engine,
         )  # fmt: skip
     limits = {gpu.name: gpu.limit_bytes for gpu in gpus}
     tokens = f"{length} tokens" if length else "each model's default tokens"

@@ -143,7 +143,7 @@ def main(ctx: click.Context) -> None:
     if ctx.invoked_subcommand == "run":  # the output of a script is its own
         return
     if ctx.invoked_subcommand != "validate":  # whose runs are real
-        from memest.estimator.search.processes import collect_seldom
+        from memest.engines import collect_seldom
 
         ctx.call_on_close(collect_seldom())
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -11,6 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from memest.cli.group import OPTION_SECTIONS
+from memest.engines import ENGINES, find_engine
 from memest.estimator.versions import simulating
 from memest.estimator.versions.torch_releases import RELEASES
 from memest.plan.keys import Key
@@ -88,13 +89,27 @@ PATH = click.Path(path_type=Path)
 
 config_option = click.option("--config", type=PATH, help="YAML of one plan; flags override it.")
 jobs_option = click.option(
-    "--jobs", type=click.IntRange(1), help="Processes; by default one per core."
-)
+    "--workers", "--jobs", "jobs", type=click.IntRange(1),
+    help="Workers at a time; by default a process per core.",
+)  # fmt: skip
 remote_code_option = click.option(
     "--trust-remote-code", is_flag=True, help="Run model code from the config's folder."
 )
 
 _PLAN_OPTIONS = [_option(row) for row in PLAN_KEYS.values() if row.flag]
+
+
+def _usable(ctx: click.Context, param: Any, value: str) -> str:
+    """Refuse an engine without its package before anything else is done."""
+    find_engine(value)
+    return value
+
+
+engine_option = click.option(
+    "--engine", type=click.Choice(list(ENGINES)), default="local", show_default=True,
+    callback=_usable,
+    help="Where workers run: this machine, a Ray cluster, Slurm.",
+)  # fmt: skip
 
 
 def _simulate(ctx: click.Context, param: Any, value: str | None) -> None:

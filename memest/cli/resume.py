@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from memest import __version__
+from memest.engines import Event, watched
 from memest.errors import MemestError, PlanError
-from memest.estimator.search.processes import Event, watched
 from memest.plan import TrainingPlan
 
 if TYPE_CHECKING:
@@ -151,14 +151,13 @@ def sweep_kept(
     target: Path | None,
     *,
     is_resumed: bool,
-    jobs: int | None = None,
-    trust_remote_code: bool = False,
+    **how: Any,
 ) -> list[dict[str, Any]]:
-    """Run `sweep_grid`, storing results next to `target`, if the command writes one."""
+    """Run `sweep_grid(**how)`, storing results next to `target`, if the command writes one."""
     from memest.estimator.search.sweep import SweepPoint, sweep_grid
 
     def run(known: dict[TrainingPlan, list[SweepPoint]]) -> list[dict[str, Any]]:
-        return sweep_grid(grid, jobs=jobs, trust_remote_code=trust_remote_code, known=known)
+        return sweep_grid(grid, known=known, **how)
 
     if target is None:
         return run({})

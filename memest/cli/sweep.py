@@ -10,7 +10,7 @@ import click
 
 from memest.cli.files import check_writable, given_only, read_plans
 from memest.cli.group import OOM_EXIT_CODE, main
-from memest.cli.options import VALUES, completes, plan_options
+from memest.cli.options import VALUES, completes, engine_option, jobs_option, plan_options
 from memest.cli.terminal import shown
 from memest.errors import PlanError
 from memest.plan.files import read_config
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per GPU.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to a file.")
 @click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if nothing fits a GPU.")
-@click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core.")
+@jobs_option
 @click.option("--trust-remote-code", is_flag=True, help="Run model code from the config's folder.")
 def max_batch(
     config: Path | None,
@@ -112,7 +112,7 @@ _GRID_OPTIONS = [
         "--max-points", type=click.IntRange(1), default=1000, show_default=True,
         help="Refuse a sweep of more plans than this.",
     ),
-    click.option("--jobs", type=click.IntRange(1), help="Processes; by default one per core."),
+    jobs_option,
     click.option(
         "--trust-remote-code", is_flag=True, help="Run model code from the config's folder."
     ),
@@ -155,11 +155,13 @@ def grid_points(
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="A .csv or .jsonl file.")
 @click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if nothing fits.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted sweep, with -o.")
+@engine_option
 def sweep(
     as_json: bool,
     output: Path | None,
     check: bool,
     resume: bool,
+    engine: str,
     jobs: int | None,
     trust_remote_code: bool,
     **flags: Any,
@@ -178,7 +180,9 @@ def sweep(
     from memest.report.sweep import json_lines, to_csv
 
     points = grid_points(**flags)
-    how: dict[str, Any] = {"jobs": jobs, "trust_remote_code": trust_remote_code}
+    how: dict[str, Any] = {
+        "jobs": jobs, "engine": engine, "trust_remote_code": trust_remote_code,
+    }  # fmt: skip
     with shown():
         rows = sweep_kept(points, output, is_resumed=resume, **how)
     text = json_lines(rows) if as_json else to_csv(rows)

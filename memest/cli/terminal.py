@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+from memest.engines import Event, watched
 from memest.errors import MemestError
-from memest.estimator.search.processes import Event, watched
 from memest.report import Prediction
 from memest.units import format_gib
 

@@ -11,7 +11,7 @@ import click
 
 from memest.cli.files import given_only, read_plans
 from memest.cli.group import main
-from memest.cli.options import plan_options
+from memest.cli.options import engine_option, plan_options
 from memest.errors import PlanError
 from memest.plan import TrainingPlan
 from memest.plan.files import read_suite
@@ -43,6 +43,8 @@ from memest.units import GIB
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per experiment on stdout.")
 @click.option("--trust-remote-code", is_flag=True, help="Run model code from the config's folder.")
+@click.option("--workers", type=click.IntRange(1), help="Experiments at a time; one per GPU.")
+@engine_option
 def validate(
     config: Path | None,
     suite: str | None,
@@ -54,6 +56,8 @@ def validate(
     snapshots: Path | None,
     as_json: bool,
     trust_remote_code: bool,
+    engine: str,
+    workers: int | None,
     **flags: Any,
 ) -> int:
     """Run plans on the installed GPU and measure them.
@@ -76,9 +80,9 @@ def validate(
         from memest.validate.results import find_suite
 
         find_suite(suite)
-    from memest.validate.runner import detect_device
+    from memest.validate.runner import detect_on
 
-    device = detect_device()
+    device = detect_on(engine)
     rows, label = _validation_rows(config, suite, given, device)
     limit = given.get("memory_limit")
     if results is None:
@@ -99,6 +103,8 @@ def validate(
         timeout_s=timeout,
         options=options,
         on_progress=_show_progress(),
+        engine=engine,
+        workers=workers,
     )
     click.echo(f"results: {results}", err=True)
     if as_json:

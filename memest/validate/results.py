@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from memest.errors import PlanError
@@ -88,6 +89,22 @@ def prepare(path: Path, *, resume: bool) -> list[Measurement]:
         except OSError as error:
             raise _unwritable(path, error.strerror or "") from error
     return done
+
+
+def sort(path: Path, labels: Sequence[str]) -> None:
+    """Bring the results of these labels into their order, after all others.
+
+    Raises:
+        PlanError: the file cannot be read or written.
+    """
+    order = {label: number for number, label in enumerate(labels)}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        ordered = sorted(lines, key=lambda line: order.get(json.loads(line)["name"], -1))
+        if ordered != lines:
+            write_whole(path, "".join(ordered))
+    except OSError as error:
+        raise _unwritable(path, error.strerror or "") from error
 
 
 def is_done(plan: TrainingPlan, measured: list[Measurement]) -> bool:

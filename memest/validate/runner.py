@@ -10,9 +10,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -27,8 +28,10 @@ from memest.child import (
     spawn,
     write_to,
 )
+from memest.engines import Engine, Event, Local, find_engine, watched
 from memest.errors import MemestError, PlanError
 from memest.loops.job import RunOptions
+from memest.models_meta.registry import resolve_config
 from memest.packages import how_to_install, is_installed, require
 from memest.plan import TrainingPlan
 from memest.plan.optimizers import BITSANDBYTES, DEEPSPEED, OPTIMIZERS
@@ -228,17 +231,15 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Runner:
-    """The arguments of `validate`, with their defaults applied."""
+    """The arguments of `validate` that a worker needs."""
 
     results: Path
     device: Device
     timeout_s: float
     options: RunOptions
-    on_progress: Callable[[Progress], Any]
-    start: Callable[..., Child]
+    start: Callable[..., Child] | None
     host_bytes: Callable[[TrainingPlan], int]
-    machine_bytes: int
-    done: list[Measurement] = field(default_factory=list)
+    machine_bytes: int | None
 
 
 def detect_device() -> Device:
@@ -268,8 +269,14 @@ def validate(
     start: Callable[..., Child] | None = None,
     host_bytes: Callable[[TrainingPlan], int] | None = None,
     machine_bytes: int | None = None,
+    engine: str = "local",
+    workers: int | None = None,
 ) -> list[Measurement]:
     """Run every plan, append its measured report to `results`, and return the reports in order.
+
+    Plans for one GPU run at the same time, one per GPU. Plans for several GPUs, and those that hold
+    much of the host's memory, run alone on a node. When all have ended, the file has the order of
+    the plans.
 
     Args:
         plans: each with a label of its own.
@@ -282,6 +289,8 @@ def validate(
         start: starts an experiment; None forks, or spawns where a fork is not possible.
         host_bytes: predicts a plan's host memory.
         machine_bytes: the host's memory; None reads the machine's.
+        engine: where the experiments run, as in `memest.engines`.
+        workers: experiments at a time; None is one per GPU.
 
     Raises:
         MemestError: two plans have one label, a plan has `beside`, a model does not exist, every
@@ -295,21 +304,80 @@ def validate(
     done = results_file.prepare(results, resume=resume)
     pending = [plan for plan in plans if not results_file.is_done(plan, done)]
     options = options or RunOptions()
-    if start is None:
-        can_fork = CAN_FORK and _import_all(pending, options) and _reaches_gpu_by_fork()
-        start = fork_experiment if can_fork else spawn_experiment
+    for plan in pending:
+        resolve_config(plan.model_name, trust_remote_code=options.trust_remote_code)
     runner = Runner(
-        results=results,
+        results=results.absolute(),
         device=device,
         timeout_s=timeout_s,
         options=options,
-        on_progress=on_progress,
-        start=start,
+        start=start or (None if engine == "local" else spawn_experiment),
         host_bytes=host_bytes or predicted_host_bytes,
-        machine_bytes=machine_bytes or host_memory_bytes(),
-        done=done,
+        machine_bytes=machine_bytes,
     )
-    return [_one(runner, plan, number, len(plans)) for number, plan in enumerate(plans, 1)]
+    table = _Table(results, plans, done, on_progress)
+    ticking = _tick.set(table.tick)
+    try:
+        for made, members in _parts(pending, engine, workers, device):
+            with watched(table.hear):
+                made.map(
+                    partial(_measure, runner), members, died=partial(_died, runner),
+                    label=lambda plan: plan.label,
+                )  # fmt: skip
+    finally:
+        _tick.reset(ticking)
+    with suppress(OSError):  # it is not there, or has logs of failed runs
+        _logs(results).rmdir()
+    return table.close()
+
+
+def detect_on(engine: str) -> Device:
+    """Return the device of a worker of an engine, as `detect_device` does.
+
+    Raises:
+        MemestError: `detect_device` raised it there, or the worker died.
+    """
+    if engine == "local":
+        return detect_device()
+    (found,) = find_engine(engine, 1, gpus=1).map(
+        _detect, ["GPU"], died=lambda task, error: error, label=lambda task: "the check of the GPU"
+    )
+    if isinstance(found, MemestError):
+        raise found
+    return found
+
+
+def _detect(task: str) -> Device:
+    return detect_device()
+
+
+def _parts(
+    plans: Sequence[TrainingPlan], engine: str, workers: int | None, device: Device
+) -> Iterator[tuple[Engine, list[TrainingPlan]]]:
+    """Yield the engines that run the plans, one after the other, each with its plans."""
+    if engine != "local":
+        for num_gpus in sorted({plan.world_size for plan in plans}):
+            members = [plan for plan in plans if plan.world_size == num_gpus]
+            yield find_engine(engine, workers, gpus=num_gpus), members
+        return
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    visible = named or [str(index) for index in range(device.num_devices)]
+    if (workers or 1) > len(visible):
+        raise PlanError(
+            f"`--workers {workers}` is more than the {len(visible)} GPUs of this machine",
+            hint="each experiment has a GPU of its own; leave `--workers` out",
+        )
+    if (workers or len(visible)) == 1:
+        yield Local(workers=1), list(plans)
+        return
+    shared = [plan for plan in plans if not _is_alone(plan)]
+    yield Local(workers=workers or len(visible), visible=visible), shared
+    yield Local(workers=1), [plan for plan in plans if _is_alone(plan)]
+
+
+def _is_alone(plan: TrainingPlan) -> bool:
+    """Return whether a plan needs several GPUs, or much of the host's memory."""
+    return plan.is_distributed or plan.optim.startswith("paged_") or plan.offloads
 
 
 def _check(plans: Sequence[TrainingPlan]) -> None:
@@ -326,7 +394,7 @@ def _check(plans: Sequence[TrainingPlan]) -> None:
             )
 
 
-def _import_all(plans: Sequence[TrainingPlan], options: RunOptions) -> bool:
+def _import_all(plan: TrainingPlan, options: RunOptions) -> bool:
     """Import the modules that experiments share; return whether a fork can still open CUDA."""
     import torch
     import transformers
@@ -337,19 +405,16 @@ def _import_all(plans: Sequence[TrainingPlan], options: RunOptions) -> bool:
         import memest.loops.optimizers
         import memest.loops.strategies
         import memest.models_meta.assemble
-        import memest.models_meta.registry
-        import memest.models_meta.sharding
+        import memest.models_meta.sharding  # noqa: F401
 
-    for plan in plans:
-        config = memest.models_meta.registry.resolve_config(
-            plan.model_name, trust_remote_code=options.trust_remote_code
-        )
-        if config.architecture:
-            getattr(transformers, config.architecture)
+    config = resolve_config(plan.model_name, trust_remote_code=options.trust_remote_code)
+    if config.architecture:
+        getattr(transformers, config.architecture)
     is_open = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return not is_open and "bitsandbytes" not in sys.modules
 
 
+@cache
 def _reaches_gpu_by_fork() -> bool:
     """Return whether a fork can open CUDA; it cannot if an import has opened it here."""
     try:
@@ -377,59 +442,96 @@ def _without_bitsandbytes() -> Iterator[None]:
         del sys.modules[name]
 
 
-def _one(runner: Runner, plan: TrainingPlan, number: int, total: int) -> Measurement:
-    label = plan.label
-    known = next((m for m in runner.done if m.name == label), None)
-    started = time.monotonic()
-    if known is None:
+_tick: ContextVar[Callable[[str], None]] = ContextVar("_tick", default=lambda label: None)
+"""Function that is called about once a second while an experiment runs in this process's child."""
 
-        def tick() -> None:
-            elapsed = time.monotonic() - started
-            runner.on_progress(Progress(number=number, total=total, name=label, elapsed_s=elapsed))
 
-        tick()
-        measurement = _measure(runner, plan, tick)
-        results_file.append(runner.results, measurement)
-    else:
-        measurement = known
-    runner.on_progress(
-        Progress(
-            number=number,
-            total=total,
+class _Table:
+    """Progress and results of a suite, as its experiments begin and end."""
+
+    def __init__(
+        self,
+        path: Path,
+        plans: Sequence[TrainingPlan],
+        done: Sequence[Measurement],
+        on_progress: Callable[[Progress], Any],
+    ) -> None:
+        self._path = path
+        self._numbers = {plan.label: number for number, plan in enumerate(plans, 1)}
+        self._found = {m.name: m for m in done if m.name in self._numbers}
+        self._started: dict[str, float] = {}
+        self._on_progress = on_progress
+        for label in self._found:
+            self._report(label, was_done=True)
+
+    def hear(self, event: Event) -> None:
+        """Record an experiment that begins, or store the report of one that has ended."""
+        label = event.label
+        if event.is_done:
+            self._found[label] = event.result
+            results_file.append(self._path, event.result)
+            self._report(label)
+        else:
+            self._started[label] = time.monotonic()
+            self.tick(label)
+
+    def tick(self, label: str) -> None:
+        """Report that an experiment is running."""
+        self._on_progress(self._progress(label))
+
+    def close(self) -> list[Measurement]:
+        """Bring the file into the order of the plans, and return their reports."""
+        results_file.sort(self._path, list(self._numbers))
+        return [self._found[label] for label in self._numbers]
+
+    def _report(self, label: str, *, was_done: bool = False) -> None:
+        progress = self._progress(label)
+        measured = self._found[label]
+        self._on_progress(replace(progress, measurement=measured, was_done=was_done))
+
+    def _progress(self, label: str) -> Progress:
+        now = time.monotonic()
+        return Progress(
+            number=self._numbers[label],
+            total=len(self._numbers),
             name=label,
-            elapsed_s=time.monotonic() - started,
-            measurement=measurement,
-            was_done=known is not None,
+            elapsed_s=now - self._started.get(label, now),
         )
-    )
-    return measurement
 
 
-def _measure(runner: Runner, plan: TrainingPlan, tick: Callable[[], None]) -> Measurement:
+def _died(runner: Runner, plan: TrainingPlan, error: DiedError) -> Measurement:
+    return _unfinished(runner.device, plan.label, plan.to_dict(), str(error), 0.0)
+
+
+def _starter(plan: TrainingPlan, options: RunOptions) -> Callable[..., Child]:
+    """Return the function that starts an experiment from this process."""
+    can_fork = CAN_FORK and _import_all(plan, options) and _reaches_gpu_by_fork()
+    return fork_experiment if can_fork else spawn_experiment
+
+
+def _measure(runner: Runner, plan: TrainingPlan) -> Measurement:
     refusal = _refusal(runner, plan)
     if refusal:
         reason = f"{results_file.SKIPPED}{refusal}"
         return _unfinished(runner.device, plan.label, plan.to_dict(), reason, 0.0)
-    folder_of_logs = runner.results.with_name(f"{runner.results.stem}.logs")
-    folder_of_logs.mkdir(exist_ok=True)
-    log = folder_of_logs / f"{file_stem(plan.label)}.log"
+    log = _logs(runner.results) / f"{file_stem(plan.label)}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    start = runner.start or _starter(plan, runner.options)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="memest-") as folder:
         report = Path(folder, "report.json")
-        child = runner.start(plan, runner.options, report=report, log=log)
-        ending = _wait(child, runner.timeout_s, tick)
+        child = start(plan, runner.options, report=report, log=log)
+        ending = _wait(child, runner.timeout_s, plan.label)
         measured = read_report(report)
     if measured is not None:
         log.unlink(missing_ok=True)
-        if not any(log.parent.iterdir()):
-            log.parent.rmdir()
         return measured
     note = f"{ending}: {_tail(log)} (log: {log.parent.name}/{log.name})"
     elapsed = round(time.monotonic() - started, 3)
     return _unfinished(runner.device, plan.label, plan.to_dict(), note, elapsed)
 
 
-def _wait(child: Child, timeout_s: float, tick: Callable[[], None]) -> str:
+def _wait(child: Child, timeout_s: float, label: str) -> str:
     """Return a description of the child's end; it has ended when this returns or raises."""
     deadline = time.monotonic() + timeout_s
     next_tick = time.monotonic() + TICK_S
@@ -439,7 +541,7 @@ def _wait(child: Child, timeout_s: float, tick: Callable[[], None]) -> str:
             if now >= deadline:
                 return f"ended after {timeout_s:g} s, the time limit"
             if now >= next_tick:
-                tick()
+                _tick.get()(label)
                 next_tick += TICK_S
             time.sleep(POLL_S)
     finally:
@@ -460,11 +562,12 @@ def _refusal(runner: Runner, plan: TrainingPlan) -> str:
         needed = runner.host_bytes(plan)
     except MemestError:
         return ""  # what cannot be predicted can still be measured
-    if needed <= runner.machine_bytes:
+    machine_bytes = runner.machine_bytes or host_memory_bytes()
+    if needed <= machine_bytes:
         return ""
     return (
         f"it holds {format_gib(needed)} in host memory, "
-        f"and the machine has {format_gib(runner.machine_bytes)}"
+        f"and the machine has {format_gib(machine_bytes)}"
     )
 
 
@@ -533,6 +636,10 @@ def _unfinished(
         context_bytes=0,
         note=note,
     )
+
+
+def _logs(results: Path) -> Path:
+    return results.with_name(f"{results.stem}.logs")
 
 
 def _tail(log: Path) -> str:

@@ -15,8 +15,8 @@ from memest import Prediction, TrainingPlan, predict
 from memest.cli import main
 from memest.cli.resume import Kept, plan_key, predict_kept, predictions_of
 from memest.cli.terminal import result_lines, shown
+from memest.engines import Event, Local, watched
 from memest.estimator.search import suite
-from memest.estimator.search.processes import Event, over_processes, watched
 
 PLANS = [
     TrainingPlan(model_name="gpt2", batch_size=b, seq_len=16, gpu=("t4",), name=f"b{b}")
@@ -29,6 +29,10 @@ def reports() -> list[Prediction]:
     return [predict(plan) for plan in PLANS]
 
 
+def died(task: object, error: Exception) -> Exception:
+    return error
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -38,7 +42,7 @@ class Terminal(io.StringIO):
 def test_who_watches_is_told_of_every_task_that_begins_and_ends(num_processes: int) -> None:
     events: list[Event] = []
     with watched(events.append):
-        assert over_processes(abs, [-3, -1, -2], num_processes) == [3, 1, 2]
+        assert Local(workers=num_processes).map(abs, [-3, -1, -2], died=died) == [3, 1, 2]
 
     assert sorted((e.label, e.result) for e in events if e.is_done) == [
         ("-1", 1), ("-2", 2), ("-3", 3),
@@ -49,14 +53,14 @@ def test_who_watches_is_told_of_every_task_that_begins_and_ends(num_processes: i
 
 def test_an_error_in_a_process_ends_the_others() -> None:
     with pytest.raises(TypeError):
-        over_processes(len, ["a", 3, "b"], 2)  # type: ignore[arg-type,list-item]
+        Local(workers=2).map(len, ["a", 3, "b"], died=died)  # type: ignore[arg-type,list-item]
 
 
 def test_progress_is_for_terminals_alone(
     capsys: pytest.CaptureFixture[str], reports: list[Prediction]
 ) -> None:
     with shown():
-        over_processes(abs, [-1, 2], 1)
+        Local(workers=1).map(abs, [-1, 2], died=died)
 
     assert capsys.readouterr() == ("", "")
 
@@ -74,7 +78,7 @@ def test_a_terminal_sees_what_is_under_way_and_each_result(
         return reports[index]
 
     with shown("waiting"):
-        over_processes(slow, [0, 1], 1, label=lambda i: PLANS[i].label)
+        Local(workers=1).map(slow, [0, 1], died=died, label=lambda i: PLANS[i].label)
 
     frames = terminal.getvalue()
     assert "0/2" in frames

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from memest.validate import device as device_module
 from memest.validate import results, runner
 from memest.validate.device import Device
 from memest.validate.runner import Progress, finished_line, running_line, validate
+from tests.engine_tasks import experiment, no_bytes
 
 H200 = Device(
     name="NVIDIA H200", memory_bytes=143_155 << 20, capability=(9, 0), num_sms=132, driver="580.65"
@@ -272,7 +273,7 @@ def test_a_row_whose_package_is_missing_is_skipped_and_the_others_run(
     monkeypatch.setattr(packages, "is_installed", lambda name: name != package)
     two = Device(**{f.name: getattr(H200, f.name) for f in fields(H200)} | {"num_devices": 2})
 
-    skipped, ran = run([plan("needs it", **values), plan("fits")], device=two)
+    skipped, ran = run([plan("needs it", **values), plan("fits")], device=two, workers=1)
 
     assert skipped.verdict is Outcome.FAILED
     assert skipped.note.startswith(f"skipped: it needs `{package}` (pip install ")
@@ -310,6 +311,32 @@ def test_progress_is_told_before_and_after_each_experiment(run: Run) -> None:
     assert running_line(seen[0]).startswith("[ 1/ 2]  fits")
     assert "  fits  " in finished_line(ended[0])
     assert "  failed   failed with exit code 1" in finished_line(ended[1])
+
+
+def test_every_gpu_of_the_machine_measures_and_the_file_has_the_order_of_the_suite(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    rows = [plan("paged", optim="paged_adam_8bit"), *map(plan, ("fits", "raises", "is too large"))]
+    seen: list[Progress] = []
+
+    found = run(
+        rows, device=replace(H200, num_devices=2), host_bytes=no_bytes, on_progress=seen.append,
+        start=partial(runner.fork_experiment, experiment=experiment),
+    )  # fmt: skip
+
+    stored = read_measurements(tmp_path / "results.jsonl")
+    assert [m.name for m in stored] == [row.label for row in rows] == [m.name for m in found]
+    assert [m.verdict for m in found[1:]] == [Outcome.FITS, Outcome.FAILED, Outcome.OOM]
+    assert "the seventh wrong thing" in found[2].note
+    assert {found[1].device["visible"], found[3].device["visible"]} <= {"0,1", "1,0"}
+    assert [p.name for p in seen if p.measurement is not None][-1] == "paged"
+    assert (tmp_path / "results.logs" / "raises.log").exists()
+
+
+def test_more_workers_than_gpus_are_refused(run: Run) -> None:
+    with pytest.raises(PlanError, match="`--workers 2` is more than the 1 GPUs"):
+        run([plan("fits")], workers=2)
 
 
 def test_the_suite_of_the_gpu_is_taken_where_none_is_named(

@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from memest.engines import Event, tell
 from memest.errors import MemestError, PlanError
 from memest.estimator.hardware.gpus import Gpu, find_gpu, list_gpus
 from memest.estimator.predict import predict
@@ -38,7 +39,6 @@ from memest.estimator.search.changes import (
     that_may_be_enough,
 )
 from memest.estimator.search.commands import ModelFacts, predict_command, training_lines
-from memest.estimator.search.processes import Event, tell
 from memest.plan import TrainingPlan
 from memest.report import Outcome, Prediction, Verdict
 

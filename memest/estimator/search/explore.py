@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from memest.engines import find_engine
 from memest.errors import MemestError, PlanError
 from memest.estimator.hardware.gpus import Gpu, find_gpu
-from memest.estimator.search.processes import over_processes
 from memest.models_meta.registry import check_name
 from memest.plan import TrainingPlan
 from memest.report import PhaseRow, Term, Verdict
@@ -83,10 +82,11 @@ def explore(
     micro_batches: Sequence[int] = MICRO_BATCHES,
     seq_len: int | None = None,
     jobs: int | None = None,
+    engine: str = "local",
 ) -> list[Explored]:
     """Predict every model with every setting, batch size and number of micro-batches, on each GPU.
 
-    Plans that cannot be predicted are left out.
+    Plans that cannot be predicted are left out. `jobs` is the number of the engine's workers.
 
     Raises:
         MemestError: there is no such model or GPU, or nothing at all can be predicted.
@@ -106,8 +106,8 @@ def explore(
     one = partial(
         _group, targets=targets, batches=tuple(batches), micro_batches=tuple(micro_batches)
     )
-    found = over_processes(
-        one, list(tasks.values()), min(jobs or os.cpu_count() or 1, len(tasks)), label=_label,
+    found = find_engine(engine, jobs).map(
+        one, list(tasks.values()), died=lambda plans, error: [error] * len(plans), label=_label,
         weight=lambda plans: len(plans) * len(batches) * len(micro_batches),
     )  # fmt: skip
     groups = list(itertools.chain.from_iterable(found))

@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from memest.engines import find_engine
 from memest.errors import MemestError, result_or_error
 from memest.estimator.predict import predict, target_gpus
-from memest.estimator.search.processes import over_processes
 from memest.models_meta.registry import check_name
 from memest.plan import TrainingPlan
 from memest.report import Prediction
@@ -77,12 +77,11 @@ def _over_processes(
         target_gpus(plan)
         check_name(plan.model_name)
     groups = list(_alike(plans).values())
-    num_processes = min(jobs or os.cpu_count() or 1, len(groups))
     if jobs is None and len(plans) < MIN_PLANS_FOR_PROCESSES:
-        num_processes = 1
-    found = over_processes(
-        partial(_each, one=one), [[plans[i] for i in group] for group in groups],
-        max(1, num_processes), label=_name_of, weight=len,
+        jobs = 1
+    found = find_engine("local", jobs).map(
+        partial(_each, one=one), [[plans[i] for i in group] for group in groups], died=_each_died,
+        label=_name_of, weight=len,
     )  # fmt: skip
     by_index = {
         index: result
@@ -103,6 +102,10 @@ def _alike(plans: Sequence[TrainingPlan]) -> dict[TrainingPlan, list[int]]:
 
 def _each(plans: Sequence[TrainingPlan], *, one: Callable[[TrainingPlan], T]) -> list[T]:
     return [one(plan) for plan in plans]
+
+
+def _each_died(plans: Sequence[TrainingPlan], error: MemestError) -> list[Any]:
+    return [error] * len(plans)
 
 
 def _name_of(plans: Sequence[TrainingPlan]) -> str:

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memest.child import CAN_FORK
+from memest.engines import find_engine
 from memest.errors import MemestError, PlanError, result_or_error, shown
 from memest.estimator.predict import target_gpus
-from memest.estimator.search.processes import over_processes
 from memest.plan import TrainingPlan
 from memest.plan.reading import read_limited
 from memest.plan.training_plan import PLAN_KEYS
@@ -192,12 +192,15 @@ def sweep_grid(
     grid: Grid,
     *,
     jobs: int | None = None,
+    engine: str = "local",
     trust_remote_code: bool = False,
     known: Known | None = None,
 ) -> list[dict[str, Any]]:
     """Return flat rows for the points of `make_grid`, including those that are no plans."""
     plans = [plan for _, plan in grid if isinstance(plan, TrainingPlan)]
-    points = sweep(plans, jobs=jobs, trust_remote_code=trust_remote_code, known=known)
+    points = sweep(
+        plans, jobs=jobs, engine=engine, trust_remote_code=trust_remote_code, known=known
+    )
     keys = list(dict.fromkeys(["model_name", *(key for changes, _ in grid for key in changes)]))
     keys = [key for key in keys if key not in ("gpu", "gpu_memory")]
     rows = iter([point.to_row(keys) for point in points])
@@ -218,13 +221,14 @@ def sweep(
     plans: Sequence[TrainingPlan],
     *,
     jobs: int | None = None,
+    engine: str = "local",
     trust_remote_code: bool = False,
     known: Known | None = None,
 ) -> list[SweepPoint]:
     """Predict every plan on each of its GPUs, in order.
 
     A plan that cannot be predicted gives points with an `error`. The points of plans in `known` are
-    taken from there.
+    taken from there. `jobs` is the number of the engine's workers.
 
     Raises:
         MemestError: none of the plans can be predicted; the error is the first one's.
@@ -233,12 +237,12 @@ def sweep(
     new = [plan for plan in plans if plan not in known]
     groups = list(_groups(new).values())
     tasks = [([new[i] for i in group.members], group.key) for group in groups]
-    jobs = jobs or os.cpu_count() or 1
-    num_processes = max(1, min(jobs, len(tasks)))
-    one = partial(_sweep_group, jobs=jobs // num_processes, trust_remote_code=trust_remote_code)
-    found = over_processes(
-        one, tasks, num_processes, label=_label_of, weight=lambda task: len(task[0])
-    )
+    inner = (jobs or os.cpu_count() or 1) // max(1, len(tasks)) if engine == "local" else 1
+    one = partial(_sweep_group, jobs=max(1, inner), trust_remote_code=trust_remote_code)
+    found = find_engine(engine, jobs).map(
+        one, tasks, died=lambda task, error: [error] * len(task[0]), label=_label_of,
+        weight=lambda task: len(task[0]),
+    )  # fmt: skip
     by_index: dict[int, list[SweepPoint] | MemestError] = {}
     for group, results in zip(groups, found, strict=True):
         by_index |= dict(zip(group.members, results, strict=True))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
+from memest.engines import find_engine
 from memest.errors import MemestError, result_or_error
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.search.largest import Largest, largest
-from memest.estimator.search.processes import over_processes
 from memest.plan import TrainingPlan
 
 TECHNIQUES: dict[str, dict[str, Any]] = {
@@ -97,8 +96,9 @@ def largest_of_all(
         result_or_error, _rows, gpus=tuple(gpus), key=key, trust_remote_code=trust_remote_code
     )
     tasks = list(technique_values(plan).items())
-    num_processes = min(jobs or os.cpu_count() or 1, len(tasks))
-    found = over_processes(one, tasks, num_processes, label=lambda task: f"{plan.label}, {task[0]}")
+    found = find_engine("local", jobs).map(
+        one, tasks, died=lambda task, error: error, label=lambda task: f"{plan.label}, {task[0]}"
+    )
     errors = [result for result in found if isinstance(result, MemestError)]
     if len(errors) == len(found):
         raise errors[0]

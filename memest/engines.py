@@ -1,0 +1,432 @@
+"""One function over many tasks: in processes of this machine, on a Ray cluster, or under Slurm.
+
+Every engine gives the same results in the same order. A task whose worker is killed is tried once
+more. If that worker is killed too, the task's result is an error, and the other tasks go on.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from memest.child import DiedError, die_with_parent, leave
+from memest.errors import UnsupportedError
+from memest.packages import require
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+ATTEMPTS = 2
+"""Number of times that a task begins if its worker is killed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """A task that begins, or that has ended with a result."""
+
+    label: str
+    """Name of the task, for people."""
+
+    is_done: bool
+    weight: int
+    """Number of plans in the task."""
+
+    total: int
+    """Number of plans in all tasks."""
+
+    task: Any
+    result: Any = None
+
+
+Watcher = Callable[[Event], None]
+
+_watchers: ContextVar[tuple[Watcher, ...]] = ContextVar("_watchers", default=())
+
+
+@contextmanager
+def watched(by: Watcher) -> Iterator[None]:
+    """Call `by` for every event in the block; nested blocks all get the events."""
+    token = _watchers.set((*_watchers.get(), by))
+    try:
+        yield
+    finally:
+        _watchers.reset(token)
+
+
+def tell(event: Event) -> None:
+    """Send an event to all watchers."""
+    for watcher in _watchers.get():
+        watcher(event)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine(ABC):
+    """Workers that do tasks."""
+
+    workers: int | None = None
+    """Tasks at a time; None is what the engine has."""
+
+    gpus: int = 0
+    """GPUs of each task."""
+
+    def map(
+        self,
+        one: Callable[[T], R],
+        tasks: Sequence[T],
+        *,
+        died: Callable[[T, DiedError], Any],
+        label: Callable[[T], str] = str,
+        weight: Callable[[T], int] = lambda task: 1,
+    ) -> list[R]:
+        """Return `one` of each task, in the order of the tasks.
+
+        Args:
+            one: function that a worker can import.
+            tasks: its arguments.
+            died: returns the result of a task whose workers died.
+            label: name of a task, for watchers and errors.
+            weight: number of plans in a task, for watchers.
+
+        Raises:
+            BaseException: the first error that `one` raises; the other workers are then ended.
+        """
+        total = sum(map(weight, tasks))
+        found: dict[int, R] = {}
+
+        def report(index: int, *, is_done: bool) -> None:
+            task = tasks[index]
+            tell(
+                Event(
+                    label=label(task), is_done=is_done, weight=weight(task), total=total, task=task,
+                    result=found.get(index),
+                )
+            )  # fmt: skip
+
+        pending = list(range(len(tasks)))
+        for attempt in range(ATTEMPTS):
+            dead: list[int] = []
+            begins = partial(_begins, report, pending) if attempt == 0 else _ignore
+            answers = self._answers(one, [tasks[i] for i in pending], begins, attempt > 0)
+            with closing(answers):
+                for place, answer in answers:
+                    index = pending[place]
+                    if isinstance(answer, _Failure):
+                        raise answer.error
+                    if not isinstance(answer, _Death):
+                        found[index] = answer
+                    elif attempt + 1 < ATTEMPTS:
+                        dead.append(index)
+                        continue
+                    else:
+                        found[index] = died(tasks[index], answer.error(label(tasks[index])))
+                    report(index, is_done=True)
+            pending = sorted(dead)
+            if not pending:
+                break
+        return [found[index] for index in range(len(tasks))]
+
+    @abstractmethod
+    def _answers(
+        self, one: Callable[[T], R], tasks: Sequence[T], begins: Callable[[int], None], again: bool
+    ) -> Generator[tuple[int, R | _Failure | _Death], None, None]:
+        """Yield the place of each task and its result or end, as they come.
+
+        Call `begins` with the place of a task that a worker gets. `again` is True for tasks whose
+        first worker died.
+        """
+
+
+def _begins(report: Callable[..., None], pending: Sequence[int], place: int) -> None:
+    report(pending[place], is_done=False)
+
+
+def _ignore(place: int) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """An error that a task raised."""
+
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
+class _Death:
+    """End of a worker without a result."""
+
+    how: str
+
+    def error(self, label: str) -> DiedError:
+        """Return the error of a task with this label."""
+        return DiedError(
+            f"`{label}` has no result: its worker died {ATTEMPTS} times, {self.how}",
+            hint="give each worker more memory, or use fewer with `--workers`",
+        )
+
+
+def _do(one: Callable[[T], R], task: T) -> R | _Failure:
+    """Return the result of a task in a worker, or its error with the lines where it was raised."""
+    try:
+        return one(task)
+    except Exception as error:
+        error.add_note(f"in a worker:\n{traceback.format_exc()}")
+        return _Failure(error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local(Engine):
+    """Processes of this machine; one worker is this process."""
+
+    visible: Sequence[str] = ()
+    """GPUs as in `CUDA_VISIBLE_DEVICES`. Each worker sees all, with one of its own first."""
+
+    def _answers(
+        self, one: Callable[[T], R], tasks: Sequence[T], begins: Callable[[int], None], again: bool
+    ) -> Generator[tuple[int, R | _Failure | _Death], None, None]:
+        count = min(self.workers or os.cpu_count() or 1, len(tasks))
+        if count <= 1 and not again:
+            for place, task in enumerate(tasks):
+                begins(place)
+                yield place, one(task)
+            return
+        slots = [_Worker(self._environment(slot)) for slot in range(count)]
+        waiting = iter(range(len(tasks)))
+        running: dict[_Worker, int] = {}
+        try:
+            while True:
+                idle = [worker for worker in slots if worker not in running]
+                for worker, place in zip(idle, waiting, strict=False):
+                    begins(place)
+                    worker.give(one, tasks[place])
+                    running[worker] = place
+                if not running:
+                    return
+                ended = wait([end for worker in running for end in worker.ends])
+                for worker in [each for each in running if not set(each.ends).isdisjoint(ended)]:
+                    yield running.pop(worker), worker.answer()
+        finally:
+            for worker in slots:
+                worker.end(is_idle=worker not in running)
+
+    def _environment(self, slot: int) -> dict[str, str]:
+        if not self.visible:
+            return {}
+        own = self.visible[slot % len(self.visible)]
+        return {"CUDA_VISIBLE_DEVICES": ",".join([own, *(v for v in self.visible if v != own)])}
+
+
+_spawn = multiprocessing.get_context("spawn")
+
+
+class _Worker:
+    """A process that does one task after the other, and is replaced when it has died."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+        self._start()
+
+    def _start(self) -> None:
+        self._connection, theirs = _spawn.Pipe()
+        self._process = _spawn.Process(target=_serve, args=(theirs, self._environment))
+        self._process.start()
+        theirs.close()
+
+    @property
+    def ends(self) -> tuple[Connection, int]:
+        """Objects to wait for: an answer, and the end of the process."""
+        return self._connection, self._process.sentinel
+
+    def give(self, one: Callable[[T], Any], task: T) -> None:
+        """Begin a task; `answer` finds a worker that has died."""
+        if not self._process.is_alive():
+            self._start()
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self._connection.send((one, task))
+
+    def answer(self) -> Any:
+        """Return what `_do` returned, or how the process died."""
+        with suppress(EOFError, ConnectionResetError):
+            if self._connection.poll():
+                return self._connection.recv()
+        self._process.join()
+        return _Death(_how(self._process.exitcode or 0))
+
+    def end(self, *, is_idle: bool) -> None:
+        """End the process, in the middle of a task if it has one."""
+        self._connection.close()
+        if not is_idle:
+            self._process.terminate()
+        self._process.join()
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"with exit code {code}"
+    return f"killed by {signal.Signals(-code).name}"
+
+
+def _serve(connection: Connection, environment: Mapping[str, str]) -> NoReturn:
+    """Do tasks until the parent closes the connection."""
+    os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it comes to every process; the parent handles it
+    die_with_parent()
+    collect_seldom()
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            one, task = connection.recv()
+            connection.send(_do(one, task))
+    leave(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ray(Engine):
+    """A Ray cluster: the one of `RAY_ADDRESS`, or else a new one on this machine."""
+
+    def _answers(
+        self, one: Callable[[T], R], tasks: Sequence[T], begins: Callable[[int], None], again: bool
+    ) -> Generator[tuple[int, R | _Failure | _Death], None, None]:
+        import ray
+
+        self._connect(ray)
+        remote = ray.remote(_do).options(num_cpus=1, num_gpus=self.gpus, max_retries=0)
+        limit = self.workers or len(tasks)
+        waiting = iter(range(len(tasks)))
+        running: dict[Any, int] = {}
+        try:
+            while True:
+                for place in islice(waiting, limit - len(running)):
+                    begins(place)
+                    running[remote.remote(one, tasks[place])] = place
+                if not running:
+                    return
+                for reference in ray.wait(list(running))[0]:
+                    place = running.pop(reference)
+                    try:
+                        yield place, ray.get(reference)
+                    except ray.exceptions.RayTaskError as error:  # no result that can be sent
+                        yield place, _Failure(error)
+                    except ray.exceptions.RayError as error:
+                        yield place, _Death(f"as Ray reports: {_first_line(error)}")
+        finally:
+            for reference in running:
+                ray.cancel(reference, force=True)
+
+    def _connect(self, ray: Any) -> None:
+        if ray.is_initialized():
+            return
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        if os.environ.get("RAY_ADDRESS"):
+            ray.init(**quiet)
+            return
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        gpus = {} if self.gpus else {"num_gpus": 0}
+        ray.init("local", num_cpus=self.workers, include_dashboard=False, **gpus, **quiet)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slurm(Engine):
+    """An array of Slurm jobs, from a folder that the nodes share.
+
+    `sbatch` reads its own variables: `SBATCH_PARTITION`, `SBATCH_ACCOUNT`, `SBATCH_TIMELIMIT`.
+    """
+
+    cluster: str = "slurm"
+    """Cluster as submitit names it; `local` is for tests."""
+
+    def _answers(
+        self, one: Callable[[T], R], tasks: Sequence[T], begins: Callable[[int], None], again: bool
+    ) -> Generator[tuple[int, R | _Failure | _Death], None, None]:
+        import submitit
+
+        folder = Path(tempfile.mkdtemp(prefix=".memest-slurm-", dir=Path.cwd()))
+        executor = submitit.AutoExecutor(folder, cluster=self.cluster)
+        executor.update_parameters(
+            name="memest", timeout_min=MINUTES, cpus_per_task=1, gpus_per_node=self.gpus,
+            slurm_array_parallelism=self.workers or max(1, len(tasks)),
+        )  # fmt: skip
+        jobs = executor.map_array(partial(_do, one), tasks)
+        for place in range(len(tasks)):
+            begins(place)
+        running = dict(enumerate(jobs))
+        deaths = 0
+        try:
+            while running:
+                for place in [place for place, job in running.items() if job.done()]:
+                    job = running.pop(place)
+                    try:
+                        yield place, job.result()
+                    except submitit.core.utils.FailedJobError as error:
+                        yield place, _Failure(error)
+                    except submitit.core.utils.UncompletedJobError:
+                        deaths += 1
+                        yield place, _Death(f"state {job.state} (log: {job.paths.stderr})")
+                time.sleep(POLL_S)
+        finally:
+            for job in running.values():
+                job.cancel()
+            if not deaths:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+MINUTES = 240
+"""Time limit of a task under Slurm."""
+
+POLL_S = 0.2
+"""Seconds between two looks at the jobs."""
+
+ENGINES: dict[str, type[Engine]] = {"local": Local, "ray": Ray, "slurm": Slurm}
+"""Engines by name."""
+
+_PACKAGES = {"ray": "ray", "slurm": "submitit"}
+
+
+def find_engine(name: str, workers: int | None = None, *, gpus: int = 0) -> Engine:
+    """Return the engine of this name.
+
+    Raises:
+        UnsupportedError: its package is not installed, or this machine has no Slurm.
+    """
+    if name in _PACKAGES:
+        require(_PACKAGES[name])
+    if name == "slurm" and shutil.which("sbatch") is None:
+        raise UnsupportedError(
+            "there is no `sbatch` on this machine",
+            hint="run it on a machine that submits to Slurm, or use `--engine local`",
+        )
+    return ENGINES[name](workers=workers, gpus=gpus)
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:200]
+
+
+MADE_BETWEEN_COLLECTIONS = 100_000
+"""Objects between collections. Importing torch and transformers makes a million permanent objects,
+which Python would scan a thousand times. A run is not affected, and is cleaned up afterwards
+(`without_cycles`).
+"""
+
+
+def collect_seldom() -> Callable[[], None]:
+    """Collect garbage in cycles less often in this process; return a function that undoes it."""
+    before = gc.get_threshold()
+    gc.set_threshold(MADE_BETWEEN_COLLECTIONS, *before[1:])
+    return partial(gc.set_threshold, *before)
