@@ -7,14 +7,8 @@ more. If that worker is killed too, the task's result is an error, and the other
 from __future__ import annotations
 
 import gc
-import logging
-import multiprocessing
 import os
 import shutil
-import signal
-import tempfile
-import time
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -22,13 +16,16 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from memest.child import DiedError, die_with_parent, leave
 from memest.errors import UnsupportedError
 from memest.packages import require
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from memest.child import DiedError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -76,15 +73,17 @@ def tell(event: Event) -> None:
         watcher(event)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Engine(ABC):
-    """Workers that do tasks."""
+    """Workers that do tasks.
 
-    workers: int | None = None
-    """Tasks at a time; None is what the engine has."""
+    Args:
+        workers: tasks at a time; None is what the engine has.
+        gpus: GPUs of each task.
+    """
 
-    gpus: int = 0
-    """GPUs of each task."""
+    def __init__(self, workers: int | None = None, *, gpus: int = 0) -> None:
+        self.workers = workers
+        self.gpus = gpus
 
     def map(
         self,
@@ -161,21 +160,23 @@ def _ignore(place: int) -> None:
     pass
 
 
-@dataclass(frozen=True, slots=True)
 class _Failure:
     """An error that a task raised."""
 
-    error: BaseException
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
 
 
-@dataclass(frozen=True, slots=True)
 class _Death:
     """End of a worker without a result."""
 
-    how: str
+    def __init__(self, how: str) -> None:
+        self.how = how
 
     def error(self, label: str) -> DiedError:
         """Return the error of a task with this label."""
+        from memest.child import DiedError
+
         return DiedError(
             f"`{label}` has no result: its worker died {ATTEMPTS} times, {self.how}",
             hint="give each worker more memory, or use fewer with `--workers`",
@@ -184,6 +185,8 @@ class _Death:
 
 def _do(one: Callable[[T], R], task: T) -> R | _Failure:
     """Return the result of a task in a worker, or its error with the lines where it was raised."""
+    import traceback
+
     try:
         return one(task)
     except Exception as error:
@@ -191,12 +194,20 @@ def _do(one: Callable[[T], R], task: T) -> R | _Failure:
         return _Failure(error)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Local(Engine):
-    """Processes of this machine; one worker is this process."""
+    """Processes of this machine; one worker is this process.
 
-    visible: Sequence[str] = ()
-    """GPUs as in `CUDA_VISIBLE_DEVICES`. Each worker sees all, with one of its own first."""
+    Args:
+        workers: processes; None is one per core.
+        gpus: GPUs of each task, which its caller counts.
+        visible: GPUs as in `CUDA_VISIBLE_DEVICES`. Each worker sees all, with one of its own first.
+    """
+
+    def __init__(
+        self, workers: int | None = None, *, gpus: int = 0, visible: Sequence[str] = ()
+    ) -> None:
+        super().__init__(workers, gpus=gpus)
+        self.visible = visible
 
     def _answers(
         self, one: Callable[[T], R], tasks: Sequence[T], begins: Callable[[int], None], again: bool
@@ -207,6 +218,8 @@ class Local(Engine):
                 begins(place)
                 yield place, one(task)
             return
+        from multiprocessing.connection import wait
+
         slots = [_Worker(self._environment(slot)) for slot in range(count)]
         waiting = iter(range(len(tasks)))
         running: dict[_Worker, int] = {}
@@ -233,9 +246,6 @@ class Local(Engine):
         return {"CUDA_VISIBLE_DEVICES": ",".join([own, *(v for v in self.visible if v != own)])}
 
 
-_spawn = multiprocessing.get_context("spawn")
-
-
 class _Worker:
     """A process that does one task after the other, and is replaced when it has died."""
 
@@ -244,8 +254,11 @@ class _Worker:
         self._start()
 
     def _start(self) -> None:
-        self._connection, theirs = _spawn.Pipe()
-        self._process = _spawn.Process(target=_serve, args=(theirs, self._environment))
+        import multiprocessing
+
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, self._environment))
         self._process.start()
         theirs.close()
 
@@ -278,6 +291,8 @@ class _Worker:
 
 
 def _how(code: int) -> str:
+    import signal
+
     if code >= 0:
         return f"with exit code {code}"
     return f"killed by {signal.Signals(-code).name}"
@@ -285,6 +300,10 @@ def _how(code: int) -> str:
 
 def _serve(connection: Connection, environment: Mapping[str, str]) -> NoReturn:
     """Do tasks until the parent closes the connection."""
+    import signal
+
+    from memest.child import die_with_parent, leave
+
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it comes to every process; the parent handles it
     die_with_parent()
@@ -296,7 +315,6 @@ def _serve(connection: Connection, environment: Mapping[str, str]) -> NoReturn:
     leave(0)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Ray(Engine):
     """A Ray cluster: the one of `RAY_ADDRESS`, or else a new one on this machine."""
 
@@ -330,6 +348,8 @@ class Ray(Engine):
                 ray.cancel(reference, force=True)
 
     def _connect(self, ray: Any) -> None:
+        import logging
+
         if ray.is_initialized():
             return
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -341,19 +361,29 @@ class Ray(Engine):
         ray.init("local", num_cpus=self.workers, include_dashboard=False, **gpus, **quiet)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Slurm(Engine):
     """An array of Slurm jobs, from a folder that the nodes share.
 
     `sbatch` reads its own variables: `SBATCH_PARTITION`, `SBATCH_ACCOUNT`, `SBATCH_TIMELIMIT`.
+
+    Args:
+        workers: jobs at a time; None is all.
+        gpus: GPUs of each task.
+        cluster: cluster as submitit names it; `local` is for tests.
     """
 
-    cluster: str = "slurm"
-    """Cluster as submitit names it; `local` is for tests."""
+    def __init__(
+        self, workers: int | None = None, *, gpus: int = 0, cluster: str = "slurm"
+    ) -> None:
+        super().__init__(workers, gpus=gpus)
+        self.cluster = cluster
 
     def _answers(
         self, one: Callable[[T], R], tasks: Sequence[T], begins: Callable[[int], None], again: bool
     ) -> Generator[tuple[int, R | _Failure | _Death], None, None]:
+        import tempfile
+        import time
+
         import submitit
 
         folder = Path(tempfile.mkdtemp(prefix=".memest-slurm-", dir=Path.cwd()))

@@ -1,8 +1,9 @@
-"""Runs every command of README.md as a user would, in the environment that its install line makes.
+"""Runs every command of a page as a user would, in the environment that its install line makes.
 
-    python scripts/check_readme.py                  # clone, install, run all commands
+    python scripts/check_readme.py                  # README.md: clone, install, run all commands
     python scripts/check_readme.py --venv .venv     # use an environment that is installed
     python scripts/check_readme.py advise sweep     # only commands that contain one of these words
+    python scripts/check_readme.py --venv .venv --page docs/tutorials/job.md
 
 Each command has to exit with 0. A block of output that follows the commands has to be in the output
 of one of them, line by line; `...` there stands for what is left out.
@@ -61,12 +62,16 @@ USER_FILES = {
     "package/train.py": TRAIN,
     "lengths.txt": "512\n96\n300\n420\n",
 }
-"""Files that the README's commands name and that a user would have."""
+"""Files that the pages' commands name and that a user would have."""
+
+
+SCRIPT = re.compile(r"^```python\n# (\S+\.py)\n(.*?)(?:^```$|\Z)", re.M | re.S)
+"""A block of a page that is a file of the user."""
 
 
 @dataclass
 class Block:
-    """A block of the README between two fences."""
+    """A block of a page between two fences."""
 
     language: str
     text: str
@@ -85,12 +90,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("words", nargs="*", help="run only commands that contain one of these")
     parser.add_argument("--venv", type=Path, help="installed environment")
+    parser.add_argument("--page", default="README.md", help="page with the commands")
     options = parser.parse_args()
-    blocks = blocks_of((ROOT / "README.md").read_text(encoding="utf-8"))
+    blocks = blocks_of((ROOT / options.page).read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as folder:
-        user = User(Path(folder, "memest"), options.venv and options.venv.resolve())
+        user = User(Path(folder, "memest"), options.venv and options.venv.absolute(), options.page)
         is_right = [user.runs(block, options.words) for block in blocks]
-    print(f"README.md: {user.num_failed} of {user.num_run} commands failed", flush=True)
+    print(f"{options.page}: {user.num_failed} of {user.num_run} commands failed", flush=True)
     return int(not all(is_right) or not user.num_run)
 
 
@@ -98,7 +104,7 @@ def blocks_of(page: str) -> list[Block]:
     """Return the blocks of commands and of Python; those that install come first."""
     found: list[Block] = []
     for language, text in re.findall(r"^```(\w*)\n(.*?)^```$", page, re.M | re.S):
-        if language in ("sh", "python"):
+        if language in ("sh", "python") and not SCRIPT.match(f"```python\n{text}"):
             found.append(Block(language, text))
         elif not language and found:
             found[-1].output = text
@@ -125,12 +131,13 @@ def missing_lines(sample: str, output: str) -> list[str]:
 class User:
     """A folder with a clone of the repository, and the shell of its user."""
 
-    def __init__(self, folder: Path, venv: Path | None) -> None:
+    def __init__(self, folder: Path, venv: Path | None, page: str) -> None:
         self.folder = folder
         subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
-        for name, text in (USER_FILES | scripts_of_the_docs()).items():
+        own = scripts_of(page)
+        for name, text in (USER_FILES | scripts_of("docs/run.md") | own).items():
             path = folder / name
-            if not path.exists():
+            if not path.exists() or name in own:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text, encoding="utf-8")
         self.is_installed = venv is not None
@@ -140,7 +147,7 @@ class User:
         self.num_run = self.num_failed = 0
 
     def runs(self, block: Block, words: list[str]) -> bool:
-        """Run the commands of a block; returns whether each one did what the README says."""
+        """Run the commands of a block; returns whether each one did what the page says."""
         if block.language == "python":
             (self.folder / "readme.py").write_text(block.text, encoding="utf-8")
         commands = ["python readme.py"] if block.language == "python" else block.commands
@@ -190,10 +197,9 @@ class User:
         return stdout
 
 
-def scripts_of_the_docs() -> dict[str, str]:
-    """Return the scripts in docs/run.md whose first line is a comment with their name."""
-    page = (ROOT / "docs" / "run.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n# (\S+\.py)\n(.*?)^```$", page, re.M | re.S)
+def scripts_of(page: str) -> dict[str, str]:
+    """Return the scripts of a page whose first line is a comment with their name."""
+    blocks = SCRIPT.findall((ROOT / page).read_text(encoding="utf-8"))
     return {name: f"# {name}\n{text}" for name, text in blocks}
 
 

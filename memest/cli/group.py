@@ -6,6 +6,7 @@ import errno
 import os
 import platform
 import sys
+from importlib import import_module
 from typing import Any
 
 import click
@@ -25,7 +26,13 @@ SECTIONS = {
     "Integrate": ("diff", "ci", "mcp"),
     "Look up": ("models", "gpus", "schema", "completion", "doctor"),
 }
-"""Sections of `memest --help`; a command in none comes last."""
+"""Sections of `memest --help`, with every command."""
+
+_MODULES = {
+    "checkpoint": "run", "advise": "predict", "max-batch": "sweep", "compare": "diff", "ci": "diff",
+    "models": "doctor", "gpus": "doctor", "schema": "doctor", "completion": "doctor",
+}  # fmt: skip
+"""Module of `cli` of each command that has not the module's name."""
 
 
 class _Command(click.Command):
@@ -54,11 +61,19 @@ class _Group(click.Group):
 
     command_class = _Command
 
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all commands."""
+        return sorted(name for names in SECTIONS.values() for name in names)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command, whose module is imported at its first use."""
+        if cmd_name in self.list_commands(ctx):
+            import_module(f"memest.cli.{_MODULES.get(cmd_name, cmd_name)}")
+        return super().get_command(ctx, cmd_name)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands in sections."""
-        listed = {name for names in SECTIONS.values() for name in names}
-        rest = tuple(name for name in self.list_commands(ctx) if name not in listed)
-        for section, names in {**SECTIONS, "Others": rest}.items():
+        for section, names in SECTIONS.items():
             found = [(n, c) for n in names if (c := self.get_command(ctx, n)) is not None]
             rows = [(name, command.get_short_help_str(70)) for name, command in found]
             if rows:

@@ -18,7 +18,14 @@ from memest.cli.files import (
     write_pages,
 )
 from memest.cli.group import OOM_EXIT_CODE, main, tell
-from memest.cli.options import PATH, config_option, emit_option, plan_options, remote_code_option
+from memest.cli.options import (
+    PATH,
+    config_option,
+    emit_option,
+    jobs_option,
+    plan_options,
+    remote_code_option,
+)
 from memest.cli.terminal import folded, has_colour, shown
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import custom_gpu
@@ -42,9 +49,7 @@ if TYPE_CHECKING:
 @emit_option
 @click.option("--resume", is_flag=True, help="Continue an interrupted suite, with -o.")
 @click.option("-v", "--verbose", is_flag=True, help="List all assumptions.")
-@click.option(
-    "--jobs", type=click.IntRange(1), help="Processes for a suite; by default one per core."
-)
+@jobs_option
 @remote_code_option
 @click.option("--html", type=PATH, help="Write a page with charts as well.")
 @click.option("--snapshot", type=PATH, help="Write a memory snapshot, as torch does.")

@@ -96,16 +96,9 @@ def validate(
         weights=weights, data=data, snapshots=snapshots, trust_remote_code=trust_remote_code
     )
     measured = run_all(
-        rows,
-        results=results,
-        device=device,
-        resume=resume,
-        timeout_s=timeout,
-        options=options,
-        on_progress=_show_progress(),
-        engine=engine,
-        workers=workers,
-    )
+        rows, results=results, device=device, resume=resume, timeout_s=timeout, options=options,
+        on_progress=_show_progress(), engine=engine, workers=workers,
+    )  # fmt: skip
     click.echo(f"results: {results}", err=True)
     if as_json:
         click.echo("\n".join(m.to_json() for m in measured))

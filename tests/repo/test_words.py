@@ -161,8 +161,8 @@ def faults_of_module(source: str) -> list[str]:
 
 
 def without_code(page: str) -> str:
-    """A page without its code blocks."""
-    return re.sub(r"```.*?```", "", page, flags=re.DOTALL)
+    """A page without its code blocks and the names whose docstrings it has."""
+    return re.sub(r"```.*?```|^:::[^\n]*$", "", page, flags=re.DOTALL | re.MULTILINE)
 
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -72,8 +72,9 @@ def parsed(command: str) -> TrainingPlan:
     """The plan that the command line makes of `command`."""
     program, name, *args = shlex.split(command)
     assert program == "memest"
-    subcommand = main.commands[name]
     with click.Context(main) as parent:
+        subcommand = main.get_command(parent, name)
+        assert subcommand is not None
         params = subcommand.make_context(name, args, parent=parent).params
     keys = PLAN.to_dict()
     return TrainingPlan.from_dict(

@@ -124,6 +124,6 @@ def test_a_sweep_gives_its_groups_to_the_engine(monkeypatch: pytest.MonkeyPatch)
 
     assert seen == [(3, [2, 2]), (3, [2])]
     assert [point.error for point in points] == [
-        "`gpt2 32-true adamw 2 of batch size` has no result: its worker died 2 times, killed by "
+        "`gpt2 bf16-true adamw 2 of batch size` has no result: its worker died 2 times, killed by "
         "SIGKILL"
     ] * 2 + ["", ""]
