@@ -20,7 +20,7 @@ OOM_EXIT_CODE = 5
 
 SECTIONS = {
     "Predict": ("run", "checkpoint", "predict", "explore"),
-    "Search": ("advise", "max-batch", "sweep"),
+    "Search": ("advise", "cheapest", "max-batch", "sweep"),
     "Draw": ("chart", "lecture"),
     "Measure": ("validate", "compare"),
     "Integrate": ("diff", "ci", "mcp"),

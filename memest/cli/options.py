@@ -130,6 +130,31 @@ emit_option = click.option(
 )  # fmt: skip
 
 
+_train_steps = click.option(
+    "--train-steps", type=click.IntRange(1), help="Optimizer steps of the whole training."
+)
+_price = click.option("--price", help="Price of a GPU for an hour, or a YAML file: h100-80gb: 2.10")
+_epochs = click.option(
+    "--epochs",
+    type=click.FloatRange(0, min_open=True),
+    help="Epochs of the training, with --samples.",
+)
+_samples = click.option("--samples", type=click.IntRange(1), help="Samples of an epoch.")
+OPTION_SECTIONS |= dict.fromkeys(("train_steps", "price", "epochs", "samples"), "Time and price")
+
+
+def training_options(*, has_epochs: bool) -> Callable[[Any], Any]:
+    """Add options of the whole training, of which the simulated steps are a part."""
+    options = (_train_steps, _price) + (_epochs, _samples) * has_epochs
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
 def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add every option of a plan, in the order of `--help`, and the release of torch."""
     command = torch_option(command)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from memest.cli.options import (
     jobs_option,
     plan_options,
     remote_code_option,
+    training_options,
 )
 from memest.cli.terminal import folded, has_colour, shown
 from memest.errors import PlanError
@@ -36,6 +37,7 @@ from memest.report.schedulers import NAMES, resource_lines
 if TYPE_CHECKING:
     from memest.estimator.search.advise import Option
     from memest.report import Prediction
+    from memest.report.times import Training
 
 
 @main.command()
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 @click.option("--suite", type=PATH, help="YAML or JSON of many plans.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per plan.")
 @click.option("-o", "--output", type=PATH, help="Write the report to a file.")
+@training_options(has_epochs=True)
 @click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if a plan does not fit.")
 @click.option("--summary", is_flag=True, help="Print one line per plan and requested GPU.")
 @emit_option
@@ -76,6 +79,7 @@ def predict(
     memest predict --model gpt2 --bs 8 --html report.html --snapshot step.pickle
     """
     files = {name: flags.pop(name) for name in ("html", "snapshot", "chrome_trace")}
+    whole = {name: flags.pop(name) for name in ("train_steps", "price", "epochs", "samples")}
     how = {name: flags.pop(name) for name in ("jobs", "trust_remote_code")}
     plans = read_plans(config, suite, given_only(flags))
     for path in (output, *files.values()):
@@ -104,7 +108,8 @@ def predict(
 
         text = render_suite(reports)
     else:
-        looks = {"is_shown": output is None, "verbose": verbose}
+        looks: dict[str, Any] = {"is_shown": output is None, "verbose": verbose}
+        looks["training"] = training_of(reports[0].plan, **whole)
         text = _one(plans[0], reports[0], how["trust_remote_code"], **looks)
     print_or_write(text, output)
     for error in (named(*each) for each in failed):
@@ -132,13 +137,15 @@ def _one(
     *,
     is_shown: bool,
     verbose: bool,
+    training: Training | None,
 ) -> str:
     from memest.report.text import render_text
 
     with shown("looking for what would fit"):
         change = _cheapest(plan, report, trust_remote_code=trust_remote_code)
     colour = is_shown and has_colour()
-    text = render_text(report, change=change, colour=colour, verbose=verbose)
+    looks: dict[str, Any] = {"change": change, "colour": colour, "verbose": verbose}
+    text = render_text(report, training=training, **looks)
     return folded(text) if is_shown else text
 
 
@@ -151,6 +158,39 @@ def _cheapest(plan: TrainingPlan, report: Prediction, *, trust_remote_code: bool
 
     gpu = custom_gpu(plan.gpu_memory) if plan.gpu_memory and not plan.gpu else report.gpu
     return cheapest_change(plan, gpu, report, trust_remote_code=trust_remote_code)
+
+
+def training_of(
+    plan: Mapping[str, Any],
+    train_steps: int | None,
+    price: str | None,
+    epochs: float | None,
+    samples: int | None,
+) -> Training | None:
+    """Return the whole training that the options give, or None.
+
+    Raises:
+        PlanError: epochs without samples, both epochs and steps, or a price that is no number.
+    """
+    from memest.report.times import Training, read_prices, steps_of_plan
+
+    if epochs is not None and samples is None:
+        raise PlanError("`--epochs` needs `--samples`", hint="give the samples of an epoch")
+    if epochs is not None and train_steps is not None:
+        raise PlanError("`--epochs` and `--train-steps` exclude each other", hint="give one")
+    if samples is not None and epochs is None:
+        epochs = 1.0
+    prices = read_prices(price)
+    if epochs is not None and samples is not None:
+        train_steps = steps_of_plan(plan, epochs, samples)
+    if train_steps is None and not prices:
+        return None
+    num_gpus = plan.get("devices", 1) * plan.get("num_nodes", 1)
+    return Training(train_steps or STEPS_WITHOUT_NUMBER, prices, num_gpus)
+
+
+STEPS_WITHOUT_NUMBER = 1000
+"""Steps whose price is given where no number of steps is."""
 
 
 def write_files(

@@ -15,7 +15,16 @@ import click
 
 from memest.cli.files import check_writable, write_pages
 from memest.cli.group import OOM_EXIT_CODE, main, tell
-from memest.cli.options import PATH, VALUES, Size, completes, emit_option, torch_option
+from memest.cli.options import (
+    PATH,
+    VALUES,
+    Size,
+    completes,
+    emit_option,
+    torch_option,
+    training_options,
+)
+from memest.cli.predict import training_of
 from memest.cli.terminal import folded, has_colour
 from memest.errors import PlanError
 from memest.estimator.allocator.settings import settings_from
@@ -137,6 +146,7 @@ MAX_SECONDS_OF_RANK = 1800.0
 @click.option(
     "--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if the script does not fit."
 )
+@training_options(has_epochs=False)
 @click.option("--summary", is_flag=True, help="Print one line in place of the report.")
 @emit_option
 @click.option("-v", "--verbose", is_flag=True, help="List all assumptions.")
@@ -421,6 +431,8 @@ def _print(
     verbose: bool,
     summary: bool,
     emit: str | None,
+    train_steps: int | None,
+    price: str | None,
     **nodes: int,
 ) -> None:
     from memest.report.text import render_text
@@ -429,7 +441,10 @@ def _print(
         line = resource_lines(report, emit, **nodes) if emit else summary_line(report)
         click.echo(line, file=out)
         return
-    text = render_text(report, colour=out is sys.stdout and has_colour(), verbose=verbose)
+    world = {"devices": nodes["num_gpus"], "num_nodes": nodes["num_nodes"]}
+    training = training_of(world, train_steps, price, None, None)
+    has_colours = out is sys.stdout and has_colour()
+    text = render_text(report, training=training, colour=has_colours, verbose=verbose)
     click.echo(f"\n{RULE}\n{folded(text, out)}", file=out)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from memest.cli.files import given_only, read_plans
+from memest.cli.files import check_writable, given_only, read_plans
 from memest.cli.group import main
 from memest.cli.options import engine_option, plan_options
 from memest.errors import PlanError
@@ -41,6 +41,11 @@ from memest.units import GIB
 @click.option(
     "--snapshots", type=click.Path(path_type=Path), help="Folder for recordings of the allocator."
 )
+@click.option(
+    "--pace",
+    type=click.Path(path_type=Path),
+    help="Measure times of kernels and host instead, into this JSON file: one minute.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per experiment on stdout.")
 @click.option("--trust-remote-code", is_flag=True, help="Run model code from the config's folder.")
 @click.option("--workers", type=click.IntRange(1), help="Experiments at a time; one per GPU.")
@@ -69,13 +74,14 @@ def validate(
     memest validate --suite lab-a100 --memory-limit 78.66GiB --resume
     memest validate --model blip2-opt-2.7b --bs 16 --precision 32-true
     """
+    if pace := flags.pop("pace"):
+        return _measure_pace(pace)
     given = given_only(flags)
-    for key in ("gpu", "gpu_memory", "beside"):
-        if key in given:
-            raise PlanError(
-                f"`--{key.replace('_', '-')}` does not apply: the GPU at hand is measured",
-                hint="cap it with `--memory-limit 78.66GiB`",
-            )
+    for key in {"gpu", "gpu_memory", "beside"} & set(given):
+        raise PlanError(
+            f"`--{key.replace('_', '-')}` does not apply: the GPU at hand is measured",
+            hint="cap it with `--memory-limit 78.66GiB`",
+        )
     if suite is not None:
         from memest.validate.results import find_suite
 
@@ -102,6 +108,29 @@ def validate(
     click.echo(f"results: {results}", err=True)
     if as_json:
         click.echo("\n".join(m.to_json() for m in measured))
+    return 0
+
+
+MAX_PACE_SECONDS = 300.0
+
+
+def _measure_pace(path: Path) -> int:
+    """Measure times of kernels on the installed GPU, and write them to `path`.
+
+    Raises:
+        PlanError: the file cannot be written.
+        MemestError: there is no GPU.
+    """
+    check_writable(path)
+    from memest.validate.pace import measure, write_to
+    from memest.validate.runner import detect_device
+
+    device = detect_device()
+    found = measure(MAX_PACE_SECONDS, write_to(path))
+    rows = sum(len(rows) for rows in found["kernels"].values())
+    click.echo(f"{device.name}: {rows} calls of {len(found['kernels'])} kinds -> {path}", err=True)
+    for failure in found.get("failed", ()):
+        click.echo(f"note: not measured: {failure}", err=True)
     return 0
 
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from memest.estimator.replay.recording import Recording
     from memest.estimator.replay.replay import Replayed
     from memest.estimator.replay.scenarios import Scenario
-    from memest.report import Prediction, Verdict
+    from memest.estimator.replay.simulated import TracedPlan
+    from memest.report import Prediction, StepTime, Verdict
 
 
 PRIMARY_GPU = "h200"
@@ -46,9 +47,14 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False, jobs: int = 
         by_chip.setdefault((gpu.capability, gpu.num_sms), []).append(gpu)
     first, *others = by_chip.values()
 
-    def on_others() -> dict[str, Verdict]:
-        found = [_predicted(plan, gpus, trust_remote_code) for gpus in others]
-        return {name: verdict for each in found for name, verdict in each.verdicts.items()}
+    def on_others() -> tuple[dict[str, Verdict], dict[str, StepTime]]:
+        verdicts: dict[str, Verdict] = {}
+        times: dict[str, StepTime] = {}
+        for gpus in others:
+            found = _predicted(plan, gpus, trust_remote_code)
+            verdicts |= found.verdicts
+            times |= found.times
+        return verdicts, times
 
     has_help = bool(others) and jobs > 1 and plan.is_distributed
     if has_help:
@@ -56,13 +62,15 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False, jobs: int = 
     with forked(on_others) if has_help else nullcontext(lambda: None) as answer:
         here = _predicted(plan, first, trust_remote_code)
         elsewhere = answer()
-    verdicts = here.verdicts | (on_others() if elsewhere is None else elsewhere)
+    more_verdicts, more_times = on_others() if elsewhere is None else elsewhere
+    verdicts, times = here.verdicts | more_verdicts, here.times | more_times
     return summarise(
         plan=plan,
         primary=primary,
         scenarios=here.scenarios,
         results=here.results[primary.name],
         verdicts={g.name: verdicts[g.name] for g in gpus},
+        times={g.name: times[g.name] for g in gpus if g.name in times},
         outcome=verdicts[primary.name].verdict,
         elapsed_s=time.perf_counter() - started,
     )
@@ -87,6 +95,7 @@ class _Predicted:
     scenarios: list[Scenario]
     verdicts: dict[str, Verdict]
     results: dict[str, tuple[Replayed, ...]]
+    times: dict[str, StepTime]
 
 
 def _predicted(plan: TrainingPlan, gpus: Sequence[Gpu], trust_remote_code: bool) -> _Predicted:
@@ -95,7 +104,7 @@ def _predicted(plan: TrainingPlan, gpus: Sequence[Gpu], trust_remote_code: bool)
 
     rates = gpus[0].memory_gb_s
     by_trace: dict[int, list[Scenario]] = {}
-    found = _Predicted([], {}, {})
+    found = _Predicted([], {}, {}, {})
     for gpu in gpus:
         like_first = replace(gpu, memory_gb_s=rates)
         traced = trace_plan(plan, like_first, trust_remote_code=trust_remote_code)
@@ -106,8 +115,20 @@ def _predicted(plan: TrainingPlan, gpus: Sequence[Gpu], trust_remote_code: bool)
         results = tuple(scenario.under(limit) for scenario in scenarios)
         found.scenarios = found.scenarios or scenarios
         found.results[gpu.name] = results
+        time_of_step = _time_of(plan, scenarios[0].traced, gpu)
+        if time_of_step is not None:
+            found.times[gpu.name] = time_of_step
         found.verdicts[gpu.name] = verdict_over(scenarios, results, limit, spread)
     return found
+
+
+def _time_of(plan: TrainingPlan, traced: TracedPlan, gpu: Gpu) -> StepTime | None:
+    """Return the estimated time of a step; None if the plan's own step was not run."""
+    from memest.estimator.hardware.pace import estimate
+
+    if traced.work is None:
+        return None
+    return estimate(traced.work, gpu, num_micro_batches=plan.accumulate_grad_batches)
 
 
 def record_plan(plan: TrainingPlan, *, trust_remote_code: bool = False) -> Recording:

@@ -17,7 +17,7 @@ from memest.estimator.replay.scenarios import Scenario, intervals, phase_interva
 from memest.estimator.tensors.storages import Coverage
 from memest.estimator.versions import library_versions, simulated
 from memest.plan import TrainingPlan
-from memest.report import Outcome, Peak, Prediction, Term, Verdict
+from memest.report import Outcome, Peak, Prediction, StepTime, Term, Verdict
 from memest.report.records import KINDS, WHY
 from memest.units import MIB, counted, format_bytes, format_count, format_gib
 
@@ -40,6 +40,7 @@ def summarise(
     scenarios: Sequence[Scenario],
     results: Sequence[Replayed],
     verdicts: Mapping[str, Verdict],
+    times: Mapping[str, StepTime],
     outcome: Outcome,
     elapsed_s: float,
 ) -> Prediction:
@@ -71,6 +72,7 @@ def summarise(
         phases=tuple(result.rows),
         verdict=outcome,
         verdicts=verdicts,
+        times=times,
         terms=terms,
         coverage=coverage_of(program.coverage),
         assumptions=(

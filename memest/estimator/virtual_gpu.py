@@ -215,6 +215,7 @@ class VirtualGpu:
         def before(optimizer: Any, args: Any, kwargs: Any) -> None:
             mode.attribution.labels.of_optimizer(optimizer, with_grads=True)
             mode.attribution.phase_given = "optimizer"
+            mode.work.is_in_optimizer = True
             given = (*args, kwargs.get("closure"))
             mode.attribution.has_closure = any(a is not None and a is not optimizer for a in given)
             if not mode.attribution.has_closure:  # which runs forward and backward within the step
@@ -223,12 +224,14 @@ class VirtualGpu:
 
         def after(optimizer: Any, args: Any, kwargs: Any) -> None:
             mode.attribution.phase_given = ""
+            mode.work.is_in_optimizer = False
             mode.memory.settle()
             mode.attribution.labels.of_optimizer(optimizer, with_grads=False)
             mode.memory.log.mark("after_optimizer_step")
             mode.guesses.stepped()
             mode.attribution.modules.forget()
             mode.memory.history.stepped()
+            mode.work.stepped()
             stepped[threading.get_ident()] = weakref.ref(optimizer)
             self.num_steps += 1
             if self.max_steps is not None and self.num_steps >= self.max_steps:

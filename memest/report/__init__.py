@@ -20,6 +20,7 @@ from memest.report.records import (
     RunPhase,
     RunReport,
     RunStep,
+    StepTime,
     Term,
     Verdict,
     read_measurements,
@@ -28,5 +29,5 @@ from memest.report.records import (
 __all__ = [
     "ClosedForm", "Ending", "Guess", "HeldRow", "Interval", "Measurement", "Outcome", "Peak",
     "Phase", "PhaseRow", "Prediction", "RankRow", "Report", "RunPeak", "RunPhase", "RunReport",
-    "RunStep", "Term", "Verdict", "read_measurements",
+    "RunStep", "StepTime", "Term", "Verdict", "read_measurements",
 ]  # fmt: skip

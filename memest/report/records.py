@@ -177,6 +177,28 @@ class ClosedForm:
     """Terms between the textbook and the trace; they add up."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Estimated time of one optimizer step on one GPU. No figure of the memory depends on it."""
+
+    seconds: float
+    low_seconds: float
+    high_seconds: float
+    """Bounds within which four of five measured steps are (docs/time.md)."""
+
+    peak_share: float
+    """Operations of products, convolutions and attention relative to the peak rate, 0 to 1."""
+
+    bound_by: str
+    """`host`, `compute`, `memory` or `link`: what takes most of the step."""
+
+    origin: str
+    """GPU whose kernels were measured; empty for `gpu` itself."""
+
+    unmeasured_share: float
+    """Share of the step in kernels without measured efficiency."""
+
+
 def read_as(kind: Any, value: Any) -> Any:
     """Return JSON values as an instance of a type of the schema.
 
@@ -332,6 +354,9 @@ class Prediction(Simulated, Report):
     GPU low is high.
     """
 
+    times: Mapping[str, StepTime] = field(default_factory=dict)
+    """Estimated time of an optimizer step by GPU; empty if the plan's own step was not run."""
+
     phase_intervals: tuple[Interval, ...] = ()
     """Ranges of the bytes allocated at each of `phases`; empty on one GPU."""
 
@@ -361,6 +386,9 @@ class Measurement(Report):
 
     context_bytes: int
     """Process less reserved: the CUDA context and libraries."""
+
+    step_seconds: tuple[float, ...] = ()
+    """Seconds of each optimizer step after the first, to the end of its kernels."""
 
     note: str = ""
     """Reason of an early end: the out-of-memory error, the crash, the time limit."""
@@ -544,6 +572,9 @@ class RunReport(Simulated, JsonReport):
     collective can return. The report's own figures are those of the worst rank and the latest
     moment. On one GPU low is high.
     """
+
+    times: Mapping[str, StepTime] = field(default_factory=dict)
+    """Estimated time of an optimizer step by GPU; empty without a whole step."""
 
     allocator: str = ""
     """Its settings, as `PYTORCH_ALLOC_CONF` gives them; empty: the defaults."""

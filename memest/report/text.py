@@ -31,6 +31,7 @@ from memest.report.records import (
     Term,
     Verdict,
 )
+from memest.report.times import Training, time_cells, time_notes
 from memest.units import (
     GIB,
     MIB,
@@ -64,6 +65,7 @@ def render_text(
     report: Prediction | RunReport,
     *,
     change: Option | None = None,
+    training: Training | None = None,
     colour: bool = False,
     verbose: bool = False,
 ) -> str:
@@ -72,6 +74,7 @@ def render_text(
     Args:
         report: of a plan or of a script.
         change: the cheapest change with which a plan fits, if it was looked for.
+        training: the whole training, if its hours and price are asked for.
         colour: whether the terminal has colours.
         verbose: whether to add everything that is assumed, and the versions.
     """
@@ -94,10 +97,20 @@ def render_text(
         _totals(report),
         *parts,
         verdict_table(report.verdicts, colour=colour),
+        _times(report, training),
         last,
         [paint(line, DIM, colour=colour) for line in _assumed(report, verbose=verbose)],
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
+
+
+def _times(report: Prediction | RunReport, training: Training | None) -> list[str]:
+    """Estimated times, apart from the figures of the memory."""
+    if not report.times:
+        return []
+    rows = table(time_cells(report, training), left=1)
+    whole = f"; hours of {training.num_steps:,} steps" if training else ""
+    return [f"estimated time{whole}", *rows, *time_notes(report)]
 
 
 def render_suite(predictions: Sequence[Prediction]) -> str:

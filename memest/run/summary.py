@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from memest.estimator.gpu.history import Held, History
 from memest.estimator.gpu.placeholders import Guesses
-from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu
+from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu, find_gpu
+from memest.estimator.hardware.pace import estimate
 from memest.estimator.ops.cudnn_convolution import describe_source
 from memest.estimator.summary import (
     LAYER,
@@ -22,7 +23,17 @@ from memest.estimator.tensors.lines import ScriptLines
 from memest.estimator.tensors.storages import MemKind, Site
 from memest.estimator.versions import library_versions
 from memest.estimator.virtual_gpu import VirtualGpu
-from memest.report import Ending, Guess, HeldRow, Outcome, RunPeak, RunPhase, RunReport, RunStep
+from memest.report import (
+    Ending,
+    Guess,
+    HeldRow,
+    Outcome,
+    RunPeak,
+    RunPhase,
+    RunReport,
+    RunStep,
+    StepTime,
+)
 from memest.report.records import KINDS
 from memest.run.replays import intervals_of, verdicts_of
 from memest.units import format_bytes
@@ -84,6 +95,7 @@ def report_of(
         steps=_steps(history),
         intervals=intervals_of(virtual, outside_bytes=gpu.context_bytes + of_nccl),
         verdicts=verdicts,
+        times=_times(virtual, verdicts),
         guesses=_guesses(mode.guesses),
         coverage=coverage_of(mode.kernels.coverage),
         warnings=tuple(mode.notes.warnings),
@@ -106,6 +118,13 @@ def held_for(kind: MemKind, site: Site) -> str:
     if site.phase in ("backward", "optimizer"):
         return "temporaries"
     return "other" if site.phase == "setup" else "activations"
+
+
+def _times(virtual: VirtualGpu, names: Iterable[str]) -> dict[str, StepTime]:
+    """Return the estimated time of a step on each GPU; of a rank, or of one GPU."""
+    gpus = (find_gpu(n) if n != virtual.gpu.name else virtual.gpu for n in names)
+    found = {gpu.name: estimate(virtual.mode.work, gpu) for gpu in gpus}
+    return {name: step for name, step in found.items() if step is not None}
 
 
 def _guesses(guesses: Guesses) -> tuple[Guess, ...]:

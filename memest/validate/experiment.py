@@ -14,6 +14,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from memest.errors import MemestError
 from memest.loops.job import Job, Listener, RunOptions, run_job
 from memest.loops.probe import CudaMemory, PhaseRecorder
 from memest.plan import TrainingPlan
-from memest.report import Measurement, Outcome
+from memest.report import Measurement, Outcome, Phase
 from memest.validate.device import (
     Device,
     device_used_bytes,
@@ -223,6 +225,15 @@ _OUT_OF_MEMORY = (
 """Messages of CUDA's libraries when their own allocation fails, like `torch.OutOfMemoryError`."""
 
 
+def _note_end_of_step(recorder: PhaseRecorder, ends: list[float]) -> None:
+    """Wait for the kernels of a step, and add the time of their end."""
+    if recorder.rows[-1].phase is Phase.AFTER_OPTIMIZER_STEP:
+        import torch
+
+        torch.cuda.synchronize()
+        ends.append(time.perf_counter())
+
+
 @dataclass(slots=True)
 class _Run:
     """State of a run, enough for a report at any moment."""
@@ -231,6 +242,9 @@ class _Run:
     device: Device
     used_before: int | None
     started: float
+    ends: list[float] = field(default_factory=list)
+    """Times at which the kernels of each step had ended."""
+
     rank: int = 0
     samples: list[dict[str, Any]] = field(default_factory=list)
     """Samples of host memory, for plans on several GPUs."""
@@ -309,6 +323,7 @@ class _Run:
                 **({"event_marks": self.marks} if self.marks else {}),
             },
             context_bytes=context,
+            step_seconds=tuple(round(b - a, 6) for a, b in pairwise(self.ends)),
             note="; ".join([note, *notes] if note else notes),
         )
 
@@ -334,12 +349,14 @@ def run_experiment(
     used_before = device_used_bytes(rank)
     started = time.perf_counter()
     recorder = PhaseRecorder(CudaMemory(), plan.accumulate_grad_batches)
+    ends: list[float] = []
+    recorder.on_row = partial(_note_end_of_step, recorder, ends)
     at_start = [sample_host("the start")] if plan.is_distributed else []
     device = query_device(rank)
     if plan.is_distributed:
         _open_device(rank, plan.world_size)
     job = Job(plan, recorder, Listener(on_end=lambda: None), options)
-    run = _Run(job, device, used_before, started, rank=rank, samples=at_start)
+    run = _Run(job, device, used_before, started, ends, rank=rank, samples=at_start)
     run.sample("after CUDA's start")
     limit_memory(plan.memory_limit, device.memory_bytes, rank)
     if options.snapshots is not None and rank == 0:

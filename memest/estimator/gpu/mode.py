@@ -38,6 +38,7 @@ from memest.estimator.gpu.processes import refuse_in_child
 from memest.estimator.gpu.timeline import Timeline
 from memest.estimator.gpu.worlds import ALONE
 from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.hardware.work_log import WorkLog
 from memest.estimator.ops import collectives
 from memest.estimator.ops.autograd_ops import key_of_other_operators, run_by_others
 from memest.estimator.ops.copies import (
@@ -102,7 +103,8 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.gpu = gpu
         self.guesses = guesses
         self.notes = guesses.notes
-        self.timeline = Timeline(gpu)
+        self.work = WorkLog()
+        self.timeline = Timeline(gpu, self.work)
         self.memory = Memory(gpu, allocator, self.timeline)
         self.attribution = Attribution(self.memory, lines)
         self.values = KnownValues()
@@ -225,7 +227,8 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.guesses.note("False from torch.equal")
                 return False
             return func(*args, **kwargs)
-        return self.host.run(func, args, kwargs)
+        with self.work.host_works():
+            return self.host.run(func, args, kwargs)
 
     def _places(
         self, func: Any, args: tuple[Any, ...], kwargs: Any
@@ -284,10 +287,13 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 made = self.run_on_gpu(func, types, args, kwargs, adopts)
             finally:
                 memory.kind = before
+            self.work.drop_last()  # the copy is no kernel
+            is_pinned = bool(non_blocking and self.host.is_pinned(source))
+            self.work.copy("to_gpu", source.numel() * source.itemsize, is_pinned=is_pinned)
             num_bytes = to_gpu_bytes(made, source, is_waited_for=not non_blocking)
             if num_bytes:
                 memory.free(memory.allocate_workspace(num_bytes, self.attribution.site(func)))
-            if not (non_blocking and self.host.is_pinned(source)):
+            if not is_pinned:
                 timeline.host_waits(
                     timeline.event(timeline.stream)
                 )  # pageable memory is waited for
@@ -300,6 +306,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self.host.run(func, without_tensors(args), {**kwargs, "device": CPU})
         memory, timeline = self.memory, self.timeline
         with memory.lock:
+            self.work.copy("to_host", source.numel() * source.itemsize, is_pinned=False)
             timeline.host_waits(timeline.event(timeline.stream))
             site, sizes = self.attribution.site(func), to_host_scratch(func, args, kwargs)
             for index in reversed([memory.allocate_workspace(n, site) for n in sizes]):
@@ -378,6 +385,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.request(op, args, kwargs, out, recipe)
         self._follow_values(op, args, kwargs, out)
         self._last_recipe = None if key is None else recipe
+        self.work.launch(func, args, kwargs, out, self._last_recipe)
         return out
 
     def _result(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -31,6 +31,8 @@ from memest.estimator.hardware.speed import (
     speed_of,
     transfer_us,
 )
+from memest.estimator.hardware.work import Work
+from memest.estimator.hardware.work_log import LINK, WorkLog
 
 MAIN = 0
 """The stream on which the model runs."""
@@ -77,9 +79,11 @@ class Timeline:
 
     Args:
         gpu: its rates give each kernel's duration.
+        log: log of launches and waits, for the estimate of a step's time.
     """
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: Gpu, log: WorkLog) -> None:
+        self.log = log
         self.stream = MAIN
         self.accumulates_on = MAIN
         """Stream on which the `AccumulateGrad` nodes of parameters were made."""
@@ -137,6 +141,7 @@ class Timeline:
         """
         if self._capture_pool is not None:
             raise RuntimeError(CAPTURING)
+        self.log.wait()
         self.host_time = later(self.host_time, event)
 
     def host_spends(self, fast: float, slow: float) -> None:
@@ -170,6 +175,7 @@ class Timeline:
 
     def transfer(self, num_bytes: int) -> None:
         """Launch a collective that moves `num_bytes` on the current stream."""
+        self.log.add(Work(LINK, (num_bytes,), "", 0, num_bytes))
         self._enqueue(self.stream, transfer_us(self._speed, num_bytes), WAIT_US)
 
     def copy_from_host(self, num_bytes: int) -> None:
@@ -183,7 +189,7 @@ class Timeline:
         self.host_spends(LAUNCH_US, LAUNCH_US)
         queue = self._queues[stream]
         if len(queue) == LAUNCH_QUEUE:
-            self.host_waits(queue[0])
+            self.host_time = later(self.host_time, queue[0])
         fast, slow = later(self.event(stream), self.host_time)
         done = self._busy_until[stream] = fast + duration, slow + SLOWEST * duration + wait
         queue.append(done)

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -81,6 +82,11 @@ class Gpu:
     (`speed.py`).
     """
 
+    tflops: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Dense peak rates of matrix products by precision: `float16` (with float32 sums), `tf32`,
+    `float32`, `float64`, in 1e12 operations/s. Empty for a GPU without rates.
+    """
+
     context_bytes: int
     """Memory of one CUDA process outside the caching allocator: context, kernels, libraries."""
 
@@ -99,6 +105,15 @@ class Gpu:
 
     beside_bytes: int = 0
     """Memory that other processes hold: an inference server, a display, another job."""
+
+    def tflops_of(self, rate: str) -> float:
+        """Return the peak rate of a precision; 8-bit products take at most half the time of 16.
+
+        Before compute capability 8.0 bfloat16 is emulated in float32.
+        """
+        if rate == "bfloat16":
+            rate = "float16" if self.capability >= (8, 0) else "float32"
+        return self.tflops[rate] if rate in self.tflops else 2 * self.tflops["float16"]
 
     @property
     def used_bytes(self) -> int:

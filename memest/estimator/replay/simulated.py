@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from memest.errors import TraceError
+from memest.estimator.hardware.work_log import WorkLog
 from memest.estimator.replay.program import Program
 from memest.models_meta.geometry import LayerGeometry
 from memest.plan import TrainingPlan
@@ -37,6 +38,9 @@ class TracedPlan:
 
     libraries_bytes: int = 0
     """Bytes of NCCL and other libraries on each GPU, outside the allocator and the context."""
+
+    work: WorkLog | None = field(default=None, compare=False)
+    """Launches of the plan's steps; None if the program was interpolated."""
 
     others: tuple[TracedPlan, ...] = ()
     """Other traced ranks, where this is the worst of several that differ."""

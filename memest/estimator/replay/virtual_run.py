@@ -163,6 +163,8 @@ class _Watch:
     def starts(self) -> None:
         """Note that the model is built, a strategy has wrapped it, and the cache is empty."""
         self.virtual.mode.attribution.has_started = True
+        self.virtual.mode.work.restart()
+        self.virtual.mode.work.has_host = False
         self.num_setup = self._cut()
 
     def has_model(self, model: nn.Module) -> None:
@@ -185,6 +187,7 @@ class _Watch:
         state = StateBytes(row.params_bytes, row.grads_bytes, row.optimizer_bytes)
         self.rows.append(_Row(self._cut(), row.step, row.micro_batch, Probe(row.phase, state)))
         if row.phase is Phase.AFTER_BACKWARD:
+            self.virtual.mode.work.cut()
             self.param_groups["grads"] = elements_by_dtype(self.job.recorder.states.grads())
 
     def ended(self) -> None:
@@ -294,6 +297,7 @@ def run_plan(
         image_size=job.values["image_size"],
         libraries_bytes=libraries_bytes(plan),
         geometry=watch.geometry,
+        work=virtual.mode.work,
     )
 
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from memest.errors import UnsupportedError
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.integrations.inductor import fakes, padding
-from memest.estimator.integrations.inductor.kernels import Kernel
+from memest.estimator.integrations.inductor.kernels import kernels_for
 from memest.estimator.ops.autograd_ops import CASTS
 from memest.estimator.ops.convolution import convolution_format
 from memest.estimator.tensors.patches import Patches
@@ -128,7 +128,7 @@ def _install(patches: Patches, mode: CudaSimMode) -> None:
     patches.set(compile_fx, "compile_fx", compile_graph)
     patches.set(compile_fx, "_recursive_joint_graph_passes", on_gpu_passes)
     patches.set(folder, "run", fold)
-    patches.set(async_compile.AsyncCompile, "triton", lambda self, *args, **kw: Kernel(*args[:2]))
+    patches.set(async_compile.AsyncCompile, "triton", kernels_for(mode.work))
     patches.set(
         torch._C, "_conv_determine_backend_memory_format",
         lambda tensor, weight, backend: convolution_format(tensor, weight),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import InspectLoader
 from importlib.util import module_from_spec, spec_from_loader
 from types import CodeType
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memest.estimator.hardware.work import fused_work
+from memest.estimator.hardware.work_log import WorkLog
 from memest.estimator.tensors.patches import Patches
 
 
@@ -23,12 +25,14 @@ class Kernel:
     the L2 cache, which clears the cache between runs.
     """
 
-    def __init__(self, name: str, source: str) -> None:
+    def __init__(self, name: str, source: str, log: WorkLog) -> None:
         self.name = name
+        self._log = log
         self._num_ways, self._changes = _ways_to_launch(source)
 
     def run(self, *args: Any, **kwargs: Any) -> None:
         """Start it."""
+        self._log.add(fused_work(value for value in args if isinstance(value, Tensor)))
         ways, self._num_ways = self._num_ways, 1
         if ways < 2:
             return
@@ -41,6 +45,11 @@ class Kernel:
             cleared = torch.empty(cache_bytes, dtype=torch.uint8, device="cuda")
             copies = [tensor.clone() for tensor in changed]
             del copies, cleared
+
+
+def kernels_for(log: WorkLog) -> Callable[..., Kernel]:
+    """Return what replaces `AsyncCompile.triton`; kernels add their work to `log`."""
+    return lambda self, name, source, *args, **options: Kernel(name, source, log)
 
 
 def _ways_to_launch(source: str) -> tuple[int, list[int]]:

@@ -182,7 +182,7 @@ class Family:
         num_bytes = [tables[i][position] for i, position in rebuilt.slots]
         storages = replace(rebuilt.program.storages, num_bytes=num_bytes)
         program = replace(rebuilt.program, storages=storages)
-        return replace(self._sample.traced, program=program)
+        return replace(self._sample.traced, program=program, work=None)
 
     def chooses_alike(self, value: int) -> bool:
         """Return whether every decision by shapes is the same at `value` as in the samples."""

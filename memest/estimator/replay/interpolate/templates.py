@@ -36,7 +36,7 @@ def of_one_micro_batch(traced: TracedPlan) -> TracedPlan:
         source.skip([p.events for p in last if not p.is_optimizers], program.micro_shifts[number])
         parts += [Part(source.again(p.events), p.probe) for p in last if p.is_optimizers]
         steps.append([parts])
-    return replace(traced, program=_finished(made, setup, steps, program))
+    return replace(traced, program=_finished(made, setup, steps, program), work=None)
 
 
 class OptimizerStep:
@@ -79,6 +79,7 @@ class OptimizerStep:
             param_groups=groups,
             host_bytes=self._own.host_bytes,
             libraries_bytes=self._own.libraries_bytes,
+            work=None,
         )
 
     def _micro_batch(

@@ -1,0 +1,320 @@
+"""Estimate of the time of a training step from the work that the host launches.
+
+Two clocks advance over the events of a `WorkLog`: the host launches one kernel after another, and
+the GPU executes them in order. A kernel takes the time of the roofline, divided by an efficiency:
+
+    time = max(operations / peak rate, bytes / memory bandwidth) / efficiency
+
+The efficiency is that of the measured calls of the same kind with the nearest sizes
+(`pace/NAME.json`, by `memest validate --pace`). A GPU that was not measured has its own rates and
+the efficiencies of the measured one. No figure depends on a model or a script.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from memest.estimator.hardware.gpus import Gpu, find_gpu
+from memest.estimator.hardware.speed import LAUNCH_QUEUE, speed_of
+from memest.estimator.hardware.work import Work
+from memest.estimator.hardware.work_log import CUT, HOST, LINK, NUM_HOSTS, WAITS, WorkLog
+from memest.report import StepTime
+
+_MEASURED = Path(__file__).with_name("pace")
+NUM_NEAREST = 4
+"""Measured calls whose efficiencies are averaged, by the inverse square of their distance."""
+
+ELSEWHERE = "pointwise 4"
+"""Kind whose efficiency stands for kernels that were not measured: elementwise ones."""
+
+
+SPREAD = (0.8, 1.3)
+"""Bounds of a step's time relative to the estimate, on the measured GPU: docs/time.md."""
+
+SPREAD_ELSEWHERE = (0.7, 1.6)
+"""The same on a GPU that was not measured: docs/time.md."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Estimated time of one optimizer step, and what takes it."""
+
+    seconds: float
+    idle_seconds: float
+    """Time in which the GPU waits for the host."""
+
+    seconds_by_kind: dict[str, float]
+    """Time of the kernels of each kind; of collectives under `link`, in addition to `seconds`."""
+
+    compute_seconds: float
+    """Time of the kernels that the peak rate bounds."""
+
+    ideal_seconds: float
+    """Time of all operations at the peak rates."""
+
+
+def estimate(log: WorkLog, gpu: Gpu, *, num_micro_batches: int = 0) -> StepTime | None:
+    """Return the mean time of a run's steps; None if it has none.
+
+    The slowest step is left out: it often evaluates, or writes a checkpoint.
+
+    Collectives take no time at best, if they overlap with all else, and their whole time at worst.
+
+    Args:
+        log: launches and waits of the run. Its first of several steps is left out.
+        gpu: the GPU.
+        num_micro_batches: micro-batches of a step of the whole run; 0 are those of the log.
+    """
+    if not log.steps or not gpu.tflops:
+        return None
+    parts = [_repeated(events, num_micro_batches) for events in log.steps]
+    if log.num_steps < MIN_STEPS:
+        parts += [parts[-1]] * MIN_STEPS
+    steps = sorted(step_times(log, gpu, parts)[1:], key=lambda step: step.seconds)
+    step = _mean(steps[:-1] or steps)
+    table = table_of(gpu)
+    low, high = SPREAD_ELSEWHERE if table.origin else SPREAD
+    link = step.seconds_by_kind.get("link", 0.0)
+    unmeasured = sum(s for kind, s in step.seconds_by_kind.items() if not table.is_measured(kind))
+    return StepTime(
+        seconds=_rounded(step.seconds),
+        low_seconds=_rounded(low * step.seconds),
+        high_seconds=_rounded(high * step.seconds + link),
+        peak_share=round(step.ideal_seconds / step.seconds, 3),
+        bound_by=_bound_by(step, link),
+        origin=table.origin,
+        unmeasured_share=round(unmeasured / step.seconds, 3),
+    )
+
+
+def _mean(steps: Sequence[Step]) -> Step:
+    by_kind: Counter[str] = Counter()
+    for step in steps:
+        by_kind.update(step.seconds_by_kind)
+    count = len(steps)
+    return Step(
+        seconds=sum(s.seconds for s in steps) / count,
+        idle_seconds=sum(s.idle_seconds for s in steps) / count,
+        seconds_by_kind={kind: taken / count for kind, taken in by_kind.items()},
+        compute_seconds=sum(s.compute_seconds for s in steps) / count,
+        ideal_seconds=sum(s.ideal_seconds for s in steps) / count,
+    )
+
+
+def _rounded(seconds: float) -> float:
+    """Return four digits of a time: no more of it is the same on every CPU."""
+    return float(f"{seconds:.4g}")
+
+
+MIN_STEPS = 3
+"""Steps after which one step follows another as in a long run."""
+
+
+def _repeated(events: Sequence[int], num_micro_batches: int) -> Sequence[int]:
+    """Return a step with the given number of micro-batches: those in the middle are alike."""
+    cuts = [i for i, event in enumerate(events) if event == CUT]
+    if len(cuts) < 2 or num_micro_batches <= len(cuts):
+        return events
+    middle = events[cuts[-2] : cuts[-1]]
+    more = num_micro_batches - len(cuts)
+    return [*events[: cuts[-2]], *(event for _ in range(more) for event in middle),
+            *events[cuts[-2] :]]  # fmt: skip
+
+
+def _bound_by(step: Step, link: float) -> str:
+    busy = step.seconds - step.idle_seconds
+    found = {
+        "host": step.idle_seconds,
+        "compute": step.compute_seconds,
+        "memory": busy - step.compute_seconds,
+        "link": link,
+    }
+    return max(found, key=lambda name: found[name])
+
+
+def step_times(log: WorkLog, gpu: Gpu, steps: Sequence[Iterable[int]] = ()) -> list[Step]:
+    """Return the estimated time of each step of a log.
+
+    Args:
+        log: launches and waits of a run.
+        gpu: the GPU that executes them.
+        steps: events of the steps; those of the log by default.
+    """
+    table = table_of(gpu)
+    kernels = [table.kernel_s(work) for work in log.works]
+    hosts = [table.host_s(work, host) for work in log.works for host in range(NUM_HOSTS)]
+    host = gpu_done = 0.0
+    queue: deque[float] = deque(maxlen=LAUNCH_QUEUE)
+    found, last_end = [], 0.0
+    for events in steps or log.steps:
+        counts: Counter[int] = Counter()
+        for event in events:
+            if event == WAITS:
+                host = max(host + table.wait_s, gpu_done + table.wait_s / 2)
+            if event < 0:
+                host += 1e-6 * (HOST - event) if event <= HOST else 0.0
+                continue
+            index = event // NUM_HOSTS
+            counts[index] += 1
+            host += hosts[event]
+            if len(queue) == LAUNCH_QUEUE:
+                host = max(host, queue[0])
+            gpu_done = max(gpu_done, host) + kernels[index]
+            queue.append(gpu_done)
+        end = max(host, gpu_done)
+        found.append(_summed(table, log.works, kernels, counts, end - last_end))
+        last_end = end
+    return found
+
+
+def _summed(
+    table: Table, works: list[Work], kernels: list[float], counts: Counter[int], seconds: float
+) -> Step:
+    by_kind: dict[str, float] = defaultdict(float)
+    computing = ideal = busy = 0.0
+    for index, count in counts.items():
+        work, taken = works[index], kernels[index] * count
+        busy += taken
+        by_kind[work.kind] += table.link_s(work) * count if work.kind == LINK else taken
+        computing += taken * table.is_compute_bound(work)
+        ideal += count * table.operations_s(work)
+    return Step(seconds, max(0.0, seconds - busy), dict(by_kind), computing, ideal)
+
+
+class Table:
+    """Times of kernels and of the host on one GPU.
+
+    Args:
+        gpu: the GPU.
+        measured: content of a file of `pace/`.
+        origin: the GPU on which it was measured.
+    """
+
+    def __init__(self, gpu: Gpu, measured: dict[str, Any], origin: Gpu) -> None:
+        self._gpu = gpu
+        self._kinds = {k: _efficiencies(rows, k, origin) for k, rows in measured["kernels"].items()}
+        host = measured["host"]
+        self.wait_s = 1e-6 * host["read"]
+        self._launch_s = [
+            1e-6 * _per_call(host, "layers_forward", "stack_forward"),
+            1e-6 * _per_call(host, "layers_backward", "stack_backward"),
+            1e-6 * _per_call(host, "loop"),
+        ]
+        self._tensor_s = 1e-6 * host["adamw_us"] / host["adamw_calls"] / NUM_HOST_TENSORS
+        self._copy_bytes_s = {
+            k.removesuffix("_gb_s"): 1e9 * v for k, v in host.items() if k.endswith("_gb_s")
+        }
+        self._link_bytes_s = 1e9 * speed_of(gpu).link_gb_s
+        self.origin = "" if (origin.chip or origin.name) == (gpu.chip or gpu.name) else origin.name
+        """Measured GPU whose efficiencies are used; empty if it is this one."""
+
+    def host_s(self, work: Work, host: int) -> float:
+        """Return seconds of the host for a launch."""
+        return float(max(self._launch_s[host], self._tensor_s * work.num_tensors))
+
+    def kernel_s(self, work: Work) -> float:
+        """Return seconds of the kernels of a call."""
+        if work.kind in self._copy_bytes_s:
+            return float(work.num_bytes / self._copy_bytes_s[work.kind])
+        if work.kind == LINK:
+            return 0.0
+        kind, size = self._known(work)
+        sizes, efficiencies = self._kinds[kind]
+        point = np.log(np.maximum(1, size))
+        squares = ((sizes - point) ** 2).sum(axis=1) + 1e-6
+        nearest = np.argpartition(squares, min(NUM_NEAREST, len(squares)) - 1)[:NUM_NEAREST]
+        weights = 1 / squares[nearest]
+        efficiency = np.exp((weights * efficiencies[nearest]).sum() / weights.sum())
+        return float(ideal_s(work.rate, work.num_flops, work.num_bytes, self._gpu) / efficiency)
+
+    def link_s(self, work: Work) -> float:
+        """Return seconds of a collective on the link to another GPU of the node."""
+        return work.num_bytes / self._link_bytes_s
+
+    def operations_s(self, work: Work) -> float:
+        """Return seconds of the operations of a call at the peak rate."""
+        return work.num_flops / (1e12 * self._gpu.tflops_of(work.rate)) if work.rate else 0.0
+
+    def is_compute_bound(self, work: Work) -> bool:
+        """Return whether operations bound a call, not bytes."""
+        return self.operations_s(work) > work.num_bytes / (1e9 * self._gpu.memory_gb_s)
+
+    def is_measured(self, kind: str) -> bool:
+        """Return whether calls of a kind were measured, at least in another precision."""
+        return kind in self._copy_bytes_s or kind == LINK or self._alike(kind) is not None
+
+    def _alike(self, kind: str) -> str | None:
+        """Return the measured kind nearest to `kind`: another precision, another layout."""
+        name, _, rest = kind.partition(" ")
+        layout = rest.rpartition(" ")[0]
+        names = (
+            name,
+            name.replace("bmm", "matmul"),
+            name.replace("-data", ""),
+            name.removesuffix("_backward"),
+        )
+        found = (k for k in self._kinds if k.partition(" ")[0] in names)
+        best = sorted(
+            found, key=lambda k: (k != kind, layout not in k, k.rpartition(" ")[0] != layout, k)
+        )
+        return best[0] if best else None
+
+    def _known(self, work: Work) -> tuple[str, tuple[int, ...]]:
+        """Return the measured kind of a call, and its sizes there."""
+        if work.kind in self._kinds:
+            return work.kind, work.size
+        kind = self._alike(work.kind)
+        if kind is None:
+            return ELSEWHERE, (work.num_bytes,)
+        size = work.size
+        if len(size) == 4 and len(self._kinds[kind][0][0]) == 3:
+            size = (size[0] * size[1], *size[2:])
+        return kind, size
+
+
+NUM_HOST_TENSORS = 148
+"""Parameters of the measured optimizer step (`validate/pace.py`)."""
+
+
+def ideal_s(rate: str, num_flops: int, num_bytes: int, gpu: Gpu) -> float:
+    """Return the seconds of the roofline."""
+    moved = num_bytes / (1e9 * gpu.memory_gb_s)
+    return max(moved, num_flops / (1e12 * gpu.tflops_of(rate))) if rate else moved
+
+
+def _per_call(host: dict[str, float], *names: str) -> float:
+    """Return microseconds per call, the mean over measured models."""
+    return sum(host[f"{n}_us"] / host[f"{n}_calls"] for n in names) / len(names)
+
+
+def _efficiencies(rows: list[list[float]], kind: str, gpu: Gpu) -> tuple[Any, Any]:
+    """Return the logarithms of sizes, and of the efficiency of each row.
+
+    A measurement repeats one call, so small tensors stay in the L2 cache. In a training step they
+    come from memory, so no call is more efficient than the largest.
+    """
+    last = kind.rpartition(" ")[2]
+    rate = "" if last.isdigit() else last
+    sizes = np.log(np.array([row[:-3] for row in rows], dtype=float))
+    ideal: Any = [ideal_s(rate, int(r[-3]), int(r[-2]), gpu) / (1e-6 * r[-1]) for r in rows]
+    if not rate:
+        ideal = np.minimum(ideal, ideal[int(sizes[:, 0].argmax())])
+    return sizes, np.log(ideal)
+
+
+@cache
+def table_of(gpu: Gpu) -> Table:
+    """Return the times on `gpu`, by the measured GPU whose capability is nearest."""
+    measured = [find_gpu(path.stem) for path in sorted(_MEASURED.glob("*.json"))]
+    chip = gpu.chip or gpu.name
+    origin = min(measured, key=lambda g: (g.name != chip, abs(g.capability[0] - gpu.capability[0])))
+    text = (_MEASURED / f"{origin.name}.json").read_text(encoding="utf-8")
+    return Table(gpu, json.loads(text), origin)

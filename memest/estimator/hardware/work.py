@@ -1,0 +1,239 @@
+"""Work of a GPU operator: its kind, its sizes, and the bytes and operations that it needs.
+
+`pace.py` turns the work into a time. `memest validate --pace` measures the time of each kind of
+work on a GPU, so both describe a call by the same function, `work_of`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cache
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Work(NamedTuple):
+    """Work of one call."""
+
+    kind: str
+    """Kernels that take the same time at the same sizes, such as `matmul float16`."""
+
+    size: tuple[int, ...]
+    """Sizes on which the efficiency depends; bytes where the kind has no operations to count."""
+
+    rate: str
+    """Peak rate that bounds the operations: `float16`, `bfloat16`, `tf32`, `float32`, `float64`,
+    `int8`.
+    """
+
+    num_flops: int
+    num_bytes: int
+    """Bytes read and written, each tensor once."""
+
+    num_tensors: int = 1
+    """Tensors of a list that one call works on; each takes the host time."""
+
+
+NOTHING = Work("", (), "", 0, 0)
+"""Work of a call without a kernel."""
+
+_WITHOUT_KERNEL = frozenset((
+    "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_unsafe_view",
+    "lift_fresh", "resize", "set", "record_stream", "_local_scalar_dense", "_reshape_alias",
+))  # fmt: skip
+
+_READS_FEW = frozenset((
+    "embedding", "index", "index_select", "gather", "nll_loss_forward", "nll_loss2d_forward",
+    "embedding_bag", "take", "_index_put_impl", "index_put", "scatter", "index_add",
+))  # fmt: skip
+"""Operators that read or write only some rows of their first argument."""
+
+_ALIKE = {
+    "fill_": "zero", "zeros": "zero", "zeros_like": "zero", "new_zeros": "zero", "full": "zero",
+    "ones": "zero", "ones_like": "zero", "new_ones": "zero", "full_like": "zero",
+    "stack": "cat", "native_batch_norm": "cudnn_batch_norm",
+    "_native_batch_norm_legit": "cudnn_batch_norm",
+    "native_batch_norm_backward": "cudnn_batch_norm_backward",
+}  # fmt: skip
+"""Operators whose kernels take the time of another's."""
+
+_SHAPE_OF = {
+    "mm": (0, 1), "addmm": (1, 2), "_addmm_activation": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2),
+    "_scaled_mm": (0, 1), "_int_mm": (0, 1), "_grouped_mm": (0, 1),
+}  # fmt: skip
+"""Positions of the two matrices of a product."""
+
+_ATTENTION = "_scaled_dot_product_"
+_HALVES = (torch.float16, torch.bfloat16)
+_BACKWARD_FLOPS = 2.5
+"""Operations of attention's backward relative to its forward: five products where the forward has
+two (`sdpa_backward_flop_count` of torch/utils/flop_counter.py)."""
+
+
+def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
+    """Return the work of one call of `func`.
+
+    Args:
+        func: an operator's overload.
+        args: its arguments, tensors of any device.
+        kwargs: its keyword arguments.
+        out: its result.
+    """
+    name = _name(func)
+    if func.is_view or name in _WITHOUT_KERNEL:
+        return NOTHING
+    num_bytes = _num_bytes(name, func, args, kwargs, out)
+    if name in _SHAPE_OF:
+        return _product(name, args, num_bytes)
+    if name.startswith(_ATTENTION):
+        return _attention(name, func, args, kwargs, num_bytes)
+    if name in ("convolution", "cudnn_convolution"):
+        return _convolution("convolution", args[0], args[1], out, num_bytes, args)
+    if name == "convolution_backward":
+        data, weight, _ = args[10]
+        kind = "convolution" + "-data" * bool(data) + "-weight" * bool(weight)
+        return _convolution(kind, args[1], args[2], args[0], num_bytes, args)
+    if name in _COPIES:
+        name = _kind_of_copy(args, out)
+    elif torch.Tag.pointwise in func.tags:
+        name = "pointwise"
+    first = next(_tensors(args), None)
+    item_bytes = 4 if first is None else first.element_size()
+    num_tensors = len(args[0]) if args and isinstance(args[0], list | tuple) else 1
+    return Work(f"{name} {item_bytes}", (num_bytes,), "", 0, num_bytes, num_tensors)
+
+
+_COPIES = ("clone", "copy", "_to_copy")
+
+
+def _kind_of_copy(args: Any, out: Any) -> str:
+    """Return whether a copy reads memory in the order in which it writes."""
+    *_, source = _tensors(args)
+    if _innermost(source) != _innermost(out):
+        return "transpose"
+    return "copy" if source.stride() == out.stride() else "permute"
+
+
+def _innermost(tensor: Tensor) -> int:
+    """Return the longest dimension whose elements are adjacent; -1 if there is none."""
+    adjacent = [i for i, step in enumerate(tensor.stride()) if step == 1]
+    return max(adjacent, key=lambda i: tensor.shape[i], default=-1)
+
+
+def fused_work(tensors: Iterable[Tensor]) -> Work:
+    """Return the work of a compiled kernel that reads or writes each of `tensors` once."""
+    num_bytes = sum(map(_bytes_of, tensors))
+    return Work("fused 4", (num_bytes,), "", 0, num_bytes)
+
+
+@cache
+def _name(func: Any) -> str:
+    """Return the operator's name without the marks of variants that run the same kernels."""
+    name: str = func._overloadpacket.__name__
+    if name.startswith("_foreach"):
+        return "foreach"
+    return _ALIKE.get(name, name[:-1] if name.endswith("_") else name)
+
+
+def rate_of(dtype: torch.dtype, allows_tf32: bool) -> str:
+    """Return the peak rate of products of `dtype`."""
+    if dtype in _HALVES:
+        return str(dtype).removeprefix("torch.")
+    if dtype is torch.float32:
+        return "tf32" if allows_tf32 else "float32"
+    return {torch.float64: "float64", torch.int8: "int8"}.get(dtype, "float8")
+
+
+def _alike(rate: str) -> str:
+    """Return the precision whose kernels were measured: both halves take the same time."""
+    return "float16" if rate == "bfloat16" else rate
+
+
+def _product(name: str, args: Any, num_bytes: int) -> Work:
+    left, right = (args[i] for i in _SHAPE_OF[name])
+    *batch, rows, inner = left.shape
+    if name == "_grouped_mm" and right.dim() != left.dim():
+        batch = []  # each row or column belongs to one group
+    columns = right.shape[-1]
+    rate = rate_of(left.dtype, torch.backends.cuda.matmul.allow_tf32)
+    size = (*batch, rows, columns, inner)
+    per_16_bytes = 16 // left.element_size()
+    leading = columns, *(max((1, *t.stride()[-2:])) for t in (left, right))
+    is_odd = left.element_size() == 2 and any(n % per_16_bytes for n in leading)
+    kind = f"{'bmm' if batch else 'matmul'}{'-odd' * is_odd} {_alike(rate)}"
+    return Work(kind, size, rate, 2 * prod(size), num_bytes)
+
+
+def _attention(name: str, func: Any, args: Any, kwargs: Any, num_bytes: int) -> Work:
+    values = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    query, key = values["query"], values["key"]
+    *batch, num_queries, width = query.shape
+    is_backward = name.endswith("_backward")
+    is_causal = bool(values.get("is_causal"))
+    size = (prod(batch), num_queries, key.shape[-2], width)
+    flops = 4 * prod(size) * (_BACKWARD_FLOPS if is_backward else 1) / (2 if is_causal else 1)
+    rate = rate_of(query.dtype, allows_tf32=False)
+    backend = name.removeprefix(_ATTENTION).partition("_")[0]
+    kind = f"{backend}{'-backward' * is_backward}{'-causal' * is_causal} {_alike(rate)}"
+    return Work(kind, size, rate, int(flops), num_bytes)
+
+
+def _convolution(
+    kind: str, x: Tensor, weight: Tensor, out: Tensor, num_bytes: int, args: Any
+) -> Work:
+    """Work of a convolution as the product that it is: output positions, channels, window."""
+    num_outputs = out.numel() // max(1, out.shape[1])
+    window = weight.numel() // max(1, weight.shape[0])
+    size = (num_outputs, weight.shape[0], window)
+    rate = rate_of(x.dtype, torch.backends.cudnn.allow_tf32)
+    num_products = kind.count("-") or 1
+    is_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    is_depthwise = weight.dim() > 2 and weight.shape[1] == 1 and x.shape[1] > 1
+    layout = " depthwise" if is_depthwise else " nhwc" * is_last
+    kind = f"{kind}{layout} {_alike(rate)}"
+    return Work(kind, size, rate, 2 * prod(size) * num_products, num_bytes)
+
+
+def _num_bytes(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Return the bytes that a kernel reads and writes at least."""
+    read = args[1:] if name in _READS_FEW else args
+    if name == "nll_loss_backward":
+        read = (args[0], *args[2:])
+    total = sum(map(_bytes_of, _tensors((read, tuple(kwargs.values()), out))))
+    if name in _READS_FEW:  # the rows that are read are as large as the result or the values
+        total += sum(map(_bytes_of, _tensors(out if name in _READS_OUT else args[1:])))
+    elif not func._schema.returns:
+        total += sum(map(_bytes_of, _tensors([args[i] for i in _written(func) if i < len(args)])))
+    return total
+
+
+_READS_OUT = ("embedding", "index", "index_select", "gather", "take")
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    """Bytes of the elements that differ: an expanded dimension counts once."""
+    if not tensor.numel():
+        return 0
+    count = prod(n for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step or n == 1)
+    return count * tensor.element_size()
+
+
+@cache
+def _written(func: Any) -> tuple[int, ...]:
+    """Return positions of arguments that an operator writes without returning them."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple(i for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+        return
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)

@@ -1,0 +1,140 @@
+"""Log of what the host launches and waits for, step by step; `hardware/pace.py` replays it."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import current_thread, main_thread
+from time import thread_time
+from typing import Any
+
+import torch
+
+from memest.estimator.hardware.work import NOTHING, Work, work_of
+
+MAX_STEPS = 12
+"""Most steps that are kept: the last ones."""
+
+WAITS = -1
+"""Event of a host that waits for the GPU."""
+
+CUT = -2
+"""Event between two micro-batches."""
+
+HOST = -10
+"""Event of an operator on the host that takes `HOST - event` microseconds."""
+
+MIN_HOST_US = 50
+"""Shortest operator on the host that counts; others are part of a launch's time."""
+
+LINK = "link"
+"""Kind of a collective."""
+
+NUM_HOSTS = 3
+FORWARD, BACKWARD, OPTIMIZER = range(NUM_HOSTS)
+"""Kinds of Python and C++ code around a launch, which take the host different times."""
+
+
+class WorkLog:
+    """Events of the last optimizer steps: `NUM_HOSTS * work + kind of host`, or one of those below
+    0.
+    """
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+        self.steps: deque[array[int]] = deque(maxlen=MAX_STEPS)
+        self.num_steps = 0
+        self.is_in_optimizer = False
+        """True within `Optimizer.step`."""
+
+        self.has_host = True
+        """False if operators on the host are not part of the training, as in a plan's run."""
+
+        self._events = array("q")
+        self._index: dict[Work, int] = {}
+        self._of_recipe: dict[int, int] = {}
+
+    def launch(self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Any) -> None:
+        """Add the kernels of one call.
+
+        Args:
+            func: the operator.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            out: its result.
+            recipe: object that calls with the same work share, or None.
+        """
+        index = None if recipe is None else self._of_recipe.get(id(recipe))
+        if index is None:
+            index = self._index_of(work_of(func, args, kwargs, out))
+            if recipe is not None:
+                self._of_recipe[id(recipe)] = index
+        if index >= 0:
+            self._add(index)
+
+    def add(self, work: Work) -> None:
+        """Add work that no operator describes: a compiled kernel, a collective."""
+        self._add(self._index_of(work))
+
+    def copy(self, direction: str, num_bytes: int, *, is_pinned: bool) -> None:
+        """Add a copy, `to_gpu` or `to_host`. The host waits for one of pageable memory."""
+        kind = f"{direction}_{'pinned' if is_pinned else 'pageable'}"
+        self.add(Work(kind, (num_bytes,), "", 0, num_bytes))
+        if not is_pinned:
+            self.wait()
+
+    def drop_last(self) -> None:
+        """Forget the last launch."""
+        if self._events:
+            self._events.pop()
+
+    def wait(self) -> None:
+        """Let the host wait until the GPU is done."""
+        if self._events and self._events[-1] != WAITS:
+            self._events.append(WAITS)
+
+    @contextmanager
+    def host_works(self) -> Iterator[None]:
+        """Add the time of what the host computes within the block, as it takes here.
+
+        Threads that load data work at the same time as the script.
+        """
+        began = thread_time()
+        try:
+            yield
+        finally:
+            us = int(1e6 * (thread_time() - began))
+            if us >= MIN_HOST_US and self.has_host and current_thread() is main_thread():
+                self._events.append(HOST - us)
+
+    def cut(self) -> None:
+        """End a micro-batch."""
+        self._events.append(CUT)
+
+    def restart(self) -> None:
+        """Forget the events since the last step."""
+        self._events = array("q")
+
+    def stepped(self) -> None:
+        """End a step."""
+        self.steps.append(self._events)
+        self._events = array("q")
+        self.num_steps += 1
+
+    def _index_of(self, work: Work) -> int:
+        if work is NOTHING:
+            return -1
+        index = self._index.get(work)
+        if index is None:
+            index = self._index[work] = len(self.works)
+            self.works.append(work)
+        return index
+
+    def _add(self, index: int) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            host = BACKWARD
+        else:
+            host = OPTIMIZER if self.is_in_optimizer else FORWARD
+        self._events.append(NUM_HOSTS * index + host)

@@ -1,0 +1,164 @@
+"""Estimated time of a step, of a whole training, and its price, as text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from memest.errors import PlanError
+from memest.plan.reading import parse_yaml, read_limited
+from memest.report.records import Prediction, RunReport, StepTime
+
+HOUR_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """A whole training, of which a run is a part."""
+
+    num_steps: int
+    prices: Mapping[str, float]
+    """Price of one GPU for an hour by its name; `""` is that of any other GPU."""
+
+    num_gpus: int = 1
+
+    def hours(self, time: StepTime) -> tuple[float, float, float]:
+        """Return hours as estimated, at least, and at most."""
+        each = (time.seconds, time.low_seconds, time.high_seconds)
+        low, middle, high = sorted(s * self.num_steps / HOUR_S for s in each)
+        return middle, low, high
+
+    def price_of(self, gpu: str) -> float | None:
+        """Return the price of all GPUs for an hour; None if it is not known."""
+        price = self.prices.get(gpu, self.prices.get(""))
+        return None if price is None else price * self.num_gpus
+
+
+def steps_of_plan(plan: Mapping[str, Any], epochs: float, samples: int) -> int:
+    """Return the optimizer steps of a plan.
+
+    Args:
+        plan: keys of the plan.
+        epochs: passes over the data.
+        samples: samples of the data.
+    """
+    per_step = _samples(plan)
+    return max(1, ceil(epochs * samples / per_step))
+
+
+def read_prices(given: str | None) -> dict[str, float]:
+    """Return prices of an hour: a number for every GPU, or those of a YAML or JSON file.
+
+    Raises:
+        PlanError: a price is not a positive number, or there is no such file.
+    """
+    if given is None:
+        return {}
+    if re.fullmatch(r"[-+.\d]+(e\d+)?", given):
+        return {"": _positive(given)}
+    path = Path(given)
+    found = parse_yaml(read_limited(path, what="prices"), path)
+    if not isinstance(found, dict):
+        raise PlanError(
+            f"`{path}` has no prices", hint="write one line per GPU, such as `h100-80gb: 2.10`"
+        )
+    return {str(name): _positive(price) for name, price in found.items()}
+
+
+def _positive(value: Any) -> float:
+    try:
+        price = float(value)
+    except (TypeError, ValueError):
+        price = 0.0
+    if not 0 < price < float("inf"):
+        raise PlanError(f"`{value}` is not a price", hint="give a positive number, such as 2.10")
+    return price
+
+
+def time_cells(
+    report: Prediction | RunReport,
+    training: Training | None = None,
+    gpus: Sequence[str] | None = None,
+) -> list[list[str]]:
+    """Return the header and one row per GPU.
+
+    Args:
+        report: of a plan or of a script.
+        training: the whole training, if its hours are asked for.
+        gpus: names of the GPUs; None is all with an estimate.
+    """
+    rate = "tokens/s" if isinstance(report, Prediction) and _tokens(report.plan) else ""
+    header = ["gpu", "a step", "between", "of peak", "bound by"] + [rate] * bool(rate)
+    has_price = training is not None and any(training.price_of(g) for g in report.times)
+    if training is not None:
+        header += ["hours"] + ["price"] * has_price
+    rows = [header]
+    for gpu in report.times if gpus is None else gpus:
+        time = report.times[gpu]
+        row = [
+            gpu,
+            seconds(time.seconds),
+            f"{seconds(time.low_seconds)} and {seconds(time.high_seconds)}",
+            f"{100 * time.peak_share:.0f} %",
+            time.bound_by,
+        ]
+        if rate:
+            assert isinstance(report, Prediction)
+            row.append(f"{_tokens(report.plan) / time.seconds:,.0f}")
+        if training is not None:
+            row += _whole(training, gpu, time)[: 1 + has_price]
+        rows.append(row)
+    return rows
+
+
+def _whole(training: Training, gpu: str, time: StepTime) -> list[str]:
+    hours, low, high = training.hours(time)
+    price = training.price_of(gpu)
+    whole = [hours, low, high]
+    costs = [] if price is None else [price * each for each in whole]
+    return [_interval(*whole), _interval(*costs) if costs else ""]
+
+
+def _interval(middle: float, low: float, high: float) -> str:
+    return f"{middle:,.2f} ({low:,.2f} to {high:,.2f})"
+
+
+def _tokens(plan: Mapping[str, Any]) -> int:
+    """Return tokens of a step, padding included; 0 if lengths differ."""
+    if plan.get("lengths") or not plan.get("seq_len"):
+        return 0
+    return int(plan["seq_len"]) * _samples(plan)
+
+
+def _samples(plan: Mapping[str, Any]) -> int:
+    """Return samples of a step on all GPUs."""
+    samples: int = plan["batch_size"] * plan["accumulate_grad_batches"]
+    return samples * int(plan.get("devices", 1) * plan.get("num_nodes", 1))
+
+
+def time_notes(report: Prediction | RunReport) -> list[str]:
+    """Return what the estimate assumes."""
+    notes = ["estimate of the time, not of the memory (docs/time.md); data loading is not known"]
+    elsewhere = sorted({t.origin for t in report.times.values() if t.origin})
+    if elsewhere:
+        notes.append(
+            f"GPUs other than {', '.join(elsewhere)}: their peak rates and bandwidth, with the"
+            f" efficiencies of {', '.join(elsewhere)}"
+        )
+    unmeasured = max((t.unmeasured_share for t in report.times.values()), default=0.0)
+    if unmeasured >= 0.05:
+        notes.append(f"{100 * unmeasured:.0f} % of a step are kernels without measured times")
+    return notes
+
+
+def seconds(value: float) -> str:
+    """Return a time with three digits.
+
+    >>> seconds(0.07123), seconds(12.34), seconds(123.4)
+    ('71.2 ms', '12.3 s', '123 s')
+    """
+    return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s"

@@ -1,0 +1,524 @@
+"""Measures on the installed GPU how long kernels and the host take: `memest validate --pace`.
+
+Each row is a call of torch: its work (`estimator/hardware/work.py`) and the microseconds of its
+kernels. The rows of one GPU are `estimator/hardware/pace/NAME.json`, which `pace.py` interpolates.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memest.estimator.hardware.work import Work, work_of
+
+aten = torch.ops.aten
+Case = tuple[str, Callable[[], Any]]
+
+MAX_FLOPS = 4e12
+MAX_BYTES = 6e9
+"""Largest measured call: its operations, and the bytes of its tensors."""
+
+MEASURED_US = 3000
+"""Time for which one case repeats, after two calls that are not timed."""
+
+SLEEP_CYCLES_PER_CALL = 60_000
+"""Cycles for which the GPU sleeps per timed call, so that the host is ahead of it: 30 us."""
+
+DIMS = (16, 128, 1024, 8192, 65536)
+INNER = (64, 256, 1024, 4096, 16384)
+MIB = 1 << 20
+HALF, FULL = torch.bfloat16, torch.float32
+
+
+class Observer(TorchDispatchMode):
+    """Records the work of each call with a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[Work] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        work = work_of(func, args, kwargs or {}, out)
+        if work.kind:
+            self.found.append(work)
+        return out
+
+
+def measure(seconds: float, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Measure the GPU for at most `seconds`; `write` receives the result after each family."""
+    properties = torch.cuda.get_device_properties(0)
+    found: dict[str, Any] = {
+        "device": properties.name,
+        "torch": torch.__version__,
+        "host": {},
+        "kernels": defaultdict(list),
+    }
+    started = time.perf_counter()
+    found["host"] = host_times()
+    for family in FAMILIES:
+        for make in family():
+            if time.perf_counter() - started > seconds:
+                break
+            try:
+                work, us = measured(make)
+            except (RuntimeError, AssertionError, TypeError) as error:
+                found.setdefault("failed", []).append(f"{family.__name__}: {error!r}"[:200])
+                torch.cuda.empty_cache()
+                continue
+            row = [*work.size, work.num_flops, work.num_bytes, round(us, 2)]
+            found["kernels"][work.kind].append(row)
+        torch.cuda.empty_cache()
+        found["seconds"] = time.perf_counter() - started
+        write(found)
+    return found
+
+
+def measured(make: Callable[[], Callable[[], Any]]) -> tuple[Work, float]:
+    """Return the work of a call and the microseconds that its kernels take, the mean of many."""
+    call = make()
+    with torch.no_grad(), Observer() as observer:
+        call()
+    assert len(observer.found) == 1, [w.kind for w in observer.found]
+    torch.cuda.synchronize()
+    with torch.no_grad():
+        call()
+        once = elapsed_us(call, 3)
+        return observer.found[0], elapsed_us(call, max(3, min(60, int(MEASURED_US / once))))
+
+
+def elapsed_us(call: Callable[[], Any], count: int) -> float:
+    """Return microseconds of one of `count` calls that the GPU runs one after another."""
+    cuda: Any = torch.cuda
+    start, end = (cuda.Event(enable_timing=True) for _ in range(2))
+    cuda._sleep(SLEEP_CYCLES_PER_CALL * count)
+    start.record()
+    for _ in range(count):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return float(max(0.5, 1e3 * start.elapsed_time(end) / count))
+
+
+# --- kernels
+
+
+def random(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
+    """Return a tensor of random numbers on the GPU."""
+    return torch.randn(shape, device="cuda", dtype=FULL if dtype is FULL else None).to(dtype)
+
+
+def products() -> Iterator[Any]:
+    """Matrix products `x @ weight.T`, in three precisions, and some with odd sizes."""
+    for dtype, tf32 in ((HALF, False), (FULL, True), (FULL, False)):
+        for m, n, k in itertools.product(DIMS, INNER, INNER):
+            item = 2 if dtype is HALF else 4
+            is_large = item * (m * n + m * k + n * k) > MAX_BYTES
+            if 2 * m * n * k > (MAX_FLOPS if dtype is HALF else MAX_FLOPS / 8) or is_large:
+                continue
+            yield _product(m, n, k, dtype, tf32)
+    for m, n, k in itertools.product((1024, 8192), (50257, 1001, 4001), (256, 1024, 4096)):
+        yield _product(m, n, k, HALF, False)
+        yield _product(m, k, n, HALF, False)
+
+
+def _product(m: int, n: int, k: int, dtype: torch.dtype, tf32: bool) -> Any:
+    def make() -> Any:
+        x, weight = random(m, k, dtype=dtype), random(n, k, dtype=dtype)
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        return lambda: aten.mm.default(x, weight.t())
+
+    return make
+
+
+def batched_products() -> Iterator[Any]:
+    """Products of many small matrices, as attention makes them without a fused kernel."""
+    for dtype, tf32 in ((HALF, False), (FULL, True), (FULL, False)):
+        for b, n, d in itertools.product((32, 256), (64, 256, 1024, 2048), (64, 128)):
+            for shape in ((b, n, n, d), (b, n, d, n)):
+                if b * n * n * 4 <= MAX_BYTES / 3:
+                    yield _batched(*shape, dtype, tf32)
+
+
+def _batched(b: int, m: int, n: int, k: int, dtype: torch.dtype, tf32: bool) -> Any:
+    def make() -> Any:
+        x, y = random(b, m, k, dtype=dtype), random(b, k, n, dtype=dtype)
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        return lambda: aten.bmm.default(x, y)
+
+    return make
+
+
+def attention() -> Iterator[Any]:
+    """The fused attention kernels, forward and backward."""
+    kinds = [
+        (SDPBackend.FLASH_ATTENTION, HALF),
+        (SDPBackend.CUDNN_ATTENTION, HALF),
+        (SDPBackend.EFFICIENT_ATTENTION, HALF),
+        (SDPBackend.EFFICIENT_ATTENTION, FULL),
+    ]
+    for backend, dtype in kinds:
+        for length, d, causal in itertools.product((128, 512, 2048, 8192), (64, 128), (0, 1)):
+            for heads in {max(8, 65536 // length), max(8, 524288 // length)}:
+                yield _attention(backend, dtype, heads, length, d, bool(causal), False)
+                yield _attention(backend, dtype, heads, length, d, bool(causal), True)
+
+
+def _attention(
+    backend: Any, dtype: Any, heads: int, length: int, d: int, causal: bool, backward: bool
+) -> Any:
+    def make() -> Any:
+        q, k, v = (random(max(1, heads // 8), 8, length, d, dtype=dtype) for _ in range(3))
+
+        def run() -> Tensor:
+            with sdpa_kernel(backend):
+                return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+        if not backward:
+            return run
+        with torch.enable_grad():
+            for t in (q, k, v):
+                t.requires_grad_()
+            out = run()
+        gradient = torch.randn_like(out)
+        return lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
+
+    return make
+
+
+CONVOLUTIONS = (
+    (32, 3, 224, 64, 7, 2, 1), (32, 64, 56, 64, 3, 1, 1), (32, 64, 56, 256, 1, 1, 1),
+    (32, 256, 56, 64, 1, 1, 1), (32, 128, 28, 128, 3, 1, 1), (32, 512, 28, 128, 1, 1, 1),
+    (32, 256, 14, 256, 3, 1, 1), (32, 512, 7, 512, 3, 1, 1), (8, 64, 224, 64, 3, 1, 1),
+    (8, 128, 64, 128, 3, 1, 1), (4, 320, 64, 320, 3, 1, 1), (4, 1280, 16, 1280, 3, 1, 1),
+    (128, 64, 32, 128, 3, 1, 1), (128, 16, 32, 16, 3, 1, 1), (32, 3, 224, 768, 16, 16, 1),
+    (64, 128, 16, 256, 4, 2, 1), (32, 96, 56, 96, 7, 1, 96), (32, 240, 28, 240, 5, 1, 240),
+    (32, 768, 7, 768, 3, 1, 768),
+)  # fmt: skip
+"""(samples, channels, side, output channels, window, stride, groups) of usual networks."""
+
+
+def convolutions() -> Iterator[Any]:
+    """Convolutions forward and backward, in two precisions and two layouts."""
+    masks = (None, (True, True), (False, True))
+    for dtype, last, mask in itertools.product((FULL, HALF), (False, True), masks):
+        for sizes in CONVOLUTIONS:
+            yield _convolution(sizes, dtype, last, mask)
+
+
+def _convolution(sizes: Any, dtype: Any, last: bool, mask: tuple[bool, bool] | None) -> Any:
+    samples, channels, side, outputs, window, stride, groups = sizes
+
+    def make() -> Any:
+        layout = torch.channels_last if last else torch.contiguous_format
+        x = random(samples, channels, side, side, dtype=dtype).to(memory_format=layout)
+        weight = random(outputs, channels // groups, window, window, dtype=dtype)
+        weight = weight.to(memory_format=layout)
+        padding = 0 if stride == window else window // 2
+        options = ([stride] * 2, [padding] * 2, [1, 1], False, [0, 0], groups)
+        if mask is None:
+            return lambda: aten.convolution.default(x, weight, None, *options)
+        gradient = aten.convolution.default(x, weight, None, *options)
+        given = (gradient, x, weight, None, *options, [*mask, False])
+        return lambda: aten.convolution_backward.default(*given)
+
+    return make
+
+
+ROWS = ((64, 768), (1024, 1024), (8192, 1024), (65536, 1024), (4096, 50304), (524288, 256))
+"""(rows, columns) of what the kernels below read."""
+
+
+def memory_kernels() -> Iterator[Any]:
+    """Kernels that memory bounds."""
+    for dtype, (rows, columns) in itertools.product((HALF, FULL), ROWS):
+        for name in _memory_calls(torch.zeros(64, 2), 64, 2):
+            yield _memory_kernel(name, rows, columns, dtype)
+
+
+def _memory_kernel(name: str, rows: int, columns: int, dtype: torch.dtype) -> Any:
+    return lambda: _memory_calls(random(rows, columns, dtype=dtype), rows, columns)[name]
+
+
+def _memory_calls(x: Tensor, rows: int, columns: int) -> dict[str, Callable[[], Any]]:
+    device, dtype = x.device, x.dtype
+    other = torch.float32 if dtype is HALF else HALF
+    wide = min(rows, 4096)
+
+    def labels() -> Tensor:
+        return torch.zeros(rows, dtype=torch.long, device=device)
+
+    weight = torch.ones(columns, device=device, dtype=dtype)
+    y = x.clone()
+    mean = torch.ones(rows, 1, device=device)
+    ids = torch.arange(rows, device=device) % wide
+    chosen, table = labels(), x[:wide]
+    one = torch.ones((), device=device, dtype=dtype)
+    keep = torch.ones_like(x, dtype=torch.bool)
+    return {
+        "add": lambda: aten.add.Tensor(x, y),
+        "add_": lambda: aten.add_.Tensor(x, y),
+        "mul": lambda: aten.mul.Tensor(x, y),
+        "gelu": lambda: aten.gelu.default(x),
+        "gelu_backward": lambda: aten.gelu_backward.default(x, y),
+        "silu": lambda: aten.silu.default(x),
+        "relu": lambda: aten.relu.default(x),
+        "pow": lambda: aten.pow.Tensor_Scalar(x, 2),
+        "fill": lambda: aten.zero_.default(x),
+        "cast": lambda: aten._to_copy.default(x, dtype=other),
+        "clone": lambda: aten.clone.default(x.t(), memory_format=torch.contiguous_format),
+        "copy": lambda: aten.copy_.default(y, x),
+        "cat": lambda: aten.cat.default([x, y]),
+        "sum_rows": lambda: aten.sum.dim_IntList(x, [0]),
+        "sum": lambda: aten.sum.default(x),
+        "mean": lambda: aten.mean.dim(x, [-1], True),
+        "softmax": lambda: aten._softmax.default(x, -1, False),
+        "softmax_backward": lambda: aten._softmax_backward_data.default(x, y, -1, dtype),
+        "log_softmax": lambda: aten._log_softmax.default(x, -1, False),
+        "log_softmax_backward": lambda: aten._log_softmax_backward_data.default(x, y, -1, dtype),
+        "nll": lambda: aten.nll_loss_forward.default(x, chosen, None, 1, -100),
+        "nll_backward": lambda: aten.nll_loss_backward.default(one, x, chosen, None, 1, -100, one),
+        "layer_norm": lambda: aten.native_layer_norm.default(x, [columns], weight, weight, 1e-5),
+        "layer_norm_backward": lambda: aten.native_layer_norm_backward.default(
+            y, x, [columns], mean, mean, weight, weight, [True, True, True]
+        ),
+        "dropout": lambda: aten.native_dropout.default(x, 0.1, True),
+        "dropout_backward": lambda: aten.native_dropout_backward.default(x, keep, 1.1),
+        "embedding": lambda: aten.embedding.default(table, ids),
+        "embedding_backward": lambda: aten.embedding_dense_backward.default(
+            x, ids, wide, -1, False
+        ),
+        "where": lambda: aten.where.self(keep, x, y),
+        "normal": lambda: aten.normal_.default(y),
+    }
+
+
+IMAGES = (
+    (32, 64, 112), (32, 256, 56), (32, 128, 28), (32, 1024, 14), (32, 2048, 7), (8, 64, 128),
+    (8, 512, 32), (128, 64, 32),
+)  # fmt: skip
+"""(samples, channels, side) of images between convolutions."""
+
+
+def image_kernels() -> Iterator[Any]:
+    """Norms, pools and resizing of images, in two layouts."""
+    names = (
+        "batch_norm", "batch_norm_backward", "group_norm", "group_norm_backward", "pool",
+        "pool_backward", "upsample", "upsample_backward",
+    )  # fmt: skip
+    for dtype, last, sizes in itertools.product((HALF, FULL), (False, True), IMAGES):
+        for name in names:
+            yield _image_kernel(name, sizes, dtype, last)
+
+
+def _image_kernel(name: str, sizes: tuple[int, int, int], dtype: Any, last: bool) -> Any:
+    samples, channels, side = sizes
+
+    def make() -> Any:
+        layout = torch.channels_last if last else torch.contiguous_format
+        x = random(samples, channels, side, side, dtype=dtype).to(memory_format=layout)
+        weight, bias, mean, variance = (torch.ones(channels, device="cuda") for _ in range(4))
+        if "batch" in name:
+            given = (x, weight, bias, mean, variance, True, 0.1, 1e-5)
+            if name == "batch_norm":
+                return lambda: aten.cudnn_batch_norm.default(*given)
+            _, saved, inverse, reserve = aten.cudnn_batch_norm.default(*given)
+            y = x.clone()
+            return lambda: aten.cudnn_batch_norm_backward.default(
+                x, y, weight, mean, variance, saved, inverse, 1e-5, reserve
+            )
+        if "group" in name:
+            w, b = weight.to(dtype), bias.to(dtype)
+            shape = (samples, channels, side * side, 32)
+            if name == "group_norm":
+                return lambda: aten.native_group_norm.default(x, w, b, *shape, 1e-5)
+            _, saved, inverse = aten.native_group_norm.default(x, w, b, *shape, 1e-5)
+            y = x.clone()
+            return lambda: aten.native_group_norm_backward.default(
+                y, x, saved, inverse, w, *shape, [True, True, True]
+            )
+        if "pool" in name:
+            out, indices = aten.max_pool2d_with_indices.default(x, [2, 2], [2, 2])
+            if name == "pool":
+                return lambda: aten.max_pool2d_with_indices.default(x, [2, 2], [2, 2])
+            rest = ([2, 2], [2, 2], [0, 0], [1, 1], False, indices)
+            return lambda: aten.max_pool2d_with_indices_backward.default(out, x, *rest)
+        large = [2 * side, 2 * side]
+        out = aten.upsample_nearest2d.default(x, large)
+        if name == "upsample":
+            return lambda: aten.upsample_nearest2d.default(x, large)
+        return lambda: aten.upsample_nearest2d_backward.default(out, large, list(x.shape))
+
+    return make
+
+
+def row_kernels() -> Iterator[Any]:
+    """Kernels over rows that `memory_kernels` has not: RMS norm, heads of attention, sorting."""
+    for dtype, (rows, columns) in itertools.product((HALF, FULL), ROWS):
+        for name in ("rms", "rms_backward", "heads", "roll", "slice", "norm", "cumsum", "argmax"):
+            yield _row_kernel(name, rows, columns, dtype)
+
+
+def _row_kernel(name: str, rows: int, columns: int, dtype: torch.dtype) -> Any:
+    def make() -> Any:
+        x = random(rows, columns, dtype=dtype)
+        y, weight = x.clone(), torch.ones(columns, device="cuda", dtype=dtype)
+        inverse = torch.ones(rows, 1, device="cuda")
+        heads = x.view(rows // 64, 64, columns // 64, 64).transpose(1, 2)
+        calls: dict[str, Callable[[], Any]] = {
+            "rms": lambda: aten._fused_rms_norm.default(x, [columns], weight, 1e-5),
+            "rms_backward": lambda: aten._fused_rms_norm_backward.default(
+                y, x, [columns], inverse, weight, [True, True]
+            ),
+            "heads": lambda: aten.clone.default(heads, memory_format=torch.contiguous_format),
+            "roll": lambda: aten.roll.default(x, [3], [0]),
+            "slice": lambda: aten.slice_backward.default(x, [rows, 2 * columns], 1, 0, columns, 1),
+            "norm": lambda: aten.linalg_vector_norm.default(x),
+            "cumsum": lambda: aten.cumsum.default(x, -1),
+            "argmax": lambda: aten.argmax.default(x, -1),
+        }
+        return calls[name]
+
+    return make
+
+
+def many_tensors() -> Iterator[Any]:
+    """Optimizers' kernels over lists of parameters."""
+    for count, numel in ((2, 1 << 20), (20, 1 << 22), (148, 1 << 20), (148, 768), (20, 1 << 25)):
+        for name in ("add", "mul", "sqrt", "addcdiv", "lerp", "adamw", "norm"):
+            yield _many(name, count, numel)
+
+
+def _many(name: str, count: int, numel: int) -> Any:
+    def make() -> Any:
+        p, g, m, v = ([torch.rand(numel, device="cuda") for _ in range(count)] for _ in range(4))
+        steps = [torch.ones((), device="cuda") for _ in range(count)]
+        options: dict[str, Any] = {
+            "lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8,
+            "amsgrad": False, "maximize": False,
+        }  # fmt: skip
+        return {
+            "add": lambda: aten._foreach_add_.Scalar(p, 1.0),
+            "mul": lambda: aten._foreach_mul_.Scalar(p, 1.0),
+            "sqrt": lambda: aten._foreach_sqrt.default(v),
+            "addcdiv": lambda: aten._foreach_addcdiv_.Scalar(p, m, v, 1e-3),
+            "lerp": lambda: aten._foreach_lerp_.Scalar(m, g, 0.1),
+            "norm": lambda: aten._foreach_norm.Scalar(g, 2),
+            "adamw": lambda: aten._fused_adamw_.default(p, g, m, v, [], steps, **options),
+        }[name]
+
+    return make
+
+
+def copies() -> Iterator[Any]:
+    """Copies between host and GPU, of pinned and of pageable memory."""
+    for num_bytes, pinned in itertools.product((MIB, 16 * MIB, 256 * MIB), (True, False)):
+        yield _copy(num_bytes, pinned, True)
+        yield _copy(num_bytes, pinned, False)
+
+
+def _copy(num_bytes: int, pinned: bool, to_gpu: bool) -> Any:
+    def make() -> Any:
+        host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        gpu = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+        return lambda: (gpu if to_gpu else host).copy_(host if to_gpu else gpu, non_blocking=pinned)
+
+    return make
+
+
+FAMILIES = (
+    products, memory_kernels, row_kernels, image_kernels, attention, many_tensors, convolutions,
+    batched_products,
+)  # fmt: skip
+
+
+# --- the host
+
+
+def host_times() -> dict[str, float]:
+    """Return microseconds of the host for what a training step does, on tiny tensors."""
+    x = torch.randn(8, 64, device="cuda")
+    layers = nn.Sequential(*(nn.TransformerEncoderLayer(64, 4, 128) for _ in range(6))).cuda()
+    stack = nn.Sequential(*(b for _ in range(30) for b in (nn.Linear(64, 64), nn.ReLU()))).cuda()
+    many = [nn.Parameter(torch.randn(64, device="cuda")) for _ in range(148)]
+    for p in many:
+        p.grad = torch.randn_like(p)
+    found = {"op": _host_us(lambda: aten.add.Tensor(x, x), 200)}
+    found["view"] = _host_us(lambda: x.view(64, 8), 200)
+    for name, model, given in (("layers", layers, x[:, None]), ("stack", stack, x)):
+        found |= _model_times(name, model, given)
+    for name, made in (
+        ("adamw", torch.optim.AdamW(many)),
+        ("sgd", torch.optim.SGD(many, lr=0.1)),
+        ("fused", torch.optim.AdamW(many, fused=True)),
+        ("loop", torch.optim.AdamW(many, foreach=False)),
+    ):
+        made.step()
+        with Observer() as observer:
+            made.step()
+        found[f"{name}_us"] = _host_us(made.step, 5)
+        found[f"{name}_calls"] = len(observer.found)
+    found["read"] = _host_us(lambda: x[0, 0].item(), 50)
+    pinned, pageable = (torch.empty(64 * MIB, pin_memory=p) for p in (True, False))
+    gpu = torch.empty_like(pageable, device="cuda")
+    for name, host in (("pinned", pinned), ("pageable", pageable)):
+        us = _host_us(lambda host=host: gpu.copy_(host), 3)  # type: ignore[misc]
+        found[f"to_gpu_{name}_gb_s"] = host.nbytes / us * 1e-3
+        us = _host_us(lambda host=host: host.copy_(gpu), 3)  # type: ignore[misc]
+        found[f"to_host_{name}_gb_s"] = host.nbytes / us * 1e-3
+    return {name: round(value, 2) for name, value in found.items()}
+
+
+def _model_times(name: str, model: nn.Module, x: Tensor) -> dict[str, float]:
+    found: dict[str, float] = {}
+    with Observer() as forward:
+        loss: Any = model(x).sum()
+    with Observer() as backward:
+        loss.backward()
+    for _ in range(2):
+        model(x).sum().backward()
+    found[f"{name}_forward_calls"] = len(forward.found)
+    found[f"{name}_backward_calls"] = len(backward.found)
+    losses: list[Any] = []
+    found[f"{name}_forward_us"] = _host_us(lambda: losses.append(model(x).sum()), 5)
+    found[f"{name}_backward_us"] = _host_us(lambda: losses.pop().backward(), 5)
+    return found
+
+
+def _host_us(call: Callable[[], Any], count: int) -> float:
+    """Return microseconds of the host for one of `count` calls."""
+    if count > 50:
+        call()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(count):
+        call()
+    taken = time.perf_counter() - started
+    torch.cuda.synchronize()
+    return 1e6 * taken / count
+
+
+def write_to(path: Path) -> Callable[[dict[str, Any]], None]:
+    """Return a function that writes a result to `path`, one kind of kernel a line."""
+
+    def write(found: dict[str, Any]) -> None:
+        head = {key: value for key, value in found.items() if key != "kernels"}
+        kinds = ",\n".join(
+            f"  {json.dumps(kind)}: {json.dumps(rows, separators=(',', ':'))}"
+            for kind, rows in found["kernels"].items()
+        )
+        path.write_text(f'{json.dumps(head)[:-1]},\n "kernels": {{\n{kinds}\n }}}}\n', "utf-8")
+
+    return write

@@ -1,0 +1,303 @@
+"""The estimated time of a step: work of a call, two clocks, micro-batches, prices."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from memest import TrainingPlan, predict
+from memest.cli import main
+from memest.errors import PlanError
+from memest.estimator.hardware.gpus import find_gpu, list_gpus
+from memest.estimator.hardware.pace import estimate, step_times, table_of
+from memest.estimator.hardware.work import NOTHING, Work, work_of
+from memest.estimator.hardware.work_log import WorkLog
+from memest.report import StepTime
+from memest.report.times import Training, read_prices, seconds, steps_of_plan
+
+aten = torch.ops.aten
+H100 = find_gpu("h100-80gb")
+LARGE = Work("matmul float16", (8192, 4096, 4096), "float16", 2 * 8192 * 4096**2, 167_772_160)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def work(func: object, *args: object) -> Work:
+    return work_of(func, args, {}, func(*args))  # type: ignore[operator]
+
+
+def test_a_product_counts_its_operations_and_each_tensor_once() -> None:
+    found = work(aten.mm.default, meta(64, 32), meta(32, 16))
+
+    assert found.kind == "matmul float16"
+    assert found.size == (64, 16, 32)
+    assert found.num_flops == 2 * 64 * 16 * 32
+    assert found.num_bytes == 2 * (64 * 32 + 32 * 16 + 64 * 16)
+
+
+def test_a_product_with_an_odd_side_is_another_kind() -> None:
+    assert work(aten.mm.default, meta(64, 32), meta(32, 17)).kind == "matmul-odd float16"
+
+
+def test_float32_products_have_the_rate_that_the_script_chose() -> None:
+    x = meta(64, 64, dtype=torch.float32)
+    before = torch.backends.cuda.matmul.allow_tf32
+    try:
+        kinds = []
+        for allowed in (False, True):
+            torch.backends.cuda.matmul.allow_tf32 = allowed
+            kinds.append(work(aten.mm.default, x, x).kind)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+    assert kinds == ["matmul float32", "matmul tf32"]
+
+
+def test_causal_attention_counts_half_of_the_operations() -> None:
+    q = meta(2, 4, 128, 64)
+    kernel = aten._scaled_dot_product_flash_attention.default
+
+    whole, half = (work(kernel, q, q, q, 0.0, causal) for causal in (False, True))
+
+    assert whole.num_flops == 4 * 8 * 128 * 128 * 64 == 2 * half.num_flops
+    assert (whole.kind, half.kind) == ("flash float16", "flash-causal float16")
+
+
+def test_the_backward_of_a_convolution_counts_both_products() -> None:
+    x, weight = meta(8, 16, 10, 10), meta(32, 16, 3, 3)
+    rest = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    forward = work(aten.convolution.default, x, weight, None, *rest)
+    grad = meta(8, 32, 10, 10)
+
+    found = work(
+        aten.convolution_backward.default, grad, x, weight, None, *rest, [True, True, False]
+    )
+
+    assert forward.num_flops == 2 * 800 * 32 * 144
+    assert found.num_flops == 2 * forward.num_flops
+    assert found.kind == "convolution-data-weight float16"
+
+
+def test_views_and_empty_tensors_are_no_work() -> None:
+    assert work(aten.view.default, meta(4, 4), [16]) is NOTHING
+    assert work(aten.empty_like.default, meta(4, 4)) is NOTHING
+
+
+def test_an_embedding_reads_the_rows_it_returns() -> None:
+    ids = torch.zeros(10, dtype=torch.long, device="meta")
+
+    assert work(aten.embedding.default, meta(50_000, 64), ids).num_bytes == 80 + 2 * 2 * 10 * 64
+
+
+def test_a_copy_that_turns_a_matrix_is_a_transpose() -> None:
+    x = meta(64, 32)
+
+    def kind(source: torch.Tensor) -> str:
+        made = meta(*source.shape)
+        return work_of(aten.copy_.default, (made, source), {}, made).kind
+
+    assert kind(x) == "copy 2"
+    assert kind(meta(32, 64).t()) == "transpose 2"
+    assert kind(meta(8, 4, 32).transpose(0, 1)) == "permute 2"
+
+
+def log_of(*steps: list[Work | None]) -> WorkLog:
+    """A log of forward launches; None is a wait of the host."""
+    log = WorkLog()
+    for step in steps:
+        for each in step:
+            log.wait() if each is None else log.add(each)
+        log.stepped()
+    return log
+
+
+def test_a_busy_gpu_takes_the_time_of_its_kernels() -> None:
+    kernel = table_of(H100).kernel_s(LARGE)
+
+    *_, last = step_times(log_of(*[[LARGE] * 50] * 3), H100)
+
+    assert last.seconds == pytest.approx(50 * kernel)
+    assert last.idle_seconds == pytest.approx(0)
+
+
+def test_small_kernels_take_the_time_of_the_host() -> None:
+    small = Work("pointwise 4", (1024,), "", 0, 1024)
+    launch = table_of(H100).host_s(small, 0)
+
+    *_, last = step_times(log_of(*[[small] * 50] * 3), H100)
+
+    assert last.seconds == pytest.approx(50 * launch)
+    assert last.idle_seconds > 0.5 * last.seconds
+
+
+def test_a_host_that_reads_a_value_waits_for_the_gpu() -> None:
+    free, waiting = (
+        step_times(log_of(*[step] * 4), H100)[-1].seconds
+        for step in ([LARGE] * 4, [LARGE, None] * 4)
+    )
+
+    assert waiting > free
+
+
+def test_micro_batches_that_did_not_run_are_like_those_that_did() -> None:
+    log = WorkLog()
+    for _ in range(3):
+        for _ in range(2):
+            log.add(LARGE)
+            log.cut()
+        log.stepped()
+
+    two, eight = (estimate(log, H100, num_micro_batches=n) for n in (2, 8))
+
+    assert two is not None
+    assert eight is not None
+    assert eight.seconds == pytest.approx(4 * two.seconds, rel=1e-3)
+
+
+def test_a_run_without_a_step_has_no_estimate() -> None:
+    assert estimate(WorkLog(), H100) is None
+    assert estimate(log_of([LARGE]), replace(H100, tflops={})) is None
+
+
+def test_every_gpu_has_rates_and_an_estimate() -> None:
+    log = log_of([LARGE] * 3)
+    for gpu in list_gpus():
+        found = estimate(log, gpu)
+        assert found is not None
+        assert 0 < found.peak_share < 1, gpu.name
+        assert found.low_seconds < found.seconds < found.high_seconds
+
+
+def test_a_gpu_that_was_not_measured_is_slower_by_its_rates_and_less_certain() -> None:
+    a100, h100 = (estimate(log_of([LARGE] * 3), find_gpu(n)) for n in ("a100-80gb", "h100-80gb"))
+
+    assert a100 is not None
+    assert h100 is not None
+    assert (a100.origin, h100.origin) == ("h100-80gb", "")
+    assert a100.seconds == pytest.approx(h100.seconds * 989.4 / 312, rel=1e-3)
+    assert a100.high_seconds / a100.seconds > h100.high_seconds / h100.seconds
+
+
+def test_every_measured_kind_has_a_finite_efficiency() -> None:
+    path = Path("memest/estimator/hardware/pace/h100-80gb.json")
+    kinds = json.loads(path.read_text(encoding="utf-8"))["kernels"]
+    table = table_of(H100)
+    for kind, rows in kinds.items():
+        rate = kind.rpartition(" ")[2]
+        for *size, flops, num_bytes, us in rows:
+            made = Work(kind, tuple(size), "" if rate.isdigit() else rate, flops, num_bytes)
+            assert 0 < table.kernel_s(made) < 1, (kind, size, us)
+
+
+def test_an_operator_without_measured_times_is_counted() -> None:
+    other = Work("fft_r2c 4", (1 << 28,), "", 0, 1 << 28)
+
+    found = estimate(log_of([other] * 3), H100)
+
+    assert found is not None
+    assert found.unmeasured_share > 0.9
+
+
+def test_a_plan_has_times_for_each_gpu_and_more_samples_take_longer() -> None:
+    small, large = (
+        predict(TrainingPlan(model_name="gpt2", batch_size=n, seq_len=256)) for n in (8, 32)
+    )
+
+    assert set(small.times) == set(small.verdicts)
+    assert small.times["h100-80gb"].seconds < large.times["h100-80gb"].seconds
+    assert small.times["h100-80gb"].seconds < small.times["a100-80gb"].seconds
+    assert type(small).from_dict(small.to_dict()).times == small.times
+
+
+def test_hours_and_price_follow_from_the_step() -> None:
+    time = StepTime(
+        seconds=0.36, low_seconds=0.3, high_seconds=0.72, peak_share=0.4, bound_by="compute",
+        origin="", unmeasured_share=0.0,
+    )  # fmt: skip
+    training = Training(10_000, {"h100-80gb": 2.0, "": 1.0}, num_gpus=4)
+
+    assert training.hours(time) == pytest.approx((1.0, 0.8333, 2.0), rel=1e-3)
+    assert training.price_of("h100-80gb") == 8.0
+    assert training.price_of("t4") == 4.0
+    assert Training(1, {}).price_of("t4") is None
+
+
+def test_epochs_become_steps_of_all_gpus() -> None:
+    plan = {"batch_size": 4, "accumulate_grad_batches": 2, "devices": 2, "num_nodes": 1}
+
+    assert steps_of_plan(plan, 3, 1000) == 188
+
+
+@pytest.mark.parametrize("given", ["-1", "0", "1e999"])
+def test_a_price_is_a_positive_number(given: str) -> None:
+    with pytest.raises(PlanError, match="is not a price"):
+        read_prices(given)
+
+
+def test_prices_of_a_file_are_by_gpu(tmp_path: Path) -> None:
+    path = tmp_path / "prices.yaml"
+    path.write_text("h100-80gb: 2.1\nt4: 0.2\n", encoding="utf-8")
+    assert read_prices(str(path)) == {"h100-80gb": 2.1, "t4": 0.2}
+    path.write_text("h100-80gb: cheap\n", encoding="utf-8")
+    with pytest.raises(PlanError, match="`cheap` is not a price"):
+        read_prices(str(path))
+    path.write_text("- 2\n", encoding="utf-8")
+    with pytest.raises(PlanError, match="has no prices"):
+        read_prices(str(path))
+
+
+def test_times_are_printed_with_three_digits() -> None:
+    assert [seconds(v) for v in (0.00123, 0.5, 2, 1234.5)] == [
+        "1.23 ms", "500 ms", "2 s", "1.23e+03 s",
+    ]  # fmt: skip
+
+
+SCRIPT = """
+import torch
+model = torch.nn.Linear(512, 512).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range({steps}):
+    model(torch.randn(64, 512, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_cheapest_lists_gpus_by_price_and_then_by_time(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(steps=4), encoding="utf-8")
+    prices = tmp_path / "prices.yaml"
+    prices.write_text("t4: 0.01\nh100-80gb: 50\n", encoding="utf-8")
+    command = ["cheapest", "--price", str(prices), "--train-steps", "100", "--json"]
+    for name in ("t4", "h100-80gb", "h200"):
+        command += ["--gpu", name]
+
+    result = CliRunner().invoke(main, [*command, str(script)])
+
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row["gpu"] for row in rows] == ["t4", "h100-80gb", "h200"]
+    assert rows[1]["price"] == pytest.approx(50 * rows[1]["hours"])
+    assert rows[2]["price"] is None
+
+
+def test_a_script_that_never_steps_has_no_block(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(steps=0), encoding="utf-8")
+
+    result = CliRunner().invoke(main, ["cheapest", "--gpu", "t4", str(script)])
+
+    assert "no whole optimizer step ran" in result.output
+
+
+def test_options_of_plans_are_refused_beside_a_script() -> None:
+    result = CliRunner().invoke(main, ["cheapest", "--bs", "2", "train.py"])
+
+    assert "`--batch-size` is an option of plans, and a script is given" in str(result.output)
