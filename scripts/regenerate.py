@@ -89,6 +89,12 @@ TARGETS = {
         inputs=("scripts/repositories_page.py", "validation/repositories.json", "pyproject.toml"),
         outputs=("docs/versions.md",),
     ),
+    "matrix": Target(
+        command=("scripts/matrix.py",),
+        inputs=("scripts/matrix.py", "scripts/smoke.py", "tests/smoke/figures.json",
+                "validation/matrix.json"),
+        outputs=("docs/versions.md",),
+    ),
     "rivals": Target(
         command=("scripts/compare_rivals.py", "--render"),
         inputs=("scripts/compare_rivals.py", "scripts/rivals/*.py", "validation/rivals.json"),

@@ -3,6 +3,7 @@
     python scripts/smoke.py              # all cases, two at a time; exit code 1 if one differs
     python scripts/smoke.py compiled     # one case
     python scripts/smoke.py --write      # store the peaks of this environment
+    python scripts/smoke.py --json FILE  # also write what each case gave, for scripts/matrix.py
 
 CI runs it with a CUDA build of torch, Triton, torchvision and the newest transformers
 (`constraints-cuda.txt`). It simulates the release of torch with which runs were measured. A case
@@ -21,6 +22,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +79,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--write", action="store_true", help="store peaks that were not measured")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="peaks, or why a case failed")
+    parser.add_argument("--snapshots", type=Path, metavar="FOLDER", help="of scripts, to compare")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     options = parser.parse_args()
     names = options.names or list(CASES)
     stored = json.loads(STORED.read_text(encoding="utf-8")) if STORED.is_file() else {}
-    wrong = []
+    run_one = partial(run, snapshots=options.snapshots)
+    wrong, given = [], {}
     with ThreadPoolExecutor(options.jobs) as pool:
-        for name, (found, seconds) in zip(names, pool.map(run, names), strict=True):
+        for name, (found, seconds) in zip(names, pool.map(run_one, names), strict=True):
             if options.write and not CASES[name].measured and not isinstance(found, str):
                 stored[name] = list(found)
-            expected = measured_peaks(CASES[name].measured) or tuple(stored.get(name, ()))
+            given[name] = found
+            if options.json:  # after each case, so that an interrupted run has the others
+                options.json.write_text(json.dumps(given), encoding="utf-8")
+            expected = expected_peaks(name, stored)
             wrong += [name] if found != expected else []
             print(f"{name:<20}{seconds:5.0f} s  {line_of(found, expected)}", flush=True)
     if options.write:
@@ -95,18 +103,23 @@ def main() -> int:
     return int(bool(wrong))
 
 
-def run(name: str) -> tuple[Peaks | str, float]:
+def run(name: str, snapshots: Path | None = None) -> tuple[Peaks | str, float]:
     """Run a case; return its peaks, or why it failed, and its seconds."""
     started = time.monotonic()
     kind, *rest = CASES[name].arguments
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
         to_file = ("--json", str(report)) if kind == "run" else ("--json", "-o", str(report))
-        done = subprocess.run(
-            [sys.executable, "-m", "memest", kind, "--torch", TORCH, *to_file, *rest],
-            cwd=folder, env={**os.environ, "HF_HUB_OFFLINE": "1"}, stdin=subprocess.DEVNULL,
-            capture_output=True, text=True, check=False, timeout=TIMEOUT_S,
-        )  # fmt: skip
+        if snapshots and kind == "run":
+            to_file += ("--snapshot", str(snapshots.resolve() / f"{name}.pickle"))
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "memest", kind, "--torch", TORCH, *to_file, *rest],
+                cwd=folder, env={**os.environ, "HF_HUB_OFFLINE": "1"}, stdin=subprocess.DEVNULL,
+                capture_output=True, text=True, check=False, timeout=TIMEOUT_S,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return f"no report after {TIMEOUT_S} s", time.monotonic() - started
         seconds = time.monotonic() - started
         if done.returncode or not report.is_file():
             return f"exit code {done.returncode}\n{done.stderr[-2000:]}", seconds
@@ -114,6 +127,11 @@ def run(name: str) -> tuple[Peaks | str, float]:
     if content.get("warnings"):
         return f"warnings: {'; '.join(content['warnings'])}", seconds
     return (content[KEYS[0]], content[KEYS[1]]), seconds
+
+
+def expected_peaks(name: str, stored: dict[str, list[int]]) -> tuple[int, ...]:
+    """Return the measured peaks of a case, or those of the developed environment."""
+    return measured_peaks(CASES[name].measured) or tuple(stored.get(name, ()))
 
 
 def measured_peaks(name: str) -> Peaks | None:

@@ -30,6 +30,7 @@ from memest.errors import PlanError
 from memest.estimator.allocator.settings import settings_from
 from memest.estimator.hardware.gpus import Gpu, custom_gpu, find_gpu
 from memest.estimator.predict import PRIMARY_GPU
+from memest.estimator.versions import check_torch
 from memest.project import FILE, find_project
 from memest.report.answer import summary_line
 from memest.report.schedulers import NAMES, resource_lines
@@ -195,6 +196,7 @@ def run(
     files = _Files(*map(output.pop, ("json_path", "html", "snapshot", "chrome_trace")))
     limits = {"memory_limit": memory_limit, "max_steps": max_steps}
     options: dict[str, Any] = {**limits, "is_strict": strict, "batch_parts": batch_parts}
+    check_torch()
     with _no_real_gpu():
         from memest.run.ranks import chosen_ranks
         from memest.run.session import Session

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from memest.child import forked
 from memest.estimator.allocator.settings import parse_settings
 from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu, custom_gpu, find_gpu, libraries_bytes
+from memest.estimator.versions import check_torch
 from memest.plan import TrainingPlan
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False, jobs: int = 
     Raises:
         MemestError: the plan cannot be run, or memest cannot model it.
     """
+    check_torch()
     from memest.estimator.summary import summarise
 
     started = time.perf_counter()

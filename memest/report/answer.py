@@ -9,14 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from memest.estimator.versions import (
-    BUILT_FOR,
-    KERNELS,
-    OLDEST,
-    is_newer,
-    is_nightly,
-    is_older,
-)
+from memest.estimator.versions import BUILT_FOR, KERNELS, is_newer, is_nightly
 from memest.report.records import Outcome, Prediction, RunPeak, RunReport, Verdict
 from memest.units import GIB, format_gib, format_size
 
@@ -195,8 +188,6 @@ def kernels_line(versions: Mapping[str, str]) -> list[str]:
         return []
     kind = "CUDA kernels of torch" if other else "those of torch"
     line = f"kernels: {kind} {simulated} are simulated; torch {torch}{build} is installed"
-    if is_older(torch):
-        return [f"warning: {line}, which is older than {OLDEST}, the oldest supported release"]
     return [f"warning: {line}, which has no rules of its own" if is_newer(torch) else line]
 
 

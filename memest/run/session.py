@@ -18,7 +18,7 @@ from memest.estimator.gpu.worlds import ALONE, Ranks
 from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu, custom_gpu, find_gpu
 from memest.estimator.predict import PRIMARY_GPU
 from memest.estimator.tensors.patches import Patches
-from memest.estimator.versions import known, simulating
+from memest.estimator.versions import check_torch, known, simulating
 from memest.estimator.virtual_gpu import StepLimit, VirtualGpu
 from memest.report import Ending, RunReport
 from memest.run.summary import report_of
@@ -227,9 +227,11 @@ def virtual_gpu(
         torch_release: simulated release of torch, such as `2.11`; the installed one by default.
 
     Raises:
-        PlanError: there is no such GPU, a size is invalid, or the release has no rules.
+        PlanError: there is no such GPU, a size is invalid, the release has no rules, or the
+            installed torch is too old.
         MemestError: when the block is entered while another one is active.
     """
+    check_torch()
     found = find_gpu(gpu)
     if gpu_memory is not None:
         found = custom_gpu(parse_bytes(gpu_memory), found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,7 @@ def no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
         ("2.12.1", "2.12"),
         ("2.13.0+cpu", "2.13"),
         ("2.14.1+cu130", "2.14"),
+        ("2.99.0.dev20270101+cu130", RELEASES[-1].name),
     ],
 )
 def test_the_installed_release_or_the_nearest_known_one_is_simulated(
@@ -112,12 +114,22 @@ def test_the_first_lines_name_the_release_where_it_is_not_the_installed_one(
     assert "kernels: " not in render_text(run(same).report())
 
 
-def test_a_release_older_than_the_bound_is_a_warning() -> None:
+def test_a_release_older_than_the_bound_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(versions, "_installed", lambda: "2.5.1+cu124")
     oldest = RELEASES[0].name
-    assert kernels_line({"torch": "2.5.1", KERNELS: oldest}) == [
-        f"warning: kernels: those of torch {oldest} are simulated; torch 2.5.1 is installed,"
-        f" which is older than {oldest}, the oldest supported release"
-    ]
+    message = f"torch 2.5.1+cu124 is installed; memest needs {oldest} or newer"
+    plan = TrainingPlan(model_name="gpt2", batch_size=1, seq_len=64)
+
+    for call in (memest.virtual_gpu, lambda: predict(plan)):
+        with pytest.raises(PlanError, match=re.escape(message)) as found:
+            call()
+        assert found.value.hint == f"pip install 'torch>={oldest}'"
+    with pytest.raises(SystemExit) as ended:
+        main(["run", __file__])
+    assert ended.value.code == PlanError.exit_code
+    assert message in capsys.readouterr().err
 
 
 def test_every_minor_release_since_the_bound_has_a_row() -> None:
@@ -165,6 +177,11 @@ def test_a_release_that_is_newer_than_all_known_ones_is_a_warning() -> None:
     assert kernels_line({"torch": "2.99.0", KERNELS: newest}) == [
         f"warning: kernels: those of torch {newest} are simulated; torch 2.99.0 is installed,"
         " which has no rules of its own"
+    ]
+    nightly = "2.99.0.dev20270101+cu130"
+    assert kernels_line({"torch": nightly, KERNELS: newest}) == [
+        f"warning: kernels: those of torch {newest} are simulated; torch {nightly} (a nightly"
+        " build) is installed, which has no rules of its own"
     ]
     assert not kernels_line({"torch": f"{newest}.1", KERNELS: newest})
 

@@ -33,10 +33,12 @@ from memest.estimator.ops.registry import (
     Args,
     Kwargs,
     above_autograd,
+    layout,
     modelled,
     random_offset,
     requests,
 )
+from memest.estimator.ops.strides import like
 from memest.estimator.ops.temporaries import (
     OLDEST,
     Events,
@@ -747,6 +749,15 @@ def cudnn_forward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     workspace = _cudnn_engine_bytes(gpu) if shape.L > 1 else 0
     made = {6: 8, 7: 8, 0: shape.out_bytes, 1: shape.lse_bytes if needs_lse else 0}
     return tuple(outputs(made) + temporaries(workspace, -workspace))
+
+
+@layout("_scaled_dot_product_cudnn_attention")
+def cudnn_output(args: Args, out: Any) -> Any:
+    """Output in the layout of the query (`alloc_with_matching_layout`).
+
+    The meta kernel of torch 2.6 has a contiguous one; its libtorch_cuda.so has the function.
+    """
+    return like(0)(args, out) if args[0].shape == out[0].shape else out
 
 
 @requests("_scaled_dot_product_cudnn_attention_backward")

@@ -382,7 +382,8 @@ _EXPLICIT = ("aten::_euclidean_dist", "aten::affine_grid_generator")
 def key_of_other_operators(func: Any) -> Any:
     """The dispatch key under which `func` calls other operators, or None for a kernel of its own.
 
-    torch's dispatcher keeps where each kernel was registered: in a file of Python or of C++.
+    torch's dispatcher keeps where each kernel was registered: in a file of Python or of C++. With
+    torch 2.6 and 2.8 the file of every kernel in Python is `/dev/null`; with 2.10 it is not.
     """
     name = func._schema.name
     if func._schema.overload_name:
@@ -399,7 +400,7 @@ def key_of_other_operators(func: Any) -> Any:
         return _COMPOSITE if is_composite else None
     for line in torch._C._dispatch_dump(name).splitlines():
         key, _, rest = line.partition(": ")
-        if key in _KEYS_OF_PYTHON and ".py:" in rest:
+        if key in _KEYS_OF_PYTHON and (".py:" in rest or "/dev/null:" in rest):
             return _KEYS_OF_PYTHON[key]
     return None
 

@@ -114,6 +114,19 @@ def is_older(text: str) -> bool:
     return (_numbers(text) or RELEASES[0].version) < RELEASES[0].version
 
 
+def check_torch() -> None:
+    """Check that the installed torch is not older than the oldest supported release.
+
+    Raises:
+        PlanError: it is.
+    """
+    if is_older(_installed()):
+        raise PlanError(
+            f"torch {_installed()} is installed; memest needs {OLDEST} or newer",
+            hint=f"pip install 'torch>={OLDEST}'",
+        )
+
+
 def other_kernels(torch: ModuleType) -> str:
     """Return the platform other than CUDA that a build of torch is for, or an empty text."""
     if hip := getattr(torch.version, "hip", None):

@@ -7,6 +7,7 @@ import argparse
 
 import bitsandbytes as bnb
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -45,7 +46,9 @@ torch.manual_seed(42)
 cfg = Qwen2Config(
     vocab_size=32000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=12,
     num_attention_heads=16, num_key_value_heads=4, max_position_embeddings=2048, use_cache=False)
-base = AutoModelForCausalLM.from_config(cfg, dtype=torch.bfloat16 if args.bits == 4 else torch.float16)
+dtype = torch.bfloat16 if args.bits == 4 else torch.float16
+release = tuple(map(int, transformers.__version__.split(".")[:2]))
+base = AutoModelForCausalLM.from_config(cfg, **{"dtype" if release >= (4, 56) else "torch_dtype": dtype})
 for p in base.parameters():
     p.requires_grad_(False)
 replace_linear(base, args.bits)
