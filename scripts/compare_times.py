@@ -2,9 +2,9 @@
 
     python scripts/compare_times.py [--given FOLDER] [--write] [NAMES...]
 
-Each case runs under `memest run --gpu h100-80gb`. The measured figure is the mean of its steps,
-each to the end of its kernels, without the slowest, which often writes a checkpoint. `--write`
-stores the estimates and writes the table of docs/time.md; `--page` writes what is stored.
+Each case runs under `memest run --gpu h100-80gb`. The measured figure is the median of its
+steps after the first, each to the end of its kernels. `--write` stores the estimates and writes
+the table of docs/time.md; `--page` writes what is stored.
 """
 
 from __future__ import annotations
@@ -70,8 +70,10 @@ def estimated(name: str, given: Path | None) -> dict[str, Any] | None:
 
 
 def measured_s(case: dict[str, Any]) -> float:
-    """Return the mean of the measured steps without the slowest."""
-    return statistics.mean(sorted(case["measured_s"])[:-1])
+    """Return the median of the measured steps after the first, each with all optimizers."""
+    count, each = case.get("optimizers", 1), case["measured_s"]
+    steps = [sum(each[i : i + count]) for i in range(count - 1, len(each) - count + 1, count)]
+    return statistics.median(steps[1:] if count == 1 else steps)
 
 
 def table(data: dict[str, Any]) -> str:

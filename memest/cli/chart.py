@@ -119,12 +119,14 @@ def chart() -> None:
 )
 @jobs_option
 @click.option("--resume", is_flag=True, help="Continue after an interruption.")
+@click.option("--time", "has_time", is_flag=True, help="Draw the memory left beside a step's time.")
 @chart_options
 def lab(
     suite: str,
     gpu: tuple[str, ...],
     jobs: int | None,
     resume: bool,
+    has_time: bool,
     pictures: Pictures,
 ) -> None:
     """Draw the experiments of a suite and the GPUs' limits.
@@ -144,18 +146,22 @@ def lab(
     make_folder(pictures.folder)
     from memest.cli.resume import predict_kept
     from memest.estimator.search.suite import apart
-    from memest.plots import plot_ladder
+    from memest.plots import plot_ladder, plot_trade_off
 
     with shown():
         found = predict_kept(plans, pictures.folder / path.stem, is_resumed=resume, jobs=jobs)
     predicted, failed = apart(plans, found)
-    with shown("what the others would need", with_results=False):
-        unlimited = _needs(predicted, jobs)
     for plan, error in failed:
         click.echo(f"not drawn: {plan.label}: {error}", err=True)
     if not predicted:
         raise PlanError(f"`{suite}` has no plan that can be drawn", hint="name another suite")
     reports = [report for _, report in predicted]
+    if has_time:
+        figure = plot_trade_off(reports, gpu=names[0], dark=pictures.dark)
+        pictures.save(figure, f"{path.stem}-time", [report.to_dict() for report in reports])
+        return
+    with shown("what the others would need", with_results=False):
+        unlimited = _needs(predicted, jobs)
     figure = plot_ladder(
         reports, limits=limits, dark=pictures.dark, unlimited=unlimited, suite=path.stem
     )

@@ -125,10 +125,13 @@ def _predicted(plan: TrainingPlan, gpus: Sequence[Gpu], trust_remote_code: bool)
 
 
 def _time_of(plan: TrainingPlan, traced: TracedPlan, gpu: Gpu) -> StepTime | None:
-    """Return the estimated time of a step; None if the plan's own step was not run."""
+    """Return the estimated time of a step.
+
+    None if the plan's own step was not run, or if the host computes a part of it.
+    """
     from memest.estimator.hardware.pace import estimate
 
-    if traced.work is None:
+    if traced.work is None or plan.offloads:
         return None
     return estimate(traced.work, gpu, num_micro_batches=plan.accumulate_grad_batches)
 

@@ -231,7 +231,7 @@ class VirtualGpu:
             mode.guesses.stepped()
             mode.attribution.modules.forget()
             mode.memory.history.stepped()
-            mode.work.stepped()
+            mode.work.stepped(id(optimizer))
             stepped[threading.get_ident()] = weakref.ref(optimizer)
             self.num_steps += 1
             if self.max_steps is not None and self.num_steps >= self.max_steps:

@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from memest.plots.scatter import plot_scatter
     from memest.plots.style import gpu_label, retitle
     from memest.plots.timeline import plot_timeline
+    from memest.plots.trade_off import plot_trade_off
 
 __all__ = [
     "Picture", "gpu_label", "parse_formats", "plot_fits", "plot_fragmentation", "plot_ladder",
     "plot_largest_batch", "plot_phases", "plot_scaling", "plot_scaling_bars", "plot_scatter",
-    "plot_timeline", "retitle", "save", "svg_text",
+    "plot_timeline", "plot_trade_off", "retitle", "save", "svg_text",
 ]  # fmt: skip
 
 _HOMES = {
@@ -45,6 +46,7 @@ _HOMES = {
     "plot_scaling_bars": "memest.plots.scaling",
     "plot_scatter": "memest.plots.scatter",
     "plot_timeline": "memest.plots.timeline",
+    "plot_trade_off": "memest.plots.trade_off",
     "retitle": "memest.plots.style",
     "save": "memest.plots.saving",
     "svg_text": "memest.plots.saving",

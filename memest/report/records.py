@@ -198,6 +198,11 @@ class StepTime:
     unmeasured_share: float
     """Share of the step in kernels without measured efficiency."""
 
+    new_share: float = 0.0
+    """Share of a step's calls whose sizes no step before had. Libraries choose kernels for them,
+    which takes time that is not in the estimate.
+    """
+
 
 def read_as(kind: Any, value: Any) -> Any:
     """Return JSON values as an instance of a type of the schema.

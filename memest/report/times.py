@@ -149,6 +149,12 @@ def time_notes(report: Prediction | RunReport) -> list[str]:
             f"GPUs other than {', '.join(elsewhere)}: their peak rates and bandwidth, with the"
             f" efficiencies of {', '.join(elsewhere)}"
         )
+    new = max((t.new_share for t in report.times.values()), default=0.0)
+    if new >= 0.1:
+        notes.append(
+            f"{100 * new:.0f} % of a step's calls have new sizes, for which libraries choose"
+            " kernels again: steps take longer than estimated"
+        )
     unmeasured = max((t.unmeasured_share for t in report.times.values()), default=0.0)
     if unmeasured >= 0.05:
         notes.append(f"{100 * unmeasured:.0f} % of a step are kernels without measured times")

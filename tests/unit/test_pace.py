@@ -301,3 +301,25 @@ def test_options_of_plans_are_refused_beside_a_script() -> None:
     result = CliRunner().invoke(main, ["cheapest", "--bs", "2", "train.py"])
 
     assert "`--batch-size` is an option of plans, and a script is given" in str(result.output)
+
+
+def test_a_step_has_one_step_of_each_optimizer() -> None:
+    log = WorkLog()
+    for _ in range(4):
+        for optimizer in (1, 2):
+            log.add(LARGE)
+            log.stepped(optimizer)
+
+    assert [len(step) for step in log.steps] == [2, 2, 2, 2]
+
+
+def test_new_sizes_in_each_step_are_counted() -> None:
+    sizes = [LARGE._replace(size=(128 * n, 4096, 4096)) for n in range(1, 7)]
+
+    changing, constant = (estimate(log_of(*steps), H100) for steps in (
+        [[LARGE, size] for size in sizes], [[LARGE, LARGE]] * 6,
+    ))  # fmt: skip
+
+    assert changing is not None
+    assert constant is not None
+    assert (changing.new_share, constant.new_share) == (0.5, 0.0)

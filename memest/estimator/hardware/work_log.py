@@ -44,8 +44,9 @@ class WorkLog:
 
     def __init__(self) -> None:
         self.works: list[Work] = []
-        self.steps: deque[array[int]] = deque(maxlen=MAX_STEPS)
-        self.num_steps = 0
+        self._steps: deque[array[int]] = deque(maxlen=MAX_STEPS)
+        self._step = array("q")
+        self._stepped: set[int] = set()
         self.is_in_optimizer = False
         """True within `Optimizer.step`."""
 
@@ -117,11 +118,23 @@ class WorkLog:
         """Forget the events since the last step."""
         self._events = array("q")
 
-    def stepped(self) -> None:
-        """End a step."""
-        self.steps.append(self._events)
+    def stepped(self, optimizer: int = 0) -> None:
+        """End the step of an optimizer. A training step has one of each optimizer.
+
+        Args:
+            optimizer: number of the optimizer.
+        """
+        if optimizer in self._stepped:
+            self._steps.append(self._step)
+            self._step, self._stepped = array("q"), set()
+        self._step.extend(self._events)
+        self._stepped.add(optimizer)
         self._events = array("q")
-        self.num_steps += 1
+
+    @property
+    def steps(self) -> list[array[int]]:
+        """Events of the last training steps."""
+        return [*self._steps, *([self._step] if self._stepped else [])]
 
     def _index_of(self, work: Work) -> int:
         if work is NOTHING:

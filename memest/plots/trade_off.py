@@ -1,0 +1,125 @@
+"""Chart of the trade: memory that is left on a GPU, and the estimated time of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from memest.plots.style import (
+    DOT,
+    HEIGHT,
+    SMALL,
+    VALUE,
+    VERDICTS,
+    WIDTH,
+    Theme,
+    bare,
+    gpu_label,
+    key,
+    require,
+    row_size,
+    shortened,
+    slide,
+    token_words,
+    version_words,
+    write_legend,
+    write_title,
+)
+from memest.report import Outcome, Prediction, StepTime
+from memest.units import GIB
+
+MAX_ROWS = 16
+"""Number of experiments above which the slide becomes taller instead of the type smaller."""
+
+_TOP, _BOTTOM, _NAMES, _GAP, _RIGHT = 1.95, 0.45, 4.4, 0.55, 0.9  # inches
+_BAR = 0.62  # of the height of a row
+_BOUND = {"host": "#8C8C8C", "compute": "#0072B2", "memory": "#E69F00", "link": "#009E73"}
+"""Colours of what binds a step: Okabe and Ito, readable by the colour-blind."""
+
+_LEFT, _LACK = "#56B4E9", "#D55E00"
+"""Colours of memory that is left, and of memory that lacks."""
+
+
+def plot_trade_off(reports: Sequence[Prediction], *, gpu: str, dark: bool = False) -> Figure:
+    """Draw per experiment the memory left on `gpu`, in GiB, and the time of a step, in seconds.
+
+    The line over a bar of the time is its interval. An experiment that does not fit has its lack
+    of memory to the left of the zero, and its bar of the time is faint.
+
+    Raises:
+        PlanError: there is no report.
+    """
+    require(reports)
+    height = max(HEIGHT, HEIGHT * len(reports) / MAX_ROWS)
+    inner = height - _TOP - _BOTTOM
+    half = (WIDTH - _NAMES - _GAP - _RIGHT) / 2
+    size = row_size(len(reports), inner)
+    with slide(dark=dark, height=height) as (figure, theme):
+        boxes = [(_NAMES / WIDTH, _BOTTOM / height, half / WIDTH, inner / height)]
+        boxes.append(((_NAMES + half + _GAP) / WIDTH, *boxes[0][1:]))
+        left, right = (figure.add_axes(box) for box in boxes)
+        _draw_memory(left, reports, gpu, theme, size)
+        _draw_time(right, reports, gpu, theme, size)
+        for axes, title in ((left, "GiB left"), (right, "seconds a step, estimated")):
+            axes.set_title(title, size=VALUE, loc="left", color=theme.ink)
+            axes.set_ylim(len(reports) - 0.5, -0.5)
+            axes.set_yticks([])
+        bound = {time.bound_by for r in reports if (time := r.times.get(gpu))}
+        used = {name: color for name, color in _BOUND.items() if name in bound}
+        handles: list[Patch] = [key(c, f"bound by {n}", theme) for n, c in used.items()]
+        write_legend(figure, theme, handles, top=1.2)
+        words = [token_words(reports), "line: interval of the estimate", version_words(reports)]
+        write_title(
+            figure, theme, f"Memory against time on {gpu_label(gpu)}", DOT.join(filter(None, words))
+        )
+    return figure
+
+
+def _draw_memory(
+    axes: Axes, reports: Sequence[Prediction], gpu: str, theme: Theme, size: float
+) -> None:
+    left = [r.verdicts[gpu].margin_bytes / GIB for r in reports]
+    low, high = min(0.0, *left), max(0.0, *left)
+    reach = high - low or 1.0
+    axes.set_xlim(low - 0.2 * reach * (low < 0), high + 0.2 * reach)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    bare(axes, theme, grid="x")
+    for row, (report, value) in enumerate(zip(reports, left, strict=True)):
+        word = report.verdicts[gpu].word
+        color = VERDICTS.get(word) or (_LACK if word == "OOM" else _LEFT)
+        axes.barh(row, value, height=_BAR, color=color, gid=f"memory-{row}")
+        beside = 0.01 * reach if value >= 0 else -0.01 * reach
+        axes.text(
+            value + beside, row, f"{value:+.1f}" if value < 0 else f"{value:.1f}",
+            ha="left" if value >= 0 else "right", va="center", size=min(size, VALUE),
+        )  # fmt: skip
+        name = shortened(report.name, size, _NAMES - 0.7)
+        axes.annotate(
+            name, (0, row), xycoords=("axes fraction", "data"), xytext=(-10, 0),
+            textcoords="offset points", ha="right", va="center", size=size, gid=f"name-{row}",
+        )  # fmt: skip
+    axes.axvline(0, color=theme.ink, linewidth=1.2)
+
+
+def _draw_time(
+    axes: Axes, reports: Sequence[Prediction], gpu: str, theme: Theme, size: float
+) -> None:
+    times: list[StepTime | None] = [r.times.get(gpu) for r in reports]
+    axes.set_xlim(0, 1.3 * max((t.high_seconds for t in times if t), default=1.0))
+    axes.xaxis.set_major_locator(MaxNLocator(4))
+    bare(axes, theme, grid="x")
+    for row, (report, time) in enumerate(zip(reports, times, strict=True)):
+        if time is None:
+            axes.text(0, row, " no estimate", va="center", size=SMALL, color=theme.muted)
+            continue
+        color = _BOUND[time.bound_by]
+        is_oom = report.verdicts[gpu].verdict is Outcome.OOM
+        faint = 0.4 if is_oom else 1.0
+        axes.barh(row, time.seconds, height=_BAR, color=color, alpha=faint, gid=f"time-{row}")
+        axes.plot([time.low_seconds, time.high_seconds], [row, row], color=theme.ink, linewidth=1.6)
+        text = f" {time.seconds:.3g}" + " OOM" * is_oom
+        axes.text(time.high_seconds, row, text, va="center", size=min(size, VALUE))
