@@ -62,12 +62,12 @@ def store(runs: Runs) -> None:
 
 
 def lasting(prediction: Prediction) -> Prediction:
-    """The prediction without its time and without needs, which no measured run shows."""
+    """The prediction without times and without needs, which no measured run shows."""
     verdicts = {
         name: replace(verdict, margin_bytes=0, spread_bytes=0)
         for name, verdict in prediction.verdicts.items()
     }
-    return replace(prediction, elapsed_s=0.0, verdicts=verdicts)
+    return replace(prediction, elapsed_s=0.0, times={}, verdicts=verdicts)
 
 
 def representative(runs: Runs) -> list[tuple[str, int]]:

@@ -120,7 +120,7 @@ def _kind_of_copy(args: Any, out: Any) -> str:
 def _innermost(tensor: Tensor) -> int:
     """Return the longest dimension whose elements are adjacent; -1 if there is none."""
     adjacent = [i for i, step in enumerate(tensor.stride()) if step == 1]
-    return max(adjacent, key=lambda i: tensor.shape[i], default=-1)
+    return max(adjacent, key=tensor.size, default=-1)
 
 
 def fused_work(tensors: Iterable[Tensor]) -> Work:
