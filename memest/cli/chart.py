@@ -119,7 +119,9 @@ def chart() -> None:
 )
 @jobs_option
 @click.option("--resume", is_flag=True, help="Continue after an interruption.")
-@click.option("--time", "has_time", is_flag=True, help="Draw the memory left, and the time of a step.")
+@click.option(
+    "--time", "has_time", is_flag=True, help="Draw the memory left and the time of a step."
+)
 @chart_options
 def lab(
     suite: str,

@@ -11,7 +11,7 @@ import click
 from memest.cli.files import given_only, read_plans
 from memest.cli.group import main
 from memest.cli.options import plan_options, training_options
-from memest.cli.predict import training_of
+from memest.cli.predict import check_training, training_of
 from memest.cli.terminal import folded, shown
 from memest.errors import PlanError
 
@@ -37,6 +37,7 @@ def cheapest(as_json: bool, script: tuple[str, ...], **flags: Any) -> int:
     from memest.estimator.hardware.gpus import list_gpus
 
     whole = {name: flags.pop(name) for name in ("train_steps", "price", "epochs", "samples")}
+    check_training(**whole)
     given = given_only(flags)
     if given.get("gpu_memory") is not None:
         raise PlanError("a GPU with `--gpu-memory` has no speed", hint="name GPUs by `--gpu`")

@@ -81,6 +81,7 @@ def predict(
     files = {name: flags.pop(name) for name in ("html", "snapshot", "chrome_trace")}
     whole = {name: flags.pop(name) for name in ("train_steps", "price", "epochs", "samples")}
     how = {name: flags.pop(name) for name in ("jobs", "trust_remote_code")}
+    check_training(**whole)
     plans = read_plans(config, suite, given_only(flags))
     for path in (output, *files.values()):
         if path is not None:
@@ -160,6 +161,26 @@ def _cheapest(plan: TrainingPlan, report: Prediction, *, trust_remote_code: bool
     return cheapest_change(plan, gpu, report, trust_remote_code=trust_remote_code)
 
 
+def check_training(
+    train_steps: int | None,
+    price: str | None,
+    epochs: float | None = None,
+    samples: int | None = None,
+) -> None:
+    """Check the options of the whole training, before anything runs.
+
+    Raises:
+        PlanError: epochs without samples, samples with steps, or a price that is no number.
+    """
+    from memest.report.times import read_prices
+
+    if epochs is not None and samples is None:
+        raise PlanError("`--epochs` needs `--samples`", hint="give the samples of an epoch")
+    if samples is not None and train_steps is not None:
+        raise PlanError("`--samples` and `--train-steps` exclude each other", hint="give one")
+    read_prices(price)
+
+
 def training_of(
     plan: Mapping[str, Any],
     train_steps: int | None,
@@ -167,22 +188,12 @@ def training_of(
     epochs: float | None,
     samples: int | None,
 ) -> Training | None:
-    """Return the whole training that the options give, or None.
-
-    Raises:
-        PlanError: epochs without samples, both epochs and steps, or a price that is no number.
-    """
+    """Return the whole training that the options give, or None."""
     from memest.report.times import Training, read_prices, steps_of_plan
 
-    if epochs is not None and samples is None:
-        raise PlanError("`--epochs` needs `--samples`", hint="give the samples of an epoch")
-    if epochs is not None and train_steps is not None:
-        raise PlanError("`--epochs` and `--train-steps` exclude each other", hint="give one")
-    if samples is not None and epochs is None:
-        epochs = 1.0
     prices = read_prices(price)
-    if epochs is not None and samples is not None:
-        train_steps = steps_of_plan(plan, epochs, samples)
+    if samples is not None:
+        train_steps = steps_of_plan(plan, epochs or 1.0, samples)
     if train_steps is None and not prices:
         return None
     num_gpus = plan.get("devices", 1) * plan.get("num_nodes", 1)

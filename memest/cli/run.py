@@ -24,7 +24,7 @@ from memest.cli.options import (
     torch_option,
     training_options,
 )
-from memest.cli.predict import training_of
+from memest.cli.predict import check_training, training_of
 from memest.cli.terminal import folded, has_colour
 from memest.errors import PlanError
 from memest.estimator.allocator.settings import settings_from
@@ -189,6 +189,7 @@ def run(
     elsewhere = _run_elsewhere(python, ctx.meta[_ARGUMENTS])
     if elsewhere is not None:
         return elsewhere
+    check_training(output["train_steps"], output["price"])
     target = _target(module, command)
     check_single_process(os.environ)
     settings_from(os.environ)  # which the allocator reads at its first request

@@ -23,6 +23,7 @@ from memest.report.text import (
     term_cells,
     where,
 )
+from memest.report.times import time_cells, time_notes
 from memest.units import GIB, format_gib, gib_that_add_up
 
 if TYPE_CHECKING:
@@ -216,8 +217,17 @@ def _one(report: Prediction | RunReport, recording: Recording | None) -> str:
     if recording is not None and recording.actions:
         sections += _step(report, recording)
     sections += _of_script(report) if isinstance(report, RunReport) else _of_plan(report)
-    sections += ["<h2>Assumed</h2>", _assumed(report)]
+    sections += [_times(report), "<h2>Assumed</h2>", _assumed(report)]
     return "\n".join(sections)
+
+
+def _times(report: Prediction | RunReport) -> str:
+    """Estimated times, apart from the figures of the memory."""
+    if not report.times:
+        return ""
+    notes = "".join(f"<li>{escape(note)}</li>" for note in time_notes(report))
+    rows = html_table(time_cells(report), text=1)
+    return f'<h2>Estimated time of a step</h2>{rows}<ul class="muted">{notes}</ul>'
 
 
 def _step(report: Prediction | RunReport, recording: Recording) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -323,3 +325,34 @@ def test_new_sizes_in_each_step_are_counted() -> None:
     assert changing is not None
     assert constant is not None
     assert (changing.new_share, constant.new_share) == (0.5, 0.0)
+
+
+def test_text_and_page_have_the_estimated_time(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(steps=4), encoding="utf-8")
+    page = tmp_path / "report.html"
+    command = ["run", "--html", str(page), "--price", "2", str(script)]
+
+    done = subprocess.run(
+        [sys.executable, "-m", "memest", *command], capture_output=True, text=True, check=True
+    )
+
+    assert "estimated time; hours of 1,000 steps" in done.stdout
+    assert "<h2>Estimated time of a step</h2>" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--price -3", "`-3` is not a price"),
+        ("--epochs 3", "`--epochs` needs `--samples`"),
+        ("--samples 9 --train-steps 3", "`--samples` and `--train-steps` exclude each other"),
+    ],
+)
+@pytest.mark.parametrize("command", ["predict", "cheapest"])
+def test_training_options_are_checked_before_anything_runs(
+    command: str, words: str, message: str
+) -> None:
+    result = CliRunner().invoke(main, [command, "--model", "no-such-model", *words.split()])
+
+    assert message in result.output
