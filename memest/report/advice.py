@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from memest.report import Verdict
 from memest.report.text import table
+from memest.report.times import seconds, time_words
 from memest.units import format_gib
 
 if TYPE_CHECKING:
@@ -37,8 +38,10 @@ def _heading(advice: Advice) -> list[str]:
     figures = f"needs {format_gib(found.needs_bytes)} of {format_gib(found.limit_bytes)} usable"
     if advice.fits:
         return ["  ".join(facts), f"fits as it is: {figures}, {_to_spare(found)}"]
-    verdict = f"does not fit: {figures}, {format_gib(-found.margin_bytes)} too much"
-    return ["  ".join(facts), verdict]
+    lines = [f"does not fit: {figures}, {format_gib(-found.margin_bytes)} too much"]
+    if current.time:
+        lines.append(f"with enough memory: about {time_words(current.time)}")
+    return ["  ".join(facts), *lines]
 
 
 def _to_spare(verdict: Verdict) -> str:
@@ -62,6 +65,7 @@ def _option(number: int, option: Option) -> list[str]:
     head = f"{number}. "
     rows = [
         ("needs", f"{format_gib(option.verdict.needs_bytes)}, {_to_spare(option.verdict)}"),
+        *([("time", f"about {time_words(option.time)}")] if option.time else []),
         ("kind", option.cost.words),
         *(("cost", change.price) for change in option.changes),
     ]
@@ -75,9 +79,14 @@ def _option(number: int, option: Option) -> list[str]:
 def _not_enough(advice: Advice) -> list[str]:
     if not advice.not_enough:
         return []
-    rows = [["not enough alone", "needs", "margin"]]
+    rows = [["not enough alone", "needs", "margin", "a step"]]
     rows += [
-        [o.title, format_gib(o.verdict.needs_bytes), format_gib(o.verdict.margin_bytes)]
+        [
+            o.title,
+            format_gib(o.verdict.needs_bytes),
+            format_gib(o.verdict.margin_bytes),
+            seconds(o.time.seconds) if o.time else "",
+        ]
         for o in advice.not_enough
     ]
     return table(rows, left=1)

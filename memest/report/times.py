@@ -161,6 +161,12 @@ def time_notes(report: Prediction | RunReport) -> list[str]:
     return notes
 
 
+def time_words(time: StepTime) -> str:
+    """Return the estimate of a step with its interval."""
+    low, high = seconds(time.low_seconds), seconds(time.high_seconds)
+    return f"{seconds(time.seconds)} a step, between {low} and {high}"
+
+
 def seconds(value: float) -> str:
     """Return a time with three digits.
 

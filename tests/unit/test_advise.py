@@ -407,6 +407,7 @@ def test_advice_as_json_has_every_figure(narrow: Advice) -> None:
     values = json.loads(json.dumps(narrow.to_dict()))
 
     assert values["schema"] == "memest.advice/1"
+    assert values["current"]["time"]["seconds"] > 0
     assert values["fits"] is False
     assert [o["margin_bytes"] for o in values["options"]] == [
         o.verdict.margin_bytes for o in narrow.options
@@ -493,3 +494,10 @@ def test_the_command_answers_in_json_and_by_its_exit_code(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == [output]
     assert nothing.returncode == 5
     assert "nothing on this GPU among what was tried" in nothing.stdout
+
+
+def test_changes_of_a_kind_are_listed_by_the_time_of_a_step(narrow: Advice) -> None:
+    order = [(o.cost, o.time.seconds) for o in narrow.options if o.time]
+
+    assert order
+    assert order == sorted(order)

@@ -17,9 +17,10 @@ False if the search ended for its number of predictions.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from memest.engines import Event, tell
@@ -40,7 +41,7 @@ from memest.estimator.search.changes import (
 )
 from memest.estimator.search.commands import ModelFacts, predict_command, training_lines
 from memest.plan import TrainingPlan
-from memest.report import Outcome, Prediction, Verdict
+from memest.report import Outcome, Prediction, StepTime, Verdict
 
 SCHEMA = "memest.advice/1"
 
@@ -54,6 +55,9 @@ class Option:
 
     plan: TrainingPlan
     verdict: Verdict
+    time: StepTime | None
+    """Estimated time of a step; None where there is no estimate."""
+
     host_bytes: int
     """Host memory of the run, such as paged optimizer state."""
 
@@ -92,6 +96,7 @@ class Option:
             "peak_reserved_bytes": self.verdict.reserved_bytes,
             "needs_bytes": self.verdict.needs_bytes,
             "margin_bytes": self.verdict.margin_bytes,
+            "time": asdict(self.time) if self.time else None,
             "host_bytes": self.host_bytes,
             "command": self.command,
             "training_lines": list(self.training_lines),
@@ -261,7 +266,9 @@ def _on_gpu(plan: TrainingPlan, gpu: Gpu) -> TrainingPlan:
 
 
 def _by_cost(option: Option) -> tuple[Any, ...]:
-    return option.cost, len(option.changes), sorted(change.cost for change in option.changes)
+    """Return the order: the kind of the cost, then the estimated time of a step."""
+    seconds = option.time.seconds if option.time else math.inf
+    return option.cost, seconds, len(option.changes)
 
 
 @dataclass(slots=True)
@@ -333,6 +340,7 @@ class _Search:
             changes=changes,
             plan=plan,
             verdict=prediction.verdicts[self.gpu.name],
+            time=prediction.times.get(self.gpu.name),
             host_bytes=prediction.host_bytes,
             command=predict_command(plan),
             training_lines=training_lines(self.plan, plan, facts) if facts and changes else (),
