@@ -45,8 +45,7 @@ def cheapest(as_json: bool, script: tuple[str, ...], **flags: Any) -> int:
     with shown("simulating"):
         report = _of_script(script, names, given) if script else _of_plan(given, names)
     steps = {"train_steps": whole["train_steps"] or (None if whole["samples"] else 1000)}
-    plan = getattr(report, "plan", {})
-    training = training_of(plan, **whole | steps)
+    training = training_of(report.plan, **whole | steps)
     assert training is not None
     found = _ranked(report, training)
     if as_json:

@@ -83,32 +83,21 @@ def _around_peak(report: Measurement) -> list[PhaseRow]:
     return list(rows[max(0, index - 1) : index + 1])
 
 
-def needed_bytes(report: Prediction | Measurement) -> int:
-    """Return the least limit that a prediction fits, or the bytes that a measured run reserved.
-
-    For a measured run out of memory it is a lower bound of the unknown need.
-    """
-    if isinstance(report, Prediction):
-        return report.needs_bytes
-    return max(report.peak_reserved_bytes, report.peak_allocated_bytes)
-
-
 def need_parts(
     report: Prediction | Measurement, unlimited: Prediction | None = None
 ) -> dict[str, int]:
-    """Return `needed_bytes` by kind, including the cache; they add up.
+    """Return `needs_bytes` of a report by kind, including the cache; they add up.
 
     `unlimited` is the same plan on a GPU that holds it, for the kinds of a plan that does not fit.
     Another chip may need a few MiB more or less, which are added to the cache. Without it, bytes
     beyond the failure are `UNKNOWN`.
     """
-    needed = needed_bytes(report)
     if report.verdict is Outcome.OOM and isinstance(report, Prediction) and unlimited is not None:
         parts, beyond = peak_parts(unlimited), CACHED
     else:
         parts = peak_parts(report)
         beyond = UNKNOWN if report.verdict is Outcome.OOM else CACHED
-    left = needed
+    left = report.needs_bytes
     for kind, size in parts.items():
         parts[kind] = min(size, left)
         left -= parts[kind]
@@ -125,7 +114,7 @@ def word_on(report: Prediction | Measurement, limit_bytes: int, gpu: str = "") -
     """
     if report.verdict is Outcome.FAILED:
         return "?"
-    for name, verdict in (report.verdicts if isinstance(report, Prediction) else {}).items():
+    for name, verdict in report.verdicts.items():
         is_gpu = gpu_label(name) == gpu and not report.plan.get("memory_limit")
         if is_gpu or verdict.limit_bytes == limit_bytes:
             return verdict.word
@@ -286,7 +275,7 @@ def _drawn(
     reports: Sequence[Row], gpus: Sequence[tuple[str, int]]
 ) -> tuple[list[tuple[str, int]], float]:
     """Return the GPUs that get a line, and the GiB that the chart spans."""
-    longest = max(map(needed_bytes, reports))
+    longest = max(report.needs_bytes for report in reports)
     drawn = [gpu for gpu in gpus if gpu[1] <= _FAR * longest] or list(gpus[:1])
     return drawn, max(longest, 1, *(limit for _, limit in drawn)) / GIB
 
@@ -295,7 +284,7 @@ def _own_limit(report: Row, layout: _Layout) -> float | None:
     """Return GiB of the GPU of the report, if it is out of memory there."""
     if report.verdict is not Outcome.OOM:
         return None
-    if isinstance(report, Prediction) and report.gpu in report.verdicts:
+    if report.gpu in report.verdicts:
         return report.verdicts[report.gpu].limit_bytes / GIB
     own = [limit / GIB for gpu, limit in layout.gpus if gpu == gpu_label(report.gpu)]
     return own[0] if own else min(layout.lines, default=None)
@@ -409,7 +398,7 @@ def _draw_columns(
     _write_head(axes, "needs", right, inches, align="right")
     for row, report in enumerate(reports):
         axes.text(
-            right, row, f"{needed_bytes(report) / GIB:.1f}", size=layout.value, weight="bold",
+            right, row, f"{report.needs_bytes / GIB:.1f}", size=layout.value, weight="bold",
             transform=axes.get_yaxis_transform(), ha="right", va="center_baseline", clip_on=False,
             gid=f"{row}:total",
         )  # fmt: skip
@@ -478,7 +467,7 @@ def _write_title(
 
 def _taken_bytes(report: Row, limits: Mapping[str, int]) -> int:
     """Return the bytes by which libraries of several GPUs lower a GPU's limit."""
-    if not isinstance(report, Prediction) or report.plan.get("memory_limit"):
+    if report.plan.get("memory_limit"):
         return 0
     usable = {gpu_label(name): verdict.limit_bytes for name, verdict in report.verdicts.items()}
     return max((limits[gpu] - n for gpu, n in usable.items() if gpu in limits), default=0)

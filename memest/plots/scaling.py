@@ -16,7 +16,6 @@ from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
 from memest.errors import PlanError
 from memest.estimator.search.scaling import ScalingLine, constant_terms, kind_bytes
-from memest.plots.ladder import needed_bytes
 from memest.plots.style import (
     HEIGHT,
     KINDS,
@@ -110,7 +109,7 @@ def plot_scaling(lines: Sequence[ScalingLine], *, dark: bool = False) -> Figure:
     drawn = [line for line in lines if line.reports]
     if not drawn:
         raise PlanError("there is no prediction to draw", hint="name another strategy")
-    drawn.sort(key=lambda line: needed_bytes(_last(line)))
+    drawn.sort(key=lambda line: _last(line).needs_bytes)
     with slide(dark=dark) as (figure, theme):
         width, height = WIDTH - _LEFT - _COLUMN, HEIGHT - _TOP - _BOTTOM
         axes = figure.add_axes((_LEFT / WIDTH, _BOTTOM / HEIGHT, width / WIDTH, height / HEIGHT))
@@ -136,7 +135,7 @@ def _limits(lines: Sequence[ScalingLine]) -> list[int]:
 
 def _set_axes(axes: Axes, lines: Sequence[ScalingLine]) -> None:
     numbers = sorted({number for line in lines for number in line.reports})
-    sizes = [needed_bytes(report) / GIB for line in lines for report in line.reports.values()]
+    sizes = [report.needs_bytes / GIB for line in lines for report in line.reports.values()]
     sizes.append(_limits(lines)[0] / GIB)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
@@ -165,7 +164,7 @@ def _marks(theme: Theme, lines: Sequence[ScalingLine]) -> dict[str, dict[str, An
 
 def _draw_line(axes: Axes, theme: Theme, line: ScalingLine) -> None:
     look = look_of(line.strategy, theme)
-    sizes = {number: needed_bytes(report) / GIB for number, report in line.reports.items()}
+    sizes = {number: report.needs_bytes / GIB for number, report in line.reports.items()}
     numbers = sorted({*sizes, *line.missing})  # a line is broken where a figure is missing
     axes.plot(
         numbers, [sizes.get(number, nan) for number in numbers],
@@ -204,7 +203,7 @@ def _points(
     points: list[tuple[float, float]] = []
     for line in lines:
         ends = [
-            ((log2(n) - x_low) * per_x, (log2(needed_bytes(r) / GIB) - y_low) * per_y)
+            ((log2(n) - x_low) * per_x, (log2(r.needs_bytes / GIB) - y_low) * per_y)
             for n, r in line.reports.items()
         ]
         for (x0, y0), (x1, y1) in pairwise([ends[0], *ends]):
@@ -218,7 +217,7 @@ def _draw_column(
     """Draw a block for each strategy, next to the end of its line where others leave room."""
     width, height = panel
     low, high = (log2(limit) for limit in axes.get_ylim())
-    ends = [(log2(needed_bytes(_last(line)) / GIB) - low) / (high - low) * height for line in lines]
+    ends = [(log2(_last(line).needs_bytes / GIB) - low) / (high - low) * height for line in lines]
     block = min(_BLOCK, height / len(lines))
     places = spread(ends, block, height)
     size = min(LABEL, 72 * block / 2.6)
@@ -236,7 +235,7 @@ def _draw_column(
             linestyle="none", clip_on=False,
         )  # fmt: skip
         report, left = _last(line), 1 + _BEFORE / width
-        text = f"{label_of(line.strategy)}  {format_size(needed_bytes(report))}"
+        text = f"{label_of(line.strategy)}  {format_size(report.needs_bytes)}"
         axes.text(
             left, place / height, text if report.word == "fits" else f"{text}  {report.word}",
             transform=axes.transAxes, size=size, weight="bold", va="center_baseline",
@@ -367,7 +366,7 @@ def plot_scaling_bars(line: ScalingLine, *, dark: bool = False) -> Figure:
     small = {
         number: report
         for number, report in line.reports.items()
-        if needed_bytes(report) < _SMALL * highest
+        if report.needs_bytes < _SMALL * highest
     }
     enlarged = dict(list(small.items())[-_MAX_ENLARGED:])
     with slide(dark=dark) as (figure, theme):
@@ -396,7 +395,7 @@ def _draw_panel(
     bare(axes, theme, grid="y")
     limit = min(r.verdicts[r.gpu].limit_bytes for r in reports.values())
     highest = max(
-        r.peak_allocated_bytes if r.verdict is Outcome.OOM else needed_bytes(r)
+        r.peak_allocated_bytes if r.verdict is Outcome.OOM else r.needs_bytes
         for r in reports.values()
     )
     has_line = limit < 2.0 * highest
@@ -425,7 +424,7 @@ def _draw_bar(
     per_gib = panel[1] / axes.get_ylim()[1]
     width = _BAR * panel[0] / (axes.get_xlim()[1] - axes.get_xlim()[0])
     is_oom = report.verdict is Outcome.OOM
-    needs = needed_bytes(report) / GIB
+    needs = report.needs_bytes / GIB
     is_inside = not is_oom and limit - 0.35 / per_gib < needs <= limit
     free = needs - (0.35 / per_gib if is_inside else 0.0)
     base = 0.0
@@ -446,7 +445,7 @@ def _draw_bar(
     dashed_box(axes, theme, (position - _BAR / 2, base, _BAR, cached), "reserved")
     part = (base, min(base + cached, free))
     _write_size(axes, position, part, (width, per_gib), round(cached * GIB), theme.ink)
-    text, y, offset, anchor = format_size(needed_bytes(report)), needs, 5, "bottom"
+    text, y, offset, anchor = format_size(report.needs_bytes), needs, 5, "bottom"
     if is_oom:
         text, y, offset, anchor = "OOM", base / 2, 0, "center"
     elif is_inside:  # a number over the line would make the bar look higher

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from memest.estimator.versions import BUILT_FOR, KERNELS, is_newer, is_nightly
-from memest.report.records import Outcome, Prediction, RunPeak, RunReport, Verdict
+from memest.report.records import OPERATOR, Outcome, Prediction, RunReport, Verdict
 from memest.units import GIB, format_gib, format_size
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ _PHASES = {
     "evaluation": "in an evaluation", "generation": "while text is generated",
 }  # fmt: skip
 _STEP = re.compile(r"\bstep (\d+)")
-_OPERATOR = re.compile(r"^(aten|prims|_?c10d\w*|fsdp|bitsandbytes|torchvision|flash_attn\w*)\.\w+")
-"""Namespaces of operators; what else has a dot is a module or a line."""
 
 _NAMED_PERCENT = 4.5
 """Smallest named share of the peak; smaller ones are part of the rest."""
@@ -77,15 +75,16 @@ def summary_line(
     """
     gpu = gpu or report.gpu
     verdict = report.verdicts[gpu]
-    is_script, is_oom = isinstance(report, RunReport), verdict.verdict is Outcome.OOM
+    is_oom = verdict.verdict is Outcome.OOM
     has_room = verdict.verdict is Outcome.FITS
     size = format_size(verdict.reserved_bytes if has_room else verdict.needs_bytes)
     if measured_bytes is not None:
         size = f"predicted {size}, measured {format_size(measured_bytes)}"
     elif not has_room:  # of a script, later requests are unknown
-        size = f"{'at least ' if is_oom and is_script else '' if is_oom else 'up to '}{size}"
+        least = "at least " if report.is_script else ""
+        size = f"{least if is_oom else 'up to '}{size}"
     usable = f"{verdict.limit_bytes / GIB:.1f} GiB"
-    so_far = " so far" if isinstance(report, RunReport) and report.is_cut_short else ""
+    so_far = " so far" if report.is_cut_short else ""
     head = f"memest: {size} of {usable} ({verdict.word}{so_far}) on {gpu}"
     return (
         f"{head}, {'out of memory' if verdict.at else 'peak'} in {_when_and_where(report, verdict)}"
@@ -95,8 +94,8 @@ def summary_line(
 def _when_and_where(report: Prediction | RunReport, verdict: Verdict) -> str:
     """Return moment and place of a failed request, or else of the peak."""
     peak = report.peak
-    where = peak.line if isinstance(peak, RunPeak) else peak.module
-    at = people(verdict.at) if verdict.at else f"step {peak.step + 1}, {peak.phase}, {where}"
+    own = f"step {peak.step + 1}, {peak.phase}, {peak.places[-1]}"
+    at = people(verdict.at) if verdict.at else own
     step, *rest = [part for part in at.split(", ") if part]
     phase, *places = rest or [""]
     when = "setup" if phase == "setup" else f"{step} {phase}".strip()
@@ -158,25 +157,16 @@ def answer(
         return []
     is_oom = verdict.verdict is Outcome.OOM
     kinds = [(term.kind, term.num_bytes) for term in report.terms]
-    if isinstance(report, RunReport):
-        so_far = report.is_cut_short
-        first = verdict_line(verdict, report.gpu, colour=colour, so_far=so_far)
-        if is_oom:  # later requests of the script are unknown
-            first = _refusal_line(verdict, report.gpu, colour=colour)
-        why = why_line(peak.step, peak.phase, kinds, is_oom=False)
-    else:
-        first = verdict_line(verdict, report.gpu, colour=colour)
-        why = why_line(peak.step, peak.phase, kinds, is_oom=is_oom)
-    lines = [first, why]
-    if isinstance(report, Prediction):
-        lines += _others(report)
+    first = verdict_line(verdict, report.gpu, colour=colour, so_far=report.is_cut_short)
+    if is_oom and report.is_script:  # later requests of the script are unknown
+        first = _refusal_line(verdict, report.gpu, colour=colour)
+    lines = [first, why_line(peak.step, peak.phase, kinds, is_oom=is_oom and not report.is_script)]
+    lines += [] if report.is_script else _others(report)
     if verdict.decides:
         lines.append(f"what decides: {verdict.decides}")
-    if isinstance(report, Prediction):
-        if is_oom:
-            lines += [*_change_lines(change, colour=colour), f"more: {advise_command(report)}"]
-        lines += _host_lines(report.host_verdict, colour=colour)
-    return lines + kernels_line(report.versions)
+    if is_oom and not report.is_script:
+        lines += [*_change_lines(change, colour=colour), f"more: {advise_command(report)}"]
+    return lines + _host_lines(report.host_verdict, colour=colour) + kernels_line(report.versions)
 
 
 def kernels_line(versions: Mapping[str, str]) -> list[str]:
@@ -207,11 +197,11 @@ def _host_lines(host: Verdict | None, *, colour: bool) -> list[str]:
     return [f"{head}: {format_gib(host.reserved_bytes)} of {format_gib(host.limit_bytes)} there"]
 
 
-def _others(prediction: Prediction) -> list[str]:
+def _others(report: Prediction | RunReport) -> list[str]:
     """The verdicts of the other GPUs, by name."""
     by_word: dict[str, list[str]] = {each: [] for each in COLOURS}
-    for name, verdict in prediction.verdicts.items():
-        if name != prediction.gpu:
+    for name, verdict in report.verdicts.items():
+        if name != report.gpu:
             by_word[verdict.word].append(name)
     words = [f"{word} {', '.join(names)}" for word, names in by_word.items() if names]
     return [f"other GPUs: {'; '.join(words)}"] if words else []
@@ -228,7 +218,7 @@ def _change_lines(change: Option | None, *, colour: bool) -> list[str]:
     ]
 
 
-def advise_command(prediction: Prediction) -> str:
+def advise_command(prediction: Prediction | RunReport) -> str:
     """The `memest advise` for the first GPU of the report."""
     from memest.estimator.search.commands import predict_command
     from memest.plan import TrainingPlan
@@ -247,17 +237,7 @@ def people(at: str) -> str:
     'step 1, forward, encoder.layers.1'
     """
     text = _STEP.sub(lambda found: f"step {int(found[1]) + 1}", at)
-    return ", ".join(part for part in text.split(", ") if not _OPERATOR.match(part))
-
-
-def without_operator(why: str) -> str:
-    """The reason of a term without the operator at its end.
-
-    >>> without_operator("of the optimizer: aten._foreach_sqrt")
-    'of the optimizer'
-    """
-    head, colon, tail = why.rpartition(": ")
-    return head if colon and _OPERATOR.match(tail) else why
+    return ", ".join(part for part in text.split(", ") if not OPERATOR.match(part))
 
 
 def operator_of(at: str) -> str:
@@ -266,7 +246,7 @@ def operator_of(at: str) -> str:
     >>> operator_of("step 0, forward, aten.addmm"), operator_of("host memory")
     ('aten.addmm', '')
     """
-    return next((part for part in at.split(", ") if _OPERATOR.match(part)), "")
+    return next((part for part in at.split(", ") if OPERATOR.match(part)), "")
 
 
 def failures(verdicts: Mapping[str, Verdict]) -> list[str]:

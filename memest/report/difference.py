@@ -74,10 +74,8 @@ def _sizes(rows: Iterable[HeldRow | Term]) -> dict[tuple[str, str], tuple[str, i
     """Return file and text of a line, or a kind -> its name and bytes."""
     found: dict[tuple[str, str], tuple[str, int]] = {}
     for row in rows:
-        name = row.name if isinstance(row, HeldRow) else row.kind
-        source = row.source if isinstance(row, HeldRow) else ""
-        key = (name.rpartition(":")[0], source) if source else (name, "")
-        first, size = found.get(key, (name, 0))
+        key = (row.kind.rpartition(":")[0], row.source) if row.source else (row.kind, "")
+        first, size = found.get(key, (row.kind, 0))
         found[key] = first, size + row.num_bytes
     return found
 
@@ -119,9 +117,14 @@ class Difference:
     @property
     def changes(self) -> tuple[Change, ...]:
         """The changed lines of a script, or the changed kinds of a plan."""
-        if isinstance(self.before, RunReport) and isinstance(self.after, RunReport):
+        if self.are_scripts:
             return changes(self.before.lines, self.after.lines)
         return changes(self.before.terms, self.after.terms)
+
+    @property
+    def are_scripts(self) -> bool:
+        """True if both reports are of scripts."""
+        return self.before.is_script and self.after.is_script
 
     @property
     def peaks(self) -> dict[str, tuple[int, int]]:
@@ -234,8 +237,8 @@ def markdown(report: RunReport | Prediction, found: Difference | None, base: str
         rows = [(c.name, c.source, c.added_bytes) for c in found.changes]
         title = "changed at the peak"
     else:
-        held = report.lines if isinstance(report, RunReport) else ()
-        rows, title = [(row.name, row.source, row.num_bytes) for row in held], "held at the peak"
+        rows = [(row.name, row.source, row.num_bytes) for row in report.lines]
+        title = "held at the peak"
     if rows:
         lines += ["", f"| line | {title} | |", "|---|---:|---|"]
         lines += [

@@ -129,7 +129,7 @@ def render_page(
 
 def fragment(report: Prediction | RunReport) -> str:
     """Return the peak and the verdicts as HTML tables for a notebook; of a script also lines."""
-    note = "arithmetic" if isinstance(report, Prediction) else ""
+    note = "" if report.is_script else "arithmetic"
     held = [["held at the peak", "GiB", note]]
     sizes = gib_that_add_up([term.num_bytes for term in report.terms])
     for term, (kind, _, _, why), size in zip(report.terms, term_cells(report), sizes, strict=True):
@@ -142,7 +142,7 @@ def fragment(report: Prediction | RunReport) -> str:
         for name, v in report.verdicts.items()
     ]
     tables, head = [held, verdicts], [" ".join(heading(report)[0].split())]
-    if isinstance(report, RunReport):
+    if report.is_script:
         tables.insert(1, _line_rows(report.lines[:8]))
         head = [
             *(f"warning: {line}" for line in report.warnings),
@@ -231,12 +231,11 @@ def _times(report: Prediction | RunReport) -> str:
 
 
 def _step(report: Prediction | RunReport, recording: Recording) -> list[str]:
-    lines = report.lines if isinstance(report, RunReport) else ()
     shown = instrument(
         recording,
         limit_bytes=limit_of(report),
         gpu=report.gpu,
-        sources={row.name.rpartition(" of ")[2]: row.source for row in lines},
+        sources={row.name.rpartition(" of ")[2]: row.source for row in report.lines},
     )
     return ["<h2>Over the step of the peak</h2>", shown]
 
@@ -301,7 +300,7 @@ def _difference(found: Difference) -> str:
         bar = _stack(report, share=report.peak_allocated_bytes / scale)
         sections.append(f"<h2>{word}{escape(name)}</h2>{lead(answer(report)[:1])}{bar}")
     tables = {"held for": changes(before.terms, after.terms)}
-    if isinstance(before, RunReport) and isinstance(after, RunReport):
+    if found.are_scripts:
         tables |= {
             "line": changes(before.lines, after.lines),
             "module": changes(before.modules, after.modules),
@@ -372,7 +371,7 @@ def limit_of(report: Prediction | RunReport) -> int:
 
 def _facts(report: Prediction | RunReport) -> str:
     facts = [fact for line in heading(report) for fact in line.split("  ")][1:]
-    if isinstance(report, Prediction) and report.is_distributed:
+    if report.is_distributed and not report.is_script:
         facts.append("every figure is of one GPU")
     return f'<p class="muted">{escape(" · ".join(facts))}</p>'
 
@@ -426,15 +425,15 @@ def stack(parts: Mapping[str, int], share: float = 1.0) -> str:
 
 
 def _terms(report: Prediction | RunReport) -> str:
-    note = "arithmetic" if isinstance(report, Prediction) else ""
+    note = "" if report.is_script else "arithmetic"
     rows = [["held for", "GiB", "share", note], *term_cells(report)]
     rows.append(["peak allocated", f"{report.peak_allocated_bytes / GIB:.3f}", "100.0 %", ""])
     return html_table(rows, text=1, notes=True)
 
 
 def _assumed(report: Prediction | RunReport) -> str:
-    lines = guesses_of(report, None) if isinstance(report, RunReport) else []
-    lines += [*report.notes, *report.assumptions, *covered(report.coverage)]
+    lines = [*guesses_of(report, None), *report.notes, *report.assumptions]
+    lines += covered(report.coverage)
     lines.append(", ".join(f"{name} {version}" for name, version in report.versions.items()))
     return f'<ul class="muted">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>'
 

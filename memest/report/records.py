@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from enum import StrEnum
@@ -14,6 +15,7 @@ from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hi
 from memest.errors import PlanError
 from memest.plan.reading import read_limited
 from memest.plan.values import IN_PLACE
+from memest.units import counted
 
 KINDS = (
     "params", "buffers", "grads", "buckets", "gathered", "optimizer", "activations", "temporaries",
@@ -37,6 +39,9 @@ WHY = {
 
 
 SCHEMA = "memest.report/1"
+
+OPERATOR = re.compile(r"^(aten|prims|_?c10d\w*|fsdp|bitsandbytes|torchvision|flash_attn\w*)\.\w+")
+"""Namespaces of operators; what else has a dot is a module or a line."""
 
 
 class Phase(StrEnum):
@@ -97,6 +102,11 @@ class Peak:
     module: str
     op: str
 
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The module; of a script also its line."""
+        return (self.module,)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
@@ -150,6 +160,16 @@ class Verdict:
         return "tight" if self.is_tight else self.verdict.word
 
 
+def without_operator(why: str) -> str:
+    """The reason of a term without the operator at its end.
+
+    >>> without_operator("of the optimizer: aten._foreach_sqrt")
+    'of the optimizer'
+    """
+    head, colon, tail = why.rpartition(": ")
+    return head if colon and OPERATOR.match(tail) else why
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Term:
     """Bytes alive at the peak, with the arithmetic behind them."""
@@ -158,6 +178,16 @@ class Term:
     num_bytes: int
     arithmetic: str
     why: str
+
+    source: ClassVar[str] = ""
+    """Only lines of scripts have a source."""
+
+    @property
+    def note(self) -> str:
+        """The arithmetic and the reason, without the operator that the reason ends with."""
+        if self.kind == "params":
+            return self.arithmetic
+        return f"{self.arithmetic}: {without_operator(self.why)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -265,10 +295,6 @@ class JsonReport:
 class Report(JsonReport):
     """Common fields of predictions and measurements."""
 
-    warnings: ClassVar[tuple[str, ...]] = ()
-    notes: ClassVar[tuple[str, ...]] = ()
-    """Only scripts have warnings and notes."""
-
     name: str
     plan: Mapping[str, Any]
     model: Mapping[str, Any]
@@ -332,6 +358,17 @@ class Prediction(Simulated, Report):
 
     kind: ClassVar[str] = "predicted"
 
+    warnings: ClassVar[tuple[str, ...]] = ()
+    notes: ClassVar[tuple[str, ...]] = ()
+    modules: ClassVar[tuple[HeldRow, ...]] = ()
+    lines: ClassVar[tuple[HeldRow, ...]] = ()
+    guesses: ClassVar[tuple[Guess, ...]] = ()
+    ranks: ClassVar[tuple[RankRow, ...]] = ()
+    is_cut_short: ClassVar[bool] = False
+    """Only scripts have these."""
+
+    is_script: ClassVar[bool] = False
+
     unlimited_reserved_bytes: int
     """Peak reserved on a GPU without a limit; more than `peak_reserved_bytes` if the limit
     mattered.
@@ -386,6 +423,9 @@ class Measurement(Report):
 
     kind: ClassVar[str] = "measured"
 
+    verdicts: ClassVar[Mapping[str, Verdict]] = {}
+    """Only predictions have verdicts on other GPUs."""
+
     device: Mapping[str, Any]
     """Fields of the machine: `name` and `memory_bytes` of the GPU, `driver`."""
 
@@ -403,6 +443,11 @@ class Measurement(Report):
 
     The report itself is that of the worst rank; its `host_bytes` is the sum.
     """
+
+    @property
+    def needs_bytes(self) -> int:
+        """Reserved bytes; for a run out of memory, a lower bound of the unknown need."""
+        return max(self.peak_reserved_bytes, self.peak_allocated_bytes)
 
 
 class Ending(StrEnum):
@@ -453,6 +498,12 @@ class HeldRow:
         """The name, for rows that are of one kind."""
         return self.name
 
+    @property
+    def note(self) -> str:
+        """The number of tensors and the reason, for rows that are of one kind."""
+        tensors = f"{counted(self.num_tensors, 'tensor')}: " if self.num_tensors else ""
+        return f"{tensors}{WHY.get(self.name, '')}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPhase:
@@ -480,14 +531,15 @@ class RunStep:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunPeak:
+class RunPeak(Peak):
     """Moment of the highest allocated bytes."""
 
-    step: int
-    phase: str
-    module: str
-    op: str
     line: str
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The module and the line."""
+        return self.module, self.line
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -518,6 +570,14 @@ class RunReport(Simulated, JsonReport):
     """Memory of a script on a simulated GPU."""
 
     kind: ClassVar[str] = "run"
+
+    plan: ClassVar[Mapping[str, Any]] = {}
+    host_terms: ClassVar[tuple[Term, ...]] = ()
+    host_verdict: ClassVar[Verdict | None] = None
+    closed_form: ClassVar[ClosedForm | None] = None
+    """Only plans have these."""
+
+    is_script: ClassVar[bool] = True
 
     name: str
     """The script and its arguments, or `a block of code`."""

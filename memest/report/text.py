@@ -15,10 +15,9 @@ from memest.report.answer import (
     failures,
     paint,
     people,
-    without_operator,
 )
 from memest.report.records import (
-    WHY,
+    ClosedForm,
     Ending,
     HeldRow,
     Interval,
@@ -26,7 +25,6 @@ from memest.report.records import (
     Phase,
     PhaseRow,
     Prediction,
-    RunPeak,
     RunReport,
     Term,
     Verdict,
@@ -78,27 +76,21 @@ def render_text(
         colour: whether the terminal has colours.
         verbose: whether to add everything that is assumed, and the versions.
     """
-    if isinstance(report, RunReport):
-        levels = level_rows(report)
-        parts = [
-            table(rank_rows(report), left=1, last_left=True) if report.ranks else [],
-            table(module_rows(report.modules, MAX_ROWS), left=1) if report.modules else [],
-            _lines(report.lines),
-            table(levels, left=1) if len(levels) > 1 else [],
-        ]
-        last = guesses_of(report)
-    else:
-        parts, last = [table(phase_rows(report), left=1), _closed_form(report)], []
+    levels = level_rows(report) if isinstance(report, RunReport) else phase_rows(report)
     sections = [
         [paint(f"warning: {line}", BAD, colour=colour) for line in report.warnings],
         answer(report, change=change, colour=colour),
         heading(report),
         _terms(report),
         _totals(report),
-        *parts,
+        table(rank_rows(report), left=1, last_left=True) if report.ranks else [],
+        table(module_rows(report.modules, MAX_ROWS), left=1) if report.modules else [],
+        _lines(report.lines),
+        table(levels, left=1) if len(levels) > 1 or not report.is_script else [],
+        _closed_form(report.closed_form),
         verdict_table(report.verdicts, colour=colour),
         _times(report, training),
-        last,
+        guesses_of(report),
         [paint(line, DIM, colour=colour) for line in _assumed(report, verbose=verbose)],
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
@@ -208,20 +200,11 @@ def term_cells(report: Prediction | RunReport) -> list[list[str]]:
     sizes = [term.num_bytes for term in terms]
     shares = shares_that_add_up(sizes, report.peak_allocated_bytes)
     figures = zip(terms, gib_that_add_up(sizes, 3), shares, strict=True)
-    return [[term.kind, size, share, _note_on(term)] for term, size, share in figures]
-
-
-def _note_on(term: Term | HeldRow) -> str:
-    if isinstance(term, HeldRow):
-        tensors = f"{counted(term.num_tensors, 'tensor')}: " if term.num_tensors else ""
-        return f"{tensors}{WHY.get(term.name, '')}"
-    if term.kind == "params":
-        return term.arithmetic
-    return f"{term.arithmetic}: {without_operator(term.why)}"
+    return [[term.kind, size, share, term.note] for term, size, share in figures]
 
 
 def _terms(report: Prediction | RunReport) -> list[str]:
-    note = "arithmetic" if isinstance(report, Prediction) else ""
+    note = "" if report.is_script else "arithmetic"
     rows = [["held at the peak", "", "share", note]]
     rows += [[name, f"{size} GiB", *rest] for name, size, *rest in term_cells(report)]
     peak = format_gib(report.peak_allocated_bytes, 3)
@@ -232,8 +215,7 @@ def _terms(report: Prediction | RunReport) -> list[str]:
 def where(report: Prediction | RunReport) -> str:
     """Return where the peak is: step, phase, module, line of the script."""
     peak = report.peak
-    line = peak.line if isinstance(peak, RunPeak) else ""
-    return ", ".join(filter(None, (f"step {peak.step + 1}", peak.phase, peak.module, line)))
+    return ", ".join(filter(None, (f"step {peak.step + 1}", peak.phase, *peak.places)))
 
 
 def _totals(report: Prediction | RunReport) -> list[str]:
@@ -248,7 +230,7 @@ def _totals(report: Prediction | RunReport) -> list[str]:
     if report.host_bytes:
         rows.append(("host", report.host_bytes, _host_note(report)))
     cells = [[name, format_gib(size), note] for name, size, note in rows]
-    if report.host_bytes and isinstance(report, Prediction):
+    if report.host_bytes:
         held = gib_that_add_up([t.num_bytes for t in report.host_terms])
         cells += [
             ["", f"{size} GiB", f"{t.kind}: {t.arithmetic}, {t.why}"]
@@ -275,7 +257,7 @@ def tokens_of(plan: Mapping[str, Any]) -> str:
 
 
 def _host_note(report: Prediction | RunReport) -> str:
-    if isinstance(report, RunReport):
+    if report.is_script:
         return "host memory of the script's CPU tensors"
     verdict = report.host_verdict
     note = "of all GPUs of the node" if report.host_terms else "paged optimizer state"
@@ -322,9 +304,8 @@ def step_name(step: int, micro_batch: int | None) -> str:
     return f"{step + 1}" if micro_batch is None else f"{step + 1}.{micro_batch + 1}"
 
 
-def _closed_form(prediction: Prediction) -> list[str]:
+def _closed_form(found: ClosedForm | None) -> list[str]:
     """The textbook's bytes per layer, and what leads from them to the traced ones."""
-    found = prediction.closed_form
     if found is None:
         return []
     letters = ", ".join(f"{k} = {v}" for k, v in found.letters.items())
@@ -342,7 +323,7 @@ def _closed_form(prediction: Prediction) -> list[str]:
     return [title, *table(rows, left=1, last_left=True)]
 
 
-def rank_rows(report: RunReport) -> list[list[str]]:
+def rank_rows(report: Prediction | RunReport) -> list[list[str]]:
     """A table of the ranks that were run in GiB, with a head."""
     rows = [["by rank, GiB", "allocated", "reserved", "process", "steps", ""]]
     for row in report.ranks:
@@ -408,7 +389,7 @@ def level_rows(report: RunReport) -> list[list[str]]:
     return rows
 
 
-def guesses_of(report: RunReport, limit: int | None = MAX_GUESSES) -> list[str]:
+def guesses_of(report: Prediction | RunReport, limit: int | None = MAX_GUESSES) -> list[str]:
     """Return a line for each value that the script read and that is unknown without a GPU."""
     lines = [
         f"guessed: {guess.line} reads {guess.what}, {times(guess.count)}"

@@ -91,8 +91,8 @@ def time_cells(
         training: the whole training, if its hours are asked for.
         gpus: names of the GPUs; None is all with an estimate.
     """
-    rate = "tokens/s" if isinstance(report, Prediction) and _tokens(report.plan) else ""
-    header = ["gpu", "a step", "between", "of peak", "bound by"] + [rate] * bool(rate)
+    tokens = _tokens(report.plan)
+    header = ["gpu", "a step", "between", "of peak", "bound by"] + ["tokens/s"] * bool(tokens)
     has_price = training is not None and any(training.price_of(g) for g in report.times)
     if training is not None:
         header += ["hours"] + ["price"] * has_price
@@ -106,9 +106,8 @@ def time_cells(
             f"{100 * time.peak_share:.0f} %",
             time.bound_by,
         ]
-        if rate:
-            assert isinstance(report, Prediction)
-            row.append(f"{_tokens(report.plan) / time.seconds:,.0f}")
+        if tokens:
+            row.append(f"{tokens / time.seconds:,.0f}")
         if training is not None:
             row += _whole(training, gpu, time)[: 1 + has_price]
         rows.append(row)
