@@ -243,10 +243,7 @@ def load_base(
     with quiet_transformers():
         if is_random:
             state = random_state(built.module)
-            random: nn.Module = cls.from_pretrained(
-                None, config=built.config, state_dict=state, **options
-            )
-            return random
+            return cls.from_pretrained(None, config=built.config, state_dict=state, **options)
         source = checkpoint_source(config)
         try:
             loaded: nn.Module = cls.from_pretrained(source, **options)

@@ -37,7 +37,7 @@ class BatchTensor:
     @property
     def num_bytes(self) -> int:
         """Bytes of the elements, before an allocator rounds them."""
-        return self.value.numel() * self.value.element_size()
+        return self.value.nbytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

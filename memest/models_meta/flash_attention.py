@@ -128,7 +128,7 @@ class FlashAttention(torch.autograd.Function):
             )
             ctx.is_of_texts = cu_seqlens is not None
             ctx.deterministic = deterministic
-        return out[..., :width]  # type: ignore[no-any-return]
+        return out[..., :width]
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
@@ -164,11 +164,10 @@ def flash_attn_func(
     """Attention of (B, L, H, E) with (B, S, K, E); argument names are transformers'."""
     _check_call(q, k, v, dropout_p, softcap)
     window = any(0 <= n < k.shape[1] for n in window_size) or (causal and q.shape[1] > 1)
-    out: Tensor = FlashAttention.apply(  # type: ignore[no-untyped-call]
+    return FlashAttention.apply(  # type: ignore[no-untyped-call]
         q, k, v, None, (q.shape[1], k.shape[1]), dropout_p, window, deterministic,
         torch.is_grad_enabled(),
     )  # fmt: skip
-    return out
 
 
 def flash_attn_varlen_func(
@@ -193,11 +192,10 @@ def flash_attn_varlen_func(
     _check_call(q, k, v, dropout_p, softcap)
     queries, keys = int(max_seqlen_q), int(max_seqlen_k)
     window = max(window_size) >= 0 or (causal and queries > 1)
-    out: Tensor = FlashAttention.apply(  # type: ignore[no-untyped-call]
+    return FlashAttention.apply(  # type: ignore[no-untyped-call]
         q, k, v, (cu_seqlens_q, cu_seqlens_k), (queries, keys), dropout_p, window, deterministic,
         torch.is_grad_enabled(),
     )  # fmt: skip
-    return out
 
 
 def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> Tensor:
@@ -296,7 +294,7 @@ def unpad_input(
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """(N, ...) back to (B, L, ...), zeros elsewhere."""
     out = _PutRows.apply(hidden_states, indices, batch * seqlen)  # type: ignore[no-untyped-call]
-    return out.reshape(batch, seqlen, *hidden_states.shape[1:])  # type: ignore[no-any-return]
+    return out.reshape(batch, seqlen, *hidden_states.shape[1:])
 
 
 # --- where transformers looks -----------------------------------------------------------------

@@ -478,8 +478,7 @@ def _load_remote(source: str) -> PretrainedConfig:
     from transformers import AutoConfig
 
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=True)
-        return config
+        return AutoConfig.from_pretrained(source, trust_remote_code=True)
     except Exception as error:  # foreign code may raise anything
         raise MemestError(
             f"the code of `{source}` failed: {error_text(error)}",

@@ -92,7 +92,7 @@ def _flat_parameters(model: nn.Module) -> list[Any]:
 
 def _local(tensor: Any) -> Tensor:
     """Return the local part of a DTensor; any other tensor unchanged."""
-    return getattr(tensor, "_local_tensor", tensor)  # type: ignore[no-any-return]
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _address(tensor: Tensor) -> tuple[Any, Any]:

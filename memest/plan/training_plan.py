@@ -522,8 +522,7 @@ class TrainingPlan:
         for name in merged:
             if not isinstance(name, str) or (name not in PLAN_KEYS and name not in IGNORED_KEYS):
                 raise PlanError(
-                    f"{shown(name)} is not a key of a plan",
-                    hint=_near_keys(shown(name).strip("`")),
+                    f"{shown(name)} is not a key of a plan", hint=_near_keys(shown(name).strip("`"))
                 )
         given = {
             name: row.read(merged[name])

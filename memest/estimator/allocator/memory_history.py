@@ -250,9 +250,7 @@ class MemoryHistory:
 
 
 def segment_of(
-    first: Block,
-    is_deferred: Callable[[Block], bool],
-    history: MemoryHistory | None,
+    first: Block, is_deferred: Callable[[Block], bool], history: MemoryHistory | None
 ) -> dict[str, Any]:
     """Return the segment that begins with `first`, as `torch.cuda.memory_snapshot` returns it.
 

@@ -26,8 +26,7 @@ RENUMBERED = 1 << 40
 
 def _next_number() -> int:
     """Return the number that this thread gives to the next node."""
-    number: int = torch._C._autograd._get_sequence_nr()
-    return number
+    return torch._C._autograd._get_sequence_nr()
 
 
 class DeviceThread:

@@ -350,7 +350,7 @@ class HostTensors:
             return None
         if not isinstance(made, Tensor) or not made.is_floating_point() or _is_sparse(made):
             return None
-        num_bytes = made.numel() * made.itemsize
+        num_bytes = made.nbytes
         if num_bytes < VIRTUAL_HOST_BYTES or self._can_be_real(func, args, num_bytes):
             return None
         self.put(made)

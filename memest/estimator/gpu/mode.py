@@ -289,7 +289,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 memory.kind = before
             self.work.drop_last()  # the copy is no kernel
             is_pinned = bool(non_blocking and self.host.is_pinned(source))
-            self.work.copy("to_gpu", source.numel() * source.itemsize, is_pinned=is_pinned)
+            self.work.copy("to_gpu", source.nbytes, is_pinned=is_pinned)
             num_bytes = to_gpu_bytes(made, source, is_waited_for=not non_blocking)
             if num_bytes:
                 memory.free(memory.allocate_workspace(num_bytes, self.attribution.site(func)))
@@ -306,7 +306,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self.host.run(func, without_tensors(args), {**kwargs, "device": CPU})
         memory, timeline = self.memory, self.timeline
         with memory.lock:
-            self.work.copy("to_host", source.numel() * source.itemsize, is_pinned=False)
+            self.work.copy("to_host", source.nbytes, is_pinned=False)
             timeline.host_waits(timeline.event(timeline.stream))
             site, sizes = self.attribution.site(func), to_host_scratch(func, args, kwargs)
             for index in reversed([memory.allocate_workspace(n, site) for n in sizes]):

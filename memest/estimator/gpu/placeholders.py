@@ -189,10 +189,7 @@ def guess_booleans(values: Any, func: Any, args: tuple[Any, ...], out: Tensor) -
 
 
 def bincount(
-    guesses: Guesses,
-    tensor: Tensor,
-    weights: Tensor | None = None,
-    minlength: int = 0,
+    guesses: Guesses, tensor: Tensor, weights: Tensor | None = None, minlength: int = 0
 ) -> Tensor | None:
     """Return `bincount` of unknown numbers, if the script gives its length.
 

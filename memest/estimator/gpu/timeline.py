@@ -266,8 +266,7 @@ class Timeline:
         """
         variable = getattr(node, "variable", None)
         if variable is not None:
-            stream: int = self.leaf_streams.get(variable, self.stream)
-            return stream
+            return self.leaf_streams.get(variable, self.stream)
         index = bisect_right(self._starts, node._sequence_nr()) - 1
         return self._streams[index] if index >= 0 else MAIN
 

@@ -87,7 +87,7 @@ def kernel_us(gpu: Gpu, speed: Speed, func: Any, args: Any, kwargs: Any, out: An
     if func.is_view:
         return 0.0
     written = [args[i] for i in _written(func) if i < len(args)]
-    num_bytes = sum(t.numel() * t.element_size() for t in _tensors((*args, *written, out)))
+    num_bytes = sum(t.nbytes for t in _tensors((*args, *written, out)))
     moved = num_bytes / gpu.memory_gb_s * 1e-3
     count = flop_registry.get(func._overloadpacket)
     if count is None:

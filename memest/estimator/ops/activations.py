@@ -24,7 +24,7 @@ from memest.estimator.ops.registry import (
     result,
 )
 from memest.estimator.ops.strides import contiguous, elementwise
-from memest.estimator.ops.temporaries import Scratch, bytes_of, contiguous_copy
+from memest.estimator.ops.temporaries import Scratch, contiguous_copy
 from memest.estimator.tensors.placement import META, on_gpu
 
 aten = torch.ops.aten
@@ -48,13 +48,13 @@ def softmax_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> 
     contiguous copies of the product and the output.
     """
     product = args[0] * args[1]
-    return Scratch(after=(bytes_of(product), *contiguous_copy(product, args[1])))
+    return Scratch(after=(product.nbytes, *contiguous_copy(product, args[1])))
 
 
 @requests("log_sigmoid_forward")
 def log_sigmoid_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`log_sigmoid_forward_cuda` (cuda/Activation.cpp): only the CPU kernel fills the buffer."""
-    return Scratch(outputs=(bytes_of(out[0]), 0))
+    return Scratch(outputs=(out[0].nbytes, 0))
 
 
 outputs_only(
@@ -76,10 +76,8 @@ def _above_softmax(op: OpOverload, kernel: OpOverload) -> None:
     def softmax(then: Next, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
         """Run half input with a float32 result without a cast (ATen/native/SoftMax.cpp)."""
         if on_gpu(x) and x.dtype is torch.float16 and dtype is torch.float32:
-            fused: Tensor = kernel(x, dim, True)
-            return fused
-        result: Tensor = then(x, dim, dtype)
-        return result
+            return kernel(x, dim, True)
+        return then(x, dim, dtype)
 
     above_autograd(op, vmap_key=UNDER_VMAP)(softmax)
 
@@ -91,8 +89,7 @@ _above_softmax(aten.log_softmax.int, aten._log_softmax.default)
 @above_autograd("mish_backward")
 def mish_backward(then: Next, grad: Tensor, x: Tensor) -> Tensor:
     """Run CUDA's single kernel; on other devices autograd decomposes `mish_backward`."""
-    result: Tensor = (then.below_autograd if on_gpu(x) else then)(grad, x)
-    return result
+    return (then.below_autograd if on_gpu(x) else then)(grad, x)
 
 
 @result("mish_backward")

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +32,7 @@ from memest.estimator.ops.registry import (
     Args,
     Kwargs,
     above_autograd,
+    argument,
     layout,
     modelled,
     random_offset,
@@ -43,8 +43,9 @@ from memest.estimator.ops.temporaries import (
     OLDEST,
     Events,
     KernelEvent,
-    bytes_of,
+    around,
     outputs,
+    passing,
     temporaries,
 )
 from memest.estimator.versions import simulated
@@ -367,10 +368,9 @@ def _additive_mask(
     """`convert_boolean_attn_mask`: 0 where a boolean mask is true, `masked_out` elsewhere."""
     if mask is None or mask.dtype != torch.bool:
         return mask
-    converted: Tensor = aten.where.ScalarSelf(
+    return aten.where.ScalarSelf(
         mask, 0.0, aten.scalar_tensor.default(masked_out, dtype=dtype, device=mask.device)
     )
-    return converted
 
 
 def _aligned_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -508,10 +508,6 @@ def _round_up(a: int, b: int) -> int:
     return _ceil_div(a, b) * b
 
 
-def _argument(args: Args, kwargs: Mapping[str, Any], at: int, name: str, other: Any) -> Any:
-    return args[at] if len(args) > at else kwargs.get(name, other)
-
-
 def _tokens_first(tensor: Tensor) -> bool:
     """Return whether the memory order is B, tokens, heads, width, as flash and efficient expect."""
     return tensor.transpose(1, 2).is_contiguous()
@@ -530,7 +526,7 @@ def flash_forward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     Left out: the layout copies of one query token with grouped heads (generation, not training).
     """
     shape = _Shape.of(*args[:3])
-    dropout_p = _argument(args, kwargs, 3, "dropout_p", 0.0)
+    dropout_p = argument(args, kwargs, 3, "dropout_p", 0.0)
     splits = 1
     if dropout_p == 0:
         splits = num_flash_splits(B=shape.B, H=shape.H, L=shape.L, S=shape.S, E=shape.E, gpu=gpu)
@@ -541,10 +537,10 @@ def flash_forward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
         accumulators = [tokens * _FLOAT_BYTES, tokens * rounded_E * _FLOAT_BYTES]
     events = outputs({0: shape.out_bytes, 1: shape.lse_bytes}) + temporaries(*accumulators)
     if dropout_p > 0:
-        events += [*temporaries(16), *outputs({7: 8, 6: 16}), *temporaries(-16)]
+        events += around((16,), outputs({7: 8, 6: 16}))
     else:
         events += outputs({6: 16, 7: 8})
-    return tuple(events + temporaries(*(-n for n in accumulators)))
+    return events + temporaries(*(-n for n in accumulators))
 
 
 def rounded_head_width(E: int) -> int:
@@ -581,20 +577,14 @@ def flash_backward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """
     grad_out, query, key, value, output = args[:5]
     shape = _Shape.of(query, key, value)
-    copies = [bytes_of(t) for t in (grad_out, output) if not _tokens_first(t)]
+    copies = [t.nbytes for t in (grad_out, output) if not _tokens_first(t)]
     rows = shape.B * shape.H * _round_up(shape.L, 128)
     rounded_E = rounded_head_width(shape.E)
     scratch = [rows * _FLOAT_BYTES, rows * rounded_E * _FLOAT_BYTES]
     if shape.K != shape.H:
         scratch += [shape.B * shape.S * shape.H * shape.E * shape.itemsize] * 2
-    gradients = {0: bytes_of(query), 1: bytes_of(key), 2: bytes_of(value)}
-    return tuple(
-        temporaries(*copies)
-        + outputs(gradients)
-        + temporaries(*scratch)
-        + temporaries(*(-n for n in reversed(scratch)))
-        + temporaries(*(-n for n in reversed(copies)))
-    )
+    gradients = {0: query.nbytes, 1: key.nbytes, 2: value.nbytes}
+    return around(copies, outputs(gradients) + passing(*scratch))
 
 
 # ----------------------------------------------------------------------- efficient
@@ -610,13 +600,12 @@ def efficient_forward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """
     query, key, value = args[:3]
     shape = _Shape.of(query, key, value)
-    needs_lse = _argument(args, kwargs, 4, "compute_log_sumexp", True)
+    needs_lse = argument(args, kwargs, 4, "compute_log_sumexp", True)
     lse_bytes = shape.B * shape.H * _round_up(shape.L, 32) * _FLOAT_BYTES if needs_lse else 0
     accumulator = 0
     if query.dtype in _HALF and max(shape.E, shape.V) > 128:
         accumulator = shape.B * shape.L * shape.H * shape.V * _FLOAT_BYTES
-    events = outputs({0: shape.out_bytes, 1: lse_bytes})
-    return tuple(events + temporaries(accumulator, -accumulator))
+    return outputs({0: shape.out_bytes, 1: lse_bytes}) + passing(accumulator)
 
 
 @requests("_scaled_dot_product_efficient_attention_backward")
@@ -628,18 +617,18 @@ def efficient_backward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events
     """
     grad_out, query, key, value, bias = args[:5]
     shape = _Shape.of(query, key, value)
-    dropout_p = _argument(args, kwargs, 9, "dropout_p", 0.0)
+    dropout_p = argument(args, kwargs, 9, "dropout_p", 0.0)
     block = _efficient_block(query.dtype, max(shape.E, shape.V), dropout_p > 0, gpu)
-    copy = 0 if _tokens_first(grad_out) else bytes_of(grad_out)
-    gradients = {0: bytes_of(query), 1: bytes_of(key), 2: bytes_of(value)}
-    if bias is not None and _argument(args, kwargs, 10, "grad_input_mask", [False] * 4)[3]:
+    copy = 0 if _tokens_first(grad_out) else grad_out.nbytes
+    gradients = {0: query.nbytes, 1: key.nbytes, 2: value.nbytes}
+    if bias is not None and argument(args, kwargs, 10, "grad_input_mask", [False] * 4)[3]:
         rows = bias.numel() // bias.size(-1)
         gradients[3] = rows * _round_up(bias.size(-1), 16) * bias.itemsize
     delta_events = temporaries(shape.lse_bytes)
     if not block.sums_rows:
         delta_events = _row_sums(shape)
     workspace = block.workspace_bytes(shape)
-    return tuple(
+    return (
         temporaries(copy)
         + outputs(gradients)
         + delta_events
@@ -647,7 +636,7 @@ def efficient_backward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events
     )
 
 
-def _row_sums(shape: _Shape) -> list[KernelEvent]:
+def _row_sums(shape: _Shape) -> Events:
     """Requests of `(grad_out.float() * out.float()).sum(-1).transpose(-2, -1).contiguous()`; the
     result stays allocated.
 
@@ -745,10 +734,10 @@ def cudnn_forward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     The workspace is the engine's own (see `CUDNN_ENGINE_BYTES`); none for a single query token.
     """
     shape = _Shape.of(*args[:3])
-    needs_lse = _argument(args, kwargs, 4, "compute_log_sumexp", True)
+    needs_lse = argument(args, kwargs, 4, "compute_log_sumexp", True)
     workspace = _cudnn_engine_bytes(gpu) if shape.L > 1 else 0
     made = {6: 8, 7: 8, 0: shape.out_bytes, 1: shape.lse_bytes if needs_lse else 0}
-    return tuple(outputs(made) + temporaries(workspace, -workspace))
+    return outputs(made) + passing(workspace)
 
 
 @layout("_scaled_dot_product_cudnn_attention")
@@ -771,14 +760,14 @@ def cudnn_backward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """
     grad_out, query, key, value = args[:4]
     shape = _Shape.of(query, key, value)
-    copy = bytes_of(grad_out) if grad_out.stride(-1) != 1 else 0
+    copy = grad_out.nbytes if grad_out.stride(-1) != 1 else 0
     workspace = shape.B * shape.H * shape.L * shape.E * _FLOAT_BYTES + shape.lse_bytes
     for heads, width in ((shape.K, shape.E), (value.size(1), shape.V)):
         if heads != shape.H:
             workspace += shape.B * shape.H * shape.S * width * shape.itemsize
     workspace += _cudnn_engine_bytes(gpu)
-    gradients = {0: bytes_of(query), 1: bytes_of(key), 2: bytes_of(value)}
-    return tuple(outputs(gradients) + temporaries(copy, workspace, -workspace, -copy))
+    gradients = {0: query.nbytes, 1: key.nbytes, 2: value.nbytes}
+    return outputs(gradients) + passing(copy, workspace)
 
 
 def _cudnn_engine_bytes(gpu: Gpu) -> int:
@@ -793,14 +782,10 @@ def safe_softmax(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`_safe_softmax` of transformers/attention.cpp: result, a boolean per element, one per row,
     and a scalar zero.
     """
-    dim = _argument(args, kwargs, 1, "dim", -1)
+    dim = argument(args, kwargs, 1, "dim", -1)
     rows = out.numel() // max(1, out.size(dim))
     scratch = (out.numel(), rows, out.itemsize)
-    return tuple(
-        outputs({0: bytes_of(out)})
-        + temporaries(*scratch)
-        + temporaries(*(-n for n in reversed(scratch)))
-    )
+    return outputs({0: out.nbytes}) + passing(*scratch)
 
 
 @modelled("_scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward")
@@ -815,14 +800,14 @@ def cudnn_attention_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gp
 @random_offset("_scaled_dot_product_flash_attention")
 def flash_offset(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> int:
     """Step of the generator: 32 numbers per head where something is dropped."""
-    odds = _argument(args, kwargs, 3, "dropout_p", 0.0)
+    odds = argument(args, kwargs, 3, "dropout_p", 0.0)
     return rounded_draws(args[0].size(0) * args[0].size(1) * 32) if odds else 0
 
 
 @random_offset("_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention")
 def scores_offset(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> int:
     """Step of the generator: a number per score where something is dropped."""
-    odds = _argument(args, kwargs, 5, "dropout_p", 0.0)
+    odds = argument(args, kwargs, 5, "dropout_p", 0.0)
     query, key = args[:2]
     lanes = query.size(2) * key.size(2)
     return rounded_draws(query.size(0) * query.size(1) * lanes) if odds else 0

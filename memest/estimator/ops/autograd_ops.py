@@ -348,10 +348,7 @@ def _to_float32_result(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, dict[s
     if _is_eligible(args[0]) and given.get("dtype") is None:
         given["dtype"] = torch.float32
     positional = [a.name for a in op._schema.arguments if not a.kwarg_only and a.name in given]
-    return (
-        [given[n] for n in positional],
-        {n: v for n, v in given.items() if n not in positional},
-    )
+    return ([given[n] for n in positional], {n: v for n, v in given.items() if n not in positional})
 
 
 def _to_widest(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:

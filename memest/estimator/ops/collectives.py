@@ -56,7 +56,7 @@ def _flatten(mode: Any, outputs: list[list[Tensor]], func: Any) -> None:
     """
     for parts in outputs:
         if parts and is_meta(parts[0]) and len({part.size() for part in parts}) == 1:
-            num_bytes = len(parts) * parts[0].numel() * parts[0].element_size()
+            num_bytes = len(parts) * parts[0].nbytes
             memory = mode.memory
             with memory.lock:
                 memory.free(memory.allocate_workspace(num_bytes, mode.attribution.site(func)))

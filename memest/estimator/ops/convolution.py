@@ -32,14 +32,13 @@ from memest.estimator.ops.cudnn_convolution import (
 )
 from memest.estimator.ops.cudnn_rules import DTYPES
 from memest.estimator.ops.reductions import sum_bytes
-from memest.estimator.ops.refusals import tensor_type
+from memest.estimator.ops.refusals import same_type, tensor_type
 from memest.estimator.ops.registry import (
     UNDER_VMAP,
     Args,
     Kwargs,
     above_autograd,
     modelled,
-    refuse,
     register,
     requests,
 )
@@ -47,7 +46,7 @@ from memest.estimator.ops.temporaries import (
     TRIED,
     Events,
     KernelEvent,
-    bytes_of,
+    around,
     copies_in,
     outputs,
     passing,
@@ -187,7 +186,7 @@ def _kernels_for(c: ConvolutionShapes) -> Kernels:
     )
 
 
-def _tried(c: ConvolutionShapes, direction: str, gpu: Gpu) -> list[KernelEvent]:
+def _tried(c: ConvolutionShapes, direction: str, gpu: Gpu) -> Events:
     """Allocations by which `torch.backends.cudnn.benchmark` tries one direction at first."""
     if not torch.backends.cudnn.benchmark or not _is_by_cudnn(c, gpu):
         return []
@@ -236,9 +235,9 @@ def convolution_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events
     """
     memory_format = convolution_format(args[0], args[1])
     shapes, direction = _shapes_of(args, out, 0), _of_forward(args)
-    return tuple(
+    return (
         temporaries(*copies_in(memory_format, args[0]))
-        + outputs({0: bytes_of(out)})
+        + outputs({0: out.nbytes})
         + temporaries(*copies_in(memory_format, args[1]))
         + _tried(shapes, direction, gpu)
         + temporaries(_workspace(shapes, direction, gpu).num_bytes)
@@ -265,33 +264,28 @@ def convolution_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) 
     if args[7] or is_native(shapes):
         copies += copies_in(given, grad)
     elif suggest_memory_format(plane) != given:  # `to(memory_format)`, which leaves what is strided
-        copies += (bytes_of(grad),)
+        copies += (grad.nbytes,)
     else:
         each = copies_in(memory_format, grad)
-    of_input: list[KernelEvent] = []
-    of_weight: list[KernelEvent] = []
+    of_input: Events = []
+    of_weight: Events = []
     if wanted[0]:
         copy = copies_in(memory_format, weight) + each
         num_bytes = _workspace(shapes, direction, gpu).num_bytes
-        of_input = outputs({0: bytes_of(tensor)}) + temporaries(*copy)
-        of_input += _tried(shapes, direction, gpu) + passing(num_bytes)
-        of_input += temporaries(*(-n for n in reversed(copy)))
+        tried = _tried(shapes, direction, gpu)
+        of_input = outputs({0: tensor.nbytes}) + around(copy, tried + passing(num_bytes))
     if wanted[1]:
         num_bytes = _workspace(shapes, "weight", gpu).num_bytes
-        of_weight = temporaries(*each) + outputs({1: bytes_of(weight)})
-        of_weight += _tried(shapes, "weight", gpu) + passing(num_bytes)
-        of_weight += temporaries(*(-n for n in each))
+        tried = _tried(shapes, "weight", gpu)
+        of_weight = around(each, outputs({1: weight.nbytes}) + tried + passing(num_bytes))
     # torch's own depthwise kernels begin with the weight: `conv_depthwise2d_backward_cuda_out` of
     # DepthwiseConv2d.cu
     both = of_weight + of_input if is_native(shapes) else of_input + of_weight
-    events = temporaries(*copies) + both
-    events += temporaries(*(-n for n in reversed(copies)))
-    if wanted[2]:
-        events += _bias_events(grad, bytes_of(out[2]), gpu)
-    return tuple(events)
+    of_bias = _bias_events(grad, out[2].nbytes, gpu) if wanted[2] else []
+    return around(copies, both) + of_bias
 
 
-def _bias_events(grad: Tensor, num_bytes: int, gpu: Gpu) -> list[KernelEvent]:
+def _bias_events(grad: Tensor, num_bytes: int, gpu: Gpu) -> Events:
     """The gradient of the bias: a sum.
 
     Autocast sums in float32 if the backward runs in its context. The engine then casts the result
@@ -304,7 +298,7 @@ def _bias_events(grad: Tensor, num_bytes: int, gpu: Gpu) -> list[KernelEvent]:
     if not is_cast:
         return outputs({2: num_bytes}) + partial_sums
     total = num_bytes // grad.itemsize * 4
-    return temporaries(total) + partial_sums + outputs({2: num_bytes}) + temporaries(-total)
+    return around((total,), partial_sums + outputs({2: num_bytes}))
 
 
 def convolution_outputs(func: OpOverload, args: Args, out: Any) -> Any:
@@ -326,14 +320,8 @@ for _func in (aten.convolution.default, aten.convolution_backward.default):
     register(_func, layout=partial(convolution_outputs, _func), is_convolution=True)
 
 
-@refuse("convolution")
-def refuse_convolution(args: Args, kwargs: Kwargs) -> str:
-    """Check the types of input and weight (native/Convolution.cpp)."""
-    tensor, weight = args[0].dtype, args[1].dtype
-    if tensor == weight:
-        return ""
-    types = f"{tensor_type(tensor)}) and weight type ({tensor_type(weight)}"
-    return f"Input type ({types}) should be the same"
+_UNLIKE = "Input type ({}) and weight type ({}) should be the same"
+register("convolution", refuse=same_type(0, 1, _UNLIKE, tensor_type))  # native/Convolution.cpp
 
 
 # ------------------------------------------------------------------- gradients of gradients
@@ -362,11 +350,10 @@ class _Call:
 
     def run(self, x: Tensor, weight: Tensor) -> Tensor:
         """The convolution."""
-        made: Tensor = aten.convolution.default(
+        return aten.convolution.default(
             x, weight, None, self.stride, self.padding, self.dilation,
             self.transposed, self.output_padding, self.groups,
         )  # fmt: skip
-        return made
 
     def changed(self, **options: Any) -> _Call:
         """The same with other options."""
@@ -452,10 +439,7 @@ def double_backward(
     each of its convolutions.
     """
     if not on_gpu(x) or not x.numel():
-        made: tuple[Tensor, Tensor, Tensor] = then(
-            gg_input, gg_weight, gg_bias, grad, weight, x, *options
-        )
-        return made
+        return then(gg_input, gg_weight, gg_bias, grad, weight, x, *options)
     call = _Call(*options[:-1], num_dims=weight.dim() - 2)
     if not call.transposed and x.dim() > 4:
         call.groups = x.size(1) // weight.size(1)

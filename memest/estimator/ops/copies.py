@@ -22,6 +22,7 @@ from memest.estimator.ops.registry import (
     Args,
     Kwargs,
     above_autograd,
+    argument,
     outputs_only,
     refuse,
     register,
@@ -31,7 +32,7 @@ from memest.estimator.ops.temporaries import (
     INDEX_BYTES,
     Events,
     Scratch,
-    bytes_of,
+    around,
     contiguous_copy,
     outputs,
     passing,
@@ -90,8 +91,7 @@ def copied(mode: Any, func: Any, args: Args, kwargs: Any) -> Tensor:
     dtype = args[0].dtype if is_copy_ else kwargs.get("dtype") or source.dtype
     if value is None:
         if is_copy_:
-            target: Tensor = args[0]
-            return target
+            return args[0]
         if awaited == CPU:
             return torch.zeros(source.size(), dtype=dtype)
         made = torch.empty_strided(source.size(), source.stride(), dtype=dtype, device=META)
@@ -110,18 +110,13 @@ def roll_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """Requests of `roll` (`roll_common` of TensorTransformations.h): a tensor for each rolled
     dimension, all freed at the end.
     """
-    dims = args[2] if len(args) > 2 else kwargs.get("dims", ())
+    dims = argument(args, kwargs, 2, "dims", ())
     copies = contiguous_copy(args[0])
     if len(dims) < 2:
-        return tuple(
-            temporaries(*copies) + outputs({0: bytes_of(out)}) + temporaries(*(-n for n in copies))
-        )
-    rolled = (bytes_of(out),) * (len(dims) - 1)
-    return tuple(
-        temporaries(*copies, rolled[0], *(-n for n in copies), *rolled[1:])
-        + outputs({0: bytes_of(out)})
-        + temporaries(*(-n for n in rolled))
-    )
+        return around(copies, outputs({0: out.nbytes}))
+    first = around(copies, temporaries(out.nbytes))
+    rest = around((out.nbytes,) * (len(dims) - 2), outputs({0: out.nbytes}))
+    return first + rest + temporaries(-out.nbytes)
 
 
 @requests("repeat_interleave.Tensor")
@@ -131,12 +126,7 @@ def repeat_interleave_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> 
     row = count * INDEX_BYTES
     scan = scan_bytes(count) if count > 1 else 0
     copies = contiguous_copy(args[0])
-    return tuple(
-        temporaries(*copies, row)
-        + passing(scan)
-        + outputs({0: bytes_of(out)})
-        + temporaries(-row, *(-n for n in copies))
-    )
+    return around((*copies, row), passing(scan) + outputs({0: out.nbytes}))
 
 
 outputs_only(
@@ -213,7 +203,7 @@ def split_with_sizes_copy_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu
     the number of chunks, the rest the bytes in a chunk.
     """
     source, sizes = args[0], args[1]
-    dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+    dim = argument(args, kwargs, 2, "dim", 0)
     outputs = kwargs.get("out") or ()
     is_fast = source.is_contiguous() and all(
         t.is_contiguous() and t.dtype is source.dtype for t in outputs
@@ -261,7 +251,7 @@ def to_host_scratch(func: Any, args: Args, kwargs: Kwargs) -> tuple[int, ...]:
     """
     if func is aten.copy_.default:
         target, source = args[0], args[1]
-        is_waited_for = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        is_waited_for = not argument(args, kwargs, 2, "non_blocking", False)
         dtype, is_alike = target.dtype, target.stride() == source.stride()
     else:
         source, dtype = args[0], kwargs.get("dtype") or args[0].dtype
@@ -287,7 +277,7 @@ def to_gpu_bytes(target: Tensor, source: Tensor, *, is_waited_for: bool) -> int:
             return 0
     elif not is_waited_for:
         return target.numel() * source.itemsize
-    return 0 if target.is_contiguous() else target.numel() * target.itemsize
+    return 0 if target.is_contiguous() else target.nbytes
 
 
 def _is_dense(tensor: Tensor) -> bool:

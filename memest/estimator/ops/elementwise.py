@@ -10,7 +10,7 @@ from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops.reductions import accumulator_bytes_of
 from memest.estimator.ops.registry import Args, Kwargs, outputs_only, register, requests
 from memest.estimator.ops.strides import contiguous, elementwise
-from memest.estimator.ops.temporaries import Scratch, bytes_of
+from memest.estimator.ops.temporaries import Scratch
 
 aten = torch.ops.aten
 
@@ -22,7 +22,7 @@ def as_complex_first(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     The result is complex first: `unary_op_impl_with_complex_to_float_out` of UnaryOps.cpp.
     """
     tensor = args[0]
-    return Scratch(after=(bytes_of(tensor),) if tensor.is_complex() else ())
+    return Scratch(after=(tensor.nbytes,) if tensor.is_complex() else ())
 
 
 @requests("pow.Scalar")
@@ -39,7 +39,7 @@ def isinf_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     tensor = args[0]
     if not tensor.dtype.is_floating_point:
         return Scratch()
-    return Scratch(before=(tensor.numel() * tensor.itemsize,))
+    return Scratch(before=(tensor.nbytes,))
 
 
 @requests("where.self")

@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops.linalg import up
 from memest.estimator.ops.registry import Args, Kwargs, modelled, requests
-from memest.estimator.ops.temporaries import Events, bytes_of, outputs, passing
+from memest.estimator.ops.temporaries import Events, outputs, passing
 
 aten = torch.ops.aten
 
@@ -128,20 +128,20 @@ def _workspace(tensor: Tensor, dims: Any, *, is_real: bool, is_back: bool = Fals
 def complex_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`_fft_c2c`."""
     work = _workspace(args[0], args[1], is_real=False)
-    return tuple(outputs({0: bytes_of(out)}) + passing(work))
+    return outputs({0: out.nbytes}) + passing(work)
 
 
 @requests("_fft_r2c")
 def from_real_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`_fft_r2c`."""
-    return tuple(outputs({0: bytes_of(out)}) + passing(_workspace(args[0], args[1], is_real=True)))
+    return outputs({0: out.nbytes}) + passing(_workspace(args[0], args[1], is_real=True))
 
 
 @requests("_fft_c2r")
 def to_real_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """Requests of `_fft_c2r`: the workspace, and a copy of the input, which cuFFT overwrites."""
     work = _workspace(out, args[1], is_real=True, is_back=True)
-    return tuple(outputs({0: bytes_of(out)}) + passing(bytes_of(args[0]), work))
+    return outputs({0: out.nbytes}) + passing(args[0].nbytes, work)
 
 
 @modelled("_fft_c2c _fft_r2c _fft_c2r")

@@ -22,13 +22,7 @@ from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops.attention import num_flash_splits, rounded_head_width
 from memest.estimator.ops.reductions import sum_bytes
 from memest.estimator.ops.registry import Args, Kwargs, requests
-from memest.estimator.ops.temporaries import (
-    Events,
-    KernelEvent,
-    bytes_of,
-    outputs,
-    temporaries,
-)
+from memest.estimator.ops.temporaries import Events, around, outputs, passing
 from memest.models_meta.flash_attention import BACKWARD, FORWARD
 from memest.plan.values import FLASH_ATTENTION_2
 
@@ -55,11 +49,7 @@ def check_gpu(gpu: Gpu) -> None:
 
 def _copies(*tensors: Tensor) -> list[int]:
     """`maybe_contiguous`: of what has another last stride than 1; dropped when the op returns."""
-    return [bytes_of(tensor) for tensor in tensors if tensor.stride(-1) != 1]
-
-
-def _freed(num_bytes: list[int]) -> list[KernelEvent]:
-    return temporaries(*(-n for n in reversed(num_bytes)))
+    return [tensor.nbytes for tensor in tensors if tensor.stride(-1) != 1]
 
 
 @requests(FORWARD)
@@ -85,14 +75,8 @@ def forward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
         if splits > 1:
             rows = splits * B * H * L
             accumulators = [rows * _FLOAT_BYTES, rows * rounded_head_width(E) * _FLOAT_BYTES]
-    return tuple(
-        temporaries(*copies)
-        + outputs({0: bytes_of(out[0]), 1: bytes_of(out[1])})
-        + temporaries(*accumulators)
-        + outputs({2: bytes_of(out[2])})
-        + _freed(accumulators)
-        + _freed(copies)
-    )
+    made = outputs({0: out[0].nbytes, 1: out[1].nbytes})
+    return around(copies, made + around(accumulators, outputs({2: out[2].nbytes})))
 
 
 @requests(BACKWARD)
@@ -116,14 +100,8 @@ def backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     if deterministic:
         accumulated *= -(-gpu.num_sms // (B * H))
     expanded, sums = _expanded(key, H, gpu)
-    return tuple(
-        temporaries(*copies)
-        + outputs({0: bytes_of(out)})
-        + temporaries(accumulated, *expanded)
-        + [event for _ in expanded for event in (*temporaries(*sums), *_freed(sums))]
-        + _freed([accumulated, *expanded])
-        + _freed(copies)
-    )
+    summed = around([accumulated, *expanded], passing(*sums) * len(expanded))
+    return around(copies, outputs({0: out.nbytes}) + summed)
 
 
 def _expanded(key: Tensor, H: int, gpu: Gpu) -> tuple[list[int], list[int]]:
@@ -134,4 +112,4 @@ def _expanded(key: Tensor, H: int, gpu: Gpu) -> tuple[list[int], list[int]]:
     shape = (*key.shape[:-2], K, H // K, E)
     groups = torch.empty(shape, dtype=key.dtype, device="meta")
     summing = list(sum_bytes(groups, [groups.dim() - 2], key.dtype, gpu))
-    return [bytes_of(groups)] * 2, summing
+    return [groups.nbytes] * 2, summing

@@ -32,15 +32,15 @@ from memest.estimator.ops.cub import (
 )
 from memest.estimator.ops.in_place import in_nodes
 from memest.estimator.ops.reductions import accumulator_bytes_of, threads_per_sm
-from memest.estimator.ops.refusals import fits, type_name
+from memest.estimator.ops.refusals import accepts, fits, same_type
 from memest.estimator.ops.registry import (
     Args,
     Kwargs,
     ValueOf,
     above_autograd,
+    argument,
     modelled,
     outputs_only,
-    refuse,
     register,
     requests,
 )
@@ -48,9 +48,8 @@ from memest.estimator.ops.sorting import MAX_BLOCK_SIZE, SMALL_SORT, sort_scratc
 from memest.estimator.ops.temporaries import (
     INDEX_BYTES,
     Events,
-    KernelEvent,
     Scratch,
-    bytes_of,
+    around,
     contiguous_copy,
     outputs,
     passing,
@@ -85,7 +84,7 @@ def embedding_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch
     a view.
     """
     indices: Tensor = args[1]
-    return Scratch(before=() if is_a_row(indices) else (indices.numel() * indices.itemsize,))
+    return Scratch(before=() if is_a_row(indices) else (indices.nbytes,))
 
 
 def is_a_row(tensor: Tensor) -> bool:
@@ -108,8 +107,7 @@ def adds_atomically(num_indices: int, num_rows: int, width: int, gpu: Gpu) -> bo
 
 def broadcast(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors expanded to their common shape."""
-    expanded: list[Tensor] = list(torch.broadcast_tensors(*tensors))  # type: ignore[no-untyped-call]
-    return expanded
+    return list(torch.broadcast_tensors(*tensors))  # type: ignore[no-untyped-call]
 
 
 def _copies_of_unlike_strides(indices: Sequence[Tensor]) -> tuple[int, ...]:
@@ -180,13 +178,8 @@ def renorm_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     row = indices.numel() * INDEX_BYTES
     copies = contiguous_copy(indices)
     sorting = sort_scratch((indices,), {}, None, gpu).after
-    return tuple(
-        temporaries(row, row)
-        + passing(*copies, *sorting)
-        + temporaries(-row)
-        + passing(row, INDEX_BYTES, select_bytes(indices.numel(), gpu))
-        + temporaries(-row)
-    )
+    unique = passing(row, INDEX_BYTES, select_bytes(indices.numel(), gpu))
+    return around((row,), around((row,), passing(*copies, *sorting)) + unique)
 
 
 @modelled("embedding_renorm_")
@@ -225,13 +218,13 @@ def embedding_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) ->
     copies = contiguous_copy(indices, grad)
     gradient = outputs({0: num_rows * width * grad.itemsize})
     if num_indices <= FEW_INDICES:
-        return tuple(temporaries(*copies) + gradient + temporaries(*(-n for n in reversed(copies))))
-    return tuple(_sorted_gradient(copies, num_indices, num_rows, grad, gpu))
+        return around(copies, gradient)
+    return _sorted_gradient(copies, num_indices, num_rows, grad, gpu)
 
 
 def _sorted_gradient(
     copies: tuple[int, ...], num_indices: int, num_rows: int, grad: Tensor, gpu: Gpu
-) -> list[KernelEvent]:
+) -> Events:
     """`embedding_backward_cuda_kernel` and the sort before it, see `embedding_backward_events`."""
     width = grad.shape[-1]
     gradient = outputs({0: num_rows * width * grad.itemsize})
@@ -241,25 +234,17 @@ def _sorted_gradient(
     per_segment, per_partial = segments * INDEX_BYTES, partials * INDEX_BYTES
     accumulator = accumulator_bytes_of(grad.dtype)
     if not adds_atomically(num_indices, num_rows, width, gpu):
-        adding: tuple[int, ...] = (partials * width * accumulator,)
+        sums: tuple[int, ...] = (partials * width * accumulator,)
     elif accumulator != grad.itemsize:
-        adding = (per_partial, num_rows * width * accumulator)
+        sums = (per_partial, num_rows * width * accumulator)
     else:
-        adding = (per_partial,)
-    kept = (*copies, row, row)
-    return (
-        temporaries(*kept)
-        + passing(row, radix_sort_bytes(num_indices, gpu))
-        + gradient
-        + temporaries(row, INDEX_BYTES)
-        + passing(row, unique_by_key_bytes(num_indices, gpu))
-        + temporaries(per_segment, per_segment)
-        + passing(scan_bytes(segments))
-        + temporaries(INDEX_BYTES)
-        + passing(per_partial, *adding)
-        + temporaries(-INDEX_BYTES, -per_segment, -per_segment, -INDEX_BYTES, -row)
-        + temporaries(*(-n for n in reversed(kept)))
-    )
+        sums = (per_partial,)
+    sorting = passing(row, radix_sort_bytes(num_indices, gpu))
+    adding = around((INDEX_BYTES,), passing(per_partial, *sums))
+    of_segments = around((per_segment, per_segment), passing(scan_bytes(segments)) + adding)
+    unique = passing(row, unique_by_key_bytes(num_indices, gpu))
+    found = sorting + gradient + around((row, INDEX_BYTES), unique + of_segments)
+    return around((*copies, row, row), found)
 
 
 @modelled("embedding_dense_backward")
@@ -278,8 +263,7 @@ def embedding_bag_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Even
     """Requests of `_embedding_bag` (EmbeddingBag.cu): sizes of bags, the bag of each index, the
     result, and the row of each maximum in mode `max`.
     """
-    sizes = {2: bytes_of(out[2]), 1: bytes_of(out[1]), 0: bytes_of(out[0]), 3: bytes_of(out[3])}
-    return tuple(outputs(sizes))
+    return outputs({i: out[i].nbytes for i in (2, 1, 0, 3)})
 
 
 @requests("_embedding_bag_backward")
@@ -291,8 +275,8 @@ def embedding_bag_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu
     copies = contiguous_copy(grad)
     if mode == _MAXIMUM:
         gradient = outputs({0: num_rows * grad.shape[-1] * grad.itemsize})
-        return tuple(temporaries(*copies) + gradient + temporaries(*(-n for n in copies)))
-    return tuple(_sorted_gradient(copies, indices.numel(), num_rows, grad, gpu))
+        return around(copies, gradient)
+    return _sorted_gradient(copies, indices.numel(), num_rows, grad, gpu)
 
 
 @modelled("_embedding_bag_backward")
@@ -306,19 +290,13 @@ def nonzero_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`nonzero` of Nonzero.cu: the count and its sum's storage, the positions, the selection's
     storage.
     """
-    return tuple(_selection(args[0], outputs({0: bytes_of(out)}), gpu))
+    return _selection(args[0], outputs({0: out.nbytes}), gpu)
 
 
-def _selection(mask: Tensor, positions: list[KernelEvent], gpu: Gpu) -> list[KernelEvent]:
+def _selection(mask: Tensor, positions: Events, gpu: Gpu) -> Events:
     copies, count = contiguous_copy(mask), mask.numel()
     counting = sum_storage_bytes(count, threads_per_sm(gpu) * gpu.num_sms)
-    return (
-        temporaries(*copies, 4)
-        + passing(counting)
-        + positions
-        + passing(select_bytes(count, gpu))
-        + temporaries(-4, *(-n for n in reversed(copies)))
-    )
+    return around((*copies, 4), passing(counting) + positions + passing(select_bytes(count, gpu)))
 
 
 @requests("masked_scatter_backward")
@@ -347,14 +325,10 @@ def masked_scatter_backward_events(
     positions = selected * mask.dim() * INDEX_BYTES
     finding = _selection(mask, temporaries(positions), gpu)
     if selected >= size:
-        return tuple(finding + outputs({0: bytes_of(out)}) + temporaries(-positions))
+        return finding + outputs({0: out.nbytes}) + temporaries(-positions)
     chosen, padding = selected * grad.itemsize, (size - selected) * grad.itemsize
-    return tuple(
-        finding
-        + temporaries(chosen, -positions, padding)
-        + outputs({0: bytes_of(out)})
-        + temporaries(-padding, -chosen)
-    )
+    gathered = temporaries(-positions) + around((padding,), outputs({0: out.nbytes}))
+    return finding + around((chosen,), gathered)
 
 
 def num_true(value_of: ValueOf, args: Args) -> tuple[int, ...]:
@@ -365,7 +339,7 @@ def num_true(value_of: ValueOf, args: Args) -> tuple[int, ...]:
 
 def _is_sorted(args: Args, kwargs: Kwargs) -> bool:
     """Return whether `index_put` sorts the indices: it accumulates, and no index is a mask."""
-    accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    accumulate = argument(args, kwargs, 3, "accumulate", False)
     indices = index_tensors(args)
     if not accumulate or not indices or any(i.dtype in MASK_DTYPES for i in indices):
         return False
@@ -395,16 +369,10 @@ def _sorted_events(args: Args, gpu: Gpu) -> Events:
     sort = radix_sort_bytes(count, gpu, num_bits=max(1, largest.bit_length()))
     is_unsafe = len(args) > 4 and args[4]
     num_checks = 0 if is_unsafe else 2 * len(indices)
-    checks = [event for _ in range(num_checks) for event in passing(INDEX_BYTES, 1)]
-    return tuple(
-        outputs({0: bytes_of(target)})
-        + checks
-        + temporaries(row)
-        + passing(row)
-        + temporaries(*(row, row, -row, -row) * (len(indices) - 1))
-        + passing(*contiguous_copy(expanded), row, row, row, sort)
-        + temporaries(-row)
-    )
+    checks = passing(INDEX_BYTES, 1) * num_checks
+    linear = passing(row) + passing(row, row) * (len(indices) - 1)
+    sorting = passing(*contiguous_copy(expanded), row, row, row, sort)
+    return outputs({0: target.nbytes}) + checks + around((row,), linear + sorting)
 
 
 @requests("scatter_reduce.two")
@@ -415,9 +383,7 @@ def scatter_reduce_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Sc
     if args[4] != "mean":
         return Scratch()
     source = args[3]
-    return Scratch(
-        after=(source.numel() * source.itemsize, out.numel() * out.itemsize, out.numel())
-    )
+    return Scratch(after=(source.nbytes, out.nbytes, out.numel()))
 
 
 @requests(*INDEX_PUT)
@@ -460,10 +426,8 @@ def normalize_indices(mode: Any, func: Any, types: Any, args: Args) -> tuple[Any
 
 def _places(mode: Any, types: Any, mask: Tensor) -> Tensor:
     if on_gpu(mask):
-        found: Tensor = mode.call(aten.nonzero.default, types, (mask,), {})
-        return found
-    on_host: Tensor = mode.host.nonzero(mask)
-    return on_host
+        return mode.call(aten.nonzero.default, types, (mask,), {})
+    return mode.host.nonzero(mask)
 
 
 def _is_fill(args: Args) -> bool:
@@ -485,41 +449,25 @@ outputs_only(
 )
 
 
-@refuse("index_put index_put_")
-def refuse_index_put(args: Args, kwargs: Kwargs) -> str:
-    """Check that target and values have one type (TensorAdvancedIndexing.cpp)."""
-    target, source = args[0].dtype, args[2].dtype
-    if target == source:
-        return ""
-    return (
-        "Index put requires the source and destination dtypes match, got "
-        f"{type_name(target)} for the destination and {type_name(source)} for the source."
-    )
+_INDEX = accepts(
+    2, (torch.int32, torch.int64), "index_add_(): Expected dtype int32/int64 for index but got: {}"
+)
+_ADDED = same_type(0, 3, "index_add_(): self ({}) and source ({}) must have the same scalar type")
+_PUT = same_type(
+    0, 2, "Index put requires the source and destination dtypes match, got {} for the destination "
+    "and {} for the source."
+)  # fmt: skip
+_COPIED = same_type(
+    0, 3, "index_copy_(): self and source expected to have the same dtype, but got (self) {} and "
+    "(source) {}"
+)  # fmt: skip
 
-
-@refuse("index_add index_add_")
-def refuse_index_add(args: Args, kwargs: Kwargs) -> str:
-    """Check the types of index, target and source (TensorAdvancedIndexing.cpp)."""
-    if args[2].dtype not in (torch.int32, torch.int64):
-        found = type_name(args[2].dtype)
-        return f"index_add_(): Expected dtype int32/int64 for index but got: {found}"
-    if args[0].dtype == args[3].dtype:
-        return ""
-    types = f"self ({type_name(args[0].dtype)}) and source ({type_name(args[3].dtype)})"
-    return f"index_add_(): {types} must have the same scalar type"
-
-
-@refuse("index_copy index_copy_")
-def refuse_index_copy(args: Args, kwargs: Kwargs) -> str:
-    """Check that target and source have one type (TensorAdvancedIndexing.cpp)."""
-    if args[0].dtype == args[3].dtype:
-        return ""
-    return (
-        "index_copy_(): self and source expected to have the same dtype, but got "
-        f"(self) {type_name(args[0].dtype)} and (source) {type_name(args[3].dtype)}"
-    )
-
-
+# TensorAdvancedIndexing.cpp
+register("index_put index_put_", refuse=_PUT)
+register("index_copy index_copy_", refuse=_COPIED)
+register(
+    "index_add index_add_", refuse=lambda args, kwargs: _INDEX(args, kwargs) or _ADDED(args, kwargs)
+)
 register("masked_fill.Scalar masked_fill_.Scalar", refuse=fits(2))
 
 
@@ -568,8 +516,7 @@ register("masked_scatter_backward", shaped_by=lambda args: ())
 def one_hot(then: Next, classes: Tensor, num_classes: int = -1) -> Tensor:
     """Scatter ones into zeros, as on CUDA; on meta torch compares instead (native/Onehot.cpp)."""
     if not on_gpu(classes) or not classes.numel():
-        made: Tensor = then(classes, num_classes)
-        return made
+        return then(classes, num_classes)
     if num_classes == -1:
         num_classes = int(classes.max()) + 1
     zeros = torch.zeros((*classes.shape, num_classes), dtype=torch.int64, device=classes.device)

@@ -28,19 +28,13 @@ from memest.estimator.ops.registry import (
     Kwargs,
     Rule,
     above_autograd,
+    argument,
     outputs_only,
     register,
     requests,
     result,
 )
-from memest.estimator.ops.temporaries import (
-    Events,
-    KernelEvent,
-    bytes_of,
-    outputs,
-    passing,
-    temporaries,
-)
+from memest.estimator.ops.temporaries import Events, around, outputs, passing, temporaries
 from memest.estimator.tensors.placement import on_gpu
 
 aten = torch.ops.aten
@@ -64,17 +58,17 @@ class _Matrices:
         return self.n * self.n * self.item * self.batch
 
     @property
-    def pointers(self) -> list[KernelEvent]:
+    def pointers(self) -> Events:
         """For batched cuBLAS, of two operands."""
         return passing(POINTER * self.batch, POINTER * self.batch)
 
     @property
-    def triangular(self) -> list[KernelEvent]:
+    def triangular(self) -> Events:
         """Bytes of `triangular_solve_kernel` (linalg/BatchLinearAlgebra.cpp)."""
         return [] if self.batch <= 8 and self.n >= 64 else self.pointers
 
     @property
-    def checks(self) -> list[KernelEvent]:
+    def checks(self) -> Events:
         """`_linalg_check_errors`: whether all is well."""
         return _checks(is_single=self.is_single)
 
@@ -87,12 +81,12 @@ class _Matrices:
         """Return whether cuSOLVER solves one matrix after the other, without cuBLAS."""
         return self.n != num_right and 8 < self.n <= 64 and self.batch <= 2
 
-    def loop(self, num_bytes: int) -> list[KernelEvent]:
+    def loop(self, num_bytes: int) -> Events:
         """Return a temporary of `num_bytes` for each matrix in turn."""
         return passing(num_bytes) * self.batch
 
 
-def _checks(*, is_single: bool) -> list[KernelEvent]:
+def _checks(*, is_single: bool) -> Events:
     return passing(1, 1) if is_single else passing(1)
 
 
@@ -117,14 +111,14 @@ def _measured(names: str) -> Callable[[Rule], Rule]:
 def eigh_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`_linalg_eigh`: vectors, values; a copy of the matrix if only these are needed."""
     a = _of(args[0])
-    values, vectors = map(bytes_of, out)
-    is_wanted = args[2] if len(args) > 2 else kwargs.get("compute_v", True)
+    values, vectors = (t.nbytes for t in out)
+    is_wanted = argument(args, kwargs, 2, "compute_v", True)
     calls = passing(eigh_bytes(a.n, a.item, a.batch)) * (1 if a.n <= 32 else a.batch)
     info = INFO * a.batch
-    solved = temporaries(info) + calls + a.checks + temporaries(-info)
+    solved = around((info,), calls + a.checks)
     if is_wanted:
-        return tuple(outputs({1: vectors, 0: values}) + solved)
-    return tuple(outputs({0: values}) + temporaries(a.square) + solved + temporaries(-a.square))
+        return outputs({1: vectors, 0: values}) + solved
+    return outputs({0: values}) + around((a.square,), solved)
 
 
 @_measured("_linalg_svd")
@@ -135,48 +129,44 @@ def svd_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """
     a = _of(args[0])
     k = min(a.m, a.n)
-    is_full = bool(args[1]) if len(args) > 1 else bool(kwargs.get("full_matrices", False))
-    is_wanted = args[2] if len(args) > 2 else kwargs.get("compute_uv", True)
+    is_full = argument(args, kwargs, 1, "full_matrices", False)
+    is_wanted = argument(args, kwargs, 2, "compute_uv", True)
     info, copy = INFO * a.batch, a.m * a.n * a.item * a.batch
     work = passing(svd_bytes(a.m, a.n, a.item, is_full and bool(is_wanted)))
     if is_wanted:
-        left, values, right = map(bytes_of, out)
-        made = outputs({0: left, 2: right, 1: values}) + temporaries(info, copy)
-        return tuple(made + work + temporaries(-copy) + a.checks + temporaries(-info))
+        left, values, right = (t.nbytes for t in out)
+        made = outputs({0: left, 2: right, 1: values})
+        return made + around((info,), around((copy,), work) + a.checks)
     count = a.batch if a.is_single or a.n <= 32 else 1
     u, v = a.m * k * a.item * count, k * a.n * a.item * count
-    made = outputs({1: bytes_of(out[1])}) + temporaries(info, copy, u, v)
-    return tuple(made + work + temporaries(-v, -u, -copy) + a.checks + temporaries(-info))
+    work = around((copy, u, v), work)
+    return outputs({1: out[1].nbytes}) + around((info,), work + a.checks)
 
 
 @_measured("linalg_qr")
 def qr_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`linalg_qr`: Q, R, the reflectors' factors; Q is written out unless only R is needed."""
     q, r = out
-    return tuple(outputs({0: bytes_of(q), 1: bytes_of(r)}) + _qr(args[0], q))
+    return outputs({0: q.nbytes, 1: r.nbytes}) + _qr(args[0], q)
 
 
 @_measured("linalg_qr.out")
 def qr_out_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """The same into given tensors: it is made in fresh memory and copied."""
-    q, r = map(bytes_of, out)
-    return tuple(temporaries(q, r) + _qr(args[0], out[0]) + temporaries(-r, -q))
+    q, r = (t.nbytes for t in out)
+    return around((q, r), _qr(args[0], out[0]))
 
 
-def _qr(tensor: Tensor, q: Tensor) -> list[KernelEvent]:
+def _qr(tensor: Tensor, q: Tensor) -> Events:
     a = _of(tensor)
     k = min(a.m, a.n)
     taus = k * a.item * a.batch
-    events = temporaries(taus)
+    factors, written = a.pointers, Events()
     if a.batch == 1 or a.n > 64:
-        factors = a.loop(geqrf_bytes(a.n, a.item))
-        events += temporaries(INFO) + factors + temporaries(-INFO)
-    else:
-        events += a.pointers
+        factors = around((INFO,), a.loop(geqrf_bytes(a.n, a.item)))
     if q.numel():
-        written = a.loop(orgqr_bytes(a.m, q.shape[-1], k, a.item))
-        events += temporaries(INFO) + written + temporaries(-INFO)
-    return events + temporaries(-taus)
+        written = around((INFO,), a.loop(orgqr_bytes(a.m, q.shape[-1], k, a.item)))
+    return around((taus,), factors + written)
 
 
 @result("geqrf")
@@ -193,10 +183,10 @@ def geqrf(args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
 @_measured("geqrf")
 def geqrf_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`geqrf`: Q's reflectors below R, and their factors."""
-    a, (written, factors) = _of(args[0]), map(bytes_of, out)
+    a, (written, factors) = _of(args[0]), (t.nbytes for t in out)
     work = a.loop(geqrf_bytes(a.n, a.item))
     made = outputs({0: written, 1: factors})
-    return tuple(made + temporaries(INFO) + work + temporaries(-INFO))
+    return made + around((INFO,), work)
 
 
 @_measured("linalg_householder_product")
@@ -204,7 +194,7 @@ def householder_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events
     """`linalg_householder_product`."""
     a, k = _of(args[0]), args[1].shape[-1]
     written = a.loop(orgqr_bytes(a.m, a.n, k, a.item))
-    return tuple(outputs({0: bytes_of(out)}) + temporaries(INFO) + written + temporaries(-INFO))
+    return outputs({0: out.nbytes}) + around((INFO,), written)
 
 
 @_measured("linalg_cholesky_ex")
@@ -212,13 +202,13 @@ def cholesky_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`linalg_cholesky_ex`: one by cuSOLVER, many by its batched kernel."""
     a = _of(args[0])
     work = potrf_bytes(a.n, bool(kwargs.get("upper"))) if a.is_single else POINTER * a.batch
-    return tuple(outputs({0: bytes_of(out[0]), 1: bytes_of(out[1])}) + passing(work))
+    return outputs({0: out[0].nbytes, 1: out[1].nbytes}) + passing(work)
 
 
 @_measured("_linalg_check_errors")
 def check_errors_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`_linalg_check_errors`: comparisons with zero, of several matrices whether any is not."""
-    return tuple(_checks(is_single=args[0].dim() == 0))
+    return _checks(is_single=args[0].dim() == 0)
 
 
 @_measured("cholesky_solve")
@@ -226,14 +216,14 @@ def cholesky_solve_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Eve
     """`cholesky_solve`: the right-hand side and the factor are copied."""
     factor = _of(args[1])
     info = INFO if factor.is_single else 0
-    solved = outputs({0: bytes_of(out)}) + passing(factor.square)
-    return tuple(temporaries(info) + solved + temporaries(-info))
+    solved = outputs({0: out.nbytes}) + passing(factor.square)
+    return around((info,), solved)
 
 
 @_measured("cholesky_inverse")
 def cholesky_inverse_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`cholesky_inverse`."""
-    return tuple(outputs({0: bytes_of(out)}) + passing(_of(args[0]).square, INFO))
+    return outputs({0: out.nbytes}) + passing(_of(args[0]).square, INFO)
 
 
 @_measured("linalg_solve_triangular")
@@ -243,10 +233,10 @@ def solve_triangular_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> E
     Up to 8 matrices of 64 columns or more are solved one by one.
     """
     a = _of(args[0])
-    return tuple(outputs({0: bytes_of(out)}) + a.triangular)
+    return outputs({0: out.nbytes}) + a.triangular
 
 
-def _lu(a: _Matrices) -> list[KernelEvent]:
+def _lu(a: _Matrices) -> Events:
     """One matrix by cuSOLVER; many by batched cuBLAS up to 128 columns, else without a workspace
     (MAGMA is not linked; 129 to 255 columns were not measured).
     """
@@ -255,7 +245,7 @@ def _lu(a: _Matrices) -> list[KernelEvent]:
     return passing(POINTER * a.batch) if a.is_factored_by_cublas else []
 
 
-def _lu_solve(a: _Matrices, num_right: int) -> list[KernelEvent]:
+def _lu_solve(a: _Matrices, num_right: int) -> Events:
     """Requests of `lu_solve_kernel`: batched cuBLAS, a loop, or two triangular systems with the
     pivots as a permutation.
     """
@@ -266,9 +256,9 @@ def _lu_solve(a: _Matrices, num_right: int) -> list[KernelEvent]:
     row = INDEX * a.n
     rows = row * a.batch
     right = a.n * num_right * a.item * a.batch
-    inside = temporaries(right) + a.triangular * 2 + temporaries(-right)
+    inside = around((right,), a.triangular * 2)
     if a.is_single:
-        return temporaries(row, row, row) + inside + temporaries(-row, -row, -row)
+        return around((row, row, row), inside)
     made = temporaries(row, rows, -row, row, rows)
     return made + inside + temporaries(-rows, -row, -rows)
 
@@ -276,7 +266,7 @@ def _lu_solve(a: _Matrices, num_right: int) -> list[KernelEvent]:
 @_measured("linalg_lu_factor_ex")
 def lu_factor_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`linalg_lu_factor_ex`: factors, pivots, info."""
-    return tuple(outputs({i: bytes_of(made) for i, made in enumerate(out)}) + _lu(_of(args[0])))
+    return outputs({i: made.nbytes for i, made in enumerate(out)}) + _lu(_of(args[0]))
 
 
 @_measured("linalg_inv_ex")
@@ -285,8 +275,8 @@ def inv_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     a = _of(args[0])
     pivots = INFO * a.n * a.batch
     solved = _lu(a) + _lu_solve(a, a.n)
-    made = outputs({0: bytes_of(out[0]), 1: bytes_of(out[1])})
-    return tuple(made + temporaries(a.square, pivots) + solved + temporaries(-pivots, -a.square))
+    made = outputs({0: out[0].nbytes, 1: out[1].nbytes})
+    return made + around((a.square, pivots), solved)
 
 
 @_measured("_linalg_solve_ex")
@@ -294,17 +284,17 @@ def solve_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`_linalg_solve_ex`: result, factors, pivots, info."""
     a = _of(args[0])
     num_right = out[0].shape[-1] if out[0].dim() == args[0].dim() else 1
-    made = outputs({i: bytes_of(part) for i, part in enumerate(out)})
-    return tuple(made + _lu(a) + _lu_solve(a, num_right))
+    made = outputs({i: part.nbytes for i, part in enumerate(out)})
+    return made + _lu(a) + _lu_solve(a, num_right)
 
 
 @_measured("linalg_lu_solve")
 def lu_solve_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`linalg_lu_solve`."""
-    return tuple(outputs({0: bytes_of(out)}) + _lu_solve(_of(args[0]), out.shape[-1]))
+    return outputs({0: out.nbytes}) + _lu_solve(_of(args[0]), out.shape[-1])
 
 
-def _signs(a: _Matrices) -> list[KernelEvent]:
+def _signs(a: _Matrices) -> Events:
     """Requests for the permutation's sign: a mask of moved pivots, their number per matrix."""
     count = a.n * a.batch
     taken = temporaries(4 * a.n, count, INDEX * a.batch)
@@ -316,9 +306,9 @@ def slogdet_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`_linalg_slogdet`: sign, logarithm, factors, pivots."""
     a = _of(args[0])
     info, each, diagonal = INFO * a.batch, a.item * a.batch, a.n * a.item * a.batch
-    made = outputs({i: bytes_of(part) for i, part in enumerate(out)}) + temporaries(info)
+    made = outputs({i: part.nbytes for i, part in enumerate(out)})
     products = passing(diagonal, each) + temporaries(-INDEX * a.batch) + passing(diagonal)
-    return tuple(made + _lu(a) + _signs(a) + products + temporaries(-info))
+    return made + around((info,), _lu(a) + _signs(a) + products)
 
 
 @_measured("_linalg_det")
@@ -326,9 +316,9 @@ def det_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`_linalg_det`: determinant, factors, pivots."""
     a = _of(args[0])
     info, each = INFO * a.batch, a.item * a.batch
-    made = outputs({i: bytes_of(part) for i, part in enumerate(out)}) + temporaries(info) + _lu(a)
-    signs = temporaries(each) + _signs(a) + temporaries(-INDEX * a.batch, -each)
-    return tuple(made + signs + temporaries(-info))
+    made = outputs({i: part.nbytes for i, part in enumerate(out)})
+    signs = around((each,), _signs(a) + temporaries(-INDEX * a.batch))
+    return made + around((info,), _lu(a) + signs)
 
 
 def _solves_by_cublas(args: Args) -> bool:
@@ -370,10 +360,8 @@ def svdvals(then: Next, a: Tensor, *, driver: str | None = None) -> Tensor:
     native/BatchLinearAlgebra.cpp).
     """
     if on_gpu(a):
-        values: Tensor = aten._linalg_svd.default(a, False, has_gradient(a), driver=driver)[1]
-        return values
-    result: Tensor = then(a, driver=driver)
-    return result
+        return aten._linalg_svd.default(a, False, has_gradient(a), driver=driver)[1]
+    return then(a, driver=driver)
 
 
 @above_autograd("linalg_eigvalsh")
@@ -384,10 +372,8 @@ def eigvalsh(then: Next, a: Tensor, uplo: str = "L") -> Tensor:
     native/BatchLinearAlgebra.cpp).
     """
     if on_gpu(a):
-        values: Tensor = aten._linalg_eigh.default(a, uplo, has_gradient(a))[0]
-        return values
-    result: Tensor = then(a, uplo)
-    return result
+        return aten._linalg_eigh.default(a, uplo, has_gradient(a))[0]
+    return then(a, uplo)
 
 
 BLOCK = 32

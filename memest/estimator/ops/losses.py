@@ -19,13 +19,13 @@ from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.in_place import in_nodes
 from memest.estimator.ops.reductions import sum_bytes
-from memest.estimator.ops.refusals import type_name
+from memest.estimator.ops.refusals import accepts, same_type
 from memest.estimator.ops.registry import (
     Args,
     Kwargs,
     above_autograd,
+    argument,
     outputs_only,
-    refuse,
     register,
     requests,
     result,
@@ -36,7 +36,7 @@ from memest.estimator.ops.temporaries import (
     Events,
     KernelEvent,
     Scratch,
-    bytes_of,
+    around,
     contiguous_copy,
     outputs,
     passing,
@@ -104,16 +104,14 @@ def bce_with_logits_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Ev
     With weights of the positives the log-sigmoid is multiplied by `(pos_weight - 1) * target + 1`.
     That takes a tensor of the weights' size and one of the loss's.
     """
-    positives = args[3] if len(args) > 3 else kwargs.get("pos_weight")
+    positives = argument(args, kwargs, 3, "pos_weight")
     size, staged = _elements(loss_shape(args), out, gpu)
-    log_sigmoid = bytes_of(args[0])
-    events = temporaries(log_sigmoid)
-    if positives is not None:
-        events += passing(positives.numel() * positives.itemsize, size)
-    if not is_reduced(args, 4):
-        return tuple(events + outputs({0: size}) + temporaries(-log_sigmoid))
-    reduced = outputs({0: out.itemsize}) + passing(*staged)
-    return tuple(events + temporaries(size) + reduced + temporaries(-size, -log_sigmoid))
+    log_sigmoid = args[0].nbytes
+    loss = outputs({0: size})
+    if is_reduced(args, 4):
+        loss = around((size,), outputs({0: out.itemsize}) + passing(*staged))
+    weights = [] if positives is None else passing(positives.nbytes, size)
+    return around((log_sigmoid,), weights + loss)
 
 
 @requests("nll_loss_forward")
@@ -149,11 +147,15 @@ def soft_margin_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scrat
 @requests("soft_margin_loss_backward")
 def soft_margin_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`soft_margin_loss_backward` of Loss.cpp: `exp(-target * input)` by way of two products."""
-    size = out.numel() * out.itemsize
+    size = out.nbytes
     oldest = KernelEvent(-size, OLDEST)
-    return tuple(
-        [*temporaries(size, size, size), oldest, oldest, *outputs({0: size}), *temporaries(-size)]
-    )
+    return [
+        *temporaries(size, size, size),
+        oldest,
+        oldest,
+        *outputs({0: size}),
+        *temporaries(-size),
+    ]
 
 
 def _samples(tensor: Tensor) -> int:
@@ -174,12 +176,12 @@ def multilabel_margin_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> 
     for each sample, then their mean or sum.
     """
     loss, is_target = out
-    kept = outputs({1: is_target.numel() * is_target.itemsize})
-    result = outputs({0: loss.numel() * loss.itemsize})
+    kept = outputs({1: is_target.nbytes})
+    result = outputs({0: loss.nbytes})
     if args[0].dim() < 2 or not is_reduced(args, 2):
-        return tuple(kept + result)
+        return kept + result
     each = _samples(args[0]) * loss.itemsize
-    return tuple(kept + temporaries(each) + result + temporaries(-each))
+    return kept + around((each,), result)
 
 
 @requests("_ctc_loss _ctc_loss.Tensor")
@@ -189,8 +191,8 @@ def ctc_loss_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """
     losses, alphas = out
     lengths = (losses.numel() * 8,) * 3
-    results = outputs({1: alphas.numel() * alphas.itemsize, 0: losses.numel() * losses.itemsize})
-    return tuple(temporaries(*lengths) + results + temporaries(*(-n for n in lengths)))
+    results = outputs({1: alphas.nbytes, 0: losses.nbytes})
+    return around(lengths, results)
 
 
 LARGE_CTC = 450
@@ -211,14 +213,10 @@ def ctc_loss_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> 
     blanks, and a second gradient if infinite losses count as zero.
     """
     log_probs, losses, alphas = args[1], args[5], args[6]
-    zero_infinity = args[8] if len(args) > 8 else kwargs.get("zero_infinity", False)
-    lengths = (losses.numel() * 8,) * 3
-    betas = alphas.numel() * alphas.itemsize
-    made = out.numel() * out.itemsize
-    events = temporaries(*lengths, betas)
-    if not _is_large_ctc(log_probs, losses.numel()):
-        events += outputs({0: made})
-    else:
+    zero_infinity = argument(args, kwargs, 8, "zero_infinity", False)
+    made = out.nbytes
+    gradient = outputs({0: made})
+    if _is_large_ctc(log_probs, losses.numel()):
         rows = alphas.shape[0] * alphas.shape[1]
         blanks = rows * (alphas.shape[2] // 2 + 1) * alphas.itemsize
         sums = rows * alphas.itemsize
@@ -227,11 +225,11 @@ def ctc_loss_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> 
         )
         if zero_infinity:
             zero, flags = out.itemsize, losses.numel()
-            events += temporaries(made) + of_blanks + temporaries(zero, flags)
-            events += outputs({0: made}) + temporaries(-flags, -zero, -made)
+            gradient = around((made,), of_blanks + around((zero, flags), gradient))
         else:
-            events += outputs({0: made}) + of_blanks
-    return tuple(events + temporaries(-betas, *(-n for n in lengths)))
+            gradient += of_blanks
+    lengths = (losses.numel() * 8,) * 3
+    return around((*lengths, alphas.nbytes), gradient)
 
 
 outputs_only(
@@ -241,34 +239,19 @@ outputs_only(
 )
 
 
-@refuse("nll_loss_forward")
-def refuse_nll_loss(args: Args, kwargs: Kwargs) -> str:
-    """Check the type of the target (cuda/NLLLoss.cu)."""
-    if args[1].dtype in (torch.int64, torch.uint8):
-        return ""
-    kernel = '"nll_loss_forward_reduce_cuda_kernel_2d_index"'
-    return f"{kernel} not implemented for '{type_name(args[1].dtype)}'"
+_CLASSES = (torch.int64, torch.uint8)
+"""Types of a target of classes."""
 
+_KERNEL = '"nll_loss_forward_reduce_cuda_kernel_2d_index"'
 
-@refuse("nll_loss2d_forward")
-def refuse_nll_loss2d(args: Args, kwargs: Kwargs) -> str:
-    """Check the type of the target (cuda/NLLLoss2d.cu)."""
-    if args[1].dtype in (torch.int64, torch.uint8):
-        return ""
-    return f"expected scalar type Long but found {type_name(args[1].dtype)}"
-
-
-@refuse("binary_cross_entropy")
-def refuse_binary_cross_entropy(args: Args, kwargs: Kwargs) -> str:
-    """Check that input and target have one type (cuda/Loss.cu)."""
-    if args[0].dtype == args[1].dtype:
-        return ""
-    return f"Found dtype {type_name(args[1].dtype)} but expected {type_name(args[0].dtype)}"
-
-
+# cuda/NLLLoss.cu, cuda/NLLLoss2d.cu, cuda/Loss.cu
+register("nll_loss_forward", refuse=accepts(1, _CLASSES, _KERNEL + " not implemented for '{}'"))
 register(
-    "mse_loss_backward smooth_l1_loss_backward huber_loss_backward",
-    layout=contiguous,
+    "nll_loss2d_forward", refuse=accepts(1, _CLASSES, "expected scalar type Long but found {}")
+)
+register("binary_cross_entropy", refuse=same_type(1, 0, "Found dtype {} but expected {}"))
+register(
+    "mse_loss_backward smooth_l1_loss_backward huber_loss_backward", layout=contiguous
 )  # Loss.cpp
 register("binary_cross_entropy_backward", layout=like(1))  # cuda/Loss.cu
 
@@ -327,8 +310,7 @@ def ctc_loss(
     """Run torch's own kernel of `ctc_loss`, with lengths in tensors."""
     args = log_probs, targets, lengths, target_lengths, blank, reduction, zero_infinity
     if not on_gpu(log_probs):
-        result: Tensor = then(*args)
-        return result
+        return then(*args)
     if not on_gpu(targets) and targets.dtype is torch.int32 and targets.dim() == 1:
         raise UnsupportedError(
             "`ctc_loss` of int32 targets on the host goes to cuDNN, which cannot be simulated",
@@ -342,8 +324,7 @@ def ctc_loss_of_numbers(then: Next, log_probs: Tensor, targets: Tensor, *args: A
     """Run torch's own kernel of `ctc_loss`, with lengths as numbers."""
     if on_gpu(log_probs):
         return _ctc_loss(log_probs, targets, *args)
-    result: Tensor = then(log_probs, targets, *args)
-    return result
+    return then(log_probs, targets, *args)
 
 
 def _margin_loss(x: Tensor, is_reduced: bool) -> Tensor:

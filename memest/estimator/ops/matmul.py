@@ -43,12 +43,13 @@ from torch._ops import OpOverload
 
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops.autograd_ops import Next
-from memest.estimator.ops.refusals import cpp_type, expects, type_name
+from memest.estimator.ops.refusals import cpp_type, expects, same_type, type_name
 from memest.estimator.ops.registry import (
     UNDER_VMAP,
     Args,
     Kwargs,
     above_autograd,
+    argument,
     modelled,
     op_of,
     refuse,
@@ -88,10 +89,9 @@ def grouped_mm_output(args: Args, kwargs: Kwargs) -> Tensor:
     Rows are padded to 16 bytes, as `create_grouped_gemm_output_tensor` does.
     """
     with contextlib.suppress(NotImplementedError, RuntimeError):
-        out: Tensor = aten._grouped_mm.default(*args, **kwargs)
-        return out
+        return aten._grouped_mm.default(*args, **kwargs)
     left, right = args[0], args[1]
-    offsets: Any = args[2] if len(args) > 2 else kwargs.get("offs")
+    offsets: Any = argument(args, kwargs, 2, "offs")
     if left.dim() == 2 and right.dim() == 2:
         size = [offsets.size(0), left.size(0), right.size(1)]
     elif left.dim() == 2:
@@ -118,7 +118,7 @@ def grouped_mm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratc
     """
     if not _is_fused(args, gpu):
         return Scratch()
-    offsets = args[2] if len(args) > 2 else kwargs.get("offs")
+    offsets = argument(args, kwargs, 2, "offs")
     groups = args[0].size(0) if offsets is None else offsets.size(0)
     pointers = 3 * _POINTER_BYTES * (groups + groups % 2)
     descriptors = gpu.num_sms * _DESCRIPTORS_PER_SM * _DESCRIPTOR_BYTES
@@ -139,16 +139,6 @@ def _is_fused(args: Args, gpu: Gpu) -> bool:
     return is_bfloat16 and (gpu.capability == (9, 0) or gpu.capability[0] == 10)
 
 
-@refuse("mm")
-def refuse_mm(args: Args, kwargs: Kwargs) -> str:
-    """Check the types of the factors (cuda/Blas.cpp)."""
-    left, right = args[0].dtype, args[1].dtype
-    if left == right:
-        return ""
-    types = f"{cpp_type(left)} != {cpp_type(right)}"
-    return f"expected mat1 and mat2 to have the same dtype, but got: {types}"
-
-
 @refuse("addmm")
 def refuse_addmm(args: Args, kwargs: Kwargs) -> str:
     """Check the types of summand and factors (cuda/Blas.cpp)."""
@@ -160,6 +150,8 @@ def refuse_addmm(args: Args, kwargs: Kwargs) -> str:
     return ""
 
 
+_UNLIKE = "expected mat1 and mat2 to have the same dtype, but got: {} != {}"
+register("mm", refuse=same_type(0, 1, _UNLIKE, cpp_type))  # cuda/Blas.cpp
 register("addmv", refuse=expects(1, 2, "addmv_impl_cuda"))
 register("mv", refuse=expects(0, 1, "addmv_impl_cuda"))
 
@@ -172,8 +164,7 @@ def linear(then: Next, x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     """
     if bias is not None and x.dim() > 2 and on_gpu(x) and not x.is_contiguous():
         return torch.matmul(x, weight.t()).add_(bias)
-    result: Tensor = then(x, weight, bias)
-    return result
+    return then(x, weight, bias)
 
 
 # ------------------------------------------------------------------------ cuBLAS
@@ -337,7 +328,7 @@ def _operand_copies(product: Product, args: Sequence[Any]) -> tuple[int, ...]:
         fits = [(left, _batch_fits(left, fast=1)), (right, _batch_fits(right, fast=1))]
     else:
         fits = [(right, _batch_fits(right, fast=2)), (left, _batch_fits(left, fast=2))]
-    return tuple(t.numel() * t.element_size() for t, fit in fits if not fit)
+    return tuple(t.nbytes for t, fit in fits if not fit)
 
 
 def _matrix_has_unit_stride(tensor: Tensor) -> bool:

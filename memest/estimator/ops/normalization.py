@@ -43,7 +43,7 @@ from memest.estimator.ops.temporaries import (
     Events,
     KernelEvent,
     Scratch,
-    bytes_of,
+    around,
     contiguous_copy,
     outputs,
     passing,
@@ -127,7 +127,7 @@ def batch_norm_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) 
     tensor, grad = args[0], args[1]
     is_last = _is_channels_last(tensor)
     is_like = grad.is_contiguous() != is_last
-    copies = () if is_like else (grad.numel() * grad.itemsize,)
+    copies = () if is_like else (grad.nbytes,)
     if not is_last:
         return Scratch(before=copies)
     workspace = _workspace(tensor, BACKWARD_ROWS, SUMS_BYTES, BACKWARD_HEADER)
@@ -210,19 +210,13 @@ def native_batch_norm_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu:
     """
     tensor, wanted = args[1], args[9]
     takes_rows = _takes_rows(tensor)
-    sizes = {i: t.numel() * t.itemsize for i, t in enumerate(out) if t is not None and wanted[i]}
+    sizes = {i: t.nbytes for i, t in enumerate(out) if t is not None and wanted[i]}
     if wanted[0] and not takes_rows:
-        return tuple(outputs(sizes))
+        return outputs(sizes)
     of_input = outputs({0: sizes.pop(0)} if wanted[0] else {})
     sums = (tensor.shape[1] * (8 if tensor.dtype == torch.float64 else 4),) * 2
     staged = _staging(tensor, 2) if takes_rows and _takes_rows(args[0]) else ()
-    return tuple(
-        temporaries(*sums)
-        + outputs(sizes)
-        + passing(*staged)
-        + of_input
-        + temporaries(*(-n for n in sums))
-    )
+    return around(sums, outputs(sizes) + passing(*staged) + of_input)
 
 
 MANY_ROWS = 64 * 1024
@@ -253,22 +247,20 @@ def _events(args: Args, weights: dict[int, Tensor | None], mask: list[bool], gpu
     width = prod(shape)
     wanted = {i: w for i, w in weights.items() if mask[i] and w is not None}
     rows = _partial_rows(tensor.numel() // max(1, width), width, gpu)
-    of_input, of_weights = contiguous_copy(tensor), {i: bytes_of(w) for i, w in wanted.items()}
+    of_input, of_weights = contiguous_copy(tensor), {i: w.nbytes for i, w in wanted.items()}
     of_grad = contiguous_copy(grad)
-    made = outputs({0: bytes_of(tensor)} if mask[0] else {})
-    ends = temporaries(*(-n for n in reversed((*of_input, *of_grad))))
+    made = outputs({0: tensor.nbytes} if mask[0] else {})
     if not rows:
-        made += outputs(of_weights) + temporaries(*of_grad)
-        return tuple(temporaries(*of_input) + made + ends)
-    sums: list[KernelEvent] = []
+        return around(of_input, made + outputs(of_weights) + passing(*of_grad))
+    sums: Events = []
     parts = []
     for i, weight in wanted.items():
         part = torch.empty((rows, width), dtype=weight.dtype, device="meta")
-        parts.append(bytes_of(part))
+        parts.append(part.nbytes)
         sums += outputs({i: of_weights[i]}) + passing(*sum_bytes(part, [0], part.dtype, gpu))
         sums += [KernelEvent(-of_weights[i], OLDEST)]
-    made += temporaries(*of_weights.values(), *of_grad, *parts) + sums
-    return tuple(temporaries(*of_input) + made + temporaries(*(-n for n in reversed(parts))) + ends)
+    made += temporaries(*of_weights.values()) + around((*of_grad, *parts), sums)
+    return around(of_input, made)
 
 
 @requests("native_layer_norm_backward")
@@ -367,8 +359,7 @@ register("native_layer_norm", refuse=expects(0, 2, "LayerNormKernelImpl"))
 
 
 register(
-    "native_layer_norm_backward _fused_rms_norm_backward",
-    layout=contiguous,
+    "native_layer_norm_backward _fused_rms_norm_backward", layout=contiguous
 )  # layer_norm_kernel.cu
 register("native_batch_norm_backward", layout=like(1))  # cuda/Normalization.cu
 
@@ -429,10 +420,8 @@ def batch_norm(
     ):
         x = x.contiguous(memory_format=suggest_memory_format(x))
         dense = [t if t is None else t.contiguous() for t in tensors]
-        out: Tensor = aten.cudnn_batch_norm.default(x, *dense, training, momentum, eps)[0]
-        return out
-    result: Tensor = then(x, *tensors, training, momentum, eps, cudnn_enabled)
-    return result
+        return aten.cudnn_batch_norm.default(x, *dense, training, momentum, eps)[0]
+    return then(x, *tensors, training, momentum, eps, cudnn_enabled)
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -467,10 +456,8 @@ def rms_norm(
     is_fused = is_fused and on_gpu(x) and x.is_floating_point() and not x.is_complex()
     is_fused = is_fused and (weight is None or weight.dtype is x.dtype)
     if is_fused and suggest_memory_format(x) is torch.contiguous_format:
-        fused: Tensor = _RmsNorm.apply(x, list(shape), weight, eps)  # type: ignore[no-untyped-call]
-        return fused
-    result: Tensor = then(x, shape, weight, eps)
-    return result
+        return _RmsNorm.apply(x, list(shape), weight, eps)  # type: ignore[no-untyped-call]
+    return then(x, shape, weight, eps)
 
 
 @result("_fused_rms_norm")

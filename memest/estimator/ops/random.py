@@ -35,6 +35,7 @@ from memest.estimator.ops.registry import (
     Kwargs,
     Op,
     above_autograd,
+    argument,
     modelled,
     outputs_only,
     overloads_of,
@@ -44,7 +45,7 @@ from memest.estimator.ops.registry import (
     result,
 )
 from memest.estimator.ops.strides import in_format_of
-from memest.estimator.ops.temporaries import Events, bytes_of, outputs, passing, temporaries
+from memest.estimator.ops.temporaries import Events, around, outputs, passing, temporaries
 from memest.estimator.tensors.placement import on_gpu
 
 Array = np.ndarray[Any, Any]
@@ -335,9 +336,9 @@ class GpuDraws:
     ) -> Tensor | None:
         """`multinomial` of one or without replacement: largest odds over exponential numbers."""
         given: Tensor = args[0]
-        num_samples, puts_back = int(args[1]), bool(args[2] if len(args) > 2 else False)
+        num_samples, puts_back = _samples(args, kwargs)
         rows = given.numel() // given.size(-1)
-        if kwargs.get("replacement", puts_back) and num_samples > 1:
+        if puts_back and num_samples > 1:
             made = _found(generator, odds, num_samples) if odds is not None and rows == 1 else None
             generator.offset += DRAWS * ((rows - 1) // MOST_ROWS + 1)
             return made
@@ -499,11 +500,11 @@ def randperm_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     count = out.numel()
     events = outputs({0: count * out.itemsize}) + passing(out.itemsize)
     if count < 2:
-        return tuple(events)
+        return events
     bits = randperm_bits(count)
     key_bytes = 4 if bits <= 32 else 8
     sort = radix_sort_bytes(count, gpu, num_bits=bits, key_bytes=key_bytes)
-    return tuple(events + passing(count * out.itemsize, *(count * key_bytes,) * 2, sort))
+    return events + passing(count * out.itemsize, *(count * key_bytes,) * 2, sort)
 
 
 @modelled("randperm")
@@ -513,9 +514,9 @@ def randperm_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu)
 
 
 def _samples(args: Args, kwargs: Kwargs) -> tuple[int, bool]:
-    num: int = args[1] if len(args) > 1 else kwargs["num_samples"]
-    replaced = args[2] if len(args) > 2 else kwargs.get("replacement", False)
-    return num, bool(replaced)
+    """Return the number of samples, and whether they are drawn with replacement."""
+    num_samples = argument(args, kwargs, 1, "num_samples")
+    return int(num_samples), bool(argument(args, kwargs, 2, "replacement", False))
 
 
 @requests("multinomial")
@@ -543,9 +544,9 @@ def multinomial_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events
     if probabilities.dim() == 1:
         sums = temporaries(item, 1, -item)
     values = passing(rows * num * item) if num > 1 else []
-    kept = 1, 1
-    return tuple(
-        outputs({0: out.numel() * out.itemsize})
+
+    return (
+        outputs({0: out.nbytes})
         + temporaries(item)
         + extreme
         + temporaries(1, item)
@@ -553,9 +554,8 @@ def multinomial_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events
         + temporaries(1, 1, -1, -item, -1, -item)
         + sums
         + passing(1)
-        + temporaries(noise)
-        + values
-        + temporaries(-noise, *(-n for n in kept))
+        + around((noise,), values)
+        + temporaries(-1, -1)
     )
 
 
@@ -564,14 +564,9 @@ def _with_replacement(args: Args, out: Any) -> Events:
     cumulative sum, and a copy; a scan over blocks for a single row.
     """
     given = args[0]
-    size = given.numel() * given.itemsize
+    size = given.nbytes
     scan = passing(scan_bytes(given.numel(), value_bytes=4)) if given.dim() == 1 else []
-    return tuple(
-        outputs({0: out.numel() * out.itemsize})
-        + temporaries(size, size, size)
-        + scan
-        + temporaries(-size, -size, -size)
-    )
+    return outputs({0: out.nbytes}) + around((size, size, size), scan)
 
 
 @modelled("multinomial")
@@ -591,7 +586,7 @@ def bernoulli_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`bernoulli` of probabilities (cuda/Distributions.cpp), those of 16 bits cast to float32."""
     probabilities = args[0]
     cast = probabilities.numel() * 4 if probabilities.itemsize == 2 else 0
-    return tuple(outputs({0: out.numel() * out.itemsize}) + passing(cast))
+    return outputs({0: out.nbytes}) + passing(cast)
 
 
 @requests("normal.Tensor_Tensor normal.float_Tensor")
@@ -607,9 +602,9 @@ def normal_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
         deviations, (), gpu, dtype=deviations.dtype, out_dtype=deviations.dtype,
         accumulator_bytes=item,
     )  # fmt: skip
-    check = temporaries(item) + passing(*smallest) + passing(1) + temporaries(-item)
+    check = around((item,), passing(*smallest) + passing(1))
     number = [] if isinstance(mean, torch.Tensor) else passing(out.itemsize)
-    return tuple(check + outputs({0: out.numel() * out.itemsize}) + check + number)
+    return check + outputs({0: out.nbytes}) + check + number
 
 
 @requests("native_dropout")
@@ -618,9 +613,9 @@ def dropout_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     dropped.
     """
     result, mask = out
-    sizes = {0: bytes_of(result), 1: bytes_of(mask)}
+    sizes = {0: result.nbytes, 1: mask.nbytes}
     is_drawn = args[2] is not False and 0 < args[1] < 1
-    return tuple(outputs({i: sizes[i] for i in ((1, 0) if is_drawn else (0, 1))}))
+    return outputs({i: sizes[i] for i in ((1, 0) if is_drawn else (0, 1))})
 
 
 outputs_only(
@@ -640,18 +635,15 @@ IN_FUNCTORCH = "FuncTorchDynamicLayerFrontMode"
 def dropout(then: Next, x: Tensor, p: float, train: bool) -> Tensor:
     """Run the fused kernel where 0 < p < 1 (`is_fused_kernel_acceptable` of Dropout.cpp)."""
     if train and 0 < p < 1 and on_gpu(x) and x.numel() > 0:
-        out: Tensor = aten.native_dropout.default(x, p, train)[0]
-        return out
-    result: Tensor = then(x, p, train)
-    return result
+        return aten.native_dropout.default(x, p, train)[0]
+    return then(x, p, train)
 
 
 @result("normal_")
 def filled_normal(args: Args, kwargs: Kwargs) -> Tensor:
     """Fill an empty tensor: on meta torch makes the numbers first, by a dozen operators."""
     filled: Tensor = args[0]
-    std = args[2] if len(args) > 2 else kwargs.get("std", 1.0)
+    std = argument(args, kwargs, 2, "std", 1.0)
     if filled.is_floating_point() and std >= 0:
         return filled
-    made: Tensor = aten.normal_.default(*args, **kwargs)  # raises torch's error
-    return made
+    return aten.normal_.default(*args, **kwargs)  # raises torch's error

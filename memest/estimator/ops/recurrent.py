@@ -40,7 +40,7 @@ from memest.estimator.ops.registry import (
 from memest.estimator.ops.temporaries import (
     Events,
     KernelEvent,
-    bytes_of,
+    around,
     contiguous_copy,
     outputs,
     passing,
@@ -298,13 +298,12 @@ def recurrent_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
     """
     layers = layers_of_forward(args)
     copies = contiguous_copy(_in_steps(args[0], args, 10, 14))
-    made = outputs({i: bytes_of(out[i]) for i in range(3)})
+    made = outputs({i: out[i].nbytes for i in range(3)})
     if args[3] is None:
-        made += outputs({4: bytes_of(out[4])})
+        made += outputs({4: out[4].nbytes})
     train = args[12]
     workspace = (training_workspace_bytes if train else inference_workspace_bytes)(layers)
-    made += temporaries(workspace) + outputs({3: bytes_of(out[3])})
-    return tuple(temporaries(*copies) + made + temporaries(-workspace, *(-n for n in copies)))
+    return around(copies, made + around((workspace,), outputs({3: out[3].nbytes})))
 
 
 @requests("_cudnn_rnn_backward")
@@ -316,28 +315,23 @@ def recurrent_backward_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Ev
     """
     layers = layers_of_backward(args)
     x, hx, cx, grad, grad_hy, grad_cy = args[0], args[4], args[5], args[7], args[8], args[9]
-    zeros = [bytes_of(args[6])] if grad is None else []
-    zeros += [bytes_of(hx)] if grad_hy is None else []
-    zeros += [bytes_of(cx)] if cx is not None and grad_cy is None else []
+    missing = [(args[6], grad), (hx, grad_hy), (cx, grad_cy)]
+    zeros = [of.nbytes for of, given in missing if of is not None and given is None]
     x_copy = contiguous_copy(_in_steps(x, args, 14, 18))
     grads = contiguous_copy(None if grad is None else _in_steps(grad, args, 14, 18))
     grads += contiguous_copy(grad_hy, grad_cy)
     workspace = training_workspace_bytes(layers)
-    between = temporaries(workspace, -workspace)
-    events = temporaries(*zeros, *x_copy, *grads)
-    events += outputs({i: bytes_of(out[i]) for i in range(3) if out[i] is not None})
-    events += between + temporaries(*(-n for n in (*grads, *x_copy)))
+    events = temporaries(*x_copy, *grads)
+    events += outputs({i: out[i].nbytes for i in range(3) if out[i] is not None})
+    events += passing(workspace) + temporaries(*(-n for n in (*grads, *x_copy)))
     if args[21][3]:
-        flat = bytes_of(args[3])
-        is_own = args[2] < 4
-        events += temporaries(*x_copy)
-        events += temporaries(flat) if is_own else [KernelEvent(flat, 3)]
-        events += between
-        if is_own:  # without biases the gradients are copied out of the buffer
-            events += outputs({3 + i: bytes_of(g) for i, g in enumerate(out[3])})
-            events += temporaries(-flat)
-        events += temporaries(*(-n for n in x_copy))
-    return tuple(events + temporaries(*(-n for n in reversed(zeros))))
+        flat = args[3].nbytes
+        of_weights = [KernelEvent(flat, 3), *passing(workspace)]
+        if args[2] < 4:  # without biases the gradients are copied out of the buffer
+            made = outputs({3 + i: g.nbytes for i, g in enumerate(out[3])})
+            of_weights = around((flat,), passing(workspace) + made)
+        events += around(x_copy, of_weights)
+    return around(zeros, events)
 
 
 def weight_shapes_of(layers: Layers) -> list[list[tuple[int, ...]]]:
@@ -357,13 +351,13 @@ def recurrent_is_modelled(func: Any, args: Args, kwargs: Any, gpu: Gpu) -> bool:
 @requests("_thnn_fused_lstm_cell")
 def lstm_cell_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
     """`_thnn_fused_lstm_cell` (cuda/RNN.cu): what the gradient needs, then the states."""
-    return tuple(outputs({i: bytes_of(out[i]) for i in (2, 0, 1)}))
+    return outputs({i: out[i].nbytes for i in (2, 0, 1)})
 
 
 @requests("_thnn_fused_gru_cell")
 def gru_cell_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
     """`_thnn_fused_gru_cell`, likewise."""
-    return tuple(outputs({i: bytes_of(out[i]) for i in (1, 0)}))
+    return outputs({i: out[i].nbytes for i in (1, 0)})
 
 
 @requests("_thnn_fused_lstm_cell_backward_impl")
@@ -373,11 +367,11 @@ def lstm_cell_backward_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Ev
     """
     gates, state, bias = out
     if gates is None:
-        return ()
-    events = outputs({0: bytes_of(gates), 1: bytes_of(state)})
+        return []
+    events = outputs({0: gates.nbytes, 1: state.nbytes})
     if bias is not None:
-        events += outputs({2: bytes_of(bias)}) + passing(*sum_bytes(gates, (0,), gates.dtype, gpu))
-    return tuple(events)
+        events += outputs({2: bias.nbytes}) + passing(*sum_bytes(gates, (0,), gates.dtype, gpu))
+    return events
 
 
 @requests("_thnn_fused_gru_cell_backward")
@@ -385,12 +379,12 @@ def gru_cell_backward_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Eve
     """Requests of `_thnn_fused_gru_cell_backward`: gradients of both gates and of the state, and
     each gate's sum over the samples.
     """
-    events = outputs({i: bytes_of(out[i]) for i in (0, 1, 2)})
+    events = outputs({i: out[i].nbytes for i in (0, 1, 2)})
     for gates, position in ((out[0], 3), (out[1], 4)):
         if out[position] is not None:
             staged = sum_bytes(gates, (0,), gates.dtype, gpu)
-            events += outputs({position: bytes_of(out[position])}) + passing(*staged)
-    return tuple(events)
+            events += outputs({position: out[position].nbytes}) + passing(*staged)
+    return events
 
 
 # ------------------------------------------------------------------ layers and cells
@@ -607,8 +601,8 @@ def _packed(args: Args, kwargs: Kwargs) -> Any:
 def packing_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
     """A copy of each segment that is not contiguous, then all of them in a row."""
     copies = contiguous_copy(*_packed_segments(*args))
-    made = outputs({0: out[0].numel() * out[0].itemsize})
-    return tuple(temporaries(*copies) + made + temporaries(*(-n for n in copies)))
+    made = outputs({0: out[0].nbytes})
+    return temporaries(*copies) + made + temporaries(*(-n for n in copies))
 
 
 def _layer(mode: int, is_packed: bool) -> Callable[..., Any]:
@@ -646,8 +640,7 @@ def lstm_cell(
 ) -> tuple[Tensor, Tensor]:
     """Run `LSTMCell` of RNN.cpp: two products, and one kernel for the rest."""
     if not on_gpu(x):
-        made: tuple[Tensor, Tensor] = then(x, hidden, w_ih, w_hh, *biases)
-        return made
+        return then(x, hidden, w_ih, w_hh, *biases)
     gates = torch.matmul(x, w_ih.t()), torch.matmul(hidden[0], w_hh.t())
     b_ih, b_hh = (*biases, None, None)[:2]
     out = aten._thnn_fused_lstm_cell.default(*gates, hidden[1], b_ih, b_hh)
@@ -658,12 +651,10 @@ def lstm_cell(
 def gru_cell(then: Next, x: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, *biases: Any) -> Tensor:
     """Run `GRUCell` of RNN.cpp: two products, and one kernel for the rest."""
     if not on_gpu(x):
-        made: Tensor = then(x, hx, w_ih, w_hh, *biases)
-        return made
+        return then(x, hx, w_ih, w_hh, *biases)
     gates = torch.matmul(x, w_ih.t()), torch.matmul(hx, w_hh.t())
     b_ih, b_hh = (*biases, None, None)[:2]
-    out: Tensor = aten._thnn_fused_gru_cell.default(*gates, hx, b_ih, b_hh)[0]
-    return out
+    return aten._thnn_fused_gru_cell.default(*gates, hx, b_ih, b_hh)[0]
 
 
 register("_pack_padded_sequence", may_mix_devices=True)

@@ -34,11 +34,12 @@ from memest.estimator.ops.registry import (
     Args,
     Kwargs,
     above_autograd,
+    argument,
     outputs_only,
     register,
     requests,
 )
-from memest.estimator.ops.temporaries import Events, Scratch, outputs, passing, temporaries
+from memest.estimator.ops.temporaries import Events, Scratch, around, outputs, passing
 from memest.estimator.tensors.placement import on_gpu
 
 aten = torch.ops.aten
@@ -325,19 +326,14 @@ def _tensor_out(out: Any) -> Tensor:
 
 
 def _dims_of(args: Args, kwargs: Kwargs, position: int) -> tuple[int, ...]:
-    dims = args[position] if len(args) > position else kwargs.get("dim")
+    dims = argument(args, kwargs, position, "dim")
     if dims is None:
         return ()
     return (dims,) if isinstance(dims, int) else tuple(dims)
 
 
 def sum_bytes(
-    tensor: Tensor,
-    dims: Sequence[int],
-    out_dtype: torch.dtype,
-    gpu: Gpu,
-    *,
-    half_vector: int = 8,
+    tensor: Tensor, dims: Sequence[int], out_dtype: torch.dtype, gpu: Gpu, *, half_vector: int = 8
 ) -> tuple[int, ...]:
     """Temporaries of `sum` and `mean`: a cast of the input if CUDA does not read its dtype, and
     staging.
@@ -431,15 +427,9 @@ def logsumexp_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
         tensor, dims, gpu, dtype=tensor.dtype, out_dtype=dtype, accumulator_bytes=dtype.itemsize
     )
     shifted = torch.empty(tensor.shape, dtype=dtype, device="meta")
-    return tuple(
-        temporaries(maxima)
-        + passing(*largest)
-        + passing(maxima, result.numel())
-        + temporaries(exponentials)
-        + outputs({0: maxima})
-        + passing(*sum_bytes(shifted, dims, dtype, gpu))
-        + temporaries(-exponentials, -maxima)
-    )
+    summed = outputs({0: maxima}) + passing(*sum_bytes(shifted, dims, dtype, gpu))
+    searched = passing(*largest) + passing(maxima, result.numel())
+    return around((maxima,), searched + around((exponentials,), summed))
 
 
 @requests("equal")
@@ -498,12 +488,9 @@ def has_gradient(tensor: Tensor) -> bool:
 def product(then: Next, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Run `prod`; its gradient assumes no zero input (`prod_backward`, FunctionsManual.cpp)."""
     if not on_gpu(x) or not has_gradient(x):
-        result: Tensor = then(x, *args, **kwargs)
-        return result
+        return then(x, *args, **kwargs)
 
     def run() -> Tensor:
-        made: Tensor = then.below_autograd(x, *args, **kwargs)
-        return made
+        return then.below_autograd(x, *args, **kwargs)
 
-    product: Tensor = _Product.apply(x, run, args[0] if args else None)  # type: ignore[no-untyped-call]
-    return product
+    return _Product.apply(x, run, args[0] if args else None)  # type: ignore[no-untyped-call]

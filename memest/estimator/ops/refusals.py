@@ -70,6 +70,28 @@ def expects(first: int, second: int, kernel: str) -> RefuseRule:
     return rule
 
 
+def accepts(number: int, dtypes: tuple[torch.dtype, ...], message: str) -> RefuseRule:
+    """Rule for the type of one argument; `message` has a place for another type's name."""
+
+    def rule(args: Args, kwargs: Kwargs) -> str:
+        dtype = args[number].dtype
+        return "" if dtype in dtypes else message.format(type_name(dtype))
+
+    return rule
+
+
+def same_type(
+    first: int, second: int, message: str, named: Callable[[torch.dtype], str] = type_name
+) -> RefuseRule:
+    """Rule for two arguments of one type; `message` has places for the names of both types."""
+
+    def rule(args: Args, kwargs: Kwargs) -> str:
+        types = args[first].dtype, args[second].dtype
+        return "" if types[0] == types[1] else message.format(*map(named, types))
+
+    return rule
+
+
 def fits(number: int) -> RefuseRule:
     """Rule for a number that is written into a tensor of the first argument's type."""
 

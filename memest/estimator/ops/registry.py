@@ -292,6 +292,11 @@ def overloads_of(*packets: Any) -> list[OpOverload]:
     return [getattr(packet, name) for packet in packets for name in packet.overloads()]
 
 
+def argument(args: Args, kwargs: Kwargs, position: int, name: str, default: Any = None) -> Any:
+    """Return an argument of a call that is given by position, by name or by its default."""
+    return args[position] if len(args) > position else kwargs.get(name, default)
+
+
 UNDER_VMAP = "FuncTorchBatched"
 """Dispatch key at which `torch.vmap` decomposes most operators."""
 

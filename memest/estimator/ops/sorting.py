@@ -22,6 +22,7 @@ from memest.estimator.ops.registry import (
     Args,
     Kwargs,
     above_autograd,
+    argument,
     modelled,
     outputs_only,
     register,
@@ -31,11 +32,10 @@ from memest.estimator.ops.temporaries import (
     INDEX_BYTES,
     Events,
     Scratch,
-    bytes_of,
+    around,
     contiguous_copy,
     outputs,
     passing,
-    temporaries,
 )
 from memest.estimator.tensors.placement import on_gpu
 
@@ -68,7 +68,7 @@ def _slices(args: Args, kwargs: Kwargs, position: int) -> tuple[int, int]:
     tensor = args[0]
     if tensor.dim() == 0:
         return 1, 1
-    dim = args[position] if len(args) > position else kwargs.get("dim", -1)
+    dim = argument(args, kwargs, position, "dim", -1)
     length = tensor.shape[dim]
     return tensor.numel() // max(1, length), length
 
@@ -123,18 +123,15 @@ def topk_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """
     kept = [*contiguous_copy(args[0])]
     count, length = _slices(args, kwargs, 2)
-    scans: tuple[int, ...] = ()
+    scans: Events = []
     if _topk_takes_many_blocks(count, length):
         threads = gpu.num_sms * TOPK_BLOCKS_PER_SM * TOPK_THREADS
         items = min(64, max(4, -(-count * length // threads))) * TOPK_THREADS
         blocks = count * -(-length // items)
         kept += [count * args[0].itemsize, count * 8, count * 8]
         kept += [blocks * 512, count * 1024, blocks * 4, blocks * 4]
-        scans = (TOPK_SCAN_BYTES, -TOPK_SCAN_BYTES) * 2
-    return tuple(
-        outputs({i: t.numel() * t.itemsize for i, t in enumerate(out)})
-        + temporaries(*kept, *scans, *(-n for n in reversed(kept)))
-    )
+        scans = passing(TOPK_SCAN_BYTES) * 2
+    return outputs({i: t.nbytes for i, t in enumerate(out)}) + around(kept, scans)
 
 
 def _topk_takes_many_blocks(count: int, length: int) -> bool:
@@ -146,7 +143,7 @@ def _topk_takes_many_blocks(count: int, length: int) -> bool:
 @modelled("topk")
 def topk_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
     """Return whether the results are sorted within a block: k of up to 1024."""
-    k: int = args[1] if len(args) > 1 else kwargs["k"]
+    k: int = argument(args, kwargs, 1, "k")
     return k <= MAX_BLOCK_SIZE
 
 
@@ -182,7 +179,7 @@ def _scanned(args: Args, kwargs: Kwargs, dtype: torch.dtype) -> tuple[tuple[int,
     tensor = args[0]
     is_as_given = tensor.dtype == dtype and tensor.is_contiguous()
     cast = () if is_as_given else (tensor.numel() * dtype.itemsize,)
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", -1)
+    dim = argument(args, kwargs, 1, "dim", -1)
     return cast, tensor.dim() > 0 and tensor.numel() == tensor.shape[dim] > 0
 
 
@@ -211,13 +208,13 @@ def bincount_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`bincount` (cuda/SummaryOps.cu): the smallest and the largest number are read, then bins."""
     numbers, item = args[0], args[0].itemsize
     extreme = passing(item, *extreme_scratch(args[:1], {}, numbers, gpu).after)
-    return tuple((extreme + extreme if numbers.numel() else []) + outputs({0: bytes_of(out)}))
+    return (extreme + extreme if numbers.numel() else []) + outputs({0: out.nbytes})
 
 
 @modelled("bincount")
 def bincount_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
     """Return whether the requested bins are few enough to be counted in shared memory."""
-    minlength: int = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
+    minlength: int = argument(args, kwargs, 2, "minlength", 0)
     return minlength * INDEX_BYTES + 8 < SHARED_BYTES_PER_BLOCK
 
 
@@ -237,7 +234,7 @@ def histogram_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu
     few.
     """
     bins, low, high = (
-        args[i] if len(args) > i else kwargs.get(name, default)
+        argument(args, kwargs, i, name, default)
         for i, name, default in ((1, "bins", 100), (2, "min", 0), (3, "max", 0))
     )
     return bool(low != high and bins <= MAX_SHARED_BINS)
@@ -256,8 +253,7 @@ register(
 def cumprod_backward(then: Next, grad: Tensor, x: Tensor, dim: int, output: Tensor) -> Tensor:
     """Compute the gradient as `cumprod_backward` of ReduceOps.cpp, where no input is zero."""
     if not on_gpu(x) or x.is_complex() or x.dim() == 0 or x.shape[dim] == 1:
-        made: Tensor = then(grad, x, dim, output)
-        return made
+        return then(grad, x, dim, output)
     products, is_zero = output * grad, x == 0
     is_zero.any()  # which the host reads; none is taken to be
     return products.flip(dim).cumsum(dim).flip(dim).div(x)

@@ -60,11 +60,10 @@ def _parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
 def _made(indices: Tensor, values: Tensor, shape: Sequence[int], *, is_coalesced: bool) -> Tensor:
     with torch._C._DisableTorchDispatch():
         sparse_dim = indices.size(0)
-        made: Tensor = aten._sparse_coo_tensor_with_dims_and_tensors.default(
+        return aten._sparse_coo_tensor_with_dims_and_tensors.default(
             sparse_dim, len(shape) - sparse_dim, shape, indices, values,
             dtype=values.dtype, layout=torch.sparse_coo, device=META, is_coalesced=is_coalesced,
         )  # fmt: skip
-        return made
 
 
 def _like(tensor: Tensor, indices: Tensor, values: Tensor) -> Tensor:
@@ -111,10 +110,9 @@ def _assembled(mode: Any, *args: Any, **kwargs: Any) -> Tensor:
     if Place.GPU not in (mode.host.place(indices), mode.host.place(values)):
         return _on_host(indices, values, shape, is_coalesced=bool(kwargs.get("is_coalesced")))
     with torch._C._DisableTorchDispatch():
-        made: Tensor = aten._sparse_coo_tensor_with_dims_and_tensors.default(
+        return aten._sparse_coo_tensor_with_dims_and_tensors.default(
             *args, **{**kwargs, "device": META}
         )
-        return made
 
 
 def _unknown(mode: Any, tensor: Tensor) -> Tensor:
@@ -295,13 +293,7 @@ def _sparse_mask(mode: Any, dense: Tensor, mask: Tensor) -> Tensor:
 
 @on_sparse("addmm _sparse_addmm")
 def _addmm(
-    mode: Any,
-    tensor: Tensor,
-    sparse: Tensor,
-    dense: Tensor,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
+    mode: Any, tensor: Tensor, sparse: Tensor, dense: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Tensor:
     """Multiply a sparse matrix (CSR rows) by a dense one; copy the column-ordered result."""
     if not is_sparse(sparse) or is_sparse(dense):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,36 +51,34 @@ class KernelEvent:
     """Position in the results, `None` for a temporary, or `OLDEST` or `TRIED`."""
 
 
-Events = tuple[KernelEvent, ...]
+Events = list[KernelEvent]
 
 
-def bytes_of(tensor: Tensor) -> int:
-    """Bytes of the elements of `tensor`."""
-    return tensor.numel() * tensor.itemsize
-
-
-def temporaries(*num_bytes: int) -> list[KernelEvent]:
+def temporaries(*num_bytes: int) -> Events:
     """Temporaries that are made (positive) and freed (negative); 0 bytes make no request."""
     return [KernelEvent(n) for n in num_bytes if n]
 
 
-def passing(*num_bytes: int) -> list[KernelEvent]:
+def around(num_bytes: Sequence[int], events: Events) -> Events:
+    """Temporaries that are made one after the other before `events`, and freed in reverse after."""
+    return temporaries(*num_bytes) + events + temporaries(*(-n for n in reversed(num_bytes)))
+
+
+def passing(*num_bytes: int) -> Events:
     """Temporaries that are made one after the other and freed in reverse."""
-    return temporaries(*num_bytes, *(-n for n in reversed(num_bytes)))
+    return around(num_bytes, [])
 
 
-def outputs(tensors: Mapping[int, int]) -> list[KernelEvent]:
+def outputs(tensors: Mapping[int, int]) -> Events:
     """Results by position, with their bytes; 0 bytes make no request."""
     return [KernelEvent(num_bytes, output) for output, num_bytes in tensors.items() if num_bytes]
 
 
 def contiguous_copy(*tensors: Tensor | None) -> tuple[int, ...]:
     """Bytes of `tensor.contiguous()` for each tensor that is not contiguous."""
-    return tuple(t.numel() * t.itemsize for t in tensors if t is not None and not t.is_contiguous())
+    return tuple(t.nbytes for t in tensors if t is not None and not t.is_contiguous())
 
 
 def copies_in(memory_format: torch.memory_format, *tensors: Tensor) -> tuple[int, ...]:
     """Bytes of `tensor.contiguous(memory_format)` for each tensor that has another format."""
-    return tuple(
-        t.numel() * t.itemsize for t in tensors if not t.is_contiguous(memory_format=memory_format)
-    )
+    return tuple(t.nbytes for t in tensors if not t.is_contiguous(memory_format=memory_format))

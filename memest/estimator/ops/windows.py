@@ -21,9 +21,11 @@ from memest.estimator.ops.registry import Args, Kwargs, modelled, outputs_only, 
 from memest.estimator.ops.temporaries import (
     Events,
     Scratch,
+    around,
     contiguous_copy,
     copies_in,
     outputs,
+    passing,
     temporaries,
 )
 
@@ -75,13 +77,11 @@ def sliding_events(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> Events:
     Where it needs more, another storage takes its place; where it needs less, it keeps the first.
     """
     source = args[0]
-    first, wanted = source.numel() * source.itemsize, out.numel() * out.itemsize
+    first, wanted = source.nbytes, out.nbytes
     copies = contiguous_copy(source)
-    copied = temporaries(*copies), temporaries(*(-n for n in copies))
     if wanted <= first:
-        return tuple(outputs({0: first}) + copied[0] + copied[1])
-    resized = outputs({0: wanted}) + temporaries(-first)
-    return tuple(temporaries(first) + copied[0] + resized + copied[1])
+        return outputs({0: first}) + passing(*copies)
+    return temporaries(first) + around(copies, outputs({0: wanted}) + temporaries(-first))
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

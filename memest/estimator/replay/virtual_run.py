@@ -197,7 +197,7 @@ class _Watch:
         gpu_tensors = [t for t in held if t.device.type == "cuda"]
         self.param_groups["params"] = elements_by_dtype(states.params())
         self.param_groups["optimizer"] = elements_by_dtype(gpu_tensors)
-        self.host_bytes = sum(t.numel() * t.itemsize for t in held if hasattr(t, "is_paged"))
+        self.host_bytes = sum(t.nbytes for t in held if hasattr(t, "is_paged"))
         if self.job.plan.offloads:
             self.host_terms = tuple(_host_terms(self.virtual.mode.host.held()))
         self.geometry = layer_geometry(self.model, self.config)
@@ -265,12 +265,7 @@ def run_plan(
         check_gpu(gpu)
     ranks = ranks or ranks_of(plan)
     virtual = VirtualGpu(
-        gpu,
-        limit_bytes=WITHOUT_END,
-        lines=NoLines(),
-        watch=observe,
-        ranks=ranks,
-        settings=DEFAULT,
+        gpu, limit_bytes=WITHOUT_END, lines=NoLines(), watch=observe, ranks=ranks, settings=DEFAULT
     )
     watch = _Watch(virtual, config, at_cut)
     recorder = _PhaseRecorder(CudaMemory(), plan.accumulate_grad_batches, on_row=watch.reached)

@@ -132,7 +132,7 @@ class KnownValues:
             known.copy_(value)
             self.guessed.discard(storage_key(tensor))
         elif self.may_hold(tensor):
-            num_bytes = tensor.numel() * tensor.element_size()
+            num_bytes = tensor.nbytes
             if num_bytes < tensor.untyped_storage().nbytes():
                 return False
             self.adopt_like(tensor, value)

@@ -155,8 +155,7 @@ def storage_key(tensor: Tensor) -> int:
     if tensor.layout is torch.sparse_coo:
         with torch._C._DisableTorchDispatch():
             tensor = tensor._values()
-    key: int = tensor.untyped_storage()._cdata
-    return key
+    return tensor.untyped_storage()._cdata
 
 
 def on_gpu(tensor: Tensor) -> bool:

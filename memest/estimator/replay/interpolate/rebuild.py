@@ -12,13 +12,7 @@ from memest.estimator.replay.interpolate.call_log import Call, LoggedTrace, Span
 from memest.estimator.replay.interpolate.requests import Form
 from memest.estimator.replay.program import Part, Program, Shift
 from memest.estimator.replay.virtual_run import within_model
-from memest.estimator.tensors.storages import (
-    EMPTIED,
-    MemKind,
-    Site,
-    StorageTable,
-    death_of,
-)
+from memest.estimator.tensors.storages import EMPTIED, MemKind, Site, StorageTable, death_of
 
 NO_CALL = -1
 """Mark in place of a template: a storage that existed before the trace."""

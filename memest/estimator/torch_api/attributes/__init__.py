@@ -9,12 +9,7 @@ from __future__ import annotations
 
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches
-from memest.estimator.torch_api.attributes import (
-    constructors,
-    host_values,
-    moves,
-    parameters,
-)
+from memest.estimator.torch_api.attributes import constructors, host_values, moves, parameters
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:

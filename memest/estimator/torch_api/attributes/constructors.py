@@ -84,8 +84,7 @@ def _install_methods(patches: Patches, device: Callable[[Tensor], torch.device])
     def new(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         place = device(tensor)
         if kwargs or not is_meta(tensor) or place.type == "meta":
-            made: Tensor = new_of(tensor, *args, **kwargs)
-            return made
+            return new_of(tensor, *args, **kwargs)
         return _made(args, tensor.dtype, place)
 
     patches.set(Tensor, "type", type_)
@@ -110,8 +109,7 @@ def _install_default(patches: Patches) -> None:
     def new(cls: Any, *args: Any, **kwargs: Any) -> Tensor:
         if cls is Tensor and is_on_gpu and not kwargs:
             return _made(args, torch.get_default_dtype(), GPU.device)
-        made: Tensor = make(cls, *args, **kwargs)
-        return made
+        return make(cls, *args, **kwargs)
 
     def set_default_tensor_type(kind: Any, /) -> None:
         nonlocal is_on_gpu
@@ -228,8 +226,7 @@ def _is_number(value: Any) -> bool:
 
 def _new_tensor(self: Tensor, data: Any, *, dtype: Any = None, **kwargs: Any) -> Tensor:
     kwargs["device"] = kwargs.get("device") or self.device
-    made: Tensor = torch.tensor(data, dtype=dtype or self.dtype, **kwargs)
-    return made
+    return torch.tensor(data, dtype=dtype or self.dtype, **kwargs)
 
 
 def _default_device() -> Any:

@@ -102,8 +102,7 @@ def _install_storages(patches: Patches, mode: CudaSimMode) -> None:
             return GPU.device
         if key in host_storages and not INSIDE.depth:
             return CPU
-        found: torch.device = true_device_of.__get__(storage)
-        return found
+        return true_device_of.__get__(storage)
 
     def data_ptr(storage: torch.UntypedStorage) -> int:
         key = storage._cdata
@@ -221,8 +220,7 @@ def _mover(mode: CudaSimMode, to_: Move) -> Move:
             device = GPU.device
             if tensor.requires_grad and torch.is_grad_enabled() and place is not Place.GPU:
                 run = functools.partial(to_, **kwargs)
-                moved: Tensor = _FromHost.apply(tensor, run, rest)  # type: ignore[no-untyped-call]
-                return moved
+                return _FromHost.apply(tensor, run, rest)  # type: ignore[no-untyped-call]
         elif torch.device(device).type == "meta" and place in (Place.GPU, Place.HOST):
             dtype = _dtype_of(tensor, rest, kwargs)
             with _disable_current_modes():

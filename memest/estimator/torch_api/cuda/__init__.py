@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches
-from memest.estimator.torch_api.cuda import (
-    driver,
-    memory,
-    nvml,
-    profiling,
-    streams,
-)
+from memest.estimator.torch_api.cuda import driver, memory, nvml, profiling, streams
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:

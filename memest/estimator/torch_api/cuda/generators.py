@@ -13,8 +13,7 @@ from memest.estimator.tensors.placement import GPU, resolve
 
 def _place(generator: Any) -> int:
     """Return the C++ address; operators get another Python object for the same generator."""
-    found: int = generator._cdata
-    return found
+    return generator._cdata
 
 
 class Generator(torch.Generator):
@@ -39,8 +38,7 @@ class Generator(torch.Generator):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """Device of the generator."""
-        found: torch.device = self.__dict__["_device"]
-        return found
+        return self.__dict__["_device"]
 
     def manual_seed(self, seed: int) -> Generator:
         """Restart from a seed."""

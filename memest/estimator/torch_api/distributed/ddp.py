@@ -172,8 +172,7 @@ class Reducer(_Reducer):  # type: ignore[misc]
         """
         try:
             with self._buckets_on_gpu():
-                is_rebuilt: bool = super()._rebuild_buckets()
-                return is_rebuilt
+                return super()._rebuild_buckets()
         except RuntimeError as error:
             found = _MISSING.search(str(error))
             if found is None:

@@ -191,7 +191,7 @@ def _install_second(patches: Patches, mode: CudaSimMode) -> None:
     resize = _resizer(mode)
 
     def take(tensor: Tensor) -> None:
-        resize(tensor, tensor.numel() * tensor.itemsize)
+        resize(tensor, tensor.nbytes)
 
     def free(tensor: Tensor) -> None:
         resize(tensor, 0)

@@ -94,8 +94,7 @@ class Checkpoints:
         memo = getattr(self._state, "placeholders", None)
         key = storage._cdata, dtype
         if memo is not None and key in memo:
-            known: torch.UntypedStorage = memo[key]
-            return known
+            return memo[key]
         with _disable_current_modes():
             made = torch.zeros(1, dtype=dtype, device=CPU).untyped_storage()
         if memo is not None:
@@ -287,8 +286,7 @@ def _install_reading(patches: Patches, checkpoints: Checkpoints) -> None:
     ) -> Tensor:  # fmt: skip
         made = checkpoints.rebuilt(storage, offset, size, stride, metadata)
         if made is None:
-            found: Tensor = make_v2(storage, offset, size, stride, wants_grad, hooks, metadata)
-            return found
+            return make_v2(storage, offset, size, stride, wants_grad, hooks, metadata)
         made.requires_grad = wants_grad
         made._backward_hooks = hooks
         return made
@@ -339,14 +337,12 @@ def _install_storages(patches: Patches, mode: CudaSimMode, checkpoints: Checkpoi
 
 def _bare(num_bytes: int) -> torch.UntypedStorage:
     """Return a storage without data."""
-    made: torch.UntypedStorage = torch.UntypedStorage(num_bytes, device="meta")  # type: ignore[no-untyped-call]
-    return made
+    return torch.UntypedStorage(num_bytes, device="meta")  # type: ignore[no-untyped-call]
 
 
 def _clone(storage: Any) -> torch.UntypedStorage:
     """Return a copy of a storage with data."""
-    made: torch.UntypedStorage = storage.clone()
-    return made
+    return storage.clone()
 
 
 def _is_large_archive(file: Any) -> bool:
@@ -494,8 +490,7 @@ class Writer:
     def save(self, tensors: dict[str, Tensor], metadata: Any = None) -> bytes:
         """Replace `safetensors.torch.save`."""
         if not _has_virtual(tensors):
-            saved: bytes = self._save(tensors, metadata=metadata)
-            return saved
+            return self._save(tensors, metadata=metadata)
         header, total, offsets = self._header(tensors, metadata)
         content = bytearray(total)
         for name, offset in offsets.items():
@@ -528,7 +523,7 @@ class Writer:
                 continue
             tensor = tensors[name]
             offsets[name] = offset
-            end = offset + tensor.numel() * tensor.itemsize
+            end = offset + tensor.nbytes
             entry["shape"], entry["data_offsets"] = list(tensor.shape), [offset, end]
             offset = end
         text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
