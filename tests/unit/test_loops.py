@@ -17,7 +17,7 @@ from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.predict import predict
 from memest.estimator.replay.program import Program
-from memest.estimator.replay.replay import Replayed, replay
+from memest.estimator.replay.replay import Replayed, Run
 from memest.estimator.replay.virtual_run import run_plan, shortened
 from memest.loops import lightning as lightning_loop
 from memest.loops import optimizers
@@ -110,7 +110,7 @@ def test_a_repeated_step_is_the_one_that_would_have_run(loop: str, model: str) -
 
     short, num_ahead = shortened(plan)
     runs = run_plan(plan, H200), run_plan(short, H200, num_ahead=num_ahead)
-    every, repeated = (replay(r.program, num_steps=4, num_micro_batches=5) for r in runs)
+    every, repeated = (Run(r.program, 4, 5).on() for r in runs)
 
     def phases(run: Replayed) -> list[tuple[Any, ...]]:
         return [(r.step, r.micro_batch, r.phase) for r in run.rows]

@@ -18,7 +18,7 @@ from memest.estimator.replay.recording import (
     timeline,
     torch_snapshot,
 )
-from memest.estimator.replay.replay import Run, replay
+from memest.estimator.replay.replay import Run
 from memest.estimator.search.commands import predict_command
 from memest.estimator.search.largest import largest
 from memest.estimator.search.related_plans import TraceSeries
@@ -124,7 +124,7 @@ def test_a_deferred_free_is_requested_first_and_completed_later() -> None:
         (Act.ALLOC, WEIGHT), (Act.ALLOC, WHOLE), (Act.ALLOC, OUTPUT),
         (Act.FREE_REQUESTED, WHOLE), (Act.FREE_COMPLETED, WHOLE), (Act.FREE, OUTPUT),
     ]  # fmt: skip
-    assert recording.result == replay(shared(), num_steps=1, num_micro_batches=1)
+    assert recording.result == Run(shared(), 1, 1).on()
 
 
 def test_a_block_that_waits_is_not_allocated_any_more() -> None:

@@ -13,7 +13,7 @@ from memest.estimator.replay import simulated_plan
 from memest.estimator.replay.interpolate.call_log import LoggedTrace, logged_trace
 from memest.estimator.replay.interpolate.other_chip import on_other_chip
 from memest.estimator.replay.interpolate.reuse import FormBroken
-from memest.estimator.replay.replay import replay
+from memest.estimator.replay.replay import Run
 from memest.estimator.replay.simulated import TracedPlan
 from memest.estimator.replay.simulated_plan import trace_plan
 from memest.estimator.replay.virtual_run import canonical
@@ -39,7 +39,7 @@ def plan_of(values: dict[str, Any]) -> TrainingPlan:
 
 
 def figures(traced: TracedPlan) -> tuple[int, int]:
-    run = replay(traced.program, num_steps=3, num_micro_batches=1)
+    run = Run(traced.program, 3, 1).on()
     return run.peak_allocated_bytes, run.peak_reserved_bytes
 
 

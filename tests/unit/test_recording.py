@@ -28,7 +28,7 @@ from memest.estimator.replay.recording import (
     write_chrome_trace,
     write_snapshot,
 )
-from memest.estimator.replay.replay import Run, replay
+from memest.estimator.replay.replay import Run
 from memest.estimator.tensors.storages import MemKind, Site, StorageTable
 from memest.plan import TrainingPlan
 from tests.programs import lightning_program
@@ -71,7 +71,7 @@ def test_a_recorded_run_is_the_replayed_one() -> None:
     """Seeing a run changes nothing of it, and leaves none of its repetitions out."""
     seen = recorded(steps=5)
 
-    assert seen.result == replay(program(), num_steps=5, num_micro_batches=1)
+    assert seen.result == Run(program(), 5, 1).on()
     assert [mark.step for mark in seen.marks] == [step for step in range(5) for _ in range(4)]
 
 

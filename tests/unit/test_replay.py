@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from memest.estimator.replay import replay as replay_module
 from memest.estimator.replay.program import Program, StateBytes
-from memest.estimator.replay.replay import Moment, Replayed, live_at, replay
+from memest.estimator.replay.replay import Moment, Replayed, Run, live_at
 from memest.estimator.tensors.storages import MemKind, Site, StorageTable
 from memest.report import Phase
 from tests.programs import lightning_program
@@ -56,7 +56,7 @@ def program(
 
 
 def run(made: Program, steps: int = 1, micro_batches: int = 1, **kwargs: Any) -> Replayed:
-    return replay(made, num_steps=steps, num_micro_batches=micro_batches, **kwargs)
+    return Run(made, steps, micro_batches).on(**kwargs)
 
 
 def test_a_step_is_read_at_four_moments() -> None:
@@ -174,14 +174,6 @@ def test_a_storage_of_no_bytes_takes_no_block() -> None:
     made = program([4096, 0, 8192, 0, 4096, 2048, 1024, 16384])
 
     assert run(made).rows[1].allocated_bytes == 4096 + 16384 + 8192
-
-
-def test_sizes_of_another_gpu_may_be_given() -> None:
-    other = [*SIZES[:-1], 32768]
-
-    assert run(program(), num_bytes=other).peak_allocated_bytes == (
-        run(program()).peak_allocated_bytes + 16384
-    )
 
 
 def test_requests_are_rounded_where_they_are_allocated() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from memest import TrainingPlan, predict
 from memest.estimator.replay.program import Part, Program, ended_by
-from memest.estimator.replay.replay import live_at, replay
+from memest.estimator.replay.replay import Run, live_at
 from memest.estimator.tensors.storages import RETURNED, FreeTiming, MemKind, Site, StorageTable
 from memest.report import Interval, Outcome, Prediction
 from memest.units import MIB
@@ -97,7 +97,7 @@ def test_what_is_kept_counts_as_allocated_and_what_is_deferred_does_not(
     kept: bool, late_mib: int
 ) -> None:
     late, prompt = (
-        replay(program(kept=kept), num_steps=1, num_micro_batches=1, returns=returns)
+        Run(program(kept=kept), 1, 1).on(returns=returns)
         for returns in (FreeTiming.LATEST, FreeTiming.IMMEDIATE)
     )
 

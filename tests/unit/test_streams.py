@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from memest.estimator.gpu.timeline import MAIN
 from memest.estimator.replay.program import Part, Program
-from memest.estimator.replay.replay import replay
+from memest.estimator.replay.replay import Run
 from memest.estimator.tensors.storages import RETURNED, MemKind, Site, StorageTable
 from tests.sim import SimGpu
 
@@ -196,7 +196,7 @@ def test_a_block_that_waits_is_not_allocated_and_not_free() -> None:
     """The second request cannot have it: two segments; after its return a third request can."""
     made = stepwise([[WAITING, ~WAITING, OTHER, RETURNED - WAITING]], {})
 
-    result = replay(made, num_steps=1, num_micro_batches=1)
+    result = Run(made, 1, 1).on()
 
     assert result.peak_allocated_bytes == 20 * MIB
     assert result.peak_reserved_bytes == 40 * MIB
@@ -206,7 +206,7 @@ def test_a_block_that_waits_is_not_allocated_and_not_free() -> None:
 def test_a_stream_does_not_use_the_free_blocks_of_another(stream: int, reserved: int) -> None:
     made = stepwise([[OTHER, ~OTHER, WAITING]], {WAITING: stream})
 
-    assert replay(made, num_steps=1, num_micro_batches=1).peak_reserved_bytes == reserved
+    assert Run(made, 1, 1).on().peak_reserved_bytes == reserved
 
 
 def test_a_micro_batch_that_is_repeated_gets_back_what_it_left_waiting() -> None:
@@ -214,4 +214,4 @@ def test_a_micro_batch_that_is_repeated_gets_back_what_it_left_waiting() -> None
     first = [WAITING, ~WAITING]
     made = stepwise([first, [RETURNED - WAITING, *first], [RETURNED - WAITING, *first]], {})
 
-    assert replay(made, num_steps=1, num_micro_batches=9).peak_reserved_bytes == 20 * MIB
+    assert Run(made, 1, 9).on().peak_reserved_bytes == 20 * MIB

@@ -17,7 +17,7 @@ from torch import nn
 from memest.errors import TraceError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.replay.program import Program, StateBytes
-from memest.estimator.replay.replay import replay
+from memest.estimator.replay.replay import Run
 from memest.estimator.replay.simulated import TracedPlan
 from memest.estimator.replay.virtual_run import run_plan, shortened
 from memest.estimator.tensors.storages import MemKind
@@ -129,14 +129,14 @@ def test_frozen_parameters_have_neither_gradient_nor_state(folder: Path) -> None
 
 
 def test_a_second_micro_batch_leaves_what_the_first_left(folder: Path) -> None:
-    rows = replay(adamw(folder).program, num_steps=1, num_micro_batches=2).rows
+    rows = Run(adamw(folder).program, 1, 2).on().rows
 
     after = [row.allocated_bytes for row in rows if row.phase is Phase.AFTER_BACKWARD]
     assert after[0] == after[1]
 
 
 def test_nothing_grows_in_many_steps(folder: Path) -> None:
-    rows = replay(adamw(folder).program, num_steps=5, num_micro_batches=2).rows
+    rows = Run(adamw(folder).program, 5, 2).on().rows
 
     before = [r.allocated_bytes for r in rows if r.phase is Phase.BEFORE_FORWARD]
     assert before[2:] == before[2:4] * 4

@@ -6,9 +6,9 @@ import json
 import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -329,7 +329,7 @@ class StepBlocks:
 def step_blocks(recording: Recording, step: int | None = None) -> StepBlocks:
     """Return the lifetime of every block in one step; None is the step of the peak."""
     bounds = _bounds(recording, step)
-    live: dict[int, tuple[int, int]] = {}  # storage -> bytes and start
+    live: dict[int, Lifetime] = {}  # by address
     blocks: list[Lifetime] = []
     points, point, reserved, changes = {bounds.begin: 0}, 0, 0, {0: 0}
     for index, action in enumerate(recording.actions[: bounds.end], 1):
@@ -340,13 +340,13 @@ def step_blocks(recording: Recording, step: int | None = None) -> StepBlocks:
         elif sign and action.storage >= 0:
             point += is_inside
             if sign > 0:
-                live[action.storage] = action.num_bytes, point
+                live[action.address] = Lifetime(action.storage, action.num_bytes, point, -1)
             else:
-                num_bytes, start = live.pop(action.storage)
+                ended = live.pop(action.address)
                 if is_inside:
-                    blocks.append(Lifetime(action.storage, num_bytes, start, point))
+                    blocks.append(replace(ended, stop=point))
         points[index] = point
-    blocks += [Lifetime(storage, *held, point + 1) for storage, held in live.items()]
+    blocks += [replace(block, stop=point + 1) for block in live.values()]
     blocks.sort(key=lambda block: block.start)
     return StepBlocks(
         step=bounds.step,
@@ -375,45 +375,32 @@ def timeline(recording: Recording, step: int | None = None) -> Timeline:
 
     A strategy's steps are recorded as far as they were traced; later ones are like the last.
     """
-    bounds = _bounds(recording, step)
-    begin, end, marks = bounds.begin, bounds.end, bounds.marks
-    points = {begin: 0}  # the point of the timeline after so many actions
-    held = dict.fromkeys(KINDS, 0)
-    kinds: dict[str, list[int]] = {kind: [] for kind in KINDS}
-    reserved, all_reserved = 0, list[int]()
-    storages_made = [-1]
-
-    def write() -> None:
-        for kind, values in kinds.items():
-            values.append(held[kind])
-        all_reserved.append(reserved)
-
-    if begin == 0:
-        write()
-    for index, action in enumerate(recording.actions[:end], 1):
-        sign = sign_of(action)
-        if action.act in (Act.SEGMENT_ALLOC, Act.SEGMENT_FREE):
-            reserved += sign * action.num_bytes
-        elif sign:
-            held[kind_of(recording.storages, action.storage)] += sign * action.num_bytes
-        if index == begin:
-            write()
-        elif index > begin:
-            if action.storage >= 0 and sign:
-                write()
-                storages_made.append(action.storage if action.act is Act.ALLOC else -1)
-            points[index] = len(all_reserved) - 1
+    found = step_blocks(recording, step)
+    changes = {kind: [0] * (found.num_points + 1) for kind in KINDS}
+    for block in found.blocks:
+        of_kind = changes[kind_of(recording.storages, block.storage)]
+        of_kind[block.start] += block.num_bytes
+        of_kind[block.stop] -= block.num_bytes
+    kinds: dict[str, Sequence[int]] = {
+        kind: list(accumulate(values[:-1])) for kind, values in changes.items()
+    }
     totals = [sum(column) for column in zip(*kinds.values(), strict=True)]
     peak = max(range(len(totals)), key=totals.__getitem__)
-    site = recording.storages.sites[storages_made[peak]] if storages_made[peak] >= 0 else None
+    made = next((b.storage for b in found.blocks if b.start == peak), None) if peak else None
+    site = None if made is None else recording.storages.sites[made]
+    changed = dict(found.reserved)
+
+    def reserved_at(before: int, point: int) -> int:
+        return changed.get(point, before)
+
     return Timeline(
-        step=bounds.step,
-        kinds=dict(kinds),
-        reserved=all_reserved,
-        spans=_spans(marks, points, len(totals) - 1, bounds.is_cut),
+        step=found.step,
+        kinds=kinds,
+        reserved=[*accumulate(range(1, len(totals)), reserved_at, initial=found.reserved[0][1])],
+        spans=found.spans,
         peak=peak,
         where=", ".join(filter(None, (site.module, site.op))) if site else "",
-        refused_bytes=recording.result.failed_bytes if bounds.is_cut else 0,
+        refused_bytes=found.refused_bytes,
     )
 
 

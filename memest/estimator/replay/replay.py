@@ -73,62 +73,6 @@ class Observer(Protocol):
         """No memory was left for a request of `num_bytes`, and the run ends."""
 
 
-def replay(
-    program: Program,
-    *,
-    num_steps: int,
-    num_micro_batches: int,
-    limit_bytes: int | None = None,
-    num_bytes: Sequence[int] | None = None,
-    observer: Observer | None = None,
-    returns: FreeTiming = FreeTiming.LATEST,
-    settings: AllocatorSettings = DEFAULT,
-    is_share: bool = False,
-    is_soft: bool = False,
-) -> Replayed:
-    """Run `num_steps` optimizer steps of `num_micro_batches` each.
-
-    Args:
-        program: what ran.
-        num_steps: optimizer steps.
-        num_micro_batches: micro-batches per step.
-        limit_bytes: what the allocator may reserve; None is no limit.
-        num_bytes: requested bytes by storage id, where they differ from the program's own, as
-            on another GPU.
-        observer: sees every step and micro-batch, also those that only repeat the one before.
-        returns: when blocks come back whose return depends on how fast the GPU is.
-        settings: of the allocator.
-        is_share: the limit is what is allowed, and the GPU has more.
-        is_soft: requests that find no memory raise the limit; not with `settings`, and not where a
-            request is `tried`.
-    """
-    run: _Run
-    if observer is None:
-        addresses = AddressSpace(ranges_stay=program.ranges_stay)
-        allocator = CachingAllocator(limit_bytes, addresses)
-        run = _Run(program, Player(allocator, program.storages, num_bytes), returns)
-    else:
-        player = ObservedPlayer(limit_bytes, program.storages, observer, num_bytes)
-        run = _ObservedRun(program, player, returns)
-    run.allocator.has_soft_limit = is_soft and not program.storages.tried
-    if not settings.is_default:
-        run.allocator.use(settings)
-        if is_share:
-            run.allocator.gpu_bytes, run.allocator.allowed_bytes = None, limit_bytes
-    try:
-        run.steps(num_steps, num_micro_batches)
-    except OutOfMemory as error:
-        run.result.failed = Moment(run.player.num_events, run.step, run.player.storage)
-        run.result.failed_bytes = error.request_bytes
-        if observer is not None:
-            observer.refused(run.player.storage, error.request_bytes)
-    run.close_peaks()
-    if limit_bytes is not None and run.allocator.limit_bytes != limit_bytes:
-        run.result.lacking_bytes = run.allocator.limit_bytes or 0
-    run.result.num_retries, run.result.num_events = run.allocator.num_retries, run.player.num_events
-    return run.result
-
-
 def live_at(
     program: Program,
     num_micro_batches: int,
@@ -179,20 +123,13 @@ class Player:
     Args:
         allocator: a simulated one.
         storages: the storages that the events are about.
-        num_bytes: their requested bytes, where they differ.
-        at_once: shared blocks return when they are freed.
     """
 
-    def __init__(
-        self,
-        allocator: CachingAllocator,
-        storages: StorageTable,
-        num_bytes: Sequence[int] | None = None,
-        *,
-        at_once: bool = False,
-    ) -> None:
-        self.allocator, self.storages, self.at_once = allocator, storages, at_once
-        self.num_bytes = num_bytes or storages.num_bytes
+    def __init__(self, allocator: CachingAllocator, storages: StorageTable) -> None:
+        self.allocator, self.storages = allocator, storages
+        self.at_once = False
+        """True if shared blocks return when they are freed."""
+
         self.blocks: dict[int, Block] = {}
         self.deferred: dict[int, Block] = {}
         """Blocks of freed storages that another stream uses, by the event that returns them."""
@@ -215,7 +152,7 @@ class Player:
         if storages.streams or storages.depends_on_time or storages.tried:
             self._play_on_streams(events)
             return
-        allocator, blocks, num_bytes = self.allocator, self.blocks, self.num_bytes
+        allocator, blocks, num_bytes = self.allocator, self.blocks, storages.num_bytes
         highest, count = self.peak_allocated_bytes, self.num_events
         malloc, free, pop = allocator.malloc, allocator.free, blocks.pop
         for event in events:
@@ -236,14 +173,14 @@ class Player:
 
     def _play_on_streams(self, events: Sequence[int]) -> None:
         """`play` with pools by stream and blocks that return later."""
-        allocator, blocks = self.allocator, self.blocks
+        allocator, blocks, num_bytes = self.allocator, self.blocks, self.storages.num_bytes
         for event in events:
             self.num_events += 1
             if event == EMPTIED:
                 allocator.empty_cache()
             elif event < 0:
                 self._end(event)
-            elif event not in blocks and self.num_bytes[event]:
+            elif event not in blocks and num_bytes[event]:
                 self.storage = event
                 block = self._block_of(event)
                 if block is None:
@@ -255,12 +192,13 @@ class Player:
 
     def _block_of(self, index: int) -> Block | None:
         """Return a block; a smaller one for a `tried` storage if memory is short."""
-        num_bytes, stream = self.num_bytes[index], self.storages.streams.get(index, 0)
+        storages = self.storages
+        num_bytes, stream = storages.num_bytes[index], storages.streams.get(index, 0)
         while num_bytes:
             try:
                 return self.allocator.malloc(num_bytes, stream)
             except OutOfMemory:
-                if index not in self.storages.tried:
+                if index not in storages.tried:
                     raise
                 num_bytes //= 2
         return None
@@ -417,16 +355,10 @@ class ObservedAllocator(CachingAllocator):
 class ObservedPlayer(Player):
     """A player that reports to an observer, event by event."""
 
-    def __init__(
-        self,
-        limit_bytes: int | None,
-        storages: StorageTable,
-        observer: Observer,
-        num_bytes: Sequence[int] | None = None,
-    ) -> None:
+    def __init__(self, limit_bytes: int | None, storages: StorageTable, observer: Observer) -> None:
         self.observer = observer
         self._names = ObservedAllocator(limit_bytes, observer)
-        super().__init__(self._names, storages, num_bytes)
+        super().__init__(self._names, storages)
 
     def play(self, events: Sequence[int]) -> None:
         """Apply the events as `Player` does."""
@@ -477,21 +409,43 @@ class Run:
 
     def on(
         self,
-        limit_bytes: int | None,
+        limit_bytes: int | None = None,
         returns: FreeTiming = FreeTiming.LATEST,
         *,
         observer: Observer | None = None,
         is_soft: bool = False,
     ) -> Replayed:
-        """Replay the run where the allocator can reserve `limit_bytes`; see `replay`."""
-        return replay(
-            self.program,
-            num_steps=self.num_steps,
-            num_micro_batches=self.num_micro_batches,
-            limit_bytes=limit_bytes,
-            returns=returns,
-            settings=self.settings,
-            is_share=self.is_share,
-            observer=observer,
-            is_soft=is_soft,
-        )
+        """Replay the run.
+
+        Args:
+            limit_bytes: what the allocator may reserve; None is no limit.
+            returns: when blocks come back whose return depends on how fast the GPU is.
+            observer: sees every step and micro-batch, also those that only repeat the one before.
+            is_soft: requests that find no memory raise the limit; not with `settings`, and not
+                where a request is `tried`.
+        """
+        program, storages = self.program, self.program.storages
+        run: _Run
+        if observer is None:
+            allocator = CachingAllocator(limit_bytes, AddressSpace(ranges_stay=program.ranges_stay))
+            run = _Run(program, Player(allocator, storages), returns)
+        else:
+            run = _ObservedRun(program, ObservedPlayer(limit_bytes, storages, observer), returns)
+        allocator, player, result = run.allocator, run.player, run.result
+        allocator.has_soft_limit = is_soft and not storages.tried
+        if not self.settings.is_default:
+            allocator.use(self.settings)
+            if self.is_share:
+                allocator.gpu_bytes, allocator.allowed_bytes = None, limit_bytes
+        try:
+            run.steps(self.num_steps, self.num_micro_batches)
+        except OutOfMemory as error:
+            result.failed = Moment(player.num_events, run.step, player.storage)
+            result.failed_bytes = error.request_bytes
+            if observer is not None:
+                observer.refused(player.storage, error.request_bytes)
+        run.close_peaks()
+        if limit_bytes is not None and allocator.limit_bytes != limit_bytes:
+            result.lacking_bytes = allocator.limit_bytes or 0
+        result.num_retries, result.num_events = allocator.num_retries, player.num_events
+        return result
