@@ -123,3 +123,18 @@ def format_count(num: int) -> str:
         if num >= 10**exponent:
             return f"{num / 10**exponent:.2f}e{exponent}"
     return str(num)
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    """Return the quotient, rounded up."""
+    return -(-numerator // denominator)
+
+
+def round_up(number: int, step: int) -> int:
+    """Return the next multiple of `step` from `number` on."""
+    return ceil_div(number, step) * step
+
+
+def last_power_of_2(number: int) -> int:
+    """Return the largest power of 2 up to `number`, at least 1."""
+    return 1 << (max(1, number).bit_length() - 1)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from memest.estimator.replay.simulated import TracedPlan
     from memest.report import Prediction, StepTime, Verdict
 
-
 PRIMARY_GPU = "h200"
 """GPU of a report's head when none is named: the largest of the default set."""
 
@@ -136,7 +135,7 @@ def _time_of(plan: TrainingPlan, traced: TracedPlan, gpu: Gpu) -> StepTime | Non
     return estimate(traced.work, gpu, num_micro_batches=plan.accumulate_grad_batches)
 
 
-def record_plan(plan: TrainingPlan, *, trust_remote_code: bool = False) -> Recording:
+def record_plan(plan: TrainingPlan) -> Recording:
     """Record the run that `predict` predicts, on the GPU of its report's head.
 
     Raises:
@@ -148,7 +147,7 @@ def record_plan(plan: TrainingPlan, *, trust_remote_code: bool = False) -> Recor
 
     is_asked = plan.gpu or plan.gpu_memory is not None
     gpu = target_gpus(plan)[0] if is_asked else _primary(plan)
-    traced = trace_plan(plan, gpu, trust_remote_code=trust_remote_code)
+    traced = trace_plan(plan, gpu)
     scenario = scenarios_of(plan, traced)[0]
     limit = usable_bytes(plan, gpu)
     return record_run(scenario.run, limit, scenario.returns, gpu=gpu.name)

@@ -243,7 +243,9 @@ def load_base(
     with quiet_transformers():
         if is_random:
             state = random_state(built.module)
-            return cls.from_pretrained(None, config=built.config, state_dict=state, **options)
+            return cls.from_pretrained(
+                None, config=built.module.config, state_dict=state, **options
+            )
         source = checkpoint_source(config)
         try:
             loaded: nn.Module = cls.from_pretrained(source, **options)

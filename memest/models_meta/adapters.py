@@ -7,52 +7,39 @@ from collections.abc import Sequence
 from torch import nn
 
 from memest.errors import PlanError
+from memest.plan import TrainingPlan
 
 
 def apply_lora(
-    model: nn.Module,
-    *,
-    r: int,
-    alpha: int,
-    dropout: float,
-    target_modules: Sequence[str] | str | None,
-    bias: str = "none",
-    modules_to_save: Sequence[str] = (),
-    use_rslora: bool = False,
-    use_dora: bool = False,
+    model: nn.Module, plan: TrainingPlan, target_modules: Sequence[str] | str | None
 ) -> nn.Module:
-    """Put LoRA adapters on the targets of `model`, freeze everything else, and return the
-    `PeftModel`.
+    """Put the plan's LoRA adapters on the targets of `model`, freeze everything else, and return
+    the `PeftModel`.
 
     peft casts 16-bit adapters to fp32 (`autocast_adapter_dtype`). Adapter layers cast their input
     to fp32 and cast their sum back. A later cast of the model to 16 bits also casts the adapters.
 
     Args:
         model: quantised or not.
-        r: rank.
-        alpha: numerator of the scale `alpha / r`.
-        dropout: before the first adapter matrix; 0 makes no mask.
+        plan: rank, scale, dropout and other options of the adapters.
         target_modules: the last parts of module names, a regular expression of whole names,
             `all-linear`, or None for peft's default for the model's type.
-        bias: biases that train: `none`, `all` or `lora_only`.
 
     Raises:
         PlanError: nothing matches `target_modules`, or a match cannot carry an adapter.
     """
     from peft import LoraConfig, get_peft_model  # takes a second
 
-    if r < 1:
-        raise PlanError(f"`lora_r` is {r}", hint="give a rank of at least 1")
     targets = target_modules if isinstance(target_modules, str | None) else list(target_modules)
     config = LoraConfig(
-        r=r,
-        lora_alpha=alpha,
-        lora_dropout=dropout,
+        r=plan.lora_r,
+        lora_alpha=int(plan.lora_alpha),
+        lora_dropout=plan.lora_dropout,
         target_modules=targets,
-        bias=bias,  # type: ignore[arg-type]
-        modules_to_save=list(modules_to_save) or None,
-        use_rslora=use_rslora,
-        use_dora=use_dora,
+        bias=plan.lora_bias,  # type: ignore[arg-type]
+        modules_to_save=list(plan.lora_modules_to_save) or None,
+        use_rslora=plan.use_rslora,
+        use_dora=plan.use_dora,
     )
     try:
         adapted = get_peft_model(model, config)
@@ -63,7 +50,7 @@ def apply_lora(
             f"`lora_target_modules` {wanted} does not fit `{type(model).__name__}`: {error}",
             hint=f"its linear layers are called {_quoted(names) or 'nothing: it has none'}",
         ) from error
-    _check_saved(adapted, modules_to_save)
+    _check_saved(adapted, plan.lora_modules_to_save)
     return adapted
 
 

@@ -86,17 +86,7 @@ def assemble(
     if plan.use_qlora:
         _prepare_for_kbit_training(model, plan)
     if plan.uses_adapters:
-        model = apply_lora(
-            model,
-            r=plan.lora_r,
-            alpha=int(plan.lora_alpha),
-            dropout=plan.lora_dropout,
-            target_modules=_lora_targets(plan, model),
-            bias=plan.lora_bias,
-            modules_to_save=plan.lora_modules_to_save,
-            use_rslora=plan.use_rslora,
-            use_dora=plan.use_dora,
-        )
+        model = apply_lora(model, plan, _lora_targets(plan, model))
     if plan.freeze:
         freeze(model, plan.freeze)
     if input_dtype(plan) is not None:

@@ -79,7 +79,6 @@ class Request:
     seq_len: int
     image_size: int | None
     padded: bool
-    device: torch.device
     generator: torch.Generator
 
     @property
@@ -171,7 +170,7 @@ def image_inputs(request: Request) -> tuple[dict[str, Tensor], dict[str, bool], 
         flags["interpolate_pos_encoding"] = True
     num_channels = int(getattr(vision, "num_channels", 3))
     shape = (request.batch_size, num_channels, size, size)
-    return {"pixel_values": torch.empty(shape, device=request.device)}, flags, size
+    return {"pixel_values": torch.empty(shape, device="meta")}, flags, size
 
 
 def class_labels(request: Request) -> Tensor:
@@ -262,7 +261,7 @@ def _speech_batch(request: Request) -> Batch:
             f"memest does not know the inputs of `{request.class_name}`",
             hint="of the speech models only Whisper has a recipe",
         )
-    features = torch.empty(request.batch_size, mels, 2 * positions, device=request.device)
+    features = torch.empty(request.batch_size, mels, 2 * positions, device="meta")
     labels = random_ids(request, request.seq_len)
     if request.num_padded:
         labels[1:, -request.num_padded :] = IGNORE_INDEX
@@ -341,7 +340,7 @@ def _qwen2_vl_batch(request: Request) -> Batch:
     ends = config.vision_start_token_id, config.vision_end_token_id
     text = _text_with_image(request, size, *ends)
     named = text | {
-        "pixel_values": torch.empty(request.batch_size * grid**2, width, device=request.device),
+        "pixel_values": torch.empty(request.batch_size * grid**2, width, device="meta"),
         "image_grid_thw": torch.tensor([[1, grid, grid]]).repeat(request.batch_size, 1),
         "mm_token_type_ids": (text["input_ids"] == config.image_token_id).int(),
         "labels": text["input_ids"].clone(),
@@ -361,9 +360,7 @@ RECIPE_BY_FAMILY: dict[str, Recipe] = {
 }
 """Recipes by `model_type`."""
 
-
 SEED = 20
-
 
 MAX_TOKENS = 2**27
 """Limit of tokens: real ids of 1 GiB on the host, 3 GiB with mask and labels."""
@@ -376,7 +373,6 @@ def make_batch(
     seq_len: int,
     image_size: int | None = None,
     padded: bool = False,
-    device: torch.device | str = "meta",
 ) -> Batch:
     """Make the micro-batch on which `model` (a transformers class, or adapters around one) trains.
 
@@ -384,7 +380,7 @@ def make_batch(
     first row full and masks the last quarter of the others, whose ids are the padding id. Labels
     are the ids themselves, unmasked, as a plain fine-tuning loop passes them. `seq_len` counts all
     tokens, image placeholders included. Images are square, one per row, of the model's size unless
-    `image_size` is given. `device` is the device of float inputs.
+    `image_size` is given.
 
     Raises:
         PlanError: a size is not positive, does not fit the model, or has no room for the image.
@@ -407,7 +403,6 @@ def make_batch(
         seq_len=seq_len,
         image_size=image_size,
         padded=padded,
-        device=torch.device(device),
         generator=torch.Generator().manual_seed(SEED),
     )
     try:

@@ -38,8 +38,6 @@ def set_tied_embeddings(model: Any, tied: bool) -> None:
     head.weight = weight if tied else nn.Parameter(torch.empty_like(weight))
 
 
-ATTN_IMPLEMENTATIONS = ("sdpa", "eager", FLASH_ATTENTION_2)
-
 # The Auto class that a config without `architectures` gets: the first whose mapping has its
 # `model_type`. Masked before causal: the BERT family is in both, and is fine-tuned as the former.
 _AUTO_CLASSES = (
@@ -75,15 +73,8 @@ DYNAMIC_IMAGE_SIZE = 448
 class BuiltModel:
     """Module on the meta device, with notes on the decisions made while it was built."""
 
-    module: nn.Module
-    config: PretrainedConfig
-    """Config that the module holds: a copy of the given one."""
-
-    attn_implementation: str
-    """Attention of the text side or the whole model: one of `ATTN_IMPLEMENTATIONS`."""
-
-    num_params: int
-    """Number of parameters; a tied tensor counts once."""
+    module: Any
+    """Module of transformers, whose `config` is a copy of the given one."""
 
     notes: tuple[str, ...] = ()
     """Assumptions for the report."""
@@ -107,14 +98,9 @@ def build_model(
     float32 under float16 (T5's `wo`), and heads that the checkpoint stores untied.
 
     Raises:
-        PlanError: the class rejects the sizes in its config, or `attn_implementation` is unknown.
+        PlanError: the class rejects the sizes in its config.
         UnsupportedError: the class needs a package that is not installed.
     """
-    if attn_implementation not in (None, *ATTN_IMPLEMENTATIONS):
-        raise PlanError(
-            f"`attn_implementation` `{attn_implementation}` is not known to memest",
-            hint=f"choose one of {', '.join(f'`{name}`' for name in ATTN_IMPLEMENTATIONS)}",
-        )
     notes: list[str] = []
     pretrained = copy.deepcopy(config.pretrained)
     cls = _model_class(config, notes)
@@ -124,16 +110,9 @@ def build_model(
     with quiet_transformers():
         module = _instantiate(config, cls, pretrained, dtype=dtype, attn=asked, device=device)
     module.train()
-    num_params = sum(parameter.numel() for parameter in module.parameters())
-    notes.extend(_attn_notes(module, attn_implementation))
-    notes.extend(_count_notes(config, num_params))
-    return BuiltModel(
-        module=module,
-        config=module.config,
-        attn_implementation=text_config(module.config)._attn_implementation or "eager",
-        num_params=num_params,
-        notes=tuple(notes),
-    )
+    notes += _attn_notes(module, attn_implementation)
+    notes += _count_notes(config, sum(parameter.numel() for parameter in module.parameters()))
+    return BuiltModel(module=module, notes=tuple(notes))
 
 
 def _model_class(config: ModelConfig, notes: list[str]) -> Any:

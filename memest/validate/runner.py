@@ -207,7 +207,6 @@ def _main() -> None:
 if __name__ == "__main__":
     _main()
 
-
 POLL_S = 0.05
 TICK_S = 1.0
 LOG_LINES = 4

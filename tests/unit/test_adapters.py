@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.virtual_gpu import VirtualGpu
 from memest.loops.quantize import quantize
 from memest.models_meta.adapters import apply_lora, linear_names
+from memest.plan import TrainingPlan
 from tests.requested import WORKSPACE, Requests
 
 needs_bitsandbytes = pytest.mark.skipif(
@@ -49,6 +51,13 @@ def on_meta() -> Block:
         return Block()
 
 
+def adapted_model(model: nn.Module, targets: list[str] | str | None, **values: Any) -> nn.Module:
+    """`model` with adapters of rank 4, by default without dropout."""
+    values = {"lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.0, **values}
+    plan = TrainingPlan(model_name="gpt2", use_lora=True, **values)
+    return apply_lora(model, plan, targets)
+
+
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
@@ -57,7 +66,7 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 def test_adapters_are_fp32_and_on_the_gpu_whatever_the_base(
     requests: Requests, dtype: torch.dtype
 ) -> None:
-    model = apply_lora(block(dtype), r=4, alpha=8, dropout=0.05, target_modules=["q_proj"])
+    model = adapted_model(block(dtype), ["q_proj"], lora_dropout=0.05)
 
     assert [(p.dtype, p.device.type) for p in trainable(model)] == [(torch.float32, "cuda")] * 2
     assert sum(p.numel() for p in trainable(model)) == 4 * (64 + 128)
@@ -65,9 +74,7 @@ def test_adapters_are_fp32_and_on_the_gpu_whatever_the_base(
 
 def births(requests: Requests, model: nn.Module, **values: bool) -> list[int]:
     """Bytes of what is made on the GPU while `q_proj` gets adapters of rank 4, in its order."""
-    return requests.made(
-        lambda: apply_lora(model, r=4, alpha=8, dropout=0.0, target_modules=["q_proj"], **values)
-    )
+    return requests.made(lambda: adapted_model(model, ["q_proj"], **values))
 
 
 def test_adapters_come_in_the_dtype_of_the_base_and_are_cast_once_all_are_there(
@@ -94,15 +101,13 @@ def test_dora_takes_its_first_norms_on_the_gpu_in_the_dtype_of_the_base(requests
 
 
 def test_only_the_targets_named_train(requests: Requests) -> None:
-    model = apply_lora(
-        block(), r=4, alpha=8, dropout=0.0, target_modules=["q_proj", "v_proj", "elsewhere"]
-    )
+    model = adapted_model(block(), ["q_proj", "v_proj", "elsewhere"])
 
     assert sum(p.numel() for p in trainable(model)) == 4 * (64 + 128) + 4 * (64 + 192)
 
 
 def test_a_step_through_adapters_gives_gradients_to_them_alone(requests: Requests) -> None:
-    model = apply_lora(block(), r=4, alpha=8, dropout=0.1, target_modules=".*_proj").train()
+    model = adapted_model(block(), ".*_proj", lora_dropout=0.1).train()
 
     model(torch.empty(3, 5, 64, dtype=torch.bfloat16, device="cuda")).float().sum().backward()
 
@@ -122,7 +127,7 @@ def test_a_quantised_base_gets_pefts_layer_for_it(
 
     base = nn.Sequential(nn.Linear(64, 136, bias=False)).to("cuda", torch.bfloat16)
     quantize(base, compute_dtype=torch.bfloat16, quant=quant)
-    model = apply_lora(base, r=4, alpha=8, dropout=0.0, target_modules=["0"])
+    model = adapted_model(base, ["0"])
     adapted = model.get_submodule("base_model.model.0")
     x = torch.zeros(300, 64, dtype=torch.bfloat16, device="cuda")
 
@@ -141,9 +146,7 @@ def test_dora_runs_on_a_4_bit_base(requests: Requests) -> None:
     base = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)).to("cuda", torch.bfloat16)
     quantize(base, compute_dtype=torch.bfloat16, skip=["1"])
 
-    adapted = apply_lora(
-        base, r=4, alpha=8, dropout=0.1, target_modules=["0"], use_dora=True
-    ).train()
+    adapted = adapted_model(base, ["0"], lora_dropout=0.1, use_dora=True).train()
     adapted(torch.empty(3, 64, dtype=torch.bfloat16, device="cuda")).sum().backward()
 
     trained = trainable(adapted)
@@ -158,24 +161,19 @@ def test_names_that_match_nothing_are_answered_with_those_that_exist() -> None:
     with pytest.raises(
         PlanError, match=re.escape("`lora_target_modules` `query`, `value` does not fit `Block`")
     ) as caught:
-        apply_lora(on_meta(), r=4, alpha=8, dropout=0.0, target_modules=["query", "value"])
+        adapted_model(on_meta(), ["query", "value"])
 
     assert caught.value.hint == "its linear layers are called `q_proj`, `v_proj`"
 
 
 def test_peft_must_know_the_model_to_choose_its_targets() -> None:
     with pytest.raises(PlanError, match=re.escape("Please specify `target_modules`")):
-        apply_lora(on_meta(), r=4, alpha=8, dropout=0.0, target_modules=None)
+        adapted_model(on_meta(), None)
 
 
 def test_a_target_that_cannot_carry_an_adapter_is_refused() -> None:
     with pytest.raises(PlanError, match="is not supported"):
-        apply_lora(on_meta(), r=4, alpha=8, dropout=0.0, target_modules=["norm"])
-
-
-def test_a_rank_below_one_is_refused() -> None:
-    with pytest.raises(PlanError, match=re.escape("`lora_r` is 0")):
-        apply_lora(on_meta(), r=0, alpha=8, dropout=0.0, target_modules=["q_proj"])
+        adapted_model(on_meta(), ["norm"])
 
 
 def test_linear_names_are_given_once_and_in_order() -> None:

@@ -249,10 +249,10 @@ def test_a_model_computes_a_finite_loss_and_gradients_from_its_batch(
     for tensor in [*built.module.parameters(), *built.module.buffers()]:
         if tensor.is_floating_point():
             tensor.data.normal_(std=0.02)
-    kwargs = make_batch(built.module, batch_size=B, seq_len=T, padded=padded, device="cpu").kwargs
-    for value in kwargs.values():
+    kwargs = make_batch(built.module, batch_size=B, seq_len=T, padded=padded).kwargs
+    for name, value in kwargs.items():
         if isinstance(value, Tensor) and value.is_floating_point():
-            value.normal_()
+            kwargs[name] = torch.randn(value.shape)
 
     loss = built.module(**kwargs).loss
     loss.backward()

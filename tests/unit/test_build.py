@@ -40,15 +40,20 @@ def tiny(**changes: Any) -> BuiltModel:
     return build_model(parse_config(TINY | changes, name="tiny"), dtype=torch.bfloat16)
 
 
+def num_params(built: BuiltModel) -> int:
+    """A tied tensor counts once."""
+    return sum(parameter.numel() for parameter in built.module.parameters())
+
+
 def test_a_llama_has_the_parameters_that_its_sizes_say() -> None:
     """Per layer 4 attention and 3 MLP matrices and 2 norms; two vocabulary matrices, one norm."""
     per_layer = 4 * H * H + 3 * H * F + 2 * H
 
-    assert tiny().num_params == L * per_layer + 2 * V * H + H
+    assert num_params(tiny()) == L * per_layer + 2 * V * H + H
 
 
 def test_a_tied_head_counts_once() -> None:
-    assert tiny().num_params - tiny(tie_word_embeddings=True).num_params == V * H
+    assert num_params(tiny()) - num_params(tiny(tie_word_embeddings=True)) == V * H
 
 
 def test_every_parameter_has_the_dtype_and_nothing_has_memory() -> None:
@@ -77,7 +82,7 @@ def test_a_bundled_model_has_exactly_the_recorded_parameters(name: str) -> None:
     config = resolve_config(name)
 
     assert config.entry is not None
-    assert build_model(config, dtype=torch.float32).num_params == config.entry.num_params
+    assert num_params(build_model(config, dtype=torch.float32)) == config.entry.num_params
 
 
 @pytest.mark.slow
@@ -87,14 +92,14 @@ def test_every_bundled_model_builds_with_exactly_the_recorded_parameters(name: s
     built = build_model(config, dtype=torch.bfloat16)
 
     assert config.entry is not None
-    assert built.num_params == config.entry.num_params
+    assert num_params(built) == config.entry.num_params
 
 
 def test_seventy_billion_parameters_take_seconds() -> None:
     config = resolve_config("Llama-3.1-70B")
     started = time.perf_counter()
 
-    assert build_model(config, dtype=torch.bfloat16).num_params == 70_553_706_496
+    assert num_params(build_model(config, dtype=torch.bfloat16)) == 70_553_706_496
     assert time.perf_counter() - started < 5
 
 
@@ -111,7 +116,7 @@ def test_attention_is_sdpa_unless_eager_is_asked() -> None:
 
     for asked, got in ((None, "sdpa"), ("sdpa", "sdpa"), ("eager", "eager")):
         built = build_model(config, dtype=torch.float32, attn_implementation=asked)
-        assert (built.attn_implementation, built.notes) == (got, ())
+        assert (built.module.config._attn_implementation, built.notes) == (got, ())
 
 
 def test_a_model_without_sdpa_falls_back_to_eager_and_says_so() -> None:
@@ -119,15 +124,8 @@ def test_a_model_without_sdpa_falls_back_to_eager_and_says_so() -> None:
 
     for asked in (None, "sdpa"):
         built = build_model(config, dtype=torch.float32, attn_implementation=asked)
-        assert built.attn_implementation == "eager"
+        assert built.module.config._attn_implementation == "eager"
         assert any("no sdpa" in note and "BloomForCausalLM" in note for note in built.notes)
-
-
-def test_an_unknown_attention_is_a_plan_error() -> None:
-    with pytest.raises(PlanError, match=re.escape("`attn_implementation` `flash`")):
-        build_model(
-            parse_config(TINY, name="tiny"), dtype=torch.float32, attn_implementation="flash"
-        )
 
 
 def test_without_architectures_the_class_follows_from_the_family() -> None:
@@ -171,7 +169,7 @@ def test_trusted_code_beside_the_config_makes_the_model(
     config = resolve_config(str(tmp_path), trust_remote_code=True)
     built = build_model(config, dtype=torch.float32)
 
-    assert built.num_params == 5 * 3
+    assert num_params(built) == 5 * 3
     assert any("code of" in note for note in built.notes)
 
 

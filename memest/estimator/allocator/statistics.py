@@ -36,7 +36,6 @@ _LONGEST_LOG = 3 * 4096
 _SPLIT_CYCLE = 512
 """Block sizes are multiples of it, so one integer holds a change of bytes and one of blocks."""
 
-
 _malloc, _free = CachingAllocator.malloc, CachingAllocator.free  # looked up once: they are hot
 
 

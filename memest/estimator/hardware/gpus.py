@@ -301,7 +301,6 @@ DEEPSPEED_BYTES = 486 * MIB
 DEEPSPEED_ALONE_BYTES = 952 * MIB
 """Memory of DeepSpeed on a single GPU, the first communicator included."""
 
-
 DEEPSPEED_HOST_BYTES = 1160 * MIB
 """Host memory of one process under DeepSpeed without offloaded tensors: CUDA, NCCL, modules.
 

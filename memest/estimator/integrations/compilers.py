@@ -19,7 +19,7 @@ from memest.errors import UnsupportedError
 from memest.estimator.gpu.imports import ImportHooks
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.integrations import inductor
-from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.patches import NOT_COMPILED, Patches, refusing
 
 TUNED = (
     "`torch.compile` compiled with its defaults: the CUDA graphs of `mode='max-autotune'`, which "
@@ -108,7 +108,7 @@ def _install_script(patches: Patches, mode: CudaSimMode) -> None:
     def as_written(made: Any) -> Any:
         _say(mode.notes.add, mode, SCRIPTED)
         if isinstance(made, nn.Module):
-            made.__dict__.setdefault("save", _refused("`save` of a scripted module"))
+            made.__dict__.setdefault("save", refusing("`save` of a scripted module", NOT_COMPILED))
         return made
 
     torchscript = torch.jit.script
@@ -132,12 +132,3 @@ def _install_script(patches: Patches, mode: CudaSimMode) -> None:
     patches.set(torch.jit, "trace", trace)
     patches.set(torch.jit, "freeze", lambda module, *args, **options: module)
     patches.set(torch.jit, "optimize_for_inference", lambda module, *args, **options: module)
-
-
-def _refused(what: str) -> Callable[..., Any]:
-    def refused(*args: Any, **kwargs: Any) -> Any:
-        raise UnsupportedError(
-            f"{what} cannot be simulated", hint="nothing is compiled on the virtual GPU"
-        )
-
-    return refused

@@ -37,7 +37,6 @@ KERNELS = frozenset((
 _MAKERS = "tensor empty zeros ones full arange eye randn".split()
 """Functions of torch that `deepspeed.zero.Init` wraps and restores."""
 
-
 _WITH_STATE = (
     "deepspeed.comm.comm",
     "deepspeed.utils.groups",

@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from memest.errors import UnsupportedError
+from memest.estimator.tensors.patches import NOT_COMPILED, refusing
 
 VERSION = "3.6.0"
 """Version of triton that the wheels of torch 2.11 require."""
@@ -38,7 +39,6 @@ _LANGUAGE = frozenset(
     zeros_like""".split()
 )
 """Names of `triton.language` 3.6.0; other names are missing here too."""
-
 
 _SPEEDS = "get_dram_gbps get_max_simd_tflops get_max_tensorcore_tflops nvsmi".split()
 """Functions of `triton.testing` that bitsandbytes before 0.49 imports."""
@@ -200,12 +200,7 @@ def _unchanged(function: Any = None, **options: Any) -> Any:
 
 
 def _refuse(name: str) -> Callable[..., Any]:
-    def refused(*args: Any, **kwargs: Any) -> Any:
-        raise UnsupportedError(
-            f"`{name}` cannot be simulated", hint="nothing is compiled on the virtual GPU"
-        )
-
-    return refused
+    return refusing(f"`{name}`", NOT_COMPILED)
 
 
 class GPUTarget:

@@ -64,7 +64,6 @@ outputs_only(
     "rrelu_with_noise_backward softplus_backward softshrink_backward"
 )
 
-
 register("_log_softmax_backward_data", layout=contiguous)  # SoftMax.cu
 register(
     "softplus_backward elu_backward hardsigmoid_backward hardswish_backward hardtanh_backward",

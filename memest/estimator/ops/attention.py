@@ -25,7 +25,7 @@ from torch._ops import OpOverload
 
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops.autograd_ops import Next, active_gpu
-from memest.estimator.ops.random import rounded_draws
+from memest.estimator.ops.random import DRAWS
 from memest.estimator.ops.refusals import cpp_type
 from memest.estimator.ops.registry import (
     UNDER_VMAP,
@@ -50,6 +50,7 @@ from memest.estimator.ops.temporaries import (
 )
 from memest.estimator.versions import simulated
 from memest.estimator.versions.torch_releases import TorchRelease
+from memest.units import ceil_div, round_up
 
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -500,14 +501,6 @@ class _Shape:
         return self.B * self.H * self.L * self.V * self.itemsize
 
 
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _round_up(a: int, b: int) -> int:
-    return _ceil_div(a, b) * b
-
-
 def _tokens_first(tensor: Tensor) -> bool:
     """Return whether the memory order is B, tokens, heads, width, as flash and efficient expect."""
     return tensor.transpose(1, 2).is_contiguous()
@@ -545,25 +538,25 @@ def flash_forward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 
 def rounded_head_width(E: int) -> int:
     """`head_size_rounded`: the width of flash's float32 buffers."""
-    return _round_up(E, 32 if E <= 128 else 64)
+    return round_up(E, 32 if E <= 128 else 64)
 
 
 def num_flash_splits(*, B: int, H: int, L: int, S: int, E: int, gpu: Gpu) -> int:
     """`set_params_splitkv` and `num_splits_heuristic`: the fewest with 85 % of the best use."""
     block_keys = 256 if E <= 64 else 128 if E <= 128 else 64
-    key_blocks = _ceil_div(S, block_keys)
-    query_blocks = B * H * _ceil_div(L, 64)
+    key_blocks = ceil_div(S, block_keys)
+    query_blocks = B * H * ceil_div(L, 64)
     slots = gpu.num_sms * 2
     if query_blocks >= 0.8 * slots:
         return 1
     uses: dict[int, float] = {}
     for splits in range(1, min(128, slots, key_blocks) + 1):
-        same_as_fewer = splits > 1 and _ceil_div(key_blocks, splits) == _ceil_div(
+        same_as_fewer = splits > 1 and ceil_div(key_blocks, splits) == ceil_div(
             key_blocks, splits - 1
         )
         if not same_as_fewer:
             waves = query_blocks * splits / slots
-            uses[splits] = waves / _ceil_div(query_blocks * splits, slots)
+            uses[splits] = waves / ceil_div(query_blocks * splits, slots)
     best = max(uses.values(), default=0.0)
     return next((splits for splits, use in uses.items() if use >= 0.85 * best), 1)
 
@@ -578,7 +571,7 @@ def flash_backward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     grad_out, query, key, value, output = args[:5]
     shape = _Shape.of(query, key, value)
     copies = [t.nbytes for t in (grad_out, output) if not _tokens_first(t)]
-    rows = shape.B * shape.H * _round_up(shape.L, 128)
+    rows = shape.B * shape.H * round_up(shape.L, 128)
     rounded_E = rounded_head_width(shape.E)
     scratch = [rows * _FLOAT_BYTES, rows * rounded_E * _FLOAT_BYTES]
     if shape.K != shape.H:
@@ -601,7 +594,7 @@ def efficient_forward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     query, key, value = args[:3]
     shape = _Shape.of(query, key, value)
     needs_lse = argument(args, kwargs, 4, "compute_log_sumexp", True)
-    lse_bytes = shape.B * shape.H * _round_up(shape.L, 32) * _FLOAT_BYTES if needs_lse else 0
+    lse_bytes = shape.B * shape.H * round_up(shape.L, 32) * _FLOAT_BYTES if needs_lse else 0
     accumulator = 0
     if query.dtype in _HALF and max(shape.E, shape.V) > 128:
         accumulator = shape.B * shape.L * shape.H * shape.V * _FLOAT_BYTES
@@ -623,7 +616,7 @@ def efficient_backward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events
     gradients = {0: query.nbytes, 1: key.nbytes, 2: value.nbytes}
     if bias is not None and argument(args, kwargs, 10, "grad_input_mask", [False] * 4)[3]:
         rows = bias.numel() // bias.size(-1)
-        gradients[3] = rows * _round_up(bias.size(-1), 16) * bias.itemsize
+        gradients[3] = rows * round_up(bias.size(-1), 16) * bias.itemsize
     delta_events = temporaries(shape.lse_bytes)
     if not block.sums_rows:
         delta_events = _row_sums(shape)
@@ -678,17 +671,17 @@ class _EfficientBlock:
         - key gradient, half and not in registers: splits * keys * round_up(E, queries)
         - value gradient, likewise: splits * keys * round_up(V, queries)
         """
-        tiles = _ceil_div(shape.L, self.queries) * _ceil_div(shape.E, self.keys)
+        tiles = ceil_div(shape.L, self.queries) * ceil_div(shape.E, self.keys)
         floats = tiles * (4 + self.queries * self.keys)
         if self.is_half and not self.keeps_output_in_registers:
             rows = self.key_splits(shape) * self.keys
-            floats += rows * (_round_up(shape.E, self.queries) + _round_up(shape.V, self.queries))
-        return shape.B * shape.H * _round_up(floats, 4) * _FLOAT_BYTES
+            floats += rows * (round_up(shape.E, self.queries) + round_up(shape.V, self.queries))
+        return shape.B * shape.H * round_up(floats, 4) * _FLOAT_BYTES
 
     def key_splits(self, shape: _Shape) -> int:
         """The heuristic of `_efficient_attention_backward` where key gradients are staged."""
         heads = shape.B * shape.H
-        splits = _ceil_div(shape.S, self.keys)
+        splits = ceil_div(shape.S, self.keys)
         if heads >= 256 and splits <= 2:
             splits = 1
         return max(1, min(splits, 200 // heads))
@@ -801,7 +794,7 @@ def cudnn_attention_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gp
 def flash_offset(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> int:
     """Step of the generator: 32 numbers per head where something is dropped."""
     odds = argument(args, kwargs, 3, "dropout_p", 0.0)
-    return rounded_draws(args[0].size(0) * args[0].size(1) * 32) if odds else 0
+    return round_up(args[0].size(0) * args[0].size(1) * 32, DRAWS) if odds else 0
 
 
 @random_offset("_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention")
@@ -810,7 +803,7 @@ def scores_offset(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> int:
     odds = argument(args, kwargs, 5, "dropout_p", 0.0)
     query, key = args[:2]
     lanes = query.size(2) * key.size(2)
-    return rounded_draws(query.size(0) * query.size(1) * lanes) if odds else 0
+    return round_up(query.size(0) * query.size(1) * lanes, DRAWS) if odds else 0
 
 
 def refuse_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:

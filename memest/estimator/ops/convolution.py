@@ -319,7 +319,6 @@ def convolution_outputs(func: OpOverload, args: Args, out: Any) -> Any:
 for _func in (aten.convolution.default, aten.convolution_backward.default):
     register(_func, layout=partial(convolution_outputs, _func), is_convolution=True)
 
-
 _UNLIKE = "Input type ({}) and weight type ({}) should be the same"
 register("convolution", refuse=same_type(0, 1, _UNLIKE, tensor_type))  # native/Convolution.cpp
 

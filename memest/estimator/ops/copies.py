@@ -149,7 +149,6 @@ def refuse_full(args: Args, kwargs: Kwargs) -> str:
 register("fill_.Scalar", refuse=fits(1))
 register("constant_pad_nd", refuse=fits(2))
 
-
 register("repeat_interleave.Tensor", shaped_by=lambda args: args)
 register(
     "copy_ _to_copy _copy_from set_.source_Tensor set_.source_Storage_storage_offset "
@@ -176,14 +175,11 @@ def make_alike(then: Next, given: Any, *args: Any, **kwargs: Any) -> Any:
 
 INTEGER_BYTES = 8
 
-
 BLOCK_THREADS = 128
 """`BLOCK_SIZE`."""
 
-
 BLOCK_BYTES = 16 * BLOCK_THREADS
 """Bytes that a block copies at once: `BYTES_PER_THREAD` for each thread."""
-
 
 WAVES = 2
 """Waves of blocks per launch at most, when each thread copies several chunks."""

@@ -15,6 +15,7 @@ Left out: inputs of 2**28 elements or more (CUB then works in portions).
 from __future__ import annotations
 
 from memest.estimator.hardware.gpus import Gpu
+from memest.units import ceil_div, round_up
 
 _ALIGN = 256
 _TILE_PADDING = 32
@@ -25,13 +26,9 @@ _SINGLE_TILE = 256 * 9
 """Radix sorts of so few 8-byte keys run in one block: 256 threads of 19 * 4 / 8 keys."""
 
 
-def _ceil_div(numerator: int, denominator: int) -> int:
-    return -(-numerator // denominator)
-
-
 def _aliased(*sizes: int) -> int:
     """`AliasTemporaries` of util_temporary_storage.cuh."""
-    return sum(_ceil_div(size, _ALIGN) * _ALIGN for size in sizes) + _ALIGN - 1
+    return sum(round_up(size, _ALIGN) for size in sizes) + _ALIGN - 1
 
 
 def _tile_states(num_tiles: int, state_bytes: int) -> int:
@@ -64,11 +61,11 @@ def radix_sort_bytes(num_items: int, gpu: Gpu, *, num_bits: int = 64, key_bytes:
     if num_items <= _SINGLE_TILE:
         return 1
     tile = _radix_sort_tile(gpu, key_bytes)
-    sweeps = _ceil_div(num_bits, 8)
+    sweeps = ceil_div(num_bits, 8)
     keys, values = (num_items * key_bytes, num_items * 8) if sweeps > 1 else (0, 0)
     return _aliased(
         sweeps * _RADIX_DIGITS * 8,
-        _ceil_div(num_items, tile) * _RADIX_DIGITS * 4,
+        ceil_div(num_items, tile) * _RADIX_DIGITS * 4,
         keys,
         values,
         sweeps * 4,
@@ -82,7 +79,7 @@ def scan_bytes(num_items: int, *, value_bytes: int = 8) -> int:
     up to 4 bytes, or of as many bytes of larger ones.
     """
     tile = 128 * min(15, 60 // value_bytes)
-    return _aliased(_tile_states(_ceil_div(num_items, tile), 2 * value_bytes))
+    return _aliased(_tile_states(ceil_div(num_items, tile), 2 * value_bytes))
 
 
 def select_bytes(num_items: int, gpu: Gpu) -> int:
@@ -94,7 +91,7 @@ def select_bytes(num_items: int, gpu: Gpu) -> int:
     tile = {(9, 0): 384 * 11, (8, 0): 384 * 6}.get(
         gpu.capability, 320 * 11 if gpu.capability[0] >= 10 else 128 * 5
     )
-    return _aliased(_tile_states(_ceil_div(num_items, tile), 8), 0, 0)
+    return _aliased(_tile_states(ceil_div(num_items, tile), 8), 0, 0)
 
 
 def unique_by_key_bytes(num_items: int, gpu: Gpu) -> int:
@@ -103,7 +100,7 @@ def unique_by_key_bytes(num_items: int, gpu: Gpu) -> int:
     A tile is 448 threads of 11 keys from compute capability 9.0 on, 192 of 7 on 8.0, and 64 of
     11 * 4 / 8 on 7.x, 8.6 and 8.9.
     """
-    return _aliased(_tile_states(_ceil_div(num_items, _unique_tile(gpu)), 16), 0)
+    return _aliased(_tile_states(ceil_div(num_items, _unique_tile(gpu)), 16), 0)
 
 
 def _unique_tile(gpu: Gpu) -> int:
@@ -118,7 +115,7 @@ def merge_sort_bytes(num_items: int) -> int:
     `thrust::sort_by_key` runs it for an order of its own. It needs a second copy of both, and the
     beginning of each tile of 512 threads with 8 pairs.
     """
-    tiles = _ceil_div(num_items, 512 * 8)
+    tiles = ceil_div(num_items, 512 * 8)
     return _aliased(num_items * 8, num_items * 8, (tiles + 1) * 8)
 
 
@@ -128,7 +125,7 @@ def thrust_unique_by_key_bytes(num_items: int, gpu: Gpu) -> int:
     It needs the storage of `unique_by_key_bytes` and a count. The states have 8 bytes, since items
     are counted in 32 bits.
     """
-    tiles = _ceil_div(num_items, _unique_tile(gpu))
+    tiles = ceil_div(num_items, _unique_tile(gpu))
     return _aliased(_aliased(_tile_states(tiles, 8), 0), 8)
 
 

@@ -58,14 +58,12 @@ def where_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
 
 outputs_only("floor_divide")
 
-
 register("pow.Scalar", layout=contiguous)  # Pow.cpp
 register(
     "logit_backward copysign.Tensor div.Tensor_mode floor_divide heaviside logaddexp "
     "logaddexp2 xlogy.Tensor special_xlog1py",
     layout=elementwise,
 )
-
 
 FOREACH_CHUNK = 65536
 """`kChunkSize` of MultiTensorApply.cuh."""
@@ -93,6 +91,5 @@ outputs_only(
 )
 outputs_only("complex polar")  # TensorFactories.cpp: one kernel over a `TensorIterator`
 outputs_only("_assert_async")  # TensorCompare.cu: one thread that reads the value
-
 
 register("_amp_foreach_non_finite_check_and_unscale_", may_mix_devices=True)

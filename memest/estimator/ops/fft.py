@@ -18,9 +18,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.ops.linalg import up
 from memest.estimator.ops.registry import Args, Kwargs, modelled, requests
 from memest.estimator.ops.temporaries import Events, outputs, passing
+from memest.units import round_up
 
 aten = torch.ops.aten
 
@@ -35,7 +35,6 @@ FEW_PRIMES = 13
 
 LONGEST = 1024
 """Largest measured length of each dimension of a 2-D transform."""
-
 
 MOST, MOST_OF_TWO = 256, 512
 """Largest measured batches of transforms: over one dimension, and over two."""
@@ -70,7 +69,7 @@ def _is_split(n: int) -> bool:
 def complex_bytes(n: int, batch: int, item: int) -> int:
     """The workspace of complex transforms over one dimension."""
     if _is_convolved(n, item):
-        return 2 * up(_convolved(n) * item * batch, 1024)
+        return 2 * round_up(_convolved(n) * item * batch, 1024)
     if n == 32768 and batch >= 256:
         return 0
     is_long = n > 24576 or (n > 16384 and n % 7 == 0)
@@ -86,8 +85,8 @@ def real_bytes(n: int, batch: int, item: int) -> int:
         if _is_convolved(n, item):
             return whole + 2 * (_convolved(n) * item * pairs // 1024 + 1) * 1024
         if _is_split(n):
-            return whole + up(max(whole, half), 1024)
-        return whole + up(whole, 1024) if n > 128 and _largest_prime(n) > 7 else 0
+            return whole + round_up(max(whole, half), 1024)
+        return whole + round_up(whole, 1024) if n > 128 and _largest_prime(n) > 7 else 0
     if n in (32768, 65536) and batch >= 256:
         return 0
     if complex_bytes(n // 2, batch, item):
@@ -102,7 +101,7 @@ def _real_bytes_of_two(m: int, n: int, batch: int, item: int, *, is_back: bool) 
         return 0
     whole = m * n * item * -(-batch // 2)
     half = m * (n // 2 + 1) * item * batch
-    return whole + up(max(whole, half) if is_back and _is_split(n) else whole, 1024)
+    return whole + round_up(max(whole, half) if is_back and _is_split(n) else whole, 1024)
 
 
 def _split(tensor: Tensor, dims: Any) -> tuple[list[int], int]:

@@ -441,13 +441,11 @@ def _masks(args: Args) -> list[Tensor]:
 
 _COPIED_FIRST = (aten.index_put.default, aten._unsafe_index_put.default)
 
-
 register("masked_scatter_backward", from_values=num_true)
 outputs_only(
     "gather index_add index_add_ index_copy index_copy_ index_fill index_fill_ index_select "
     "masked_fill masked_fill_ put put_ scatter scatter_ scatter_add scatter_add_ take"
 )
-
 
 _INDEX = accepts(
     2, (torch.int32, torch.int64), "index_add_(): Expected dtype int32/int64 for index but got: {}"
@@ -469,7 +467,6 @@ register(
     "index_add index_add_", refuse=lambda args, kwargs: _INDEX(args, kwargs) or _ADDED(args, kwargs)
 )
 register("masked_fill.Scalar masked_fill_.Scalar", refuse=fits(2))
-
 
 register(
     "index_put",
@@ -500,7 +497,6 @@ register(
     ),
 )  # fmt: skip
 register(aten.index.Tensor, aten.masked_select.default, *INDEX_PUT, take_indices=normalize_indices)
-
 
 register(
     aten.index.Tensor, aten._unsafe_index.Tensor, *INDEX_PUT[:3], aten.masked_scatter_.default,

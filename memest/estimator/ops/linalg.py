@@ -36,6 +36,7 @@ from memest.estimator.ops.registry import (
 )
 from memest.estimator.ops.temporaries import Events, around, outputs, passing, temporaries
 from memest.estimator.tensors.placement import on_gpu
+from memest.units import round_up
 
 aten = torch.ops.aten
 
@@ -379,9 +380,9 @@ def eigvalsh(then: Next, a: Tensor, uplo: str = "L") -> Tensor:
 BLOCK = 32
 
 
-def up(count: int, step: int = BLOCK) -> int:
-    """`count`, rounded up to a multiple of `step`."""
-    return -(-count // step) * step
+def up(count: int) -> int:
+    """`count`, rounded up to a multiple of `BLOCK`."""
+    return round_up(count, BLOCK)
 
 
 def geqrf_bytes(n: int, item: int) -> int:

@@ -238,7 +238,6 @@ outputs_only(
     "nll_loss2d_forward smooth_l1_loss_backward"
 )
 
-
 _CLASSES = (torch.int64, torch.uint8)
 """Types of a target of classes."""
 
@@ -277,7 +276,6 @@ for _func, _instead in (
     (aten.div.Tensor, aten.div_.Tensor),
 ):
     register(_func, in_backward=in_nodes(_LOGITS_NODE, instead=_instead, is_possible=_is_in_place))
-
 
 register("_ctc_loss _ctc_loss_backward", may_mix_devices=True)
 

@@ -51,9 +51,9 @@ from memest.estimator.ops.temporaries import (
 )
 from memest.estimator.tensors.placement import on_gpu
 from memest.estimator.versions import simulated
+from memest.units import last_power_of_2
 
 aten = torch.ops.aten
-
 
 CHANNELS_PER_BLOCK = 64
 FORWARD_ROWS, FORWARD_HEADER = {torch.float16: 160, torch.float32: 64}, 1072
@@ -156,10 +156,6 @@ def _takes_rows(tensor: Tensor) -> bool:
     return tensor.dim() > 3 and _is_channels_last(tensor)
 
 
-def _last_power_of_2(number: int) -> int:
-    return 1 << (max(1, number).bit_length() - 1)
-
-
 def _staging(tensor: Tensor, sums_per_channel: int) -> tuple[int, ...]:
     """Bytes that blocks of rows share: float32 sums, and a flag for each group of channels.
 
@@ -167,10 +163,10 @@ def _staging(tensor: Tensor, sums_per_channel: int) -> tuple[int, ...]:
     """
     channels = tensor.shape[1]
     rows = tensor.numel() // max(1, channels)
-    width = min(_last_power_of_2(channels), 32)
-    height = min(_last_power_of_2(-(-rows // ROWS_PER_THREAD)), BLOCK_THREADS // width)
+    width = min(last_power_of_2(channels), 32)
+    height = min(last_power_of_2(-(-rows // ROWS_PER_THREAD)), BLOCK_THREADS // width)
     if width * height != BLOCK_THREADS:
-        width = min(_last_power_of_2(channels), BLOCK_THREADS // height)
+        width = min(last_power_of_2(channels), BLOCK_THREADS // height)
     blocks = min(-(-rows // (height * ROWS_PER_THREAD)), MAX_BLOCKS)
     if blocks < MIN_BLOCKS:
         return ()
@@ -221,7 +217,6 @@ def native_batch_norm_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu:
 
 MANY_ROWS = 64 * 1024
 """More rows than this take partial sums, in `LaunchGammaBetaBackwardCUDAKernel`."""
-
 
 ROWS_PER_BLOCK, MAX_GRID, COLUMNS_PER_BLOCK = 32, 64 * 1024 // 2, 32
 """`rows_per_block_y`, `max_grid_size` and `block_dim_x` of `LaunchGammaBetaBackwardCUDAKernel`."""
@@ -356,7 +351,6 @@ def refuse_batch_norm(args: Args, kwargs: Kwargs) -> str:
 
 
 register("native_layer_norm", refuse=expects(0, 2, "LayerNormKernelImpl"))
-
 
 register(
     "native_layer_norm_backward _fused_rms_norm_backward", layout=contiguous

@@ -44,9 +44,10 @@ from memest.estimator.ops.registry import (
     requests,
     result,
 )
-from memest.estimator.ops.strides import in_format_of
+from memest.estimator.ops.strides import in_format_of_first
 from memest.estimator.ops.temporaries import Events, around, outputs, passing, temporaries
 from memest.estimator.tensors.placement import on_gpu
+from memest.units import round_up
 
 Array = np.ndarray[Any, Any]
 
@@ -164,7 +165,6 @@ MAX_NORMALS = 1 << 14
 MOST_ROWS = 65535
 """Blocks in the second dimension of a grid."""
 
-
 DEFAULT_SEED = 67280421310721
 """`default_rng_seed_val` (c10/core/GeneratorImpl.h); real GPUs begin from a random seed."""
 
@@ -249,10 +249,8 @@ def _pair(words: list[Words], part: Parts) -> tuple[Words, Words]:
     return np.choose(part, words[::2]), np.choose(part, words[1::2])
 
 
-def _normal(words: list[Words], part: Parts, is_double: bool) -> Numbers:
-    """Normal numbers by Box and Muller (`curand_normal4`)."""
-    if is_double:
-        raise NotImplementedError
+def _normal(words: list[Words], part: Parts) -> Numbers:
+    """Normal numbers of float32 by Box and Muller (`curand_normal4`)."""
     made = []
     for first, second in (words[:2], words[2:]):
         radius = first.astype(np.float32) * np.float32(2.0**-32) + np.float32(2.0**-33)
@@ -390,7 +388,7 @@ def _uniform_of(
 def _normal_of(
     words: list[Words], part: Parts, dtype: torch.dtype, mean: float = 0.0, std: float = 1.0
 ) -> Tensor:
-    return _typed(_normal(words, part, False) * np.float32(std) + np.float32(mean), dtype)
+    return _typed(_normal(words, part) * np.float32(std) + np.float32(mean), dtype)
 
 
 def _exponential_of(
@@ -434,7 +432,7 @@ def randperm_offset(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> int:
     """Step of `randperm` (Randperm.cu): its keys, and an order of equal ones."""
     count = out.numel()
     wide = count > 1 and math.log2(count) * 2 > 28  # keys of so many bits are of 64
-    return launch(count, gpu, 2 if wide else DRAWS).offset + rounded_draws(count)
+    return launch(count, gpu, 2 if wide else DRAWS).offset + round_up(count, DRAWS)
 
 
 @random_offset(*overloads_of(aten.bernoulli))
@@ -451,11 +449,6 @@ def bernoulli_in_place_offset(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu)
 
 register(*overloads_of(aten.poisson), random_offset=lambda *call: 20)
 register(*overloads_of(aten._standard_gamma), random_offset=lambda *call: 12)
-
-
-def rounded_draws(draws: int) -> int:
-    """Round a number of draws up to a whole step of the offset."""
-    return -(-draws // DRAWS) * DRAWS
 
 
 def _range(func: Any, args: Args, dtype: torch.dtype) -> tuple[int, int]:
@@ -623,9 +616,7 @@ outputs_only(
     "randint randint_like randn randn_like random_ uniform_"
 )
 
-
-register("native_dropout_backward", layout=in_format_of(0))  # cuda/Dropout.cu
-
+register("native_dropout_backward", layout=in_format_of_first)  # cuda/Dropout.cu
 
 IN_FUNCTORCH = "FuncTorchDynamicLayerFrontMode"
 """Dispatch key at which functorch has a `dropout` of its own (PyTorchOperatorHacks.cpp)."""

@@ -122,11 +122,16 @@ def weight_offsets(shapes: Sequence[Sequence[tuple[int, ...]]]) -> tuple[list[li
     return offsets, position
 
 
-def _matrix_elements(layers: Layers) -> int:
-    shapes = weight_shapes(
+def weight_shapes_of(layers: Layers) -> list[list[tuple[int, ...]]]:
+    """The shapes of the parameters of `layers`; see `weight_shapes`."""
+    return weight_shapes(
         layers.mode, layers.input_size, layers.hidden_size, layers.proj_size, layers.num_layers,
         layers.directions,
     )  # fmt: skip
+
+
+def _matrix_elements(layers: Layers) -> int:
+    shapes = weight_shapes_of(layers)
     return sum(torch.Size(s).numel() for one in shapes for s in one if len(s) == 2)
 
 
@@ -332,14 +337,6 @@ def recurrent_backward_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Ev
             of_weights = around((flat,), passing(workspace) + made)
         events += around(x_copy, of_weights)
     return around(zeros, events)
-
-
-def weight_shapes_of(layers: Layers) -> list[list[tuple[int, ...]]]:
-    """The shapes of the parameters of `layers`; see `weight_shapes`."""
-    return weight_shapes(
-        layers.mode, layers.input_size, layers.hidden_size, layers.proj_size, layers.num_layers,
-        layers.directions,
-    )  # fmt: skip
 
 
 @modelled("_cudnn_rnn")

@@ -41,6 +41,7 @@ from memest.estimator.ops.registry import (
 )
 from memest.estimator.ops.temporaries import Events, Scratch, around, outputs, passing
 from memest.estimator.tensors.placement import on_gpu
+from memest.units import ceil_div, last_power_of_2
 
 aten = torch.ops.aten
 
@@ -191,14 +192,6 @@ def reduction_dims(
     return ReductionDims(columns[0], columns[1], columns[2])
 
 
-def _last_pow2(number: int) -> int:
-    return 1 << (max(1, number).bit_length() - 1)
-
-
-def _ceil_div(numerator: int, denominator: int) -> int:
-    return -(-numerator // denominator)
-
-
 def _output_vector(dims: ReductionDims, item: int, offset: int) -> int:
     """Outputs that one thread computes, `get_output_vec_size`: 4, 2 or 1."""
     first_kept = dims.num_reduced
@@ -214,7 +207,7 @@ def _output_vector(dims: ReductionDims, item: int, offset: int) -> int:
 def _block(dim0: int, dim1: int, vector: int) -> tuple[int, int]:
     """`set_block_dimension`: threads along the fastest dimension and along the other."""
     limit = MAX_REDUCE_THREADS // vector
-    pow0, pow1 = min(limit, _last_pow2(dim0)), min(limit, _last_pow2(dim1))
+    pow0, pow1 = min(limit, last_power_of_2(dim0)), min(limit, last_power_of_2(dim1))
     height = min(pow1, limit // min(pow0, WARP_SIZE))
     return min(pow0, limit // height), height
 
@@ -252,17 +245,17 @@ def staging_bytes(
         dim0 //= vector
     width, height = _block(dim0, dim1, vector)
     step_input, step_output = (width, 1) if along_row else (1, width)
-    if _ceil_div(num_inputs, step_input) < min(height * 16, MAX_VALUES_PER_THREAD):
+    if ceil_div(num_inputs, step_input) < min(height * 16, MAX_VALUES_PER_THREAD):
         return ()
     step_input *= height
-    values = _ceil_div(num_inputs, step_input)
-    grid = _ceil_div(num_outputs // vector, step_output)
+    values = ceil_div(num_inputs, step_input)
+    grid = ceil_div(num_outputs // vector, step_output)
     wanted = gpu.num_sms * (threads_per_sm(gpu) // (width * height))
     if values < MAX_VALUES_PER_THREAD or grid > wanted:
         return ()
     ctas = max(
-        min(_ceil_div(wanted, grid), _ceil_div(values, MIN_VALUES_PER_THREAD)),
-        _ceil_div(values, MAX_VALUES_PER_THREAD),
+        min(ceil_div(wanted, grid), ceil_div(values, MIN_VALUES_PER_THREAD)),
+        ceil_div(values, MAX_VALUES_PER_THREAD),
     )
     if ctas <= 1:
         return ()
@@ -443,7 +436,6 @@ def equal_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
 
 
 outputs_only("aminmax")
-
 
 register(
     aten.logical_and.default,

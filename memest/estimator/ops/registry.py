@@ -28,6 +28,7 @@ from memest.estimator import ops
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops.temporaries import Events, Scratch
 from memest.estimator.tensors.known_values import READS_VALUE
+from memest.estimator.tensors.placement import FOREACH_REDUCTIONS
 from memest.estimator.versions.torch_releases import OPERATORS_SINCE
 
 Args = tuple[Any, ...]
@@ -50,7 +51,6 @@ _OWN_BUFFERS = ("profiler", "_c10d_functional")
 _COMPOSED = frozenset(("frexp", "ldexp", "ldexp_", "mvlgamma", "mvlgamma_"))
 """Elementwise operators by torch's tag that run several kernels: not compared with a GPU."""
 
-_FOREACH_REDUCTIONS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
 _FOREACH_MAXIMUM = "_foreach_maximum"
 _NOT_IMPLEMENTED = "not implemented for"
 
@@ -180,7 +180,7 @@ class Op:
         if self.is_view or torch.Tag.pointwise in self.func.tags or self.product:
             return True
         if name.startswith("_foreach_"):
-            is_reduction = name.startswith(_FOREACH_REDUCTIONS)
+            is_reduction = name.startswith(FOREACH_REDUCTIONS)
             return not is_reduction or name.startswith(_FOREACH_MAXIMUM)
         return name in OUTPUTS_ONLY or f"{name}.{schema.overload_name}" in OUTPUTS_ONLY
 

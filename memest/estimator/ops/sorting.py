@@ -41,23 +41,18 @@ from memest.estimator.tensors.placement import on_gpu
 
 aten = torch.ops.aten
 
-
 MAX_BLOCK_SIZE = 1024
 
 SMALL_SORT = 4096
 """Longest slice that one block sorts (`should_use_small_sort`)."""
 
-
 FEW_SEGMENTS = 128
 """Number of slices below which `segmented_sort_pairs_by_full_sort` runs."""
 
-
 TOPK_THREADS = 256
-
 
 TOPK_BLOCKS_PER_SM = 6
 """`get_items_per_thread`: 65,536 registers for blocks of 256 threads with 40 each."""
-
 
 TOPK_SCAN_BYTES = 1279
 """Storage of the scan by key over the counts of all blocks."""
@@ -241,7 +236,6 @@ def histogram_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu
 
 
 outputs_only("cummax cummin isin.Tensor_Scalar kthvalue median.dim mode nanmedian")
-
 
 register(
     "_unique2 unique_consecutive unique_dim unique_dim_consecutive bincount",

@@ -446,7 +446,6 @@ register("_nnz", on_sparse=_as_it_is(torch.Tensor._nnz))
 register("sparse_dim", on_sparse=_as_it_is(torch.Tensor.sparse_dim))
 register("dense_dim", on_sparse=_as_it_is(torch.Tensor.dense_dim))
 
-
 _FROM_DENSE = frozenset((FROM_PARTS, aten._to_sparse.default))
 _ON_HOST_TOO = frozenset((FROM_PARTS, aten.addmm.default, aten._sparse_addmm.default))
 _MAKERS = frozenset(

@@ -36,16 +36,12 @@ def like(number: int) -> Callable[[Args, Any], Any]:
     return rule
 
 
-def in_format_of(number: int) -> Callable[[Args, Tensor], Tensor]:
-    """Return a rule: the result has the memory format of the argument `number`."""
-
-    def rule(args: Args, out: Tensor) -> Tensor:
-        memory_format = suggest_memory_format(args[number])
-        if out.is_contiguous(memory_format=memory_format):
-            return out
-        return torch.empty_like(out, memory_format=memory_format)
-
-    return rule
+def in_format_of_first(args: Args, out: Tensor) -> Tensor:
+    """Return the result in the memory format of the first argument."""
+    memory_format = suggest_memory_format(args[0])
+    if out.is_contiguous(memory_format=memory_format):
+        return out
+    return torch.empty_like(out, memory_format=memory_format)
 
 
 def elementwise(args: Args, out: Tensor) -> Tensor:

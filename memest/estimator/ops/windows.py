@@ -31,7 +31,6 @@ from memest.estimator.ops.temporaries import (
 
 aten = torch.ops.aten
 
-
 _IMAGES = (
     "upsample_nearest2d upsample_nearest2d_backward _upsample_nearest_exact2d "
     "_upsample_nearest_exact2d_backward"
@@ -120,6 +119,5 @@ outputs_only(
     "replication_pad2d replication_pad2d_backward upsample_bicubic2d upsample_bilinear2d "
     "upsample_linear1d upsample_trilinear3d"
 )
-
 
 register("grid_sampler_2d", refuse=expects(0, 1, "grid_sampler_2d_cuda"))

@@ -655,7 +655,6 @@ def _segment(
 
 _STATES = {Act.ALLOC: "active_allocated", Act.FREE_REQUESTED: "active_pending_free"}
 
-
 _AFTER = {
     Phase.AFTER_FORWARD: "forward",
     Phase.AFTER_BACKWARD: "backward",

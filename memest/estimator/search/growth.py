@@ -55,7 +55,7 @@ class Growth:
 
 
 def growths(
-    plan: TrainingPlan, settings: Sequence[str] = SETTINGS, *, trust_remote_code: bool = False
+    plan: TrainingPlan, settings: Sequence[str] = SETTINGS
 ) -> tuple[Prediction, list[Growth]]:
     """Predict `plan`, and its growth under each of `settings`; the run is traced once.
 
@@ -69,7 +69,7 @@ def growths(
     for each in plans:
         target_gpus(each)
     gpu = target_gpus(plan)[0]
-    traced = trace_plan(plan, gpu, trust_remote_code=trust_remote_code)
+    traced = trace_plan(plan, gpu)
     found = []
     for each in plans:
         run = run_of_plan(each, traced)
@@ -85,4 +85,4 @@ def growths(
             failed_step=failed,
         )
         found.append(growth)
-    return predict(plan, trust_remote_code=trust_remote_code), found
+    return predict(plan), found

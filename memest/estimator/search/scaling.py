@@ -48,7 +48,6 @@ def scale(
     strategies: Sequence[str] = DEFAULT_STRATEGIES,
     devices: Sequence[int] = DEVICES,
     jobs: int | None = None,
-    trust_remote_code: bool = False,
 ) -> list[ScalingLine]:
     """Predict the plan of `values` under each of `strategies` on each number of GPUs.
 
@@ -68,7 +67,7 @@ def scale(
         for strategy, number in product(dict.fromkeys(strategies), numbers)
     }
     plans = {key: plan for key, plan in found.items() if isinstance(plan, TrainingPlan)}
-    reports = predict_each(list(plans.values()), jobs=jobs, trust_remote_code=trust_remote_code)
+    reports = predict_each(list(plans.values()), jobs=jobs)
     found |= dict(zip(plans, reports, strict=True))
     if all(isinstance(result, MemestError) for result in found.values()):
         raise next(result for result in found.values() if isinstance(result, MemestError))

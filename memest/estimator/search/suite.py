@@ -21,16 +21,13 @@ MIN_PLANS_FOR_PROCESSES = 4
 """Number of plans below which starting processes costs more than it saves."""
 
 
-def predict_all(
-    plans: Sequence[TrainingPlan], *, jobs: int | None = None, trust_remote_code: bool = False
-) -> list[Prediction]:
+def predict_all(plans: Sequence[TrainingPlan], *, jobs: int | None = None) -> list[Prediction]:
     """Return the predictions of `plans`, in their order.
 
     Raises:
         MemestError: the error of the first plan that cannot be predicted, with its name.
     """
-    found = predict_each(plans, jobs=jobs, trust_remote_code=trust_remote_code)
-    predicted, failed = apart(plans, found)
+    predicted, failed = apart(plans, predict_each(plans, jobs=jobs))
     if failed:
         raise failed[0][1] if len(plans) == 1 else named(*failed[0])
     return [report for _, report in predicted]

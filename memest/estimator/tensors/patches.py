@@ -17,17 +17,22 @@ def constant(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
-def unsupported(what: str) -> UnsupportedError:
+_WITHOUT = "run the script without it; see docs/run.md"
+
+NOT_COMPILED = "nothing is compiled on the virtual GPU"
+"""Hint for calls of compilers."""
+
+
+def unsupported(what: str, hint: str = _WITHOUT) -> UnsupportedError:
     """Return the error for a part of torch that is not simulated."""
-    hint = "run the script without it; see docs/run.md"
     return UnsupportedError(f"{what} cannot be simulated", hint=hint)
 
 
-def refusing(what: str) -> Callable[..., Any]:
-    """Return a function that raises `unsupported(what)`."""
+def refusing(what: str, hint: str = _WITHOUT) -> Callable[..., Any]:
+    """Return a function that raises `unsupported(what, hint)`."""
 
     def refused(*args: Any, **kwargs: Any) -> Any:
-        raise unsupported(what)
+        raise unsupported(what, hint)
 
     return refused
 

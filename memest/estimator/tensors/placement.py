@@ -234,7 +234,7 @@ def _on_host(make: Callable[..., Any], name: str, where: Callable[[], str]) -> C
 def local_foreach(mode: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an elementwise operator on lists of equally sharded DTensors; else `NotImplemented`."""
     name = func._schema.name.removeprefix("aten::")
-    if not name.startswith("_foreach_") or name in _REDUCTIONS or kwargs:
+    if not name.startswith("_foreach_") or name in FOREACH_REDUCTIONS or kwargs:
         return NotImplemented
     lists = [value for value in args if _is_tensors(value)]
     if not lists or not all(map(_lie_alike, zip(*lists, strict=True))):
@@ -248,7 +248,7 @@ def local_foreach(mode: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     return [_like(tensor, one) for tensor, one in zip(args[0], made, strict=True)]
 
 
-_REDUCTIONS = frozenset(("_foreach_norm", "_foreach_max", "_foreach_powsum"))
+FOREACH_REDUCTIONS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
 
 
 def _is_tensors(value: Any) -> bool:

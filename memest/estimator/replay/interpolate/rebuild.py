@@ -20,7 +20,6 @@ NO_CALL = -1
 ZERO = -2
 """Mark in place of a template: an output that meta makes and CUDA does not."""
 
-
 NOTHING: Mapping[int, Set[int]] = MappingProxyType({})
 
 

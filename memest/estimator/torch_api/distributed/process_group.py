@@ -23,7 +23,6 @@ from memest.estimator.tensors.placement import GPU
 FAKE = "fake"
 """torch's own backend that sends nothing."""
 
-
 NCCL_VERSION = (2, 28, 9)
 """NCCL version of torch 2.11 for CUDA 13 (`.ci/docker/ci_commit_pins/nccl.txt`)."""
 
