@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from memest.estimator.tensors.storages import Coverage, Site
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Recipe:
     """Outputs and requests of a call, the same for all calls with the same shapes."""
 
@@ -42,6 +42,12 @@ class Recipe:
 
     has_empty: bool
     """True if an output takes no memory: it is empty, or only the meta kernel makes it."""
+
+    work: int | None = field(default=None, compare=False)
+    """Number of the call's work in the log of the time, once it is known."""
+
+    duration_us: float | None = field(default=None, compare=False)
+    """Microseconds of the call on its stream, once they are known."""
 
     def make_outputs(self) -> Any:
         """Return fresh meta tensors as the call returns them."""

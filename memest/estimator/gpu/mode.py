@@ -384,8 +384,8 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = recipe.make_outputs()
         self.request(op, args, kwargs, out, recipe)
         self._follow_values(op, args, kwargs, out)
-        self._last_recipe = None if key is None else recipe
-        self.work.launch(func, args, kwargs, out, self._last_recipe)
+        self._last_recipe = recipe
+        self.work.launch(func, args, kwargs, out, recipe)
         return out
 
     def _result(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

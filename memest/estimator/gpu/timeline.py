@@ -100,7 +100,6 @@ class Timeline:
 
         self._gpu = gpu
         self._speed = speed_of(gpu)
-        self._durations: dict[int, float] = {}
         self._loaded: set[Any] = set()
         self._capture_pool: int | None = None
         self._streams_of_pools: dict[int, int] = {}
@@ -160,17 +159,16 @@ class Timeline:
             args: its arguments.
             kwargs: its keyword arguments.
             out: its result.
-            recipe: object shared by calls of the same shapes, whose durations are the same; None
-                computes the duration of this call.
+            recipe: recipe of the call, which keeps the duration; None computes it.
         """
         if func not in self._loaded:
             self._loaded.add(func)
             self.host_spends(LOAD_US, 0.0)
-        duration = None if recipe is None else self._durations.get(id(recipe))
+        duration = None if recipe is None else recipe.duration_us
         if duration is None:
             duration = kernel_us(self._gpu, self._speed, func, args, kwargs, out)
             if recipe is not None:
-                self._durations[id(recipe)] = duration
+                recipe.duration_us = duration
         self._enqueue(self.stream, duration)
 
     def transfer(self, num_bytes: int) -> None:

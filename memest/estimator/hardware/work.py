@@ -215,6 +215,8 @@ _READS_OUT = ("embedding", "index", "index_select", "gather", "take")
 
 def _bytes_of(tensor: Tensor) -> int:
     """Bytes of the elements that differ: an expanded dimension counts once."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
     if not tensor.numel():
         return 0
     count = prod(n for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step or n == 1)

@@ -55,7 +55,6 @@ class WorkLog:
 
         self._events = array("q")
         self._index: dict[Work, int] = {}
-        self._of_recipe: dict[int, int] = {}
 
     def launch(self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Any) -> None:
         """Add the kernels of one call.
@@ -65,15 +64,12 @@ class WorkLog:
             args: its arguments.
             kwargs: its keyword arguments.
             out: its result.
-            recipe: object that calls with the same work share, or None.
+            recipe: recipe of the call, which keeps the number of its work.
         """
-        index = None if recipe is None else self._of_recipe.get(id(recipe))
-        if index is None:
-            index = self._index_of(work_of(func, args, kwargs, out))
-            if recipe is not None:
-                self._of_recipe[id(recipe)] = index
-        if index >= 0:
-            self._add(index)
+        if recipe.work is None:
+            recipe.work = self._index_of(work_of(func, args, kwargs, out))
+        if recipe.work >= 0:
+            self._add(recipe.work)
 
     def add(self, work: Work) -> None:
         """Add work that no operator describes: a compiled kernel, a collective."""
