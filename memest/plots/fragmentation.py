@@ -16,9 +16,7 @@ from memest.plots.style import (
     TICK,
     VALUE,
     WIDTH,
-    Theme,
-    bare,
-    draw_limit,
+    Panel,
     free_place,
     limit_text,
     plan_line,
@@ -26,7 +24,6 @@ from memest.plots.style import (
     shortened,
     slide,
     text_width,
-    write_title,
 )
 from memest.report import Prediction
 from memest.units import GIB
@@ -55,21 +52,19 @@ def plot_fragmentation(
         PlanError: there is no run.
     """
     require(list(runs))
-    with slide(dark=dark) as (figure, theme):
+    with slide(dark=dark) as canvas:
         width, height = WIDTH - _LEFT - _COLUMN, HEIGHT - _TOP - _BOTTOM
-        axes = figure.add_axes((_LEFT / WIDTH, _BOTTOM / HEIGHT, width / WIDTH, height / HEIGHT))
-        bare(axes, theme, grid="y")
-        _set_axes(axes, runs, gpu_limit_bytes)
-        _draw_allocated(axes, theme, runs[0])
+        panel = canvas.panel(_LEFT, _BOTTOM, width, height, grid="y")
+        _set_axes(panel.axes, runs, gpu_limit_bytes)
+        _draw_allocated(panel, runs[0])
         for run, look in zip(runs, _LOOKS, strict=False):
-            _draw_run(axes, theme, run, look, gpu_limit_bytes / GIB)
-        _draw_limit(axes, theme, report, runs, gpu_limit_bytes, (width, height))
-        _draw_column(axes, theme, runs, (width, height))
+            _draw_run(panel, run, look, gpu_limit_bytes / GIB)
+        _draw_limit(panel, report, runs, gpu_limit_bytes)
+        _draw_column(panel, runs)
         title = f"{report.name}: {_title(runs)}"
-        write_title(figure, theme, title, plan_line([report], _lengths(report)))
-        reason = _reason(runs[0], gpu_limit_bytes)
-        figure.text(0.4 / WIDTH, 1 - 1.2 / HEIGHT, reason, size=VALUE, va="top", gid="reason")
-    return figure
+        canvas.write_title(title, plan_line([report], _lengths(report)))
+        canvas.write(0.4, 1.2, _reason(runs[0], gpu_limit_bytes), size=VALUE, gid="reason")
+    return canvas.figure
 
 
 def _title(runs: Sequence[Growth]) -> str:
@@ -109,21 +104,21 @@ def _set_axes(axes: Axes, runs: Sequence[Growth], limit_bytes: int) -> None:
     axes.tick_params(labelsize=TICK)
 
 
-def _draw_allocated(axes: Axes, theme: Theme, run: Growth) -> None:
+def _draw_allocated(panel: Panel, run: Growth) -> None:
     steps = range(1, len(run.allocated) + 1)
     values = [value / GIB for value in run.allocated]
-    axes.fill_between(
-        steps, values, step="mid", color=theme.muted, alpha=0.45, linewidth=0, zorder=2,
+    panel.axes.fill_between(
+        steps, values, step="mid", color=panel.theme.muted, alpha=0.45, linewidth=0, zorder=2,
         gid="allocated",
     )  # fmt: skip
-    axes.annotate(
+    panel.axes.annotate(
         "in use at the peak of each step", (0.5, 0.02), xycoords="axes fraction", ha="center",
         va="bottom", size=VALUE, weight="bold", zorder=6, gid="allocated:name",
     )  # fmt: skip
 
 
-def _draw_run(axes: Axes, theme: Theme, run: Growth, look: tuple[str, str], limit: float) -> None:
-    color, dashes = look
+def _draw_run(panel: Panel, run: Growth, look: tuple[str, str], limit: float) -> None:
+    axes, (color, dashes) = panel.axes, look
     values = [value / GIB for value in run.on_gpu]
     axes.plot(
         range(1, len(values) + 1), values, color=color, linestyle=dashes, linewidth=3.4, zorder=4,
@@ -136,60 +131,42 @@ def _draw_run(axes: Axes, theme: Theme, run: Growth, look: tuple[str, str], limi
         )  # fmt: skip
     if run.failed_step is not None:
         axes.plot(
-            [run.failed_step + 1], [limit], color=theme.ink, linestyle="none",
+            [run.failed_step + 1], [limit], color=panel.theme.ink, linestyle="none",
             marker="x", markersize=17, markeredgewidth=3.4, zorder=6, clip_on=False,
             gid=f"oom:{run.alloc_conf}",
         )  # fmt: skip
 
 
-def _draw_limit(
-    axes: Axes,
-    theme: Theme,
-    report: Prediction,
-    runs: Sequence[Growth],
-    limit_bytes: int,
-    panel: tuple[float, float],
-) -> None:
+def _draw_limit(panel: Panel, report: Prediction, runs: Sequence[Growth], limit_bytes: int) -> None:
     """Draw the GPU's line, with its name where the fewest lines pass."""
-    limit, top = limit_bytes / GIB, axes.get_ylim()[1]
+    limit, top = limit_bytes / GIB, panel.axes.get_ylim()[1]
     if limit > top:
         return
-    text = limit_text(report.gpu, limit_bytes, panel[0] - 0.2)
-    across, up = panel[0] / len(runs[0].reserved), panel[1] / (GIB * top)
+    text = limit_text(report.gpu, limit_bytes, panel.width - 0.2)
+    across, up = panel.width / len(runs[0].reserved), panel.height / (GIB * top)
     curves = [*(run.reserved for run in runs), runs[0].allocated]
     points = [(step * across, size * up) for curve in curves for step, size in enumerate(curve)]
     wide = text_width(text, VALUE, bold=True)
-    is_right, is_over = free_place(points, limit / top * panel[1], wide, panel)
-    draw_limit(axes, theme, limit, text, is_right=is_right, is_over=is_over)
+    is_right, is_over = free_place(points, limit / top * panel.height, wide, panel)
+    panel.draw_limit(limit, text, is_right=is_right, is_over=is_over)
 
 
-def _draw_column(
-    axes: Axes, theme: Theme, runs: Sequence[Growth], panel: tuple[float, float]
-) -> None:
+def _draw_column(panel: Panel, runs: Sequence[Growth]) -> None:
     """Write each setting next to the end of its line, as far as others leave room."""
-    width, height = panel
-    top = axes.get_ylim()[1]
+    width, height = panel.width, panel.height
+    top = panel.axes.get_ylim()[1]
     order = sorted(range(len(runs)), key=lambda i: runs[i].reserved[-1])
     ends = [runs[i].reserved[-1] / GIB / top * height for i in order]
     places = spread(ends, min(_BLOCK, height / len(runs)), height)
     for index, end, place in zip(order, ends, places, strict=True):
         run, (color, dashes) = runs[index], _LOOKS[index % len(_LOOKS)]
-        axes.plot(
-            [1, 1 + 0.3 / width, 1 + 0.75 / width],
-            [end / height, place / height, place / height],
-            transform=axes.transAxes, color=color, linestyle=dashes, linewidth=2.6, clip_on=False,
-            zorder=2,
-        )  # fmt: skip
-        left, room = 1 + 0.88 / width, _COLUMN - 0.98
-        reserved = max(run.reserved)
+        panel.lead((width, end), (width + 0.3, place), (width + 0.75, place),
+                   color=color, linestyle=dashes, linewidth=2.6)  # fmt: skip
+        left, room = width + 0.88, _COLUMN - 0.98
         oom = f"  OOM in step {run.failed_step + 1}" if run.failed_step is not None else ""
-        axes.text(
-            left, place / height, f"{reserved / GIB:.1f} GiB{oom}", transform=axes.transAxes,
-            size=LABEL, weight="bold", va="center_baseline", clip_on=False,
-            gid=f"end:{run.alloc_conf}",
-        )  # fmt: skip
-        axes.text(
-            left, (place - 0.36) / height, shortened(run.label, VALUE, room),
-            transform=axes.transAxes, size=VALUE, color=theme.muted, va="center_baseline",
-            clip_on=False, gid=f"name:{run.alloc_conf}",
+        text = f"{max(run.reserved) / GIB:.1f} GiB{oom}"
+        panel.write(left, place, text, size=LABEL, weight="bold", gid=f"end:{run.alloc_conf}")
+        panel.write(
+            left, place - 0.36, shortened(run.label, VALUE, room), size=VALUE,
+            color=panel.theme.muted, gid=f"name:{run.alloc_conf}",
         )  # fmt: skip

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import log2
 
-from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 
 from memest.plots.style import (
-    DOT,
     HEIGHT,
     SMALL,
     TICK,
     VALUE,
     VERDICTS,
     WIDTH,
+    Panel,
     Theme,
+    dotted,
     gpu_label,
-    hatch,
     key,
     require,
     shortened,
@@ -29,8 +29,6 @@ from memest.plots.style import (
     text_on,
     text_width,
     version_words,
-    write_legend,
-    write_title,
 )
 from memest.report import Outcome, Verdict
 from memest.units import GIB
@@ -90,7 +88,7 @@ def plot_largest_batch(
         cell,
         words=(
             f"The largest batch that fits {gpu_label(gpu)}",
-            DOT.join([*said, "predicted", "OOM: not even a batch of 1", version_words()]),
+            dotted(*said, "predicted", "OOM: not even a batch of 1", version_words()),
         ),
         handles=lambda theme: [
             key(_shade(0.0, dark), "1", theme),
@@ -141,14 +139,12 @@ def plot_fits(
         cell,
         words=(
             "What fits, and what is out of memory",
-            DOT.join(
-                [
-                    *said,
-                    ", ".join(map(gpu_label, gpu.split(", "))),
-                    f"{' or '.join(f'{limit / GIB:.1f}' for limit in limits)} GiB usable",
-                    f"GiB needed by {across}",
-                    version_words(),
-                ]
+            dotted(
+                *said,
+                ", ".join(map(gpu_label, gpu.split(", "))),
+                f"{' or '.join(f'{limit / GIB:.1f}' for limit in limits)} GiB usable",
+                f"GiB needed by {across}",
+                version_words(),
             ),
         ),
         handles=lambda theme: [
@@ -176,37 +172,36 @@ def _draw_table(
     dark: bool,
 ) -> Figure:
     rows, columns = names
-    panel = HEIGHT - _TOP - _BOTTOM
-    inches = max(panel, panel * len(rows) / MAX_ROWS)
+    inches = (HEIGHT - _TOP - _BOTTOM) * max(1.0, len(rows) / MAX_ROWS)
     height = inches + _TOP + _BOTTOM
     left = _LEFT + 0.2 + min(3.6, max(text_width(row, VALUE) for row in rows))
     width = WIDTH - left - _RIGHT
-    with slide(dark=dark, height=height) as (figure, theme):
-        axes = figure.add_axes((left / WIDTH, _BOTTOM / height, width / WIDTH, inches / height))
+    with slide(dark=dark, height=height) as canvas:
+        theme = canvas.theme
+        panel = canvas.panel(left, _BOTTOM, width, inches)
+        axes = panel.axes
         axes.set(xlim=(0, len(columns)), ylim=(len(rows), 0))
         axes.set_axis_off()
-        has_oom = False
-        wide, tall = width / len(columns), inches / len(rows)
-        cells = [cell(row, column, theme) for row in rows for column in columns]
-        size = _size_for(cells, min(24.0, 0.68 * 72 * tall), wide)
+        wide, tall = panel.per_x, panel.per_y
+        cells = [[cell(row, column, theme) for column in columns] for row in rows]
+        every = list(chain.from_iterable(cells))
+        size = _size_for(every, min(24.0, 0.68 * 72 * tall), wide)
         for i, row in enumerate(rows):
             axes.text(
                 -0.15 / wide, i + 0.5, shortened(row, VALUE, left - _LEFT - 0.2),
                 ha="right", va="center_baseline", size=VALUE,
             )  # fmt: skip
-            for j, column in enumerate(columns):
-                made = cell(row, column, theme)
-                has_oom |= made.is_oom
-                _draw_cell(axes, theme, (i, j), made, (wide, tall), size)
-        _write_columns(axes, columns, wide, inches)
-        write_title(figure, theme, *words)
+            for j, made in enumerate(cells[i]):
+                _draw_cell(panel, (i, j), made, size)
+        _write_columns(panel, columns)
+        canvas.write_title(*words)
         keys = handles(theme)
-        if has_oom:
+        if any(made.is_oom for made in every):
             keys.append(
                 Patch(facecolor=theme.band[1], edgecolor=theme.ink, hatch="//", label="OOM")
             )
-        write_legend(figure, theme, keys, top=1.28)
-    return figure
+        canvas.write_legend(keys, top=1.28)
+    return canvas.figure
 
 
 def _size_for(cells: Sequence[_Cell], size: float, wide: float) -> float:
@@ -216,45 +211,30 @@ def _size_for(cells: Sequence[_Cell], size: float, wide: float) -> float:
     return max(float(SMALL), min(size, size * (wide - 0.07) / max(widest, 0.01)))
 
 
-def _draw_cell(
-    axes: Axes,
-    theme: Theme,
-    place: tuple[int, int],
-    cell: _Cell,
-    inches: tuple[float, float],
-    size: float,
-) -> None:
-    i, j = place
-    wide, tall = inches
+def _draw_cell(panel: Panel, place: tuple[int, int], cell: _Cell, size: float) -> None:
+    (i, j), wide, tall = place, panel.per_x, panel.per_y
     gap = min(0.02, 0.06 * wide)
     box = (j + gap / wide, i + gap / tall, 1 - 2 * gap / wide, 1 - 2 * gap / tall)
-    axes.add_patch(
-        Rectangle(box[:2], *box[2:], facecolor=cell.color, edgecolor="none", gid=f"cell:{i}:{j}")
-    )
-    ink = text_on(cell.color)
+    panel.fill(box, facecolor=cell.color, edgecolor="none", gid=f"cell:{i}:{j}")
     if cell.is_oom:
-        hatch(axes, box, theme.muted, zorder=2, gid=f"oom:{i}:{j}")
-    used = size
+        panel.hatch(box, panel.theme.muted, zorder=2, gid=f"oom:{i}:{j}")
     text = next(
         (t for t in (cell.text, cell.short) if t and text_width(t, size, bold=True) + 0.06 < wide),
         "",
     )
     if cell.is_oom and text:
-        half, high = text_width(text, used, bold=True) / 2 / wide + 0.05 / wide, used / 72 / tall
-        axes.add_patch(
-            Rectangle(
-                (j + 0.5 - half, i + 0.5 - 0.65 * high), 2 * half, 1.3 * high,
-                facecolor=cell.color, zorder=3,
-            )
-        )  # fmt: skip
-    axes.text(
-        j + 0.5, i + 0.5, text, ha="center", va="center_baseline", size=used, weight="bold",
-        color=ink, zorder=4, gid=f"text:{i}:{j}",
+        half, high = text_width(text, size, bold=True) / 2 / wide + 0.05 / wide, size / 72 / tall
+        behind = (j + 0.5 - half, i + 0.5 - 0.65 * high, 2 * half, 1.3 * high)
+        panel.fill(behind, facecolor=cell.color, zorder=3)
+    panel.axes.text(
+        j + 0.5, i + 0.5, text, ha="center", va="center_baseline", size=size, weight="bold",
+        color=text_on(cell.color), zorder=4, gid=f"text:{i}:{j}",
     )  # fmt: skip
 
 
-def _write_columns(axes: Axes, columns: Sequence[str], wide: float, inches: float) -> None:
+def _write_columns(panel: Panel, columns: Sequence[str]) -> None:
     """Write the heads, on two lines where that makes them fit; some of many narrow columns."""
+    wide = panel.per_x
     heads = [_wrapped(column, wide - 0.06) for column in columns]
     widest = max(text_width(line, TICK) for head in heads for line in head)
     step = 1
@@ -264,9 +244,9 @@ def _write_columns(axes: Axes, columns: Sequence[str], wide: float, inches: floa
         lines = heads[j]
         size = TICK if all(text_width(t, TICK) < step * wide - 0.06 for t in lines) else SMALL
         text = "\n".join(shortened(line, size, step * wide - 0.06) for line in lines)
-        axes.text(
-            j + 0.5, -0.14 / inches * axes.get_ylim()[0], text,
-            ha="center", va="baseline", size=size, linespacing=1.1, clip_on=False, gid=f"head:{j}",
+        panel.axes.text(
+            j + 0.5, -0.14 / panel.per_y, text, ha="center", va="baseline", size=size,
+            linespacing=1.1, clip_on=False, gid=f"head:{j}",
         )  # fmt: skip
 
 

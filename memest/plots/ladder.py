@@ -6,24 +6,23 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from memest.plots.style import (
-    DOT,
     HEIGHT,
     KINDS,
     OF_STRATEGIES,
     SMALL,
     VALUE,
-    VERDICTS,
     WIDTH,
+    Canvas,
+    Panel,
     Theme,
-    bare,
+    dotted,
     gpu_label,
-    hatch,
+    gpu_words,
     key,
     require,
     setting_words,
@@ -34,8 +33,6 @@ from memest.plots.style import (
     token_words,
     version_words,
     widest_gap,
-    write_legend,
-    write_title,
 )
 from memest.report import Measurement, Outcome, Phase, PhaseRow, Prediction
 from memest.units import GIB
@@ -202,24 +199,23 @@ def plot_ladder(
     parts = [need_parts(r, (unlimited or {}).get(r.name)) for r in reports]
     words = [_words(report, reports) for report in reports]
     layout = _layout(reports, words, sorted(limits.items(), key=lambda item: item[1]))
-    rows, height = len(reports), layout.height
-    with slide(dark=dark, height=height) as (figure, theme):
-        low = height - layout.top - rows * layout.row
-        size = (layout.width / WIDTH, rows * layout.row / height)
-        axes = figure.add_axes((layout.left / WIDTH, low / height, *size))
-        bare(axes, theme, grid="x")
+    rows = len(reports)
+    with slide(dark=dark, height=layout.height) as canvas:
+        low = layout.height - layout.top - rows * layout.row
+        panel = canvas.panel(layout.left, low, layout.width, rows * layout.row, grid="x")
+        axes = panel.axes
         axes.spines["left"].set_visible(False)
         axes.set(xlim=(0, layout.width / layout.per_gib), ylim=(rows - 0.5, -0.5), yticks=[])
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
         axes.tick_params(axis="x", labelsize=SMALL, pad=3)
         for index, report in enumerate(reports):
-            _write_name(axes, theme, index, words[index], layout)
-            _draw_bar(axes, theme, index, report, parts[index], layout)
-        _draw_limits(axes, theme, layout, rows * layout.row)
-        _draw_columns(axes, theme, reports, layout, (layout.width, rows * layout.row))
-        _write_title(figure, theme, reports, limits, suite)
-        _write_keys(figure, theme, reports, parts)
-    return figure
+            _write_name(panel, index, words[index], layout)
+            _draw_bar(panel, index, report, parts[index], layout)
+        _draw_limits(panel, layout)
+        _draw_columns(panel, reports, layout)
+        _write_title(canvas, reports, limits, suite)
+        _write_keys(canvas, reports, parts)
+    return canvas.figure
 
 
 def _layout(
@@ -255,7 +251,7 @@ def _words(report: Row, reports: Sequence[Row]) -> tuple[str, str]:
         details.insert(0, model)
     if len({r.plan.get("seq_len") for r in reports}) > 1 and report.plan.get("seq_len"):
         details.append(f"{report.plan['seq_len']} tokens")
-    return report.name + (f" ({report.kind})" if is_mixed else ""), DOT.join(details)
+    return report.name + (f" ({report.kind})" if is_mixed else ""), dotted(*details)
 
 
 def _widest(words: Sequence[tuple[str, str]], name_size: float, detail_size: float) -> float:
@@ -290,31 +286,25 @@ def _own_limit(report: Row, layout: _Layout) -> float | None:
     return own[0] if own else min(layout.lines, default=None)
 
 
-def _write_name(
-    axes: Axes,
-    theme: Theme,
-    row: int,
-    words: tuple[str, str],
-    layout: _Layout,
-) -> None:
+def _write_name(panel: Panel, row: int, words: tuple[str, str], layout: _Layout) -> None:
     room, (name, detail) = layout.left - _LEFT - 0.12, words
     tag = name[name.rindex(" (") :] if name.endswith(("(predicted)", "(measured)")) else ""
     wide = text_width(tag, layout.name, bold=True)
     name = shortened(name.removesuffix(tag), layout.name, room - wide, bold=True) + tag
-    for text, y, size, weight, color in (
-        (name, -0.19 if detail else 0.0, layout.name, "bold", theme.ink),
-        (shortened(detail, layout.detail, room), 0.27, layout.detail, "normal", theme.muted),
-    ):
-        axes.text(
-            -0.12 / layout.width, row + y, text, transform=axes.get_yaxis_transform(), ha="right",
-            va="center_baseline", size=size, weight=weight, color=color, clip_on=False,
-            gid=f"{row}:{'name' if weight == 'bold' else 'detail'}",
-        )  # fmt: skip
+    panel.write_in_row(
+        -0.12, row + (-0.19 if detail else 0.0), name, ha="right", size=layout.name, weight="bold",
+        gid=f"{row}:name",
+    )  # fmt: skip
+    panel.write_in_row(
+        -0.12, row + 0.27, shortened(detail, layout.detail, room), ha="right", size=layout.detail,
+        color=panel.theme.muted, gid=f"{row}:detail",
+    )  # fmt: skip
 
 
 def _draw_bar(
-    axes: Axes, theme: Theme, row: int, report: Row, parts: Mapping[str, int], layout: _Layout
+    panel: Panel, row: int, report: Row, parts: Mapping[str, int], layout: _Layout
 ) -> None:
+    axes, theme = panel.axes, panel.theme
     own, base = _own_limit(report, layout), 0.0
     lines = [*layout.lines, *([own] if own is not None else [])]
     for kind, num_bytes in parts.items():
@@ -334,7 +324,7 @@ def _draw_bar(
             )  # fmt: skip
         base += length
     if own is not None:
-        _mark_excess(axes, theme, row, own, base)
+        _mark_excess(panel, row, own, base)
 
 
 def _color(theme: Theme, kind: str) -> str:
@@ -343,24 +333,16 @@ def _color(theme: Theme, kind: str) -> str:
     return theme.band[1] if kind == CACHED else theme.kinds[kind]
 
 
-def _mark_excess(axes: Axes, theme: Theme, row: int, limit: float, end: float) -> None:
+def _mark_excess(panel: Panel, row: int, limit: float, end: float) -> None:
     """Draw a frame and strokes over the part of a bar beyond the GPU."""
+    theme = panel.theme
     start = min(limit, end)
     if end <= start:
         return
     box = (start, row - _BAR / 2, end - start, _BAR)
-    axes.add_patch(
-        Rectangle(
-            box[:2], *box[2:], facecolor=theme.background, alpha=0.45, edgecolor="none", zorder=3,
-        )
-    )  # fmt: skip
-    axes.add_patch(
-        Rectangle(
-            box[:2], *box[2:], fill=False, edgecolor=theme.ink, linewidth=2.0, zorder=5,
-            gid=f"{row}:excess",
-        )
-    )  # fmt: skip
-    hatch(axes, box, theme.ink, zorder=4, gid=f"{row}:excess:strokes")
+    panel.fill(box, facecolor=theme.background, alpha=0.45, edgecolor="none", zorder=3)
+    panel.fill(box, fill=False, edgecolor=theme.ink, linewidth=2.0, zorder=5, gid=f"{row}:excess")
+    panel.hatch(box, theme.ink, zorder=4, gid=f"{row}:excess:strokes")
 
 
 def _limit_labels(
@@ -379,90 +361,74 @@ def _limit_labels(
     return labels
 
 
-def _draw_limits(axes: Axes, theme: Theme, layout: _Layout, inches: float) -> None:
+def _draw_limits(panel: Panel, layout: _Layout) -> None:
     """Draw a line per GPU, with its label over it."""
+    color = panel.theme.limit
     for (name, limit), (text, x, level) in zip(layout.drawn, layout.labels, strict=True):
-        axes.axvline(limit / GIB, color=theme.limit, linewidth=3.0, zorder=7, gid=f"limit:{name}")
-        axes.text(
-            x, 1 + (0.06 + _LINES * level) / inches, text, transform=axes.get_xaxis_transform(),
-            ha="center", va="bottom", size=VALUE, weight="bold", clip_on=False,
+        panel.axes.axvline(limit / GIB, color=color, linewidth=3.0, zorder=7, gid=f"limit:{name}")
+        panel.write_in_column(
+            x, panel.height + 0.06 + _LINES * level, text, ha="center", va="bottom", size=VALUE,
+            weight="bold",
         )  # fmt: skip
 
 
-def _draw_columns(
-    axes: Axes, theme: Theme, reports: Sequence[Row], layout: _Layout, panel: tuple[float, float]
-) -> None:
+def _draw_columns(panel: Panel, reports: Sequence[Row], layout: _Layout) -> None:
     """Write the needs as numbers, then a column per GPU: fits, tight, OOM, or ? where unknown."""
-    width, inches = panel
-    right = 1 + (_TOTAL - 0.1) / width
-    _write_head(axes, "needs", right, inches, align="right")
+    right = panel.width + _TOTAL - 0.1
+    _write_head(panel, "needs", right, align="right")
     for row, report in enumerate(reports):
-        axes.text(
+        panel.write_in_row(
             right, row, f"{report.needs_bytes / GIB:.1f}", size=layout.value, weight="bold",
-            transform=axes.get_yaxis_transform(), ha="right", va="center_baseline", clip_on=False,
-            gid=f"{row}:total",
+            ha="right", gid=f"{row}:total",
         )  # fmt: skip
     for column, (label, limit) in enumerate(layout.gpus):
-        x = 1 + (_TOTAL + (column + 0.5) * _GPU) / width
+        x = panel.width + _TOTAL + (column + 0.5) * _GPU
         if len(layout.gpus) > 1:
             words = label.split()
             head = "\n".join(shortened(word, SMALL, _GPU - 0.06, bold=True) for word in words[:2])
-            _write_head(axes, head, x, inches, align="center")
+            _write_head(panel, head, x, align="center")
         for row, report in enumerate(reports):
-            _write_verdict(axes, theme, row, word_on(report, limit, label), (x, width), layout)
-            axes.texts[-1].set_gid(f"{row}:on:{label}")
+            word = word_on(report, limit, label)
+            _write_verdict(panel, x, row, word, layout.value, f"{row}:on:{label}")
 
 
-def _write_verdict(
-    axes: Axes, theme: Theme, row: int, text: str, place: tuple[float, float], layout: _Layout
-) -> None:
-    x, width = place
-    fills = {"OOM": theme.ink, **VERDICTS}
-    half = 0.46 * _GPU / width
-    if text in fills:
-        axes.add_patch(
-            Rectangle(
-                (x - half, row - 0.43), 2 * half, 0.86, facecolor=fills[text],
-                edgecolor=theme.ink, linewidth=2.0, clip_on=False,
-                transform=axes.get_yaxis_transform(),
-            )
+def _write_verdict(panel: Panel, x: float, row: int, text: str, size: float, gid: str) -> None:
+    theme, color = panel.theme, panel.theme.ink
+    half = 0.46 * _GPU / panel.width
+    if text in theme.fills:
+        color = text_on(theme.fills[text])
+        panel.fill(
+            (x / panel.width - half, row - 0.43, 2 * half, 0.86), facecolor=theme.fills[text],
+            edgecolor=theme.ink, linewidth=2.0, clip_on=False,
+            transform=panel.axes.get_yaxis_transform(),
         )  # fmt: skip
-    axes.text(
-        x, row, text, transform=axes.get_yaxis_transform(), ha="center", va="center_baseline",
-        size=layout.value, clip_on=False, weight="bold" if text == "OOM" else "normal",
-        color=text_on(fills[text]) if text in fills else theme.ink,
-    )  # fmt: skip
+    weight = "bold" if text == "OOM" else "normal"
+    panel.write_in_row(x, row, text, ha="center", size=size, weight=weight, color=color, gid=gid)
 
 
-def _write_head(axes: Axes, text: str, x: float, inches: float, *, align: str) -> None:
-    axes.text(
-        x, 1 + 0.06 / inches, text, transform=axes.transAxes, ha=align, va="bottom", size=SMALL,
-        weight="bold", linespacing=1.1, clip_on=False,
+def _write_head(panel: Panel, text: str, x: float, *, align: str) -> None:
+    panel.write(
+        x, panel.height + 0.06, text, ha=align, va="bottom", size=SMALL, weight="bold",
+        linespacing=1.1,
     )  # fmt: skip
 
 
 def _write_title(
-    figure: Figure, theme: Theme, reports: Sequence[Row], limits: Mapping[str, int], suite: str
+    canvas: Canvas, reports: Sequence[Row], limits: Mapping[str, int], suite: str
 ) -> None:
     several = any((r.plan.get("devices") or 1) > 1 for r in reports)
     noun = "experiment" if len(reports) == 1 else "experiments"
     of_suite = f" of {suite}" if suite else ""
     kinds = " and ".join(dict.fromkeys(report.kind for report in reports))
-    gpus = ", ".join(dict.fromkeys(gpu_label(report.gpu) for report in reports))
     taken = max((_taken_bytes(report, limits) for report in reports), default=0)
-    parts = [
-        f"{len(reports)} {noun}{of_suite}, {kinds} for {gpus}",
+    subtitle = dotted(
+        f"{len(reports)} {noun}{of_suite}, {kinds} for {gpu_words(reports)}",
         token_words(reports),
         f"NCCL takes up to {taken / GIB:.1f} GiB off each line" if taken and several else "",
         version_words(reports),
-    ]
-    own = "each GPU" if several else "the GPU"
-    write_title(
-        figure,
-        theme,
-        f"What {own} has to hold at the peak, GiB",
-        DOT.join(part for part in parts if part),
     )
+    own = "each GPU" if several else "the GPU"
+    canvas.write_title(f"What {own} has to hold at the peak, GiB", subtitle)
 
 
 def _taken_bytes(report: Row, limits: Mapping[str, int]) -> int:
@@ -473,9 +439,8 @@ def _taken_bytes(report: Row, limits: Mapping[str, int]) -> int:
     return max((limits[gpu] - n for gpu, n in usable.items() if gpu in limits), default=0)
 
 
-def _write_keys(
-    figure: Figure, theme: Theme, reports: Sequence[Row], parts: Sequence[Mapping[str, int]]
-) -> None:
+def _write_keys(canvas: Canvas, reports: Sequence[Row], parts: Sequence[Mapping[str, int]]) -> None:
+    theme = canvas.theme
     used = {kind for row in parts for kind, size in row.items() if size}
     names = {"rest": "temporaries, rest"}
     handles = [key(theme.kinds[k], names.get(k, k), theme) for k in KINDS if k in used]
@@ -490,4 +455,4 @@ def _write_keys(
                 label="beyond the GPU",
             )
         )  # fmt: skip
-    write_legend(figure, theme, handles, top=1.28)
+    canvas.write_legend(handles, top=1.28)

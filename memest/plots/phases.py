@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
 from memest.plots.style import (
     HEIGHT,
@@ -17,12 +15,10 @@ from memest.plots.style import (
     TICK,
     VALUE,
     WIDTH,
-    Theme,
-    bare,
-    dashed_box,
+    Canvas,
+    Panel,
     dashed_key,
     gpu_label,
-    hatch,
     key,
     plan_line,
     signed_percent,
@@ -30,8 +26,6 @@ from memest.plots.style import (
     text_on,
     text_width,
     widest_gap,
-    write_legend,
-    write_title,
 )
 from memest.report import Measurement, Outcome, Phase, PhaseRow, Prediction, Report
 from memest.units import GIB, format_gib, format_size
@@ -112,24 +106,23 @@ def plot_phases(
     groups = list(
         zip(*(step_columns(report, step, micro_batch) for report in reports), strict=True)
     )
-    with slide(dark=dark) as (figure, theme):
-        left, bottom, width, height = _FRAME
-        axes = figure.add_axes((left / WIDTH, bottom / HEIGHT, width / WIDTH, height / HEIGHT))
-        bare(axes, theme, grid="y")
+    with slide(dark=dark) as canvas:
+        panel = canvas.panel(*_FRAME, grid="y")
+        axes = panel.axes
         highest = max((_top(c) for group in groups for c in group), default=0)
         is_far = gpu_limit_bytes > _FAR_LIMIT * highest > 0
         ceiling = max(1, highest) if is_far else max(highest, gpu_limit_bytes)
         axes.set_ylim(0, 1.2 * ceiling / GIB)
         axes.set_xlim(-0.5, len(groups) - 0.5)
         for position, group in enumerate(groups):
-            _draw_group(axes, theme, position, group, gpu_limit_bytes / GIB)
+            _draw_group(panel, position, group, gpu_limit_bytes / GIB)
         tops = [max(_top(column) for column in group) for group in groups]
-        _draw_limit(axes, theme, reports[0], gpu_limit_bytes, tops, is_far=is_far)
+        _draw_limit(panel, reports[0], gpu_limit_bytes, tops, is_far=is_far)
         axes.set_ylabel("allocated, GiB")
         axes.set_xticks([])
-        _write_words(figure, theme, reports, step, micro_batch)
-        _write_keys(figure, theme, is_distributed=any(r.is_distributed for r in reports))
-    return figure
+        _write_words(canvas, reports, step, micro_batch)
+        _write_keys(canvas, is_distributed=any(r.is_distributed for r in reports))
+    return canvas.figure
 
 
 def _top(column: Column) -> int:
@@ -137,43 +130,38 @@ def _top(column: Column) -> int:
     return max(row.allocated_bytes, row.peak_allocated_bytes) if row else column.failed_at_bytes
 
 
-def _draw_group(
-    axes: Axes, theme: Theme, position: int, group: Sequence[Column], limit: float
-) -> None:
+def _draw_group(panel: Panel, position: int, group: Sequence[Column], limit: float) -> None:
     """Draw the bars of one phase, with the words under them."""
     width = 0.42 if len(group) == 2 else 0.6
     for index, column in enumerate(group):
         x = position + (index - (len(group) - 1) / 2) * (width + 0.03)
         gid = f"{column.report.kind}:{_PHASES[position]}"
-        _draw_column(axes, theme, x, width, column, limit, gid)
+        _draw_column(panel, x, width, column, limit, gid)
         if len(group) > 1:
-            _under(axes, x, 0.10, column.report.kind, size=VALUE)
+            _under(panel, x, 0.10, column.report.kind, size=VALUE)
     name = str(_PHASES[position]).replace("_", " ")
-    _under(axes, position, 0.48 if len(group) > 1 else 0.14, name, size=TICK, weight="bold")
+    _under(panel, position, 0.48 if len(group) > 1 else 0.14, name, size=TICK, weight="bold")
     rows = [column.row for column in group]
     if len(rows) == 2 and rows[0] and rows[1] and rows[1].peak_allocated_bytes:
         error = signed_percent(rows[0].peak_allocated_bytes, rows[1].peak_allocated_bytes)
-        _under(axes, position, 0.86, f"peak {error}", size=VALUE, color=theme.muted)
+        _under(panel, position, 0.86, f"peak {error}", size=VALUE, color=panel.theme.muted)
 
 
-def _under(axes: Axes, x: float, inches: float, text: str, **style: Any) -> None:
+def _under(panel: Panel, x: float, inches: float, text: str, **style: Any) -> None:
     """Write text under the axis at `x`, its top `inches` below it."""
-    axes.text(
-        x, -inches / _FRAME[3], text, transform=axes.get_xaxis_transform(), ha="center", va="top",
-        clip_on=False, **style,
-    )  # fmt: skip
+    panel.write_in_column(x, -inches, text, ha="center", va="top", **style)
 
 
 def _draw_column(
-    axes: Axes, theme: Theme, x: float, width: float, column: Column, limit: float, gid: str
+    panel: Panel, x: float, width: float, column: Column, limit: float, gid: str
 ) -> None:
-    row = column.row
+    axes, theme, row = panel.axes, panel.theme, column.row
     if row is None:
-        _draw_missing(axes, theme, x, width, column, gid)
+        _draw_missing(panel, x, width, column, gid)
         return
     peak = max(row.peak_allocated_bytes, row.allocated_bytes) / GIB
-    is_inside = peak < limit and _inches(axes, limit - peak) < _NUMBER_INCHES
-    free = peak - (_NUMBER_INCHES / _inches(axes, 1.0) if is_inside else 0.0)
+    is_inside = peak < limit and (limit - peak) * panel.per_y < _NUMBER_INCHES
+    free = peak - (_NUMBER_INCHES / panel.per_y if is_inside else 0.0)
     base = 0.0
     for kind in STACK:
         height = max(0, getattr(row, f"{kind}_bytes")) / GIB
@@ -184,71 +172,46 @@ def _draw_column(
         )  # fmt: skip
         text = format_size(round(height * GIB))
         start, stop = widest_gap(base, min(base + height, free), [limit])
-        is_tall = _inches(axes, stop - start) > 1.25 * VALUE / 72
-        if is_tall and _wide(axes, width) > text_width(text, VALUE):
+        is_tall = (stop - start) * panel.per_y > 1.25 * VALUE / 72
+        if is_tall and width * panel.per_x > text_width(text, VALUE):
             axes.text(
                 x, (start + stop) / 2, text, ha="center", va="center_baseline", size=VALUE,
                 color=text_on(color),
             )  # fmt: skip
         base += height
-    dashed_box(axes, theme, (x - width / 2, base, width, peak - base), f"{gid}:peak")
-    _number(axes, theme, x, peak, format_size(round(peak * GIB)), is_inside=is_inside)
+    panel.dashed_box((x - width / 2, base, width, peak - base), f"{gid}:peak")
+    _number(panel, x, peak, format_size(round(peak * GIB)), is_inside=is_inside)
 
 
-def _draw_missing(
-    axes: Axes, theme: Theme, x: float, width: float, column: Column, gid: str
-) -> None:
+def _draw_missing(panel: Panel, x: float, width: float, column: Column, gid: str) -> None:
     """Hatch up to the failure; write a dash for the phases after it."""
+    theme = panel.theme
     reached = column.failed_at_bytes / GIB
     if not reached:  # of a run that fits: the micro-batch is not the one before the step
         is_cut = column.report.verdict is not Outcome.FITS
-        _above(axes, theme, x, 0.0, "not\nreached" if is_cut else "none")
+        _number(panel, x, 0.0, "not\nreached" if is_cut else "none")
         return
-    axes.add_patch(
-        Rectangle(
-            (x - width / 2, 0), width, reached, fill=False, edgecolor=theme.ink, linewidth=1.6,
-            gid=f"{gid}:oom",
-        )
-    )  # fmt: skip
-    hatch(axes, (x - width / 2, 0, width, reached), theme.ink, zorder=2, gid=f"{gid}:hatch")
-    axes.text(
+    box = (x - width / 2, 0, width, reached)
+    panel.fill(box, fill=False, edgecolor=theme.ink, linewidth=1.6, gid=f"{gid}:oom")
+    panel.hatch(box, theme.ink, zorder=2, gid=f"{gid}:hatch")
+    panel.axes.text(
         x, reached / 2, "OOM", ha="center", va="center", size=LABEL, weight="bold",
         color=theme.background, bbox={"facecolor": theme.ink, "edgecolor": "none", "pad": 5},
     )  # fmt: skip
-    _above(axes, theme, x, reached, f"{'≥ ' if column.is_at_least else ''}{reached:.1f}")
+    _number(panel, x, reached, f"{'≥ ' if column.is_at_least else ''}{reached:.1f}")
 
 
-def _above(axes: Axes, theme: Theme, x: float, y: float, text: str) -> None:
-    _number(axes, theme, x, y, text, is_inside=False)
-
-
-def _number(axes: Axes, theme: Theme, x: float, y: float, text: str, *, is_inside: bool) -> None:
+def _number(panel: Panel, x: float, y: float, text: str, *, is_inside: bool = False) -> None:
     """Write the number of a bar, over its top, or under it where the limit's line is too near."""
-    axes.annotate(
+    panel.axes.annotate(
         text, (x, y), (0, -4 if is_inside else 3), textcoords="offset points", ha="center",
         va="top" if is_inside else "bottom", size=VALUE, weight="bold", zorder=5,
-        bbox={"facecolor": theme.background, "edgecolor": "none", "pad": 1.0},
+        bbox=panel.theme.box(),
     )  # fmt: skip
 
 
-def _inches(axes: Axes, height: float) -> float:
-    low, high = axes.get_ylim()
-    return height / (high - low) * _FRAME[3]
-
-
-def _wide(axes: Axes, width: float) -> float:
-    low, high = axes.get_xlim()
-    return width / (high - low) * _FRAME[2]
-
-
 def _draw_limit(
-    axes: Axes,
-    theme: Theme,
-    report: Report,
-    limit_bytes: int,
-    tops: Sequence[int],
-    *,
-    is_far: bool,
+    panel: Panel, report: Report, limit_bytes: int, tops: Sequence[int], *, is_far: bool
 ) -> None:
     """Draw the GPU's line, with its name over it on the side with lower bars."""
     capped = ", capped" if report.plan.get("memory_limit") else ""
@@ -257,25 +220,22 @@ def _draw_limit(
     left, right = max(tops[:2]), max(tops[2:])
     x, align, highest = (-0.48, "left", left) if left < right else (3.48, "right", right)
     if is_far:
-        y, offset, anchor, text = axes.get_ylim()[1], -2, "top", f"{text}, above this chart ↑"
+        y, offset, anchor, text = panel.axes.get_ylim()[1], -2, "top", f"{text}, above this chart ↑"
     else:
-        axes.axhline(y, color=theme.limit, linewidth=3.0, zorder=4, gid="limit")
+        panel.axes.axhline(y, color=panel.theme.limit, linewidth=3.0, zorder=4, gid="limit")
     if highest > limit_bytes:  # two lines over the lowest bars
         highest = min(tops)
         x, align, text = tops.index(highest), "center", text.replace(": ", ":\n")
         y = max(y, highest / GIB)
-    if not is_far and _inches(axes, y - highest / GIB) < _NUMBER_INCHES:
+    if not is_far and (y - highest / GIB) * panel.per_y < _NUMBER_INCHES:
         offset += 22  # over the numbers that stand on the bars
-    axes.annotate(
+    panel.axes.annotate(
         text, (x, y), (0, offset), textcoords="offset points", ha=align, va=anchor, size=VALUE,
-        weight="bold", zorder=6, gid="limit-name",
-        bbox={"facecolor": theme.background, "edgecolor": "none", "pad": 1.0},
+        weight="bold", zorder=6, gid="limit-name", bbox=panel.theme.box(),
     )  # fmt: skip
 
 
-def _write_words(
-    figure: Figure, theme: Theme, reports: Sequence[Report], step: int, micro_batch: int
-) -> None:
+def _write_words(canvas: Canvas, reports: Sequence[Report], step: int, micro_batch: int) -> None:
     count = reports[0].plan.get("accumulate_grad_batches") or 1
     which = f"micro-batch {micro_batch + 1} of {count}" if count > 1 else ""
     if len({report.word for report in reports}) == 1:
@@ -283,12 +243,13 @@ def _write_words(
     else:
         end = ", ".join(f"{r.kind}: {r.word}" for r in reports)
     title = f"{reports[0].name}: step {step + 1}"
-    write_title(figure, theme, title, plan_line(reports[:1], which, end))
+    canvas.write_title(title, plan_line(reports[:1], which, end))
 
 
-def _write_keys(figure: Figure, theme: Theme, *, is_distributed: bool) -> None:
+def _write_keys(canvas: Canvas, *, is_distributed: bool) -> None:
     # a probe distinguishes only the first three kinds: the fourth is the rest
     rest = {"activations": "activations, buckets, gathered"} if is_distributed else {}
+    theme = canvas.theme
     handles = [key(theme.kinds[kind], rest.get(kind, kind), theme) for kind in STACK]
     handles.append(dashed_key(theme, "peak since the phase before"))
-    write_legend(figure, theme, handles, top=1.28)
+    canvas.write_legend(handles, top=1.28)

@@ -24,13 +24,11 @@ from memest.plots.style import (
     VALUE,
     VERDICTS,
     WIDTH,
+    Canvas,
+    Panel,
     Theme,
-    bare,
-    dashed_box,
     dashed_key,
-    draw_limit,
     free_place,
-    hatch,
     key,
     label_of,
     limit_text,
@@ -39,8 +37,6 @@ from memest.plots.style import (
     slide,
     text_on,
     text_width,
-    write_legend,
-    write_title,
 )
 from memest.plots.timeline import color_of
 from memest.report import Outcome, Prediction
@@ -110,17 +106,16 @@ def plot_scaling(lines: Sequence[ScalingLine], *, dark: bool = False) -> Figure:
     if not drawn:
         raise PlanError("there is no prediction to draw", hint="name another strategy")
     drawn.sort(key=lambda line: _last(line).needs_bytes)
-    with slide(dark=dark) as (figure, theme):
+    with slide(dark=dark) as canvas:
         width, height = WIDTH - _LEFT - _COLUMN, HEIGHT - _TOP - _BOTTOM
-        axes = figure.add_axes((_LEFT / WIDTH, _BOTTOM / HEIGHT, width / WIDTH, height / HEIGHT))
-        bare(axes, theme, grid="y")
-        _set_axes(axes, drawn)
+        panel = canvas.panel(_LEFT, _BOTTOM, width, height, grid="y")
+        _set_axes(panel.axes, drawn)
         for line in drawn:
-            _draw_line(axes, theme, line)
-        _draw_limit(axes, theme, drawn, (width, height))
-        _draw_column(axes, theme, drawn, (width, height))
-        _write_words(figure, theme, drawn)
-    return figure
+            _draw_line(panel, line)
+        _draw_limit(panel, drawn)
+        _draw_column(panel, drawn)
+        _write_words(canvas, drawn)
+    return canvas.figure
 
 
 def _last(line: ScalingLine) -> Prediction:
@@ -158,12 +153,11 @@ def _marks(theme: Theme, lines: Sequence[ScalingLine]) -> dict[str, dict[str, An
     """Return markers of the points of `lines` that do not plainly fit, by their word."""
     words = {report.word for line in lines for report in line.reports.values()}
     shape = {"marker": "x", "markersize": 15, "markeredgewidth": 3.2}
-    colors = {"OOM": theme.ink, **VERDICTS}
-    return {word: {"color": colors[word], **shape} for word in colors if word in words}
+    return {word: {"color": color, **shape} for word, color in theme.fills.items() if word in words}
 
 
-def _draw_line(axes: Axes, theme: Theme, line: ScalingLine) -> None:
-    look = look_of(line.strategy, theme)
+def _draw_line(panel: Panel, line: ScalingLine) -> None:
+    axes, look = panel.axes, look_of(line.strategy, panel.theme)
     sizes = {number: report.needs_bytes / GIB for number, report in line.reports.items()}
     numbers = sorted({*sizes, *line.missing})  # a line is broken where a figure is missing
     axes.plot(
@@ -172,7 +166,7 @@ def _draw_line(axes: Axes, theme: Theme, line: ScalingLine) -> None:
         marker=look.marker, markersize=11, markerfacecolor=look.fill, markeredgewidth=2.2,
         markeredgecolor=look.color, zorder=4, gid=f"line:{line.strategy}", clip_on=False,
     )  # fmt: skip
-    for word, mark in _marks(theme, [line]).items():
+    for word, mark in _marks(panel.theme, [line]).items():
         marked = [number for number, report in line.reports.items() if report.word == word]
         axes.plot(
             marked, [sizes[number] for number in marked], **mark, linestyle="none", zorder=6,
@@ -180,25 +174,23 @@ def _draw_line(axes: Axes, theme: Theme, line: ScalingLine) -> None:
         )  # fmt: skip
 
 
-def _draw_limit(
-    axes: Axes, theme: Theme, lines: Sequence[ScalingLine], panel: tuple[float, float]
-) -> None:
+def _draw_limit(panel: Panel, lines: Sequence[ScalingLine]) -> None:
     """Draw the GPU's line, its name over or under it where no strategy passes, if there is room."""
     limits = _limits(lines)
-    text = limit_text(_last(lines[0]).gpu, limits[0], panel[0] - 0.2)
+    text = limit_text(_last(lines[0]).gpu, limits[0], panel.width - 0.2)
     wide = text_width(text, VALUE, bold=True)
-    points, limit = _points(axes, lines, limits[0], panel)
+    points, limit = _points(panel, lines, limits[0])
     is_right, is_over = free_place(points, limit, wide, panel)
-    draw_limit(axes, theme, limits[0] / GIB, text, is_right=is_right, is_over=is_over)
+    panel.draw_limit(limits[0] / GIB, text, is_right=is_right, is_over=is_over)
 
 
 def _points(
-    axes: Axes, lines: Sequence[ScalingLine], limit_bytes: int, panel: tuple[float, float]
+    panel: Panel, lines: Sequence[ScalingLine], limit_bytes: int
 ) -> tuple[list[tuple[float, float]], float]:
     """Return points of the lines of strategies, and the height of the limit, in inches."""
-    x_low, x_high = (log2(edge) for edge in axes.get_xlim())
-    y_low, y_high = (log2(edge) for edge in axes.get_ylim())
-    per_x, per_y = panel[0] / (x_high - x_low), panel[1] / (y_high - y_low)
+    x_low, x_high = (log2(edge) for edge in panel.axes.get_xlim())
+    y_low, y_high = (log2(edge) for edge in panel.axes.get_ylim())
+    per_x, per_y = panel.width / (x_high - x_low), panel.height / (y_high - y_low)
     limit = (log2(limit_bytes / GIB) - y_low) * per_y
     points: list[tuple[float, float]] = []
     for line in lines:
@@ -211,40 +203,31 @@ def _points(
     return points, limit
 
 
-def _draw_column(
-    axes: Axes, theme: Theme, lines: Sequence[ScalingLine], panel: tuple[float, float]
-) -> None:
+def _draw_column(panel: Panel, lines: Sequence[ScalingLine]) -> None:
     """Draw a block for each strategy, next to the end of its line where others leave room."""
-    width, height = panel
+    axes, width, height = panel.axes, panel.width, panel.height
     low, high = (log2(limit) for limit in axes.get_ylim())
     ends = [(log2(_last(line).needs_bytes / GIB) - low) / (high - low) * height for line in lines]
     block = min(_BLOCK, height / len(lines))
     places = spread(ends, block, height)
     size = min(LABEL, 72 * block / 2.6)
     for line, end, place in zip(lines, ends, places, strict=True):
-        look = look_of(line.strategy, theme)
-        x = _end_of(axes, line) * width
-        axes.plot(
-            [x / width + 0.02, 1 + 0.25 / width, 1 + 0.34 / width],
-            [end / height, place / height, place / height],
-            transform=axes.transAxes, color=look.color, linewidth=1.6, clip_on=False, zorder=2,
-        )  # fmt: skip
+        look = look_of(line.strategy, panel.theme)
+        start = (_end_of(axes, line) + 0.02) * width
+        panel.lead((start, end), (width + 0.25, place), (width + 0.34, place),
+                   color=look.color, linewidth=1.6)  # fmt: skip
         axes.plot(
             [1 + 0.47 / width], [place / height], transform=axes.transAxes, marker=look.marker,
             color=look.color, markersize=11, markerfacecolor=look.fill, markeredgewidth=2.2,
             linestyle="none", clip_on=False,
         )  # fmt: skip
-        report, left = _last(line), 1 + _BEFORE / width
+        report, left = _last(line), width + _BEFORE
         text = f"{label_of(line.strategy)}  {format_size(report.needs_bytes)}"
-        axes.text(
-            left, place / height, text if report.word == "fits" else f"{text}  {report.word}",
-            transform=axes.transAxes, size=size, weight="bold", va="center_baseline",
-            clip_on=False, gid=f"end:{line.strategy}",
-        )  # fmt: skip
-        axes.text(
-            left, (place - 0.42 * block) / height, _stays(line), transform=axes.transAxes,
-            size=min(_STAYS, 0.86 * size), color=theme.muted, va="center_baseline", clip_on=False,
-            gid=f"stays:{line.strategy}",
+        text += "" if report.word == "fits" else f"  {report.word}"
+        panel.write(left, place, text, size=size, weight="bold", gid=f"end:{line.strategy}")
+        panel.write(
+            left, place - 0.42 * block, _stays(line), size=min(_STAYS, 0.86 * size),
+            color=panel.theme.muted, gid=f"stays:{line.strategy}",
         )  # fmt: skip
 
 
@@ -297,22 +280,18 @@ def _missing_words(lines: Sequence[ScalingLine]) -> str:
     return f"not predicted: {'; '.join(named)}" if named else ""
 
 
-def _write_words(figure: Figure, theme: Theme, lines: Sequence[ScalingLine]) -> None:
+def _write_words(canvas: Canvas, lines: Sequence[ScalingLine]) -> None:
+    figure, theme = canvas.figure, canvas.theme
     figure.text(
         _LEFT / WIDTH, 0.1 / HEIGHT, shortened(_missing_words(lines), VALUE, WIDTH - _LEFT - 0.4),
         size=VALUE, color=theme.muted, va="bottom", gid="missing",
     )  # fmt: skip
     plain = next((line for line in lines if not line.strategy.endswith("_offload")), lines[0])
     report, largest = _last(plain), max(max(line.reports) for line in lines)
-    write_title(figure, theme, f"{report.name} on many GPUs", subtitle_of(report))
-    figure.text(
-        1 - (_COLUMN - _BEFORE) / WIDTH, 1 - 1.42 / HEIGHT, f"on {largest} GPUs, GiB", size=TICK,
-        weight="bold", va="top", gid="column",
-    )  # fmt: skip
-    figure.text(
-        1 - (_COLUMN - _BEFORE) / WIDTH, 1 - 1.74 / HEIGHT, "and what of it does not shrink",
-        size=VALUE, color=theme.muted, va="top",
-    )  # fmt: skip
+    canvas.write_title(f"{report.name} on many GPUs", subtitle_of(report))
+    left = WIDTH - _COLUMN + _BEFORE
+    canvas.write(left, 1.42, f"on {largest} GPUs, GiB", size=TICK, weight="bold", gid="column")
+    canvas.write(left, 1.74, "and what of it does not shrink", size=VALUE, color=theme.muted)
     names = {"OOM": "OOM: what it would need"}
     marks = [
         Line2D([], [], **mark, linestyle="none", label=names.get(word, word))
@@ -369,7 +348,7 @@ def plot_scaling_bars(line: ScalingLine, *, dark: bool = False) -> Figure:
         if report.needs_bytes < _SMALL * highest
     }
     enlarged = dict(list(small.items())[-_MAX_ENLARGED:])
-    with slide(dark=dark) as (figure, theme):
+    with slide(dark=dark) as canvas:
         height = HEIGHT - _TOP_OF_BARS - _BOTTOM
         room = WIDTH - _LEFT - _RIGHT - (_GAP if enlarged else 0)
         wide = room * (len(line.reports) / (len(line.reports) + 1.5 * len(enlarged)))
@@ -377,22 +356,14 @@ def plot_scaling_bars(line: ScalingLine, *, dark: bool = False) -> Figure:
         if enlarged:
             panels.append((_LEFT + wide + _GAP, room - wide, enlarged))
         for left, width, reports in panels:
-            box = (left / WIDTH, _BOTTOM / HEIGHT, width / WIDTH, height / HEIGHT)
-            axes = figure.add_axes(box)
-            _draw_panel(axes, theme, reports, (width, height), is_whole=left == _LEFT)
-        _write_bar_words(figure, theme, line, is_enlarged=bool(enlarged))
-    return figure
+            panel = canvas.panel(left, _BOTTOM, width, height, grid="y")
+            _draw_panel(panel, reports, is_whole=left == _LEFT)
+        _write_bar_words(canvas, line)
+    return canvas.figure
 
 
-def _draw_panel(
-    axes: Axes,
-    theme: Theme,
-    reports: Mapping[int, Prediction],
-    panel: tuple[float, float],
-    *,
-    is_whole: bool,
-) -> None:
-    bare(axes, theme, grid="y")
+def _draw_panel(panel: Panel, reports: Mapping[int, Prediction], *, is_whole: bool) -> None:
+    axes = panel.axes
     limit = min(r.verdicts[r.gpu].limit_bytes for r in reports.values())
     highest = max(
         r.peak_allocated_bytes if r.verdict is Outcome.OOM else r.needs_bytes
@@ -407,22 +378,14 @@ def _draw_panel(
     if is_whole:
         axes.set_ylabel("needed per GPU, GiB", size=LABEL)
     for position, report in enumerate(reports.values()):
-        _draw_bar(axes, theme, position, report, panel, limit / GIB)
+        _draw_bar(panel, position, report, limit / GIB)
     if has_line:
-        text = limit_text(next(iter(reports.values())).gpu, limit, panel[0] - 0.1)
-        draw_limit(axes, theme, limit / GIB, text, is_right=True)
+        text = limit_text(next(iter(reports.values())).gpu, limit, panel.width - 0.1)
+        panel.draw_limit(limit / GIB, text, is_right=True)
 
 
-def _draw_bar(
-    axes: Axes,
-    theme: Theme,
-    position: int,
-    report: Prediction,
-    panel: tuple[float, float],
-    limit: float,
-) -> None:
-    per_gib = panel[1] / axes.get_ylim()[1]
-    width = _BAR * panel[0] / (axes.get_xlim()[1] - axes.get_xlim()[0])
+def _draw_bar(panel: Panel, position: int, report: Prediction, limit: float) -> None:
+    axes, theme, per_gib = panel.axes, panel.theme, panel.per_y
     is_oom = report.verdict is Outcome.OOM
     needs = report.needs_bytes / GIB
     is_inside = not is_oom and limit - 0.35 / per_gib < needs <= limit
@@ -436,15 +399,15 @@ def _draw_bar(
         )  # fmt: skip
         if is_oom and tall:
             box = (position - _BAR / 2, base, _BAR, tall)
-            hatch(axes, box, text_on(color), zorder=2, gid=f"oom:{kind}")
+            panel.hatch(box, text_on(color), zorder=2, gid=f"oom:{kind}")
         if not is_oom:
             part = (base, min(base + tall, free))
-            _write_size(axes, position, part, (width, per_gib), num_bytes, text_on(color))
+            _write_size(panel, position, part, num_bytes, text_on(color))
         base += tall
     cached = 0.0 if is_oom else max(0.0, needs - base)
-    dashed_box(axes, theme, (position - _BAR / 2, base, _BAR, cached), "reserved")
+    panel.dashed_box((position - _BAR / 2, base, _BAR, cached), "reserved")
     part = (base, min(base + cached, free))
-    _write_size(axes, position, part, (width, per_gib), round(cached * GIB), theme.ink)
+    _write_size(panel, position, part, round(cached * GIB), theme.ink)
     text, y, offset, anchor = format_size(report.needs_bytes), needs, 5, "bottom"
     if is_oom:
         text, y, offset, anchor = "OOM", base / 2, 0, "center"
@@ -456,41 +419,32 @@ def _draw_bar(
         text, (position, y), (0, offset), textcoords="offset points", ha="center",
         va=anchor, size=TICK, weight="bold", zorder=3,
         gid=f"{report.plan['devices']}:total",
-        color=text_on(fill), bbox={"facecolor": fill, "edgecolor": "none", "pad": 2.0},
+        color=text_on(fill), bbox={**theme.box(2.0), "facecolor": fill},
     )  # fmt: skip
 
 
 def _write_size(
-    axes: Axes,
-    position: int,
-    part: tuple[float, float],
-    inches: tuple[float, float],
-    num_bytes: int,
-    color: str,
+    panel: Panel, position: int, part: tuple[float, float], num_bytes: int, color: str
 ) -> None:
     """Write the size of a part of a bar in its middle, if the part has room for it."""
-    (low, high), (width, per_gib), text = part, inches, format_size(num_bytes)
-    if (high - low) * per_gib > 1.25 * VALUE / 72 and text_width(text, VALUE) + 0.08 < width:
-        axes.text(
+    (low, high), text = part, format_size(num_bytes)
+    is_wide = text_width(text, VALUE) + 0.08 < _BAR * panel.per_x
+    if is_wide and (high - low) * panel.per_y > 1.25 * VALUE / 72:
+        panel.axes.text(
             position, (low + high) / 2, text, ha="center", va="center_baseline", size=VALUE,
             color=color, zorder=5,
         )  # fmt: skip
 
 
-def _write_bar_words(figure: Figure, theme: Theme, line: ScalingLine, *, is_enlarged: bool) -> None:
-    report = line.reports[max(line.reports)]
-    write_title(
-        figure, theme, f"{report.name} under {label_of(line.strategy)}", subtitle_of(report)
-    )
+def _write_bar_words(canvas: Canvas, line: ScalingLine) -> None:
+    report, theme = _last(line), canvas.theme
+    canvas.write_title(f"{report.name} under {label_of(line.strategy)}", subtitle_of(report))
     used = {kind for r in line.reports.values() for kind, size in stack_of(r).items() if size}
     handles: list[Patch] = [key(color_of(theme, k), k, theme) for k in STACK if k in used]
     handles.append(dashed_key(theme, "cached"))
-    write_legend(figure, theme, handles, top=1.28)
-    stays = _sentence(large_constants(line), max(line.reports))
-    figure.text(
-        0.4 / WIDTH, 1 - 1.72 / HEIGHT, shortened(stays, VALUE, WIDTH - 0.8), size=VALUE, va="top",
-        weight="bold", gid="stays",
-    )  # fmt: skip
+    canvas.write_legend(handles, top=1.28)
+    stays = shortened(_sentence(large_constants(line), max(line.reports)), VALUE, WIDTH - 0.8)
+    canvas.write(0.4, 1.72, stays, size=VALUE, weight="bold", gid="stays")
 
 
 def _sentence(terms: Mapping[str, int], devices: int) -> str:

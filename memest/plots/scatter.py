@@ -10,15 +10,14 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, MultipleLocator
 
 from memest.plots.style import (
-    DOT,
     HEIGHT,
     MINUS,
     SMALL,
     TICK,
     VALUE,
     WIDTH,
-    Theme,
-    bare,
+    Canvas,
+    dotted,
     gpu_words,
     named,
     percent_off,
@@ -29,7 +28,6 @@ from memest.plots.style import (
     text_width,
     token_words,
     version_words,
-    write_title,
 )
 from memest.report import Measurement, Outcome, Prediction
 from memest.units import GIB
@@ -72,19 +70,14 @@ def plot_scatter(pairs: Sequence[Pair], *, dark: bool = False) -> Figure:
         if m.verdict is not Outcome.FAILED and m.peak_allocated_bytes > 0 < m.peak_reserved_bytes
     ]
     require(drawn)
-    with slide(dark=dark) as (figure, theme):
+    with slide(dark=dark) as canvas:
         end = 1.08 * max(getattr(r, q) for pair in drawn for r in pair for q in _QUANTITIES) / GIB
         for index in range(2):
-            _draw_diagonal(figure, theme, drawn, index, end)
-        _draw_errors(figure, theme, drawn)
-        left_out = len(pairs) - len(drawn)
-        write_title(
-            figure,
-            theme,
-            "Predicted against measured",
-            _subtitle([p for p, _ in drawn], left_out),
-        )
-    return figure
+            _draw_diagonal(canvas, drawn, index, end)
+        _draw_errors(canvas, drawn)
+        subtitle = _subtitle([p for p, _ in drawn], len(pairs) - len(drawn))
+        canvas.write_title("Predicted against measured", subtitle)
+    return canvas.figure
 
 
 def _subtitle(predicted: Sequence[Prediction], left_out: int) -> str:
@@ -92,7 +85,7 @@ def _subtitle(predicted: Sequence[Prediction], left_out: int) -> str:
     is_open = any(i.low_bytes < i.high_bytes for p in predicted for i in p.intervals.values())
     noun = "experiment" if num_drawn == 1 else "experiments"
     listed = f", the {MAX_ROWS} furthest off listed" if num_drawn > MAX_ROWS else ""
-    parts = [
+    return dotted(
         f"{num_drawn} {noun}{listed}",
         gpu_words(predicted),
         token_words(predicted),
@@ -100,17 +93,15 @@ def _subtitle(predicted: Sequence[Prediction], left_out: int) -> str:
         "off the interval" if is_open else "",
         f"{left_out} without a measurement left out" if left_out else "",
         version_words(predicted),
-    ]
-    return DOT.join(part for part in parts if part)
+    )
 
 
-def _draw_diagonal(
-    figure: Figure, theme: Theme, pairs: Sequence[Pair], index: int, end: float
-) -> None:
+def _draw_diagonal(canvas: Canvas, pairs: Sequence[Pair], index: int, end: float) -> None:
     """Draw one square panel: allocated memory above reserved memory, with the same scale."""
+    theme = canvas.theme
     quantity = _QUANTITIES[index]
     low = HEIGHT - _DIAGONALS_TOP - _SQUARE - index * (_SQUARE + 0.4)
-    axes = figure.add_axes((1.15 / WIDTH, low / HEIGHT, _SQUARE / WIDTH, _SQUARE / HEIGHT))
+    axes = canvas.panel(1.15, low, _SQUARE, _SQUARE, grid="y").axes
     points = [(m / GIB, p / GIB) for p, m in (_both(pair, quantity) for pair in pairs)]
     for band, color in zip(BANDS, theme.band, strict=True):
         axes.fill_between(
@@ -123,7 +114,6 @@ def _draw_diagonal(
         facecolor=theme.markers[index], edgecolor=theme.background, linewidth=0.8, zorder=3,
         gid=quantity,
     )  # fmt: skip
-    bare(axes, theme, grid="y")
     axes.grid(axis="both", color=theme.grid, linewidth=0.8)
     axes.set(xlim=(0, end), ylim=(0, end))
     for axis in (axes.xaxis, axes.yaxis):
@@ -137,22 +127,23 @@ def _draw_diagonal(
     axes.set_title(_NAMES[index], size=VALUE, weight="bold", loc="left", pad=6)
 
 
-def _draw_errors(figure: Figure, theme: Theme, pairs: Sequence[Pair]) -> None:
+def _draw_errors(canvas: Canvas, pairs: Sequence[Pair]) -> None:
     """Draw a row per experiment: its name, both errors as markers, both errors as numbers."""
+    theme = canvas.theme
     rows = _listed(pairs)
     height = HEIGHT - _ERRORS_TOP - _ERRORS_BOTTOM
     size = row_size(len(rows), height)
     names = [named(m.name, _tag(p, m), size, 3.4) for p, m in rows]
     left = _ERRORS_LEFT + 0.1 + max(text_width(name, size) for name in names)
     width = WIDTH - 0.3 - 2 * _COLUMN - left
-    axes = figure.add_axes((left / WIDTH, _ERRORS_BOTTOM / HEIGHT, width / WIDTH, height / HEIGHT))
+    panel = canvas.panel(left, _ERRORS_BOTTOM, width, height, grid="x")
+    axes = panel.axes
     errors = [[percent_off(*_both(pair, q)) for pair in rows] for q in _QUANTITIES]
     reach, tick = _reach(max(abs(e) for column in errors for e in column))
     for band, color in zip(BANDS, theme.band, strict=True):
         if band < reach:
             axes.axvspan(-band, band, color=color, linewidth=0, zorder=0)
     axes.axvline(0, color=theme.ink, linewidth=1.6)
-    bare(axes, theme, grid="x")
     axes.spines["left"].set_visible(False)
     axes.set(xlim=(-reach, reach), ylim=(len(rows) - 0.5, -0.5))
     axes.xaxis.set_major_locator(MultipleLocator(tick))
@@ -167,18 +158,15 @@ def _draw_errors(figure: Figure, theme: Theme, pairs: Sequence[Pair]) -> None:
             facecolor=theme.markers[index], edgecolor="none", zorder=3,
             gid=f"error:{_QUANTITIES[index]}", clip_on=False,
         )  # fmt: skip
-        x = 1 + (index + 1) * _COLUMN / width
+        x = width + (index + 1) * _COLUMN
         for row, (p, m) in enumerate(rows):
             text = signed_percent(*_both((p, m), _QUANTITIES[index]))
-            axes.text(
-                x, row, text.removesuffix(" %"), transform=axes.get_yaxis_transform(),
-                ha="right", va="center_baseline", size=size, clip_on=False,
-            )  # fmt: skip
-        axes.text(
-            x, 1 + 0.08 / height, ("alloc.", "reserved")[index], transform=axes.transAxes,
-            ha="right", va="bottom", size=SMALL, color=theme.muted, clip_on=False,
+            panel.write_in_row(x, row, text.removesuffix(" %"), ha="right", size=size)
+        panel.write(
+            x, height + 0.08, ("alloc.", "reserved")[index], ha="right", va="bottom", size=SMALL,
+            color=theme.muted,
         )  # fmt: skip
-    _write_summary(figure, theme, pairs)
+    _write_summary(canvas, pairs)
 
 
 def _reach(worst: float) -> tuple[float, float]:
@@ -193,7 +181,7 @@ def _reach(worst: float) -> tuple[float, float]:
     return tick, tick
 
 
-def _write_summary(figure: Figure, theme: Theme, pairs: Sequence[Pair]) -> None:
+def _write_summary(canvas: Canvas, pairs: Sequence[Pair]) -> None:
     """Write the meaning of the markers, and the median and worst error of all pairs."""
     for index, quantity in enumerate(_QUANTITIES):
         errors = [percent_off(*_both(pair, quantity)) for pair in pairs]
@@ -201,15 +189,15 @@ def _write_summary(figure: Figure, theme: Theme, pairs: Sequence[Pair]) -> None:
         y = 1 - (1.42 + 0.34 * index) / HEIGHT
         text = f"{_NAMES[index]}: median {median(abs(e) for e in errors):.3f} %, "
         text += f"worst {signed_percent(*_both(worst, quantity))}"
-        figure.text(
+        canvas.figure.text(
             (_ERRORS_LEFT + 0.35) / WIDTH, y, text, size=TICK, weight="bold",
             va="center_baseline", gid=f"summary:{quantity}",
         )  # fmt: skip
-        figure.add_artist(
+        canvas.figure.add_artist(
             Line2D(
                 [(_ERRORS_LEFT + 0.1) / WIDTH], [y], marker=_MARKERS[index],
                 markersize=13 - 2 * index, markeredgecolor="none",
-                markerfacecolor=theme.markers[index],
+                markerfacecolor=canvas.theme.markers[index],
             )
         )  # fmt: skip
 

@@ -6,7 +6,6 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_pdf import PdfPages
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -16,21 +15,19 @@ from memest.plots.style import (
     SMALL,
     VALUE,
     WIDTH,
+    Panel,
     Theme,
-    bare,
     dashed_key,
     key,
     plain_matplotlib,
     slide,
     text_on,
     text_width,
-    write_legend,
-    write_title,
 )
 from memest.plots.timeline import TEMPORARIES
 
 if TYPE_CHECKING:
-    from memest.report.lecture import Chart, Slide
+    from memest.report.lecture import Chart, Series, Slide
 
 _CACHED = {True: "#6B7378", False: "#C4C4C4"}
 
@@ -62,25 +59,25 @@ def draw_slide(each: Slide, *, dark: bool) -> Figure:
     chart = each.chart
     left, bottom = (0.9, 0.9) if chart.is_upright else (4.6, 1.1)
     width, height = WIDTH - left - 0.4, HEIGHT - 2.2 - bottom
-    with slide(dark=dark) as (figure, theme):
-        axes = figure.add_axes((left / WIDTH, bottom / HEIGHT, width / WIDTH, height / HEIGHT))
-        bare(axes, theme, grid="y" if chart.is_upright else "x")
-        _draw_parts(axes, chart, theme)
-        _draw_limit(axes, chart, theme)
+    with slide(dark=dark) as canvas:
+        panel = canvas.panel(left, bottom, width, height, grid="y" if chart.is_upright else "x")
+        _draw_parts(panel, chart)
+        _draw_limit(panel, chart)
         if chart.has_legend:
-            colors = colors_of(theme)
+            theme, colors = canvas.theme, colors_of(canvas.theme)
             keys = [
                 dashed_key(theme, s.name)
                 if s.color == "between"
                 else key(colors[s.color], s.name, theme)
                 for s in chart.series
             ]
-            write_legend(figure, theme, keys, top=1.25)
-        write_title(figure, theme, each.title, each.subtitle)
-    return figure
+            canvas.write_legend(keys, top=1.25)
+        canvas.write_title(each.title, each.subtitle)
+    return canvas.figure
 
 
-def _draw_parts(axes: Axes, chart: Chart, theme: Theme) -> None:
+def _draw_parts(panel: Panel, chart: Chart) -> None:
+    axes, theme = panel.axes, panel.theme
     places, colors = range(len(chart.categories)), colors_of(theme)
     floors = [0.0] * len(chart.categories)
     bar = axes.bar if chart.is_upright else axes.barh
@@ -92,7 +89,7 @@ def _draw_parts(axes: Axes, chart: Chart, theme: Theme) -> None:
             bars = bar(places, series.values, 0.74, **look)
             for value, each in zip(series.values, bars, strict=True):
                 each.set_visible(value > 0)  # its edge would hide that of the part below
-            _write_values(axes, chart, theme, (series.color, series.values), floors)
+            _write_values(panel, chart, series, floors)
         floors = [a + b for a, b in zip(floors, series.values, strict=True)]
     names = [name if chart.is_upright else name.replace("\n", ", ") for name in chart.categories]
     widest = max(text_width(line, VALUE) for name in names for line in name.split("\n"))
@@ -110,24 +107,18 @@ def _draw_parts(axes: Axes, chart: Chart, theme: Theme) -> None:
     values.set_major_formatter("{x:g} GiB")
 
 
-def _write_values(
-    axes: Axes,
-    chart: Chart,
-    theme: Theme,
-    part: tuple[str, Sequence[float]],
-    floors: Sequence[float],
-) -> None:
-    color = theme.ink if part[0] == "between" else text_on(colors_of(theme)[part[0]])
-    for place, (value, floor) in enumerate(zip(part[1], floors, strict=True)):
+def _write_values(panel: Panel, chart: Chart, series: Series, floors: Sequence[float]) -> None:
+    theme, kind = panel.theme, series.color
+    color = theme.ink if kind == "between" else text_on(colors_of(theme)[kind])
+    size = SMALL if len(floors) < 8 else 10
+    for place, (value, floor) in enumerate(zip(series.values, floors, strict=True)):
         if value > 0.05 * chart.top:
-            at = (place, floor + value / 2) if chart.is_upright else (floor + value / 2, place)
-            size = SMALL if len(floors) < 8 else 10
-            axes.text(
-                at[0], at[1], f"{value:.1f}", ha="center", va="center", size=size, color=color
-            )
+            x, y = (place, floor + value / 2) if chart.is_upright else (floor + value / 2, place)
+            panel.axes.text(x, y, f"{value:.1f}", ha="center", va="center", size=size, color=color)
 
 
-def _draw_limit(axes: Axes, chart: Chart, theme: Theme) -> None:
+def _draw_limit(panel: Panel, chart: Chart) -> None:
+    axes, theme = panel.axes, panel.theme
     words: dict[str, Any] = {"size": VALUE, "weight": "bold", "color": theme.ink}
     if chart.is_upright:
         axes.axhline(chart.limit, color=theme.limit, linewidth=3)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import ceil
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib as mpl
 from matplotlib.artist import Artist
@@ -49,6 +49,9 @@ _HATCH_INCHES = 0.19  # between strokes, along the axis
 MINUS = "\N{MINUS SIGN}"  # as wide as a plus
 _DASHES = (0, (3, 2))
 _MAX_LETTERS = 250  # more never fit a line
+Box = tuple[float, float, float, float]
+"""Left, lower edge, width and height, in data."""
+
 FONT = "DejaVu Sans"  # comes with matplotlib, so every machine draws the same
 
 
@@ -71,6 +74,15 @@ class Theme:
     kinds: Mapping[str, str]
     markers: tuple[str, str]
     """Markers of peak allocated and of peak reserved."""
+
+    @property
+    def fills(self) -> dict[str, str]:
+        """Colours of verdicts that do not plainly fit, by `Verdict.word`."""
+        return {"OOM": self.ink, **VERDICTS}
+
+    def box(self, pad: float = 1.0) -> dict[str, Any]:
+        """Return the box of a text that hides what is behind it; `pad` in points."""
+        return {"facecolor": self.background, "edgecolor": "none", "pad": pad}
 
 
 _STATES = {
@@ -109,9 +121,161 @@ def plain_matplotlib(settings: Mapping[Any, Any]) -> Iterator[None]:
         yield
 
 
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Axes on a slide, with their size in inches."""
+
+    axes: Axes
+    theme: Theme
+    width: float
+    height: float
+
+    @property
+    def per_x(self) -> float:
+        """Inches of a unit of the axis x."""
+        low, high = sorted(self.axes.get_xlim())
+        return self.width / (high - low)
+
+    @property
+    def per_y(self) -> float:
+        """Inches of a unit of the axis y."""
+        low, high = sorted(self.axes.get_ylim())
+        return self.height / (high - low)
+
+    def write(self, x: float, y: float, text: str, **style: Any) -> None:
+        """Write a text with its middle at `y`, in inches from the lower left corner."""
+        style = {"va": "center_baseline", **style}
+        self.axes.text(
+            x / self.width, y / self.height, text, transform=self.axes.transAxes, clip_on=False,
+            **style,
+        )  # fmt: skip
+
+    def lead(self, *points: tuple[float, float], **style: Any) -> None:
+        """Draw a line through points in inches from the lower left corner."""
+        xs, ys = [x / self.width for x, _ in points], [y / self.height for _, y in points]
+        self.axes.plot(xs, ys, transform=self.axes.transAxes, clip_on=False, zorder=2, **style)
+
+    def write_in_row(self, x: float, row: float, text: str, **style: Any) -> None:
+        """Write a text in the middle of a row, at inches from the left edge."""
+        self.axes.text(
+            x / self.width, row, text, transform=self.axes.get_yaxis_transform(), clip_on=False,
+            va="center_baseline", **style,
+        )  # fmt: skip
+
+    def write_in_column(self, column: float, y: float, text: str, **style: Any) -> None:
+        """Write a text at a place of the axis x, at inches from the lower edge."""
+        self.axes.text(
+            column, y / self.height, text, transform=self.axes.get_xaxis_transform(),
+            clip_on=False, **style,
+        )  # fmt: skip
+
+    def draw_limit(self, limit: float, text: str, *, is_right: bool, is_over: bool = True) -> None:
+        """Draw the line of a GPU at `limit`, with its name over or under it."""
+        axes = self.axes
+        axes.axhline(limit, color=self.theme.limit, linewidth=3.0, zorder=3, gid="limit")
+        axes.annotate(
+            text, (0.995 if is_right else 0.005, limit), (0, 5 if is_over else -5),
+            xycoords=axes.get_yaxis_transform(), textcoords="offset points",
+            ha="right" if is_right else "left", va="bottom" if is_over else "top", size=VALUE,
+            weight="bold", zorder=5, gid="limit:name", bbox=self.theme.box(),
+        )  # fmt: skip
+
+    def dashed_box(self, box: Box, gid: str) -> None:
+        """Draw a dashed outline: memory that is not in use."""
+        ink = self.theme.ink
+        self.fill(box, fill=False, edgecolor=ink, linewidth=1.6, linestyle=_DASHES, gid=gid)
+
+    def fill(self, box: Box, **style: Any) -> None:
+        """Draw a rectangle."""
+        self.axes.add_patch(Rectangle(box[:2], *box[2:], **style))
+
+    def hatch(self, box: Box, color: str, *, zorder: float, gid: str) -> None:
+        """Draw diagonal strokes over a box: out of memory.
+
+        They are drawn stroke by stroke, because slide programs and small viewers fill matplotlib's
+        own hatches, which are SVG patterns, with black.
+        """
+        x, y, wide, tall = box
+        per_x, per_y = self.per_x, self.per_y
+        width, height = wide * per_x, tall * per_y
+        strokes = []
+        for index in range(1, ceil((width + height) / _HATCH_INCHES)):
+            foot = index * _HATCH_INCHES - height  # where the stroke would meet the box's edge y
+            start, stop = max(foot, 0.0), min(foot + height, width)
+            strokes.append([(x + at / per_x, y + (at - foot) / per_y) for at in (start, stop)])
+        lines = LineCollection(strokes, colors=color, linewidths=2.0, zorder=zorder, gid=gid)
+        self.axes.add_collection(lines, autolim=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Canvas:
+    """A slide to draw on; all places and sizes are in inches."""
+
+    figure: Figure
+    theme: Theme
+
+    @property
+    def height(self) -> float:
+        """Height of the slide."""
+        return self.figure.get_figheight()
+
+    def panel(
+        self,
+        left: float,
+        bottom: float,
+        width: float,
+        height: float,
+        *,
+        grid: Literal["", "x", "y"] = "",
+    ) -> Panel:
+        """Add axes; with `grid`, without a frame and with a light grid along that axis."""
+        tall = self.height
+        axes = self.figure.add_axes((left / WIDTH, bottom / tall, width / WIDTH, height / tall))
+        if grid:
+            axes.set_axisbelow(True)
+            axes.grid(axis=grid, color=self.theme.grid, linewidth=1.0)
+            for side in ("top", "right", "left" if grid == "y" else "bottom"):
+                axes.spines[side].set_visible(False)
+            axes.tick_params(length=0)
+        return Panel(axes, self.theme, width, height)
+
+    def write(self, left: float, top: float, text: str, **style: Any) -> None:
+        """Write a text, its upper edge `top` inches under the slide's."""
+        self.figure.text(left / WIDTH, 1 - top / self.height, text, va="top", **style)
+
+    def write_title(self, title: str, subtitle: str) -> None:
+        """Write title and subtitle; a long subtitle gets smaller type, then is cut."""
+        room = WIDTH - 0.8
+        text = shortened(title, TITLE, room, bold=True)
+        self.write(0.4, 0.28, text, size=TITLE, weight="bold", gid="title")
+        size = next((s for s in (TICK, VALUE, SMALL) if text_width(subtitle, s) <= room), SMALL)
+        text, color = shortened(subtitle, size, room), self.theme.muted
+        self.write(0.4, 0.80, text, size=size, color=color, gid="subtitle")
+
+    def write_legend(self, handles: Sequence[Artist], *, top: float) -> None:
+        """Write one row of keys across the slide, its upper edge `top` inches under the slide's."""
+        room = WIDTH - 0.7
+        size = next((s for s in (VALUE, SMALL) if keys_width(handles, s) <= room), SMALL)
+        self.figure.legend(
+            handles=list(handles),
+            loc="upper left",
+            bbox_to_anchor=(0.3 / WIDTH, 1 - top / self.height),
+            bbox_transform=self.figure.transFigure,
+            ncols=len(handles),
+            fontsize=size,
+            frameon=False,
+            labelcolor=self.theme.ink,
+            handlelength=1.3,
+            handleheight=1.0,
+            handletextpad=0.5,
+            columnspacing=1.2,
+            borderaxespad=0.0,
+        )
+
+
 @contextmanager
-def slide(*, dark: bool, height: float = HEIGHT) -> Iterator[tuple[Figure, Theme]]:
-    """Yield an empty slide to draw on, with its theme."""
+def slide(*, dark: bool, height: float = HEIGHT) -> Iterator[Canvas]:
+    """Yield an empty slide to draw on."""
     theme = DARK if dark else LIGHT
     settings = {
         "font.family": [FONT],
@@ -131,7 +295,7 @@ def slide(*, dark: bool, height: float = HEIGHT) -> Iterator[tuple[Figure, Theme
     with plain_matplotlib(settings):
         figure = Figure(figsize=(WIDTH, height), facecolor=theme.background, dpi=PNG_DPI)
         FigureCanvasAgg(figure)
-        yield figure, theme
+        yield Canvas(figure, theme)
 
 
 def text_on(color: str) -> str:
@@ -177,31 +341,6 @@ def widest_gap(start: float, stop: float, lines: Sequence[float]) -> tuple[float
     return max(pairwise(edges), key=lambda gap: gap[1] - gap[0])
 
 
-def write_title(figure: Figure, theme: Theme, title: str, subtitle: str) -> None:
-    """Write title and subtitle at the top left; a long subtitle gets smaller type, then is cut."""
-    height = figure.get_figheight()
-    room = WIDTH - 0.8
-    figure.text(
-        0.4 / WIDTH,
-        1 - 0.28 / height,
-        shortened(title, TITLE, room, bold=True),
-        size=TITLE,
-        weight="bold",
-        va="top",
-        gid="title",
-    )
-    size = next((s for s in (TICK, VALUE, SMALL) if text_width(subtitle, s) <= room), SMALL)
-    figure.text(
-        0.4 / WIDTH,
-        1 - 0.80 / height,
-        shortened(subtitle, size, room),
-        size=size,
-        color=theme.muted,
-        va="top",
-        gid="subtitle",
-    )
-
-
 def gpu_label(gpu: str) -> str:
     """Return the name of a GPU for slides.
 
@@ -221,27 +360,6 @@ def retitle(figure: Figure, title: str) -> Figure:
     return figure
 
 
-def write_legend(figure: Figure, theme: Theme, handles: Sequence[Artist], *, top: float) -> None:
-    """Write one row of keys across the slide, its upper edge `top` inches under the slide's."""
-    room = WIDTH - 0.7
-    size = next((s for s in (VALUE, SMALL) if keys_width(handles, s) <= room), SMALL)
-    figure.legend(
-        handles=list(handles),
-        loc="upper left",
-        bbox_to_anchor=(0.3 / WIDTH, 1 - top / figure.get_figheight()),
-        bbox_transform=figure.transFigure,
-        ncols=len(handles),
-        fontsize=size,
-        frameon=False,
-        labelcolor=theme.ink,
-        handlelength=1.3,
-        handleheight=1.0,
-        handletextpad=0.5,
-        columnspacing=1.2,
-        borderaxespad=0.0,
-    )
-
-
 def keys_width(handles: Sequence[Artist], size: float) -> float:
     """Return inches of a row of keys: each has a swatch, its label and the space to the next."""
     return sum(text_width(str(h.get_label()), size) + 3.0 * size / 72 for h in handles)
@@ -259,33 +377,8 @@ def dashed_key(theme: Theme, label: str) -> Patch:
     )
 
 
-def dashed_box(axes: Axes, theme: Theme, box: tuple[float, float, float, float], gid: str) -> None:
-    """Draw a dashed outline (x, y, width, height in data): memory that is not in use."""
-    x, y, width, height = box
-    axes.add_patch(
-        Rectangle(
-            (x, y), width, height, fill=False, edgecolor=theme.ink, linewidth=1.6,
-            linestyle=_DASHES, gid=gid,
-        )
-    )  # fmt: skip
-
-
-def draw_limit(
-    axes: Axes, theme: Theme, limit: float, text: str, *, is_right: bool, is_over: bool = True
-) -> None:
-    """Draw the line of a GPU at `limit`, with its name over or under it."""
-    axes.axhline(limit, color=theme.limit, linewidth=3.0, zorder=3, gid="limit")
-    axes.annotate(
-        text, (0.995 if is_right else 0.005, limit), (0, 5 if is_over else -5),
-        xycoords=axes.get_yaxis_transform(), textcoords="offset points",
-        ha="right" if is_right else "left", va="bottom" if is_over else "top", size=VALUE,
-        weight="bold", zorder=5, gid="limit:name",
-        bbox={"facecolor": theme.background, "edgecolor": "none", "pad": 1.0},
-    )  # fmt: skip
-
-
 def free_place(
-    points: Iterable[tuple[float, float]], limit: float, wide: float, panel: tuple[float, float]
+    points: Iterable[tuple[float, float]], limit: float, wide: float, panel: Panel
 ) -> tuple[bool, bool]:
     """Return (at the right, over the line) where a text meets the fewest points.
 
@@ -293,13 +386,13 @@ def free_place(
         points: of the curves, in inches from the lower left corner of the panel.
         limit: height of the line, inches.
         wide: width of the text, inches.
-        panel: width and height, inches.
+        panel: where it is written.
     """
     found = list(points)
 
     def crossings(place: tuple[bool, bool]) -> int:
         is_right, is_over = place
-        left = panel[0] - wide - 0.2 if is_right else -0.1
+        left = panel.width - wide - 0.2 if is_right else -0.1
         low = limit if is_over else limit - 0.45
         return sum(left < x < left + wide + 0.3 and low < y < low + 0.45 for x, y in found)
 
@@ -310,40 +403,6 @@ def limit_text(gpu: str, limit_bytes: int, inches: float) -> str:
     """Return the name of a GPU's line, shortened to `inches`."""
     text = f"{gpu_label(gpu)}: {limit_bytes / GIB:.1f} GiB usable"
     return shortened(text, VALUE, inches, bold=True)
-
-
-def hatch(
-    axes: Axes, box: tuple[float, float, float, float], color: str, *, zorder: float, gid: str
-) -> None:
-    """Draw diagonal strokes over a box (x, y, width, height in data): out of memory.
-
-    They are drawn stroke by stroke, because slide programs and small viewers fill matplotlib's own
-    hatches, which are SVG patterns, with black.
-    """
-    x, y, wide, tall = box
-    panel = axes.get_position()
-    figure = axes.get_figure(root=True)
-    assert isinstance(figure, Figure)
-    (x0, x1), (y0, y1) = sorted(axes.get_xlim()), sorted(axes.get_ylim())
-    per_x = panel.width * figure.get_figwidth() / (x1 - x0)  # inches
-    per_y = panel.height * figure.get_figheight() / (y1 - y0)
-    width, height = wide * per_x, tall * per_y
-    strokes = []
-    for index in range(1, ceil((width + height) / _HATCH_INCHES)):
-        foot = index * _HATCH_INCHES - height  # where the stroke would meet the box's edge y
-        start, stop = max(foot, 0.0), min(foot + height, width)
-        strokes.append([(x + at / per_x, y + (at - foot) / per_y) for at in (start, stop)])
-    lines = LineCollection(strokes, colors=color, linewidths=2.0, zorder=zorder, gid=gid)
-    axes.add_collection(lines, autolim=False)
-
-
-def bare(axes: Axes, theme: Theme, *, grid: str) -> None:
-    """Drop the frame and draw a light grid along one axis, behind everything."""
-    axes.set_axisbelow(True)
-    axes.grid(axis="x" if grid == "x" else "y", color=theme.grid, linewidth=1.0)
-    for side in ("top", "right", "left" if grid == "y" else "bottom"):
-        axes.spines[side].set_visible(False)
-    axes.tick_params(length=0)
 
 
 def row_size(num_rows: int, inches: float) -> float:
@@ -379,6 +438,12 @@ def require(reports: Sequence[object]) -> None:
 
 
 DOT = " \N{MIDDLE DOT} "
+
+
+def dotted(*parts: str) -> str:
+    """Return the parts that are not empty, with dots between them."""
+    return DOT.join(filter(None, parts))
+
 
 _STRATEGIES = {"ddp": "DDP", "fsdp": "FSDP", "fsdp2": "FSDP2"} | {
     f"deepspeed_stage_{stage}": f"ZeRO-{stage}" for stage in (1, 2, 3)
@@ -462,8 +527,7 @@ def plan_line(reports: Sequence[Report], *others: str) -> str:
     plan = reports[0].plan
     model = str(plan.get("model_name", ""))
     said = [] if model and model in reports[0].name else [model.rsplit("/", 1)[-1]]
-    parts = [
+    return dotted(
         *said, *setting_words(plan), token_words(reports), gpu_words(reports), *others,
         version_words(reports),
-    ]  # fmt: skip
-    return DOT.join(part for part in parts if part)
+    )  # fmt: skip

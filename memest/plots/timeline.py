@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from memest.estimator.replay.recording import Span, Timeline
 from memest.plots.style import (
-    DOT,
     HEIGHT,
     LABEL,
     TICK,
     VALUE,
     WIDTH,
+    Canvas,
+    Panel,
     Theme,
-    bare,
-    draw_limit,
+    dotted,
     gpu_label,
     key,
     limit_text,
@@ -31,8 +30,6 @@ from memest.plots.style import (
     text_on,
     text_width,
     version_words,
-    write_legend,
-    write_title,
 )
 from memest.units import GIB
 
@@ -84,30 +81,35 @@ def plot_timeline(
     highest = max(*reserved, timeline.total(timeline.peak) / GIB, 1e-9)
     has_line = 0 < limit < 1.5 * highest
     top = 1.34 * limit if has_line else 1.22 * highest  # room for the words over it
-    with slide(dark=dark) as (figure, theme):
+    with slide(dark=dark) as canvas:
         width, height = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
-        axes = figure.add_axes((_LEFT / WIDTH, _BOTTOM / HEIGHT, width / WIDTH, height / HEIGHT))
-        bare(axes, theme, grid="y")
+        panel = canvas.panel(_LEFT, _BOTTOM, width, height, grid="y")
+        axes = panel.axes
         axes.set(xlim=(0, max(1, len(timeline.reserved) - 1)), ylim=(0, top))
         axes.yaxis.set_major_locator(MaxNLocator(6))
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.tick_params(axis="x", pad=7)
         axes.set_ylabel("allocated, GiB", size=LABEL)
         axes.set_xlabel("allocations and frees of the step, in order", size=VALUE, labelpad=3)
-        _draw_areas(axes, theme, columns, areas, (width, height))
+        _draw_areas(panel, columns, areas)
         axes.step(
-            columns, reserved, where="post", color=theme.ink, linewidth=1.8, linestyle=(0, (4, 2)),
-            gid="reserved",
+            columns, reserved, where="post", color=panel.theme.ink, linewidth=1.8,
+            linestyle=(0, (4, 2)), gid="reserved",
         )  # fmt: skip
         if has_line:
             text = limit_text(gpu, gpu_limit_bytes or 0, width - 0.2)
             peak_inches = width * timeline.peak / axes.get_xlim()[1]
             is_left = peak_inches > text_width(text, VALUE, bold=True) + 0.2
-            draw_limit(axes, theme, limit, text, is_right=not is_left)
-        _draw_spans(axes, theme, timeline.spans, (width, height))
-        _mark_peak(axes, theme, timeline, width)
-        _write_words(figure, theme, timeline, (name, gpu, plan or {}), areas)
-    return figure
+            panel.draw_limit(limit, text, is_right=not is_left)
+        _draw_spans(panel, timeline.spans)
+        _mark_peak(panel, timeline)
+        plan = plan or {}
+        length = f"{plan['seq_len']} tokens" if plan.get("seq_len") else ""
+        step = f"step {timeline.step + 1}"
+        words = dotted(*setting_words(plan), length, gpu_label(gpu), step, version_words())
+        canvas.write_title(f"Memory over one step: {name}", words)
+        _write_keys(canvas, [area for area, sizes in areas.items() if any(sizes)])
+    return canvas.figure
 
 
 def _columns(timeline: Timeline) -> list[int]:
@@ -125,19 +127,14 @@ def color_of(theme: Theme, area: str) -> str:
     return TEMPORARIES if area == "temporaries" else theme.kinds[area]
 
 
-def _draw_areas(
-    axes: Axes,
-    theme: Theme,
-    columns: Sequence[int],
-    areas: Mapping[str, Sequence[float]],
-    panel: tuple[float, float],
-) -> None:
+def _draw_areas(panel: Panel, columns: Sequence[int], areas: Mapping[str, Sequence[float]]) -> None:
     """Draw the stacked areas, each with its name where it is wide and tall enough."""
+    axes, theme = panel.axes, panel.theme
     x = [*columns, int(axes.get_xlim()[1])]
     floors = [[0.0] * len(columns)]
     for sizes in areas.values():
         floors.append([a + b for a, b in zip(floors[-1], sizes, strict=True)])
-    for (area, _), lower, upper in zip(areas.items(), floors, floors[1:], strict=False):
+    for area, lower, upper in zip(areas, floors, floors[1:], strict=False):
         color = color_of(theme, area)
         axes.fill_between(
             x, [*lower, lower[-1]], [*upper, upper[-1]], step="post", color=color, linewidth=0.4,
@@ -145,7 +142,7 @@ def _draw_areas(
         )  # fmt: skip
         if area in ("params", "grads", "optimizer"):  # where no spike could hide under a line
             axes.step(x, [*upper, upper[-1]], where="post", color=theme.background, linewidth=1.0)
-        place = _room_for(area, columns, lower, upper, axes, panel)
+        place = _room_for(panel, area, columns, lower, upper)
         if place:
             axes.text(
                 *place, area, size=VALUE, color=text_on(color), ha="center", va="center",
@@ -154,18 +151,15 @@ def _draw_areas(
 
 
 def _room_for(
+    panel: Panel,
     text: str,
     columns: Sequence[int],
     lower: Sequence[float],
     upper: Sequence[float],
-    axes: Axes,
-    panel: tuple[float, float],
 ) -> tuple[float, float] | None:
     """Return the middle of the tallest place of an area that `text` fits into, or None."""
-    per_x = panel[0] / axes.get_xlim()[1]
-    per_y = panel[1] / axes.get_ylim()[1]
-    wide = (text_width(text, VALUE) + 0.2) / per_x
-    best, place = _LABEL_INCHES / per_y, None
+    wide = (text_width(text, VALUE) + 0.2) / panel.per_x
+    best, place = _LABEL_INCHES / panel.per_y, None
     for start in range(0, len(columns), max(1, len(columns) // 100)):
         stop = start
         while stop < len(columns) and columns[stop] < columns[start] + wide:
@@ -178,30 +172,25 @@ def _room_for(
     return place
 
 
-def _draw_spans(
-    axes: Axes, theme: Theme, spans: Sequence[Span], panel: tuple[float, float]
-) -> None:
+def _draw_spans(panel: Panel, spans: Sequence[Span]) -> None:
     """Draw a strip over the chart that names forward, backward and step, and lines between them."""
-    width, height = panel
-    per_x = width / axes.get_xlim()[1]
+    axes, theme, per_x, height = panel.axes, panel.theme, panel.per_x, panel.height
     shades = {"forward": theme.band[0], "backward": theme.band[1], "step": theme.band[0]}
     for span in spans:
         start, wide = span.start, span.stop - span.start
-        axes.add_patch(
-            Rectangle(
-                (start, 1 + 0.06 / height), wide, _BAND / height, facecolor=shades[span.name],
-                edgecolor=theme.ink, linewidth=0.8, transform=axes.get_xaxis_transform(),
-                clip_on=False, gid=f"phase:{span.name}",
-            )
+        panel.fill(
+            (start, 1 + 0.06 / height, wide, _BAND / height), facecolor=shades[span.name],
+            edgecolor=theme.ink, linewidth=0.8, transform=axes.get_xaxis_transform(),
+            clip_on=False, gid=f"phase:{span.name}",
         )  # fmt: skip
         text = next(
             (t for t in _shorter(span.name) if text_width(t, TICK) + 0.08 < wide * per_x), ""
         )
         spills = not text and span is spans[-1]  # into the strip before it
-        axes.text(
-            span.stop if spills else start + wide / 2, 1 + (0.06 + _BAND / 2) / height,
+        panel.write_in_column(
+            span.stop if spills else start + wide / 2, height + 0.06 + _BAND / 2,
             f"{span.name} " if spills else text, size=TICK, ha="right" if spills else "center",
-            va="center_baseline", transform=axes.get_xaxis_transform(), clip_on=False,
+            va="center_baseline",
         )  # fmt: skip
         if start and wide * per_x > 0.1:
             axes.axvline(start, color=theme.ink, linewidth=1.0, linestyle=":")
@@ -212,13 +201,14 @@ def _shorter(name: str) -> tuple[str, ...]:
     return {"forward": (name, "fwd", "F"), "backward": (name, "bwd", "B")}.get(name, (name,))
 
 
-def _mark_peak(axes: Axes, theme: Theme, timeline: Timeline, width: float) -> None:
+def _mark_peak(panel: Panel, timeline: Timeline) -> None:
     """Write the number at the peak and its cause, or the failed request of an end out of memory."""
+    axes, theme = panel.axes, panel.theme
     peak, top = timeline.total(timeline.peak) / GIB, axes.get_ylim()[1]
     edge = axes.get_xlim()[1]
     text = f"peak {peak:.2f} GiB"
     is_left = timeline.peak < edge / 2
-    room = width * (1 - timeline.peak / edge if is_left else timeline.peak / edge) - 0.2
+    room = panel.width * (1 - timeline.peak / edge if is_left else timeline.peak / edge) - 0.2
     where = shortened(timeline.where, VALUE, room) if timeline.where else ""
     if timeline.refused_bytes:
         text += f", then OOM: {timeline.refused_bytes / GIB:.2f} GiB more were requested"
@@ -230,28 +220,14 @@ def _mark_peak(axes: Axes, theme: Theme, timeline: Timeline, width: float) -> No
         axes.text(
             timeline.peak + (0.012 if is_left else -0.012) * edge, (0.985 - 0.068 * line) * top,
             words, ha="left" if is_left else "right", va="top", size=TICK if line == 0 else VALUE,
-            weight=weight, gid=f"peak:{line}",
-            bbox={"facecolor": theme.background, "edgecolor": "none", "pad": 1.5},
+            weight=weight, gid=f"peak:{line}", bbox=theme.box(1.5),
         )  # fmt: skip
 
 
-def _write_words(
-    figure: Figure,
-    theme: Theme,
-    timeline: Timeline,
-    words: tuple[str, str, Mapping[str, Any]],
-    areas: Mapping[str, Sequence[float]],
-) -> None:
-    name, gpu, plan = words
-    said = setting_words(plan)
-    if plan.get("seq_len"):
-        said.append(f"{plan['seq_len']} tokens")
-    said += [gpu_label(gpu), f"step {timeline.step + 1}", version_words()]
-    write_title(figure, theme, f"Memory over one step: {name}", DOT.join(said))
-    handles: list[Patch | Line2D] = [
-        key(color_of(theme, area), area, theme) for area, sizes in areas.items() if any(sizes)
-    ]
+def _write_keys(canvas: Canvas, areas: Sequence[str]) -> None:
+    theme = canvas.theme
+    handles: list[Patch | Line2D] = [key(color_of(theme, area), area, theme) for area in areas]
     handles.append(
         Line2D([], [], color=theme.ink, linewidth=1.8, linestyle=(0, (4, 2)), label="reserved")
     )
-    write_legend(figure, theme, handles, top=1.28)
+    canvas.write_legend(handles, top=1.28)

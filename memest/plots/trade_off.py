@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from memest.plots.style import (
-    DOT,
     HEIGHT,
     SMALL,
     VALUE,
     VERDICTS,
     WIDTH,
-    Theme,
-    bare,
+    Panel,
+    dotted,
     gpu_label,
     key,
     require,
@@ -26,8 +24,6 @@ from memest.plots.style import (
     slide,
     token_words,
     version_words,
-    write_legend,
-    write_title,
 )
 from memest.report import Outcome, Prediction, StepTime
 from memest.units import GIB
@@ -58,36 +54,34 @@ def plot_trade_off(reports: Sequence[Prediction], *, gpu: str, dark: bool = Fals
     inner = height - _TOP - _BOTTOM
     half = (WIDTH - _NAMES - _GAP - _RIGHT) / 2
     size = row_size(len(reports), inner)
-    with slide(dark=dark, height=height) as (figure, theme):
-        boxes = [(_NAMES / WIDTH, _BOTTOM / height, half / WIDTH, inner / height)]
-        boxes.append(((_NAMES + half + _GAP) / WIDTH, *boxes[0][1:]))
-        left, right = (figure.add_axes(box) for box in boxes)
-        _draw_memory(left, reports, gpu, theme, size)
-        _draw_time(right, reports, gpu, theme, size)
-        for axes, title in ((left, "GiB left"), (right, "seconds a step, estimated")):
-            axes.set_title(title, size=VALUE, loc="left", color=theme.ink)
-            axes.set_ylim(len(reports) - 0.5, -0.5)
-            axes.set_yticks([])
+    with slide(dark=dark, height=height) as canvas:
+        theme = canvas.theme
+        left, right = (
+            canvas.panel(start, _BOTTOM, half, inner, grid="x")
+            for start in (_NAMES, _NAMES + half + _GAP)
+        )
+        _draw_memory(left, reports, gpu, size)
+        _draw_time(right, reports, gpu, size)
+        for panel, title in ((left, "GiB left"), (right, "seconds a step, estimated")):
+            panel.axes.set_title(title, size=VALUE, loc="left", color=theme.ink)
+            panel.axes.set_ylim(len(reports) - 0.5, -0.5)
+            panel.axes.set_yticks([])
         bound = {time.bound_by for r in reports if (time := r.times.get(gpu))}
         used = {name: color for name, color in _BOUND.items() if name in bound}
         handles: list[Patch] = [key(c, f"bound by {n}", theme) for n, c in used.items()]
-        write_legend(figure, theme, handles, top=1.2)
-        words = [token_words(reports), "line: interval of the estimate", version_words(reports)]
-        write_title(
-            figure, theme, f"Memory against time on {gpu_label(gpu)}", DOT.join(filter(None, words))
-        )
-    return figure
+        canvas.write_legend(handles, top=1.2)
+        words = (token_words(reports), "line: interval of the estimate", version_words(reports))
+        canvas.write_title(f"Memory against time on {gpu_label(gpu)}", dotted(*words))
+    return canvas.figure
 
 
-def _draw_memory(
-    axes: Axes, reports: Sequence[Prediction], gpu: str, theme: Theme, size: float
-) -> None:
+def _draw_memory(panel: Panel, reports: Sequence[Prediction], gpu: str, size: float) -> None:
+    axes = panel.axes
     left = [r.verdicts[gpu].margin_bytes / GIB for r in reports]
     low, high = min(0.0, *left), max(0.0, *left)
     reach = high - low or 1.0
     axes.set_xlim(low - 0.2 * reach * (low < 0), high + 0.2 * reach)
     axes.xaxis.set_major_locator(MaxNLocator(5))
-    bare(axes, theme, grid="x")
     for row, (report, value) in enumerate(zip(reports, left, strict=True)):
         word = report.verdicts[gpu].word
         color = VERDICTS.get(word) or (_LACK if word == "OOM" else _LEFT)
@@ -102,16 +96,14 @@ def _draw_memory(
             name, (0, row), xycoords=("axes fraction", "data"), xytext=(-10, 0),
             textcoords="offset points", ha="right", va="center", size=size, gid=f"name-{row}",
         )  # fmt: skip
-    axes.axvline(0, color=theme.ink, linewidth=1.2)
+    axes.axvline(0, color=panel.theme.ink, linewidth=1.2)
 
 
-def _draw_time(
-    axes: Axes, reports: Sequence[Prediction], gpu: str, theme: Theme, size: float
-) -> None:
+def _draw_time(panel: Panel, reports: Sequence[Prediction], gpu: str, size: float) -> None:
+    axes, theme = panel.axes, panel.theme
     times: list[StepTime | None] = [r.times.get(gpu) for r in reports]
     axes.set_xlim(0, 1.3 * max((t.high_seconds for t in times if t), default=1.0))
     axes.xaxis.set_major_locator(MaxNLocator(4))
-    bare(axes, theme, grid="x")
     for row, (report, time) in enumerate(zip(reports, times, strict=True)):
         if time is None:
             axes.text(0, row, " no estimate", va="center", size=SMALL, color=theme.muted)

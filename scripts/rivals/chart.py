@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from memest.plots.style import HEIGHT, SMALL, VALUE, WIDTH, Theme, bare, slide, write_title
+from memest.plots.style import HEIGHT, SMALL, VALUE, WIDTH, Canvas, slide
 from rivals.page import LABELS
 from rivals.scores import OURS, scores_of
 
@@ -28,22 +28,19 @@ def draw(data: dict[str, Any]) -> Figure:
     }
     everything = [ratio for column in ratios.values() for ratio in column]
     reach = (min(everything) / 1.15, max(everything) * 1.15)
-    with slide(dark=False) as (figure, theme):
-        write_title(
-            figure,
-            theme,
+    with slide(dark=False) as canvas:
+        canvas.write_title(
             "Predicted over measured, by tool",
             "each dot a plan measured on an H200 or H100 that the tool can express; marks: median",
         )
         for index, total in enumerate(TOTALS):
             columns = [ratios[name, total] for name in names]
-            _draw_panel(figure, theme, index, total, list(zip(names, columns, strict=True)), reach)
-    return figure
+            _draw_panel(canvas, index, total, list(zip(names, columns, strict=True)), reach)
+    return canvas.figure
 
 
 def _draw_panel(
-    figure: Figure,
-    theme: Theme,
+    canvas: Canvas,
     index: int,
     total: str,
     rows: list[tuple[str, list[float]]],
@@ -52,9 +49,9 @@ def _draw_panel(
     width = (WIDTH - _LEFT - _GAP - _RIGHT) / 2
     height = HEIGHT - _TOP - _BOTTOM
     left = _LEFT + index * (width + _GAP)
-    axes = figure.add_axes((left / WIDTH, _BOTTOM / HEIGHT, width / WIDTH, height / HEIGHT))
+    theme = canvas.theme
+    axes = canvas.panel(left, _BOTTOM, width, height, grid="x").axes
     axes.set_xscale("log")
-    bare(axes, theme, grid="x")
     axes.spines["left"].set_visible(False)
     axes.set(xlim=reach, ylim=(len(rows) - 0.5, -0.5))
     axes.axvline(1, color=theme.ink, linewidth=1.6, zorder=1)
@@ -62,7 +59,7 @@ def _draw_panel(
         if not column:
             axes.text(
                 1.1, row, "not predicted", size=SMALL, color=theme.muted, va="center_baseline",
-                bbox={"facecolor": theme.background, "edgecolor": "none", "pad": 2},
+                bbox=theme.box(2),
             )  # fmt: skip
             continue
         # A fixed zigzag keeps dots of like value apart, the same in every run of the script.
