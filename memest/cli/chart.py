@@ -19,8 +19,11 @@ from memest.cli.options import (
     completes,
     config_option,
     jobs_option,
+    models_option,
     plan_options,
+    plan_options_without,
     suite_names,
+    together,
 )
 from memest.cli.sweep import grid_options, grid_points
 from memest.cli.terminal import shown
@@ -33,7 +36,6 @@ from memest.writing import write_output
 
 if TYPE_CHECKING:
     from memest.estimator.replay.recording import Timeline
-    from memest.estimator.search.scaling import ScalingLine
     from memest.estimator.search.sweep import Grid
     from memest.report import Prediction
 
@@ -43,7 +45,7 @@ CHART_GPU = "a100-80gb"
 JSON_FILES = "memest.cli.chart.json"
 """Key of the context: whether the files are printed as JSON."""
 
-_CHART_OPTIONS = [
+_CHART_OPTIONS = together(
     click.option(
         "--out", type=PATH, default=Path("charts"), show_default=True,
         help="Folder for the pictures and their data; made if it is not there.",
@@ -57,7 +59,7 @@ _CHART_OPTIONS = [
         "--json", "as_json", is_flag=True, expose_value=False, help="Print the files as JSON.",
         callback=lambda ctx, param, value: ctx.meta.__setitem__(JSON_FILES, value),
     ),
-]  # fmt: skip
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +96,7 @@ def chart_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
         return command(pictures=Pictures(out, parse_formats(formats), dark, title), **rest)
 
-    for option in reversed(_CHART_OPTIONS):
-        run = option(run)
-    return run
+    return _CHART_OPTIONS(run)
 
 
 @main.group()
@@ -198,12 +198,7 @@ def _needs(
 @config_option
 @click.option("--suite", type=PATH, help="A chart for each of many plans.")
 @chart_options
-def phases(
-    config: Path | None,
-    suite: Path | None,
-    pictures: Pictures,
-    **flags: Any,
-) -> None:
+def phases(config: Path | None, suite: Path | None, pictures: Pictures, **flags: Any) -> None:
     """Draw memory by kind at the four phases of a step.
 
     \b
@@ -268,14 +263,7 @@ def timeline(
 
 
 @chart.command()
-@click.option(
-    "--model",
-    "models",
-    multiple=True,
-    required=True,
-    help="Model; repeat for more.",
-    shell_complete=completes(VALUES["models"]),
-)
+@models_option("Model; repeat for more.", required=True)
 @click.option(
     "--gpu",
     default=CHART_GPU,
@@ -288,11 +276,7 @@ def timeline(
 @jobs_option
 @chart_options
 def batches(
-    models: tuple[str, ...],
-    gpu: str,
-    jobs: int | None,
-    pictures: Pictures,
-    **flags: Any,
+    models: tuple[str, ...], gpu: str, jobs: int | None, pictures: Pictures, **flags: Any
 ) -> None:
     """Draw the largest batch by model and technique.
 
@@ -405,11 +389,9 @@ def validate_chart(results: tuple[Path, ...], jobs: int | None, pictures: Pictur
     memest chart validate validation/runs/lab-h200.jsonl
     """
     from memest.report import read_measurements
-
-    found = [m for path in results for m in read_measurements(path)]
     from memest.validate.compare import comparable, plan_of
 
-    measured, left_out = comparable(found)
+    measured, left_out = comparable([m for path in results for m in read_measurements(path)])
     for line in left_out:
         click.echo(f"not compared: {line}", err=True)
     plans = [plan_of(m) for m in measured]
@@ -451,19 +433,6 @@ DEFAULT_GPU = "h100-80gb"
 """GPU of the chart where none is named."""
 
 
-def _options_of_one_gpu(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of a plan except those that this command varies."""
-    varied = ("strategy", "devices")
-
-    def taken(values: Any) -> None:
-        """Stands for a command, to see which options a plan has."""
-
-    plan_options(taken)
-    options = [o for o in vars(taken)["__click_params__"] if o.name not in varied]
-    vars(command).setdefault("__click_params__", []).extend(options)
-    return command
-
-
 @chart.command()
 @click.option("--devices", default="1,2,4,8,16,32,64", show_default=True, help="Numbers of GPUs.")
 @click.option(
@@ -478,7 +447,7 @@ def _options_of_one_gpu(command: Callable[..., Any]) -> Callable[..., Any]:
 @config_option
 @jobs_option
 @chart_options
-@_options_of_one_gpu
+@plan_options_without("strategy", "devices")
 def scaling(
     devices: str,
     strategies: str,
@@ -498,8 +467,7 @@ def scaling(
     memest chart scaling --model blip2-opt-6.7b --bs 16 --strategies ddp,fsdp --devices 1,4,16
     memest chart scaling --model gpt2 --strategies deepspeed_stage_3_offload,fsdp --gpu rtx-4090
     """
-    given = given_only(flags)
-    values = _values(config, given)
+    values = _values(config, given_only(flags))
     from memest.estimator.search.scaling import scale
     from memest.estimator.search.sweep import parse_values
 
@@ -517,7 +485,14 @@ def scaling(
     for line in lines:
         for note in line.notes:
             click.echo(f"{line.strategy}: {note}", err=True)
-    _draw(lines, chosen, pictures)
+    from memest.plots import plot_scaling, plot_scaling_bars
+
+    rows = [row for line in lines for row in line.to_dicts()]
+    pictures.save(plot_scaling(lines, dark=pictures.dark), "scaling", rows)
+    line = next(line for line in lines if line.strategy == chosen)
+    if line.reports:
+        figure = plot_scaling_bars(line, dark=pictures.dark)
+        pictures.save(figure, f"scaling-{chosen}", line.to_dicts())
 
 
 def _values(config: Path | None, given: dict[str, Any]) -> dict[str, Any]:
@@ -530,17 +505,6 @@ def _values(config: Path | None, given: dict[str, Any]) -> dict[str, Any]:
     if len(gpus) > 1:
         raise PlanError(f"{len(gpus)} GPUs are named", hint="the chart has the line of one")
     return given
-
-
-def _draw(lines: list[ScalingLine], chosen: str, pictures: Pictures) -> None:
-    from memest.plots import plot_scaling, plot_scaling_bars
-
-    rows = [row for line in lines for row in line.to_dicts()]
-    pictures.save(plot_scaling(lines, dark=pictures.dark), "scaling", rows)
-    line = next(line for line in lines if line.strategy == chosen)
-    if line.reports:
-        figure = plot_scaling_bars(line, dark=pictures.dark)
-        pictures.save(figure, f"scaling-{chosen}", line.to_dicts())
 
 
 MAX_SETTINGS = 4
@@ -557,10 +521,7 @@ MAX_SETTINGS = 4
 )  # fmt: skip
 @chart_options
 def fragmentation(
-    config: Path | None,
-    settings: tuple[str, ...],
-    pictures: Pictures,
-    **flags: Any,
+    config: Path | None, settings: tuple[str, ...], pictures: Pictures, **flags: Any
 ) -> None:
     """Draw reserved memory over steps of changing length.
 

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import mode
 
 import click
 
 from memest.cli.files import check_writable
 from memest.cli.group import main
-from memest.cli.options import VALUES, completes, engine_option, jobs_option, suite_names
+from memest.cli.options import (
+    PATH,
+    completes,
+    engine_option,
+    gpus_option,
+    jobs_option,
+    models_option,
+    suite_names,
+)
 from memest.cli.terminal import shown
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu
@@ -32,19 +41,8 @@ MODELS = ("blip2-opt-2.7b", "blip2-opt-6.7b", "blip2-flan-t5-xxl")
     help="Models and tokens of a suite: lab-a100, or a file of plans.",
     shell_complete=completes(suite_names),
 )
-@click.option(
-    "--model",
-    "models",
-    multiple=True,
-    help="Model; repeat for more. By default the lab's.",
-    shell_complete=completes(VALUES["models"]),
-)
-@click.option(
-    "--gpu",
-    multiple=True,
-    help="GPU to choose; repeat for more. By default the suite's.",
-    shell_complete=completes(VALUES["gpu"]),
-)
+@models_option("Model; repeat for more. By default the lab's.")
+@gpus_option("GPU to choose; repeat for more. By default the suite's.")
 @click.option(
     "--seq-len", type=click.IntRange(1), help="Tokens per sample; by default the suite's."
 )
@@ -54,12 +52,7 @@ MODELS = ("blip2-opt-2.7b", "blip2-opt-6.7b", "blip2-flan-t5-xxl")
 @engine_option
 @click.option("--json", "as_json", is_flag=True, help="Print path and number of plans as JSON.")
 @click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    default=Path("explorer.html"),
-    show_default=True,
-    help="The page.",
+    "-o", "--output", type=PATH, default=Path("explorer.html"), show_default=True, help="The page."
 )
 def explore(
     suite: str | None,
@@ -87,10 +80,8 @@ def explore(
     from memest.estimator.search.sweep import parse_values
     from memest.validate.results import find_suite
 
-    sizes, micro = (
-        parse_values("batch_size", batches),
-        parse_values("accumulate_grad_batches", counts),
-    )
+    sizes = parse_values("batch_size", batches)
+    micro = parse_values("accumulate_grad_batches", counts)
     names, length = list(models or MODELS), seq_len
     presets: list[TrainingPlan] = []
     if suite is not None or not models:
@@ -122,7 +113,5 @@ def explore(
 
 def _of_suite(plans: list[TrainingPlan], seq_len: int | None) -> tuple[list[str], int | None]:
     """Return the models of a suite, and the tokens that most of its plans have."""
-    lengths = [plan.seq_len for plan in plans]
-    return list(dict.fromkeys(p.model_name for p in plans)), seq_len or max(
-        set(lengths), key=lengths.count
-    )
+    length = seq_len or mode(plan.seq_len for plan in plans)
+    return list(dict.fromkeys(plan.model_name for plan in plans)), length

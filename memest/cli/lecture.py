@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -10,7 +9,7 @@ import click
 from memest.cli.explore import LAB_GPUS
 from memest.cli.files import make_folder
 from memest.cli.group import main
-from memest.cli.options import VALUES, completes, jobs_option, suite_names
+from memest.cli.options import PATH, completes, gpus_option, jobs_option, suite_names
 from memest.cli.terminal import shown
 from memest.estimator.hardware.gpus import find_gpu
 from memest.packages import require
@@ -19,21 +18,12 @@ from memest.writing import write_output
 
 @main.command()
 @click.argument("suite", shell_complete=completes(suite_names))
-@click.option(
-    "--gpu",
-    multiple=True,
-    help="GPU of the bars; repeat for others in the explorer. By default the suite's.",
-    shell_complete=completes(VALUES["gpu"]),
-)
+@gpus_option("GPU of the bars; repeat for others in the explorer. By default the suite's.")
 @jobs_option
 @click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    default=Path("lecture"),
-    show_default=True,
+    "-o", "--output", type=PATH, default=Path("lecture"), show_default=True,
     help="Folder of the files.",
-)
+)  # fmt: skip
 def lecture(suite: str, gpu: tuple[str, ...], jobs: int | None, output: Path) -> None:
     """Write slides, exercises and an explorer of a suite.
 
@@ -74,8 +64,6 @@ def lecture(suite: str, gpu: tuple[str, ...], jobs: int | None, output: Path) ->
     files["explorer.html"] = explorer_page(dict(rows.explorer))
     for name, content in files.items():
         write_output(output / name, content)
-    click.echo(f"{output}: {len(slides)} slides, {', '.join(files)}\n{_origin(rows.versions)}")
-
-
-def _origin(versions: Mapping[str, str]) -> str:
-    return f"predicted by {', '.join(f'{name} {number}' for name, number in versions.items())}"
+    click.echo(f"{output}: {len(slides)} slides, {', '.join(files)}")
+    versions = ", ".join(f"{name} {number}" for name, number in rows.versions.items())
+    click.echo(f"predicted by {versions}")

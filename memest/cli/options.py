@@ -20,6 +20,20 @@ from memest.plan.training_plan import PLAN_KEYS
 from memest.report.schedulers import SCHEDULERS
 from memest.units import parse_bytes
 
+Option = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Decorator that adds options to a command."""
+
+
+def together(*options: Option) -> Option:
+    """Return the options as one, in the order of `--help`."""
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
 
 class Size(click.ParamType):  # type: ignore[type-arg]
     """Type of a size in bytes, such as 24GiB."""
@@ -72,7 +86,7 @@ VALUES: dict[str, Callable[[], Iterable[str]]] = {
 _TYPES = {"int": int, "float": float, "str": str}
 
 
-def _option(row: Key) -> Any:
+def _option(row: Key) -> Option:
     """Return the option of a plan key."""
     OPTION_SECTIONS[row.name] = row.section
     if row.is_switch:
@@ -96,7 +110,18 @@ remote_code_option = click.option(
     "--trust-remote-code", is_flag=True, help="Run model code from the config's folder."
 )
 
-_PLAN_OPTIONS = [_option(row) for row in PLAN_KEYS.values() if row.flag]
+
+def models_option(text: str, **settings: Any) -> Option:
+    """Return the option of models, which may be repeated."""
+    complete = completes(VALUES["models"])
+    return click.option(
+        "--model", "models", multiple=True, help=text, shell_complete=complete, **settings
+    )
+
+
+def gpus_option(text: str) -> Option:
+    """Return the option of GPUs, which may be repeated."""
+    return click.option("--gpu", multiple=True, help=text, shell_complete=completes(VALUES["gpu"]))
 
 
 def _usable(ctx: click.Context, param: Any, value: str) -> str:
@@ -143,21 +168,15 @@ _samples = click.option("--samples", type=click.IntRange(1), help="Samples of an
 OPTION_SECTIONS |= dict.fromkeys(("train_steps", "price", "epochs", "samples"), "Time and price")
 
 
-def training_options(*, has_epochs: bool) -> Callable[[Any], Any]:
-    """Add options of the whole training, of which the simulated steps are a part."""
-    options = (_train_steps, _price) + (_epochs, _samples) * has_epochs
-
-    def add(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return add
+def training_options(*, has_epochs: bool) -> Option:
+    """Return options of the whole training, of which the simulated steps are a part."""
+    return together(_train_steps, _price, *(_epochs, _samples) * has_epochs)
 
 
-def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add every option of a plan, in the order of `--help`, and the release of torch."""
-    command = torch_option(command)
-    for option in reversed(_PLAN_OPTIONS):
-        command = option(command)
-    return command
+def plan_options_without(*names: str) -> Option:
+    """Return the options of a plan except those of `names`, and the release of torch."""
+    rows = (row for name, row in PLAN_KEYS.items() if row.flag and name not in names)
+    return together(*map(_option, rows), torch_option)
+
+
+plan_options = plan_options_without()

@@ -232,7 +232,7 @@ def write_files(
     help="Largest number of predictions of the search.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the advice to a file.")
+@click.option("-o", "--output", type=PATH, help="Write the advice to a file.")
 @click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if nothing fits.")
 @remote_code_option
 def advise(

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from memest.cli.files import check_writable, given_only, read_plans
+from memest.cli.files import check_writable, given_only, print_or_write, read_plans
 from memest.cli.group import OOM_EXIT_CODE, main
-from memest.cli.options import VALUES, completes, engine_option, jobs_option, plan_options
+from memest.cli.options import (
+    PATH,
+    VALUES,
+    completes,
+    config_option,
+    engine_option,
+    gpus_option,
+    jobs_option,
+    plan_options,
+    remote_code_option,
+    together,
+)
 from memest.cli.terminal import shown
 from memest.errors import PlanError
 from memest.plan.files import read_config
 from memest.plan.training_plan import PLAN_KEYS
-from memest.writing import write_output
 
 if TYPE_CHECKING:
     from memest.estimator.search.sweep import Grid
@@ -23,16 +33,14 @@ if TYPE_CHECKING:
 
 @main.command("max-batch")
 @plan_options
-@click.option(
-    "--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it."
-)
+@config_option
 @click.option("--max-seq-len", is_flag=True, help="Find the longest sequence, with --bs samples.")
 @click.option("--all-techniques", is_flag=True, help="Try every technique of the lab, as a table.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per GPU.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to a file.")
+@click.option("-o", "--output", type=PATH, help="Write to a file.")
 @click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if nothing fits a GPU.")
 @jobs_option
-@click.option("--trust-remote-code", is_flag=True, help="Run model code from the config's folder.")
+@remote_code_option
 def max_batch(
     config: Path | None,
     max_seq_len: bool,
@@ -83,14 +91,11 @@ def max_batch(
         nothing_fits = any(row.value is None for row in found)
         as_rows = [row.to_dict() for row in found]
         text = json_lines(as_rows) if as_json else render_largest(found)
-    if output is None:
-        click.echo(text)
-    else:
-        write_output(output, text + "\n")
+    print_or_write(text, output)
     return OOM_EXIT_CODE if check and nothing_fits else 0
 
 
-_GRID_OPTIONS = [
+grid_options = together(
     *(
         click.option(
             row.flags[0], name, help=row.sweep,
@@ -99,31 +104,18 @@ _GRID_OPTIONS = [
         for name, row in PLAN_KEYS.items()
         if row.sweep
     ),
-    click.option(
-        "--gpu", multiple=True, help="GPU to judge; a list, or repeat for more.",
-        shell_complete=completes(VALUES["gpu"]),
-    ),
+    gpus_option("GPU to judge; a list, or repeat for more."),
     click.option("--gpu-memory", help="Memory of a GPU not in the catalogue: 24GiB."),
     click.option("--vary", multiple=True, metavar="KEY=VALUES", help="Any other key of a plan."),
-    click.option(
-        "--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it."
-    ),
+    config_option,
     click.option(
         "--max-points", type=click.IntRange(1), default=1000, show_default=True,
         help="Refuse a sweep of more plans than this.",
     ),
     jobs_option,
-    click.option(
-        "--trust-remote-code", is_flag=True, help="Run model code from the config's folder."
-    ),
-]  # fmt: skip
-
-
-def grid_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of a grid of plans: those of `grid_points`, and those of the run."""
-    for option in reversed(_GRID_OPTIONS):
-        command = option(command)
-    return command
+    remote_code_option,
+)  # fmt: skip
+"""Options of a grid of plans: those of `grid_points`, and those of the run."""
 
 
 def grid_points(
@@ -152,7 +144,7 @@ def grid_points(
 @main.command("sweep")
 @grid_options
 @click.option("--json", "as_json", is_flag=True, help="JSON Lines instead of CSV.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="A .csv or .jsonl file.")
+@click.option("-o", "--output", type=PATH, help="A .csv or .jsonl file.")
 @click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if nothing fits.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted sweep, with -o.")
 @engine_option
@@ -180,16 +172,11 @@ def sweep(
     from memest.report.sweep import json_lines, to_csv
 
     points = grid_points(**flags)
-    how: dict[str, Any] = {
-        "jobs": jobs, "engine": engine, "trust_remote_code": trust_remote_code,
-    }  # fmt: skip
+    how: dict[str, Any] = {"engine": engine, "trust_remote_code": trust_remote_code}
     with shown():
-        rows = sweep_kept(points, output, is_resumed=resume, **how)
+        rows = sweep_kept(points, output, is_resumed=resume, jobs=jobs, **how)
     text = json_lines(rows) if as_json else to_csv(rows)
-    if output is None:
-        click.echo(text)
-    else:
-        write_output(output, text + "\n")
+    print_or_write(text, output)
     return OOM_EXIT_CODE if check and not any(row["verdict"] == "fits" for row in rows) else 0
 
 

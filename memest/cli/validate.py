@@ -11,7 +11,13 @@ import click
 
 from memest.cli.files import check_writable, given_only, read_plans
 from memest.cli.group import main
-from memest.cli.options import engine_option, plan_options
+from memest.cli.options import (
+    PATH,
+    config_option,
+    engine_option,
+    plan_options,
+    remote_code_option,
+)
 from memest.errors import PlanError
 from memest.plan import TrainingPlan
 from memest.plan.files import read_suite
@@ -20,11 +26,9 @@ from memest.units import GIB
 
 @main.command()
 @plan_options
-@click.option(
-    "--config", type=click.Path(path_type=Path), help="YAML of one plan; flags override it."
-)
+@config_option
 @click.option("--suite", help="lab-a100, lab-h100, or a YAML or JSON of many plans.")
-@click.option("--results", type=click.Path(path_type=Path), help="JSON Lines to append to.")
+@click.option("--results", type=PATH, help="JSON Lines to append to.")
 @click.option("--resume", is_flag=True, help="Skip experiments that are in the results.")
 @click.option(
     "--timeout",
@@ -35,19 +39,15 @@ from memest.units import GIB
 @click.option(
     "--weights", type=click.Choice(["random", "pretrained"]), default="random", help="Weights."
 )
-@click.option(
-    "--data", type=click.Path(path_type=Path), help="`datasets` folder with image and text columns."
-)
-@click.option(
-    "--snapshots", type=click.Path(path_type=Path), help="Folder for recordings of the allocator."
-)
+@click.option("--data", type=PATH, help="`datasets` folder with image and text columns.")
+@click.option("--snapshots", type=PATH, help="Folder for recordings of the allocator.")
 @click.option(
     "--pace",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Measure times of kernels and host instead, into this JSON file: one minute.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per experiment on stdout.")
-@click.option("--trust-remote-code", is_flag=True, help="Run model code from the config's folder.")
+@remote_code_option
 @click.option("--workers", type=click.IntRange(1), help="Experiments at a time; one per GPU.")
 @engine_option
 def validate(

@@ -34,23 +34,13 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "Picture": "memest.plots.saving",
-    "gpu_label": "memest.plots.style",
-    "parse_formats": "memest.plots.saving",
-    "plot_fits": "memest.plots.heatmap",
-    "plot_fragmentation": "memest.plots.fragmentation",
-    "plot_ladder": "memest.plots.ladder",
-    "plot_largest_batch": "memest.plots.heatmap",
-    "plot_phases": "memest.plots.phases",
-    "plot_scaling": "memest.plots.scaling",
-    "plot_scaling_bars": "memest.plots.scaling",
-    "plot_scatter": "memest.plots.scatter",
-    "plot_timeline": "memest.plots.timeline",
-    "plot_trade_off": "memest.plots.trade_off",
-    "retitle": "memest.plots.style",
-    "save": "memest.plots.saving",
-    "svg_text": "memest.plots.saving",
-}
+    "Picture": "saving", "gpu_label": "style", "parse_formats": "saving", "plot_fits": "heatmap",
+    "plot_fragmentation": "fragmentation", "plot_ladder": "ladder", "plot_largest_batch": "heatmap",
+    "plot_phases": "phases", "plot_scaling": "scaling", "plot_scaling_bars": "scaling",
+    "plot_scatter": "scatter", "plot_timeline": "timeline", "plot_trade_off": "trade_off",
+    "retitle": "style", "save": "saving", "svg_text": "saving",
+}  # fmt: skip
+"""Module of each name."""
 
 
 def __getattr__(name: str) -> Any:
@@ -60,4 +50,4 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module `memest.plots` has no attribute `{name}`")
     require("matplotlib")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(f"memest.plots.{_HOMES[name]}"), name)

@@ -49,16 +49,7 @@ def save(
         for name, target in zip(wanted, targets, strict=True):
             beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
             written[beside] = target
-            with plain_matplotlib(_SETTINGS):
-                figure.savefig(
-                    beside,
-                    format=name,
-                    dpi=PNG_DPI,
-                    metadata=_METADATA[name],
-                    facecolor=figure.get_facecolor(),
-                )
-            if name == "svg":
-                beside.write_text(_with_fallback_fonts(beside.read_text("utf-8")), "utf-8")
+            beside.write_bytes(_rendered(figure, name))
         for beside, target in written.items():
             beside.replace(target)
     except OSError as error:
@@ -83,18 +74,19 @@ def parse_formats(text: str) -> list[str]:
 
 def svg_text(figure: Figure) -> str:
     """`figure` as the text of an SVG file, to put into a page."""
-    buffer = io.StringIO()
-    with plain_matplotlib(_SETTINGS):
-        figure.savefig(
-            buffer, format="svg", metadata=_METADATA["svg"], facecolor=figure.get_facecolor()
-        )
-    text = _with_fallback_fonts(buffer.getvalue())
+    text = _rendered(figure, "svg").decode()
     return text[text.index("<svg") :]
 
 
-def _with_fallback_fonts(svg: str) -> str:
-    """`svg` with fonts as wide as DejaVu Sans for viewers that lack it."""
-    return svg.replace(f"'{FONT}'", f"'{FONT}', Verdana, sans-serif")
+def _rendered(figure: Figure, name: str) -> bytes:
+    """The file of a format; an SVG with fonts as wide as DejaVu Sans for viewers that lack it."""
+    buffer, color = io.BytesIO(), figure.get_facecolor()
+    with plain_matplotlib(_SETTINGS):
+        figure.savefig(buffer, format=name, dpi=PNG_DPI, metadata=_METADATA[name], facecolor=color)
+    content = buffer.getvalue()
+    if name == "svg":
+        content = content.replace(f"'{FONT}'".encode(), f"'{FONT}', Verdana, sans-serif".encode())
+    return content
 
 
 class Picture:
