@@ -33,7 +33,6 @@ class Kept:
 
     def __init__(self, target: Path, *, is_resumed: bool) -> None:
         self.path = target.with_name(f".{target.name}.partial.jsonl")
-        self.target = target
         self.known: dict[str, Any] = {}
         found = self._read()
         if is_resumed:

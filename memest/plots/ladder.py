@@ -63,7 +63,7 @@ def peak_parts(report: Prediction | Measurement) -> dict[str, int]:
     around = _around_peak(report)
     left, parts = report.peak_allocated_bytes, {}
     for kind in KINDS[:4]:
-        parts[kind] = min(left, max((getattr(r, f"{kind}_bytes") for r in around), default=0))
+        parts[kind] = min(left, max((row.kinds[kind] for row in around), default=0))
         left -= parts[kind]
     if len(around) == 1 and around[0].phase is Phase.BEFORE_FORWARD:
         return parts | {"activations": parts["activations"] + left, "rest": 0}

@@ -163,8 +163,8 @@ def _draw_column(
     is_inside = peak < limit and (limit - peak) * panel.per_y < _NUMBER_INCHES
     free = peak - (_NUMBER_INCHES / panel.per_y if is_inside else 0.0)
     base = 0.0
-    for kind in STACK:
-        height = max(0, getattr(row, f"{kind}_bytes")) / GIB
+    for kind, num_bytes in row.kinds.items():
+        height = max(0, num_bytes) / GIB
         color = theme.kinds[kind]
         axes.bar(
             x, height, width, base, color=color, edgecolor=theme.background, linewidth=1.0,

@@ -102,12 +102,6 @@ def _when_and_where(report: Prediction | RunReport, verdict: Verdict) -> str:
     return f"{when} at {places[-1]}" if places else when
 
 
-def why_line(step: int, phase: str, kinds: Iterable[tuple[str, int]], *, is_oom: bool) -> str:
-    """Return the contents of the peak and its moment, without the names of operators."""
-    lead = "runs out" if is_oom else "the peak is"
-    return f"{lead} {moment(step, phase)}: {shares(kinds)}"
-
-
 def moment(step: int, phase: str) -> str:
     """Moment in plain words.
 
@@ -160,7 +154,8 @@ def answer(
     first = verdict_line(verdict, report.gpu, colour=colour, so_far=report.is_cut_short)
     if is_oom and report.is_script:  # later requests of the script are unknown
         first = _refusal_line(verdict, report.gpu, colour=colour)
-    lines = [first, why_line(peak.step, peak.phase, kinds, is_oom=is_oom and not report.is_script)]
+    lead = "runs out" if is_oom and not report.is_script else "the peak is"
+    lines = [first, f"{lead} {moment(peak.step, peak.phase)}: {shares(kinds)}"]
     lines += [] if report.is_script else _others(report)
     if verdict.decides:
         lines.append(f"what decides: {verdict.decides}")

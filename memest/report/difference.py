@@ -129,11 +129,8 @@ class Difference:
     @property
     def peaks(self) -> dict[str, tuple[int, int]]:
         """Peaks before and after, by name."""
-        old, new = self.before, self.after
-        return {
-            "allocated": (old.peak_allocated_bytes, new.peak_allocated_bytes),
-            "reserved": (old.peak_reserved_bytes, new.peak_reserved_bytes),
-        }
+        old, new = self.before.levels, self.after.levels
+        return {name: (old[name], new[name]) for name in ("allocated", "reserved")}
 
     @property
     def has_grown(self) -> bool:

@@ -154,7 +154,11 @@ class Lecture:
             *(_part_note(kind, pair, before, after) for kind, pair in parts.items() if any(pair)),
             f"Need: {_gib(before.needs_bytes)} GiB before, {_gib(after.needs_bytes)} GiB after:"
             f" {step.added_bytes / GIB:+.2f} GiB. {self._against_limit(after)}",
-            *(self._cut_note(row) for row in (before, after) if row.is_cut),
+            *(
+                f"{row.plan.label} ends out of memory; its parts are those of that moment."
+                for row in (before, after)
+                if row.is_cut
+            ),
             f"Try it: {predict_command(replace(after.plan, gpu=(self.gpu,), name=''))}",
         ]
         return Slide(
@@ -186,9 +190,6 @@ class Lecture:
         words = f"{_gib(abs(margin))} GiB {'to spare' if margin >= 0 else 'too much'}"
         return f"{self.gpu} has {_gib(self.limit_bytes)} GiB usable: {words}, {row.word}."
 
-    def _cut_note(self, row: Row) -> str:
-        return f"{row.plan.label} ends out of memory; its parts are those of that moment."
-
     def _notes(self, lines: Sequence[str]) -> tuple[str, ...]:
         versions = ", ".join(f"{name} {number}" for name, number in self.rows.versions.items())
         return (*lines, f"Predicted, not measured; computed by {versions}.")
@@ -202,7 +203,12 @@ class Lecture:
         return self._chart(labels, [row.parts for row in rows])
 
     def _chart(
-        self, labels: tuple[str, ...], columns: Sequence[Mapping[str, int]], **looks: bool
+        self,
+        labels: tuple[str, ...],
+        columns: Sequence[Mapping[str, int]],
+        *,
+        is_upright: bool = False,
+        has_legend: bool = True,
     ) -> Chart:
         kinds = dict.fromkeys(kind for column in columns for kind in column)
         series = tuple(
@@ -212,12 +218,12 @@ class Lecture:
         )
         limit = self.limit_bytes / GIB
         return Chart(
-            is_upright=looks.get("is_upright", False),
+            is_upright=is_upright,
             categories=labels,
             series=series,
             limit=limit,
             limit_name=f"{self.gpu}: {limit:.1f} GiB",
-            has_legend=looks.get("has_legend", True),
+            has_legend=has_legend,
         )
 
     def _overview(self) -> Slide:
@@ -319,7 +325,7 @@ class Lecture:
         columns.append({"": 0, "need": last.needs_bytes})
         labels.append(f"{last.plan.label}\n{_gib(last.needs_bytes)} GiB")
         saved = first.needs_bytes - last.needs_bytes
-        count = f"{len(chain)} changes" if len(chain) > 1 else "One change"
+        lead = f"{len(chain)} changes save" if len(chain) > 1 else "One change saves"
         notes = [
             f"{_gib(first.needs_bytes)} GiB"
             + "".join(f" {step.added_bytes / GIB:+.2f}" for step in chain)
@@ -328,9 +334,7 @@ class Lecture:
             self._against_limit(last),
         ]
         return Slide(
-            title=f"{count} save {_round(saved)} GiB: {self.model(last.plan)} fits"
-            if len(chain) > 1
-            else f"{count} saves {_round(saved)} GiB: {self.model(last.plan)} fits",
+            title=f"{lead} {_round(saved)} GiB: {self.model(last.plan)} fits",
             subtitle=f"From {first.plan.label}, which does not fit, to {last.plan.label}",
             notes=self._notes(notes),
             chart=self._chart(tuple(labels), columns, is_upright=True, has_legend=False),
@@ -401,13 +405,8 @@ def _micro_batches(plan: TrainingPlan) -> str:
 
 def _held(moment: PhaseRow) -> dict[str, int]:
     """Return the bytes at a probe by kind, and the highest level since the probe before."""
-    return {
-        "params": moment.params_bytes,
-        "grads": moment.grads_bytes,
-        "optimizer": moment.optimizer_bytes,
-        "activations": moment.activations_bytes,
-        "between": max(0, moment.peak_allocated_bytes - moment.allocated_bytes),
-    }
+    between = max(0, moment.peak_allocated_bytes - moment.allocated_bytes)
+    return {**moment.kinds, "between": between}
 
 
 def _part_note(kind: str, pair: tuple[int, int], before: Row, after: Row) -> str:

@@ -77,7 +77,6 @@ class Rows:
     explorer: Mapping[str, Any]
     """Data of the explorer's page."""
 
-    is_stored: bool
     failed: Mapping[str, str]
     """Plans that could not be predicted, and the reasons."""
 
@@ -92,7 +91,7 @@ def stored_rows(path: Path) -> Rows | None:
     if [row.plan for row in rows] != read_suite(path, {}):
         return None  # the suite has changed
     names = ("versions", "limits", "explorer", "failed")
-    return Rows(name=path.stem, rows=rows, is_stored=True, **{n: values[n] for n in names})
+    return Rows(name=path.stem, rows=rows, **{n: values[n] for n in names})
 
 
 def store_rows(rows: Rows, path: Path) -> None:
@@ -154,7 +153,6 @@ def predicted_rows(path: Path, gpus: Sequence[str], jobs: int | None) -> Rows:
         versions=predicted[0][1].versions,
         limits=limits,
         explorer=explorer_data(points, limits, tokens=tokens, presets=plans),
-        is_stored=False,
         failed={plan.label: str(error) for plan, error in failed},
     )
 

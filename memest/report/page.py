@@ -135,7 +135,7 @@ def fragment(report: Prediction | RunReport) -> str:
     for term, (kind, _, _, why), size in zip(report.terms, term_cells(report), sizes, strict=True):
         held.append([kind, size, term.arithmetic if isinstance(term, Term) else why])
     for name in ("allocated", "reserved"):
-        held.append([f"peak {name}", _gib(getattr(report, f"peak_{name}_bytes")), ""])
+        held.append([f"peak {name}", _gib(report.levels[name]), ""])
     verdicts = [["GPU", "verdict", "needs, GiB", "margin, GiB"]]
     verdicts += [
         [name, v.word, _gib(v.needs_bytes), f"{v.margin_bytes / GIB:+.2f}"]
@@ -196,10 +196,9 @@ def _suite_rows(reports: Sequence[Prediction]) -> list[list[str]]:
     gpus = list(dict.fromkeys(name for r in reports for name in r.verdicts))
     rows = [["experiment", *gpus, "allocated", "reserved", "process"]]
     for report in reports:
-        sizes = (report.peak_allocated_bytes, report.peak_reserved_bytes, report.process_bytes)
         found = report.verdicts
         verdicts = (found[name].word if name in found else "" for name in gpus)
-        rows.append([report.name, *verdicts, *map(_gib, sizes)])
+        rows.append([report.name, *verdicts, *map(_gib, report.levels.values())])
     return rows
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
@@ -91,6 +91,16 @@ class PhaseRow:
     """The highest since the row before."""
 
     reserved_bytes: int
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Bytes of the four kinds, which add up to the allocated bytes."""
+        return {
+            "params": self.params_bytes,
+            "grads": self.grads_bytes,
+            "optimizer": self.optimizer_bytes,
+            "activations": self.activations_bytes,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -268,7 +278,25 @@ def _hints(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-class JsonReport:
+class Levels:
+    """Peaks of a run."""
+
+    __slots__ = ()
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    process_bytes: int
+
+    @property
+    def levels(self) -> dict[str, int]:
+        """Bytes of the three peaks by name."""
+        return {
+            "allocated": self.peak_allocated_bytes,
+            "reserved": self.peak_reserved_bytes,
+            "process": self.process_bytes,
+        }
+
+
+class JsonReport(Levels):
     """Report that is a line of JSON."""
 
     kind: ClassVar[str] = ""
@@ -552,7 +580,7 @@ class Guess:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankRow:
+class RankRow(Levels):
     """One rank of a script on several GPUs."""
 
     rank: int
@@ -681,10 +709,7 @@ def read_measurements(path: Path) -> list[Measurement]:
     Raises:
         PlanError: the file cannot be read, is cut short, or holds something else.
     """
-    return list(_measurements(path))
-
-
-def _measurements(path: Path) -> Iterator[Measurement]:
+    found = []
     lines = read_limited(path, MAX_RESULTS_BYTES, what="measured reports").splitlines()
     if not any(line.strip() for line in lines):
         raise PlanError(f"`{path}` is empty", hint="name a file of measured reports")
@@ -698,10 +723,10 @@ def _measurements(path: Path) -> Iterator[Measurement]:
             raise PlanError(
                 f"{where} is no JSON: cut short?", hint="remove the line, or run it again"
             ) from error
-        if not isinstance(values, dict) or values.get("schema") != SCHEMA:
-            found = values.get("schema") if isinstance(values, dict) else None
+        schema = values.get("schema") if isinstance(values, dict) else None
+        if schema != SCHEMA:
             raise PlanError(
-                f"{where} has the schema `{found}`, not `{SCHEMA}`",
+                f"{where} has the schema `{schema}`, not `{SCHEMA}`",
                 hint="name a results file of memest",
             )
         if values.get("kind") != Measurement.kind:
@@ -710,11 +735,13 @@ def _measurements(path: Path) -> Iterator[Measurement]:
                 hint="name a results file of `memest validate`",
             )
         try:
-            yield Measurement.from_dict(values | {"plan": _plan_as_run(values["plan"])})
+            plan = _plan_as_run(values["plan"])
+            found.append(Measurement.from_dict(values | {"plan": plan}))
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(
                 f"{where} is not a whole report: {error}", hint="run the experiment again"
             ) from error
+    return found
 
 
 def _plan_as_run(plan: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from memest.report.records import (
     Interval,
     Outcome,
     Phase,
-    PhaseRow,
     Prediction,
     RunReport,
     Term,
@@ -112,9 +111,7 @@ def render_suite(predictions: Sequence[Prediction]) -> str:
     rows = [
         [
             p.name,
-            format_gib(p.peak_allocated_bytes),
-            format_gib(p.peak_reserved_bytes),
-            format_gib(p.process_bytes),
+            *map(format_gib, p.levels.values()),
             *(p.verdicts[g].word if g in p.verdicts else "" for g in gpus),
         ]
         for p in predictions
@@ -275,7 +272,10 @@ def phase_rows(prediction: Prediction) -> list[list[str]]:
     for row in prediction.phases:
         if row.step <= 1 and row.micro_batch in (0, last):
             step = step_name(row.step, row.micro_batch if last else None)
-            rows.append([f"{step} {_PHASES[row.phase]}", *_phase_figures(row)])
+            levels = (row.allocated_bytes, row.peak_allocated_bytes, row.reserved_bytes)
+            kinds = gib_that_add_up(list(row.kinds.values()))
+            figures = (f"{level / GIB:.2f}" for level in levels)
+            rows.append([f"{step} {_PHASES[row.phase]}", *kinds, *figures])
     return rows
 
 
@@ -286,13 +286,6 @@ _PHASES = {
     Phase.AFTER_OPTIMIZER_STEP: "after step",
     Phase.AFTER_VALIDATION: "after validation",
 }
-
-
-def _phase_figures(row: PhaseRow) -> list[str]:
-    """GiB of the four kinds, which add up to what is allocated; allocated, peak and reserved."""
-    kinds = row.params_bytes, row.grads_bytes, row.optimizer_bytes, row.activations_bytes
-    levels = row.allocated_bytes, row.peak_allocated_bytes, row.reserved_bytes
-    return [*gib_that_add_up(kinds), *(f"{level / GIB:.2f}" for level in levels)]
 
 
 def step_name(step: int, micro_batch: int | None) -> str:
@@ -327,12 +320,7 @@ def rank_rows(report: Prediction | RunReport) -> list[list[str]]:
     """A table of the ranks that were run in GiB, with a head."""
     rows = [["by rank, GiB", "allocated", "reserved", "process", "steps", ""]]
     for row in report.ranks:
-        sizes = {
-            "allocated": row.peak_allocated_bytes,
-            "reserved": row.peak_reserved_bytes,
-            "process": row.process_bytes,
-        }
-        cells = [_between(size, row.intervals.get(name)) for name, size in sizes.items()]
+        cells = [_between(size, row.intervals.get(name)) for name, size in row.levels.items()]
         rows.append([f"rank {row.rank}", *cells, str(row.num_steps), _ENDINGS[row.ending]])
     return rows
 

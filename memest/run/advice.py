@@ -19,8 +19,8 @@ EIGHT_BIT_SHARE = 0.74
 256 elements (`bitsandbytes/optim/optimizer.py`: blocks of 256, one float32 `absmax` each).
 """
 
-MOST_PARTS = 64
-"""Most parts into which a micro-batch is cut."""
+PARTS = (2, 4, 8, 16, 32, 64)
+"""Numbers of parts into which a micro-batch is cut."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +76,7 @@ def _all(report: RunReport, over: int) -> Iterator[Suggestion]:
             alloc_conf=EXPANDABLE,
         )
     grows = held.get("activations", 0) + held.get("batch", 0) + (0 if in_step else temporaries)
-    parts = next((n for n in _powers_of_two() if grows - grows // n >= over), 0)
+    parts = next((n for n in PARTS if grows - grows // n >= over), 0)
     if parts:
         yield Suggestion(
             title=f"1/{parts} of the micro-batch, and {parts} times the accumulation",
@@ -100,13 +100,6 @@ def _all(report: RunReport, over: int) -> Iterator[Suggestion]:
         price="fewer parameters trained",
         saved_bytes=trained,
     )
-
-
-def _powers_of_two() -> Iterator[int]:
-    number = 2
-    while number <= MOST_PARTS:
-        yield number
-        number *= 2
 
 
 def render_suggestions(found: Sequence[Suggestion]) -> list[str]:

@@ -22,6 +22,7 @@ from memest.errors import PlanError, UnsupportedError, closest, shown
 from memest.estimator.torch_api.files.checkpoints import Placeholder
 from memest.models_meta.build import build_model
 from memest.models_meta.registry import ModelConfig, find_entry, quiet_transformers, resolve_config
+from memest.run.target import INSTALLED_BY
 
 MARKER = "STAND-IN.md"
 """File that a dummy checkpoint has and a real one does not."""
@@ -246,11 +247,6 @@ def _fast_tokenizer(
     return made
 
 
-INSTALL_LITGPT = "`pip install 'memest-gpu[litgpt]'`, then `pip install --no-deps litgpt==0.5.13`"
-"""Install commands. Two steps, since LitGPT requires a huggingface_hub that is too old for
-transformers 5.
-"""
-
 LITGPT_DTYPE = torch.bfloat16
 """Dtype of a model that memest does not bundle; a bundled config has its checkpoint's dtype."""
 
@@ -280,7 +276,7 @@ def litgpt_model(name: str) -> DummyModel:
     if find_spec("litgpt") is None:
         raise UnsupportedError(
             "LitGPT is not installed, and its checkpoints are made of its own model",
-            hint=INSTALL_LITGPT,
+            hint=INSTALLED_BY["litgpt"],
         )
     entry = find_entry(name)
     known = resolve_config(name) if entry is not None else None

@@ -77,11 +77,16 @@ def environment(ranks: Ranks) -> dict[str, str]:
 
 def run_rank(ranks: Ranks, run: Callable[[Ranks], Ran], *, is_silent: bool = False) -> Ran:
     """`run` in a child process, with the environment of the rank; its peers are not run."""
-    return _run(ranks, run, is_silent=is_silent, with_peers=False)[0][1]
+    return run_with_peers(ranks, run, is_silent=is_silent, has_peers=False)[0][1]
 
 
 def run_with_peers(
-    ranks: Ranks, run: Callable[[Ranks], Ran], *, done: Collection[int] = ()
+    first: Ranks,
+    run: Callable[[Ranks], Ran],
+    *,
+    done: Collection[int] = (),
+    is_silent: bool = False,
+    has_peers: bool = True,
 ) -> list[tuple[Ranks, Ran]]:
     """Run a rank, and at the same time all ranks that it exchanges messages with; by rank.
 
@@ -91,29 +96,20 @@ def run_with_peers(
         MemestError: a process ended without a result.
         UnsupportedError: more than `MAX_TOGETHER` ranks wait for each other.
     """
-    return _run(ranks, run, is_silent=False, with_peers=True, done=done)
-
-
-def _run(
-    first: Ranks,
-    run: Callable[[Ranks], Ran],
-    *,
-    is_silent: bool,
-    with_peers: bool,
-    done: Collection[int] = (),
-) -> list[tuple[Ranks, Ran]]:
     pending = [first]
     running: dict[Child, Ranks] = {}
     known = {first.rank, *done}
     results: list[tuple[Ranks, Ran]] = []
     try:
         while pending or running:
-            running |= {_start(ranks, run, is_silent): ranks for ranks in pending}
+            running |= {
+                ask(partial(_run_as, ranks, run), is_silent=is_silent): ranks for ranks in pending
+            }
             for child in wait_any(running, POLL_SECONDS):
                 ranks = running.pop(child)
                 results.append((ranks, _result(ranks, child)))
             pending = []
-            if with_peers:
+            if has_peers:
                 wanted = first.mailbox.wanted() - known
                 known |= wanted
                 pending = [replace(first, rank=rank) for rank in sorted(wanted)]
@@ -126,10 +122,6 @@ def _run(
         for child in running:
             child.kill()
     return sorted(results, key=lambda pair: pair[0].rank)
-
-
-def _start(ranks: Ranks, run: Callable[[Ranks], Ran], is_silent: bool) -> Child:
-    return ask(partial(_run_as, ranks, run), is_silent=is_silent)
 
 
 def _run_as(ranks: Ranks, run: Callable[[Ranks], Ran]) -> Ran:
@@ -170,9 +162,10 @@ def together(reports: Sequence[tuple[Ranks, RunReport]]) -> RunReport:
     worst_of, worst = max(reports, key=need)
     rows = tuple(rows_of(reports))
     size = worst_of.world_size
+    others = [f"rank {ranks.rank}" for ranks, _ in reports if ranks.rank != worst_of.rank]
     note = (
         f"the figures are those of rank {worst_of.rank} of {size}; also run: "
-        f"{_listed(reports, worst_of)}; collectives gave each rank what it would get if all ranks"
+        f"{', '.join(others) or 'none'}; collectives gave each rank what it would get if all ranks"
         " had the same values"
     )
     every = [report.intervals for _, report in reports if report.intervals]
@@ -194,11 +187,6 @@ def together(reports: Sequence[tuple[Ranks, RunReport]]) -> RunReport:
         worst, rank=worst_of.rank, ranks=rows, intervals=intervals, notes=(note, *worst.notes),
         verdicts=verdicts,
     )  # fmt: skip
-
-
-def _listed(reports: Sequence[tuple[Ranks, RunReport]], worst: Ranks) -> str:
-    others = [f"rank {ranks.rank}" for ranks, _ in reports if ranks.rank != worst.rank]
-    return ", ".join(others) or "none"
 
 
 def rows_of(reports: Sequence[tuple[Ranks, RunReport]]) -> Iterator[RankRow]:
