@@ -224,11 +224,7 @@ def phases(config: Path | None, suite: Path | None, pictures: Pictures, **flags:
 @click.option("--step", type=click.IntRange(1), help="Of the run; by default that of the peak.")
 @chart_options
 def timeline(
-    config: Path | None,
-    suite: Path | None,
-    step: int | None,
-    pictures: Pictures,
-    **flags: Any,
+    config: Path | None, suite: Path | None, step: int | None, pictures: Pictures, **flags: Any
 ) -> None:
     """Draw memory over the events of one step, by kind.
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -72,26 +71,6 @@ class Kept:
         self._is_new = False
         self.known[plan_key(plan)] = result
 
-    @contextmanager
-    def growing(self, results_of: Callable[[Event], Mapping[TrainingPlan, Any]]) -> Iterator[None]:
-        """Write every result as it comes; on an interrupt, print how many are stored."""
-
-        def keep(event: Event) -> None:
-            if event.is_done:
-                for plan, result in results_of(event).items():
-                    self.add(plan, result)
-
-        try:
-            with watched(keep):
-                yield
-        except KeyboardInterrupt:
-            if self.known:
-                click.echo(
-                    f"\n{len(self.known)} results are kept in {self.path}; `--resume` goes on",
-                    err=True,
-                )
-            raise
-
     def complete(
         self,
         plans: Sequence[TrainingPlan],
@@ -99,11 +78,26 @@ class Kept:
         results_of: Callable[[Event], Mapping[TrainingPlan, Any]],
         run: Callable[[dict[TrainingPlan, T]], R],
     ) -> R:
-        """Call `run` with the stored results of `plans`, store new ones, and delete the file."""
+        """Call `run` with the stored results of `plans`, and store new ones as they come.
+
+        The file is deleted at the end. On an interrupt, the number of stored results is printed.
+        """
+
+        def keep(event: Event) -> None:
+            if event.is_done:
+                for plan, result in results_of(event).items():
+                    self.add(plan, result)
+
         keys = {plan: plan_key(plan) for plan in plans}
         known = {p: read(p, self.known[key]) for p, key in keys.items() if key in self.known}
-        with self.growing(results_of):
-            made = run(known)
+        try:
+            with watched(keep):
+                made = run(known)
+        except KeyboardInterrupt:
+            if self.known:
+                stored = f"{len(self.known)} results are kept in {self.path}"
+                click.echo(f"\n{stored}; `--resume` goes on", err=True)
+            raise
         self.path.unlink(missing_ok=True)
         return made
 
@@ -146,11 +140,7 @@ def predict_kept(
 
 
 def sweep_kept(
-    grid: Grid,
-    target: Path | None,
-    *,
-    is_resumed: bool,
-    **how: Any,
+    grid: Grid, target: Path | None, *, is_resumed: bool, **how: Any
 ) -> list[dict[str, Any]]:
     """Run `sweep_grid(**how)`, storing results next to `target`, if the command writes one."""
     from memest.estimator.search.sweep import SweepPoint, sweep_grid

@@ -11,13 +11,7 @@ import click
 
 from memest.cli.files import check_writable, given_only, read_plans
 from memest.cli.group import main
-from memest.cli.options import (
-    PATH,
-    config_option,
-    engine_option,
-    plan_options,
-    remote_code_option,
-)
+from memest.cli.options import PATH, config_option, engine_option, plan_options, remote_code_option
 from memest.errors import PlanError
 from memest.plan import TrainingPlan
 from memest.plan.files import read_suite

@@ -255,7 +255,6 @@ def _wrapped(text: str, inches: float) -> list[str]:
     if text_width(text, TICK) <= inches or len(words) < 2:
         return [text]
     middle = min(
-        range(1, len(words)),
-        key=lambda n: max(len(" ".join(words[:n])), len(" ".join(words[n:]))),
+        range(1, len(words)), key=lambda n: max(len(" ".join(words[:n])), len(" ".join(words[n:])))
     )
     return [" ".join(words[:middle]), " ".join(words[middle:])]

@@ -151,11 +151,7 @@ def _draw_areas(panel: Panel, columns: Sequence[int], areas: Mapping[str, Sequen
 
 
 def _room_for(
-    panel: Panel,
-    text: str,
-    columns: Sequence[int],
-    lower: Sequence[float],
-    upper: Sequence[float],
+    panel: Panel, text: str, columns: Sequence[int], lower: Sequence[float], upper: Sequence[float]
 ) -> tuple[float, float] | None:
     """Return the middle of the tallest place of an area that `text` fits into, or None."""
     wide = (text_width(text, VALUE) + 0.2) / panel.per_x

@@ -11,14 +11,7 @@ from typing import Any
 from memest.errors import PlanError
 from memest.plan.reading import read_limited
 from memest.report.answer import summary_line
-from memest.report.records import (
-    MAX_RESULTS_BYTES,
-    SCHEMA,
-    HeldRow,
-    Prediction,
-    RunReport,
-    Term,
-)
+from memest.report.records import MAX_RESULTS_BYTES, SCHEMA, HeldRow, Prediction, RunReport, Term
 from memest.units import format_bytes
 
 MAX_ROWS = 8

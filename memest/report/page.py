@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memest.report.answer import answer, people
@@ -29,77 +30,7 @@ from memest.units import GIB, format_gib, gib_that_add_up
 if TYPE_CHECKING:
     from memest.estimator.replay.recording import Recording
 
-_STYLE = """
-:root { color-scheme: light dark; --ink: #111; --muted: #555; --line: #d0d0d0; --page: #fff;
-  --box: #f5f6f7; --rest: #3c3c3c; --on-rest: #fff; }
-@media (prefers-color-scheme: dark) { :root { --ink: #f5f5f5; --muted: #b4b9be; --line: #3a3f45;
-  --page: #111417; --box: #1c2126; --rest: #f2f2f2; --on-rest: #000; } }
-* { box-sizing: border-box; print-color-adjust: exact; -webkit-print-color-adjust: exact; }
-body { margin: 0 auto; padding: 1rem; max-width: 76rem; background: var(--page); color: var(--ink);
-  font: 1rem/1.45 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
-h1 { font-size: 1.6rem; line-height: 1.2; margin: .3rem 0; overflow-wrap: anywhere; }
-h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; break-after: avoid; }
-p, ul { margin: .4rem 0; overflow-wrap: anywhere; } .muted { color: var(--muted); }
-.answer { font-size: 1.25rem; font-weight: 700; }
-.boxes { display: grid; grid-template-columns: repeat(auto-fit, minmax(15rem, 1fr)); gap: .7rem; }
-.box { background: var(--box); border-radius: .5rem; padding: .7rem .9rem;
-  overflow-wrap: anywhere; min-width: 0; }
-.box b { font-size: 1.15rem; } .OOM b.verdict::before { content: "\\2715\\00a0"; }
-.fits b.verdict::before { content: "\\2713\\00a0"; }
-.may b.verdict::before { content: "?\\00a0"; }
-.tight b.verdict::before { content: "!\\00a0"; }
-.tight b.verdict, td.tight { background: #8e44ad; color: #fff; }
-.may b.verdict, td.may { background: #7a5c00; color: #fff; }
-.meter { height: .7rem; border: 1px solid var(--ink); border-radius: .2rem; margin: .4rem 0;
-  overflow: hidden; }
-.meter i { display: block; height: 100%; background: var(--ink); }
-.OOM .meter i { background:
-  repeating-linear-gradient(45deg, var(--ink) 0 4px, transparent 4px 8px); }
-.stack { display: flex; height: 2.6rem; border-radius: .3rem; overflow: hidden; margin: .5rem 0; }
-.stack i { display: flex; align-items: center; justify-content: center; font-style: normal;
-  overflow: hidden; white-space: nowrap; min-width: 1px; border-right: 1px solid var(--page); }
-.params { background: #0072b2; color: #fff; } .grads { background: #d55e00; color: #000; }
-.optimizer { background: #56b4e9; color: #000; } .activations { background: #f0e442; color: #000; }
-.buckets { background: #e69f00; color: #000; } .gathered { background: #009e73; color: #000; }
-.rest { background: var(--rest); color: var(--on-rest); }
-.keys { display: flex; flex-wrap: wrap; gap: .3rem 1rem; padding: 0; list-style: none; }
-.keys i { display: inline-block; width: .9rem; height: .9rem; border-radius: .15rem;
-  margin-right: .35rem; vertical-align: -.1rem; }
-.wide { overflow-x: auto; } table { border-collapse: separate; border-spacing: 0; width: 100%; }
-th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid var(--line);
-  white-space: nowrap; font-variant-numeric: tabular-nums; }
-th { color: var(--muted); font-weight: 600; } td.text, th.text { text-align: left; }
-th.note { text-align: left; } td.note { text-align: left; white-space: normal; min-width: 14rem; }
-td.text:first-child, th.text:first-child { position: sticky; left: 0; background: var(--page); }
-@media (max-width: 40rem) { td.text:first-child { white-space: normal; min-width: 8rem; } }
-td.bad { font-weight: 700; background: var(--ink); color: var(--page); }
-.wide { background: linear-gradient(to right, var(--page) 30%, transparent),
-  linear-gradient(to left, var(--page) 30%, transparent) 100% 0,
-  linear-gradient(to right, var(--muted), transparent),
-  linear-gradient(to left, var(--muted), transparent) 100% 0;
-  background-repeat: no-repeat; background-size: 2.5rem 100%, 2.5rem 100%, .8rem 100%, .8rem 100%;
-  background-attachment: local, local, scroll, scroll; }
-.wide .cue { display: none; position: sticky; left: 0; }
-@media (max-width: 46rem) { .chart .cue { display: block; color: var(--muted); }
-  table.noted tr { display: grid; grid-template-columns: 1fr 6rem 5rem;
-    border-bottom: 1px solid var(--line); }
-  table.noted th, table.noted td { border-bottom: 0; }
-  table.noted .note { grid-column: 1 / -1; min-width: 0; color: var(--muted); padding-top: 0; }
-  table.noted th.note { display: none; } }
-.chart img { display: block; width: 100%; min-width: 46rem; height: auto; border-radius: .4rem; }
-button, select { font: inherit; color: inherit; background: var(--box); cursor: pointer;
-  border: 1px solid var(--line); border-radius: .3rem; padding: .25rem .6rem; }
-th button { border: 0; padding: 0; background: none; font-weight: 600; white-space: nowrap; }
-th button:focus-visible { outline: 3px solid var(--ink); outline-offset: 1px; }
-th[aria-sort=ascending] button::after { content: " \\2191"; }
-th[aria-sort=descending] button::after { content: " \\2193"; }
-.grew { position: relative; width: 9rem; height: 1rem; border-left: 1px solid var(--line);
-  background: linear-gradient(var(--ink), var(--ink)) 50% 0 / 1px 100% no-repeat; }
-.grew i { position: absolute; top: .15rem; bottom: .15rem; background: #d55e00; }
-.grew i.less { background: #0072b2; }
-details { border-bottom: 1px solid var(--line); padding: .5rem 0; }
-summary { cursor: pointer; font-weight: 600; overflow-wrap: anywhere; }
-"""
+_STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 
 _OWN_COLOUR = ("params", "grads", "optimizer", "activations", "buckets", "gathered")
 """Kinds with a color in the page's style."""
@@ -167,7 +98,7 @@ def page(title: str, body: str) -> str:
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY.format(script_source())}">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n"
+        f"<title>{escape(title)}</title><style>\n{_STYLE}</style></head>\n"
         f"<body>\n{body}\n<script>{SCRIPT}</script></body></html>\n"
     )
 

@@ -7,15 +7,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from memest.report.answer import (
-    BAD,
-    COLOURS,
-    DIM,
-    answer,
-    failures,
-    paint,
-    people,
-)
+from memest.report.answer import BAD, COLOURS, DIM, answer, failures, paint, people
 from memest.report.records import (
     ClosedForm,
     Ending,

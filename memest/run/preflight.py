@@ -335,13 +335,13 @@ class _Check:
             return self._unknown(ran.why)
         if not report.fits:
             self._tell_oom(typed, device, report)
-            return Preflight(outcome=Outcome.OOM, report=report, elapsed_s=self.elapsed_s)
+            return self._ended(Outcome.OOM, report)
         if report.ending not in (Ending.FINISHED, Ending.STOPPED) or report.error:
             return self._unknown(f"the virtual run ended early: {report.error}", report)
         spare = report.verdicts[report.gpu].margin_bytes
         margin = device.gpu.spread_bytes if self.margin_bytes is None else self.margin_bytes
         if spare >= margin:
-            return Preflight(outcome=Outcome.FITS, report=report, elapsed_s=self.elapsed_s)
+            return self._ended(Outcome.FITS, report)
         _tell(
             [
                 f"memest preflight: `{typed.label}` fits {_gpu(device)}, but it is tight:"
@@ -350,10 +350,13 @@ class _Check:
                 f" after {report.num_steps} steps"
             ]
         )
-        return Preflight(outcome=Outcome.TIGHT, report=report, elapsed_s=self.elapsed_s)
+        return self._ended(Outcome.TIGHT, report)
 
     def _unknown(self, why: str, report: RunReport | None = None) -> Preflight:
-        return Preflight(outcome=Outcome.UNKNOWN, why=why, report=report, elapsed_s=self.elapsed_s)
+        return self._ended(Outcome.UNKNOWN, report, why)
+
+    def _ended(self, outcome: Outcome, report: RunReport | None, why: str = "") -> Preflight:
+        return Preflight(outcome=outcome, why=why, report=report, elapsed_s=self.elapsed_s)
 
     def _tell_oom(self, typed: Typed, device: DeviceAtHand, report: RunReport) -> None:
         lines = [
@@ -466,8 +469,4 @@ def _gpu(device: DeviceAtHand) -> str:
 
 
 def _fitting(report: RunReport) -> list[str]:
-    return [
-        name
-        for name, verdict in report.verdicts.items()
-        if verdict.word == "fits" and name != report.gpu
-    ]
+    return [n for n, v in report.verdicts.items() if v.word == "fits" and n != report.gpu]

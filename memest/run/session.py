@@ -29,11 +29,7 @@ def install_processes(patches: Patches, ranks: Ranks) -> None:
     """Make the functions of `torch.multiprocessing` that start processes call this rank's."""
 
     def spawn(
-        fn: Callable[..., Any],
-        args: tuple[Any, ...] = (),
-        nprocs: int = 1,
-        *_: Any,
-        **options: Any,
+        fn: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, *_: Any, **options: Any
     ) -> None:
         """Call the function of this rank itself, in place of `torch.multiprocessing.spawn`."""
         if nprocs != ranks.num_local:
