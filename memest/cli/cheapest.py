@@ -11,12 +11,13 @@ import click
 from memest.cli.files import given_only, read_plans
 from memest.cli.group import main
 from memest.cli.options import plan_options, training_options
-from memest.cli.predict import check_training, training_of
+from memest.cli.predict import STEPS_WITHOUT_NUMBER, check_training, training_of
 from memest.cli.terminal import folded, shown
 from memest.errors import PlanError
 
 if TYPE_CHECKING:
     from memest.report import Prediction, RunReport
+    from memest.report.records import SimulatedReport
     from memest.report.times import Training
 
 
@@ -44,8 +45,9 @@ def cheapest(as_json: bool, script: tuple[str, ...], **flags: Any) -> int:
     names = tuple(given.get("gpu") or (g.name for g in list_gpus()))
     with shown("simulating"):
         report = _of_script(script, names, given) if script else _of_plan(given, names)
-    steps = {"train_steps": whole["train_steps"] or (None if whole["samples"] else 1000)}
-    training = training_of(report.plan, **whole | steps)
+    if not whole["samples"]:
+        whole["train_steps"] = whole["train_steps"] or STEPS_WITHOUT_NUMBER
+    training = training_of(report.plan, **whole)
     assert training is not None
     found = _ranked(report, training)
     if as_json:
@@ -86,7 +88,7 @@ def _of_script(script: Sequence[str], names: Sequence[str], given: dict[str, Any
     return ran.report
 
 
-def _ranked(report: Prediction | RunReport, training: Training) -> list[str]:
+def _ranked(report: SimulatedReport, training: Training) -> list[str]:
     """Return names of GPUs on which the training fits: by price, those without one by time."""
 
     def cost(gpu: str) -> tuple[float, float]:
@@ -98,7 +100,7 @@ def _ranked(report: Prediction | RunReport, training: Training) -> list[str]:
     return sorted(fitting, key=cost)
 
 
-def _text(report: Prediction | RunReport, training: Training, found: Sequence[str]) -> str:
+def _text(report: SimulatedReport, training: Training, found: Sequence[str]) -> str:
     from memest.report.text import table
     from memest.report.times import time_cells, time_notes
 
@@ -113,7 +115,7 @@ def _text(report: Prediction | RunReport, training: Training, found: Sequence[st
     return "\n".join([*lines, *time_notes(report)])
 
 
-def _print_json(report: Prediction | RunReport, training: Training, found: Sequence[str]) -> None:
+def _print_json(report: SimulatedReport, training: Training, found: Sequence[str]) -> None:
     import json
     from dataclasses import asdict
 

@@ -18,8 +18,9 @@ from memest.cli.terminal import shown
 from memest.writing import write_output
 
 if TYPE_CHECKING:
-    from memest.report import Prediction, RunReport
+    from memest.report import Prediction
     from memest.report.difference import Difference
+    from memest.report.records import SimulatedReport
     from memest.validate.compare import Comparison
 
 GREW_EXIT_CODE = 4
@@ -115,7 +116,7 @@ def ci(
     return pair.exit_code
 
 
-def _write_sarif(path: Path, report: RunReport | Prediction, found: Difference | None) -> None:
+def _write_sarif(path: Path, report: SimulatedReport, found: Difference | None) -> None:
     from memest.report.sarif import sarif
     from memest.run.base import repository
 

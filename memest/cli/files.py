@@ -17,7 +17,7 @@ from memest.writing import write_output
 
 if TYPE_CHECKING:
     from memest.estimator.replay.recording import Recording
-    from memest.report import Prediction, RunReport
+    from memest.report.records import SimulatedReport
 
 
 def given_only(flags: dict[str, Any]) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def print_or_write(text: str, output: Path | None) -> None:
 
 
 def write_pages(
-    reports: Sequence[Prediction | RunReport],
+    reports: Sequence[SimulatedReport],
     recording: Recording | None,
     *,
     html: Path | None,

@@ -192,7 +192,7 @@ def plot_ladder(
     columns at the right give the verdict for each; a GPU far beyond the longest bar has no line.
     `suite` is named in the subtitle.
 
-        Raises:
+    Raises:
         PlanError: there is no report.
     """
     require(reports)
@@ -227,7 +227,8 @@ def _layout(
     row = min(_ROW, (HEIGHT - _TOP - 0.3 - _BOTTOM) / rows)
     name = _fitting([name for name, _ in words], min(float(VALUE), 33 * row), 10, bold=True)
     detail = _fitting([detail for _, detail in words], min(float(SMALL), 25 * row, name), 8)
-    left = _LEFT + 0.12 + min(_NAME, _widest(words, name, detail))
+    widths = ((text_width(n, name, bold=True), text_width(d, detail)) for n, d in words)
+    left = _LEFT + 0.12 + min(_NAME, max(map(max, widths)))
     width = WIDTH - _RIGHT - _TOTAL - len(gpus) * _GPU - left
     per_gib = width / (1.03 * longest)
     labels = _limit_labels(drawn, per_gib, 1.03 * longest)
@@ -252,13 +253,6 @@ def _words(report: Row, reports: Sequence[Row]) -> tuple[str, str]:
     if len({r.plan.get("seq_len") for r in reports}) > 1 and report.plan.get("seq_len"):
         details.append(f"{report.plan['seq_len']} tokens")
     return report.name + (f" ({report.kind})" if is_mixed else ""), dotted(*details)
-
-
-def _widest(words: Sequence[tuple[str, str]], name_size: float, detail_size: float) -> float:
-    return max(
-        max(text_width(name, name_size, bold=True), text_width(detail, detail_size))
-        for name, detail in words
-    )
 
 
 def _fitting(texts: Sequence[str], size: float, least: float, *, bold: bool = False) -> float:

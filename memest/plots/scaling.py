@@ -99,7 +99,7 @@ def plot_scaling(lines: Sequence[ScalingLine], *, dark: bool = False) -> Figure:
     reserved memory without a limit. At the right, in the order of the lines' ends, are the reserved
     memory on most GPUs and the constant terms of the peak.
 
-        Raises:
+    Raises:
         PlanError: there is no prediction.
     """
     drawn = [line for line in lines if line.reports]

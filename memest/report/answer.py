@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from memest.estimator.versions import BUILT_FOR, KERNELS, is_newer, is_nightly
-from memest.report.records import OPERATOR, Outcome, Prediction, RunReport, Verdict
+from memest.report.records import OPERATOR, Outcome, SimulatedReport, Verdict
 from memest.units import GIB, format_gib, format_size
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def verdict_line(verdict: Verdict, gpu: str, *, colour: bool = False, so_far: bo
 
 
 def summary_line(
-    report: Prediction | RunReport, gpu: str = "", *, measured_bytes: int | None = None
+    report: SimulatedReport, gpu: str = "", *, measured_bytes: int | None = None
 ) -> str:
     """Return the verdict on one GPU in one line, to be pasted: reserved memory of the usable one.
 
@@ -91,7 +91,7 @@ def summary_line(
     )
 
 
-def _when_and_where(report: Prediction | RunReport, verdict: Verdict) -> str:
+def _when_and_where(report: SimulatedReport, verdict: Verdict) -> str:
     """Return moment and place of a failed request, or else of the peak."""
     peak = report.peak
     own = f"step {peak.step + 1}, {peak.phase}, {peak.places[-1]}"
@@ -140,7 +140,7 @@ def shares(kinds: Iterable[tuple[str, int]]) -> str:
 
 
 def answer(
-    report: Prediction | RunReport, *, change: Option | None = None, colour: bool = False
+    report: SimulatedReport, *, change: Option | None = None, colour: bool = False
 ) -> list[str]:
     """Return the verdict on the GPU of the report and what fills the peak; more if it is OOM.
 
@@ -192,7 +192,7 @@ def _host_lines(host: Verdict | None, *, colour: bool) -> list[str]:
     return [f"{head}: {format_gib(host.reserved_bytes)} of {format_gib(host.limit_bytes)} there"]
 
 
-def _others(report: Prediction | RunReport) -> list[str]:
+def _others(report: SimulatedReport) -> list[str]:
     """The verdicts of the other GPUs, by name."""
     by_word: dict[str, list[str]] = {each: [] for each in COLOURS}
     for name, verdict in report.verdicts.items():
@@ -213,7 +213,7 @@ def _change_lines(change: Option | None, *, colour: bool) -> list[str]:
     ]
 
 
-def advise_command(prediction: Prediction | RunReport) -> str:
+def advise_command(prediction: SimulatedReport) -> str:
     """The `memest advise` for the first GPU of the report."""
     from memest.estimator.search.commands import predict_command
     from memest.plan import TrainingPlan

@@ -11,7 +11,15 @@ from typing import Any
 from memest.errors import PlanError
 from memest.plan.reading import read_limited
 from memest.report.answer import summary_line
-from memest.report.records import MAX_RESULTS_BYTES, SCHEMA, HeldRow, Prediction, RunReport, Term
+from memest.report.records import (
+    MAX_RESULTS_BYTES,
+    SCHEMA,
+    HeldRow,
+    Prediction,
+    RunReport,
+    SimulatedReport,
+    Term,
+)
 from memest.units import format_bytes
 
 MAX_ROWS = 8
@@ -104,8 +112,8 @@ def peaks_text(name: str, before_bytes: int, after_bytes: int) -> str:
 class Difference:
     """Two reports of one script or plan."""
 
-    before: RunReport | Prediction
-    after: RunReport | Prediction
+    before: SimulatedReport
+    after: SimulatedReport
 
     @property
     def changes(self) -> tuple[Change, ...]:
@@ -169,13 +177,13 @@ def peak_changes(found: Difference) -> list[str]:
     return [peaks_text(name, *pair) for name, pair in found.peaks.items()]
 
 
-def read_reports(path: Path) -> list[RunReport | Prediction]:
+def read_reports(path: Path) -> list[SimulatedReport]:
     """Return the reports of scripts and plans in a JSON Lines file.
 
     Raises:
         PlanError: the file cannot be read, or holds something else.
     """
-    found: list[RunReport | Prediction] = []
+    found: list[SimulatedReport] = []
     kinds: dict[str, Any] = {kind.kind: kind for kind in (RunReport, Prediction)}
     for line in read_limited(path, MAX_RESULTS_BYTES, what="reports").splitlines():
         try:
@@ -195,7 +203,7 @@ _HINT = "name files of `memest run --json` or `memest predict --json`"
 
 
 def differences(
-    before: Sequence[RunReport | Prediction], after: Sequence[RunReport | Prediction]
+    before: Sequence[SimulatedReport], after: Sequence[SimulatedReport]
 ) -> list[Difference]:
     """Return pairs of reports: of the same name, or the only ones of both files.
 
@@ -215,7 +223,7 @@ def differences(
     return found
 
 
-def markdown(report: RunReport | Prediction, found: Difference | None, base: str = "") -> str:
+def markdown(report: SimulatedReport, found: Difference | None, base: str = "") -> str:
     """Return a comment for a pull request: the peak, that of the base, and lines that changed."""
     lines = ["### GPU memory", "", f"`{report.name}`: {summary_line(report)}", ""]
     if found is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from memest.report.answer import answer, people
 from memest.report.difference import Change, Difference, changes, peak_changes
 from memest.report.instrument import SCRIPT, instrument, script_source
-from memest.report.records import HeldRow, Prediction, RunReport, Term, Verdict
+from memest.report.records import HeldRow, Prediction, RunReport, SimulatedReport, Term, Verdict
 from memest.report.text import (
     covered,
     guesses_of,
@@ -41,9 +41,7 @@ RANKS = "<!-- by rank -->"
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {}"
 
 
-def render_page(
-    reports: Sequence[Prediction | RunReport], *, recording: Recording | None = None
-) -> str:
+def render_page(reports: Sequence[SimulatedReport], *, recording: Recording | None = None) -> str:
     """Return a page that needs no other file: all of one report, or a table of several plans.
 
     Charts are SVG inside the page, for light and for dark screens; on narrow ones they scroll.
@@ -58,7 +56,7 @@ def render_page(
     return page(title, body)
 
 
-def fragment(report: Prediction | RunReport) -> str:
+def fragment(report: SimulatedReport) -> str:
     """Return the peak and the verdicts as HTML tables for a notebook; of a script also lines."""
     note = "" if report.is_script else "arithmetic"
     held = [["held at the peak", "GiB", note]]
@@ -133,7 +131,7 @@ def _suite_rows(reports: Sequence[Prediction]) -> list[list[str]]:
     return rows
 
 
-def _one(report: Prediction | RunReport, recording: Recording | None) -> str:
+def _one(report: SimulatedReport, recording: Recording | None) -> str:
     sections = [
         f"<h1>{escape(report.name)}</h1>",
         *(f"<p><b>warning: {escape(line)}</b></p>" for line in report.warnings),
@@ -151,7 +149,7 @@ def _one(report: Prediction | RunReport, recording: Recording | None) -> str:
     return "\n".join(sections)
 
 
-def _times(report: Prediction | RunReport) -> str:
+def _times(report: SimulatedReport) -> str:
     """Estimated times, apart from the figures of the memory."""
     if not report.times:
         return ""
@@ -160,7 +158,7 @@ def _times(report: Prediction | RunReport) -> str:
     return f'<h2>Estimated time of a step</h2>{rows}<ul class="muted">{notes}</ul>'
 
 
-def _step(report: Prediction | RunReport, recording: Recording) -> list[str]:
+def _step(report: SimulatedReport, recording: Recording) -> list[str]:
     shown = instrument(
         recording,
         limit_bytes=limit_of(report),
@@ -291,7 +289,7 @@ def _many(reports: Sequence[Prediction]) -> str:
     )
 
 
-def limit_of(report: Prediction | RunReport) -> int:
+def limit_of(report: SimulatedReport) -> int:
     """Return the bytes that the allocator can reserve on the report's GPU."""
     from memest.estimator.hardware.gpus import find_gpu
 
@@ -299,7 +297,7 @@ def limit_of(report: Prediction | RunReport) -> int:
     return verdict.limit_bytes if verdict else find_gpu(report.gpu).limit_bytes
 
 
-def _facts(report: Prediction | RunReport) -> str:
+def _facts(report: SimulatedReport) -> str:
     facts = [fact for line in heading(report) for fact in line.split("  ")][1:]
     if report.is_distributed and not report.is_script:
         facts.append("every figure is of one GPU")
@@ -324,7 +322,7 @@ def verdict_boxes(verdicts: Mapping[str, Verdict]) -> str:
     return f'<div class="boxes">{"".join(boxes)}</div>'
 
 
-def _stack(report: Prediction | RunReport, share: float = 1.0) -> str:
+def _stack(report: SimulatedReport, share: float = 1.0) -> str:
     """The peak as one bar of the page itself, over a share of its width."""
     parts = dict.fromkeys(_OWN_COLOUR, 0)
     for term in report.terms:
@@ -354,14 +352,14 @@ def stack(parts: Mapping[str, int], share: float = 1.0) -> str:
     return f'<div class="stack"{wide}>{bars}</div><ul class="keys">{keys}</ul>'
 
 
-def _terms(report: Prediction | RunReport) -> str:
+def _terms(report: SimulatedReport) -> str:
     note = "" if report.is_script else "arithmetic"
     rows = [["held for", "GiB", "share", note], *term_cells(report)]
     rows.append(["peak allocated", f"{report.peak_allocated_bytes / GIB:.3f}", "100.0 %", ""])
     return html_table(rows, text=1, notes=True)
 
 
-def _assumed(report: Prediction | RunReport) -> str:
+def _assumed(report: SimulatedReport) -> str:
     lines = [*guesses_of(report, None), *report.notes, *report.assumptions]
     lines += covered(report.coverage)
     lines.append(", ".join(f"{name} {version}" for name, version in report.versions.items()))

@@ -688,6 +688,10 @@ class RunReport(Simulated, JsonReport):
         return bool(self.ranks)
 
 
+SimulatedReport = Prediction | RunReport
+"""Report of a simulated run: of a plan or of a script."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredPeak:
     """Peak of one test in `memest-peaks.json`."""

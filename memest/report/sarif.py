@@ -9,7 +9,7 @@ from typing import Any
 
 from memest.report.answer import summary_line
 from memest.report.difference import Difference
-from memest.report.records import Outcome, Prediction, RunReport
+from memest.report.records import Outcome, SimulatedReport
 from memest.units import format_bytes
 
 RULES = {
@@ -18,7 +18,7 @@ RULES = {
 }
 
 
-def sarif(report: RunReport | Prediction, found: Difference | None, folder: Path) -> dict[str, Any]:
+def sarif(report: SimulatedReport, found: Difference | None, folder: Path) -> dict[str, Any]:
     """Return a log with one result per line; paths are relative to `folder`, the repository."""
     return {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
@@ -37,7 +37,7 @@ def sarif(report: RunReport | Prediction, found: Difference | None, folder: Path
 
 
 def _results(
-    report: RunReport | Prediction, found: Difference | None, folder: Path
+    report: SimulatedReport, found: Difference | None, folder: Path
 ) -> Iterator[dict[str, Any]]:
     verdict = report.verdicts.get(report.gpu)
     if verdict is not None and verdict.verdict is Outcome.OOM:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from memest.errors import MemestError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.report.answer import summary_line
-from memest.report.records import Outcome, Prediction, RunReport
+from memest.report.records import Outcome, SimulatedReport
 from memest.units import format_gib
 
 SCHEDULERS = ("sky", "slurm", "dstack")
@@ -32,7 +32,7 @@ class DoesNotFitError(MemestError):
 
 
 def resource_lines(
-    report: Prediction | RunReport, scheduler: str, *, num_gpus: int = 1, num_nodes: int = 1
+    report: SimulatedReport, scheduler: str, *, num_gpus: int = 1, num_nodes: int = 1
 ) -> str:
     """Return the resource lines of `scheduler` for the smallest GPU of the report that fits.
 

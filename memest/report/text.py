@@ -17,6 +17,7 @@ from memest.report.records import (
     Phase,
     Prediction,
     RunReport,
+    SimulatedReport,
     Term,
     Verdict,
 )
@@ -51,7 +52,7 @@ COLUMNS = ("params", "grads", "optimizer", "activations")
 
 
 def render_text(
-    report: Prediction | RunReport,
+    report: SimulatedReport,
     *,
     change: Option | None = None,
     training: Training | None = None,
@@ -87,7 +88,7 @@ def render_text(
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
-def _times(report: Prediction | RunReport, training: Training | None) -> list[str]:
+def _times(report: SimulatedReport, training: Training | None) -> list[str]:
     """Estimated times, apart from the figures of the memory."""
     if not report.times:
         return []
@@ -129,7 +130,7 @@ _ENDINGS = {
 }
 
 
-def heading(report: Prediction | RunReport) -> list[str]:
+def heading(report: SimulatedReport) -> list[str]:
     """Return what ran and where; of a script also how it ended."""
     if isinstance(report, Prediction):
         return _heading_of_plan(report)
@@ -183,7 +184,7 @@ def _strategy(plan: Mapping[str, Any]) -> str:
     return f"{gpus}, {name}{sharding}"
 
 
-def term_cells(report: Prediction | RunReport) -> list[list[str]]:
+def term_cells(report: SimulatedReport) -> list[list[str]]:
     """Return kind, GiB, share and note of what is held at the peak; figures add up to the peak."""
     terms: Sequence[Term | HeldRow] = report.terms
     sizes = [term.num_bytes for term in terms]
@@ -192,7 +193,7 @@ def term_cells(report: Prediction | RunReport) -> list[list[str]]:
     return [[term.kind, size, share, term.note] for term, size, share in figures]
 
 
-def _terms(report: Prediction | RunReport) -> list[str]:
+def _terms(report: SimulatedReport) -> list[str]:
     note = "" if report.is_script else "arithmetic"
     rows = [["held at the peak", "", "share", note]]
     rows += [[name, f"{size} GiB", *rest] for name, size, *rest in term_cells(report)]
@@ -201,13 +202,13 @@ def _terms(report: Prediction | RunReport) -> list[str]:
     return table(rows, left=1, last_left=True)
 
 
-def where(report: Prediction | RunReport) -> str:
+def where(report: SimulatedReport) -> str:
     """Return where the peak is: step, phase, module, line of the script."""
     peak = report.peak
     return ", ".join(filter(None, (f"step {peak.step + 1}", peak.phase, *peak.places)))
 
 
-def _totals(report: Prediction | RunReport) -> list[str]:
+def _totals(report: SimulatedReport) -> list[str]:
     slack = report.peak_reserved_bytes - report.peak_allocated_bytes
     context = report.process_bytes - report.peak_reserved_bytes
     beside = "CUDA context and NCCL" if report.is_distributed else "CUDA context"
@@ -245,7 +246,7 @@ def tokens_of(plan: Mapping[str, Any]) -> str:
     return f"{len(lengths)} lengths from {min(lengths)} to {max(lengths)} tokens"
 
 
-def _host_note(report: Prediction | RunReport) -> str:
+def _host_note(report: SimulatedReport) -> str:
     if report.is_script:
         return "host memory of the script's CPU tensors"
     verdict = report.host_verdict
@@ -308,7 +309,7 @@ def _closed_form(found: ClosedForm | None) -> list[str]:
     return [title, *table(rows, left=1, last_left=True)]
 
 
-def rank_rows(report: Prediction | RunReport) -> list[list[str]]:
+def rank_rows(report: SimulatedReport) -> list[list[str]]:
     """A table of the ranks that were run in GiB, with a head."""
     rows = [["by rank, GiB", "allocated", "reserved", "process", "steps", ""]]
     for row in report.ranks:
@@ -369,7 +370,7 @@ def level_rows(report: RunReport) -> list[list[str]]:
     return rows
 
 
-def guesses_of(report: Prediction | RunReport, limit: int | None = MAX_GUESSES) -> list[str]:
+def guesses_of(report: SimulatedReport, limit: int | None = MAX_GUESSES) -> list[str]:
     """Return a line for each value that the script read and that is unknown without a GPU."""
     lines = [
         f"guessed: {guess.line} reads {guess.what}, {times(guess.count)}"
@@ -414,7 +415,7 @@ def _verdict_cells(name: str, verdict: Verdict) -> list[str]:
     ]
 
 
-def _assumed(report: Prediction | RunReport, *, verbose: bool) -> list[str]:
+def _assumed(report: SimulatedReport, *, verbose: bool) -> list[str]:
     """What is assumed, all of it or the first line, and what is not modelled."""
     lines = [f"note: {line}" for line in report.notes]
     lines += brief(report.assumptions, verbose=verbose)

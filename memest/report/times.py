@@ -11,7 +11,7 @@ from typing import Any
 
 from memest.errors import PlanError
 from memest.plan.reading import parse_yaml, read_limited
-from memest.report.records import Prediction, RunReport, StepTime
+from memest.report.records import SimulatedReport, StepTime
 
 HOUR_S = 3600.0
 
@@ -80,7 +80,7 @@ def _positive(value: Any) -> float:
 
 
 def time_cells(
-    report: Prediction | RunReport,
+    report: SimulatedReport,
     training: Training | None = None,
     gpus: Sequence[str] | None = None,
 ) -> list[list[str]]:
@@ -139,7 +139,7 @@ def _samples(plan: Mapping[str, Any]) -> int:
     return samples * int(plan.get("devices", 1) * plan.get("num_nodes", 1))
 
 
-def time_notes(report: Prediction | RunReport) -> list[str]:
+def time_notes(report: SimulatedReport) -> list[str]:
     """Return what the estimate assumes."""
     notes = ["estimate of the time, not of the memory (docs/time.md); data loading is not known"]
     elsewhere = sorted({t.origin for t in report.times.values() if t.origin})

@@ -37,7 +37,7 @@ def chosen_ranks(num_local: int | None, num_nodes: int) -> list[Ranks]:
     """Return the first and the last rank; without `num_local` a rank that is not launched.
 
     Raises:
-    PlanError: there are more than make sense.
+        PlanError: there are more than make sense.
     """
     is_launched = num_local is not None or num_nodes > 1
     num_local = num_local or 1
