@@ -17,13 +17,10 @@ from memest.plots.style import (
     VALUE,
     WIDTH,
     Panel,
-    free_place,
-    limit_text,
     plan_line,
     require,
     shortened,
     slide,
-    text_width,
 )
 from memest.report import Prediction
 from memest.units import GIB
@@ -142,13 +139,10 @@ def _draw_limit(panel: Panel, report: Prediction, runs: Sequence[Growth], limit_
     limit, top = limit_bytes / GIB, panel.axes.get_ylim()[1]
     if limit > top:
         return
-    text = limit_text(report.gpu, limit_bytes, panel.width - 0.2)
     across, up = panel.width / len(runs[0].reserved), panel.height / (GIB * top)
     curves = [*(run.reserved for run in runs), runs[0].allocated]
     points = [(step * across, size * up) for curve in curves for step, size in enumerate(curve)]
-    wide = text_width(text, VALUE, bold=True)
-    is_right, is_over = free_place(points, limit / top * panel.height, wide, panel)
-    panel.draw_limit(limit, text, is_right=is_right, is_over=is_over)
+    panel.draw_limit_apart(report.gpu, limit_bytes, limit / top * panel.height, points)
 
 
 def _draw_column(panel: Panel, runs: Sequence[Growth]) -> None:

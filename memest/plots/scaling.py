@@ -28,7 +28,6 @@ from memest.plots.style import (
     Panel,
     Theme,
     dashed_key,
-    free_place,
     key,
     label_of,
     limit_text,
@@ -176,18 +175,7 @@ def _draw_line(panel: Panel, line: ScalingLine) -> None:
 
 def _draw_limit(panel: Panel, lines: Sequence[ScalingLine]) -> None:
     """Draw the GPU's line, its name over or under it where no strategy passes, if there is room."""
-    limits = _limits(lines)
-    text = limit_text(_last(lines[0]).gpu, limits[0], panel.width - 0.2)
-    wide = text_width(text, VALUE, bold=True)
-    points, limit = _points(panel, lines, limits[0])
-    is_right, is_over = free_place(points, limit, wide, panel)
-    panel.draw_limit(limits[0] / GIB, text, is_right=is_right, is_over=is_over)
-
-
-def _points(
-    panel: Panel, lines: Sequence[ScalingLine], limit_bytes: int
-) -> tuple[list[tuple[float, float]], float]:
-    """Return points of the lines of strategies, and the height of the limit, in inches."""
+    limit_bytes = _limits(lines)[0]
     x_low, x_high = (log2(edge) for edge in panel.axes.get_xlim())
     y_low, y_high = (log2(edge) for edge in panel.axes.get_ylim())
     per_x, per_y = panel.width / (x_high - x_low), panel.height / (y_high - y_low)
@@ -200,7 +188,7 @@ def _points(
         ]
         for (x0, y0), (x1, y1) in pairwise([ends[0], *ends]):
             points += [(x0 + (x1 - x0) * i / 40, y0 + (y1 - y0) * i / 40) for i in range(41)]
-    return points, limit
+    panel.draw_limit_apart(_last(lines[0]).gpu, limit_bytes, limit, points)
 
 
 def _draw_column(panel: Panel, lines: Sequence[ScalingLine]) -> None:

@@ -180,6 +180,30 @@ class Panel:
             weight="bold", zorder=5, gid="limit:name", bbox=self.theme.box(),
         )  # fmt: skip
 
+    def draw_limit_apart(
+        self, gpu: str, limit_bytes: int, inches: float, points: Iterable[tuple[float, float]]
+    ) -> None:
+        """Draw the line of a GPU, `inches` up, with its name where the fewest points are.
+
+        Args:
+            gpu: name of the GPU.
+            limit_bytes: its limit.
+            inches: height of the line.
+            points: of the curves, in inches from the lower left corner.
+        """
+        text = limit_text(gpu, limit_bytes, self.width - 0.2)
+        wide, found = text_width(text, VALUE, bold=True), list(points)
+
+        def crossings(place: tuple[bool, bool]) -> int:
+            is_right, is_over = place
+            left = self.width - wide - 0.2 if is_right else -0.1
+            low = inches if is_over else inches - 0.45
+            return sum(left < x < left + wide + 0.3 and low < y < low + 0.45 for x, y in found)
+
+        places = [(True, True), (True, False), (False, True), (False, False)]
+        is_right, is_over = min(places, key=crossings)
+        self.draw_limit(limit_bytes / GIB, text, is_right=is_right, is_over=is_over)
+
     def dashed_box(self, box: Box, gid: str) -> None:
         """Draw a dashed outline: memory that is not in use."""
         ink = self.theme.ink
@@ -375,28 +399,6 @@ def dashed_key(theme: Theme, label: str) -> Patch:
     return Patch(
         facecolor="none", edgecolor=theme.ink, linewidth=1.6, linestyle=_DASHES, label=label
     )
-
-
-def free_place(
-    points: Iterable[tuple[float, float]], limit: float, wide: float, panel: Panel
-) -> tuple[bool, bool]:
-    """Return (at the right, over the line) where a text meets the fewest points.
-
-    Args:
-        points: of the curves, in inches from the lower left corner of the panel.
-        limit: height of the line, inches.
-        wide: width of the text, inches.
-        panel: where it is written.
-    """
-    found = list(points)
-
-    def crossings(place: tuple[bool, bool]) -> int:
-        is_right, is_over = place
-        left = panel.width - wide - 0.2 if is_right else -0.1
-        low = limit if is_over else limit - 0.45
-        return sum(left < x < left + wide + 0.3 and low < y < low + 0.45 for x, y in found)
-
-    return min([(True, True), (True, False), (False, True), (False, False)], key=crossings)
 
 
 def limit_text(gpu: str, limit_bytes: int, inches: float) -> str:

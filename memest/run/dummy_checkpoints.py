@@ -7,7 +7,7 @@ import json
 import shutil
 import string
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -51,7 +51,9 @@ def dummy_folder(folder: Path, about: str) -> Iterator[None]:
             yield
         finally:  # an incomplete folder is a dummy checkpoint too
             names = sorted(path.name for path in folder.iterdir() if path.name != MARKER)
-            (folder / MARKER).write_text(_text(about, names), encoding="utf-8")
+            files = "".join(f"{_FILE}{name}\n" for name in names)
+            text = f"{_HEAD}\n\n{about}\n\nFiles:\n\n{files}"
+            (folder / MARKER).write_text(text, encoding="utf-8")
     except OSError as error:
         raise PlanError(
             f"{shown(str(folder))} cannot be written: {error.strerror or error}",
@@ -87,11 +89,6 @@ def _written(marker: Path) -> set[str]:
     if not lines or lines[0] != _HEAD:
         return set()
     return {line.removeprefix(_FILE) for line in lines if line.startswith(_FILE)}
-
-
-def _text(about: str, names: Iterable[str]) -> str:
-    files = "".join(f"{_FILE}{name}\n" for name in names)
-    return f"{_HEAD}\n\n{about}\n\nFiles:\n\n{files}"
 
 
 PIECE_LETTERS = 6
@@ -450,7 +447,8 @@ def write_checkpoint(
     model = FORMATS[layout](name)
     with dummy_folder(folder, _about(model.name, name, layout, tokenizer)):
         if tokenizer is not None:
-            _copy_tokenizer(tokenizer, folder)
+            for file in filter(Path.is_file, map(tokenizer.joinpath, TOKENIZER_FILES)):
+                shutil.copyfile(file, folder / file.name)
         elif model.vocabulary is not None:
             write_tokenizer(model.vocabulary, folder)
         model.write(folder)
@@ -477,9 +475,3 @@ def _about(model: str, name: str, layout: str, tokenizer: Path | None) -> str:
         "published ones do.\nFor the exact length of a text, `--tokenizer FOLDER` takes the "
         "model's own."
     )
-
-
-def _copy_tokenizer(source: Path, folder: Path) -> None:
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
