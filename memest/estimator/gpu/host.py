@@ -21,6 +21,7 @@ from memest.estimator.gpu.attribution import Attribution
 from memest.estimator.gpu.placeholders import AssumedValues
 from memest.estimator.ops.indexing import MASK_DTYPES
 from memest.estimator.ops.random import advance
+from memest.estimator.ops.registry import op_of
 from memest.estimator.tensors.known_values import KnownValues
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import (
@@ -288,7 +289,10 @@ class HostTensors:
                     args[1].expand_as(_bare(args[0]) if args[0].dim() else args[1]).sum()
                 )
                 return _bare(args[0]).new_empty(num_picked)
-            made = self._assumed.result(func, args, kwargs)
+            op = op_of(func)
+            made = op.result(_bare(args), kwargs) if op.result else None
+            if made is None and op.shaped_by:
+                made = self._assumed.result(func, args, kwargs)
             if made is not None:
                 return made
             failure = self._attribution.failure(func, error)

@@ -213,7 +213,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._check_devices(func, args, kwargs)
                 func, args = with_number(func, args)
             return self.run_on_gpu(func, types, args, kwargs, no_place)
-        if target == "meta":
+        if target == "meta" and not (on_host and func is aten._to_copy.default):
             # C++ passes the device that a GPU tensor reports: a formula of autograd, a composite
             if INSIDE.composite or torch._C._current_graph_task_id() != -1:
                 return self.run_on_gpu(func, types, args, kwargs, False)
