@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -61,6 +61,17 @@ def result_or_error(function: Callable[..., T], /, *args: Any, **kwargs: Any) ->
         return function(*args, **kwargs)
     except MemestError as error:
         return error
+
+
+def raise_if_all_failed(results: Collection[object]) -> None:
+    """Do nothing if one of `results` is no error, or if there are none.
+
+    Raises:
+        MemestError: all are errors; the error is the first one.
+    """
+    errors = [result for result in results if isinstance(result, MemestError)]
+    if errors and len(errors) == len(results):
+        raise errors[0]
 
 
 def shown(value: object) -> str:

@@ -42,7 +42,7 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False, jobs: int = 
 
     started = time.perf_counter()
     gpus = target_gpus(plan)
-    primary = gpus[0] if plan.gpu or plan.gpu_memory else _primary(plan)
+    primary = _primary(plan)
     by_chip: dict[tuple[Any, ...], list[Gpu]] = {}
     for gpu in {g.name: g for g in (primary, *gpus)}.values():
         by_chip.setdefault((gpu.capability, gpu.num_sms), []).append(gpu)
@@ -145,8 +145,7 @@ def record_plan(plan: TrainingPlan) -> Recording:
     from memest.estimator.replay.scenarios import scenarios_of
     from memest.estimator.replay.simulated_plan import trace_plan
 
-    is_asked = plan.gpu or plan.gpu_memory is not None
-    gpu = target_gpus(plan)[0] if is_asked else _primary(plan)
+    gpu = _primary(plan)
     traced = trace_plan(plan, gpu)
     scenario = scenarios_of(plan, traced)[0]
     limit = usable_bytes(plan, gpu)
@@ -154,7 +153,9 @@ def record_plan(plan: TrainingPlan) -> Recording:
 
 
 def _primary(plan: TrainingPlan) -> Gpu:
-    return find_gpu(PRIMARY_GPU).beside(plan.beside)
+    """Return the GPU of the report's head."""
+    is_named = plan.gpu or plan.gpu_memory is not None
+    return target_gpus(plan)[0] if is_named else find_gpu(PRIMARY_GPU).beside(plan.beside)
 
 
 def target_gpus(plan: TrainingPlan) -> list[Gpu]:

@@ -19,6 +19,7 @@ from memest.models_meta.quantized import quantization_config
 from memest.models_meta.registry import ModelConfig, dtype_keyword, error_text, quiet_transformers
 from memest.packages import require
 from memest.plan import TrainingPlan
+from memest.units import ceil_div
 
 MAX_CAPTION_TOKENS = 50
 """Caption length of the lab's processor (`max_length=50`, padding to the longest)."""
@@ -58,7 +59,7 @@ class RandomWeight:
 
     def __getitem__(self, index: Any) -> Tensor:
         numel = self.shape.numel()
-        repeated = self._pool.repeat(-(-numel // _POOL_NUMEL))[:numel]
+        repeated = self._pool.repeat(ceil_div(numel, _POOL_NUMEL))[:numel]
         return repeated.view(self.shape).to(self.dtype)[index]
 
     def to(self, *args: Any) -> Tensor:

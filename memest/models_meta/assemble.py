@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from memest.errors import PlanError, UnsupportedError
 from memest.models_meta.adapters import apply_lora, linear_names
-from memest.models_meta.batch import num_image_tokens
+from memest.models_meta.batch import num_image_tokens, unwrapped
 from memest.models_meta.build import (
     BuiltModel,
     build_model,
@@ -111,9 +111,8 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
     """Return class and parameter counts for reports; a quantised weight counts its bytes."""
-    unwrapped = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     return {
-        "class": type(unwrapped).__name__,
+        "class": type(unwrapped(model)).__name__,
         "num_params": sum(p.numel() for p in model.parameters()),
         "num_trainable_params": sum(p.numel() for p in model.parameters() if p.requires_grad),
     }

@@ -394,7 +394,7 @@ def make_batch(
             f"`batch_size` {batch_size} x `seq_len` {seq_len} is beyond {MAX_TOKENS} tokens",
             hint="a micro-batch is what goes through the model at once",
         )
-    inner = _unwrapped(model)
+    inner = unwrapped(model)
     request = Request(
         config=inner.config,
         class_name=type(inner).__name__,
@@ -415,7 +415,7 @@ def make_batch(
         ) from error
 
 
-def _unwrapped(model: nn.Module) -> Any:
+def unwrapped(model: nn.Module) -> Any:
     """Return the transformers model inside adapters."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from memest.errors import PlanError, UnsupportedError
 from memest.plan.values import FLASH_ATTENTION_2
+from memest.units import round_up
 
 MAX_HEAD_WIDTH = 256
 INSTEAD = "use `sdpa`, whose flash and cuDNN kernels keep no attention matrix either"
@@ -82,7 +83,7 @@ def _backward_on_meta(
         shape: tuple[int, ...] = (H, N + _BLOCK * (cu_seqlens.numel() - 1))
     else:
         B, L, H = query.shape[:3]
-        shape = (B, H, -(-L // _BLOCK) * _BLOCK)
+        shape = (B, H, round_up(L, _BLOCK))
     return torch.empty(shape, dtype=torch.float32, device=query.device)
 
 

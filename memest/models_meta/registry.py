@@ -197,17 +197,8 @@ def _entries_by_key() -> dict[str, ModelEntry]:
 
 def _read_entry(path: Path) -> ModelEntry:
     data = _read_json(path)
-    return ModelEntry(
-        name=path.stem,
-        hub_id=data["hub_id"],
-        aliases=tuple(data["aliases"]),
-        family=data["family"],
-        modality=data["modality"],
-        num_params=data["num_params"],
-        num_params_published=data["num_params_published"],
-        source=data["source"],
-        note=data["note"],
-    )
+    del data["config"]
+    return ModelEntry(**data | {"name": path.stem, "aliases": tuple(data["aliases"])})
 
 
 def _known_names() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -140,10 +141,7 @@ def summarise(
     """Return median and worst of each total, the verdicts, and broken tolerances."""
     errors = {k: [c.totals[k].error_percent for c in comparisons] for k in TOTALS}
     errors["phase"] = [d.error_percent for c in comparisons for d in c.phases]
-    verdicts: dict[tuple[str, str], int] = {}
-    for c in comparisons:
-        key = (str(c.measured.verdict), str(c.predicted.verdict))
-        verdicts[key] = verdicts.get(key, 0) + 1
+    verdicts = Counter((str(c.measured.verdict), str(c.predicted.verdict)) for c in comparisons)
     return Summary(
         median_percent={k: statistics.median(map(abs, v)) for k, v in errors.items() if v},
         worst_percent={k: max(v, key=abs) for k, v in errors.items() if v},

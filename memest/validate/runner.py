@@ -499,7 +499,7 @@ class _Table:
 
 
 def _died(runner: Runner, plan: TrainingPlan, error: DiedError) -> Measurement:
-    return _unfinished(runner.device, plan.label, plan.to_dict(), str(error), 0.0)
+    return _unfinished(runner.device, plan, str(error))
 
 
 def _starter(plan: TrainingPlan, options: RunOptions) -> Callable[..., Child]:
@@ -511,8 +511,7 @@ def _starter(plan: TrainingPlan, options: RunOptions) -> Callable[..., Child]:
 def _measure(runner: Runner, plan: TrainingPlan) -> Measurement:
     refusal = _refusal(runner, plan)
     if refusal:
-        reason = f"{results_file.SKIPPED}{refusal}"
-        return _unfinished(runner.device, plan.label, plan.to_dict(), reason, 0.0)
+        return _unfinished(runner.device, plan, f"{results_file.SKIPPED}{refusal}")
     log = _logs(runner.results) / f"{file_stem(plan.label)}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     start = runner.start or _starter(plan, runner.options)
@@ -526,8 +525,7 @@ def _measure(runner: Runner, plan: TrainingPlan) -> Measurement:
         log.unlink(missing_ok=True)
         return measured
     note = f"{ending}: {_tail(log)} (log: {log.parent.name}/{log.name})"
-    elapsed = round(time.monotonic() - started, 3)
-    return _unfinished(runner.device, plan.label, plan.to_dict(), note, elapsed)
+    return _unfinished(runner.device, plan, note, time.monotonic() - started)
 
 
 def _wait(child: Child, timeout_s: float, label: str) -> str:
@@ -616,11 +614,11 @@ def host_memory_bytes() -> int:
 
 
 def _unfinished(
-    device: Device, name: str, plan: dict[str, Any], note: str, elapsed_s: float
+    device: Device, plan: TrainingPlan, note: str, elapsed_s: float = 0.0
 ) -> Measurement:
     return Measurement(
-        name=name,
-        plan=plan,
+        name=plan.label,
+        plan=plan.to_dict(),
         model={},
         gpu=device.catalogue_name,
         peak_allocated_bytes=0,
@@ -630,7 +628,7 @@ def _unfinished(
         phases=(),
         verdict=Outcome.FAILED,
         versions=library_versions(),
-        elapsed_s=elapsed_s,
+        elapsed_s=round(elapsed_s, 3),
         device=device.to_dict(),
         context_bytes=0,
         note=note,

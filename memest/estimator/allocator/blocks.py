@@ -78,6 +78,12 @@ class FreeBlocks:
         self.keys: list[int] = []
         self.by_key: dict[int, Block] = {}
 
+    def insert(self, block: Block) -> None:
+        """Add `block`, which is free."""
+        key = block.num_bytes << ADDRESS_BITS | block.address
+        insort(self.keys, key)
+        self.by_key[key] = block
+
     def discard(self, block: Block) -> None:
         """Remove `block`, which is in the pool."""
         key = block.num_bytes << ADDRESS_BITS | block.address

@@ -19,9 +19,6 @@ from memest.estimator.allocator.tuned import Unmapped
 POOL = (0, 0)
 """Id of the default pool among those of `torch.cuda.MemPool`."""
 
-SETTINGS = {"PYTORCH_ALLOC_CONF": "", "expandable_segments": False}
-"""`allocator_settings` of an allocator with its defaults."""
-
 
 def settings_entry(settings: AllocatorSettings) -> dict[str, Any]:
     """Return `allocator_settings`."""

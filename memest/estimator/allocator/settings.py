@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from memest.errors import PlanError, UnsupportedError, shown
+from memest.estimator.allocator.blocks import LARGE_SEGMENT_BYTES
 from memest.estimator.versions import simulated
 
 EXPANDABLE = "expandable_segments:True"
@@ -27,9 +28,6 @@ NO_CACHE = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 MIB = 1 << 20
 NUM_INTERVALS = 16
 """Intervals of `roundup_power2_divisions`: from 1 MiB to 64 GiB, one per power of two."""
-
-DEFAULT_LARGE_BYTES = 20 << 20
-"""`kLargeBuffer`."""
 
 WITHOUT_EFFECT = (
     "pinned_use_background_threads", "pinned_use_cuda_host_register", "pinned_num_register_threads",
@@ -62,7 +60,7 @@ class AllocatorSettings:
     max_split_bytes: int | None = None
     """Size from which blocks are not split and serve no smaller requests."""
 
-    max_non_split_rounding_bytes: int = DEFAULT_LARGE_BYTES
+    max_non_split_rounding_bytes: int = LARGE_SEGMENT_BYTES
     """Bytes by which an unsplit block may exceed its request."""
 
     roundup_divisions: tuple[int, ...] = (0,) * NUM_INTERVALS
@@ -74,7 +72,7 @@ class AllocatorSettings:
     memory_fraction: float = 1.0
     """`per_process_memory_fraction`: allowed share of the GPU."""
 
-    large_segment_bytes: int = DEFAULT_LARGE_BYTES
+    large_segment_bytes: int = LARGE_SEGMENT_BYTES
     """Segment for a request between 1 and 10 MiB, and growth of an expandable segment."""
 
     without_effect: tuple[str, ...] = ()
@@ -140,7 +138,7 @@ def settings_from(environment: Mapping[str, str]) -> AllocatorSettings:
     return _parse(common or "", cuda or "")
 
 
-def _parse(common: str, cuda: str, large_bytes: int = DEFAULT_LARGE_BYTES) -> AllocatorSettings:
+def _parse(common: str, cuda: str, large_bytes: int = LARGE_SEGMENT_BYTES) -> AllocatorSettings:
     given = common if common == cuda else f"{common}; {cuda}"
     unknown = () if simulated().knows_newer_settings else NEWER
     try:
@@ -221,7 +219,7 @@ class _Tokens:
         return at
 
 
-def _tokens(text: str, large_bytes: int = DEFAULT_LARGE_BYTES) -> _Tokens:
+def _tokens(text: str, large_bytes: int = LARGE_SEGMENT_BYTES) -> _Tokens:
     return _Tokens(_TOKEN.findall("".join(text.split())), large_bytes)
 
 

@@ -8,7 +8,8 @@ is added up when a figure is read, or when it is long.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -260,22 +261,19 @@ class CountingAllocator(CachingAllocator):
     def reset_peak_stats(self) -> None:
         """Reset peaks as `torch.cuda.reset_peak_memory_stats`, except those of the run itself."""
         self._add_up()
-        for stats in self._stats.values():
-            for stat in stats:
-                stat.peak = stat.current
-        for stat in self._oversize.values():
+        for stat in self._all():
             stat.peak = stat.current
 
     def reset_accumulated_stats(self) -> None:
         """Reset counters, as `torch.cuda.reset_accumulated_memory_stats` does."""
         self._add_up()
-        for stats in self._stats.values():
-            for stat in stats:
-                stat.allocated = stat.freed = 0
-        for stat in self._oversize.values():
+        for stat in self._all():
             stat.allocated = stat.freed = 0
         self._retries_forgotten = self.num_retries
         self.num_ooms = self.num_syncs = self.num_segments = self.num_segments_freed = 0
+
+    def _all(self) -> Iterator[Stat]:
+        return chain(*self._stats.values(), self._oversize.values())
 
     def is_deferred(self, block: Block) -> bool:
         """Return whether `block` is freed while another stream still uses it."""

@@ -23,6 +23,7 @@ from memest.estimator.allocator.blocks import (
     segment_bytes,
 )
 from memest.estimator.allocator.settings import AllocatorSettings
+from memest.units import round_up
 
 if TYPE_CHECKING:
     from memest.estimator.allocator.caching import CachingAllocator
@@ -119,7 +120,7 @@ class ExpandableSegments:
         piece = self._piece_bytes[is_small]
         total = self._allocator.gpu_bytes
         room = MOST_RANGE_BYTES if total is None else min(total * 9 // 8, MOST_RANGE_BYTES)
-        num_bytes = -(-room // piece) * piece
+        num_bytes = round_up(room, piece)
         self._lowest = (self._lowest - num_bytes) // piece * piece
         block = Unmapped(self._lowest, num_bytes, is_small, stream=stream)
         self._add_unmapped(block)
@@ -128,7 +129,7 @@ class ExpandableSegments:
     def _map(self, block: Unmapped, size: int) -> Block | None:
         """Map memory at the beginning of `block` and merge it with free neighbours."""
         piece = self._piece_bytes[block.is_small]
-        num_bytes = -(-size // piece) * piece
+        num_bytes = round_up(size, piece)
         if not self._allocator.has_room_for(num_bytes):
             return None
         self._remove_unmapped(block)
@@ -153,14 +154,14 @@ class ExpandableSegments:
             if other is not None and other.is_free:
                 self._pool(other).discard(other)
                 _merge(mapped, other)
-        self._insert(mapped)
+        self._pool(mapped).insert(mapped)
         self._allocator.mapped(address, num_bytes, mapped)
         return mapped
 
     def _unmap(self, block: Block) -> None:
         """Unmap the pieces that a free block covers."""
         piece = self._piece_bytes[block.is_small]
-        begin = -(-block.address // piece) * piece
+        begin = round_up(block.address, piece)
         end = (block.address + block.num_bytes) // piece * piece
         if begin >= end:
             return
@@ -194,16 +195,10 @@ class ExpandableSegments:
             gone.stream,
         )
         _link(kept)
-        self._insert(kept)
+        self._pool(kept).insert(kept)
 
     def _pool(self, block: Block) -> FreeBlocks:
         return self._allocator.pools_of(block.stream)[block.is_small]
-
-    def _insert(self, block: Block) -> None:
-        pool = self._pool(block)
-        key = block.num_bytes << ADDRESS_BITS | block.address
-        insort(pool.keys, key)
-        pool.by_key[key] = block
 
     def _add_unmapped(self, block: Unmapped) -> None:
         blocks = self._unmapped.setdefault((block.stream, block.is_small), [])
@@ -287,7 +282,7 @@ class Tuning:
         if num_bytes == floor:
             return num_bytes
         step = floor // divisions
-        return -(-num_bytes // step) * step
+        return round_up(num_bytes, step)
 
     def segment_bytes(self, block_bytes: int) -> int:
         """Return the size of a segment of `cudaMalloc`."""
@@ -313,13 +308,9 @@ class Tuning:
         remaining = block.num_bytes - size
         if self._splits(size, remaining, is_small):
             rest = Block(block.address + size, remaining, is_small, True, block, block.next, stream)
-            if block.next is not None:
-                block.next.previous = rest
-            block.next = rest
+            _link(rest)
             block.num_bytes = size
-            key = remaining << ADDRESS_BITS | rest.address
-            insort(pool.keys, key)
-            pool.by_key[key] = rest
+            pool.insert(rest)
             self.inserted(rest)
         block.is_free = False
         return block

@@ -251,6 +251,3 @@ class History:
             pair[0] += storages.num_bytes[index]
             pair[1] += 1
         return [Held(kind, site, size, count) for (kind, site), (size, count) in sums.items()]
-
-
-__all__ = ["EMPTIED", "EventLog", "Held", "History", "StepPeak"]

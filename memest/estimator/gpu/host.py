@@ -396,7 +396,7 @@ _ON_HOST = (
 
 def _is_dummy(tensor: Tensor) -> bool:
     """Return whether a large tensor repeats one number, as in a dummy checkpoint."""
-    return tensor.numel() * tensor.itemsize >= VIRTUAL_HOST_BYTES and not any(tensor.stride())
+    return tensor.nbytes >= VIRTUAL_HOST_BYTES and not any(tensor.stride())
 
 
 def _has_large_floats(args: tuple[Any, ...]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -244,7 +244,9 @@ def _can_repeat(op: Op, args: Any, out: Any) -> bool:
     if any(isinstance(a, Tensor) and a.untyped_storage()._cdata in storages for a in args):
         return False
     is_own = all(
-        t.storage_offset() == 0 and t.untyped_storage().nbytes() == _dense_bytes(t) for t in results
+        t.storage_offset() == 0
+        and t.untyped_storage().nbytes() == dense_bytes(t.size(), t.stride(), t.element_size())
+        for t in results
     )
     return len(storages) == len(results) and is_own and op.shaped_by is None
 
@@ -288,9 +290,15 @@ def _signature(value: Any) -> Any:
     return type(value), value
 
 
-def _dense_bytes(tensor: Tensor) -> int:
-    """Bytes of the smallest storage that holds `tensor` from offset 0."""
-    if tensor.numel() == 0:
-        return 0
-    last = sum((n - 1) * stride for n, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
+def dense_bytes(size: Iterable[int], stride: Iterable[int], item_bytes: int) -> int:
+    """Bytes of the smallest storage that holds such a tensor from offset 0.
+
+    >>> dense_bytes((2, 3), (3, 1), 4), dense_bytes((2, 0), (1, 1), 4)
+    (24, 0)
+    """
+    last = 0
+    for n, step in zip(size, stride, strict=True):
+        if n == 0:
+            return 0
+        last += (n - 1) * step
+    return (last + 1) * item_bytes

@@ -40,6 +40,7 @@ from memest.estimator.ops.temporaries import (
 )
 from memest.estimator.tensors.known_values import MAX_SHOWN_NUMEL
 from memest.estimator.tensors.placement import CPU, INSIDE, META, is_meta, on_gpu, storage_key
+from memest.units import ceil_div
 
 aten = torch.ops.aten
 
@@ -210,12 +211,12 @@ def split_with_sizes_copy_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu
     num_chunks = prod(source.shape[:dim])
     row_bytes = prod(source.shape[dim + 1 :]) * source.itemsize
     chunks = [size * row_bytes for size in sizes]
-    num_blocks = sum(-(-chunk // BLOCK_BYTES) for chunk in chunks)
+    num_blocks = sum(ceil_div(chunk, BLOCK_BYTES) for chunk in chunks)
     most = threads_per_sm(gpu) * gpu.num_sms // BLOCK_THREADS * WAVES
-    factor = -(-num_blocks * num_chunks // most)
+    factor = ceil_div(num_blocks * num_chunks, most)
     chunks_per_block = min(ceil(sqrt(factor)), num_chunks)
-    rounds = -(-factor // chunks_per_block)
-    num_blocks = sum(-(-chunk // (BLOCK_BYTES * rounds)) for chunk in chunks)
+    rounds = ceil_div(factor, chunks_per_block)
+    num_blocks = sum(ceil_div(chunk, BLOCK_BYTES * rounds) for chunk in chunks)
     return Scratch(before=(INTEGER_BYTES * (4 * len(chunks) + 1 + num_blocks),))
 
 
@@ -233,9 +234,9 @@ def chunk_cat_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch
     itemsize = tensors[0].itemsize if target is None else target.itemsize
     num_blocks = 0
     for tensor in tensors:
-        rows = -(-tensor.shape[dim] // num_chunks)
+        rows = ceil_div(tensor.shape[dim], num_chunks)
         num_bytes = rows * prod(tensor.shape[dim + 1 :]) * itemsize
-        num_blocks += -(-num_bytes // BLOCK_BYTES)
+        num_blocks += ceil_div(num_bytes, BLOCK_BYTES)
     return Scratch(before=(INTEGER_BYTES * (6 * len(tensors) + 2 + num_blocks),))
 
 

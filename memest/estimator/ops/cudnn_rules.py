@@ -13,6 +13,8 @@ from math import prod
 
 import torch
 
+from memest.units import ceil_div, round_up
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 ITEM_BYTES = tuple(dtype.itemsize for dtype in DTYPES)
@@ -59,7 +61,7 @@ def product_bytes(row: Sequence[int], direction: str, num_sms: int = H100_SMS) -
     samples, inputs, outputs, pixels = row[4], row[5], row[6], prod(row[10:13])
     num_sums = samples
     if is_last:
-        tiles = -(-inputs // TILE) * -(-outputs // TILE)
+        tiles = ceil_div(inputs, TILE) * ceil_div(outputs, TILE)
         num_sums = num_sms * BLOCKS_PER_SM[item_bytes] // tiles
         num_sums = min(num_sums, samples * pixels // LEAST_DEPTH[item_bytes])
         num_sums = 0 if num_sums == 1 else num_sums
@@ -79,7 +81,7 @@ def compiled_bytes(row: Sequence[int], direction: str) -> int:
     is_last, samples, inputs = row[1], row[4], row[5]
     if direction != "weight" or not is_last:
         return 0
-    return 8 * 4 * samples * -(-inputs // 32) * 32 * prod(row[13:16])
+    return 8 * 4 * samples * round_up(inputs, 32) * prod(row[13:16])
 
 
 def is_winograd(row: Sequence[int], direction: str) -> bool:
@@ -105,9 +107,9 @@ def winograd_bytes(row: Sequence[int], direction: str) -> int:
     groups, samples, inputs, outputs = row[3:7]
     inputs, outputs = inputs // groups, outputs // groups
     height, width = row[8:10] if direction == "input" else row[11:13]
-    tiles = -(-height // 4) * -(-width // 4)
+    tiles = ceil_div(height, 4) * ceil_div(width, 4)
     if direction != "weight":
-        samples = -(-samples // 16) * 16
+        samples = round_up(samples, 16)
     made = 36 * 4 * (tiles * samples * (inputs + outputs) + inputs * outputs) * min(groups, 8)
     return made + (_rearranged_bytes(row) if row[1] else 0)
 

@@ -11,6 +11,7 @@ from memest.estimator.ops.reductions import accumulator_bytes_of
 from memest.estimator.ops.registry import Args, Kwargs, outputs_only, register, requests
 from memest.estimator.ops.strides import contiguous, elementwise
 from memest.estimator.ops.temporaries import Scratch
+from memest.units import ceil_div
 
 aten = torch.ops.aten
 
@@ -80,7 +81,7 @@ def foreach_norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scra
     tensors = args[0]
     if not tensors:
         return Scratch()
-    chunks = max(-(-t.numel() // FOREACH_CHUNK) for t in tensors)
+    chunks = max(ceil_div(t.numel(), FOREACH_CHUNK) for t in tensors)
     accumulator = accumulator_bytes_of(tensors[0].dtype)
     return Scratch(before=(len(tensors) * chunks * accumulator,))
 

@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops.registry import Args, Kwargs, modelled, requests
 from memest.estimator.ops.temporaries import Events, outputs, passing
-from memest.units import round_up
+from memest.units import ceil_div, round_up
 
 aten = torch.ops.aten
 
@@ -80,7 +80,7 @@ def real_bytes(n: int, batch: int, item: int) -> int:
     """The workspace of transforms between n real points and n // 2 + 1 complex ones."""
     half = (n // 2 + 1) * item * batch
     if n % 2 or _largest_prime(n) > 7:  # two of them make a complex one
-        pairs = -(-batch // 2)
+        pairs = ceil_div(batch, 2)
         whole = n * item * pairs
         if _is_convolved(n, item):
             return whole + 2 * (_convolved(n) * item * pairs // 1024 + 1) * 1024
@@ -99,7 +99,7 @@ def _real_bytes_of_two(m: int, n: int, batch: int, item: int, *, is_back: bool) 
     """Return `real_bytes` for m rows: only lengths of their own pass need more."""
     if not (_is_split(n) or (n > 128 and _largest_prime(n) > 7)):
         return 0
-    whole = m * n * item * -(-batch // 2)
+    whole = m * n * item * ceil_div(batch, 2)
     half = m * (n // 2 + 1) * item * batch
     return whole + round_up(max(whole, half) if is_back and _is_split(n) else whole, 1024)
 

@@ -25,6 +25,7 @@ from memest.estimator.ops.registry import Args, Kwargs, requests
 from memest.estimator.ops.temporaries import Events, around, outputs, passing
 from memest.models_meta.flash_attention import BACKWARD, FORWARD
 from memest.plan.values import FLASH_ATTENTION_2
+from memest.units import ceil_div
 
 _FLOAT_BYTES = 4
 _BLOCK = 128
@@ -98,7 +99,7 @@ def backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     rows = out.numel() // H
     accumulated = rows * H * rounded_head_width(E) * _FLOAT_BYTES
     if deterministic:
-        accumulated *= -(-gpu.num_sms // (B * H))
+        accumulated *= ceil_div(gpu.num_sms, B * H)
     expanded, sums = _expanded(key, H, gpu)
     summed = around([accumulated, *expanded], passing(*sums) * len(expanded))
     return around(copies, outputs({0: out.nbytes}) + summed)

@@ -56,6 +56,7 @@ from memest.estimator.ops.temporaries import (
     temporaries,
 )
 from memest.estimator.tensors.placement import META, on_gpu
+from memest.units import ceil_div, round_up
 
 aten = torch.ops.aten
 
@@ -97,10 +98,10 @@ def is_a_row(tensor: Tensor) -> bool:
 
 def adds_atomically(num_indices: int, num_rows: int, width: int, gpu: Gpu) -> bool:
     """`use_fused_kernel` of the gradient of `embedding`: few rows that are each hit often."""
-    warped = -(-width // 32) * 32
+    warped = round_up(width, 32)
     block = min(warped, MAX_BLOCK_SIZE)
     segments = min(num_indices, num_rows)
-    grid = -(-segments * warped // block)
+    grid = ceil_div(segments * warped, block)
     partials = num_indices // ROWS_PER_THREAD + segments
     return grid < gpu.num_sms * ATOMIC_BLOCKS_PER_SM and partials > 4 * grid
 

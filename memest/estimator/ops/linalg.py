@@ -36,7 +36,7 @@ from memest.estimator.ops.registry import (
 )
 from memest.estimator.ops.temporaries import Events, around, outputs, passing, temporaries
 from memest.estimator.tensors.placement import on_gpu
-from memest.units import round_up
+from memest.units import ceil_div, round_up
 
 aten = torch.ops.aten
 
@@ -404,7 +404,7 @@ def eigh_bytes(n: int, item: int, batch: int) -> int:
     conquer, of all matrices at once up to 32 columns.
     """
     if item == 4 and 32 <= n <= 512 and (batch == 1 or n > 32):
-        blocks = -(-n // BLOCK)
+        blocks = ceil_div(n, BLOCK)
         return 4 * (n * n + n + 4 * blocks * blocks + blocks + 1024 * (blocks + 1))
     last = n * n + 2 * n + 3
     reduced = 2 * n * n + 765 * n
@@ -417,7 +417,7 @@ def eigh_bytes(n: int, item: int, batch: int) -> int:
 def svd_bytes(m: int, n: int, item: int, is_full: bool) -> int:
     """Return cuSOLVER's workspace: of Jacobi's method for square matrices, else of QR iteration."""
     if m == n:
-        blocks = -(-n // BLOCK)
+        blocks = ceil_div(n, BLOCK)
         if n <= 32:
             return 992 * item
         return item * (1024 * (2 * blocks + 1) + up(2 * n * n) + up(4 * blocks**2 + blocks + n))
@@ -430,14 +430,14 @@ def svd_bytes(m: int, n: int, item: int, is_full: bool) -> int:
 
 def potrf_bytes(n: int, is_upper: bool) -> int:
     """Cholesky's factor of one matrix."""
-    blocks = -(-n // BLOCK)
+    blocks = ceil_div(n, BLOCK)
     return 256 if is_upper else 128 + up(4 * blocks * blocks)
 
 
 def getrf_bytes(n: int, item: int) -> int:
     """LU factors of one square matrix; the switch is between 1280 and 1792 columns."""
-    blocks = -(-n // BLOCK)
+    blocks = ceil_div(n, BLOCK)
     panel = max(256 * min(1 << (blocks - 1).bit_length(), 16), up(4 * blocks * blocks))
     if n > 1536:
-        panel = max(panel, 8192 * item + 256 * (item + 8) * -(-n // 2048))
+        panel = max(panel, 8192 * item + 256 * (item + 8) * ceil_div(n, 2048))
     return 256 * (blocks + 1) + panel

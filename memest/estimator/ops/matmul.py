@@ -61,7 +61,7 @@ from memest.estimator.ops.temporaries import Scratch
 from memest.estimator.tensors.placement import on_gpu
 from memest.estimator.versions import simulated
 from memest.estimator.versions.torch_releases import TorchRelease
-from memest.units import KIB, MIB
+from memest.units import KIB, MIB, round_up
 
 aten = torch.ops.aten
 
@@ -101,7 +101,7 @@ def grouped_mm_output(args: Args, kwargs: Kwargs) -> Tensor:
     else:
         size = [left.size(0), left.size(1), right.size(-1)]
     vector = 16 // left.itemsize
-    row = -(-size[-1] // vector) * vector
+    row = round_up(size[-1], vector)
     stride = [row, 1] if len(size) == 2 else [size[1] * row, row, 1]
     return torch.empty_strided(size, stride, dtype=left.dtype, device=left.device)
 

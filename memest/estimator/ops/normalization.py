@@ -51,7 +51,7 @@ from memest.estimator.ops.temporaries import (
 )
 from memest.estimator.tensors.placement import on_gpu
 from memest.estimator.versions import simulated
-from memest.units import last_power_of_2
+from memest.units import ceil_div, last_power_of_2
 
 aten = torch.ops.aten
 
@@ -104,8 +104,8 @@ def _is_channels_last(tensor: Tensor) -> bool:
 def _workspace(tensor: Tensor, rows_of_block: int, block_bytes: int, header_bytes: int) -> int:
     """Sums of each block of rows and each group of 64 channels, 4 bytes more for each group."""
     channels = tensor.shape[1]
-    groups = -(-channels // CHANNELS_PER_BLOCK)
-    blocks = -(-tensor.numel() // channels // rows_of_block)
+    groups = ceil_div(channels, CHANNELS_PER_BLOCK)
+    blocks = ceil_div(tensor.numel(), channels * rows_of_block)
     return header_bytes + groups * (blocks * block_bytes + 4)
 
 
@@ -164,13 +164,13 @@ def _staging(tensor: Tensor, sums_per_channel: int) -> tuple[int, ...]:
     channels = tensor.shape[1]
     rows = tensor.numel() // max(1, channels)
     width = min(last_power_of_2(channels), 32)
-    height = min(last_power_of_2(-(-rows // ROWS_PER_THREAD)), BLOCK_THREADS // width)
+    height = min(last_power_of_2(ceil_div(rows, ROWS_PER_THREAD)), BLOCK_THREADS // width)
     if width * height != BLOCK_THREADS:
         width = min(last_power_of_2(channels), BLOCK_THREADS // height)
-    blocks = min(-(-rows // (height * ROWS_PER_THREAD)), MAX_BLOCKS)
+    blocks = min(ceil_div(rows, height * ROWS_PER_THREAD), MAX_BLOCKS)
     if blocks < MIN_BLOCKS:
         return ()
-    return sums_per_channel * channels * blocks * 4, -(-channels // width) * 4
+    return sums_per_channel * channels * blocks * 4, ceil_div(channels, width) * 4
 
 
 @requests("native_batch_norm")
@@ -226,8 +226,8 @@ def _partial_rows(num_rows: int, width: int, gpu: Gpu) -> int:
     """Return the rows of a norm's partial weight gradient; 0 if one pass computes it."""
     if num_rows <= MANY_ROWS or width // COLUMNS_PER_BLOCK >= gpu.num_sms // 2:
         return 0
-    blocks = -(-width // COLUMNS_PER_BLOCK)
-    return min(MAX_GRID // blocks, -(-num_rows // ROWS_PER_BLOCK))
+    blocks = ceil_div(width, COLUMNS_PER_BLOCK)
+    return min(MAX_GRID // blocks, ceil_div(num_rows, ROWS_PER_BLOCK))
 
 
 def _events(args: Args, weights: dict[int, Tensor | None], mask: list[bool], gpu: Gpu) -> Events:

@@ -47,7 +47,7 @@ from memest.estimator.ops.registry import (
 from memest.estimator.ops.strides import in_format_of_first
 from memest.estimator.ops.temporaries import Events, around, outputs, passing, temporaries
 from memest.estimator.tensors.placement import on_gpu
-from memest.units import round_up
+from memest.units import ceil_div, round_up
 
 Array = np.ndarray[Any, Any]
 
@@ -66,7 +66,7 @@ def advance(generator: torch.Generator, count: int) -> None:
     state = generator.get_state().numpy().copy()
     left, words = state[_LEFT].view(np.int32), state[_STATE].view(np.uint64)
     count -= int(left[0]) - 1
-    num_blocks = -(-count // WORDS)
+    num_blocks = ceil_div(count, WORDS)
     if num_blocks > 0:
         words[:] = _after(words.astype(np.uint32), num_blocks * WORDS)
         count -= (num_blocks - 1) * WORDS
@@ -233,7 +233,7 @@ class Launch:
 def launch(count: int, gpu: Gpu, per_draw: int) -> Launch:
     """`calc_execution_policy`: no more blocks than the GPU runs at once."""
     most = gpu.num_sms * (threads_per_sm(gpu) // BLOCK_THREADS)
-    return Launch(count, BLOCK_THREADS * min(-(-count // BLOCK_THREADS), most), per_draw)
+    return Launch(count, BLOCK_THREADS * min(ceil_div(count, BLOCK_THREADS), most), per_draw)
 
 
 def _uniform(words: list[Words], part: Parts, is_double: bool) -> Numbers:

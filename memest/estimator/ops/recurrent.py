@@ -48,6 +48,7 @@ from memest.estimator.ops.temporaries import (
 )
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import META, on_gpu, storage_key
+from memest.units import ceil_div, round_up
 
 aten = torch.ops.aten
 
@@ -172,10 +173,10 @@ def reserve_bytes(layers: Layers) -> int:
     kept = _KEPT[layers.mode] + (1 if layers.proj_size else 0)
     rows = (kept + 1) * num - 1
     total = n * d * size * (rows * h + num * layers.proj_size)
-    total = -(-total // _MASK_ALIGN) * _MASK_ALIGN + _ALIGN
+    total = round_up(total, _MASK_ALIGN) + _ALIGN
     if layers.dropout and num > 1:
-        mask = -(-d * d * layers.num_steps * layers.batch * h // 8)
-        total += (num - 1) * -(-mask // _MASK_ALIGN) * _MASK_ALIGN
+        mask = ceil_div(d * d * layers.num_steps * layers.batch * h, 8)
+        total += (num - 1) * round_up(mask, _MASK_ALIGN)
     return total
 
 

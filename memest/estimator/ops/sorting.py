@@ -38,6 +38,7 @@ from memest.estimator.ops.temporaries import (
     passing,
 )
 from memest.estimator.tensors.placement import on_gpu
+from memest.units import ceil_div
 
 aten = torch.ops.aten
 
@@ -121,8 +122,8 @@ def topk_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     scans: Events = []
     if _topk_takes_many_blocks(count, length):
         threads = gpu.num_sms * TOPK_BLOCKS_PER_SM * TOPK_THREADS
-        items = min(64, max(4, -(-count * length // threads))) * TOPK_THREADS
-        blocks = count * -(-length // items)
+        items = min(64, max(4, ceil_div(count * length, threads))) * TOPK_THREADS
+        blocks = count * ceil_div(length, items)
         kept += [count * args[0].itemsize, count * 8, count * 8]
         kept += [blocks * 512, count * 1024, blocks * 4, blocks * 4]
         scans = passing(TOPK_SCAN_BYTES) * 2
@@ -157,7 +158,7 @@ def cumsum_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     if not is_row:
         return Scratch(after=cast)
     threads = 128 if dtype.itemsize >= 16 else 256 if dtype.itemsize >= 8 else 512
-    blocks = min(gpu.num_sms, -(-args[0].numel() // (threads * 16)))
+    blocks = min(gpu.num_sms, ceil_div(args[0].numel(), threads * 16))
     return Scratch(after=(*cast, blocks * dtype.itemsize))
 
 

@@ -32,6 +32,7 @@ from memest.estimator.tensors.placement import (
     refused,
     storage_key,
 )
+from memest.units import ceil_div, round_up
 
 aten = torch.ops.aten
 
@@ -325,8 +326,8 @@ def _addmm(
         is_by_columns = dense.stride(0) == 1 and dense.stride(1) == dense.size(0)
         is_by_rows = dense.stride(1) == 1 and dense.stride(0) != 0
         given = dense if is_by_columns or is_by_rows else dense.contiguous()
-        blocks = -(-num_entries // (_ENTRIES_OF_A_BLOCK if num_columns > 1 else _OF_ONE_COLUMN))
-        _passing(mode, aten.addmm.default, -(-4 * blocks // 8) * 8 + 7)
+        blocks = ceil_div(num_entries, _ENTRIES_OF_A_BLOCK if num_columns > 1 else _OF_ONE_COLUMN)
+        _passing(mode, aten.addmm.default, round_up(4 * blocks, 8) + 7)
         del given
     del transposed, columns, starts, zeros
     return result

@@ -17,11 +17,12 @@ from memest.estimator.allocator.blocks import AddressSpace, Block
 from memest.estimator.allocator.caching import SMALL_SEGMENT_BYTES
 from memest.estimator.allocator.memory_history import (
     POOL,
-    SETTINGS,
     block_entry,
     free_block_entry,
     segment_entry,
+    settings_entry,
 )
+from memest.estimator.allocator.settings import DEFAULT
 from memest.estimator.replay.replay import Replayed, Run
 from memest.estimator.tensors.storages import FreeTiming, MemKind, Site, StorageTable
 from memest.report import Phase
@@ -434,7 +435,7 @@ def torch_snapshot(recording: Recording) -> dict[str, Any]:
     return {
         "segments": _segments(recording, frames, streams),
         "device_traces": [trace],
-        "allocator_settings": dict(SETTINGS),
+        "allocator_settings": settings_entry(DEFAULT),
         "external_annotations": _annotations(recording),
     }
 
@@ -655,11 +656,7 @@ def _segment(
 
 _STATES = {Act.ALLOC: "active_allocated", Act.FREE_REQUESTED: "active_pending_free"}
 
-_AFTER = {
-    Phase.AFTER_FORWARD: "forward",
-    Phase.AFTER_BACKWARD: "backward",
-    Phase.AFTER_OPTIMIZER_STEP: "optimizer step",
-}
+_AFTER = _STRETCH | {Phase.AFTER_OPTIMIZER_STEP: "optimizer step"}
 
 
 def _slices(recording: Recording) -> Iterator[tuple[str, int, int]]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -378,8 +379,8 @@ class _Search:
             yield from self._graded(technique)
         elif not technique.is_graded:
             weighed = (self.weigh([c]) for c in technique.changes if c.cost is cost)
-            answer = next((option for option in weighed if option and option.fits), None)
-            yield from [answer] if answer else []
+            fitting = (option for option in weighed if option and option.fits)
+            yield from itertools.islice(fitting, 1)
 
     def _graded(self, technique: Technique) -> Iterator[Option]:
         """Yield the mildest grade that fits; if it is tight, yield the next one too."""
@@ -401,14 +402,8 @@ class _Search:
             grades.pop()  # such as a text without room for its image
         if not grades or strongest is None or not strongest.fits:
             return None
-        low, high = 0, len(grades) - 1
-        while low < high:
-            middle = (low + high) // 2
-            if self._fits([*others, grades[middle]]):
-                high = middle
-            else:
-                low = middle + 1
-        return grades[high]
+        last = len(grades) - 1
+        return grades[bisect_left(grades, True, hi=last, key=lambda g: self._fits([*others, g]))]
 
     def _combinations(self, techniques: Sequence[Technique], cost: Cost) -> Iterator[Option]:
         """Yield minimal combinations of this cost that fit."""
@@ -435,13 +430,11 @@ class _Search:
             if self._fits(others):
                 kept = [pair for pair in kept if pair[0] is not technique]
                 continue
-            milder = self._mildest(technique, others) if technique.is_graded else None
-            for grade in (
-                () if technique.is_graded else technique.changes[: technique.changes.index(change)]
-            ):
-                if self._fits([*others, grade]):
-                    milder = grade
-                    break
+            if technique.is_graded:
+                milder = self._mildest(technique, others)
+            else:
+                earlier = technique.changes[: technique.changes.index(change)]
+                milder = next((each for each in earlier if self._fits([*others, each])), None)
             if milder is not None:
                 kept = [(technique, milder) if pair[0] is technique else pair for pair in kept]
         option = self.weigh(change for _, change in kept)

@@ -12,6 +12,7 @@ from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.replay.simulated import TracedPlan
 from memest.estimator.search.commands import ModelFacts
 from memest.plan import TrainingPlan
+from memest.units import ceil_div
 
 BF16_CAPABILITY = (8, 0)
 """Compute capability of tensor cores with bf16 (CUDA C++ Programming Guide, arithmetic)."""
@@ -312,7 +313,7 @@ def _adapters(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Chang
 
 
 def _text(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change]:
-    shortest = max(SHORTEST_TEXT, -(-facts.seq_len // SHORTEST_SHARE))
+    shortest = max(SHORTEST_TEXT, ceil_div(facts.seq_len, SHORTEST_SHARE))
     price = "longer texts are cut: what was cut is not learned"
     length = facts.seq_len // 2
     while length >= shortest:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from memest.engines import find_engine
-from memest.errors import MemestError, PlanError
+from memest.errors import MemestError, PlanError, raise_if_all_failed
 from memest.estimator.hardware.gpus import Gpu, find_gpu
 from memest.models_meta.registry import check_name
 from memest.plan import TrainingPlan
@@ -111,10 +111,8 @@ def explore(
         weight=lambda plans: len(plans) * len(batches) * len(micro_batches),
     )  # fmt: skip
     groups = list(itertools.chain.from_iterable(found))
-    points = [point for group in groups if isinstance(group, list) for point in group]
-    if not points:
-        raise next(error for error in groups if isinstance(error, MemestError))
-    return points
+    raise_if_all_failed(groups)
+    return [point for group in groups if isinstance(group, list) for point in group]
 
 
 def explored(plan: TrainingPlan, gpus: Sequence[str]) -> Explored:

@@ -225,7 +225,7 @@ class _Search:
             self.series.forget_families()
             self._trials.clear()
             with suppress(FormBroken):
-                self.series.family(max(low, -low), SPACING[self.series.key])
+                self.series.family(abs(low), SPACING[self.series.key])
             low = self._search()
         else:
             self._guesses = False
@@ -333,12 +333,12 @@ class _Search:
         """Return whether real traces near the answer equal the interpolated ones."""
         sizes = [v for v in (value + 1,) if v > 1 and self.trial(v) is not None]
         if not sizes or not self._is_batch:  # the next length often has another form
-            sizes.append(max(value, -value))
+            sizes.append(abs(value))
         guessed = {v: self.series.guess(v) for v in sizes}
         return all(self.series.trace(v).traced == traced for v, traced in guessed.items())
 
     def _report(self, value: int, elapsed_s: float) -> Largest:
-        shown = max(value, -value)
+        shown = abs(value)
         found = self.trial(shown)
         assert found is not None
         above = self.trial(value + 1) if value > 0 else found

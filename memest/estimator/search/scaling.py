@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from memest.errors import MemestError, PlanError, closest, result_or_error
+from memest.errors import MemestError, PlanError, closest, raise_if_all_failed, result_or_error
 from memest.estimator.search.suite import predict_each
 from memest.plan import TrainingPlan
 from memest.plan.training_plan import PLAN_KEYS
@@ -69,8 +69,7 @@ def scale(
     plans = {key: plan for key, plan in found.items() if isinstance(plan, TrainingPlan)}
     reports = predict_each(list(plans.values()), jobs=jobs)
     found |= dict(zip(plans, reports, strict=True))
-    if all(isinstance(result, MemestError) for result in found.values()):
-        raise next(result for result in found.values() if isinstance(result, MemestError))
+    raise_if_all_failed(found.values())
     return [
         _line(values, strategy, {n: found[strategy, n] for n in numbers})
         for strategy in dict.fromkeys(strategies)

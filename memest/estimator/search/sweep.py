@@ -25,13 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 from memest.child import CAN_FORK
 from memest.engines import find_engine
-from memest.errors import MemestError, PlanError, result_or_error, shown
+from memest.errors import MemestError, PlanError, raise_if_all_failed, result_or_error, shown
 from memest.estimator.predict import target_gpus
 from memest.plan import TrainingPlan
 from memest.plan.reading import read_limited
 from memest.plan.training_plan import PLAN_KEYS
 from memest.report import Outcome, Verdict
 from memest.report.records import read_as
+from memest.units import ceil_div
 
 if TYPE_CHECKING:
     from memest.estimator.search.related_plans import TraceSeries
@@ -183,8 +184,7 @@ def make_grid(
     for combination in itertools.product(*varied.values()):
         changes = dict(zip(varied, combination, strict=True))
         points.append((changes, result_or_error(TrainingPlan.from_dict, {**base, **changes})))
-    if points and all(isinstance(plan, MemestError) for _, plan in points):
-        raise next(plan for _, plan in points if isinstance(plan, MemestError))
+    raise_if_all_failed([plan for _, plan in points])
     return points
 
 
@@ -248,9 +248,7 @@ def sweep(
         by_index |= dict(zip(group.members, results, strict=True))
     made = iter([by_index[i] for i in range(len(new))])
     ordered = [known[plan] if plan in known else next(made) for plan in plans]
-    errors = [result for result in ordered if isinstance(result, MemestError)]
-    if len(errors) == len(ordered):
-        raise errors[0]
+    raise_if_all_failed(ordered)
     points: list[SweepPoint] = []
     for plan, result in zip(plans, ordered, strict=True):
         if isinstance(result, MemestError):
@@ -352,7 +350,7 @@ def _replay_in_parallel(
             with ProcessPoolExecutor(
                 jobs, context, initializer=_inherit, initargs=(plans, key, all_series)
             ) as pool:
-                chunk = -(-len(plans) // (4 * jobs))
+                chunk = ceil_div(len(plans), 4 * jobs)
                 return list(pool.map(_replay_inherited, range(len(plans)), chunksize=chunk))
     except BrokenProcessPool:
         return nothing

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from memest.engines import find_engine
-from memest.errors import MemestError, result_or_error
+from memest.errors import MemestError, raise_if_all_failed, result_or_error
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.search.largest import Largest, largest
 from memest.plan import TrainingPlan
@@ -99,9 +99,7 @@ def largest_of_all(
     found = find_engine("local", jobs).map(
         one, tasks, died=lambda task, error: error, label=lambda task: f"{plan.label}, {task[0]}"
     )
-    errors = [result for result in found if isinstance(result, MemestError)]
-    if len(errors) == len(found):
-        raise errors[0]
+    raise_if_all_failed(found)
     rows: list[TechniqueRow] = []
     for (name, _), result in zip(tasks, found, strict=True):
         if isinstance(result, MemestError):

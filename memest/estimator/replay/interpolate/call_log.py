@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from memest.estimator.gpu.kernel_calls import Recipe
+from memest.estimator.gpu.kernel_calls import Recipe, dense_bytes
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import attention
@@ -310,20 +310,6 @@ def _tensor_shape(tensor: Tensor, numbers: list[int]) -> _TensorShape:
     numbers.append(num_bytes)
     device = "meta" if is_on_gpu else "cpu"
     return _TensorShape(len(size), tensor.dtype, device, offset % ALIGNMENT, is_dense)
-
-
-def dense_bytes(size: Iterable[int], stride: Iterable[int], item_bytes: int) -> int:
-    """Bytes of the smallest storage that holds such a tensor from offset 0.
-
-    >>> dense_bytes((2, 3), (3, 1), 4), dense_bytes((2, 0), (1, 1), 4)
-    (24, 0)
-    """
-    last = 0
-    for n, step in zip(size, stride, strict=True):
-        if n == 0:
-            return 0
-        last += (n - 1) * step
-    return (last + 1) * item_bytes
 
 
 def put_numbers(template: Template, numbers: Iterable[int]) -> Any:

@@ -59,9 +59,7 @@ class _Rebuilder:
         for event in old:
             if event == EMPTIED:
                 events.append(event)
-            elif (
-                event < 0 and death_of(event) not in self.ids
-            ):  # one of the workspaces, all freed in order
+            elif event < 0 and death_of(event) not in self.ids:  # workspaces are freed in order
                 first = next(iter(self._workspaces))
                 events.append(death_of(self._workspaces.pop(first)))
             elif event < 0:
@@ -93,7 +91,7 @@ class _Rebuilder:
         count = num_temporary = 0
         for request in form.requests:
             if isinstance(request, tuple):
-                events.append(~temporary.pop(request[0]))
+                events.append(death_of(temporary.pop(request[0])))
                 continue
             if request is None:
                 index = self._add((call.template, count), site, MemKind.WORKSPACE)

@@ -46,6 +46,9 @@ MAPPED_BYTES = 1 << 26
 MAX_TWIN_BYTES = 1 << 20
 """Size up to which integers have known values on the GPU."""
 
+HOLDS_ZEROS = "files written by the script hold zeros for tensors whose values are not known"
+"""Note of a run that writes such files."""
+
 _MARK = "memest"
 _LOCATION = "_memest_location"
 _BASE = "_memest_base"
@@ -65,27 +68,19 @@ class Checkpoints:
     def reduced(self, tensor: Tensor) -> tuple[Any, ...]:
         """Return what `pickle` stores of a tensor without data."""
         storage = tensor.untyped_storage()
-        made: Any
         value = self._mode.values.value_of(tensor) if self._is_followed(tensor) else None
-        size = tuple(tensor.size())
+        size, mark = tuple(tensor.size()), None
         if value is not None:
             made = _clone(value.untyped_storage())
             geometry = tensor.storage_offset(), size, tensor.stride()
-            metadata = None
         else:
             made = self._dummy(storage, tensor.dtype)
             geometry = 0, size, (0,) * len(size)
-            metadata = {_mark(storage.nbytes(), tensor.storage_offset(), tensor.stride()): True}
-            self._mode.notes.add(
-                "files written by the script hold zeros for tensors whose values are not known"
-            )
+            mark = _mark(storage.nbytes(), tensor.storage_offset(), tensor.stride())
+            self._mode.notes.add(HOLDS_ZEROS)
         if storage._cdata in self._mode.memory.live:
             setattr(made, _LOCATION, str(GPU.device))
-        storage_class: Any = torch.storage.TypedStorage
-        typed = storage_class(wrap_storage=made, dtype=tensor.dtype, _internal=True)
-        arguments = typed, *geometry, tensor.requires_grad, OrderedDict()  # type: ignore[var-annotated]
-        rebuild = torch._utils._rebuild_tensor_v2
-        return rebuild, arguments if metadata is None else (*arguments, metadata)
+        return _pickled(made, tensor.dtype, geometry, tensor.requires_grad, mark)
 
     def _is_followed(self, tensor: Tensor) -> bool:
         return storage_key(tensor) not in self._mode.values.guessed
@@ -231,14 +226,21 @@ class Placeholder:
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         tensor = self._tensor
         size = tuple(tensor.size())
-        num_bytes = tensor.numel() * tensor.itemsize
-        strides = torch.empty(size, device=META).stride()
-        storage_class: Any = torch.storage.TypedStorage
+        mark = _mark(tensor.nbytes, 0, torch.empty(size, device=META).stride())
         one = torch.zeros(1, dtype=tensor.dtype).untyped_storage()
-        typed = storage_class(wrap_storage=one, dtype=tensor.dtype, _internal=True)
-        metadata = {_mark(num_bytes, 0, strides): True}
-        arguments = typed, 0, size, (0,) * len(size), False, OrderedDict(), metadata  # type: ignore[var-annotated]
-        return torch._utils._rebuild_tensor_v2, arguments
+        return _pickled(one, tensor.dtype, (0, size, (0,) * len(size)), False, mark)
+
+
+def _pickled(
+    storage: torch.UntypedStorage, dtype: torch.dtype, geometry: Any, wants_grad: bool,
+    mark: str | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return a tensor as `pickle` stores it; `geometry` is its offset, size and strides."""
+    storage_class: Any = torch.storage.TypedStorage
+    typed = storage_class(wrap_storage=storage, dtype=dtype, _internal=True)
+    hooks: OrderedDict[int, Any] = OrderedDict()
+    metadata = () if mark is None else ({mark: True},)
+    return torch._utils._rebuild_tensor_v2, (typed, *geometry, wants_grad, hooks, *metadata)
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
@@ -483,9 +485,7 @@ class Writer:
                     file.seek(len(header) + offset)
                     file.write(data)
             file.truncate(len(header) + total)
-        self._mode.notes.add(
-            "files written by the script hold zeros for tensors whose values are not known"
-        )
+        self._mode.notes.add(HOLDS_ZEROS)
 
     def save(self, tensors: dict[str, Tensor], metadata: Any = None) -> bytes:
         """Replace `safetensors.torch.save`."""
