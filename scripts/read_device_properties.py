@@ -20,7 +20,7 @@ from memest.estimator.ops.cudnn_library import (
     CHAR,
     CLUSTER_INTS,
     DESCRIPTOR_BYTES,
-    LAYOUT_KNOWN,
+    MEASURED,
     PROPERTIES,
     library,
 )
@@ -36,7 +36,7 @@ def main() -> int:
     """Print the entry as JSON; 1 if the layout of the descriptor is not known."""
     torch.zeros(1, device="cuda")
     found = library()
-    if found is None or found.version not in LAYOUT_KNOWN:
+    if found is None or found.version not in MEASURED:
         print("cuDNN 9.19 is needed", file=sys.stderr)
         return 1
     cudnn = found._library

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import struct
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -30,7 +31,7 @@ from memest.estimator.ops.cudnn_convolution import (
 )
 from memest.estimator.ops.cudnn_library import (
     DOWN_CONVERTS,
-    LAYOUT_KNOWN,
+    MEASURED,
     NONDETERMINISTIC,
     TENSOR_CORES,
     CudnnError,
@@ -44,7 +45,7 @@ from memest.estimator.ops.cudnn_rules import is_product, workspace_bytes
 
 H100, A100, T4 = find_gpu("h100-80gb"), find_gpu("a100-80gb"), find_gpu("t4")
 BLOCK_BYTES = 512
-MEASURED = Path(__file__).parents[1] / "data" / "cudnn_workspaces.json"
+WORKSPACES = Path(__file__).parents[1] / "data" / "cudnn_workspaces.json"
 PLAIN = ConvolutionShapes(
     (3, 17, 301, 203), (29, 17, 3, 3), (3, 29, 299, 201), (1, 1), (0, 0), (1, 1), 1,
     torch.float32, False,
@@ -58,7 +59,7 @@ HALF_LAST = ConvolutionShapes(
 class Stub:
     """An installed cuDNN with one plan for every call."""
 
-    version = LAYOUT_KNOWN[0]
+    version = MEASURED[0]
 
     def __init__(self, plan: Plan | Exception | None) -> None:
         self.plan = plan
@@ -67,7 +68,7 @@ class Stub:
     def knows(self, gpu: Any) -> bool:
         return device_properties(gpu.chip) is not None
 
-    has_clusters = Library.has_clusters
+    is_measured = Library.is_measured
 
     def fingerprint(self, gpu: str) -> str:
         return f"stub-{gpu}"
@@ -155,7 +156,7 @@ def test_another_cudnn_estimates_the_workspaces_of_hopper(monkeypatch: pytest.Mo
     stub.version = 92400
     assert workspace(PLAIN, "forward", H100) == Workspace(12345, is_by_library=False)
     assert workspace(PLAIN, "forward", A100) == Workspace(12345, is_by_library=True)
-    assert "estimates, since Hopper's clusters" in describe_source(H100)
+    assert "estimates, since answers about Hopper" in describe_source(H100)
     assert "clusters" not in describe_source(A100)
 
 
@@ -232,9 +233,9 @@ def test_cudnn_older_than_9_8_is_passed_over(
         assert (found is not None) is is_used
         if found is not None:
             assert found.knows(A100)
-            assert found.has_clusters(A100)
+            assert found.is_measured(A100)
             assert found.knows(H100)
-            assert not found.has_clusters(H100), "the layout of its descriptors is not known"
+            assert not found.is_measured(H100), "the layout of its descriptors is not known"
             assert not found.knows(find_gpu("b200")), "its properties are not known"
 
 
@@ -248,7 +249,7 @@ def test_cudnn_without_cublaslt_is_passed_over(
     def load(path: str) -> SimpleNamespace:
         if "cublasLt" in path:
             raise OSError(path)
-        return loaded(LAYOUT_KNOWN[0])
+        return loaded(MEASURED[0])
 
     monkeypatch.setattr(ctypes, "CDLL", load)
     assert library() is None
@@ -282,7 +283,7 @@ def test_rejected_engines_and_their_reasons_are_read_from_the_log() -> None:
 
 def installed() -> Library:
     found = library()
-    if found is None or not found.has_clusters(H100):
+    if found is None or not found.is_measured(H100):
         pytest.skip("cuDNN 9.19 is not installed: pip install 'memest-gpu[cudnn]'")
     return found
 
@@ -297,7 +298,7 @@ Row = tuple[tuple[int, ...], list[int], list[int], list[int], list[int]]
 @cache
 def measured() -> list[Row]:
     """Calls with workspaces of any kernel, of deterministic ones, without TF32, and tried ones."""
-    return [(tuple(row), *rest) for row, *rest in json.loads(MEASURED.read_text())["calls"]]
+    return [(tuple(row), *rest) for row, *rest in json.loads(WORKSPACES.read_text())["calls"]]
 
 
 def share_right(
@@ -461,4 +462,35 @@ def test_chips_share_a_program_if_cudnn_takes_the_same_workspaces() -> None:
 def test_a_hopper_without_clusters_is_an_estimate() -> None:
     gpu = replace(H100, chip="t4")  # its entry has no clusters
 
-    assert not Library.has_clusters(cast(Library, Stub(None)), gpu)
+    assert not Library.is_measured(cast(Library, Stub(None)), gpu)
+
+
+@pytest.mark.parametrize("layout", cudnn_library.LAYOUTS)
+def test_clusters_are_written_where_a_layout_has_them(layout: tuple[int, ...]) -> None:
+    found = device_properties(H100.chip)
+    assert found is not None
+    text, clusters = found
+    properties = json.loads(text)
+    head = (7, 7, properties["deviceVer"], properties["driverVer"])
+    memory = ctypes.create_string_buffer(cudnn_library.DESCRIPTOR_BYTES)
+    struct.pack_into(f"{len(head) + len(layout)}i", memory, 0, *head, *layout)
+    made = ctypes.c_void_p(ctypes.addressof(memory))
+    stub = cast(Library, SimpleNamespace(version=92400))
+
+    Library._write_clusters(stub, made, text, clusters)
+
+    written = struct.unpack_from(f"{len(head) + len(layout)}i", memory)
+    assert written == (*head, *layout[: len(layout) - len(clusters)], *clusters)
+
+
+def test_a_measured_release_of_another_layout_is_refused() -> None:
+    text, clusters = cast(tuple[str, tuple[int, ...]], device_properties(H100.chip))
+    memory = ctypes.create_string_buffer(cudnn_library.DESCRIPTOR_BYTES)
+    made = ctypes.c_void_p(ctypes.addressof(memory))
+
+    with pytest.raises(CudnnError, match="another layout"):
+        Library._write_clusters(
+            cast(Library, SimpleNamespace(version=MEASURED[0])), made, text, clusters
+        )
+    Library._write_clusters(cast(Library, SimpleNamespace(version=99999)), made, text, clusters)
+    assert not any(memory.raw)

@@ -116,9 +116,9 @@ def describe_source(gpu: Gpu) -> str:
     theirs = _version(release.cudnn_version)
     is_same = own.rpartition(".")[0] == theirs.rpartition(".")[0]
     other = "" if is_same else f"; torch {release.name} has {theirs}"
-    if not installed.has_clusters(gpu):
+    if not installed.is_measured(gpu):
         other += (
-            "; estimates, since Hopper's clusters are described to cuDNN 9.19 only, which"
+            "; estimates, since answers about Hopper were measured of cuDNN 9.19 only, which"
             f" {FOLDER} can name"
         )
     return (
@@ -145,7 +145,7 @@ def workspace(
         if found is None:
             found = answers.put(key, _first_plan(installed, row, direction, gpu, kernels))
         if found:
-            return Workspace(found[0], not found[1] and installed.has_clusters(gpu))
+            return Workspace(found[0], not found[1] and installed.is_measured(gpu))
     return Workspace(workspace_bytes(row, direction), is_by_library=False)
 
 

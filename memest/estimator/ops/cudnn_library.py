@@ -15,8 +15,8 @@ Four things differ from a GPU's answers:
 - Fourier transforms and Winograd's engines for 3x3 windows are rejected too. They have the
   workspaces of `fourier_bytes` and `winograd_bytes`.
 - Hopper's heuristics also read how thread block clusters fit the GPU. The JSON text that describes
-  a GPU lacks these figures, so `_write_clusters` adds them to the descriptor. The layout is known
-  for cuDNN 9.19 only; answers of other versions about Hopper are estimates.
+  a GPU lacks these figures, so `_write_clusters` adds them to the descriptor where its layout is
+  known. Only the answers of cuDNN 9.19 about Hopper were measured; others are estimates.
 - No plan is executed, so a plan that fails on the GPU is not passed over.
 """
 
@@ -49,8 +49,8 @@ from memest.estimator.ops.cudnn_rules import (
     winograd_bytes,
 )
 
-OLDEST, LAYOUT_KNOWN = 90800, range(91900, 92000)
-"""First version with device properties, and those whose descriptors are known in memory."""
+OLDEST, MEASURED = 90800, range(91900, 92000)
+"""First version with device properties, and those whose answers about Hopper were measured."""
 
 FOLDER = "MEMEST_CUDNN"
 """Environment variable: a folder with the packages of NVIDIA; `0` turns the library off."""
@@ -112,8 +112,15 @@ ALIGNMENT = 16
 TENSOR_CORES, DOWN_CONVERTS, FOURIER, NONDETERMINISTIC, MOST_NOTES = 0, 1, 3, 4, 16
 """`cudnnBackendNumericalNote_t`, and room for all of them."""
 
-CLUSTER_INTS, DEFAULT_CLUSTERS = 40, (18, *(0,) * 39)
-"""Figures about clusters in a descriptor, and their values in one that was made from JSON."""
+LAYOUTS = (
+    (18, *(0,) * 39),
+    (0, 18, *(0,) * 23, *(max(1, 18 // size) for size in range(1, 17))),
+)
+"""Numbers after compute capability and driver in a descriptor that was made from JSON, in cuDNN 9.19
+and 9.24. The last 40 are about clusters; the last 16 are the clusters of each size that fit.
+"""
+
+CLUSTER_INTS = 40
 
 DESCRIPTOR_BYTES = 544
 """Size of a descriptor of device properties in cuDNN 9.19."""
@@ -210,11 +217,11 @@ class Library:
         """Return whether plans for `gpu` can be requested."""
         return device_properties(gpu.chip) is not None
 
-    def has_clusters(self, gpu: gpus.Gpu) -> bool:
-        """Return whether the heuristics read the clusters of `gpu`, or need none."""
+    def is_measured(self, gpu: gpus.Gpu) -> bool:
+        """Return whether answers about `gpu` need no clusters, or were measured with them."""
         found = device_properties(gpu.chip)
-        is_read = found is not None and bool(found[1]) and self.version in LAYOUT_KNOWN
-        return gpu.capability < (9, 0) or is_read
+        has_clusters = found is not None and bool(found[1])
+        return gpu.capability < (9, 0) or (has_clusters and self.version in MEASURED)
 
     def fingerprint(self, gpu: str) -> str:
         """Return a file name that changes with all that answers about `gpu` depend on."""
@@ -267,7 +274,7 @@ class Library:
                 raise CudnnError(f"the properties of {gpu} are not known")
             text, clusters = found
             made = self._make(PROPERTIES, (2702, CHAR, text.encode() + b"\0"))
-            if clusters and self.version in LAYOUT_KNOWN:
+            if clusters:
                 self._write_clusters(made, text, clusters)
             self._made.remove(made)
             self._properties[gpu] = made
@@ -276,17 +283,22 @@ class Library:
     def _write_clusters(self, made: Any, text: str, clusters: Sequence[int]) -> None:
         """Write how thread block clusters fit the GPU after its compute capability and driver.
 
+        Other layouts stay as they are.
+
         Raises:
-            CudnnError: the descriptor does not have the known layout.
+            CudnnError: a release whose answers were measured has another layout.
         """
         properties = json.loads(text)
-        head = struct.pack("2i", properties["deviceVer"], properties["driverVer"])
-        found = head + struct.pack(f"{CLUSTER_INTS}i", *DEFAULT_CLUSTERS)
-        place = ctypes.string_at(made.value, DESCRIPTOR_BYTES).find(found)
-        if place < 0:
-            raise CudnnError(f"cuDNN {self.version} has device properties of another layout")
         values = struct.pack(f"{CLUSTER_INTS}i", *clusters)
-        ctypes.memmove(made.value + place + len(head), values, len(values))
+        for layout in LAYOUTS:
+            numbers = (properties["deviceVer"], properties["driverVer"], *layout)
+            found = struct.pack(f"{len(numbers)}i", *numbers)
+            place = ctypes.string_at(made.value, DESCRIPTOR_BYTES).find(found)
+            if place >= 0:
+                ctypes.memmove(made.value + place + len(found) - len(values), values, len(values))
+                return
+        if self.version in MEASURED:
+            raise CudnnError(f"cuDNN {self.version} has device properties of another layout")
 
     def _graph(self, row: Sequence[int], direction: str) -> Any:
         dtype, is_last, dims, groups, samples, inputs, outputs = row[:7]
