@@ -116,8 +116,8 @@ LAYOUTS = (
     (18, *(0,) * 39),
     (0, 18, *(0,) * 23, *(max(1, 18 // size) for size in range(1, 17))),
 )
-"""Numbers after compute capability and driver in a descriptor that was made from JSON, in cuDNN 9.19
-and 9.24. The last 40 are about clusters; the last 16 are the clusters of each size that fit.
+"""Numbers after compute capability and driver in a descriptor made from JSON, in cuDNN 9.19 and in
+9.24. The last 40 are about clusters; the last 16 are the clusters of each size that fit.
 """
 
 CLUSTER_INTS = 40
