@@ -48,6 +48,7 @@ from memest.estimator.ops.temporaries import (
     passing,
     temporaries,
 )
+from memest.estimator.tensors.placement import on_gpu
 from memest.estimator.versions import simulated
 from memest.estimator.versions.torch_releases import TorchRelease
 from memest.units import ceil_div, round_up
@@ -455,6 +456,9 @@ def run_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Run the backend that CUDA chooses."""
+    if not on_gpu(query):
+        options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+        return then(query, key, value, attn_mask, dropout_p, is_causal, **options)
     refuse_attention(query, key, value, attn_mask)
     return scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal,

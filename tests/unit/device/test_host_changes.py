@@ -124,3 +124,27 @@ def test_a_changed_weight_stays_on_the_host(change: Callable[[Tensor], Tensor]) 
 
         assert changed.device.type == "cpu"
         assert changed.cuda().is_cuda
+
+
+def attention() -> Tensor:
+    query = torch.randn(2, 4, 8, 16, requires_grad=True)
+    mask = torch.ones(8, 8, dtype=torch.bool).tril()
+    return nn.functional.scaled_dot_product_attention(query, query, query, attn_mask=mask)
+
+
+def recurrent() -> Tensor:
+    return nn.LSTM(8, 16, 2, bidirectional=True, dropout=0.1, proj_size=4)(torch.randn(5, 2, 8))[0]
+
+
+def packed() -> Tensor:
+    sequences = nn.utils.rnn.pack_sequence([torch.randn(3, 8), torch.randn(2, 8)])
+    return nn.GRU(8, 16)(sequences)[0].data
+
+
+@pytest.mark.parametrize("run", [attention, recurrent, packed])
+def test_layers_run_on_the_host(run: Callable[[], Tensor]) -> None:
+    with memest.virtual_gpu("h100-80gb"):
+        out = run()
+
+        assert out.device.type == "cpu"
+        out.sum().backward()
