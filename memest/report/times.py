@@ -54,8 +54,10 @@ def read_prices(given: str | None) -> dict[str, float]:
     """Return prices of an hour: a number for every GPU, or those of a YAML or JSON file.
 
     Raises:
-        PlanError: a price is not a positive number, or there is no such file.
+        PlanError: a price is not a positive number, a GPU is not known, or there is no such file.
     """
+    from memest.estimator.hardware.gpus import find_gpu
+
     if given is None:
         return {}
     if re.fullmatch(r"[-+.\d]+(e\d+)?", given):
@@ -66,7 +68,7 @@ def read_prices(given: str | None) -> dict[str, float]:
         raise PlanError(
             f"`{path}` has no prices", hint="write one line per GPU, such as `h100-80gb: 2.10`"
         )
-    return {str(name): _positive(price) for name, price in found.items()}
+    return {find_gpu(str(name)).name: _positive(price) for name, price in found.items()}
 
 
 def _positive(value: Any) -> float:

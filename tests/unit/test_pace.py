@@ -247,6 +247,9 @@ def test_prices_of_a_file_are_by_gpu(tmp_path: Path) -> None:
     path = tmp_path / "prices.yaml"
     path.write_text("h100-80gb: 2.1\nt4: 0.2\n", encoding="utf-8")
     assert read_prices(str(path)) == {"h100-80gb": 2.1, "t4": 0.2}
+    path.write_text("NVIDIA A100: 1.5\nh1000: 2\n", encoding="utf-8")
+    with pytest.raises(PlanError, match="`h1000` is not in the catalogue"):
+        read_prices(str(path))
     path.write_text("h100-80gb: cheap\n", encoding="utf-8")
     with pytest.raises(PlanError, match="`cheap` is not a price"):
         read_prices(str(path))
