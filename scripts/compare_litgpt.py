@@ -1,0 +1,137 @@
+"""Compares LitGPT's published trainings on one A10G with estimates: validation/litgpt_a10g.json.
+
+    python scripts/compare_litgpt.py RECIPES [--write] [NAMES...]
+
+RECIPES is the folder `config_hub/finetune` of a checkout of LitGPT. Each recipe runs for a few
+steps under `memest run --gpu a10g`, with dummy checkpoints and rows of Alpaca2k's lengths. The
+minutes are those of a step times the steps of the recipe. Validation is left out: 100 batches and
+100 generated tokens every 100 steps or fewer. `--write` stores what is found, and writes the table
+of docs/time.md; `--page` writes what is stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = ROOT / "validation" / "litgpt_a10g.json"
+PAGE = ROOT / "docs" / "time.md"
+START, END = "<!-- table: scripts/compare_litgpt.py -->", "<!-- end of LitGPT's table -->"
+NUM_ROWS = 2000
+"""Rows of Alpaca2k, of which a recipe holds a part back."""
+
+DEFAULT_SPLIT = 0.03847
+"""Part that LitGPT holds back where a recipe gives none (`litgpt/data/alpaca_2k.py`)."""
+
+MICRO_BATCHES = 48
+"""Micro-batches that a run has about."""
+
+
+def main() -> None:
+    """Simulate the recipes that are named, or all."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("recipes", type=Path)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--write", action="store_true", help="store the estimates, write the page")
+    parser.add_argument("--page", action="store_true", help="write the page of what is stored")
+    options = parser.parse_args()
+    data = json.loads(DATA.read_text(encoding="utf-8"))
+    for row in [] if options.page else data["rows"]:
+        if not options.names or row["recipe"] in options.names:
+            row |= estimated(options.recipes / row["recipe"])
+            print(row, flush=True)
+            if options.write:
+                DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    if options.write or options.page:
+        head, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
+        tail = rest.partition(END)[2]
+        PAGE.write_text(f"{head}{START}\n{table(data)}\n{END}{tail}", encoding="utf-8")
+    print(summary(data["rows"]))
+
+
+def estimated(recipe: Path) -> dict[str, Any]:
+    """Return the minutes of the training, its interval and its peak; empty if it fails."""
+    plan = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    train, split = plan["train"], plan["data"]["init_args"].get("val_split_fraction", DEFAULT_SPLIT)
+    batch = train["global_batch_size"]
+    num_steps = train["epochs"] * round(NUM_ROWS * (1 - split)) // batch
+    steps_here = max(6, min(12, MICRO_BATCHES * train["micro_batch_size"] // batch))
+    with tempfile.TemporaryDirectory() as place:
+        folder = plan["checkpoint_dir"]
+        _memest(["checkpoint", Path(folder).name, folder, "--format", "litgpt"], place)
+        run = ["run", "--gpu", "a10g", "--max-steps", str(steps_here), "--json", "report.json"]
+        kind = "finetune_full" if recipe.stem == "full" else "finetune_lora"
+        run += ["-m", "litgpt", kind, "--config", str(recipe.resolve())]
+        _memest([*run, "--eval.interval", "100000"], place)
+        path = Path(place, "report.json")
+        report = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    time = report.get("times", {}).get("a10g")
+    if time is None:
+        return {}
+    each = ("seconds", "low_seconds", "high_seconds")
+    minutes = [round(num_steps * time[name] / 60, 2) for name in each]
+    return {"estimated_minutes": minutes, "allocated_bytes": report["peak_allocated_bytes"]}
+
+
+def _memest(arguments: list[str], folder: str) -> None:
+    paths = (str(ROOT), str(ROOT / "scripts" / "litgpt_rows"), os.environ.get("PYTHONPATH", ""))
+    settings = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    settings["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    command = [sys.executable, "-m", "memest", *arguments]
+    subprocess.run(command, cwd=folder, env=os.environ | settings, capture_output=True, check=False)
+
+
+def table(data: dict[str, Any]) -> str:
+    """Return the Markdown table, with a summary."""
+    lines = [summary(data["rows"]), ""]
+    lines += ["| recipe | published | estimated | error | published | allocated | error |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for row in data["rows"]:
+        if "estimated_minutes" in row:
+            real, (made, low, high) = row["minutes"], row["estimated_minutes"]
+            gb = row["allocated_bytes"] / 1e9
+            times = f"{real:.2f} min | {made:.2f} ({low:.1f} to {high:.1f}) | {_error(made, real)}"
+            memory = f"{row['gb']:.2f} GB | {gb:.2f} | {100 * (gb / row['gb'] - 1):+.1f} %"
+            lines.append(f"| {row['recipe'].removesuffix('.yaml')} | {times} | {memory} |")
+    return "\n".join(lines)
+
+
+def _error(made: float, real: float) -> str:
+    return f"{100 * (made / real - 1):+.0f} %"
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Return the errors of recipes without and with 4-bit weights, a sentence each."""
+    sentences = []
+    for label, is_quantized in (("without 4-bit weights", False), ("with 4-bit weights", True)):
+        found = [
+            r for r in rows if "estimated_minutes" in r and ("qlora" in r["recipe"]) is is_quantized
+        ]
+        if found:
+            errors = [r["estimated_minutes"][0] / r["minutes"] - 1 for r in found]
+            middle = 100 * statistics.median(map(abs, errors))
+            mean = 100 * statistics.median(errors)
+            bounds = [(r["minutes"], *r["estimated_minutes"][1:]) for r in found]
+            inside = sum(low <= real <= high for real, low, high in bounds)
+            sentences.append(
+                f"{len(found)} recipes {label}: median error {middle:.0f} % ({mean:+.0f} % in the"
+                f" median with its sign), {inside} inside the interval."
+            )
+    memory = [abs(r["allocated_bytes"] / 1e9 / r["gb"] - 1) for r in rows if "allocated_bytes" in r]
+    if memory:
+        sentences.append(f"Memory: median error {100 * statistics.median(memory):.1f} %.")
+    return " ".join(sentences)
+
+
+if __name__ == "__main__":
+    main()
