@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from compare_times import write_between
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "validation" / "litgpt_a10g.json"
-PAGE = ROOT / "docs" / "time.md"
 START, END = "<!-- table: scripts/compare_litgpt.py -->", "<!-- end of LitGPT's table -->"
 NUM_ROWS = 2000
 """Rows of Alpaca2k, of which a recipe holds a part back."""
@@ -53,9 +53,7 @@ def main() -> None:
             if options.write:
                 DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     if options.write or options.page:
-        head, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
-        tail = rest.partition(END)[2]
-        PAGE.write_text(f"{head}{START}\n{table(data)}\n{END}{tail}", encoding="utf-8")
+        write_between(START, END, table(data))
     print(summary(data["rows"]))
 
 
@@ -101,7 +99,7 @@ def table(data: dict[str, Any]) -> str:
             real, (made, low, high) = row["minutes"], row["estimated_minutes"]
             gb = row["allocated_bytes"] / 1e9
             times = f"{real:.2f} min | {made:.2f} ({low:.1f} to {high:.1f}) | {_error(made, real)}"
-            memory = f"{row['gb']:.2f} GB | {gb:.2f} | {100 * (gb / row['gb'] - 1):+.1f} %"
+            memory = f"{row['gb']:.2f} GB | {gb:.2f} | {100 * (gb / row['gb'] - 1):+z.1f} %"
             lines.append(f"| {row['recipe'].removesuffix('.yaml')} | {times} | {memory} |")
     return "\n".join(lines)
 

@@ -44,10 +44,15 @@ def main() -> None:
     if options.write:
         DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     if options.write or options.page:
-        head, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
-        tail = rest.partition(END)[2]
-        PAGE.write_text(f"{head}{START}\n{table(data)}\n{END}{tail}", encoding="utf-8")
+        write_between(START, END, table(data))
     print(summary(data))
+
+
+def write_between(start: str, end: str, text: str) -> None:
+    """Replace what docs/time.md has between two marks."""
+    head, _, rest = PAGE.read_text(encoding="utf-8").partition(start)
+    tail = rest.partition(end)[2]
+    PAGE.write_text(f"{head}{start}\n{text}\n{end}{tail}", encoding="utf-8")
 
 
 def estimated(name: str, given: Path | None) -> dict[str, Any] | None:

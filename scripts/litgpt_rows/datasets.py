@@ -7,8 +7,12 @@ those of a log-normal distribution with a mean of 235 tokens and a sigma of 0.44
 
 import math
 import random
+import runpy
+from pathlib import Path
 
-NUM_ROWS = 2000
+LAB = runpy.run_path(str(Path(__file__).parents[1] / "labs" / "datasets.py"))
+"""The rows of the labs, which are longer."""
+
 CHARACTERS = 4
 """Characters of a token, as in dummy tokenizers."""
 
@@ -16,22 +20,6 @@ SIGMA = 0.44
 MEDIAN = 235 / math.exp(SIGMA**2 / 2)
 PROMPTS = {False: 165, True: 215}
 """Characters of Alpaca's prompts, without and with an input."""
-
-WORDS = (
-    "a the of to and in is that it for on with as are this be or from by at an which you can "
-    "water music number family answer history kitchen garden question"
-).split()
-
-
-class Rows(list):
-    """What a data set is asked for."""
-
-    def train_test_split(self, test_size, seed):
-        """As the library's."""
-        rows = list(self)
-        random.Random(seed).shuffle(rows)
-        cut = round(len(rows) * test_size)
-        return {"train": Rows(rows[cut:]), "test": Rows(rows[:cut])}
 
 
 def load_dataset(repo_id, cache_dir=None):
@@ -41,12 +29,12 @@ def load_dataset(repo_id, cache_dir=None):
     def text(num_characters):
         words = []
         while num_characters > 0:
-            words.append(draw.choice(WORDS))
+            words.append(draw.choice(LAB["WORDS"]))
             num_characters -= len(words[-1]) + 1
         return " ".join(words)
 
-    rows = Rows()
-    for _ in range(NUM_ROWS):
+    rows = LAB["Rows"]()
+    for _ in range(LAB["NUM_ROWS"]):
         total = CHARACTERS * MEDIAN * draw.lognormvariate(0, SIGMA)
         has_input = draw.random() < 0.4
         instruction, given = text(60), text(50) if has_input else ""

@@ -290,9 +290,9 @@ class HostTensors:
                 )
                 return _bare(args[0]).new_empty(num_picked)
             op = op_of(func)
-            made = op.result(_bare(args), kwargs) if op.result else None
-            if made is None and op.shaped_by:
-                made = self._assumed.result(func, args, kwargs)
+            made = self._assumed.result(func, args, kwargs) if op.shaped_by else None
+            if made is None and op.result:
+                made = op.result(_bare(args), kwargs)
             if made is not None:
                 return made
             failure = self._attribution.failure(func, error)

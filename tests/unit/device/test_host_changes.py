@@ -1,4 +1,4 @@
-"""What scripts do with a model on the host before it moves to the GPU."""
+"""Changes of a model on the host before it moves to the GPU."""
 
 from __future__ import annotations
 
