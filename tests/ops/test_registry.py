@@ -117,3 +117,11 @@ def test_declared_names_are_operators_without_a_rule() -> None:
     assert all(hasattr(aten, name.partition(".")[0]) for name in OUTPUTS_ONLY)
     with_rule = {str(func).removeprefix("aten.") for func in registered("requests")}
     assert with_rule & {n if "." in n else f"{n}.default" for n in OUTPUTS_ONLY} == set()
+
+
+def test_an_operator_in_place_needs_what_the_operator_needs() -> None:
+    """torch tags `gt` and not `gt_` as elementwise, and `leaky_relu` since 2.13 only."""
+    for name in ("leaky_relu", "leaky_relu_", "hardswish_", "elu_", "gelu_", "abs_"):
+        assert op_of(getattr(aten, name).default).has_outputs_only
+    assert op_of(aten.gt_.Scalar).has_outputs_only
+    assert not op_of(aten.cumsum_.default).has_outputs_only

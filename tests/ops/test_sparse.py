@@ -107,3 +107,13 @@ def test_what_is_not_known_of_sparse_tensors_is_refused_by_name(
 
     with pytest.raises(UnsupportedError, match=f"aten.{name}` with a tensor of layout sparse"):
         CALLS[name](sparse)
+
+
+def test_a_large_sparse_tensor_of_the_host_is_added_to_a_dense_one(virtual: VirtualGpu) -> None:
+    """The sum of pytorch/examples' gcn: too large to be a small tensor of the host."""
+    places = torch.arange(3000).expand(2, -1)
+    sparse = torch.sparse_coo_tensor(places, torch.ones(3000), (3000, 3000))
+
+    total = torch.eye(3000) + sparse
+
+    assert total[7, 7].item() == 2

@@ -396,6 +396,8 @@ _ON_HOST = (
 
 def _is_dummy(tensor: Tensor) -> bool:
     """Return whether a large tensor repeats one number, as in a dummy checkpoint."""
+    if _is_sparse(tensor):
+        return False
     return tensor.nbytes >= VIRTUAL_HOST_BYTES and not any(tensor.stride())
 
 

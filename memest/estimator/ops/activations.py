@@ -59,9 +59,10 @@ def log_sigmoid_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scrat
 
 outputs_only(
     "_prelu_kernel _prelu_kernel_backward elu_backward glu glu_backward hardshrink_backward "
-    "hardsigmoid_backward hardswish hardswish_backward hardtanh_backward leaky_relu_backward "
+    "hardsigmoid_backward hardswish hardswish_backward hardtanh_backward leaky_relu leaky_relu_ "
+    "leaky_relu_backward "
     "log_sigmoid_backward log_sigmoid_forward.output mish_backward rrelu_with_noise "
-    "rrelu_with_noise_backward softplus_backward softshrink_backward"
+    "rrelu_with_noise_backward softplus_backward softshrink_backward abs_"
 )
 
 register("_log_softmax_backward_data", layout=contiguous)  # SoftMax.cu

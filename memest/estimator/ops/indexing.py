@@ -376,7 +376,7 @@ def _sorted_events(args: Args, gpu: Gpu) -> Events:
     return outputs({0: target.nbytes}) + checks + around((row,), linear + sorting)
 
 
-@requests("scatter_reduce.two")
+@requests("scatter_reduce.two scatter_reduce_.two")
 def scatter_reduce_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """Requests of `scatter_reduce` (TensorAdvancedIndexing.cpp): a mean counts its terms in ones
     like the source and like the result, and tests for zeros.

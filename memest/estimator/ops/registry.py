@@ -171,7 +171,8 @@ class Op:
         """Return whether a kernel without a rule for its requests is known to need none.
 
         Views; elementwise operators by torch's tag, whose casts run inside the kernel; `_foreach_*`
-        except reductions; matrix products; and the names of `outputs_only`.
+        except reductions; matrix products; and the names of `outputs_only`. An operator in place
+        without a tag is known if the operator that it runs in place is.
         """
         schema = self.func._schema
         namespace, _, name = schema.name.partition("::")
@@ -182,7 +183,12 @@ class Op:
         if name.startswith("_foreach_"):
             is_reduction = name.startswith(FOREACH_REDUCTIONS)
             return not is_reduction or name.startswith(_FOREACH_MAXIMUM)
-        return name in OUTPUTS_ONLY or f"{name}.{schema.overload_name}" in OUTPUTS_ONLY
+        if name in OUTPUTS_ONLY or f"{name}.{schema.overload_name}" in OUTPUTS_ONLY:
+            return True
+        overload = schema.overload_name or "default"
+        packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
+        outside = getattr(packet, overload, None) if name.endswith("_") else None
+        return outside is not None and op_of(outside).has_outputs_only
 
 
 _parts: dict[OpOverload, dict[str, Any]] = {}
