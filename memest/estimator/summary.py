@@ -265,7 +265,8 @@ def kernels_assumed(gpu: str, capability: tuple[int, int], settings: AllocatorSe
 
 def context_assumed(gpu: Gpu) -> str:
     """Return the assumption on the memory beyond the allocator."""
-    return f"a CUDA context of {format_bytes(gpu.context_bytes)} outside the allocator"
+    as_on = f", as on the whole {gpu.whole}" if gpu.whole else ""
+    return f"a CUDA context of {format_bytes(gpu.context_bytes)} outside the allocator{as_on}"
 
 
 def beside_assumed(gpu: Gpu) -> list[str]:

@@ -498,6 +498,8 @@ def evidence(gpu: Gpu) -> str:
 
 def render_gpus(gpus: Iterable[Gpu], *, verbose: bool = False) -> str:
     """The catalogue of GPUs; `verbose` adds where each figure is from."""
+    from memest.estimator.hardware.mig import profiles
+
     gpus = list(gpus)
     rows = [["gpu", "memory", "context", "usable", "compute", "SMs", "figures", "name"]]
     rows += [
@@ -518,6 +520,10 @@ def render_gpus(gpus: Iterable[Gpu], *, verbose: bool = False) -> str:
         "",
         "measured: with memest on the GPU; sources: from public threads and data sheets, which"
         " --verbose names",
+        "",
+        "MIG: the name of an instance is that of the GPU with its profile, such as"
+        " a100-80gb-mig-3g.40gb",
+        *(f"  {name}: {', '.join(found)}" for name, found in profiles().items()),
     ]
     if verbose:
         lines += ["", *(f"{g.name}: {g.source}" for g in gpus)]

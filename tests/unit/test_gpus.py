@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from memest.errors import PlanError
+from memest.estimator.hardware import mig
 from memest.estimator.hardware.gpus import (
     DEFAULT_GPUS,
     custom_gpu,
@@ -12,6 +13,7 @@ from memest.estimator.hardware.gpus import (
     list_gpus,
     match_device,
 )
+from memest.estimator.hardware.speed import speed_of
 from memest.units import GIB, MIB
 
 
@@ -147,7 +149,8 @@ def test_a_device_is_matched_by_name_and_memory(device, gib, name) -> None:
     [
         ("NVIDIA GeForce RTX 4090", 47.5),  # modified card with twice the memory
         ("NVIDIA GeForce RTX 4090 D", 23.6),  # fewer multiprocessors
-        ("NVIDIA A100-SXM4-80GB MIG 7g.80gb", 79.15),  # a slice
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", 19.5),  # that of another A100
+        ("NVIDIA GeForce RTX 4090 MIG 3g.40gb", 39.5),
         ("NVIDIA A100-SXM-64GB", 63.4),
         ("NVIDIA H100 NVL", 93.1),
         ("NVIDIA RTX 6000 Ada Generation", 44.43),  # ECC on
@@ -159,6 +162,81 @@ def test_a_device_is_matched_by_name_and_memory(device, gib, name) -> None:
 )
 def test_a_device_outside_the_catalogue_matches_nothing(device, gib) -> None:
     assert match_device(device, round(gib * GIB)) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("a100-80gb-mig-3g.40gb", "a100-80gb-mig-3g.40gb"),
+        ("A100 MIG 3g.40gb", "a100-80gb-mig-3g.40gb"),
+        ("NVIDIA H200 MIG 1g.18gb", "h200-mig-1g.18gb"),
+        ("a100_40gb_mig_1g.5gb+me", "a100-40gb-mig-1g.5gb"),
+        ("h100-1g.10gb", "h100-80gb-mig-1g.10gb"),
+    ],
+)
+def test_an_instance_is_found_by_its_gpu_and_profile(text, name) -> None:
+    assert find_gpu(text).name == name
+    assert find_gpu(name) == find_gpu(text)
+
+
+def test_an_instance_has_its_own_memory_and_multiprocessors() -> None:
+    whole, gpu = find_gpu("a100-80gb"), find_gpu("a100-80gb-mig-3g.40gb")
+    assert (gpu.memory_bytes, gpu.num_sms) == (40192 * MIB, 42)  # 39.25 GiB in torch's messages
+    assert gpu.limit_bytes == gpu.memory_bytes - whole.context_bytes
+    assert (gpu.sm_share, gpu.memory_share) == (42 / 108, 0.5)
+    assert gpu.chip != whole.chip, "its kernels split otherwise"
+    assert speed_of(gpu).tflops_16bit == speed_of(whole).tflops_16bit * 42 / 108
+    assert "assumed" in gpu.source
+
+
+@pytest.mark.parametrize(("name", "known"), mig.profiles().items())
+def test_every_profile_is_a_part_of_its_gpu(name, known) -> None:
+    whole = find_gpu(name)
+    for profile in known:
+        gpu = find_gpu(f"{name}-mig-{profile}")
+        slices, nominal = re.fullmatch(r"(\d)g\.(\d+)gb", profile).groups()
+        assert 0.96 * int(slices) / 8 < gpu.sm_share <= max(gpu.memory_share, int(slices) / 7)
+        assert 0.87 < gpu.memory_bytes / GIB / int(nominal) <= 1
+        assert gpu.memory_bytes <= whole.memory_bytes * 1.01
+
+
+def test_instances_are_not_listed() -> None:
+    assert not [gpu.name for gpu in list_gpus() if gpu.whole]
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "hint"),
+    [
+        (
+            "a100-mig-3g.20gb",
+            "`a100-80gb` has no MIG profile `3g.20gb`.*`3g.40gb`",
+            "a100-40gb-mig",
+        ),
+        ("h200-mig", "no MIG profile of `h200` is named.*`1g.18gb`", "memest gpus"),
+        ("t4-mig-1g.5gb", "`t4` has no MIG profiles", "`a100-40gb`"),
+        ("mig-3g.40gb", "named without its GPU", "`h100-80gb-mig-3g.40gb`"),
+        ("h2-mig-1g.18gb", "`h2` is not in the catalogue", "memest gpus"),
+    ],
+)
+def test_an_unknown_instance_is_answered_with_those_that_exist(name, message, hint) -> None:
+    with pytest.raises(PlanError, match=message) as error:
+        find_gpu(name)
+    assert hint in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("device", "gib", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", 39.25, "a100-80gb-mig-3g.40gb"),
+        ("NVIDIA A100 80GB PCIe MIG 3g.40gb", 39.5, "a100-80gb-mig-3g.40gb"),
+        ("NVIDIA A100-PCIE-40GB MIG 1g.5gb", 4.75, "a100-40gb-mig-1g.5gb"),
+        ("NVIDIA H100 80GB HBM3 MIG 7g.80gb", 79.12, "h100-80gb-mig-7g.80gb"),
+    ],
+)
+def test_a_device_under_mig_is_matched(device, gib, name) -> None:
+    found = match_device(device, round(gib * GIB))
+    assert found is not None
+    assert found.name == name
 
 
 def test_the_catalogue_needs_no_torch() -> None:

@@ -1,7 +1,7 @@
 """The catalogue of GPUs, with the source of every figure.
 
 The data are in `gpus.json`, one object per GPU with the fields of `Gpu`. To add a GPU, add an
-object; no code changes.
+object; no code changes. Instances under MIG are made by name from `mig.json`, and are not listed.
 
 How the figures were taken:
 
@@ -24,6 +24,7 @@ from functools import cache
 from pathlib import Path
 
 from memest.errors import PlanError, closest
+from memest.estimator.hardware import mig
 from memest.plan import TrainingPlan
 from memest.units import format_gib
 
@@ -103,6 +104,12 @@ class Gpu:
     only one figure was found.
     """
 
+    whole: str = ""
+    """GPU of which this one is an instance under MIG."""
+
+    memory_share: float = 1.0
+    """Share of the slices of memory and cache of the whole GPU: below 1 for an instance."""
+
     beside_bytes: int = 0
     """Memory that other processes hold: an inference server, a display, another job."""
 
@@ -114,6 +121,11 @@ class Gpu:
         if rate == "bfloat16":
             rate = "float16" if self.capability >= (8, 0) else "float32"
         return self.tflops[rate] if rate in self.tflops else 2 * self.tflops["float16"]
+
+    @property
+    def sm_share(self) -> float:
+        """Share of the multiprocessors of the whole GPU: below 1 for an instance under MIG."""
+        return self.num_sms / _catalogue()[self.whole].num_sms if self.whole else 1.0
 
     @property
     def used_bytes(self) -> int:
@@ -170,21 +182,25 @@ def _catalogue() -> dict[str, Gpu]:
 
 
 def list_gpus() -> list[Gpu]:
-    """Return every GPU of the catalogue, in its order."""
+    """Return every GPU of the catalogue, in its order, without instances under MIG."""
     return list(_catalogue().values())
 
 
 def find_gpu(name: str) -> Gpu:
     """Return the GPU for a catalogue name, vendor's name or short form.
 
-    Case, spaces, `_`, `-` and a leading `nvidia` do not count.
+    Case, spaces, `_`, `-` and a leading `nvidia` do not count. A MIG profile after the name gives
+    that instance.
 
-    >>> find_gpu("NVIDIA A100").name, find_gpu("rtx 4090").name
-    ('a100-80gb', 'rtx-4090')
+    >>> find_gpu("NVIDIA A100").name, find_gpu("rtx 4090").name, find_gpu("H200 MIG 1g.18gb").name
+    ('a100-80gb', 'rtx-4090', 'h200-mig-1g.18gb')
 
     Raises:
-        PlanError: no GPU of the catalogue has this name.
+        PlanError: no GPU of the catalogue has this name, or it has no such profile.
     """
+    if (instance := mig.split(name)) is not None:
+        mig.check_is_named(*instance)
+        return mig.instance(find_gpu(instance[0]), instance[1])
     folded = _folded(name)
     known = {_folded(text): gpu for gpu in list_gpus() for text in (gpu.label, gpu.name)}
     known |= {alias: _catalogue()[target] for alias, target in _ALIASES.items()}
@@ -222,6 +238,7 @@ def custom_gpu(memory_bytes: int, like: Gpu | None = None) -> Gpu:
         base,
         name=size.replace(" ", ""),
         label=f"GPU with {size}",
+        whole="",
         memory_bytes=memory_bytes,
         memory_range_bytes=None,
         source=f"Memory: given by the user. All else: as `{base.name}`. {base.source}",
@@ -232,23 +249,40 @@ def match_device(name: str, total_bytes: int) -> Gpu | None:
     """Return the entry for an installed GPU, from its CUDA device name and its total memory.
 
     None if the catalogue has no such GPU, or only one whose memory differs by more than 2 %
-    (another variant, a slice of a GPU, ECC switched). Use `custom_gpu` then.
+    (another variant, ECC switched). Use `custom_gpu` then.
 
     >>> match_device("NVIDIA A100-PCIE-40GB", 42_298_834_944).name
     'a100-40gb'
     """
+    if mig.split(name) is not None:
+        return _match_instance(name, total_bytes)
     words = _words(name)
     same_kind = [
         gpu
         for gpu in list_gpus()
-        if _kind(_words(gpu.label)) == _kind(words)
-        and abs(gpu.memory_bytes - total_bytes) <= _MEMORY_TOLERANCE * gpu.memory_bytes
+        if _kind(_words(gpu.label)) == _kind(words) and _has_memory(gpu, total_bytes)
     ]
     return max(
         same_kind,
         key=lambda g: (len(_words(g.label) & words), -abs(g.memory_bytes - total_bytes)),
         default=None,
     )
+
+
+def _has_memory(gpu: Gpu, num_bytes: int) -> bool:
+    return abs(gpu.memory_bytes - num_bytes) <= _MEMORY_TOLERANCE * gpu.memory_bytes
+
+
+def _match_instance(name: str, total_bytes: int) -> Gpu | None:
+    whole, profile = mig.split(name) or (name, "")
+    kind = _kind(_words(whole))
+    found = [
+        mig.instance(gpu, profile)
+        for gpu in list_gpus()
+        if _kind(_words(gpu.label)) == kind and profile in mig.profiles().get(gpu.name, ())
+    ]
+    fitting = [gpu for gpu in found if _has_memory(gpu, total_bytes)]
+    return min(fitting, key=lambda gpu: abs(gpu.memory_bytes - total_bytes), default=None)
 
 
 def nearest_gpu(capability: tuple[int, int], memory_bytes: int) -> Gpu:

@@ -9,7 +9,7 @@ of strategies.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -71,9 +71,16 @@ _BY_CAPABILITY = {
 
 
 def speed_of(gpu: Gpu) -> Speed:
-    """Return the rates of the chip, or of the newest chip that is not newer."""
+    """Return the rates of the chip, or of the newest chip that is not newer.
+
+    An instance under MIG computes with its share of the chip.
+    """
     known = [c for c in _BY_CAPABILITY if c <= gpu.capability]
-    return _BY_CAPABILITY[max(known, default=min(_BY_CAPABILITY))]
+    whole = _BY_CAPABILITY[max(known, default=min(_BY_CAPABILITY))]
+    share = gpu.sm_share
+    return replace(
+        whole, tflops_16bit=whole.tflops_16bit * share, tflops_32bit=whole.tflops_32bit * share
+    )
 
 
 def segment_us(num_bytes: int) -> float:

@@ -38,7 +38,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from memest.estimator.hardware import gpus
+from memest.estimator.hardware import gpus, mig
 from memest.estimator.ops.cudnn_rules import (
     compiled_bytes,
     fourier_bytes,
@@ -158,6 +158,8 @@ class Plan:
 def device_properties(gpu: str) -> tuple[str, tuple[int, ...]] | None:
     """Return the JSON text that describes a GPU to cuDNN, and its clusters; None if unknown."""
     known = json.loads(DEVICE_PROPERTIES.read_text(encoding="utf-8"))
+    if mig.split(gpu) is not None:
+        return _instance_properties(gpus.find_gpu(gpu))
     if gpu not in known:
         return None
     entry = known[gpu]
@@ -167,6 +169,17 @@ def device_properties(gpu: str) -> tuple[str, tuple[int, ...]] | None:
         base = known[base["like"]]
         properties = base["properties"] | properties
     return json.dumps(properties), tuple(entry.get("clusters", ()))
+
+
+def _instance_properties(gpu: gpus.Gpu) -> tuple[str, tuple[int, ...]] | None:
+    """Return the whole GPU's properties with the instance's size; clusters are not known."""
+    found = device_properties(gpus.find_gpu(gpu.whole).chip)
+    if found is None:
+        return None
+    properties = json.loads(found[0])
+    cache = int(properties["l2CacheSize"] * gpu.memory_share)
+    size = {"multiProcessorCount": gpu.num_sms, "totalGlobalMem": gpu.memory_bytes}
+    return json.dumps(properties | size | {"l2CacheSize": cache, "deviceName": gpu.label}), ()
 
 
 def _folders() -> Iterator[Path]:

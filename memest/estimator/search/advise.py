@@ -261,7 +261,7 @@ def cheapest_change(
 
 def _on_gpu(plan: TrainingPlan, gpu: Gpu) -> TrainingPlan:
     """Return `plan` for this GPU alone."""
-    if any(known.name == gpu.name for known in list_gpus()):
+    if gpu.whole or any(known.name == gpu.name for known in list_gpus()):
         return replace(plan, gpu=(gpu.name,), gpu_memory=None)
     return replace(plan, gpu=(), gpu_memory=gpu.memory_bytes)
 

@@ -131,7 +131,9 @@ def properties_of(gpu: Gpu) -> DeviceProperties:
         shared_memory_per_block=48 << 10,
         shared_memory_per_block_optin=per_sm.block_shared_kib << 10,
         shared_memory_per_multiprocessor=per_sm.shared_kib << 10,
-        L2_cache_size=L2_KIB.get(gpu.chip, _LIKE_L2_KIB) << 10,
+        L2_cache_size=int(
+            (L2_KIB.get(gpu.whole or gpu.chip, _LIKE_L2_KIB) << 10) * gpu.memory_share
+        ),
         uuid=UUID,
         pci_bus_id=0,
         pci_device_id=0,
