@@ -38,6 +38,17 @@ def test_only_a_scan_of_one_row_needs_storage() -> None:
     assert scratch(aten.cumsum.default, meta(4, 9, dtype=torch.bool), -1).after == (36 * 8,)
 
 
+def test_logarithms_of_running_sums_copy_what_is_not_contiguous() -> None:
+    """`scan_dim` of ScanUtils.cuh; the result of ScanKernels.cpp is contiguous."""
+    func, turned = aten.logcumsumexp.default, meta(64, 4, 32).transpose(0, 1)
+
+    assert scratch(func, meta(4, 64, 32), 1) == Scratch()
+    assert scratch(func, turned, 1) == Scratch(after=(4 * 64 * 32 * 4,))
+    assert op_of(func).is_modelled((turned, 1), {}, H100)
+    assert not op_of(func).is_modelled((meta(64), 0), {}, H100)
+    assert op_of(func).layout((turned, 1), func(turned, 1)).is_contiguous()
+
+
 def test_topk_over_a_vocabulary_shares_counts_among_blocks() -> None:
     """`mbtopk` of TensorTopK.cu; recorded on an H100, with as many multiprocessors."""
     args = (meta(4, 96000), 6)

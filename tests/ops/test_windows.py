@@ -7,7 +7,7 @@ import torch
 from memest.estimator.ops.registry import op_of
 from memest.estimator.ops.temporaries import Scratch
 from memest.estimator.virtual_gpu import VirtualGpu
-from tests.op_calls import H100, meta, sizes
+from tests.op_calls import H100, meta, scratch, sizes
 from tests.requested import WORKSPACE, Requests
 
 aten = torch.ops.aten
@@ -47,3 +47,12 @@ def test_an_affine_grid_is_a_product_of_a_base_grid() -> None:
         )
     side = [384, 384, 384, -384, -384, -384]
     assert requests == [4423680, *side, *side, 2949120, WORKSPACE, -4423680]
+
+
+def test_the_gradient_of_overlapping_windows_has_the_positions_of_one_dimension() -> None:
+    """UnfoldBackward.h; windows that do not overlap are copied."""
+    func = aten.unfold_backward.default
+
+    assert scratch(func, meta(2, 31, 64, 4), [2, 64, 64], 1, 4, 2) == Scratch(after=(64 * 8,))
+    assert scratch(func, meta(2, 3, 64, 4), [2, 64, 64], 1, 4, 2) == Scratch(after=(8 * 8,))
+    assert scratch(func, meta(2, 16, 64, 4), [2, 64, 64], -2, 4, 4) == Scratch()

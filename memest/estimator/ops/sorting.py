@@ -28,6 +28,7 @@ from memest.estimator.ops.registry import (
     register,
     requests,
 )
+from memest.estimator.ops.strides import contiguous
 from memest.estimator.ops.temporaries import (
     INDEX_BYTES,
     Events,
@@ -168,6 +169,21 @@ def cumprod_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     cast, is_row = _scanned(args, kwargs, out.dtype)
     num_bytes = scan_bytes(args[0].numel(), value_bytes=out.itemsize) if is_row else 0
     return Scratch(after=(*cast, num_bytes) if is_row else cast)
+
+
+@requests("logcumsumexp")
+def logcumsumexp_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`scan_dim` of ScanUtils.cuh: a contiguous copy of the input."""
+    return Scratch(after=_scanned(args, kwargs, out.dtype)[0])
+
+
+@modelled("logcumsumexp")
+def logcumsumexp_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Return whether the tensor has several rows: CUB scans a single row."""
+    return not _scanned(args, kwargs, args[0].dtype)[1]
+
+
+register("logcumsumexp", layout=contiguous)  # ScanKernels.cpp
 
 
 def _scanned(args: Args, kwargs: Kwargs, dtype: torch.dtype) -> tuple[tuple[int, ...], bool]:

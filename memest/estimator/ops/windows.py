@@ -19,6 +19,7 @@ from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops.refusals import expects
 from memest.estimator.ops.registry import Args, Kwargs, modelled, outputs_only, register, requests
 from memest.estimator.ops.temporaries import (
+    INDEX_BYTES,
     Events,
     Scratch,
     around,
@@ -51,6 +52,16 @@ _COPYING = (
 def window_copy_after(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """A contiguous copy of the first argument (input or gradient), made after the outputs."""
     return Scratch(after=contiguous_copy(args[0]))
+
+
+@requests("unfold_backward")
+def unfold_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """Positions in the unfolded dimension, if windows overlap (UnfoldBackward.h)."""
+    grad, sizes, dim, size, step = args
+    if step >= size:
+        return Scratch()
+    positions = min(sizes[dim], (grad.shape[dim % len(sizes)] - 1) * step + size)
+    return Scratch(after=(positions * INDEX_BYTES,))
 
 
 @requests(_IMAGES)
