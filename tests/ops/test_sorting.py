@@ -49,6 +49,21 @@ def test_logarithms_of_running_sums_copy_what_is_not_contiguous() -> None:
     assert op_of(func).layout((turned, 1), func(turned, 1)).is_contiguous()
 
 
+def test_searches_copy_values_before_boundaries() -> None:
+    """BucketizationUtils.h: what is not contiguous, or of another type than the common one."""
+    rows, steps, search = meta(4, 63), meta(4, 128), aten.searchsorted.Tensor
+    turned = meta(128, 4).t()
+
+    assert scratch(search, rows, steps) == Scratch()
+    assert scratch(search, rows, turned) == Scratch(after=(4 * 128 * 4,))
+    halves = meta(4, 63, dtype=torch.float16)
+    assert scratch(search, halves, steps) == Scratch(after=(4 * 63 * 4,))
+    assert scratch(aten.bucketize.Tensor, turned, meta(63)) == Scratch(after=(4 * 128 * 4,))
+    assert op_of(search).is_modelled((rows, turned), {}, H100)
+    assert not op_of(search).is_modelled((halves, turned), {}, H100)
+    assert not op_of(search).is_modelled((rows, steps), {"sorter": rows}, H100)
+
+
 def test_topk_over_a_vocabulary_shares_counts_among_blocks() -> None:
     """`mbtopk` of TensorTopK.cu; recorded on an H100, with as many multiprocessors."""
     args = (meta(4, 96000), 6)

@@ -94,7 +94,12 @@ class KernelCalls:
 
     def key_of(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Key that calls with the same recipe share; None for an operator without such calls."""
-        return _key(func, args, kwargs) if id(func) in self._repeatable else None
+        if id(func) not in self._repeatable:
+            return None
+        try:
+            return _key(func, args, kwargs)
+        except RuntimeError:  # a sparse tensor has no strides
+            return None
 
     def known(self, key: Any) -> Recipe | None:
         """Recipe of the calls with this key."""

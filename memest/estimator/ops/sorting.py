@@ -211,6 +211,27 @@ def isin_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> 
     return bool(args[1].numel() < int(10 * args[0].numel() ** 0.145))
 
 
+@requests("bucketize.Tensor")
+def bucketize_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """Contiguous copies or casts of the values, then of the boundaries (BucketizationUtils.h)."""
+    dtype = torch.result_type(args[0], args[1])
+    copied = [t for t in args[:2] if t.dtype != dtype or not t.is_contiguous()]
+    return Scratch(after=tuple(t.numel() * dtype.itemsize for t in copied))
+
+
+@requests("searchsorted.Tensor")
+def searchsorted_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`bucketize` with its arguments in the other order (Bucketization.cu)."""
+    return bucketize_scratch((args[1], args[0]), {}, out, gpu)
+
+
+@modelled("bucketize.Tensor searchsorted.Tensor")
+def search_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Return whether no tensor is both copied and cast, and no `sorter` is tested."""
+    is_plain = args[0].dtype == args[1].dtype or all(t.is_contiguous() for t in args[:2])
+    return is_plain and kwargs.get("sorter") is None
+
+
 SHARED_BYTES_PER_BLOCK = 48 << 10
 """Shared memory of a block on every GPU; CUDA Programming Guide 13, table 30."""
 

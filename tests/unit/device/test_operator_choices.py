@@ -85,6 +85,9 @@ def test_a_ctc_loss_takes_lengths_of_the_host(gpu: VirtualGpu) -> None:
 def test_other_layouts_than_dense_and_coordinates_are_refused_by_name(gpu: VirtualGpu) -> None:
     with pytest.raises(UnsupportedError, match="sparse_csr"):
         torch.eye(8, device="cuda").to_sparse_csr()
+    torch.eye(8).cuda(), torch.eye(8).cuda()
+    with pytest.raises(UnsupportedError, match="sparse_csr"):
+        torch.eye(8).to_sparse_csr().cuda()
     rows = [torch.randn(5, 16, device="cuda"), torch.randn(7, 16, device="cuda")]
     with pytest.raises(UnsupportedError, match=r"torch\.nested\.nested_tensor"):
         torch.nested.nested_tensor(rows, layout=torch.jagged)
