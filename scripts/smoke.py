@@ -80,7 +80,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--write", action="store_true", help="store peaks that were not measured")
     parser.add_argument("--json", type=Path, metavar="FILE", help="peaks, or why a case failed")
-    parser.add_argument("--snapshots", type=Path, metavar="FOLDER", help="of scripts, to compare")
+    parser.add_argument("--snapshots", type=Path, metavar="FOLDER", help="to compare event streams")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     options = parser.parse_args()
     names = options.names or list(CASES)
@@ -110,7 +110,7 @@ def run(name: str, snapshots: Path | None = None) -> tuple[Peaks | str, float]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
         to_file = ("--json", str(report)) if kind == "run" else ("--json", "-o", str(report))
-        if snapshots and kind == "run":
+        if snapshots:
             to_file += ("--snapshot", str(snapshots.resolve() / f"{name}.pickle"))
         try:
             done = subprocess.run(

@@ -340,3 +340,26 @@ def test_contexts_nest() -> None:
             pass
         F.dropout(meta(3, 5), 0.1, training=True)
     assert outer.names == ["native_dropout"]
+
+
+def test_operators_that_call_operators_reach_the_mode_where_torch_has_no_rule(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch 2.8 and older refuse them in a mode."""
+
+    class Mode(Calls):
+        supports_higher_order_operators = True
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+            return func, args
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+    operator = torch._prims.rng_prims.graphsafe_run_with_rng_state  # type: ignore[attr-defined]
+    monkeypatch.setattr(module, "_dispatch", refuse)
+    monkeypatch.delattr(TorchDispatchMode, "supports_higher_order_operators", raising=False)
+    with Mode():
+        found = module._dispatch_higher_order(operator, torch._C.DispatchKey.Python, "a")
+
+    assert found == (operator, ("a",))

@@ -6,8 +6,10 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
+from memest import virtual_gpu
 from memest.estimator.predict import predict
 from memest.estimator.replay.program import Program
 from memest.estimator.replay.simulated_plan import candidate_ranks
@@ -164,3 +166,19 @@ def test_the_ranks_that_differ_are_run() -> None:
 
     assert list(candidate_ranks(plan(strategy="deepspeed_stage_2"))) == [0, 1, 2, 3]
     assert list(candidate_ranks(plan(strategy="deepspeed_stage_3"))) == [0]
+
+
+def test_gradients_are_finite_in_releases_that_compare_large_masks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """DeepSpeed 0.17 takes the maximum of a mask as large as the gradients."""
+    stage = pytest.importorskip("deepspeed.runtime.zero.stage_1_and_2")
+
+    def has_inf_or_nan(x: Tensor, j: Any = None) -> Tensor:
+        return x.isnan().logical_or(x.isinf()).float().max()
+
+    monkeypatch.setattr(stage.DeepSpeedZeroOptimizer, "_has_inf_or_nan", has_inf_or_nan)
+    with virtual_gpu("h200"):
+        grads = torch.empty(1 << 24, device="cuda")
+
+        assert stage.DeepSpeedZeroOptimizer._has_inf_or_nan(grads).item() == 0

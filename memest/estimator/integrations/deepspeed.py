@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.gpu.imports import ImportHooks
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches
-from memest.estimator.tensors.placement import INSIDE
+from memest.estimator.tensors.placement import INSIDE, on_gpu
 from memest.estimator.tensors.storages import MemKind
 from memest.models_meta.sharding import States
 
@@ -142,14 +143,27 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
         patches.set(module.DeepSpeedEngine, "step", labelled_step)
 
     def after_stages_1_and_2(module: ModuleType) -> None:
-        set_up = module.DeepSpeedZeroOptimizer.setup_buckets
+        kind = module.DeepSpeedZeroOptimizer
+        name = "setup_buckets" if hasattr(kind, "setup_buckets") else "backward_prologue"
+        has_inf_or_nan = kind._has_inf_or_nan
+
+        def check_finite(x: Tensor, j: Any = None) -> Any:
+            """Return zero for finite gradients; releases before 0.19.8 compare large masks."""
+            found = has_inf_or_nan(x, j)
+            if isinstance(found, Tensor) and on_gpu(found):
+                with _disable_current_modes():
+                    mode.values.adopt(found, torch.zeros(found.shape, dtype=found.dtype))
+            return found
+
+        patches.set(kind, "_has_inf_or_nan", staticmethod(check_finite))
+        set_up = getattr(kind, name)
 
         def labelled_buckets(optimizer: Any) -> None:
             set_up(optimizer)
             for tensor in _buckets(optimizer):
                 mode.memory.label(tensor, MemKind.BUCKETS)
 
-        patches.set(module.DeepSpeedZeroOptimizer, "setup_buckets", labelled_buckets)
+        patches.set(kind, name, labelled_buckets)
 
     def after_parameters(module: ModuleType) -> None:
         gather = module._dist_allgather_fn

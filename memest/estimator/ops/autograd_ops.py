@@ -24,6 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _pop_mode_temporarily,
+)
 
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops.registry import Args, Kwargs, named, registered
@@ -35,6 +40,7 @@ KEY_NAME = "AutocastIPU"
 _KEY = getattr(torch._C.DispatchKey, KEY_NAME)
 _BELOW = torch._C._dispatch_keyset_full_after(_KEY)
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_PYTHON = torch._C.DispatchKey.Python
 
 # The policies of ATen/autocast_mode.h (torch 2.11); a test compares their union with what the
 # installed torch registers for AutocastCUDA.
@@ -104,12 +110,25 @@ def follow_autocast(patches: Patches) -> None:
 def _dispatch_higher_order(self: Any, key: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Run an operator that calls functions. Cast its tensors if torch does on CUDA."""
     if key != _KEY:
+        mode = _get_current_dispatch_mode() if key == _PYTHON else None
+        if _is_left_out(self, mode):
+            with _pop_mode_temporarily() as mode:
+                return mode.__torch_dispatch__(self, [], args, kwargs)
         return _dispatch(self, key, *args, **kwargs)
     if torch._C.DispatchKey.AutocastCUDA in self.py_kernels and torch.is_autocast_enabled(_CUDA):
         dtype = torch.get_autocast_dtype(_CUDA)
         args = tuple(_cast(a, dtype) if isinstance(a, Tensor) else a for a in args)
     keyset = torch._ops._compute_keyset(args, kwargs, self.non_fallthrough_keys) & _BELOW  # type: ignore[no-untyped-call]
     return _dispatch(self, keyset.highestPriorityTypeId(), *args, **kwargs)
+
+
+def _is_left_out(operator: Any, mode: Any) -> bool:
+    """Return whether torch has no rule for an operator in a mode, as torch 2.8 and older."""
+    return (
+        not hasattr(TorchDispatchMode, "supports_higher_order_operators")
+        and getattr(mode, "supports_higher_order_operators", False)
+        and type(mode) not in operator.python_key_table
+    )
 
 
 def is_in_autocast() -> bool:

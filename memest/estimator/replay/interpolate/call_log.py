@@ -31,7 +31,8 @@ from memest.plan import TrainingPlan
 aten = torch.ops.aten
 
 GEMM_RULE = "_gemm_4bit_use_custom_fn"
-"""bitsandbytes' choice of a kernel by a product's shapes (0.50.2, backends/cuda/ops.py)."""
+"""bitsandbytes' choice of a kernel by a product's shapes (0.50.2, backends/cuda/ops.py); older
+releases have none."""
 
 READERS = ("lightning", "bitsandbytes")
 """Libraries that read the compute capability, but choose kernels only by `GEMM_RULE`."""
@@ -141,7 +142,7 @@ class CallRecorder:
     def cut(self) -> None:
         """The events since the last cut, and their calls, are a span of the log."""
         gemm = sys.modules.get("bitsandbytes.backends.cuda.ops")
-        if not self.calls.spans and gemm is not None:  # the model has imported it
+        if not self.calls.spans and hasattr(gemm, GEMM_RULE):  # the model has imported it
             rule = mock.patch.object(gemm, GEMM_RULE, self._watch_gemm(getattr(gemm, GEMM_RULE)))
             self._patches.enter_context(rule)
         log = self._memory.log
