@@ -114,6 +114,29 @@ def _buckets(optimizer: Any) -> Iterator[Tensor]:
         yield from (buffer,) if isinstance(buffer, Tensor) else buffer or ()
 
 
+def _watch_stages_1_and_2(mode: CudaSimMode, patches: Patches, module: ModuleType) -> None:
+    """Label the buckets of stages 1 and 2, and let gradients be finite."""
+    kind = module.DeepSpeedZeroOptimizer
+    name = "setup_buckets" if hasattr(kind, "setup_buckets") else "backward_prologue"
+    has_inf_or_nan, set_up = kind._has_inf_or_nan, getattr(kind, name)
+
+    def check_finite(x: Tensor, j: Any = None) -> Any:
+        """Return zero; releases before 0.19.8 compare masks too large for known values."""
+        found = has_inf_or_nan(x, j)
+        if isinstance(found, Tensor) and on_gpu(found):
+            with _disable_current_modes():
+                mode.values.adopt(found, torch.zeros(found.shape, dtype=found.dtype))
+        return found
+
+    def labelled_buckets(optimizer: Any) -> None:
+        set_up(optimizer)
+        for tensor in _buckets(optimizer):
+            mode.memory.label(tensor, MemKind.BUCKETS)
+
+    patches.set(kind, "_has_inf_or_nan", staticmethod(check_finite))
+    patches.set(kind, name, labelled_buckets)
+
+
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Make DeepSpeed find the GPU and its extensions, whether or not it was imported before."""
 
@@ -142,29 +165,6 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
         patches.set(module.DeepSpeedEngine, "step", labelled_step)
 
-    def after_stages_1_and_2(module: ModuleType) -> None:
-        kind = module.DeepSpeedZeroOptimizer
-        name = "setup_buckets" if hasattr(kind, "setup_buckets") else "backward_prologue"
-        has_inf_or_nan = kind._has_inf_or_nan
-
-        def check_finite(x: Tensor, j: Any = None) -> Any:
-            """Return zero for finite gradients; releases before 0.19.8 compare large masks."""
-            found = has_inf_or_nan(x, j)
-            if isinstance(found, Tensor) and on_gpu(found):
-                with _disable_current_modes():
-                    mode.values.adopt(found, torch.zeros(found.shape, dtype=found.dtype))
-            return found
-
-        patches.set(kind, "_has_inf_or_nan", staticmethod(check_finite))
-        set_up = getattr(kind, name)
-
-        def labelled_buckets(optimizer: Any) -> None:
-            set_up(optimizer)
-            for tensor in _buckets(optimizer):
-                mode.memory.label(tensor, MemKind.BUCKETS)
-
-        patches.set(kind, name, labelled_buckets)
-
     def after_parameters(module: ModuleType) -> None:
         gather = module._dist_allgather_fn
 
@@ -182,7 +182,9 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
         hooks.after(name, lambda module: _restore_afterwards(patches, module))
     patches.set(functional, "linear", functional.linear)  # `zero.Init` replaces it for good
     hooks.after("deepspeed.runtime.engine", after_engine)
-    hooks.after("deepspeed.runtime.zero.stage_1_and_2", after_stages_1_and_2)
+    hooks.after(
+        "deepspeed.runtime.zero.stage_1_and_2", partial(_watch_stages_1_and_2, mode, patches)
+    )
     hooks.after("deepspeed.ops.op_builder.builder", after_builder)
     hooks.after("cpuinfo", after_cpuinfo)
     hooks.after("deepspeed.utils.nvtx", lambda module: patches.set(module, "enable_nvtx", False))
