@@ -13,7 +13,8 @@ import torch
 import torch.multiprocessing as mp
 from torch.utils.data._utils import fetch
 
-from memest.errors import MemestError, UnsupportedError
+from memest.errors import MemestError, PlanError, UnsupportedError
+from memest.estimator.allocator.blocks import SMALL_SEGMENT_BYTES
 from memest.estimator.gpu.worlds import ALONE, Ranks
 from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu, custom_gpu, find_gpu
 from memest.estimator.predict import PRIMARY_GPU
@@ -105,7 +106,7 @@ class Session:
         self.error = ""
         self.ranks = ranks
         usable = gpu.limit_bytes - ranks.communicator_bytes
-        self._limit = None if memory_limit is None else min(memory_limit, usable)
+        self._limit = None if memory_limit is None else min(_checked(memory_limit), usable)
         with simulating(torch_release):
             self._virtual = VirtualGpu(
                 gpu,
@@ -239,6 +240,20 @@ def virtual_gpu(
         is_strict=strict,
         torch_release=None if torch_release is None else known(torch_release).name,
     )
+
+
+def _checked(memory_limit: int) -> int:
+    """Return a cap on the allocator that has room for one segment.
+
+    Raises:
+        PlanError: it has not, as if its unit were forgotten.
+    """
+    if memory_limit < SMALL_SEGMENT_BYTES:
+        raise PlanError(
+            f"a cap of {memory_limit} bytes is below the allocator's smallest segment, 2 MiB",
+            hint=f"give its unit: `{memory_limit}GiB`",
+        )
+    return memory_limit
 
 
 def ending_of(error: BaseException | None) -> tuple[Ending, str]:

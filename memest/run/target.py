@@ -20,6 +20,11 @@ SEVERAL_GPUS_HINT = "run it outside of the launcher: `memest run --nproc-per-nod
 COMMANDS = frozenset(("python", "python3", "torchrun", "accelerate", "deepspeed", "lightning"))
 """Commands before a script that `memest run` replaces."""
 
+SHELL = frozenset((".sh", ".bash", ".slurm", ".sbatch"))
+"""Suffixes of shell scripts, which start a Python script in a process of its own."""
+
+_NAME_THE_SCRIPT = "name the Python script itself: `memest run train.py`"
+
 LAUNCHERS = frozenset((
     "torch.distributed.run", "torch.distributed.launch", "torch.distributed.elastic",
     "accelerate.commands.launch", "deepspeed.launcher.runner", "deepspeed.launcher.launch",
@@ -75,7 +80,7 @@ def find_script(name: str, args: tuple[str, ...]) -> Target:
         near = closest(path.name, files)
         hint = f"did you mean `{near[0]}`?" if near else "a module is run with `-m`"
         if name in COMMANDS:
-            hint = "name the Python script itself: `memest run train.py`"
+            hint = _NAME_THE_SCRIPT
             if name != "python":
                 hint += "; `--nproc-per-node N` is for several GPUs"
         raise PlanError(f"no such script: {shown(name)}", hint=hint)
@@ -83,6 +88,8 @@ def find_script(name: str, args: tuple[str, ...]) -> Target:
         raise PlanError(
             f"{shown(name)} is a folder without a `__main__.py`", hint="name the script in it"
         )
+    if path.suffix in SHELL:
+        raise PlanError(f"{shown(name)} is a shell script", hint=_NAME_THE_SCRIPT)
     if not os.access(path, os.R_OK):
         raise PlanError(f"{shown(name)} cannot be read", hint="check its permissions")
     return Target(name, args, False, path, (path.parent,) if is_in_packages(path) else ())

@@ -56,3 +56,15 @@ def test_the_gradient_of_overlapping_windows_has_the_positions_of_one_dimension(
     assert scratch(func, meta(2, 31, 64, 4), [2, 64, 64], 1, 4, 2) == Scratch(after=(64 * 8,))
     assert scratch(func, meta(2, 3, 64, 4), [2, 64, 64], 1, 4, 2) == Scratch(after=(8 * 8,))
     assert scratch(func, meta(2, 16, 64, 4), [2, 64, 64], -2, 4, 4) == Scratch()
+
+
+def test_unpooling_copies_what_is_not_contiguous_before_its_output() -> None:
+    """MaxUnpooling.cu: the output grows from an empty tensor after the copies."""
+    func, shape = aten.max_unpool2d.default, (2, 8, 16, 16)
+    image, indices = meta(*shape), meta(*shape, dtype=INT)
+    last = image.to(memory_format=torch.channels_last)
+
+    assert scratch(func, image, indices, [32, 32]) == Scratch()
+    assert scratch(func, last, indices, [32, 32]) == Scratch(before=(4 * 4096,))
+    made = func(last, indices, [32, 32])
+    assert op_of(func).layout((last,), made).is_contiguous()

@@ -18,6 +18,7 @@ from torch._prims_common import suggest_memory_format
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops.refusals import expects
 from memest.estimator.ops.registry import Args, Kwargs, modelled, outputs_only, register, requests
+from memest.estimator.ops.strides import contiguous
 from memest.estimator.ops.temporaries import (
     INDEX_BYTES,
     Events,
@@ -52,6 +53,12 @@ _COPYING = (
 def window_copy_after(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """A contiguous copy of the first argument (input or gradient), made after the outputs."""
     return Scratch(after=contiguous_copy(args[0]))
+
+
+@requests("max_unpool2d max_unpool3d", layout=contiguous)
+def unpool_copies_before(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """Contiguous copies of the input and the indices, made before the output (MaxUnpooling.cu)."""
+    return Scratch(before=contiguous_copy(args[0], args[1]))
 
 
 @requests("unfold_backward")

@@ -65,6 +65,17 @@ def test_what_is_wrong_is_told_before_torch_is_there(
     assert says in capsys.readouterr().err
 
 
+def test_a_shell_script_and_a_cap_without_a_unit_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "run.sh").write_text("python train.py\n")
+
+    assert run("run.sh") == 2
+    assert "`run.sh` is a shell script\nhint: name the Python script" in capsys.readouterr().err
+    assert run("--memory-limit", "78", "train.py") == 2
+    assert "2 MiB\nhint: give its unit: `78GiB`" in capsys.readouterr().err
+
+
 def test_one_of_several_processes_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
