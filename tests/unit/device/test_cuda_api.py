@@ -49,7 +49,7 @@ def test_devices_can_be_selected(gpu: VirtualGpu) -> None:
         assert torch.cuda.current_device() == 0
     with torch.accelerator.device_index(0):
         assert torch.accelerator.current_device_index() == 0
-    assert torch.accelerator.current_accelerator() == torch.device("cuda", 0)
+    assert torch.accelerator.current_accelerator() == torch.device("cuda")
     assert torch.bfloat16 in torch.accelerator.get_device_capability()["supported_dtypes"]
     with pytest.raises(RuntimeError, match="invalid device ordinal"):
         torch.cuda.set_device(1)

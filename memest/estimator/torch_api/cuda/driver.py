@@ -313,6 +313,7 @@ _INDICES = {
 """Functions that return the current GPU."""
 
 _DEVICES = {"_C": ("_get_accelerator", "_accelerator_getAccelerator")}
+"""Functions that return the kind of the accelerator, a device without an index."""
 
 
 def _install_devices(patches: Patches, mode: CudaSimMode) -> None:
@@ -321,7 +322,8 @@ def _install_devices(patches: Patches, mode: CudaSimMode) -> None:
         patches.set(torch._C, name, constant(value))
     for name, value in _FACTS_OF_CUDA.items():
         patches.set(torch.cuda, name, constant(value))
-    answers = (_COUNTS, GPU.num_visible), (_INDICES, GPU.device.index), (_DEVICES, GPU.device)
+    kind = torch.device("cuda")
+    answers = (_COUNTS, GPU.num_visible), (_INDICES, GPU.device.index), (_DEVICES, kind)
     for names, answer in answers:
         for owner, functions in names.items():
             for name in functions:
