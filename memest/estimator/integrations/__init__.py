@@ -18,6 +18,7 @@ from memest.estimator.integrations import (
     extensions,
     flash_attn,
     litgpt,
+    torchvision,
     triton,
 )
 from memest.estimator.tensors.patches import Patches
@@ -33,6 +34,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     compilers.install(patches, mode, hooks)
     deepspeed.install(patches, mode, hooks)
     litgpt.install(patches, mode, hooks)
+    torchvision.install(patches, mode, hooks)
     extensions.install(patches, mode, hooks)
 
 

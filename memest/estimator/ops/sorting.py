@@ -139,9 +139,9 @@ def _topk_takes_many_blocks(count: int, length: int) -> bool:
 
 @modelled("topk")
 def topk_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Return whether the results are sorted within a block: k of up to 1024."""
+    """Return whether the results are sorted in place: k of up to 4096 (TensorTopK.cpp)."""
     k: int = argument(args, kwargs, 1, "k")
-    return k <= MAX_BLOCK_SIZE
+    return k <= SMALL_SORT
 
 
 @requests("cumsum")

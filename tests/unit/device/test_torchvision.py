@@ -1,0 +1,81 @@
+"""CUDA kernels of torchvision, by its package or, where it is missing, by its schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.integrations import torchvision as integration
+from memest.estimator.virtual_gpu import VirtualGpu
+from tests.requested import Requests
+
+_SCHEMAS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "roi_align(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, "
+    "SymInt pooled_width, int sampling_ratio, bool aligned) -> Tensor",
+    "roi_pool(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, "
+    "SymInt pooled_width) -> (Tensor, Tensor)",
+    "_roi_align_backward(Tensor grad, Tensor rois) -> Tensor",
+    "_roi_pool_backward(Tensor grad, Tensor rois) -> Tensor",
+)
+_libraries: list[Any] = []
+
+
+@pytest.fixture
+def gpu() -> Iterator[VirtualGpu]:
+    with VirtualGpu(find_gpu("h100-80gb")) as virtual:
+        try:
+            import torchvision  # noqa: F401
+        except ImportError:
+            _define()
+            integration._after(ModuleType("torchvision.extension"))
+        yield virtual
+
+
+def _define() -> None:
+    if _libraries:
+        return
+    library: Any = torch.library.Library("torchvision", "FRAGMENT")
+    for schema in _SCHEMAS:
+        library.define(schema)
+
+    def pooled(image: Any, rois: Any, scale: float, height: int, width: int, *args: Any) -> Any:
+        return image.new_empty((rois.shape[0], image.shape[1], height, width))
+
+    library.impl("roi_align", pooled, "Meta")
+    _libraries.append(library)
+
+
+def test_nms_has_a_mask_of_all_pairs_of_boxes(gpu: VirtualGpu) -> None:
+    """nms_kernel.cu: sorted boxes, a word for each 64 boxes, the kept ones: assumed, all."""
+    boxes, scores = torch.rand(3000, 4, device="cuda"), torch.rand(3000, device="cuda")
+    requests = Requests(gpu)
+    kept: list[int] = []
+
+    seen = requests.of(lambda: kept.append(len(torch.ops.torchvision.nms(boxes, scores, 0.5))))
+
+    assert kept == [3000]
+    made = [size for size in seen if size > 0]
+    at = made.index(3000 * 47 * 8)
+    assert made[at - 1 : at + 2] == [3000 * 16, 3000 * 47 * 8, 3000]
+    assert [what for _, what in gpu.mode.guesses.counts] == ["nms as 3000 of 3000 boxes"]
+
+
+def test_regions_are_pooled_in_float32_under_autocast(gpu: VirtualGpu) -> None:
+    image = torch.rand(1, 8, 16, 16, device="cuda", dtype=torch.float16)
+    rois = torch.zeros(4, 5, device="cuda", dtype=torch.float16)
+    requests = Requests(gpu)
+
+    def pool() -> None:
+        pooled = torch.ops.torchvision.roi_align(image, rois, 1.0, 7, 7, 2, False)
+        assert pooled.dtype is torch.float16
+
+    with torch.autocast("cuda", torch.float16):
+        seen = requests.of(pool)
+
+    assert [size for size in seen if size > 0] == [8192, 80, 4 * 4 * 8 * 49, 2 * 4 * 8 * 49]
