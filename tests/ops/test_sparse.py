@@ -117,3 +117,11 @@ def test_a_large_sparse_tensor_of_the_host_is_added_to_a_dense_one(virtual: Virt
     total = torch.eye(3000) + sparse
 
     assert total[7, 7].item() == 2
+
+
+@pytest.mark.parametrize("name", ["Embedding", "EmbeddingBag"])
+def test_a_sparse_gradient_on_the_host_is_refused_by_name(name: str, virtual: VirtualGpu) -> None:
+    embedding = getattr(torch.nn, name)(10, 4, sparse=True)
+    loss = embedding(torch.tensor([[1, 2]])).sum()
+    with pytest.raises(UnsupportedError, match="sparse gradient of an embedding on the host"):
+        loss.backward()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memest.errors import UnsupportedError
 from memest.estimator.ops.autograd_ops import decisions_again
 from memest.estimator.ops.cub import merge_sort_bytes, thrust_unique_by_key_bytes
 from memest.estimator.ops.registry import Args, Kwargs, on_sparse, op_of, register
@@ -485,6 +486,8 @@ class SparseTensors:
         target, places = getattr(kwargs.get("device"), "type", ""), map(mode.host.place, tensors)
         found = set(places)
         if target != "cuda" and Place.GPU not in found:
+            if Place.HOST in found and torch._C._current_graph_task_id() != -1:
+                self._refuse_on_host(func)
             return func in _ON_HOST_TOO and Place.HOST in found
         op = op_of(func)
         if op.on_sparse is not None:
@@ -492,6 +495,16 @@ class SparseTensors:
         if op.is_view:  # of the parts
             return False
         raise refused(func, "sparse_coo", mode.attribution.lines.current())
+
+    def _refuse_on_host(self, func: Any) -> None:
+        """Raise if `func` makes the sparse gradient of an embedding on the host."""
+        if func in (FROM_PARTS, aten._embedding_bag_backward.default):
+            line = self._mode.attribution.lines.current()
+            raise UnsupportedError(
+                f"{line or 'the script'}: a sparse gradient of an embedding on the host cannot be "
+                "simulated",
+                hint="move the embedding to the GPU, or make it with `sparse=False`",
+            )
 
     def run(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run the rule of `func` and return its result; its requests are recorded."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ class _Gpu:
 
 GPU = _Gpu()
 
+T = TypeVar("T")
+
 _is_meta_in_c: Callable[[Any], bool] = vars(torch._C.TensorBase)["is_meta"].__get__
 _device_in_c: Callable[[Any], torch.device] = vars(torch._C.TensorBase)["device"].__get__
 _is_cuda_in_c: Callable[[Any], bool] = vars(torch._C.TensorBase)["is_cuda"].__get__
@@ -45,17 +47,33 @@ PLAIN = frozenset((Tensor, torch.nn.Parameter))
 """Classes without a `__torch_function__`, which would run first."""
 
 
+_has_mode = torch._C._is_torch_function_mode_enabled
+"""Return whether a `TorchFunctionMode` is active: `torch.set_default_device` enters one.
+
+Attributes of C then return what the replaced attributes of Python return.
+"""
+
+
+def _without_torch_function(attribute: Callable[[Any], T], tensor: Tensor) -> T:
+    if _has_mode():
+        with torch._C.DisableTorchFunction():
+            return attribute(tensor)
+    with torch._C.DisableTorchFunctionSubclass():
+        return attribute(tensor)
+
+
 def is_meta(tensor: Tensor) -> bool:
     """Return whether `tensor` has no data."""
-    if type(tensor) in PLAIN:
+    if type(tensor) in PLAIN and not _has_mode():
         return _is_meta_in_c(tensor)
-    with torch._C.DisableTorchFunctionSubclass():
-        return _is_meta_in_c(tensor)
+    return _without_torch_function(_is_meta_in_c, tensor)
 
 
 def is_on_real_gpu(tensor: Tensor) -> bool:
     """Return whether `tensor` was made on a real GPU, outside of the simulated run."""
-    return type(tensor) in PLAIN and _is_cuda_in_c(tensor)
+    if type(tensor) in PLAIN and not _has_mode():
+        return _is_cuda_in_c(tensor)
+    return type(tensor) in PLAIN and _without_torch_function(_is_cuda_in_c, tensor)
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -72,8 +90,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def true_device(tensor: Tensor) -> torch.device:
     """Return the device that torch's C++ sees."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return _device_in_c(tensor)
+    return _without_torch_function(_device_in_c, tensor)
 
 
 def resolve(device: Any) -> Any:
