@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from memest import virtual_gpu
+from memest.estimator.integrations.deepspeed import _buckets
 from memest.estimator.predict import predict
 from memest.estimator.replay.program import Program
 from memest.estimator.replay.simulated_plan import candidate_ranks
@@ -182,3 +184,10 @@ def test_gradients_are_finite_in_releases_that_compare_large_masks(
         grads = torch.empty(1 << 24, device="cuda")
 
         assert stage.DeepSpeedZeroOptimizer._has_inf_or_nan(grads).item() == 0
+
+
+def test_buckets_of_releases_before_0_17_5_are_one_list() -> None:
+    buffers = [torch.empty(2), torch.empty(3)]
+
+    assert list(_buckets(SimpleNamespace(ipg_buffer=buffers))) == buffers
+    assert list(_buckets(SimpleNamespace(ipg_buffer=None))) == []

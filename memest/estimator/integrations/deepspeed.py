@@ -108,7 +108,11 @@ def _label(mode: CudaSimMode, engine: Any) -> None:
 
 
 def _buckets(optimizer: Any) -> Iterator[Tensor]:
-    """Yield the bucket buffers: lists in stages 1 and 2, one buffer in stage 3."""
+    """Yield the bucket buffers: lists in stages 1 and 2, one buffer in stage 3.
+
+    DeepSpeed before 0.17.5 has one list in place of buckets.
+    """
+    yield from getattr(optimizer, "ipg_buffer", None) or ()
     for bucket in getattr(optimizer, "ipg_buckets", {}).values():
         buffer = getattr(bucket, "buffer", None)
         yield from (buffer,) if isinstance(buffer, Tensor) else buffer or ()
@@ -118,7 +122,7 @@ def _watch_stages_1_and_2(mode: CudaSimMode, patches: Patches, module: ModuleTyp
     """Label the buckets of stages 1 and 2, and let gradients be finite."""
     kind = module.DeepSpeedZeroOptimizer
     name = "setup_buckets" if hasattr(kind, "setup_buckets") else "backward_prologue"
-    has_inf_or_nan, set_up = kind._has_inf_or_nan, getattr(kind, name)
+    has_inf_or_nan = kind._has_inf_or_nan
 
     def check_finite(x: Tensor, j: Any = None) -> Any:
         """Return zero; releases before 0.19.8 compare masks too large for known values."""
@@ -128,12 +132,14 @@ def _watch_stages_1_and_2(mode: CudaSimMode, patches: Patches, module: ModuleTyp
                 mode.values.adopt(found, torch.zeros(found.shape, dtype=found.dtype))
         return found
 
+    patches.set(kind, "_has_inf_or_nan", staticmethod(check_finite))
+    set_up = getattr(kind, name)
+
     def labelled_buckets(optimizer: Any) -> None:
         set_up(optimizer)
         for tensor in _buckets(optimizer):
             mode.memory.label(tensor, MemKind.BUCKETS)
 
-    patches.set(kind, "_has_inf_or_nan", staticmethod(check_finite))
     patches.set(kind, name, labelled_buckets)
 
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.integrations.inductor import fakes
+from memest.estimator.ops.attention import cudnn_output
 from memest.estimator.virtual_gpu import VirtualGpu
 
 
@@ -140,3 +142,24 @@ def test_a_small_tensor_may_be_created_in_pinned_memory(gpu: VirtualGpu) -> None
 
     assert size.is_pinned()
     assert size.cuda(non_blocking=True).is_cuda
+
+
+def test_attention_has_the_strides_of_cuda_where_the_meta_kernel_has_others(
+    gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.6 makes a contiguous output there, and compiled code asserts strides."""
+    calls = []
+
+    def counted(args: Any, out: Any) -> Any:
+        calls.append(out)
+        return cudnn_output(args, out)
+
+    name = "meta__scaled_dot_product_cudnn_attention"
+    monkeypatch.setattr(torch._meta_registrations, name, lambda: None)  # type: ignore[attr-defined]
+    monkeypatch.setattr(fakes, "cudnn_output", counted)
+    query = torch.randn(2, 16, 4, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    out = _compiled(nn.functional.scaled_dot_product_attention, query, query, query)
+
+    assert calls
+    assert out.stride() == query.stride()
+    assert gpu.mode.notes.warnings == []

@@ -11,11 +11,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 
+from memest.estimator.ops.attention import cudnn_output
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import GPU, META
+from memest.estimator.versions import simulated
 
 _DEVICE = torch.ops.prim.device.default
+_ATTENTION = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+_LAID_OUT = (2, 8)
+"""First release whose meta kernel follows the query's strides (torch/_meta_registrations.py)."""
 
 
 def install(patches: Patches) -> None:
@@ -63,6 +69,29 @@ def install(patches: Patches) -> None:
     before = handlers[_DEVICE]
     handlers[_DEVICE] = device_in_c
     patches.on_undo(lambda: handlers.update({_DEVICE: before}))
+    _lay_out_attention(patches)
+
+
+def _lay_out_attention(patches: Patches) -> None:
+    """Give cuDNN's attention the strides that later meta kernels have.
+
+    A real run with torch 2.6 and 2.7 raises if cuDNN is chosen, so this is for newer kernels only.
+    """
+    from torch import _meta_registrations
+    from torch._subclasses.fake_impls import op_implementations_dict
+
+    meta_kernel = _meta_registrations.meta__scaled_dot_product_cudnn_attention
+    is_older = "alloc_with_matching_layout" not in meta_kernel.__code__.co_names
+    if is_older and simulated().version >= _LAID_OUT:
+        op_implementations_dict[_ATTENTION] = attention_as_on_cuda
+        patches.on_undo(lambda: op_implementations_dict.pop(_ATTENTION))
+
+
+def attention_as_on_cuda(fake_mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return fake results of `func`, the output in the layout of the query."""
+    with in_kernel_invocation_manager(fake_mode):
+        made = cudnn_output(args, func(*args, **kwargs))
+    return fake_mode.wrap_meta_outputs_with_default_device_logic(made, func, args, None)
 
 
 def _in_c(device: torch.device) -> torch.device:

@@ -39,7 +39,7 @@ _MARGIN = 1.1
 
 
 def is_estimated() -> bool:
-    """Return whether the installed torch has the `pad_mm` of torch 2.10 or later."""
+    """Return whether the installed torch has the `pad_mm` of torch 2.11 or later."""
     from torch._inductor.fx_passes import pad_mm
 
     return hasattr(pad_mm, "_should_pad")
