@@ -77,7 +77,8 @@ def estimated(recipe: Path) -> dict[str, Any]:
     if time is None:
         return {}
     each = ("seconds", "low_seconds", "high_seconds")
-    minutes = [round(num_steps * time[name] / 60, 2) for name in each]
+    repeated = 1 - time["first_seconds"] / time["seconds"]
+    minutes = [round(num_steps * repeated * time[name] / 60, 2) for name in each]
     return {"estimated_minutes": minutes, "allocated_bytes": report["peak_allocated_bytes"]}
 
 

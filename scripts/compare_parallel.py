@@ -23,6 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "validation" / "scripts"
 MEASURED, SIMULATED = FOLDER / "measured_parallel.json", FOLDER / "simulated_parallel.json"
 PAGE = ROOT / "validation" / "parallel.md"
+MEASURED_NAMES = ("allocated", "reserved", "process")
+NAMES = ("peak_allocated", "peak_reserved", "process")
 MAX_LOCAL = 8
 """GPUs of a host."""
 
@@ -40,8 +42,21 @@ Nothing in memest is computed from these figures.
 
 Peaks in bytes. A difference of 0 is not printed.
 
+## One rank of a world, on one GPU
+
 | world | rank | case | allocated | difference | reserved | difference |
 |---|---|---|---|---|---|---|
+"""
+
+
+FOUR = """
+## All ranks on four GPUs
+
+Four H100s of one host ran the same script with NCCL, all ranks at once. `process` is what the
+driver reports of a GPU. It holds the context, NCCL and kernels of cuBLAS. {counts}
+
+| rank | case | allocated | difference | reserved | difference | process | difference |
+|---|---|---|---|---|---|---|---|
 """
 
 
@@ -54,7 +69,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.measured:
         add(options.measured)
-    rows = json.loads(MEASURED.read_text(encoding="utf-8"))["rows"]
+    stored = json.loads(MEASURED.read_text(encoding="utf-8"))
+    rows = stored["rows"] + stored["four"]
     worlds = {row["case"]: row["world"] for row in rows}
     kept = json.loads(SIMULATED.read_text(encoding="utf-8")) if SIMULATED.is_file() else {}
     num_failed = 0
@@ -88,10 +104,7 @@ def simulate(case: str, world: int) -> dict[str, list[int]]:
         if done.returncode or not report.is_file():
             raise RuntimeError(done.stderr[-400:])
         ranks = json.loads(report.read_text(encoding="utf-8"))["ranks"]
-    return {
-        str(rank["rank"]): [rank["peak_allocated_bytes"], rank["peak_reserved_bytes"]]
-        for rank in ranks
-    }
+    return {str(rank["rank"]): [rank[f"{name}_bytes"] for name in NAMES] for rank in ranks}
 
 
 def add(path: Path) -> None:
@@ -108,11 +121,11 @@ def add(path: Path) -> None:
 
 def write(path: Path, value: dict[str, Any]) -> None:
     """Write JSON with one row a line."""
-    text = json.dumps(value, indent=1)
-    if "rows" in value:
-        rows = ",\n".join(f"  {json.dumps(row)}" for row in value["rows"])
-        head = json.dumps({**value, "rows": []}, indent=1)
-        text = head.replace('"rows": []', f'"rows": [\n{rows}\n ]')
+    lists = {key: rows for key, rows in value.items() if key in ("rows", "four")}
+    text = json.dumps({**value, **dict.fromkeys(lists)}, indent=1)
+    for key, rows in lists.items():
+        lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+        text = text.replace(f'"{key}": null', f'"{key}": [\n{lines}\n ]')
     path.write_text(text + "\n", encoding="utf-8")
 
 
@@ -128,26 +141,33 @@ def page(kept: dict[str, dict[str, list[int]]]) -> str:
     )
     versions = ", ".join(f"{name} {number}" for name, number in stored["versions"].items())
     head = HEAD.format(gpu=stored["gpu"], versions=versions, counts=counts)
-    return head + "\n".join(lines_of(stored["rows"], kept)) + "\n"
+    four = [row for row in stored["four"] if str(row["rank"]) in kept.get(row["case"], {})]
+    off = [differences(row, kept) for row in four]
+    counts = (
+        f"{sum(d[:2] == (0, 0) for d in off)} of {len(off)} ranks have both peaks to the byte."
+        f" `process` is within 1 % in {sum(abs(d[2]) <= 1 for d in off)}."
+    )
+    text = head + "\n".join(lines_of(stored["rows"], kept)) + "\n"
+    return text + FOUR.format(counts=counts) + "\n".join(lines_of(four, kept)) + "\n"
 
 
-def differences(row: dict[str, Any], kept: dict[str, Any]) -> tuple[float, float]:
-    """Simulated over measured, in percent: allocated and reserved."""
+def differences(row: dict[str, Any], kept: dict[str, Any]) -> tuple[float, ...]:
+    """Simulated over measured, in percent, of each figure that was measured."""
     simulated = kept[row["case"]][str(row["rank"])]
-    measured = row["allocated"], row["reserved"]
-    first, second = (100 * (s / m - 1) for s, m in zip(simulated, measured, strict=True))
-    return first, second
+    measured = [row[name] for name in MEASURED_NAMES if name in row]
+    return tuple(100 * (s / m - 1) for s, m in zip(simulated, measured, strict=False))
 
 
 def lines_of(rows: list[dict[str, Any]], kept: dict[str, Any]) -> Iterator[str]:
     """One row of the table for each measured rank."""
     for row in rows:
-        if str(row["rank"]) in kept.get(row["case"], {}):
-            shown = [f"{off:+.2f} %" if off else "" for off in differences(row, kept)]
-            yield (
-                f"| {row['world']} | {row['rank']} | `{row['case']}` | {row['allocated']:,} "
-                f"| {shown[0]} | {row['reserved']:,} | {shown[1]} |"
-            )
+        if str(row["rank"]) not in kept.get(row["case"], {}):
+            continue
+        cells = [] if "process" in row else [str(row["world"])]
+        cells += [str(row["rank"]), f"`{row['case']}`"]
+        for name, off in zip(MEASURED_NAMES, differences(row, kept), strict=False):
+            cells += [f"{row[name]:,}", f"{off:+.2f} %" if off else ""]
+        yield f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

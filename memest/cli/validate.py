@@ -38,7 +38,7 @@ from memest.units import GIB
 @click.option(
     "--pace",
     type=PATH,
-    help="Measure times of kernels and host instead, into this JSON file: one minute.",
+    help="Measure times of kernels and host instead, into this JSON file: three minutes.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per experiment on stdout.")
 @remote_code_option

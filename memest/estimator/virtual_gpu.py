@@ -197,6 +197,11 @@ class VirtualGpu:
 
         self._patches.set(threading.Thread, "_bootstrap_inner", bootstrap_inner)
 
+    @property
+    def communicators_bytes(self) -> int:
+        """Bytes of NCCL for the group of all ranks and for other groups that communicated."""
+        return self.ranks.communicator_bytes + self.mode.works.library_bytes
+
     def _install_steps(self) -> None:
         mode = self.mode
         stepped: dict[int, weakref.ref[Any]] = {}  # by thread: another's gradients are not read

@@ -238,9 +238,9 @@ class StepTime:
     unmeasured_share: float
     """Share of the step in kernels without measured efficiency."""
 
-    new_share: float = 0.0
-    """Share of a step's calls whose sizes no step before had. Libraries choose kernels for them,
-    which takes time that is not in the estimate.
+    first_seconds: float = 0.0
+    """Part of `seconds` in which libraries choose or compile kernels for sizes that no step before
+    had. A long training has fewer of them.
     """
 
 

@@ -29,7 +29,8 @@ class Training:
     def hours(self, time: StepTime) -> tuple[float, float, float]:
         """Return hours as estimated, at least, and at most."""
         each = (time.seconds, time.low_seconds, time.high_seconds)
-        low, middle, high = sorted(s * self.num_steps / HOUR_S for s in each)
+        repeated = 1 - time.first_seconds / time.seconds
+        low, middle, high = sorted(s * repeated * self.num_steps / HOUR_S for s in each)
         return middle, low, high
 
     def price_of(self, gpu: str) -> float | None:
@@ -150,11 +151,11 @@ def time_notes(report: SimulatedReport) -> list[str]:
             f"GPUs other than {', '.join(elsewhere)}: their peak rates and bandwidth, with the"
             f" efficiencies of {', '.join(elsewhere)}"
         )
-    new = max((t.new_share for t in report.times.values()), default=0.0)
-    if new >= 0.1:
+    first, step = max(((t.first_seconds, t.seconds) for t in report.times.values()), default=(0, 1))
+    if first >= 0.05 * step:
         notes.append(
-            f"{100 * new:.0f} % of a step's calls have new sizes, for which libraries choose"
-            " kernels again: steps take longer than estimated"
+            f"{seconds(first)} of a step are first calls: libraries choose kernels for new sizes;"
+            " a whole training is estimated without them"
         )
     unmeasured = max((t.unmeasured_share for t in report.times.values()), default=0.0)
     if unmeasured >= 0.05:

@@ -133,11 +133,11 @@ def _own_verdict(virtual: VirtualGpu, outcome: Outcome) -> Verdict:
 
 
 def _spread_bytes(virtual: VirtualGpu, gpu: Gpu, limit_bytes: int) -> int:
-    return gpu.spread_under(limit_bytes, virtual.ranks.communicator_bytes)
+    return gpu.spread_under(limit_bytes, virtual.communicators_bytes)
 
 
 def _usable_bytes(virtual: VirtualGpu, gpu: Gpu, share: float | None) -> int:
-    usable = gpu.limit_bytes - virtual.ranks.communicator_bytes
+    usable = gpu.limit_bytes - virtual.communicators_bytes
     usable = min(usable, virtual.limit_bytes or usable)
     return usable if share is None else min(usable, int(share * gpu.memory_bytes))
 

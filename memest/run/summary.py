@@ -72,7 +72,7 @@ def report_of(
     held = history.held_at_peak()
     outcome = Outcome.OOM if ending is Ending.OOM else Outcome.FITS
     cap = _cap(virtual)
-    of_nccl = virtual.ranks.communicator_bytes
+    of_nccl = virtual.communicators_bytes
     verdicts, notes = verdicts_of(virtual, outcome, cap, others)
     return RunReport(
         name=name,
@@ -137,7 +137,7 @@ def _guesses(guesses: Guesses) -> tuple[Guess, ...]:
 def _cap(virtual: VirtualGpu) -> float | None:
     """Return the share of a GPU's memory that the script allows itself; None if it set none."""
     limit, gpu = virtual.allocator.limit_bytes, virtual.gpu
-    usable = gpu.limit_bytes - virtual.ranks.communicator_bytes
+    usable = gpu.limit_bytes - virtual.communicators_bytes
     if limit is None or limit >= min(usable, virtual.limit_bytes or usable):
         return None
     return limit / gpu.memory_bytes
@@ -235,10 +235,12 @@ def _assumptions(virtual: VirtualGpu, gpu: Gpu, others: Sequence[str]) -> Iterab
         yield describe_source(gpu)
     yield context_assumed(gpu)
     if virtual.ranks.may_wait:
-        where = "four H200 of one host" if virtual.ranks.world_size > 1 else "one H100"
+        where = "four H100 of one host" if virtual.ranks.world_size > 1 else "one H100"
+        count = 1 + len(virtual.mode.works.communicators)
+        named = "one group of all ranks" if count == 1 else f"{count} groups"
         yield (
-            f"{format_bytes(virtual.ranks.communicator_bytes)} of NCCL for one group of all ranks,"
-            f" as measured on {where}; each further group takes more"
+            f"{format_bytes(virtual.communicators_bytes)} of NCCL for {named}, as measured on"
+            f" {where}"
         )
     if log.is_full:
         yield (

@@ -6,20 +6,23 @@ kernels. The rows of one GPU are `estimator/hardware/pace/NAME.json`, which `pac
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memest.estimator.hardware.work import Work, work_of
+from memest.estimator.hardware.work import HOST_KINDS, VIEW, Work, host_kind, work_of
 
 aten = torch.ops.aten
 Case = tuple[str, Callable[[], Any]]
@@ -30,6 +33,9 @@ MAX_BYTES = 6e9
 
 MEASURED_US = 3000
 """Time for which one case repeats, after two calls that are not timed."""
+
+HEATED_MS = 30
+"""Time for which the GPU trains before each case, so that its clocks are those of a training."""
 
 SLEEP_CYCLES_PER_CALL = 60_000
 """Cycles for which the GPU sleeps per timed call, so that the host is ahead of it: 30 us."""
@@ -46,14 +52,16 @@ class Observer(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[Work] = []
+        self.counts = [0] * len(HOST_KINDS)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        work = work_of(func, args, kwargs or {}, out)
+        work = VIEW if func.is_view else work_of(func, args, kwargs or {}, out)
         if work.kind:
-            self.found.append(work)
+            self.counts[host_kind(work)] += 1
+            self.found += [] if func.is_view else [work]
         return out
 
 
@@ -67,36 +75,76 @@ def measure(seconds: float, write: Callable[[dict[str, Any]], None]) -> dict[str
         "kernels": defaultdict(list),
     }
     started = time.perf_counter()
-    found["host"] = host_times()
+    found["models"] = model_times()
+    found["host"] = host_times() | fitted_times(*found["models"].values())
+    heat, first_us = heater(), defaultdict(list)
+    failed: dict[str, None] = {}
     for family in FAMILIES:
         for make in family():
             if time.perf_counter() - started > seconds:
                 break
             try:
-                work, us = measured(make)
+                work, us, first = measured(make, heat)
             except (RuntimeError, AssertionError, TypeError) as error:
-                found.setdefault("failed", []).append(f"{family.__name__}: {error!r}"[:200])
+                failed[f"{family.__name__}: {error!r}"[:200]] = None
                 torch.cuda.empty_cache()
                 continue
             row = [*work.size, work.num_flops, work.num_bytes, round(us, 2)]
             found["kernels"][work.kind].append(row)
+            first_us[work.kind].append(first)
+            found["first_us"] = {k: round(statistics.median(v)) for k, v in first_us.items()}
         torch.cuda.empty_cache()
-        found["seconds"] = time.perf_counter() - started
+        found["seconds"], found["failed"] = time.perf_counter() - started, list(failed)
         write(found)
     return found
 
 
-def measured(make: Callable[[], Callable[[], Any]]) -> tuple[Work, float]:
-    """Return the work of a call and the microseconds that its kernels take, the mean of many."""
+def measured(
+    make: Callable[[], Callable[[], Any]], heat: Callable[[], None]
+) -> tuple[Work, float, float]:
+    """Return the work of a call, microseconds of its kernels, and by how much its first is longer.
+
+    Args:
+        make: makes the tensors and returns the call.
+        heat: keeps the GPU busy for a moment.
+    """
     call = make()
-    with torch.no_grad(), Observer() as observer:
-        call()
-    assert len(observer.found) == 1, [w.kind for w in observer.found]
-    torch.cuda.synchronize()
     with torch.no_grad():
-        call()
+        first, second = _waited_us(call), _waited_us(call)
+        with Observer() as observer:
+            call()
+        assert len(observer.found) == 1, [w.kind for w in observer.found]
         once = elapsed_us(call, 3)
-        return observer.found[0], elapsed_us(call, max(3, min(60, int(MEASURED_US / once))))
+        heat()
+        us = elapsed_us(call, max(3, min(60, int(MEASURED_US / once))))
+    return observer.found[0], us, max(0.0, first - second)
+
+
+def _waited_us(call: Callable[[], Any]) -> float:
+    """Return microseconds of one call until the GPU is done."""
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return 1e6 * (time.perf_counter() - started)
+
+
+def heater() -> Callable[[], None]:
+    """Return a function that trains a small transformer for `HEATED_MS`."""
+    layers = nn.Sequential(
+        *(nn.TransformerEncoderLayer(1024, 16, 4096, dropout=0.0, batch_first=True) for _ in "1234")
+    ).to("cuda", HALF)
+    x = random(16, 1024, 1024)
+
+    def heat(ms: float = HEATED_MS) -> None:
+        started = time.perf_counter()
+        while time.perf_counter() - started < 1e-3 * ms:
+            with torch.enable_grad():
+                layers(x).sum().backward()
+            torch.cuda.synchronize()
+
+    heat(3000)
+    return heat
 
 
 def elapsed_us(call: Callable[[], Any], count: int) -> float:
@@ -215,19 +263,23 @@ def convolutions() -> Iterator[Any]:
     masks = (None, (True, True), (False, True))
     for dtype, last, mask in itertools.product((FULL, HALF), (False, True), masks):
         for sizes in CONVOLUTIONS:
-            yield _convolution(sizes, dtype, last, mask)
+            yield _convolution(sizes, 2, dtype, last, mask)
+        for sizes in () if last else SEQUENCES:
+            yield _convolution(sizes, 1, dtype, last, mask)
 
 
-def _convolution(sizes: Any, dtype: Any, last: bool, mask: tuple[bool, bool] | None) -> Any:
+def _convolution(
+    sizes: Any, dims: int, dtype: Any, last: bool, mask: tuple[bool, bool] | None
+) -> Any:
     samples, channels, side, outputs, window, stride, groups = sizes
 
     def make() -> Any:
         layout = torch.channels_last if last else torch.contiguous_format
-        x = random(samples, channels, side, side, dtype=dtype).to(memory_format=layout)
-        weight = random(outputs, channels // groups, window, window, dtype=dtype)
+        x = random(samples, channels, *[side] * dims, dtype=dtype).to(memory_format=layout)
+        weight = random(outputs, channels // groups, *[window] * dims, dtype=dtype)
         weight = weight.to(memory_format=layout)
         padding = 0 if stride == window else window // 2
-        options = ([stride] * 2, [padding] * 2, [1, 1], False, [0, 0], groups)
+        options = ([stride] * dims, [padding] * dims, [1] * dims, False, [0] * dims, groups)
         if mask is None:
             return lambda: aten.convolution.default(x, weight, None, *options)
         gradient = aten.convolution.default(x, weight, None, *options)
@@ -235,6 +287,14 @@ def _convolution(sizes: Any, dtype: Any, last: bool, mask: tuple[bool, bool] | N
         return lambda: aten.convolution_backward.default(*given)
 
     return make
+
+
+SEQUENCES = (
+    (8, 512, 4096, 512, 3, 2, 1), (8, 512, 1000, 512, 3, 1, 1), (8, 768, 500, 768, 128, 1, 16),
+    (8, 768, 200, 768, 128, 1, 16), (8, 512, 500, 512, 31, 1, 512), (8, 512, 200, 512, 31, 1, 512),
+    (16, 256, 300, 256, 9, 1, 256), (16, 1024, 120, 1024, 3, 1, 32),
+)  # fmt: skip
+"""(samples, channels, length, output channels, window, stride, groups) of audio and of text."""
 
 
 ROWS = ((64, 768), (1024, 1024), (8192, 1024), (65536, 1024), (4096, 50304), (524288, 256))
@@ -332,6 +392,8 @@ def _image_kernel(name: str, sizes: tuple[int, int, int], dtype: Any, last: bool
         weight, bias, mean, variance = (torch.ones(channels, device="cuda") for _ in range(4))
         if "batch" in name:
             given = (x, weight, bias, mean, variance, True, 0.1, 1e-5)
+            if dtype is HALF:  # cuDNN takes no bfloat16
+                return _native_batch_norm(name, given)
             if name == "batch_norm":
                 return lambda: aten.cudnn_batch_norm.default(*given)
             _, saved, inverse, reserve = aten.cudnn_batch_norm.default(*given)
@@ -364,10 +426,24 @@ def _image_kernel(name: str, sizes: tuple[int, int, int], dtype: Any, last: bool
     return make
 
 
+def _native_batch_norm(name: str, given: tuple[Any, ...]) -> Callable[[], Any]:
+    if name == "batch_norm":
+        return lambda: aten.native_batch_norm.default(*given)
+    x, weight, _, mean, variance, *_ = given
+    _, saved, inverse = aten.native_batch_norm.default(*given)
+    y = x.clone()
+    rest = (weight, mean, variance, saved, inverse, True, 1e-5, [True, True, True])
+    return lambda: aten.native_batch_norm_backward.default(y, x, *rest)
+
+
 def row_kernels() -> Iterator[Any]:
     """Kernels over rows that `memory_kernels` has not: RMS norm, heads of attention, sorting."""
+    names = (
+        "rms", "rms_backward", "heads", "roll", "slice", "norm", "cumsum", "argmax", "times_row",
+        "times_column", "add_heads", "sum_last", "sum_middle",
+    )  # fmt: skip
     for dtype, (rows, columns) in itertools.product((HALF, FULL), ROWS):
-        for name in ("rms", "rms_backward", "heads", "roll", "slice", "norm", "cumsum", "argmax"):
+        for name in names:
             yield _row_kernel(name, rows, columns, dtype)
 
 
@@ -377,6 +453,7 @@ def _row_kernel(name: str, rows: int, columns: int, dtype: torch.dtype) -> Any:
         y, weight = x.clone(), torch.ones(columns, device="cuda", dtype=dtype)
         inverse = torch.ones(rows, 1, device="cuda")
         heads = x.view(rows // 64, 64, columns // 64, 64).transpose(1, 2)
+        turned, column = heads.contiguous(), inverse.to(dtype)
         calls: dict[str, Callable[[], Any]] = {
             "rms": lambda: aten._fused_rms_norm.default(x, [columns], weight, 1e-5),
             "rms_backward": lambda: aten._fused_rms_norm_backward.default(
@@ -388,6 +465,11 @@ def _row_kernel(name: str, rows: int, columns: int, dtype: torch.dtype) -> Any:
             "norm": lambda: aten.linalg_vector_norm.default(x),
             "cumsum": lambda: aten.cumsum.default(x, -1),
             "argmax": lambda: aten.argmax.default(x, -1),
+            "times_row": lambda: aten.mul.Tensor(x, weight),
+            "times_column": lambda: aten.mul.Tensor(x, column),
+            "add_heads": lambda: aten.add.Tensor(heads, turned),
+            "sum_last": lambda: aten.sum.dim_IntList(x.view(-1, 64), [-1]),
+            "sum_middle": lambda: aten.sum.dim_IntList(x.view(-1, 64, columns), [1]),
         }
         return calls[name]
 
@@ -422,25 +504,60 @@ def _many(name: str, count: int, numel: int) -> Any:
     return make
 
 
-def copies() -> Iterator[Any]:
-    """Copies between host and GPU, of pinned and of pageable memory."""
-    for num_bytes, pinned in itertools.product((MIB, 16 * MIB, 256 * MIB), (True, False)):
-        yield _copy(num_bytes, pinned, True)
-        yield _copy(num_bytes, pinned, False)
+def factorizations() -> Iterator[Any]:
+    """Factorizations of matrices, as optimizers make them."""
+    for n, name in itertools.product((32, 128, 512, 2048), ("qr", "eigh", "svd", "cholesky_ex")):
+        yield _factorization(n, name)
 
 
-def _copy(num_bytes: int, pinned: bool, to_gpu: bool) -> Any:
+def _factorization(n: int, name: str) -> Any:
     def make() -> Any:
-        host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
-        gpu = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-        return lambda: (gpu if to_gpu else host).copy_(host if to_gpu else gpu, non_blocking=pinned)
+        x = random(n, n, dtype=FULL)
+        x = x @ x.T + n * torch.eye(n, device="cuda")
+        return lambda: getattr(torch.linalg, name)(x)
+
+    return make
+
+
+def quantized() -> Iterator[Any]:
+    """Kernels of bitsandbytes, if it is installed: 4-bit weights, LLM.int8, 8-bit optimizers."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return
+    for rows, columns in ((256, 1024), (1024, 4096), (4096, 4096), (4096, 14336), (8192, 28672)):
+        for dtype, name in itertools.product((HALF, FULL), ("weights", "adam", "int8", "quantize")):
+            yield _quantized(name, rows, columns, dtype)
+
+
+def _quantized(name: str, rows: int, columns: int, dtype: torch.dtype) -> Any:
+    def make() -> Any:
+        functional: Any = importlib.import_module("bitsandbytes.functional")
+        ops = torch.ops.bitsandbytes
+        x = random(rows, columns, dtype=dtype)
+        if name == "weights":
+            made, state = functional.quantize_4bit(x, quant_type="nf4")
+            out = torch.empty_like(x)
+            given = (made, state.absmax, 64, "nf4", x.shape, dtype)
+            return lambda: ops.dequantize_4bit.out(*given, out=out)
+        if name == "quantize":
+            half = x.half()
+            return lambda: ops.int8_vectorwise_quant.default(half, 0.0)
+        if name == "int8":
+            left = torch.ones(rows, columns, device="cuda", dtype=torch.int8)
+            right = torch.ones(4096, columns, device="cuda", dtype=torch.int8)
+            return lambda: ops.int8_linear_matmul.default(left, right)
+        states = [torch.zeros(rows, columns, device="cuda", dtype=torch.uint8) for _ in "12"]
+        scales = [torch.ones(x.numel() // 256, device="cuda") for _ in "12"]
+        codes = [functional.create_dynamic_map(signed).cuda() for signed in (True, False)]
+        numbers = (0.9, 0.99, 0.0, 0.0, 1e-8, 1, 1e-3)
+        given = ("adam", x, x.clone(), *states, *numbers, *codes, *scales, 0.0, 1.0)
+        return lambda: ops.optimizer_update_8bit_blockwise.default(*given)
 
     return make
 
 
 FAMILIES = (
     products, memory_kernels, row_kernels, image_kernels, attention, many_tensors, convolutions,
-    batched_products,
+    batched_products, factorizations, quantized,
 )  # fmt: skip
 
 
@@ -450,15 +567,10 @@ FAMILIES = (
 def host_times() -> dict[str, float]:
     """Return microseconds of the host for what a training step does, on tiny tensors."""
     x = torch.randn(8, 64, device="cuda")
-    layers = nn.Sequential(*(nn.TransformerEncoderLayer(64, 4, 128) for _ in range(6))).cuda()
-    stack = nn.Sequential(*(b for _ in range(30) for b in (nn.Linear(64, 64), nn.ReLU()))).cuda()
     many = [nn.Parameter(torch.randn(64, device="cuda")) for _ in range(148)]
     for p in many:
         p.grad = torch.randn_like(p)
     found = {"op": _host_us(lambda: aten.add.Tensor(x, x), 200)}
-    found["view"] = _host_us(lambda: x.view(64, 8), 200)
-    for name, model, given in (("layers", layers, x[:, None]), ("stack", stack, x)):
-        found |= _model_times(name, model, given)
     for name, made in (
         ("adamw", torch.optim.AdamW(many)),
         ("sgd", torch.optim.SGD(many, lr=0.1)),
@@ -481,20 +593,167 @@ def host_times() -> dict[str, float]:
     return {name: round(value, 2) for name, value in found.items()}
 
 
-def _model_times(name: str, model: nn.Module, x: Tensor) -> dict[str, float]:
-    found: dict[str, float] = {}
+def model_times() -> dict[str, list[list[float]]]:
+    """Return what forward and backward of small models launch, and their microseconds.
+
+    A row has a number for each of `HOST_KINDS`, then the time.
+    """
+    x = torch.randn(8, 64, device="cuda")
+    image = torch.randn(2, 16, 8, 8, device="cuda")
+    models: list[tuple[list[nn.Module], Tensor]] = [
+        ([nn.TransformerEncoderLayer(64, 4, 128) for _ in range(6)], x[:, None]),
+        ([b for _ in range(30) for b in (nn.Linear(64, 64), nn.ReLU())], x),
+        ([_Residual(16) for _ in range(12)], image),
+        (
+            [b for _ in range(30) for b in (nn.Conv2d(16, 16, 3), nn.SiLU())],
+            image.new_ones(2, 16, 80, 80),
+        ),
+        ([_Decoder(64, 4) for _ in range(6)], x[None]),
+        ([_Elementwise() for _ in range(12)], x),
+        *(([model], torch.ones_like(x[:2, :16], dtype=torch.long)) for model in _of_transformers()),
+    ]
+    rows = []
+    for (blocks, given), is_autocast in itertools.product(models, (False, True)):
+        with torch.autocast("cuda", HALF, enabled=is_autocast):
+            rows.append(phase_times(nn.Sequential(*blocks).cuda(), given))
+    return {"forward": [row for row, _ in rows], "backward": [row for _, row in rows]}
+
+
+def fitted_times(forward: list[list[float]], backward: list[list[float]]) -> dict[str, float]:
+    """Return microseconds of the host for each of `HOST_KINDS` that give those of the models.
+
+    Half of the models take longer, half of them less.
+    """
+    found = {}
+    for phase, rows in (("forward", forward), ("backward", backward)):
+        counts, times = [row[:-1] for row in rows], [row[-1] for row in rows]
+        factors = np.array(_not_negative(counts, times))
+        factors /= np.median(np.array(counts) @ factors / times)
+        for name, us in zip(HOST_KINDS, factors, strict=True):
+            found[f"{phase}_{name}"] = round(float(us), 2)
+    return found
+
+
+def _not_negative(rows: list[Any], times: list[float]) -> list[float]:
+    """Return the factors >= 0 of the columns that give the times, by the least relative squares."""
+    a = np.array(rows, dtype=float) / np.array(times)[:, None]
+    best = min(
+        (
+            (columns, np.linalg.lstsq(a[:, columns], np.ones(len(a)), rcond=None))
+            for count in range(1, a.shape[1] + 1)
+            for columns in map(list, itertools.combinations(range(a.shape[1]), count))
+            if a[:, columns].any(axis=0).all()
+        ),
+        key=lambda c: (min(c[1][0]) < 0, float(((a[:, c[0]] @ c[1][0] - 1) ** 2).sum())),
+    )
+    factors = [0.0] * a.shape[1]
+    for column, value in zip(best[0], best[1][0], strict=True):
+        factors[column] = float(value)
+    return factors
+
+
+def _of_transformers() -> list[nn.Module]:
+    """Return small models of transformers, if it is installed."""
+    if importlib.util.find_spec("transformers") is None:
+        return []
+    library: Any = importlib.import_module("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4}
+    found: list[nn.Module] = []
+    for name in ("Llama", "Bert", "Qwen3"):
+        config = getattr(library, f"{name}Config")(
+            **sizes, intermediate_size=128, vocab_size=512, num_key_value_heads=4, head_dim=16
+        )
+        found.append(_States(getattr(library, f"{name}Model")(config)))
+    return found
+
+
+class _States(nn.Module):
+    """A model of transformers that returns the states of its last layer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.model(ids).last_hidden_state
+
+
+class _Decoder(nn.Module):
+    """Decoder layer as language models are written: norms in float32, rotary positions, gates."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(_Norm(width) for _ in "12")
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in "qkvo")
+        self.gate, self.up, self.down = (nn.Linear(width, width, bias=False) for _ in "gud")
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        y = self.norms[0](x)
+        shape = (batch, length, self.heads, width // self.heads)
+        q, k, v = (project(y).view(shape).transpose(1, 2) for project in (self.q, self.k, self.v))
+        angle = torch.ones(length, shape[-1], device=x.device, dtype=x.dtype)
+        q, k = (t * angle + _turned(t) * angle for t in (q, k))
+        z = nn.functional.scaled_dot_product_attention(q, k, v.to(q.dtype), is_causal=True)
+        x = x + self.o(z.transpose(1, 2).reshape(batch, length, width))
+        y = self.norms[1](x)
+        out: Tensor = x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+        return out
+
+
+def _turned(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+
+
+class _Norm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.to(torch.float32)
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * y.to(x.dtype)
+
+
+class _Residual(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels),
+            nn.ReLU(), nn.Conv2d(channels, channels, 1, bias=False), nn.BatchNorm2d(channels),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.parts(x))
+
+
+class _Elementwise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (x - x.mean()) * self.scale
+        return x + torch.sigmoid(y) * y.exp().clamp(max=2.0) / 3
+
+
+def phase_times(model: nn.Module, x: Tensor) -> tuple[list[float], list[float]]:
+    """Return the rows of `model_times` of one model's forward and backward."""
     with Observer() as forward:
-        loss: Any = model(x).sum()
+        loss: Any = model(x).float().sum()
     with Observer() as backward:
         loss.backward()
-    for _ in range(2):
-        model(x).sum().backward()
-    found[f"{name}_forward_calls"] = len(forward.found)
-    found[f"{name}_backward_calls"] = len(backward.found)
-    losses: list[Any] = []
-    found[f"{name}_forward_us"] = _host_us(lambda: losses.append(model(x).sum()), 5)
-    found[f"{name}_backward_us"] = _host_us(lambda: losses.pop().backward(), 5)
-    return found
+    for _ in range(3):
+        model(x).float().sum().backward()
+    taken, losses = [], []
+    for _ in range(7):
+        us = _host_us(lambda: losses.append(model(x).float().sum()), 3)
+        taken.append((us, _host_us(lambda: losses.pop().backward(), 3)))
+    forward_us, backward_us = (round(statistics.median(us), 1) for us in zip(*taken, strict=True))
+    return [*forward.counts, forward_us], [*backward.counts, backward_us]
 
 
 def _host_us(call: Callable[[], Any], count: int) -> float:

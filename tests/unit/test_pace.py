@@ -12,13 +12,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from memest import TrainingPlan, predict
+from memest import TrainingPlan, predict, virtual_gpu
 from memest.cli import main
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu, list_gpus
 from memest.estimator.hardware.pace import estimate, step_times, table_of
-from memest.estimator.hardware.work import NOTHING, Work, work_of
-from memest.estimator.hardware.work_log import WorkLog
+from memest.estimator.hardware.work import NOTHING, VIEW, Work, work_of
+from memest.estimator.hardware.work_log import MAX_STEPS, NUM_HOSTS, WAITS, WorkLog
 from memest.report import StepTime
 from memest.report.times import Training, read_prices, seconds, steps_of_plan
 
@@ -318,16 +318,79 @@ def test_a_step_has_one_step_of_each_optimizer() -> None:
     assert [len(step) for step in log.steps] == [2, 2, 2, 2]
 
 
-def test_new_sizes_in_each_step_are_counted() -> None:
-    sizes = [LARGE._replace(size=(128 * n, 4096, 4096)) for n in range(1, 7)]
+ATTENTION = Work("cudnn float16", (64, 1024, 1024, 64), "float16", 10**9, 10**8)
+
+
+def test_a_library_takes_longer_for_the_first_call_with_new_sizes() -> None:
+    sizes = [ATTENTION._replace(size=(64, 128 * n, 1024, 64)) for n in range(1, 7)]
+    first = table_of(H100).first_s(ATTENTION)
 
     changing, constant = (estimate(log_of(*steps), H100) for steps in (
-        [[LARGE, size] for size in sizes], [[LARGE, LARGE]] * 6,
+        [[ATTENTION, size] for size in sizes], [[ATTENTION, ATTENTION]] * 6,
     ))  # fmt: skip
 
     assert changing is not None
     assert constant is not None
-    assert (changing.new_share, constant.new_share) == (0.5, 0.0)
+    assert changing.first_seconds == pytest.approx(first, rel=1e-3)
+    assert changing.seconds > first > 0.01
+    assert constant.first_seconds == 0
+
+
+def test_hours_are_those_of_steps_without_new_sizes() -> None:
+    time = StepTime(
+        seconds=2.0, low_seconds=1.0, high_seconds=4.0, peak_share=0.1, bound_by="host", origin="",
+        unmeasured_share=0.0, first_seconds=1.0,
+    )  # fmt: skip
+
+    assert Training(num_steps=3600, prices={}).hours(time) == (1.0, 0.5, 2.0)
+
+
+def test_sizes_of_steps_that_are_not_kept_any_more_are_not_new() -> None:
+    rare = LARGE._replace(size=(1, 2, 3))
+    log = log_of([LARGE, rare], *[[LARGE]] * MAX_STEPS, [LARGE, rare])
+
+    assert [list(log.num_known)[i] for i in (0, -1)] == [3, 3]
+    assert step_times(log, H100)[-1].first_seconds == 0
+
+
+def test_the_host_takes_longer_for_cudnn_than_for_another_launch_and_for_a_view() -> None:
+    table, convolution = table_of(H100), LARGE._replace(kind="convolution float16")
+    log = log_of([VIEW] * 10)
+
+    assert table.host_s(convolution, 0) > 2 * table.host_s(LARGE, 0)
+    assert table.kernel_s(VIEW) == 0
+    assert step_times(log, H100)[0].seconds == pytest.approx(10 * table.host_s(VIEW, 0))
+
+
+def test_views_and_kernels_of_bitsandbytes_are_in_the_log() -> None:
+    pytest.importorskip("bitsandbytes")
+    with virtual_gpu("h100-80gb") as virtual:
+        from bitsandbytes import functional
+
+        weight = torch.empty(128, 256, device="cuda", dtype=torch.bfloat16)
+        packed, state = functional.quantize_4bit(weight, quant_type="nf4")
+        functional.dequantize_4bit(packed, state).t()
+        log = virtual._virtual.mode.work
+        log.stepped()
+
+    kinds = [log.works[event // NUM_HOSTS].kind for event in log.steps[0]]
+    decoded = next(work for work in log.works if work.kind == "dequantize_4bit 1")
+    assert kinds[-2:] == ["dequantize_4bit 1", "view"]
+    assert decoded.num_bytes == 128 * 256 // 2 + 128 * 256 // 64 * 4 + 128 * 256 * 2
+
+
+def test_a_copy_of_pinned_memory_has_its_rate_even_if_the_host_waits() -> None:
+    with virtual_gpu("h100-80gb") as virtual:
+        pinned, pageable = torch.empty(1000, pin_memory=True), torch.empty(1000)
+        for source in (pinned, pageable):
+            source.cuda()
+        pinned.copy_(torch.empty(1000, device="cuda"))
+        log = virtual._virtual.mode.work
+        log.stepped()
+
+    copies = [work.kind for work in log.works if work.kind.startswith("to_")]
+    assert copies == ["to_gpu_pinned", "to_gpu_pageable", "to_host_pinned"]
+    assert list(log.steps[0]).count(WAITS) == 3
 
 
 def test_text_and_page_have_the_estimated_time(tmp_path: Path) -> None:

@@ -195,6 +195,8 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         target: str = getattr(kwargs.get("device"), "type", "")
         if (on_gpu or on_host or target == "cuda") and self._decomposes_under(func):
             result = run_by_others(self, self._decomposes_under(func), func, args, kwargs)
+            if func.namespace == "bitsandbytes":
+                self.work.call_library(func, args, kwargs, result)
             if func.namespace == "_c10d_functional":
                 self.works.register(result)
             return result
@@ -258,6 +260,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run a view. It is on the device of its base, and requests nothing."""
         if isinstance(args[0], Tensor) and is_meta(args[0]):  # C++ passes numbers as numbers
             self.kernels.coverage.num_ops += 1
+            self.work.view()
         return func(*args, **kwargs)
 
     def _check_devices(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
@@ -288,12 +291,13 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             finally:
                 memory.kind = before
             self.work.drop_last()  # the copy is no kernel
-            is_pinned = bool(non_blocking and self.host.is_pinned(source))
-            self.work.copy("to_gpu", source.nbytes, is_pinned=is_pinned)
+            is_pinned = self.host.is_pinned(source)
+            waits = not (non_blocking and is_pinned)
+            self.work.copy("to_gpu", source.nbytes, is_pinned=is_pinned, waits=waits)
             num_bytes = to_gpu_bytes(made, source, is_waited_for=not non_blocking)
             if num_bytes:
                 memory.free(memory.allocate_workspace(num_bytes, self.attribution.site(func)))
-            if not is_pinned:
+            if waits:
                 timeline.host_waits(
                     timeline.event(timeline.stream)
                 )  # pageable memory is waited for
@@ -306,7 +310,8 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self.host.run(func, without_tensors(args), {**kwargs, "device": CPU})
         memory, timeline = self.memory, self.timeline
         with memory.lock:
-            self.work.copy("to_host", source.nbytes, is_pinned=False)
+            is_pinned = func is aten.copy_.default and self.host.is_pinned(args[0])
+            self.work.copy("to_host", source.nbytes, is_pinned=is_pinned, waits=True)
             timeline.host_waits(timeline.event(timeline.stream))
             site, sizes = self.attribution.site(func), to_host_scratch(func, args, kwargs)
             for index in reversed([memory.allocate_workspace(n, site) for n in sizes]):
@@ -372,6 +377,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func, args = op.take_indices(self, func, types, args)
             op = op_of(func)
         if op.is_view:
+            self.work.view()
             return self._result(op, args, kwargs)
         if op.reads_value:
             return self._read(func, args, kwargs)

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
@@ -20,6 +21,12 @@ from torch import Tensor
 
 from memest.estimator.gpu.memory import Memory
 from memest.estimator.gpu.timeline import Timeline
+from memest.estimator.hardware.gpus import (
+    ALL_TO_ALL_BYTES,
+    FIRST_PEER_BYTES,
+    FURTHER_PEER_BYTES,
+    SUBGROUP_BYTES,
+)
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import storage_key, tensors_in
 
@@ -46,6 +53,12 @@ def _done_work() -> Any:
 DoneWork: Any = _done_work()
 
 
+def default_group_name() -> str:
+    """Return the name of the group of all ranks; "" if there is none."""
+    group = torch.distributed.distributed_c10d._world.default_pg
+    return "" if group is None else str(group.group_name)
+
+
 class Works:
     """Collectives whose work was not waited for yet."""
 
@@ -55,6 +68,15 @@ class Works:
         self._kept: Any = WeakKeyDictionary()
         self._last: Any = None
         """Last work, kept alive so that pybind returns the same object to the script."""
+
+        self.communicators: set[str] = set()
+        """Names of groups other than the default that have a communicator of NCCL."""
+
+        self.peers: dict[str, set[int]] = defaultdict(set)
+        """Ranks to which a group sends, or from which it receives."""
+
+        self.all_to_all: dict[str, int] = {}
+        """Number of ranks of each group that has exchanged parts between all of them."""
 
         self._registered: dict[int, Any] = {}
         """Work of each result of a functional collective, like torch's `WorkRegistry`."""
@@ -76,6 +98,32 @@ class Works:
 
         patches.set(DoneWork, "wait", waits)
         patches.set(DoneWork, "get_future", future)
+
+    def communicate(self, group: Any, name: str = "", peer: int | None = None) -> None:
+        """Begin a collective of `group`. Its first one makes the group's communicator.
+
+        Args:
+            group: a process group.
+            name: name of the operator.
+            peer: the rank that sends or receives.
+        """
+        self.another()
+        if group.size() > 1 and group.group_name != default_group_name():
+            self.communicators.add(group.group_name)
+        if peer is not None:
+            self.peers[group.group_name].add(peer)
+        if name.startswith("alltoall"):
+            self.all_to_all[group.group_name] = group.size()
+
+    @property
+    def library_bytes(self) -> int:
+        """Bytes of NCCL besides the default group's communicator."""
+        sent = (len(peers) for name, peers in self.peers.items() if name not in self.all_to_all)
+        return (
+            SUBGROUP_BYTES * len(self.communicators)
+            + sum(FIRST_PEER_BYTES + FURTHER_PEER_BYTES * (count - 1) for count in sent)
+            + sum(ALL_TO_ALL_BYTES * (size - 1) for size in self.all_to_all.values())
+        )
 
     def another(self) -> None:
         """Begin a collective: release the stashes of earlier ones that are due."""

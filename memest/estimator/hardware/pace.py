@@ -24,11 +24,12 @@ import numpy as np
 
 from memest.estimator.hardware.gpus import Gpu, find_gpu
 from memest.estimator.hardware.speed import LAUNCH_QUEUE, speed_of
-from memest.estimator.hardware.work import Work
+from memest.estimator.hardware.work import HOST_KINDS, VIEW, Work, host_kind
 from memest.estimator.hardware.work_log import CUT, HOST, LINK, NUM_HOSTS, WAITS, WorkLog
 from memest.report import StepTime
 
 _MEASURED = Path(__file__).with_name("pace")
+_PHASES = ("forward", "backward")
 NUM_NEAREST = 4
 """Measured calls whose efficiencies are averaged, by the inverse square of their distance."""
 
@@ -48,6 +49,9 @@ class Step:
     """Estimated time of one optimizer step, and what takes it."""
 
     seconds: float
+    first_seconds: float
+    """Time of the host in which libraries choose or compile kernels for new sizes."""
+
     idle_seconds: float
     """Time in which the GPU waits for the host."""
 
@@ -74,9 +78,11 @@ def estimate(log: WorkLog, gpu: Gpu, *, num_micro_batches: int = 0) -> StepTime 
     if not log.steps or not gpu.tflops:
         return None
     parts = [_repeated(events, num_micro_batches) for events in log.steps]
+    known = log.num_known
     if len(parts) < MIN_STEPS:
         parts += [parts[-1]] * MIN_STEPS
-    steps = sorted(step_times(log, gpu, parts)[1:], key=lambda step: step.seconds)
+        known += [len(log.works)] * MIN_STEPS
+    steps = sorted(step_times(log, gpu, parts, known)[1:], key=lambda step: step.seconds)
     step = steps[len(steps) // 2]
     table = table_of(gpu)
     low, high = SPREAD_ELSEWHERE if table.origin else SPREAD
@@ -90,20 +96,8 @@ def estimate(log: WorkLog, gpu: Gpu, *, num_micro_batches: int = 0) -> StepTime 
         bound_by=_bound_by(step, link),
         origin=table.origin,
         unmeasured_share=round(unmeasured / step.seconds, 3),
-        new_share=round(_new_share(log.steps), 3),
+        first_seconds=_rounded(step.first_seconds),
     )
-
-
-def _new_share(steps: Sequence[Sequence[int]]) -> float:
-    """Return the median over steps of the share of their works that no step before had."""
-    seen: set[int] = set()
-    shares = []
-    for events in steps:
-        works = {event // NUM_HOSTS for event in events if event >= 0}
-        shares.append(len(works - seen) / max(1, len(works)))
-        seen |= works
-    later = sorted(shares[1:])
-    return later[len(later) // 2] if later else 0.0
 
 
 def _rounded(seconds: float) -> float:
@@ -137,13 +131,16 @@ def _bound_by(step: Step, link: float) -> str:
     return max(found, key=lambda name: found[name])
 
 
-def step_times(log: WorkLog, gpu: Gpu, steps: Sequence[Iterable[int]] = ()) -> list[Step]:
+def step_times(
+    log: WorkLog, gpu: Gpu, steps: Sequence[Iterable[int]] = (), num_known: Sequence[int] = ()
+) -> list[Step]:
     """Return the estimated time of each step of a log.
 
     Args:
         log: launches and waits of a run.
         gpu: the GPU that executes them.
         steps: events of the steps; those of the log by default.
+        num_known: for each step, how many of the log's works occurred before it.
     """
     table = table_of(gpu)
     kernels = [table.kernel_s(work) for work in log.works]
@@ -151,8 +148,9 @@ def step_times(log: WorkLog, gpu: Gpu, steps: Sequence[Iterable[int]] = ()) -> l
     host = gpu_done = 0.0
     queue: deque[float] = deque(maxlen=LAUNCH_QUEUE)
     found, last_end = [], 0.0
-    for events in steps or log.steps:
+    for events, known in zip(steps or log.steps, num_known or log.num_known, strict=True):
         counts: Counter[int] = Counter()
+        first_s = 0.0
         for event in events:
             if event == WAITS:
                 host = max(host + table.wait_s, gpu_done + table.wait_s / 2)
@@ -160,6 +158,9 @@ def step_times(log: WorkLog, gpu: Gpu, steps: Sequence[Iterable[int]] = ()) -> l
                 host += 1e-6 * (HOST - event) if event <= HOST else 0.0
                 continue
             index = event // NUM_HOSTS
+            if index >= known and not counts[index]:
+                first_s += table.first_s(log.works[index])
+                host += table.first_s(log.works[index])
             counts[index] += 1
             host += hosts[event]
             if len(queue) == LAUNCH_QUEUE:
@@ -167,13 +168,17 @@ def step_times(log: WorkLog, gpu: Gpu, steps: Sequence[Iterable[int]] = ()) -> l
             gpu_done = max(gpu_done, host) + kernels[index]
             queue.append(gpu_done)
         end = max(host, gpu_done)
-        found.append(_summed(table, log.works, kernels, counts, end - last_end))
+        found.append(_summed(table, log.works, kernels, counts, (end - last_end, first_s)))
         last_end = end
     return found
 
 
 def _summed(
-    table: Table, works: list[Work], kernels: list[float], counts: Counter[int], seconds: float
+    table: Table,
+    works: list[Work],
+    kernels: list[float],
+    counts: Counter[int],
+    times: tuple[float, float],
 ) -> Step:
     by_kind: dict[str, float] = defaultdict(float)
     computing = ideal = busy = 0.0
@@ -183,7 +188,8 @@ def _summed(
         by_kind[work.kind] += table.link_s(work) * count if work.kind == LINK else taken
         computing += taken * table.is_compute_bound(work)
         ideal += count * table.operations_s(work)
-    return Step(seconds, max(0.0, seconds - busy), dict(by_kind), computing, ideal)
+    idle = max(0.0, times[0] - busy)
+    return Step(*times, idle, dict(by_kind), computing, ideal)
 
 
 class Table:
@@ -200,11 +206,10 @@ class Table:
         self._kinds = {k: _efficiencies(rows, k, origin) for k, rows in measured["kernels"].items()}
         host = measured["host"]
         self.wait_s = 1e-6 * host["read"]
-        self._launch_s = [
-            1e-6 * _per_call(host, "layers_forward", "stack_forward"),
-            1e-6 * _per_call(host, "layers_backward", "stack_backward"),
-            1e-6 * _per_call(host, "loop"),
-        ]
+        times = {name: 1e-6 * us for name, us in host.items()}
+        each = [[times[f"{phase}_{kind}"] for kind in HOST_KINDS] for phase in _PHASES]
+        self._host_s = [*each, [times["loop_us"] / host["loop_calls"], *each[0][1:]]]
+        self._first_s = {kind: 1e-6 * us for kind, us in measured["first_us"].items()}
         self._tensor_s = 1e-6 * host["adamw_us"] / host["adamw_calls"] / NUM_HOST_TENSORS
         self._copy_bytes_s = {
             k.removesuffix("_gb_s"): 1e9 * v for k, v in host.items() if k.endswith("_gb_s")
@@ -215,13 +220,17 @@ class Table:
 
     def host_s(self, work: Work, host: int) -> float:
         """Return seconds of the host for a launch."""
-        return float(max(self._launch_s[host], self._tensor_s * work.num_tensors))
+        return float(max(self._host_s[host][host_kind(work)], self._tensor_s * work.num_tensors))
+
+    def first_s(self, work: Work) -> float:
+        """Return seconds by which the first call with new sizes takes longer."""
+        return self._first_s.get(self._alike(work.kind) or "", 0.0)
 
     def kernel_s(self, work: Work) -> float:
         """Return seconds of the kernels of a call."""
         if work.kind in self._copy_bytes_s:
             return float(work.num_bytes / self._copy_bytes_s[work.kind])
-        if work.kind == LINK:
+        if work.kind == LINK or work == VIEW:
             return 0.0
         kind, size = self._known(work)
         sizes, efficiencies = self._kinds[kind]
@@ -285,11 +294,6 @@ def ideal_s(rate: str, num_flops: int, num_bytes: int, gpu: Gpu) -> float:
     """Return the seconds of the roofline."""
     moved = num_bytes / (1e9 * gpu.memory_gb_s)
     return max(moved, num_flops / (1e12 * gpu.tflops_of(rate))) if rate else moved
-
-
-def _per_call(host: dict[str, float], *names: str) -> float:
-    """Return microseconds per call, the mean over measured models."""
-    return sum(host[f"{n}_us"] / host[f"{n}_calls"] for n in names) / len(names)
 
 
 def _efficiencies(rows: list[list[float]], kind: str, gpu: Gpu) -> tuple[Any, Any]:

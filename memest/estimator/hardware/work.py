@@ -40,6 +40,12 @@ class Work(NamedTuple):
 NOTHING = Work("", (), "", 0, 0)
 """Work of a call without a kernel."""
 
+VIEW = Work("view", (), "", 0, 0)
+"""A view, which takes time of the host alone."""
+
+HOST_KINDS = ("launch", "cudnn", "view")
+"""Calls that take the host different times: a launch, a call of cuDNN, a view."""
+
 _WITHOUT_KERNEL = frozenset((
     "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_unsafe_view",
     "lift_fresh", "resize", "set", "record_stream", "_local_scalar_dense", "_reshape_alias",
@@ -62,7 +68,7 @@ _ALIKE = {
 
 _SHAPE_OF = {
     "mm": (0, 1), "addmm": (1, 2), "_addmm_activation": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2),
-    "_scaled_mm": (0, 1), "_int_mm": (0, 1), "_grouped_mm": (0, 1),
+    "_scaled_mm": (0, 1), "_int_mm": (0, 1), "_grouped_mm": (0, 1), "int8_linear_matmul": (0, 1),
 }  # fmt: skip
 """Positions of the two matrices of a product."""
 
@@ -99,7 +105,9 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
     if name in _COPIES:
         name = _kind_of_copy(args, out)
     elif torch.Tag.pointwise in func.tags:
-        name = "pointwise"
+        name = _kind_of_pointwise(args, out)
+    elif name == "sum" and _is_over_last(args):
+        name = "sum-last"
     first = next(_tensors(args), None)
     item_bytes = 4 if first is None else first.element_size()
     num_tensors = len(args[0]) if args and isinstance(args[0], list | tuple) else 1
@@ -117,10 +125,47 @@ def _kind_of_copy(args: Any, out: Any) -> str:
     return "copy" if source.stride() == out.stride() else "permute"
 
 
+def _kind_of_pointwise(args: Any, out: Any) -> str:
+    """Return whether all tensors have the same elements in the same order."""
+    result = next(_tensors((out, args)))
+    shape, strides = result.shape, result.stride()
+    for tensor in _tensors(args):
+        if tensor.dim() and (tensor.shape != shape or tensor.stride() != strides):
+            return "broadcast"
+    return "pointwise"
+
+
+def _is_over_last(args: Any) -> bool:
+    """Return whether a sum is over the last dimension alone."""
+    if len(args) < 2 or not isinstance(args[1], list | tuple):
+        return False
+    return [dim % args[0].dim() for dim in args[1]] == [args[0].dim() - 1]
+
+
 def _innermost(tensor: Tensor) -> int:
     """Return the longest dimension whose elements are adjacent; -1 if there is none."""
     adjacent = [i for i, step in enumerate(tensor.stride()) if step == 1]
     return max(adjacent, key=tensor.size, default=-1)
+
+
+def dequantized(name: str, args: tuple[Any, ...]) -> Work | None:
+    """Return the work of a function of bitsandbytes' library that decodes; None for others.
+
+    Source: `dequantizeBlockwise` of csrc/ops.cu: code, input, scales, output, block, elements.
+    """
+    if not name.startswith("cdequantize_blockwise"):
+        return None
+    block, numel = args[4:6]
+    item_bytes = 4 if "fp32" in name else 2
+    num_bytes = numel // (2 if name.endswith("4") else 1) + numel * (item_bytes + 4 / block)
+    return Work("dequantize_4bit 1", (int(num_bytes),), "", 0, int(num_bytes))
+
+
+def host_kind(work: Work) -> int:
+    """Return the position in `HOST_KINDS` of the call that starts `work`."""
+    if work == VIEW:
+        return 2
+    return int(work.kind.startswith(("convolution", "cudnn_batch_norm")))
 
 
 def fused_work(tensors: Iterable[Tensor]) -> Work:
@@ -154,6 +199,8 @@ def _alike(rate: str) -> str:
 
 def _product(name: str, args: Any, num_bytes: int) -> Work:
     left, right = (args[i] for i in _SHAPE_OF[name])
+    if name == "int8_linear_matmul":  # of bitsandbytes: rows of any number of dimensions
+        left, right = left.flatten(0, -2), right.t()
     *batch, rows, inner = left.shape
     if name == "_grouped_mm" and right.dim() != left.dim():
         batch = []  # each row or column belongs to one group
@@ -181,6 +228,10 @@ def _attention(name: str, func: Any, args: Any, kwargs: Any, num_bytes: int) -> 
     return Work(kind, size, rate, int(flops), num_bytes)
 
 
+_GROUPS = (9, 8)
+"""Position of `groups` in `convolution_backward` and `convolution`."""
+
+
 def _convolution(
     kind: str, x: Tensor, weight: Tensor, out: Tensor, num_bytes: int, args: Any
 ) -> Work:
@@ -192,7 +243,10 @@ def _convolution(
     num_products = kind.count("-") or 1
     is_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
     is_depthwise = weight.dim() > 2 and weight.shape[1] == 1 and x.shape[1] > 1
-    layout = " depthwise" if is_depthwise else " nhwc" * is_last
+    layout = " depthwise" * is_depthwise
+    if not is_depthwise and weight.shape[0] and args[_GROUPS[kind == "convolution"]] > 1:
+        layout = " grouped"
+    layout += " nhwc" * is_last
     kind = f"{kind}{layout} {_alike(rate)}"
     return Work(kind, size, rate, 2 * prod(size) * num_products, num_bytes)
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import current_thread, main_thread
 from time import thread_time
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from memest.estimator.hardware.work import NOTHING, Work, work_of
+from memest.estimator.hardware.work import NOTHING, VIEW, Work, dequantized, work_of
 
 MAX_STEPS = 12
 """Most steps that are kept: the last ones."""
@@ -42,11 +42,16 @@ class WorkLog:
     0.
     """
 
+    library_call: ClassVar[tuple[str, tuple[Any, ...]]] = ("", ())
+    """The last function of bitsandbytes' library that was called, which outlives a log."""
+
     def __init__(self) -> None:
         self.works: list[Work] = []
         self._steps: deque[array[int]] = deque(maxlen=MAX_STEPS)
         self._step = array("q")
         self._stepped: set[int] = set()
+        self._starts: deque[int] = deque(maxlen=MAX_STEPS)
+        self._start = self._end = 0
         self.is_in_optimizer = False
         """True within `Optimizer.step`."""
 
@@ -55,6 +60,7 @@ class WorkLog:
 
         self._events = array("q")
         self._index: dict[Work, int] = {}
+        self._view = self._index_of(VIEW)
 
     def launch(self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Any) -> None:
         """Add the kernels of one call.
@@ -71,15 +77,32 @@ class WorkLog:
         if recipe.work >= 0:
             self._add(recipe.work)
 
+    def view(self) -> None:
+        """Add a view."""
+        self._add(self._view)
+
+    def call_library(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Add the kernel that an operator of bitsandbytes has called."""
+        (name, given), WorkLog.library_call = WorkLog.library_call, ("", ())
+        if name:
+            self.add(dequantized(name, given) or work_of(func, args, kwargs, out))
+
     def add(self, work: Work) -> None:
         """Add work that no operator describes: a compiled kernel, a collective."""
         self._add(self._index_of(work))
 
-    def copy(self, direction: str, num_bytes: int, *, is_pinned: bool) -> None:
-        """Add a copy, `to_gpu` or `to_host`. The host waits for one of pageable memory."""
+    def copy(self, direction: str, num_bytes: int, *, is_pinned: bool, waits: bool) -> None:
+        """Add a copy, `to_gpu` or `to_host`.
+
+        Args:
+            direction: where to.
+            num_bytes: bytes that are copied.
+            is_pinned: whether the memory of the host is pinned.
+            waits: whether the host waits for the copy.
+        """
         kind = f"{direction}_{'pinned' if is_pinned else 'pageable'}"
         self.add(Work(kind, (num_bytes,), "", 0, num_bytes))
-        if not is_pinned:
+        if waits:
             self.wait()
 
     def drop_last(self) -> None:
@@ -122,8 +145,10 @@ class WorkLog:
         """
         if optimizer in self._stepped:
             self._steps.append(self._step)
-            self._step, self._stepped = array("q"), set()
+            self._starts.append(self._start)
+            self._step, self._stepped, self._start = array("q"), set(), self._end
         self._step.extend(self._events)
+        self._end = len(self.works)
         self._stepped.add(optimizer)
         self._events = array("q")
 
@@ -131,6 +156,11 @@ class WorkLog:
     def steps(self) -> list[array[int]]:
         """Events of the last training steps."""
         return [*self._steps, *([self._step] if self._stepped else [])]
+
+    @property
+    def num_known(self) -> list[int]:
+        """Number of works that occurred before each of `steps`."""
+        return [*self._starts, *([self._start] if self._stepped else [])]
 
     def _index_of(self, work: Work) -> int:
         if work is NOTHING:

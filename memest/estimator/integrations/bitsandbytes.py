@@ -23,6 +23,7 @@ from torch import Tensor
 
 from memest.estimator.gpu.imports import ImportHooks
 from memest.estimator.gpu.mode import CudaSimMode
+from memest.estimator.hardware.work_log import WorkLog
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import META
 
@@ -32,12 +33,16 @@ _PARAM_NORM = 7
 
 
 class _Kernel:
-    """Function of the library that does nothing and returns success."""
+    """Function of the library that does nothing but note its call, and returns success."""
 
     argtypes: Any = None
     restype: Any = None
 
+    def __init__(self, name: str) -> None:
+        self._name = name
+
     def __call__(self, *args: Any) -> int:
+        WorkLog.library_call = self._name, args
         return 0
 
 
@@ -54,7 +59,7 @@ class KernelLibrary:
             raise AttributeError(name)
         found = self._functions.get(name)
         if found is None:
-            found = self._functions[name] = self._on_cpu(name) if "_cpu" in name else _Kernel()
+            found = self._functions[name] = self._on_cpu(name) if "_cpu" in name else _Kernel(name)
         return found
 
     def _on_cpu(self, name: str) -> Any:

@@ -29,12 +29,13 @@ def run(mode: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Fill the outputs of `func`, an operator of `c10d`, and return its result."""
     given = (*args, *kwargs.values())
     tensors = list(tensors_in(given))
+    name = func._schema.name.removeprefix("c10d::")
     if any(map(is_meta, tensors)):
-        mode.works.another()
+        peer = args[2] if name in ("send", "recv_") else None
+        mode.works.communicate(_group(given), name, peer)
         mode.timeline.transfer(max((t.numel() * t.element_size() for t in tensors), default=0))
         if func is torch.ops.c10d.allgather_.default:
             _flatten(mode, args[0], func)
-    name = func._schema.name.removeprefix("c10d::")
     if name in ("send", "recv_", "recv_any_source_"):
         _pass(mode, name, args)
     else:

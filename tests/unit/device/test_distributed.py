@@ -15,6 +15,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from memest.errors import UnsupportedError
+from memest.estimator.hardware.gpus import (
+    ALL_TO_ALL_BYTES,
+    COMMUNICATOR_BYTES,
+    FIRST_PEER_BYTES,
+    FURTHER_PEER_BYTES,
+    SUBGROUP_BYTES,
+)
 from memest.estimator.virtual_gpu import VirtualGpu
 from tests.ranks import gpu_of_rank
 
@@ -216,3 +223,32 @@ def test_a_gradient_of_a_pending_collective_reaches_the_engine() -> None:
 
     assert weight.grad is not None
     assert weight.grad.is_cuda
+
+
+def test_each_group_that_communicates_has_a_communicator_and_its_buffers(
+    rank: VirtualGpu,
+) -> None:
+    x, parts = torch.ones(8, device="cuda"), torch.ones(4, device="cuda")
+    group, unused = dist.new_group([0, RANK]), dist.new_group([RANK, 3])
+    dist.all_reduce(x)
+    of_all = rank.communicators_bytes
+
+    dist.all_reduce(x, group=group)
+    of_group = rank.communicators_bytes - of_all
+    dist.all_reduce(x, group=group)
+    dist.all_to_all_single(torch.empty_like(parts), parts)
+
+    assert unused is not group
+    assert of_all == COMMUNICATOR_BYTES
+    assert of_group == SUBGROUP_BYTES
+    assert rank.communicators_bytes == of_all + of_group + 3 * ALL_TO_ALL_BYTES
+
+
+def test_messages_to_other_ranks_take_buffers(rank: VirtualGpu) -> None:
+    x = torch.ones(8, device="cuda")
+    before = rank.communicators_bytes
+
+    for peer in (1, 3):
+        dist.isend(x, peer)
+
+    assert rank.communicators_bytes == before + FIRST_PEER_BYTES + FURTHER_PEER_BYTES

@@ -70,7 +70,7 @@ class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
         """Sum buckets; the C++ reducer waits for the future, which leaves tensors stashed."""
-        self._mode.works.another()
+        self._mode.works.communicate(self.group)
         if not self.is_rebuilt:
             self.summed_at, _ = self._mode.timeline.event(MAIN)
             found = map(self._mode.memory.id_of, tensors)
