@@ -66,6 +66,9 @@ class Memory:
         self.refused: tuple[int, Site, int] | None = None
         """Bytes and site of the last refused request, and the bytes reserved at that moment."""
 
+        self.refused_id: int | None = None
+        """Id of the storage of the last refused request."""
+
         self.frees_at_once = False
         """Free blocks as their storages die, without regard to other streams that use them."""
 
@@ -146,6 +149,7 @@ class Memory:
     def _refuse(self, index: int, num_bytes: int) -> None:
         self.num_ooms += 1
         self.history.emptied()  # the allocator gave back its cache before it gave up
+        self.refused_id = index
         self.refused = num_bytes, self.storages.sites[index], self.allocator.reserved_bytes
         raise torch.OutOfMemoryError(out_of_memory(self.gpu, self.allocator, num_bytes)) from None
 

@@ -20,6 +20,7 @@ from memest.estimator.integrations import (
     litgpt,
     torchvision,
     triton,
+    vllm,
 )
 from memest.estimator.tensors.patches import Patches
 
@@ -35,6 +36,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     deepspeed.install(patches, mode, hooks)
     litgpt.install(patches, mode, hooks)
     torchvision.install(patches, mode, hooks)
+    vllm.install(patches, mode, hooks)
     extensions.install(patches, mode, hooks)
 
 

@@ -128,6 +128,13 @@ class Program:
                 return part.events
         return ()
 
+    def alive_at_end(self) -> set[int]:
+        """Return the storages that are not freed when the last step ends."""
+        alive: dict[int, None] = {}
+        for events in self.streams():
+            _play(events, alive, self.storages)
+        return set(alive)
+
     def streams(self) -> Iterator[Sequence[int]]:
         """Return all event streams, each once."""
         yield self.setup

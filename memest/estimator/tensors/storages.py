@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 
 
@@ -104,6 +105,18 @@ class StorageTable:
     tried: set[int] = field(default_factory=set)
     """Storages that a library omits or shrinks if there is no memory for them."""
 
+    shares: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """Storages whose size depends on the GPU: a share of its memory, and bytes to subtract."""
+
+    def on(self, gpu_bytes: int) -> StorageTable:
+        """Return the table on a GPU with other memory: only `shares` have another size."""
+        if not self.shares:
+            return self
+        sizes = list(self.num_bytes)
+        for index, (share, less) in self.shares.items():
+            sizes[index] = max(0, math.ceil(share * gpu_bytes) - less)
+        return replace(self, num_bytes=sizes)
+
     @property
     def depends_on_time(self) -> bool:
         """True if the speed of the GPU decides when a block returns."""
@@ -131,6 +144,7 @@ class StorageTable:
         self.deferred.discard(index)
         self.shelved.discard(index)
         self.tried.discard(index)
+        self.shares.pop(index, None)
         self.unused.append(index)
 
 

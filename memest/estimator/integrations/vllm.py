@@ -1,0 +1,371 @@
+"""vLLM in the process of a training script: an engine that holds memory and returns token ids.
+
+vLLM cannot run on the virtual GPU. `memest run` offers a stub of it to the script and to TRL, whose
+GRPO and RLOO with `vllm_mode="colocate"` make an engine in their own process.
+
+Memory, by vLLM's source. `request_memory` (v1/worker/utils.py) empties torch's cache, and requires
+`gpu_memory_utilization` of the GPU's total to be free. `determine_available_memory` (gpu_worker.py)
+gives what weights and activations leave of that share to the KV cache. Both are tensors of torch,
+in the caching allocator of the script. With `enable_sleep_mode` they are in a pool of
+`CuMemAllocator` (device_allocator/cumem.py). Its `sleep` unmaps both, copies the weights to pinned
+memory on level 1, and empties torch's cache; `wake_up` maps the tensors of a tag again.
+
+The stub takes the whole share as two blocks, weights and the rest, and frees them in sleep. On a
+GPU, torch's counters go on counting an engine that sleeps (vllm-project/vllm#33625).
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memest.errors import UnsupportedError
+from memest.estimator.gpu.imports import ImportHooks
+from memest.estimator.gpu.mode import CudaSimMode
+from memest.estimator.tensors.patches import Patches, refusing
+from memest.estimator.tensors.storages import MemKind
+from memest.units import format_gib
+
+VERSION = "0.31.0"
+"""Release that is offered where vLLM is not installed: the newest that TRL 1.16 accepts."""
+
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+"""Tags of vLLM's pools: gpu_worker.py, `load_model` and `initialize_from_config`."""
+
+UTILIZATION = 0.92
+"""Default of `gpu_memory_utilization`: vllm/config/cache.py."""
+
+MAX_TOKENS = 16
+"""Default of `SamplingParams.max_tokens`: vllm/sampling_params.py."""
+
+_SERVER = 'the server has GPUs of its own: use `vllm_mode="colocate"`, or no vLLM'
+
+
+def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
+    """Offer the stub; refuse TRL's client of a server, which would wait for one."""
+    finder = Finder(mode)
+    sys.meta_path.insert(0, finder)
+    patches.on_undo(finder.remove)
+
+    def after_client(module: ModuleType) -> None:
+        refused = refusing('`vllm_mode="server"` of TRL', _SERVER)
+        patches.set(module.VLLMClient, "__init__", refused)
+
+    for name in ("trl.generation.vllm_client", "trl.extras.vllm_client"):
+        hooks.after(name, after_client)
+
+
+class Engine:
+    """Memory of one engine: its weights, and the rest of its share of the GPU.
+
+    Args:
+        mode: the virtual GPU.
+        share: `gpu_memory_utilization`.
+        weights_bytes: bytes of the weights on this GPU; 0 if they are not known.
+        cache_bytes: size of the KV cache, where the script gives one.
+    """
+
+    def __init__(
+        self, mode: CudaSimMode, share: float, weights_bytes: int, cache_bytes: int | None
+    ) -> None:
+        self._mode, self._share = mode, share
+        self._num_bytes = {WEIGHTS: weights_bytes, KV_CACHE: cache_bytes}
+        self._held: dict[str, Tensor] = {}
+        self._offloaded: Tensor | None = None
+
+    def take(self, tags: Iterable[str]) -> None:
+        """Allocate what has one of the tags, unless it is on the GPU."""
+        for tag in tags:
+            if tag not in self._held and (num_bytes := self._size(tag)):
+                self._held[tag] = self._allocate(tag, num_bytes)
+            if tag == WEIGHTS:
+                self._offloaded = None
+
+    def _size(self, tag: str) -> int:
+        known, weights = self._num_bytes[tag], self._num_bytes[WEIGHTS] or 0
+        if known is not None:
+            return known
+        num_bytes = math.ceil(self._share * self._mode.gpu.memory_bytes) - weights
+        if num_bytes <= 0:  # kv_cache_utils.py, `_check_enough_kv_cache_memory`
+            raise ValueError(
+                "No available memory for the cache blocks. Try increasing "
+                "`gpu_memory_utilization` when initializing the engine."
+            )
+        return num_bytes
+
+    def _allocate(self, tag: str, num_bytes: int) -> Tensor:
+        memory = self._mode.memory
+        try:
+            made = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+        except torch.OutOfMemoryError:
+            self._describe(tag, memory.refused_id)
+            raise
+        self._describe(tag, memory.id_of(made))
+        return made
+
+    def _describe(self, tag: str, index: int | None) -> None:
+        storages = self._mode.memory.storages
+        if index is None:
+            return
+        storages.kinds[index] = MemKind.PARAMS if tag == WEIGHTS else MemKind.BUFFERS
+        storages.sites[index] = replace(storages.sites[index], module=f"vllm.LLM.{tag}")
+        if self._num_bytes[tag] is None:
+            storages.shares[index] = self._share, self._num_bytes[WEIGHTS] or 0
+
+    def sleep(self, level: int) -> None:
+        """Free everything; on level 1 the weights move to pinned memory of the host."""
+        weights = self._held.get(WEIGHTS)
+        if level == 1 and weights is not None:
+            num_items = weights.numel() // torch.float16.itemsize
+            self._offloaded = torch.empty(num_items, dtype=torch.float16, pin_memory=True)
+        self._held.clear()
+        del weights
+        torch.cuda.empty_cache()
+
+
+class SamplingParams:
+    """`vllm.SamplingParams`: those that decide how many tokens there are, and all others."""
+
+    def __init__(self, n: int = 1, max_tokens: int | None = MAX_TOKENS, **others: Any) -> None:
+        self.n, self.max_tokens = n, max_tokens
+        self.logprobs: int | None = None
+        vars(self).update(others)
+
+
+class Options:
+    """A class of options that decide nothing about memory, such as `StructuredOutputsParams`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        vars(self).update(options)
+
+
+class LLM:
+    """`vllm.LLM`: an engine whose completions are as long as they may be."""
+
+    mode: CudaSimMode
+    """The virtual GPU, set by the finder."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        tokenizer: Any = None,
+        tensor_parallel_size: int = 1,
+        gpu_memory_utilization: float = UTILIZATION,
+        kv_cache_memory_bytes: int | None = None,
+        enable_sleep_mode: bool = False,
+        max_model_len: int | None = None,
+        **others: Any,
+    ) -> None:
+        self._tokenizer, self._model, self._max_len = tokenizer, model, max_model_len
+        self._can_sleep = enable_sleep_mode
+        files = files_bytes(model)
+        weights = (files or 0) // tensor_parallel_size
+        self._engine = Engine(self.mode, gpu_memory_utilization, weights, kv_cache_memory_bytes)
+        self._describe(gpu_memory_utilization, weights if files else None, kv_cache_memory_bytes)
+        torch.cuda.empty_cache()
+        self._engine.take((WEIGHTS, KV_CACHE))
+        runner = SimpleNamespace(model=SimpleNamespace(load_weights=_load_weights))
+        executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
+        self.llm_engine = SimpleNamespace(
+            model_executor=executor, reset_prefix_cache=self.reset_prefix_cache
+        )
+
+    def _describe(self, share: float, weights: int | None, cache: int | None) -> None:
+        held = math.ceil(share * self.mode.gpu.memory_bytes)
+        source = f"vLLM's `request_memory`, {share:g} of the GPU"
+        if cache is not None:
+            held, source = cache + (weights or 0), "`kv_cache_memory_bytes` and the weights"
+        parts = "weights, KV cache, activations and CUDA graphs"
+        if weights is not None:
+            parts = f"weights of {format_gib(weights)}, as their files, KV cache and all else"
+        text = f"assumed: `vllm.LLM` holds {format_gib(held)} ({source}): {parts}"
+        if self._can_sleep:
+            text += "; asleep, it holds nothing"
+        self.mode.notes.add(text)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return refusing(f"`vllm.LLM.{name}`")
+
+    def sleep(self, level: int = 1, **others: Any) -> None:
+        """Free the memory of the engine, if sleep mode is enabled."""
+        if self._can_sleep:
+            self._engine.sleep(level)
+        else:
+            self.mode.notes.add("`vllm.LLM.sleep` frees nothing without `enable_sleep_mode`")
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Allocate the memory of the tags again; of both if none is given."""
+        self._engine.take(tags or (WEIGHTS, KV_CACHE))
+
+    def collective_rpc(self, method: Any, *args: Any, **others: Any) -> list[None]:
+        """Do nothing: methods of the worker, such as `reload_weights`, reuse its memory."""
+        if not isinstance(method, str):
+            raise UnsupportedError("a function for vLLM's workers cannot be simulated")
+        return [None]
+
+    def reset_prefix_cache(self, *args: Any, **others: Any) -> bool:
+        """Return success."""
+        return True
+
+    def get_tokenizer(self) -> Any:
+        """Return the tokenizer of the model."""
+        if self._tokenizer is None or isinstance(self._tokenizer, str):
+            from transformers import AutoTokenizer
+
+            self._tokenizer = AutoTokenizer.from_pretrained(self._tokenizer or self._model)
+        return self._tokenizer
+
+    def generate(
+        self, prompts: Any = None, sampling_params: Any = None, *args: Any, **others: Any
+    ) -> list[Any]:
+        """Return `n` completions of each prompt, each of `max_tokens` tokens."""
+        given = others["prompt_token_ids"] if prompts is None else prompts
+        is_one = isinstance(given, str | Mapping) or (given and isinstance(given[0], int))
+        rows = [given] if is_one else list(given)
+        params = sampling_params or SamplingParams()
+        of_rows = params if isinstance(params, Sequence) else [params] * len(rows)
+        return [self._complete(row, one) for row, one in zip(rows, of_rows, strict=True)]
+
+    def chat(self, messages: Any, sampling_params: Any = None, *args: Any, **others: Any) -> Any:
+        """Return completions of one conversation, or of each in a list."""
+        rows = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        text = self.get_tokenizer().apply_chat_template
+        prompts = [text(row, add_generation_prompt=True, tokenize=False) for row in rows]
+        return self.generate(prompts, sampling_params)
+
+    def _complete(self, prompt: Any, params: Any) -> Any:
+        ids = self._ids_of(prompt)
+        room = None if self._max_len is None else max(1, self._max_len - len(ids))
+        lengths = [length for length in (params.max_tokens, room) if length is not None]
+        if not lengths:
+            raise UnsupportedError(
+                "`vllm.LLM` generates without a limit",
+                hint="give `max_tokens` in SamplingParams, or `max_model_len`",
+            )
+        self.mode.notes.add(
+            f"assumed: each completion of `vllm.LLM` has all of its {min(lengths)} tokens "
+            "(`max_tokens`); its time is not in the estimated time"
+        )
+        token = ids[len(ids) // 2] if ids else 0
+        outputs = [_completion(i, token, min(lengths), params.logprobs) for i in range(params.n)]
+        return SimpleNamespace(
+            prompt=prompt if isinstance(prompt, str) else None, prompt_token_ids=ids,
+            prompt_logprobs=None, outputs=outputs, finished=True,
+        )  # fmt: skip
+
+    def _ids_of(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, Mapping):
+            prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+        if isinstance(prompt, str):
+            prompt = self.get_tokenizer()(prompt)["input_ids"]
+        return [int(token) for token in prompt]
+
+
+def _completion(index: int, token: int, length: int, logprobs: int | None) -> Any:
+    """Return a completion that repeats `token`, with the log probabilities that vLLM adds."""
+    rows = None
+    if logprobs is not None:
+        found = {token + i: SimpleNamespace(logprob=-1.0, rank=i + 1) for i in range(logprobs + 1)}
+        rows = [found] * length
+    return SimpleNamespace(
+        index=index, text="", token_ids=[token] * length, logprobs=rows, cumulative_logprob=-length,
+        finish_reason="length", stop_reason=None,
+    )  # fmt: skip
+
+
+def _load_weights(weights: Iterable[Any]) -> set[str]:
+    """Read the new weights; vLLM copies them into the memory that it holds."""
+    return {name for name, _ in weights}
+
+
+def files_bytes(model: str) -> int | None:
+    """Return the size of the weights' files in a folder or in the Hub's cache; None if unknown."""
+    folder = Path(model) if model else None
+    if folder is not None and not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(model, local_files_only=True))
+        except Exception:  # of several kinds, all of which mean that there is none
+            return None
+    files = () if folder is None else (*folder.glob("*.safetensors"), *folder.glob("*.bin"))
+    return sum(path.stat().st_size for path in files) or None
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds `vllm` for the script and for TRL, and for everyone where it is installed."""
+
+    def __init__(self, mode: CudaSimMode) -> None:
+        self._mode = mode
+        self._is_installed = importlib.machinery.PathFinder.find_spec("vllm") is not None
+        engine = type("LLM", (LLM,), {"mode": mode, "__module__": "vllm"})
+        of_params = {"SamplingParams": SamplingParams} | dict.fromkeys(
+            ("StructuredOutputsParams", "GuidedDecodingParams", "RequestOutputKind"), Options
+        )
+        self._contents: dict[str, dict[str, Any]] = {
+            "vllm": {"LLM": engine, "SamplingParams": SamplingParams, "RequestOutput": Options},
+            "vllm.sampling_params": of_params,
+            "vllm.lora.request": {"LoRARequest": Options},
+            "vllm.inputs": {"TokensPrompt": dict},
+        }
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return a spec of the package, or of any module in it."""
+        if fullname.partition(".")[0] != "vllm":
+            return None
+        if not (self._is_installed or "vllm" in sys.modules or self._is_asked()):
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Fill the module; names that are not known refuse to be called."""
+        name = module.__name__
+        vars(module).update(self._contents.get(name, {}))
+        if name == "vllm":
+            vars(module)["__version__"] = self._version()
+
+        def missing(attribute: str) -> Any:
+            if attribute.startswith("_"):
+                raise AttributeError(attribute)
+            return type(attribute, (), {"__init__": refusing(f"`{name}.{attribute}`")})
+
+        vars(module)["__getattr__"] = missing
+
+    def _version(self) -> str:
+        try:
+            return importlib.metadata.version("vllm")
+        except importlib.metadata.PackageNotFoundError:
+            return VERSION
+
+    def remove(self) -> None:
+        """Remove the finder and its modules."""
+        sys.meta_path.remove(self)
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] == "vllm" and getattr(module, "__loader__", None) is self:
+                del sys.modules[name]
+
+    def _is_asked(self) -> bool:
+        """Return whether the innermost frame outside of the import machinery is allowed."""
+        frame = sys._getframe(2)
+        while frame is not None and "importlib" in frame.f_code.co_filename:
+            frame = frame.f_back  # type: ignore[assignment]
+        if frame is None:
+            return False
+        importer = frame.f_globals.get("__name__", "").partition(".")[0]
+        return importer == "trl" or self._mode.attribution.lines.frame(frame) is frame
