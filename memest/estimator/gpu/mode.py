@@ -389,6 +389,9 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             out = recipe.make_outputs()
         self.request(op, args, kwargs, out, recipe)
+        if op.is_foreach_in_place:
+            for tensor in args[0]:
+                torch.autograd.graph.increment_version(tensor)
         self._follow_values(op, args, kwargs, out)
         self._last_recipe = recipe
         self.work.launch(func, args, kwargs, out, recipe)

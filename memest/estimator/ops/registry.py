@@ -127,6 +127,9 @@ class Op:
 
     is_view: bool = field(init=False)
     is_mutable: bool = field(init=False)
+    is_foreach_in_place: bool = field(init=False)
+    """True if its CUDA kernel counts the versions of a list, not autograd: ForeachFunctors.cuh."""
+
     returns_nothing: bool = field(init=False)
     reads_value: bool = field(init=False)
     is_collective: bool = field(init=False)
@@ -142,6 +145,8 @@ class Op:
         self.takes_handle = self.product is not None or self.calls_cublas is not None
         self.is_view = func.is_view
         self.is_mutable = func._schema.is_mutable
+        is_foreach = func._schema.name.startswith("aten::_foreach_")
+        self.is_foreach_in_place = is_foreach and self.is_mutable
         self.returns_nothing = not func._schema.returns
         self.reads_value = func in READS_VALUE
         self.is_collective = func.namespace == _COLLECTIVES

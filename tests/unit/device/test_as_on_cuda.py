@@ -189,3 +189,17 @@ def test_a_ctc_loss_makes_its_numbers_in_the_order_of_the_source(
     )
 
     assert [n for n in found if n > 0][-8:] == [16, 4, 4, 16, 16, 16, 16, 4]
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_a_weight_that_an_optimizer_changed_fails_an_older_graph(
+    optimizer: type[torch.optim.Optimizer],
+) -> None:
+    """As in a GAN whose generator steps before the discriminator's backward."""
+    first, second = nn.Linear(64, 64).cuda(), nn.Linear(64, 64).cuda()
+    y = second(first(torch.randn(8, 64, device="cuda")))
+    y.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    optimizer(second.parameters(), lr=0.1).step()  # type: ignore[call-arg]
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.mean().backward()  # type: ignore[no-untyped-call]
