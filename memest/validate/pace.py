@@ -686,7 +686,7 @@ class _Decoder(nn.Module):
         self.heads = heads
         self.norms = nn.ModuleList(_Norm(width) for _ in "12")
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in "qkvo")
-        self.gate, self.up, self.down = (nn.Linear(width, width, bias=False) for _ in "gud")
+        self.gate, self.up, self.down = (nn.Linear(width, width, bias=False) for _ in "abc")
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
