@@ -96,10 +96,13 @@ def table(data: dict[str, Any]) -> str:
     lines += ["| recipe | published | estimated | error | published | allocated | error |"]
     lines += ["|---|---|---|---|---|---|---|"]
     for row in data["rows"]:
-        if "estimated_minutes" in row:
-            real, (made, low, high) = row["minutes"], row["estimated_minutes"]
-            gb = row["allocated_bytes"] / 1e9
-            times = f"{real:.2f} min | {made:.2f} ({low:.1f} to {high:.1f}) | {_error(made, real)}"
+        if "allocated_bytes" in row:
+            real, gb = row["minutes"], row["allocated_bytes"] / 1e9
+            times = f"{real:.2f} min | | "
+            if "estimated_minutes" in row:
+                made, low, high = row["estimated_minutes"]
+                times = f"{real:.2f} min | {made:.2f} ({low:.1f} to {high:.1f}) | "
+                times += _error(made, real)
             memory = f"{row['gb']:.2f} GB | {gb:.2f} | {100 * (gb / row['gb'] - 1):+z.1f} %"
             lines.append(f"| {row['recipe'].removesuffix('.yaml')} | {times} | {memory} |")
     return "\n".join(lines)

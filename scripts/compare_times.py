@@ -100,12 +100,18 @@ def table(data: dict[str, Any]) -> str:
 def summary(data: dict[str, Any]) -> str:
     """Return the errors of both groups in a sentence each."""
     sentences = []
-    for group, label in (("first", "with which the rules were made"), ("second", "held out")):
+    for group, label in (
+        ("first", "with which the rules were made"),
+        ("second", "held out"),
+        ("third", "of other kinds, drawn at random and held out"),
+    ):
         errors = sorted(
             abs(case["estimated_s"] / measured_s(case) - 1)
             for case in data["cases"].values()
             if case["group"] == group and "estimated_s" in case and measured_s(case) > LEAST_S
         )
+        if not errors:
+            continue
         near = sum(error <= 0.25 for error in errors)
         sentences.append(
             f"{len(errors)} scripts {label}, steps of 30 ms or more: median error"
