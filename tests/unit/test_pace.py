@@ -87,6 +87,24 @@ def test_the_backward_of_a_convolution_counts_both_products() -> None:
     assert found.kind == "convolution-data-weight float16"
 
 
+@pytest.mark.parametrize(
+    ("shape", "is_transposed", "groups", "kind"),
+    [
+        ((32, 16, 3), False, 1, "convolution float16"),
+        ((32, 4, 3), False, 4, "convolution grouped float16"),
+        ((16, 1, 3), False, 16, "convolution depthwise float16"),
+        ((16, 32, 3), True, 1, "convolution float16"),
+        ((16, 8, 3), True, 4, "convolution grouped float16"),
+    ],
+)
+def test_groups_of_a_convolution_are_a_kind_of_their_own(
+    shape: tuple[int, ...], is_transposed: bool, groups: int, kind: str
+) -> None:
+    rest = ([1], [1], [1], is_transposed, [0], groups)
+
+    assert work(aten.convolution.default, meta(8, 16, 10), meta(*shape), None, *rest).kind == kind
+
+
 def test_views_and_empty_tensors_are_no_work() -> None:
     assert work(aten.view.default, meta(4, 4), [16]) is NOTHING
     assert work(aten.empty_like.default, meta(4, 4)) is NOTHING

@@ -159,8 +159,8 @@ def step_times(
                 continue
             index = event // NUM_HOSTS
             if index >= known and not counts[index]:
-                first_s += table.first_s(log.works[index])
-                host += table.first_s(log.works[index])
+                more = table.first_s(log.works[index])
+                first_s, host = first_s + more, host + more
             counts[index] += 1
             host += hosts[event]
             if len(queue) == LAUNCH_QUEUE:

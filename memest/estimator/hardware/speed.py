@@ -78,6 +78,8 @@ def speed_of(gpu: Gpu) -> Speed:
     known = [c for c in _BY_CAPABILITY if c <= gpu.capability]
     whole = _BY_CAPABILITY[max(known, default=min(_BY_CAPABILITY))]
     share = gpu.sm_share
+    if share == 1:
+        return whole
     return replace(
         whole, tflops_16bit=whole.tflops_16bit * share, tflops_32bit=whole.tflops_32bit * share
     )

@@ -97,11 +97,11 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
     if name.startswith(_ATTENTION):
         return _attention(name, func, args, kwargs, num_bytes)
     if name in ("convolution", "cudnn_convolution"):
-        return _convolution("convolution", args[0], args[1], out, num_bytes, args)
+        return _convolution("convolution", args[0], args[1], out, num_bytes)
     if name == "convolution_backward":
         data, weight, _ = args[10]
         kind = "convolution" + "-data" * bool(data) + "-weight" * bool(weight)
-        return _convolution(kind, args[1], args[2], args[0], num_bytes, args)
+        return _convolution(kind, args[1], args[2], args[0], num_bytes)
     if name in _COPIES:
         name = _kind_of_copy(args, out)
     elif torch.Tag.pointwise in func.tags:
@@ -228,13 +228,7 @@ def _attention(name: str, func: Any, args: Any, kwargs: Any, num_bytes: int) -> 
     return Work(kind, size, rate, int(flops), num_bytes)
 
 
-_GROUPS = (9, 8)
-"""Position of `groups` in `convolution_backward` and `convolution`."""
-
-
-def _convolution(
-    kind: str, x: Tensor, weight: Tensor, out: Tensor, num_bytes: int, args: Any
-) -> Work:
+def _convolution(kind: str, x: Tensor, weight: Tensor, out: Tensor, num_bytes: int) -> Work:
     """Work of a convolution as the product that it is: output positions, channels, window."""
     num_outputs = out.numel() // max(1, out.shape[1])
     window = weight.numel() // max(1, weight.shape[0])
@@ -244,7 +238,8 @@ def _convolution(
     is_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
     is_depthwise = weight.dim() > 2 and weight.shape[1] == 1 and x.shape[1] > 1
     layout = " depthwise" * is_depthwise
-    if not is_depthwise and weight.shape[0] and args[_GROUPS[kind == "convolution"]] > 1:
+    whole = x if weight.shape[0] == out.shape[1] else out  # a transposed one has output channels
+    if not is_depthwise and weight.shape[1] != whole.shape[1]:
         layout = " grouped"
     layout += " nhwc" * is_last
     kind = f"{kind}{layout} {_alike(rate)}"

@@ -195,7 +195,7 @@ def test_a_ctc_loss_makes_its_numbers_in_the_order_of_the_source(
 def test_a_weight_that_an_optimizer_changed_fails_an_older_graph(
     optimizer: type[torch.optim.Optimizer],
 ) -> None:
-    """As in a GAN whose generator steps before the discriminator's backward."""
+    """The order in some GANs: the generator's step, then the discriminator's backward."""
     first, second = nn.Linear(64, 64).cuda(), nn.Linear(64, 64).cuda()
     y = second(first(torch.randn(8, 64, device="cuda")))
     y.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
