@@ -64,6 +64,8 @@ def verdicts_of(
                 verdict = replace(of_run, limit_bytes=limit)
             if verdict is not None:  # the need includes at least the refused request
                 verdict = replace(verdict, margin_bytes=limit - of_run.needs_bytes)
+        if verdict is not None and virtual.mode.memory.storages.shares:
+            verdict = _with_own_shares(virtual, gpu, of_run, verdict)
         if verdict is None:
             unknown.append(gpu.name)
         else:
@@ -82,6 +84,34 @@ def verdicts_of(
         )
     order = {name: place for place, name in enumerate(others)}
     return dict(sorted(verdicts.items(), key=lambda item: order.get(item[0], -1))), notes
+
+
+def _with_own_shares(
+    virtual: VirtualGpu, gpu: Gpu, own: Verdict, verdict: Verdict
+) -> Verdict | None:
+    """Return `verdict` with storages that are a share of the GPU's memory as large as on `gpu`.
+
+    Return None if a script that was refused memory gets further there, or the log is full.
+    """
+    memory, run = virtual.mode.memory, run_of(virtual)
+    there = memory.storages.on(gpu.memory_bytes)
+    run = replace(run, program=replace(run.program, storages=there))
+    if own.verdict is not Outcome.OOM:
+        if memory.log.is_full:
+            return None
+        timings = (FreeTiming.LATEST, *_earlier(virtual))
+        scenarios = [Scenario(run, timing) for timing in timings]
+        results = [scenario.under(verdict.limit_bytes) for scenario in scenarios]
+        return verdict_over(scenarios, results, verdict.limit_bytes, verdict.spread_bytes)
+    counted = run.program.alive_at_end() | {memory.refused_id}
+    own_sizes = memory.storages.num_bytes
+    more = sum(there.num_bytes[i] - own_sizes[i] for i in there.shares if i in counted)
+    margin = verdict.limit_bytes - own.needs_bytes - more
+    failed = run.on(verdict.limit_bytes).failed
+    if failed is None and margin >= 0:
+        return None
+    at = own.at if failed is None else where_failed(failed.step, there.sites[failed.storage])
+    return replace(verdict, verdict=Outcome.OOM, margin_bytes=min(-1, margin), at=at)
 
 
 def intervals_of(virtual: VirtualGpu, *, outside_bytes: int) -> dict[str, Interval]:

@@ -22,7 +22,6 @@ from memest.estimator.tensors.patches import Patches
 from memest.estimator.versions import check_torch, known, simulating
 from memest.estimator.virtual_gpu import StepLimit, VirtualGpu
 from memest.report import Ending, RunReport
-from memest.run.shares import with_own_shares
 from memest.run.summary import report_of
 from memest.units import parse_bytes
 
@@ -185,7 +184,7 @@ class Session:
         if elapsed is None:
             elapsed = time.perf_counter() - self._started if self._started else 0.0
         with simulating(self._torch_release):
-            report = report_of(
+            return report_of(
                 self._virtual,
                 name=self.name,
                 ending=self.ending,
@@ -193,7 +192,6 @@ class Session:
                 elapsed_s=elapsed,
                 others=self._others,
             )
-            return with_own_shares(self._virtual, report)
 
 
 def virtual_gpu(

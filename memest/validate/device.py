@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
 from memest.errors import UnsupportedError
+from memest.estimator.versions import installed_versions
 
 T = TypeVar("T")
 
@@ -78,22 +79,13 @@ def query_device(index: int = 0) -> Device:
     )
 
 
-def library_versions() -> dict[str, str]:
-    """Return versions of memest and of the libraries that affect memory."""
-    from memest import __version__
-
-    found = {"memest": __version__}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    try:
+def measured_versions() -> dict[str, str]:
+    """Return versions of memest, of the libraries that affect memory, and of CUDA."""
+    found = installed_versions(*_PACKAGES)
+    with suppress(ImportError):
         import torch
 
         found["cuda"] = str(torch.version.cuda)
-    except ImportError:
-        pass
     return found
 
 

@@ -30,7 +30,7 @@ from memest.report import Measurement, Outcome, Phase
 from memest.validate.device import (
     Device,
     device_used_bytes,
-    library_versions,
+    measured_versions,
     process_figures,
     query_device,
 )
@@ -307,7 +307,7 @@ class _Run:
             host_bytes=host_bytes,
             phases=tuple(self.recorder.rows),
             verdict=verdict,
-            versions=library_versions(),
+            versions=measured_versions(),
             elapsed_s=round(time.perf_counter() - self.started, 3),
             device={
                 **self.device.to_dict(),

@@ -40,7 +40,7 @@ from memest.report import Measurement, Outcome
 from memest.units import format_gib
 from memest.validate import ranks
 from memest.validate import results as results_file
-from memest.validate.device import Device, library_versions, query_device
+from memest.validate.device import Device, measured_versions, query_device
 from memest.validate.experiment import file_stem, run_experiment
 from memest.validate.results import SKIPPED
 from memest.writing import write_whole
@@ -627,7 +627,7 @@ def _unfinished(
         host_bytes=0,
         phases=(),
         verdict=Outcome.FAILED,
-        versions=library_versions(),
+        versions=measured_versions(),
         elapsed_s=round(elapsed_s, 3),
         device=device.to_dict(),
         context_bytes=0,

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from types import ModuleType
 
@@ -24,7 +24,7 @@ OLDEST = RELEASES[0].name
 """Bound of torch in pyproject.toml."""
 
 MEASURED = "2.11"
-"""Release with which the runs of results/ were measured."""
+"""Release with which the runs of validation/ were measured."""
 
 STACK = (
     "torchvision", "triton", "numpy", "transformers", "lightning", "accelerate", "peft",
@@ -145,18 +145,22 @@ def is_nightly(text: str) -> bool:
 
 def library_versions(*packages: str) -> dict[str, str]:
     """Return the installed versions of memest, torch and `packages`, and the simulated release."""
+    found = installed_versions("torch")
+    if "torch" in found:
+        found[KERNELS] = simulated().name
+        if "torch" in sys.modules and (other := other_kernels(sys.modules["torch"])):
+            found[BUILT_FOR] = other
+    return found | installed_versions(*packages)
+
+
+def installed_versions(*packages: str) -> dict[str, str]:
+    """Return the versions of memest and of those of `packages` that are installed."""
     from memest import __version__
 
     found = {"memest": __version__}
-    for package in ("torch", *packages):
-        try:
+    for package in packages:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        if package == "torch":
-            found[KERNELS] = simulated().name
-            if "torch" in sys.modules and (other := other_kernels(sys.modules["torch"])):
-                found[BUILT_FOR] = other
     return found
 
 
