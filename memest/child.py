@@ -135,10 +135,10 @@ def fork(run: Callable[[], object]) -> Child:
 
 
 def ask(work: Callable[[], object], *, is_silent: bool = False) -> Child:
-    """Begin `work()` in another process, for `answer`. Unexpected errors are printed there.
+    """Begin `work()` in another process, for `answer`; unexpected errors are printed there.
 
-    The process is a copy of this one; without `CAN_FORK` it is a fresh one, to which `work` is
-    pickled. A silent process prints nothing.
+    The process is a copy of this one, or a fresh one without `CAN_FORK`. A silent one prints
+    nothing.
     """
     descriptor, file = tempfile.mkstemp(prefix="memest-answer-")
     os.close(descriptor)
@@ -221,9 +221,8 @@ T = TypeVar("T")
 def forked(work: Callable[[], T]) -> Iterator[Callable[[], T | None]]:
     """Begin `work` in a copy of this process; yield a function that returns its result.
 
-    The result is None if there is no copy, or the work failed in it; the caller then does it here.
-    That is the case on systems other than Linux, and after autograd has run, whose threads are not
-    in the copy. Work without a reader is given up at the end of the block.
+    The result is None if no copy can be made or `work` failed; the caller then does it here. Only
+    Linux makes copies, and not after autograd has run, whose threads are not in the copy.
     """
     if not CAN_FORK:
         yield lambda: None

@@ -1,7 +1,7 @@
 """One function over many tasks: in processes of this machine, on a Ray cluster, or under Slurm.
 
-Every engine gives the same results in the same order. A task whose worker is killed is tried once
-more. If that worker is killed too, the task's result is an error, and the other tasks go on.
+Results are in the order of the tasks. A task whose worker is killed is tried once more; if that one
+is killed too, its result is an error.
 """
 
 from __future__ import annotations
@@ -74,11 +74,8 @@ def tell(event: Event) -> None:
 
 
 class Engine(ABC):
-    """Workers that do tasks.
-
-    Args:
-        workers: tasks at a time; None is what the engine has.
-        gpus: GPUs of each task.
+    """Workers that do `workers` tasks at a time (None: all that the engine has), with `gpus` GPUs
+    each.
     """
 
     def __init__(self, workers: int | None = None, *, gpus: int = 0) -> None:
@@ -147,8 +144,8 @@ class Engine(ABC):
     ) -> Generator[tuple[int, R | _Failure | _Death], None, None]:
         """Yield the place of each task and its result or end, as they come.
 
-        Call `begins` with the place of a task that a worker gets. `again` is True for tasks whose
-        first worker died.
+        `begins` gets the place of a started task. `again` is True for tasks whose first worker
+        died.
         """
 
 
@@ -195,12 +192,9 @@ def _do(one: Callable[[T], R], task: T) -> R | _Failure:
 
 
 class Local(Engine):
-    """Processes of this machine; one worker is this process.
+    """Processes of this machine: `workers` of them, None for one per core; one is this process.
 
-    Args:
-        workers: processes; None is one per core.
-        gpus: GPUs of each task, which its caller counts.
-        visible: GPUs as in `CUDA_VISIBLE_DEVICES`. Each worker sees all, with one of its own first.
+    `visible` is as in `CUDA_VISIBLE_DEVICES`; each worker sees all GPUs, one of its own first.
     """
 
     def __init__(
@@ -364,12 +358,8 @@ class Ray(Engine):
 class Slurm(Engine):
     """An array of Slurm jobs, from a folder that the nodes share.
 
-    `sbatch` reads its own variables: `SBATCH_PARTITION`, `SBATCH_ACCOUNT`, `SBATCH_TIMELIMIT`.
-
-    Args:
-        workers: jobs at a time; None is all.
-        gpus: GPUs of each task.
-        cluster: cluster as submitit names it; `local` is for tests.
+    `sbatch` reads `SBATCH_PARTITION`, `SBATCH_ACCOUNT` and `SBATCH_TIMELIMIT`. `workers` None is
+    all jobs at once. `cluster` is submitit's name; `local` is for tests.
     """
 
     def __init__(

@@ -44,10 +44,9 @@ def summarise(
     outcome: Outcome,
     elapsed_s: float,
 ) -> Prediction:
-    """The prediction for `primary`, with the verdicts of all GPUs.
+    """Return the prediction for `primary`, with the verdicts of all GPUs.
 
-    Its figures are those of the first of `scenarios`, which reserves most. `results` has one replay
-    on that GPU for each scenario.
+    `scenarios` begin with the one that reserves most; `results` are their replays on that GPU.
     """
     traced, unlimited, result = scenarios[0].traced, scenarios[0].free, results[0]
     outside_bytes = primary.context_bytes + traced.libraries_bytes

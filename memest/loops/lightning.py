@@ -1,11 +1,9 @@
 """The Lightning side of a measured run: the module, its phases, and the Trainer.
 
-The four phases in Lightning 2.6 (`pytorch/loops/optimization/automatic.py`) are read here. The
-closure runs `training_step`, then `zero_grad` on the first micro-batch of a step,
-`on_before_backward`, the backward and `on_after_backward`. `optimizer_step` calls the closure on
-the last micro-batch. It returns while the closure still holds its result, two scalars of 512 B
-each. DeepSpeed counts micro-batches itself, so Lightning calls `optimizer_step` on each; only the
-last is a phase. `before_forward` is read before a strategy's wrapper is entered, which may gather.
+Phases of Lightning 2.6 (`pytorch/loops/optimization/automatic.py`): the closure runs
+`training_step`, `zero_grad` on a step's first micro-batch, `on_before_backward`, the backward and
+`on_after_backward`. `optimizer_step` calls the closure on the last micro-batch; DeepSpeed's calls
+it on each. `before_forward` is read before a strategy's wrapper, which may gather, is entered.
 """
 
 from __future__ import annotations
@@ -113,12 +111,7 @@ class _Messenger(Callback):
 
 
 class OneProcess(LightningEnvironment):
-    """Cluster environment of one process, regardless of launchers' variables.
-
-    Args:
-        rank: rank of this process.
-        num_local: ranks of each host.
-    """
+    """Cluster environment of one process, regardless of launchers' variables."""
 
     def __init__(self, rank: int = 0, num_local: int = 1) -> None:
         super().__init__()

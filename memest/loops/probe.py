@@ -53,13 +53,7 @@ class CudaMemory:
 
 @dataclass(slots=True)
 class PhaseRecorder:
-    """Rows of one run, and the highest figures so far.
-
-    Args:
-        memory: device to read.
-        num_micro_batches: per step.
-        on_row: called after each row.
-    """
+    """Rows of one run, and the highest figures so far; `on_row` is called after each row."""
 
     memory: Memory
     num_micro_batches: int

@@ -114,8 +114,7 @@ def _in_4_bits(original: Any, compute_dtype: torch.dtype, double_quant: bool) ->
 def quant_state_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
     """Yield the tensors of quantisation besides the parameters of `model`: scales and codes.
 
-    They are the `quant_state` of `Params4bit` with the one of its scales, and the `SCB` of
-    `Int8Params`.
+    They are the nested `quant_state` of `Params4bit`, and the `SCB` of `Int8Params`.
     """
     for module in model.modules():
         weight = module._parameters.get("weight")

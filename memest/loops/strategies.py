@@ -73,8 +73,7 @@ def _fsdp2(plan: TrainingPlan) -> Any:
 def _deepspeed(plan: TrainingPlan) -> Any:
     """Make Lightning's registered strategy of that name, with the plan's bucket sizes.
 
-    `logging_batch_size_per_gpu` only scales a throughput; without it Lightning reads the data
-    loader.
+    `logging_batch_size_per_gpu` keeps Lightning from reading the data loader.
     """
     from memest.packages import require
 

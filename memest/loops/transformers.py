@@ -1,8 +1,7 @@
 """The Trainer of transformers 5.17, with a probe at each phase.
 
-The four phases in `training_step` of trainer.py: it moves the batch to the GPU, calls
-`compute_loss` and the backward. Gradients are clipped, the optimizer steps, and `zero_grad` follows
-before the callbacks run.
+`training_step` of trainer.py moves the batch to the GPU, then calls `compute_loss` and the
+backward. Gradients are clipped, the optimizer steps, and `zero_grad` precedes the callbacks.
 """
 
 from __future__ import annotations

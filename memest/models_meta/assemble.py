@@ -137,10 +137,9 @@ def input_dtype(plan: TrainingPlan) -> torch.dtype | None:
 
 
 def load_dtype(plan: TrainingPlan, config: ModelConfig) -> torch.dtype:
-    """Return the dtype in which the weights are loaded.
+    """Return the dtype in which the weights are loaded: the checkpoint's for quantised models.
 
-    `from_pretrained(quantization_config=...)` uses the dtype of the checkpoint. FlashAttention-2
-    needs 16 bits, so its users set one.
+    FlashAttention-2 needs 16 bits, so its users set one.
     """
     if not plan.use_qlora:
         return input_dtype(plan) or torch.float32

@@ -1,7 +1,7 @@
 """One micro-batch as a model's forward takes it, with labels, so that the model computes its loss.
 
-Ids, masks and labels are real tensors on the CPU, because models branch on their values (a mask of
-ones is dropped). Values of pixels and audio features have no effect, so these are meta tensors.
+Ids, masks and labels are real tensors on the CPU, because models branch on their values. Pixels and
+audio features are meta tensors.
 """
 
 from __future__ import annotations

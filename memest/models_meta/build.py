@@ -89,13 +89,10 @@ def build_model(
 ) -> BuiltModel:
     """Build the model class of `config` in training mode, with all parameters in one `dtype`.
 
-    Weights are not initialised, so 70e9 parameters take about a second. Buffers have the dtype that
-    the class gives them, and move to `device` where a class makes them on the CPU.
-    `attn_implementation` None takes transformers' default, `sdpa`; a class without it gets `eager`,
-    and `notes` reports that.
-
-    Left out: changes that `from_pretrained` makes while it loads a checkpoint. These are modules in
-    float32 under float16 (T5's `wo`), and heads that the checkpoint stores untied.
+    Weights are not initialised. `attn_implementation` None is transformers' default, `sdpa`; a
+    class without it gets `eager`, and `notes` reports that. Left out: changes that
+    `from_pretrained` makes while it loads (T5's float32 `wo` under float16, heads that the
+    checkpoint stores untied).
 
     Raises:
         PlanError: the class rejects the sizes in its config.

@@ -1,12 +1,10 @@
 """FlashAttention 2 on the meta device: the functions of the package `flash_attn`, without kernels.
 
 A mirror of flash-attn 2.8.3 (flash_attn/flash_attn_interface.py and bert_padding.py) as
-transformers 5.17 calls it (modeling_flash_attention_utils.py, integrations/flash_attention.py). The
-real package needs a GPU to be built and imported. The mirror saves the same tensors, and each
-kernel is one operator, whose memory requests are in `memest.estimator.ops.flash_attention_2`.
+transformers 5.17 calls it (modeling_flash_attention_utils.py, integrations/flash_attention.py). It
+saves the same tensors. Each kernel is one operator of `memest.estimator.ops.flash_attention_2`.
 
-Left out: ALiBi slopes and paged keys, which transformers does not pass; returned probabilities.
-
+Left out: ALiBi slopes, paged keys, returned probabilities.
 Shapes: B batch, L query tokens, S key tokens, N tokens of all rows without padding, H query heads,
 K key heads, E head width.
 """
@@ -95,10 +93,10 @@ BACKWARD = torch.ops.memest.flash_attention_backward.default
 
 
 class FlashAttention(torch.autograd.Function):
-    """`FlashAttnFunc` and `FlashAttnVarlenFunc`.
+    """`FlashAttnFunc` and `FlashAttnVarlenFunc`, which save query, key, value, output and
+    logsumexp.
 
-    Saves query, key, value, output and logsumexp. A width that is no multiple of 8 saves padded
-    copies.
+    A width that is no multiple of 8 saves padded copies.
     """
 
     @staticmethod
@@ -305,8 +303,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 def replace_functions() -> Iterator[None]:
     """Patch transformers to use the functions above in place of those of `flash_attn`.
 
-    An installed package makes no difference. Its modules are not imported and `sys.modules` is
-    unchanged.
+    An installed package is not imported, and `sys.modules` is unchanged.
     """
     from transformers import modeling_flash_attention_utils as utils
 
@@ -355,8 +352,7 @@ _IMPORT_WITH_THE_PACKAGE = ("falcon", "gpt_neo", "gptj")
 def mark_quantized(model: nn.Module) -> None:
     """Mark the configs in `model` as quantised, as `from_pretrained` does.
 
-    transformers then casts float32 queries to the dtype of the config (`get_target_dtype`) instead
-    of the dtype of the first layer's weights, which are packed bytes.
+    transformers casts float32 queries to the config's dtype then (`get_target_dtype`).
     """
     from transformers import PreTrainedModel
 

@@ -23,8 +23,7 @@ from memest.plan import TrainingPlan
 class States:
     """Tensors to count of a model that a strategy has divided, and of its optimizer.
 
-    The parameters are collected between steps, because FSDP2 replaces them while a layer is
-    gathered.
+    Parameters are collected between steps, because FSDP2 replaces them while a layer is gathered.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
@@ -35,8 +34,8 @@ class States:
     def params(self) -> Iterator[Tensor]:
         """Yield the parameters that this rank stores between steps.
 
-        FSDP1: the shards of the flat parameters with their padding; FSDP2: the local tensors;
-        DeepSpeed 3: `ds_tensor`, the partition.
+        FSDP1: shards of the flat parameters with padding; FSDP2: local tensors; ZeRO-3:
+        `ds_tensor`.
         """
         yield from (getattr(flat, "_local_shard", flat) for flat in self._flats)
         yield from (_local(getattr(p, "ds_tensor", p)) for p in self._parameters)
@@ -44,9 +43,8 @@ class States:
     def grads(self) -> Iterator[Tensor]:
         """Yield the stored gradients: `.grad`, or the strategy's replacement.
 
-        FSDP1: those of the flat parameters, which outlive `zero_grad`. DeepSpeed 1 and 2: the
-        averaged and accumulated ones of the partition, besides `.grad`. DeepSpeed 3: its flat
-        buffer of partitions.
+        FSDP1: those of the flat parameters. ZeRO 1 and 2: averaged and accumulated ones of the
+        partition, besides `.grad`. ZeRO-3: its flat buffer of partitions.
         """
         found: list[Any] = [p.grad for p in self._parameters]
         for flat in self._flats:
@@ -60,8 +58,7 @@ class States:
         return _distinct(_local(t) for t in found if isinstance(t, Tensor))
 
     def optimizer(self) -> Iterator[Tensor]:
-        """Yield the state of the optimizer; for DeepSpeed the innermost one's, and the master
-        copies.
+        """Yield the state of the optimizer; for DeepSpeed that of the innermost, and master copies.
 
         A master copy that is a parameter's own partition does not count.
         """
@@ -110,10 +107,10 @@ def _distinct(tensors: Iterator[Tensor]) -> Iterator[Tensor]:
 
 
 def wrap_class_names(model: nn.Module, plan: TrainingPlan) -> tuple[str, ...]:
-    """Return class names of the layers to wrap: the plan's, or the model's `_no_split_modules`.
+    """Return class names of the layers to wrap, sorted: the plan's, or the model's.
 
-    `_no_split_modules` is the union over the model and its inner models, as transformers 5 collects
-    it in `post_init`. Names without a module are left out; the result is sorted.
+    The model's are `_no_split_modules` of itself and its inner models (`post_init` of transformers
+    5), without names that no module has.
 
     Raises:
         PlanError: a class that the plan names matches no module, or the model names none.
@@ -222,13 +219,8 @@ def hybrid_shape(plan: TrainingPlan) -> tuple[int, int] | None:
 def fully_shard_layers(model: nn.Module, plan: TrainingPlan, mesh: Any) -> None:
     """Apply FSDP2's `fully_shard` to each layer to wrap, then to the model, in place.
 
-    The mixed precision is that of Lightning's example: parameters in 16 bits, gradients summed in
-    32. Checkpointed layers are wrapped first, as Lightning does for FSDP1.
-
-    Args:
-        model: the model to divide.
-        plan: a plan of `strategy: fsdp2`.
-        mesh: one axis, or two under `HYBRID_SHARD`: replicas by shards.
+    As in Lightning's example, parameters have 16 bits and gradients are summed in 32. Checkpointed
+    layers are wrapped first. `mesh` has one axis, or under `HYBRID_SHARD` replicas by shards.
 
     Raises:
         PlanError: a class to wrap or to checkpoint is not there.

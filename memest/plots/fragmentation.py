@@ -38,12 +38,11 @@ _LOOKS = (("#D55E00", "-"), ("#0072B2", "--"), ("#CC79A7", "-."), ("#009E73", ":
 def plot_fragmentation(
     report: Prediction, runs: Sequence[Growth], *, gpu_limit_bytes: int, dark: bool = False
 ) -> Figure:
-    """Draw the memory of each step's peak, and the reserved memory, in GiB.
+    """Draw reserved memory over the steps, a line per setting, over the first setting's tensors, in
+    GiB.
 
-    The filled area is the memory of tensors under the first setting. Each thick line is reserved
-    memory under one setting on the GPU; its thin line is reserved memory without a limit. Memory
-    between area and line is cached, and of no use to a request of another size. A cross is the step
-    that runs out of memory.
+    Thick lines are on the GPU, thin ones without a limit. A cross is a step that runs out of
+    memory.
 
     Raises:
         PlanError: there is no run.

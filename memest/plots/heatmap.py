@@ -61,10 +61,9 @@ def plot_largest_batch(
     dark: bool = False,
     said: Sequence[str] = (),
 ) -> Figure:
-    """Draw the largest batch that fits `gpu`, by row and column: techniques and models, either way.
+    """Draw the largest batch that fits `gpu`: models by techniques, either as rows.
 
-    0 means that not even a batch of one fits, None that the two do not go together. A larger batch
-    has a stronger colour, by its logarithm. `said` about the plans goes into the subtitle.
+    0 is a model that does not fit at all, None a combination that does not exist.
 
     Raises:
         PlanError: the table is empty.
@@ -107,12 +106,9 @@ def plot_fits(
     dark: bool = False,
     said: Sequence[str] = (),
 ) -> Figure:
-    """Draw the verdicts of a sweep by (row, column), in the given order.
+    """Draw the verdicts of a sweep by (row, column); `across` names the columns.
 
-    `across` names the columns, such as `batch size`. A cell that fits is coloured by the share of
-    the GPU that it needs, with the GiB in it where there is room. `tight` and `may` have colours of
-    their own; a cell that does not fit is hatched. `said` about all its plans goes into the
-    subtitle.
+    A cell that fits is coloured by the share of the GPU that it needs.
 
     Raises:
         PlanError: there is no verdict.

@@ -47,13 +47,9 @@ UNKNOWN = "unknown"
 def peak_parts(report: Prediction | Measurement) -> dict[str, int]:
     """Return bytes at the peak by the kinds of `KINDS`; they add up to the peak allocated.
 
-    Kinds that only strategies have are left out where there are none.
-
-    A prediction has its terms. A measurement has only the probe's figures at the two phases around
-    the peak, so memory alive at either counts as alive at the peak. That is exact, except for a
-    peak inside the first backward of a step, where some gradients may be missing. Bytes beyond the
-    activations of these phases are the rest. In a forward that ran out of memory, bytes allocated
-    since it began are activations.
+    A measurement has only the probe's figures at the two phases around the peak. Memory alive at
+    either counts, except for gradients that may be missing inside the first backward. The rest is
+    `rest`, or activations in a forward that ran out of memory.
     """
     if isinstance(report, Prediction):
         parts = dict.fromkeys(KINDS, 0)
@@ -85,9 +81,8 @@ def need_parts(
 ) -> dict[str, int]:
     """Return `needs_bytes` of a report by kind, including the cache; they add up.
 
-    `unlimited` is the same plan on a GPU that holds it, for the kinds of a plan that does not fit.
-    Another chip may need a few MiB more or less, which are added to the cache. Without it, bytes
-    beyond the failure are `UNKNOWN`.
+    `unlimited` is the same plan on a GPU that holds it, for a plan that does not fit. Without it,
+    bytes beyond the failure are `UNKNOWN`.
     """
     if report.verdict is Outcome.OOM and isinstance(report, Prediction) and unlimited is not None:
         parts, beyond = peak_parts(unlimited), CACHED
@@ -102,12 +97,10 @@ def need_parts(
 
 
 def word_on(report: Prediction | Measurement, limit_bytes: int, gpu: str = "") -> str:
-    """The verdict's word on a GPU whose allocator can reserve `limit_bytes`; `?` if unknown.
+    """Return the verdict's word on a GPU that can reserve `limit_bytes`; `?` if unknown.
 
-    A prediction may have replayed exactly this limit, or on several GPUs that of `gpu` less the
-    memory of libraries. Otherwise a run that was never refused memory fits a limit of its peak
-    reserved, and does not fit one below its peak allocated. In between, the allocator's cache
-    decides. A run that fitted one GPU is assumed to fit a larger one.
+    A stored verdict has this limit. Otherwise a run fits its peak reserved, and not less than its
+    peak allocated. A run that fitted one GPU is assumed to fit a larger one.
     """
     if report.verdict is Outcome.FAILED:
         return "?"
@@ -183,14 +176,12 @@ def plot_ladder(
 ) -> Figure:
     """Draw every experiment as a stacked bar of its need, against the lines of the GPUs.
 
-    A bar is the least limit that a prediction fits, or the reserved memory of a measured run, by
-    kind. If an experiment does not fit the GPU of its report, the part beyond the line is marked.
-    `unlimited` has predictions of such experiments by name, on a GPU that holds them, with the
-    kinds of the whole need. Without it, the part beyond the failure is empty.
-
-    `limits` maps a GPU's name to the bytes that the caching allocator can reserve on it. The
-    columns at the right give the verdict for each; a GPU far beyond the longest bar has no line.
-    `suite` is named in the subtitle.
+    Args:
+        reports: predictions (the least limit that fits) or measurements (the reserved memory).
+        limits: bytes that the allocator can reserve on each GPU.
+        dark: for dark slides.
+        unlimited: predictions of experiments that do not fit, by name, on a GPU that holds them.
+        suite: name for the subtitle.
 
     Raises:
         PlanError: there is no report.

@@ -72,11 +72,9 @@ def step_columns(report: Report, step: int, micro_batch: int) -> list[Column]:
 
 
 def shown_step(reports: Sequence[Report]) -> tuple[int, int]:
-    """Return (step, micro-batch) to draw: the last micro-batch of step 1, or of step 0 if it is
-    alone.
+    """Return (step, micro-batch) to draw: the last of step 1, whose optimizer has its state.
 
-    In step 1 the optimizer has its state; the optimizer step follows the last micro-batch. For a
-    run out of memory it is the micro-batch that failed.
+    It is of step 0 in a run of one step, and the failed one in a run out of memory.
     """
     failed = [report.phases for report in reports if report.verdict is Outcome.OOM]
     if failed:
@@ -95,9 +93,8 @@ def plot_phases(
 ) -> Figure:
     """Draw params, gradients, optimizer state and activations at the four phases of a step.
 
-    The dashed outline over a bar is the highest allocation since the phase before. Predicted and
-    measured bars are side by side where both are given. `gpu_limit_bytes` is the limit of the
-    caching allocator.
+    The dashed outline is the highest allocation since the phase before. Predicted and measured
+    bars are side by side. `gpu_limit_bytes` is the allocator's limit.
     """
     reports: list[Report] = [r for r in (predicted, measured) if r is not None]
     if not reports:

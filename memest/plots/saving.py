@@ -32,11 +32,9 @@ _SETTINGS = {
 def save(
     figure: Figure, path: str | os.PathLike[str], formats: Sequence[str] = FORMATS
 ) -> list[Path]:
-    """Write `figure` in each of `formats` and return the files.
+    """Write `figure` in each of `formats` and return the files; a failure writes none.
 
-    `path` is the name without suffix, `charts/phases`; with the suffix of a format, that format
-    alone is written. All files are complete before the first takes its name, so a failure leaves
-    what was there before.
+    `path` has no suffix, or that of the only format to write.
 
     Raises:
         PlanError: a format does not exist, or the folder cannot be written.

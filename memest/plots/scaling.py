@@ -94,9 +94,8 @@ def large_constants(line: ScalingLine) -> dict[str, int]:
 def plot_scaling(lines: Sequence[ScalingLine], *, dark: bool = False) -> Figure:
     """Draw bytes needed per GPU over the number of GPUs, both axes in powers of two.
 
-    Under the line of the GPU a strategy fits. A cross over it is a run out of memory, at its
-    reserved memory without a limit. At the right, in the order of the lines' ends, are the reserved
-    memory on most GPUs and the constant terms of the peak.
+    A cross is a run out of memory, at its reserved memory without a limit. The labels at the right
+    have the reserved memory on most GPUs and the constant terms of the peak.
 
     Raises:
         PlanError: there is no prediction.
@@ -315,11 +314,9 @@ def stack_of(report: Prediction) -> dict[str, int]:
 
 
 def plot_scaling_bars(line: ScalingLine, *, dark: bool = False) -> Figure:
-    """Draw a stacked bar at the peak for each number of GPUs, the small ones once more at the
-    right.
+    """Draw a stacked bar of the peak for each number of GPUs, small ones again at the right.
 
-    The dashed outline over a bar is the cache; the number at its top is the run's need. A bar that
-    is out of memory is hatched and ends where the run failed. The legend marks the kinds that do
+    The dashed outline is the cache; a run out of memory is hatched. The legend marks kinds that do
     not shrink.
 
     Raises:

@@ -54,12 +54,10 @@ _MIN_REACH = 0.6
 
 
 def plot_scatter(pairs: Sequence[Pair], *, dark: bool = False) -> Figure:
-    """Draw peak allocated and peak reserved: predicted over measured, and signed errors in per
-    cent.
+    """Draw predicted over measured peaks, and signed errors in per cent.
 
-    A pair whose measured run failed without an out-of-memory error is left out and counted. Runs
-    out of memory on both sides are compared by the peaks up to the failure. Where the verdicts
-    differ the peaks are of different runs, and the name has a mark.
+    Failed runs are left out and counted. Runs out of memory are compared by the peaks up to the
+    failure. A mark at the name is a wrong verdict.
 
     Raises:
         PlanError: no pair is left.

@@ -183,13 +183,9 @@ class Panel:
     def draw_limit_apart(
         self, gpu: str, limit_bytes: int, inches: float, points: Iterable[tuple[float, float]]
     ) -> None:
-        """Draw the line of a GPU, `inches` up, with its name where the fewest points are.
+        """Draw a GPU's line `inches` up, with its name where the fewest `points` are.
 
-        Args:
-            gpu: name of the GPU.
-            limit_bytes: its limit.
-            inches: height of the line.
-            points: of the curves, in inches from the lower left corner.
+        `points` are those of the curves, in inches from the lower left corner.
         """
         text = limit_text(gpu, limit_bytes, self.width - 0.2)
         wide, found = text_width(text, VALUE, bold=True), list(points)
@@ -216,8 +212,7 @@ class Panel:
     def hatch(self, box: Box, color: str, *, zorder: float, gid: str) -> None:
         """Draw diagonal strokes over a box: out of memory.
 
-        They are drawn stroke by stroke, because slide programs and small viewers fill matplotlib's
-        own hatches, which are SVG patterns, with black.
+        matplotlib's own hatches are SVG patterns, which slide programs fill with black.
         """
         x, y, wide, tall = box
         per_x, per_y = self.per_x, self.per_y

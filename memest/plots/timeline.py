@@ -67,9 +67,8 @@ def plot_timeline(
 ) -> Figure:
     """Draw memory over the events of one step, as stacked areas under the line of reserved memory.
 
-    An event is an allocation or a free: the order is the run's, the distances are not its time. The
-    GPU's line is drawn where it is near the step's need. `rest` is buffers, the batch and the
-    workspaces of kernels. The subtitle describes `plan`.
+    The horizontal axis counts allocations and frees; it is not time. `rest` is buffers, the batch
+    and workspaces.
     """
     columns = _columns(timeline)
     areas = {

@@ -68,10 +68,10 @@ def verdict_line(verdict: Verdict, gpu: str, *, colour: bool = False, so_far: bo
 def summary_line(
     report: SimulatedReport, gpu: str = "", *, measured_bytes: int | None = None
 ) -> str:
-    """Return the verdict on one GPU in one line, to be pasted: reserved memory of the usable one.
+    """Return the verdict on one GPU in one line: reserved memory, or the need where it does not
+    fit.
 
-    A run that does not fit has what it needs in place of what it reserves. `measured_bytes` is the
-    peak that a real run has reserved.
+    `measured_bytes` is the peak reserved of a real run.
     """
     gpu = gpu or report.gpu
     verdict = report.verdicts[gpu]

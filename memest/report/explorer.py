@@ -68,11 +68,8 @@ def explorer_data(
 ) -> dict[str, Any]:
     """Return the choices and figures of a page as JSON values.
 
-    Args:
-        points: of the grid.
-        limits: what the allocator can reserve on each GPU, the first chosen at the start.
-        tokens: what is said of the inputs, `25 tokens`.
-        presets: plans to choose by their names; those that the grid does not have are left out.
+    `limits` has the allocator's limit on each GPU, `tokens` describes the inputs, and `presets`
+    are plans of the grid to choose by name.
     """
     from memest.estimator.search.explore import KINDS
 

@@ -38,11 +38,7 @@ def script_source() -> str:
 def instrument(recording: Recording, *, limit_bytes: int, gpu: str, sources: dict[str, str]) -> str:
     """Return a timeline, a flame graph and a table of the step of the peak, as HTML.
 
-    Args:
-        recording: the run.
-        limit_bytes: bytes that the allocator can reserve.
-        gpu: name of the GPU.
-        sources: text of the script's lines, by `train.py:12`.
+    `sources` has the text of the script's lines, by `train.py:12`.
     """
     from memest.estimator.replay.recording import step_blocks
 

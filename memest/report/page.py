@@ -44,7 +44,6 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-
 def render_page(reports: Sequence[SimulatedReport], *, recording: Recording | None = None) -> str:
     """Return a page that needs no other file: all of one report, or a table of several plans.
 
-    Charts are SVG inside the page, for light and for dark screens; on narrow ones they scroll.
     `recording` is the run of a single report, for the timeline of its step.
     """
     if len(reports) == 1:

@@ -245,9 +245,8 @@ class StepTime:
 
 
 def read_as(kind: Any, value: Any) -> Any:
-    """Return JSON values as an instance of a type of the schema.
-
-    Keys that a dataclass does not have are passed over, and so are fields that it computes.
+    """Return JSON values as an instance of a type of the schema; unknown and computed keys are
+    ignored.
 
     Raises:
         KeyError, TypeError, ValueError: something is missing or of the wrong kind.
@@ -417,11 +416,9 @@ class Prediction(Simulated, Report):
     """The textbook's formula, where it applies; no figure of the report is made of it."""
 
     intervals: Mapping[str, Interval] = field(default_factory=dict)
-    """Ranges of `allocated`, `reserved` and `process` at their peaks.
+    """Ranges of `allocated`, `reserved` and `process` at their peaks, over ranks and free timings.
 
-    They cover the ranks that differ, and the moments at which blocks shared by two streams or a
-    collective can return. The report's own figures are those of the largest reserved bytes. On one
-    GPU low is high.
+    The report's own figures are those with the most reserved bytes. On one GPU low is high.
     """
 
     times: Mapping[str, StepTime] = field(default_factory=dict)
@@ -659,11 +656,10 @@ class RunReport(Simulated, JsonReport):
     """Ranks that were run; empty on one GPU."""
 
     intervals: Mapping[str, Interval] = field(default_factory=dict)
-    """Ranges of `allocated`, `reserved` and `process` at their peaks.
+    """Ranges of `allocated`, `reserved` and `process` at their peaks, over ranks and free timings.
 
-    They cover the ranks that were run, and the moments at which blocks shared by two streams or a
-    collective can return. The report's own figures are those of the worst rank and the latest
-    moment. On one GPU low is high.
+    The report's own figures are those of the worst rank at the latest timing. On one GPU low is
+    high.
     """
 
     times: Mapping[str, StepTime] = field(default_factory=dict)
@@ -751,8 +747,7 @@ def read_measurements(path: Path) -> list[Measurement]:
 def _plan_as_run(plan: dict[str, Any]) -> dict[str, Any]:
     """Return a plan with the defaults that plans had before `quant_load`.
 
-    Of QLoRA, layers were quantised in place, `lm_head` and `wo` were skipped, and `act_ckpt`
-    checkpointed. Other plans had a `quant_skip` without an effect.
+    QLoRA quantised in place, skipped `lm_head` and `wo`, and `act_ckpt` checkpointed.
     """
     if not plan.get("use_qlora"):
         return {**plan, "quant_skip": []} if plan.get("quant_skip") else plan

@@ -465,10 +465,9 @@ def table(rows: Sequence[Sequence[str]], *, left: int, last_left: bool = False) 
 
 
 def fold(text: str, width: int) -> str:
-    """`text` with lines of at most `width` columns, broken between words.
+    """Return `text` in lines of at most `width` columns, broken between words.
 
-    The rest of a line stands under its last column. Commands stay whole, so that they can be
-    copied. A word longer than `width` stays whole too.
+    Further lines begin under the last column. Commands stay whole, so that they can be copied.
     """
     return "\n".join(_folded(line, width) for line in text.split("\n"))
 

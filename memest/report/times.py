@@ -87,13 +87,7 @@ def time_cells(
     training: Training | None = None,
     gpus: Sequence[str] | None = None,
 ) -> list[list[str]]:
-    """Return the header and one row per GPU.
-
-    Args:
-        report: of a plan or of a script.
-        training: the whole training, if its hours are asked for.
-        gpus: names of the GPUs; None is all with an estimate.
-    """
+    """Return the header and one row per GPU; `training` adds its hours, `gpus` selects GPUs."""
     tokens = _tokens(report.plan)
     header = ["gpu", "a step", "between", "of peak", "bound by"] + ["tokens/s"] * bool(tokens)
     has_price = training is not None and any(training.price_of(g) for g in report.times)

@@ -1,8 +1,6 @@
-"""Changes for a script that does not fit: estimates from its peak.
+"""Changes for a script that does not fit: estimates from its peak on an unlimited GPU.
 
-The saving of a change is read from the peak of a run on an unlimited GPU; everything else is
-assumed to stay. Changes that `memest run` can apply without touching the script have its options;
-the preflight tries those.
+`memest run` can apply some of them without touching the script; the preflight tries those.
 """
 
 from __future__ import annotations
@@ -49,9 +47,7 @@ class Suggestion:
 def suggestions(report: RunReport, limit_bytes: int) -> tuple[Suggestion, ...]:
     """Return changes each of which is enough alone by this estimate, cheapest first.
 
-    Args:
-        report: report of the script on a GPU with enough memory.
-        limit_bytes: bytes that the allocator of the real GPU can reserve.
+    `report` is of the script on a GPU with enough memory; `limit_bytes` is the real allocator's.
     """
     over = report.verdicts[report.gpu].needs_bytes - limit_bytes
     return tuple(s for s in _all(report, over) if s.saved_bytes >= over) if over > 0 else ()

@@ -33,9 +33,7 @@ class Pair:
 def run_both(arguments: Sequence[str], base: str) -> Pair:
     """Run `memest run --check` on a script here, and on branch `base` in a temporary work tree.
 
-    Args:
-        arguments: options of `memest run`, script and its arguments.
-        base: branch or commit; empty for none.
+    `arguments` are options of `memest run`, the script and its arguments. An empty `base` is none.
     """
     with tempfile.TemporaryDirectory(prefix="memest-") as name:
         folder = Path(name)

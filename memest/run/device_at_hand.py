@@ -1,8 +1,7 @@
 """The real GPU, identified without a CUDA context on it.
 
-NVML is used where possible; its library comes with the driver. It cannot identify the GPU that CUDA
-would choose among slices of a GPU, or GPUs of several kinds. Then a short process uses torch, whose
-context ends with it. Only a process with a context uses torch itself.
+NVML is used where possible. It cannot identify the GPU that CUDA would choose among slices or GPUs
+of several kinds; then a short process uses torch. A process with a context uses torch itself.
 """
 
 from __future__ import annotations

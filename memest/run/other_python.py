@@ -1,8 +1,7 @@
 """Run memest in the Python environment of the script, without an installation there.
 
-memest may be installed in an environment of its own (`uvx`, `pipx`). The script's interpreter then
-runs memest from a folder of links at the front of `PYTHONPATH`. The folder holds memest, and those
-of `PURE` that the script's environment lacks.
+The script's interpreter runs memest from a folder of links at the front of `PYTHONPATH`: memest
+itself, and those of `PURE` that the environment lacks.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ def active_environment() -> Path | None:
 def run_elsewhere(python: Path, arguments: Sequence[str]) -> int | None:
     """Run `memest run` with `arguments` under another interpreter; return its exit code.
 
-    On Linux and macOS the other interpreter replaces this process. Returns None if `python` is the
-    interpreter of this environment.
+    Return None if `python` is the interpreter of this environment.
 
     Raises:
         PlanError: there is no such interpreter, it is too old, or it has no torch or no NumPy.

@@ -53,13 +53,9 @@ class Typed:
 
 
 def typed_command(frame: FrameType | None = None) -> Typed | None:
-    """Return the command that this process was started to run; None if it is no script.
+    """Return the command that this process was started to run; None in a notebook or a shell.
 
-    A notebook or an interactive session has none. Exceptions are callers that are a script started
-    from it (`%run train.py`), or a module that can run by itself.
-
-    Args:
-        frame: frame of the caller.
+    `frame` is the caller's. A script that a session runs (`%run train.py`) has a command.
     """
     main = sys.modules.get("__main__")
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
@@ -188,11 +184,7 @@ class Preflight:
 
 
 class PreflightStop(SystemExit):
-    """The script will not fit; ends it with exit code 5 if it is not caught.
-
-    Args:
-        result: result of the preflight.
-    """
+    """End of a script that will not fit, with exit code 5 if it is not caught."""
 
     def __init__(self, result: Preflight) -> None:
         super().__init__(OOM_EXIT_CODE)
@@ -255,8 +247,7 @@ def preflight(
 def report_measured(result: Preflight | None) -> Iterator[dict[str, float]]:
     """Print the predicted and the measured peak of this process; yield both, in GiB.
 
-    Nothing is yielded without a prediction. The peak is torch's, since the start of the process or
-    its last reset.
+    The measured peak is torch's, since its last reset. Without a prediction the result is empty.
     """
     report = None if result is None else result.report
     torch = sys.modules.get("torch")

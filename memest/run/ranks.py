@@ -1,8 +1,7 @@
 """A script as `torchrun` would start it: some of its ranks, each in a process of its own.
 
-The first and the last rank run, one after the other. If one of them sends to or receives from
-another rank, both run at the same time. So all stages of a pipeline run together. A collective
-gives each rank what it would get if the other ranks had the same values.
+The first and the last rank run one after the other; ranks that exchange messages run together. A
+collective gives each rank what it would get if the other ranks had the same values.
 """
 
 from __future__ import annotations

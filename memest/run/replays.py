@@ -21,11 +21,7 @@ from memest.report import Interval, Outcome, Phase, RunReport, Verdict
 def run_of(virtual: VirtualGpu, share: float | None = None) -> Run:
     """Return the stored events of a script as a run: one micro-batch a step, without probes.
 
-    The script is assumed to run the same on another GPU.
-
-    Args:
-        virtual: the GPU of the script.
-        share: share of a GPU's memory, where the script has set one.
+    `share` is the share of a GPU's memory that the script allows itself.
     """
     log = virtual.mode.memory.log
     ends = (at for at, name in log.marks if name == "after_optimizer_step")
@@ -42,11 +38,7 @@ def verdicts_of(
 ) -> tuple[dict[str, Verdict], list[str]]:
     """Return the verdicts on the GPU of the run and on `others`, and notes on them.
 
-    Args:
-        virtual: the run.
-        outcome: outcome of the run itself.
-        share: share of a GPU's memory, where the script has set one.
-        others: names of other GPUs.
+    `share` is the share of a GPU's memory that the script allows itself.
     """
     own = virtual.gpu
     on_gpus = _Verdicts(virtual, outcome, run_of(virtual, share))
@@ -117,8 +109,7 @@ def _with_own_shares(
 def intervals_of(virtual: VirtualGpu, *, outside_bytes: int) -> dict[str, Interval]:
     """Return intervals of allocated, reserved and, plus `outside_bytes`, process bytes of the run.
 
-    Shared blocks return at the latest moment, as the script ran. The requests are replayed with the
-    earlier free timings, if all of them were stored.
+    They cover the free timings, if all requests were stored.
     """
     limit = virtual.allocator.limit_bytes
     earlier = [run_of(virtual).on(limit, returns) for returns in _earlier(virtual)]
@@ -173,13 +164,7 @@ def _usable_bytes(virtual: VirtualGpu, gpu: Gpu, share: float | None) -> int:
 
 
 class _Verdicts:
-    """Verdicts on GPUs by their limits.
-
-    Args:
-        virtual: the GPU of the script.
-        outcome: outcome of the run itself.
-        run: the events, of which the last are missing if the log is full.
-    """
+    """Verdicts on GPUs by their limits, from `run`, which is cut short if the log is full."""
 
     def __init__(self, virtual: VirtualGpu, outcome: Outcome, run: Run) -> None:
         memory = virtual.mode.memory

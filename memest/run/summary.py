@@ -54,16 +54,7 @@ def report_of(
     elapsed_s: float = 0.0,
     others: Sequence[str] = DEFAULT_GPUS,
 ) -> RunReport:
-    """Report the run on `virtual` so far.
-
-    Args:
-        virtual: the GPU, active or left.
-        name: name of the script.
-        ending: how it ended.
-        error: error that ended it, in a line.
-        elapsed_s: seconds that it took.
-        others: names of other GPUs with a verdict.
-    """
+    """Report the run on `virtual` so far, with verdicts on the GPUs `others`."""
     mode, gpu = virtual.mode, virtual.gpu
     if VirtualGpu._active is virtual:
         mode.memory.settle()
@@ -110,8 +101,7 @@ def report_of(
 def held_for(kind: MemKind, site: Site) -> str:
     """Return the kind in `KINDS` of a storage's use.
 
-    Storages of backward and optimizer are temporary. Storages that were made before any model ran,
-    and never became part of one, are something else.
+    Storages of backward and optimizer are temporary; those made before any model ran are `other`.
     """
     if kind is not MemKind.ACTIVATIONS:
         return str(kind)

@@ -96,9 +96,7 @@ def find_script(name: str, args: tuple[str, ...]) -> Target:
 
 
 def find_module(name: str, args: tuple[str, ...]) -> Target:
-    """Return the module `name`, as `python -m` searches it: first in the current folder.
-
-    Only the outermost package is searched; the rest is found when it is imported.
+    """Return the module `name`, as `python -m` searches it; only its outermost package is searched.
 
     Raises:
         PlanError: there is none.

@@ -95,10 +95,10 @@ def device_used_bytes(index: int = 0) -> int | None:
 
 
 def process_figures(used_before: int | None, index: int = 0) -> dict[str, int]:
-    """Return memory of this process on the device, by source; the first is the most reliable.
+    """Return memory of this process on the device, by source, the most reliable first.
 
-    Sources are NVML per process, the device's use less `used_before` (read before CUDA was opened),
-    and the memory that is not free, which includes other processes.
+    They are NVML per process, the growth since `used_before` (read before CUDA was opened), and all
+    memory that is not free.
     """
     import torch
 

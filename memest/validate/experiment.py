@@ -49,8 +49,7 @@ AFTER_SETUP = "after the strategy's setup"
 def sample_host(moment: str, *, of_cuda: bool = False) -> dict[str, Any]:
     """Return bytes by the names of `/proc/self/status` and `/proc/meminfo`, where they exist.
 
-    With `of_cuda`, also the memory of torch's pinned allocator, since the driver's pages need not
-    count as the process's.
+    `of_cuda` adds torch's pinned memory, which need not count as the process's.
     """
     found: dict[str, Any] = {"moment": moment}
     found |= _read("/proc/self/status", _OF_PROCESS)
@@ -76,13 +75,8 @@ def held_bytes(samples: Sequence[dict[str, Any]]) -> int:
         max(own(s) for s in samples) - own(before the model)
         own(s) = RssAnon + max(RssShmem, pinned_allocated)
 
-    Anonymous pages are tensors in host memory and other allocations. Pinned memory is shared pages
-    where the kernel counts it, else torch reports it. Pages of files, the libraries' code, are left
-    out: the ranks share them, and the kernel can drop them.
-
-    The figure includes 0.8 to 1.4 GiB a rank of libraries: kernels that CUDA loads, NCCL, imports,
-    and memory that `malloc` does not return. A run without tensors on the host shows that part
-    alone.
+    Pages of files are left out, since ranks share them. The figure includes 0.8 to 1.4 GiB a rank
+    of libraries, which a run without tensors on the host shows alone.
     """
     before = next((s for s in samples if s["moment"] == BEFORE_MODEL), {})
     return max(map(_own_bytes, samples), default=0) - _own_bytes(before)
@@ -157,11 +151,9 @@ def start_recording() -> None:
 
 
 def write_recording(path: Path) -> None:
-    """Write the events so far as a gzipped NumPy array of four rows: action, address, bytes,
-    stream.
+    """Write the events so far as a gzipped array with rows action, address, bytes and stream.
 
-    PyTorch's own snapshot with the stacks is written next to it as `.pickle`.
-    <https://pytorch.org/memory_viz> and `python -m torch.cuda._memory_viz` open it.
+    PyTorch's own snapshot (<https://pytorch.org/memory_viz>) is written next to it as `.pickle`.
     """
     import torch
 
@@ -331,14 +323,10 @@ class _Run:
 def run_experiment(
     plan: TrainingPlan, options: RunOptions, deliver: Callable[[Measurement], Any]
 ) -> None:
-    """Train for the plan's steps on one CUDA device and pass the report to `deliver`.
+    """Train for the plan's steps on `cuda:0`, or on `LOCAL_RANK`, and pass the report to `deliver`.
 
-    The device is the first, or that of `LOCAL_RANK` where this process is a rank of several. Only
-    rank 0 records the allocator.
-
-    `deliver` is called once, before Lightning's teardown copies the model to the host. A `deliver`
-    that exits the process avoids that copy. Out of memory is a verdict; every other error is
-    raised.
+    `deliver` is called once, before Lightning's teardown copies the model to the host. Out of
+    memory is a verdict; every other error is raised. Only rank 0 records the allocator.
     """
     if plan.alloc_conf:
         import torch

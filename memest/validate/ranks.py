@@ -1,7 +1,6 @@
 """Processes of ranks: one per GPU, started with the environment of `torchrun` and ended together.
 
-Lightning finds its processes created by others (`TorchElasticEnvironment`) and starts none. A rank
-with a report waits until all have one, because others may still read its memory.
+A rank with a report waits until all have one, because others may still read its memory.
 """
 
 from __future__ import annotations
@@ -59,10 +58,9 @@ def run_ranks(
     read: Callable[[Path], Measurement | None],
     folder: Path,
 ) -> list[Measurement]:
-    """Return the reports of all ranks, or of those that had one when a rank was out of memory.
+    """Return the reports of all ranks, or those that exist when a rank was out of memory.
 
-    An empty list if a rank ended without one; its output is then on stderr. No process is left
-    running.
+    The list is empty if a rank ended without a report; its output is then on stderr.
 
     Args:
         num_ranks: processes.
@@ -100,10 +98,9 @@ def wait_for_the_end() -> NoReturn:
 
 
 def merge(measured: Sequence[Measurement]) -> Measurement:
-    """Return the report of the worst rank: out of memory first, then by reserved, then by
-    allocated.
+    """Return the report of the worst rank: out of memory, then most reserved, then most allocated.
 
-    `host_bytes` is the sum over the ranks. Each rank's own figures are in `ranks`.
+    `host_bytes` is the sum over the ranks; `ranks` has each rank's own figures.
     """
     worst = max(
         measured,

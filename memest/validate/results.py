@@ -36,10 +36,8 @@ def append(path: Path, measurement: Measurement) -> None:
 
 
 def drop_cut_line(path: Path) -> bool:
-    """Remove a last line that a kill left unfinished; return True if there was one.
-
-    A line is whole when it ends and is JSON: a crash of the machine can leave an end without the
-    text before it.
+    """Remove a last line that a kill left unfinished, or that is no JSON; return True if there was
+    one.
 
     Raises:
         PlanError: the file cannot be read or written.

@@ -427,8 +427,7 @@ def _reaches_gpu_by_fork() -> bool:
 def _without_bitsandbytes() -> Iterator[None]:
     """Block the import of `bitsandbytes`, which opens the GPU; peft 0.21 tries it.
 
-    A child imports it where its plan needs it. Only peft/helpers.py does at import, to identify its
-    layers where adapters are rescaled.
+    A child process imports it where its plan needs it.
     """
     name = "bitsandbytes"
     if name in sys.modules:

@@ -68,8 +68,7 @@ ADDRESS_BITS = 48
 class FreeBlocks:
     """Free blocks of one pool in the order of the allocator's search: by size, then address.
 
-    A key packs both into one integer, which compares faster than a pair. `CachingAllocator` uses
-    `keys` and `by_key` directly on its hot paths.
+    A key packs both into one integer; `CachingAllocator` uses `keys` and `by_key` on its hot paths.
     """
 
     __slots__ = ("by_key", "keys")

@@ -1,7 +1,7 @@
 """Simulation of CUDA's caching allocator: which requests share a segment, and what stays reserved.
 
-Mirrors `c10/cuda/CUDACachingAllocator.cpp` (torch 2.11 and 2.13). Effects of settings are in
-`tuned.py`, which is not called with default settings. Each stream has its own pools.
+Mirrors `c10/cuda/CUDACachingAllocator.cpp` (torch 2.11 and 2.13). `tuned.py` has the effects of
+settings. Each stream has its own pools.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class CachingAllocator:
     """One GPU's allocator.
 
     Args:
-        limit_bytes: total that `cudaMalloc` can hand out: the GPU's memory less its context, or
-            the cap of `set_per_process_memory_fraction`; None is unlimited.
+        limit_bytes: total that `cudaMalloc` can return: the GPU's memory less its context, or the
+            cap of `set_per_process_memory_fraction`; None is unlimited.
         addresses: addresses of segments; their order breaks ties between equal blocks.
         settings: settings that differ from the defaults.
     """

@@ -1,7 +1,6 @@
 """Least limit under which a run fits, found by replays under other limits.
 
-Reserved bytes do not measure what a run needs: the allocator fills the GPU with cached blocks and
-frees them when `cudaMalloc` fails.
+Reserved bytes do not measure a run's need: the allocator fills the GPU with cached blocks.
 """
 
 from __future__ import annotations
@@ -24,11 +23,10 @@ MIN_REPLAYS = 3
 class LeastLimit:
     """Replays of one run under several limits.
 
-    Fitting is not monotone. A smaller limit frees cached blocks earlier, which can leave larger
-    free blocks behind. The search therefore tries `NUM_PROBES` limits downwards and bisects below
-    the first one that fails. The result fits and one unit less does not. Limits above the result
-    that fail can only be in a gap narrower than the spacing of the probes. `MAX_EVENTS` can
-    allow few replays of a long run. The bisection then ends early, at a limit that fits.
+    Fitting is not monotone: a smaller limit frees cached blocks earlier, which can leave larger
+    free blocks. The search tries `NUM_PROBES` limits downwards and bisects below the first that
+    fails, so the result fits and one unit less does not. If `MAX_EVENTS` allows few replays, the
+    bisection ends early, at a limit that fits.
 
     Args:
         replay: runs under a limit in bytes. Returns whether the run fits, and the peak reserved;
@@ -89,8 +87,7 @@ class LeastLimit:
     def _bisect(self, low: int, high: int, guess: int | None) -> int:
         """Narrow `low`, which fails, and `high`, which fits, to one unit; return `high` in bytes.
 
-        `guess` is the limit to which the run under `low` raised a soft limit. It is often the least
-        limit, so it is tried first, and one unit less if it fits.
+        `guess` is tried first. A replay under a soft limit, which its requests raise, has found it.
         """
         while high - low > 1:
             is_guess = guess is not None

@@ -1,7 +1,6 @@
 """History of an allocator, as `torch.cuda.memory._record_memory_history` records it.
 
-Mirrors `record_trace` and `recordHistory` of `c10/cuda/CUDACachingAllocator.cpp` (torch 2.11): the
-same entries in the same order, with the stacks that `context` selects.
+Mirrors `record_trace` and `recordHistory` of `c10/cuda/CUDACachingAllocator.cpp` (torch 2.11).
 """
 
 from __future__ import annotations
@@ -111,13 +110,9 @@ class Entry(NamedTuple):
 
 
 class MemoryHistory:
-    """The actions since it began.
+    """The latest `max_entries` actions, without those in `skipped`.
 
-    Args:
-        stacks: source of stacks.
-        context: events whose stacks are recorded.
-        max_entries: number of latest actions to store.
-        skipped: names of actions that are not stored.
+    `context` selects the events whose stacks are recorded.
     """
 
     def __init__(
@@ -251,12 +246,8 @@ def segment_of(
 ) -> dict[str, Any]:
     """Return the segment that begins with `first`, as `torch.cuda.memory_snapshot` returns it.
 
-    An expandable segment is returned up to its first gap.
-
-    Args:
-        first: its first block.
-        is_deferred: returns whether a block is freed and still used by another stream.
-        history: has the stacks of the blocks, if they were recorded.
+    An expandable segment is returned up to its first gap. `is_deferred` returns whether a freed
+    block is still used by another stream. `history` has stacks of blocks, if they were recorded.
     """
     blocks = []
     num_bytes = 0

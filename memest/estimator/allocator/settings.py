@@ -162,12 +162,7 @@ def _parse(common: str, cuda: str, large_bytes: int = LARGE_SEGMENT_BYTES) -> Al
 
 
 class _Tokens:
-    """Tokens of a text, as `ConfigTokenizer` splits it.
-
-    Args:
-        words: the tokens.
-        large_bytes: the size of large segments, unless the tokens set it.
-    """
+    """Tokens of a text, as `ConfigTokenizer` splits it; they may set `large_bytes` of segments."""
 
     def __init__(self, words: list[str], large_bytes: int) -> None:
         self.words = words

@@ -1,9 +1,8 @@
 """Counters of `torch.cuda.memory_stats` for the simulated allocator.
 
-`CountingAllocator` updates the figures of `DeviceStats` (`c10/core/CachingDeviceAllocator.h`) like
-`malloc`, `free`, `free_block`, `alloc_found_block`, `alloc_block` and `release_block` of
-`c10/cuda/CUDACachingAllocator.cpp`, torch 2.11. A request appends three integers to a list, which
-is added up when a figure is read, or when it is long.
+`CountingAllocator` updates `DeviceStats` (`c10/core/CachingDeviceAllocator.h`) where
+`c10/cuda/CUDACachingAllocator.cpp` does, torch 2.11. A request appends three integers to a list,
+which is added up when a figure is read, or when it is long.
 """
 
 from __future__ import annotations
@@ -76,9 +75,7 @@ class Stat:
 class CountingAllocator(CachingAllocator):
     """A `CachingAllocator` with all counters of `torch.cuda.memory_stats`.
 
-    Args:
-        limit_bytes, addresses, settings: as in `CachingAllocator`.
-        gpu_bytes: memory that the GPU leaves the allocator, whatever the limit; None is the limit.
+    `gpu_bytes` is the memory that the GPU leaves it, whatever the limit; None is the limit.
     """
 
     def __init__(
@@ -340,13 +337,10 @@ def _parts(change: Any) -> tuple[Any, Any]:
 def allow_share(
     allocator: CountingAllocator, share: float, total_bytes: int, most_bytes: int
 ) -> None:
-    """Limit the allocator, as `setMemoryFraction` does, to a share of the GPU's whole memory.
+    """Limit the allocator to `share` (0 to 1) of the GPU's whole memory, as `setMemoryFraction`
+    does.
 
-    Args:
-        allocator: the allocator to limit.
-        share: from 0 to 1, which allows all.
-        total_bytes: memory of the GPU.
-        most_bytes: memory that the allocator can reserve there.
+    `most_bytes` is the memory that the allocator can reserve there; a share of 1 allows all of it.
     """
     allowed = int(share * total_bytes)
     allocator.allowed_bytes = allowed if share < 1 else None

@@ -1,9 +1,8 @@
 """Effects of the allocator's settings: how it rounds, searches, splits, grows and frees.
 
 Mirrors `c10/cuda/CUDACachingAllocator.cpp`, torch 2.11: `round_size`, `get_free_block`,
-`should_split`, `garbage_collect_cached_blocks`, `release_available_cached_blocks`. Expandable
-segments are in `expandable.py`. `CachingAllocator` calls it only where a setting is not the
-default.
+`should_split`, `garbage_collect_cached_blocks`, `release_available_cached_blocks`.
+`CachingAllocator` calls it only where a setting is not the default.
 """
 
 from __future__ import annotations
@@ -42,11 +41,8 @@ class Unmapped(Block):
 
 
 class ExpandableSegments:
-    """The ranges of one allocator.
-
-    Args:
-        allocator: owner of the blocks.
-        large_bytes: size of a piece of memory in the large pool.
+    """Expandable segments of one allocator, which grow by pieces of `large_bytes` in the large
+    pool.
     """
 
     def __init__(self, allocator: CachingAllocator, large_bytes: int) -> None:
@@ -250,12 +246,7 @@ def _merge(block: Block, other: Block) -> None:
 
 
 class Tuning:
-    """Settings of one allocator that are not all default.
-
-    Args:
-        allocator: owner of the pools.
-        settings: its settings.
-    """
+    """Settings of one allocator that are not all default."""
 
     def __init__(self, allocator: CachingAllocator, settings: AllocatorSettings) -> None:
         self.settings = settings

@@ -26,8 +26,7 @@ from memest.estimator.tensors.storages import MemKind, Site
 class LiveModules:
     """The running module of the running model; models become known when they run.
 
-    A module is named by its path below the outermost called module, after that one's class:
-    `GPT2LMHeadModel.transformer.h.0`.
+    The name of a module is its path below the outermost one: `GPT2LMHeadModel.transformer.h.0`.
     """
 
     MAX_NOTES = 200_000
@@ -209,12 +208,7 @@ def _is_called_by(name: str) -> bool:
 
 
 class Labels:
-    """Writes the kind and the owning module of storages into their table.
-
-    Args:
-        memory: memory of the simulated GPU.
-        modules: the modules that have run.
-    """
+    """Writes the kind and the owning module of storages into their table."""
 
     def __init__(self, memory: Memory, modules: LiveModules) -> None:
         self._storages = memory.storages
@@ -280,12 +274,7 @@ def _state_tensors(optimizer: Any) -> Iterator[tuple[Any, Tensor]]:
 
 
 class Attribution:
-    """Finds the origin (`Site`) of each request.
-
-    Args:
-        memory: its storages get labels, its history has the phase before.
-        lines: finds the line of the script.
-    """
+    """Finds the origin (`Site`) of each request: module, phase, operator and line."""
 
     def __init__(self, memory: Memory, lines: ScriptLines) -> None:
         self.lines = lines

@@ -1,10 +1,9 @@
 """Order of autograd nodes in gradients of gradients.
 
-Nodes run by their sequence number, the highest first, and each thread numbers its own nodes
-(`at::sequence_number`, thread-local; `torch/csrc/autograd/engine.cpp` of torch 2.11). The backward
-of CUDA tensors runs in a thread of the device, so its nodes under `create_graph` have that thread's
-numbers. The backward of meta tensors runs in the calling thread, which numbers both in one
-sequence. Once there are nodes of both kinds, they get the numbers of two threads here.
+Nodes run by their sequence number, the highest first; each thread numbers its own
+(`at::sequence_number`, `torch/csrc/autograd/engine.cpp` of torch 2.11). The backward of CUDA
+tensors runs in a thread of the device, which numbers nodes under `create_graph`. The backward of
+meta tensors runs in the calling thread, so nodes get the numbers of two threads here.
 """
 
 from __future__ import annotations

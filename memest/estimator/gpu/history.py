@@ -1,7 +1,7 @@
 """Memory of a run over time: its events, its peaks by phase and by step, and their contents.
 
-A script may take a million steps, and nothing here grows with their number. Events of the beginning
-are stored for replays. Later events are stored until it is known whether they held the peak.
+Nothing here grows with the number of steps. The first events are stored for replays, later ones
+until it is known whether they held the peak.
 """
 
 from __future__ import annotations
@@ -95,12 +95,7 @@ class Held:
 
 
 class History:
-    """Follows the allocator of a running script.
-
-    Args:
-        allocator: allocator of the GPU.
-        storages: table of the storages of its events.
-    """
+    """Follows the allocator of a running script; `storages` is the table of its events."""
 
     def __init__(self, allocator: CachingAllocator, storages: StorageTable) -> None:
         self.log = EventLog()

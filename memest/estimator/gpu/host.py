@@ -1,9 +1,8 @@
 """Host of the simulated run: which of its tensors are real, and which have no data.
 
-A script may build or load a model of any size on the host before it moves it to the GPU.
-Parameters, tensors read from checkpoints, copies of GPU tensors and everything computed from these
-have no values here and take no memory. All other tensors are real, so masks, tables, metrics and
-samplers have their values. Two bounds keep that affordable: a result above them has no data.
+Parameters, tensors read from checkpoints, copies of GPU tensors and results of these have no values
+and take no memory. So a model of any size can be built. All other tensors are real, up to two
+bounds of their size.
 """
 
 from __future__ import annotations
@@ -100,8 +99,7 @@ class HostDraws:
     def install(self, patches: Patches) -> None:
         """Wrap torch's functions that read or set the state of the default generator.
 
-        They make no container for their arguments, since containers move Python's garbage
-        collection.
+        They make no container for their arguments, which would move Python's garbage collection.
         """
         get_state, set_state = torch.get_rng_state, torch.set_rng_state
         seed_by, seed = torch.manual_seed, torch.seed
@@ -163,11 +161,8 @@ _NOISE = frozenset((
 class HostTensors:
     """Tensors of the simulated host, with and without data.
 
-    Args:
-        live: ids of the storages on the GPU, by their keys.
-        values: known values of tensors without data.
-        assumed: assumed values of tensors without data.
-        attribution: names the line of a failure.
+    `live` has the ids of the storages on the GPU by key. `values` and `assumed` have the values of
+    tensors without data.
     """
 
     def __init__(

@@ -1,8 +1,4 @@
-"""Hooks that run after the script's imports.
-
-memest imports no library on behalf of a script. A stub is installed when the script's own import
-has run.
-"""
+"""Hooks that run after the script's imports: a stub is installed when the library is imported."""
 
 from __future__ import annotations
 

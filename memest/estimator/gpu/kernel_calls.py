@@ -200,15 +200,9 @@ class KernelCalls:
 def recipe_of(
     gpu: Gpu, op: Op, args: Any, kwargs: Any, out: Any, more: tuple[int, ...] = ()
 ) -> Recipe:
-    """Return what one call requests.
+    """Return the requests of one call on `gpu`, whose result on meta is `out`.
 
-    Args:
-        gpu: the GPU that runs it.
-        op: the operator.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        out: its result on meta.
-        more: what `Op.from_values` returned.
+    `more` has the values of arguments that the rule reads (`Op.from_values`).
     """
     is_tuple = isinstance(out, list | tuple)
     results = results_of(out)

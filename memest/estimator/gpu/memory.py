@@ -1,7 +1,7 @@
 """Memory of the GPU: its storages, their blocks, and frees that wait for a stream.
 
-Each request goes to the caching allocator as the operator runs. So a script reads what is
-allocated, and runs out of memory where the GPU would.
+Each request goes to the caching allocator as the operator runs. So a script runs out of memory
+where it would on the GPU.
 """
 
 from __future__ import annotations
@@ -41,10 +41,7 @@ class _Reference(weakref.ref[torch.UntypedStorage]):
 class Memory:
     """Storages on the simulated GPU, each in a block of the caching allocator.
 
-    Args:
-        gpu: the simulated GPU.
-        allocator: its caching allocator.
-        timeline: decides when a block that several streams use returns to its pool.
+    `timeline` decides when a block that several streams use returns to its pool.
     """
 
     def __init__(self, gpu: Gpu, allocator: CachingAllocator, timeline: Timeline) -> None:
@@ -156,11 +153,9 @@ class Memory:
     def try_workspace(self, num_bytes: int, site: Site) -> bool:
         """Allocate and free a workspace that a library omits if there is not enough memory.
 
-        Halves the request until it fits and empties the cache afterwards, as
-        `generate_and_filter_plans` of Conv_v8.cpp (torch 2.11) and its caller do.
-
-        Returns:
-            Whether the GPU has that much memory outside the allocator. Nothing happens otherwise.
+        Halves the request until it fits and empties the cache, as `generate_and_filter_plans` of
+        Conv_v8.cpp (torch 2.11) and its caller do. Return whether the GPU has that much memory
+        outside the allocator; nothing happens otherwise.
         """
         self.settle()
         if num_bytes > self.gpu.limit_bytes - self.allocator.reserved_bytes:
@@ -183,8 +178,7 @@ class Memory:
     def resize(self, tensor: Tensor, num_bytes: int, site: Site, kind: MemKind) -> None:
         """Free the storage's block and allocate another one: `untyped_storage().resize_`.
 
-        A storage of 0 bytes stays a storage of the GPU. A storage that had memory keeps the
-        operator and module of its site.
+        A storage that had memory keeps the operator and module of its site.
         """
         with self.lock:
             storage = tensor.untyped_storage()

@@ -1,9 +1,8 @@
 """The dispatch mode: where an operator runs, and what follows from it.
 
-`__torch_dispatch__` receives every operator. `_dispatch` decides by the places of its tensors
-whether it runs on the GPU, on the host, or copies between the two. `run_on_gpu` runs the operator
-on the meta device and sends what CUDA would request to memory. It owns the state:
-`Memory`, `Timeline`, `KnownValues`, `AssumedValues`, `Attribution`, `HostTensors`, `KernelCalls`.
+`_dispatch` decides by the places of an operator's tensors whether it runs on the GPU, on the host,
+or copies between the two. `run_on_gpu` runs it on the meta device and sends what CUDA would request
+to `Memory`.
 """
 
 from __future__ import annotations
@@ -85,14 +84,7 @@ _SUMS = (aten.add.Tensor, aten.add_.Tensor)
 
 
 class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs operators as on a CUDA GPU, on tensors without data.
-
-    Args:
-        gpu: the simulated GPU.
-        allocator: its caching allocator.
-        guesses: what a script reads where a value is not known.
-        lines: finds the line of the script.
-    """
+    """Runs operators as on a CUDA GPU, on tensors without data."""
 
     def __init__(
         self, gpu: Gpu, allocator: CachingAllocator, guesses: Guesses, lines: ScriptLines
@@ -325,13 +317,8 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an operator on the GPU, on the stream and at the time at which CUDA would.
 
-        Args:
-            func: the operator.
-            types: classes of its tensors.
-            args: its arguments.
-            kwargs: its keyword arguments.
-            adopts: whether meta tensors without a place, made by C++ inside a composite operator,
-                become tensors of the GPU.
+        `adopts` makes meta tensors without a place, which C++ made inside a composite operator,
+        tensors of the GPU.
         """
         if kwargs.get("pin_memory"):
             kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"}

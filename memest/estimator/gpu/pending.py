@@ -1,12 +1,9 @@
 """Pending collectives: their works, and futures of their tensors.
 
-`ProcessGroupNCCL.cpp` and `ivalue_inl.h` of torch 2.11:
-
-- A work keeps its tensors until `wait()` is called. Without a `wait()` they are stashed
-  (`stashed_for_allocator_safety_`) until the watchdog has seen that the collective is done and the
-  next collective begins.
-- Its future is complete from the start. So a callback of `then` runs at once, on the next stream of
-  torch's pool, and allocates from that stream's own blocks.
+`ProcessGroupNCCL.cpp` and `ivalue_inl.h` of torch 2.11: a work keeps its tensors until `wait()`.
+Without a `wait()` they are stashed (`stashed_for_allocator_safety_`) until the watchdog has seen
+the end of the collective and the next one begins. A work's future is complete from the start, so a
+callback of `then` runs at once, on the next stream of torch's pool.
 """
 
 from __future__ import annotations
@@ -100,12 +97,9 @@ class Works:
         patches.set(DoneWork, "get_future", future)
 
     def communicate(self, group: Any, name: str = "", peer: int | None = None) -> None:
-        """Begin a collective of `group`. Its first one makes the group's communicator.
+        """Begin a collective of `group`, whose first one makes its communicator.
 
-        Args:
-            group: a process group.
-            name: name of the operator.
-            peer: the rank that sends or receives.
+        `peer` is the rank that a point-to-point operator sends to or receives from.
         """
         self.another()
         if group.size() > 1 and group.group_name != default_group_name():

@@ -1,8 +1,7 @@
-"""Guesses: placeholder values that a script reads where values depend on unknown weights.
+"""Placeholder values that a script reads where values depend on unknown weights.
 
-The simulated GPU has shapes and no values. A script that reads a loss, a norm or a sampled token
-gets a finite and ordinary value. Each read is counted with its line. Values that decide a shape are
-in `assumed_values`.
+A script that reads a loss, a norm or a sampled token gets a finite, ordinary value, and each read
+is counted with its line. `AssumedValues` has values that decide shapes.
 """
 
 from __future__ import annotations
@@ -226,12 +225,7 @@ MAX_COMPARED = 1 << 20
 
 
 class AssumedValues:
-    """Assumed values, in a layer above the known ones.
-
-    Args:
-        known: the values that are known.
-        guesses: counts each use of an assumption.
-    """
+    """Assumed values, for tensors without known ones; `guesses` counts each use."""
 
     def __init__(self, known: KnownValues, guesses: Guesses) -> None:
         self._known = known
@@ -245,8 +239,7 @@ class AssumedValues:
     def read(self, func: Any, tensor: Tensor) -> Any:
         """Return the assumed number that a script reads from `tensor`; None where none is assumed.
 
-        The number counts as a guess. Whether anything has passed a threshold is left to `guesses`,
-        which returns False: values above it are rare.
+        Comparisons with a threshold are left to `guesses`, which returns False.
         """
         told = self.told(tensor)
         if told is None or func not in (aten._local_scalar_dense.default, aten.is_nonzero.default):

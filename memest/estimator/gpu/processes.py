@@ -1,7 +1,6 @@
 """Child processes of the script, which do not simulate, such as DataLoader workers.
 
-A forked worker runs on real tensors. Tensors without data cross between processes as placeholders
-(`checkpoints`).
+Tensors without data cross between processes as placeholders (`torch_api/files/checkpoints.py`).
 """
 
 from __future__ import annotations

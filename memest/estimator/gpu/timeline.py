@@ -1,12 +1,11 @@
 """Timeline of the simulated GPU: CUDA streams, and the time at which each is done.
 
-The caching allocator keeps the free blocks of each stream apart. A block that another stream used
-(`record_stream`) counts as freed at once. It is handed out again only after the GPU has passed the
-point at which it was freed (`c10/cuda/CUDACachingAllocator.cpp`, `free` and `process_events`, which
-looks at each request). So time decides when a block returns: the host launches one operator after
-another, and each stream executes its own kernels (`hardware/speed.py`). On one GPU the simulated
-time decides. On several GPUs the return decides how much each rank reserves. The log has the
-latest moment (`SLOWEST`), and a replay may return the block at once.
+The allocator returns a block that another stream used (`record_stream`) only after the GPU has
+passed the point at which it was freed (`free` and `process_events` of
+`c10/cuda/CUDACachingAllocator.cpp`). So time decides: the host launches operators one after
+another, and each stream executes its own (`hardware/speed.py`). On several GPUs the return decides
+how much each rank reserves. The log has the latest moment (`SLOWEST`), and a replay may return the
+block at once.
 """
 
 from __future__ import annotations
@@ -77,9 +76,7 @@ def later(a: Time, b: Time) -> Time:
 class Timeline:
     """Streams of the simulated GPU, and the clock of the host that launches kernels.
 
-    Args:
-        gpu: its rates give each kernel's duration.
-        log: log of launches and waits, for the estimate of a step's time.
+    `log` records launches and waits, for the estimate of a step's time.
     """
 
     def __init__(self, gpu: Gpu, log: WorkLog) -> None:
@@ -154,12 +151,7 @@ class Timeline:
     def launch(self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Any) -> None:
         """Launch the kernels of one operator on the current stream.
 
-        Args:
-            func: the operator.
-            args: its arguments.
-            kwargs: its keyword arguments.
-            out: its result.
-            recipe: recipe of the call, which keeps the duration; None computes it.
+        `recipe` stores the duration of calls like it; None computes it.
         """
         if func not in self._loaded:
             self._loaded.add(func)
@@ -230,15 +222,11 @@ class Timeline:
             del self._starts[:half], self._streams[:half]
 
     def stream_of_call(self, args: tuple[Any, ...], is_sum: bool) -> int:
-        """Stream on which an operator runs that is called now.
+        """Return the stream on which an operator runs that is called now.
 
-        In backward it is the stream on which the node's forward ran. Gradients that meet are summed
-        on the stream of the node that they are for (`InputBuffer::add`): for a parameter on
+        In backward it is the stream of the node's forward. Gradients that meet (`is_sum`) are
+        summed on the stream of the node that they are for (`InputBuffer::add`): for a parameter on
         `accumulates_on`.
-
-        Args:
-            args: arguments of the operator.
-            is_sum: whether the operator may be a sum that the autograd engine makes.
         """
         node = torch._C._current_autograd_node()
         if node is None or self._given_in_backward:
@@ -257,9 +245,9 @@ class Timeline:
         return producer
 
     def _stream_of(self, node: Any) -> int:
-        """Stream of a backward node: the one on which its forward ran.
+        """Return the stream of a backward node: the one on which its forward ran.
 
-        The engine waits for the inputs and records that the stream uses them (`InputBuffer::add`,
+        The engine records that the stream uses the inputs (`InputBuffer::add`,
         torch/csrc/autograd/input_buffer.cpp).
         """
         variable = getattr(node, "variable", None)

@@ -1,7 +1,6 @@
 """Libraries with their own kernels, on the virtual GPU.
 
-Each file replaces the part of a library that runs outside of torch's operators, and nothing else.
-Their Python code runs as it is.
+Each file replaces the part of a library that runs outside of torch's operators.
 """
 
 from __future__ import annotations

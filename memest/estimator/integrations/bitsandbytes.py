@@ -1,9 +1,8 @@
 """bitsandbytes on the virtual GPU: its own Python, without its library of kernels.
 
-The CUDA backend of bitsandbytes (backends/cuda/ops.py) makes its tensors by torch and passes their
-addresses to a native library. The library's kernels allocate nothing by torch, so a library that
-does nothing replaces it. Paged states come from `cudaMallocManaged`, outside of the allocator; they
-are on the host here.
+Its CUDA backend makes tensors by torch and passes their addresses to a native library, which
+allocates nothing by torch. A library that does nothing replaces it. Paged states, from
+`cudaMallocManaged`, are on the host here.
 
 Source: bitsandbytes 0.50.2, cextension.py, functional.py, backends/cuda/ops.py. Evidence: measured
 plans with `use_qlora` and with its optimizers (validation/runs/*.jsonl).

@@ -1,7 +1,6 @@
-"""Compilers: `torch.compile`, `torch.jit`, extensions in CUDA.
+"""Compilers: `torch.compile` (`inductor/`), `torch.jit`, extensions in CUDA.
 
-`torch.compile` compiles (`inductor/`). Other compilers run functions uncompiled. A compiled
-function requests other memory, since fused operators need fewer temporaries; the report notes that.
+Other compilers run functions uncompiled, which takes more temporaries; the report notes that.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """DeepSpeed on the virtual GPU: its own engine, without the optimizers that it compiles.
 
-Its Python makes every tensor of an optimizer and passes them to a C++ extension that allocates
-nothing (csrc/adam/multi_tensor_adam.cu, cpu_adam_impl.cpp, csrc/lion/, csrc/adagrad/). So an
-extension that does nothing replaces it; other extensions are refused like any CUDA code.
+Its Python makes every tensor of an optimizer; the C++ extension (csrc/adam/multi_tensor_adam.cu,
+cpu_adam_impl.cpp, csrc/lion/, csrc/adagrad/) allocates nothing. An extension that does nothing
+replaces it; other extensions are refused like any CUDA code.
 
 Source: DeepSpeed 0.19.8. Evidence: scripts on two H100s (validation/scripts/field/z*.py) and plans
 on four H200s (validation/runs/h200-multi.jsonl).

@@ -1,8 +1,7 @@
-"""The package `flash_attn` on the virtual GPU.
+"""The package `flash_attn` on the virtual GPU, where it can be neither built nor imported.
 
-It can be neither built nor imported without a GPU. `models_meta.flash_attention` replaces it where
-transformers uses `flash_attention_2`, and where a line of the script imports the package. Libraries
-that only check for the package find the installed state.
+`models_meta.flash_attention` replaces it for transformers' `flash_attention_2` and for a script
+that imports it. Libraries that only check for the package find the installed state.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """LitGPT on the virtual GPU: its own code, with additional messages.
 
-If its checkpoint is missing, a hint about dummy checkpoints follows its own message. Its releases
-save different tensors for the backward, so the report names a release that was not measured.
+A hint about dummy checkpoints follows its message about a missing checkpoint. The report names a
+release that was not measured.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""Triton, with kernel launches that do nothing.
+"""Triton, with kernel launches that do nothing, which request the same memory.
 
-torch allocates a kernel's inputs and outputs before the launch, so a launch that does nothing
-requests the same memory. Libraries take other code paths where Triton is missing; where it cannot
-be installed, `triton_stub` replaces it.
-
+Where Triton cannot be installed, `triton_stub` replaces it, so that libraries take the same paths.
 Source: triton 3.6.0, runtime/jit.py, runtime/autotuner.py, runtime/driver.py, testing.py.
 """
 
@@ -28,9 +25,7 @@ MILLISECONDS = 1.0
 class Driver:
     """`triton.runtime.driver.active`: the GPU for which Triton would compile.
 
-    Args:
-        mode: the dispatch mode of the virtual GPU.
-        target: makes the target from backend, architecture and warp size.
+    `target` makes Triton's target from backend, architecture and warp size.
     """
 
     def __init__(self, mode: CudaSimMode, target: Callable[..., Any]) -> None:

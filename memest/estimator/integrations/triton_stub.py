@@ -1,7 +1,7 @@
 """Names of the package `triton`, for machines on which it cannot be installed.
 
-With them the code of libraries can be imported, and its kernel launches do nothing. `StubFinder`
-serves `import triton`, and the version that comes with the wheels of torch 2.11.
+With them libraries can be imported; their kernel launches do nothing. `StubFinder` serves `import
+triton`, and the version that comes with the wheels of torch 2.11.
 """
 
 from __future__ import annotations
@@ -354,9 +354,8 @@ class _Distribution(importlib.metadata.Distribution):
 class StubFinder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
     """Finder that serves the stub for `import triton`.
 
-    Args:
-        driver: makes `triton.runtime.driver.active` from the class of its target.
-        do_bench: `triton.testing.do_bench`.
+    `driver` makes `triton.runtime.driver.active` from the class of its target; `do_bench` is
+    `triton.testing.do_bench`.
     """
 
     def __init__(self, driver: Callable[[Any], Any], do_bench: Any) -> None:

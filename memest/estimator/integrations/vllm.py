@@ -1,14 +1,14 @@
 """vLLM in the process of a training script: an engine that holds memory and returns token ids.
 
-vLLM cannot run on the virtual GPU. `memest run` offers a stub of it to the script and to TRL, whose
-GRPO and RLOO with `vllm_mode="colocate"` make an engine in their own process.
+`memest run` offers a stub of vLLM to the script and to TRL, whose GRPO and RLOO with
+`vllm_mode="colocate"` make an engine in their own process.
 
-Memory, by vLLM's source. `request_memory` (v1/worker/utils.py) empties torch's cache, and requires
+Memory, by vLLM's source: `request_memory` (v1/worker/utils.py) empties torch's cache, and requires
 `gpu_memory_utilization` of the GPU's total to be free. `determine_available_memory` (gpu_worker.py)
-gives what weights and activations leave of that share to the KV cache. Both are tensors of torch,
-in the caching allocator of the script. With `enable_sleep_mode` they are in a pool of
-`CuMemAllocator` (device_allocator/cumem.py). Its `sleep` unmaps both, copies the weights to pinned
-memory on level 1, and empties torch's cache; `wake_up` maps the tensors of a tag again.
+gives what weights and activations leave of that share to the KV cache. Both are in the caching
+allocator of the script, with `enable_sleep_mode` in a pool of `CuMemAllocator`
+(device_allocator/cumem.py). Its `sleep` unmaps both, copies the weights to pinned memory on level
+1, and empties torch's cache; `wake_up` maps the tensors of a tag again.
 
 The stub takes the whole share as two blocks, weights and the rest, and frees them in sleep. On a
 GPU, torch's counters go on counting an engine that sleeps (vllm-project/vllm#33625).
@@ -69,11 +69,8 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 class Engine:
     """Memory of one engine: its weights, and the rest of its share of the GPU.
 
-    Args:
-        mode: the virtual GPU.
-        share: `gpu_memory_utilization`.
-        weights_bytes: bytes of the weights on this GPU; 0 if they are not known.
-        cache_bytes: size of the KV cache, where the script gives one.
+    `share` is `gpu_memory_utilization`; `weights_bytes` is 0 if they are not known, and
+    `cache_bytes` the size of the KV cache, where the script gives one.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
 """Attention: which kernel CUDA runs, the operators around it, and what each kernel allocates.
 
 Sources are under aten/src/ATen/native (torch 2.11; equal in 2.13 where its wheel ships the header).
-`choice`: `scaled_dot_product_attention` of transformers/attention.cpp and `select_sdp_backend` of
-transformers/cuda/sdp_utils.cpp; `flash`: transformers/cuda/flash_attn/flash_api.cpp; `efficient`:
-transformers/cuda/attention.cu, attention_backward.cu, mem_eff_attention/kernel_backward.h and
-kernels/cutlassB.h, cutlassF.h; `cudnn`: cudnn/MHA.cpp and `CompositeSDPABackwardNode` of
-cudnn_frontend's scaled_dot_product_flash_attention.h. Left out: nested tensors, deterministic
-algorithms, batches above 65535.
+Choice: transformers/attention.cpp and `select_sdp_backend` of transformers/cuda/sdp_utils.cpp.
+Flash: transformers/cuda/flash_attn/flash_api.cpp. Efficient: transformers/cuda/attention.cu,
+attention_backward.cu, mem_eff_attention/kernel_backward.h and kernels/cutlassB.h, cutlassF.h.
+cuDNN: cudnn/MHA.cpp and `CompositeSDPABackwardNode` of cudnn_frontend's
+scaled_dot_product_flash_attention.h. Left out: nested tensors, deterministic algorithms, batches
+above 65535.
 
 Shapes: B batch, H query heads, K key heads, L query tokens, S key tokens, E head width, V width of
 the values.
@@ -102,16 +102,15 @@ def choose_backend(
     gpu: Gpu,
     release: TorchRelease | None = None,
 ) -> SdpaBackend:
-    """The backend that `_fused_sdp_choice` picks for CUDA tensors with this metadata.
+    """Return the backend that `_fused_sdp_choice` picks for CUDA tensors with this metadata.
 
-    Order (`priority_order`): flash, efficient, math; with cuDNN in front where
-    `check_prefer_cudnn_attention` is true: compute capability 9.x or 10.x and cuDNN > 9.15 (the
-    wheels for CUDA 12 ship an older one). The user's switches (`torch.nn.attention.sdpa_kernel`,
-    deterministic algorithms) and the grad mode are read from the process, as torch reads them.
-    `release` is the torch that runs; None is the simulated one. Evidence: 368 of 368 choices on an
-    H200 with torch 2.11 for CUDA 13. Left out: nested tensors, FlashAttention 3 and ROCm, the
-    refusal of misaligned storage offsets that a later torch adds for `EFFICIENT`, a user-set
-    priority order.
+    Order (`priority_order`): flash, efficient, math; cuDNN first where
+    `check_prefer_cudnn_attention` is true: compute capability 9.x or 10.x and cuDNN > 9.15. The
+    user's switches and the grad mode are read from the process. `release` is the torch that runs;
+    None is the simulated one.
+
+    Evidence: 368 of 368 choices on an H200 with torch 2.11 for CUDA 13. Left out: nested tensors,
+    FlashAttention 3, ROCm, misaligned storage offsets, a user-set priority order.
     """
     release = release or simulated()
     call = _Call(
@@ -296,10 +295,9 @@ def scaled_dot_product_attention(
     gpu: Gpu,
     release: TorchRelease | None = None,
 ) -> Tensor:
-    """Attention through the operations that CUDA tensors would go through on `gpu`.
+    """Run attention through the operations that CUDA tensors would go through on `gpu`.
 
-    It runs above autograd, as a kernel of `aten::scaled_dot_product_attention`. Autograd records
-    the operations that it calls, and a dispatch mode sees them.
+    It is a kernel of `aten::scaled_dot_product_attention` above autograd, which records them.
     """
     backend = choose_backend(
         query, key, value, attn_mask, dropout_p, is_causal,
@@ -379,8 +377,7 @@ def _aligned_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Return the mask as `preprocess_mask` does: rows aligned to 8 elements, expanded to B, H, L,
     S.
 
-    A mask whose strides are not multiples of 8 is copied into a padded one and sliced back. The
-    padding is 1 to 8 elements: an aligned width with an odd stride elsewhere grows by 8.
+    A mask with other strides is copied into one that is 1 to 8 elements wider, and sliced back.
     """
     aligned = mask.stride(-1) == 1 and all(stride % 8 == 0 for stride in mask.stride()[:-1])
     if not aligned:
@@ -402,13 +399,10 @@ def math_attention(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    """`_scaled_dot_product_attention_math`, written out.
+    """`_scaled_dot_product_attention_math`, written out; half precision is computed in float32.
 
-    Half precision is computed in float32 (`allow_fp16_bf16_reduction_math_sdp` off). The operation
-    itself would add the mask out of place whenever a dispatch mode is active
-    (`areAnyTensorSubclassLike`). A real run adds it in place: one B x H x L x S buffer less. Every
-    name below lives until the end, as its namesake does in the source, and the last to be declared
-    goes first.
+    Under a dispatch mode the operation adds the mask out of place (`areAnyTensorSubclassLike`):
+    one B x H x L x S buffer more. Names live as long as their namesakes in the source.
     """
     dtype = query.dtype
     query_acc, key_acc, value_acc = query, key, value
@@ -517,10 +511,9 @@ def _tokens_first(tensor: Tensor) -> bool:
 def flash_forward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`mha_fwd`: output, logsumexp, split accumulators, random state (16 bytes), unused (8 bytes).
 
-    With dropout the random state is allocated again and the first one freed. Keys are split over
-    blocks when the queries alone do not fill the GPU (`num_splits_heuristic`, none with dropout).
-    Each split has a logsumexp and a float32 output, whose width is rounded up to 32 (64 above 128).
-    Left out: the layout copies of one query token with grouped heads (generation, not training).
+    With dropout the random state is allocated again and the first one freed. Keys are split if the
+    queries do not fill the GPU (`num_splits_heuristic`, none with dropout). Each split has a
+    logsumexp and a float32 output of a width rounded up to 32 (64 above 128).
     """
     shape = _Shape.of(*args[:3])
     dropout_p = argument(args, kwargs, 3, "dropout_p", 0.0)
@@ -569,8 +562,8 @@ def num_flash_splits(*, B: int, H: int, L: int, S: int, E: int, gpu: Gpu) -> int
 def flash_backward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`mha_bwd`: contiguous copies, gradients, softmax sums, float32 query gradient.
 
-    Queries are rounded up to 128 tokens and the width as in the forward. Grouped heads add key
-    and value gradients of all query heads, summed into the outputs.
+    Queries are rounded up to 128 tokens. Grouped heads add key and value gradients of all query
+    heads, summed into the outputs.
     """
     grad_out, query, key, value, output = args[:5]
     shape = _Shape.of(query, key, value)
@@ -592,8 +585,7 @@ def efficient_forward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`_efficient_attention_forward`: output, logsumexp, and a float32 output for wide half heads.
 
     The logsumexp is padded to 32 tokens, and empty without a gradient. Above a width of 128 the
-    output does not fit the registers (`kNeedsOutputAccumulatorBuffer`). Seed and offset stay on the
-    CPU.
+    output does not fit the registers (`kNeedsOutputAccumulatorBuffer`).
     """
     query, key, value = args[:3]
     shape = _Shape.of(query, key, value)
@@ -634,10 +626,9 @@ def efficient_backward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events
 
 
 def _row_sums(shape: _Shape) -> Events:
-    """Requests of `(grad_out.float() * out.float()).sum(-1).transpose(-2, -1).contiguous()`; the
-    result stays allocated.
+    """Requests of `(grad_out.float() * out.float()).sum(-1).transpose(-2, -1).contiguous()`.
 
-    Left out: the memory of the sum itself beyond widths of 1024.
+    The result stays allocated. Left out: the memory of the sum itself beyond widths of 1024.
     """
     product = shape.B * shape.L * shape.H * shape.V * _FLOAT_BYTES
     casts = [product, product] if shape.itemsize < _FLOAT_BYTES else []
@@ -695,9 +686,8 @@ _SMALL_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
 """Capabilities with 99 KiB of shared memory per block (CUDA programming guide, table of limits).
 
 From 8.0 on the tiles of 128 queries need 121344 bytes in float32, and those of 128 x 128 need
-133632 (bfloat16) to 162304 (float16, dropout) in half precision. All others fit everywhere, on 7.5
-as well: at most 54784 bytes of 64 KiB. `sizeof(SharedStorage)` of torch 2.13's kernel_backward.h,
-compiled with CUTLASS 4.2.
+133632 (bfloat16) to 162304 (float16, dropout). All others fit everywhere. `sizeof(SharedStorage)`
+of torch 2.13's kernel_backward.h, compiled with CUTLASS 4.2.
 """
 
 

@@ -1,14 +1,10 @@
 """Behavior of CUDA tensors above autograd that meta tensors lack: autocast, fused dropout,
-attention backends.
+attention.
 
-torch decides these in C++ by `tensor.is_cuda()`, which is false for a meta tensor. So the decisions
-are made again in kernels on a dispatch key in front of autograd, switched on for the simulated code
-only. The key is `AutocastIPU`, whose backend no longer exists in torch; nothing else is registered
-on it. Autograd and the mode below see the operators that a GPU would run, called from Python or
-from C++ alike.
-
-The autocast state is that of `torch.autocast("cuda")`; torch keeps it per thread, and activation
-checkpointing saves and restores it for the recomputation.
+torch decides these in C++ by `tensor.is_cuda()`, which is false for a meta tensor. Here the same
+decisions are kernels on a dispatch key in front of autograd: `AutocastIPU`, whose backend no longer
+exists in torch. Autograd and the mode below see the operators that a GPU would run. The autocast
+state is that of `torch.autocast("cuda")`, which torch keeps per thread.
 """
 
 from __future__ import annotations
@@ -143,9 +139,8 @@ def _is_any_enabled() -> bool:
 class CastCache:
     """The casts of leaf weights that `torch.autocast` keeps until its outermost context ends.
 
-    Mirrors `cached_cast` of ATen/autocast_mode.cpp (torch 2.11). A float32 leaf with
-    `requires_grad` is cast to the lower precision once, used again or not; in inference mode at
-    each use.
+    Mirrors `cached_cast` of ATen/autocast_mode.cpp (torch 2.11): a float32 leaf with
+    `requires_grad` is cast once, and in inference mode at each use.
     """
 
     def __init__(self) -> None:
@@ -341,11 +336,10 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _cast_all(args: Args, kwargs: Kwargs, dtype: torch.dtype) -> tuple[Any, Any]:
-    """The last argument is cast first.
+    """Cast the last argument first.
 
-    `WrapFunction_` of ATen/autocast_mode.h casts within the argument list of a call, whose order
-    C++ leaves open. The compiler of the Linux wheels (GCC, x86-64) goes from right to left.
-    Evidence: every cast recorded on an H200.
+    `WrapFunction_` of ATen/autocast_mode.h casts within an argument list, whose order C++ leaves
+    open; GCC goes from right to left. Evidence: every cast recorded on an H200.
     """
     cast_kwargs = {k: _cast(v, dtype) for k, v in reversed(list(kwargs.items()))}
     cast_args = [_cast(a, dtype) for a in reversed(args)]
@@ -396,10 +390,10 @@ _EXPLICIT = ("aten::_euclidean_dist", "aten::affine_grid_generator")
 
 
 def key_of_other_operators(func: Any) -> Any:
-    """The dispatch key under which `func` calls other operators, or None for a kernel of its own.
+    """Return the dispatch key under which `func` calls other operators, or None.
 
-    torch's dispatcher keeps where each kernel was registered: in a file of Python or of C++. With
-    torch 2.6 and 2.8 the file of every kernel in Python is `/dev/null`; with 2.10 it is not.
+    torch's dispatcher keeps the file in which each kernel was registered, Python or C++. With torch
+    2.6 and 2.8 the file of every kernel in Python is `/dev/null`; with 2.10 it is not.
     """
     name = func._schema.name
     if func._schema.overload_name:

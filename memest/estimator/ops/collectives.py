@@ -1,9 +1,8 @@
 """Collectives and point-to-point operators of `c10d` in a process group that sends nothing.
 
-NCCL's buffers are outside the caching allocator, so only the operators' own tensors count. Each
-operator takes its time on the current stream (`hardware/speed.py`). Known values follow: a sum over
-W ranks is W times the value of this rank, as if all ranks had the same. A broadcast or a receive
-gives the value that its source has posted in the mailbox (`gpu/worlds.py`).
+NCCL's buffers are outside the caching allocator. A sum over W ranks is W times the known value of
+this rank, as if all ranks had the same. A broadcast or a receive gives the value that its source
+has posted in the mailbox (`gpu/worlds.py`).
 """
 
 from __future__ import annotations
@@ -50,10 +49,9 @@ def run(mode: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _flatten(mode: Any, outputs: list[list[Tensor]], func: Any) -> None:
-    """Gather into one tensor. If all outputs have one size, copy from it into the list of outputs.
+    """Gather into one tensor; if all outputs have one size, copy from it into the list of outputs.
 
-    `ProcessGroupNCCL::allgather`, `newLikeFlat` and `check_same_size` of torch 2.11. Frees the
-    tensor at once, where the work of an asynchronous gather would keep it.
+    `ProcessGroupNCCL::allgather`, `newLikeFlat` and `check_same_size` of torch 2.11.
     """
     for parts in outputs:
         if parts and is_meta(parts[0]) and len({part.size() for part in parts}) == 1:
@@ -123,8 +121,7 @@ def _broadcast(mode: Any, args: Args) -> None:
 def _pass(mode: Any, name: str, args: tuple[Any, ...]) -> None:
     """Send or receive one tensor; the other rank runs at the same time.
 
-    A receive of floating-point numbers does not wait, since their values are not known. A receive
-    of integers waits for the message, as a script may read them.
+    A receive of integers waits for the message, as a script may read them.
     """
     if name == "recv_any_source_":
         return  # the source is not known

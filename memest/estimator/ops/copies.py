@@ -188,13 +188,9 @@ WAVES = 2
 
 @requests("split_with_sizes_copy.out")
 def split_with_sizes_copy_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Requests of `split_with_sizes_copy.out`: a table of addresses and sizes, and the split of
-    each block.
+    """`split_with_sizes_copy.out`: a table of each split's addresses, size and blocks::
 
-    Each split has two addresses, a size and its first block, with one more first block at the end;
-    each block has its split::
-
-                8 * (4 * splits + 1 + blocks)
+        8 * (4 * splits + 1 + blocks)
 
     A thread copies so many bytes that the blocks fill at most two waves. The root of that number is
     the number of chunks, the rest the bytes in a chunk.
@@ -222,12 +218,9 @@ def split_with_sizes_copy_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu
 
 @requests("_chunk_cat.out")
 def chunk_cat_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`_chunk_cat.out`: a table of addresses, and which tensor each block copies.
+    """`_chunk_cat.out`: a table of 8 * (6 * tensors + 2 + blocks) bytes.
 
-    An address, two sizes and a number of blocks for each tensor, where each begins in bytes and in
-    blocks, a tensor for each block::
-
-        8 * (6 * tensors + 2 + blocks)
+    It has address, sizes, place and number of blocks of each tensor, and a tensor for each block.
     """
     tensors, dim, num_chunks = args[:3]
     target = kwargs.get("out")
@@ -243,8 +236,7 @@ def chunk_cat_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch
 def to_host_scratch(func: Any, args: Args, kwargs: Kwargs) -> tuple[int, ...]:
     """Return the bytes of the temporaries of `copy_` or `_to_copy` to the host, in order.
 
-    Memory with the same order on both sides is copied directly. Otherwise it is made contiguous
-    first. The host casts, except in a copy that is not waited for.
+    A source in another order is made contiguous first. Only a non-blocking copy casts on the GPU.
     """
     if func is aten.copy_.default:
         target, source = args[0], args[1]
@@ -265,8 +257,7 @@ def to_host_scratch(func: Any, args: Args, kwargs: Kwargs) -> tuple[int, ...]:
 def to_gpu_bytes(target: Tensor, source: Tensor, *, is_waited_for: bool) -> int:
     """Return the bytes of the temporary of a copy from the host into `target`.
 
-    The host casts, except in a copy that is not waited for. Other orders are copied in the host's
-    order and rearranged here.
+    The host casts, except in a non-blocking copy. Other orders are rearranged on the GPU.
     """
     is_alike = target.stride() == source.stride() and _is_dense(target)
     if target.dtype == source.dtype:

@@ -1,15 +1,12 @@
 """Temporary storage that CUB's device-wide algorithms need.
 
-Each algorithm states the sizes of its parts; `AliasTemporaries` rounds each to 256 B and adds 255 B
-to align the whole. Mirrors CCCL 3.0 (CUDA 13.0, the `cub/device/dispatch` headers and their
-`tuning` policies), which torch 2.11+cu130 is built with; the element types are those that torch's
-kernels use (int64 keys, values and sums).
+`AliasTemporaries` rounds each part of an algorithm to 256 B and adds 255 B to align the whole.
+Mirrors CCCL 3.0 (CUDA 13.0, the `cub/device/dispatch` headers and their `tuning` policies), which
+torch 2.11+cu130 is built with, for int64 keys, values and sums.
 
-The tunings go by the architecture that the code was compiled for: wheels for CUDA 13.0 have 7.5,
-8.0, 8.6 (which runs on 8.9 too), 9.0, 10.0 and 12.0 (RELEASE.md of torch 2.11). 7.0 runs the wheels
-for CUDA 12.6, whose older CUB is taken to have the same tunings.
-
-Left out: inputs of 2**28 elements or more (CUB then works in portions).
+The tunings go by the architecture that the code was compiled for: 7.5, 8.0, 8.6 (also for 8.9),
+9.0, 10.0 and 12.0 (RELEASE.md of torch 2.11). 7.0 runs the wheels for CUDA 12.6, whose CUB is
+assumed to have the same tunings. Left out: inputs of 2**28 elements or more.
 """
 
 from __future__ import annotations
@@ -49,14 +46,13 @@ def segmented_sort_bytes(num_items: int, key_bytes: int) -> int:
 
 
 def radix_sort_bytes(num_items: int, gpu: Gpu, *, num_bits: int = 64, key_bytes: int = 8) -> int:
-    """`DeviceRadixSort::SortPairs` of integer or float keys with int64 values
-    (dispatch_radix_sort.cuh).
+    """`DeviceRadixSort::SortPairs` of keys with int64 values (dispatch_radix_sort.cuh).
 
     One sweep per 8 bits of the key: 64-bit digit counts for each sweep, 32-bit look-back counts for
-    each tile, and a counter for each sweep. Two sweeps or more need a second copy of keys and
-    values. A tile is 384 threads of 24 * 4 / 8 pairs from compute capability 9.0 on. It is 384 of
-    21 * 4 / 8 on 8.x, and 256 of 23 * 4 / 8 on 7.x. On 9.0 and later, keys of 4 bytes have 14 and
-    keys of 2 bytes 15 pairs for each thread (`sm90_small_key_tuning`).
+    each tile, and a counter. Two sweeps or more need a second copy of keys and values. A tile is
+    384 threads of 24 * 4 / 8 pairs from compute capability 9.0 on, 384 of 21 * 4 / 8 on 8.x, and
+    256 of 23 * 4 / 8 on 7.x. On 9.0 and later, keys of 4 bytes have 14 and keys of 2 bytes 15 pairs
+    for each thread (`sm90_small_key_tuning`).
     """
     if num_items <= _SINGLE_TILE:
         return 1
@@ -110,10 +106,9 @@ def _unique_tile(gpu: Gpu) -> int:
 
 
 def merge_sort_bytes(num_items: int) -> int:
-    """`DeviceMergeSort` of int64 pairs (dispatch_merge_sort.cuh).
+    """`DeviceMergeSort` of int64 pairs (dispatch_merge_sort.cuh), which `thrust::sort_by_key` runs.
 
-    `thrust::sort_by_key` runs it for an order of its own. It needs a second copy of both, and the
-    beginning of each tile of 512 threads with 8 pairs.
+    It needs a second copy of both, and the beginning of each tile of 512 threads with 8 pairs.
     """
     tiles = ceil_div(num_items, 512 * 8)
     return _aliased(num_items * 8, num_items * 8, (tiles + 1) * 8)
@@ -130,8 +125,7 @@ def thrust_unique_by_key_bytes(num_items: int, gpu: Gpu) -> int:
 
 
 def sum_storage_bytes(num_items: int, num_threads: int) -> int:
-    """`DeviceReduce::Sum` into an int32 (dispatch_reduce.cuh): one partial sum for each block of a
-    full grid.
+    """`DeviceReduce::Sum` into an int32 (dispatch_reduce.cuh): a partial sum for each block.
 
     Blocks are of 256 threads with 16 values each; one block needs nothing, more are as many as fit
     the GPU (`num_threads` in all), five times over (`subscription_factor`).

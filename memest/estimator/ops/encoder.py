@@ -1,9 +1,8 @@
 """Fused inference of `nn.TransformerEncoder` and `nn.MultiheadAttention` on CUDA.
 
-Without gradients, in evaluation, torch.nn calls one operator for a whole layer or attention. With a
-padding mask it packs the valid rows into a nested tensor. Here the same steps run one by one, so
-that each makes its own requests. A nested tensor is a tensor of the valid rows if its mask's values
-are known, and else of all rows.
+Without gradients, in evaluation, torch.nn calls one operator for a whole layer. With a padding mask
+it packs the valid rows into a nested tensor. Here the same steps run one by one on a tensor of the
+valid rows, or of all rows if the mask is not known.
 
 Sources (torch 2.11): ATen/native/transformers/transformer.cpp, cuda/attention.cu,
 ATen/native/nested/NestedTensorMath.cpp. Evidence: recordings on an H100, event by event.
@@ -152,8 +151,8 @@ def _pass(tensor: Tensor, *sizes: int) -> None:
 def _sizes_of(mask: Tensor) -> tuple[Tensor, ...]:
     """Return the first masked position of each row.
 
-    A column is added, cast to int32 and searched. Then the positions are compared, which takes two
-    int64 of the mask's size.
+    A column is added, cast to int32 and searched. The comparison takes two int64 of the mask's
+    size.
     """
     batch, steps = mask.shape
     column = _bytes_like(mask, batch)

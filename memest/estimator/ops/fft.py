@@ -1,11 +1,9 @@
 """Fourier transforms: results, the copy that cuFFT overwrites, and its workspace.
 
 `_fft_c2c`, `_fft_r2c` and `_fft_c2r` of ATen/native/cuda/SpectralOps.cpp (torch 2.11). Workspaces
-of cuFFT were measured on an H100 (CUDA 13.0), and 1,219 of 1,225 calls are exact
-(`tests/data/fft.json.gz`). They transform one or two dimensions of 2 to 1,048,576 points in batches
-of 1, 16 and 256. Other calls are reported as not modelled.
-
-n points, of which a complex one takes `item` bytes, in each of `batch` transforms.
+of cuFFT were measured on an H100 (CUDA 13.0): 1,225 calls (`tests/data/fft.json.gz`), 1,219 exact,
+of one or two dimensions of 2 to 1,048,576 points in batches of 1, 16 and 256. Other calls are
+reported as not modelled. Shapes: n points of `item` bytes in each of `batch` transforms.
 """
 
 from __future__ import annotations

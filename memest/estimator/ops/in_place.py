@@ -1,10 +1,8 @@
 """Operations that autograd runs in place on a GPU, but out of place under a dispatch mode.
 
 torch calls `isTensorSubclassLike` (ATen/TensorSubclassLikeUtils.h) before it writes into a tensor
-that it could reuse, and that is true for meta tensors and under any dispatch mode. A real run has
-neither, so the backward pass of a trace would hold a copy of each summed gradient. The operators of
-formulas are registered by their families with `in_nodes`. `attention.math_attention` writes out the
-addition of its mask.
+that it could reuse, and that is true for meta tensors and under any dispatch mode. Families
+register operators of formulas with `in_nodes`; `attention.math_attention` adds its mask in place.
 
 Source (torch 2.11): torch/csrc/autograd/input_buffer.cpp (`can_accumulate_inplace`). Evidence: two
 allocator recordings of real runs, event by event.
@@ -30,11 +28,8 @@ def in_nodes(
 ) -> Callable[[Any, Args], tuple[Any, Args]]:
     """Return the rule of an operator that formulas of autograd call in place.
 
-    Args:
-        nodes: names of the autograd nodes whose formulas do.
-        instead: operator that they call.
-        more: its further arguments.
-        is_possible: returns whether a call with these arguments runs in place.
+    The formulas are those of autograd's `nodes`, which call `instead` with the further arguments
+    `more`. `is_possible` returns whether a call runs in place.
     """
 
     def rule(func: Any, args: Args) -> tuple[Any, Args]:
@@ -58,10 +53,9 @@ register("add.Tensor", in_backward=_sum_of_gradients)
 
 
 def _is_in_cholesky() -> bool:
-    """Return whether the gradient of a Cholesky decomposition runs.
+    """Return whether the gradient of a Cholesky decomposition runs, whose formula has a sum.
 
-    Its formula has a sum of its own (`cholesky_backward`, FunctionsManual.cpp). The sum of two such
-    gradients of one matrix is missed.
+    Left out: the sum of two such gradients of one matrix (`cholesky_backward`).
     """
     node = torch._C._current_autograd_node()
     return node is not None and node.name().startswith("LinalgCholesky")
@@ -96,8 +90,7 @@ def _owners(tensor: Tensor) -> tuple[int, int]:
 def owners_of_a_sole_gradient() -> tuple[int, int]:
     """Return `_owners` of a gradient whose only owner is autograd's input buffer.
 
-    The way through Python adds holds of its own, whose number differs between releases of torch. It
-    is measured on a graph in which the gradient of `x` is the sum of two fresh products.
+    Releases of torch differ, so it is measured: the gradient of `x` is the sum of two products.
     """
     watch = _WatchSums()  # type: ignore[no-untyped-call]
     leaf = torch.empty(2, device="meta", requires_grad=True)

@@ -3,11 +3,7 @@
 Sources (torch 2.11, `aten/src/ATen/native`): cuda/Embedding.cu, cuda/EmbeddingBackwardKernel.cu,
 cuda/EmbeddingBag.cu, cuda/Indexing.cu, cuda/IndexKernel.cpp, cuda/IndexKernel.cu, cuda/Nonzero.cu,
 TensorAdvancedIndexing.cpp, Onehot.cpp; torch/csrc/autograd/FunctionsManual.cpp for what runs in
-place (`index_backward`, `index_select_backward_symint`, `masked_select_backward`,
-`value_selecting_reduction_backward_symint`, `take_backward`, `trace_backward_symint`).
-Evidence: event by event on an H200.
-
-Shapes: n indices, V rows of the table, D row width.
+place. Evidence: event by event on an H200. Shapes: n indices, V rows of the table, D row width.
 """
 
 from __future__ import annotations
@@ -128,9 +124,8 @@ def index_tensors(args: Args) -> list[Tensor]:
 def index_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`index.Tensor`: int64 copies of indices of unlike strides.
 
-    Two or more index tensors are broadcast, and copied where their strides then differ
-    (`AdvancedIndex` of TensorAdvancedIndexing.cpp). One index is used in place. A mask is a call of
-    `nonzero` before.
+    Two or more indices are broadcast, and copied where their strides then differ (`AdvancedIndex`
+    of TensorAdvancedIndexing.cpp). One index is used in place.
     """
     return Scratch(before=_copies_of_unlike_strides(index_tensors(args)))
 
@@ -252,8 +247,7 @@ def _sorted_gradient(
 def embedding_backward_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
     """Return whether the gradient is not scaled by the count of an index, and no index is int32.
 
-    Counts take memory. int32 indices are sorted as such, and the estimate is larger than their
-    memory.
+    Counts take memory, and int32 indices are sorted in less.
     """
     is_sorted = args[1].numel() > FEW_INDICES
     return not args[4] and not (is_sorted and args[1].dtype == torch.int32)
@@ -308,15 +302,7 @@ def masked_scatter_backward_events(
     then zeros up to the size of the source.
 
     `masked_select` expands the mask, finds the positions of its true entries (one int64 for each of
-    its dimensions) and gathers; what is short of the source is made of zeros and concatenated.
-
-    Args:
-        args: gradient, mask and the sizes of the source.
-        kwargs: of the operator.
-        out: gradient of the source.
-        gpu: the GPU.
-        num_true: true entries of the mask as given. None assumes that the whole source was used,
-            the most that can be: all positions, no padding.
+    its dimensions) and gathers. `num_true` None assumes that the whole source was used.
     """
     grad, mask = args[0], args[1].expand(args[0].shape)
     size = out.numel()
@@ -350,12 +336,10 @@ def _is_sorted(args: Args, kwargs: Kwargs) -> bool:
 def _sorted_events(args: Args, gpu: Gpu) -> Events:
     """`index_put` with `accumulate`: `index_put_with_sort_kernel` of Indexing.cu.
 
-    Each index is checked against both bounds (an int64 and a comparison, one after the other), but
-    not in the backward of `index`, which calls `_index_put_impl_` as `unsafe`. Then come the linear
-    indices (`computeLinearIndex`). The first index has its remainder and the product with the
-    stride, which stays; each other has the same, added to it. Then come values that are not
-    contiguous, sorted indices, original positions and their initial range. Last is the sort's
-    storage over the bits that the number of rows needs.
+    Each index is checked against both bounds, but not in the backward of `index` (`unsafe`). Linear
+    indices follow (`computeLinearIndex`): the remainder and the product with the stride for each.
+    Then come values that are not contiguous, sorted indices, original positions and their range.
+    The sort's storage is for the bits that the number of rows needs.
     """
     target, values = args[0], args[2]
     indices = index_tensors(args)
@@ -398,10 +382,9 @@ def index_put_requests(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratc
 def normalize_indices(mode: Any, func: Any, types: Any, args: Args) -> tuple[Any, tuple[Any, ...]]:
     """Return the call as CUDA runs it: indices on the GPU, and positions in place of masks.
 
-    `expandTensors` of native/IndexingUtils.h calls `nonzero` for each mask and copies indices from
-    the host. `masked_select` is `index` by the mask (cuda/IndexKernel.cpp). A number that is
-    written through one mask is filled in (`canDispatchToMaskedFill` of
-    TensorAdvancedIndexing.cpp). The call stays as it is where a mask is not known.
+    `expandTensors` of native/IndexingUtils.h calls `nonzero` for each mask. `masked_select` is
+    `index` by the mask (cuda/IndexKernel.cpp). A number written through one mask is filled in
+    (`canDispatchToMaskedFill`). The call is unchanged where a mask is not known.
     """
     is_select = func is aten.masked_select.default
     source, indices = args[0], args[1]

@@ -3,9 +3,7 @@
 Source (torch 2.11): aten/src/ATen/native/BatchLinearAlgebra.cpp, and cuda/linalg/ there with the
 choice between loops over cuSOLVER and batched cuBLAS.
 Evidence: 1,398 calls on an H100 (CUDA 13.0) with 2 to 4096 rows, in float32 and float64, alone and
-in batches; every workspace is exact (`tests/data/linalg.json.gz`). Sub-buffers are rounded up to
-32 elements, a block has 32 columns. Other generations of GPUs were not measured.
-
+in batches; every workspace is exact (`tests/data/linalg.json.gz`). Other GPUs were not measured.
 Shapes: b matrices of m rows and n columns, k the smaller of both, `item` bytes of an element.
 """
 
@@ -357,8 +355,7 @@ outputs_only("addbmm linalg_cross")
 def svdvals(then: Next, a: Tensor, *, driver: str | None = None) -> Tensor:
     """Compute only singular values, or also vectors if there is a gradient.
 
-    Under a dispatch mode torch also computes vectors (`isTensorSubclassLike` in
-    native/BatchLinearAlgebra.cpp).
+    torch would compute vectors under any dispatch mode (`isTensorSubclassLike`).
     """
     if on_gpu(a):
         return aten._linalg_svd.default(a, False, has_gradient(a), driver=driver)[1]
@@ -367,11 +364,7 @@ def svdvals(then: Next, a: Tensor, *, driver: str | None = None) -> Tensor:
 
 @above_autograd("linalg_eigvalsh")
 def eigvalsh(then: Next, a: Tensor, uplo: str = "L") -> Tensor:
-    """Compute only eigenvalues, or also vectors if there is a gradient.
-
-    Under a dispatch mode torch also computes vectors (`isTensorSubclassLike` in
-    native/BatchLinearAlgebra.cpp).
-    """
+    """Compute only eigenvalues, or also vectors if there is a gradient; see `svdvals`."""
     if on_gpu(a):
         return aten._linalg_eigh.default(a, uplo, has_gradient(a))[0]
     return then(a, uplo)
@@ -398,9 +391,9 @@ def orgqr_bytes(m: int, n: int, k: int, item: int) -> int:
 
 
 def eigh_bytes(n: int, item: int, batch: int) -> int:
-    """One call of the solver that torch takes.
+    """Return the workspace of one call of the solver that torch takes.
 
-    Jacobi's method in float32 for 32 to 512 columns, except in batches of 32; otherwise divide and
+    It is Jacobi's in float32 for 32 to 512 columns, except in batches of 32; otherwise divide and
     conquer, of all matrices at once up to 32 columns.
     """
     if item == 4 and 32 <= n <= 512 and (batch == 1 or n > 32):

@@ -101,8 +101,7 @@ def huber_loss_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratc
 def bce_with_logits_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`binary_cross_entropy_with_logits` of Loss.cpp: the log-sigmoid, then the loss.
 
-    With weights of the positives the log-sigmoid is multiplied by `(pos_weight - 1) * target + 1`.
-    That takes a tensor of the weights' size and one of the loss's.
+    `(pos_weight - 1) * target + 1` takes a tensor of the weights' size and one of the loss's.
     """
     positives = argument(args, kwargs, 3, "pos_weight")
     size, staged = _elements(loss_shape(args), out, gpu)
@@ -209,8 +208,7 @@ def _is_large_ctc(log_probs: Tensor, batch: int) -> bool:
 def ctc_loss_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`_ctc_loss_backward` (LossCTC.cu): lengths, backward variables, gradient.
 
-    Lengths and variables have the sizes of the forward pass. A large one has a `logsumexp` over the
-    blanks, and a second gradient if infinite losses count as zero.
+    A large one has a `logsumexp` over the blanks. `zero_infinity` has a second gradient.
     """
     log_probs, losses, alphas = args[1], args[5], args[6]
     zero_infinity = argument(args, kwargs, 8, "zero_infinity", False)

@@ -2,32 +2,26 @@
 
 cuBLAS takes three things from the caching allocator:
 
-1. A workspace for each cuBLAS handle and stream, allocated at its first use and kept until the
-   process ends. Each host thread has one handle: the forward and the backward pass have their own.
-2. A second workspace of 1 MiB for cuBLASLt, which only `addmm` with a fusable bias calls. It is
-   kept, too, one per handle and stream.
+1. A workspace for each cuBLAS handle and stream, from its first use to the end of the process. Each
+   host thread has one handle: the forward and the backward pass have their own.
+2. A second workspace of 1 MiB for cuBLASLt, which only `addmm` with a fusable bias calls.
 3. A contiguous copy of each operand whose strides cuBLAS cannot express (a gradient that `expand`
    made, a sliced column), freed when the op ends.
 
-transformers 5.17 sorts tokens by expert and multiplies them in one `_grouped_mm`
-(integrations/moe.py, `grouped_mm_experts_forward`), so that no shape depends on the routing. The
-GPU decides between CUTLASS's fused kernel, torch's loop of `mm` over the groups, and before compute
-capability 8.0 a loop in transformers.
+transformers 5.17 multiplies tokens, sorted by expert, in one `_grouped_mm` (integrations/moe.py).
+The GPU decides between CUTLASS's fused kernel, torch's loop of `mm`, and before compute capability
+8.0 a loop in transformers.
 
 Sources (torch 2.11, `aten/src/ATen`): cuda/CublasHandlePool.cpp (sizes, life time),
-native/cuda/Blas.cpp (who calls cuBLASLt), native/cuda/cuBlasCommonArgs.h (which operands are
-copied), native/cuda/GroupedBlas.cpp, native/cuda/GroupMM.cu, native/GroupedMMUtils.h. What torch
-2.12 changed is in the fields of `TorchRelease`.
-
-Evidence: exact on all 7,586 `mm`, `addmm`, `bmm` and `baddbmm` calls recorded on an H200 with torch
-2.11 (real models in fp32, fp16, bf16 and mixed precision, forward and backward); the fused kernel's
-workspace was recorded on an H100.
+native/cuda/Blas.cpp (calls of cuBLASLt), native/cuda/cuBlasCommonArgs.h (copies),
+native/cuda/GroupedBlas.cpp, native/cuda/GroupMM.cu, native/GroupedMMUtils.h. `TorchRelease` has
+what 2.12 changed. Evidence: exact on all 7,586 `mm`, `addmm`, `bmm` and `baddbmm` calls recorded on
+an H200 with torch 2.11; the fused kernel's workspace was recorded on an H100.
 
 Left out: variables `CUBLAS_WORKSPACE_CONFIG`, `CUBLASLT_WORKSPACE_SIZE`,
-`TORCH_CUBLASLT_UNIFIED_WORKSPACE` and `DISABLE_ADDMM_CUDA_LT`, TunableOp, a preferred
-BLAS library, side streams, complex and integer operands, and products that were not measured.
-
-Shapes: G groups, M rows of the left, N columns of the right.
+`TORCH_CUBLASLT_UNIFIED_WORKSPACE` and `DISABLE_ADDMM_CUDA_LT`, TunableOp, a preferred BLAS library,
+side streams, complex and integer operands, and products that were not measured. Shapes: G groups, M
+rows of the left, N columns of the right.
 """
 
 from __future__ import annotations
@@ -108,10 +102,9 @@ def grouped_mm_output(args: Args, kwargs: Kwargs) -> Tensor:
 
 @requests("_grouped_mm")
 def grouped_mm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Requests of a grouped product: pointers, strides and sizes of each group and tensor
-    descriptors in the fused kernel, or one `mm` per group.
+    """Requests of a grouped product: one `mm` per group, or two in the fused kernel.
 
-    ::
+    These are pointers, strides and sizes of each group, and tensor descriptors::
 
         3 * 8 * round_up(G, 2) + 12 * G + 3 * 8 * G
         4 * 128 * multiprocessors
@@ -223,18 +216,15 @@ def cublas_workspace_bytes(capability: tuple[int, int], release: TorchRelease) -
 Caller = tuple[str, int]
 """The thread and the number of its stream, 0 for the default one.
 
-The thread is `"main"` for the forward pass and the optimizer, and `"backward"` for autograd's,
-which also recomputes checkpoints. A thread has one handle, a handle one workspace for each stream
-(`cublas_handle_stream_to_workspace`).
+The thread is `"main"` for the forward pass and the optimizer, and `"backward"` for autograd's.
+A thread's handle has one workspace per stream (`cublas_handle_stream_to_workspace`).
 """
 
 
 class CublasWorkspaces:
     """Workspaces that exist so far in one process on one GPU, by thread and stream.
 
-    Args:
-    capability: compute capability of the GPU.
-    release: the torch that runs on the GPU; None is the simulated one.
+    `release` is the torch that runs on the GPU; None is the simulated one.
     """
 
     def __init__(self, capability: tuple[int, int], release: TorchRelease | None = None) -> None:
@@ -247,12 +237,11 @@ class CublasWorkspaces:
     def bytes_for(
         self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], caller: Caller
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return `(persistent, temporary)` bytes of one call: workspaces of a thread's first
-        product and of a fused bias, and copies of operands that cuBLAS cannot read.
+        """Return `(persistent, temporary)` bytes of one call: new workspaces, and copies of
+        operands.
 
-        CUDA's order is: the result, the temporaries, then the persistent ones; the temporaries are
-        freed at the end of the op. The call counts: a workspace is returned once per `caller`. An
-        op that takes no handle returns nothing.
+        CUDA's order is: the result, the temporaries, the persistent ones. A workspace is returned
+        once per `caller`, so the call has a side effect.
         """
         op = op_of(func)
         product: Product | None = op.product
@@ -291,8 +280,8 @@ def _calls_lt(product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     """Return whether `addmm` goes to cuBLASLt, which adds the bias in its epilogue.
 
     `isInputCompliesAddmmCudaLt` (torch v2.11, CUDA 12.1 or newer): beta is 1, the result is a
-    contiguous matrix and every dimension of both factors is above 1. The summand is a contiguous
-    vector as long as the result's row. With a fused activation a matrix as summand will do too.
+    contiguous matrix, every dimension is above 1, and the summand a contiguous row. With a fused
+    activation a matrix as summand will do too.
     """
     if not product.fused:
         return False
@@ -311,10 +300,9 @@ def _calls_lt(product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def _operand_copies(product: Product, args: Sequence[Any]) -> tuple[int, ...]:
-    """Bytes of the contiguous copies of operands, in the order in which CUDA makes them.
+    """Return bytes of the contiguous copies of operands, in CUDA's order.
 
-    cuBLAS is column-major, so a row-major result is computed as the product of the transposed
-    factors: the second factor is prepared first.
+    cuBLAS is column-major, so the second factor of a row-major product is prepared first.
     """
     if product.kind == "dot":
         return ()

@@ -3,12 +3,9 @@
 Sources (torch 2.11, `aten/src/ATen/native`): Normalization.cpp (`_select_batch_norm_backend`),
 cudnn/BatchNorm.cpp, cuda/Normalization.cu, cuda/Normalization.cuh, cuda/layer_norm_kernel.cu,
 cuda/group_norm_kernel.cu, layer_norm.cpp. cuDNN's batch norm has no workspace in NCHW. The rule for
-channels-last is deduced from 81 shapes on an H100 (cuDNN 9.19) and exact for all. They are the
-float16 calls of ResNet-18, ResNet-50 and MobileNetV2, and the float32 calls of a ResNet-50 and an
-EfficientNetV2. Gradients of layer norm: event by event of Swin on an H100 (`zoo-swin-f32`).
-`SyncBatchNorm`: recorded under DDP on two H100s.
-
-Symbols: M samples times pixels, C channels.
+channels-last is exact for 81 shapes of ResNets, MobileNetV2 and EfficientNetV2 on an H100 (cuDNN
+9.19). Gradients of layer norm: event by event of Swin on an H100 (`zoo-swin-f32`). `SyncBatchNorm`:
+recorded under DDP on two H100s. Symbols: M samples times pixels, C channels.
 """
 
 from __future__ import annotations
@@ -138,8 +135,7 @@ def batch_norm_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) 
 def batch_norm_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
     """Return whether the workspace is known: NCHW, and channels-last on Hopper except float64.
 
-    torch's own kernels (bfloat16) were recorded in both orders, in two nets, but not of sequences
-    with gaps.
+    torch's own kernels (bfloat16) were recorded in both orders, but not of sequences with gaps.
     """
     is_backward = func is torch.ops.aten.native_batch_norm_backward.default
     tensor = args[1] if is_backward else args[0]
@@ -177,8 +173,8 @@ def _staging(tensor: Tensor, sums_per_channel: int) -> tuple[int, ...]:
 def native_batch_norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`batch_norm_cuda` by torch's own kernels.
 
-    Training has staged sums if channels are contiguous; rows with gaps have numbers in place of
-    missing weights (`Impl::General`).
+    Training has staged sums if channels are contiguous; missing weights are numbers
+    (`Impl::General`).
     """
     tensor, is_training = args[0], args[5]
     staged = _staging(tensor, 4) if is_training and _takes_rows(tensor) else ()
@@ -233,10 +229,8 @@ def _partial_rows(num_rows: int, width: int, gpu: Gpu) -> int:
 def _events(args: Args, weights: dict[int, Tensor | None], mask: list[bool], gpu: Gpu) -> Events:
     """Copies, the gradients, and partial sums for `weights` if rows are many and narrow.
 
-    Weights are given by the position of their gradient.
-
-    `LaunchGammaBetaBackwardCUDAKernel` adds blocks of rows for all of them, then calls `sum(0)` for
-    each. Each result replaces an output that was allocated before.
+    Weights are given by the position of their gradient. `LaunchGammaBetaBackwardCUDAKernel` adds
+    blocks of rows, then calls `sum(0)` for each, which replaces an allocated output.
     """
     grad, tensor, shape = args[0], args[1], args[2]
     width = prod(shape)

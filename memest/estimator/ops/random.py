@@ -1,9 +1,9 @@
-"""Random operators: the numbers of the GPU's generator, and what draws request.
+"""Random operators: the numbers of the GPU's generator, and the requests of draws.
 
-CUDA's generator has a seed and an offset (`CUDAGeneratorImpl`). A kernel draws from Philox at the
-offset, each thread from its own sequence, and moves the offset. A mask that a script draws on the
-GPU is therefore known, and so are the shapes that depend on it. Steps of the offset are known for
-all random operators; numbers for uniform, normal and exponential ones, integers and choices.
+A kernel draws from Philox at the generator's offset (`CUDAGeneratorImpl`), each thread from its own
+sequence, and moves the offset. So a mask that a script draws on the GPU is known. Steps of the
+offset are known for all random operators; numbers for uniform, normal and exponential ones,
+integers and choices.
 
 Sources (torch 2.11, `aten/src/ATen`): native/cuda/DistributionTemplates.h, Distributions.cu,
 MultinomialKernel.cu, Dropout.cu, Randperm.cu, native/Distributions.cpp,
@@ -278,11 +278,7 @@ def _integers(words: list[Words], part: Parts, low: int, high: int) -> Numbers:
 
 
 class GpuDraws:
-    """Random numbers of a GPU, in order.
-
-    Args:
-    gpu: how many threads draw at once.
-    """
+    """Random numbers of a GPU, in order."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
@@ -485,8 +481,7 @@ def randperm_bits(num_items: int) -> int:
 
 @requests("randperm")
 def randperm_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """Requests of `randperm` (Randperm.cu): a scalar that checks the range, the numbers, the keys,
-    and the sort's temporary storage.
+    """`randperm` (Randperm.cu): a scalar that checks the range, numbers, keys, the sort's storage.
 
     The keys exist before and after the sort, with 4 bytes if 32 bits are enough.
     """
@@ -516,9 +511,8 @@ def _samples(args: Args, kwargs: Kwargs) -> tuple[int, bool]:
 def multinomial_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`multinomial` (native/Distributions.cpp) without replacement, or of one sample.
 
-    The largest and smallest probability are checked, then the sum of each row; these verdicts are
-    kept. Exponential noise divides the probabilities. `topk` of several samples also makes the
-    values.
+    The largest and smallest probability and the sum of each row are checked; the verdicts are kept.
+    Exponential noise divides the probabilities. `topk` of several samples also makes the values.
     """
     probabilities = args[0]
     item = probabilities.itemsize
@@ -584,10 +578,10 @@ def bernoulli_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 
 @requests("normal.Tensor_Tensor normal.float_Tensor")
 def normal_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`normal` of deviations in a tensor (DistributionTemplates.h).
+    """`normal` of deviations in a tensor (DistributionTemplates.h); a number as the mean is a
+    tensor.
 
-    The smallest deviation is checked before the result is made, and again. A number as the mean is
-    a tensor.
+    The smallest deviation is checked before the result is made, and again.
     """
     mean, deviations = args[:2]
     item = deviations.itemsize

@@ -2,9 +2,9 @@
 
 torch calls cuDNN for LSTM, GRU and RNN (`ATen/native/cudnn/RNN.cpp` of torch 2.11). cuDNN does not
 publish its sizes; the formulas are fitted to calls on an H100 (cuDNN 9.19). 575 layers have all
-cells, 1 to 4 layers, both directions, 5 to 256 steps, batches of 1 to 128 and widths of 16 to 1500.
-They are float32, float16, bfloat16 and float64, packed and not. 1,350 more have 16 to 1000 steps
-and batches of up to 512, not packed; 1,331 are exact.
+cells, 1 to 4 layers, both directions, 5 to 256 steps, batches of 1 to 128, widths of 16 to 1500 and
+all float types, packed and not. 1,350 more have 16 to 1000 steps and batches of up to 512, not
+packed; 1,331 are exact.
 
 Weights, reserve space and the workspace of inference are exact to the allocator's 512 B for all
 without projection. The workspace of training, the larger of a forward and a backward part, is exact
@@ -12,7 +12,7 @@ for 517 of 567, within 4 % for 556. `is_measured` is false for most of the rest;
 by more than 2 % (at most 24 %) it is true.
 
 Shapes: T steps, B sequences, N = T * B rows (fewer where packed), I input width, H hidden width, L
-layers. D directions, gates G of 4 (LSTM), 3 (GRU) or 1 (RNN).
+layers, D directions, G gates: 4 (LSTM), 3 (GRU) or 1 (RNN).
 """
 
 from __future__ import annotations
@@ -165,8 +165,7 @@ def uses_static_algorithm(layers: Layers) -> bool:
 def reserve_bytes(layers: Layers) -> int:
     """Return the bytes of the reserve space of a training pass.
 
-    The backward pass needs a part for each layer, the outputs of all except the last, and a bit for
-    each output.
+    It has a part for each layer, the outputs of all except the last, and a bit for each output.
     """
     size, d, n = layers.dtype.itemsize, layers.directions, layers.num_rows
     h, num = layers.hidden_size, layers.num_layers
@@ -252,8 +251,8 @@ def dropout_state_bytes(gpu: Gpu) -> int:
 def is_measured(layers: Layers, *, is_training: bool) -> bool:
     """Return whether the sizes were exact in measurements.
 
-    Projections are not. In training neither are the persistent kernels in both directions, nor
-    packed layers narrower than their input.
+    Projections are not; in training neither are bidirectional persistent kernels nor packed layers
+    narrower than their input.
     """
     if layers.proj_size or (layers.is_packed and layers.num_steps > MOST_STEPS):
         return False
@@ -299,8 +298,7 @@ def _in_steps(x: Tensor, args: Args, batch_first: int, batch_sizes: int) -> Tens
 def recurrent_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
     """`_cudnn_rnn` of RNN.cpp: copies, outputs and last states, workspace and reserve space.
 
-    An input is copied unless it is contiguous step by step; weights are copied if they are not in
-    one buffer.
+    Inputs are copied unless they are contiguous step by step, weights unless they are one buffer.
     """
     layers = layers_of_forward(args)
     copies = contiguous_copy(_in_steps(args[0], args, 10, 14))
@@ -314,8 +312,7 @@ def recurrent_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
 
 @requests("_cudnn_rnn_backward")
 def recurrent_backward_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
-    """`_cudnn_rnn_backward`: the gradients of input and states, then those of the weights in one
-    buffer.
+    """`_cudnn_rnn_backward`: gradients of input and states, then of the weights in one buffer.
 
     Zeros are made first for states without an incoming gradient.
     """
@@ -486,8 +483,7 @@ def run_cudnn(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`_cudnn_impl` of RNN.cpp: output, last hidden state and last cell state.
 
-    Under autocast (`_cudnn_rnn_cast_reflatten` of AutocastRNN.cpp) everything is cast, the weights
-    into a flat buffer of their own.
+    Autocast casts everything (`_cudnn_rnn_cast_reflatten`), the weights into a buffer of their own.
     """
     hidden, proj = hx.shape[2], 0
     if cx is not None and cx.shape[2] != hidden:

@@ -1,20 +1,14 @@
 """Reductions: their staging buffers, as a pure function of shape and strides.
 
-A reduction whose outputs are too few to fill the GPU is split over thread blocks. Each block writes
-its partial result to a staging buffer, and a counter per output block (a semaphore) lets the last
-block combine them. Both are taken from the caching allocator and freed at the end of the op. For
+A reduction with few outputs is split over thread blocks. Each block writes its partial result to a
+staging buffer, and a counter per output block (a semaphore) lets the last block combine them. For
 the bias gradient of a wide layer the buffer is tens of MiB.
 
 Mirrors `setReduceConfig`, `ReduceConfig` and `gpu_reduce_kernel` of
 `aten/src/ATen/native/cuda/Reduce.cuh` (read in torch 2.13) and the dimension ordering, coalescing
-and 32-bit splitting of `aten/src/ATen/TensorIterator.cpp`.
-
-Evidence: exact on all 3,470 reductions recorded on an H200 with torch 2.11. None of them had an
-input that needs 64-bit indices.
-
-`prod`'s gradient: torch/csrc/autograd/FunctionsManual.cpp (`prod_backward`).
-
-Left out: complex dtypes (they reduce through jiterator kernels with other accumulators).
+and 32-bit splitting of `aten/src/ATen/TensorIterator.cpp`. Evidence: exact on all 3,470 reductions
+recorded on an H200 with torch 2.11; none needs 64-bit indices. `prod`'s gradient:
+torch/csrc/autograd/FunctionsManual.cpp (`prod_backward`). Left out: complex dtypes.
 """
 
 from __future__ import annotations
@@ -168,13 +162,9 @@ def _coalesced(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 def reduction_dims(
     tensor: Tensor, dims: Sequence[int], *, input_bytes: int, output_bytes: int
 ) -> ReductionDims:
-    """The dimensions over which CUDA runs the reduction of `tensor` over `dims` (empty: all).
+    """Return the dimensions over which CUDA reduces `tensor` over `dims` (empty: all).
 
-    Args:
-        tensor: the input, with its strides; the output is contiguous over the kept dimensions.
-        dims: the reduced dimensions.
-        input_bytes: bytes of one input element.
-        output_bytes: bytes of one output element.
+    Bytes are those of one element. The output is contiguous over the kept dimensions.
     """
     everything = not dims or tensor.dim() == 0
     reduced = set(range(tensor.dim())) if everything else {d % tensor.dim() for d in dims}
@@ -221,15 +211,15 @@ def staging_bytes(
     input_vector: int = VECTOR_SIZE,
     offset: int = 0,
 ) -> tuple[int, ...]:
-    """Bytes of the staging buffer and of the semaphores, or nothing for a reduction within blocks.
+    """Return bytes of the staging buffer and of the semaphores; nothing for a reduction within
+    blocks.
 
     With C blocks per output, G blocks of outputs, block width W and V outputs per thread:
 
         staging = accumulator * outputs * C * (1 if threads of a row reduce else W * V)
         semaphores = 4 * G
 
-    C > 1 only where each thread would otherwise add 256 values or more and the outputs alone do
-    not fill the GPU.
+    C > 1 only where threads would add 256 values or more and the outputs do not fill the GPU.
     """
     num_outputs = dims.num_outputs
     num_inputs = prod(dims.shape) // max(1, num_outputs)
@@ -272,10 +262,10 @@ def reduce_bytes(
     accumulator_bytes: int,
     input_vector: int = VECTOR_SIZE,
 ) -> tuple[int, ...]:
-    """Temporaries of one `gpu_reduce_kernel` call over `tensor`, read as `dtype`.
+    """Return temporaries of one `gpu_reduce_kernel` call over `tensor`, read as `dtype`.
 
-    Inputs that need 64-bit indices run in pieces, one after the other, so the largest piece counts.
-    Half and bfloat16 outputs then hold the running sums in a buffer of their own.
+    Inputs with 64-bit indices run in pieces, of which the largest counts; 16-bit outputs then have
+    a buffer of running sums.
     """
     if tensor.numel() == 0:
         return ()
@@ -328,8 +318,7 @@ def _dims_of(args: Args, kwargs: Kwargs, position: int) -> tuple[int, ...]:
 def sum_bytes(
     tensor: Tensor, dims: Sequence[int], out_dtype: torch.dtype, gpu: Gpu, *, half_vector: int = 8
 ) -> tuple[int, ...]:
-    """Temporaries of `sum` and `mean`: a cast of the input if CUDA does not read its dtype, and
-    staging.
+    """Return temporaries of `sum` and `mean`: staging, and a cast if CUDA does not read the dtype.
 
     `make_reduction_from_out_ty` of ReduceOps.cpp casts unless the dtypes are equal or go from a
     16-bit float to float32. `sum_functor` and `mean_kernel_impl` load 8 values of 16 bits at once.
@@ -401,8 +390,7 @@ def indexed_extreme_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> S
 def variance_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`var`, `std` and with their mean: ReduceMomentKernel.cu accumulates `WelfordData`.
 
-    Two accumulators, an int32 count and a floating count: 16 bytes for float32, 32 for float64;
-    its kernel loads 2 values at once.
+    It has 16 bytes for float32 and 32 for float64; its kernel loads 2 values at once.
     """
     num_bytes = 32 if args[0].dtype == torch.float64 else 16
     return _reduced(args[0], _dims_of(args, kwargs, 1), out, gpu, num_bytes, input_vector=2)

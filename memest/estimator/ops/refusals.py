@@ -1,7 +1,6 @@
 """Messages of CUDA's kernels for calls that meta takes: mixed dtypes, numbers that do not fit.
 
-A script that mixes dtypes would run on meta and fail at its first step on a GPU. Each family
-registers the checks of its kernels (torch 2.11) with `refuse`, in torch's words;
+Each family registers the checks of its kernels (torch 2.11) with `refuse`, in torch's words;
 `tests/data/mistakes.json` holds a GPU's messages.
 """
 

@@ -175,9 +175,8 @@ class Op:
     def _is_known_without(self) -> bool:
         """Return whether a kernel without a rule for its requests is known to need none.
 
-        Views; elementwise operators by torch's tag, whose casts run inside the kernel; `_foreach_*`
-        except reductions; matrix products; and the names of `outputs_only`. An operator in place
-        without a tag is known if the operator that it runs in place is.
+        These are views, elementwise operators by torch's tag, `_foreach_*` except reductions,
+        matrix products, names of `outputs_only`, and their forms in place.
         """
         schema = self.func._schema
         namespace, _, name = schema.name.partition("::")
@@ -268,8 +267,8 @@ def unregister(func: OpOverload) -> None:
 def outputs_only(names: str) -> None:
     """Declare operators, by names separated by blanks, whose kernels allocate their outputs only.
 
-    Evidence: recorded without a temporary on an H200, or a sibling (in-place form, other
-    distribution, other optimizer) of a recorded operator that runs the same kind of kernel.
+    Evidence: recorded without a temporary on an H200, or a sibling of a recorded operator that runs
+    the same kind of kernel.
     """
     OUTPUTS_ONLY.update(names.split())
 

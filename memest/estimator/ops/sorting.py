@@ -72,13 +72,12 @@ def _slices(args: Args, kwargs: Kwargs, position: int) -> tuple[int, int]:
 
 @requests("sort sort.stable")
 def sort_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`sort` (Sort.cpp): within a block up to 4096 elements, else radix sort of keys and int64
-    positions.
+    """`sort` (Sort.cpp): within a block up to 4096 elements, else radix sort of keys and positions.
 
     Short slices need an int64 range that fills the indices. One long slice: range and the sort's
-    storage. Several, fewer than 128: all are sorted at once by key with (segment, position) as
-    value, then by segment. The first sort peaks with two arrays of 8 * n, the sorted keys and its
-    storage. More: a range and the storage of a sort of segments. Exact where `sort_is_modelled`.
+    storage. Several, fewer than 128: all are sorted by key with (segment, position) as value,
+    then by segment. The first sort peaks with two arrays of 8 * n, sorted keys and storage.
+    More: a range and the storage of a sort of segments. Exact where `sort_is_modelled`.
     """
     tensor = args[0]
     count, length = _slices(args, kwargs, 1)
@@ -148,9 +147,9 @@ def topk_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> 
 def cumsum_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`cumsum`: a cast of the input, and for a single row the scan over blocks.
 
-    `scan_dim` of ScanUtils.cuh hands only tensors of one row to CUB. Floats go through
-    `inclusive_deterministic_scan` of ATen/cuda/cub.cuh if deterministic algorithms are on. It has
-    one sum for each of up to `num_sms` blocks of 512, 256 or 128 threads by 16 values.
+    `scan_dim` of ScanUtils.cuh passes tensors of one row to CUB. Deterministic algorithms take
+    `inclusive_deterministic_scan` of ATen/cuda/cub.cuh for floats: one sum for each of up to
+    `num_sms` blocks of 512, 256 or 128 threads by 16 values.
     """
     dtype = out.dtype
     if not (dtype.is_floating_point and torch.are_deterministic_algorithms_enabled()):
@@ -203,10 +202,9 @@ def isin_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
 
 @modelled("isin.Tensor_Tensor")
 def isin_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Return whether the searched elements are few, so that the kernel compares them one by one
-    without sorting.
+    """Return whether so few elements are searched that the kernel compares them one by one.
 
-    `isin` of TensorCompare.cpp, the number by its own formula.
+    The number is that of `isin` in TensorCompare.cpp.
     """
     return bool(args[1].numel() < int(10 * args[0].numel() ** 0.145))
 

@@ -1,9 +1,7 @@
-"""Sparse tensors (COO) on CUDA, by operators on their two parts.
+"""Sparse tensors (COO) on CUDA, by operators on their two parts, indices and values.
 
-A sparse tensor has no storage of its own: it holds a dense tensor of indices and one of values.
-CUDA's kernels are rebuilt here by operators on those two, which are recorded as any other. Memory
-of Thrust and cuSPARSE comes in addition. Coalescing adds up equal entries, so their number depends
-on the indices. Unknown indices are assumed to differ.
+CUDA's kernels are rebuilt by operators on those two; memory of Thrust and cuSPARSE is added.
+Coalescing adds up equal entries; unknown indices are assumed to differ.
 
 Source (torch 2.11): aten/src/ATen/native/sparse/SparseTensor.cpp, SparseTensorMath.cpp,
 cuda/SparseCUDATensor.cu, cuda/SparseCUDATensorMath.cu, cuda/SparseCUDABlas.cpp. Evidence: 536 calls

@@ -35,8 +35,7 @@ OLDEST = -1
 TRIED = -2
 """In place of a position: a temporary of this size at the kernel's first call.
 
-If the GPU has too little memory, it has the size of the next such event. Then it is freed and the
-cache emptied.
+If it does not fit, it has the next such event's size; it is freed and the cache emptied.
 """
 
 

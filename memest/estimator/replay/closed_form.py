@@ -1,18 +1,16 @@
 """The textbook's activations per layer: a comparison with the trace, for teaching.
 
 Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4:
-a transformer layer in 16 bit keeps
+a transformer layer in 16 bit saves
 
     s * b * h * 34 + 5 * a * s**2 * b   bytes
 
-for its backward. Of the 34, 11 are in attention (input 2, Q 2, K 2, V 2, input of the projection 2,
-dropout mask 1), 19 in an MLP of width 4h (input 2, input of GELU 8, its output 8, mask 1), and 4
-are inputs of two layer norms. The attention matrix is softmax output 2, dropout mask 1 and dropout
-output 2. With recomputation of whole layers it keeps their inputs, 2 * s * b * h.
+Of the 34, 11 are in attention (input 2, Q 2, K 2, V 2, input of the projection 2, dropout mask 1),
+19 in an MLP of width 4h (input 2, input of GELU 8, its output 8, mask 1), and 4 are inputs of two
+layer norms. The attention matrix is softmax output 2, dropout mask 1 and dropout output 2. With
+recomputation of whole layers it saves their inputs, 2 * s * b * h.
 
-Differences of the model are listed where they follow from its config. The rest is one more row, so
-the rows add up to the trace.
-
+Rows list the differences that follow from the model's config; the last row is the rest.
 Shapes: s tokens, b samples, h model width, a heads, k key heads, f MLP width.
 """
 

@@ -51,8 +51,8 @@ MicroBatch = Sequence[Part]
 class Program:
     """Everything that replay needs: storages, event streams, and the probes' figures.
 
-    The steps are those that ran. A run with more steps plays the last again. A run with more
-    micro-batches plays the middle one again, or of two the last without the optimizer's step.
+    A run with more steps plays the last one again. A run with more micro-batches plays the middle
+    one again, or of two the last without the optimizer's step.
     """
 
     storages: StorageTable

@@ -129,8 +129,7 @@ def _num_events(run: Run) -> int:
 def kind_of(storages: StorageTable, storage: int) -> str:
     """Return the kind of `KINDS` of a storage.
 
-    Storages that backward and optimizer make for themselves are temporary. Storages that arrive
-    before any module runs are the batch.
+    Storages of backward and optimizer are temporary; those before any module runs are the batch.
     """
     kind, site = storages.kinds[storage], storages.sites[storage]
     if kind is not MemKind.ACTIVATIONS:
@@ -152,12 +151,7 @@ def sign_of(action: Action) -> int:
 
 
 class RecordingObserver:
-    """Records a run.
-
-    Args:
-        recording: the recording to fill.
-        ranges_stay: argument of `AddressSpace`.
-    """
+    """Fills `recording` with the actions of a run."""
 
     def __init__(self, recording: Recording, *, ranges_stay: bool) -> None:
         self.recording = recording
@@ -421,8 +415,8 @@ def _spans(
 def torch_snapshot(recording: Recording) -> dict[str, Any]:
     """Return the recording in the form of `torch.cuda.memory._snapshot()`.
 
-    Allocations and frees have their requested sizes; blocks and segments have their own, as torch
-    records them. The timelines of `_memory_viz` colour by `category`.
+    As torch records them, allocations and frees have their requested sizes, blocks their own. The
+    timelines of `_memory_viz` colour by `category`.
     """
     frames = _Frames(recording.storages)
     streams = _streams(recording)

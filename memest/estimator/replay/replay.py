@@ -118,12 +118,7 @@ def streams_of(
 
 
 class Player:
-    """Applies events to an allocator.
-
-    Args:
-        allocator: a simulated one.
-        storages: the storages that the events are about.
-    """
+    """Applies events about `storages` to an allocator."""
 
     def __init__(self, allocator: CachingAllocator, storages: StorageTable) -> None:
         self.allocator, self.storages = allocator, storages
@@ -418,9 +413,9 @@ class Run:
         """Replay the run.
 
         Args:
-            limit_bytes: what the allocator may reserve; None is no limit.
-            returns: when blocks come back whose return depends on how fast the GPU is.
-            observer: sees every step and micro-batch, also those that only repeat the one before.
+            limit_bytes: limit of the allocator; None is no limit.
+            returns: free timing of blocks that two streams share.
+            observer: receives every step and micro-batch, also repeated ones.
             is_soft: requests that find no memory raise the limit; not with `settings`, and not
                 where a request is `tried`.
         """

@@ -1,9 +1,8 @@
 """Scenarios of a plan: ranks that differ, and free timings of shared blocks.
 
 The return of a block that two streams use, or that a collective holds, depends on the speed of the
-GPU. So each traced rank of several GPUs is replayed with three free timings: immediately, at the
-latest moment (`Timeline`), and immediately in the first step alone. Any rank of a real run should
-be between the lowest and the highest figures. On one GPU there is one scenario.
+GPU. So each rank is replayed with three free timings: immediately, at the latest moment, and
+immediately in the first step alone. A real rank should be between the extremes.
 """
 
 from __future__ import annotations
@@ -35,13 +34,9 @@ def run_of_plan(plan: TrainingPlan, traced: TracedPlan) -> Run:
 
 
 class Scenario:
-    """A run with one free timing.
+    """A run with one free timing, `returns`.
 
-    Args:
-        run: the run.
-        returns: free timing of shared blocks.
-        free: its replay without a limit; made if it is not known.
-        traced: facts about the model of a plan.
+    `free` is its replay without a limit, and `traced` has facts about the model of a plan.
     """
 
     def __init__(
@@ -100,7 +95,6 @@ def verdict_over(
     """Return the verdict on a GPU, from `results` of `scenarios` under its limit.
 
     It fits if every scenario fits, and is out of memory if a rank is so in all its scenarios.
-    `spread_bytes` is the difference of the limit between drivers.
     """
     failed = [i for i, result in enumerate(results) if result.failed is not None]
     needs = highest_need([scenario.least for scenario in scenarios], limit_bytes)

@@ -48,9 +48,8 @@ def run_ranks(
 def candidate_ranks(plan: TrainingPlan) -> Sequence[int]:
     """Return one rank for each kind of rank, including the one with the highest need.
 
-    Under DDP all ranks are equal, and under FSDP2 and ZeRO-3 the first needs the most. FSDP1, and
-    ZeRO 1 and 2, cut joined parameters without regard to their ends, and a rank stores the overlaps
-    with its part. Then all ranks are candidates, or some of many.
+    All ranks of DDP are equal; the first of FSDP2 and ZeRO-3 needs the most. FSDP1 and ZeRO 1 and 2
+    cut joined parameters anywhere, so all ranks are candidates, or some of many.
     """
     if plan.strategy == "fsdp" and plan.sharding_strategy != "NO_SHARD":
         is_few = plan.world_size <= MAX_ALL_RANKS_OF_FSDP
@@ -121,9 +120,8 @@ _Traces = list[tuple[Gpu, LoggedTrace, Calls]]
 def trace_plan(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False) -> TracedPlan:
     """Return the program of `plan` on `gpu`: that of the worst rank, with the others.
 
-    Plans that differ in limits and steps alone share it. The program on another chip is made from
-    the calls of the first, if the plan makes the same ones there. Chips of equal compute capability
-    and number of multiprocessors share the ranks of a strategy, if cuDNN takes the same workspaces.
+    It is cached for plans that differ in limits and steps alone. On another chip it is made from
+    the calls on the first, if the plan makes the same ones there.
     """
     gpu = replace(
         gpu, name="", label="", source="", memory_bytes=_ENOUGH_BYTES, memory_range_bytes=None,

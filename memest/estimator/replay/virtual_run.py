@@ -1,8 +1,7 @@
-"""The run of a plan: its own loop, on a virtual GPU.
+"""The run of a plan: its own loop, on a virtual GPU without a limit.
 
-The first steps run as `memest validate` runs them. Of a step's micro-batches run the first, the
-last and, where it differs from that, one from the middle. Further ones repeat these (`program`).
-The GPU is unlimited here; replays of the program apply real limits.
+Of a step's micro-batches the first, the last and one from the middle run; the others repeat these
+(`program`). Replays of the program apply real limits.
 """
 
 from __future__ import annotations
@@ -219,8 +218,7 @@ class _PhaseRecorder(PhaseRecorder):
 def without_cycles() -> Iterator[None]:
     """Avoid collections in the middle of a run, so that two runs of a plan are the same.
 
-    Collections that the loop itself runs ignore older objects. Cycles that the run leaves, such as
-    its model, are collected at its end.
+    Cycles that the run leaves, such as its model, are collected at its end.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -254,7 +252,7 @@ def run_plan(
         trust_remote_code: whether code that comes with a model may run.
         observe: called with the dispatch mode before anything runs.
         at_cut: called at the beginning of the training and at each probe.
-        ranks: which of the plan's devices it is; None is the first.
+        ranks: rank of the plan's devices; None is the first.
 
     Raises:
         MemestError: the plan cannot be run, or memest cannot model it.
@@ -340,8 +338,7 @@ def _as_before() -> Iterator[None]:
 def compiling_late() -> Iterator[None]:
     """Compile functions at their first call.
 
-    bitsandbytes compiles kernels of the host at its import. No plan calls them. torch would import
-    Inductor for them, which takes more than a second.
+    bitsandbytes compiles host kernels at its import, which would import Inductor for a second.
     """
     compile_: Any = torch.compile
 
@@ -394,8 +391,7 @@ def _notes(watch: _Watch) -> Iterator[str]:
 def _host_terms(held: Iterable[tuple[int, bool]]) -> Iterator[Term]:
     """Return terms of the tensors on the host.
 
-    Pinned ones are rounded up to a power of two (`CachingHostAllocatorImpl::allocate`,
-    aten/src/ATen/core/CachingHostAllocator.h).
+    Pinned ones are rounded up to a power of two (`CachingHostAllocatorImpl::allocate`).
     """
     sizes = list(held)
     pinned = [1 << (num_bytes - 1).bit_length() for num_bytes, is_pinned in sizes if is_pinned]

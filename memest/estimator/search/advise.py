@@ -233,11 +233,11 @@ def cheapest_change(
     max_predictions: int | None = None,
     trust_remote_code: bool = False,
 ) -> Option | None:
-    """Return the first single change, cheapest in kind first, with which `plan` fits `gpu`.
+    """Return the first single change, cheapest in kind first, with which `plan` fits `gpu`, or
+    None.
 
-    If its margin is tight, the next grade is returned where that is enough. `prediction` is that of
-    `plan`, with a verdict for `gpu`. None if no change alone is enough, or none was found in
-    `max_predictions`: by default `MAX_CHANGES`, and fewer for a long run (`MAX_CALLS`).
+    `prediction` is that of `plan`, with a verdict for `gpu`. `max_predictions` None is
+    `MAX_CHANGES`, and fewer for a long run (`MAX_CALLS`).
     """
     target = find_gpu(gpu) if isinstance(gpu, str) else gpu
     traced = trace_plan(_on_gpu(plan, target), target, trust_remote_code=trust_remote_code)

@@ -131,8 +131,7 @@ def only(techniques: Iterable[Technique], keeps: Callable[[Change], bool]) -> li
 def least_bytes(change: Change, traced: TracedPlan) -> int:
     """Return a lower bound of the memory of a run with `change`, from the run without it.
 
-    Images of another size may need another table of positions. For other number formats, quantised
-    weights and shards the bound is 0.
+    It is 0 for other number formats, quantised weights and shards.
     """
     program, keys = traced.program, change.updates.keys()
     if change.cost <= Cost.TIME or keys == {"seq_len"}:

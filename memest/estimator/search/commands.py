@@ -58,8 +58,7 @@ def predict_command(plan: TrainingPlan) -> str:
 def training_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts) -> tuple[str, ...]:
     """Return the lines of a Lightning script that turn `before` into `after`, in script order.
 
-    Names are those of lightning 2.6, transformers 5.17, peft 0.21 and bitsandbytes 0.50. `name`,
-    `model` and `dataset` stand for the reader's own.
+    Names are those of lightning 2.6, transformers 5.17, peft 0.21 and bitsandbytes 0.50.
     """
     return (
         *_allocator_lines(before, after),

@@ -1,7 +1,6 @@
 """A grid of plans for an interactive page: memory of each plan, at its phases and on each GPU.
 
-Plans of one model share traces (`related_plans`), and so do the GPUs of one chip. Every point is
-replayed on its own, so it equals the prediction of that plan to the byte.
+Plans of one model share traces (`related_plans`); every point equals its prediction to the byte.
 """
 
 from __future__ import annotations

@@ -53,11 +53,7 @@ FIRST_SEQ_LEN = 64
 class Trial:
     """Result of a traced plan on one GPU; replayed as far as it is read.
 
-    Args:
-        traced: the plan's program.
-        plan: its steps and micro-batches.
-        gpu: the GPU.
-        like: the trial of the same program on another GPU, whose replays are shared.
+    `like` is the trial of the same program on another GPU, whose replays are shared.
     """
 
     def __init__(

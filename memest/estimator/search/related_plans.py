@@ -28,13 +28,7 @@ GROWTH = 4
 
 
 class TraceSeries:
-    """Traced plans of one plan with other values of one key, from as few traces as possible.
-
-    Args:
-        plan: the plan; its own value of `key` does not matter.
-        gpu: GPU whose kernels run.
-        key: `batch_size` or `seq_len`.
-    """
+    """Traced plans with other values of `key` (`batch_size` or `seq_len`), from few traces."""
 
     def __init__(
         self,
@@ -102,10 +96,8 @@ class TraceSeries:
         return self.trace(value).traced
 
     def _is_alone(self, value: int) -> bool:
-        """Return whether no earlier size, and not the next size of the search, takes the same
-        decisions as `value`.
-
-        One trace is then less than a family.
+        """Return whether `value` needs a trace of its own, because sizes near it take other
+        decisions.
         """
         family = next(iter(self._families.values()), None)
         own = None if family is None else family.outcomes(value)
@@ -120,14 +112,10 @@ class TraceSeries:
         self._covered.clear()
 
     def cover(self, values: Iterable[int], *, asked: Iterable[int] | None = None) -> None:
-        """Make `at` cheap for `values`; whatever it returns has been checked as far as possible.
+        """Make `at` cheap for `values` of one spacing, and check those in `asked`.
 
-        Of `values` only those in `asked` matter, all by default: the others are steps between.
-
-        A run of values with one spacing is cut where a decision by shapes differs. Each part is
-        covered by a family of its first few, if that agrees with a trace at the last value in
-        `asked`. If not, each half is covered by itself. If few of many are in `asked`, the family
-        is of the first and the last of these, if both make the same calls.
+        A run of values is cut where a decision by shapes differs. A family of its first few covers
+        each part if a trace at the last one agrees. If not, each half is covered by itself.
         """
         if self.is_alone:
             return
@@ -141,8 +129,8 @@ class TraceSeries:
         """Return whether traces of the ends cover the values in `asked`, all multiples of the
         first.
 
-        A size padded to a multiple follows no polynomial. Multiples of a size without padding have
-        none, and the differences of padded sizes are no multiples of the sizes' differences.
+        A size padded to a multiple follows no polynomial; multiples of a size without padding have
+        none.
         """
         held = sorted(asked.intersection(run))
         is_few = DEGREE[self.key] == 1 and DEGREE[self.key] + 2 < len(held) < len(run) // 2
@@ -229,15 +217,10 @@ SAME_MODEL: Mapping[str, Any] = {"optim": "sgd", "act_ckpt": False}
 
 
 class RelatedPlans:
-    """Traced plans of related plans on one chip.
+    """Traced plans of related plans on one chip, at `batches`, whose spacing `steps` has.
 
     With and without checkpointing, one optimizer and two micro-batches are traced at a few sizes.
     Of every other optimizer one step is traced.
-
-    Args:
-        gpu: GPU whose kernels run.
-        steps: values of one spacing that include the batch sizes.
-        batches: the batch sizes that will be requested.
     """
 
     def __init__(self, gpu: Gpu, steps: Sequence[int], batches: Sequence[int]) -> None:

@@ -135,9 +135,8 @@ def kind_bytes(report: Prediction) -> dict[str, int]:
 def constant_terms(line: ScalingLine) -> dict[str, int]:
     """Return the terms that do not shrink: bytes by kind on most GPUs, the largest first.
 
-    Divided terms fall as 1/n from the second largest number of GPUs to the largest; other terms
-    stay. A kind is constant if it is nearer to the latter: for sizes a and b on m and n GPUs, b / a
-    > (1 + m / n) / 2. A single number of GPUs has no constant terms.
+    Between the two largest numbers of GPUs, m and n, a kind of a bytes falls to b. It is constant
+    if b / a > (1 + m / n) / 2. A single number of GPUs has no constant terms.
     """
     numbers = sorted(line.reports)
     if len(numbers) < 2:

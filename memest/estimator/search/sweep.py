@@ -1,8 +1,7 @@
 """Plans that differ in a few keys, predicted from few traces.
 
-Plans that differ in the batch size alone (or the sequence length alone) and run on one kind of chip
-share a `TraceSeries`. Every point is replayed on its own under each GPU's limit, so it equals the
-prediction of that plan to the byte.
+Plans that differ in batch size or sequence length alone share a `TraceSeries` on one kind of chip.
+Every point equals the prediction of that plan to the byte.
 """
 
 from __future__ import annotations
@@ -450,9 +449,7 @@ def _no_sweep(path: Path) -> PlanError:
 
 
 def fits_table(rows: Sequence[Mapping[str, Any]], across: str = "") -> FitsTable:
-    """Return the verdicts as a table: `across` over the columns, other varied keys down the rows.
-
-    By default the columns are the key with the most values, of equals the last.
+    """Return the verdicts as a table: `across` (the key with most values) over the columns.
 
     Raises:
         PlanError: `across` does not vary.

@@ -1,15 +1,12 @@
 """Garbage collections at a real run's moments.
 
-A module that is built and replaced is often part of a cycle. It holds its memory on the GPU until
-Python searches for cycles: when 700 containers more were made than dropped (`gc.get_threshold`).
-The mode makes containers that a real run does not make; the threshold moves by their number.
+A module that is built and replaced is often part of a cycle. Its GPU memory is held until Python
+collects cycles: when 700 more containers were made than dropped (`gc.get_threshold`). The mode
+makes containers that a real run does not make, so the threshold moves by their number. Code that
+runs for every operator leaves no cycles, and makes tuples of a known length, `tuple([...])`.
+(Python counts a tuple from an iterator as made and not as dropped.)
 
-Code that runs for every operator makes tuples of a known length, `tuple([...])`. A tuple from an
-iterator is cut to size, which Python counts as made and not as dropped. That code also leaves no
-cycles.
-
-Left out: tensors that a real run holds in C++ alone, such as the gradients of a backward, have
-Python objects here.
+Left out: tensors that a real run holds in C++ alone, such as gradients, have Python objects here.
 """
 
 from __future__ import annotations

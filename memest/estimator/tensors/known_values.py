@@ -1,9 +1,9 @@
 """Known values: a CPU copy of each small tensor whose values follow from the script's own data.
 
 Models branch on values (`attention_mask.all()`, the largest position), and a meta tensor has none.
-Ids, masks, positions, small constants and everything computed from them keep a CPU storage per meta
-storage, so views and in-place writes agree. A tensor that depends on weights or activations has no
-known value; A script then reads a value of `guesses`.
+Ids, masks, positions, small constants and everything computed from them have a CPU storage per meta
+storage, so views and in-place writes agree. A script that reads a tensor that depends on weights
+gets a placeholder value (`gpu/placeholders.py`).
 """
 
 from __future__ import annotations
@@ -78,11 +78,7 @@ class _Copies(dict[int, torch.UntypedStorage]):
 
 
 class KnownValues:
-    """CPU copies of meta storages whose values are known.
-
-    Args:
-        below: values used where these have none. A storage that is freed there is freed here too.
-    """
+    """CPU copies of meta storages whose values are known; `below` has values for the others."""
 
     def __init__(self, below: KnownValues | None = None) -> None:
         self.guessed: set[int] = set()
@@ -182,10 +178,7 @@ class KnownValues:
     # --- compute
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `func` on known values.
-
-        Random operators do not draw from the host's generator, whose state may decide the order of
-        a script's data.
+        """Run `func` on known values; random operators do not draw from the host's generator.
 
         Raises:
             ValueUnknown: the value of a tensor argument is not known.
@@ -296,8 +289,7 @@ def materialise(values: Any) -> Any:
 def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Apply `function` to each tensor in nested lists and tuples.
 
-    torch's pytree would leave a reference cycle behind, and Python would collect garbage more often
-    than in a real run.
+    torch's pytree would leave a reference cycle, so Python would collect garbage more often.
     """
     if isinstance(value, Tensor):
         return function(value)

@@ -16,9 +16,7 @@ from memest.packages import is_in_packages
 class ScriptLines:
     """Finds the innermost frame of the script among those of torch, of libraries and of memest.
 
-    Args:
-        roots: folders whose code is the user's, wherever they are; code outside of the Python
-            installation is the user's too.
+    Code in `roots`, or outside of the Python installation, is the script's.
     """
 
     def __init__(self, roots: tuple[Path, ...] = ()) -> None:

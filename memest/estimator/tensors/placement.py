@@ -1,8 +1,7 @@
 """Place of a tensor: the device that the script sees, and the device that memest sees.
 
-A tensor of the virtual GPU is a meta tensor, and so is a host tensor whose values are not needed.
-`torch.Tensor.device` and related attributes return the device of a real run to the script. Within
-the mode they return the true device, on which the kernel tables and torch's meta kernels rely.
+Tensors of the virtual GPU, and host tensors without values, are meta tensors. `Tensor.device` and
+related attributes return the device of a real run to the script, and the true one within the mode.
 """
 
 from __future__ import annotations
@@ -206,11 +205,10 @@ _MAKERS = ("nested_tensor", "as_nested_tensor", "nested_tensor_from_jagged", "na
 
 
 def dense(out: Any, func: Any, where: Callable[[], str]) -> Any:
-    """Return `out`, a result of `func` on the GPU, if it is dense. `where` returns the script's
-    line.
+    """Return `out`, a result of `func` on the GPU, if it is dense.
 
     Raises:
-        UnsupportedError: it is not dense.
+        UnsupportedError: it is not dense; `where` returns the script's line.
     """
     if not isinstance(out, Tensor) or out.layout is torch.strided:
         return out

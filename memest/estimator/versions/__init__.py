@@ -1,8 +1,7 @@
 """Differences between releases of torch, and the release that is simulated.
 
-`torch_releases.py` has one row for each release. The installed release is simulated if it has a
-row, and the nearest older release otherwise. The environment variable `MEMEST_TORCH` overrides the
-choice, also in child processes.
+The installed release is simulated if `torch_releases.py` has a row for it, else the nearest older
+one. The environment variable `MEMEST_TORCH` overrides the choice, also in child processes.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """`torch.compile` on the virtual GPU: torch's own Dynamo, AOTAutograd and Inductor.
 
-Dynamo traces frames, so graph breaks, guards, recompilations, dynamic shapes and checkpointing are
-torch's. The program that Inductor writes allocates buffers and calls operators of torch, which the
-dispatch mode records; only the fused kernels do nothing (`kernels.py`).
-
-`dynamo.py` lets Dynamo trace code under the patches of memest. `fakes.py` makes fake tensors that
-are on `cuda` in Python and on `meta` in C++. A build without CUDA has no autograd for the former.
-`compiler.py` configures Inductor as if a GPU were present.
+Graph breaks, guards, recompilations, dynamic shapes and checkpointing are torch's. The program that
+Inductor writes allocates buffers and calls operators, which the dispatch mode records; only the
+fused kernels do nothing (`kernels.py`). `dynamo.py` lets Dynamo trace code under the patches of
+memest. `fakes.py` makes fake tensors. `compiler.py` configures Inductor as if a GPU were present.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Fake tensors that are on `cuda` in Python and on `meta` in C++.
 
-C++ refuses autograd for tensors on `cuda` where no GPU is: `InputMetadata` reads the current
-stream. So the fake tensors of a compilation have the dispatch keys and the C++ device of `meta`.
-The operators above autograd take the decisions of CUDA as they do for any tensor of the virtual GPU
-(`ops/autograd_ops.py`).
+Without a GPU, C++ refuses autograd for tensors on `cuda`: `InputMetadata` reads the current stream.
+Operators above autograd take CUDA's decisions (`ops/autograd_ops.py`).
 """
 
 from __future__ import annotations

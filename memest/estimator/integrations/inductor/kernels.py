@@ -18,11 +18,10 @@ from memest.estimator.tensors.patches import Patches
 
 
 class Kernel:
-    """A kernel that Inductor has written: it leaves no values.
+    """A kernel that Inductor has written, which leaves no values.
 
-    Before its first run each of several ways to launch it is timed (`benchmark_gpu`, and `bench` of
-    `CachingAutotuner`). That needs copies of the tensors that it changes, and an array as large as
-    the L2 cache, which clears the cache between runs.
+    Its first run times several ways to launch it (`benchmark_gpu`, `bench` of `CachingAutotuner`).
+    That needs copies of the tensors that it changes, and an array as large as the L2 cache.
     """
 
     def __init__(self, name: str, source: str, log: WorkLog) -> None:
@@ -115,8 +114,7 @@ class _Source(InspectLoader):
 def _load(source: str) -> None:
     """Run the module of a kernel, which calls what decorates the kernel.
 
-    `triton.jit` reads the lines of its function again (`inspect.getsourcelines`), so `linecache`
-    holds them under the file name meanwhile.
+    `linecache` holds its lines meanwhile, since `triton.jit` reads them by `inspect`.
     """
     loader = _Source(source)
     spec = spec_from_loader("kernel", loader)

@@ -1,8 +1,8 @@
 """Padded matrix products: what Inductor decides by timing on a GPU.
 
 `pad_mm.py` of Inductor pads matrices whose sides are no multiples of 8 (16-bit) or 4 (32-bit) if
-the padded product is faster. It creates random matrices and times both products. The timing runs
-on the virtual GPU, so its memory is counted. `is_faster_padded` estimates its result.
+the padded product is faster. The timing runs on the virtual GPU, so its memory is counted;
+`is_faster_padded` estimates its result.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A trace that also records its calls, so that it can be rebuilt at other sizes.
 
-A call is kept as a *template*: the operator, its arguments and its results, with all whole numbers
-moved to a flat row. Two traces of one plan at two batch sizes have the same templates in the same
-order, with other numbers; see `reuse`.
+A call is stored as a *template*: operator, arguments and results, with all integers moved to a flat
+row. Traces of one plan at two batch sizes have the same templates with other numbers; see `reuse`.
 """
 
 from __future__ import annotations
@@ -110,11 +109,7 @@ class CallLog:
 
 
 class CallRecorder:
-    """Fills a `CallLog` with the calls of a run.
-
-    Args:
-        mode: dispatch mode of the run, which it observes from now on.
-    """
+    """Fills a `CallLog` with the calls of a run, through the run's dispatch mode."""
 
     def __init__(self, mode: CudaSimMode) -> None:
         self.calls = CallLog()

@@ -1,8 +1,7 @@
 """A plan's program on another chip, from the calls of its run on the first.
 
-The kernels' requests are evaluated again with the other GPU. Decisions by shapes are taken again
-too. Another choice of fused attention replaces calls: one forward and backward run alone on both
-GPUs.
+Requests and decisions by shapes are evaluated again with the other GPU. Where it takes another
+kernel of attention, one forward and backward run alone on both GPUs and replace the calls.
 """
 
 from __future__ import annotations

@@ -134,8 +134,7 @@ def rebuild(
 ) -> Rebuilt:
     """Rebuild the program of `sample` with these forms, one for each template of its log.
 
-    `dropped` has the positions of outputs that only these forms have, by template. They are freed
-    at the end of the call.
+    `dropped` has the positions of outputs, by template, that are freed at the end of the call.
     """
     base = sample.traced.program
     weaver = _Rebuilder(sample, forms, dropped)

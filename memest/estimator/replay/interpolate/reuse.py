@@ -1,23 +1,18 @@
 """Programs of a plan at other batch sizes or sequence lengths, without tracing each.
 
-A trace at one size is a list of calls (`call_log`). If the model takes the same branches, the calls
-at another size are the same with other numbers. Each number is a polynomial in the size: of degree
-1 in the batch size, of degree 2 in the sequence length (the strides of attention weights). So a
-`Family` needs two or three traces at sizes of one spacing. Its program at a size n is made by
+If the model takes the same branches, the calls at another size are the same with other numbers.
+Each number is a polynomial in the size: of degree 1 in the batch size, of degree 2 in the sequence
+length (strides of attention weights). So a `Family` needs two or three traces at sizes of one
+spacing. Its program at a size n is made of
 
-1. every number by Newton's forward differences, which are whole numbers at steps of the spacing,
-   and have to be if n is between;
-2. the requests of each distinct call by the same kernel tables as in a trace, once per call
-   (`asks`), so that their steps are right (a reduction in two stages, a split of the keys);
-3. the spans of events, call by call, with the workspaces of cuBLAS at their first use
-   (`rebuild`).
+1. every number by Newton's forward differences, which have to be whole numbers;
+2. the requests of each distinct call by the rules of kernels that a trace uses, so that their steps
+   are right (a reduction in two stages, a split of the keys);
+3. the spans of events, call by call, with the workspaces of cuBLAS at their first use (`rebuild`).
 
-It is the program of a trace where no branch was taken otherwise. The only other decision by shapes,
-the choice of an attention backend, is made again at n. A trace at the far end of the range checks
-the rest (`related_plans`). Sizes of 1 are traced alone: a dim of 1 has no stride of its own,
-and a batch of 1 has no padding.
-
-Left out: a branch that depends on the size other than by a threshold, such as on its last digit.
+The choice of an attention kernel is made again at n. A trace at the far end of the range checks all
+other decisions (`related_plans`). Sizes of 1 are traced alone, since a dim of 1 has no stride of
+its own. Left out: a branch that depends on the size other than by a threshold.
 """
 
 from __future__ import annotations
@@ -124,9 +119,8 @@ class Family:
     """The programs of one plan at all sizes, from traces at some.
 
     Args:
-        samples: traces at `start`, `start + spacing` and so on, one more than the polynomials'
-            degree.
-        gpu: whose kernels run.
+        samples: traces at `start`, `start + spacing` and so on, one more than the degree.
+        gpu: GPU whose kernels run.
         start: the first size.
         spacing: between the samples.
         step: between the sizes, a divisor of `spacing`, which it is by default.

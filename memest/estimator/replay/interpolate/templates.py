@@ -1,9 +1,7 @@
 """Programs made from parts of others: fewer micro-batches, another optimizer.
 
-The forward and the backward do not depend on the optimizer, nor its step on the batch. Storages
-that a micro-batch leaves are freed in the same places whichever follows. So a trace of two
-micro-batches includes that of one. A short trace with another optimizer suffices to put its step
-into any run of the model.
+Forward and backward do not depend on the optimizer, nor its step on the batch. So a trace of two
+micro-batches includes that of one, and a short trace with another optimizer gives its step.
 """
 
 from __future__ import annotations
@@ -20,8 +18,6 @@ from memest.report import Phase
 
 def of_one_micro_batch(traced: TracedPlan) -> TracedPlan:
     """Return the plan without accumulation, from its trace with two micro-batches in a step.
-
-    Its coverage is that of the run.
 
     Raises:
         FormBroken: an omitted micro-batch frees storages that no other frees, or keeps unique ones.
@@ -40,11 +36,7 @@ def of_one_micro_batch(traced: TracedPlan) -> TracedPlan:
 
 
 class OptimizerStep:
-    """The events of one optimizer's step.
-
-    Args:
-        own: a plan with it, of one micro-batch.
-        other: the same plan with another.
+    """The events of one optimizer's step, from plans of one micro-batch with it and with another.
 
     Raises:
         FormBroken: they differ in more than the step.

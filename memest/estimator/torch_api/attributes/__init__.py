@@ -1,8 +1,7 @@
 """Methods of `torch.Tensor` that depend on the device, for tensors of a virtual GPU.
 
-torch's C++ resolves `"cuda"` before any Python hook runs, and a build without CUDA rejects it. So
-methods and constructors with a device argument are replaced here. They convert the device for the
-mode, and attributes return the device that the script expects.
+A build of torch without CUDA rejects `"cuda"` before any Python hook runs. So methods and
+constructors with a device argument are replaced here.
 """
 
 from __future__ import annotations

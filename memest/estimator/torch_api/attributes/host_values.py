@@ -42,8 +42,8 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 def _install_items(patches: Patches, mode: CudaSimMode) -> None:
     """Replace `tensor[index] = number`.
 
-    torch makes the number a host tensor if `tensor` is on a GPU, and one on the tensor's device
-    elsewhere (`THPVariable_setitem` of python_variable_indexing.cpp, torch 2.11).
+    torch makes a host tensor of the number if `tensor` is on a GPU, and else one on its device
+    (`THPVariable_setitem` of python_variable_indexing.cpp, torch 2.11).
     """
     set_item = Tensor.__setitem__
 

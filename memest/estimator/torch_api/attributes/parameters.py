@@ -1,7 +1,6 @@
 """Host parameters without data, so that they can move to the GPU.
 
-`Module.to` replaces the data of a parameter. It keeps the object, on which optimizers and tied
-weights depend. torch rejects that between a real and a meta tensor.
+`Module.to` replaces a parameter's data, which torch rejects between a real and a meta tensor.
 """
 
 from __future__ import annotations

@@ -152,10 +152,9 @@ class CudaError(IntEnum):
 
 
 class Cudart:
-    """The functions of CUDA's runtime that torch exposes to Python (`torch/csrc/cuda/shared`).
+    """Functions of CUDA's runtime that torch exposes to Python (`torch/csrc/cuda/shared`).
 
-    Args:
-        memory: returns (free, total) bytes of a device.
+    `memory` returns (free, total) bytes of a device.
     """
 
     cudaError = CudaError

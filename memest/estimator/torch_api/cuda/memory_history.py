@@ -30,8 +30,7 @@ Stack = tuple[tuple[CodeType | str, int], ...]
 class Stacks:
     """Gathers stacks and converts them to torch's frames.
 
-    Args:
-        has_operators: begin with the running operator, in place of the C++ frames.
+    `has_operators` puts the running operator first, in place of the C++ frames.
     """
 
     def __init__(self, *, has_operators: bool) -> None:
@@ -92,12 +91,8 @@ _STACKS = ("python", "all")
 class Recordings:
     """Recording of the allocator's history for the script.
 
-    Mirrors `torch::cuda::_record_memory_history` (`torch/csrc/cuda/memory_snapshot.cpp`) and
-    `recordHistory` of the allocator, torch 2.11.
-
-    Args:
-        mode: the dispatch mode of the virtual GPU.
-        allocator: its allocator.
+    Mirrors `torch::cuda::_record_memory_history` (`torch/csrc/cuda/memory_snapshot.cpp`), torch
+    2.11.
     """
 
     def __init__(self, mode: CudaSimMode, allocator: CountingAllocator) -> None:

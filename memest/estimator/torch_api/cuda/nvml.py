@@ -1,10 +1,9 @@
 """NVML: the module `pynvml`, and torch's own queries.
 
-If nvidia-ml-py is installed its functions are replaced and its names stay. If it is missing or
-broken, a module of the same name has the functions that scripts commonly use. There is one for the
-whole process, because DeepSpeed stores the module that it imported for the first rank. Memory is
-that of the simulated GPU. Load, temperature, power and clocks are 0, as for an idle GPU. Everything
-else raises `NVMLError_NotSupported`, as NVML does for features that a GPU lacks.
+Functions of an installed nvidia-ml-py are replaced. If it is missing or broken, a module of the
+same name has the functions that scripts commonly use, one for the whole process. Memory is that of
+the simulated GPU; load, temperature, power and clocks are 0. Everything else raises
+`NVMLError_NotSupported`, as NVML does for features that a GPU lacks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """`torch.profiler`: the host's side of a trace, without kernels.
 
-A profiler with CUDA activity runs for the CPU alone. No kernel runs, so none has a time, and the
-profiler's C++ records no memory of a virtual GPU.
+A profiler with CUDA activity runs for the CPU alone.
 """
 
 from __future__ import annotations

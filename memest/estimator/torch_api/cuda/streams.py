@@ -230,8 +230,8 @@ class Captures:
     def begin(self, pool: tuple[int, int]) -> None:
         """Serve requests from `pool` from now on.
 
-        The default generator stores a seed and an offset on the GPU while a graph draws from it
-        (`CUDAGeneratorState::register_graph`, CUDAGeneratorImpl.cpp).
+        The default generator stores seed and offset on the GPU while a graph draws from it
+        (`register_graph` of CUDAGeneratorImpl.cpp).
         """
         if not self._generator_state:
             made = (torch.empty(1, dtype=torch.int64, device=GPU.device) for _ in range(2))

@@ -1,7 +1,6 @@
 """One rank of a process group: nothing is sent.
 
-- `process_group` makes groups of torch's own `fake` backend, which has ranks and sizes, under the
-  name of the requested backend.
+- `process_group` makes groups of torch's `fake` backend under the name of the requested one.
 - `ddp` lets torch's own reducer of `DistributedDataParallel` run on tensors without data.
 - `dtensor` propagates a DTensor's shapes without FakeTensors.
 - `fsdp` records storages that FSDP frees and allocates again.

@@ -1,17 +1,16 @@
 """DistributedDataParallel: torch's own reducer, run on tensors without data.
 
-The Python and the C++ of `DistributedDataParallel` run as installed. They decide which gradients
-share a bucket, when buckets are rebuilt, which parameters are unused, and the input of a
-communication hook. Four things depend on the GPU or on NCCL, and are done here:
+The installed Python and C++ decide the buckets, when they are rebuilt, which parameters are unused,
+and the input of a communication hook. Four things depend on the GPU or on
+NCCL, and are done here:
 
 - Tensors that C++ makes for the reducer are on the GPU.
-- `_NcclGroup` runs the reducer's collectives. NCCL has its own stream, so a sum takes no time on
-  the stream of the model, and NCCL may stash a summed bucket (`works.py`).
+- `_NcclGroup` runs the reducer's collectives on a stream of their own; NCCL may stash a summed
+  bucket (`gpu/pending.py`).
 - A gradient is accumulated on the stream on which the reducer was made.
 - A future of a communication hook is complete on another stream, for which the model's waits.
 
-Two differences to a GPU remain. The reducer makes no timer, whose CUDA events take no memory. The
-host waits for the copy of `local_used_map`, which goes through pinned memory on a GPU.
+Two differences to a GPU remain: the reducer has no timer, and the copy of `local_used_map` blocks.
 """
 
 from __future__ import annotations
@@ -157,8 +156,8 @@ class Reducer(_Reducer):  # type: ignore[misc]
     def prepare_for_forward(self) -> None:
         """Begin an iteration; in the one after a rebuild, NCCL has unstashed the old buckets.
 
-        No run of DDP in validation/scripts/measured_ranks.json held them longer. The tensors that a
-        hook of one run sent were, so the watchdog alone unstashes those.
+        Measured: validation/scripts/measured_ranks.json. Tensors of a hook stay until the watchdog
+        runs.
         """
         super().prepare_for_forward()
         if self._group.is_rebuilt:
@@ -200,9 +199,9 @@ class Reducer(_Reducer):  # type: ignore[misc]
 class _Accumulation:
     """The autograd engine of a GPU, which accumulates gradients on another stream than the model's.
 
-    `AccumulateGrad` nodes run on the stream on which the reducer made them. That stream waits for
-    the model's stream and records its use of the gradient. The stream that called the backward
-    waits at its end (`GraphTask::exec_post_processing`).
+    `AccumulateGrad` nodes run on the stream on which the reducer made them. It waits for the
+    model's stream and records its use of the gradient. The stream of the backward waits at the end
+    (`GraphTask::exec_post_processing`).
     """
 
     def __init__(self, mode: CudaSimMode, params: Iterable[nn.Parameter]) -> None:

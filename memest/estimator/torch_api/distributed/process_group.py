@@ -239,10 +239,10 @@ def _sent_objects(ranks: Ranks) -> dict[str, Callable[..., Any]]:
 
 
 def _barrier(mode: CudaSimMode) -> Callable[..., Any]:
-    """NCCL's barrier sums a tensor of one element, and is waited for by the host.
+    """Return NCCL's barrier, which sums a tensor of one element and blocks the host.
 
-    The operator's own argument, a byte, is a static variable, so it lives until the next barrier
-    (`ProcessGroup::barrier` in ProcessGroup.hpp, `ProcessGroupNCCL::barrier`, torch 2.11).
+    Its argument, a static byte, lives until the next barrier (`ProcessGroup::barrier` in
+    ProcessGroup.hpp, `ProcessGroupNCCL::barrier`, torch 2.11).
     """
     kept: list[Tensor] = []
 

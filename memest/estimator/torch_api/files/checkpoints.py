@@ -1,12 +1,9 @@
 """Saving, loading and copying of tensors without data.
 
-A tensor without data is written as a placeholder: the same shape and dtype, with one zero as
-storage and strides of 0. Plain torch reads it, and it takes a few bytes. The tensor's metadata, of
-which torch ignores unknown keys, holds the size of the storage, so it takes its real size here.
-Known values are written as they are.
-
-A tensor is read to the device of the file or of `map_location`. A storage for the GPU is allocated
-with its first tensor, in the order of the file.
+A tensor without data is written as a placeholder of the same shape and dtype: one zero as storage,
+and strides of 0. Plain torch reads it. Its metadata, of which torch ignores unknown keys, has the
+size of the storage. Known values are written as they are. A storage for the GPU is allocated with
+its first tensor, in the order of the file.
 """
 
 from __future__ import annotations
@@ -216,8 +213,7 @@ class Checkpoints:
 class Placeholder:
     """Placeholder to write for a tensor without data, outside of a virtual GPU.
 
-    `torch.save` writes it like a tensor without data on a virtual GPU. Plain torch reads zeros, and
-    on a virtual GPU they take the tensor's memory.
+    Plain torch reads zeros from the file; on a virtual GPU the tensor has its real size.
     """
 
     def __init__(self, tensor: Tensor) -> None:

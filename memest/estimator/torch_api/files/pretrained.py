@@ -1,8 +1,7 @@
 """`from_pretrained` of transformers without weights or Hub.
 
-Values of weights are not needed to predict memory. A folder or a Hub id without weights on this
-machine still loads. Transformers' own code runs on a state dict of the model's names and shapes,
-without data. Each such load is noted. Weights are never downloaded.
+A folder or a Hub id without weights on this machine still loads: transformers' own code runs on a
+state dict of names and shapes. Each such load is noted. Weights are never downloaded.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ class OnDemand(Future):  # type: ignore[type-arg]
 class InOrder:
     """The pool with which transformers reads weights ahead, without threads.
 
-    Its four threads (`core_model_loading.GLOBAL_WORKERS`) are at most four tensors ahead of the
-    consumer, and the order of their allocations is random. Here the order is the same in every run.
+    Its four threads (`core_model_loading.GLOBAL_WORKERS`) allocate in random order; here it is
+    fixed.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
