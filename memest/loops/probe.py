@@ -1,4 +1,4 @@
-"""The probe of a run: the allocator's figures and three sums, at the four phases of a step."""
+"""The probe of a run: allocated and reserved bytes, and bytes by kind, at the phases of a step."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class PhaseRecorder:
     micro_batches_begun: int = 0
     on_row: Callable[[], None] = lambda: None
     states: Any = None
-    """`States` to sum, from the first row on."""
+    """Parameters, gradients and optimizer states to sum (`States`), set before the first row."""
 
     def start(self) -> None:
         """Reset the peaks after the model is built."""
@@ -78,7 +78,7 @@ class PhaseRecorder:
 
     @property
     def is_last_micro_batch(self) -> bool:
-        """True if the current micro-batch ends with an optimizer step."""
+        """Return whether an optimizer step follows the current micro-batch."""
         return self.micro_batches_begun % self.num_micro_batches == 0
 
     def record(self, phase: Phase, model: Any, optimizer: Any) -> None:
@@ -112,7 +112,8 @@ class PhaseRecorder:
         self.on_row()
 
     def _num_bytes(self, values: Iterable[Any]) -> int:
-        """Return elements times item size of the tensors on the device, entry by entry."""
+        """Return the bytes of the tensors on the device; a tensor that occurs twice counts twice.
+        """
         import torch
 
         return sum(

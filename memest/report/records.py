@@ -41,7 +41,7 @@ WHY = {
 SCHEMA = "memest.report/1"
 
 OPERATOR = re.compile(r"^(aten|prims|_?c10d\w*|fsdp|bitsandbytes|torchvision|flash_attn\w*)\.\w+")
-"""Namespaces of operators; what else has a dot is a module or a line."""
+"""Pattern of an operator's name, to tell it from the name of a module or a line."""
 
 
 class Phase(StrEnum):
@@ -105,7 +105,7 @@ class PhaseRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """Moment of the highest allocated bytes."""
+    """The place in the run at which allocated bytes are highest."""
 
     step: int
     phase: str
@@ -114,7 +114,7 @@ class Peak:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """The module; of a script also its line."""
+        """Names of the places: the module, and the line of a script."""
         return (self.module,)
 
 
@@ -128,7 +128,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Verdict about a plan on one GPU, and the margin."""
+    """Verdict about a run on one GPU, and the margin."""
 
     verdict: Outcome
     margin_bytes: int
@@ -194,7 +194,7 @@ class Term:
 
     @property
     def note(self) -> str:
-        """The arithmetic and the reason, without the operator that the reason ends with."""
+        """The arithmetic and the reason, without the operator at the end of the reason."""
         if self.kind == "params":
             return self.arithmetic
         return f"{self.arithmetic}: {without_operator(self.why)}"
@@ -211,10 +211,10 @@ class ClosedForm:
     num_layers: int
     textbook_bytes: int
     traced_bytes: int
-    """Bytes that the forward pass keeps, the mean over layers."""
+    """Bytes that the forward pass saves for the backward, the mean over layers."""
 
     differences: tuple[Term, ...]
-    """Terms between the textbook and the trace; they add up."""
+    """Terms whose sum is the simulated bytes less the textbook's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,10 +230,10 @@ class StepTime:
     """Operations of products, convolutions and attention relative to the peak rate, 0 to 1."""
 
     bound_by: str
-    """`host`, `compute`, `memory` or `link`: what takes most of the step."""
+    """What takes most of the step: `host`, `compute`, `memory` or `link`."""
 
     origin: str
-    """GPU whose kernels were measured; empty for `gpu` itself."""
+    """GPU whose measured kernel times were used; empty if they are of `gpu` itself."""
 
     unmeasured_share: float
     """Share of the step in kernels without measured efficiency."""
@@ -413,7 +413,9 @@ class Prediction(Simulated, Report):
     """Verdict about the host memory, if the plan has a limit."""
 
     closed_form: ClosedForm | None = None
-    """The textbook's formula, where it applies; no figure of the report is made of it."""
+    """The textbook's activations of a layer, beside the simulated ones; None where no formula
+    applies.
+    """
 
     intervals: Mapping[str, Interval] = field(default_factory=dict)
     """Ranges of `allocated`, `reserved` and `process` at their peaks, over ranks and free timings.
@@ -505,18 +507,18 @@ _CUT_SHORT = (Ending.CRASHED, Ending.UNSUPPORTED, Ending.INTERRUPTED, Ending.RUN
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldRow:
-    """Bytes held at the peak by one owner: a module or a line, or all that is of a kind."""
+    """Bytes held at the peak by one owner: a module, a line, or a kind of memory."""
 
     name: str
-    """`activations`; `GPT2LMHeadModel.transformer.h.*`; `train.py:12`."""
+    """Name of the owner: `activations`, `GPT2LMHeadModel.transformer.h.*` or `train.py:12`."""
 
     num_bytes: int
     num_tensors: int
     kinds: Mapping[str, int]
-    """Bytes by what they are held for."""
+    """Bytes by kind of memory."""
 
     source: str = ""
-    """Text of the line."""
+    """Source text of the line."""
 
     @property
     def kind(self) -> str:
@@ -546,10 +548,10 @@ class RunStep:
     """One optimizer step, from the end of the step before."""
 
     step: int
-    """From 0."""
+    """Number of the step, from 0."""
 
     allocated_bytes: int
-    """After it."""
+    """Bytes allocated after the step."""
 
     peak_allocated_bytes: int
     peak_reserved_bytes: int
@@ -587,7 +589,7 @@ class RankRow(Levels):
     peak_reserved_bytes: int
     process_bytes: int
     intervals: Mapping[str, Interval] = field(default_factory=dict)
-    """Ranges of this rank, as the report's own cover all ranks."""
+    """Ranges of this rank's figures over the free timings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -641,10 +643,10 @@ class RunReport(Simulated, JsonReport):
     guesses: tuple[Guess, ...]
     coverage: Mapping[str, Any]
     warnings: tuple[str, ...] = ()
-    """Reasons to trust the figures less, reported above the figures."""
+    """Reasons to trust the figures less, which the report prints first."""
 
     notes: tuple[str, ...]
-    """Notable observations in the run."""
+    """Observations of the run that change how the figures are read."""
 
     assumptions: tuple[str, ...]
     versions: Mapping[str, str]
@@ -666,7 +668,7 @@ class RunReport(Simulated, JsonReport):
     """Estimated time of an optimizer step by GPU; empty without a whole step."""
 
     allocator: str = ""
-    """Its settings, as `PYTORCH_ALLOC_CONF` gives them; empty: the defaults."""
+    """Allocator settings in the form of `PYTORCH_ALLOC_CONF`; empty for the defaults."""
 
     @property
     def fits(self) -> bool:
@@ -700,7 +702,7 @@ class StoredPeak:
 
 
 MAX_RESULTS_BYTES = 512 << 20
-"""A report is some ten KiB; a file beyond it is something else."""
+"""Limit of a file of results; a report has some ten KiB."""
 
 
 def read_measurements(path: Path) -> list[Measurement]:

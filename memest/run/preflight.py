@@ -28,7 +28,7 @@ from memest.run.device_at_hand import DeviceAtHand, device_at_hand
 from memest.units import GIB, format_gib, parse_bytes
 
 RUNNERS = frozenset(("ipykernel_launcher", "pytest", "py.test", "unittest"))
-"""Modules and commands that run other code than a script with its own arguments."""
+"""Programs that run code with arguments of their own, such as pytest."""
 
 _MEMEST = Path(__file__).resolve().parents[1]
 _LIBRARY = Path(os.__file__).resolve().parent
@@ -40,7 +40,7 @@ class Typed:
     """A script or a module with its arguments, as `memest run` takes them."""
 
     words: tuple[str, ...]
-    """`train.py --bs 8`, or `-m package.train --bs 8`."""
+    """Words of the command: `train.py --bs 8`, or `-m package.train --bs 8`."""
 
     folder: str
     """Working folder of the command."""
@@ -80,7 +80,7 @@ def _of_module(name: str) -> Typed | None:
 
 
 def _of_script(file: str) -> Typed:
-    """Return the script with its typed arguments, even if it took them from `sys.argv`."""
+    """Return the script with the arguments of its command line, even if it changed `sys.argv`."""
     for folder in dict.fromkeys((os.getcwd(), os.environ.get("PWD") or os.getcwd())):
         for at, word in enumerate(sys.orig_argv[1:], 1):
             if os.path.join(folder, word) == file or _is_same(os.path.join(folder, word), file):
@@ -96,7 +96,7 @@ def _is_same(path: str, other: str) -> bool:
 
 
 def _of_callers(frame: FrameType | None) -> Typed | None:
-    """Return the calling script or module in a session that has no script itself."""
+    """Return the script or module that called `preflight` from a notebook or a shell."""
     while frame is not None:
         names: dict[str, Any] = frame.f_globals
         file, name = names.get("__file__"), names.get("__name__", "")
@@ -134,7 +134,7 @@ VARIABLE = "MEMEST_PREFLIGHT"
 INSIDE = "inside"
 _OFF = ("0", "off", "no", "false", INSIDE)
 _DONE = "MEMEST_PREFLIGHT_DONE"
-"""Variable with the process and the command that were checked, for child processes."""
+"""Variable that names the checked process and command, so that its children skip the check."""
 
 OOM_EXIT_CODE = 5
 """Exit code of a script that is stopped, as of `memest run --check`."""
@@ -143,7 +143,7 @@ OTHERS_SHARE = 0.02
 """Share of the GPU that other processes have to hold to be named."""
 
 ENDLESS = "32TiB"
-"""Memory of a GPU on which everything fits, to find the need of a script; no node has as much."""
+"""Memory of a GPU on which everything fits, to measure the need of a script."""
 
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _QUIET = {"WANDB_MODE": "disabled"}  # docs.wandb.ai, environment variables
@@ -165,10 +165,10 @@ class Outcome(StrEnum):
 
     OOM = "oom"
     UNKNOWN = "unknown"
-    """Unknown, for the reason in `why`."""
+    """The virtual run gave no answer; `why` has the reason."""
 
     OFF = "off"
-    """Nothing to do: switched off, another rank, or within a virtual run."""
+    """Not checked: switched off, not the first rank, or within a virtual run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,7 +193,10 @@ class PreflightStop(SystemExit):
 
 _OFF_HERE = Preflight(outcome=Outcome.OFF)
 _done: tuple[object, Preflight] | None = None
-"""Result, and the module `__main__` that was checked: `%run` makes a new one each time."""
+"""Result of the check in this process, and the module `__main__` for which it ran.
+
+Each `%run` in a notebook makes a new `__main__`, which is checked again.
+"""
 
 
 def preflight(
@@ -271,7 +274,7 @@ def _is_off() -> bool:
 
 
 def _is_first(typed: Typed) -> bool:
-    """Return whether no parent process has checked the command; note it for children."""
+    """Return whether no parent process has checked the command, and mark it for child processes."""
     command = json.dumps([typed.folder, *typed.words])
     process, _, checked = os.environ.get(_DONE, "").partition(" ")
     if checked == command and process != str(os.getpid()):
@@ -288,7 +291,7 @@ def _tell(lines: list[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Ran:
-    """Result of a virtual run: a report, or the reason why there is none."""
+    """Report of a virtual run, or the reason why there is none."""
 
     report: RunReport | None
     why: str = ""
@@ -308,7 +311,7 @@ class _Check:
         return time.monotonic() - self.started
 
     def result(self, typed: Typed | None) -> Preflight:
-        """Check the script, print the texts, and return the result of `preflight`."""
+        """Check the script, print the outcome, and return the result of `preflight`."""
         if typed is None:
             return self._unknown(
                 "there is no script to run, as in a notebook; the code within"
@@ -370,7 +373,9 @@ class _Check:
         _tell([*lines, _RULE])
 
     def _tried(self, typed: Typed, device: DeviceAtHand, found: Iterable[Suggestion]) -> list[str]:
-        """Return lines on the first of `found` that fits when it is simulated, if time is left."""
+        """Simulate the changes in `found` until one fits or time is up; return lines that describe
+        it.
+        """
         for each in found:
             if not each.can_be_simulated:
                 continue

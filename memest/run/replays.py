@@ -117,7 +117,7 @@ def intervals_of(virtual: VirtualGpu, *, outside_bytes: int) -> dict[str, Interv
 
 
 def _itself(virtual: VirtualGpu) -> Replayed:
-    """Return what a replay of the run as it was would return."""
+    """Return the run's own figures in the form of a replay."""
     memory = virtual.mode.memory
     return Replayed(
         peak_allocated_bytes=memory.history.peak_allocated_bytes,
@@ -127,7 +127,9 @@ def _itself(virtual: VirtualGpu) -> Replayed:
 
 
 def _earlier(virtual: VirtualGpu) -> tuple[FreeTiming, ...]:
-    """Return the other free timings of shared blocks, if they can be replayed."""
+    """Return the free timings besides `LATEST`; none if no block depends on them or events are
+    missing.
+    """
     memory = virtual.mode.memory
     depends_on_time = virtual.mode.timeline.is_slow and memory.storages.depends_on_time
     if not depends_on_time or memory.log.is_full:
@@ -164,7 +166,7 @@ def _usable_bytes(virtual: VirtualGpu, gpu: Gpu, share: float | None) -> int:
 
 
 class _Verdicts:
-    """Verdicts on GPUs by their limits, from `run`, which is cut short if the log is full."""
+    """Verdicts under limits of other GPUs, from `run`, which is cut short if the log is full."""
 
     def __init__(self, virtual: VirtualGpu, outcome: Outcome, run: Run) -> None:
         memory = virtual.mode.memory
@@ -184,7 +186,7 @@ class _Verdicts:
             self._scenarios = [Scenario(run, free=free), *earlier]
 
     def own(self, verdict: Verdict) -> Verdict:
-        """Return `verdict`, that of the run itself, with the run's need."""
+        """Return `verdict` of the run itself, with its least limit as the need."""
         if not self._is_whole:
             return verdict
         limit = verdict.limit_bytes
@@ -232,7 +234,7 @@ _PROBES = {
 
 
 class _Steps:
-    """Numbers of step and micro-batch for the probes of a recording."""
+    """Counts steps and micro-batches from the names of marks."""
 
     def __init__(self) -> None:
         self.step = self.micro_batch = 0

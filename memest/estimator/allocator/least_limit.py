@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 UNIT_BYTES = 2 << 20
-"""Segments are multiples of it (`kSmallBuffer`, `kRoundLarge`), so limits between two are alike."""
+"""Step of the search: segments are multiples of 2 MiB (`kSmallBuffer`, `kRoundLarge`)."""
 
 NUM_PROBES = 8
 """Evenly spaced limits that are tried from the top before the bisection."""
 
 MAX_EVENTS = 1_500_000
-"""Events of all replays of a search: 2 s of CPU. Most runs have 100,000, 3 to 15 replays."""
+"""Events that a search replays at most, about 2 s of CPU. Most runs have 100,000 events."""
 
 MIN_REPLAYS = 3
-"""Replays of a search, however long the run is: they halve what is cached three times."""
+"""Replays of a search, however long the run is."""
 
 
 class LeastLimit:
@@ -56,7 +56,7 @@ class LeastLimit:
         self._known: dict[int, tuple[bool, int]] = {}
 
     def add(self, limit_bytes: int, fits: bool, num_bytes: int) -> None:
-        """Record a replay that was made elsewhere, as `replay` would return it."""
+        """Record the result of a replay that the caller has made."""
         self._known[limit_bytes // UNIT_BYTES] = fits, _units(num_bytes)
 
     def fits(self, limit_bytes: int) -> bool:
@@ -64,7 +64,8 @@ class LeastLimit:
         return self._try(limit_bytes // UNIT_BYTES)[0]
 
     def bytes_for(self, limit_bytes: int) -> int:
-        """The least limit: at most `limit_bytes` if the run fits under it, more if it does not."""
+        """Return the least limit, or a limit beyond `limit_bytes` if the run does not fit under it.
+        """
         limit, top = limit_bytes // UNIT_BYTES, self._reserved
         while not self._try(top)[0]:  # only with settings that feel the limit early
             top += -(-top // NUM_PROBES)
@@ -107,7 +108,7 @@ class LeastLimit:
         return limit in self._known or self._num_left > 0
 
     def _try(self, limit: int) -> tuple[bool, int]:
-        """Return the result of `replay`, in units; each limit is replayed once."""
+        """Return the result of `replay`, in units of `UNIT_BYTES`; each limit is replayed once."""
         if limit not in self._known:
             self._known[limit] = self._found(limit)
         return self._known[limit]
@@ -134,7 +135,7 @@ def _units(num_bytes: int) -> int:
 
 
 def highest_need(runs: Sequence[LeastLimit], limit_bytes: int) -> int:
-    """Return the highest of what `runs` need, where all belong to one plan or script.
+    """Return the highest least limit of `runs`, which are ranks and timings of one plan or script.
 
     A run that fits under the highest need so far is not searched.
     """

@@ -55,14 +55,15 @@ aten = torch.ops.aten
 CHANNELS_PER_BLOCK = 64
 FORWARD_ROWS, FORWARD_HEADER = {torch.float16: 160, torch.float32: 64}, 1072
 BACKWARD_ROWS, BACKWARD_HEADER = 96, 1056
-"""Rows that a block adds up, and bytes in addition to the blocks' sums."""
+"""Rows per block of the channels-last gradient, and bytes that its workspace has besides the sums.
+"""
 
 SUMS_BYTES = 2 * 4 * CHANNELS_PER_BLOCK
 """Two float32 sums for each channel of a block."""
 
 ROWS_PER_THREAD, BLOCK_THREADS = 16, 512
 MAX_BLOCKS, MIN_BLOCKS = 128, 8
-"""`ELEMENTS_PER_THREAD`, `MAX_BLOCK_SIZE`, `MAX_H_BLOCK`; the least worth a sum over the grid."""
+"""Bounds of the blocks in a column: `MAX_H_BLOCK`, and the least that share sums."""
 
 MAX_TRAINED_SAMPLES, MAX_EVALUATED_SAMPLES = 880801, 65535
 
@@ -219,7 +220,7 @@ ROWS_PER_BLOCK, MAX_GRID, COLUMNS_PER_BLOCK = 32, 64 * 1024 // 2, 32
 
 
 def _partial_rows(num_rows: int, width: int, gpu: Gpu) -> int:
-    """Return the rows of a norm's partial weight gradient; 0 if one pass computes it."""
+    """Return the rows of a norm's partial weight gradients; 0 if one pass adds up all rows."""
     if num_rows <= MANY_ROWS or width // COLUMNS_PER_BLOCK >= gpu.num_sms // 2:
         return 0
     blocks = ceil_div(width, COLUMNS_PER_BLOCK)
@@ -270,7 +271,9 @@ def rms_norm_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> 
 
 @requests("native_layer_norm _fused_rms_norm")
 def input_copy_before(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """A contiguous copy of the first argument, made before the outputs (layer_norm_kernel.cu)."""
+    """Return a contiguous copy of the first argument, made before the outputs
+    (layer_norm_kernel.cu).
+    """
     return Scratch(before=contiguous_copy(args[0]))
 
 
@@ -353,7 +356,7 @@ register("native_batch_norm_backward", layout=like(1))  # cuda/Normalization.cu
 
 
 def _statistics(tensor: Tensor) -> Tensor:
-    """A number for each channel, of float32 or wider."""
+    """Return a tensor with a number for each channel, of float32 or wider."""
     dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
     return torch.empty(tensor.shape[1], dtype=dtype, device="meta")
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MICRO_BATCHES = (1, 2, 4)
-"""Values of the two keys that cost least: batch sizes few traces, micro-batches none."""
+"""Numbers of micro-batches in the grid. They need no traces, and batch sizes few."""
 
 KINDS = ("params", "grads", "optimizer", "activations", "temporaries", "rest")
 
@@ -53,20 +53,20 @@ peft's default.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explored:
-    """One plan of the grid."""
+    """A plan of the grid, and its predicted memory."""
 
     plan: TrainingPlan
     kinds: Mapping[str, int]
-    """Bytes at the peak without a limit, by `KINDS`; they add up to the peak allocated."""
+    """Bytes at the peak by `KINDS`, on a GPU without a limit; they add up to the peak allocated."""
 
     arithmetic: Mapping[str, str]
     """Explanation of each kind, in words."""
 
     reserved_bytes: int
-    """Reserved at the peak without a limit."""
+    """Peak reserved on a GPU without a limit."""
 
     phases: tuple[tuple[int, int, int, int, int], ...]
-    """Kinds and peak of the second step's last micro-batch, by phase."""
+    """Bytes by kind and their peak at each phase of the second step's last micro-batch."""
 
     verdicts: Mapping[str, Verdict]
     """Results on each GPU, as in `predict`."""
@@ -142,7 +142,7 @@ def _group(
     batches: Sequence[int],
     micro_batches: Sequence[int],
 ) -> list[list[Explored] | MemestError]:
-    """All batch sizes and numbers of micro-batches of plans whose models make the same calls."""
+    """Return the points of plans that differ in batch size and micro-batches only."""
     from memest.estimator.search.related_plans import RelatedPlans
     from memest.estimator.search.sweep import frozen_garbage
 
@@ -196,7 +196,7 @@ def point_of(
     rows: Iterable[PhaseRow],
     verdicts: Mapping[str, Verdict],
 ) -> Explored:
-    """Return the point of a plan, from the terms at its peak and the rows of all its phases."""
+    """Return the grid's entry for a plan, from the terms at its peak and the rows of its phases."""
     kinds, words = by_kind(terms)
     last = plan.accumulate_grad_batches - 1
     return Explored(

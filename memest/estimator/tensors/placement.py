@@ -26,13 +26,13 @@ _NO_DEVICE = (bool, torch.dtype)
 
 
 class _Gpu:
-    """The virtual GPU of this process."""
+    """Device of the virtual GPU in this process."""
 
     device = torch.device("cuda", 0)
     """Device of GPU tensors; another index where it is one of several GPUs of a host."""
 
     num_visible = 1
-    """GPUs of the host; the others are other ranks'."""
+    """GPUs that `torch.cuda.device_count()` returns: this one, and those of other ranks."""
 
 
 GPU = _Gpu()
@@ -43,7 +43,7 @@ _is_meta_in_c: Callable[[Any], bool] = vars(torch._C.TensorBase)["is_meta"].__ge
 _device_in_c: Callable[[Any], torch.device] = vars(torch._C.TensorBase)["device"].__get__
 _is_cuda_in_c: Callable[[Any], bool] = vars(torch._C.TensorBase)["is_cuda"].__get__
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
-"""Classes without a `__torch_function__`, which would run first."""
+"""Tensor classes without a `__torch_function__` of their own, so the mode's runs first."""
 
 
 _has_mode = torch._C._is_torch_function_mode_enabled
@@ -146,7 +146,7 @@ class Place(Enum):
 
 
 class _Inside(threading.local):
-    """True while this thread runs the mode's own code."""
+    """Flag of a thread: true while it runs the mode's own code."""
 
     depth = 0
     composite = False
@@ -175,7 +175,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Return whether `tensor` would be a CUDA tensor: it has no data, and is not the host's."""
+    """Return whether a real run would have `tensor` on the GPU; here it has no data."""
     return is_meta(tensor) and not (host_storages and storage_key(tensor) in host_storages)
 
 
@@ -189,7 +189,7 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 
 def few_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors among the arguments; only the first and the last of a long list."""
+    """Return the tensors among the arguments, of a long list only the first and the last."""
     found = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
@@ -216,7 +216,7 @@ def dense(out: Any, func: Any, where: Callable[[], str]) -> Any:
 
 
 def refused(func: Any, kind: str, line: str) -> UnsupportedError:
-    """Return the error for a call with a tensor of this layout."""
+    """Return the error for a call on a tensor with an unsupported layout."""
     name = str(func).removesuffix(".default")
     return UnsupportedError(
         f"{line or 'the script'}: `{name}` with a tensor of layout {kind} cannot be simulated",
@@ -271,7 +271,7 @@ def _is_tensors(value: Any) -> bool:
 
 
 def _lie_alike(tensors: Sequence[Any]) -> bool:
-    """Return whether the i-th of all lists are DTensors of one shape and one sharding."""
+    """Return whether the i-th tensors of all lists are DTensors of one shape and one sharding."""
     specs = [getattr(tensor, "_spec", None) for tensor in tensors]
     first = specs[0]
     if first is None or any(p.is_partial() for p in first.placements):
