@@ -41,7 +41,7 @@ WHY = {
 SCHEMA = "memest.report/1"
 
 OPERATOR = re.compile(r"^(aten|prims|_?c10d\w*|fsdp|bitsandbytes|torchvision|flash_attn\w*)\.\w+")
-"""Pattern of an operator's name, to tell it from the name of a module or a line."""
+"""Pattern of the names of operators, which distinguishes them from modules and lines."""
 
 
 class Phase(StrEnum):
@@ -230,7 +230,7 @@ class StepTime:
     """Operations of products, convolutions and attention relative to the peak rate, 0 to 1."""
 
     bound_by: str
-    """What takes most of the step: `host`, `compute`, `memory` or `link`."""
+    """Bound of most of the step: `host`, `compute`, `memory` or `link`."""
 
     origin: str
     """GPU whose measured kernel times were used; empty if they are of `gpu` itself."""
@@ -413,7 +413,7 @@ class Prediction(Simulated, Report):
     """Verdict about the host memory, if the plan has a limit."""
 
     closed_form: ClosedForm | None = None
-    """The textbook's activations of a layer, beside the simulated ones; None where no formula
+    """The textbook's activations of a layer, next to the simulated ones; None where no formula
     applies.
     """
 

@@ -168,7 +168,7 @@ class Outcome(StrEnum):
     """The virtual run gave no answer; `why` has the reason."""
 
     OFF = "off"
-    """Not checked: switched off, not the first rank, or within a virtual run."""
+    """Unchecked: switched off, a later rank, or within a virtual run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -48,9 +48,15 @@ A100 = find_gpu("a100-80gb")
 
 
 @pytest.fixture(scope="module")
-def short() -> Advice:
-    """A plan that needs 3268 MiB where there are 2860: single changes do."""
-    return advise(replace(PLAN, memory_limit=2860 * MIB), A100)
+def light(shallow: Callable[..., str]) -> TrainingPlan:
+    """`PLAN` with few layers."""
+    return replace(PLAN, model_name=shallow("gpt2"))
+
+
+@pytest.fixture(scope="module")
+def short(light: TrainingPlan) -> Advice:
+    """A plan that has 7/8 of its memory: single changes do."""
+    return short_of(light, 0.875)
 
 
 @pytest.fixture(scope="module")
@@ -178,8 +184,8 @@ def test_a_combination_is_sought_only_where_nothing_cheaper_in_kind_fits(narrow:
     assert all(o.cost <= cheapest.cost for o in narrow.options if len(o.changes) > 1)
 
 
-def test_nothing_on_this_gpu_is_an_answer(shallow: Callable[..., str]) -> None:
-    advice = advise(replace(PLAN, model_name=shallow("gpt2"), memory_limit=40 * MIB), A100)
+def test_nothing_on_this_gpu_is_an_answer(light: TrainingPlan) -> None:
+    advice = advise(replace(light, memory_limit=40 * MIB), A100)
 
     assert advice.options == ()
     assert advice.is_complete
@@ -197,8 +203,10 @@ def test_nothing_on_this_gpu_is_an_answer(shallow: Callable[..., str]) -> None:
         TrainingPlan(model_name="opt-125m", batch_size=4, seq_len=64, optim="adam_fused"),
     ],
 )
-def test_no_change_needs_less_than_is_thought_before_it_is_predicted(plan: TrainingPlan) -> None:
-    plan = replace(plan, gpu=(A100.name,))
+def test_no_change_needs_less_than_is_thought_before_it_is_predicted(
+    plan: TrainingPlan, shallow: Callable[..., str]
+) -> None:
+    plan = replace(plan, gpu=(A100.name,), model_name=shallow(plan.model_name))
     traced = trace_plan(plan, A100)
     least = [(change, least_bytes(change, traced)) for change in all_changes(plan).values()]
 
@@ -209,8 +217,8 @@ def test_no_change_needs_less_than_is_thought_before_it_is_predicted(plan: Train
 
 
 @pytest.mark.parametrize("max_predictions", [1, 2, 5])
-def test_the_number_of_predictions_is_a_limit(max_predictions: int) -> None:
-    plan = replace(PLAN, memory_limit=40 * MIB)
+def test_the_number_of_predictions_is_a_limit(max_predictions: int, light: TrainingPlan) -> None:
+    plan = replace(light, memory_limit=40 * MIB)
 
     advice = advise(plan, A100, max_predictions=max_predictions)
 
@@ -222,7 +230,7 @@ def test_the_number_of_predictions_is_a_limit(max_predictions: int) -> None:
 
 
 def test_a_change_that_cannot_be_predicted_is_named_with_its_reason(
-    monkeypatch: pytest.MonkeyPatch, shallow: Callable[..., str]
+    monkeypatch: pytest.MonkeyPatch, light: TrainingPlan
 ) -> None:
     """As QLoRA of Falcon, whose layers are no `nn.Linear` and stay as they are."""
 
@@ -233,7 +241,7 @@ def test_a_change_that_cannot_be_predicted_is_named_with_its_reason(
 
     monkeypatch.setattr("memest.estimator.search.advise.predict", without_qlora)
 
-    advice = advise(replace(PLAN, model_name=shallow("gpt2"), memory_limit=40 * MIB), A100)
+    advice = advise(replace(light, memory_limit=40 * MIB), A100)
 
     reasons = {r.title: r.reason for r in advice.refused}
     assert reasons["QLoRA, rank 16"] == "it has no linear layer to quantise"
@@ -267,7 +275,7 @@ def test_an_optimizer_is_followed_by_smaller_ones_of_its_kind(
     assert [c.updates["optim"] for c in made] == expected
 
 
-def test_offload_and_sharding_are_last_resorts_of_a_plain_plan() -> None:
+def test_offload_and_sharding_are_last_resorts_of_a_plain_plan(light: TrainingPlan) -> None:
     changes = all_changes(PLAN)
     last = {title: c for title, c in changes.items() if c.cost in LAST_RESORTS}
 
@@ -275,7 +283,7 @@ def test_offload_and_sharding_are_last_resorts_of_a_plain_plan() -> None:
         "the optimizer on the host (DeepSpeed)",
         *(f"sharded over {number} GPUs (FSDP2)" for number in (2, 4, 8)),
     ]
-    plan = apply(replace(PLAN, precision="bf16-true"), [last["sharded over 2 GPUs (FSDP2)"]])
+    plan = apply(replace(light, precision="bf16-true"), [last["sharded over 2 GPUs (FSDP2)"]])
     assert (plan.strategy, plan.devices) == ("fsdp2", 2)
     assert parsed(predict_command(plan)) == plan
     assert predict(plan).verdict is Outcome.FITS
