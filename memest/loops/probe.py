@@ -112,7 +112,7 @@ class PhaseRecorder:
         self.on_row()
 
     def _num_bytes(self, values: Iterable[Any]) -> int:
-        """Return the bytes of the tensors on the device; a tensor that occurs twice counts twice."""
+        """Return the bytes of the tensors on the device; repeated tensors count each time."""
         import torch
 
         return sum(

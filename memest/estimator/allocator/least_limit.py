@@ -64,7 +64,7 @@ class LeastLimit:
         return self._try(limit_bytes // UNIT_BYTES)[0]
 
     def bytes_for(self, limit_bytes: int) -> int:
-        """Return the least limit, or a limit beyond `limit_bytes` if the run does not fit under it."""
+        """Return the least limit; it is above `limit_bytes` if the run does not fit under that."""
         limit, top = limit_bytes // UNIT_BYTES, self._reserved
         while not self._try(top)[0]:  # only with settings that feel the limit early
             top += -(-top // NUM_PROBES)
