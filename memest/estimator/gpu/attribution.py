@@ -42,13 +42,13 @@ class LiveModules:
         self._line = ""
         self._models: dict[int, weakref.ref[nn.Module]] = {}
         self.is_generating = False
-        """True if a function named `generate` called the last model."""
+        """Flag: a function named `generate` called the last model."""
 
         self.is_evaluating = False
         """True if the last model was in evaluation mode."""
 
         self.on_call: Callable[[nn.Module, bool], None] | None = None
-        """Called for each call of an outermost module, with whether it is the first."""
+        """Callback for each call of an outermost module; its argument is True for the first."""
 
     def hooks(self) -> list[Any]:
         """Follow every module's forward; return the handles that end it."""
@@ -92,7 +92,7 @@ class LiveModules:
 
     @contextmanager
     def running(self, module: nn.Module) -> Iterator[None]:
-        """Within it `module` runs, by other means than a call."""
+        """Mark `module` as running within the block, where it is not called."""
         self._enter(module, ())
         try:
             yield
@@ -127,11 +127,11 @@ class LiveModules:
         return self._names.get(id(module), "")
 
     def line_of_backward(self) -> str:
-        """Return the line whose forward made the node that runs backward."""
+        """Return the script's line whose forward made the autograd node that runs now."""
         return self._in_backward()[1]
 
     def note_line(self, line: str) -> None:
-        """Record that `line` called the running forward."""
+        """Record `line` as the caller of the running forward."""
         if line != self._line:
             self._line = line
             self._note(-1)
@@ -147,7 +147,7 @@ class LiveModules:
         return self._owners[index] if index >= 0 else ("", "")
 
     def forget(self) -> None:
-        """Drop old nodes at the end of a step; they do not run backward any more."""
+        """Drop the records of old autograd nodes at the end of a step."""
         if len(self._starts) > 2 * self.MAX_NOTES:
             del self._starts[: -self.MAX_NOTES], self._owners[: -self.MAX_NOTES]
 

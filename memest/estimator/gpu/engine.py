@@ -24,7 +24,7 @@ RENUMBERED = 1 << 40
 
 
 def _next_number() -> int:
-    """Return the number that this thread gives to the next node."""
+    """Return the sequence number of this thread's next autograd node."""
     return torch._C._autograd._get_sequence_nr()
 
 
@@ -38,10 +38,10 @@ class DeviceThread:
         """Sequence numbers that the device thread assigned during backward."""
         self._starts = [0]
         self._skipped = [_next_number()]
-        """Number of nodes of memest at the start of each stretch between backwards."""
+        """Sequence numbers at the start of each stretch between two backwards."""
 
     def install(self, patches: Patches) -> None:
-        """Run every backward here."""
+        """Replace autograd's entry point, so that every backward gets these numbers."""
         engine = torch.autograd.graph._engine_run_backward
 
         def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -25,7 +25,7 @@ MAX_EVENTS = 2_000_000
 """Number of stored events: 16 MB, and about 120 MB of storages; two hundred steps of GPT-2."""
 
 WINDOW = 1 << 18
-"""Number of events after which they are searched for the peak."""
+"""Number of new events after which `fold` searches them for the peak."""
 
 MAX_MARKS = 100_000
 """Largest number of stored marks."""
@@ -100,7 +100,7 @@ class History:
     def __init__(self, allocator: CachingAllocator, storages: StorageTable) -> None:
         self.log = EventLog()
         self.peak_allocated_bytes = 0
-        """Peak since the start, whatever the script resets."""
+        """Peak of allocated bytes since the start; `reset_peak_memory_stats` does not change it."""
 
         self.peak_reserved_bytes = 0
         self.peak_site: Site | None = None
@@ -187,7 +187,7 @@ class History:
         return len(self.log.open) - self.log.start > WINDOW
 
     def fold(self) -> None:
-        """Search recent events for the live storages at the peak, and for ids to reuse."""
+        """Find the live storages at the peak among recent events, and ids that can be reused."""
         self._close()
         log, alive = self.log, self._alive
         position, events = log.start, log.open

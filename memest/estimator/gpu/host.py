@@ -38,7 +38,9 @@ from memest.estimator.tensors.placement import (
 aten = torch.ops.aten
 
 MANY_DRAWS = 1 << 26
-"""Draws above which the generator jumps (`jumps`), in 0.1 s; a draw takes 2 to 3 ns."""
+"""Number of draws above which the generator skips ahead (0.1 s) in place of drawing (2 to 3 ns
+each).
+"""
 
 BLOCK = 16
 """Block size of normal numbers (`normal_fill`)."""
@@ -173,7 +175,7 @@ class HostTensors:
         attribution: Attribution,
     ) -> None:
         self.num_bytes = self.peak_bytes = 0
-        """Bytes of tensors without data on the host, now and at most."""
+        """Bytes of host tensors without data: now, and at their peak."""
 
         self.draws = HostDraws()
         self._live = live
@@ -406,7 +408,7 @@ def _has_large_floats(args: tuple[Any, ...]) -> bool:
 
 
 def _bare(value: Any) -> Any:
-    """Replace the real tensors in `value`, except scalars, by meta tensors."""
+    """Replace real tensors in `value` by meta tensors; scalars stay."""
     if isinstance(value, Tensor):
         return value if is_meta(value) or not value.dim() else value.to(META)
     if isinstance(value, list | tuple):

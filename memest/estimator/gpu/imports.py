@@ -23,7 +23,7 @@ class ImportHooks(MetaPathFinder):
         self._contexts: dict[str, Callable[[], Any]] = {}
         self._looking: set[str] = set()
         self.at_end = ExitStack()
-        """What is to be cleared away with the hooks."""
+        """Objects to close when the hooks are removed."""
 
     def after(self, name: str, action: Action) -> None:
         """Call `action` with the module `name` once it is imported."""
@@ -53,11 +53,11 @@ class ImportHooks(MetaPathFinder):
             self._actions.setdefault(name, [])
 
     def install(self) -> None:
-        """Watch every import from now on."""
+        """Install the hooks for all later imports."""
         sys.meta_path.insert(0, self)
 
     def remove(self) -> None:
-        """Watch no more imports."""
+        """Remove the hooks."""
         sys.meta_path.remove(self)
         self.at_end.close()
         self._actions.clear()

@@ -93,7 +93,7 @@ class KernelCalls:
         self._cublas_ids: list[int] = []
 
     def key_of(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Key that calls with the same recipe share; None for an operator without such calls."""
+        """Return the key that calls with the same recipe share; None if no calls share one."""
         if id(func) not in self._repeatable:
             return None
         try:
@@ -102,7 +102,7 @@ class KernelCalls:
             return None
 
     def known(self, key: Any) -> Recipe | None:
-        """Recipe of the calls with this key."""
+        """Return the stored recipe of calls with this key, or None."""
         return None if key is None else self._recipes.get(key)
 
     def new_recipe(self, op: Op, args: Any, kwargs: Any, out: Any, key: Any) -> Recipe:
@@ -251,7 +251,7 @@ def _can_repeat(op: Op, args: Any, out: Any) -> bool:
 
 
 def results_of(out: Any) -> tuple[Any, ...]:
-    """Flat results of an operator: the items of a list are results of their own."""
+    """Return the results of an operator as a flat tuple."""
     if not isinstance(out, list | tuple):
         return (out,)
     flat: list[Any] = []

@@ -67,13 +67,13 @@ class Memory:
         """Id of the storage of the last refused request."""
 
         self.frees_at_once = False
-        """Free blocks as their storages die, without regard to other streams that use them."""
+        """Flag: free blocks at once, even if other streams use them."""
 
         self.on_death: Callable[[int], None] = lambda key: None
         """Callbacks with the key of each freed storage."""
 
         self.on_fold: Callable[[], None] = lambda: None
-        """Called before the history sums up its window of events."""
+        """Callback before `History.fold` searches its events."""
 
         self._timeline = timeline
         self._references: dict[int, _Reference] = {}

@@ -61,7 +61,7 @@ def two_devices(func: Any) -> str:
 
 
 def refusal(func: Any, error: Exception, where: str) -> Exception:
-    """Return the error for a call that cannot be simulated; a script's own error is unchanged."""
+    """Return the error to raise for a call that failed here; errors of the script are unchanged."""
     name = str(func).removesuffix(".default")
     if isinstance(error, ValueUnknown) or op_of(func).shaped_by:
         return UnsupportedError(

@@ -77,7 +77,7 @@ from memest.estimator.tensors.storages import MemKind, Site
 aten = torch.ops.aten
 
 MAX_STATE_NUMEL = 1 << 12
-"""Most elements of a followed result in an optimizer step; 8-bit states have more."""
+"""Largest number of elements whose values are computed in an optimizer step."""
 
 _SUMS = (aten.add.Tensor, aten.add_.Tensor)
 """Operators by which the autograd engine sums gradients."""
@@ -106,14 +106,14 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             gpu, self.memory, self.timeline, self.attribution.site, self.values.value_of, self.notes
         )
         self.request: Callable[..., None] = self.kernels.request
-        """Serves the requests of one call; an observer may wrap it."""
+        """Function that serves the requests of one call; observers wrap it."""
 
         self.sparse = SparseTensors(self)
         self.rng = GpuDraws(gpu)
         self.works = Works(self.timeline, self.memory)
         self.ranks = ALONE
         self.is_off = False
-        """True if operators run as if there was no simulated GPU."""
+        """Flag: operators run as without the simulated GPU."""
 
         self.memory.on_death = self.values.forget
         self.memory.on_fold = self._before_fold
@@ -443,7 +443,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value
 
     def _follow_values(self, op: Op, args: Any, kwargs: Any, out: Any) -> None:
-        """Compute the values of `out`, as far as they are known, assumed or guessed."""
+        """Compute the known, assumed or placeholder values of `out`."""
         func, values = op.func, self.values
         if op.is_random and self._draw(op, args, kwargs, out):
             return

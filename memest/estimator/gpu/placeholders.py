@@ -25,7 +25,7 @@ from memest.estimator.tensors.placement import META, storage_key, tensors_in
 aten = torch.ops.aten
 
 NUMBER = 1.0
-"""Value for a loss, a norm, a learning signal: finite, positive, and no reason to stop."""
+"""Placeholder for a loss or a norm: finite and positive."""
 
 FALL = 0.01
 """The n-th number that a script reads is `NUMBER / (1 + FALL * n)`, so a loss falls."""
@@ -45,7 +45,7 @@ _ALL_FALSE = frozenset((
 """Comparisons that return False: an unknown value equals nothing, passes no threshold."""
 
 _ALL_TRUE = frozenset((aten.ne.Tensor, aten.ne.Scalar, aten.gt.Tensor, aten.ge.Tensor))
-"""Comparisons that return True: an unknown value differs from all, and wins as a score."""
+"""Comparisons of unknown values that return True: they differ from all others and exceed scores."""
 
 ASSUMED = frozenset((aten._is_all_true.default, aten.allclose.default))
 """Checks of a script's own values, such as those of `torch.distributions`; they return True."""
@@ -128,7 +128,7 @@ class Guesses:
             self.notes.warnings.append(text)
 
     def stepped(self) -> None:
-        """Note an optimizer step: a line that reads again is not a loop that waits."""
+        """Record an optimizer step, after which repeated reads by a line are no waiting loop."""
         self._in_a_row = 0
 
 
@@ -168,7 +168,7 @@ def comparison(func: Any, args: tuple[Any, ...], out: Tensor) -> Tensor | None:
 
 
 MAX_GUESSED = 1 << 20
-"""Size above which masks stay unknown."""
+"""Largest number of elements of a mask with placeholder values."""
 
 
 def guess_booleans(values: Any, func: Any, args: tuple[Any, ...], out: Tensor) -> None:

@@ -69,7 +69,7 @@ START: Time = (0.0, 0.0)
 
 
 def later(a: Time, b: Time) -> Time:
-    """At each pace the later of two times."""
+    """Return the later of two times, at each pace."""
     return max(a[0], b[0]), max(a[1], b[1])
 
 
@@ -114,7 +114,7 @@ class Timeline:
 
     @property
     def matters(self) -> bool:
-        """True if the times of kernels can decide which block serves a request."""
+        """Return whether kernel times can decide which block serves a request."""
         return self.is_slow or self.num_streams > 1
 
     def at_pace(self, time: Time) -> float:
@@ -271,9 +271,9 @@ class Timeline:
 
     @property
     def home(self) -> int:
-        """Number of the stream, or of the private pool, whose blocks serve the next request."""
+        """Return the stream, or the private pool, whose blocks serve the next request."""
         return self.stream if self._capture_pool is None else self._capture_pool
 
     def stream_of_pool(self, home: int) -> int:
-        """Stream of a `home`."""
+        """Return the stream of a result of `home`."""
         return self._streams_of_pools.get(home, home)

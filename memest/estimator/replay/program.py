@@ -10,12 +10,12 @@ from memest.estimator.tensors.storages import RETURNED, Coverage, StorageTable, 
 from memest.report import Phase
 
 Shift = Mapping[int, int]
-"""Renames before a span is played again: storages that it made -> older ones it frees."""
+"""Renames of storages before a span is replayed once more: those it made -> those it frees."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Sums that a probe reads from the model and the optimizer."""
+    """Bytes that a probe sums over the model and the optimizer."""
 
     params: int
     grads: int

@@ -1,4 +1,4 @@
-"""Replay: event streams through the simulated allocator, read off where a probe would read."""
+"""Replay of event streams through the simulated allocator, with rows where a probe would read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Replayed:
 
     failed_bytes: int = 0
     lacking_bytes: int = 0
-    """The limit to which requests raised a soft limit; 0 if they did not."""
+    """Limit in bytes to which requests raised a soft limit; 0 if they did not."""
 
     setup_reserved_bytes: int = 0
     """Peak reserved while the model was built on the GPU, before the first step."""
@@ -52,25 +52,25 @@ class Replayed:
 
 
 class Observer(Protocol):
-    """Sees a run as it is replayed."""
+    """Observer of a replay; its methods are called at each event."""
 
     addresses: AddressSpace
-    """Source of segments; a subclass sees each request."""
+    """Source of segments; a subclass can record each one."""
 
     def born(self, storage: int, block: Block) -> None:
         """`storage` was given `block`."""
 
     def dies(self, storage: int, block: Block) -> None:
-        """`block` of `storage` is about to be given back."""
+        """`block` of `storage` is about to be freed."""
 
     def returned(self, storage: int, block: Block) -> None:
-        """`block`, which died while another stream used it, is about to return to its pool."""
+        """`block`, whose free was deferred by another stream, is about to return to its pool."""
 
     def reached(self, step: int, micro_batch: int, phase: Phase) -> None:
         """A probe reads the memory."""
 
     def refused(self, storage: int, num_bytes: int) -> None:
-        """No memory was left for a request of `num_bytes`, and the run ends."""
+        """A request of `num_bytes` failed, and the run ends."""
 
 
 def live_at(
@@ -251,7 +251,7 @@ class _Run:
                 return
 
     def _repeat(self, rows: Sequence[PhaseRow], num_steps: int) -> None:
-        """The rows of a step once more for each that is left."""
+        """Repeat the rows of a step for each remaining one."""
         for later in range(1, num_steps - self.step):
             self.result.rows += _shifted(rows, step=later)
 
@@ -312,7 +312,7 @@ class _Run:
         allocator.peak_allocated_bytes = allocator.allocated_bytes
 
     def close_peaks(self) -> None:
-        """Carry the peaks into the result."""
+        """Copy the allocator's peaks to the result."""
         self.result.peak_allocated_bytes = self.player.peak_allocated_bytes
         self.result.peak = self.player.peak
         self.result.peak_reserved_bytes = max(
@@ -370,7 +370,7 @@ class ObservedPlayer(Player):
 
 
 class _ObservedRun(_Run):
-    """A run that is observed, and that leaves no repetition out."""
+    """A run that also replays repeated steps, for its observer."""
 
     def __init__(self, program: Program, player: ObservedPlayer, returns: FreeTiming) -> None:
         super().__init__(program, player, returns)
@@ -400,7 +400,7 @@ class Run:
     num_micro_batches: int = 1
     settings: AllocatorSettings = DEFAULT
     is_share: bool = False
-    """True if limits are shares that the run allows itself, of GPUs with more memory."""
+    """True if the run limits itself to a share of each GPU's memory."""
 
     def on(
         self,

@@ -37,24 +37,24 @@ READERS = ("lightning", "bitsandbytes")
 """Libraries that read the compute capability, but choose kernels only by `GEMM_RULE`."""
 
 ALIGNMENT = 16
-"""Storage offsets count modulo it: kernels need alignment of at most 16 elements."""
+"""Modulus of storage offsets in templates: kernels align to at most 16 elements."""
 
 
 def is_plain(op: Op) -> bool:
-    """Return whether calls of all shapes make their outputs as meta does, and nothing else."""
+    """Return whether calls of all shapes allocate only the outputs of the meta kernel."""
     return op.has_outputs_only and not op.takes_handle
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """One call without its numbers, and the numbers."""
+    """A call split into its structure and its whole numbers."""
 
     shape: Any
     """Hashable: (operator, arguments, keyword arguments, results) with a mark for each number."""
 
     numbers: tuple[int, ...]
     floats: tuple[float, ...]
-    """No size depends on them; they need not agree between traces."""
+    """Floats of the call, which no size depends on; they may differ between traces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Call:
     """One call in a span of events."""
 
     start: int
-    """Events before it; its own are `start` to `end`."""
+    """Position of its first event; the call made events `start` to `end`."""
 
     end: int
     template: int
@@ -135,7 +135,7 @@ class CallRecorder:
             yield
 
     def cut(self) -> None:
-        """The events since the last cut, and their calls, are a span of the log."""
+        """End a span of the log: the events since the last cut, and their calls."""
         gemm = sys.modules.get("bitsandbytes.backends.cuda.ops")
         if not self.calls.spans and hasattr(gemm, GEMM_RULE):  # the model has imported it
             rule = mock.patch.object(gemm, GEMM_RULE, self._watch_gemm(getattr(gemm, GEMM_RULE)))

@@ -39,7 +39,7 @@ FUSED = {
     SdpaBackend.EFFICIENT: "aten._scaled_dot_product_efficient_attention",
     SdpaBackend.CUDNN: "aten._scaled_dot_product_cudnn_attention",
 }
-"""Operators of the backends that are one call each way."""
+"""Attention kernels with one call forward and one backward."""
 
 
 def on_other_chip(sample: LoggedTrace, first: Gpu, gpu: Gpu) -> TracedPlan:

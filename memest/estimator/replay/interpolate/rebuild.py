@@ -68,7 +68,7 @@ class _Rebuilder:
                 events.append(self._born(event, (NO_CALL, event)))
 
     def renamed(self, shift: Shift) -> dict[int, int]:
-        """Return `shift` in the ids of the storages that were made here."""
+        """Return `shift` with the ids of the rebuilt program."""
         return {self.ids[made]: self.ids[before] for made, before in shift.items()}
 
     def _born(self, old: int, slot: tuple[int, int]) -> int:

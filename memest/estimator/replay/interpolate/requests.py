@@ -49,7 +49,7 @@ class Form(NamedTuple):
 
 
 class Evaluator:
-    """Requests the kernel tables what a call with given numbers allocates."""
+    """Evaluates kernel rules: the requests of a call with given numbers."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu

@@ -67,7 +67,7 @@ class _Numbers:
 
     template: Template
     differences: tuple[tuple[int, ...], ...]
-    """The values at the first sample, their first differences, their second."""
+    """Rows: the values at the first sample, their first differences, their second differences."""
 
     at_first: list[Requests] = field(default_factory=list, compare=False, repr=False)
     """Requests of the call at the first sample, once known."""

@@ -113,7 +113,7 @@ class _Source:
             raise FormBroken("more than one stream runs")
 
     def again(self, events: Sequence[int]) -> list[int]:
-        """Return `events` in the ids of the other table."""
+        """Return `events` with the ids of the other table."""
         old, made, ids = self.table, self.made, self.ids
         found = []
         for event in events:
@@ -129,7 +129,7 @@ class _Source:
         return found
 
     def skip(self, streams: Sequence[Sequence[int]], shift: Mapping[int, int]) -> None:
-        """Skip events that free as much as they keep, by `shift`: {kept: freed}."""
+        """Skip `streams`; `shift` maps storages that they leave to equal ones that they free."""
         made: set[int] = set()
         freed: set[int] = set()
         for event in (event for events in streams for event in events):
