@@ -45,7 +45,7 @@ class CachingAllocator:
     """
 
     has_soft_limit = False
-    """Requests that find no memory raise the limit and not `OutOfMemory`."""
+    """Flag: a request without memory raises the limit instead of `OutOfMemory`."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class CachingAllocator:
         """GPU memory of which `limit_bytes` can be a share; None is unlimited."""
 
         self.allowed_bytes: int | None = None
-        """Share of the GPU's whole memory that is allowed, where it is less than 1."""
+        """Allowed share of the GPU's whole memory, below 1, or None."""
 
         self.allocated_bytes = 0
         self.reserved_bytes = 0

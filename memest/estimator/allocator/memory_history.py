@@ -150,7 +150,7 @@ class MemoryHistory:
         self._stack = self._gather() if self.context >= Context.STATE else None
 
     def dies(self, address: int) -> None:
-        """Gather the stack at which the storage at `address` is freed, before the next request."""
+        """Record the current stack as that of the free of the storage at `address`."""
         if self.context >= Context.ALL:
             self._freed_at[address] = self._gather()
 

@@ -40,7 +40,7 @@ not depend on them.
 """
 
 NEWER = ("pinned_free_catch_all", "pinned_max_cached_size_mb", "throw_on_cudamalloc_oom")
-"""Options of these that torch 2.11 rejects as unknown (measured) and 2.12 accepts."""
+"""Options without effect that torch 2.12 added; 2.11 rejects them as unknown (measured)."""
 
 _LARGE_SEGMENT = "large_segment_size_mb"
 _OUT_OF_BOUNDS = "Index out of bounds in ConfigTokenizer"
@@ -352,7 +352,7 @@ _KEPT = {
     "max_non_split_rounding_mb": "max_non_split_rounding_bytes",
     _LARGE_SEGMENT: "large_segment_bytes",
 }
-"""Options that a later text leaves unchanged; others return to defaults (`parseArgs`)."""
+"""Options that a later text without them leaves unchanged (`parseArgs`)."""
 
 
 def changed_settings(before: AllocatorSettings, text: str) -> AllocatorSettings:

@@ -34,7 +34,7 @@ _REQUESTS = (
 _SEGMENTS = ("segment", "reserved_bytes")
 _LONGEST_LOG = 3 * 4096
 _SPLIT_CYCLE = 512
-"""Block sizes are multiples of it, so one integer holds a change of bytes and one of blocks."""
+"""Divisor of all block sizes, so one integer can hold a change of bytes and of blocks."""
 
 _malloc, _free = CachingAllocator.malloc, CachingAllocator.free  # looked up once: they are hot
 

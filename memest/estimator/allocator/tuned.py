@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from memest.estimator.allocator.caching import CachingAllocator
 
 HIGHEST_ADDRESS = 1 << 46
-"""Ranges are placed below it; real addresses matter only after one range is full."""
+"""Highest address of expandable ranges."""
 
 MOST_RANGE_BYTES = 1 << 41
 """Size of a range on an unlimited GPU."""
 
 
 class Unmapped(Block):
-    """Addresses of a range that have no memory."""
+    """Part of an expandable range without mapped memory."""
 
     __slots__ = ()
 

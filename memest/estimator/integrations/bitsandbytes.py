@@ -46,7 +46,7 @@ class _Kernel:
 
 
 class KernelLibrary:
-    """Every function of `libbitsandbytes_cuda*`; those for the CPU are the real ones."""
+    """Stub of `libbitsandbytes_cuda*`; functions for the CPU are the real library's."""
 
     def __init__(self, load: Callable[[str], Any], folder: str) -> None:
         self._load = load

@@ -118,7 +118,7 @@ def _install_script(patches: Patches, mode: CudaSimMode) -> None:
         return as_written(obj)
 
     def trace(func: Any, example_inputs: Any = None, *args: Any, **options: Any) -> Any:
-        """torch runs the function once to see its operators."""
+        """Run the function once, as `torch.jit.trace` does, and return it."""
         inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
         named = options.get("example_kwarg_inputs")
         if named is not None:

@@ -51,7 +51,7 @@ class Driver:
         return self._target("cuda", major * 10 + minor, 32)
 
     def get_active_torch_device(self) -> Any:
-        """Return the GPU."""
+        """Return the device of the GPU."""
 
         return GPU.device
 
@@ -82,7 +82,7 @@ class Driver:
 
     @classmethod
     def is_active(cls) -> bool:
-        """Return True."""
+        """Return True: the driver is always usable."""
         return True
 
 

@@ -82,7 +82,7 @@ class Engine:
         self._offloaded: Tensor | None = None
 
     def take(self, tags: Iterable[str]) -> None:
-        """Allocate what has one of the tags, unless it is on the GPU."""
+        """Allocate the memory of these tags, unless it is on the GPU."""
         for tag in tags:
             if tag not in self._held and (num_bytes := self._size(tag)):
                 self._held[tag] = self._allocate(tag, num_bytes)
@@ -121,7 +121,7 @@ class Engine:
             storages.shares[index] = self._share, self._num_bytes[WEIGHTS] or 0
 
     def sleep(self, level: int) -> None:
-        """Free everything; on level 1 the weights move to pinned memory of the host."""
+        """Free the memory; on level 1 the weights move to pinned memory of the host."""
         weights = self._held.get(WEIGHTS)
         if level == 1 and weights is not None:
             num_items = weights.numel() // torch.float16.itemsize
@@ -132,7 +132,7 @@ class Engine:
 
 
 class SamplingParams:
-    """`vllm.SamplingParams`: those that decide how many tokens there are, and all others."""
+    """`vllm.SamplingParams`, of which only the numbers of tokens and completions have an effect."""
 
     def __init__(self, n: int = 1, max_tokens: int | None = MAX_TOKENS, **others: Any) -> None:
         self.n, self.max_tokens = n, max_tokens
@@ -304,7 +304,7 @@ def files_bytes(model: str) -> int | None:
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds `vllm` for the script and for TRL, and for everyone where it is installed."""
+    """Finder of the stub of `vllm`, for the script and TRL; for all code if vLLM is installed."""
 
     def __init__(self, mode: CudaSimMode) -> None:
         self._mode = mode
@@ -358,7 +358,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 del sys.modules[name]
 
     def _is_asked(self) -> bool:
-        """Return whether the innermost frame outside of the import machinery is allowed."""
+        """Return whether the importing frame is the script's or TRL's."""
         frame = sys._getframe(2)
         while frame is not None and "importlib" in frame.f_code.co_filename:
             frame = frame.f_back  # type: ignore[assignment]

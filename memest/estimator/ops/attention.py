@@ -346,7 +346,7 @@ def _flash(
     is_causal: bool,
     scale: float | None,
 ) -> Tensor:
-    """Heads padded to a multiple of 8, scaled by the true width, and the padding sliced off."""
+    """Run flash attention on heads padded to a multiple of 8, and slice the padding off."""
     head_dim = query.size(-1)
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
     padding = -head_dim % 8

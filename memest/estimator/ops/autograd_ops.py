@@ -60,7 +60,7 @@ FLOAT32 = """
     _upsample_bicubic2d_aa
 """.split()
 FLOAT32_SINCE_2_12 = ("rms_norm",)
-"""Operators that the policy FLOAT32 also has if the release `casts_rms_norm`."""
+"""Operators that autocast also casts to float32 in releases with `casts_rms_norm`."""
 
 FLOAT32_RESULT = """
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
@@ -178,7 +178,7 @@ CASTS = CastCache()
 
 @contextlib.contextmanager
 def decisions_of(gpu: Gpu) -> Iterator[None]:
-    """Within it, this thread's operators on meta tensors take the decisions of `gpu`."""
+    """Let this thread's operators on meta tensors take the decisions of `gpu`, in the block."""
     _register_once()
     _active_gpu.append(gpu)
     try:
@@ -355,7 +355,7 @@ def _to_float32(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
 
 
 def _to_float32_result(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, dict[str, Any]]:
-    """The operator's own `dtype` becomes float32 where the caller gave none."""
+    """Set the operator's `dtype` to float32 where the caller gave none."""
     names = [a.name for a in op._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     if _is_eligible(args[0]) and given.get("dtype") is None:
@@ -383,10 +383,10 @@ _FUNCTIONAL = "_c10d_functional"
 """Collectives whose C++ kernels allocate the result and call operators of `c10d`."""
 
 _ONE_KERNEL_ON_CUDA = ("aten::_fused_rms_norm",)
-"""Composite where torch was built without CUDA."""
+"""Operators that a CPU build of torch decomposes, and CUDA runs as one kernel."""
 
 _EXPLICIT = ("aten::_euclidean_dist", "aten::affine_grid_generator")
-"""Made of others below autograd, which has a formula for the whole."""
+"""Operators that are decomposed below autograd, which has a formula for the whole."""
 
 
 def key_of_other_operators(func: Any) -> Any:

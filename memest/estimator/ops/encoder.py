@@ -209,7 +209,7 @@ def _attend(
 
 
 class _Kept:
-    """A tensor, its operands, and the weights of the heads."""
+    """A tensor with the operands that have to live as long, and the weights of the heads."""
 
     def __init__(self, out: Tensor, of: Any, weights: Tensor | None = None) -> None:
         self.out, self.of, self.weights = out, of, weights

@@ -101,7 +101,7 @@ def owners_of_a_sole_gradient() -> tuple[int, int]:
 
 
 class _WatchSums(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps the result of `_owners` at the sum of gradients."""
+    """Dispatch mode that records `_owners` when autograd sums gradients."""
 
     owners = (0, 0)
 

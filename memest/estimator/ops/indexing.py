@@ -103,7 +103,7 @@ def adds_atomically(num_indices: int, num_rows: int, width: int, gpu: Gpu) -> bo
 
 
 def broadcast(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors expanded to their common shape."""
+    """Return the tensors expanded to their common shape."""
     return list(torch.broadcast_tensors(*tensors))  # type: ignore[no-untyped-call]
 
 

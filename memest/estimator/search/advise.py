@@ -267,7 +267,7 @@ def _on_gpu(plan: TrainingPlan, gpu: Gpu) -> TrainingPlan:
 
 
 def _by_cost(option: Option) -> tuple[Any, ...]:
-    """Return the order: the kind of the cost, then the estimated time of a step."""
+    """Return the sort key of an option: the kind of its cost, then the time of a step."""
     seconds = option.time.seconds if option.time else math.inf
     return option.cost, seconds, len(option.changes)
 

@@ -30,7 +30,7 @@ class Kernel:
         self._num_ways, self._changes = _ways_to_launch(source)
 
     def run(self, *args: Any, **kwargs: Any) -> None:
-        """Start it."""
+        """Launch the kernel, which does nothing."""
         self._log.add(fused_work(value for value in args if isinstance(value, Tensor)))
         ways, self._num_ways = self._num_ways, 1
         if ways < 2:
@@ -47,7 +47,7 @@ class Kernel:
 
 
 def kernels_for(log: WorkLog) -> Callable[..., Kernel]:
-    """Return what replaces `AsyncCompile.triton`; kernels add their work to `log`."""
+    """Return the replacement of `AsyncCompile.triton`, whose kernels add their work to `log`."""
     return lambda self, name, source, *args, **options: Kernel(name, source, log)
 
 

@@ -24,18 +24,18 @@ from memest.estimator.tensors.patches import Patches
 # They are shares of the peak rate for 16-bit types and of the memory bandwidth (data sheet).
 _ALIGNED = 0.7
 _EVEN = 0.25
-"""A leading dimension is even, and no multiple of 8."""
+"""Share of the peak rate where a leading dimension is even, and no multiple of 8."""
 
 _ODD_INPUT = 0.145
 _ODD_OUTPUT = 0.1
 _ROWS_APPENDED = 0.8
 _COLUMNS_APPENDED = 0.6
 _TRANSPOSED = 0.15
-"""`torch.cat` of a transposed matrix with zeros."""
+"""Share of the bandwidth that `torch.cat` of a transposed matrix with zeros reaches."""
 
 _LAUNCH_S = 3e-6
 _MARGIN = 1.1
-"""Padding has to be that much faster (`is_padded_faster` in pad_mm.py)."""
+"""Factor by which padding has to be faster (`is_padded_faster` in pad_mm.py)."""
 
 
 def is_estimated() -> bool:

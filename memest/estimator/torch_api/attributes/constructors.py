@@ -46,7 +46,7 @@ class LegacyTensor:
 
 
 def _made(args: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an old constructor's result for its arguments: sizes, a size, a tensor, or data."""
+    """Return the tensor that an old constructor makes of sizes, a size, a tensor, or data."""
     given = args[0] if len(args) == 1 else None
     if given is None or isinstance(given, int | torch.Size):
         sizes = given if isinstance(given, torch.Size) else args or (0,)

@@ -146,7 +146,7 @@ def properties_of(gpu: Gpu) -> DeviceProperties:
 
 
 class CudaError(IntEnum):
-    """`cudaError` as far as torch shows it."""
+    """`cudaError`, with the values that torch exposes."""
 
     success = 0
 

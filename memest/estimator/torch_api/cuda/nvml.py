@@ -95,7 +95,7 @@ def _put_back(found: ModuleType | None) -> None:
 
 
 def _index_of(device: Any) -> int:
-    """Return the index of NVML, which ignores `CUDA_VISIBLE_DEVICES`."""
+    """Return a device's index in NVML, which ignores `CUDA_VISIBLE_DEVICES`."""
     index = torch.cuda._utils._get_device_index(device, optional=True)
     if index not in range(GPU.num_visible):
         visible = list(range(GPU.num_visible))

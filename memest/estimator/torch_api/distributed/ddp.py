@@ -52,7 +52,7 @@ class NotFinished(RuntimeError):
 
 
 class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
-    """A process group for C++, which waits for its own collectives out of Python's sight."""
+    """Process group for the C++ reducer, which waits for its collectives without calling Python."""
 
     def __init__(self, mode: CudaSimMode, group: Any) -> None:
         super().__init__(group.rank(), group.size())
@@ -293,7 +293,7 @@ def _on_nccl(function: Callable[..., Any], mode: CudaSimMode) -> Callable[..., A
 
 @contextmanager
 def _on_gpu() -> Iterator[None]:
-    """Put on the GPU what C++ makes on the meta device."""
+    """Place tensors that C++ makes on the meta device on the GPU."""
     before, INSIDE.composite = INSIDE.composite, True
     try:
         yield

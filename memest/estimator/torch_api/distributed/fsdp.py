@@ -140,7 +140,7 @@ def _install_first(patches: Patches, mode: CudaSimMode) -> None:
     post_backward_hook = _runtime_utils._post_backward_hook
 
     def after_backward(state: Any, handle: Any, *args: Any) -> None:
-        """Hooks of a node run on the node's stream."""
+        """Run the hook on the stream of its autograd node."""
         with mode.timeline.on_stream(
             mode.timeline.leaf_streams.get(handle.flat_param, mode.timeline.stream)
         ):
@@ -170,7 +170,7 @@ def _install_handle(
         return found
 
     def views(handle: Any, as_params: bool) -> None:
-        """Views of a flat parameter make the node that adds to its gradient, in each forward."""
+        """Make views of a flat parameter, and its `AccumulateGrad` node, in each forward."""
         mode.timeline.leaf_streams[handle.flat_param] = mode.timeline.stream
         use_unsharded_views(handle, as_params)
 
