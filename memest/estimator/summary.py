@@ -154,7 +154,7 @@ def peak_terms(traced: TracedPlan, num_micro_batches: int, result: Replayed) -> 
 
 
 def _merged(terms: list[Term], peak_bytes: int) -> list[Term]:
-    """Activations too small to be seen in one term of their own."""
+    """Return `terms` with activations below a small share of the peak summed in one term."""
     small = [t for t in terms if t.kind == "activations" and 500 * t.num_bytes < peak_bytes]
     if len(small) < 2:
         return terms

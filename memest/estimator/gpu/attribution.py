@@ -152,9 +152,9 @@ class LiveModules:
             del self._starts[: -self.MAX_NOTES], self._owners[: -self.MAX_NOTES]
 
     def _note(self, offset: int = 0) -> None:
-        """Assign nodes from the next one on to the running module and line.
+        """Assign autograd nodes from the next sequence number on to the running module and line.
 
-        An operator arrives here below autograd, when its node has been numbered: `offset` -1.
+        `offset` is -1 for an operator below autograd, whose own node is numbered already.
         """
         start = torch._C._autograd._get_sequence_nr() + offset
         name = self._names.get(id(self._stack[-1]), "") if self._stack else ""

@@ -425,7 +425,7 @@ def is_drawn(name: str, args: Args) -> bool:
 
 @random_offset(*overloads_of(aten.randperm))
 def randperm_offset(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> int:
-    """Step of `randperm` (Randperm.cu): its keys, and an order of equal ones."""
+    """Return the offset step of `randperm` (Randperm.cu): keys, and a shuffle of equal ones."""
     count = out.numel()
     wide = count > 1 and math.log2(count) * 2 > 28  # keys of so many bits are of 64
     return launch(count, gpu, 2 if wide else DRAWS).offset + round_up(count, DRAWS)
