@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -126,8 +126,10 @@ def find_entry(name: str) -> ModelEntry | None:
     return _entries_by_key().get(_key(name))
 
 
-def resolve_config(name: str, *, trust_remote_code: bool = False) -> ModelConfig:
-    """Return the config that `name` refers to.
+def resolve_config(
+    name: str, *, trust_remote_code: bool = False, packages: Sequence[str] = PLANS
+) -> ModelConfig:
+    """Return the config that `name` refers to; the caller needs `packages`.
 
     Tried in this order: a bundled name, a path (a config.json or its folder), and a Hub id
     `org/name`. Only the config.json of a Hub id is downloaded.
@@ -135,12 +137,12 @@ def resolve_config(name: str, *, trust_remote_code: bool = False) -> ModelConfig
     Raises:
         UnknownModelError: nothing has this name, or the Hub cannot be reached.
         PlanError: the file is not a config that transformers can read.
-        UnsupportedError: the config needs code of its own, or is of a quantised checkpoint; or a
-            package of plans is not installed.
+        UnsupportedError: the config needs code of its own, or is of a quantised checkpoint; or one
+            of `packages` is not installed.
     """
     if not name.strip():
         raise _unknown(name)
-    require(*PLANS)
+    require(*packages)
     entry = find_entry(name)
     if entry is not None:
         raw = _read_json(entry.path)["config"]

@@ -24,6 +24,9 @@ from memest.models_meta.build import build_model
 from memest.models_meta.registry import ModelConfig, find_entry, quiet_transformers, resolve_config
 from memest.run.target import INSTALLED_BY
 
+NEEDED = ("transformers",)
+"""Package that reads configs; the rest of `PLANS` trains."""
+
 MARKER = "STAND-IN.md"
 """File that a dummy checkpoint has and a real one does not."""
 
@@ -276,7 +279,7 @@ def litgpt_model(name: str) -> DummyModel:
             hint=INSTALLED_BY["litgpt"],
         )
     entry = find_entry(name)
-    known = resolve_config(name) if entry is not None else None
+    known = resolve_config(name, packages=NEEDED) if entry is not None else None
     config = _litgpt_config(name, known)
     from litgpt.model import GPT
     from litgpt.utils import save_config
@@ -323,7 +326,7 @@ def hugging_face_model(name: str) -> DummyModel:
     Raises:
         UnknownModelError: nothing has this name.
     """
-    config = resolve_config(name)
+    config = resolve_config(name, packages=NEEDED)
     module = build_model(config, dtype=config.saved_dtype).module
     tied = getattr(module, "all_tied_weights_keys", {})
     weights = {

@@ -15,7 +15,12 @@ from memest.estimator.ops.matmul import (
 )
 from memest.estimator.ops.registry import op_of
 from memest.estimator.ops.temporaries import Scratch
-from memest.estimator.versions.torch_releases import TORCH_2_11, TORCH_2_12, TorchRelease
+from memest.estimator.versions.torch_releases import (
+    TORCH_2_11,
+    TORCH_2_12,
+    TORCH_2_15,
+    TorchRelease,
+)
 from memest.estimator.virtual_gpu import VirtualGpu
 from tests.op_calls import A100, H100, H200, meta
 
@@ -147,6 +152,16 @@ def test_a_first_linear_with_bias_takes_both_workspaces() -> None:
     assert workspaces.bytes_for(aten.addmm.default, args, {}, MAIN) == ((), ())
     assert workspaces.bytes_for(aten.addmm.default, args, {}, BACKWARD) == ((BIG, LT), ())
     assert LT_WORKSPACE_BYTES == LT
+
+
+def test_torch_2_15_frees_the_workspace_of_each_call() -> None:
+    """`getCurrentCUDABlasHandleWithWorkspace`; cuBLASLt has a workspace of its own."""
+    workspaces = CublasWorkspaces(HOPPER, TORCH_2_15)
+    product = (meta(4, 8), meta(8, 16))
+    linear = (meta(16), meta(4, 8), meta(16, 8).t())
+    for _ in range(2):
+        assert workspaces.bytes_for(aten.mm.default, product, {}, MAIN) == ((), (BIG,))
+        assert workspaces.bytes_for(aten.addmm.default, linear, {}, MAIN) == ((), (LT,))
 
 
 def test_the_workspace_of_cublaslt_comes_with_the_first_bias_not_the_first_product() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
+from scripts import pinned
 from scripts import repositories_page as repositories
 
 ENTRIES = json.loads(repositories.LIST.read_text(encoding="utf-8"))
@@ -25,6 +26,20 @@ def test_the_page_has_the_stored_pins() -> None:
     text = repositories.PAGE.read_text(encoding="utf-8")
 
     assert repositories.page(text) == text
+
+
+def test_the_page_has_the_stored_environments() -> None:
+    text = pinned.PAGE.read_text(encoding="utf-8")
+
+    assert pinned.page(text) == text, "run `python scripts/pinned.py`"
+
+
+def test_memest_moves_nothing_in_the_environments_of_repositories() -> None:
+    known = {item["repository"]: item["commit"] for item in ENTRIES}
+    for entry in pinned.load():
+        assert known[entry["repository"]] == entry["commit"]
+        assert entry["found"]["moved"] == []
+        assert set(entry["found"]["added"]) <= {"click", "numpy", "tqdm"}
 
 
 def test_most_repositories_can_install_the_core_with_torch_2_6() -> None:

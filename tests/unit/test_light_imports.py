@@ -98,6 +98,21 @@ def ended(args: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
+def test_a_checkpoint_needs_transformers_alone(tmp_path: Path) -> None:
+    code = f"""
+import importlib.util
+find = importlib.util.find_spec
+absent = ("accelerate", "lightning", "peft")
+importlib.util.find_spec = lambda name, *rest: None if name in absent else find(name, *rest)
+from memest.cli import main
+main(["checkpoint", "SmolLM2-135M", {str(tmp_path / "model")!r}, "--format", "hf"])
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / "model" / "pytorch_model.bin").is_file()
+
+
 def test_a_script_runs_without_the_packages_of_extras(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")

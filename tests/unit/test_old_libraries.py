@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,8 @@ from torch import nn
 
 from memest.errors import UnsupportedError
 from memest.estimator.gpu.imports import ImportHooks
+from memest.estimator.hardware.work_log import WorkLog
+from memest.estimator.integrations.bitsandbytes import KernelLibrary
 from memest.estimator.torch_api.files.pretrained import NoWeights, _dtype_without_files
 from memest.models_meta import flash_attention, registry
 from memest.models_meta.quantized import layers_to_quantize
@@ -83,6 +86,18 @@ def test_the_dtype_keyword_is_the_releases_own(monkeypatch: pytest.MonkeyPatch) 
     assert registry.dtype_keyword() == "dtype"
     monkeypatch.setattr(transformers, "PretrainedConfig", object)
     assert registry.dtype_keyword() == "torch_dtype"
+
+
+def test_numbers_of_old_bitsandbytes_are_c_integers() -> None:
+    library = KernelLibrary(lambda path: pytest.fail(path), "")
+    c, tensor = ctypes.c_int, ctypes.c_void_p(8)
+    sizes = c(64), c(4096)
+
+    assert library.cdequantize_blockwise_fp16_nf4(*[tensor] * 4, *sizes, tensor) == 0
+    name, args = WorkLog.library_call
+    WorkLog.library_call = "", ()
+
+    assert (name, args[4:6]) == ("cdequantize_blockwise_fp16_nf4", (64, 4096))
 
 
 def test_flash_attention_of_an_old_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

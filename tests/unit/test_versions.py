@@ -42,6 +42,7 @@ def no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
         ("2.12.1", "2.12"),
         ("2.13.0+cpu", "2.13"),
         ("2.14.1+cu130", "2.14"),
+        ("2.15.0+cu132", "2.15"),
         ("2.99.0.dev20270101+cu130", RELEASES[-1].name),
     ],
 )
@@ -89,6 +90,18 @@ def test_what_differs_between_releases() -> None:
     assert new.peak_allocated_bytes == old.peak_allocated_bytes - MIB
     assert old.of_norm.dtype is torch.bfloat16
     assert new.of_norm.dtype is torch.float32
+
+
+def test_workspaces_of_torch_2_15_live_for_one_call() -> None:
+    def run_product(release: str) -> tuple[int, int]:
+        with memest.virtual_gpu("h100-80gb", torch_release=release) as gpu:
+            x = torch.ones(1024, 1024, device="cuda")
+            x @ x
+            return torch.cuda.memory_allocated(), gpu.peak_allocated_bytes
+
+    kept = run_product("2.14")
+    assert kept == (36 * MIB, 40 * MIB)
+    assert run_product("2.15") == (4 * MIB, 40 * MIB)
 
 
 def test_a_plan_is_simulated_once_for_each_release() -> None:

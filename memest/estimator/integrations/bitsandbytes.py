@@ -41,7 +41,9 @@ class _Kernel:
         self._name = name
 
     def __call__(self, *args: Any) -> int:
-        WorkLog.library_call = self._name, args
+        # before 0.50, whose functions have `argtypes`, numbers are passed as `c_int`
+        numbers = tuple(a.value if isinstance(a, ctypes._SimpleCData) else a for a in args)
+        WorkLog.library_call = self._name, numbers
         return 0
 
 

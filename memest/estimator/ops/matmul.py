@@ -8,6 +8,8 @@ cuBLAS takes three things from the caching allocator:
 3. A contiguous copy of each operand whose strides cuBLAS cannot express (a gradient that `expand`
    made, a sliced column), freed when the op ends.
 
+In torch 2.15 a workspace lives for one call, and a call of cuBLASLt has the second one alone.
+
 transformers 5.17 multiplies tokens, sorted by expert, in one `_grouped_mm` (integrations/moe.py).
 The GPU decides between CUTLASS's fused kernel, torch's loop of `mm`, and before compute capability
 8.0 a loop in transformers.
@@ -15,13 +17,13 @@ The GPU decides between CUTLASS's fused kernel, torch's loop of `mm`, and before
 Sources (torch 2.11, `aten/src/ATen`): cuda/CublasHandlePool.cpp (sizes, life time),
 native/cuda/Blas.cpp (calls of cuBLASLt), native/cuda/cuBlasCommonArgs.h (copies),
 native/cuda/GroupedBlas.cpp, native/cuda/GroupMM.cu, native/GroupedMMUtils.h. `TorchRelease` has
-what 2.12 changed. Evidence: exact on all 7,586 `mm`, `addmm`, `bmm` and `baddbmm` calls recorded on
-an H200 with torch 2.11; the fused kernel's workspace was recorded on an H100.
+what later releases changed. Evidence: exact on all 7,586 `mm`, `addmm`, `bmm` and `baddbmm` calls
+recorded on an H200 with torch 2.11; the fused kernel's workspace was recorded on an H100.
 
 Left out: variables `CUBLAS_WORKSPACE_CONFIG`, `CUBLASLT_WORKSPACE_SIZE`,
-`TORCH_CUBLASLT_UNIFIED_WORKSPACE` and `DISABLE_ADDMM_CUDA_LT`, TunableOp, a preferred BLAS library,
-side streams, complex and integer operands, and products that were not measured. Shapes: G groups, M
-rows of the left, N columns of the right.
+`TORCH_CUBLASLT_UNIFIED_WORKSPACE`, `TORCH_CUBLAS_WORKSPACE_CACHE` and `DISABLE_ADDMM_CUDA_LT`.
+TunableOp, a preferred BLAS library, side streams, complex and integer operands, and products that
+were not measured are left out too. Shapes: G groups, M rows of the left, N columns of the right.
 """
 
 from __future__ import annotations
@@ -231,6 +233,7 @@ class CublasWorkspaces:
         release = release or simulated()
         self._handle_bytes = cublas_workspace_bytes(capability, release)
         self._unified = release.shares_cublas_workspace
+        self._is_per_call = release.frees_cublas_workspace
         self._with_handle: set[Caller] = set()
         self._with_lt: set[Caller] = set()
 
@@ -241,7 +244,7 @@ class CublasWorkspaces:
         operands.
 
         CUDA's order is: the result, the temporaries, the persistent ones. A workspace is returned
-        once per `caller`, so the call has a side effect.
+        once per `caller`, so the call has a side effect. In torch 2.15 it is temporary.
         """
         op = op_of(func)
         product: Product | None = op.product
@@ -251,6 +254,9 @@ class CublasWorkspaces:
         elif not _reaches_cublas(product, args):
             return (), ()
         temporary = () if product is None else _operand_copies(product, args)
+        if self._is_per_call:
+            is_lt = product is not None and _calls_lt(product, args, kwargs)
+            return (), (*temporary, LT_WORKSPACE_BYTES if is_lt else self._handle_bytes)
         persistent = []
         if caller not in self._with_handle:
             self._with_handle.add(caller)

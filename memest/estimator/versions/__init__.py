@@ -89,7 +89,7 @@ def nearest(text: str) -> TorchRelease:
     """Return the newest known release that is not newer than `text`, or the oldest known one.
 
     >>> nearest("2.14.1+cu130").name, nearest("3.0").name, nearest("2.9").name
-    ('2.14', '2.14', '2.9')
+    ('2.14', '2.15', '2.9')
     """
     numbers = _numbers(text) or RELEASES[-1].version
     return next((r for r in reversed(RELEASES) if r.version <= numbers), RELEASES[0])
@@ -98,7 +98,7 @@ def nearest(text: str) -> TorchRelease:
 def is_newer(text: str) -> bool:
     """Return whether a release is newer than all known ones.
 
-    >>> is_newer("2.14.1+cu130"), is_newer("2.15.0")
+    >>> is_newer("2.15.0"), is_newer("2.16.0")
     (False, True)
     """
     return (_numbers(text) or (0, 0)) > RELEASES[-1].version

@@ -19,11 +19,16 @@ class TorchRelease:
 
     cudnn_version: int = 91900
     """Return value of `torch.backends.cudnn.version()` in the wheel of PyPI, by the version of
-    `nvidia-cudnn-cu13` that it requires: 9.19.0.56, 9.20.0.48 from 2.12, 9.24.0.43 from 2.14.
+    `nvidia-cudnn-cu13` that it requires: 9.19.0.56, 9.20.0.48 from 2.12, 9.24.0.43 from 2.14,
+    9.26.0.51 from 2.15.
     """
 
     shares_cublas_workspace: bool = False
     """cuBLAS and cuBLASLt share one workspace (pytorch/pytorch#175879)."""
+
+    frees_cublas_workspace: bool = False
+    """Each call of cuBLAS or cuBLASLt allocates a workspace of its own and frees it
+    (`getCurrentCUDABlasHandleWithWorkspace`, pytorch/pytorch#194311)."""
 
     large_blackwell_workspace: bool = False
     """Blackwell's cuBLAS workspace is 32 MiB, the same as Hopper's (pytorch/pytorch#175344)."""
@@ -72,6 +77,11 @@ TORCH_2_14 = replace(TORCH_2_13, version=(2, 14), cudnn_version=92400)
 of its allocator differ only in snapshots and handles, and libc10.so names the same settings.
 """
 
+TORCH_2_15 = replace(TORCH_2_14, version=(2, 15), cudnn_version=92600, frees_cublas_workspace=True)
+"""Read, not measured, in the wheel of 2.15.0: ATen/cuda/CUDAContextLight.h. Its header of autocast
+is that of 2.14. `expandable_segments_reserve` of its allocator bounds addresses, not memory.
+"""
+
 TORCH_2_10 = replace(TORCH_2_11, version=(2, 10), is_measured=False, cudnn_version=91002)
 """The wheel, not measured, is for CUDA 12.8 and requires `nvidia-cudnn-cu12` 9.10.2.21. Since cuDNN
 is not newer than 9.15, torch does not prefer its attention.
@@ -93,7 +103,7 @@ Operators, header of autocast (the lists of 2.11), order of attention (flash, ef
 
 RELEASES = (
     TORCH_2_6, TORCH_2_7, TORCH_2_8, TORCH_2_9, TORCH_2_10,
-    TORCH_2_11, TORCH_2_12, TORCH_2_13, TORCH_2_14,
+    TORCH_2_11, TORCH_2_12, TORCH_2_13, TORCH_2_14, TORCH_2_15,
 )  # fmt: skip
 """Releases whose behaviour is known, oldest first."""
 
