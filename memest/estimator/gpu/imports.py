@@ -8,7 +8,7 @@ from contextlib import ExitStack, nullcontext
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 Action = Callable[[ModuleType], None]
@@ -107,3 +107,19 @@ def names_of(original: Any) -> list[tuple[ModuleType, str]]:
                 found.append((module, name))
     _found[key] = original, found
     return found
+
+
+def remove_finder(finder: Any) -> None:
+    """Remove a finder of stubs, and the modules that it has loaded."""
+    sys.meta_path.remove(finder)
+    for name, module in list(sys.modules.items()):
+        if getattr(getattr(module, "__spec__", None), "loader", None) is finder:
+            del sys.modules[name]
+
+
+def importing_frame() -> FrameType | None:
+    """Return the frame whose import statement calls `find_spec`, the caller's caller."""
+    frame: FrameType | None = sys._getframe(3)
+    while frame is not None and "importlib" in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
-from memest.estimator.gpu.imports import ImportHooks
+from memest.estimator.gpu.imports import ImportHooks, importing_frame, remove_finder
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches
 from memest.models_meta import flash_attention
@@ -88,15 +88,9 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def remove(self) -> None:
         """Remove the finder and its modules."""
-        sys.meta_path.remove(self)
-        for name in _CONTENTS:
-            module = sys.modules.get(name)
-            if module is not None and getattr(module.__spec__, "loader", None) is self:
-                del sys.modules[name]
+        remove_finder(self)
 
     def _is_asked_by_script(self) -> bool:
         """Return whether the innermost frame outside of the import machinery is the script's."""
-        frame = sys._getframe(2)
-        while frame is not None and "importlib" in frame.f_code.co_filename:
-            frame = frame.f_back  # type: ignore[assignment]
+        frame = importing_frame()
         return frame is not None and self._mode.attribution.lines.frame(frame) is frame

@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from memest.errors import UnsupportedError
+from memest.estimator.gpu.imports import remove_finder
 from memest.estimator.tensors.patches import NOT_COMPILED, refusing
 
 VERSION = "3.6.0"
@@ -367,11 +368,7 @@ class StubFinder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
 
     def remove(self) -> None:
         """Remove the finder and its modules."""
-        sys.meta_path.remove(self)
-        for name in self._contents:
-            module = sys.modules.get(name)
-            if module is not None and getattr(module.__spec__, "loader", None) is self:
-                del sys.modules[name]
+        remove_finder(self)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None

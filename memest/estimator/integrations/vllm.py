@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from memest.errors import UnsupportedError
-from memest.estimator.gpu.imports import ImportHooks
+from memest.estimator.gpu.imports import ImportHooks, importing_frame, remove_finder
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches, refusing
 from memest.estimator.tensors.storages import MemKind
@@ -352,16 +352,11 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def remove(self) -> None:
         """Remove the finder and its modules."""
-        sys.meta_path.remove(self)
-        for name, module in list(sys.modules.items()):
-            if name.partition(".")[0] == "vllm" and getattr(module, "__loader__", None) is self:
-                del sys.modules[name]
+        remove_finder(self)
 
     def _is_asked(self) -> bool:
         """Return whether the importing frame is the script's or TRL's."""
-        frame = sys._getframe(2)
-        while frame is not None and "importlib" in frame.f_code.co_filename:
-            frame = frame.f_back  # type: ignore[assignment]
+        frame = importing_frame()
         if frame is None:
             return False
         importer = frame.f_globals.get("__name__", "").partition(".")[0]
