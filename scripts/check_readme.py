@@ -3,6 +3,7 @@
     python scripts/check_readme.py                  # README.md: clone, install, run all commands
     python scripts/check_readme.py --venv .venv     # use an environment that is installed
     python scripts/check_readme.py advise sweep     # only commands that contain one of these words
+    python scripts/check_readme.py --jobs 2         # commands of a block that need no other's files
     python scripts/check_readme.py --venv .venv --page docs/tutorials/job.md
 
 Each command has to exit with 0. A block of output that follows the commands has to be in the output
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
@@ -91,10 +93,12 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="run only commands that contain one of these")
     parser.add_argument("--venv", type=Path, help="installed environment")
     parser.add_argument("--page", default="README.md", help="page with the commands")
+    parser.add_argument("--jobs", type=int, default=1, help="commands of a block at a time")
     options = parser.parse_args()
     blocks = blocks_of((ROOT / options.page).read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as folder:
-        user = User(Path(folder, "memest"), options.venv and options.venv.absolute(), options.page)
+        venv = options.venv and options.venv.absolute()
+        user = User(Path(folder, "memest"), venv, options.page, options.jobs)
         is_right = [user.runs(block, options.words) for block in blocks]
     print(f"{options.page}: {user.num_failed} of {user.num_run} commands failed", flush=True)
     return int(not all(is_right) or not user.num_run)
@@ -131,8 +135,8 @@ def missing_lines(sample: str, output: str) -> list[str]:
 class User:
     """A folder with a clone of the repository, and the shell of its user."""
 
-    def __init__(self, folder: Path, venv: Path | None, page: str) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, venv: Path | None, page: str, jobs: int = 1) -> None:
+        self.folder, self.jobs = folder, jobs
         subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
         own = scripts_of(page)
         for name, text in (USER_FILES | scripts_of("docs/run.md") | own).items():
@@ -151,7 +155,7 @@ class User:
         if block.language == "python":
             (self.folder / "readme.py").write_text(block.text, encoding="utf-8")
         commands = ["python readme.py"] if block.language == "python" else block.commands
-        outputs = []
+        chosen = []
         before = self.num_failed
         for command in commands:
             is_install = "pip install" in command
@@ -163,7 +167,12 @@ class User:
             if reason:
                 print(f"not run: {command}: {reason}", flush=True)
                 continue
-            outputs.append(self._run(command))
+            chosen.append(command)
+        with ThreadPoolExecutor(self.jobs) as pool:
+            ran = list(pool.map(self._run, chosen))
+        outputs = [output for output, _ in ran]
+        self.num_run += len(ran)
+        self.num_failed += sum(not is_right for _, is_right in ran)
         if block.output and outputs:
             missing = min((missing_lines(block.output, one) for one in outputs), key=len)
             for line in missing:
@@ -171,9 +180,8 @@ class User:
             self.num_failed += bool(missing)
         return self.num_failed == before
 
-    def _run(self, command: str) -> str:
-        """Run one command, print its time and first lines, and return its output."""
-        self.num_run += 1
+    def _run(self, command: str) -> tuple[str, bool]:
+        """Run one command, print its time and first lines; return its output and if it is right."""
         started = time.monotonic()
         process = subprocess.Popen(
             ["bash", "-c", command], cwd=self.folder, env=self.env, stdin=subprocess.DEVNULL,
@@ -186,15 +194,15 @@ class User:
             stdout, stderr = process.communicate()
         code, text = WITHOUT_GPU.get(command, (0, ""))
         is_right = process.returncode == code and text in stderr
-        self.num_failed += not is_right
-        print(f"{'ok' if is_right else 'FAILED':<7}{time.monotonic() - started:6.1f} s  {command}")
+        said = [
+            f"{'ok' if is_right else 'FAILED':<7}{time.monotonic() - started:6.1f} s  {command}"
+        ]
         shown = [line for line in (stdout or stderr).splitlines() if line.strip()]
-        for line in shown[:NUM_SHOWN]:
-            print(f"    {line}")
+        said += [f"    {line}" for line in shown[:NUM_SHOWN]]
         if not is_right:
-            print(f"exit code {process.returncode}\n{stderr[-3000:]}")
-        sys.stdout.flush()
-        return stdout
+            said.append(f"exit code {process.returncode}\n{stderr[-3000:]}")
+        print("\n".join(said), flush=True)
+        return stdout, is_right
 
 
 def scripts_of(page: str) -> dict[str, str]:
