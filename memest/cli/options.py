@@ -158,7 +158,10 @@ emit_option = click.option(
 _train_steps = click.option(
     "--train-steps", type=click.IntRange(1), help="Optimizer steps of the whole training."
 )
-_price = click.option("--price", help="Price of a GPU for an hour, or a YAML file: h100-80gb: 2.10")
+_price = click.option(
+    "--price",
+    help="Price of a GPU for an hour, a YAML file (h100-80gb: 2.10) or a folder of gpuhunt.",
+)
 _epochs = click.option(
     "--epochs",
     type=click.FloatRange(0, min_open=True),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from memest.errors import PlanError
 from memest.plan.reading import parse_yaml, read_limited
@@ -52,7 +54,10 @@ def steps_of_plan(plan: Mapping[str, Any], epochs: float, samples: int) -> int:
 
 
 def read_prices(given: str | None) -> dict[str, float]:
-    """Return prices of an hour: a number for every GPU, or those of a YAML or JSON file.
+    """Return prices of an hour: a number for every GPU, or those of a file or of a catalogue.
+
+    Args:
+        given: a number, a YAML or JSON file, or a folder of catalogues by gpuhunt.
 
     Raises:
         PlanError: a price is not a positive number, a GPU is not known, or there is no such file.
@@ -64,12 +69,67 @@ def read_prices(given: str | None) -> dict[str, float]:
     if re.fullmatch(r"[-+.\d]+(e\d+)?", given):
         return {"": _positive(given)}
     path = Path(given)
+    if path.is_dir():
+        return _of_catalogues(path)
     found = parse_yaml(read_limited(path, what="prices"), path)
     if not isinstance(found, dict):
         raise PlanError(
             f"`{path}` has no prices", hint="write one line per GPU, such as `h100-80gb: 2.10`"
         )
     return {find_gpu(str(name)).name: _positive(price) for name, price in found.items()}
+
+
+def _of_catalogues(folder: Path) -> dict[str, float]:
+    """Return the lowest price of one GPU for an hour, without spot instances, by its name.
+
+    Args:
+        folder: has a file `PROVIDER.csv` for each provider, as `python -m gpuhunt` writes it.
+    """
+    providers = [path.stem for path in sorted(folder.glob("*.csv"))]
+    try:
+        import gpuhunt
+    except ImportError as error:
+        raise PlanError(
+            f"gpuhunt, which reads the catalogues in `{folder}`, is not installed",
+            hint="pip install 'memest-gpu[prices]'",
+        ) from error
+    catalogue = gpuhunt.Catalog(balance_resources=False, auto_reload=False)
+    found: dict[str, float] = {}
+    with mock.patch.dict(os.environ, {"GPUHUNT_CATALOG_DIR": str(folder)}):
+        try:
+            items = catalogue.query(provider=providers, spot=False, min_gpu_count=1)
+        except (KeyError, ValueError, OSError) as error:
+            raise PlanError(f"gpuhunt cannot read the catalogues in `{folder}`: {error}") from error
+    for item in items:
+        gpu = _sold_as(str(item.gpu_name), float(item.gpu_memory or 0))
+        if gpu is not None and item.price > 0:
+            found[gpu] = min(item.price / item.gpu_count, found.get(gpu, float("inf")))
+    if not found:
+        raise PlanError(
+            f"`{folder}` has no prices of known GPUs",
+            hint="write a catalogue with `python -m gpuhunt runpod --output runpod.csv`",
+        )
+    return found
+
+
+def _sold_as(name: str, memory_gb: float) -> str | None:
+    """Return the GPU that a provider calls `name`; None if memest does not know it."""
+    from memest.estimator.hardware.gpus import find_gpu
+
+    for text in (f"{name} {memory_gb:g}GB", name):
+        try:
+            gpu = find_gpu(text)
+        except PlanError:
+            continue
+        if abs(gpu.memory_bytes / (1e9 * memory_gb) - 1) < SOLD_SHARE:
+            return gpu.name
+    return None
+
+
+SOLD_SHARE = 0.15
+"""Most by which a GPU's memory differs from what a provider calls it: an L4 of 24 GB has 23.7e9
+bytes, an H100 of 80 GB 85.0e9.
+"""
 
 
 def _positive(value: Any) -> float:

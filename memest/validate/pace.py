@@ -6,7 +6,7 @@ kernels. The rows of one GPU are `estimator/hardware/pace/NAME.json`, which `pac
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import itertools
 import json
 import statistics
@@ -301,11 +301,21 @@ ROWS = ((64, 768), (1024, 1024), (8192, 1024), (65536, 1024), (4096, 50304), (52
 """(rows, columns) of what the kernels below read."""
 
 
+SHORT_ROWS = ((3136, 96), (65536, 96), (524288, 48), (65536, 384))
+BY_ROW = (
+    "sum_rows", "sum_outer", "mean", "softmax", "softmax_backward", "layer_norm",
+    "layer_norm_backward",
+)  # fmt: skip
+"""Calls whose time depends on the length of a row."""
+
+
 def memory_kernels() -> Iterator[Any]:
     """Kernels that memory bounds."""
     for dtype, (rows, columns) in itertools.product((HALF, FULL), ROWS):
         for name in _memory_calls(torch.zeros(64, 2), 64, 2):
             yield _memory_kernel(name, rows, columns, dtype)
+    for dtype, (rows, columns), name in itertools.product((HALF, FULL), SHORT_ROWS, BY_ROW):
+        yield _memory_kernel(name, rows, columns, dtype)
 
 
 def _memory_kernel(name: str, rows: int, columns: int, dtype: torch.dtype) -> Any:
@@ -343,6 +353,7 @@ def _memory_calls(x: Tensor, rows: int, columns: int) -> dict[str, Callable[[], 
         "cat": lambda: aten.cat.default([x, y]),
         "sum_rows": lambda: aten.sum.dim_IntList(x, [0]),
         "sum": lambda: aten.sum.default(x),
+        "sum_outer": lambda: aten.sum.dim_IntList(x.view(-1, 32, columns), [0, 2]),
         "mean": lambda: aten.mean.dim(x, [-1], True),
         "softmax": lambda: aten._softmax.default(x, -1, False),
         "softmax_backward": lambda: aten._softmax_backward_data.default(x, y, -1, dtype),
@@ -439,8 +450,8 @@ def _native_batch_norm(name: str, given: tuple[Any, ...]) -> Callable[[], Any]:
 def row_kernels() -> Iterator[Any]:
     """Kernels over rows that `memory_kernels` has not: RMS norm, heads of attention, sorting."""
     names = (
-        "rms", "rms_backward", "heads", "roll", "slice", "norm", "cumsum", "argmax", "times_row",
-        "times_column", "add_heads", "sum_last", "sum_middle",
+        "rms", "rms_backward", "heads", "heads_16", "half", "roll", "slice", "norm", "cumsum",
+        "argmax", "times_row", "times_column", "add_heads", "sum_last", "sum_middle",
     )  # fmt: skip
     for dtype, (rows, columns) in itertools.product((HALF, FULL), ROWS):
         for name in names:
@@ -453,6 +464,8 @@ def _row_kernel(name: str, rows: int, columns: int, dtype: torch.dtype) -> Any:
         y, weight = x.clone(), torch.ones(columns, device="cuda", dtype=dtype)
         inverse = torch.ones(rows, 1, device="cuda")
         heads = x.view(rows // 64, 64, columns // 64, 64).transpose(1, 2)
+        short = x.view(rows // 64, 64, columns // 16, 16).transpose(1, 2)
+        half = x[:, : columns // 2]
         turned, column = heads.contiguous(), inverse.to(dtype)
         calls: dict[str, Callable[[], Any]] = {
             "rms": lambda: aten._fused_rms_norm.default(x, [columns], weight, 1e-5),
@@ -460,6 +473,8 @@ def _row_kernel(name: str, rows: int, columns: int, dtype: torch.dtype) -> Any:
                 y, x, [columns], inverse, weight, [True, True]
             ),
             "heads": lambda: aten.clone.default(heads, memory_format=torch.contiguous_format),
+            "heads_16": lambda: aten.clone.default(short, memory_format=torch.contiguous_format),
+            "half": lambda: aten.clone.default(half, memory_format=torch.contiguous_format),
             "roll": lambda: aten.roll.default(x, [3], [0]),
             "slice": lambda: aten.slice_backward.default(x, [rows, 2 * columns], 1, 0, columns, 1),
             "norm": lambda: aten.linalg_vector_norm.default(x),
@@ -591,29 +606,39 @@ def host_times() -> dict[str, float]:
     return {name: round(value, 2) for name, value in found.items()}
 
 
+SIZES = {
+    "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "intermediate_size": 128, "vocab_size": 512, "head_dim": 16, "pad_token_id": 0,
+    "num_conv_pos_embedding_groups": 4, "num_conv_pos_embeddings": 16,
+    "image_size": 32, "patch_size": 8, "layerdrop": 0.0,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("Llama", "Qwen3", "GPT2", "Bert", "ModernBert", "ViT", "Wav2Vec2"), SIZES),
+    "Swin": {"image_size": 32, "patch_size": 2, "window_size": 4, "embed_dim": 16,
+             "depths": [2, 4], "num_heads": [2, 4]},
+    "ConvNext": {"hidden_sizes": [16, 32, 64, 128], "depths": [2, 2, 4, 2]},
+    "ResNet": {"hidden_sizes": [64, 64, 64, 64], "depths": [2, 2, 4, 2]},
+}  # fmt: skip
+"""Architectures of transformers, whose launches take the host's usual time, and their sizes."""
+
+
 def model_times() -> dict[str, list[list[float]]]:
     """Return what forward and backward of small models launch, and their microseconds.
 
     A row has a number for each of `HOST_KINDS`, then the time.
     """
-    x = torch.randn(8, 64, device="cuda")
-    image = torch.randn(2, 16, 8, 8, device="cuda")
-    models: list[tuple[list[nn.Module], Tensor]] = [
-        ([nn.TransformerEncoderLayer(64, 4, 128) for _ in range(6)], x[:, None]),
-        ([b for _ in range(30) for b in (nn.Linear(64, 64), nn.ReLU())], x),
-        ([_Residual(16) for _ in range(12)], image),
-        (
-            [b for _ in range(30) for b in (nn.Conv2d(16, 16, 3), nn.SiLU())],
-            image.new_ones(2, 16, 80, 80),
-        ),
-        ([_Decoder(64, 4) for _ in range(6)], x[None]),
-        ([_Elementwise() for _ in range(12)], x),
-        *(([model], torch.ones_like(x[:2, :16], dtype=torch.long)) for model in _of_transformers()),
-    ]
+    library: Any = importlib.import_module("transformers")
     rows = []
-    for (blocks, given), is_autocast in itertools.product(models, (False, True)):
+    for (name, sizes), is_autocast in itertools.product(MODELS.items(), (False, True)):
+        config = getattr(library, f"{name}Config")(**sizes)
+        model = getattr(library, f"{name}Model")(config).cuda().train()
+        given = {
+            "pixel_values": torch.randn(2, 3, 32, 32, device="cuda"),
+            "input_values": torch.randn(2, 4000, device="cuda"),
+            "input_ids": torch.zeros(2, 16, dtype=torch.long, device="cuda"),
+        }[model.main_input_name]
         with torch.autocast("cuda", HALF, enabled=is_autocast):
-            rows.append(phase_times(nn.Sequential(*blocks).cuda(), given))
+            rows.append(phase_times(model, given))
     return {"forward": [row for row, _ in rows], "backward": [row for _, row in rows]}
 
 
@@ -650,107 +675,30 @@ def _not_negative(rows: list[Any], times: list[float]) -> list[float]:
     return factors
 
 
-def _of_transformers() -> list[nn.Module]:
-    """Return small models of transformers, if it is installed."""
-    if importlib.util.find_spec("transformers") is None:
-        return []
-    library: Any = importlib.import_module("transformers")
-    sizes = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4}
-    found: list[nn.Module] = []
-    for name in ("Llama", "Bert", "Qwen3"):
-        config = getattr(library, f"{name}Config")(
-            **sizes, intermediate_size=128, vocab_size=512, num_key_value_heads=4, head_dim=16
-        )
-        found.append(_States(getattr(library, f"{name}Model")(config)))
-    return found
-
-
-class _States(nn.Module):
-    """A model of transformers that returns the states of its last layer."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: Tensor) -> Any:
-        return self.model(ids).last_hidden_state
-
-
-class _Decoder(nn.Module):
-    """Decoder layer as language models are written: norms in float32, rotary positions, gates."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norms = nn.ModuleList(_Norm(width) for _ in "12")
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in "qkvo")
-        self.gate, self.up, self.down = (nn.Linear(width, width, bias=False) for _ in "abc")
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        y = self.norms[0](x)
-        shape = (batch, length, self.heads, width // self.heads)
-        q, k, v = (project(y).view(shape).transpose(1, 2) for project in (self.q, self.k, self.v))
-        angle = torch.ones(length, shape[-1], device=x.device, dtype=x.dtype)
-        q, k = (t * angle + _turned(t) * angle for t in (q, k))
-        z = nn.functional.scaled_dot_product_attention(q, k, v.to(q.dtype), is_causal=True)
-        x = x + self.o(z.transpose(1, 2).reshape(batch, length, width))
-        y = self.norms[1](x)
-        out: Tensor = x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
-        return out
-
-
-def _turned(x: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-
-
-class _Norm(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.to(torch.float32)
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return self.weight * y.to(x.dtype)
-
-
-class _Residual(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.parts = nn.Sequential(
-            nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels),
-            nn.ReLU(), nn.Conv2d(channels, channels, 1, bias=False), nn.BatchNorm2d(channels),
-        )  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(x + self.parts(x))
-
-
-class _Elementwise(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = (x - x.mean()) * self.scale
-        return x + torch.sigmoid(y) * y.exp().clamp(max=2.0) / 3
-
-
 def phase_times(model: nn.Module, x: Tensor) -> tuple[list[float], list[float]]:
-    """Return the rows of `model_times` of one model's forward and backward."""
+    """Return the rows of `model_times` of one model's forward and backward, in a training."""
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def loss_of() -> Any:
+        return model(x).last_hidden_state.float().sum()
+
     with Observer() as forward:
-        loss: Any = model(x).float().sum()
+        loss = loss_of()
     with Observer() as backward:
         loss.backward()
-    for _ in range(3):
-        model(x).float().sum().backward()
-    taken, losses = [], []
-    for _ in range(7):
-        us = _host_us(lambda: losses.append(model(x).float().sum()), 3)
-        taken.append((us, _host_us(lambda: losses.pop().backward(), 3)))
-    forward_us, backward_us = (round(statistics.median(us), 1) for us in zip(*taken, strict=True))
+    taken = []
+    for _ in range(16):
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        loss = loss_of()
+        middle = time.perf_counter()
+        loss.backward()
+        taken.append((middle - started, time.perf_counter() - middle))
+    forward_us, backward_us = (
+        round(1e6 * statistics.median(s), 1) for s in zip(*taken[3:], strict=True)
+    )
     return [*forward.counts, forward_us], [*backward.counts, backward_us]
 
 

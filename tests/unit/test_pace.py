@@ -124,8 +124,49 @@ def test_a_copy_that_turns_a_matrix_is_a_transpose() -> None:
         return work_of(aten.copy_.default, (made, source), {}, made).kind
 
     assert kind(x) == "copy 2"
+    assert kind(x.float()) == "cast 4"
     assert kind(meta(32, 64).t()) == "transpose 2"
     assert kind(meta(8, 4, 32).transpose(0, 1)) == "permute 2"
+
+
+def test_a_copy_does_not_read_what_it_writes() -> None:
+    assert work(aten.copy_.default, meta(8, 8), meta(8, 8)).num_bytes == 2 * 2 * 64
+    assert work(aten.zero_.default, meta(8, 8)).num_bytes == 2 * 64
+
+
+def test_a_permutation_has_the_length_that_is_adjacent_on_both_sides() -> None:
+    heads = meta(2, 16, 4, 32).transpose(1, 2)
+
+    found = work_of(aten.clone.default, (heads,), {}, meta(2, 4, 16, 32))
+
+    assert found.size == (2 * 2 * 4096, 32)
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "size"),
+    [
+        (aten.sum.dim_IntList, ([0],), (64, 32)),
+        (aten.sum.dim_IntList, ([0, -1],), (64 * 32, 1)),
+        (aten.mean.dim, ([-1], True), (32, 1)),
+        (aten.amax.default, ([1],), (32, 1)),
+        (aten.linalg_vector_norm.default, (2.0,), (64 * 32, 1)),
+    ],
+)
+def test_a_reduction_has_the_number_and_the_distance_of_its_elements(
+    func: object, args: tuple[object, ...], size: tuple[int, int]
+) -> None:
+    found = work(func, meta(64, 32), *args)
+
+    assert found.kind == "sum 2"
+    assert found.size[1:] == size
+
+
+def test_a_norm_has_the_length_of_its_rows() -> None:
+    weight = meta(32)
+
+    found = work(aten.native_layer_norm.default, meta(8, 4, 32), [32], weight, weight, 1e-5)
+
+    assert found.size == (found.num_bytes, 32)
 
 
 def log_of(*steps: list[Work | None]) -> WorkLog:
@@ -274,6 +315,44 @@ def test_prices_of_a_file_are_by_gpu(tmp_path: Path) -> None:
     path.write_text("- 2\n", encoding="utf-8")
     with pytest.raises(PlanError, match="has no prices"):
         read_prices(str(path))
+
+
+COLUMNS = (
+    "instance_name,location,price,cpu,memory,gpu_count,gpu_name,gpu_memory,spot,disk_size,"
+    "gpu_vendor,flags,cpu_arch,provider_data\n"
+)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # its open file
+def test_a_catalogue_of_gpuhunt_gives_the_lowest_price_of_one_gpu(tmp_path: Path) -> None:
+    pytest.importorskip("gpuhunt")
+    rows = (
+        ("two", 5.0, 2, "H100", 80, False),
+        ("dear", 3.0, 1, "H100", 80, False),
+        ("spot", 0.5, 1, "H100", 80, True),
+        ("small", 1.0, 1, "A100", 40, False),
+        ("l4", 0.4, 1, "L4", 24, False),
+        ("unknown", 0.1, 1, "MI300X", 192, False),
+    )
+    lines = [
+        f"{name},eu,{price},8,64,{count},{gpu},{memory},{spot},100,nvidia,,x86,{{}}\n"
+        for name, price, count, gpu, memory, spot in rows
+    ]
+    (tmp_path / "runpod.csv").write_text(COLUMNS + "".join(lines), encoding="utf-8")
+
+    found = read_prices(str(tmp_path))
+
+    assert found == {"h100-80gb": 2.5, "a100-40gb": 1.0, "l4": 0.4}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(("name", "text"), [("runpod.csv", "price\n"), ("cheap.csv", COLUMNS)])
+def test_a_folder_that_is_no_catalogue_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    pytest.importorskip("gpuhunt")
+    (tmp_path / name).write_text(text + "1\n", encoding="utf-8")
+
+    with pytest.raises(PlanError, match=r"gpuhunt cannot read|has no prices"):
+        read_prices(str(tmp_path))
 
 
 def test_times_are_printed_with_three_digits() -> None:

@@ -305,9 +305,13 @@ def _efficiencies(rows: list[list[float]], kind: str, gpu: Gpu) -> tuple[Any, An
     last = kind.rpartition(" ")[2]
     rate = "" if last.isdigit() else last
     sizes = np.log(np.array([row[:-3] for row in rows], dtype=float))
-    ideal: Any = [ideal_s(rate, int(r[-3]), int(r[-2]), gpu) / (1e-6 * r[-1]) for r in rows]
+    times = [ideal_s(rate, int(r[-3]), int(r[-2]), gpu) / (1e-6 * r[-1]) for r in rows]
+    ideal = np.array(times)
     if not rate:
-        ideal = np.minimum(ideal, ideal[int(sizes[:, 0].argmax())])
+        for alike in {tuple(row[1:]) for row in sizes}:
+            group = np.flatnonzero((sizes[:, 1:] == alike).all(axis=1))
+            largest = group[sizes[group, 0].argmax()]
+            ideal[group] = np.minimum(ideal[group], ideal[largest])
     return sizes, np.log(ideal)
 
 

@@ -60,7 +60,12 @@ _READS_FEW = frozenset((
 _ALIKE = {
     "fill_": "zero", "zeros": "zero", "zeros_like": "zero", "new_zeros": "zero", "full": "zero",
     "ones": "zero", "ones_like": "zero", "new_ones": "zero", "full_like": "zero",
-    "stack": "cat", "native_batch_norm": "cudnn_batch_norm",
+    "normal_": "random", "uniform_": "random", "randn": "random", "rand": "random",
+    "randn_like": "random", "rand_like": "random", "bernoulli_": "random",
+    "mean": "sum", "amax": "sum", "amin": "sum", "any": "sum", "all": "sum", "prod": "sum",
+    "linalg_vector_norm": "sum", "var": "sum", "std": "sum", "var_mean": "sum", "logsumexp": "sum",
+    "constant_pad_nd": "slice_backward", "select_backward": "slice_backward", "stack": "cat",
+    "native_batch_norm": "cudnn_batch_norm",
     "_native_batch_norm_legit": "cudnn_batch_norm",
     "native_batch_norm_backward": "cudnn_batch_norm_backward",
 }  # fmt: skip
@@ -102,27 +107,64 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
         data, weight, _ = args[10]
         kind = "convolution" + "-data" * bool(data) + "-weight" * bool(weight)
         return _convolution(kind, args[1], args[2], args[0], num_bytes)
+    first = next(_tensors(args), None)
+    more: tuple[int, ...] = ()
     if name in _COPIES:
-        name = _kind_of_copy(args, out)
+        *_, first = _tensors(args)
+        name, more = _kind_of_copy(first, out)
     elif torch.Tag.pointwise in func.tags:
         name = _kind_of_pointwise(args, out)
-    elif name == "sum" and _is_over_last(args):
-        name = "sum-last"
-    first = next(_tensors(args), None)
+    elif name == "sum" and first is not None:
+        more = _reduced(func, args, kwargs)
+    elif name in _ROWS:
+        more = (_row_length(args[0], args[_ROWS[name]]),)
     item_bytes = 4 if first is None else first.element_size()
     num_tensors = len(args[0]) if args and isinstance(args[0], list | tuple) else 1
-    return Work(f"{name} {item_bytes}", (num_bytes,), "", 0, num_bytes, num_tensors)
+    return Work(f"{name} {item_bytes}", (num_bytes, *more), "", 0, num_bytes, num_tensors)
 
 
 _COPIES = ("clone", "copy", "_to_copy")
 
 
-def _kind_of_copy(args: Any, out: Any) -> str:
-    """Return whether a copy reads memory in the order in which it writes."""
-    *_, source = _tensors(args)
+def _kind_of_copy(source: Tensor, out: Tensor) -> tuple[str, tuple[int, ...]]:
+    """Return the kind of a copy, by the order in which it reads and writes memory.
+
+    A permutation has a second size: the elements that are adjacent in both tensors.
+    """
     if _innermost(source) != _innermost(out):
-        return "transpose"
-    return "copy" if source.stride() == out.stride() else "permute"
+        return "transpose", ()
+    if source.stride() == out.stride():
+        return "copy" if source.dtype == out.dtype else "cast", ()
+    adjacent = 1
+    for size, step, given in sorted(zip(out.shape, out.stride(), source.stride(), strict=True),
+                                    key=lambda dim: dim[1]):  # fmt: skip
+        if size > 1:
+            if (step, given) != (adjacent, adjacent):
+                break
+            adjacent *= size
+    return "permute", (adjacent,)
+
+
+_ROWS = {
+    "_softmax": 1, "_log_softmax": 1, "_softmax_backward_data": 2, "_log_softmax_backward_data": 2,
+    "native_layer_norm": 1, "native_layer_norm_backward": 2, "_fused_rms_norm": 1,
+    "_fused_rms_norm_backward": 2,
+}  # fmt: skip
+"""Positions of what gives the length of a row: a dimension, or the shape of a row."""
+
+
+def _row_length(x: Tensor, given: Any) -> int:
+    return prod(given) if isinstance(given, list | tuple) else x.shape[given]
+
+
+def _reduced(func: Any, args: Any, kwargs: Any) -> tuple[int, int]:
+    """Return how many elements a reduction makes one of, and how far apart they are."""
+    names = (argument.name for argument in func._schema.arguments)
+    dims = {**dict(zip(names, args, strict=False)), **kwargs}.get("dim")
+    x = next(_tensors(args))
+    dims = [dims] if isinstance(dims, int) else dims or range(x.dim())
+    steps = [x.stride(dim) for dim in dims if x.shape[dim] > 1]
+    return prod(x.shape[dim] for dim in dims), max(1, min(steps, default=1))
 
 
 def _kind_of_pointwise(args: Any, out: Any) -> str:
@@ -133,13 +175,6 @@ def _kind_of_pointwise(args: Any, out: Any) -> str:
         if tensor.dim() and (tensor.shape != shape or tensor.stride() != strides):
             return "broadcast"
     return "pointwise"
-
-
-def _is_over_last(args: Any) -> bool:
-    """Return whether a sum is over the last dimension alone."""
-    if len(args) < 2 or not isinstance(args[1], list | tuple):
-        return False
-    return [dim % args[0].dim() for dim in args[1]] == [args[0].dim() - 1]
 
 
 def _innermost(tensor: Tensor) -> int:
@@ -248,7 +283,7 @@ def _convolution(kind: str, x: Tensor, weight: Tensor, out: Tensor, num_bytes: i
 
 def _num_bytes(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Return the bytes that a kernel reads and writes at least."""
-    read = args[1:] if name in _READS_FEW else args
+    read = args[1:] if name in _READS_FEW or name in _ONLY_WRITES else args
     if name == "nll_loss_backward":
         read = (args[0], *args[2:])
     total = sum(map(_bytes_of, _tensors((read, tuple(kwargs.values()), out))))
@@ -258,6 +293,9 @@ def _num_bytes(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> int:
         total += sum(map(_bytes_of, _tensors([args[i] for i in _written(func) if i < len(args)])))
     return total
 
+
+_ONLY_WRITES = ("copy", "zero", "random")
+"""Operators that do not read a first argument that they write."""
 
 _READS_OUT = ("embedding", "index", "index_select", "gather", "take")
 
