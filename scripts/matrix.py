@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,7 @@ def store(row: str, found: dict[str, Any]) -> None:
     STORED.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
+@cache
 def developed() -> dict[str, tuple[int, ...]]:
     """Return the peaks that the developed environment has to have."""
     stored = json.loads(smoke.STORED.read_text(encoding="utf-8"))

@@ -6,6 +6,7 @@ import ast
 import io
 import re
 import tokenize
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ def docstring_lines(tree: ast.AST) -> set[int]:
     }
 
 
+@cache
 def code_lines(source: str) -> set[int]:
     """Lines that hold code: no blank lines, comments or docstrings."""
     skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
