@@ -1,12 +1,12 @@
 """Attention: which kernel CUDA runs, the operators around it, and what each kernel allocates.
 
 Sources are under aten/src/ATen/native (torch 2.11; equal in 2.13 where its wheel ships the header).
-Choice: transformers/attention.cpp and `select_sdp_backend` of transformers/cuda/sdp_utils.cpp.
-Flash: transformers/cuda/flash_attn/flash_api.cpp. Efficient: transformers/cuda/attention.cu,
-attention_backward.cu, mem_eff_attention/kernel_backward.h and kernels/cutlassB.h, cutlassF.h.
-cuDNN: cudnn/MHA.cpp and `CompositeSDPABackwardNode` of cudnn_frontend's
-scaled_dot_product_flash_attention.h. Left out: nested tensors, deterministic algorithms, batches
-above 65535.
+`choice`: `scaled_dot_product_attention` of transformers/attention.cpp and `select_sdp_backend` of
+transformers/cuda/sdp_utils.cpp; `flash`: transformers/cuda/flash_attn/flash_api.cpp; `efficient`:
+transformers/cuda/attention.cu, attention_backward.cu, mem_eff_attention/kernel_backward.h and
+kernels/cutlassB.h, cutlassF.h; `cudnn`: cudnn/MHA.cpp and `CompositeSDPABackwardNode` of
+cudnn_frontend's scaled_dot_product_flash_attention.h. Left out: nested tensors, deterministic
+algorithms, batches above 65535.
 
 Shapes: B batch, H query heads, K key heads, L query tokens, S key tokens, E head width, V width of
 the values.

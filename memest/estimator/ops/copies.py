@@ -188,12 +188,11 @@ WAVES = 2
 
 @requests("split_with_sizes_copy.out")
 def split_with_sizes_copy_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`split_with_sizes_copy.out`: a table of each split's addresses, size and blocks::
+    """`split_with_sizes_copy.out`: a table of 8 * (4 * splits + 1 + blocks) bytes.
 
-        8 * (4 * splits + 1 + blocks)
-
-    A thread copies so many bytes that the blocks fill at most two waves. The root of that number is
-    the number of chunks, the rest the bytes in a chunk.
+    It has addresses, size and first block of each split, and the split of each block. A thread
+    copies so many bytes that the blocks fill at most two waves. The root of that number is the
+    number of chunks, the rest the bytes in a chunk.
     """
     source, sizes = args[0], args[1]
     dim = argument(args, kwargs, 2, "dim", 0)

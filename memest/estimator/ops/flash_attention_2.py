@@ -1,7 +1,8 @@
 """Memory of the kernels of the package `flash_attn`, in order.
 
 Source: flash-attn 2.8.3, csrc/flash_attn/flash_api.cpp (`mha_fwd`, `mha_varlen_fwd`, `mha_bwd`,
-`mha_varlen_bwd`). Left out: a single query token whose heads are not contiguous.
+`mha_varlen_bwd`). `flash_attn_interface.py` copies tensors with a stride in the last dimension.
+Left out: a single query token whose heads are not contiguous.
 
 Shapes: B batch, L query tokens, S key tokens, N tokens of all rows without padding, H query heads,
 K key heads. E is the head width, a multiple of 8.
@@ -52,10 +53,11 @@ def _copies(*tensors: Tensor) -> list[int]:
 
 @requests(FORWARD)
 def forward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """Output, logsumexp (4 * B * H * L bytes, or 4 * H * N), split accumulators, random state (16).
+    """Output, logsumexp, split accumulators, random state (16 bytes).
 
-    Keys are split like torch's (`num_flash_splits`), without dropout. Texts of unlike length are
-    split only for a lone query token with grouped heads (`seqlenq_ngroups_swapped`).
+    The logsumexp has 4 * B * H * L bytes, or 4 * H * N. Keys are split like torch's
+    (`num_flash_splits`), without dropout. Texts of unlike length are split only for a lone query
+    token with grouped heads (`seqlenq_ngroups_swapped`).
     """
     query, key, value, cu_seqlens, L, S, dropout_p, is_windowed = args
     H, E = query.shape[-2:]

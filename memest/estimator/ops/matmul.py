@@ -104,9 +104,10 @@ def grouped_mm_output(args: Args, kwargs: Kwargs) -> Tensor:
 
 @requests("_grouped_mm")
 def grouped_mm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Requests of a grouped product: one `mm` per group, or two in the fused kernel.
+    """Requests of a grouped product: a table and descriptors in the fused kernel, or `mm` per
+    group.
 
-    These are pointers, strides and sizes of each group, and tensor descriptors::
+    The table has pointers, strides and sizes of each group::
 
         3 * 8 * round_up(G, 2) + 12 * G + 3 * 8 * G
         4 * 128 * multiprocessors

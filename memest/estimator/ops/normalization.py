@@ -271,7 +271,7 @@ def rms_norm_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> 
 
 @requests("native_layer_norm _fused_rms_norm")
 def input_copy_before(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Return a contiguous copy of the first argument, made before the outputs
+    """A contiguous copy of the first argument, made before the outputs
     (layer_norm_kernel.cu).
     """
     return Scratch(before=contiguous_copy(args[0]))

@@ -122,7 +122,7 @@ def pooling_copy_after(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratc
 
 @requests("avg_pool2d_backward _adaptive_avg_pool2d_backward max_pool2d_with_indices_backward")
 def pooling_gradient_copies(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Return copies of the gradient and the input in the input's memory format, after the outputs.
+    """Copies of the gradient and the input in the input's memory format, after the outputs.
 
     AveragePool2d.cu, AdaptiveAveragePooling.cu, DilatedMaxPool2d.cu.
     """
