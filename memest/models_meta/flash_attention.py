@@ -307,28 +307,33 @@ def replace_functions() -> Iterator[None]:
     """
     from transformers import modeling_flash_attention_utils as utils
 
-    if not hasattr(utils, "FLASH_ATTENTION_COMPATIBILITY_MATRIX"):
+    is_old = not hasattr(utils, "FLASH_ATTENTION_COMPATIBILITY_MATRIX")  # before transformers 5
+    if is_old and not hasattr(utils, "_lazy_imports"):
         raise too_old()
     lazy_imports = utils._lazy_imports
+    functions: list[Any] = [flash_attn_func, flash_attn_varlen_func]
+    functions += [] if is_old else [flash_attn_with_kvcache]
 
     def find(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
         if implementation != FLASH_ATTENTION_2:
             return lazy_imports(implementation, *args, **kwargs)
-        return (
-            flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache,
-            pad_input, unpad_input,
-        )  # fmt: skip
+        return (*functions, pad_input, unpad_input)
 
     forward = utils._flash_attention_forward
-    of_version_2 = utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2]
-    names = ("_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn", "_pad_fn", "_unpad_fn")
     with contextlib.ExitStack() as stack:
-        for name in ("_loaded_implementation", "_process_flash_kwargs_fn", *names):
+        for name in _STATE & vars(utils).keys():
             stack.enter_context(mock.patch.object(utils, name, None))
         stack.enter_context(mock.patch.object(utils, "_lazy_imports", find))
-        stack.enter_context(
-            mock.patch.dict(of_version_2, {"general_availability_check": lambda: True})
-        )
+        if is_old:
+            from transformers import modeling_utils
+
+            for module in (utils, modeling_utils):
+                for name in _CHECKS & vars(module).keys():
+                    stack.enter_context(mock.patch.object(module, name, return_value=True))
+        else:
+            of_version_2 = utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2]
+            available = {"general_availability_check": lambda: True}
+            stack.enter_context(mock.patch.dict(of_version_2, available))
         for family in _IMPORT_WITH_THE_PACKAGE:
             module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
             stack.enter_context(
@@ -344,6 +349,15 @@ def too_old() -> UnsupportedError:
         hint="take `sdpa`, whose kernel saves the same tensors, or install transformers 5",
     )
 
+
+_STATE = frozenset(
+    "_flash_fn _flash_varlen_fn _flash_with_kvcache_fn _pad_fn _unpad_fn _loaded_implementation"
+    " _process_flash_kwargs_fn".split()
+)
+"""Variables of transformers that hold the functions it found."""
+
+_CHECKS = frozenset(("is_flash_attn_2_available", "is_flash_attn_greater_or_equal_2_10"))
+"""Functions by which transformers 4.55 to 4.57 looks for the package."""
 
 _IMPORT_WITH_THE_PACKAGE = ("falcon", "gpt_neo", "gptj")
 """Families that import `_flash_attention_forward` only where the package is installed."""

@@ -36,7 +36,9 @@ def test_the_page_has_the_stored_environments() -> None:
 
 def test_memest_moves_nothing_in_the_environments_of_repositories() -> None:
     known = {item["repository"]: item["commit"] for item in ENTRIES}
-    for entry in pinned.load():
+    entries = [entry for entry in pinned.load() if "found" in entry]
+    assert entries
+    for entry in entries:
         assert known[entry["repository"]] == entry["commit"]
         assert entry["found"]["moved"] == []
         assert set(entry["found"]["added"]) <= {"click", "numpy", "tqdm"}

@@ -104,8 +104,29 @@ def test_flash_attention_of_an_old_release_is_refused(monkeypatch: pytest.Monkey
     from transformers import modeling_flash_attention_utils as utils
 
     monkeypatch.delattr(utils, "FLASH_ATTENTION_COMPATIBILITY_MATRIX")
+    monkeypatch.delattr(utils, "_lazy_imports")
     with (
         pytest.raises(UnsupportedError, match="too old"),
         flash_attention.replace_functions(),
     ):
         pass
+
+
+def test_flash_attention_of_transformers_4_57_has_four_functions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from transformers import modeling_flash_attention_utils as utils
+    from transformers import modeling_utils
+
+    assert modeling_utils  # imports the matrix
+
+    monkeypatch.delattr(utils, "FLASH_ATTENTION_COMPATIBILITY_MATRIX")
+    monkeypatch.setattr(utils, "is_flash_attn_2_available", lambda: False)
+    with flash_attention.replace_functions():
+        assert utils.is_flash_attn_2_available()
+        found = utils._lazy_imports("flash_attention_2")
+
+    assert [function.__name__ for function in found] == [
+        "flash_attn_func", "flash_attn_varlen_func", "pad_input", "unpad_input",
+    ]  # fmt: skip
+    assert not utils.is_flash_attn_2_available()
