@@ -98,12 +98,13 @@ def table(data: dict[str, Any]) -> str:
 
 
 def summary(data: dict[str, Any]) -> str:
-    """Return the errors of both groups in a sentence each."""
+    """Return the errors of each group in a sentence."""
     sentences = []
     for group, label in (
         ("first", "with which the rules were made"),
         ("second", "held out"),
         ("third", "of other kinds, drawn at random and held out"),
+        ("fourth", "drawn at random after that and held out"),
     ):
         errors = sorted(
             abs(case["estimated_s"] / measured_s(case) - 1)

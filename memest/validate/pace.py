@@ -386,8 +386,8 @@ IMAGES = (
 def image_kernels() -> Iterator[Any]:
     """Norms, pools and resizing of images, in two layouts."""
     names = (
-        "batch_norm", "batch_norm_backward", "group_norm", "group_norm_backward", "pool",
-        "pool_backward", "upsample", "upsample_backward",
+        "batch_norm", "batch_norm_backward", "native", "native_backward", "group_norm",
+        "group_norm_backward", "pool", "pool_backward", "upsample", "upsample_backward",
     )  # fmt: skip
     for dtype, last, sizes in itertools.product((HALF, FULL), (False, True), IMAGES):
         for name in names:
@@ -402,9 +402,8 @@ def _image_kernel(name: str, sizes: tuple[int, int, int], dtype: Any, last: bool
         x = random(samples, channels, side, side, dtype=dtype).to(memory_format=layout)
         weight, bias, mean, variance = (torch.ones(channels, device="cuda") for _ in range(4))
         if "batch" in name:
+            x = x.half() if dtype is HALF else x  # cuDNN takes no bfloat16
             given = (x, weight, bias, mean, variance, True, 0.1, 1e-5)
-            if dtype is HALF:  # cuDNN takes no bfloat16
-                return _native_batch_norm(name, given)
             if name == "batch_norm":
                 return lambda: aten.cudnn_batch_norm.default(*given)
             _, saved, inverse, reserve = aten.cudnn_batch_norm.default(*given)
@@ -412,6 +411,8 @@ def _image_kernel(name: str, sizes: tuple[int, int, int], dtype: Any, last: bool
             return lambda: aten.cudnn_batch_norm_backward.default(
                 x, y, weight, mean, variance, saved, inverse, 1e-5, reserve
             )
+        if "native" in name:
+            return _native_batch_norm(name, (x, weight, bias, mean, variance, True, 0.1, 1e-5))
         if "group" in name:
             w, b = weight.to(dtype), bias.to(dtype)
             shape = (samples, channels, side * side, 32)
@@ -438,7 +439,7 @@ def _image_kernel(name: str, sizes: tuple[int, int, int], dtype: Any, last: bool
 
 
 def _native_batch_norm(name: str, given: tuple[Any, ...]) -> Callable[[], Any]:
-    if name == "batch_norm":
+    if name == "native":
         return lambda: aten.native_batch_norm.default(*given)
     x, weight, _, mean, variance, *_ = given
     _, saved, inverse = aten.native_batch_norm.default(*given)
@@ -485,6 +486,34 @@ def _row_kernel(name: str, rows: int, columns: int, dtype: torch.dtype) -> Any:
             "add_heads": lambda: aten.add.Tensor(heads, turned),
             "sum_last": lambda: aten.sum.dim_IntList(x.view(-1, 64), [-1]),
             "sum_middle": lambda: aten.sum.dim_IntList(x.view(-1, 64, columns), [1]),
+        }
+        return calls[name]
+
+    return make
+
+
+def indexed() -> Iterator[Any]:
+    """Kernels that read or write rows in the order of random numbers."""
+    names = ("index_select", "index", "gather", "index_add", "index_put", "scatter_add")
+    for dtype, (rows, columns), name in itertools.product((HALF, FULL), INDEXED_ROWS, names):
+        yield _indexed(name, rows, columns, dtype)
+
+
+INDEXED_ROWS = ((2048, 64), (65536, 64), (1048576, 64), (65536, 1024))
+
+
+def _indexed(name: str, rows: int, columns: int, dtype: torch.dtype) -> Any:
+    def make() -> Any:
+        x = random(rows, columns, dtype=dtype)
+        y, ids = torch.zeros_like(x), torch.randint(rows, (rows,), device="cuda")
+        each = ids[:, None].expand_as(x).contiguous()
+        calls: dict[str, Callable[[], Any]] = {
+            "index_select": lambda: aten.index_select.default(x, 0, ids),
+            "index": lambda: aten.index.Tensor(x, [ids]),
+            "gather": lambda: aten.gather.default(x, 0, each),
+            "index_add": lambda: aten.index_add_.default(y, 0, ids, x),
+            "index_put": lambda: aten._index_put_impl_.default(y, [ids], x, True, True),
+            "scatter_add": lambda: aten.scatter_add_.default(y, 0, each, x),
         }
         return calls[name]
 
@@ -572,7 +601,7 @@ def _quantized(name: str, rows: int, columns: int, dtype: torch.dtype) -> Any:
 
 FAMILIES = (
     products, memory_kernels, row_kernels, image_kernels, attention, many_tensors, convolutions,
-    batched_products, factorizations, quantized,
+    batched_products, factorizations, quantized, indexed,
 )  # fmt: skip
 
 

@@ -161,6 +161,22 @@ def test_a_reduction_has_the_number_and_the_distance_of_its_elements(
     assert found.size[1:] == size
 
 
+def test_a_norm_of_images_has_its_channels_and_layout() -> None:
+    x = meta(2, 8, 4, 4).to(memory_format=torch.channels_last)
+    rest = (None, None, None, None, True, 0.1, 1e-5)
+
+    found = work(aten.native_batch_norm.default, x, *rest)
+
+    assert found.kind == "native_batch_norm nhwc 2"
+    assert found.size == (found.num_bytes, 8)
+
+
+def test_indexed_rows_have_the_length_of_the_last_dimension() -> None:
+    ids = torch.zeros(10, dtype=torch.long, device="meta")
+
+    assert work(aten.index_select.default, meta(64, 32), 0, ids).size[1] == 32
+
+
 def test_a_norm_has_the_length_of_its_rows() -> None:
     weight = meta(32)
 

@@ -65,9 +65,7 @@ _ALIKE = {
     "mean": "sum", "amax": "sum", "amin": "sum", "any": "sum", "all": "sum", "prod": "sum",
     "linalg_vector_norm": "sum", "var": "sum", "std": "sum", "var_mean": "sum", "logsumexp": "sum",
     "constant_pad_nd": "slice_backward", "select_backward": "slice_backward", "stack": "cat",
-    "native_batch_norm": "cudnn_batch_norm",
-    "_native_batch_norm_legit": "cudnn_batch_norm",
-    "native_batch_norm_backward": "cudnn_batch_norm_backward",
+    "_native_batch_norm_legit": "native_batch_norm",
 }  # fmt: skip
 """Operators whose kernels take the time of another's."""
 
@@ -116,6 +114,10 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
         name = _kind_of_pointwise(args, out)
     elif name == "sum" and first is not None:
         more = _reduced(func, args, kwargs)
+    elif any(part in name for part in _OF_IMAGES):
+        name, more = name + _layout(args[0]), (args[0].shape[1],)
+    elif name in _INDEXED and first is not None:
+        more = (first.shape[-1] if first.dim() else 1,)
     elif name in _ROWS:
         more = (_row_length(args[0], args[_ROWS[name]]),)
     item_bytes = 4 if first is None else first.element_size()
@@ -270,15 +272,19 @@ def _convolution(kind: str, x: Tensor, weight: Tensor, out: Tensor, num_bytes: i
     size = (num_outputs, weight.shape[0], window)
     rate = rate_of(x.dtype, torch.backends.cudnn.allow_tf32)
     num_products = kind.count("-") or 1
-    is_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
     is_depthwise = weight.dim() > 2 and weight.shape[1] == 1 and x.shape[1] > 1
     layout = " depthwise" * is_depthwise
     whole = x if weight.shape[0] == out.shape[1] else out  # a transposed one has output channels
     if not is_depthwise and weight.shape[1] != whole.shape[1]:
         layout = " grouped"
-    layout += " nhwc" * is_last
+    layout += _layout(x)
     kind = f"{kind}{layout} {_alike(rate)}"
     return Work(kind, size, rate, 2 * prod(size) * num_products, num_bytes)
+
+
+def _layout(x: Tensor) -> str:
+    is_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    return " nhwc" * is_last
 
 
 def _num_bytes(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> int:
@@ -296,6 +302,12 @@ def _num_bytes(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 _ONLY_WRITES = ("copy", "zero", "random")
 """Operators that do not read a first argument that they write."""
+
+_INDEXED = ("index_select", "index", "index_add", "_index_put_impl")
+"""Operators whose kernels move elements of the last dimension together."""
+
+_OF_IMAGES = ("batch_norm", "group_norm", "max_pool2d", "upsample_nearest2d")
+"""Parts of names of operators whose time depends on the layout and the channels."""
 
 _READS_OUT = ("embedding", "index", "index_select", "gather", "take")
 

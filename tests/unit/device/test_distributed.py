@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -171,6 +172,22 @@ def test_fully_shard_keeps_a_rows_part_between_steps() -> None:
     [weight] = model.parameters()
     assert weight.device.type == "cuda"
     assert optimizer.state[weight]["exp_avg"]._local_tensor.shape == (1024 // WORLD_SIZE, 1024)
+
+
+@pytest.mark.usefixtures("rank")
+def test_sharded_weights_are_saved_and_loaded_as_shards(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(1024, 1024, bias=False).cuda())
+    fully_shard(model[0], mesh=init_device_mesh("cuda", (WORLD_SIZE,)))
+    shard = 1024 * 1024 * 4 // WORLD_SIZE
+    torch.save(model.state_dict(), tmp_path / "shard.pt")
+
+    loaded = torch.load(tmp_path / "shard.pt", weights_only=False)
+
+    weight = loaded["0.weight"]
+    assert weight.data_ptr() == 0
+    assert weight.to_local().shape == (1024 // WORLD_SIZE, 1024)
+    assert torch.cuda.memory_allocated() == 2 * shard
+    model.load_state_dict(loaded)
 
 
 def test_a_rank_that_is_alone_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

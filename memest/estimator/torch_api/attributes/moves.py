@@ -81,6 +81,8 @@ def _install_addresses(patches: Patches, mode: CudaSimMode) -> None:
     def data_ptr(tensor: Tensor) -> int:
         if not is_meta(tensor):
             return true_address(tensor)
+        if local_part(tensor) is not tensor:  # a DTensor has no storage of its own
+            return 0
         try:
             start = _address_of(mode, storage_key(tensor))
         except (NotImplementedError, RuntimeError):
