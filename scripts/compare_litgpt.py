@@ -4,8 +4,8 @@
 
 RECIPES is the folder `config_hub/finetune` of a checkout of LitGPT. Each recipe runs for a few
 steps under `memest run --gpu a10g`, with dummy checkpoints and rows of Alpaca2k's lengths. The
-minutes are those of a step times the steps of the recipe. Validation is left out: 100 batches and
-100 generated tokens every 100 steps or fewer. `--write` stores what is found, and writes the table
+minutes are those of a step times the steps of the recipe, with validation: 100 batches every 100
+steps or fewer. The 100 tokens that are generated each time are left out. `--write` stores what is found, and writes the table
 of docs/time.md; `--page` writes what is stored.
 """
 
@@ -60,9 +60,8 @@ def main() -> None:
 def estimated(recipe: Path) -> dict[str, Any]:
     """Return the minutes of the training, its interval and its peak; empty if it fails."""
     plan = yaml.safe_load(recipe.read_text(encoding="utf-8"))
-    train, split = plan["train"], plan["data"]["init_args"].get("val_split_fraction", DEFAULT_SPLIT)
-    batch = train["global_batch_size"]
-    num_steps = train["epochs"] * round(NUM_ROWS * (1 - split)) // batch
+    train, batch = plan["train"], plan["train"]["global_batch_size"]
+    num_steps = steps_of(plan)
     steps_here = max(6, min(12, MICRO_BATCHES * train["micro_batch_size"] // batch))
     with tempfile.TemporaryDirectory() as place:
         folder = plan["checkpoint_dir"]
@@ -78,8 +77,34 @@ def estimated(recipe: Path) -> dict[str, Any]:
         return {}
     each = ("seconds", "low_seconds", "high_seconds")
     repeated = 1 - time["first_seconds"] / time["seconds"]
+    repeated *= 1 + validations_of(plan, recipe.stem)
     minutes = [round(num_steps * repeated * time[name] / 60, 2) for name in each]
     return {"estimated_minutes": minutes, "allocated_bytes": report["peak_allocated_bytes"]}
+
+
+def steps_of(plan: dict[str, Any]) -> int:
+    """Return the optimizer steps of a recipe."""
+    train, rows = plan["train"], round(NUM_ROWS * (1 - _split(plan)))
+    return int(train["epochs"] * rows // train["global_batch_size"])
+
+
+def validations_of(plan: dict[str, Any], name: str) -> float:
+    """Return the time of a recipe's validations relative to that of its steps.
+
+    A validation is the forward of batches as large as micro-batches (`validate` of
+    litgpt/finetune/lora.py). The forward has a third of the operations of a full training's
+    micro-batch. It has half of LoRA's, whose frozen weights need no gradient.
+    """
+    train, settings, num_steps = plan["train"], plan["eval"], steps_of(plan)
+    num_batches = -(-round(NUM_ROWS * _split(plan)) // train["micro_batch_size"])
+    forwards = num_steps // settings["interval"] * min(num_batches, settings["max_iters"])
+    micro_batches = num_steps * train["global_batch_size"] / train["micro_batch_size"]
+    return (1 / 3 if name == "full" else 1 / 2) * forwards / micro_batches
+
+
+def _split(plan: dict[str, Any]) -> float:
+    """Return the part of the rows that a recipe holds back."""
+    return float(plan["data"]["init_args"].get("val_split_fraction", DEFAULT_SPLIT))
 
 
 def _memest(arguments: list[str], folder: str) -> None:
