@@ -5,8 +5,8 @@
 RECIPES is the folder `config_hub/finetune` of a checkout of LitGPT. Each recipe runs for a few
 steps under `memest run --gpu a10g`, with dummy checkpoints and rows of Alpaca2k's lengths. The
 minutes are those of a step times the steps of the recipe, with validation: 100 batches every 100
-steps or fewer. The 100 tokens that are generated each time are left out. `--write` stores what is found, and writes the table
-of docs/time.md; `--page` writes what is stored.
+steps or fewer. The 100 tokens that are generated each time are left out. `--write` stores what is
+found, and writes the table of docs/time.md; `--page` writes what is stored.
 """
 
 from __future__ import annotations
