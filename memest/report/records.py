@@ -454,7 +454,9 @@ class Measurement(Report):
     """Only predictions have verdicts on other GPUs."""
 
     device: Mapping[str, Any]
-    """Fields of the machine: `name` and `memory_bytes` of the GPU, `driver`."""
+    """Fields of the machine: `name` and `memory_bytes` of the GPU, `driver`, `sm_clock_mhz` after
+    the last step.
+    """
 
     context_bytes: int
     """Process less reserved: the CUDA context and libraries."""

@@ -94,6 +94,13 @@ def device_used_bytes(index: int = 0) -> int | None:
     return _nvml(lambda nvml: int(nvml.nvmlDeviceGetMemoryInfo(_handle(nvml, index)).used))
 
 
+def device_clock_mhz(index: int = 0) -> int | None:
+    """Return the clock of the multiprocessors by NVML, MHz, or None."""
+    return _nvml(
+        lambda nvml: int(nvml.nvmlDeviceGetClockInfo(_handle(nvml, index), nvml.NVML_CLOCK_SM))
+    )
+
+
 def process_figures(used_before: int | None, index: int = 0) -> dict[str, int]:
     """Return memory of this process on the device, by source, the most reliable first.
 

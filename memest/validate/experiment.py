@@ -29,6 +29,7 @@ from memest.plan import TrainingPlan
 from memest.report import Measurement, Outcome, Phase
 from memest.validate.device import (
     Device,
+    device_clock_mhz,
     device_used_bytes,
     measured_versions,
     process_figures,
@@ -278,6 +279,7 @@ class _Run:
         self.sample(AFTER_SETUP)
 
     def report(self, verdict: Outcome, note: str = "") -> Measurement:
+        clock = device_clock_mhz(self.rank)
         now = self.recorder.note_peaks()
         figures = process_figures(self.used_before, self.rank)
         source, held = next(iter(figures.items()))
@@ -303,6 +305,7 @@ class _Run:
             elapsed_s=round(time.perf_counter() - self.started, 3),
             device={
                 **self.device.to_dict(),
+                **({"sm_clock_mhz": clock} if clock else {}),
                 "process_source": source,
                 "process_figures": figures,
                 "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF")

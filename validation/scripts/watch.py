@@ -4,7 +4,8 @@ watch.py [--out FILE] [--limit GIB] SCRIPT ARGS...
 watch.py [--out FILE] [--limit GIB] -m MODULE ARGS...
 
 The file holds, in bytes, the peaks, what was allocated at the end, and after each of the first
-twelve optimizer steps `[allocated, peak allocated, reserved]`. Where torchrun starts it, each rank
+twelve optimizer steps `[allocated, peak allocated, reserved]`. `step_seconds` has the time from one
+of these steps to the next, to the end of its kernels. Where torchrun starts it, each rank
 writes its own, with its number before the suffix: `figures.1.json`.
 """
 
@@ -14,6 +15,7 @@ import os
 import runpy
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -28,8 +30,8 @@ def main():
     if options.limit:
         total_bytes = torch.cuda.get_device_properties().total_memory
         torch.cuda.set_per_process_memory_fraction(options.limit * 2**30 / total_bytes)
-    steps = []
-    register_optimizer_step_post_hook(lambda *_: _note(steps))
+    steps, ends = [], []
+    register_optimizer_step_post_hook(lambda *_: _note(steps, ends))
     started = time.perf_counter()
     status, error = _run(options)
     figures = {
@@ -39,6 +41,8 @@ def main():
         "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
         "end_allocated_bytes": torch.cuda.memory_allocated(),
         "steps": steps,
+        "step_seconds": _seconds_between(ends),
+        "sm_clock_mhz": _clock(),
         "seconds": round(time.perf_counter() - started, 1),
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -66,10 +70,26 @@ def _place(out):
     return path if rank is None else path.with_suffix(f".{rank}{path.suffix}")
 
 
-def _note(steps):
+def _note(steps, ends):
     if len(steps) < NUM_STEPS_KEPT:
         cuda = torch.cuda
         steps.append([cuda.memory_allocated(), cuda.max_memory_allocated(), cuda.memory_reserved()])
+        end = cuda.Event(enable_timing=True)
+        end.record()
+        ends.append(end)
+
+
+def _seconds_between(ends):
+    torch.cuda.synchronize()
+    return [round(a.elapsed_time(b) / 1e3, 5) for a, b in pairwise(ends)]
+
+
+def _clock():
+    """Clock of the multiprocessors at the end, MHz; None without nvidia-ml-py."""
+    try:
+        return torch.cuda.clock_rate()
+    except (ModuleNotFoundError, RuntimeError):
+        return None
 
 
 def _run(options):
