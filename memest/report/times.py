@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import csv
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import ceil
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from memest.errors import PlanError
 from memest.plan.reading import parse_yaml, read_limited
@@ -83,27 +83,22 @@ def _of_catalogues(folder: Path) -> dict[str, float]:
     """Return the lowest price of one GPU for an hour, without spot instances, by its name.
 
     Args:
-        folder: has a file `PROVIDER.csv` for each provider, as `python -m gpuhunt` writes it.
+        folder: has a file `PROVIDER.csv` for each provider, as `python -m gpuhunt` writes it
+            (`CATALOG_V2_FIELDS` of gpuhunt/_internal/storage.py).
     """
-    providers = [path.stem for path in sorted(folder.glob("*.csv"))]
-    try:
-        import gpuhunt
-    except ImportError as error:
-        raise PlanError(
-            f"gpuhunt, which reads the catalogues in `{folder}`, is not installed",
-            hint="pip install 'memest-gpu[prices]'",
-        ) from error
-    catalogue = gpuhunt.Catalog(balance_resources=False, auto_reload=False)
     found: dict[str, float] = {}
-    with mock.patch.dict(os.environ, {"GPUHUNT_CATALOG_DIR": str(folder)}):
-        try:
-            items = catalogue.query(provider=providers, spot=False, min_gpu_count=1)
-        except (KeyError, ValueError, OSError) as error:
-            raise PlanError(f"gpuhunt cannot read the catalogues in `{folder}`: {error}") from error
-    for item in items:
-        gpu = _sold_as(str(item.gpu_name), float(item.gpu_memory or 0))
-        if gpu is not None and item.price > 0:
-            found[gpu] = min(item.price / item.gpu_count, found.get(gpu, float("inf")))
+    for path in sorted(folder.glob("*.csv")):
+        lines = read_limited(path, MAX_CATALOGUE_BYTES, what="prices").splitlines()
+        for row in csv.DictReader(lines):
+            try:
+                count, price = int(row["gpu_count"]), float(row["price"])
+                name, memory_gb = row["gpu_name"], float(row["gpu_memory"] or 0)
+                is_spot = row["spot"] == "True"
+            except (KeyError, TypeError, ValueError) as error:
+                raise PlanError(f"`{path}` is no catalogue of gpuhunt: {error!r}") from error
+            gpu = _sold_as(name, memory_gb) if count and not is_spot else None
+            if gpu is not None and price > 0:
+                found[gpu] = min(price / count, found.get(gpu, float("inf")))
     if not found:
         raise PlanError(
             f"`{folder}` has no prices of known GPUs",
@@ -112,6 +107,11 @@ def _of_catalogues(folder: Path) -> dict[str, float]:
     return found
 
 
+MAX_CATALOGUE_BYTES = 256 << 20
+"""Size above any provider's catalogue: 600,000 offers of 400 bytes."""
+
+
+@cache
 def _sold_as(name: str, memory_gb: float) -> str | None:
     """Return the GPU that a provider calls `name`; None if memest does not know it."""
     from memest.estimator.hardware.gpus import find_gpu
@@ -121,7 +121,7 @@ def _sold_as(name: str, memory_gb: float) -> str | None:
             gpu = find_gpu(text)
         except PlanError:
             continue
-        if abs(gpu.memory_bytes / (1e9 * memory_gb) - 1) < SOLD_SHARE:
+        if abs(gpu.memory_bytes / 1e9 - memory_gb) < SOLD_SHARE * memory_gb:
             return gpu.name
     return None
 

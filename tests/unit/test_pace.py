@@ -339,9 +339,7 @@ COLUMNS = (
 )
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # its open file
 def test_a_catalogue_of_gpuhunt_gives_the_lowest_price_of_one_gpu(tmp_path: Path) -> None:
-    pytest.importorskip("gpuhunt")
     rows = (
         ("two", 5.0, 2, "H100", 80, False),
         ("dear", 3.0, 1, "H100", 80, False),
@@ -361,13 +359,11 @@ def test_a_catalogue_of_gpuhunt_gives_the_lowest_price_of_one_gpu(tmp_path: Path
     assert found == {"h100-80gb": 2.5, "a100-40gb": 1.0, "l4": 0.4}
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(("name", "text"), [("runpod.csv", "price\n"), ("cheap.csv", COLUMNS)])
+@pytest.mark.parametrize(("name", "text"), [("runpod.csv", "price\n1\n"), ("cheap.csv", COLUMNS)])
 def test_a_folder_that_is_no_catalogue_is_refused(tmp_path: Path, name: str, text: str) -> None:
-    pytest.importorskip("gpuhunt")
-    (tmp_path / name).write_text(text + "1\n", encoding="utf-8")
+    (tmp_path / name).write_text(text, encoding="utf-8")
 
-    with pytest.raises(PlanError, match=r"gpuhunt cannot read|has no prices"):
+    with pytest.raises(PlanError, match=r"is no catalogue of gpuhunt|has no prices"):
         read_prices(str(tmp_path))
 
 
