@@ -161,6 +161,16 @@ def test_a_reduction_has_the_number_and_the_distance_of_its_elements(
     assert found.size[1:] == size
 
 
+def test_single_numbers_and_broadcast_copies_have_work() -> None:
+    """Dimensions that a tensor lacks, and sources with fewer dimensions, are allowed in torch."""
+    number = meta()
+
+    assert work(aten.sum.dim_IntList, number, [0]).size[1:] == (1, 1)
+    assert work(aten._softmax.default, number, 0, False).size[1] == 1
+    assert work(aten.index_select.default, meta(1), 0, meta(1).long()).size[1] == 1
+    assert work(aten.copy_.default, meta(8, 1), meta(1)).kind == "permute 2"
+
+
 def test_a_norm_of_images_has_its_channels_and_layout() -> None:
     x = meta(2, 8, 4, 4).to(memory_format=torch.channels_last)
     rest = (None, None, None, None, True, 0.1, 1e-5)

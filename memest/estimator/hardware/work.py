@@ -114,10 +114,10 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
         name = _kind_of_pointwise(args, out)
     elif name == "sum" and first is not None:
         more = _reduced(func, args, kwargs)
-    elif any(part in name for part in _OF_IMAGES):
-        name, more = name + _layout(args[0]), (args[0].shape[1],)
+    elif any(part in name for part in _OF_IMAGES) and first is not None:
+        name, more = name + _layout(first), (_length(first, 1),)
     elif name in _INDEXED and first is not None:
-        more = (first.shape[-1] if first.dim() else 1,)
+        more = (_length(first, -1),)
     elif name in _ROWS:
         more = (_row_length(args[0], args[_ROWS[name]]),)
     item_bytes = 4 if first is None else first.element_size()
@@ -138,6 +138,8 @@ def _kind_of_copy(source: Tensor, out: Tensor) -> tuple[str, tuple[int, ...]]:
     if source.stride() == out.stride():
         return "copy" if source.dtype == out.dtype else "cast", ()
     adjacent = 1
+    if source.dim() != out.dim():  # the copy broadcasts
+        return "permute", (1,)
     for size, step, given in sorted(zip(out.shape, out.stride(), source.stride(), strict=True),
                                     key=lambda dim: dim[1]):  # fmt: skip
         if size > 1:
@@ -156,7 +158,12 @@ _ROWS = {
 
 
 def _row_length(x: Tensor, given: Any) -> int:
-    return prod(given) if isinstance(given, list | tuple) else x.shape[given]
+    return prod(given) if isinstance(given, list | tuple) else _length(x, given)
+
+
+def _length(x: Tensor, dim: int) -> int:
+    """Return the size of a dimension; 1 if there is none, as of a single number."""
+    return x.shape[dim] if -x.dim() <= dim < x.dim() else 1
 
 
 def _reduced(func: Any, args: Any, kwargs: Any) -> tuple[int, int]:
@@ -165,6 +172,7 @@ def _reduced(func: Any, args: Any, kwargs: Any) -> tuple[int, int]:
     dims = {**dict(zip(names, args, strict=False)), **kwargs}.get("dim")
     x = next(_tensors(args))
     dims = [dims] if isinstance(dims, int) else dims or range(x.dim())
+    dims = dims if x.dim() else ()  # `sum(0)` of a single number
     steps = [x.stride(dim) for dim in dims if x.shape[dim] > 1]
     return prod(x.shape[dim] for dim in dims), max(1, min(steps, default=1))
 
