@@ -437,7 +437,7 @@ SECTION = re.compile(r"`(\w+)`:\s([^`]+)")
 
 def operator_rows() -> Table:
     """One row for each function of the tables, with its operators."""
-    rules = registered("requests")
+    rules = always_registered("requests")
     rules |= dict.fromkeys(registered("product"), matmul.CublasWorkspaces.bytes_for)
     rows = [["operators", "what is modelled", "function", "source"]]
     for ops, function in by_function(rules):
@@ -452,6 +452,11 @@ def operator_rows() -> Table:
             ]
         )
     return rows
+
+
+def always_registered(part: str) -> dict[Any, Any]:
+    """Rules of operators; those of torchvision are known only where it is imported."""
+    return {op: rule for op, rule in registered(part).items() if op.namespace != "torchvision"}
 
 
 def op_names(ops: Iterable[Any]) -> list[str]:
@@ -519,7 +524,7 @@ NOT_MEASURED = (
 def unmodelled_rows() -> Table:
     """Operators of which some calls are not modelled, and products that were not measured."""
     rows = [["operators", "modelled if"]]
-    for ops, rule in by_function(registered("modelled")):
+    for ops, rule in by_function(always_registered("modelled")):
         names = ", ".join(f"`{name}`" for name in op_names(ops))
         rows.append([names, first_sentence(rule).removeprefix("Return whether ")])
     products = ", ".join(f"`{name}`" for name in NOT_MEASURED)
