@@ -13,7 +13,7 @@ from memest.cli.group import main
 from memest.cli.options import plan_options, training_options
 from memest.cli.predict import STEPS_WITHOUT_NUMBER, check_training, training_of
 from memest.cli.terminal import folded, shown
-from memest.errors import PlanError
+from memest.errors import MemestError, PlanError
 
 if TYPE_CHECKING:
     from memest.report import Prediction, RunReport
@@ -58,10 +58,24 @@ def cheapest(as_json: bool, script: tuple[str, ...], **flags: Any) -> int:
 
 
 def _of_plan(given: dict[str, Any], names: Sequence[str]) -> Prediction:
+    """Predict the plan on each GPU; without `--gpu`, on those on which it does not fail."""
+    from memest.estimator.hardware.gpus import find_gpu
     from memest.estimator.predict import predict
 
     plan = read_plans(None, None, given)[0]
-    return predict(replace(plan, gpu=tuple(names)))
+    try:
+        return predict(replace(plan, gpu=tuple(names)))
+    except MemestError as error:
+        newer = tuple(name for name in names if find_gpu(name).capability >= BFLOAT16)
+        if given.get("gpu") or newer == tuple(names):
+            raise
+        older = ", ".join(name for name in names if name not in newer)
+        click.echo(f"note: left out, because the plan fails there: {older}: {error}", err=True)
+        return predict(replace(plan, gpu=newer))
+
+
+BFLOAT16 = (8, 0)
+"""Compute capability from which cuDNN has bfloat16; a plan with convolutions fails before."""
 
 
 def _of_script(script: Sequence[str], names: Sequence[str], given: dict[str, Any]) -> RunReport:

@@ -394,6 +394,19 @@ for _ in range({steps}):
 """
 
 
+def test_cheapest_leaves_out_gpus_on_which_the_plan_fails() -> None:
+    """cuDNN has no convolution in bfloat16 before compute capability 8.0, such as on a T4."""
+    flags = ["--model", "vit-base-patch16-224", "--bs", "1", "--precision", "bf16-true"]
+
+    found = CliRunner().invoke(main, ["cheapest", *flags])
+    named = CliRunner().invoke(main, ["cheapest", *flags, "--gpu", "t4"])
+
+    assert found.exit_code == 0
+    assert "left out, because the plan fails there: t4, v100-16gb" in found.stderr
+    assert "h100-80gb" in found.stdout
+    assert named.exit_code != 0
+
+
 def test_cheapest_lists_gpus_by_price_and_then_by_time(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(steps=4), encoding="utf-8")
