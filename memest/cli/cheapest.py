@@ -69,9 +69,10 @@ def _of_plan(given: dict[str, Any], names: Sequence[str]) -> Prediction:
         newer = tuple(name for name in names if find_gpu(name).capability >= BFLOAT16)
         if given.get("gpu") or newer == tuple(names):
             raise
+        found = predict(replace(plan, gpu=newer))
         older = ", ".join(name for name in names if name not in newer)
         click.echo(f"note: left out, because the plan fails there: {older}: {error}", err=True)
-        return predict(replace(plan, gpu=newer))
+        return found
 
 
 BFLOAT16 = (8, 0)

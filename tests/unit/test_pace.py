@@ -405,6 +405,14 @@ def test_cheapest_leaves_out_gpus_on_which_the_plan_fails() -> None:
     assert "left out, because the plan fails there: t4, v100-16gb" in found.stderr
     assert "h100-80gb" in found.stdout
     assert named.exit_code != 0
+    assert "fails: GET was unable" in named.stderr
+
+
+def test_cheapest_reports_a_plan_that_fails_everywhere_once() -> None:
+    found = CliRunner().invoke(main, ["cheapest", "--model", "gpt2", "--seq-len", "9999"])
+
+    assert found.exit_code != 0
+    assert "left out" not in found.stderr
 
 
 def test_cheapest_lists_gpus_by_price_and_then_by_time(tmp_path: Path) -> None:

@@ -137,9 +137,9 @@ def _kind_of_copy(source: Tensor, out: Tensor) -> tuple[str, tuple[int, ...]]:
         return "transpose", ()
     if source.stride() == out.stride():
         return "copy" if source.dtype == out.dtype else "cast", ()
-    adjacent = 1
     if source.dim() != out.dim():  # the copy broadcasts
         return "permute", (1,)
+    adjacent = 1
     for size, step, given in sorted(zip(out.shape, out.stride(), source.stride(), strict=True),
                                     key=lambda dim: dim[1]):  # fmt: skip
         if size > 1:
