@@ -104,7 +104,7 @@ def summary(data: dict[str, Any]) -> str:
         ("first", "with which the rules were made"),
         ("second", "held out"),
         ("third", "of other kinds, drawn at random and held out"),
-        ("fourth", "drawn at random after that and held out"),
+        ("fourth", "drawn at random after that, two of which led to rules"),
     ):
         errors = sorted(
             abs(case["estimated_s"] / measured_s(case) - 1)

@@ -305,8 +305,8 @@ def _efficiencies(rows: list[list[float]], kind: str, gpu: Gpu) -> tuple[Any, An
     last = kind.rpartition(" ")[2]
     rate = "" if last.isdigit() else last
     sizes = np.log(np.array([row[:-3] for row in rows], dtype=float))
-    times = [ideal_s(rate, int(r[-3]), int(r[-2]), gpu) / (1e-6 * r[-1]) for r in rows]
-    ideal = np.array(times)
+    efficiencies = [ideal_s(rate, int(r[-3]), int(r[-2]), gpu) / (1e-6 * r[-1]) for r in rows]
+    ideal = np.array(efficiencies)
     if not rate:
         for alike in {tuple(row[1:]) for row in sizes}:
             group = np.flatnonzero((sizes[:, 1:] == alike).all(axis=1))
