@@ -13,10 +13,10 @@ from memest.cli.group import main
 from memest.cli.options import plan_options, training_options
 from memest.cli.predict import STEPS_WITHOUT_NUMBER, check_training, training_of
 from memest.cli.terminal import folded, shown
-from memest.errors import MemestError, PlanError
+from memest.errors import PlanError
 
 if TYPE_CHECKING:
-    from memest.report import Prediction, RunReport
+    from memest.report import RunReport
     from memest.report.records import SimulatedReport
     from memest.report.times import Training
 
@@ -36,6 +36,7 @@ def cheapest(as_json: bool, script: tuple[str, ...], **flags: Any) -> int:
     memest cheapest --gpu a100-80gb --gpu l40s --price 1.20 train.py --bs 8
     """
     from memest.estimator.hardware.gpus import list_gpus
+    from memest.estimator.predict import predict
 
     whole = {name: flags.pop(name) for name in ("train_steps", "price", "epochs", "samples")}
     check_training(**whole)
@@ -44,7 +45,10 @@ def cheapest(as_json: bool, script: tuple[str, ...], **flags: Any) -> int:
         raise PlanError("a GPU with `--gpu-memory` has no speed", hint="name GPUs by `--gpu`")
     names = tuple(given.get("gpu") or (g.name for g in list_gpus()))
     with shown("simulating"):
-        report = _of_script(script, names, given) if script else _of_plan(given, names)
+        if script:
+            report: SimulatedReport = _of_script(script, names, given)
+        else:
+            report = predict(replace(read_plans(None, None, given)[0], gpu=names))
     if not whole["samples"]:
         whole["train_steps"] = whole["train_steps"] or STEPS_WITHOUT_NUMBER
     training = training_of(report.plan, **whole)
@@ -55,28 +59,6 @@ def cheapest(as_json: bool, script: tuple[str, ...], **flags: Any) -> int:
     else:
         click.echo(folded(_text(report, training, found)))
     return 0
-
-
-def _of_plan(given: dict[str, Any], names: Sequence[str]) -> Prediction:
-    """Predict the plan on each GPU; without `--gpu`, on those on which it does not fail."""
-    from memest.estimator.hardware.gpus import find_gpu
-    from memest.estimator.predict import predict
-
-    plan = read_plans(None, None, given)[0]
-    try:
-        return predict(replace(plan, gpu=tuple(names)))
-    except MemestError as error:
-        newer = tuple(name for name in names if find_gpu(name).capability >= BFLOAT16)
-        if given.get("gpu") or newer == tuple(names):
-            raise
-        found = predict(replace(plan, gpu=newer))
-        older = ", ".join(name for name in names if name not in newer)
-        click.echo(f"note: left out, because the plan fails there: {older}: {error}", err=True)
-        return found
-
-
-BFLOAT16 = (8, 0)
-"""Compute capability from which cuDNN has bfloat16; a plan with convolutions fails before."""
 
 
 def _of_script(script: Sequence[str], names: Sequence[str], given: dict[str, Any]) -> RunReport:
@@ -120,7 +102,8 @@ def _text(report: SimulatedReport, training: Training, found: Sequence[str]) -> 
     from memest.report.times import time_cells, time_notes
 
     too_small = [g for g, v in report.verdicts.items() if v.verdict != "fits"]
-    lines = [f"{report.name}: {training.num_steps:,} steps", ""]
+    warnings = [f"warning: {line}" for line in report.warnings]
+    lines = [*warnings, f"{report.name}: {training.num_steps:,} steps", ""]
     if found:
         lines += table(time_cells(report, training, found), left=1)
     if not report.times:

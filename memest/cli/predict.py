@@ -117,7 +117,7 @@ def predict(
         tell(str(error), error.hint)
     if failed:
         return failed[0][1].exit_code
-    return OOM_EXIT_CODE if check and any(r.verdict != "fits" for r in reports) else 0
+    return OOM_EXIT_CODE if check and any(r.verdict != "fits" or r.warnings for r in reports) else 0
 
 
 def _short(report: Prediction, emit: str | None) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from memest.child import forked
+from memest.errors import MemestError
 from memest.estimator.allocator.settings import parse_settings
 from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu, custom_gpu, find_gpu, libraries_bytes
 from memest.estimator.versions import check_torch
@@ -29,86 +31,134 @@ PRIMARY_GPU = "h200"
 def predict(plan: TrainingPlan, *, trust_remote_code: bool = False, jobs: int = 1) -> Prediction:
     """Predict a run of `plan` on each GPU, without a GPU.
 
+    A GPU on which the plan fails has a warning and no verdict.
+
     Args:
         plan: the plan.
         trust_remote_code: whether code that comes with a model may run.
-        jobs: processes; under a strategy, a second one takes the GPUs of other chips.
+        jobs: processes; a second one takes the GPUs of other chips.
 
     Raises:
-        MemestError: the plan cannot be run, or memest cannot model it.
+        MemestError: the plan cannot be run on any of the GPUs, or memest cannot model it.
     """
     check_torch()
     from memest.estimator.summary import summarise
 
     started = time.perf_counter()
     gpus = target_gpus(plan)
-    primary = _primary(plan)
     by_chip: dict[tuple[Any, ...], list[Gpu]] = {}
-    for gpu in {g.name: g for g in (primary, *gpus)}.values():
+    for gpu in {g.name: g for g in (_primary(plan), *gpus)}.values():
         by_chip.setdefault((gpu.capability, gpu.num_sms), []).append(gpu)
-    first, *others = by_chip.values()
-
-    def on_others() -> tuple[dict[str, Verdict], dict[str, StepTime]]:
-        verdicts: dict[str, Verdict] = {}
-        times: dict[str, StepTime] = {}
-        for gpus in others:
-            found = _predicted(plan, gpus, trust_remote_code)
-            verdicts |= found.verdicts
-            times |= found.times
-        return verdicts, times
-
-    has_help = bool(others) and jobs > 1 and plan.is_distributed
-    if has_help:
-        _import_libraries(plan, trust_remote_code)
-    with forked(on_others) if has_help else nullcontext(lambda: None) as answer:
-        here = _predicted(plan, first, trust_remote_code)
-        elsewhere = answer()
-    more_verdicts, more_times = on_others() if elsewhere is None else elsewhere
-    verdicts, times = here.verdicts | more_verdicts, here.times | more_times
+    _import_libraries(plan, trust_remote_code)
+    found = _on_chips(plan, list(by_chip.values()), trust_remote_code, jobs)
+    primary = next(gpu for gpu in (_primary(plan), *gpus) if gpu.name in found.results)
     return summarise(
         plan=plan,
         primary=primary,
-        scenarios=here.scenarios,
-        results=here.results[primary.name],
-        verdicts={g.name: verdicts[g.name] for g in gpus},
-        times={g.name: times[g.name] for g in gpus if g.name in times},
-        outcome=verdicts[primary.name].verdict,
+        scenarios=found.scenarios,
+        results=found.results[primary.name],
+        verdicts={g.name: found.verdicts[g.name] for g in gpus if g.name in found.verdicts},
+        times={g.name: found.times[g.name] for g in gpus if g.name in found.times},
+        warnings=[f"fails on {', '.join(names)}: {why}" for why, names in found.failed.items()],
         elapsed_s=time.perf_counter() - started,
     )
 
 
 def _import_libraries(plan: TrainingPlan, trust_remote_code: bool) -> None:
-    """Import the modules that each run of `plan` needs, for copies of this process."""
+    """Import the modules that each run of `plan` needs.
+
+    Copies of this process have them, and collections during a run pass over them.
+    """
     from memest.models_meta.registry import resolve_config
 
     resolve_config(plan.model_name, trust_remote_code=trust_remote_code)
-    for name in ("memest.estimator.replay.simulated_plan", f"memest.loops.{plan.loop}"):
-        import_module(name)
+    with _without_matplotlib():
+        for name in ("memest.estimator.replay.simulated_plan", f"memest.loops.{plan.loop}"):
+            import_module(name)
+
+
+@contextmanager
+def _without_matplotlib() -> Iterator[None]:
+    """Let torchmetrics, which Lightning imports, skip matplotlib: it takes 0.4 s."""
+    from lightning_utilities.core.imports import RequirementCache
+
+    is_there = RequirementCache.__bool__
+    hidden = lambda self: self.requirement != "matplotlib" and is_there(self)  # noqa: E731
+    with mock.patch.object(RequirementCache, "__bool__", hidden):
+        yield
 
 
 @dataclass(slots=True)
 class _Predicted:
-    """Results on GPUs of equal compute capability and number of multiprocessors.
+    """Results on some GPUs."""
 
-    Their rates are taken to be those of the first.
+    scenarios: list[Scenario] = field(default_factory=list)
+    """Runs of the first chip, to which the results belong."""
+
+    results: dict[str, tuple[Replayed, ...]] = field(default_factory=dict)
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    times: dict[str, StepTime] = field(default_factory=dict)
+    failed: dict[str, list[str]] = field(default_factory=dict)
+    """Names of the GPUs on which the plan fails, by the error."""
+
+    def add(self, other: _Predicted) -> None:
+        """Add what another chip decides; the scenarios stay those of this one."""
+        self.verdicts |= other.verdicts
+        self.times |= other.times
+        for why, names in other.failed.items():
+            self.failed[why] = [*self.failed.get(why, ()), *names]
+
+
+def _on_chips(
+    plan: TrainingPlan, chips: Sequence[Sequence[Gpu]], trust_remote_code: bool, jobs: int
+) -> _Predicted:
+    """Return the results on each chip, with the runs of the first on which the plan does not fail.
+
+    If it fails on one, the newest comes next: it may have what is missing there.
     """
+    first, *others = chips
+    has_help = bool(others) and jobs > 1
 
-    scenarios: list[Scenario]
-    verdicts: dict[str, Verdict]
-    results: dict[str, tuple[Replayed, ...]]
-    times: dict[str, StepTime]
+    def on_others() -> _Predicted:
+        found = _Predicted()
+        for gpus in others:
+            try:
+                found.add(_predicted(plan, gpus, trust_remote_code))
+            except MemestError as error:
+                found.add(_Predicted(failed={str(error): [gpu.name for gpu in gpus]}))
+        return found
+
+    try:
+        if not plan.is_distributed:  # before a copy is made: the others begin with these runs
+            _trace(plan, first[0], trust_remote_code)
+        with forked(on_others) if has_help else nullcontext(lambda: None) as answer:
+            found = _predicted(plan, first, trust_remote_code)
+            found.add(answer() or on_others())
+    except MemestError as error:
+        others.sort(key=lambda gpus: gpus[0].capability, reverse=True)
+        if not others or others[0][0].capability <= first[0].capability:
+            raise
+        found = _on_chips(plan, others, trust_remote_code, jobs)
+        found.add(_Predicted(failed={str(error): [gpu.name for gpu in first]}))
+    return found
+
+
+def _trace(plan: TrainingPlan, gpu: Gpu, trust_remote_code: bool) -> TracedPlan:
+    from memest.estimator.replay.simulated_plan import trace_plan
+
+    return trace_plan(plan, gpu, trust_remote_code=trust_remote_code)
 
 
 def _predicted(plan: TrainingPlan, gpus: Sequence[Gpu], trust_remote_code: bool) -> _Predicted:
+    """Return the results on GPUs of one chip; their rates are taken to be those of the first."""
     from memest.estimator.replay.scenarios import scenarios_of, verdict_over
-    from memest.estimator.replay.simulated_plan import trace_plan
 
     rates = gpus[0].memory_gb_s
     by_trace: dict[int, list[Scenario]] = {}
-    found = _Predicted([], {}, {}, {})
+    found = _Predicted()
     for gpu in gpus:
         like_first = replace(gpu, memory_gb_s=rates)
-        traced = trace_plan(plan, like_first, trust_remote_code=trust_remote_code)
+        traced = _trace(plan, like_first, trust_remote_code)
         if id(traced) not in by_trace:
             by_trace[id(traced)] = scenarios_of(plan, traced)
         scenarios = by_trace[id(traced)]

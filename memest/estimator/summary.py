@@ -41,7 +41,7 @@ def summarise(
     results: Sequence[Replayed],
     verdicts: Mapping[str, Verdict],
     times: Mapping[str, StepTime],
-    outcome: Outcome,
+    warnings: Sequence[str],
     elapsed_s: float,
 ) -> Prediction:
     """Return the prediction for `primary`, with the verdicts of all GPUs.
@@ -69,9 +69,10 @@ def summarise(
         unlimited_reserved_bytes=unlimited.peak_reserved_bytes,
         peak=peak,
         phases=tuple(result.rows),
-        verdict=outcome,
+        verdict=verdicts[primary.name].verdict,
         verdicts=verdicts,
         times=times,
+        warnings=tuple(warnings),
         terms=terms,
         coverage=coverage_of(program.coverage),
         assumptions=(

@@ -385,7 +385,6 @@ class Prediction(Simulated, Report):
 
     kind: ClassVar[str] = "predicted"
 
-    warnings: ClassVar[tuple[str, ...]] = ()
     notes: ClassVar[tuple[str, ...]] = ()
     modules: ClassVar[tuple[HeldRow, ...]] = ()
     lines: ClassVar[tuple[HeldRow, ...]] = ()
@@ -428,6 +427,9 @@ class Prediction(Simulated, Report):
 
     phase_intervals: tuple[Interval, ...] = ()
     """Ranges of the bytes allocated at each of `phases`; empty on one GPU."""
+
+    warnings: tuple[str, ...] = ()
+    """GPUs without a verdict, because the plan fails there."""
 
     @property
     def needs_bytes(self) -> int:

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from memest import TrainingPlan, predict, virtual_gpu
 from memest.cli import main
+from memest.cli.group import OOM_EXIT_CODE
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu, list_gpus
 from memest.estimator.hardware.pace import estimate, step_times, table_of
@@ -402,17 +403,31 @@ def test_cheapest_leaves_out_gpus_on_which_the_plan_fails() -> None:
     named = CliRunner().invoke(main, ["cheapest", *flags, "--gpu", "t4"])
 
     assert found.exit_code == 0
-    assert "left out, because the plan fails there: t4, v100-16gb" in found.stderr
+    assert "warning: fails on v100-16gb, v100-32gb, t4:" in found.stdout
     assert "h100-80gb" in found.stdout
     assert named.exit_code != 0
     assert "fails: GET was unable" in named.stderr
+
+
+def test_a_plan_that_fails_on_one_gpu_has_a_verdict_on_another() -> None:
+    flags = ["--model", "vit-base-patch16-224", "--bs", "1", "--precision", "bf16-true"]
+
+    found = CliRunner().invoke(
+        main, ["predict", *flags, "--gpu", "t4", "--gpu", "h100-80gb", "--json", "--check"]
+    )
+
+    report = json.loads(found.stdout)
+    assert list(report["verdicts"]) == ["h100-80gb"]
+    assert report["gpu"] == "h100-80gb"
+    assert report["warnings"][0].startswith("fails on t4: ")
+    assert found.exit_code == OOM_EXIT_CODE
 
 
 def test_cheapest_reports_a_plan_that_fails_everywhere_once() -> None:
     found = CliRunner().invoke(main, ["cheapest", "--model", "gpt2", "--seq-len", "9999"])
 
     assert found.exit_code != 0
-    assert "left out" not in found.stderr
+    assert "fails on" not in found.output
 
 
 def test_cheapest_lists_gpus_by_price_and_then_by_time(tmp_path: Path) -> None:
