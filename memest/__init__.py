@@ -14,6 +14,7 @@ Importing it loads neither torch nor transformers; `predict` and `virtual_gpu` d
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from memest.run.preflight import Preflight, PreflightStop, preflight
     from memest.run.session import virtual_gpu
 
+__path__ = [os.path.realpath(folder) for folder in __path__]  # `memest run --python` links to it
 __version__ = "0.3.0"
 __all__ = [
     "MemestError", "Prediction", "Preflight", "PreflightStop", "Scratch", "TrainingPlan", "predict",

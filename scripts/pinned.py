@@ -61,8 +61,7 @@ def run(entry: dict[str, Any], checkout: Path, folder: Path) -> dict[str, Any]:
         _make(entry, checkout, folder)
     before = _versions(python)
     before.pop("memest-gpu", None)
-    pip = [python, "-m", "pip", "install", "-q", "--no-cache-dir", ROOT]
-    subprocess.run(pip, check=True)
+    subprocess.run([python, "-m", "pip", "install", "-q", "--no-cache-dir", ROOT], check=True)
     after = _versions(python)
     names = [name for name in after if name not in before and name != "memest-gpu"]
     return {
@@ -81,7 +80,7 @@ def _make(entry: dict[str, Any], checkout: Path, folder: Path) -> None:
     subprocess.run([python, "-m", "venv", folder], check=True)
     uv = shutil.which("uv")
     inside = folder / "bin" / "python"
-    how = [uv, "pip", "install", "-p", inside] if uv else [inside, "-m", "pip", "install"]
+    how = [uv, "pip", "install", "-p", str(inside)] if uv else [str(inside), "-m", "pip", "install"]
     subprocess.run([*how, "-q", *entry["install"]], cwd=checkout, check=True)
 
 
@@ -95,7 +94,7 @@ def _simulate(entry: dict[str, Any], checkout: Path, folder: Path) -> dict[str, 
     subprocess.run(["bash", "-ec", entry.get("prepare", "")], check=True, **more)
     with tempfile.TemporaryDirectory() as reports:
         report = Path(reports, "report.json")
-        command = [folder / "bin" / "memest", "run", "--gpu", GPU, "--json", report]
+        command = [str(folder / "bin" / "memest"), "run", "--gpu", GPU, "--json", str(report)]
         done = subprocess.run(
             [*command, *entry["command"].split()], capture_output=True, text=True, **more
         )

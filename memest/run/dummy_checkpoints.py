@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from memest.errors import PlanError, UnsupportedError, closest, shown
 from memest.estimator.torch_api.files.checkpoints import Placeholder
 from memest.models_meta.build import build_model
-from memest.models_meta.registry import ModelConfig, find_entry, quiet_transformers, resolve_config
+from memest.models_meta.registry import find_entry, quiet_transformers, resolve_config
 from memest.run.target import INSTALLED_BY
 
 NEEDED = ("transformers",)
@@ -279,19 +280,23 @@ def litgpt_model(name: str) -> DummyModel:
             hint=INSTALLED_BY["litgpt"],
         )
     entry = find_entry(name)
-    known = resolve_config(name, packages=NEEDED) if entry is not None else None
-    config = _litgpt_config(name, known)
+    config = _litgpt_config(name, entry.hub_id if entry is not None else name)
     from litgpt.model import GPT
     from litgpt.utils import save_config
 
-    dtype = known.saved_dtype if known is not None else LITGPT_DTYPE
+    dtype = LITGPT_DTYPE
+    vocabulary = Vocabulary(size=config.vocab_size, family="", max_length=config.block_size)
+    if entry is not None:  # from the file alone, since LitGPT does not need transformers
+        raw = json.loads(entry.path.read_text(encoding="utf-8"))["config"]
+        dtype = getattr(torch, raw.get("torch_dtype") or raw.get("dtype") or "float32")
+        own = {"max_position_embeddings": config.block_size, "vocab_size": config.vocab_size}
+        text = SimpleNamespace(**{**own, **raw.get("text_config", raw)})
+        vocabulary = (
+            vocabulary_of(SimpleNamespace(**raw, get_text_config=lambda: text)) or vocabulary
+        )
     with torch.device("meta"):
         model = GPT(config)
     weights = {key: tensor.to(dtype) for key, tensor in model.state_dict().items()}
-    found = vocabulary_of(known.pretrained) if known is not None else None
-    vocabulary = found or Vocabulary(
-        size=config.vocab_size, family="", max_length=config.block_size
-    )
 
     def write(folder: Path) -> None:
         save_weights(weights, folder / "lit_model.pth")
@@ -304,10 +309,9 @@ def litgpt_model(name: str) -> DummyModel:
     return DummyModel(config.name, vocabulary, weights, write)
 
 
-def _litgpt_config(name: str, known: ModelConfig | None) -> Any:
+def _litgpt_config(name: str, hub_id: str) -> Any:
     from litgpt.config import Config, configs
 
-    hub_id = known.entry.hub_id if known is not None and known.entry is not None else name
     for given in configs:
         source = given["hf_config"]
         names = given["name"], source["name"], f"{source['org']}/{source['name']}"

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import memest
 from memest.child import spawn
 from memest.errors import PlanError, shown
 from memest.estimator.allocator.settings import VARIABLES
@@ -433,7 +434,8 @@ def _run_script(
 ) -> _Ran:
     """Run `memest run OPTIONS` on a script, with its output hidden, for at most `seconds`."""
     report, output = folder / "report.json", folder / "output.txt"
-    boot = _BOOT.format(seconds=int(seconds) + 5, folder=str(Path(__file__).parents[2]))
+    folder_of_memest = str(Path(str(memest.__file__)).parents[1])  # a link under `--python`
+    boot = _BOOT.format(seconds=int(seconds) + 5, folder=folder_of_memest)
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     command = [sys.executable, *flags, "-c", boot, "run", *options, "--json", str(report)]
     child = spawn([*command, *typed.words], output, cwd=typed.folder, env=environment)

@@ -164,6 +164,33 @@ def test_torch_2_15_frees_the_workspace_of_each_call() -> None:
         assert workspaces.bytes_for(aten.addmm.default, linear, {}, MAIN) == ((), (LT,))
 
 
+@pytest.mark.parametrize(
+    ("release", "environment", "product", "linear"),
+    [
+        (TORCH_2_11, {"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8"}, [SMALL], [LT]),
+        (TORCH_2_11, {"CUBLAS_WORKSPACE_CONFIG": ":0:0"}, [], [LT]),
+        (TORCH_2_11, {"CUBLAS_WORKSPACE_CONFIG": "none"}, [BIG], [LT]),
+        (TORCH_2_11, {"CUBLASLT_WORKSPACE_SIZE": "2048"}, [BIG], [2 * LT]),
+        (TORCH_2_11, {"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "1"}, [BIG], []),
+        (TORCH_2_11, {"TORCH_CUBLAS_WORKSPACE_CACHE": "0"}, [BIG], [LT]),
+        (TORCH_2_11, {"DISABLE_ADDMM_CUDA_LT": "1"}, [BIG], []),
+        (TORCH_2_12, {"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"}, [BIG], [LT]),
+        (TORCH_2_15, {"TORCH_CUBLAS_WORKSPACE_CACHE": "1"}, [BIG], []),
+    ],
+)
+def test_environment_variables_change_the_kept_workspaces(
+    release, environment, product, linear, monkeypatch
+) -> None:
+    workspaces = CublasWorkspaces(HOPPER, release)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)  # torch reads the variables at the first product
+    args = (meta(4, 8), meta(8, 16))
+    kept, _ = workspaces.bytes_for(aten.mm.default, args, {}, MAIN)
+    assert list(kept) == product
+    kept, _ = workspaces.bytes_for(aten.addmm.default, (meta(16), *args), {}, MAIN)
+    assert list(kept) == linear
+
+
 def test_the_workspace_of_cublaslt_comes_with_the_first_bias_not_the_first_product() -> None:
     args = (meta(16), meta(4, 8), meta(8, 16))
     assert after_first_use().bytes_for(aten.addmm.default, args, {}, MAIN) == ((LT,), ())

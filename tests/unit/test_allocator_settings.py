@@ -152,13 +152,23 @@ def test_torch_2_11_refuses_what_later_torch_takes(key: str) -> None:
     with pytest.raises(PlanError, match=f"Unrecognized key '{key}' in CUDA allocator config"):
         parse_settings(text)
 
-    with simulating("2.13"):
+    with simulating(".".join(map(str, NEWER[key]))):
         found = parse_settings(text)
 
     assert found.is_default
+    is_reserve = key.startswith("expandable")
     assert describe(found).endswith(
         f"({key}: no effect on GPU memory) (torch 2.11 does not know {key})"
+        + " (assumed that no segment reaches its reserve)" * is_reserve
     )
+
+
+def test_torch_2_15_takes_a_reserve_for_each_class() -> None:
+    text = "expandable_segments_reserve_by_class:[serving:0.25,sparse:8G],expandable_segments:True"
+    with simulating("2.14"), pytest.raises(PlanError, match="Unrecognized key"):
+        parse_settings(text)
+    with simulating("2.15"):
+        assert parse_settings(text).expandable_segments
 
 
 def test_both_variables_count() -> None:

@@ -34,13 +34,26 @@ WITHOUT_EFFECT = (
     "pinned_reserve_segment_size_mb", "pinned_free_catch_all", "pinned_max_round_threshold_mb",
     "pinned_max_cached_size_mb", "release_lock_on_cudamalloc", "release_lock_on_hipmalloc",
     "pinned_use_hip_host_register", "graph_capture_record_stream_reuse", "throw_on_cudamalloc_oom",
+    "expandable_segments_reserve", "expandable_segments_reserve_by_class",
 )  # fmt: skip
-"""Options about pinned host memory, locks, CUDA graphs, and the time of an error. GPU memory does
-not depend on them.
+"""Options about pinned host memory, locks, CUDA graphs, addresses, and the time of an error. GPU
+memory does not depend on them, if no segment is as large as its reserve (`RESERVES`).
 """
 
-NEWER = ("pinned_free_catch_all", "pinned_max_cached_size_mb", "throw_on_cudamalloc_oom")
-"""Options without effect that torch 2.12 added; 2.11 rejects them as unknown (measured)."""
+RESERVES = WITHOUT_EFFECT[-2:]
+"""Addresses of an expandable segment (`clamp_reserve_bytes`, CUDAAllocatorConfig.h). torch refuses
+a request that is larger, and begins another segment when one is full; neither is simulated.
+"""
+
+NEWER = {
+    "pinned_free_catch_all": (2, 12),
+    "pinned_max_cached_size_mb": (2, 12),
+    "throw_on_cudamalloc_oom": (2, 12),
+    **dict.fromkeys(RESERVES, (2, 15)),
+}
+"""Options without effect that torch 2.11 rejects as unknown (measured), and the release that added
+them.
+"""
 
 _LARGE_SEGMENT = "large_segment_size_mb"
 _OUT_OF_BOUNDS = "Index out of bounds in ConfigTokenizer"
@@ -140,7 +153,7 @@ def settings_from(environment: Mapping[str, str]) -> AllocatorSettings:
 
 def _parse(common: str, cuda: str, large_bytes: int = LARGE_SEGMENT_BYTES) -> AllocatorSettings:
     given = common if common == cuda else f"{common}; {cuda}"
-    unknown = () if simulated().knows_newer_settings else NEWER
+    unknown = [name for name, since in NEWER.items() if since > simulated().version]
     try:
         common_fields = dict(_fields(_tokens(common, large_bytes), unknown, is_cuda=False))
         cuda_fields = dict(_fields(_tokens(cuda), unknown, is_cuda=True))
@@ -344,6 +357,8 @@ def describe(settings: AllocatorSettings) -> str:
     note = f" ({without}: no effect on GPU memory)" if without else ""
     if newer := ", ".join(name for name in settings.without_effect if name in NEWER):
         note += f" (torch 2.11 does not know {newer})"
+    if any(name in RESERVES for name in settings.without_effect):
+        note += " (assumed that no segment reaches its reserve)"
     return f"PyTorch's allocator with {shown(settings.text)}{note}"
 
 

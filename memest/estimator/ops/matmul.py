@@ -9,6 +9,7 @@ cuBLAS takes three things from the caching allocator:
    made, a sliced column), freed when the op ends.
 
 In torch 2.15 a workspace lives for one call, and a call of cuBLASLt has the second one alone.
+`cublas_settings` reads the environment variables that change this.
 
 transformers 5.17 multiplies tokens, sorted by expert, in one `_grouped_mm` (integrations/moe.py).
 The GPU decides between CUTLASS's fused kernel, torch's loop of `mm`, and before compute capability
@@ -20,15 +21,15 @@ native/cuda/GroupedBlas.cpp, native/cuda/GroupMM.cu, native/GroupedMMUtils.h. `T
 what later releases changed. Evidence: exact on all 7,586 `mm`, `addmm`, `bmm` and `baddbmm` calls
 recorded on an H200 with torch 2.11; the fused kernel's workspace was recorded on an H100.
 
-Left out: variables `CUBLAS_WORKSPACE_CONFIG`, `CUBLASLT_WORKSPACE_SIZE`,
-`TORCH_CUBLASLT_UNIFIED_WORKSPACE`, `TORCH_CUBLAS_WORKSPACE_CACHE` and `DISABLE_ADDMM_CUDA_LT`.
-TunableOp, a preferred BLAS library, side streams, complex and integer operands, and products that
-were not measured are left out too. Shapes: G groups, M rows of the left, N columns of the right.
+Left out: TunableOp, a preferred BLAS library, side streams, complex and integer operands, and
+products that were not measured. Shapes: G groups, M rows of the left, N columns of the right.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -216,6 +217,56 @@ def cublas_workspace_bytes(capability: tuple[int, int], release: TorchRelease) -
     return 8 * 4096 * KIB if large else 2 * 4096 * KIB + 8 * 16 * KIB
 
 
+@dataclass(frozen=True, slots=True)
+class CublasSettings:
+    """Workspaces of cuBLAS in one process."""
+
+    handle_bytes: int
+    """Workspace of a handle."""
+
+    lt_bytes: int
+    """Workspace of cuBLASLt."""
+
+    is_shared: bool
+    """cuBLASLt uses the workspace of the handle."""
+
+    is_per_call: bool
+    """Each call allocates its workspace and frees it."""
+
+    calls_lt: bool
+    """`addmm` with a fusable bias calls cuBLASLt."""
+
+
+def cublas_settings(
+    capability: tuple[int, int], release: TorchRelease, environment: Mapping[str, str]
+) -> CublasSettings:
+    """Return the workspaces of a process with `environment`.
+
+    CublasHandlePool.cpp of torch 2.15 reads `CUBLAS_WORKSPACE_CONFIG` (pools of KiB),
+    `CUBLASLT_WORKSPACE_SIZE` (KiB), `TORCH_CUBLASLT_UNIFIED_WORKSPACE` and, since 2.15,
+    `TORCH_CUBLAS_WORKSPACE_CACHE`. Blas.cpp reads `DISABLE_ADDMM_CUDA_LT`.
+
+    >>> from memest.estimator.versions.torch_releases import TORCH_2_11 as release
+    >>> cublas_settings((9, 0), release, {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}).handle_bytes >> 10
+    128
+    """
+    handle_bytes = cublas_workspace_bytes(capability, release)
+    if pools := re.findall(r":(\d+):(\d+)", environment.get("CUBLAS_WORKSPACE_CONFIG", "")):
+        handle_bytes = sum(int(size) * KIB * int(count) for size, count in pools)
+    lt_size = re.match(r"\s*\+?(\d+)", environment.get("CUBLASLT_WORKSPACE_SIZE", ""))
+    is_cached = environment.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
+    is_per_call = release.frees_cublas_workspace and not is_cached
+    unified = environment.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE")
+    is_shared = unified != "0" if release.shares_cublas_workspace else unified == "1"
+    return CublasSettings(
+        handle_bytes,
+        int(lt_size[1]) * KIB if lt_size else LT_WORKSPACE_BYTES,
+        is_shared and not is_per_call,
+        is_per_call,
+        environment.get("DISABLE_ADDMM_CUDA_LT") != "1",
+    )
+
+
 Caller = tuple[str, int]
 """The thread and the number of its stream, 0 for the default one.
 
@@ -227,14 +278,14 @@ A thread's handle has one workspace per stream (`cublas_handle_stream_to_workspa
 class CublasWorkspaces:
     """Workspaces that exist so far in one process on one GPU, by thread and stream.
 
-    `release` is the torch that runs on the GPU; None is the simulated one.
+    `release` is the torch that runs on the GPU; None is the simulated one. The environment is read
+    at the first call, as torch does.
     """
 
     def __init__(self, capability: tuple[int, int], release: TorchRelease | None = None) -> None:
-        release = release or simulated()
-        self._handle_bytes = cublas_workspace_bytes(capability, release)
-        self._unified = release.shares_cublas_workspace
-        self._is_per_call = release.frees_cublas_workspace
+        self._capability = capability
+        self._release = release or simulated()
+        self._settings: CublasSettings | None = None
         self._with_handle: set[Caller] = set()
         self._with_lt: set[Caller] = set()
 
@@ -255,18 +306,25 @@ class CublasWorkspaces:
         elif not _reaches_cublas(product, args):
             return (), ()
         temporary = () if product is None else _operand_copies(product, args)
-        if self._is_per_call:
-            is_lt = product is not None and _calls_lt(product, args, kwargs)
-            return (), (*temporary, LT_WORKSPACE_BYTES if is_lt else self._handle_bytes)
+        settings = self._settings
+        if settings is None:
+            settings = cublas_settings(self._capability, self._release, os.environ)
+            self._settings = settings
+        is_lt = False
+        has_lt = settings.is_shared or caller in self._with_lt
+        if product is not None and settings.calls_lt and not has_lt:
+            is_lt = _calls_lt(product, args, kwargs)
+        if settings.is_per_call:
+            workspace = settings.lt_bytes if is_lt else settings.handle_bytes
+            return (), (*temporary, *filter(None, [workspace]))
         persistent = []
         if caller not in self._with_handle:
             self._with_handle.add(caller)
-            persistent.append(self._handle_bytes)
-        needs_lt = not self._unified and caller not in self._with_lt
-        if product is not None and needs_lt and _calls_lt(product, args, kwargs):
+            persistent.append(settings.handle_bytes)
+        if is_lt:
             self._with_lt.add(caller)
-            persistent.append(LT_WORKSPACE_BYTES)
-        return tuple(persistent), temporary
+            persistent.append(settings.lt_bytes)
+        return tuple(filter(None, persistent)), temporary
 
 
 def _factors(product: Product, args: Sequence[Any]) -> tuple[Tensor, Tensor]:

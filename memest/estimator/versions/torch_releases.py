@@ -40,10 +40,6 @@ class TorchRelease:
     casts_rms_norm: bool = False
     """Autocast runs `rms_norm` in float32 (ATen/autocast_mode.h)."""
 
-    knows_newer_settings: bool = False
-    """The allocator accepts the settings of `allocator.settings.NEWER`
-    (c10/core/AllocatorConfig.h)."""
-
     fuses_rms_norm: bool = True
     """`rms_norm` on CUDA is one kernel (`rms_norm_symint` in native/layer_norm.cpp)."""
 
@@ -65,7 +61,6 @@ TORCH_2_12 = replace(
     large_blackwell_workspace=True,
     dropout_in_sixteenths=True,
     casts_rms_norm=True,
-    knows_newer_settings=True,
 )
 """Read, not measured: source, header of autocast, strings of libtorch_cuda.so and libc10.so."""
 
@@ -79,7 +74,7 @@ of its allocator differ only in snapshots and handles, and libc10.so names the s
 
 TORCH_2_15 = replace(TORCH_2_14, version=(2, 15), cudnn_version=92600, frees_cublas_workspace=True)
 """Read, not measured, in the wheel of 2.15.0: ATen/cuda/CUDAContextLight.h. Its header of autocast
-is that of 2.14. `expandable_segments_reserve` of its allocator bounds addresses, not memory.
+is that of 2.14.
 """
 
 TORCH_2_10 = replace(TORCH_2_11, version=(2, 10), is_measured=False, cudnn_version=91002)

@@ -23,6 +23,7 @@ from memest.estimator.hardware.gpus import (
     FURTHER_PEER_BYTES,
     SUBGROUP_BYTES,
 )
+from memest.estimator.torch_api.distributed import fsdp
 from memest.estimator.virtual_gpu import VirtualGpu
 from tests.ranks import gpu_of_rank
 
@@ -155,6 +156,15 @@ def test_ddp_sums_into_buckets_beside_the_gradients() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
     assert torch.cuda.memory_allocated() // weight == 3
+
+
+def test_a_norm_that_is_reduced_for_each_operand_is_finite(rank: VirtualGpu) -> None:
+    """Up to torch 2.9 `isfinite` of a partial DTensor compares two reduced tensors."""
+    norm = torch.nn.Linear(1024, 1024, device="cuda").weight.norm()
+    test = fsdp._finite(lambda x: x.clone() == x.clone(), torch.Tensor, rank.mode)
+
+    assert not bool(norm.clone() == norm.clone())  # unknown values are not equal
+    assert bool(test(norm))
 
 
 @pytest.mark.usefixtures("rank")

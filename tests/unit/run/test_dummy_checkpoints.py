@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -158,6 +161,30 @@ def test_without_litgpt_its_layout_is_refused_with_how_to_install_it(
     with pytest.raises(UnsupportedError, match="LitGPT is not installed") as refused:
         write_checkpoint("open-llama-7b", tmp_path / "made", layout="litgpt")
     assert "--no-deps litgpt==0.5.13" in refused.value.hint
+
+
+def test_the_layout_of_litgpt_does_not_need_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = {"org": "EleutherAI", "name": "pythia-1b"}
+    config = {"name": "pythia-1b", "hf_config": source, "vocab_size": 50254, "block_size": 2048}
+    for name, attributes in {
+        "litgpt": {},
+        "litgpt.config": {"configs": [config], "Config": SimpleNamespace},
+        "litgpt.model": {"GPT": lambda config: torch.nn.Linear(4, config.vocab_size)},
+        "litgpt.utils": {"save_config": lambda config, folder: None},
+    }.items():
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        vars(module).update(attributes)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+
+    made = write_checkpoint("pythia-1b", tmp_path / "made", layout="litgpt")
+
+    assert made.stands_for_bytes == 5 * 50254 * 2  # the file has float16
+    ids = json.loads((tmp_path / "made" / "generation_config.json").read_text("utf-8"))
+    assert ids == {"bos_token_id": 0, "eos_token_id": 0}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("litgpt") is None, reason="LitGPT is not installed")

@@ -51,6 +51,7 @@ def test_the_script_runs_in_its_own_environment(environment: Path, tmp_path: Pat
     assert f"PREFIX {environment}" in done.stdout
     assert f"MEMEST {tmp_path / 'memest'}" in done.stdout
     assert "fits h200" in done.stdout
+    assert "train.py:2 " in done.stdout  # the script's line, and no line of memest
 
 
 def test_an_active_environment_is_found(environment: Path, tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches
-from memest.estimator.tensors.placement import INSIDE, META, Place
+from memest.estimator.tensors.placement import INSIDE, META, Place, local_part
 from memest.estimator.tensors.storages import MemKind, Site
 
 
-def install_dtensors(patches: Patches) -> None:
-    """Install shape propagation on the meta device."""
+def install_dtensors(patches: Patches, mode: CudaSimMode) -> None:
+    """Install shape propagation on the meta device, and the test for finite values."""
     from torch.distributed.tensor import DTensor, _op_schema, _sharding_prop
 
     def bare(spec: Any) -> Tensor:
@@ -29,8 +29,26 @@ def install_dtensors(patches: Patches) -> None:
     patches.set(_sharding_prop, "detect_fake_mode", lambda *args: None)
     patches.set(_op_schema, "_rebuild_tensor_from_dtensor_meta", bare)
     _install_random(patches)
+    for owner in (torch, Tensor):
+        patches.set(owner, "isfinite", _finite(owner.isfinite, DTensor, mode))
     if not hasattr(Tensor, "_dtensor__new__"):  # Python reads the device of the local tensor
         _use_true_device(patches, DTensor)
+
+
+def _finite(isfinite: Any, kind: type, mode: CudaSimMode) -> Any:
+    """Return `isfinite` whose result is True for a DTensor with unknown values.
+
+    Up to torch 2.9 the norm of gradients is partial. `isfinite` compares it with itself, and each
+    operand is reduced on its own, so that the operands are not one tensor.
+    """
+
+    def test(tensor: Tensor) -> Tensor:
+        out: Tensor = isfinite(tensor)
+        if isinstance(out, kind) and mode.values.is_guessed([part := local_part(out)]):
+            mode.values.overwrite(part, torch.ones(part.shape, dtype=torch.bool))
+        return out
+
+    return test
 
 
 def install_pending(patches: Patches) -> None:
