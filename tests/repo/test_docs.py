@@ -24,6 +24,8 @@ PAGES = sorted(
         "validation/*.md",
         "validation/scripts/*.md",
         "tests/**/*.md",
+        "docs/tutorials/*.md",
+        "examples/**/*.md",
     )
     for path in ROOT.glob(pattern)
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,6 +23,7 @@ from memest.report.records import HeldRow
 from memest.report.sarif import sarif
 
 ROOT = Path(__file__).resolve().parents[2]
+SAMPLE = ROOT / "examples" / "repository"
 GIT = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
 
 TRAIN = """
@@ -150,16 +153,15 @@ def git(folder: Path, *words: str) -> None:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A repository whose branch allocates 12 MiB, and whose main branch 8 MiB."""
+    """The sample repository, with a branch of a larger batch."""
     folder = tmp_path / "repository"
-    folder.mkdir()
+    shutil.copytree(SAMPLE, folder, ignore=shutil.ignore_patterns("__pycache__"))
     git(folder, "init", "-b", "main")
-    (folder / "pyproject.toml").write_text('[tool.memest]\ngpu = "t4"\ncommand = "train.py"\n')
-    (folder / "train.py").write_text(TRAIN.format(size=4))
     git(folder, "add", ".")
     git(folder, "commit", "-m", "a")
     git(folder, "checkout", "-b", "larger")
-    (folder / "train.py").write_text(TRAIN.format(size=6))
+    script = folder / "train.py"
+    script.write_text(script.read_text().replace("BATCH = 16", "BATCH = 24"))
     git(folder, "commit", "-am", "b")
     return folder
 
@@ -204,18 +206,34 @@ def test_the_action_compares_with_the_base_branch(
     assert done.returncode == 4, done.stderr
     summary = (tmp_path / "summary.md").read_text()
     assert "| peak | main | now | change |" in summary
-    assert "| allocated | 8.00 MiB | 12.00 MiB | 4.00 MiB |" in summary
-    assert "| train.py:5 | 2.00 MiB | `y = x + 1` |" in summary
+    assert "| allocated | 597.93 MiB | 834.75 MiB | 236.82 MiB |" in summary
+    assert "| train.py:13 | 142.44 MiB | `logits = model(tokens)` |" in summary
     log = json.loads((tmp_path / "memest.sarif").read_text())
     places = [
         r["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
         for r in log["runs"][0]["results"]
     ]
-    assert places == ["train.py"] * 2
+    assert set(places) == {"train.py"}
     trees = subprocess.run(
         ["git", "worktree", "list"], cwd=repository, capture_output=True, text=True, check=True
     )
     assert len(trees.stdout.splitlines()) == 1
+
+
+def test_the_sample_is_run_by_its_workflow(repository: Path, environment: dict[str, str]) -> None:
+    """The branch of the larger batch fails; steps of other tools are left out."""
+    workflow = yaml.safe_load((repository / ".github" / "workflows" / "memory.yml").read_text())
+    commands = [s["run"] for job in workflow["jobs"].values() for s in job["steps"] if "run" in s]
+    action = workflow["jobs"]["action"]["steps"][-1]
+    (pytest_line,) = [c for c in commands if not c.startswith("pip install ")]
+    python = pytest_line.replace("python", sys.executable, 1)
+    done = subprocess.run(
+        shlex.split(python), cwd=repository, env=environment, capture_output=True, text=True
+    )
+
+    assert "the peak grew: allocated 596.93 MiB -> 834.75 MiB" in done.stdout, done.stdout
+    assert "train.py:13  logits = model(tokens)" in done.stdout
+    assert set(action["with"]) <= set(yaml.safe_load((ROOT / "action.yml").read_text())["inputs"])
 
 
 def test_the_action_does_without_git(environment: dict[str, str], tmp_path: Path) -> None:
@@ -257,4 +275,4 @@ def test_the_hook_runs_the_projects_command(repository: Path, environment: dict[
     )  # fmt: skip
 
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("memest: 0.02 of 14.6 GiB (fits) on t4, peak in setup at ")
+    assert done.stdout.startswith("memest: 0.87 of 14.6 GiB (fits) on t4, peak in step 2 ")

@@ -174,3 +174,20 @@ def test_the_plugin_imports_nothing_heavy(folder: Path) -> None:
     )
 
     assert "1 passed" in pytest_in(folder).stdout
+
+
+def test_a_test_without_the_plugin_pays_at_most_5_ms_for_it(folder: Path) -> None:
+    (folder / "test_train.py").write_text(
+        "import pytest\n@pytest.mark.parametrize('n', range(200))\ndef test_none(n): ...\n"
+    )
+
+    def seconds(*args: str) -> float:
+        """Return the processor's time of a session; the shorter of two."""
+        found = []
+        for _ in range(2):
+            before = os.times().children_user
+            assert "200 passed" in pytest_in(folder, *args).stdout
+            found.append(os.times().children_user - before)
+        return min(found)
+
+    assert seconds() - seconds("-p", "no:memest") < 200 * 0.005
