@@ -16,6 +16,8 @@ def command() -> None:
     Python takes a second to free torch and a traced model object by object; the system does it at
     once. A script under `memest run` ends as Python would end it.
     """
+    # torch is not imported yet; else its threads would take the time of others while they wait
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     code = 0
     try:
         main()

@@ -599,9 +599,35 @@ def _quantized(name: str, rows: int, columns: int, dtype: torch.dtype) -> Any:
     return make
 
 
+def recurrent() -> Iterator[Any]:
+    """cuDNN's LSTM, forward and backward: one step follows another."""
+    sizes = itertools.product((32, 256), (8, 64, 256), (128, 512, 1024))
+    for dtype, size, backward in itertools.product((HALF, FULL), sizes, (False, True)):
+        yield _recurrent(dtype, *size, backward)
+
+
+def _recurrent(dtype: Any, length: int, samples: int, hidden: int, backward: bool) -> Any:
+    def make() -> Any:
+        x = random(length, samples, hidden, dtype=dtype)
+        h, c = (random(1, samples, hidden, dtype=dtype) for _ in "hc")
+        weights = [p.detach() for p in nn.LSTM(hidden, hidden).to("cuda", dtype).parameters()]
+        options: Any = (2, hidden, 0, 1, False, 0.0, True, False, [], None)  # 2 is an LSTM
+
+        def forward() -> Any:
+            return aten._cudnn_rnn.default(x, weights, 4, None, h, c, *options)
+
+        if not backward:
+            return forward
+        out, _, _, reserve, buffer = forward()
+        given = (x, weights, 4, buffer, h, c, out, torch.randn_like(out), None, None)
+        return lambda: aten._cudnn_rnn_backward.default(*given, *options, reserve, [True] * 4)
+
+    return make
+
+
 FAMILIES = (
     products, memory_kernels, row_kernels, image_kernels, attention, many_tensors, convolutions,
-    batched_products, factorizations, quantized, indexed,
+    batched_products, factorizations, quantized, indexed, recurrent,
 )  # fmt: skip
 
 

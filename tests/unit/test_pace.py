@@ -19,7 +19,14 @@ from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu, list_gpus
 from memest.estimator.hardware.pace import estimate, step_times, table_of
 from memest.estimator.hardware.work import NOTHING, VIEW, Work, work_of
-from memest.estimator.hardware.work_log import MAX_STEPS, NUM_HOSTS, WAITS, WorkLog
+from memest.estimator.hardware.work_log import (
+    BACKWARD,
+    FORWARD,
+    MAX_STEPS,
+    NUM_HOSTS,
+    WAITS,
+    WorkLog,
+)
 from memest.report import StepTime
 from memest.report.times import Training, read_prices, seconds, steps_of_plan
 
@@ -194,6 +201,25 @@ def test_a_norm_has_the_length_of_its_rows() -> None:
     found = work(aten.native_layer_norm.default, meta(8, 4, 32), [32], weight, weight, 1e-5)
 
     assert found.size == (found.num_bytes, 32)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_recurrent_network_has_its_steps_one_after_another(backward: bool) -> None:
+    x, h, c = meta(20, 8, 16), meta(2, 8, 32), meta(2, 8, 32)
+    weights = [w for _ in "12" for w in (meta(128, 16), meta(128, 32), meta(128), meta(128))]
+    options = (2, 32, 0, 1, False, 0.0, True, True, [], None)
+    given = (x, weights, 4, None, h, c)
+    func = aten._cudnn_rnn.default
+    if backward:
+        given += (meta(20, 8, 64), meta(20, 8, 64), None, None)
+        options += (meta(64), [True] * 4)
+        func = aten._cudnn_rnn_backward.default
+
+    found = work_of(func, (*given, *options), {}, ())
+
+    assert found.kind.startswith("rnn-backward" if backward else "rnn ")
+    assert found.size == (2 * 20, 8, 32)  # two directions
+    assert found.num_flops == (4 if backward else 2) * 2 * 128 * (16 + 32) * 20 * 8
 
 
 def log_of(*steps: list[Work | None]) -> WorkLog:
@@ -515,6 +541,20 @@ def test_the_host_takes_longer_for_cudnn_than_for_another_launch_and_for_a_view(
     assert table.host_s(convolution, 0) > 2 * table.host_s(LARGE, 0)
     assert table.kernel_s(VIEW) == 0
     assert step_times(log, H100)[0].seconds == pytest.approx(10 * table.host_s(VIEW, 0))
+
+
+def test_a_forward_that_is_run_again_in_the_backward_takes_python_s_time() -> None:
+    with virtual_gpu("h100-80gb") as virtual:
+        layer = torch.nn.Linear(64, 64, device="cuda")
+        x = torch.randn(8, 64, device="cuda", requires_grad=True)
+        out = torch.utils.checkpoint.checkpoint(lambda: layer(x).tanh(), use_reentrant=False)
+        log = virtual._virtual.mode.work
+        log.restart()
+        out.sum().backward()
+        log.stepped()
+
+    products = [e for e in log.steps[0] if log.works[e // NUM_HOSTS].kind.startswith("matmul")]
+    assert {event % NUM_HOSTS for event in products} == {FORWARD, BACKWARD}
 
 
 def test_views_and_kernels_of_bitsandbytes_are_in_the_log() -> None:

@@ -105,6 +105,8 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
         data, weight, _ = args[10]
         kind = "convolution" + "-data" * bool(data) + "-weight" * bool(weight)
         return _convolution(kind, args[1], args[2], args[0], num_bytes)
+    if name in ("_cudnn_rnn", "_cudnn_rnn_backward"):
+        return _recurrent(func, args, num_bytes)
     first = next(_tensors(args), None)
     more: tuple[int, ...] = ()
     if name in _COPIES:
@@ -168,8 +170,7 @@ def _length(x: Tensor, dim: int) -> int:
 
 def _reduced(func: Any, args: Any, kwargs: Any) -> tuple[int, int]:
     """Return how many elements a reduction makes one of, and how far apart they are."""
-    names = (argument.name for argument in func._schema.arguments)
-    dims = {**dict(zip(names, args, strict=False)), **kwargs}.get("dim")
+    dims = {**dict(zip(_names(func), args, strict=False)), **kwargs}.get("dim")
     x = next(_tensors(args))
     dims = [dims] if isinstance(dims, int) else dims or range(x.dim())
     dims = dims if x.dim() else ()  # `sum(0)` of a single number
@@ -260,7 +261,7 @@ def _product(name: str, args: Any, num_bytes: int) -> Work:
 
 
 def _attention(name: str, func: Any, args: Any, kwargs: Any, num_bytes: int) -> Work:
-    values = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    values = dict(zip(_names(func), args, strict=False)) | kwargs
     query, key = values["query"], values["key"]
     *batch, num_queries, width = query.shape
     is_backward = name.endswith("_backward")
@@ -288,6 +289,26 @@ def _convolution(kind: str, x: Tensor, weight: Tensor, out: Tensor, num_bytes: i
     layout += _layout(x)
     kind = f"{kind}{layout} {_alike(rate)}"
     return Work(kind, size, rate, 2 * prod(size) * num_products, num_bytes)
+
+
+def _recurrent(func: Any, args: Any, num_bytes: int) -> Work:
+    """Work of a recurrent network: its steps one after another, samples and hidden units."""
+    values = dict(zip(_names(func), args, strict=False))
+    x, lengths = values["input"], values["batch_sizes"]
+    num_steps = len(lengths) or x.shape[1 if values["batch_first"] else 0]
+    samples = max(1, x.shape[:-1].numel() // max(1, num_steps))
+    num_layers = values["num_layers"] * (2 if values["bidirectional"] else 1)
+    size = (num_steps * num_layers, samples, values["hidden_size"])
+    backward = "-backward" * ("grad_output" in values)
+    weights = sum(w.numel() for w in values["weight"] if w.dim() > 1)
+    flops = 2 * weights * num_steps * samples * (2 if backward else 1)
+    rate = rate_of(x.dtype, torch.backends.cudnn.allow_tf32)
+    return Work(f"rnn{backward} {_alike(rate)}", size, rate, flops, num_bytes)
+
+
+@cache
+def _names(func: Any) -> tuple[str, ...]:
+    return tuple([argument.name for argument in func._schema.arguments])
 
 
 def _layout(x: Tensor) -> str:

@@ -172,8 +172,8 @@ class WorkLog:
         return index
 
     def _add(self, index: int) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            host = BACKWARD
+        if torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled():
+            host = BACKWARD  # with gradients, Python runs a forward again
         else:
             host = OPTIMIZER if self.is_in_optimizer else FORWARD
         self._events.append(NUM_HOSTS * index + host)
