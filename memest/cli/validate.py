@@ -123,6 +123,7 @@ def _measure_pace(path: Path) -> int:
     found = measure(MAX_PACE_SECONDS, write_to(path))
     rows = sum(len(rows) for rows in found["kernels"].values())
     click.echo(f"{device.name}: {rows} calls of {len(found['kernels'])} kinds -> {path}", err=True)
+    click.echo(f"estimates take these times with MEMEST_PACE={path}", err=True)
     for failure in found.get("failed", ()):
         click.echo(f"note: not measured: {failure}", err=True)
     return 0

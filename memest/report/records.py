@@ -243,6 +243,9 @@ class StepTime:
     had. A long training has fewer of them.
     """
 
+    measured_in: str = ""
+    """Name of the file of `MEMEST_PACE` with the times; empty if they are memest's own."""
+
 
 def read_as(kind: Any, value: Any) -> Any:
     """Return JSON values as an instance of a type of the schema; unknown and computed keys are

@@ -205,6 +205,8 @@ def time_notes(report: SimulatedReport) -> list[str]:
             f"GPUs other than {', '.join(elsewhere)}: their peak rates and bandwidth, with the"
             f" efficiencies of {', '.join(elsewhere)}"
         )
+    notes += sorted({f"times measured in {t.measured_in}" for t in report.times.values()
+                     if t.measured_in})  # fmt: skip
     first, step = max(((t.first_seconds, t.seconds) for t in report.times.values()), default=(0, 1))
     if first >= 0.05 * step:
         notes.append(

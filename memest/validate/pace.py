@@ -70,6 +70,7 @@ def measure(seconds: float, write: Callable[[dict[str, Any]], None]) -> dict[str
     properties = torch.cuda.get_device_properties(0)
     found: dict[str, Any] = {
         "device": properties.name,
+        "memory_bytes": properties.total_memory,
         "torch": torch.__version__,
         "host": {},
         "kernels": defaultdict(list),

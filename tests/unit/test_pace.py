@@ -17,7 +17,7 @@ from memest.cli import main
 from memest.cli.group import OOM_EXIT_CODE
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu, list_gpus
-from memest.estimator.hardware.pace import estimate, step_times, table_of
+from memest.estimator.hardware.pace import ELSEWHERE, PACE, estimate, step_times, table_of
 from memest.estimator.hardware.work import NOTHING, VIEW, Work, work_of
 from memest.estimator.hardware.work_log import (
     BACKWARD,
@@ -32,6 +32,7 @@ from memest.report.times import Training, read_prices, seconds, steps_of_plan
 
 aten = torch.ops.aten
 H100 = find_gpu("h100-80gb")
+PACE_FILE = Path("memest/estimator/hardware/pace/h100-80gb.json")
 LARGE = Work("matmul float16", (8192, 4096, 4096), "float16", 2 * 8192 * 4096**2, 167_772_160)
 
 
@@ -300,14 +301,48 @@ def test_a_gpu_that_was_not_measured_is_slower_by_its_rates_and_less_certain() -
 
 
 def test_every_measured_kind_has_a_finite_efficiency() -> None:
-    path = Path("memest/estimator/hardware/pace/h100-80gb.json")
-    kinds = json.loads(path.read_text(encoding="utf-8"))["kernels"]
+    kinds = json.loads(PACE_FILE.read_text(encoding="utf-8"))["kernels"]
     table = table_of(H100)
     for kind, rows in kinds.items():
         rate = kind.rpartition(" ")[2]
         for *size, flops, num_bytes, us in rows:
             made = Work(kind, tuple(size), "" if rate.isdigit() else rate, flops, num_bytes)
             assert 0 < table.kernel_s(made) < 1, (kind, size, us)
+
+
+def test_a_user_s_own_times_count_on_that_gpu_and_their_host_on_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = dict.fromkeys(json.loads(PACE_FILE.read_text(encoding="utf-8"))["host"], 1000.0)
+    l4 = find_gpu("l4")
+    own = {"device": "NVIDIA L4", "memory_bytes": l4.memory_bytes, "host": host, "first_us": {},
+           "kernels": {ELSEWHERE: [[1 << 20, 0, 1 << 20, 1e6]]}}  # fmt: skip
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(own), encoding="utf-8")
+    small = Work("pointwise 4", (1 << 20,), "", 0, 1 << 20)
+    before = table_of(H100)
+
+    monkeypatch.setenv(PACE, str(path))
+
+    assert table_of(l4).kernel_s(small) == pytest.approx(1)
+    assert table_of(H100).kernel_s(small) == before.kernel_s(small)
+    assert table_of(H100).host_s(small, 0) == pytest.approx(1e-3)
+    found = estimate(log_of(*[[small]] * 3), l4)
+    assert found is not None
+    assert (found.measured_in, found.origin) == ("mine.json", "")
+
+
+@pytest.mark.parametrize("text", [None, "{}", "[]", "no json"])
+def test_a_file_without_times_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
+    path = tmp_path / "mine.json"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    monkeypatch.setenv(PACE, str(path))
+
+    with pytest.raises(PlanError, match="no measured times"):
+        table_of(H100)
 
 
 def test_an_operator_without_measured_times_is_counted() -> None:

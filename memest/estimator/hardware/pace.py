@@ -13,6 +13,7 @@ the efficiencies of the measured one. No figure depends on a model or a script.
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,11 +23,15 @@ from typing import Any
 
 import numpy as np
 
-from memest.estimator.hardware.gpus import Gpu, find_gpu
+from memest.errors import PlanError
+from memest.estimator.hardware.gpus import Gpu, find_gpu, match_device
 from memest.estimator.hardware.speed import LAUNCH_QUEUE, speed_of
 from memest.estimator.hardware.work import HOST_KINDS, VIEW, Work, host_kind
 from memest.estimator.hardware.work_log import CUT, HOST, LINK, NUM_HOSTS, WAITS, WorkLog
 from memest.report import StepTime
+
+PACE = "MEMEST_PACE"
+"""Environment variable that names a file of `memest validate --pace`."""
 
 _MEASURED = Path(__file__).with_name("pace")
 _PHASES = ("forward", "backward")
@@ -97,6 +102,7 @@ def estimate(log: WorkLog, gpu: Gpu, *, num_micro_batches: int = 0) -> StepTime 
         origin=table.origin,
         unmeasured_share=round(unmeasured / step.seconds, 3),
         first_seconds=_rounded(step.first_seconds),
+        measured_in=table.file,
     )
 
 
@@ -199,9 +205,11 @@ class Table:
         gpu: the GPU.
         measured: content of a file of `pace/`.
         origin: the GPU on which it was measured.
+        file: name of the file with other times than the package's.
     """
 
-    def __init__(self, gpu: Gpu, measured: dict[str, Any], origin: Gpu) -> None:
+    def __init__(self, gpu: Gpu, measured: dict[str, Any], origin: Gpu, file: str = "") -> None:
+        self.file = file
         self._gpu = gpu
         self._kinds = {k: _efficiencies(rows, k, origin) for k, rows in measured["kernels"].items()}
         host = measured["host"]
@@ -315,11 +323,40 @@ def _efficiencies(rows: list[list[float]], kind: str, gpu: Gpu) -> tuple[Any, An
     return sizes, np.log(ideal)
 
 
-@cache
 def table_of(gpu: Gpu) -> Table:
-    """Return the times on `gpu`, by the measured GPU whose capability is nearest."""
+    """Return the times on `gpu`: of the file that `MEMEST_PACE` names, else of the nearest GPU.
+
+    The file's times of the host are taken for each GPU.
+
+    Raises:
+        PlanError: the file cannot be read.
+    """
+    return _table_of(gpu, os.environ.get(PACE, ""))
+
+
+@cache
+def _table_of(gpu: Gpu, path: str) -> Table:
     measured = [find_gpu(path.stem) for path in sorted(_MEASURED.glob("*.json"))]
     chip = gpu.chip or gpu.name
     origin = min(measured, key=lambda g: (g.name != chip, abs(g.capability[0] - gpu.capability[0])))
-    text = (_MEASURED / f"{origin.name}.json").read_text(encoding="utf-8")
-    return Table(gpu, json.loads(text), origin)
+    content = _read(_MEASURED / f"{origin.name}.json")
+    if not path:
+        return Table(gpu, content, origin)
+    own = _read(Path(path))
+    found = match_device(own["device"], own["memory_bytes"])
+    if found is not None and (found.chip or found.name) == chip:
+        return Table(gpu, own, found, Path(path).name)
+    return Table(gpu, content | {"host": own["host"]}, origin, Path(path).name)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        _ = found["kernels"][ELSEWHERE], found["host"]["loop_us"], found["device"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = error.strerror if isinstance(error, OSError) else repr(error)
+        raise PlanError(
+            f"`{path}` has no measured times of a GPU: {why}",
+            hint="`memest validate --pace FILE` writes such a file",
+        ) from error
+    return found
