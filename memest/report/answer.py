@@ -99,7 +99,7 @@ def _when_and_where(report: SimulatedReport, verdict: Verdict) -> str:
     step, *rest = [part for part in at.split(", ") if part]
     phase, *places = rest or [""]
     when = "setup" if phase == "setup" else f"{step} {phase}".strip()
-    return f"{when} at {places[-1]}" if places else when
+    return f"{when} at {places[-1].removeprefix('backward of ')}" if places else when
 
 
 def moment(step: int, phase: str) -> str:

@@ -140,6 +140,7 @@ def test_the_summary_names_the_failed_request(too_large: Prediction) -> None:
         verdict.at: "step 1 optimizer",
         "step 0, forward, h.4, aten.addmm, train.py:3": "step 1 forward at train.py:3",
         "step 0, setup, aten.empty, train.py:1": "setup at train.py:1",
+        "step 1, backward, train.py:3, backward of train.py:2": "step 2 backward at train.py:2",
     }
     for text, words in at.items():
         failed = dataclasses.replace(verdict, at=text)

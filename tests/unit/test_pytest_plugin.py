@@ -60,14 +60,45 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_test_fails_above_the_limit_of_its_mark(folder: Path) -> None:
+UNUSED = """
+import pytest
+
+@pytest.mark.gpu_memory("1GiB")
+def test_nothing(): ...
+"""
+LARGE = """
+import torch
+
+def test_large(virtual_gpu):
+    kept = torch.empty(14 << 30, dtype=torch.uint8, device="cuda")
+    kept.clone()
+"""
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What a session prints whose tests are above a limit, out of memory, and without the GPU."""
+    folder = tmp_path_factory.mktemp("failures")
+    (folder / "pyproject.toml").write_text('[tool.memest]\ngpu = "t4"\n')
     write(folder, limit="8MiB")
+    (folder / "test_unused.py").write_text(UNUSED)
+    (folder / "test_large.py").write_text(LARGE)
+    return pytest_in(folder).stdout
 
-    done = pytest_in(folder)
 
-    assert "1 failed, 2 passed" in done.stdout
-    assert re.search(r"needs \d+\.\d\d MiB on a100-40gb, \d+\.\d\d MiB more than 8MiB", done.stdout)
-    assert "test_train.py:18  model(hidden).sum().backward()" in done.stdout
+def test_a_test_fails_above_the_limit_of_its_mark(failures: str) -> None:
+    assert "3 failed, 2 passed" in failures
+    assert re.search(r"needs \d+\.\d\d MiB on a100-40gb, \d+\.\d\d MiB more than 8MiB", failures)
+    assert "test_train.py:18  model(hidden).sum().backward()" in failures
+
+
+def test_a_marked_test_that_never_uses_the_gpu_fails(failures: str) -> None:
+    assert "the test has not used the GPU" in failures
+
+
+def test_a_test_out_of_memory_has_the_lines_of_the_peak(failures: str) -> None:
+    assert "torch.OutOfMemoryError" in failures
+    assert "14.00 GiB  test_large.py:5  kept = torch.empty" in failures
 
 
 @pytest.fixture(scope="module")
@@ -144,26 +175,6 @@ def test_peaks_are_the_same_under_xdist(folder: Path, stored: tuple[str, str]) -
     pytest_in(folder, "--memest-update", "-n", "1")
 
     assert (folder / "memest-peaks.json").read_text() == stored[1]
-
-
-def test_a_marked_test_that_never_uses_the_gpu_fails(folder: Path) -> None:
-    (folder / "test_train.py").write_text(
-        "import pytest\n@pytest.mark.gpu_memory('1GiB')\ndef test_nothing(): ...\n"
-    )
-
-    assert "the test has not used the GPU" in pytest_in(folder).stdout
-
-
-def test_a_test_out_of_memory_has_the_lines_of_the_peak(folder: Path) -> None:
-    (folder / "test_train.py").write_text(
-        "import torch\ndef test_large(virtual_gpu):\n    kept = torch.empty(14 << 30, dtype="
-        "torch.uint8, device='cuda')\n    kept.clone()\n"
-    )
-
-    done = pytest_in(folder)
-
-    assert "torch.OutOfMemoryError" in done.stdout
-    assert "14.00 GiB  test_train.py:3  kept = torch.empty" in done.stdout
 
 
 def test_the_plugin_imports_nothing_heavy(folder: Path) -> None:
