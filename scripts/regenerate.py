@@ -28,7 +28,7 @@ DIGESTS = ROOT / "validation" / "generated.json"
 MEMEST = ("-m", "memest")
 DRAWING = ("memest/plots/*.py", "memest/units.py", "memest/__init__.py")
 SCREENSHOT = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1200,900",
+    "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
     "--virtual-time-budget=4000",
 )  # fmt: skip
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -47,6 +47,9 @@ class Target:
     outputs: tuple[str, ...]
     made: str = ""
     """File in the temporary folder that becomes the only output; a page is photographed."""
+
+    height: int = 900
+    """Height of a photographed page, pixels."""
 
 
 def _chart(made: str, picture: str, *arguments: str, inputs: tuple[str, ...] = ()) -> Target:
@@ -111,6 +114,13 @@ TARGETS = {
                 "memest/__init__.py", _SUITES.format("lab-a100")),
         outputs=("docs/img/explorer.png",), made="explorer.html",
     ),
+    "report": Target(
+        command=(*MEMEST, "run", "--gpu", "t4", "--max-steps", "3", "--html", "{out}/report.html",
+                 "examples/repository/train.py"),
+        inputs=("memest/report/instrument.*", "memest/report/page.*", "memest/__init__.py",
+                "examples/repository/*.py"),
+        outputs=("docs/img/report.png",), made="report.html", height=1900,
+    ),
     "lab-a100": _chart(
         "lab-a100", "lab-a100", "lab", inputs=(_SUITES.format("lab-a100"),)
     ),
@@ -160,7 +170,8 @@ def make(target: Target) -> None:
         if made.suffix == ".html":
             browser = next(filter(None, map(shutil.which, BROWSERS)))
             picture = made.with_suffix(".png")
-            options = (*SCREENSHOT, f"--screenshot={picture}", made.as_uri())
+            size = f"--window-size=1200,{target.height}"
+            options = (*SCREENSHOT, size, f"--screenshot={picture}", made.as_uri())
             subprocess.run([browser, *options], check=True)
             made = picture
         if target.made:
