@@ -514,10 +514,7 @@ report also names operators that are in none of these tables.
 """
 
 
-NOT_MEASURED = (
-    "_int_mm", "_int_mm.out", "_scaled_mm", "_scaled_mm.out", "addmm.dtype", "baddbmm.dtype",
-    "bmm.dtype", "mm.dtype",
-)  # fmt: skip
+NOT_MEASURED = ("addmm.dtype", "baddbmm.dtype", "bmm.dtype", "mm.dtype")
 """Products that also call cuBLAS or cuBLASLt, and are reported as not modelled."""
 
 

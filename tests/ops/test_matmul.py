@@ -292,6 +292,21 @@ def test_other_ops_take_nothing() -> None:
 
 
 def test_products_that_were_not_measured_are_reported() -> None:
-    for func in (aten._int_mm.default, aten._scaled_mm.default, aten.mm.dtype):
-        assert not op_of(func).is_modelled((), {}, H100)
-    assert op_of(aten.mm.default).is_modelled((), {}, H100)
+    assert not op_of(aten.mm.dtype).is_modelled((), {}, H100)
+    assert op_of(aten._scaled_mm.default).is_modelled((), {}, H100)
+
+
+@pytest.mark.parametrize(
+    ("func", "scales", "kept"),
+    [
+        (aten._scaled_mm.default, (meta(), meta()), (BIG, LT)),
+        (aten._scaled_mm.default, (meta(4, 1), meta(1, 16)), (BIG, LT)),
+        (aten._int_mm.default, (), (BIG,)),
+    ],
+)
+def test_products_of_float8_and_int8_have_workspaces(func, scales, kept) -> None:
+    """As recorded on an H100 with torch 2.11, for the first product of a process."""
+    args = (meta(4, 8), meta(16, 8).t(), *scales)
+    workspaces = CublasWorkspaces(HOPPER)
+    assert workspaces.bytes_for(func, args, {}, MAIN) == (kept, ())
+    assert workspaces.bytes_for(func, args, {}, MAIN) == ((), ())

@@ -4,7 +4,7 @@ cuBLAS takes three things from the caching allocator:
 
 1. A workspace for each cuBLAS handle and stream, from its first use to the end of the process. Each
    host thread has one handle: the forward and the backward pass have their own.
-2. A second workspace of 1 MiB for cuBLASLt, which only `addmm` with a fusable bias calls.
+2. A second workspace of 1 MiB for cuBLASLt, called by `addmm` with a fusable bias and `_scaled_mm`.
 3. A contiguous copy of each operand whose strides cuBLAS cannot express (a gradient that `expand`
    made, a sliced column), freed when the op ends.
 
@@ -183,13 +183,15 @@ class Product:
     """Position of the first factor; a summand comes before it."""
 
     fused: str = ""
-    """Epilogue of cuBLASLt: `bias`, or `activation`; empty where cuBLASLt is not called."""
+    """Call of cuBLASLt: with a `bias`, an `activation`, or `scaled`; empty where it is not used."""
 
 
 for _names, _product in (
     ("mm mm.out", Product("matrix")),
     ("addmm addmm.out", Product("matrix", 1, "bias")),
     ("addmm_", Product("matrix", 1)),
+    ("_scaled_mm _scaled_mm.out", Product("matrix", fused="scaled")),
+    ("_int_mm _int_mm.out", Product("matrix")),
     ("_addmm_activation _addmm_activation.out", Product("matrix", 1, "activation")),
     ("bmm bmm.out", Product("batch")),
     ("baddbmm baddbmm.out baddbmm_", Product("batch", 1)),
@@ -312,8 +314,9 @@ class CublasWorkspaces:
             self._settings = settings
         is_lt = False
         has_lt = settings.is_shared or caller in self._with_lt
-        if product is not None and settings.calls_lt and not has_lt:
-            is_lt = _calls_lt(product, args, kwargs)
+        if product is not None and not has_lt:
+            may_fuse = settings.calls_lt or product.fused == "scaled"
+            is_lt = may_fuse and _calls_lt(product, args, kwargs)
         if settings.is_per_call:
             workspace = settings.lt_bytes if is_lt else settings.handle_bytes
             return (), (*temporary, *filter(None, [workspace]))
@@ -348,8 +351,8 @@ def _calls_lt(product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     contiguous matrix, every dimension is above 1, and the summand a contiguous row. With a fused
     activation a matrix as summand will do too.
     """
-    if not product.fused:
-        return False
+    if not product.fused or product.fused == "scaled":
+        return bool(product.fused)
     bias, (left, right) = args[0], _factors(product, args)
     out = kwargs.get("out")
     if kwargs.get("beta", 1) != 1 or left.dtype not in _LT_DTYPES:
