@@ -8,6 +8,7 @@ import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.torch_api.files import checkpoints
 from memest.estimator.virtual_gpu import VirtualGpu
 
 BYTES = 4_000_256
@@ -133,6 +135,23 @@ def test_copies_of_modules_and_tensors_lie_on_the_gpu(gpu: VirtualGpu) -> None:
     loaded, num_bytes = taken(gpu, lambda: pickle.loads(pickle.dumps(model)))
     assert num_bytes == BYTES
     assert loaded.weight.is_cuda
+
+
+def test_older_safetensors_check_while_they_flatten(gpu: VirtualGpu) -> None:
+    """As up to safetensors 0.6; the data are not read."""
+    from safetensors.torch import save
+
+    def flatten(tensors: dict[str, torch.Tensor]) -> None:
+        seen.extend(module._tobytes(tensor, name) for name, tensor in tensors.items())
+
+    seen: list[bytes] = []
+    module: Any = ModuleType("safetensors.torch")
+    vars(module).update(_tobytes=None, _flatten=flatten, save=save, save_file=None)
+    header, num_bytes, offsets = checkpoints.Writer(module, gpu.mode)._header({"w": weight()}, {})
+
+    assert seen == [b""]
+    assert (num_bytes, offsets) == (weight().nbytes, {"w": 0})
+    assert b'"w"' in header
 
 
 def test_safetensors_files_are_sparse_and_come_back(gpu: VirtualGpu, tmp_path: Path) -> None:
