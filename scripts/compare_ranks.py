@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,6 +33,9 @@ RUN = (sys.executable, "-m", "memest", "run", "--nproc-per-node", "2", "--gpu", 
 BOUND_PERCENT = 0.5
 """How far outside its interval a measured rank may lie."""
 
+CAUSES = "interval_causes"
+"""Result of interval_causes.py in validation/scripts/."""
+
 NARROW_PERCENT = 3
 """How wide an interval is that the page counts as narrow."""
 
@@ -45,6 +49,33 @@ has an interval for each rank. It covers the possible free times of blocks that 
 collective share ([torchrun.md](../docs/torchrun.md)). Nothing in memest is computed from these
 figures. [scripts/](scripts/README.md) has the scripts and the commands that measure them.
 """
+
+WHY = """
+## Why intervals are wide
+
+{num_wide} intervals are wider than {narrow} %. If {num_open} of them were narrower, 85 % of all
+would be narrow. [interval_causes.py](../scripts/interval_causes.py) replays each rank with one of
+the two causes at a time. The line is the one of torch 2.11 that shares the most bytes with a
+collective or with another stream. No line proves that a block is back: the host does not wait for
+the moment at which a cause ends.
+
+- **Stashes.** `ProcessGroupNCCL::collective` stashes the tensors of an asynchronous collective
+  (`stashed_for_allocator_safety_->stash`). DDP's reducer waits for the future, not for the work.
+  So `ProcessGroupNCCL::workEnqueue` of a later collective unstashes them, if
+  `Watchdog::runLoop` has seen the end in between. The watchdog looks every
+  `kWatchdogThreadSleepMillis`, 100 ms. Where more time than that has surely passed, the interval
+  is narrow already (`BEST_SHARE`, memest/estimator/gpu/timeline.py).
+- **Streams.** `free` of `CUDACachingAllocator.cpp` records an event on each stream that used the
+  block (`insert_events`). `process_events` returns the block at the first request that finds
+  `cudaEventQuery` done. So it depends on how far the GPU lags behind the host at that request.
+
+| cause | line of torch | intervals | in which the measured runs differ as much |
+|---|---|---|---|
+{rows}
+"""
+
+BACKWARD = "torch/autograd/graph.py"
+"""File of torch's Python that calls the engine, which shares gradients (input_buffer.cpp)."""
 
 TABLE = """
 Peaks are in MiB, the lowest and the highest of the runs. The second rank is shown where it differs
@@ -153,7 +184,48 @@ def page() -> str:
         if name in misses["ranks"]:
             lines.append(f"`{name}`: {misses['causes'][misses['ranks'][name]]}\n")
     rows = [_row(name, cases[name], found) for name, found in runs.items()]
-    return "\n".join(lines) + TABLE + "\n".join(rows) + "\n"
+    return "\n".join(lines) + TABLE + "\n".join(rows) + "\n" + _why(cases, runs)
+
+
+def _why(cases: Mapping[str, Case], runs: Mapping[str, Any]) -> str:
+    """The section on the causes of wide intervals: each is counted once."""
+    found = causes_of(runs, read(CAUSES))
+    spread: Counter[tuple[str, str]] = Counter()
+    for (name, key, rank), cause in found.items():
+        spread[cause] += is_wide(_ends(list(measured(cases[name], key))[rank]))
+    rows = [
+        f"| {kind} | {line} | {count} | {spread[kind, line]} |"
+        for (kind, line), count in Counter(found.values()).most_common()
+    ]
+    num_all = sum(len(each[key]) for each in runs.values() for key in FIGURES)
+    num_open = len(found) - int(0.15 * num_all)
+    return WHY.format(
+        num_wide=len(found), num_open=num_open, narrow=NARROW_PERCENT, rows="\n".join(rows)
+    )
+
+
+def causes_of(
+    runs: Mapping[str, Any], causes: Mapping[str, Any]
+) -> dict[tuple[str, str, int], tuple[str, str]]:
+    """Cause and line of each wide interval, by case, figure and rank."""
+    found = {}
+    for name, each in runs.items():
+        for key in FIGURES:
+            for rank, bounds in enumerate(each[key]):
+                if is_wide(bounds):
+                    found[name, key, rank] = _cause(causes.get(name), key, rank)
+    return found
+
+
+def _cause(ranks: Any, key: str, rank: int) -> tuple[str, str]:
+    if ranks is None:
+        return "stashes", "not run here: a script of another repository under DDP"
+    _, by_stashes, by_streams = ranks[rank][key]
+    kind = "stashes" if by_stashes >= by_streams else "streams"
+    line = ranks[rank][kind][0]
+    if line.startswith(BACKWARD):
+        line += ": the engine, torch/csrc/autograd/input_buffer.cpp"
+    return kind, f"`{line}`"
 
 
 def _counts(cases: Mapping[str, Case], runs: Mapping[str, Any]) -> str:
@@ -174,6 +246,11 @@ def _counts(cases: Mapping[str, Case], runs: Mapping[str, Any]) -> str:
         f" {NARROW_PERCENT} % wide. In {num_spread}, the one to six measured runs differ by more"
         " than that.\n"
     )
+
+
+def is_wide(bounds: Sequence[int]) -> bool:
+    """Whether an interval is wider than the page counts as narrow."""
+    return _width_percent(bounds) > NARROW_PERCENT
 
 
 def _num_narrow(widths: Iterable[float]) -> int:

@@ -128,6 +128,10 @@ TARGETS = {
         "lab-multi", "lab-multi", "lab", "--suite", "lab-multi",
         inputs=(_SUITES.format("lab-multi"),),
     ),
+    "ranks-64": _chart(
+        "ranks", "ranks-64", "ranks", "validation/scripts/ranks-64.json",
+        inputs=("validation/scripts/ranks-64.json",),
+    ),
     "scaling": _chart(
         "scaling", "scaling-llama-3.1-8b", "scaling", "--model", "Llama-3.1-8B",
         inputs=("memest/estimator/search/scaling.py",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -370,6 +370,33 @@ def _in_common(rows: Sequence[dict[str, Any]], points: Grid) -> list[str]:
         length = [f"{sequence_length(plan, resolve_config(plan.model_name))} tokens"]
     kept = {k: v for k, v in same.items() if k in ("precision", "batch_size", "optim")}
     return [*model, *setting_words(kept), *length]
+
+
+@chart.command("ranks")
+@click.argument("report", type=PATH)
+@chart_options
+def ranks_chart(report: Path, pictures: Pictures) -> None:
+    """Draw the memory of each simulated rank of a script.
+
+    REPORT is a file of `memest run --json`.
+
+    \b
+    memest run --nproc-per-node 8 --nnodes 8 --json run.json train.py
+    memest chart ranks run.json
+    """
+    from memest.plots import plot_ranks
+    from memest.report import RunReport
+    from memest.report.difference import read_reports
+
+    found = [each for each in read_reports(report) if each.ranks and isinstance(each, RunReport)]
+    if not found:
+        raise PlanError(
+            f"`{report}` has no ranks", hint="write it by `memest run --nproc-per-node N --json`"
+        )
+    make_folder(pictures.folder)
+    limit = find_gpu(found[0].gpu).memory_bytes
+    figure = plot_ranks(found[0], limit_bytes=limit, dark=pictures.dark)
+    pictures.save(figure, "ranks", [asdict(row) for row in found[0].ranks])
 
 
 @chart.command("validate")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from memest.plots.heatmap import plot_fits, plot_largest_batch
     from memest.plots.ladder import plot_ladder
     from memest.plots.phases import plot_phases
+    from memest.plots.ranks import plot_ranks
     from memest.plots.saving import Picture, parse_formats, save, svg_text
     from memest.plots.scaling import plot_scaling, plot_scaling_bars
     from memest.plots.scatter import plot_scatter
@@ -29,14 +30,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Picture", "gpu_label", "parse_formats", "plot_fits", "plot_fragmentation", "plot_ladder",
-    "plot_largest_batch", "plot_phases", "plot_scaling", "plot_scaling_bars", "plot_scatter",
-    "plot_timeline", "plot_trade_off", "retitle", "save", "svg_text",
+    "plot_largest_batch", "plot_phases", "plot_ranks", "plot_scaling", "plot_scaling_bars",
+    "plot_scatter", "plot_timeline", "plot_trade_off", "retitle", "save", "svg_text",
 ]  # fmt: skip
 
 _HOMES = {
     "Picture": "saving", "gpu_label": "style", "parse_formats": "saving", "plot_fits": "heatmap",
     "plot_fragmentation": "fragmentation", "plot_ladder": "ladder", "plot_largest_batch": "heatmap",
-    "plot_phases": "phases", "plot_scaling": "scaling", "plot_scaling_bars": "scaling",
+    "plot_phases": "phases", "plot_ranks": "ranks", "plot_scaling": "scaling",
+    "plot_scaling_bars": "scaling",
     "plot_scatter": "scatter", "plot_timeline": "timeline", "plot_trade_off": "trade_off",
     "retitle": "style", "save": "saving", "svg_text": "saving",
 }  # fmt: skip

@@ -40,7 +40,7 @@ _PHASES = (
     Phase.AFTER_OPTIMIZER_STEP,
 )
 _NUMBER_INCHES = 0.35  # of a number over a bar
-_FAR_LIMIT = 2.2
+FAR_LIMIT = 2.2
 """A limit this many times above the highest bar is named at the edge instead of drawn."""
 
 
@@ -107,7 +107,7 @@ def plot_phases(
         panel = canvas.panel(*_FRAME, grid="y")
         axes = panel.axes
         highest = max((_top(c) for group in groups for c in group), default=0)
-        is_far = gpu_limit_bytes > _FAR_LIMIT * highest > 0
+        is_far = gpu_limit_bytes > FAR_LIMIT * highest > 0
         ceiling = max(1, highest) if is_far else max(highest, gpu_limit_bytes)
         axes.set_ylim(0, 1.2 * ceiling / GIB)
         axes.set_xlim(-0.5, len(groups) - 0.5)

@@ -69,6 +69,7 @@ def run_target(target: Target, session: Session, *, limit_s: float | None = None
     try:
         with session, time_limit(limit_s, session.virtual.mode.attribution.lines.current):
             _run(target)
+            session.virtual.mode.ranks.mailbox.finish()
     except BaseException as raised:
         error = raised
     finally:

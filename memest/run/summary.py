@@ -228,6 +228,8 @@ def _assumptions(virtual: VirtualGpu, gpu: Gpu, others: Sequence[str]) -> Iterab
         where = "four H100 of one host" if virtual.ranks.world_size > 1 else "one H100"
         count = 1 + len(virtual.mode.works.communicators)
         named = "one group of all ranks" if count == 1 else f"{count} groups"
+        if virtual.mode.works.pairs:
+            named += f" and {len(virtual.mode.works.pairs)} pairs of ranks (516 MiB each at most)"
         yield (
             f"{format_bytes(virtual.communicators_bytes)} of NCCL for {named}, as measured on"
             f" {where}"

@@ -65,3 +65,16 @@ def test_the_engine_still_says_what_is_kept(name: str, comparison: compare_ranks
     assert [again.get(key) for key in comparison.FIGURES] == [
         SIMULATED[name][key] for key in comparison.FIGURES
     ], again
+
+
+def test_each_wide_interval_has_a_cause_with_a_line_of_torch(comparison: compare_ranks) -> None:
+    """The causes are those of the stored intervals: `python scripts/interval_causes.py`."""
+    stored = read(comparison.CAUSES)
+    causes = comparison.causes_of(SIMULATED, stored)
+    others = {name for name, _, _ in causes if MEASURED[name]["origin"] != "ours"}
+
+    assert {name for name, _, _ in causes} == stored.keys() | others
+    for (name, key, rank), (_, line) in causes.items():
+        if name not in others:
+            assert line.startswith("`torch/")
+            assert stored[name][rank][key][0] > comparison.NARROW_PERCENT, (name, key)

@@ -156,3 +156,20 @@ def test_a_mistake_is_two_lines_and_leaves_no_file(
     assert printed.err.count("\n") == 2
     assert message in printed.err
     assert files(tmp_path) == ["file.txt", "two.yaml"]
+
+
+def test_the_ranks_of_a_script_are_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = Path(__file__).resolve().parents[2] / "validation" / "scripts" / "ranks-64.json"
+
+    assert memest("chart", "ranks", str(report), "--out", str(tmp_path), "--format", "svg") == 0
+
+    assert files(tmp_path) == ["ranks.jsonl", "ranks.svg"]
+    assert [row["rank"] for row in rows(tmp_path / "ranks.jsonl")][-2:] == [56, 63]
+    drawn = (tmp_path / "ranks.svg").read_text(encoding="utf-8")
+    assert drawn.count('id="rank 56:') == 3
+    alone = json.loads(report.read_text(encoding="utf-8")) | {"ranks": []}
+    (tmp_path / "alone.json").write_text(json.dumps(alone), encoding="utf-8")
+    assert memest("chart", "ranks", str(tmp_path / "alone.json")) == 2
+    assert "has no ranks" in capsys.readouterr().err

@@ -82,8 +82,37 @@ def test_a_rank_does_not_wait_for_a_peer_that_has_ended() -> None:
     mailbox.end(1)
 
     assert mailbox.wanted() == {1}
-    with pytest.raises(PeerEnded, match="rank 1 ended before it sent"):
+    with pytest.raises(PeerEnded, match="rank 1 ended before it sent or took"):
         mailbox.fetch("all", 1)
+
+
+UNPAIRED = """
+import torch
+from torch import distributed as dist
+dist.init_process_group("nccl")
+x = torch.zeros(8, device="cuda")
+peer = 1 - dist.get_rank()
+ops = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, x, peer)]
+for work in dist.batch_isend_irecv(ops):
+    work.wait()
+if dist.get_rank() == 0:
+    dist.{name}(x, 1)
+"""
+
+
+@pytest.mark.parametrize("name", ["recv", "send"])
+def test_a_rank_that_waits_for_ever_is_named_with_its_line(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(UNPAIRED.replace("{name}", name), encoding="utf-8")
+
+    def one(ranks: Ranks) -> Ran:
+        target = find_script(str(path), ())
+        return run_target(target, Session(find_gpu("h200"), ranks=ranks, is_prompt=True))
+
+    ran = [ran for _, ran in run_with_peers(chosen_ranks(2, 1)[0], one)]
+
+    assert "script.py:11: rank 1 ended before" in str(ran[0].refusal)
+    assert (ran[1].refusal, ran[1].error_text) == (None, "")
 
 
 STAGES = """
@@ -131,7 +160,7 @@ def test_a_rank_that_fails_ends_those_that_wait_for_it(tmp_path: Path) -> None:
 
     assert "stage 1 is broken" in ran[1].error_text
     assert isinstance(ran[2].refusal, PeerEnded)
-    assert "rank 1 ended before it sent" in str(ran[2].refusal)
+    assert "rank 1 ended before it sent or took" in str(ran[2].refusal)
 
 
 @pytest.mark.parametrize("size", [2, 5])

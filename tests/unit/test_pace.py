@@ -18,6 +18,7 @@ from memest.cli.group import OOM_EXIT_CODE
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu, list_gpus
 from memest.estimator.hardware.pace import ELSEWHERE, PACE, estimate, step_times, table_of
+from memest.estimator.hardware.speed import kernel_us, speed_of
 from memest.estimator.hardware.work import NOTHING, VIEW, Work, work_of
 from memest.estimator.hardware.work_log import (
     BACKWARD,
@@ -652,3 +653,18 @@ def test_training_options_are_checked_before_anything_runs(
     result = CliRunner().invoke(main, [command, "--model", "no-such-model", *words.split()])
 
     assert message in result.output
+
+
+def test_grouped_keys_take_the_time_of_as_many_heads() -> None:
+    """torch 2.11's counter of operations refuses keys with fewer heads than queries."""
+    query = torch.empty(2, 16, 512, 64, device="meta", dtype=torch.bfloat16)
+    key = torch.empty(2, 8, 8192, 64, device="meta", dtype=torch.bfloat16)
+    whole = torch.empty(2, 16, 8192, 64, device="meta", dtype=torch.bfloat16)
+    gpu, attend = find_gpu("h100-80gb"), torch.ops.aten._scaled_dot_product_flash_attention.default
+
+    times = [
+        kernel_us(gpu, speed_of(gpu), attend, (query, each, each), {}, query)
+        for each in (key, whole)
+    ]
+
+    assert times[0] == times[1] > 0

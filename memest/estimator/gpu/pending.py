@@ -22,6 +22,7 @@ from memest.estimator.hardware.gpus import (
     ALL_TO_ALL_BYTES,
     FIRST_PEER_BYTES,
     FURTHER_PEER_BYTES,
+    PAIR_BYTES,
     SUBGROUP_BYTES,
 )
 from memest.estimator.tensors.patches import Patches
@@ -70,7 +71,16 @@ class Works:
         """Names of groups other than the default that have a communicator of NCCL."""
 
         self.peers: dict[str, set[int]] = defaultdict(set)
-        """Ranks to which a group sends, or from which it receives."""
+        """Ranks to which a group sends in a batch, or from which it receives."""
+
+        self.pairs: set[tuple[str, int]] = set()
+        """Group and rank of each message outside of a batch: the pair has a communicator."""
+
+        self.is_batch = False
+        """True within `batch_isend_irecv`."""
+
+        self.is_eager = False
+        """True if `init_process_group` has a `device_id`, so that no pair has a communicator."""
 
         self.all_to_all: dict[str, int] = {}
         """Number of ranks of each group that has exchanged parts between all of them."""
@@ -99,9 +109,13 @@ class Works:
     def communicate(self, group: Any, name: str = "", peer: int | None = None) -> None:
         """Begin a collective of `group`, whose first one makes its communicator.
 
-        `peer` is the rank that a point-to-point operator sends to or receives from.
+        `peer` is the rank that a point-to-point operator sends to or receives from. Outside of a
+        batch the pair makes a communicator (`ProcessGroupNCCL::pointToPoint`, torch 2.11).
         """
         self.another()
+        if peer is not None and not (self.is_batch or self.is_eager):
+            self.pairs.add((group.group_name, peer))
+            return
         if group.size() > 1 and group.group_name != default_group_name():
             self.communicators.add(group.group_name)
         if peer is not None:
@@ -115,6 +129,7 @@ class Works:
         sent = (len(peers) for name, peers in self.peers.items() if name not in self.all_to_all)
         return (
             SUBGROUP_BYTES * len(self.communicators)
+            + PAIR_BYTES * len(self.pairs)
             + sum(FIRST_PEER_BYTES + FURTHER_PEER_BYTES * (count - 1) for count in sent)
             + sum(ALL_TO_ALL_BYTES * (size - 1) for size in self.all_to_all.values())
         )

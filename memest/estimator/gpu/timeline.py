@@ -99,6 +99,9 @@ class Timeline:
         self._speed = speed_of(gpu)
         self._loaded: set[Any] = set()
         self._capture_pool: int | None = None
+        self.mem_pool: int | None = None
+        """Number of the private pool of `torch.cuda.use_mem_pool`; None outside of it."""
+
         self._streams_of_pools: dict[int, int] = {}
         self._pools: dict[int, list[int]] = defaultdict(list)
         self._num_taken: dict[int, int] = defaultdict(int)
@@ -272,7 +275,12 @@ class Timeline:
     @property
     def home(self) -> int:
         """Return the stream, or the private pool, whose blocks serve the next request."""
-        return self.stream if self._capture_pool is None else self._capture_pool
+        if self._capture_pool is not None:
+            return self._capture_pool
+        if self.mem_pool is None or torch._C._current_autograd_node() is not None:
+            return self.stream  # the thread that runs backward is another one
+        self._streams_of_pools[self.mem_pool] = self.stream
+        return self.mem_pool
 
     def stream_of_pool(self, home: int) -> int:
         """Return the stream of a result of `home`."""

@@ -38,6 +38,8 @@ class Mailbox:
         self._folder: Path | None = None
         self._counts: Counter[str] = Counter()
         self._peers: set[int] = set()
+        self._expected: list[tuple[Path, int, str]] = []
+        """Messages that end an operator on the GPU: their files, the other rank, the line."""
 
     def open(self) -> None:
         """Make the folder. This process removes it when the mailbox is freed."""
@@ -49,6 +51,7 @@ class Mailbox:
         """Number the messages from 0 again, as another rank begins."""
         self._counts.clear()
         self._peers.clear()
+        self._expected.clear()
 
     def post(self, key: object, value: Any) -> None:
         """Post `value` under `key`; None if the value is not known."""
@@ -72,17 +75,35 @@ class Mailbox:
         if self._folder is None:
             return None
         path = self._next(key)
-        while not path.exists():
-            if source not in self._peers:
-                return None
-            if self._path("ended", source).exists() and not path.exists():
-                raise PeerEnded(
-                    f"rank {source} ended before it sent what this rank waits for",
-                    hint="the report of that rank has the reason",
-                )
-            time.sleep(POLL_SECONDS)
+        if source not in self._peers and not path.exists():
+            return None
+        self._wait(path, source)
         with _disable_current_modes():
             return pickle.loads(path.read_bytes())
+
+    def _wait(self, path: Path, source: int, line: str = "") -> None:
+        while not path.exists():
+            if self._path("ended", source).exists() and not path.exists():
+                raise PeerEnded(
+                    f"{line}: " * bool(line)
+                    + f"rank {source} ended before it sent or took what this rank waits for",
+                    hint="on GPUs this rank waits for ever, if that rank ends without an error",
+                )
+            time.sleep(POLL_SECONDS)
+
+    def expect(self, key: object, source: int, line: str) -> None:
+        """Expect a message of rank `source` by the end of the script, at `line`."""
+        self.open()
+        self._expected.append((self._next(key), source, line))
+
+    def finish(self) -> None:
+        """Wait for all expected messages.
+
+        Raises:
+            PeerEnded: a rank has ended without one of them, so that this rank waits for ever.
+        """
+        for path, source, line in self._expected:
+            self._wait(path, source, line)
 
     def meet(self, rank: int) -> None:
         """Request that `rank` runs at the same time as this one."""

@@ -335,6 +335,12 @@ FURTHER_PEER_BYTES = 384 * MIB
 Pipelines of two and four stages on four H100s, torch 2.11, NCCL 2.28.
 """
 
+PAIR_BYTES = 516 * MIB
+"""Communicator of two ranks that send to each other outside of a batch.
+
+The most of 260 to 516 MiB on H100s, torch 2.11. When it is less is not known.
+"""
+
 ALL_TO_ALL_BYTES = 405 * MIB
 """Buffers for each other rank after a group's first all-to-all.
 

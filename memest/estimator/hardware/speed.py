@@ -104,8 +104,22 @@ def kernel_us(gpu: Gpu, speed: Speed, func: Any, args: Any, kwargs: Any, out: An
     first = next(_tensors(args), None)
     is_16bit = first is not None and first.dtype in (torch.bfloat16, torch.float16)
     rate = speed.tflops_16bit if is_16bit else speed.tflops_32bit
+    if "scaled_dot_product" in func._schema.name:
+        args = _with_all_heads(args)
     operations: int = count(*args, **kwargs, out_val=out)
     return max(moved, operations / rate * 1e-6)
+
+
+def _with_all_heads(args: Any) -> list[Any]:
+    """Return shapes in which keys have as many heads as queries, as torch 2.11's counters need."""
+    shapes = [getattr(value, "shape", value) for value in args]
+    heads = max(shape[1] for shape in shapes if isinstance(shape, torch.Size) and len(shape) == 4)
+    return [
+        torch.Size((shape[0], heads, *shape[2:]))
+        if isinstance(shape, torch.Size) and len(shape) == 4
+        else shape
+        for shape in shapes
+    ]
 
 
 def host_copy_us(speed: Speed, num_bytes: int) -> float:

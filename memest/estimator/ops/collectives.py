@@ -130,19 +130,24 @@ def _pass(mode: Any, name: str, args: tuple[Any, ...]) -> None:
     own, other = ranks[group.rank()], ranks[args[2]]
     mailbox = mode.ranks.mailbox
     mailbox.meet(other)
+    line = mode.attribution.lines.current()
     for tensor in args[0]:
-        if tensor.is_floating_point() or tensor.is_complex():
-            _forget(mode, tensor, name)
-        elif name == "send":
-            mailbox.post(("send", own, other, args[3]), _known(mode, tensor))
-        else:
-            value = mailbox.fetch(("send", other, own, args[3]), other)
-            if not _receive(mode, tensor, value):
-                _forget(mode, tensor, name)
+        has_integers = not (tensor.is_floating_point() or tensor.is_complex())
+        if name == "send":
+            value = _known(mode, tensor) if has_integers else None
+            mailbox.post(("send", own, other, args[3]), value)
+            mailbox.expect(("recv", other, own, args[3]), other, line)
+            continue
+        mailbox.post(("recv", own, other, args[3]), None)
+        key = ("send", other, own, args[3])
+        if not has_integers:
+            mailbox.expect(key, other, line)
+        if not (has_integers and _receive(mode, tensor, mailbox.fetch(key, other))):
+            _forget(mode, tensor)
 
 
-def _forget(mode: Any, tensor: Tensor, name: str) -> None:
-    if name != "send" and is_meta(tensor):
+def _forget(mode: Any, tensor: Tensor) -> None:
+    if is_meta(tensor):
         mode.values.forget(tensor.untyped_storage()._cdata)
 
 

@@ -201,7 +201,10 @@ def few_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
 
 
 _HINT = "use tensors that are dense and padded"
-_MAKERS = ("nested_tensor", "as_nested_tensor", "nested_tensor_from_jagged", "narrow")
+_MAKERS = {
+    torch.nested: ("nested_tensor", "as_nested_tensor", "nested_tensor_from_jagged", "narrow"),
+    torch: [f"sparse_{name}_tensor" for name in ("csr", "csc", "bsr", "bsc", "compressed")],
+}
 
 
 def dense(out: Any, func: Any, where: Callable[[], str]) -> Any:
@@ -225,9 +228,11 @@ def refused(func: Any, kind: str, line: str) -> UnsupportedError:
 
 
 def install_layouts(patches: Patches, where: Callable[[], str]) -> None:
-    """Raise where a nested tensor is made on the GPU; `where` returns the script's line."""
-    for name in _MAKERS:
-        patches.set(torch.nested, name, _on_host(getattr(torch.nested, name), name, where))
+    """Raise where a nested or compressed tensor is made on the GPU, at the line of `where`."""
+    for owner, names in _MAKERS.items():
+        for name in names:
+            full = f"{owner.__name__}.{name}"
+            patches.set(owner, name, _on_host(getattr(owner, name), full, where))
 
 
 def _on_host(make: Callable[..., Any], name: str, where: Callable[[], str]) -> Callable[..., Any]:
@@ -238,7 +243,7 @@ def _on_host(make: Callable[..., Any], name: str, where: Callable[[], str]) -> C
             device is None and any(map(on_gpu, tensors_in((*args, *kwargs.values()))))
         ):
             raise UnsupportedError(
-                f"{where() or 'the script'}: `torch.nested.{name}` on the GPU cannot be simulated",
+                f"{where() or 'the script'}: `{name}` on the GPU cannot be simulated",
                 hint=_HINT,
             )
         return make(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from memest.estimator.hardware.gpus import (
     COMMUNICATOR_BYTES,
     FIRST_PEER_BYTES,
     FURTHER_PEER_BYTES,
+    PAIR_BYTES,
     SUBGROUP_BYTES,
 )
 from memest.estimator.torch_api.distributed import fsdp
@@ -275,7 +277,56 @@ def test_messages_to_other_ranks_take_buffers(rank: VirtualGpu) -> None:
     x = torch.ones(8, device="cuda")
     before = rank.communicators_bytes
 
-    for peer in (1, 3):
-        dist.isend(x, peer)
+    for peer in (1, 3, 3):
+        dist.batch_isend_irecv([dist.P2POp(dist.isend, x, peer)])
 
     assert rank.communicators_bytes == before + FIRST_PEER_BYTES + FURTHER_PEER_BYTES
+
+
+def test_a_pair_that_sends_outside_of_a_batch_has_a_communicator(rank: VirtualGpu) -> None:
+    x, group = torch.ones(8, device="cuda"), dist.new_group([0, RANK])
+    before = rank.communicators_bytes
+
+    dist.send(x, 1)
+    dist.recv(x, 1)
+    dist.send_object_list([1], 3)
+    assert rank.communicators_bytes == before + 2 * PAIR_BYTES
+    dist.send(x, 0, group=group)
+    assert rank.communicators_bytes == before + 3 * PAIR_BYTES
+
+
+def test_pairs_share_the_communicator_of_a_group_that_is_made_at_once() -> None:
+    with gpu_of_rank(RANK, WORLD_SIZE) as virtual:
+        device = torch.device("cuda", RANK)
+        dist.init_process_group("nccl", rank=RANK, world_size=WORLD_SIZE, device_id=device)
+        dist.send(torch.ones(8, device="cuda"), 1)
+
+        assert virtual.communicators_bytes == COMMUNICATOR_BYTES + FIRST_PEER_BYTES
+
+
+def test_a_store_has_what_ranks_have_set(rank: VirtualGpu) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    store.set("one", "1")
+
+    assert (store.get("one"), store.add("two", 2), store.add("two", 3)) == (b"1", 2, 5)
+    assert (store.check(["one"]), store.check(["three"])) == (True, False)
+    rank.ranks.mailbox.begin_rank()
+    with pytest.raises(UnsupportedError, match="waits for `three` of the store"):
+        store.wait(["one", "three"])
+
+
+def test_first_buckets_stay_through_the_micro_batches_of_the_second_step(rank: VirtualGpu) -> None:
+    """As NCCL's watchdog may not have run; two runs of trainers.py on two H100s held them."""
+    rank.mode.timeline.is_slow = True
+    model = DistributedDataParallel(nn.Linear(1024, 1024, bias=False).cuda())
+    held = []
+    for _ in range(3):
+        for is_last in (False, True):
+            x = torch.ones(8, 1024, device="cuda")
+            with contextlib.nullcontext() if is_last else model.no_sync():
+                out = model(x).sum()
+                held.append(torch.cuda.memory_allocated() >> 20)
+                out.backward()
+
+    assert held[2] == held[3] == held[1] + 4  # the first bucket and the new one
+    assert held[5] == held[1]

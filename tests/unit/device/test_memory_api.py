@@ -259,12 +259,37 @@ def test_deprecated_names_still_answer(gpu: VirtualGpu) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["MemPool", "CUDAPluggableAllocator", "use_mem_pool", "change_current_allocator"],
+    ["CUDAPluggableAllocator", "change_current_allocator"],
 )
 def test_other_allocators_are_refused_by_name(gpu: VirtualGpu, name: str) -> None:
     for owner in (torch.cuda, torch.cuda.memory):
         with pytest.raises(UnsupportedError, match=f"torch.cuda.{name} cannot be simulated"):
             getattr(owner, name)()
+
+
+def test_a_pool_of_the_script_has_segments_of_its_own(gpu: VirtualGpu) -> None:
+    def block() -> torch.Tensor:
+        return torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+
+    pool, weight = torch.cuda.MemPool(), torch.ones(MIB, device="cuda", requires_grad=True)
+    with torch.cuda.use_mem_pool(pool):
+        inside = block()
+        (weight * 2).sum().backward()  # its thread does not use the pool
+    before = torch.cuda.memory_reserved()
+    del inside
+    outside = block()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() >= before + outside.nbytes - 24 * MIB
+    held = torch.cuda.memory_reserved()
+    with torch.cuda.use_mem_pool(pool):
+        again = block()
+    assert (torch.cuda.memory_reserved(), pool.use_count()) == (held, 1)
+    del again, pool
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= held - 64 * MIB
+    for options in ({"allocator": object()}, {"no_split": True}):
+        with pytest.raises(UnsupportedError, match=r"torch\.cuda\.MemPool\("):
+            torch.cuda.MemPool(**options)
 
 
 def test_settings_can_change_until_the_first_segment(gpu: VirtualGpu) -> None:

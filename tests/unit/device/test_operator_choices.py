@@ -82,6 +82,7 @@ def test_a_ctc_loss_takes_lengths_of_the_host(gpu: VirtualGpu) -> None:
         F.ctc_loss(log_probs, torch.ones(160, dtype=torch.int32), *lengths)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
 def test_other_layouts_than_dense_and_coordinates_are_refused_by_name(gpu: VirtualGpu) -> None:
     with pytest.raises(UnsupportedError, match="sparse_csr"):
         torch.eye(8, device="cuda").to_sparse_csr()
@@ -93,3 +94,15 @@ def test_other_layouts_than_dense_and_coordinates_are_refused_by_name(gpu: Virtu
         torch.nested.nested_tensor(rows, layout=torch.jagged)
     with pytest.raises(UnsupportedError, match=r"torch\.nested\.nested_tensor"):
         torch.nested.nested_tensor(rows, device="cuda")
+    for layout in (torch.jagged, torch.strided):
+        on_host = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=layout)
+        for move in (on_host.cuda, lambda made=on_host: made.to("cuda")):
+            with pytest.raises(UnsupportedError, match="layout nested"):
+                move()
+    starts, columns = torch.tensor([0, 1, 2]), torch.tensor([0, 1])
+    with pytest.raises(UnsupportedError, match=r"torch\.sparse_csr_tensor"):
+        torch.sparse_csr_tensor(starts, columns, torch.ones(2), device="cuda")
+    with pytest.raises(UnsupportedError, match=r"torch\.sparse_csr_tensor"):
+        torch.sparse_csr_tensor(starts.cuda(), columns.cuda(), torch.ones(2).cuda())
+    made = torch.sparse_csr_tensor(starts, columns, torch.ones(2), check_invariants=True)
+    assert made.layout is torch.sparse_csr

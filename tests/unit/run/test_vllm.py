@@ -22,7 +22,7 @@ from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.integrations.vllm import files_bytes
 from memest.estimator.virtual_gpu import VirtualGpu
 from memest.report import Outcome, RunReport
-from memest.units import GIB
+from memest.units import GIB, MIB
 
 GPU = "a100-80gb"
 SHARE = 0.3
@@ -74,6 +74,34 @@ def test_the_verdict_is_that_by_hand(gib: int, outcome: Outcome) -> None:
         train(torch.nn.Linear(1024, 1024).cuda())
         del weights, llm
     assert gpu.report().verdicts[GPU].verdict is outcome
+
+
+def test_grpo_beside_another_process_has_the_verdict_by_hand(tmp_path: Path) -> None:
+    """Beside 0.3 x 80 GB, and beside all that the script leaves of the GPU, less or more 1 MiB."""
+    fields = Path(__file__).resolve().parents[3] / "validation" / "scripts" / "field"
+    text = (fields / "s04_grpo.py").read_text(encoding="utf-8")
+    sizes = "V, D, H, L = 16384, 768, 12, 8\nPROMPT, GEN, GROUP, NPROMPT, MICRO = 64, 128, 8, 4, 8"
+    assert sizes in text
+    small = "V, D, H, L = 512, 64, 4, 1\nPROMPT, GEN, GROUP, NPROMPT, MICRO = 8, 4, 8, 4, 8"
+    (tmp_path / "grpo.py").write_text(text.replace(sizes, small), encoding="utf-8")
+
+    def verdict(beside: int) -> dict[str, Any]:
+        command = ["run", "--gpu", GPU, "--json", "run.json", "--beside", f"{beside}B", "grpo.py"]
+        subprocess.run([sys.executable, "-m", "memest", *command], cwd=tmp_path, check=False)
+        report = json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))
+        found: dict[str, Any] = report["verdicts"][GPU]
+        return found
+
+    gpu = find_gpu(GPU)
+    beside = int(0.3 * 80e9)
+    found = verdict(beside)
+    assert found["verdict"] == "fits"
+    assert found["limit_bytes"] == gpu.memory_bytes - gpu.context_bytes - beside
+    needs = found["limit_bytes"] - found["margin_bytes"]
+    assert needs <= found["reserved_bytes"] < 100 << 20
+    left = gpu.memory_bytes - gpu.context_bytes - needs
+    assert verdict(left - MIB)["verdict"] == "fits"
+    assert verdict(left + MIB)["verdict"] == "oom"
 
 
 def test_an_engine_that_has_no_room_is_counted_on_other_gpus_too() -> None:

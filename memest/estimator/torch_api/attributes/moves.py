@@ -23,6 +23,7 @@ from memest.estimator.tensors.placement import (
     host_storages,
     is_meta,
     local_part,
+    refused,
     resolve,
     storage_key,
     true_device,
@@ -220,6 +221,8 @@ def _mover(mode: CudaSimMode, to_: Move) -> Move:
             return to_(tensor, _dtype_of(tensor, rest, kwargs), **kwargs)
         elif torch.device(device).type == "cuda":
             device = GPU.device
+            if tensor.is_nested:
+                raise refused("Tensor.to", "nested", mode.attribution.lines.current())
             if tensor.requires_grad and torch.is_grad_enabled() and place is not Place.GPU:
                 run = functools.partial(to_, **kwargs)
                 return _FromHost.apply(tensor, run, rest)  # type: ignore[no-untyped-call]

@@ -159,16 +159,13 @@ def _install_host(patches: Patches) -> None:
 
 
 def _install_refusals(patches: Patches) -> None:
-    """Raise for allocators and pools of the script's own, by name."""
-    for name in ("MemPool", "CUDAPluggableAllocator"):
-        stands_for = type(name, (), {"__init__": refusing(f"torch.cuda.{name}")})
-        patches.set(torch.cuda.memory, name, stands_for)
-        patches.set(torch.cuda, name, stands_for)
-    for name in ("use_mem_pool", "change_current_allocator"):
-        refused: Any = refusing(f"torch.cuda.{name}")
-        refused.__wrapped__ = refusing(f"torch.cuda.{name}")  # which Dynamo reads
-        patches.set(torch.cuda.memory, name, refused)
-        patches.set(torch.cuda, name, refused)
+    """Raise for allocators of the script's own, by name."""
+    name = "CUDAPluggableAllocator"
+    stands_for = type(name, (), {"__init__": refusing(f"torch.cuda.{name}")})
+    refused = refusing("torch.cuda.change_current_allocator")
+    for owner in (torch.cuda.memory, torch.cuda):
+        patches.set(owner, name, stands_for)
+        patches.set(owner, "change_current_allocator", refused)
     patches.set(
         torch._C, "_cuda_getAllocator", refusing("torch.cuda.memory._get_current_allocator")
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +13,7 @@ import torch
 from memest.estimator.allocator.caching import FIRST_PRIVATE_POOL
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.gpu.timeline import MAIN, START, Time
-from memest.estimator.tensors.patches import Patches, unsupported
+from memest.estimator.tensors.patches import Patches, refusing, unsupported
 from memest.estimator.tensors.placement import GPU, resolve
 
 PRIORITIES = (0, -3)
@@ -299,9 +301,56 @@ class CudaGraph:
         self.reset()
 
 
+class MemPool:
+    """`torch.cuda.MemPool`: a private pool, whose free segments stay while the object lives.
+
+    Left out: torch frees them with the object, and here at the next `empty_cache`.
+    """
+
+    captures: ClassVar[Captures]
+
+    def __init__(self, allocator: Any = None, *options: bool, **more: bool) -> None:
+        if allocator is not None or any((*options, *more.values())):
+            names = ["allocator"] * (allocator is not None) + sorted(more or ["use_on_oom"])
+            refusing(f"torch.cuda.MemPool({names[0]}=...)")()
+        self.id = self.captures.new_pool()
+        self.captures.graphs[self.id[1]] += 1
+
+    def use_count(self) -> int:
+        """Return the number of users of the pool: this object, and graphs."""
+        return self.captures.graphs[self.id[1]]
+
+    def __del__(self) -> None:
+        if hasattr(self, "id"):
+            self.captures.release(self.id)
+
+
+def _use_mem_pool(mode: CudaSimMode) -> Any:
+    @contextmanager
+    def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
+        """Serve requests of this thread from `pool`."""
+        timeline = mode.timeline
+        before, timeline.mem_pool = timeline.mem_pool, FIRST_PRIVATE_POOL + pool.id[1]
+        try:
+            yield
+        finally:
+            timeline.mem_pool = before
+
+    return use_mem_pool
+
+
 def install_graphs(patches: Patches, mode: CudaSimMode) -> None:
-    """Install graph capture on the virtual GPU."""
+    """Install graph capture and private pools on the virtual GPU."""
     captures = Captures(mode)
+    of_pools = {
+        "MemPool": type("MemPool", (MemPool,), {"captures": captures, "__module__": "torch.cuda"}),
+        "use_mem_pool": _use_mem_pool(mode),
+        "MemPoolContext": refusing("torch.cuda.memory.MemPoolContext"),
+    }
+    for name, value in of_pools.items():
+        for owner in (torch.cuda, torch.cuda.memory):
+            if hasattr(owner, name):
+                patches.set(owner, name, value)
     graph = type("CUDAGraph", (CudaGraph,), {"captures": captures, "__module__": "torch.cuda"})
     for owner in (torch.cuda, torch.cuda.graphs):
         patches.set(owner, "CUDAGraph", graph)

@@ -58,7 +58,7 @@ class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
         super().__init__(group.rank(), group.size())
         self._mode = mode
         self.group = group
-        self.is_rebuilt = False
+        self.is_rebuilt = self.is_summed_again = False
         self._first_buckets: set[int] = set()
         self.summed_at = -1.0
         """Microseconds on the model's stream when the last of `_first_buckets` is summed."""
@@ -70,6 +70,7 @@ class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
         """Sum buckets; the C++ reducer waits for the future, which leaves tensors stashed."""
         self._mode.works.communicate(self.group)
+        self.is_summed_again = self.is_rebuilt
         if not self.is_rebuilt:
             self.summed_at, _ = self._mode.timeline.event(MAIN)
             found = map(self._mode.memory.id_of, tensors)
@@ -154,13 +155,13 @@ class Reducer(_Reducer):  # type: ignore[misc]
             mode.memory.kind = before
 
     def prepare_for_forward(self) -> None:
-        """Begin an iteration; in the one after a rebuild, NCCL has unstashed the old buckets.
+        """Begin an iteration; after a sum of new buckets, NCCL has unstashed the old ones.
 
         Measured: validation/scripts/measured_ranks.json. Tensors of a hook stay until the watchdog
         runs.
         """
         super().prepare_for_forward()
-        if self._group.is_rebuilt:
+        if self._group.is_summed_again:
             self.session.memory.unstash_until(self._group.summed_at)
 
     def _rebuild_buckets(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ class _Names:
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
         self._default = "nccl"
+        self.store: Any = None
+        """Store of the default group, whose C++ object does not keep the one of Python."""
 
     def give(self, group: Any, backend: Any, *, is_default: bool = False) -> None:
         """Record the requested backend of `group`; None is that of the default group."""
@@ -72,12 +75,13 @@ def install(patches: Patches, mode: CudaSimMode, ranks: Ranks) -> None:
             if hasattr(owner, name):
                 patches.set(owner, name, value)
 
-    set_both("init_process_group", _joining(c10d.init_process_group, ranks, names))
+    set_both("init_process_group", _joining(c10d.init_process_group, mode, ranks, names))
     set_both("new_group", _grouping(c10d.new_group, names))
     set_both("get_backend", _backend_of(c10d.get_backend, names))
     set_both("barrier", _barrier(mode))
     set_both("monitored_barrier", _barrier(mode))
-    for name, function in (_of_objects(ranks) | _sent_objects(ranks)).items():
+    set_both("batch_isend_irecv", _batched(c10d.batch_isend_irecv, mode))
+    for name, function in (_of_objects(ranks) | _sent_objects(mode, ranks)).items():
         set_both(name, function)
     set_both("is_nccl_available", lambda: True)
     patches.set(torch.cuda.nccl, "version", lambda: NCCL_VERSION)
@@ -97,7 +101,70 @@ def _backend_of(get_backend: Callable[..., Any], names: _Names) -> Callable[...,
     return backend
 
 
-def _joining(join: Callable[..., Any], ranks: Ranks, names: _Names) -> Callable[..., Any]:
+class Store(c10d.Store):
+    """Keys and values that this rank has set, or a rank before it; `line` is the script's."""
+
+    def __init__(self, ranks: Ranks, line: Callable[[], str]) -> None:
+        super().__init__()
+        self._mailbox = ranks.mailbox
+        self._line = line
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: Any) -> None:
+        """Store `value`, bytes or a string."""
+        self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
+        self._mailbox.post(("store", key), self._values[key])
+
+    def get(self, key: str) -> bytes:
+        """Return a stored value.
+
+        Raises:
+            UnsupportedError: no rank that was run has set it.
+        """
+        if not self.check([key]):
+            raise UnsupportedError(
+                f"{self._line()}: this rank waits for `{key.rpartition('/')[2]}` of the store,"
+                " which no rank has set",
+                hint="simulate without it: a rank finds what the ranks before it have set",
+            )
+        return self._values[key]
+
+    def wait(self, keys: list[str], timeout: Any = None) -> None:
+        """Check that all `keys` are set, for `get` has no value to wait for."""
+        for key in keys:
+            self.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all `keys` are set."""
+        for key in keys:
+            if key not in self._values:
+                value = self._mailbox.fetch(("store", key), 0)
+                if value is None:
+                    return False
+                self._values[key] = value
+        return True
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, as if all ranks had added the same."""
+        total = int(self._values.get(key, b"0")) + amount
+        self._values[key] = str(total).encode()
+        return total
+
+
+def _batched(send_all: Callable[..., Any], mode: CudaSimMode) -> Callable[..., Any]:
+    def batch_isend_irecv(operations: Any) -> Any:
+        mode.works.is_batch = True
+        try:
+            return send_all(operations)
+        finally:
+            mode.works.is_batch = False
+
+    return batch_isend_irecv
+
+
+def _joining(
+    join: Callable[..., Any], mode: CudaSimMode, ranks: Ranks, names: _Names
+) -> Callable[..., Any]:
     def init_process_group(
         backend: str | None = None,
         init_method: str | None = None,
@@ -108,7 +175,7 @@ def _joining(join: Callable[..., Any], ranks: Ranks, names: _Names) -> Callable[
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
+        import_module("torch.testing._internal.distributed.fake_pg")  # registers `FAKE`
 
         size = world_size if world_size >= 0 else int(os.environ.get("WORLD_SIZE") or 1)
         number = rank if rank >= 0 else int(os.environ.get("RANK") or 0)
@@ -118,7 +185,9 @@ def _joining(join: Callable[..., Any], ranks: Ranks, names: _Names) -> Callable[
                 f" {ranks.rank} of {ranks.world_size}",
                 hint=f"simulate as many: `memest run --nproc-per-node {size} ...`",
             )
-        join(backend=FAKE, rank=ranks.rank, world_size=size, store=FakeStore())
+        mode.works.is_eager = kwargs.get("device_id") is not None
+        names.store = Store(ranks, mode.attribution.lines.current)
+        join(backend=FAKE, rank=ranks.rank, world_size=size, store=names.store)
         names.give(c10d._get_default_group(), backend, is_default=True)
 
     return init_process_group
@@ -195,13 +264,18 @@ def _of_objects(ranks: Ranks) -> dict[str, Callable[..., Any]]:
     }
 
 
-def _sent_objects(ranks: Ranks) -> dict[str, Callable[..., Any]]:
+def _sent_objects(mode: CudaSimMode, ranks: Ranks) -> dict[str, Callable[..., Any]]:
     """Functions that send Python objects from one rank to another, which runs at the same time."""
 
-    def peer(rank: Any, group: Any, group_rank: Any) -> int:
+    def peer(rank: Any, group: Any, group_rank: Any, is_batch: bool) -> int:
         """Rank in the world of the other side, which runs at the same time."""
-        if group_rank is not None:
-            rank = dist.get_global_rank(group or c10d._get_default_group(), group_rank)
+        group = group or c10d._get_default_group()
+        if group_rank is None:
+            group_rank = dist.get_group_rank(group, rank)
+        rank = dist.get_global_rank(group, group_rank)
+        mode.works.is_batch = is_batch
+        mode.works.communicate(group, peer=group_rank)
+        mode.works.is_batch = False
         ranks.mailbox.meet(rank)
         return int(rank)
 
@@ -213,7 +287,7 @@ def _sent_objects(ranks: Ranks) -> dict[str, Callable[..., Any]]:
         group_dst: Any = None,
         use_batch: bool = False,
     ) -> None:
-        ranks.mailbox.post(("object", ranks.rank, peer(dst, group, group_dst)), objects)
+        ranks.mailbox.post(("object", ranks.rank, peer(dst, group, group_dst, use_batch)), objects)
 
     def recv_object_list(
         objects: Any,
@@ -228,7 +302,7 @@ def _sent_objects(ranks: Ranks) -> dict[str, Callable[..., Any]]:
                 "`recv_object_list` from any rank: which one sends first is not known",
                 hint="name the rank: `recv_object_list(objects, src=...)`",
             )
-        source = peer(src, group, group_src)
+        source = peer(src, group, group_src, use_batch)
         received = ranks.mailbox.fetch(("object", source, ranks.rank), source)
         if received is None:
             raise UnsupportedError(f"rank {source} sent an object that cannot be pickled", hint="")
