@@ -62,10 +62,12 @@ def test_the_help_of_a_command_takes_at_most_300_ms_and_imports_no_library(
     """Time of the processor: other processes make the time of a clock longer."""
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(caches))
+    assert imported(COMMAND.format([name, "--help"])) == []
+    command = [sys.executable, "-m", "memest", name, "--help"]
     seconds = []
     for _ in range(4):  # the first run compiles
         before = os.times()
-        assert imported(COMMAND.format([name, "--help"])) == []
+        subprocess.run(command, check=True, capture_output=True)
         seconds.append(sum(os.times()[2:4]) - sum(before[2:4]))
         if seconds[-1] <= 0.3:
             return
