@@ -36,7 +36,7 @@ from memest.report import (
 )
 from memest.report.records import KINDS
 from memest.run.replays import intervals_of, verdicts_of
-from memest.units import format_bytes
+from memest.units import counted, format_bytes
 
 MAX_SOURCE = 100
 """Characters of a source line in the report."""
@@ -226,10 +226,11 @@ def _assumptions(virtual: VirtualGpu, gpu: Gpu, others: Sequence[str]) -> Iterab
     yield context_assumed(gpu)
     if virtual.ranks.may_wait:
         where = "four H100 of one host" if virtual.ranks.world_size > 1 else "one H100"
-        count = 1 + len(virtual.mode.works.communicators)
+        further = virtual.mode.works.further
+        pairs = [pair for _, pair in further if pair is not None]
+        count = 1 + len(further) - len(pairs)
         named = "one group of all ranks" if count == 1 else f"{count} groups"
-        if virtual.mode.works.pairs:
-            named += f" and {len(virtual.mode.works.pairs)} pairs of ranks (516 MiB each at most)"
+        named += f" and {counted(len(pairs), 'pair')} of ranks" if pairs else ""
         yield (
             f"{format_bytes(virtual.communicators_bytes)} of NCCL for {named}, as measured on"
             f" {where}"

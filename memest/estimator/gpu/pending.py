@@ -20,10 +20,11 @@ from memest.estimator.gpu.memory import Memory
 from memest.estimator.gpu.timeline import Timeline
 from memest.estimator.hardware.gpus import (
     ALL_TO_ALL_BYTES,
-    FIRST_PEER_BYTES,
-    FURTHER_PEER_BYTES,
-    PAIR_BYTES,
+    MESSAGES_BYTES,
+    RECEIVING_BYTES,
+    SENDING_BYTES,
     SUBGROUP_BYTES,
+    WITHOUT_COLLECTIVES_BYTES,
 )
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import storage_key, tensors_in
@@ -57,6 +58,12 @@ def default_group_name() -> str:
     return "" if group is None else str(group.group_name)
 
 
+Communicator = tuple[str, int | None]
+"""Name of a group, empty for the default one; of a pair outside of a batch also the other rank."""
+
+DEFAULT: Communicator = "", None
+
+
 class Works:
     """Collectives whose work was not waited for yet."""
 
@@ -67,14 +74,11 @@ class Works:
         self._last: Any = None
         """Last work, kept alive so that pybind returns the same object to the script."""
 
-        self.communicators: set[str] = set()
-        """Names of groups other than the default that have a communicator of NCCL."""
+        self.messages: dict[Communicator, set[tuple[int, bool]]] = defaultdict(set)
+        """Each rank to which a communicator sends (True), and from which it receives."""
 
-        self.peers: dict[str, set[int]] = defaultdict(set)
-        """Ranks to which a group sends in a batch, or from which it receives."""
-
-        self.pairs: set[tuple[str, int]] = set()
-        """Group and rank of each message outside of a batch: the pair has a communicator."""
+        self.collectives: set[Communicator] = set()
+        """Communicators that have run a collective."""
 
         self.is_batch = False
         """True within `batch_isend_irecv`."""
@@ -107,32 +111,44 @@ class Works:
         patches.set(DoneWork, "get_future", future)
 
     def communicate(self, group: Any, name: str = "", peer: int | None = None) -> None:
-        """Begin a collective of `group`, whose first one makes its communicator.
+        """Begin a collective of `group` or a message, whose first one makes its communicator.
 
-        `peer` is the rank that a point-to-point operator sends to or receives from. Outside of a
-        batch the pair makes a communicator (`ProcessGroupNCCL::pointToPoint`, torch 2.11).
+        `peer` is the rank that `name` sends to or receives from. Outside of a batch the pair makes
+        a communicator (`ProcessGroupNCCL::pointToPoint`, torch 2.11).
         """
         self.another()
-        if peer is not None and not (self.is_batch or self.is_eager):
-            self.pairs.add((group.group_name, peer))
+        if group.size() < 2:
             return
-        if group.size() > 1 and group.group_name != default_group_name():
-            self.communicators.add(group.group_name)
-        if peer is not None:
-            self.peers[group.group_name].add(peer)
+        group_name = group.group_name
+        if group_name == default_group_name():  # a script may destroy it at its end
+            group_name = ""
+        if peer is None:
+            self.collectives.add((group_name, None))
+        else:
+            is_shared = self.is_batch or self.is_eager
+            communicator = group_name, None if is_shared else peer
+            self.messages[communicator].add((peer, name == "send"))
         if name.startswith("alltoall"):
-            self.all_to_all[group.group_name] = group.size()
+            self.all_to_all[group_name] = group.size()
+
+    @property
+    def further(self) -> set[Communicator]:
+        """Communicators besides that of the default group."""
+        return (self.collectives | set(self.messages)) - {DEFAULT}
 
     @property
     def library_bytes(self) -> int:
         """Bytes of NCCL besides the default group's communicator."""
-        sent = (len(peers) for name, peers in self.peers.items() if name not in self.all_to_all)
-        return (
-            SUBGROUP_BYTES * len(self.communicators)
-            + PAIR_BYTES * len(self.pairs)
-            + sum(FIRST_PEER_BYTES + FURTHER_PEER_BYTES * (count - 1) for count in sent)
-            + sum(ALL_TO_ALL_BYTES * (size - 1) for size in self.all_to_all.values())
-        )
+        total = MESSAGES_BYTES if self.messages else 0
+        for each in self.further:
+            has_collectives = each in self.collectives
+            total += SUBGROUP_BYTES if has_collectives else WITHOUT_COLLECTIVES_BYTES
+        if DEFAULT in self.messages and DEFAULT not in self.collectives:
+            total -= SUBGROUP_BYTES - WITHOUT_COLLECTIVES_BYTES
+        for (group, pair), messages in self.messages.items():
+            if pair is not None or group not in self.all_to_all:
+                total += sum(SENDING_BYTES if sends else RECEIVING_BYTES for _, sends in messages)
+        return total + sum(ALL_TO_ALL_BYTES * (size - 1) for size in self.all_to_all.values())
 
     def another(self) -> None:
         """Begin a collective: release the stashes of earlier ones that are due."""

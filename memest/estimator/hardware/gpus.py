@@ -328,17 +328,18 @@ COMMUNICATOR_OF_ONE_BYTES = 564 * MIB
 SUBGROUP_BYTES = 485 * MIB
 """Communicator of any further group: 484 to 486 MiB on four H100s, torch 2.11, NCCL 2.28."""
 
-FIRST_PEER_BYTES = 152 * MIB
-FURTHER_PEER_BYTES = 384 * MIB
-"""Buffers of a group for the first rank to which it sends, and for each further one.
+WITHOUT_COLLECTIVES_BYTES = 198 * MIB
+"""Communicator that only sends and receives, of a group or of a pair; collectives take the rest."""
 
-Pipelines of two and four stages on four H100s, torch 2.11, NCCL 2.28.
-"""
+SENDING_BYTES = 64 * MIB
+RECEIVING_BYTES = 320 * MIB
+"""Buffers of a communicator for each rank to which it sends, and from which it receives."""
 
-PAIR_BYTES = 516 * MIB
-"""Communicator of two ranks that send to each other outside of a batch.
+MESSAGES_BYTES = 64 * MIB
+"""Kernels of a process that sends or receives.
 
-The most of 260 to 516 MiB on H100s, torch 2.11. When it is less is not known.
+These four are of two H200s, torch 2.11, NCCL 2.28. They give pipelines of two and four stages on
+four H100s within 16 MiB, and pairs on H100s.
 """
 
 ALL_TO_ALL_BYTES = 405 * MIB

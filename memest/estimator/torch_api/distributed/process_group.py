@@ -267,14 +267,14 @@ def _of_objects(ranks: Ranks) -> dict[str, Callable[..., Any]]:
 def _sent_objects(mode: CudaSimMode, ranks: Ranks) -> dict[str, Callable[..., Any]]:
     """Functions that send Python objects from one rank to another, which runs at the same time."""
 
-    def peer(rank: Any, group: Any, group_rank: Any, is_batch: bool) -> int:
+    def peer(name: str, rank: Any, group: Any, group_rank: Any, is_batch: bool) -> int:
         """Rank in the world of the other side, which runs at the same time."""
         group = group or c10d._get_default_group()
         if group_rank is None:
             group_rank = dist.get_group_rank(group, rank)
         rank = dist.get_global_rank(group, group_rank)
         mode.works.is_batch = is_batch
-        mode.works.communicate(group, peer=group_rank)
+        mode.works.communicate(group, name, group_rank)
         mode.works.is_batch = False
         ranks.mailbox.meet(rank)
         return int(rank)
@@ -287,7 +287,9 @@ def _sent_objects(mode: CudaSimMode, ranks: Ranks) -> dict[str, Callable[..., An
         group_dst: Any = None,
         use_batch: bool = False,
     ) -> None:
-        ranks.mailbox.post(("object", ranks.rank, peer(dst, group, group_dst, use_batch)), objects)
+        ranks.mailbox.post(
+            ("object", ranks.rank, peer("send", dst, group, group_dst, use_batch)), objects
+        )
 
     def recv_object_list(
         objects: Any,
@@ -302,7 +304,7 @@ def _sent_objects(mode: CudaSimMode, ranks: Ranks) -> dict[str, Callable[..., An
                 "`recv_object_list` from any rank: which one sends first is not known",
                 hint="name the rank: `recv_object_list(objects, src=...)`",
             )
-        source = peer(src, group, group_src, use_batch)
+        source = peer("recv", src, group, group_src, use_batch)
         received = ranks.mailbox.fetch(("object", source, ranks.rank), source)
         if received is None:
             raise UnsupportedError(f"rank {source} sent an object that cannot be pickled", hint="")
@@ -320,8 +322,8 @@ def _barrier(mode: CudaSimMode) -> Callable[..., Any]:
     """
     kept: list[Tensor] = []
 
-    def barrier(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-        mode.works.another()
+    def barrier(group: Any = None, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        mode.works.communicate(group or c10d._get_default_group())
         kept[:] = [torch.empty(1, dtype=torch.uint8, device=GPU.device)]
         torch.zeros(1, device=GPU.device)
         mode.timeline.host_waits(mode.timeline.event(mode.timeline.stream))
