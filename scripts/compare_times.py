@@ -105,7 +105,7 @@ def summary(data: dict[str, Any]) -> str:
         ("second", "held out"),
         ("third", "of other kinds, drawn at random and held out"),
         ("fourth", "drawn at random after that, two of which led to rules"),
-        ("fifth", "drawn at random after that, on a host that is 1.3 times as slow"),
+        ("fifth", "drawn at random later, two of which led to rules, on a host 1.3 times as slow"),
     ):
         errors = sorted(
             abs(case["estimated_s"] / measured_s(case) - 1)
