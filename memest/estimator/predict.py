@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -49,7 +50,7 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False, jobs: int = 
     by_chip: dict[tuple[Any, ...], list[Gpu]] = {}
     for gpu in {g.name: g for g in (_primary(plan), *gpus)}.values():
         by_chip.setdefault((gpu.capability, gpu.num_sms), []).append(gpu)
-    _import_libraries(plan, trust_remote_code)
+    _import_libraries(plan.model_name, plan.loop, trust_remote_code)
     found = _on_chips(plan, list(by_chip.values()), trust_remote_code, jobs)
     primary = next(gpu for gpu in (_primary(plan), *gpus) if gpu.name in found.results)
     return summarise(
@@ -64,16 +65,17 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False, jobs: int = 
     )
 
 
-def _import_libraries(plan: TrainingPlan, trust_remote_code: bool) -> None:
-    """Import the modules that each run of `plan` needs.
+@cache
+def _import_libraries(model_name: str, loop: str, trust_remote_code: bool) -> None:
+    """Import the modules that each run of such a plan needs.
 
     Copies of this process have them, and collections during a run pass over them.
     """
     from memest.models_meta.registry import resolve_config
 
-    resolve_config(plan.model_name, trust_remote_code=trust_remote_code)
+    resolve_config(model_name, trust_remote_code=trust_remote_code)
     with _without_matplotlib():
-        for name in ("memest.estimator.replay.simulated_plan", f"memest.loops.{plan.loop}"):
+        for name in ("memest.estimator.replay.simulated_plan", f"memest.loops.{loop}"):
             import_module(name)
 
 
@@ -117,7 +119,6 @@ def _on_chips(
     If it fails on one, the newest comes next: it may have what is missing there.
     """
     first, *others = chips
-    has_help = bool(others) and jobs > 1
 
     def on_others() -> _Predicted:
         found = _Predicted()
@@ -131,7 +132,7 @@ def _on_chips(
     try:
         if not plan.is_distributed:  # before a copy is made: the others begin with these runs
             _trace(plan, first[0], trust_remote_code)
-        with forked(on_others) if has_help else nullcontext(lambda: None) as answer:
+        with forked(on_others) if others and jobs > 1 else nullcontext(lambda: None) as answer:
             found = _predicted(plan, first, trust_remote_code)
             found.add(answer() or on_others())
     except MemestError as error:

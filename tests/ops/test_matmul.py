@@ -305,7 +305,7 @@ def test_products_that_were_not_measured_are_reported() -> None:
     ],
 )
 def test_products_of_float8_and_int8_have_workspaces(func, scales, kept) -> None:
-    """As recorded on an H100 with torch 2.11, for the first product of a process."""
+    """An H100 with torch 2.11 recorded these requests for the first product of a process."""
     args = (meta(4, 8), meta(16, 8).t(), *scales)
     workspaces = CublasWorkspaces(HOPPER)
     assert workspaces.bytes_for(func, args, {}, MAIN) == (kept, ())

@@ -34,6 +34,8 @@ from memest.report.times import Training, read_prices, seconds, steps_of_plan
 aten = torch.ops.aten
 H100 = find_gpu("h100-80gb")
 PACE_FILE = Path("memest/estimator/hardware/pace/h100-80gb.json")
+OLD_PACE = json.dumps({"device": "NVIDIA L4", "kernels": {ELSEWHERE: []}, "host": {"loop_us": 1}})
+"""A file without the memory of its GPU, as releases before wrote it."""
 LARGE = Work("matmul float16", (8192, 4096, 4096), "float16", 2 * 8192 * 4096**2, 167_772_160)
 
 
@@ -333,7 +335,7 @@ def test_a_user_s_own_times_count_on_that_gpu_and_their_host_on_others(
     assert (found.measured_in, found.origin) == ("mine.json", "")
 
 
-@pytest.mark.parametrize("text", [None, "{}", "[]", "no json"])
+@pytest.mark.parametrize("text", [None, "{}", "[]", "no json", OLD_PACE])
 def test_a_file_without_times_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
 ) -> None:

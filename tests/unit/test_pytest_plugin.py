@@ -77,7 +77,7 @@ def test_large(virtual_gpu):
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What a session prints whose tests are above a limit, out of memory, and without the GPU."""
+    """Output of a session: one test is above its limit, one out of memory, one without the GPU."""
     folder = tmp_path_factory.mktemp("failures")
     (folder / "pyproject.toml").write_text('[tool.memest]\ngpu = "t4"\n')
     write(folder, limit="8MiB")

@@ -141,8 +141,7 @@ class Works:
         """Bytes of NCCL besides the default group's communicator."""
         total = MESSAGES_BYTES if self.messages else 0
         for each in self.further:
-            has_collectives = each in self.collectives
-            total += SUBGROUP_BYTES if has_collectives else WITHOUT_COLLECTIVES_BYTES
+            total += SUBGROUP_BYTES if each in self.collectives else WITHOUT_COLLECTIVES_BYTES
         if DEFAULT in self.messages and DEFAULT not in self.collectives:
             total -= SUBGROUP_BYTES - WITHOUT_COLLECTIVES_BYTES
         for (group, pair), messages in self.messages.items():

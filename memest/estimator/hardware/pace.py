@@ -352,7 +352,7 @@ def _table_of(gpu: Gpu, path: str) -> Table:
 def _read(path: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        _ = found["kernels"][ELSEWHERE], found["host"]["loop_us"], found["device"]
+        _ = found["kernels"][ELSEWHERE], found["host"]["loop_us"], found["memory_bytes"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = error.strerror if isinstance(error, OSError) else repr(error)
         raise PlanError(

@@ -335,7 +335,7 @@ def test_a_store_has_what_ranks_have_set(rank: VirtualGpu) -> None:
 
 
 def test_first_buckets_stay_through_the_micro_batches_of_the_second_step(rank: VirtualGpu) -> None:
-    """As NCCL's watchdog may not have run; two runs of trainers.py on two H100s held them."""
+    """NCCL's watchdog may be late: two runs of trainers.py on two H100s held the buckets."""
     rank.mode.timeline.is_slow = True
     model = DistributedDataParallel(nn.Linear(1024, 1024, bias=False).cuda())
     held = []

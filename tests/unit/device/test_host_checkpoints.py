@@ -138,7 +138,7 @@ def test_copies_of_modules_and_tensors_lie_on_the_gpu(gpu: VirtualGpu) -> None:
 
 
 def test_older_safetensors_check_while_they_flatten(gpu: VirtualGpu) -> None:
-    """As up to safetensors 0.6; the data are not read."""
+    """Releases up to safetensors 0.6 check tensors so; the data are not read."""
     from safetensors.torch import save
 
     def flatten(tensors: dict[str, torch.Tensor]) -> None:

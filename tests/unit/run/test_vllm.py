@@ -77,7 +77,7 @@ def test_the_verdict_is_that_by_hand(gib: int, outcome: Outcome) -> None:
 
 
 def test_grpo_beside_another_process_has_the_verdict_by_hand(tmp_path: Path) -> None:
-    """Beside 0.3 x 80 GB, and beside all that the script leaves of the GPU, less or more 1 MiB."""
+    """Another process holds 0.3 x 80 GB; then all that the script leaves, 1 MiB less or more."""
     fields = Path(__file__).resolve().parents[3] / "validation" / "scripts" / "field"
     text = (fields / "s04_grpo.py").read_text(encoding="utf-8")
     sizes = "V, D, H, L = 16384, 768, 12, 8\nPROMPT, GEN, GROUP, NPROMPT, MICRO = 64, 128, 8, 4, 8"
