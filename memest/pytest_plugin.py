@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from memest.report import RunReport
-    from memest.report.records import StoredPeak
+    from memest.report import RunReport, StoredPeak
     from memest.run.session import Session
 
 PEAKS = "memest-peaks.json"
@@ -109,8 +108,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 def _faults(item: pytest.Item, report: RunReport) -> Iterator[str]:
     """Yield the reasons to fail a test by its peak, and record the peak."""
+    from memest.report import StoredPeak, read_as
     from memest.report.difference import changes, grown, other_versions, peaks_text
-    from memest.report.records import StoredPeak, read_as
     from memest.units import format_bytes, parse_bytes
 
     config, (limit, _) = item.config, _wanted(item)
@@ -150,7 +149,7 @@ def _faults(item: pytest.Item, report: RunReport) -> Iterator[str]:
 
 
 def _peak_of(report: RunReport) -> StoredPeak:
-    from memest.report.records import StoredPeak
+    from memest.report import StoredPeak
 
     return StoredPeak(
         gpu=report.gpu,

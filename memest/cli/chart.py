@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -22,22 +22,28 @@ from memest.cli.options import (
     models_option,
     plan_options,
     plan_options_without,
-    suite_names,
     together,
 )
+from memest.cli.resume import predict_kept
 from memest.cli.sweep import grid_options, grid_points
 from memest.cli.terminal import shown
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.predict import predict, record_plan, target_gpus, usable_bytes
+from memest.estimator.replay.recording import Timeline
+from memest.estimator.replay.recording import timeline as timeline_of
+from memest.estimator.search.scaling import scale
+from memest.estimator.search.suite import apart, predict_all, predict_each
+from memest.estimator.search.sweep import Grid, fits_table, parse_values, read_rows, sweep_grid
 from memest.plan import TrainingPlan
 from memest.plan.files import read_config, read_suite
+from memest.plots.words import setting_words
+from memest.report import Prediction, RunReport, read_measurements
+from memest.report.difference import read_reports
 from memest.units import TIB
+from memest.validate.compare import comparable, plan_of
+from memest.validate.results import find_suite, list_suites
 from memest.writing import write_output
-
-if TYPE_CHECKING:
-    from memest.estimator.replay.recording import Timeline
-    from memest.estimator.search.sweep import Grid
-    from memest.report import Prediction
 
 CHART_GPU = "a100-80gb"
 """GPU of a chart where none is named: that of the lab."""
@@ -110,7 +116,7 @@ def chart() -> None:
     default="lab-a100",
     show_default=True,
     help="lab-a100, lab-h100, lab-multi, or a file of plans.",
-    shell_complete=completes(suite_names),
+    shell_complete=completes(list_suites),
 )
 @click.option(
     "--gpu",
@@ -139,15 +145,12 @@ def lab(
     memest chart lab --suite experiments.yaml --gpu rtx-4090 --gpu a100-80gb
     """
     from memest.plots import gpu_label
-    from memest.validate.results import find_suite
 
     path = find_suite(suite)
     names = list(gpu) or _own_gpus(path)
     limits = {gpu_label(name): find_gpu(name).limit_bytes for name in names}
     plans = read_suite(path, {"gpu": names})
     make_folder(pictures.folder)
-    from memest.cli.resume import predict_kept
-    from memest.estimator.search.suite import apart
     from memest.plots import plot_ladder, plot_trade_off
 
     with shown():
@@ -180,7 +183,6 @@ def _needs(
     predicted: Sequence[tuple[TrainingPlan, Prediction]], jobs: int | None
 ) -> dict[str, Prediction]:
     """Predict the plans that do not fit, by name, on a GPU that is large enough."""
-    from memest.estimator.search.suite import apart, predict_each
 
     larger = [
         replace(plan, gpu=(), gpu_memory=TIB, memory_limit=None, beside=None)
@@ -206,7 +208,6 @@ def phases(config: Path | None, suite: Path | None, pictures: Pictures, **flags:
     """
     plans = [with_gpus(plan, CHART_GPU) for plan in read_plans(config, suite, given_only(flags))]
     make_folder(pictures.folder)
-    from memest.estimator.search.suite import predict_all
     from memest.plots import plot_phases
     from memest.report.page import limit_of
 
@@ -239,8 +240,6 @@ def timeline(
                 hint="the first is 1; `--steps` simulates more",
             )
     make_folder(pictures.folder)
-    from memest.estimator.predict import predict, record_plan
-    from memest.estimator.replay.recording import timeline as timeline_of
     from memest.plots import plot_timeline
 
     for stem, plan in zip(_stems("timeline", plans), plans, strict=True):
@@ -327,7 +326,6 @@ def sweep_chart(
     memest chart sweep --model gpt2 --bs 1:64 --precision 32-true,bf16-true --gpu rtx-4090
     memest chart sweep sweep.csv --across batch_size
     """
-    from memest.estimator.search.sweep import fits_table, read_rows, sweep_grid
 
     if file is not None and any(flags[key] for key in flags if key != "max_points"):
         raise PlanError(
@@ -356,7 +354,6 @@ def sweep_chart(
 
 def _in_common(rows: Sequence[dict[str, Any]], points: Grid) -> list[str]:
     """Return the common facts of all plans of a sweep, from its rows or its plans."""
-    from memest.plots.style import setting_words
 
     plans = [plan.to_dict() for _, plan in points if isinstance(plan, TrainingPlan)] or rows
     same = {k: v for k, v in plans[0].items() if all(plan.get(k) == v for plan in plans)}
@@ -385,8 +382,6 @@ def ranks_chart(report: Path, pictures: Pictures) -> None:
     memest chart ranks run.json
     """
     from memest.plots import plot_ranks
-    from memest.report import RunReport
-    from memest.report.difference import read_reports
 
     found = [each for each in read_reports(report) if each.ranks and isinstance(each, RunReport)]
     if not found:
@@ -411,15 +406,11 @@ def validate_chart(results: tuple[Path, ...], jobs: int | None, pictures: Pictur
     \b
     memest chart validate validation/runs/lab-h200.jsonl
     """
-    from memest.report import read_measurements
-    from memest.validate.compare import comparable, plan_of
-
     measured, left_out = comparable([m for path in results for m in read_measurements(path)])
     for line in left_out:
         click.echo(f"not compared: {line}", err=True)
     plans = [plan_of(m) for m in measured]
     make_folder(pictures.folder)
-    from memest.estimator.search.suite import predict_all
     from memest.plots import plot_scatter
 
     with shown():
@@ -491,8 +482,6 @@ def scaling(
     memest chart scaling --model gpt2 --strategies deepspeed_stage_3_offload,fsdp --gpu rtx-4090
     """
     values = _values(config, given_only(flags))
-    from memest.estimator.search.scaling import scale
-    from memest.estimator.search.sweep import parse_values
 
     numbers = parse_values("devices", devices)
     names = parse_values("strategy", strategies)
@@ -560,7 +549,6 @@ def fragmentation(
         )
     plan = with_gpus(read_plans(config, None, given_only(flags))[0], CHART_GPU)
     make_folder(pictures.folder)
-    from memest.estimator.predict import target_gpus, usable_bytes
     from memest.estimator.search.growth import SETTINGS, growths
     from memest.plots import plot_fragmentation
 

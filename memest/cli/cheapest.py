@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, replace
+from typing import Any
 
 import click
 
@@ -14,11 +15,11 @@ from memest.cli.options import plan_options, training_options
 from memest.cli.predict import STEPS_WITHOUT_NUMBER, check_training, training_of
 from memest.cli.terminal import folded, shown
 from memest.errors import PlanError
-
-if TYPE_CHECKING:
-    from memest.report import RunReport
-    from memest.report.records import SimulatedReport
-    from memest.report.times import Training
+from memest.estimator.hardware.gpus import find_gpu, list_gpus
+from memest.report import RunReport, SimulatedReport
+from memest.report.text import table
+from memest.report.times import Training, time_cells, time_notes
+from memest.run.target import find_script
 
 
 @main.command(context_settings={"allow_interspersed_args": False})
@@ -35,7 +36,6 @@ def cheapest(as_json: bool, script: tuple[str, ...], **flags: Any) -> int:
     memest cheapest --model gpt2 --bs 8 --train-steps 10000 --price prices.yaml
     memest cheapest --gpu a100-80gb --gpu l40s --price 1.20 train.py --bs 8
     """
-    from memest.estimator.hardware.gpus import list_gpus
     from memest.estimator.predict import predict
 
     whole = {name: flags.pop(name) for name in ("train_steps", "price", "epochs", "samples")}
@@ -67,10 +67,8 @@ def _of_script(script: Sequence[str], names: Sequence[str], given: dict[str, Any
     Raises:
         PlanError: an option of plans is given, or the script does not use the GPU.
     """
-    from memest.estimator.hardware.gpus import find_gpu
     from memest.run.launcher import run_target
     from memest.run.session import Session
-    from memest.run.target import find_script
 
     if unknown := sorted(set(given) - {"gpu"}):
         raise PlanError(
@@ -98,9 +96,6 @@ def _ranked(report: SimulatedReport, training: Training) -> list[str]:
 
 
 def _text(report: SimulatedReport, training: Training, found: Sequence[str]) -> str:
-    from memest.report.text import table
-    from memest.report.times import time_cells, time_notes
-
     too_small = [g for g, v in report.verdicts.items() if v.verdict != "fits"]
     warnings = [f"warning: {line}" for line in report.warnings]
     lines = [*warnings, f"{report.name}: {training.num_steps:,} steps", ""]
@@ -114,9 +109,6 @@ def _text(report: SimulatedReport, training: Training, found: Sequence[str]) -> 
 
 
 def _print_json(report: SimulatedReport, training: Training, found: Sequence[str]) -> None:
-    import json
-    from dataclasses import asdict
-
     for gpu in found:
         time, price = report.times[gpu], training.price_of(gpu)
         hours, low, high = training.hours(time)

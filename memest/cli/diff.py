@@ -6,22 +6,22 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-from memest.cli.files import check_writable, make_folder, print_or_write
+from memest.cli.files import make_folder, print_or_write
 from memest.cli.group import fail, main
-from memest.cli.options import PATH, jobs_option
+from memest.cli.options import OUT, PATH, jobs_option
 from memest.cli.run import with_project
 from memest.cli.terminal import shown
+from memest.report import Prediction, SimulatedReport, read_measurements
+from memest.report.compare import comparison_json, render_comparison, render_comparison_markdown
+from memest.report.difference import Difference, differences, markdown, read_reports
+from memest.report.sarif import sarif
+from memest.run.base import repository, run_both
+from memest.validate.compare import Comparison, comparable, parse_tolerances, plan_of, summarise
+from memest.validate.compare import compare as compare_reports
 from memest.writing import write_output
-
-if TYPE_CHECKING:
-    from memest.report import Prediction
-    from memest.report.difference import Difference
-    from memest.report.records import SimulatedReport
-    from memest.validate.compare import Comparison
 
 GREW_EXIT_CODE = 4
 """Exit code of a peak that grew."""
@@ -32,8 +32,8 @@ GREW_EXIT_CODE = 4
 @click.argument("after", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per script or plan.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="A comment for a pull request.")
-@click.option("--sarif", "sarif_path", type=PATH, help="Write the lines that grew as SARIF.")
-@click.option("--html", type=PATH, help="Write both reports as a page.")
+@click.option("--sarif", "sarif_path", type=OUT, help="Write the lines that grew as SARIF.")
+@click.option("--html", type=OUT, help="Write both reports as a page.")
 @click.option("--check", is_flag=True, help=f"Exit with {GREW_EXIT_CODE} if a peak grew.")
 def diff(
     before: Path,
@@ -51,10 +51,6 @@ def diff(
     memest run --json after.json train.py --bs 16
     memest diff before.json after.json --html diff.html
     """
-    from memest.report.difference import differences, markdown, read_reports
-
-    if html is not None:
-        check_writable(html)
     found = differences(read_reports(before), read_reports(after))
     if html is not None:
         from memest.report.page import render_difference
@@ -72,8 +68,8 @@ def diff(
 
 @main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--base", default="", help="Branch to compare with. [none]")
-@click.option("--markdown", "markdown_path", type=PATH, help="Write a comment for a pull request.")
-@click.option("--sarif", "sarif_path", type=PATH, help="Write the lines as SARIF.")
+@click.option("--markdown", "markdown_path", type=OUT, help="Write a comment for a pull request.")
+@click.option("--sarif", "sarif_path", type=OUT, help="Write the lines as SARIF.")
 @click.option(
     "--fail-on-increase", is_flag=True, help=f"Exit with {GREW_EXIT_CODE} if a peak grew."
 )
@@ -93,12 +89,6 @@ def ci(
     \b
     memest ci --base main --markdown comment.md --sarif memest.sarif --gpu a100-40gb train.py
     """
-    for path in (markdown_path, sarif_path):
-        if path is not None:
-            check_writable(path)
-    from memest.report.difference import Difference, markdown
-    from memest.run.base import run_both
-
     pair = run_both(with_project(arguments), base)
     for note in pair.notes:
         click.echo(f"note: {note}", err=True)
@@ -117,27 +107,24 @@ def ci(
 
 
 def _write_sarif(path: Path, report: SimulatedReport, found: Difference | None) -> None:
-    from memest.report.sarif import sarif
-    from memest.run.base import repository
-
     write_output(path, json.dumps(sarif(report, found, repository()), indent=1) + "\n")
 
 
 @main.command()
 @click.argument("results", nargs=-1, required=True, type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@click.option("--markdown", is_flag=True, help="A page for the documentation.")
+@click.option("--markdown", "as_markdown", is_flag=True, help="A page for the documentation.")
 @click.option("--charts", type=PATH, help="Folder for charts of every run.")
 @click.option("--check", is_flag=True, help="Exit with 4 if a run is outside its tolerance.")
 @click.option(
     "--tolerance", multiple=True, help="NAME=PERCENT of allocated, reserved, process, phase."
 )
-@click.option("-o", "--output", type=PATH, help="Write to a file.")
+@click.option("-o", "--output", type=OUT, help="Write to a file.")
 @jobs_option
 def compare(
     results: tuple[Path, ...],
     as_json: bool,
-    markdown: bool,
+    as_markdown: bool,
     charts: Path | None,
     check: bool,
     tolerance: tuple[str, ...],
@@ -150,18 +137,11 @@ def compare(
     memest compare validation/runs/lab-h200.jsonl
     memest compare validation/runs/*.jsonl --check --tolerance allocated=0.2
     """
-    from memest.report import read_measurements
-    from memest.validate.compare import comparable, parse_tolerances, plan_of, summarise
-    from memest.validate.compare import compare as compare_reports
-
     tolerances = parse_tolerances(tolerance)
     measured, left_out = comparable([m for path in results for m in read_measurements(path)])
     plans = [plan_of(m) for m in measured]
-    if output is not None:
-        check_writable(output)
     from memest.estimator.search.suite import predict_all
     from memest.estimator.versions import nearest, simulating
-    from memest.report.compare import comparison_json, render_comparison, render_comparison_markdown
 
     releases = [nearest(str(m.versions.get("torch", ""))).name for m in measured]
     predicted: dict[int, Prediction] = {}
@@ -176,7 +156,8 @@ def compare(
     if as_json:
         text = json.dumps(comparison_json(comparisons, summary))
     else:
-        text = (render_comparison_markdown if markdown else render_comparison)(comparisons, summary)
+        render = render_comparison_markdown if as_markdown else render_comparison
+        text = render(comparisons, summary)
     for line in left_out:
         click.echo(f"not compared: {line}", err=True)
     print_or_write(text, output)

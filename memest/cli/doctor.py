@@ -15,6 +15,7 @@ import click
 from memest import __version__
 from memest.cli.group import main
 from memest.errors import PlanError, shown
+from memest.estimator.hardware.gpus import list_gpus
 from memest.estimator.versions import (
     KERNELS,
     MEASURED,
@@ -24,6 +25,8 @@ from memest.estimator.versions import (
     other_kernels,
     simulated,
 )
+from memest.models_meta.registry import list_models
+from memest.report.text import evidence, render_gpus, render_models
 
 EXTRAS = {
     "plans": "transformers",
@@ -98,9 +101,6 @@ def _extra(name: str, package: str) -> str:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per model.")
 def models(as_json: bool) -> None:
     """List the bundled models."""
-    from memest.models_meta.registry import list_models
-    from memest.report.text import render_models
-
     entries = list_models()
     if as_json:
         keys = ("name", "hub_id", "aliases", "family", "modality", "num_params")
@@ -115,9 +115,6 @@ def models(as_json: bool) -> None:
 @click.option("-v", "--verbose", is_flag=True, help="With the source of every figure.")
 def gpus(as_json: bool, verbose: bool) -> None:
     """List the GPUs, and which figures are measured."""
-    from memest.estimator.hardware.gpus import list_gpus
-    from memest.report.text import evidence, render_gpus
-
     gpus = list_gpus()
     if as_json:
         for gpu in gpus:

@@ -8,22 +8,23 @@ from statistics import mode
 
 import click
 
-from memest.cli.files import check_writable
 from memest.cli.group import main
 from memest.cli.options import (
-    PATH,
+    OUT,
     completes,
     engine_option,
     gpus_option,
     jobs_option,
     models_option,
-    suite_names,
 )
 from memest.cli.terminal import shown
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.search.sweep import parse_values
 from memest.plan import TrainingPlan
 from memest.plan.files import read_suite
+from memest.report.explorer import MAX_PAGE_BYTES, explorer_data, explorer_page
+from memest.validate.results import find_suite, list_suites
 from memest.writing import write_output
 
 LAB_GPUS = {"h100": ("h100-80gb", "h200"), "": ("a100-80gb", "a100-40gb")}
@@ -39,7 +40,7 @@ MODELS = ("blip2-opt-2.7b", "blip2-opt-6.7b", "blip2-flan-t5-xxl")
 @click.option(
     "--suite",
     help="Models and tokens of a suite: lab-a100, or a file of plans.",
-    shell_complete=completes(suite_names),
+    shell_complete=completes(list_suites),
 )
 @models_option("Model; repeat for more. By default the lab's.")
 @gpus_option("GPU to choose; repeat for more. By default the suite's.")
@@ -52,7 +53,7 @@ MODELS = ("blip2-opt-2.7b", "blip2-opt-6.7b", "blip2-flan-t5-xxl")
 @engine_option
 @click.option("--json", "as_json", is_flag=True, help="Print path and number of plans as JSON.")
 @click.option(
-    "-o", "--output", type=PATH, default=Path("explorer.html"), show_default=True, help="The page."
+    "-o", "--output", type=OUT, default=Path("explorer.html"), show_default=True, help="The page."
 )
 def explore(
     suite: str | None,
@@ -77,9 +78,6 @@ def explore(
     """
     if suite is not None and models:
         raise PlanError("`--suite` and `--model` are given together", hint="choose one")
-    from memest.estimator.search.sweep import parse_values
-    from memest.validate.results import find_suite
-
     sizes = parse_values("batch_size", batches)
     micro = parse_values("accumulate_grad_batches", counts)
     names, length = list(models or MODELS), seq_len
@@ -89,9 +87,7 @@ def explore(
         names, length = _of_suite(presets, seq_len)
     word = "h100" if suite is not None and "h100" in suite else ""
     gpus = [find_gpu(name) for name in gpu or LAB_GPUS[word]]
-    check_writable(output)
     from memest.estimator.search.explore import explore as explore_grid
-    from memest.report.explorer import MAX_PAGE_BYTES, render_explorer
 
     with shown():
         points = explore_grid(
@@ -100,7 +96,7 @@ def explore(
         )  # fmt: skip
     limits = {gpu.name: gpu.limit_bytes for gpu in gpus}
     tokens = f"{length} tokens" if length else "each model's default tokens"
-    page = render_explorer(points, limits, tokens=tokens, presets=presets)
+    page = explorer_page(explorer_data(points, limits, tokens=tokens, presets=presets))
     if len(page.encode()) > MAX_PAGE_BYTES:
         raise PlanError(
             f"the page has {len(page) / 2**20:.1f} MiB, more than 3",

@@ -13,11 +13,11 @@ import click
 from memest.errors import PlanError
 from memest.plan import TrainingPlan
 from memest.plan.files import read_config, read_suite
+from memest.report import SimulatedReport
 from memest.writing import write_output
 
 if TYPE_CHECKING:
     from memest.estimator.replay.recording import Recording
-    from memest.report.records import SimulatedReport
 
 
 def given_only(flags: dict[str, Any]) -> dict[str, Any]:
@@ -71,13 +71,6 @@ def write_pages(
             write_snapshot(recording, snapshot)
         if chrome_trace is not None:
             write_chrome_trace(recording, chrome_trace)
-
-
-def check_writable(path: Path) -> None:
-    """Reject a path that cannot be written, before anything is computed."""
-    folder = path.parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise PlanError(f"`{path}` cannot be written", hint="name a file in a folder that exists")
 
 
 def make_folder(folder: Path) -> None:

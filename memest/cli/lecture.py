@@ -9,15 +9,19 @@ import click
 from memest.cli.explore import LAB_GPUS
 from memest.cli.files import make_folder
 from memest.cli.group import main
-from memest.cli.options import PATH, completes, gpus_option, jobs_option, suite_names
+from memest.cli.options import PATH, completes, gpus_option, jobs_option
 from memest.cli.terminal import shown
 from memest.estimator.hardware.gpus import find_gpu
 from memest.packages import require
+from memest.report.explorer import explorer_page
+from memest.report.lecture import Lecture
+from memest.report.lecture_rows import predicted_rows, stored_rows
+from memest.validate.results import find_suite, list_suites
 from memest.writing import write_output
 
 
 @main.command()
-@click.argument("suite", shell_complete=completes(suite_names))
+@click.argument("suite", shell_complete=completes(list_suites))
 @gpus_option("GPU of the bars; repeat for others in the explorer. By default the suite's.")
 @jobs_option
 @click.option(
@@ -35,9 +39,6 @@ def lecture(suite: str, gpu: tuple[str, ...], jobs: int | None, output: Path) ->
     memest lecture lab-a100 -o lecture
     memest lecture experiments.yaml --gpu rtx-4090
     """
-    from memest.report.lecture_rows import predicted_rows, stored_rows
-    from memest.validate.results import find_suite
-
     path = find_suite(suite)
     gpus = [find_gpu(name).name for name in gpu]
     require("pptx", "matplotlib")
@@ -50,8 +51,6 @@ def lecture(suite: str, gpu: tuple[str, ...], jobs: int | None, output: Path) ->
     for name, why in rows.failed.items():
         click.echo(f"not in the slides: {name}: {why}", err=True)
     from memest.plots.slides import pdf_bytes
-    from memest.report.explorer import explorer_page
-    from memest.report.lecture import Lecture
     from memest.report.slides import pptx_bytes
 
     made = Lecture(rows)

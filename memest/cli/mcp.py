@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import sys
@@ -12,9 +13,13 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from memest import __version__
 from memest.child import spawn
 from memest.cli.group import main
 from memest.errors import MemestError, shown
+from memest.estimator.hardware.gpus import list_gpus
+from memest.packages import require
+from memest.report import RunReport
 
 MAX_OUTPUT = 4000
 """Characters of a script's output in an answer: its end."""
@@ -30,12 +35,8 @@ def mcp() -> None:
     pip install 'memest-gpu[mcp]'
     claude mcp add memest -- memest mcp
     """
-    from memest.packages import require
-
     require("mcp")
     from mcp.server import MCPServer
-
-    from memest import __version__
 
     server = MCPServer("memest", version=__version__, log_level="WARNING")
     for tool in (run, predict, advise, gpus):
@@ -86,8 +87,6 @@ async def run(
     code, text, output = await _memest("run", "--json", words, folder=folder, seconds=time_limit_s)
     if not text:
         raise _error_of(output)
-    from memest.report import RunReport
-
     values = json.loads(text)
     summary = RunReport.from_dict(values).summary()
     return {
@@ -119,8 +118,6 @@ async def advise(plan: dict[str, Any]) -> dict[str, Any]:
 
 async def gpus() -> list[dict[str, Any]]:
     """List the GPUs that can be simulated, with usable memory in bytes."""
-    from memest.estimator.hardware.gpus import list_gpus
-
     return [{"name": g.name, "label": g.label, "limit_bytes": g.limit_bytes} for g in list_gpus()]
 
 
@@ -150,8 +147,6 @@ async def _memest(
     Raises:
         MemestError: it does not end within `seconds`, or `folder` does not exist.
     """
-    import asyncio
-
     if not Path(folder).is_dir():
         raise MemestError(f"no such folder: {shown(folder)}")
     deadline = time.monotonic() + seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from click.shell_completion import CompletionItem
 
 from memest.cli.group import OPTION_SECTIONS
 from memest.engines import ENGINES, find_engine
+from memest.errors import PlanError
 from memest.estimator.versions import simulating
 from memest.estimator.versions.torch_releases import RELEASES
 from memest.plan.keys import Key
@@ -45,6 +47,20 @@ class Size(click.ParamType):  # type: ignore[type-arg]
         return parse_bytes(value)
 
 
+class OutputPath(click.Path):
+    """Type of a file to write; one that cannot be written is refused before anything runs."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Return the path."""
+        path = Path(str(super().convert(value, param, ctx)))
+        folder = path.parent
+        if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise PlanError(
+                f"`{path}` cannot be written", hint="name a file in a folder that exists"
+            )
+        return path
+
+
 def completes(values: Callable[[], Iterable[str]], *, is_list: bool = False) -> Any:
     """Return a `shell_complete` for the typed beginning of a value, or of a list's last item."""
 
@@ -68,13 +84,6 @@ def gpu_names() -> list[str]:
 
     return [gpu.name for gpu in list_gpus()]
 
-
-def suite_names() -> list[str]:
-    """Return names of the bundled suites."""
-    return sorted(path.stem for path in SUITES.glob("*.yaml"))
-
-
-SUITES = Path(__file__).parents[1] / "validate" / "suites"
 
 VALUES: dict[str, Callable[[], Iterable[str]]] = {
     "model_name": model_names, "models": model_names, "gpu": gpu_names, "gpu_name": gpu_names,
@@ -100,6 +109,7 @@ def _option(row: Key) -> Option:
 
 
 PATH = click.Path(path_type=Path)
+OUT = OutputPath(path_type=Path)
 
 config_option = click.option("--config", type=PATH, help="YAML of one plan; flags override it.")
 jobs_option = click.option(

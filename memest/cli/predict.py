@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from memest.cli.files import (
-    check_writable,
     given_only,
     print_or_write,
     read_plans,
@@ -19,6 +18,7 @@ from memest.cli.files import (
 )
 from memest.cli.group import OOM_EXIT_CODE, main, tell
 from memest.cli.options import (
+    OUT,
     PATH,
     config_option,
     emit_option,
@@ -30,14 +30,17 @@ from memest.cli.options import (
 from memest.cli.terminal import folded, has_colour, shown
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import custom_gpu
+from memest.models_meta.registry import check_name
 from memest.plan import TrainingPlan
+from memest.report import Prediction
+from memest.report.advice import render_advice
 from memest.report.answer import summary_line
 from memest.report.schedulers import NAMES, resource_lines
+from memest.report.text import render_suite, render_text
+from memest.report.times import Training, read_prices, steps_of_plan
 
 if TYPE_CHECKING:
     from memest.estimator.search.advise import Option
-    from memest.report import Prediction
-    from memest.report.times import Training
 
 
 @main.command()
@@ -45,7 +48,7 @@ if TYPE_CHECKING:
 @config_option
 @click.option("--suite", type=PATH, help="YAML or JSON of many plans.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per plan.")
-@click.option("-o", "--output", type=PATH, help="Write the report to a file.")
+@click.option("-o", "--output", type=OUT, help="Write the report to a file.")
 @training_options(has_epochs=True)
 @click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if a plan does not fit.")
 @click.option("--summary", is_flag=True, help="Print one line per plan and requested GPU.")
@@ -54,9 +57,9 @@ if TYPE_CHECKING:
 @click.option("-v", "--verbose", is_flag=True, help="List all assumptions.")
 @jobs_option
 @remote_code_option
-@click.option("--html", type=PATH, help="Write a page with charts as well.")
-@click.option("--snapshot", type=PATH, help="Write a memory snapshot, as torch does.")
-@click.option("--chrome-trace", type=PATH, help="Write a trace for Perfetto, as JSON.")
+@click.option("--html", type=OUT, help="Write a page with charts as well.")
+@click.option("--snapshot", type=OUT, help="Write a memory snapshot, as torch does.")
+@click.option("--chrome-trace", type=OUT, help="Write a trace for Perfetto, as JSON.")
 def predict(
     config: Path | None,
     suite: Path | None,
@@ -83,9 +86,6 @@ def predict(
     how = {name: flags.pop(name) for name in ("jobs", "trust_remote_code")}
     check_training(**whole)
     plans = read_plans(config, suite, given_only(flags))
-    for path in (output, *files.values()):
-        if path is not None:
-            check_writable(path)
     if (files["snapshot"] or files["chrome_trace"]) and len(plans) > 1:
         raise PlanError("a recording is of one plan", hint="leave `--suite` out")
     if emit:
@@ -105,8 +105,6 @@ def predict(
     elif summary or emit:
         text = "\n".join(_short(report, emit) for report in reports)
     elif suite is not None:
-        from memest.report.text import render_suite
-
         text = render_suite(reports)
     else:
         looks: dict[str, Any] = {"is_shown": output is None, "verbose": verbose}
@@ -140,8 +138,6 @@ def _one(
     verbose: bool,
     training: Training | None,
 ) -> str:
-    from memest.report.text import render_text
-
     with shown("looking for what would fit"):
         change = _cheapest(plan, report, trust_remote_code=trust_remote_code)
     colour = is_shown and has_colour()
@@ -172,8 +168,6 @@ def check_training(
     Raises:
         PlanError: epochs without samples, samples with steps, or a price that is no number.
     """
-    from memest.report.times import read_prices
-
     if epochs is not None and samples is None:
         raise PlanError("`--epochs` needs `--samples`", hint="give the samples of an epoch")
     if samples is not None and train_steps is not None:
@@ -189,8 +183,6 @@ def training_of(
     samples: int | None,
 ) -> Training | None:
     """Return the whole training that the options give, or None."""
-    from memest.report.times import Training, read_prices, steps_of_plan
-
     prices = read_prices(price)
     if samples is not None:
         train_steps = steps_of_plan(plan, epochs or 1.0, samples)
@@ -232,7 +224,7 @@ def write_files(
     help="Largest number of predictions of the search.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@click.option("-o", "--output", type=PATH, help="Write the advice to a file.")
+@click.option("-o", "--output", type=OUT, help="Write the advice to a file.")
 @click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if nothing fits.")
 @remote_code_option
 def advise(
@@ -258,14 +250,10 @@ def advise(
             hint="add `--gpu a100-80gb`, or `--gpu-memory 24GiB`",
         )
     from memest.estimator.predict import target_gpus
-    from memest.models_meta.registry import check_name
 
     (gpu,) = target_gpus(plan)
     check_name(plan.model_name)
-    if output is not None:
-        check_writable(output)
     from memest.estimator.search.advise import advise as find_advice
-    from memest.report.advice import render_advice
 
     with shown():
         advice = find_advice(

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
 from memest import __version__
 from memest.engines import Event, watched
 from memest.errors import MemestError, PlanError
+from memest.estimator.search.suite import predict_each
+from memest.estimator.search.sweep import Grid, SweepPoint, sweep_grid
 from memest.plan import TrainingPlan
-
-if TYPE_CHECKING:
-    from memest.estimator.search.sweep import Grid
-    from memest.report import Prediction
+from memest.report import Prediction
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -109,8 +108,6 @@ def plan_key(plan: TrainingPlan) -> str:
 
 def predictions_of(event: Event) -> dict[TrainingPlan, Any]:
     """Return the predictions that a task of `predict_each` has made; errors are made again."""
-    from memest.report import Prediction
-
     pairs: Sequence[Any] = list(zip(event.task, event.result, strict=True))
     return {plan: made.to_dict() for plan, made in pairs if isinstance(made, Prediction)}
 
@@ -124,8 +121,6 @@ def predict_kept(
     trust_remote_code: bool = False,
 ) -> list[Prediction | MemestError]:
     """Run `predict_each`, storing results next to `target`, if the command writes one."""
-    from memest.estimator.search.suite import predict_each
-    from memest.report import Prediction
 
     def run(known: dict[TrainingPlan, Prediction]) -> list[Prediction | MemestError]:
         new = [plan for plan in plans if plan not in known]
@@ -143,7 +138,6 @@ def sweep_kept(
     grid: Grid, target: Path | None, *, is_resumed: bool, **how: Any
 ) -> list[dict[str, Any]]:
     """Run `sweep_grid(**how)`, storing results next to `target`, if the command writes one."""
-    from memest.estimator.search.sweep import SweepPoint, sweep_grid
 
     def run(known: dict[TrainingPlan, list[SweepPoint]]) -> list[dict[str, Any]]:
         return sweep_grid(grid, known=known, **how)

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from memest.cli.files import check_writable, write_pages
+from memest.cli.files import write_pages
 from memest.cli.group import OOM_EXIT_CODE, main, tell
 from memest.cli.options import (
+    OUT,
     PATH,
     VALUES,
     Size,
@@ -32,15 +33,17 @@ from memest.estimator.hardware.gpus import Gpu, custom_gpu, find_gpu
 from memest.estimator.predict import PRIMARY_GPU
 from memest.estimator.versions import check_torch
 from memest.project import FILE, find_project
+from memest.report import Outcome, RunReport
 from memest.report.answer import summary_line
 from memest.report.schedulers import NAMES, resource_lines
+from memest.report.text import render_text
+from memest.run.other_python import active_environment, run_elsewhere
 from memest.run.target import NoInput, Target, check_single_process, find_module, find_script
 from memest.units import format_bytes
 from memest.writing import write_output
 
 if TYPE_CHECKING:
     from memest.estimator.gpu.worlds import Ranks
-    from memest.report import RunReport
     from memest.run.launcher import Ran
     from memest.run.session import Session
 
@@ -140,10 +143,10 @@ MAX_SECONDS_OF_RANK = 1800.0
     help="Stop where a script reads an unknown value, or compiled code falls back to eager.",
 )
 @click.option("--no-input", is_flag=True, help="Refuse a script that reads from stdin.")
-@click.option("--json", "json_path", type=PATH, help="Write the report to a file as JSON.")
-@click.option("--html", type=PATH, help="Write the report as a page.")
-@click.option("--snapshot", type=PATH, help="Write a memory snapshot, as torch does.")
-@click.option("--chrome-trace", type=PATH, help="Write a trace for Perfetto, as JSON.")
+@click.option("--json", "json_path", type=OUT, help="Write the report to a file as JSON.")
+@click.option("--html", type=OUT, help="Write the report as a page.")
+@click.option("--snapshot", type=OUT, help="Write a memory snapshot, as torch does.")
+@click.option("--chrome-trace", type=OUT, help="Write a trace for Perfetto, as JSON.")
 @click.option(
     "--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if the script does not fit."
 )
@@ -226,8 +229,6 @@ def with_project(arguments: Sequence[str]) -> list[str]:
 
 def _run_elsewhere(python: Path | None, arguments: Sequence[str]) -> int | None:
     """Run the script in its own environment; None if that is the environment of this process."""
-    from memest.run.other_python import active_environment, run_elsewhere
-
     if python is not None:
         return run_elsewhere(python, _without_python(arguments))
     active = active_environment()
@@ -295,7 +296,6 @@ def _run_one(
 
 def _run_ranks(chosen: Sequence[Ranks], run_one: Callable[..., Ran], files: _Files) -> Ran:
     """Run the ranks one after another, until one fails; the files are those of the worst."""
-    from memest.report import Outcome
     from memest.run.ranks import environment, open_verdict, run_rank, run_with_peers, together
 
     if len(chosen) == 1:
@@ -387,8 +387,6 @@ class _Files:
 
     def __init__(self, *paths: Path | None) -> None:
         self.paths = [path and Path(os.path.abspath(path)) for path in paths]
-        for path in filter(None, self.paths):
-            check_writable(path)
         self.json, self.html, self.snapshot, self.chrome = self.paths
 
     def of_rank(self, rank: int) -> _Files:
@@ -438,8 +436,6 @@ def _print(
     price: str | None,
     **nodes: int,
 ) -> None:
-    from memest.report.text import render_text
-
     if emit or summary:
         line = resource_lines(report, emit, **nodes) if emit else summary_line(report)
         click.echo(line, file=out)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from memest.cli.files import check_writable, given_only, print_or_write, read_plans
+from memest.cli.files import given_only, print_or_write, read_plans
 from memest.cli.group import OOM_EXIT_CODE, main
 from memest.cli.options import (
-    PATH,
+    OUT,
     VALUES,
     completes,
     config_option,
@@ -22,13 +22,14 @@ from memest.cli.options import (
     remote_code_option,
     together,
 )
+from memest.cli.resume import sweep_kept
 from memest.cli.terminal import shown
 from memest.errors import PlanError
+from memest.estimator.predict import target_gpus
+from memest.estimator.search.sweep import Grid, make_grid, parse_values
+from memest.models_meta.registry import check_name
 from memest.plan.files import read_config
 from memest.plan.training_plan import PLAN_KEYS
-
-if TYPE_CHECKING:
-    from memest.estimator.search.sweep import Grid
 
 
 @main.command("max-batch")
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 @click.option("--max-seq-len", is_flag=True, help="Find the longest sequence, with --bs samples.")
 @click.option("--all-techniques", is_flag=True, help="Try every technique of the lab, as a table.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per GPU.")
-@click.option("-o", "--output", type=PATH, help="Write to a file.")
+@click.option("-o", "--output", type=OUT, help="Write to a file.")
 @click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if nothing fits a GPU.")
 @jobs_option
 @remote_code_option
@@ -67,10 +68,6 @@ def max_batch(
             hint="leave `--seq-len` out" if max_seq_len else "leave `--bs` out",
         )
     plan = read_plans(config, None, given)[0]
-    if output is not None:
-        check_writable(output)
-    from memest.estimator.predict import target_gpus
-    from memest.models_meta.registry import check_name
     from memest.report.sweep import json_lines, render_largest, render_techniques
 
     gpus = target_gpus(plan)
@@ -128,8 +125,6 @@ def grid_points(
     **flags: str | None,
 ) -> Grid:
     """Every combination of the flags' values."""
-    from memest.estimator.search.sweep import make_grid
-
     varied = _varied(flags, vary)
     base: dict[str, Any] = {}
     if config is not None:
@@ -144,7 +139,7 @@ def grid_points(
 @main.command("sweep")
 @grid_options
 @click.option("--json", "as_json", is_flag=True, help="JSON Lines instead of CSV.")
-@click.option("-o", "--output", type=PATH, help="A .csv or .jsonl file.")
+@click.option("-o", "--output", type=OUT, help="A .csv or .jsonl file.")
 @click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if nothing fits.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted sweep, with -o.")
 @engine_option
@@ -166,9 +161,6 @@ def sweep(
     memest sweep --config lab.yaml --precision bf16-true,32-true --vary freeze=none,vision_model.*
     """
     as_json = _wants_json(output, as_json)
-    if output is not None:
-        check_writable(output)
-    from memest.cli.resume import sweep_kept
     from memest.report.sweep import json_lines, to_csv
 
     points = grid_points(**flags)
@@ -182,8 +174,6 @@ def sweep(
 
 def _varied(flags: Mapping[str, str | None], vary: Sequence[str]) -> dict[str, list[Any]]:
     """The values of each key, in the order of the flags."""
-    from memest.estimator.search.sweep import parse_values
-
     texts = {key: text for key, text in flags.items() if text is not None}
     for item in vary:
         key, equals, text = item.partition("=")

@@ -9,13 +9,21 @@ from typing import Any
 
 import click
 
-from memest.cli.files import check_writable, given_only, read_plans
+from memest.cli.files import given_only, read_plans
 from memest.cli.group import main
-from memest.cli.options import PATH, config_option, engine_option, plan_options, remote_code_option
+from memest.cli.options import (
+    OUT,
+    PATH,
+    config_option,
+    engine_option,
+    plan_options,
+    remote_code_option,
+)
 from memest.errors import PlanError
 from memest.plan import TrainingPlan
 from memest.plan.files import read_suite
 from memest.units import GIB
+from memest.validate.results import find_suite, suite_for_device
 
 
 @main.command()
@@ -37,7 +45,7 @@ from memest.units import GIB
 @click.option("--snapshots", type=PATH, help="Folder for recordings of the allocator.")
 @click.option(
     "--pace",
-    type=PATH,
+    type=OUT,
     help="Measure times of kernels and host instead, into this JSON file: three minutes.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per experiment on stdout.")
@@ -77,8 +85,6 @@ def validate(
             hint="cap it with `--memory-limit 78.66GiB`",
         )
     if suite is not None:
-        from memest.validate.results import find_suite
-
         find_suite(suite)
     from memest.validate.runner import detect_on
 
@@ -112,10 +118,8 @@ def _measure_pace(path: Path) -> int:
     """Measure times of kernels on the installed GPU, and write them to `path`.
 
     Raises:
-        PlanError: the file cannot be written.
         MemestError: there is no GPU.
     """
-    check_writable(path)
     from memest.validate.pace import measure, write_to
     from memest.validate.runner import detect_device
 
@@ -134,7 +138,6 @@ def _validation_rows(
 ) -> tuple[Sequence[TrainingPlan], str]:
     """Return the plans to run, and a word for the name of the results file."""
     from memest.validate.experiment import file_stem
-    from memest.validate.results import find_suite, suite_for_device
 
     if config is None and (suite is not None or "model_name" not in given):
         suite = suite or suite_for_device(device.name, device.memory_bytes)

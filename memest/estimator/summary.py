@@ -17,8 +17,7 @@ from memest.estimator.replay.scenarios import Scenario, intervals, phase_interva
 from memest.estimator.tensors.storages import Coverage
 from memest.estimator.versions import library_versions, simulated
 from memest.plan import TrainingPlan
-from memest.report import Outcome, Peak, Prediction, StepTime, Term, Verdict
-from memest.report.records import KINDS, WHY
+from memest.report import KINDS, WHY, Outcome, Peak, Prediction, StepTime, Term, Verdict
 from memest.units import MIB, counted, format_bytes, format_count, format_gib
 
 if TYPE_CHECKING:

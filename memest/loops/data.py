@@ -131,8 +131,8 @@ def _synthetic(
 
 def _inputs(batch: Batch, plan: TrainingPlan) -> Inputs:
     inputs: Inputs = dict(batch.flags)
-    for item in batch.tensors:
-        inputs[item.name] = item.value if item.is_real else torch.randn(item.value.shape)
+    for name, tensor in batch.tensors.items():
+        inputs[name] = torch.randn(tensor.shape) if tensor.is_meta else tensor
     return _cast(inputs, plan)
 
 

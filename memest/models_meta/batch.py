@@ -23,28 +23,12 @@ IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BatchTensor:
-    """One tensor argument of forward."""
-
-    name: str
-    value: Tensor
-
-    @property
-    def is_real(self) -> bool:
-        """True for ids, masks and labels, whose values matter; False for a meta tensor."""
-        return self.value.device.type != "meta"
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the elements, before an allocator rounds them."""
-        return self.value.nbytes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
     """Arguments of one forward, in the order in which they are moved to the GPU."""
 
-    tensors: tuple[BatchTensor, ...]
+    tensors: Mapping[str, Tensor]
+    """Ids, masks and labels are real, since models read their values; floats are on meta."""
+
     flags: Mapping[str, bool]
     """Arguments that are no tensors, such as CLIP's `return_loss`."""
 
@@ -54,16 +38,6 @@ class Batch:
     image_size: int | None = None
     notes: tuple[str, ...] = ()
     """Assumptions for the report."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors, before an allocator rounds them."""
-        return sum(tensor.num_bytes for tensor in self.tensors)
-
-    @property
-    def kwargs(self) -> dict[str, Any]:
-        """Keyword arguments of forward: real integers on the CPU, meta floats, and flags."""
-        return {tensor.name: tensor.value for tensor in self.tensors} | dict(self.flags)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,13 +67,12 @@ Recipe = Callable[[Request], Batch]
 
 def batch_of(request: Request, named: Mapping[str, Tensor], *notes: str, **kwargs: Any) -> Batch:
     """Make a `Batch` of tensors; without labels or an own loss, the loss is over an output."""
-    tensors = tuple(BatchTensor(name=name, value=value) for name, value in named.items())
     flags = kwargs.pop("flags", {})
     loss_output = "loss"
     if not ({"labels", "start_positions"} & set(named) or flags.get("return_loss")):
         loss_output = "last_hidden_state"
         notes = (*notes, f"{request.class_name} has no loss: the mean of its output is one")
-    return Batch(tensors=tensors, flags=flags, loss_output=loss_output, notes=notes, **kwargs)
+    return Batch(tensors=named, flags=flags, loss_output=loss_output, notes=notes, **kwargs)
 
 
 def _special_ids(config: Any) -> set[int]:

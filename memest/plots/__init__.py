@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from memest.plots.saving import Picture, parse_formats, save, svg_text
     from memest.plots.scaling import plot_scaling, plot_scaling_bars
     from memest.plots.scatter import plot_scatter
-    from memest.plots.style import gpu_label, retitle
+    from memest.plots.style import retitle
     from memest.plots.timeline import plot_timeline
     from memest.plots.trade_off import plot_trade_off
+    from memest.plots.words import gpu_label
 
 __all__ = [
     "Picture", "gpu_label", "parse_formats", "plot_fits", "plot_fragmentation", "plot_ladder",
@@ -35,7 +36,7 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "Picture": "saving", "gpu_label": "style", "parse_formats": "saving", "plot_fits": "heatmap",
+    "Picture": "saving", "gpu_label": "words", "parse_formats": "saving", "plot_fits": "heatmap",
     "plot_fragmentation": "fragmentation", "plot_ladder": "ladder", "plot_largest_batch": "heatmap",
     "plot_phases": "phases", "plot_ranks": "ranks", "plot_scaling": "scaling",
     "plot_scaling_bars": "scaling",

@@ -11,25 +11,9 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from memest.plots.style import (
-    HEIGHT,
-    SMALL,
-    TICK,
-    VALUE,
-    VERDICTS,
-    WIDTH,
-    Panel,
-    Theme,
-    dotted,
-    gpu_label,
-    key,
-    require,
-    shortened,
-    slide,
-    text_on,
-    text_width,
-    version_words,
-)
+from memest.plots.style import HEIGHT, VERDICTS, WIDTH, Panel, Theme, require, slide
+from memest.plots.text import SMALL, TICK, VALUE, shortened, text_on, text_width
+from memest.plots.words import dotted, gpu_label, version_words
 from memest.report import Outcome, Verdict
 from memest.units import GIB
 
@@ -89,11 +73,7 @@ def plot_largest_batch(
             f"The largest batch that fits {gpu_label(gpu)}",
             dotted(*said, "predicted", "OOM: not even a batch of 1", version_words()),
         ),
-        handles=lambda theme: [
-            key(_shade(0.0, dark), "1", theme),
-            key(_shade(0.5, dark), str(round(most**0.5)), theme),
-            key(_shade(1.0, dark), str(most), theme),
-        ],
+        keys=list(zip(_shades(dark), ("1", str(round(most**0.5)), str(most)), strict=True)),
         dark=dark,
     )
 
@@ -143,11 +123,9 @@ def plot_fits(
                 version_words(),
             ),
         ),
-        handles=lambda theme: [
-            key(_shade(0.0, dark), "empty", theme),
-            key(_shade(0.5, dark), "half full", theme),
-            key(_shade(1.0, dark), "full", theme),
-            *(key(VERDICTS[word], word, theme) for word in VERDICTS if word in words),
+        keys=[
+            *zip(_shades(dark), ("empty", "half full", "full"), strict=True),
+            *((color, word) for word, color in VERDICTS.items() if word in words),
         ],
         dark=dark,
     )
@@ -159,12 +137,16 @@ def _shade(share: float, dark: bool) -> str:
     return to_hex((red, green, blue))
 
 
+def _shades(dark: bool) -> list[str]:
+    return [_shade(share, dark) for share in (0.0, 0.5, 1.0)]
+
+
 def _draw_table(
     names: tuple[Sequence[str], Sequence[str]],
     cell: Callable[[str, str, Theme], _Cell],
     *,
     words: tuple[str, str],
-    handles: Callable[[Theme], list[Patch]],
+    keys: Sequence[tuple[str, str]],
     dark: bool,
 ) -> Figure:
     rows, columns = names
@@ -191,12 +173,12 @@ def _draw_table(
                 _draw_cell(panel, (i, j), made, size)
         _write_columns(panel, columns)
         canvas.write_title(*words)
-        keys = handles(theme)
+        handles = [theme.key(*each) for each in keys]
         if any(made.is_oom for made in every):
-            keys.append(
+            handles.append(
                 Patch(facecolor=theme.band[1], edgecolor=theme.ink, hatch="//", label="OOM")
             )
-        canvas.write_legend(keys, top=1.28)
+        canvas.write_legend(handles, top=1.28)
     return canvas.figure
 
 

@@ -14,25 +14,22 @@ from memest.plots.style import (
     HEIGHT,
     KINDS,
     OF_STRATEGIES,
-    SMALL,
-    VALUE,
     WIDTH,
     Canvas,
     Panel,
     Theme,
+    require,
+    slide,
+    widest_gap,
+)
+from memest.plots.text import SMALL, VALUE, shortened, text_on, text_width
+from memest.plots.words import (
     dotted,
     gpu_label,
     gpu_words,
-    key,
-    require,
     setting_words,
-    shortened,
-    slide,
-    text_on,
-    text_width,
     token_words,
     version_words,
-    widest_gap,
 )
 from memest.report import Measurement, Outcome, Phase, PhaseRow, Prediction
 from memest.units import GIB
@@ -428,7 +425,7 @@ def _write_keys(canvas: Canvas, reports: Sequence[Row], parts: Sequence[Mapping[
     theme = canvas.theme
     used = {kind for row in parts for kind, size in row.items() if size}
     names = {"rest": "temporaries, rest"}
-    handles = [key(theme.kinds[k], names.get(k, k), theme) for k in KINDS if k in used]
+    handles = [theme.key(theme.kinds[k], names.get(k, k)) for k in KINDS if k in used]
     if CACHED in used:
         handles.append(Patch(facecolor=theme.band[1], edgecolor=theme.muted, label="cached"))
     if UNKNOWN in used:

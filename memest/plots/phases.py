@@ -8,25 +8,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from memest.plots.style import (
-    HEIGHT,
-    KINDS,
-    LABEL,
-    TICK,
-    VALUE,
-    WIDTH,
-    Canvas,
-    Panel,
-    dashed_key,
-    gpu_label,
-    key,
-    plan_line,
-    signed_percent,
-    slide,
-    text_on,
-    text_width,
-    widest_gap,
-)
+from memest.plots.style import HEIGHT, KINDS, WIDTH, Canvas, Panel, slide, widest_gap
+from memest.plots.text import LABEL, TICK, VALUE, text_on, text_width
+from memest.plots.words import gpu_label, plan_line, signed_percent
 from memest.report import Measurement, Outcome, Phase, PhaseRow, Prediction, Report
 from memest.units import GIB, format_gib, format_size
 
@@ -177,7 +161,7 @@ def _draw_column(
             )  # fmt: skip
         base += height
     panel.dashed_box((x - width / 2, base, width, peak - base), f"{gid}:peak")
-    _number(panel, x, peak, format_size(round(peak * GIB)), is_inside=is_inside)
+    panel.write_number(x, peak, format_size(round(peak * GIB)), is_inside=is_inside)
 
 
 def _draw_missing(panel: Panel, x: float, width: float, column: Column, gid: str) -> None:
@@ -186,7 +170,7 @@ def _draw_missing(panel: Panel, x: float, width: float, column: Column, gid: str
     reached = column.failed_at_bytes / GIB
     if not reached:  # of a run that fits: the micro-batch is not the one before the step
         is_cut = column.report.verdict is not Outcome.FITS
-        _number(panel, x, 0.0, "not\nreached" if is_cut else "none")
+        panel.write_number(x, 0.0, "not\nreached" if is_cut else "none")
         return
     box = (x - width / 2, 0, width, reached)
     panel.fill(box, fill=False, edgecolor=theme.ink, linewidth=1.6, gid=f"{gid}:oom")
@@ -195,16 +179,7 @@ def _draw_missing(panel: Panel, x: float, width: float, column: Column, gid: str
         x, reached / 2, "OOM", ha="center", va="center", size=LABEL, weight="bold",
         color=theme.background, bbox={"facecolor": theme.ink, "edgecolor": "none", "pad": 5},
     )  # fmt: skip
-    _number(panel, x, reached, f"{'≥ ' if column.is_at_least else ''}{reached:.1f}")
-
-
-def _number(panel: Panel, x: float, y: float, text: str, *, is_inside: bool = False) -> None:
-    """Write the number of a bar, over its top, or under it where the limit's line is too near."""
-    panel.axes.annotate(
-        text, (x, y), (0, -4 if is_inside else 3), textcoords="offset points", ha="center",
-        va="top" if is_inside else "bottom", size=VALUE, weight="bold", zorder=5,
-        bbox=panel.theme.box(),
-    )  # fmt: skip
+    panel.write_number(x, reached, f"{'≥ ' if column.is_at_least else ''}{reached:.1f}")
 
 
 def _draw_limit(
@@ -247,6 +222,6 @@ def _write_keys(canvas: Canvas, *, is_distributed: bool) -> None:
     # a probe distinguishes only the first three kinds: the fourth is the rest
     rest = {"activations": "activations, buckets, gathered"} if is_distributed else {}
     theme = canvas.theme
-    handles = [key(theme.kinds[kind], rest.get(kind, kind), theme) for kind in STACK]
-    handles.append(dashed_key(theme, "peak since the phase before"))
+    handles = [theme.key(theme.kinds[kind], rest.get(kind, kind)) for kind in STACK]
+    handles.append(theme.dashed_key("peak since the phase before"))
     canvas.write_legend(handles, top=1.28)

@@ -5,19 +5,9 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 
 from memest.plots.phases import FAR_LIMIT
-from memest.plots.style import (
-    HEIGHT,
-    VALUE,
-    WIDTH,
-    Panel,
-    dashed_key,
-    dotted,
-    gpu_label,
-    key,
-    limit_text,
-    slide,
-    text_on,
-)
+from memest.plots.style import HEIGHT, WIDTH, Panel, slide
+from memest.plots.text import VALUE, limit_text, text_on
+from memest.plots.words import dotted, gpu_label
 from memest.report import RankRow, RunReport
 from memest.units import GIB
 
@@ -59,8 +49,8 @@ def plot_ranks(report: RunReport, *, limit_bytes: int, dark: bool = False) -> Fi
         else:
             panel.draw_limit(limit_bytes / GIB, text, is_right=True)
         colors = [canvas.theme.kinds[kind] for kind in _KINDS]
-        keys = [key(c, p, canvas.theme) for c, p in zip(colors, _PARTS, strict=True)]
-        canvas.write_legend([*keys, dashed_key(canvas.theme, "at most, by timing")], top=1.28)
+        keys = [canvas.theme.key(c, p) for c, p in zip(colors, _PARTS, strict=True)]
+        canvas.write_legend([*keys, canvas.theme.dashed_key("at most, by timing")], top=1.28)
         size_of_world = max(row.rank for row in rows) + 1
         words = f"{len(rows)} of {size_of_world} ranks simulated", gpu_label(report.gpu)
         title = f"{report.name}: peak by rank"
@@ -94,7 +84,4 @@ def _draw(panel: Panel, place: int, row: RankRow, *, is_numbered: bool) -> None:
     if high > base:
         panel.dashed_box((place - 0.37, base, 0.74, high - base), f"rank {row.rank}:high")
     if is_numbered:
-        panel.axes.annotate(
-            f"{high:.1f}", (place, high), (0, 3), textcoords="offset points", ha="center",
-            va="bottom", size=VALUE, weight="bold", zorder=5, bbox=panel.theme.box(),
-        )  # fmt: skip
+        panel.write_number(place, high, f"{high:.1f}")

@@ -12,7 +12,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from memest.errors import PlanError, shown
-from memest.plots.style import FONT, PNG_DPI, plain_matplotlib
+from memest.plots.style import PNG_DPI, plain_matplotlib
+from memest.plots.text import FONT
 
 FORMATS = ("png", "svg", "pdf")
 _OTHERS = frozenset("bmp eps gif jpeg jpg pgf ps tif tiff webp".split())  # formats a path may name

@@ -16,28 +16,10 @@ from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
 from memest.errors import PlanError
 from memest.estimator.search.scaling import ScalingLine, constant_terms, kind_bytes
-from memest.plots.style import (
-    HEIGHT,
-    KINDS,
-    LABEL,
-    TICK,
-    VALUE,
-    VERDICTS,
-    WIDTH,
-    Canvas,
-    Panel,
-    Theme,
-    dashed_key,
-    key,
-    label_of,
-    limit_text,
-    plan_line,
-    shortened,
-    slide,
-    text_on,
-    text_width,
-)
+from memest.plots.style import HEIGHT, KINDS, VERDICTS, WIDTH, Canvas, Panel, Theme, slide
+from memest.plots.text import LABEL, TICK, VALUE, limit_text, shortened, text_on, text_width
 from memest.plots.timeline import color_of
+from memest.plots.words import label_of, plan_line
 from memest.report import Outcome, Prediction
 from memest.units import GIB, format_size
 
@@ -425,8 +407,8 @@ def _write_bar_words(canvas: Canvas, line: ScalingLine) -> None:
     report, theme = _last(line), canvas.theme
     canvas.write_title(f"{report.name} under {label_of(line.strategy)}", subtitle_of(report))
     used = {kind for r in line.reports.values() for kind, size in stack_of(r).items() if size}
-    handles: list[Patch] = [key(color_of(theme, k), k, theme) for k in STACK if k in used]
-    handles.append(dashed_key(theme, "cached"))
+    handles: list[Patch] = [theme.key(color_of(theme, k), k) for k in STACK if k in used]
+    handles.append(theme.dashed_key("cached"))
     canvas.write_legend(handles, top=1.28)
     stays = shortened(_sentence(large_constants(line), max(line.reports)), VALUE, WIDTH - 0.8)
     canvas.write(0.4, 1.72, stays, size=VALUE, weight="bold", gid="stays")

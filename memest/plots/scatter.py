@@ -9,23 +9,14 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, MultipleLocator
 
-from memest.plots.style import (
-    HEIGHT,
+from memest.plots.style import HEIGHT, WIDTH, Canvas, require, slide
+from memest.plots.text import SMALL, TICK, VALUE, named, row_size, text_width
+from memest.plots.words import (
     MINUS,
-    SMALL,
-    TICK,
-    VALUE,
-    WIDTH,
-    Canvas,
     dotted,
     gpu_words,
-    named,
     percent_off,
-    require,
-    row_size,
     signed_percent,
-    slide,
-    text_width,
     token_words,
     version_words,
 )

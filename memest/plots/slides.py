@@ -10,20 +10,8 @@ from matplotlib.backends.backend_pdf import PdfPages
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from memest.plots.style import (
-    HEIGHT,
-    SMALL,
-    VALUE,
-    WIDTH,
-    Panel,
-    Theme,
-    dashed_key,
-    key,
-    plain_matplotlib,
-    slide,
-    text_on,
-    text_width,
-)
+from memest.plots.style import HEIGHT, WIDTH, Panel, Theme, plain_matplotlib, slide
+from memest.plots.text import SMALL, VALUE, text_on, text_width
 from memest.plots.timeline import TEMPORARIES
 
 if TYPE_CHECKING:
@@ -66,9 +54,9 @@ def draw_slide(each: Slide, *, dark: bool) -> Figure:
         if chart.has_legend:
             theme, colors = canvas.theme, colors_of(canvas.theme)
             keys = [
-                dashed_key(theme, s.name)
+                theme.dashed_key(s.name)
                 if s.color == "between"
-                else key(colors[s.color], s.name, theme)
+                else theme.key(colors[s.color], s.name)
                 for s in chart.series
             ]
             canvas.write_legend(keys, top=1.25)

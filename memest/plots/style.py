@@ -1,12 +1,10 @@
-"""Common look and words of charts."""
+"""Common look of charts."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from math import ceil
 from typing import Any, Literal
@@ -16,15 +14,21 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.textpath import TextPath
 
-from memest import __version__
 from memest.errors import PlanError
-from memest.report import Report
+from memest.plots.text import (
+    FONT,
+    LABEL,
+    SMALL,
+    TICK,
+    TITLE,
+    VALUE,
+    limit_text,
+    shortened,
+    text_width,
+)
 from memest.units import GIB
 
 WIDTH, HEIGHT = 40 / 3, 7.5
@@ -36,9 +40,6 @@ VERDICTS = {"tight": "#8E44AD", "may": "#7A5C00"}
 PNG_DPI = 144
 """Dots per inch for 1920 x 1080 pixels."""
 
-TITLE, LABEL, TICK, VALUE, SMALL = 26, 20, 18, 16, 14
-"""Sizes of type in points; only rows of a long list go below `SMALL`."""
-
 KINDS = ("params", "grads", "optimizer", "activations", "buckets", "gathered", "rest")
 """Kinds in the order of the stack, from the axis."""
 
@@ -46,13 +47,9 @@ OF_STRATEGIES = ("buckets", "gathered")
 """Kinds that only a run on several GPUs has; other legends omit them."""
 
 _HATCH_INCHES = 0.19  # between strokes, along the axis
-MINUS = "\N{MINUS SIGN}"  # as wide as a plus
 _DASHES = (0, (3, 2))
-_MAX_LETTERS = 250  # more never fit a line
 Box = tuple[float, float, float, float]
 """Left, lower edge, width and height, in data."""
-
-FONT = "DejaVu Sans"  # comes with matplotlib, so every machine draws the same
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +80,16 @@ class Theme:
     def box(self, pad: float = 1.0) -> dict[str, Any]:
         """Return the box of a text that hides what is behind it; `pad` in points."""
         return {"facecolor": self.background, "edgecolor": "none", "pad": pad}
+
+    def key(self, color: str, label: str) -> Patch:
+        """Return a legend's key for a filled colour."""
+        return Patch(facecolor=color, edgecolor=self.background, label=label)
+
+    def dashed_key(self, label: str) -> Patch:
+        """Return the key of a dashed outline."""
+        return Patch(
+            facecolor="none", edgecolor=self.ink, linewidth=1.6, linestyle=_DASHES, label=label
+        )
 
 
 _STATES = {
@@ -167,6 +174,14 @@ class Panel:
         self.axes.text(
             column, y / self.height, text, transform=self.axes.get_xaxis_transform(),
             clip_on=False, **style,
+        )  # fmt: skip
+
+    def write_number(self, x: float, y: float, text: str, *, is_inside: bool = False) -> None:
+        """Write the number of a bar over its top, or under it where a line is too near."""
+        self.axes.annotate(
+            text, (x, y), (0, -4 if is_inside else 3), textcoords="offset points", ha="center",
+            va="top" if is_inside else "bottom", size=VALUE, weight="bold", zorder=5,
+            bbox=self.theme.box(),
         )  # fmt: skip
 
     def draw_limit(self, limit: float, text: str, *, is_right: bool, is_over: bool = True) -> None:
@@ -317,58 +332,10 @@ def slide(*, dark: bool, height: float = HEIGHT) -> Iterator[Canvas]:
         yield Canvas(figure, theme)
 
 
-def text_on(color: str) -> str:
-    """Return black or white, the one with more contrast on `color` (WCAG 2 relative luminance)."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
-    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return "#000000" if (luminance + 0.05) ** 2 > 1.05 * 0.05 else "#FFFFFF"
-
-
-@lru_cache(maxsize=4096)
-def text_width(text: str, size: float, *, bold: bool = False) -> float:
-    """Return the inches of one line of `text`."""
-    if not text.strip():
-        return 0.0
-    font = FontProperties(family=FONT, weight="bold" if bold else "normal")
-    text = text.replace("$", "S")  # matplotlib would measure a formula
-    return float(TextPath((0, 0), text, size=size, prop=font).get_extents().width) / 72
-
-
-def shortened(text: str, size: float, inches: float, *, bold: bool = False) -> str:
-    """Return `text` with its middle replaced by an ellipsis where it is wider than `inches`."""
-
-    def cut(num_kept: int) -> str:
-        tail = num_kept // 2
-        return f"{text[: num_kept - tail]}…{text[len(text) - tail :]}"
-
-    text = " ".join(text.split())
-    if len(text) <= _MAX_LETTERS and text_width(text, size, bold=bold) <= inches:
-        return text
-    kept = range(2, min(len(text), _MAX_LETTERS))
-    num_fit = bisect_right(kept, inches, key=lambda n: text_width(cut(n), size, bold=bold))
-    return cut(kept[num_fit - 1]) if num_fit else "…"
-
-
-def named(name: str, tag: str, size: float, inches: float) -> str:
-    """Return `name` and `tag`, the name cut where both together are wider than `inches`."""
-    return shortened(name, size, inches - text_width(tag, size)) + tag
-
-
 def widest_gap(start: float, stop: float, lines: Sequence[float]) -> tuple[float, float]:
     """Return the longest part of a bar that no line cuts."""
     edges = [start, *sorted(x for x in lines if start < x < stop), stop]
     return max(pairwise(edges), key=lambda gap: gap[1] - gap[0])
-
-
-def gpu_label(gpu: str) -> str:
-    """Return the name of a GPU for slides.
-
-    >>> gpu_label("a100-80gb"), gpu_label("12.00GiB"), gpu_label("custom")
-    ('A100 80GB', '12.00 GiB', 'custom')
-    """
-    if not any(c.isdigit() for c in gpu):
-        return gpu
-    return gpu.replace("-", " ").upper().replace("GIB", " GiB")
 
 
 def retitle(figure: Figure, title: str) -> Figure:
@@ -384,46 +351,6 @@ def keys_width(handles: Sequence[Artist], size: float) -> float:
     return sum(text_width(str(h.get_label()), size) + 3.0 * size / 72 for h in handles)
 
 
-def key(color: str, label: str, theme: Theme) -> Patch:
-    """Return a legend's key for a filled colour."""
-    return Patch(facecolor=color, edgecolor=theme.background, label=label)
-
-
-def dashed_key(theme: Theme, label: str) -> Patch:
-    """Return the key of a dashed outline."""
-    return Patch(
-        facecolor="none", edgecolor=theme.ink, linewidth=1.6, linestyle=_DASHES, label=label
-    )
-
-
-def limit_text(gpu: str, limit_bytes: int, inches: float) -> str:
-    """Return the name of a GPU's line, shortened to `inches`."""
-    text = f"{gpu_label(gpu)}: {limit_bytes / GIB:.1f} GiB usable"
-    return shortened(text, VALUE, inches, bold=True)
-
-
-def row_size(num_rows: int, inches: float) -> float:
-    """Return the size of type for `num_rows` lines in `inches`."""
-    return min(float(VALUE), 0.86 * 72 * inches / num_rows)
-
-
-def percent_off(predicted_bytes: int, measured_bytes: int) -> float:
-    """Return the signed error of a prediction in per cent of the measured figure."""
-    return 100 * (predicted_bytes - measured_bytes) / measured_bytes
-
-
-def signed_percent(predicted_bytes: int, measured_bytes: int) -> str:
-    """Return `percent_off` as text; an error that rounds to nothing has no sign.
-
-    >>> signed_percent(201, 200), signed_percent(10**6 + 1, 10**6)
-    ('+0.50 %', '±0.00 %')
-    """
-    error = percent_off(predicted_bytes, measured_bytes)
-    if abs(error) < 0.005:
-        return "±0.00 %"
-    return f"{error:+.2f} %".replace("-", MINUS)
-
-
 def require(reports: Sequence[object]) -> None:
     """Check that there is something to draw.
 
@@ -432,99 +359,3 @@ def require(reports: Sequence[object]) -> None:
     """
     if not reports:
         raise PlanError("there is no experiment to draw", hint="name a file with at least one")
-
-
-DOT = " \N{MIDDLE DOT} "
-
-
-def dotted(*parts: str) -> str:
-    """Return the parts that are not empty, with dots between them."""
-    return DOT.join(filter(None, parts))
-
-
-_STRATEGIES = {"ddp": "DDP", "fsdp": "FSDP", "fsdp2": "FSDP2"} | {
-    f"deepspeed_stage_{stage}": f"ZeRO-{stage}" for stage in (1, 2, 3)
-}
-
-
-def label_of(strategy: str) -> str:
-    """Return the name of a strategy for slides.
-
-    >>> label_of("deepspeed_stage_3_offload"), label_of("fsdp2")
-    ('ZeRO-3 offload', 'FSDP2')
-    """
-    base = strategy.removesuffix("_offload").removesuffix("_find_unused_parameters_true")
-    tail = {"_offload": " offload", "": ""}.get(strategy.removeprefix(base), ", unused found")
-    return _STRATEGIES.get(base, base) + tail
-
-
-def setting_words(plan: Mapping[str, Any]) -> list[str]:
-    """Return the settings of a plan within its model: precision, batch, optimizer, technique.
-
-    >>> setting_words({"precision": "bf16-true", "batch_size": 16, "accumulate_grad_batches": 4,
-    ...                "optim": "adamw", "use_lora": True, "lora_r": 8})
-    ['bf16-true', 'batch 16 x 4', 'adamw', 'LoRA 8']
-    """
-    words = []
-    if plan.get("precision"):
-        words.append(str(plan["precision"]))
-    if plan.get("batch_size"):
-        count = plan.get("accumulate_grad_batches") or 1
-        words.append(f"batch {plan['batch_size']}{f' x {count}' if count > 1 else ''}")
-    if plan.get("optim"):
-        words.append(str(plan["optim"]))
-    return words + technique_words(plan)
-
-
-def technique_words(plan: Mapping[str, Any]) -> list[str]:
-    """Return adapters, quantisation, checkpointing, strategy and attention if not default."""
-    words = []
-    adapter = "QLoRA" if plan.get("use_qlora") else "LoRA" if plan.get("use_lora") else ""
-    if adapter:
-        words.append(f"{adapter} {plan.get('lora_r', '')}".strip())
-    if plan.get("use_dora"):
-        words.append("DoRA")
-    if plan.get("act_ckpt"):
-        words.append("checkpointing")
-    if plan.get("freeze"):
-        words.append("frozen parts")
-    if plan.get("attn_implementation") not in (None, "", "sdpa"):
-        words.append(str(plan["attn_implementation"]))
-    strategy, devices = plan.get("strategy") or "auto", plan.get("devices") or 1
-    if strategy != "auto" or devices > 1:
-        name = label_of("ddp" if strategy == "auto" else strategy)
-        words.append(f"{name} on {devices} GPU{'s' if devices > 1 else ''}")
-    if plan.get("memory_limit"):
-        words.append(f"capped at {plan['memory_limit'] / 2**30:.4g} GiB")
-    return words
-
-
-def token_words(reports: Sequence[Report]) -> str:
-    """Return the tokens per sample of all reports, and the pixels where they are all one size."""
-    lengths = sorted({int(n) for r in reports if (n := r.plan.get("seq_len"))})
-    if not lengths:
-        return ""
-    span = f"{lengths[0]}" if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
-    return f"{span} tokens"
-
-
-def gpu_words(reports: Sequence[Report]) -> str:
-    """Return the GPUs of the reports."""
-    return ", ".join(dict.fromkeys(gpu_label(report.gpu) for report in reports))
-
-
-def version_words(reports: Sequence[Report] = ()) -> str:
-    """Return the memest version that made the reports."""
-    versions = dict.fromkeys(str(r.versions["memest"]) for r in reports if r.versions.get("memest"))
-    return f"memest {', '.join(versions) or __version__}"
-
-
-def plan_line(reports: Sequence[Report], *others: str) -> str:
-    """Return plan, GPU and tokens of reports of one plan, the other words, and the version."""
-    plan = reports[0].plan
-    model = str(plan.get("model_name", ""))
-    said = [] if model and model in reports[0].name else [model.rsplit("/", 1)[-1]]
-    return dotted(
-        *said, *setting_words(plan), token_words(reports), gpu_words(reports), *others,
-        version_words(reports),
-    )  # fmt: skip

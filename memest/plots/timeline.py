@@ -11,26 +11,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from memest.estimator.replay.recording import Span, Timeline
-from memest.plots.style import (
-    HEIGHT,
-    LABEL,
-    TICK,
-    VALUE,
-    WIDTH,
-    Canvas,
-    Panel,
-    Theme,
-    dotted,
-    gpu_label,
-    key,
-    limit_text,
-    setting_words,
-    shortened,
-    slide,
-    text_on,
-    text_width,
-    version_words,
-)
+from memest.plots.style import HEIGHT, WIDTH, Canvas, Panel, Theme, slide
+from memest.plots.text import LABEL, TICK, VALUE, limit_text, shortened, text_on, text_width
+from memest.plots.words import dotted, gpu_label, setting_words, version_words
 from memest.units import GIB
 
 MAX_COLUMNS = 600
@@ -221,7 +204,7 @@ def _mark_peak(panel: Panel, timeline: Timeline) -> None:
 
 def _write_keys(canvas: Canvas, areas: Sequence[str]) -> None:
     theme = canvas.theme
-    handles: list[Patch | Line2D] = [key(color_of(theme, area), area, theme) for area in areas]
+    handles: list[Patch | Line2D] = [theme.key(color_of(theme, area), area) for area in areas]
     handles.append(
         Line2D([], [], color=theme.ink, linewidth=1.8, linestyle=(0, (4, 2)), label="reserved")
     )

@@ -8,23 +8,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from memest.plots.style import (
-    HEIGHT,
-    SMALL,
-    VALUE,
-    VERDICTS,
-    WIDTH,
-    Panel,
-    dotted,
-    gpu_label,
-    key,
-    require,
-    row_size,
-    shortened,
-    slide,
-    token_words,
-    version_words,
-)
+from memest.plots.style import HEIGHT, VERDICTS, WIDTH, Panel, require, slide
+from memest.plots.text import SMALL, VALUE, row_size, shortened
+from memest.plots.words import dotted, gpu_label, token_words, version_words
 from memest.report import Outcome, Prediction, StepTime
 from memest.units import GIB
 
@@ -68,7 +54,7 @@ def plot_trade_off(reports: Sequence[Prediction], *, gpu: str, dark: bool = Fals
             panel.axes.set_yticks([])
         bound = {time.bound_by for r in reports if (time := r.times.get(gpu))}
         used = {name: color for name, color in _BOUND.items() if name in bound}
-        handles: list[Patch] = [key(c, f"bound by {n}", theme) for n, c in used.items()]
+        handles: list[Patch] = [theme.key(c, f"bound by {n}") for n, c in used.items()]
         canvas.write_legend(handles, top=1.2)
         words = (token_words(reports), "line: interval of the estimate", version_words(reports))
         canvas.write_title(f"Memory against time on {gpu_label(gpu)}", dotted(*words))

@@ -1,33 +1,766 @@
-"""Predictions and measurements in one schema, and their files."""
+"""The schema of reports, `memest.report/1`: of plans, measurements and scripts."""
 
 from __future__ import annotations
 
-from memest.report.records import (
-    ClosedForm,
-    Ending,
-    Guess,
-    HeldRow,
-    Interval,
-    Measurement,
-    Outcome,
-    Peak,
-    Phase,
-    PhaseRow,
-    Prediction,
-    RankRow,
-    Report,
-    RunPeak,
-    RunPhase,
-    RunReport,
-    RunStep,
-    StepTime,
-    Term,
-    Verdict,
-    read_measurements,
-)
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from types import UnionType
+from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
 
-__all__ = [
-    "ClosedForm", "Ending", "Guess", "HeldRow", "Interval", "Measurement", "Outcome", "Peak",
-    "Phase", "PhaseRow", "Prediction", "RankRow", "Report", "RunPeak", "RunPhase", "RunReport",
-    "RunStep", "StepTime", "Term", "Verdict", "read_measurements",
-]  # fmt: skip
+from memest.errors import PlanError
+from memest.plan.reading import read_limited
+from memest.plan.values import IN_PLACE
+from memest.units import counted
+
+KINDS = (
+    "params", "buffers", "grads", "buckets", "gathered", "optimizer", "activations", "temporaries",
+    "batch", "workspace", "other",
+)  # fmt: skip
+
+WHY = {
+    "params": "the weights",
+    "grads": "one per trained parameter, from its backward to the next zero_grad",
+    "optimizer": "state of the optimizer",
+    "buffers": "not trained: tables, scales of quantised weights",
+    "activations": "saved for the backward, or in use in the forward",
+    "temporaries": "of backward and optimizer",
+    "workspace": "of cuBLAS and other kernels",
+    "batch": "inputs and labels",
+    "buckets": "gradients on their way to the other GPUs and back",
+    "gathered": "weights gathered from the shards of all GPUs, while they are used",
+    "other": "made before any model ran, and not part of one",
+    "rounding": "requests round up to 512 B; up to 1 MiB of a large block is not split off",
+}
+
+
+SCHEMA = "memest.report/1"
+
+OPERATOR = re.compile(r"^(aten|prims|_?c10d\w*|fsdp|bitsandbytes|torchvision|flash_attn\w*)\.\w+")
+"""Pattern of the names of operators, which distinguishes them from modules and lines."""
+
+
+class Phase(StrEnum):
+    """The four moments of a step at which the lab reads the memory, and the end of a validation."""
+
+    BEFORE_FORWARD = "before_forward"
+    AFTER_FORWARD = "after_forward"
+    AFTER_BACKWARD = "after_backward"
+    AFTER_OPTIMIZER_STEP = "after_optimizer_step"
+    AFTER_VALIDATION = "after_validation"
+
+
+class Outcome(StrEnum):
+    """End of a plan's run."""
+
+    FITS = "fits"
+    OOM = "oom"
+    MAY = "may"
+    """Prediction on several GPUs whose verdict depends on the free timing of shared blocks."""
+
+    FAILED = "failed"
+    """Measured runs only: a crash or the time limit."""
+
+    @property
+    def word(self) -> str:
+        """The word in reports and charts."""
+        return "OOM" if self is Outcome.OOM else str(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseRow:
+    """Values that a probe reads at one moment. `before_forward` is read before the batch is moved
+    to the GPU.
+    """
+
+    step: int
+    micro_batch: int
+    phase: Phase
+    params_bytes: int
+    grads_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    """Allocated less the three above, as the lab defines it."""
+
+    allocated_bytes: int
+    peak_allocated_bytes: int
+    """The highest since the row before."""
+
+    reserved_bytes: int
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Bytes of the four kinds, which add up to the allocated bytes."""
+        return {
+            "params": self.params_bytes,
+            "grads": self.grads_bytes,
+            "optimizer": self.optimizer_bytes,
+            "activations": self.activations_bytes,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peak:
+    """The place in the run at which allocated bytes are highest."""
+
+    step: int
+    phase: str
+    module: str
+    op: str
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Names of the places: the module, and the line of a script."""
+        return (self.module,)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """Bounds of a rank's figure."""
+
+    low_bytes: int
+    high_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """Verdict about a run on one GPU, and the margin."""
+
+    verdict: Outcome
+    margin_bytes: int
+    """Limit less what the run needs."""
+
+    limit_bytes: int
+    """Bytes that the caching allocator can reserve on it."""
+
+    reserved_bytes: int
+    """Peak reserved on this GPU, up to the failure if the run is out of memory. Part of it can be
+    cached blocks that the allocator would give back.
+    """
+
+    spread_bytes: int = 0
+    """Bytes of the limit that another driver of this GPU may take."""
+
+    at: str = ""
+    """Failed request of an `oom` or a `may`: step, phase, module and operator."""
+
+    decides: str = ""
+    """Deciding blocks of a `may`: the verdict depends on their return."""
+
+    needs_bytes: int = field(init=False)
+    """The least limit under which the run fits; on several GPUs, the highest over ranks and over
+    the moments at which shared blocks return. Of a script that ended out of memory, a lower bound.
+    """
+
+    is_tight: bool = field(init=False)
+    """True if the run fits, but may not if another driver leaves less."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "needs_bytes", self.limit_bytes - self.margin_bytes)
+        is_tight = self.verdict is Outcome.FITS and self.margin_bytes < self.spread_bytes
+        object.__setattr__(self, "is_tight", is_tight)
+
+    @property
+    def word(self) -> str:
+        """The one word that every report and chart uses: `fits`, `tight`, `may` or `OOM`."""
+        return "tight" if self.is_tight else self.verdict.word
+
+
+def without_operator(why: str) -> str:
+    """The reason of a term without the operator at its end.
+
+    >>> without_operator("of the optimizer: aten._foreach_sqrt")
+    'of the optimizer'
+    """
+    head, colon, tail = why.rpartition(": ")
+    return head if colon and OPERATOR.match(tail) else why
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Term:
+    """Bytes alive at the peak, with the arithmetic behind them."""
+
+    kind: str
+    num_bytes: int
+    arithmetic: str
+    why: str
+
+    source: ClassVar[str] = ""
+    """Only lines of scripts have a source."""
+
+    @property
+    def note(self) -> str:
+        """The arithmetic and the reason, without the operator at the end of the reason."""
+        if self.kind == "params":
+            return self.arithmetic
+        return f"{self.arithmetic}: {without_operator(self.why)}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClosedForm:
+    """The textbook's activations of one layer and the traced ones; all bytes are per layer."""
+
+    formula: str
+    letters: Mapping[str, int]
+    """Letters of the formula: `s` tokens, `b` samples, `h` model width, `a` heads."""
+
+    num_layers: int
+    textbook_bytes: int
+    traced_bytes: int
+    """Bytes that the forward pass saves for the backward, the mean over layers."""
+
+    differences: tuple[Term, ...]
+    """Terms whose sum is the simulated bytes less the textbook's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Estimated time of one optimizer step on one GPU. No figure of the memory depends on it."""
+
+    seconds: float
+    low_seconds: float
+    high_seconds: float
+    """Bounds within which four of five measured steps are (docs/time.md)."""
+
+    peak_share: float
+    """Operations of products, convolutions and attention relative to the peak rate, 0 to 1."""
+
+    bound_by: str
+    """Bound of most of the step: `host`, `compute`, `memory` or `link`."""
+
+    origin: str
+    """GPU whose measured kernel times were used; empty if they are of `gpu` itself."""
+
+    unmeasured_share: float
+    """Share of the step in kernels without measured efficiency."""
+
+    first_seconds: float = 0.0
+    """Part of `seconds` in which libraries choose or compile kernels for sizes that no step before
+    had. A long training has fewer of them.
+    """
+
+    measured_in: str = ""
+    """Name of the file of `MEMEST_PACE` with the times; empty if they are memest's own."""
+
+
+def read_as(kind: Any, value: Any) -> Any:
+    """Return JSON values as an instance of a type of the schema; unknown and computed keys are
+    ignored.
+
+    Raises:
+        KeyError, TypeError, ValueError: something is missing or of the wrong kind.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return None if value is None else read_as(arguments[0], value)
+    if origin is tuple:
+        return tuple(read_as(arguments[0], each) for each in value)
+    if origin is Mapping and arguments[1] is not Any:
+        return {name: read_as(arguments[1], each) for name, each in value.items()}
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return kind(value)
+    if not (isinstance(kind, type) and is_dataclass(kind)):
+        return value
+    hints = _hints(kind)
+    return kind(
+        **{
+            f.name: read_as(hints[f.name], value[f.name])
+            for f in fields(kind)
+            if f.init and (f.name in value or f.default is f.default_factory is MISSING)
+        }
+    )
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+class Levels:
+    """Peaks of a run."""
+
+    __slots__ = ()
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    process_bytes: int
+
+    @property
+    def levels(self) -> dict[str, int]:
+        """Bytes of the three peaks by name."""
+        return {
+            "allocated": self.peak_allocated_bytes,
+            "reserved": self.peak_reserved_bytes,
+            "process": self.process_bytes,
+        }
+
+
+class JsonReport(Levels):
+    """Report that is a line of JSON."""
+
+    kind: ClassVar[str] = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        return {"schema": SCHEMA, "kind": self.kind, **asdict(self)}  # type: ignore[call-overload]
+
+    def to_json(self) -> str:
+        """Return one line of JSON."""
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Return the report that `to_dict` wrote; keys that it does not know are passed over.
+
+        Raises:
+            KeyError, TypeError, ValueError: something is missing or of the wrong kind.
+        """
+        return read_as(cls, values)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(JsonReport):
+    """Common fields of predictions and measurements."""
+
+    name: str
+    plan: Mapping[str, Any]
+    model: Mapping[str, Any]
+    """`class`, `num_params`, `num_trainable_params`."""
+
+    gpu: str
+    """The GPU that the figures are for."""
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    process_bytes: int
+    """Bytes in nvidia-smi: reserved and the CUDA context."""
+
+    host_bytes: int
+    """Predicted: host memory that the run holds on purpose, such as paged optimizer state.
+    Measured: the process's highest resident size; of a distributed run, what all ranks hold more
+    than before their models were built (`validate/experiment.py`).
+    """
+
+    phases: tuple[PhaseRow, ...]
+    verdict: Outcome
+    versions: Mapping[str, str]
+    elapsed_s: float
+
+    @property
+    def word(self) -> str:
+        """The word for the verdict on `gpu`."""
+        return self.verdict.word
+
+    @property
+    def is_distributed(self) -> bool:
+        """Return whether a strategy of several GPUs ran the plan."""
+        plan = self.plan
+        return plan.get("strategy", "auto") != "auto" or int(plan.get("devices") or 1) > 1
+
+
+class Simulated:
+    """Texts of the reports of plans and scripts."""
+
+    def __str__(self) -> str:
+        """The text report."""
+        from memest.report.text import render_text
+
+        return render_text(self, verbose=True)  # type: ignore[arg-type]
+
+    def summary(self, gpu: str = "", *, measured_bytes: int | None = None) -> str:
+        """Return the verdict on `gpu` in one line; with the measured peak if it is given."""
+        from memest.report.answer import summary_line
+
+        return summary_line(self, gpu, measured_bytes=measured_bytes)  # type: ignore[arg-type]
+
+    def _repr_html_(self) -> str:
+        from memest.report.page import fragment
+
+        return fragment(self)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction(Simulated, Report):
+    """Predicted output of a run of the plan."""
+
+    kind: ClassVar[str] = "predicted"
+
+    notes: ClassVar[tuple[str, ...]] = ()
+    modules: ClassVar[tuple[HeldRow, ...]] = ()
+    lines: ClassVar[tuple[HeldRow, ...]] = ()
+    guesses: ClassVar[tuple[Guess, ...]] = ()
+    ranks: ClassVar[tuple[RankRow, ...]] = ()
+    is_cut_short: ClassVar[bool] = False
+    """Only scripts have these."""
+
+    is_script: ClassVar[bool] = False
+
+    unlimited_reserved_bytes: int
+    """Peak reserved on a GPU without a limit; more than `peak_reserved_bytes` if the limit
+    mattered.
+    """
+
+    peak: Peak
+    verdicts: Mapping[str, Verdict]
+    terms: tuple[Term, ...]
+    coverage: Mapping[str, Any]
+    assumptions: tuple[str, ...]
+    host_terms: tuple[Term, ...] = ()
+    """Host memory of all ranks of a node; the terms add up to `host_bytes`."""
+
+    host_verdict: Verdict | None = None
+    """Verdict about the host memory, if the plan has a limit."""
+
+    closed_form: ClosedForm | None = None
+    """The textbook's activations of a layer, next to the simulated ones; None where no formula
+    applies.
+    """
+
+    intervals: Mapping[str, Interval] = field(default_factory=dict)
+    """Ranges of `allocated`, `reserved` and `process` at their peaks, over ranks and free timings.
+
+    The report's own figures are those with the most reserved bytes. On one GPU low is high.
+    """
+
+    times: Mapping[str, StepTime] = field(default_factory=dict)
+    """Estimated time of an optimizer step by GPU; empty if the plan's own step was not run."""
+
+    phase_intervals: tuple[Interval, ...] = ()
+    """Ranges of the bytes allocated at each of `phases`; empty on one GPU."""
+
+    warnings: tuple[str, ...] = ()
+    """GPUs without a verdict, because the plan fails there."""
+
+    @property
+    def needs_bytes(self) -> int:
+        """The least limit under which the plan fits, on the chip of `gpu`. Without a verdict on
+        `gpu`, an upper bound: what it reserves without a limit.
+        """
+        found = self.verdicts.get(self.gpu)
+        return self.unlimited_reserved_bytes if found is None else found.needs_bytes
+
+    @property
+    def word(self) -> str:
+        """The word for the verdict on `gpu`."""
+        found = self.verdicts.get(self.gpu)
+        return self.verdict.word if found is None else found.word
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement(Report):
+    """Printed output of a real run of the plan."""
+
+    kind: ClassVar[str] = "measured"
+
+    verdicts: ClassVar[Mapping[str, Verdict]] = {}
+    """Only predictions have verdicts on other GPUs."""
+
+    device: Mapping[str, Any]
+    """Fields of the machine: `name` and `memory_bytes` of the GPU, `driver`, `sm_clock_mhz` after
+    the last step.
+    """
+
+    context_bytes: int
+    """Process less reserved: the CUDA context and libraries."""
+
+    step_seconds: tuple[float, ...] = ()
+    """Seconds of each optimizer step after the first, to the end of its kernels."""
+
+    note: str = ""
+    """Reason of an early end: the out-of-memory error, the crash, the time limit."""
+
+    ranks: tuple[Mapping[str, Any], ...] = ()
+    """Ranks of a run on several GPUs: `rank`, its peaks, `process_bytes`, `host_bytes`.
+
+    The report itself is that of the worst rank; its `host_bytes` is the sum.
+    """
+
+    @property
+    def needs_bytes(self) -> int:
+        """Reserved bytes; for a run out of memory, a lower bound of the unknown need."""
+        return max(self.peak_reserved_bytes, self.peak_allocated_bytes)
+
+
+class Ending(StrEnum):
+    """End of a script."""
+
+    FINISHED = "finished"
+    """Ended by itself, with any exit code."""
+
+    STOPPED = "stopped"
+    """Stopped after the requested number of optimizer steps."""
+
+    OOM = "oom"
+    """Ended by a `torch.OutOfMemoryError` that it did not catch."""
+
+    CRASHED = "crashed"
+    """Ended by another error that it did not catch."""
+
+    UNSUPPORTED = "unsupported"
+    """Ended by an operation that cannot be simulated."""
+
+    INTERRUPTED = "interrupted"
+    """Ended by the user."""
+
+    RUNNING = "running"
+    """Still running."""
+
+
+_CUT_SHORT = (Ending.CRASHED, Ending.UNSUPPORTED, Ending.INTERRUPTED, Ending.RUNNING)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldRow:
+    """Bytes held at the peak by one owner: a module, a line, or a kind of memory."""
+
+    name: str
+    """Name of the owner: `activations`, `GPT2LMHeadModel.transformer.h.*` or `train.py:12`."""
+
+    num_bytes: int
+    num_tensors: int
+    kinds: Mapping[str, int]
+    """Bytes by kind of memory."""
+
+    source: str = ""
+    """Source text of the line."""
+
+    @property
+    def kind(self) -> str:
+        """The name, for rows that are of one kind."""
+        return self.name
+
+    @property
+    def note(self) -> str:
+        """The number of tensors and the reason, for rows that are of one kind."""
+        tensors = f"{counted(self.num_tensors, 'tensor')}: " if self.num_tensors else ""
+        return f"{tensors}{WHY.get(self.name, '')}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPhase:
+    """The highest level of one phase of the script."""
+
+    name: str
+    """`setup`, `forward`, `backward`, `optimizer`, `evaluation` or `generation`."""
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStep:
+    """One optimizer step, from the end of the step before."""
+
+    step: int
+    """Number of the step, from 0."""
+
+    allocated_bytes: int
+    """Bytes allocated after the step."""
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPeak(Peak):
+    """Moment of the highest allocated bytes."""
+
+    line: str
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The module and the line."""
+        return self.module, self.line
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Guess:
+    """Values that the script read and that are unknown without a GPU."""
+
+    line: str
+    what: str
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankRow(Levels):
+    """One rank of a script on several GPUs."""
+
+    rank: int
+    ending: Ending
+    num_steps: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    process_bytes: int
+    intervals: Mapping[str, Interval] = field(default_factory=dict)
+    """Ranges of this rank's figures over the free timings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunReport(Simulated, JsonReport):
+    """Memory of a script on a simulated GPU."""
+
+    kind: ClassVar[str] = "run"
+
+    plan: ClassVar[Mapping[str, Any]] = {}
+    host_terms: ClassVar[tuple[Term, ...]] = ()
+    host_verdict: ClassVar[Verdict | None] = None
+    closed_form: ClassVar[ClosedForm | None] = None
+    """Only plans have these."""
+
+    is_script: ClassVar[bool] = True
+
+    name: str
+    """The script and its arguments, or `a block of code`."""
+
+    gpu: str
+    ending: Ending
+    error: str
+    """Error that ended it, in a line; empty if it ended by itself."""
+
+    verdict: Outcome
+    limit_bytes: int
+    """Bytes that the caching allocator could reserve."""
+
+    num_steps: int
+    """Optimizer steps."""
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    process_bytes: int
+    """Bytes in nvidia-smi: reserved, the CUDA context, and NCCL on several GPUs."""
+
+    host_bytes: int
+    """Host memory that tensors without data would hold, at its highest."""
+
+    peak: RunPeak
+    terms: tuple[HeldRow, ...]
+    """Contents of the peak, by kind; with `rounding` they add up to the peak."""
+
+    modules: tuple[HeldRow, ...]
+    lines: tuple[HeldRow, ...]
+    phases: tuple[RunPhase, ...]
+    steps: tuple[RunStep, ...]
+    """The first, the second, the one with the peak and the last."""
+
+    verdicts: Mapping[str, Verdict]
+    guesses: tuple[Guess, ...]
+    coverage: Mapping[str, Any]
+    warnings: tuple[str, ...] = ()
+    """Reasons to trust the figures less, which the report prints first."""
+
+    notes: tuple[str, ...]
+    """Observations of the run that change how the figures are read."""
+
+    assumptions: tuple[str, ...]
+    versions: Mapping[str, str]
+    elapsed_s: float
+    rank: int = 0
+    """Rank of the report, if there are several."""
+
+    ranks: tuple[RankRow, ...] = ()
+    """Ranks that were run; empty on one GPU."""
+
+    intervals: Mapping[str, Interval] = field(default_factory=dict)
+    """Ranges of `allocated`, `reserved` and `process` at their peaks, over ranks and free timings.
+
+    The report's own figures are those of the worst rank at the latest timing. On one GPU low is
+    high.
+    """
+
+    times: Mapping[str, StepTime] = field(default_factory=dict)
+    """Estimated time of an optimizer step by GPU; empty without a whole step."""
+
+    allocator: str = ""
+    """Allocator settings in the form of `PYTORCH_ALLOC_CONF`; empty for the defaults."""
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the script's memory fits its GPU."""
+        return self.verdict is not Outcome.OOM
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Return whether the script ended before its own end, or is running."""
+        return self.ending in _CUT_SHORT
+
+    @property
+    def is_distributed(self) -> bool:
+        """Return whether the script ran as several ranks."""
+        return bool(self.ranks)
+
+
+SimulatedReport = Prediction | RunReport
+"""Report of a simulated run: of a plan or of a script."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredPeak:
+    """Peak of one test in `memest-peaks.json`."""
+
+    gpu: str
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    versions: Mapping[str, str]
+    lines: tuple[HeldRow, ...]
+
+
+MAX_RESULTS_BYTES = 512 << 20
+"""Limit of a file of results; a report has some ten KiB."""
+
+
+def read_measurements(path: Path) -> list[Measurement]:
+    """The measured reports in a JSON Lines file, in its order.
+
+    Raises:
+        PlanError: the file cannot be read, is cut short, or holds something else.
+    """
+    found = []
+    lines = read_limited(path, MAX_RESULTS_BYTES, what="measured reports").splitlines()
+    if not any(line.strip() for line in lines):
+        raise PlanError(f"`{path}` is empty", hint="name a file of measured reports")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"`{path}`, line {number},"
+        try:
+            values = json.loads(line)
+        except ValueError as error:
+            raise PlanError(
+                f"{where} is no JSON: cut short?", hint="remove the line, or run it again"
+            ) from error
+        schema = values.get("schema") if isinstance(values, dict) else None
+        if schema != SCHEMA:
+            raise PlanError(
+                f"{where} has the schema `{schema}`, not `{SCHEMA}`",
+                hint="name a results file of memest",
+            )
+        if values.get("kind") != Measurement.kind:
+            raise PlanError(
+                f"{where} is `{values.get('kind')}`, not measured",
+                hint="name a results file of `memest validate`",
+            )
+        try:
+            plan = _plan_as_run(values["plan"])
+            found.append(Measurement.from_dict(values | {"plan": plan}))
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(
+                f"{where} is not a whole report: {error}", hint="run the experiment again"
+            ) from error
+    return found
+
+
+def _plan_as_run(plan: dict[str, Any]) -> dict[str, Any]:
+    """Return a plan with the defaults that plans had before `quant_load`.
+
+    QLoRA quantised in place, skipped `lm_head` and `wo`, and `act_ckpt` checkpointed.
+    """
+    if not plan.get("use_qlora"):
+        return {**plan, "quant_skip": []} if plan.get("quant_skip") else plan
+    if "quant_load" in plan:
+        return plan
+    defaults = {"quant_skip": ["lm_head", "wo"], "kbit_ckpt": bool(plan.get("act_ckpt"))}
+    return {**defaults, **plan, "quant_load": IN_PLACE}

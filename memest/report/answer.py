@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from memest.estimator.versions import BUILT_FOR, KERNELS, is_newer, is_nightly
-from memest.report.records import OPERATOR, Outcome, SimulatedReport, Verdict
+from memest.report import OPERATOR, Outcome, SimulatedReport, Verdict
 from memest.units import GIB, format_gib, format_size
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from typing import Any
 
 from memest.errors import PlanError
 from memest.plan.reading import read_limited
-from memest.report.answer import summary_line
-from memest.report.records import (
+from memest.report import (
     MAX_RESULTS_BYTES,
     SCHEMA,
     HeldRow,
@@ -20,6 +19,7 @@ from memest.report.records import (
     SimulatedReport,
     Term,
 )
+from memest.report.answer import summary_line
 from memest.units import format_bytes
 
 MAX_ROWS = 8

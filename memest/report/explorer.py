@@ -42,17 +42,6 @@ _AXES: dict[str, tuple[str, Any]] = {
 """Key in the page and in its links: title, and the value of a plan."""
 
 
-def render_explorer(
-    points: Sequence[Explored],
-    limits: dict[str, int],
-    *,
-    tokens: str,
-    presets: Sequence[TrainingPlan] = (),
-) -> str:
-    """The page for the points of `explore`; see `explorer_data`."""
-    return explorer_page(explorer_data(points, limits, tokens=tokens, presets=presets))
-
-
 def explorer_page(data: dict[str, Any]) -> str:
     """The page for the data of `explorer_data`."""
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")

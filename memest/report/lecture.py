@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from memest.estimator.search.commands import predict_command
 from memest.plan import TrainingPlan
-from memest.plots.style import label_of
+from memest.plots.words import label_of
+from memest.report import Phase, PhaseRow
 from memest.report.explorer import technique_of
 from memest.report.lecture_rows import Row, Rows
-from memest.report.records import Phase, PhaseRow
 from memest.units import GIB, gib_that_add_up
 
 SAME_BYTES = GIB // 20

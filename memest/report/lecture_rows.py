@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from memest.errors import MemestError
 from memest.plan import TrainingPlan
 from memest.plan.files import read_suite
-from memest.report.records import Outcome, PhaseRow, Prediction, Verdict, read_as
+from memest.report import Outcome, PhaseRow, Prediction, Verdict, read_as
 
 if TYPE_CHECKING:
     from memest.estimator.search.explore import Explored

@@ -8,10 +8,10 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memest.report import HeldRow, Prediction, RunReport, SimulatedReport, Term, Verdict
 from memest.report.answer import answer, people
 from memest.report.difference import Change, Difference, changes, peak_changes
 from memest.report.instrument import SCRIPT, instrument, script_source
-from memest.report.records import HeldRow, Prediction, RunReport, SimulatedReport, Term, Verdict
 from memest.report.text import (
     covered,
     guesses_of,

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from memest.report import Outcome, SimulatedReport
 from memest.report.answer import summary_line
 from memest.report.difference import Difference
-from memest.report.records import Outcome, SimulatedReport
 from memest.units import format_bytes
 
 RULES = {

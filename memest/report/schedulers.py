@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from memest.errors import MemestError
 from memest.estimator.hardware.gpus import find_gpu
+from memest.report import Outcome, SimulatedReport
 from memest.report.answer import summary_line
-from memest.report.records import Outcome, SimulatedReport
 from memest.units import format_gib
 
 SCHEDULERS = ("sky", "slurm", "dstack")

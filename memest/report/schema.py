@@ -13,7 +13,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from memest.plan import TrainingPlan
 from memest.plan.training_plan import PLAN_KEYS
-from memest.report.records import SCHEMA, JsonReport, Measurement, Prediction, RunReport, StoredPeak
+from memest.report import SCHEMA, JsonReport, Measurement, Prediction, RunReport, StoredPeak
 
 REPORTS: dict[str, type] = {
     "run": RunReport, "predicted": Prediction, "measured": Measurement, "plan": TrainingPlan,

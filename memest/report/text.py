@@ -7,8 +7,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from memest.report.answer import BAD, COLOURS, DIM, answer, failures, paint, people
-from memest.report.records import (
+from memest.report import (
     ClosedForm,
     Ending,
     HeldRow,
@@ -21,6 +20,7 @@ from memest.report.records import (
     Term,
     Verdict,
 )
+from memest.report.answer import BAD, COLOURS, DIM, answer, failures, paint, people
 from memest.report.times import Training, time_cells, time_notes
 from memest.units import (
     GIB,

@@ -13,7 +13,7 @@ from typing import Any
 
 from memest.errors import PlanError
 from memest.plan.reading import parse_yaml, read_limited
-from memest.report.records import SimulatedReport, StepTime
+from memest.report import SimulatedReport, StepTime
 
 HOUR_S = 3600.0
 

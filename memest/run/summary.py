@@ -24,6 +24,7 @@ from memest.estimator.tensors.storages import MemKind, Site
 from memest.estimator.versions import library_versions
 from memest.estimator.virtual_gpu import VirtualGpu
 from memest.report import (
+    KINDS,
     Ending,
     Guess,
     HeldRow,
@@ -34,7 +35,6 @@ from memest.report import (
     RunStep,
     StepTime,
 )
-from memest.report.records import KINDS
 from memest.run.replays import intervals_of, verdicts_of
 from memest.units import counted, format_bytes
 
@@ -200,15 +200,7 @@ def _steps(history: History) -> tuple[RunStep, ...]:
     for row in (history.highest_step, history.last_step):
         if row is not None:
             found[row.step] = row
-    return tuple(
-        RunStep(
-            step=row.step,
-            allocated_bytes=row.allocated_bytes,
-            peak_allocated_bytes=row.peak_allocated_bytes,
-            peak_reserved_bytes=row.peak_reserved_bytes,
-        )
-        for _, row in sorted(found.items())
-    )
+    return tuple(found[step] for step in sorted(found))
 
 
 def _assumptions(virtual: VirtualGpu, gpu: Gpu, others: Sequence[str]) -> Iterable[str]:

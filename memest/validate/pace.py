@@ -13,6 +13,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memest.estimator.hardware.work import HOST_KINDS, VIEW, Work, host_kind, work_of
 
 aten = torch.ops.aten
-Case = tuple[str, Callable[[], Any]]
+Call = Callable[[], Any]
 
 MAX_FLOPS = 4e12
 MAX_BYTES = 6e9
@@ -100,9 +101,7 @@ def measure(seconds: float, write: Callable[[dict[str, Any]], None]) -> dict[str
     return found
 
 
-def measured(
-    make: Callable[[], Callable[[], Any]], heat: Callable[[], None]
-) -> tuple[Work, float, float]:
+def measured(make: Callable[[], Call], heat: Callable[[], None]) -> tuple[Work, float, float]:
     """Return the work of a call, microseconds of its kernels, and by how much its first is longer.
 
     Args:
@@ -121,7 +120,7 @@ def measured(
     return observer.found[0], us, max(0.0, first - second)
 
 
-def _waited_us(call: Callable[[], Any]) -> float:
+def _waited_us(call: Call) -> float:
     """Return microseconds of one call until the GPU is done."""
     torch.cuda.synchronize()
     started = time.perf_counter()
@@ -148,7 +147,7 @@ def heater() -> Callable[[], None]:
     return heat
 
 
-def elapsed_us(call: Callable[[], Any], count: int) -> float:
+def elapsed_us(call: Call, count: int) -> float:
     """Return microseconds of one of `count` calls that the GPU runs one after another."""
     cuda: Any = torch.cuda
     start, end = (cuda.Event(enable_timing=True) for _ in range(2))
@@ -169,7 +168,7 @@ def random(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=FULL if dtype is FULL else None).to(dtype)
 
 
-def products() -> Iterator[Any]:
+def products() -> Iterator[Callable[[], Call]]:
     """Matrix products `x @ weight.T`, in three precisions, and some with odd sizes."""
     for dtype, tf32 in ((HALF, False), (FULL, True), (FULL, False)):
         for m, n, k in itertools.product(DIMS, INNER, INNER):
@@ -177,40 +176,34 @@ def products() -> Iterator[Any]:
             is_large = item * (m * n + m * k + n * k) > MAX_BYTES
             if 2 * m * n * k > (MAX_FLOPS if dtype is HALF else MAX_FLOPS / 8) or is_large:
                 continue
-            yield _product(m, n, k, dtype, tf32)
+            yield partial(_product, m, n, k, dtype, tf32)
     for m, n, k in itertools.product((1024, 8192), (50257, 1001, 4001), (256, 1024, 4096)):
-        yield _product(m, n, k, HALF, False)
-        yield _product(m, k, n, HALF, False)
+        yield partial(_product, m, n, k, HALF, False)
+        yield partial(_product, m, k, n, HALF, False)
 
 
-def _product(m: int, n: int, k: int, dtype: torch.dtype, tf32: bool) -> Any:
-    def make() -> Any:
-        x, weight = random(m, k, dtype=dtype), random(n, k, dtype=dtype)
-        torch.backends.cuda.matmul.allow_tf32 = tf32
-        return lambda: aten.mm.default(x, weight.t())
-
-    return make
+def _product(m: int, n: int, k: int, dtype: torch.dtype, tf32: bool) -> Call:
+    x, weight = random(m, k, dtype=dtype), random(n, k, dtype=dtype)
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    return lambda: aten.mm.default(x, weight.t())
 
 
-def batched_products() -> Iterator[Any]:
+def batched_products() -> Iterator[Callable[[], Call]]:
     """Products of many small matrices, as attention makes them without a fused kernel."""
     for dtype, tf32 in ((HALF, False), (FULL, True), (FULL, False)):
         for b, n, d in itertools.product((32, 256), (64, 256, 1024, 2048), (64, 128)):
             for shape in ((b, n, n, d), (b, n, d, n)):
                 if b * n * n * 4 <= MAX_BYTES / 3:
-                    yield _batched(*shape, dtype, tf32)
+                    yield partial(_batched, *shape, dtype, tf32)
 
 
-def _batched(b: int, m: int, n: int, k: int, dtype: torch.dtype, tf32: bool) -> Any:
-    def make() -> Any:
-        x, y = random(b, m, k, dtype=dtype), random(b, k, n, dtype=dtype)
-        torch.backends.cuda.matmul.allow_tf32 = tf32
-        return lambda: aten.bmm.default(x, y)
-
-    return make
+def _batched(b: int, m: int, n: int, k: int, dtype: torch.dtype, tf32: bool) -> Call:
+    x, y = random(b, m, k, dtype=dtype), random(b, k, n, dtype=dtype)
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    return lambda: aten.bmm.default(x, y)
 
 
-def attention() -> Iterator[Any]:
+def attention() -> Iterator[Callable[[], Call]]:
     """The fused attention kernels, forward and backward."""
     kinds = [
         (SDPBackend.FLASH_ATTENTION, HALF),
@@ -221,30 +214,27 @@ def attention() -> Iterator[Any]:
     for backend, dtype in kinds:
         for length, d, causal in itertools.product((128, 512, 2048, 8192), (64, 128), (0, 1)):
             for heads in {max(8, 65536 // length), max(8, 524288 // length)}:
-                yield _attention(backend, dtype, heads, length, d, bool(causal), False)
-                yield _attention(backend, dtype, heads, length, d, bool(causal), True)
+                yield partial(_attention, backend, dtype, heads, length, d, bool(causal), False)
+                yield partial(_attention, backend, dtype, heads, length, d, bool(causal), True)
 
 
 def _attention(
     backend: Any, dtype: Any, heads: int, length: int, d: int, causal: bool, backward: bool
-) -> Any:
-    def make() -> Any:
-        q, k, v = (random(max(1, heads // 8), 8, length, d, dtype=dtype) for _ in range(3))
+) -> Call:
+    q, k, v = (random(max(1, heads // 8), 8, length, d, dtype=dtype) for _ in range(3))
 
-        def run() -> Tensor:
-            with sdpa_kernel(backend):
-                return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    def run() -> Tensor:
+        with sdpa_kernel(backend):
+            return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
-        if not backward:
-            return run
-        with torch.enable_grad():
-            for t in (q, k, v):
-                t.requires_grad_()
-            out = run()
-        gradient = torch.randn_like(out)
-        return lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
-
-    return make
+    if not backward:
+        return run
+    with torch.enable_grad():
+        for t in (q, k, v):
+            t.requires_grad_()
+        out = run()
+    gradient = torch.randn_like(out)
+    return lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
 
 
 CONVOLUTIONS = (
@@ -259,35 +249,31 @@ CONVOLUTIONS = (
 """(samples, channels, side, output channels, window, stride, groups) of usual networks."""
 
 
-def convolutions() -> Iterator[Any]:
+def convolutions() -> Iterator[Callable[[], Call]]:
     """Convolutions forward and backward, in two precisions and two layouts."""
     masks = (None, (True, True), (False, True))
     for dtype, last, mask in itertools.product((FULL, HALF), (False, True), masks):
         for sizes in CONVOLUTIONS:
-            yield _convolution(sizes, 2, dtype, last, mask)
+            yield partial(_convolution, sizes, 2, dtype, last, mask)
         for sizes in () if last else SEQUENCES:
-            yield _convolution(sizes, 1, dtype, last, mask)
+            yield partial(_convolution, sizes, 1, dtype, last, mask)
 
 
 def _convolution(
     sizes: Any, dims: int, dtype: Any, last: bool, mask: tuple[bool, bool] | None
-) -> Any:
+) -> Call:
     samples, channels, side, outputs, window, stride, groups = sizes
-
-    def make() -> Any:
-        layout = torch.channels_last if last else torch.contiguous_format
-        x = random(samples, channels, *[side] * dims, dtype=dtype).to(memory_format=layout)
-        weight = random(outputs, channels // groups, *[window] * dims, dtype=dtype)
-        weight = weight.to(memory_format=layout)
-        padding = 0 if stride == window else window // 2
-        options = ([stride] * dims, [padding] * dims, [1] * dims, False, [0] * dims, groups)
-        if mask is None:
-            return lambda: aten.convolution.default(x, weight, None, *options)
-        gradient = aten.convolution.default(x, weight, None, *options)
-        given = (gradient, x, weight, None, *options, [*mask, False])
-        return lambda: aten.convolution_backward.default(*given)
-
-    return make
+    layout = torch.channels_last if last else torch.contiguous_format
+    x = random(samples, channels, *[side] * dims, dtype=dtype).to(memory_format=layout)
+    weight = random(outputs, channels // groups, *[window] * dims, dtype=dtype)
+    weight = weight.to(memory_format=layout)
+    padding = 0 if stride == window else window // 2
+    options = ([stride] * dims, [padding] * dims, [1] * dims, False, [0] * dims, groups)
+    if mask is None:
+        return lambda: aten.convolution.default(x, weight, None, *options)
+    gradient = aten.convolution.default(x, weight, None, *options)
+    given = (gradient, x, weight, None, *options, [*mask, False])
+    return lambda: aten.convolution_backward.default(*given)
 
 
 SEQUENCES = (
@@ -310,20 +296,20 @@ BY_ROW = (
 """Calls whose time depends on the length of a row."""
 
 
-def memory_kernels() -> Iterator[Any]:
+def memory_kernels() -> Iterator[Callable[[], Call]]:
     """Kernels that memory bounds."""
     for dtype, (rows, columns) in itertools.product((HALF, FULL), ROWS):
         for name in _memory_calls(torch.zeros(64, 2), 64, 2):
-            yield _memory_kernel(name, rows, columns, dtype)
+            yield partial(_memory_kernel, name, rows, columns, dtype)
     for dtype, (rows, columns), name in itertools.product((HALF, FULL), SHORT_ROWS, BY_ROW):
-        yield _memory_kernel(name, rows, columns, dtype)
+        yield partial(_memory_kernel, name, rows, columns, dtype)
 
 
-def _memory_kernel(name: str, rows: int, columns: int, dtype: torch.dtype) -> Any:
-    return lambda: _memory_calls(random(rows, columns, dtype=dtype), rows, columns)[name]
+def _memory_kernel(name: str, rows: int, columns: int, dtype: torch.dtype) -> Call:
+    return _memory_calls(random(rows, columns, dtype=dtype), rows, columns)[name]
 
 
-def _memory_calls(x: Tensor, rows: int, columns: int) -> dict[str, Callable[[], Any]]:
+def _memory_calls(x: Tensor, rows: int, columns: int) -> dict[str, Call]:
     device, dtype = x.device, x.dtype
     other = torch.float32 if dtype is HALF else HALF
     wide = min(rows, 4096)
@@ -384,7 +370,7 @@ IMAGES = (
 """(samples, channels, side) of images between convolutions."""
 
 
-def image_kernels() -> Iterator[Any]:
+def image_kernels() -> Iterator[Callable[[], Call]]:
     """Norms, pools and resizing of images, in two layouts."""
     names = (
         "batch_norm", "batch_norm_backward", "native", "native_backward", "group_norm",
@@ -392,54 +378,50 @@ def image_kernels() -> Iterator[Any]:
     )  # fmt: skip
     for dtype, last, sizes in itertools.product((HALF, FULL), (False, True), IMAGES):
         for name in names:
-            yield _image_kernel(name, sizes, dtype, last)
+            yield partial(_image_kernel, name, sizes, dtype, last)
 
 
-def _image_kernel(name: str, sizes: tuple[int, int, int], dtype: Any, last: bool) -> Any:
+def _image_kernel(name: str, sizes: tuple[int, int, int], dtype: Any, last: bool) -> Call:
     samples, channels, side = sizes
-
-    def make() -> Any:
-        layout = torch.channels_last if last else torch.contiguous_format
-        x = random(samples, channels, side, side, dtype=dtype).to(memory_format=layout)
-        weight, bias, mean, variance = (torch.ones(channels, device="cuda") for _ in range(4))
-        if "batch" in name:
-            x = x.half() if dtype is HALF else x  # cuDNN takes no bfloat16
-            given = (x, weight, bias, mean, variance, True, 0.1, 1e-5)
-            if name == "batch_norm":
-                return lambda: aten.cudnn_batch_norm.default(*given)
-            _, saved, inverse, reserve = aten.cudnn_batch_norm.default(*given)
-            y = x.clone()
-            return lambda: aten.cudnn_batch_norm_backward.default(
-                x, y, weight, mean, variance, saved, inverse, 1e-5, reserve
-            )
-        if "native" in name:
-            return _native_batch_norm(name, (x, weight, bias, mean, variance, True, 0.1, 1e-5))
-        if "group" in name:
-            w, b = weight.to(dtype), bias.to(dtype)
-            shape = (samples, channels, side * side, 32)
-            if name == "group_norm":
-                return lambda: aten.native_group_norm.default(x, w, b, *shape, 1e-5)
-            _, saved, inverse = aten.native_group_norm.default(x, w, b, *shape, 1e-5)
-            y = x.clone()
-            return lambda: aten.native_group_norm_backward.default(
-                y, x, saved, inverse, w, *shape, [True, True, True]
-            )
-        if "pool" in name:
-            out, indices = aten.max_pool2d_with_indices.default(x, [2, 2], [2, 2])
-            if name == "pool":
-                return lambda: aten.max_pool2d_with_indices.default(x, [2, 2], [2, 2])
-            rest = ([2, 2], [2, 2], [0, 0], [1, 1], False, indices)
-            return lambda: aten.max_pool2d_with_indices_backward.default(out, x, *rest)
-        large = [2 * side, 2 * side]
-        out = aten.upsample_nearest2d.default(x, large)
-        if name == "upsample":
-            return lambda: aten.upsample_nearest2d.default(x, large)
-        return lambda: aten.upsample_nearest2d_backward.default(out, large, list(x.shape))
-
-    return make
+    layout = torch.channels_last if last else torch.contiguous_format
+    x = random(samples, channels, side, side, dtype=dtype).to(memory_format=layout)
+    weight, bias, mean, variance = (torch.ones(channels, device="cuda") for _ in range(4))
+    if "batch" in name:
+        x = x.half() if dtype is HALF else x  # cuDNN takes no bfloat16
+        given = (x, weight, bias, mean, variance, True, 0.1, 1e-5)
+        if name == "batch_norm":
+            return lambda: aten.cudnn_batch_norm.default(*given)
+        _, saved, inverse, reserve = aten.cudnn_batch_norm.default(*given)
+        y = x.clone()
+        return lambda: aten.cudnn_batch_norm_backward.default(
+            x, y, weight, mean, variance, saved, inverse, 1e-5, reserve
+        )
+    if "native" in name:
+        return _native_batch_norm(name, (x, weight, bias, mean, variance, True, 0.1, 1e-5))
+    if "group" in name:
+        w, b = weight.to(dtype), bias.to(dtype)
+        shape = (samples, channels, side * side, 32)
+        if name == "group_norm":
+            return lambda: aten.native_group_norm.default(x, w, b, *shape, 1e-5)
+        _, saved, inverse = aten.native_group_norm.default(x, w, b, *shape, 1e-5)
+        y = x.clone()
+        return lambda: aten.native_group_norm_backward.default(
+            y, x, saved, inverse, w, *shape, [True, True, True]
+        )
+    if "pool" in name:
+        out, indices = aten.max_pool2d_with_indices.default(x, [2, 2], [2, 2])
+        if name == "pool":
+            return lambda: aten.max_pool2d_with_indices.default(x, [2, 2], [2, 2])
+        rest = ([2, 2], [2, 2], [0, 0], [1, 1], False, indices)
+        return lambda: aten.max_pool2d_with_indices_backward.default(out, x, *rest)
+    large = [2 * side, 2 * side]
+    out = aten.upsample_nearest2d.default(x, large)
+    if name == "upsample":
+        return lambda: aten.upsample_nearest2d.default(x, large)
+    return lambda: aten.upsample_nearest2d_backward.default(out, large, list(x.shape))
 
 
-def _native_batch_norm(name: str, given: tuple[Any, ...]) -> Callable[[], Any]:
+def _native_batch_norm(name: str, given: tuple[Any, ...]) -> Call:
     if name == "native":
         return lambda: aten.native_batch_norm.default(*given)
     x, weight, _, mean, variance, *_ = given
@@ -449,7 +431,7 @@ def _native_batch_norm(name: str, given: tuple[Any, ...]) -> Callable[[], Any]:
     return lambda: aten.native_batch_norm_backward.default(y, x, *rest)
 
 
-def row_kernels() -> Iterator[Any]:
+def row_kernels() -> Iterator[Callable[[], Call]]:
     """Kernels over rows that `memory_kernels` has not: RMS norm, heads of attention, sorting."""
     names = (
         "rms", "rms_backward", "heads", "heads_16", "half", "roll", "slice", "norm", "cumsum",
@@ -457,173 +439,155 @@ def row_kernels() -> Iterator[Any]:
     )  # fmt: skip
     for dtype, (rows, columns) in itertools.product((HALF, FULL), ROWS):
         for name in names:
-            yield _row_kernel(name, rows, columns, dtype)
+            yield partial(_row_kernel, name, rows, columns, dtype)
 
 
-def _row_kernel(name: str, rows: int, columns: int, dtype: torch.dtype) -> Any:
-    def make() -> Any:
-        x = random(rows, columns, dtype=dtype)
-        y, weight = x.clone(), torch.ones(columns, device="cuda", dtype=dtype)
-        inverse = torch.ones(rows, 1, device="cuda")
-        heads = x.view(rows // 64, 64, columns // 64, 64).transpose(1, 2)
-        short = x.view(rows // 64, 64, columns // 16, 16).transpose(1, 2)
-        half = x[:, : columns // 2]
-        turned, column = heads.contiguous(), inverse.to(dtype)
-        calls: dict[str, Callable[[], Any]] = {
-            "rms": lambda: aten._fused_rms_norm.default(x, [columns], weight, 1e-5),
-            "rms_backward": lambda: aten._fused_rms_norm_backward.default(
-                y, x, [columns], inverse, weight, [True, True]
-            ),
-            "heads": lambda: aten.clone.default(heads, memory_format=torch.contiguous_format),
-            "heads_16": lambda: aten.clone.default(short, memory_format=torch.contiguous_format),
-            "half": lambda: aten.clone.default(half, memory_format=torch.contiguous_format),
-            "roll": lambda: aten.roll.default(x, [3], [0]),
-            "slice": lambda: aten.slice_backward.default(x, [rows, 2 * columns], 1, 0, columns, 1),
-            "norm": lambda: aten.linalg_vector_norm.default(x),
-            "cumsum": lambda: aten.cumsum.default(x, -1),
-            "argmax": lambda: aten.argmax.default(x, -1),
-            "times_row": lambda: aten.mul.Tensor(x, weight),
-            "times_column": lambda: aten.mul.Tensor(x, column),
-            "add_heads": lambda: aten.add.Tensor(heads, turned),
-            "sum_last": lambda: aten.sum.dim_IntList(x.view(-1, 64), [-1]),
-            "sum_middle": lambda: aten.sum.dim_IntList(x.view(-1, 64, columns), [1]),
-        }
-        return calls[name]
-
-    return make
+def _row_kernel(name: str, rows: int, columns: int, dtype: torch.dtype) -> Call:
+    x = random(rows, columns, dtype=dtype)
+    y, weight = x.clone(), torch.ones(columns, device="cuda", dtype=dtype)
+    inverse = torch.ones(rows, 1, device="cuda")
+    heads = x.view(rows // 64, 64, columns // 64, 64).transpose(1, 2)
+    short = x.view(rows // 64, 64, columns // 16, 16).transpose(1, 2)
+    half = x[:, : columns // 2]
+    turned, column = heads.contiguous(), inverse.to(dtype)
+    calls: dict[str, Call] = {
+        "rms": lambda: aten._fused_rms_norm.default(x, [columns], weight, 1e-5),
+        "rms_backward": lambda: aten._fused_rms_norm_backward.default(
+            y, x, [columns], inverse, weight, [True, True]
+        ),
+        "heads": lambda: aten.clone.default(heads, memory_format=torch.contiguous_format),
+        "heads_16": lambda: aten.clone.default(short, memory_format=torch.contiguous_format),
+        "half": lambda: aten.clone.default(half, memory_format=torch.contiguous_format),
+        "roll": lambda: aten.roll.default(x, [3], [0]),
+        "slice": lambda: aten.slice_backward.default(x, [rows, 2 * columns], 1, 0, columns, 1),
+        "norm": lambda: aten.linalg_vector_norm.default(x),
+        "cumsum": lambda: aten.cumsum.default(x, -1),
+        "argmax": lambda: aten.argmax.default(x, -1),
+        "times_row": lambda: aten.mul.Tensor(x, weight),
+        "times_column": lambda: aten.mul.Tensor(x, column),
+        "add_heads": lambda: aten.add.Tensor(heads, turned),
+        "sum_last": lambda: aten.sum.dim_IntList(x.view(-1, 64), [-1]),
+        "sum_middle": lambda: aten.sum.dim_IntList(x.view(-1, 64, columns), [1]),
+    }
+    return calls[name]
 
 
-def indexed() -> Iterator[Any]:
+def indexed() -> Iterator[Callable[[], Call]]:
     """Kernels that read or write rows in the order of random numbers."""
     names = ("index_select", "index", "gather", "index_add", "index_put", "scatter_add")
     for dtype, (rows, columns), name in itertools.product((HALF, FULL), INDEXED_ROWS, names):
-        yield _indexed(name, rows, columns, dtype)
+        yield partial(_indexed, name, rows, columns, dtype)
 
 
 INDEXED_ROWS = ((2048, 64), (65536, 64), (1048576, 64), (65536, 1024))
 
 
-def _indexed(name: str, rows: int, columns: int, dtype: torch.dtype) -> Any:
-    def make() -> Any:
-        x = random(rows, columns, dtype=dtype)
-        y, ids = torch.zeros_like(x), torch.randint(rows, (rows,), device="cuda")
-        each = ids[:, None].expand_as(x).contiguous()
-        calls: dict[str, Callable[[], Any]] = {
-            "index_select": lambda: aten.index_select.default(x, 0, ids),
-            "index": lambda: aten.index.Tensor(x, [ids]),
-            "gather": lambda: aten.gather.default(x, 0, each),
-            "index_add": lambda: aten.index_add_.default(y, 0, ids, x),
-            "index_put": lambda: aten._index_put_impl_.default(y, [ids], x, True, True),
-            "scatter_add": lambda: aten.scatter_add_.default(y, 0, each, x),
-        }
-        return calls[name]
-
-    return make
+def _indexed(name: str, rows: int, columns: int, dtype: torch.dtype) -> Call:
+    x = random(rows, columns, dtype=dtype)
+    y, ids = torch.zeros_like(x), torch.randint(rows, (rows,), device="cuda")
+    each = ids[:, None].expand_as(x).contiguous()
+    calls: dict[str, Call] = {
+        "index_select": lambda: aten.index_select.default(x, 0, ids),
+        "index": lambda: aten.index.Tensor(x, [ids]),
+        "gather": lambda: aten.gather.default(x, 0, each),
+        "index_add": lambda: aten.index_add_.default(y, 0, ids, x),
+        "index_put": lambda: aten._index_put_impl_.default(y, [ids], x, True, True),
+        "scatter_add": lambda: aten.scatter_add_.default(y, 0, each, x),
+    }
+    return calls[name]
 
 
-def many_tensors() -> Iterator[Any]:
+def many_tensors() -> Iterator[Callable[[], Call]]:
     """Optimizers' kernels over lists of parameters."""
     for count, numel in ((2, 1 << 20), (20, 1 << 22), (148, 1 << 20), (148, 768), (20, 1 << 25)):
         for name in ("add", "mul", "sqrt", "addcdiv", "lerp", "adamw", "norm"):
-            yield _many(name, count, numel)
+            yield partial(_many, name, count, numel)
 
 
-def _many(name: str, count: int, numel: int) -> Any:
-    def make() -> Any:
-        p, g, m, v = ([torch.rand(numel, device="cuda") for _ in range(count)] for _ in range(4))
-        steps = [torch.ones((), device="cuda") for _ in range(count)]
-        options: dict[str, Any] = {
-            "lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8,
-            "amsgrad": False, "maximize": False,
-        }  # fmt: skip
-        return {
-            "add": lambda: aten._foreach_add_.Scalar(p, 1.0),
-            "mul": lambda: aten._foreach_mul_.Scalar(p, 1.0),
-            "sqrt": lambda: aten._foreach_sqrt.default(v),
-            "addcdiv": lambda: aten._foreach_addcdiv_.Scalar(p, m, v, 1e-3),
-            "lerp": lambda: aten._foreach_lerp_.Scalar(m, g, 0.1),
-            "norm": lambda: aten._foreach_norm.Scalar(g, 2),
-            "adamw": lambda: aten._fused_adamw_.default(p, g, m, v, [], steps, **options),
-        }[name]
-
-    return make
+def _many(name: str, count: int, numel: int) -> Call:
+    p, g, m, v = ([torch.rand(numel, device="cuda") for _ in range(count)] for _ in range(4))
+    steps = [torch.ones((), device="cuda") for _ in range(count)]
+    options: dict[str, Any] = {
+        "lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8,
+        "amsgrad": False, "maximize": False,
+    }  # fmt: skip
+    return {
+        "add": lambda: aten._foreach_add_.Scalar(p, 1.0),
+        "mul": lambda: aten._foreach_mul_.Scalar(p, 1.0),
+        "sqrt": lambda: aten._foreach_sqrt.default(v),
+        "addcdiv": lambda: aten._foreach_addcdiv_.Scalar(p, m, v, 1e-3),
+        "lerp": lambda: aten._foreach_lerp_.Scalar(m, g, 0.1),
+        "norm": lambda: aten._foreach_norm.Scalar(g, 2),
+        "adamw": lambda: aten._fused_adamw_.default(p, g, m, v, [], steps, **options),
+    }[name]
 
 
-def factorizations() -> Iterator[Any]:
+def factorizations() -> Iterator[Callable[[], Call]]:
     """Factorizations of matrices, as optimizers make them."""
     for n, name in itertools.product((32, 128, 512, 2048), ("qr", "eigh", "svd", "cholesky_ex")):
-        yield _factorization(n, name)
+        yield partial(_factorization, n, name)
 
 
-def _factorization(n: int, name: str) -> Any:
-    def make() -> Any:
-        x = random(n, n, dtype=FULL)
-        x = x @ x.T + n * torch.eye(n, device="cuda")
-        return lambda: getattr(torch.linalg, name)(x)
-
-    return make
+def _factorization(n: int, name: str) -> Call:
+    x = random(n, n, dtype=FULL)
+    x = x @ x.T + n * torch.eye(n, device="cuda")
+    return lambda: getattr(torch.linalg, name)(x)
 
 
-def quantized() -> Iterator[Any]:
+def quantized() -> Iterator[Callable[[], Call]]:
     """Kernels of bitsandbytes, if it is installed: 4-bit weights, LLM.int8, 8-bit optimizers."""
     if importlib.util.find_spec("bitsandbytes") is None:
         return
     for rows, columns in ((256, 1024), (1024, 4096), (4096, 4096), (4096, 14336), (8192, 28672)):
         for dtype, name in itertools.product((HALF, FULL), ("weights", "adam", "int8", "quantize")):
-            yield _quantized(name, rows, columns, dtype)
+            yield partial(_quantized, name, rows, columns, dtype)
 
 
-def _quantized(name: str, rows: int, columns: int, dtype: torch.dtype) -> Any:
-    def make() -> Any:
-        functional: Any = importlib.import_module("bitsandbytes.functional")
-        ops = torch.ops.bitsandbytes
-        x = random(rows, columns, dtype=dtype)
-        if name == "weights":
-            made, state = functional.quantize_4bit(x, quant_type="nf4")
-            out = torch.empty_like(x)
-            given = (made, state.absmax, 64, "nf4", x.shape, dtype)
-            return lambda: ops.dequantize_4bit.out(*given, out=out)
-        if name == "quantize":
-            half = x.half()
-            return lambda: ops.int8_vectorwise_quant.default(half, 0.0)
-        if name == "int8":
-            left = torch.ones(rows, columns, device="cuda", dtype=torch.int8)
-            right = torch.ones(4096, columns, device="cuda", dtype=torch.int8)
-            return lambda: ops.int8_linear_matmul.default(left, right)
-        states = [torch.zeros(rows, columns, device="cuda", dtype=torch.uint8) for _ in "12"]
-        scales = [torch.ones(x.numel() // 256, device="cuda") for _ in "12"]
-        codes = [functional.create_dynamic_map(signed).cuda() for signed in (True, False)]
-        numbers = (0.9, 0.99, 0.0, 0.0, 1e-8, 1, 1e-3)
-        given = ("adam", x, x.clone(), *states, *numbers, *codes, *scales, 0.0, 1.0)
-        return lambda: ops.optimizer_update_8bit_blockwise.default(*given)
-
-    return make
+def _quantized(name: str, rows: int, columns: int, dtype: torch.dtype) -> Call:
+    functional: Any = importlib.import_module("bitsandbytes.functional")
+    ops = torch.ops.bitsandbytes
+    x = random(rows, columns, dtype=dtype)
+    if name == "weights":
+        made, state = functional.quantize_4bit(x, quant_type="nf4")
+        out = torch.empty_like(x)
+        given = (made, state.absmax, 64, "nf4", x.shape, dtype)
+        return lambda: ops.dequantize_4bit.out(*given, out=out)
+    if name == "quantize":
+        half = x.half()
+        return lambda: ops.int8_vectorwise_quant.default(half, 0.0)
+    if name == "int8":
+        left = torch.ones(rows, columns, device="cuda", dtype=torch.int8)
+        right = torch.ones(4096, columns, device="cuda", dtype=torch.int8)
+        return lambda: ops.int8_linear_matmul.default(left, right)
+    states = [torch.zeros(rows, columns, device="cuda", dtype=torch.uint8) for _ in "12"]
+    scales = [torch.ones(x.numel() // 256, device="cuda") for _ in "12"]
+    codes = [functional.create_dynamic_map(signed).cuda() for signed in (True, False)]
+    numbers = (0.9, 0.99, 0.0, 0.0, 1e-8, 1, 1e-3)
+    given = ("adam", x, x.clone(), *states, *numbers, *codes, *scales, 0.0, 1.0)
+    return lambda: ops.optimizer_update_8bit_blockwise.default(*given)
 
 
-def recurrent() -> Iterator[Any]:
+def recurrent() -> Iterator[Callable[[], Call]]:
     """cuDNN's LSTM, forward and backward: one step follows another."""
     sizes = itertools.product((32, 256), (8, 64, 256), (128, 512, 1024))
     for dtype, size, backward in itertools.product((HALF, FULL), sizes, (False, True)):
-        yield _recurrent(dtype, *size, backward)
+        yield partial(_recurrent, dtype, *size, backward)
 
 
-def _recurrent(dtype: Any, length: int, samples: int, hidden: int, backward: bool) -> Any:
-    def make() -> Any:
-        x = random(length, samples, hidden, dtype=dtype)
-        h, c = (random(1, samples, hidden, dtype=dtype) for _ in "hc")
-        weights = [p.detach() for p in nn.LSTM(hidden, hidden).to("cuda", dtype).parameters()]
-        options: Any = (2, hidden, 0, 1, False, 0.0, True, False, [], None)  # 2 is an LSTM
+def _recurrent(dtype: Any, length: int, samples: int, hidden: int, backward: bool) -> Call:
+    x = random(length, samples, hidden, dtype=dtype)
+    h, c = (random(1, samples, hidden, dtype=dtype) for _ in "hc")
+    weights = [p.detach() for p in nn.LSTM(hidden, hidden).to("cuda", dtype).parameters()]
+    options: Any = (2, hidden, 0, 1, False, 0.0, True, False, [], None)  # 2 is an LSTM
 
-        def forward() -> Any:
-            return aten._cudnn_rnn.default(x, weights, 4, None, h, c, *options)
+    def forward() -> Any:
+        return aten._cudnn_rnn.default(x, weights, 4, None, h, c, *options)
 
-        if not backward:
-            return forward
-        out, _, _, reserve, buffer = forward()
-        given = (x, weights, 4, buffer, h, c, out, torch.randn_like(out), None, None)
-        return lambda: aten._cudnn_rnn_backward.default(*given, *options, reserve, [True] * 4)
-
-    return make
+    if not backward:
+        return forward
+    out, _, _, reserve, buffer = forward()
+    given = (x, weights, 4, buffer, h, c, out, torch.randn_like(out), None, None)
+    return lambda: aten._cudnn_rnn_backward.default(*given, *options, reserve, [True] * 4)
 
 
 FAMILIES = (
@@ -758,7 +722,7 @@ def phase_times(model: nn.Module, x: Tensor) -> tuple[list[float], list[float]]:
     return [*forward.counts, forward_us], [*backward.counts, backward_us]
 
 
-def _host_us(call: Callable[[], Any], count: int) -> float:
+def _host_us(call: Call, count: int) -> float:
     """Return microseconds of the host for one of `count` calls."""
     if count > 50:
         call()

@@ -39,7 +39,9 @@ def test_the_api_page_has_every_public_name() -> None:
 
     assert sorted(name for _, name in named) == sorted(memest.__all__)
     for module, name in named:
-        source = (ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+        path = ROOT / module.replace(".", "/")
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        source = file.read_text(encoding="utf-8")
         assert re.search(rf"^(?:def|class) {name}\b", source, re.MULTILINE), name
 
 

@@ -17,9 +17,8 @@ import yaml
 
 import memest
 from memest.cli import main
-from memest.report import Ending, RunReport
+from memest.report import Ending, HeldRow, RunReport
 from memest.report.difference import Difference, changes, differences, markdown, read_reports
-from memest.report.records import HeldRow
 from memest.report.sarif import sarif
 
 ROOT = Path(__file__).resolve().parents[2]

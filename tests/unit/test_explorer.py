@@ -14,7 +14,13 @@ from memest.cli import main
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.search.explore import SETTINGS, Explored, explore
-from memest.report.explorer import MAX_PAGE_BYTES, checkpoints, render_explorer, technique_of
+from memest.report.explorer import (
+    MAX_PAGE_BYTES,
+    checkpoints,
+    explorer_data,
+    explorer_page,
+    technique_of,
+)
 from memest.units import GIB
 from tests.browser import MAKER, browse, found_in, needs_browser, width_on_a_phone
 
@@ -43,7 +49,9 @@ def points() -> list[Explored]:
 def page(points: list[Explored], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "explorer.html"
     limits = {name: find_gpu(name).limit_bytes for name in GPUS}
-    text = render_explorer(points, limits, tokens="64 tokens", presets=[PRESET, NOT_THERE])
+    text = explorer_page(
+        explorer_data(points, limits, tokens="64 tokens", presets=[PRESET, NOT_THERE])
+    )
     path.write_text(text, encoding="utf-8")
     return path
 

@@ -20,6 +20,7 @@ from memest.estimator.tensors.storages import (
     death_of,
     return_of,
 )
+from memest.report import RunStep
 
 MAX_EVENTS = 2_000_000
 """Number of stored events: 16 MB, and about 120 MB of storages; two hundred steps of GPT-2."""
@@ -72,18 +73,6 @@ class EventLog:
         return sum(name == "after_optimizer_step" for _, name in self.marks)
 
 
-@dataclass(slots=True)
-class StepPeak:
-    """One optimizer step, from the end of the step before."""
-
-    step: int
-    allocated_bytes: int
-    """Allocated after the step."""
-
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
-
-
 @dataclass(frozen=True, slots=True)
 class Held:
     """Live storages of one origin at the peak."""
@@ -110,9 +99,9 @@ class History:
         self.phases: dict[str, tuple[int, int]] = {}
         """Peaks (allocated, reserved) of each phase, in the order of their first appearance."""
 
-        self.first_steps: list[StepPeak] = []
-        self.highest_step: StepPeak | None = None
-        self.last_step: StepPeak | None = None
+        self.first_steps: list[RunStep] = []
+        self.highest_step: RunStep | None = None
+        self.last_step: RunStep | None = None
         self.num_steps = 0
         self._allocator = allocator
         self._storages = storages
@@ -166,7 +155,12 @@ class History:
         """Record that an optimizer has taken its step and that its temporaries are freed."""
         self._close()
         allocated = self._allocator.allocated_bytes
-        row = StepPeak(self.num_steps, allocated, self._step_top, self._step_top_reserved)
+        row = RunStep(
+            step=self.num_steps,
+            allocated_bytes=allocated,
+            peak_allocated_bytes=self._step_top,
+            peak_reserved_bytes=self._step_top_reserved,
+        )
         if len(self.first_steps) < 2:
             self.first_steps.append(row)
         highest = self.highest_step

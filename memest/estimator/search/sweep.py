@@ -29,8 +29,7 @@ from memest.estimator.predict import target_gpus
 from memest.plan import TrainingPlan
 from memest.plan.reading import read_limited
 from memest.plan.training_plan import PLAN_KEYS
-from memest.report import Outcome, Verdict
-from memest.report.records import read_as
+from memest.report import Outcome, Verdict, read_as
 from memest.units import ceil_div
 
 if TYPE_CHECKING:

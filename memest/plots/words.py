@@ -1,0 +1,133 @@
+"""Common words of charts: settings, GPUs, versions, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from memest import __version__
+from memest.report import Report
+
+MINUS = "\N{MINUS SIGN}"  # as wide as a plus
+DOT = " \N{MIDDLE DOT} "
+
+
+def gpu_label(gpu: str) -> str:
+    """Return the name of a GPU for slides.
+
+    >>> gpu_label("a100-80gb"), gpu_label("12.00GiB"), gpu_label("custom")
+    ('A100 80GB', '12.00 GiB', 'custom')
+    """
+    if not any(c.isdigit() for c in gpu):
+        return gpu
+    return gpu.replace("-", " ").upper().replace("GIB", " GiB")
+
+
+def percent_off(predicted_bytes: int, measured_bytes: int) -> float:
+    """Return the signed error of a prediction in per cent of the measured figure."""
+    return 100 * (predicted_bytes - measured_bytes) / measured_bytes
+
+
+def signed_percent(predicted_bytes: int, measured_bytes: int) -> str:
+    """Return `percent_off` as text; an error that rounds to nothing has no sign.
+
+    >>> signed_percent(201, 200), signed_percent(10**6 + 1, 10**6)
+    ('+0.50 %', '±0.00 %')
+    """
+    error = percent_off(predicted_bytes, measured_bytes)
+    if abs(error) < 0.005:
+        return "±0.00 %"
+    return f"{error:+.2f} %".replace("-", MINUS)
+
+
+def dotted(*parts: str) -> str:
+    """Return the parts that are not empty, with dots between them."""
+    return DOT.join(filter(None, parts))
+
+
+_STRATEGIES = {"ddp": "DDP", "fsdp": "FSDP", "fsdp2": "FSDP2"} | {
+    f"deepspeed_stage_{stage}": f"ZeRO-{stage}" for stage in (1, 2, 3)
+}
+
+
+def label_of(strategy: str) -> str:
+    """Return the name of a strategy for slides.
+
+    >>> label_of("deepspeed_stage_3_offload"), label_of("fsdp2")
+    ('ZeRO-3 offload', 'FSDP2')
+    """
+    base = strategy.removesuffix("_offload").removesuffix("_find_unused_parameters_true")
+    tail = {"_offload": " offload", "": ""}.get(strategy.removeprefix(base), ", unused found")
+    return _STRATEGIES.get(base, base) + tail
+
+
+def setting_words(plan: Mapping[str, Any]) -> list[str]:
+    """Return the settings of a plan within its model: precision, batch, optimizer, technique.
+
+    >>> setting_words({"precision": "bf16-true", "batch_size": 16, "accumulate_grad_batches": 4,
+    ...                "optim": "adamw", "use_lora": True, "lora_r": 8})
+    ['bf16-true', 'batch 16 x 4', 'adamw', 'LoRA 8']
+    """
+    words = []
+    if plan.get("precision"):
+        words.append(str(plan["precision"]))
+    if plan.get("batch_size"):
+        count = plan.get("accumulate_grad_batches") or 1
+        words.append(f"batch {plan['batch_size']}{f' x {count}' if count > 1 else ''}")
+    if plan.get("optim"):
+        words.append(str(plan["optim"]))
+    return words + technique_words(plan)
+
+
+def technique_words(plan: Mapping[str, Any]) -> list[str]:
+    """Return adapters, quantisation, checkpointing, strategy and attention if not default."""
+    words = []
+    adapter = "QLoRA" if plan.get("use_qlora") else "LoRA" if plan.get("use_lora") else ""
+    if adapter:
+        words.append(f"{adapter} {plan.get('lora_r', '')}".strip())
+    if plan.get("use_dora"):
+        words.append("DoRA")
+    if plan.get("act_ckpt"):
+        words.append("checkpointing")
+    if plan.get("freeze"):
+        words.append("frozen parts")
+    if plan.get("attn_implementation") not in (None, "", "sdpa"):
+        words.append(str(plan["attn_implementation"]))
+    strategy, devices = plan.get("strategy") or "auto", plan.get("devices") or 1
+    if strategy != "auto" or devices > 1:
+        name = label_of("ddp" if strategy == "auto" else strategy)
+        words.append(f"{name} on {devices} GPU{'s' if devices > 1 else ''}")
+    if plan.get("memory_limit"):
+        words.append(f"capped at {plan['memory_limit'] / 2**30:.4g} GiB")
+    return words
+
+
+def token_words(reports: Sequence[Report]) -> str:
+    """Return the tokens per sample of all reports, and the pixels where they are all one size."""
+    lengths = sorted({int(n) for r in reports if (n := r.plan.get("seq_len"))})
+    if not lengths:
+        return ""
+    span = f"{lengths[0]}" if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
+    return f"{span} tokens"
+
+
+def gpu_words(reports: Sequence[Report]) -> str:
+    """Return the GPUs of the reports."""
+    return ", ".join(dict.fromkeys(gpu_label(report.gpu) for report in reports))
+
+
+def version_words(reports: Sequence[Report] = ()) -> str:
+    """Return the memest version that made the reports."""
+    versions = dict.fromkeys(str(r.versions["memest"]) for r in reports if r.versions.get("memest"))
+    return f"memest {', '.join(versions) or __version__}"
+
+
+def plan_line(reports: Sequence[Report], *others: str) -> str:
+    """Return plan, GPU and tokens of reports of one plan, the other words, and the version."""
+    plan = reports[0].plan
+    model = str(plan.get("model_name", ""))
+    said = [] if model and model in reports[0].name else [model.rsplit("/", 1)[-1]]
+    return dotted(
+        *said, *setting_words(plan), token_words(reports), gpu_words(reports), *others,
+        version_words(reports),
+    )  # fmt: skip
