@@ -149,6 +149,24 @@ def test_channels_last_copies_the_weight_only() -> None:
     assert found == Scratch(after=(64 * 64 * 9 * 2,))
 
 
+@pytest.mark.parametrize("is_last", [False, True])
+def test_gradients_have_the_format_of_input_and_weight_whatever_the_meta_kernel_gives(
+    is_last: bool,
+) -> None:
+    """The meta kernel of torch 2.11 follows the incoming gradient."""
+    expected = torch.channels_last if is_last else torch.contiguous_format
+    other = torch.contiguous_format if is_last else torch.channels_last
+    x = torch.empty(2, 64, 8, 8, device="meta").contiguous(memory_format=expected)
+    weight = torch.empty(64, 64, 3, 3, device="meta")
+    of_meta = tuple(t.contiguous(memory_format=other) for t in (x, weight))
+
+    made = convolution_outputs(
+        aten.convolution_backward.default, (x, x, weight), (*of_meta, torch.empty(64))
+    )
+
+    assert all(t.is_contiguous(memory_format=expected) for t in made[:2])
+
+
 def test_a_native_depthwise_convolution_computes_the_gradient_of_the_weight_first() -> None:
     args = convolution(meta(8, 96, 56, 56), meta(96, 1, 7, 7), 1, 3)
     found = backward(args, meta(8, 96, 56, 56), (True, True, False))

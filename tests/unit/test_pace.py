@@ -74,6 +74,27 @@ def test_float32_products_have_the_rate_that_the_script_chose() -> None:
     assert kinds == ["matmul float32", "matmul tf32"]
 
 
+@pytest.mark.parametrize("precision", ["tf32", "ieee"])
+def test_the_new_switches_of_tf32_count(precision: str) -> None:
+    backends = torch.backends
+    if not hasattr(backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("torch has them from 2.9")
+    x, image = meta(64, 64, dtype=torch.float32), meta(2, 3, 8, 8, dtype=torch.float32)
+    weight = meta(4, 3, 3, 3, dtype=torch.float32)
+    before = backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
+    try:
+        backends.cuda.matmul.fp32_precision = backends.cudnn.conv.fp32_precision = precision
+        product = work(aten.mm.default, x, x)
+        convolution = work(
+            aten.convolution.default, image, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1
+        )  # fmt: skip
+    finally:
+        backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32 = before
+
+    rate = {"tf32": "tf32", "ieee": "float32"}[precision]
+    assert (product.rate, convolution.rate) == (rate, rate)
+
+
 def test_causal_attention_counts_half_of_the_operations() -> None:
     q = meta(2, 4, 128, 64)
     kernel = aten._scaled_dot_product_flash_attention.default

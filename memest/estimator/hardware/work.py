@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from memest.estimator.versions import allows_tf32
+
 
 class Work(NamedTuple):
     """Work of one call."""
@@ -229,12 +231,12 @@ def _name(func: Any) -> str:
     return _ALIKE.get(name, name[:-1] if name.endswith("_") else name)
 
 
-def rate_of(dtype: torch.dtype, allows_tf32: bool) -> str:
-    """Return the peak rate of products of `dtype`."""
+def rate_of(dtype: torch.dtype, operation: str = "") -> str:
+    """Return the peak rate of products of `dtype`; TF32 if the script allows it for `operation`."""
     if dtype in _HALVES:
         return str(dtype).removeprefix("torch.")
     if dtype is torch.float32:
-        return "tf32" if allows_tf32 else "float32"
+        return "tf32" if operation and allows_tf32(operation) else "float32"
     return {torch.float64: "float64", torch.int8: "int8"}.get(dtype, "float8")
 
 
@@ -251,7 +253,7 @@ def _product(name: str, args: Any, num_bytes: int) -> Work:
     if name == "_grouped_mm" and right.dim() != left.dim():
         batch = []  # each row or column belongs to one group
     columns = right.shape[-1]
-    rate = rate_of(left.dtype, torch.backends.cuda.matmul.allow_tf32)
+    rate = rate_of(left.dtype, "matmul")
     size = (*batch, rows, columns, inner)
     per_16_bytes = 16 // left.element_size()
     leading = columns, *(max((1, *t.stride()[-2:])) for t in (left, right))
@@ -268,7 +270,7 @@ def _attention(name: str, func: Any, args: Any, kwargs: Any, num_bytes: int) -> 
     is_causal = bool(values.get("is_causal"))
     size = (prod(batch), num_queries, key.shape[-2], width)
     flops = 4 * prod(size) * (_BACKWARD_FLOPS if is_backward else 1) / (2 if is_causal else 1)
-    rate = rate_of(query.dtype, allows_tf32=False)
+    rate = rate_of(query.dtype)
     backend = name.removeprefix(_ATTENTION).partition("_")[0]
     kind = f"{backend}{'-backward' * is_backward}{'-causal' * is_causal} {_alike(rate)}"
     return Work(kind, size, rate, int(flops), num_bytes)
@@ -279,7 +281,7 @@ def _convolution(kind: str, x: Tensor, weight: Tensor, out: Tensor, num_bytes: i
     num_outputs = out.numel() // max(1, out.shape[1])
     window = weight.numel() // max(1, weight.shape[0])
     size = (num_outputs, weight.shape[0], window)
-    rate = rate_of(x.dtype, torch.backends.cudnn.allow_tf32)
+    rate = rate_of(x.dtype, "conv")
     num_products = kind.count("-") or 1
     is_depthwise = weight.dim() > 2 and weight.shape[1] == 1 and x.shape[1] > 1
     layout = " depthwise" * is_depthwise
@@ -302,7 +304,7 @@ def _recurrent(func: Any, args: Any, num_bytes: int) -> Work:
     backward = "-backward" * ("grad_output" in values)
     weights = sum(w.numel() for w in values["weight"] if w.dim() > 1)
     flops = 2 * weights * num_steps * samples * (2 if backward else 1)
-    rate = rate_of(x.dtype, torch.backends.cudnn.allow_tf32)
+    rate = rate_of(x.dtype, "rnn")
     return Work(f"rnn{backward} {_alike(rate)}", size, rate, flops, num_bytes)
 
 

@@ -53,6 +53,7 @@ from memest.estimator.ops.temporaries import (
     temporaries,
 )
 from memest.estimator.tensors.placement import on_gpu
+from memest.estimator.versions import allows_tf32
 
 aten = torch.ops.aten
 
@@ -182,7 +183,7 @@ def _kernels_for(c: ConvolutionShapes) -> Kernels:
     cudnn = torch.backends.cudnn
     return Kernels(
         are_deterministic=cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
-        are_without_tf32=c.dtype == torch.float32 and not cudnn.allow_tf32,
+        are_without_tf32=c.dtype == torch.float32 and not allows_tf32("conv"),
     )
 
 
@@ -302,12 +303,13 @@ def _bias_events(grad: Tensor, num_bytes: int, gpu: Gpu) -> Events:
 
 
 def convolution_outputs(func: OpOverload, args: Args, out: Any) -> Any:
-    """Outputs of `func` in the memory format that cuDNN gives them; meta gives NCHW."""
+    """Outputs of `func` in the memory format that cuDNN gives them.
+
+    The meta kernel's format depends on the release: until 2.11 also on the incoming gradient.
+    """
     is_forward = func is aten.convolution.default
     tensor, weight = (args[0], args[1]) if is_forward else (args[1], args[2])
     memory_format = convolution_format(tensor, weight)
-    if memory_format == torch.contiguous_format:
-        return out
     if is_forward:
         return torch.empty_like(out, memory_format=memory_format)
     return (

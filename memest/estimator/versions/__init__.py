@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 from memest.errors import PlanError, shown
 from memest.estimator.versions.torch_releases import RELEASES, TorchRelease
@@ -124,6 +125,22 @@ def check_torch() -> None:
             f"torch {_installed()} is installed; memest needs {OLDEST} or newer",
             hint=f"pip install 'torch>={OLDEST}'",
         )
+
+
+def allows_tf32(operation: str) -> bool:
+    """Return whether float32 products of a `matmul`, `conv` or `rnn` may use TF32.
+
+    From torch 2.9 `fp32_precision` is what the kernels read. There `allow_tf32` raises an error
+    after a script has set both (`Context::allowTF32CuBLAS`, `allowTF32CuDNN`, ATen/Context.cpp).
+    """
+    from torch import backends
+
+    backend: Any = backends.cuda.matmul if operation == "matmul" else backends.cudnn
+    if not hasattr(backends.cuda.matmul, "fp32_precision"):
+        return bool(backend.allow_tf32)
+    if operation != "matmul":
+        backend = getattr(backend, operation)
+    return bool(backend.fp32_precision == "tf32")
 
 
 def other_kernels(torch: ModuleType) -> str:

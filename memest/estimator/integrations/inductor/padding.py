@@ -19,6 +19,7 @@ from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.hardware.speed import speed_of
 from memest.estimator.tensors.patches import Patches
+from memest.estimator.versions import allows_tf32
 
 # Measured on an H100 80GB (torch 2.11): 368 products in tests/data/padded-products-h100.json.
 # They are shares of the peak rate for 16-bit types and of the memory bandwidth (data sheet).
@@ -96,7 +97,7 @@ def is_faster_padded(gpu: Gpu, mat1: Any, mat2: Any, is_free: Sequence[bool]) ->
     without TF32 need no alignment, so padding them only adds copies.
     """
     dtype = mat1.dtype
-    if dtype is torch.float32 and not torch.backends.cuda.matmul.allow_tf32:
+    if dtype is torch.float32 and not allows_tf32("matmul"):
         return False
     align = 16 // dtype.itemsize
     num_products = _hint(mat1.shape[0]) if mat1.dim() == 3 else 1
@@ -140,7 +141,7 @@ def _peak_flops(gpu: Gpu, dtype: torch.dtype) -> float:
     speed = speed_of(gpu)
     if dtype is not torch.float32:
         return speed.tflops_16bit * 1e12
-    if torch.backends.cuda.matmul.allow_tf32:
+    if allows_tf32("matmul"):
         return speed.tflops_16bit / 2 * 1e12
     return speed.tflops_32bit * 1e12
 
