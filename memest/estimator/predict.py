@@ -19,10 +19,10 @@ from memest.estimator.versions import check_torch
 from memest.plan import TrainingPlan
 
 if TYPE_CHECKING:
+    from memest.estimator.replay.program import TracedPlan
     from memest.estimator.replay.recording import Recording
     from memest.estimator.replay.replay import Replayed
     from memest.estimator.replay.scenarios import Scenario
-    from memest.estimator.replay.simulated import TracedPlan
     from memest.report import Prediction, StepTime, Verdict
 
 PRIMARY_GPU = "h200"

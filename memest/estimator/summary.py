@@ -21,8 +21,7 @@ from memest.report import KINDS, WHY, Outcome, Peak, Prediction, StepTime, Term,
 from memest.units import MIB, counted, format_bytes, format_count, format_gib
 
 if TYPE_CHECKING:
-    from memest.estimator.replay.program import Program
-    from memest.estimator.replay.simulated import TracedPlan
+    from memest.estimator.replay.program import Program, TracedPlan
 
 ITEM_BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2,

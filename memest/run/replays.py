@@ -10,8 +10,8 @@ from itertools import pairwise
 from memest.estimator.allocator.caching import OutOfMemory
 from memest.estimator.hardware.gpus import Gpu, find_gpu
 from memest.estimator.replay.program import MicroBatch, Part, Program
-from memest.estimator.replay.recording import Recording, RecordingObserver
-from memest.estimator.replay.replay import Moment, ObservedPlayer, Replayed, Run
+from memest.estimator.replay.recording import Recording, RecordingPlayer
+from memest.estimator.replay.replay import Moment, Replayed, Run
 from memest.estimator.replay.scenarios import Scenario, intervals, verdict_over, where_failed
 from memest.estimator.tensors.storages import FreeTiming
 from memest.estimator.virtual_gpu import VirtualGpu
@@ -240,7 +240,7 @@ class _Steps:
         self.step = self.micro_batch = 0
         self._last: Phase | None = None
 
-    def reached(self, name: str, observer: RecordingObserver) -> None:
+    def reached(self, name: str, player: RecordingPlayer) -> None:
         phase = _PROBES.get(name)
         if phase is None or phase is self._last:
             return
@@ -250,15 +250,14 @@ class _Steps:
             elif self._last is Phase.AFTER_OPTIMIZER_STEP:
                 self.step, self.micro_batch = self.step + 1, 0
         self._last = phase
-        observer.reached(self.step, self.micro_batch, phase)
+        player.reached(self.step, self.micro_batch, phase)
 
 
 def record_run_of(virtual: VirtualGpu, report: RunReport) -> Recording:
     """Return every action of the allocator in the stored events of a script, with its probes."""
     memory, like = virtual.mode.memory, virtual.allocator
     recording = Recording(memory.storages, report.limit_bytes, report.gpu)
-    observer = RecordingObserver(recording, ranges_stay=False)
-    player = ObservedPlayer(report.limit_bytes, memory.storages, observer)
+    player = RecordingPlayer(recording)
     allocator = player.allocator
     allocator.use(like.settings)
     allocator.gpu_bytes, allocator.allowed_bytes = like.gpu_bytes, like.allowed_bytes
@@ -269,10 +268,10 @@ def record_run_of(virtual: VirtualGpu, report: RunReport) -> Recording:
         with suppress(OutOfMemory):  # under a limit that the script set later
             player.play(events[position:at])
         position = at
-        steps.reached(name, observer)
+        steps.reached(name, player)
     if memory.refused is not None and not report.fits:
         refused_bytes = memory.refused[0]
-        observer.refused(-1, refused_bytes)
+        player.refused(-1, refused_bytes)
         result.failed, result.failed_bytes = Moment(len(events), steps.step, -1), refused_bytes
     result.peak_allocated_bytes = allocator.peak_allocated_bytes
     result.peak_reserved_bytes = allocator.peak_reserved_bytes

@@ -21,9 +21,9 @@ from memest.estimator.hardware.gpus import Gpu, custom_gpu, find_gpu, list_gpus
 from memest.estimator.ops import cudnn_cache, cudnn_convolution, cudnn_library
 from memest.estimator.ops.convolution import has_same_workspaces
 from memest.estimator.ops.cudnn_convolution import (
+    ANY_KERNELS,
     DIRECTIONS,
     ConvolutionShapes,
-    Kernels,
     Workspace,
     answers_of,
     describe_source,
@@ -35,6 +35,7 @@ from memest.estimator.ops.cudnn_library import (
     NONDETERMINISTIC,
     TENSOR_CORES,
     CudnnError,
+    Kernels,
     Library,
     Plan,
     device_properties,
@@ -164,7 +165,7 @@ def test_filters_follow_the_settings_of_torch() -> None:
     def kept(*notes: int) -> list[bool]:
         plan = Plan(0, 0, frozenset(notes))
         return [
-            plan.is_allowed(deterministic=deterministic, without_tf32=without_tf32)
+            plan.is_allowed(Kernels(deterministic, without_tf32))
             for deterministic in (False, True)
             for without_tf32 in (False, True)
         ]
@@ -306,10 +307,9 @@ def share_right(
 ) -> float:
     """Share of calls of which cuDNN's first plan has the measured workspace, in blocks."""
     cudnn, place = installed(), DIRECTIONS.index(direction)
-    allowed = {"deterministic": False, "without_tf32": False} | settings
     right = 0
     for row in rows:
-        plan = cudnn.first_plan(row[0], direction, H100.name, **allowed)
+        plan = cudnn.first_plan(row[0], direction, H100.name, Kernels(**settings))
         size = row[column][place]
         right += plan is not None and (
             in_blocks(plan.workspace_bytes) == in_blocks(size)
@@ -339,7 +339,7 @@ def test_products_by_cublaslt_are_near(direction: str, share: float, near: float
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(
-    ("column", "settings"), [(2, {"deterministic": True}), (3, {"without_tf32": True})]
+    ("column", "settings"), [(2, {"are_deterministic": True}), (3, {"are_without_tf32": True})]
 )
 def test_filters_choose_the_plans_that_an_h100_chose(
     direction: str, column: int, settings: dict[str, bool]
@@ -395,9 +395,7 @@ def test_one_of_two_compiled_engines_sums_the_weight_in_parts(
     call = ConvolutionShapes(
         image, window, image, (1, 1), (1, 1), (1, 1), channels, torch.bfloat16, True
     )
-    plan = installed().first_plan(
-        call.row(), "weight", H100.name, deterministic=False, without_tf32=False
-    )
+    plan = installed().first_plan(call.row(), "weight", H100.name, ANY_KERNELS)
     assert plan is not None
     assert plan.workspace_bytes == num_bytes
 
@@ -405,21 +403,17 @@ def test_one_of_two_compiled_engines_sums_the_weight_in_parts(
 def test_an_a100_takes_other_workspaces_than_an_h100() -> None:
     cudnn = installed()
     plans = [
-        cudnn.first_plan(
-            HALF_LAST.row(), "forward", gpu.name, deterministic=False, without_tf32=False
-        )
-        for gpu in (H100, A100)
+        cudnn.first_plan(HALF_LAST.row(), "forward", gpu.name, ANY_KERNELS) for gpu in (H100, A100)
     ]
     assert [plan and plan.workspace_bytes for plan in plans] == [131, 0]
 
 
 def test_a_t4_has_no_plan_for_bfloat16() -> None:
     cudnn = installed()
-    settings = {"deterministic": False, "without_tf32": False}
     row = HALF_LAST.row()
-    assert cudnn.first_plan((1, *row[1:]), "forward", T4.name, **settings) is not None
+    assert cudnn.first_plan((1, *row[1:]), "forward", T4.name, ANY_KERNELS) is not None
     with suppress(CudnnError):
-        assert cudnn.first_plan(row, "forward", T4.name, **settings) is None
+        assert cudnn.first_plan(row, "forward", T4.name, ANY_KERNELS) is None
 
 
 PATCHES = ConvolutionShapes(

@@ -12,8 +12,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memest.estimator.hardware.gpus import find_gpu, list_gpus
-from memest.estimator.ops.attention import scaled_dot_product_attention
-from memest.estimator.ops.flash_attention_2 import backward_events, forward_events
+from memest.estimator.ops.attention import (
+    backward_events,
+    forward_events,
+    scaled_dot_product_attention,
+)
 from memest.estimator.ops.registry import OUTPUTS_ONLY, op_of
 from memest.estimator.ops.temporaries import Events
 from tests.requests_at_peak import scratch_of

@@ -13,8 +13,8 @@ from memest.estimator.replay import simulated_plan
 from memest.estimator.replay.interpolate.call_log import LoggedTrace, logged_trace
 from memest.estimator.replay.interpolate.other_chip import on_other_chip
 from memest.estimator.replay.interpolate.reuse import FormBroken
+from memest.estimator.replay.program import TracedPlan
 from memest.estimator.replay.replay import Run
-from memest.estimator.replay.simulated import TracedPlan
 from memest.estimator.replay.simulated_plan import trace_plan
 from memest.estimator.replay.virtual_run import canonical
 from memest.plan import TrainingPlan

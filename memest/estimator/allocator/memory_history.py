@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from memest.estimator.allocator.blocks import Block
 from memest.estimator.allocator.settings import AllocatorSettings
@@ -75,17 +75,7 @@ def segment_entry(
 
 
 Stack = Any
-"""Result of `GathersStacks.gather`."""
-
-
-class GathersStacks(Protocol):
-    """Source of stacks of the running thread."""
-
-    def gather(self) -> Stack:
-        """Return the stack of the running thread."""
-
-    def frames_of(self, stack: Stack) -> list[dict[str, Any]]:
-        """Return a stack as torch's frames."""
+"""Stack of a thread, as the caller gathers it."""
 
 
 class Context(IntEnum):
@@ -112,12 +102,14 @@ class Entry(NamedTuple):
 class MemoryHistory:
     """The latest `max_entries` actions, without those in `skipped`.
 
-    `context` selects the events whose stacks are recorded.
+    `context` selects the events whose stacks are recorded. `gather` returns the stack of the
+    running thread, `frames_of` torch's frames of a stack.
     """
 
     def __init__(
         self,
-        stacks: GathersStacks,
+        gather: Callable[[], Stack],
+        frames_of: Callable[[Stack], list[dict[str, Any]]],
         *,
         context: Context,
         max_entries: int,
@@ -132,8 +124,8 @@ class MemoryHistory:
         """Stacks of live blocks, by address."""
 
         self.of_segments: dict[int, Stack] = {}
-        self._gather = stacks.gather
-        self._frames_of = stacks.frames_of
+        self._gather = gather
+        self._frames_of = frames_of
         self._skipped = skipped
         self._stack: Stack | None = None
         self._freed_at: dict[int, Stack] = {}

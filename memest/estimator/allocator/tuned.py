@@ -8,7 +8,8 @@ Mirrors `c10/cuda/CUDACachingAllocator.cpp`, torch 2.11: `round_size`, `get_free
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import TYPE_CHECKING, TypeVar
 
 from memest.estimator.allocator.blocks import (
     ADDRESS_BITS,
@@ -34,10 +35,16 @@ MOST_RANGE_BYTES = 1 << 41
 """Size of a range on an unlimited GPU."""
 
 
+_ADDRESS = attrgetter("address")
+
+
 class Unmapped(Block):
     """Part of an expandable range without mapped memory."""
 
     __slots__ = ()
+
+
+Made = TypeVar("Made", bound=Block)
 
 
 class ExpandableSegments:
@@ -48,7 +55,7 @@ class ExpandableSegments:
     def __init__(self, allocator: CachingAllocator, large_bytes: int) -> None:
         self._allocator = allocator
         self._piece_bytes = (large_bytes, SMALL_SEGMENT_BYTES)
-        self._unmapped: dict[tuple[int, bool], list[tuple[int, Unmapped]]] = {}
+        self._unmapped: dict[tuple[int, bool], list[Unmapped]] = {}
         self._lowest = HIGHEST_ADDRESS
 
     def best(self, pool: FreeBlocks, index: int) -> int:
@@ -98,13 +105,13 @@ class ExpandableSegments:
     def layout(self) -> tuple[object, ...]:
         """Return the unmapped addresses."""
         return tuple(
-            (where, tuple((address, block.num_bytes) for address, block in blocks))
+            (where, tuple((block.address, block.num_bytes) for block in blocks))
             for where, blocks in self._unmapped.items()
         )
 
     def _place_for(self, size: int, is_small: bool, stream: int) -> Block:
         """Return the first block of the lowest free addresses that hold `size`, mapped or not."""
-        for _, block in self._unmapped.get((stream, is_small), ()):
+        for block in self._unmapped.get((stream, is_small), ()):
             before = block.previous
             start: Block = before if before is not None and before.is_free else block
             if _has_room(start, size):
@@ -129,22 +136,10 @@ class ExpandableSegments:
         if not self._allocator.has_room_for(num_bytes):
             return None
         self._remove_unmapped(block)
-        mapped = Block(
-            block.address, num_bytes, block.is_small, True, block.previous, block.next, block.stream
-        )
-        _link(mapped)
+        mapped = _linked(Block, block, block.address, num_bytes, block.previous, block.next)
         if num_bytes < block.num_bytes:
-            rest = Unmapped(
-                block.address + num_bytes,
-                block.num_bytes - num_bytes,
-                block.is_small,
-                False,
-                mapped,
-                block.next,
-                block.stream,
-            )
-            _link(rest)
-            self._add_unmapped(rest)
+            end, size = block.address + num_bytes, block.num_bytes - num_bytes
+            self._add_unmapped(_linked(Unmapped, block, end, size, mapped, block.next))
         address = mapped.address
         for other in (mapped.previous, mapped.next):
             if other is not None and other.is_free:
@@ -162,10 +157,7 @@ class ExpandableSegments:
         if begin >= end:
             return
         self._pool(block).discard(block)
-        gone = Unmapped(
-            begin, end - begin, block.is_small, False, block.previous, block.next, block.stream
-        )
-        _link(gone)
+        gone = _linked(Unmapped, block, begin, end - begin, block.previous, block.next)
         before, after = begin - block.address, block.address + block.num_bytes - end
         for num_bytes, address in ((before, block.address), (after, end)):
             if num_bytes:
@@ -180,17 +172,8 @@ class ExpandableSegments:
 
     def _keep(self, num_bytes: int, address: int, gone: Unmapped) -> None:
         """Insert the part of a free block that shares its piece with a live one, next to `gone`."""
-        is_before = address < gone.address
-        kept = Block(
-            address,
-            num_bytes,
-            gone.is_small,
-            True,
-            gone.previous if is_before else gone,
-            gone if is_before else gone.next,
-            gone.stream,
-        )
-        _link(kept)
+        around = (gone.previous, gone) if address < gone.address else (gone, gone.next)
+        kept = _linked(Block, gone, address, num_bytes, *around)
         self._pool(kept).insert(kept)
 
     def _pool(self, block: Block) -> FreeBlocks:
@@ -198,15 +181,11 @@ class ExpandableSegments:
 
     def _add_unmapped(self, block: Unmapped) -> None:
         blocks = self._unmapped.setdefault((block.stream, block.is_small), [])
-        insort(blocks, (block.address, block), key=_address)
+        insort(blocks, block, key=_ADDRESS)
 
     def _remove_unmapped(self, block: Unmapped) -> None:
         blocks = self._unmapped[block.stream, block.is_small]
-        del blocks[bisect_left(blocks, block.address, key=_address)]
-
-
-def _address(entry: tuple[int, Unmapped]) -> int:
-    return entry[0]
+        del blocks[bisect_left(blocks, block.address, key=_ADDRESS)]
 
 
 def _size_if_grown(block: Block) -> int:
@@ -225,6 +204,17 @@ def _has_room(block: Block, size: int) -> bool:
             break
         at = at.next
     return room >= size
+
+
+def _linked(
+    kind: type[Made], like: Block, address: int, num_bytes: int,
+    previous: Block | None, following: Block | None,
+) -> Made:  # fmt: skip
+    """Make a free or unmapped block in the range of `like`, linked to its neighbours."""
+    is_free = kind is not Unmapped
+    made = kind(address, num_bytes, like.is_small, is_free, previous, following, like.stream)
+    _link(made)
+    return made
 
 
 def _link(block: Block) -> None:

@@ -66,29 +66,32 @@ class LiveModules:
             module._global_forward_hooks_always_called,
         ]
 
-    @contextmanager
-    def without_hooks(self) -> Iterator[None]:
-        """Take the hooks away, until the block ends."""
+    def _take_hooks(self) -> None:
         self._taken = [
             [(h.id, d.pop(h.id)) for h in self._handles if h.id in d] for d in self._dicts()
         ]
+
+    def _put_hooks(self) -> None:
+        for hooks, taken in zip(self._dicts(), self._taken, strict=True):
+            hooks.update(taken)
+
+    @contextmanager
+    def without_hooks(self) -> Iterator[None]:
+        """Take the hooks away, until the block ends."""
+        self._take_hooks()
         try:
             yield
         finally:
-            for hooks, taken in zip(self._dicts(), self._taken, strict=True):
-                hooks.update(taken)
+            self._put_hooks()
 
     @contextmanager
     def with_hooks(self) -> Iterator[None]:
         """Put the hooks back within `without_hooks`, until the block ends."""
-        for hooks, taken in zip(self._dicts(), self._taken, strict=True):
-            hooks.update(taken)
+        self._put_hooks()
         try:
             yield
         finally:
-            for hooks, taken in zip(self._dicts(), self._taken, strict=True):
-                for key, _ in taken:
-                    del hooks[key]
+            self._take_hooks()
 
     @contextmanager
     def running(self, module: nn.Module) -> Iterator[None]:

@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from types import FrameType, ModuleType
 from typing import Any
 
+from memest.estimator.tensors.patches import Patches
+
 Action = Callable[[ModuleType], None]
 
 
@@ -109,17 +111,42 @@ def names_of(original: Any) -> list[tuple[ModuleType, str]]:
     return found
 
 
-def remove_finder(finder: Any) -> None:
-    """Remove a finder of stubs, and the modules that it has loaded."""
-    sys.meta_path.remove(finder)
-    for name, module in list(sys.modules.items()):
-        if getattr(getattr(module, "__spec__", None), "loader", None) is finder:
-            del sys.modules[name]
+def replace_everywhere(patches: Patches, original: Any, made: Any) -> None:
+    """Replace `original` by `made` in each module that has imported it by name."""
+    for owner, name in names_of(original):
+        patches.set(owner, name, made)
 
 
-def importing_frame() -> FrameType | None:
-    """Return the frame whose import statement calls `find_spec`, the caller's caller."""
-    frame: FrameType | None = sys._getframe(3)
-    while frame is not None and "importlib" in frame.f_code.co_filename:
-        frame = frame.f_back
-    return frame
+class StubFinder(MetaPathFinder, Loader):
+    """Finder and loader of the modules of a library that is not installed."""
+
+    def serves(self, fullname: str) -> bool:
+        """Return whether a module is a stub."""
+        raise NotImplementedError
+
+    def install(self, patches: Patches, *, is_first: bool = True) -> None:
+        """Install the finder before or after all others; remove it and its modules at the end."""
+        sys.meta_path.insert(0 if is_first else len(sys.meta_path), self)
+        patches.on_undo(self._remove)
+
+    def _remove(self) -> None:
+        sys.meta_path.remove(self)
+        for name, module in list(sys.modules.items()):
+            if getattr(getattr(module, "__spec__", None), "loader", None) is self:
+                del sys.modules[name]
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of a stub, which may have further modules."""
+        return ModuleSpec(fullname, self, is_package=True) if self.serves(fullname) else None
+
+    def importing_frame(self) -> FrameType | None:
+        """Return the frame whose import statement looks for a module."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            is_finders = frame.f_locals.get("self") is self
+            if not is_finders and "importlib" not in frame.f_code.co_filename:
+                break
+            frame = frame.f_back
+        return frame

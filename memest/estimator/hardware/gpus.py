@@ -128,14 +128,9 @@ class Gpu:
         return self.num_sms / _catalogue()[self.whole].num_sms if self.whole else 1.0
 
     @property
-    def used_bytes(self) -> int:
-        """Bytes in use before the allocator's first segment."""
-        return self.context_bytes + self.beside_bytes
-
-    @property
     def limit_bytes(self) -> int:
         """Bytes that the caching allocator can reserve before `cudaMalloc` fails."""
-        return max(0, self.memory_bytes - self.used_bytes)
+        return max(0, self.memory_bytes - self.context_bytes - self.beside_bytes)
 
     def beside(self, num_bytes: int | None) -> Gpu:
         """Return this GPU with `num_bytes` of its memory held by other processes.

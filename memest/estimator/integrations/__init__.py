@@ -14,7 +14,6 @@ from memest.estimator.integrations import (
     bitsandbytes,
     compilers,
     deepspeed,
-    extensions,
     flash_attn,
     litgpt,
     torchvision,
@@ -28,15 +27,10 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Install the GPU for libraries that the script imports; called after `torch.cuda`."""
     forget()
     patches.on_undo(forget)
-    triton.install(patches, mode, hooks)
-    bitsandbytes.install(patches, mode, hooks)
-    flash_attn.install(patches, mode, hooks)
-    compilers.install(patches, mode, hooks)
-    deepspeed.install(patches, mode, hooks)
-    litgpt.install(patches, mode, hooks)
-    torchvision.install(patches, mode, hooks)
-    vllm.install(patches, mode, hooks)
-    extensions.install(patches, mode, hooks)
+    for library in (
+        triton, bitsandbytes, flash_attn, compilers, deepspeed, litgpt, torchvision, vllm,
+    ):  # fmt: skip
+        library.install(patches, mode, hooks)
 
 
 _MODULES = (

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import partial, wraps
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Make `torch.compile` and `torch.jit` return functions that run on the virtual GPU."""
     _install_compile(patches, mode, hooks)
     _install_script(patches, mode)
+    _install_extensions(patches, mode, hooks)
 
 
 def _install_compile(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
@@ -131,3 +133,44 @@ def _install_script(patches: Patches, mode: CudaSimMode) -> None:
     patches.set(torch.jit, "trace", trace)
     patches.set(torch.jit, "freeze", lambda module, *args, **options: module)
     patches.set(torch.jit, "optimize_for_inference", lambda module, *args, **options: module)
+
+
+_HINT = "run the script without it; see docs/run.md for what is supported"
+
+
+def _install_extensions(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
+    """Make `torch.utils.cpp_extension` refuse code for a GPU's compiler."""
+
+    def after(module: ModuleType) -> None:
+        patches.set(module, "load", _guarded(module.load, mode, _wants_cuda))
+        patches.set(module, "load_inline", _guarded(module.load_inline, mode, _wants_cuda))
+        patches.set(
+            module, "CUDAExtension", _guarded(module.CUDAExtension, mode, lambda *a, **k: True)
+        )
+
+    hooks.after("torch.utils.cpp_extension", after)
+
+
+def _wants_cuda(*args: Any, **options: Any) -> bool:
+    """Return whether the sources include GPU code; a string of C++ names no such file."""
+    if options.get("with_cuda") or options.get("cuda_sources"):
+        return True
+    sources = options.get("sources", args[1] if len(args) > 1 else ())
+    sources = (sources,) if isinstance(sources, str) else sources
+    return any(str(source).endswith((".cu", ".cuh")) for source in sources) or len(args) > 2
+
+
+def _guarded(
+    function: Callable[..., Any], mode: CudaSimMode, wants_cuda: Callable[..., bool]
+) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        if not wants_cuda(*args, **options):
+            return function(*args, **options)
+        name = options.get("name", args[0] if args else "")
+        where = mode.attribution.lines.current() or "the script"
+        raise UnsupportedError(
+            f"{where}: `{name}` is an extension in CUDA, whose kernels cannot be simulated",
+            hint=_HINT,
+        )
+
+    return call

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.gpu.imports import ImportHooks
 from memest.estimator.gpu.mode import CudaSimMode
-from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.patches import Patches, constant
 from memest.estimator.tensors.placement import INSIDE, on_gpu
 from memest.estimator.tensors.storages import MemKind
 from memest.models_meta.sharding import States
@@ -57,11 +57,7 @@ class _Extension:
     def __getattr__(self, name: str) -> Callable[..., int]:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _do_nothing
-
-
-def _do_nothing(*args: Any, **kwargs: Any) -> int:
-    return 0
+        return constant(0)
 
 
 def _for_scripts(wrap: Callable[..., Maker]) -> Callable[..., Maker]:

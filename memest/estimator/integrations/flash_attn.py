@@ -7,14 +7,10 @@ that imports it. Libraries that only check for the package find the installed st
 from __future__ import annotations
 
 import contextlib
-import importlib.abc
-import importlib.machinery
-import sys
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
-from memest.estimator.gpu.imports import ImportHooks, importing_frame, remove_finder
+from memest.estimator.gpu.imports import ImportHooks, StubFinder
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches
 from memest.models_meta import flash_attention
@@ -35,9 +31,7 @@ _NOTE = f"`flash_attn` {VERSION} is taken to be installed where the script runs"
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Install the stubs in transformers and for imports of the script."""
-    finder = Finder(mode)
-    sys.meta_path.insert(0, finder)
-    patches.on_undo(finder.remove)
+    Finder(mode).install(patches)
     stack = contextlib.ExitStack()
     patches.on_undo(stack.close)
     is_replaced: list[bool] = []
@@ -66,31 +60,19 @@ def refuse_old_release(*args: Any, **kwargs: Any) -> NoReturn:
     raise flash_attention.too_old()
 
 
-class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class Finder(StubFinder):
     """Finds `flash_attn` for the script's own import statements."""
 
     def __init__(self, mode: CudaSimMode) -> None:
         self._mode = mode
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Return a spec of the package and its two known modules."""
-        if fullname not in _CONTENTS or not self._is_asked_by_script():
-            return None
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=fullname == "flash_attn")
+    def serves(self, fullname: str) -> bool:
+        """Return whether the script imports the package or a known module of it."""
+        frame = self.importing_frame() if fullname in _CONTENTS else None
+        return frame is not None and self._mode.attribution.lines.frame(frame) is frame
 
     def exec_module(self, module: ModuleType) -> None:
         """Fill the module."""
         self._mode.notes.add(_NOTE)
         vars(module).update((n, getattr(flash_attention, n)) for n in _CONTENTS[module.__name__])
         vars(module)["__version__"] = VERSION
-
-    def remove(self) -> None:
-        """Remove the finder and its modules."""
-        remove_finder(self)
-
-    def _is_asked_by_script(self) -> bool:
-        """Return whether the innermost frame outside of the import machinery is the script's."""
-        frame = importing_frame()
-        return frame is not None and self._mode.attribution.lines.frame(frame) is frame

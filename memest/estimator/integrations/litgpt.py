@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from memest.errors import UnsupportedError
-from memest.estimator.gpu.imports import ImportHooks, names_of
+from memest.estimator.gpu.imports import ImportHooks, replace_everywhere
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches
 
@@ -43,9 +43,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
     def after_utils(module: ModuleType) -> None:
         original = module.check_valid_checkpoint_dir
-        made = checked(original)
-        for owner, name in names_of(original):
-            patches.set(owner, name, made)
+        replace_everywhere(patches, original, checked(original))
 
     def after_import(module: ModuleType) -> None:
         try:

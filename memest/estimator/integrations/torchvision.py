@@ -14,12 +14,9 @@ from torch import Tensor
 
 from memest.estimator.gpu.imports import ImportHooks
 from memest.estimator.gpu.mode import CudaSimMode
-from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.ops.autograd_ops import KEY_NAME, Next
-from memest.estimator.ops.registry import Args, Kwargs, register
-from memest.estimator.ops.temporaries import Scratch, contiguous_copy
+from memest.estimator.ops.autograd_ops import KEY_NAME, Next, kernel_above
+from memest.estimator.ops.registry import copying, register
 from memest.estimator.tensors.patches import Patches
-from memest.estimator.tensors.placement import on_gpu
 from memest.units import ceil_div
 
 BOXES_PER_WORD = 64
@@ -41,23 +38,15 @@ def _after(module: ModuleType) -> None:
     ops = torch.ops.torchvision
     if _library or not hasattr(ops, "nms"):
         return
-    register(ops.roi_align.default, ops.roi_pool.default, requests=_pooled)
-    register(ops._roi_align_backward.default, ops._roi_pool_backward.default, requests=_unpooled)
+    register(ops.roi_align.default, ops.roi_pool.default, requests=copying(0, 1))
+    # a gradient is read with its strides
+    register(ops._roi_align_backward.default, ops._roi_pool_backward.default, requests=copying(1))
     make: Any = torch.library.Library  # untyped in torch
     library = make("torchvision", "IMPL")
     _library.append(library)
     for op, kernel in ((ops.nms.default, _nms), (ops.roi_align.default, _roi_align)):
-        library.impl(
-            op._schema.name.partition("::")[2], _above(op, kernel), KEY_NAME, with_keyset=True
-        )
-
-
-def _above(op: Any, kernel: Any) -> Any:
-    def run(keyset: Any, first: Tensor, *args: Any) -> Any:
-        then = Next(op, keyset)
-        return kernel(then, first, *args) if on_gpu(first) else then(first, *args)
-
-    return run
+        name = op._schema.name.partition("::")[2]
+        library.impl(name, kernel_above(op, kernel), KEY_NAME, with_keyset=True)
 
 
 def _nms(then: Next, boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
@@ -84,13 +73,3 @@ def _roi_align(then: Next, image: Tensor, rois: Tensor, *args: Any) -> Tensor:
     if not torch.is_autocast_enabled("cuda"):
         return then(image, rois, *args)
     return then(image.float(), rois.float(), *args).to(image.dtype)
-
-
-def _pooled(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Contiguous copies of the image and the regions, made after the outputs."""
-    return Scratch(after=contiguous_copy(args[0], args[1]))
-
-
-def _unpooled(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """A contiguous copy of the regions; the gradient is read with its strides."""
-    return Scratch(after=contiguous_copy(args[1]))

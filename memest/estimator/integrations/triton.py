@@ -14,7 +14,7 @@ from typing import Any
 
 from memest.estimator.gpu.imports import ImportHooks
 from memest.estimator.gpu.mode import CudaSimMode
-from memest.estimator.integrations.triton_stub import StubFinder
+from memest.estimator.integrations.triton_stub import Finder
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import GPU
 
@@ -96,9 +96,8 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Install Triton, with launches that do nothing."""
     is_installed = "triton" in sys.modules or PathFinder.find_spec("triton") is not None
     if not is_installed:
-        finder = StubFinder(lambda target: Driver(mode, target), do_bench)
-        finder.install()
-        patches.on_undo(finder.remove)
+        finder = Finder(lambda target: Driver(mode, target), do_bench)
+        finder.install(patches, is_first=False)
         return
 
     def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:

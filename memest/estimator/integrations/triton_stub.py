@@ -1,6 +1,6 @@
 """Names of the package `triton`, for machines on which it cannot be installed.
 
-With them libraries can be imported; their kernel launches do nothing. `StubFinder` serves `import
+With them libraries can be imported; their kernel launches do nothing. `Finder` serves `import
 triton`, and the version that comes with the wheels of torch 2.11.
 """
 
@@ -10,13 +10,13 @@ import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from memest.errors import UnsupportedError
-from memest.estimator.gpu.imports import remove_finder
+from memest.estimator.gpu.imports import StubFinder
 from memest.estimator.tensors.patches import NOT_COMPILED, refusing
 
 VERSION = "3.6.0"
@@ -117,22 +117,17 @@ class JITFunction(KernelInterface):
         raise RuntimeError("Cannot call @triton.jit'd outside of the scope of a kernel")
 
 
+@dataclass(eq=False)
 class Config:
     """`triton.Config`: the meta-parameters of one variant of a kernel."""
 
-    def __init__(
-        self,
-        kwargs: dict[str, Any],
-        num_warps: int = 4,
-        num_stages: int = 3,
-        num_ctas: int = 1,
-        maxnreg: int | None = None,
-        pre_hook: Any = None,
-        ir_override: Any = None,
-    ) -> None:
-        self.kwargs = kwargs
-        self.num_warps, self.num_stages, self.num_ctas = num_warps, num_stages, num_ctas
-        self.maxnreg, self.pre_hook, self.ir_override = maxnreg, pre_hook, ir_override
+    kwargs: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    num_ctas: int = 1
+    maxnreg: int | None = None
+    pre_hook: Any = None
+    ir_override: Any = None
 
     def all_kwargs(self) -> dict[str, Any]:
         """Return the values that are not defaults."""
@@ -204,21 +199,24 @@ def _refuse(name: str) -> Callable[..., Any]:
     return refusing(f"`{name}`", NOT_COMPILED)
 
 
+@dataclass(eq=False)
 class GPUTarget:
     """`triton.backends.compiler.GPUTarget`."""
 
-    def __init__(self, backend: str, arch: Any, warp_size: int) -> None:
-        self.backend, self.arch, self.warp_size = backend, arch, warp_size
+    backend: str
+    arch: Any
+    warp_size: int
 
 
+@dataclass(eq=False)
 class _TensorDescriptor:
     """`triton.tools.tensor_descriptor.TensorDescriptor`."""
 
-    def __init__(
-        self, base: Any, shape: Any, strides: Any, block_shape: Any, padding: str = "zero"
-    ) -> None:
-        self.base, self.shape, self.strides = base, shape, strides
-        self.block_shape, self.padding = block_shape, padding
+    base: Any
+    shape: Any
+    strides: Any
+    block_shape: Any
+    padding: str = "zero"
 
     @staticmethod
     def from_tensor(tensor: Any, block_shape: Any, padding: str = "zero") -> _TensorDescriptor:
@@ -226,16 +224,15 @@ class _TensorDescriptor:
         return _TensorDescriptor(tensor, tensor.shape, tensor.stride(), block_shape, padding)
 
 
-def _any_symbol(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return Symbol(name)
+def _each_as(made: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module in which every name exists."""
 
+    def look_up(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return made(name)
 
-def _knobs(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return SimpleNamespace()
+    return look_up
 
 
 def _symbol_of_language(name: str) -> Any:
@@ -285,7 +282,7 @@ def _contents(driver: Callable[[Any], Any], do_bench: Any) -> dict[str, dict[str
     }  # fmt: skip
     language: dict[str, Any] = {"constexpr": Constexpr, "__getattr__": _symbol_of_language}
     language["dtype"] = _name_of_class("dtype", Symbol)
-    symbols = {"__getattr__": _any_symbol}
+    symbols = {"__getattr__": _each_as(Symbol)}
     return {
         "triton": top,
         "triton.backends": {"backends": {"nvidia": SimpleNamespace(driver=None, compiler=None)}},
@@ -297,7 +294,7 @@ def _contents(driver: Callable[[Any], Any], do_bench: Any) -> dict[str, dict[str
         "triton.compiler.compiler": compiler_names,
         "triton.compiler.errors": _ERRORS,
         "triton.errors": _ERRORS,
-        "triton.knobs": {"__getattr__": _knobs},
+        "triton.knobs": {"__getattr__": _each_as(lambda name: SimpleNamespace())},
         "triton.language": language,
         "triton.language.core": language,
         "triton.language.extra": {},
@@ -323,21 +320,6 @@ def _contents(driver: Callable[[Any], Any], do_bench: Any) -> dict[str, dict[str
     }  # fmt: skip
 
 
-_ATTRIBUTES = {
-    "triton": (
-        "runtime", "compiler", "errors", "backends", "language", "testing", "tools", "knobs",
-    ),
-    "triton.language": ("core", "math", "standard", "random", "extra"),
-    "triton.language.extra": ("cuda", "libdevice"),
-    "triton.language.extra.cuda": ("libdevice",),
-    "triton.runtime": ("jit", "autotuner", "cache", "errors"),
-    "triton.compiler": ("compiler", "errors"),
-    "triton.backends": ("compiler", "driver"),
-    "triton.tools": ("tensor_descriptor",),
-}  # fmt: skip
-"""Attributes that a module imports from its package; `triton.runtime.driver` is an object."""
-
-
 class _Distribution(importlib.metadata.Distribution):
     """Distribution for `importlib.metadata.version("triton")`."""
 
@@ -352,7 +334,7 @@ class _Distribution(importlib.metadata.Distribution):
         return path
 
 
-class StubFinder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
+class Finder(StubFinder, importlib.metadata.DistributionFinder):
     """Finder that serves the stub for `import triton`.
 
     `driver` makes `triton.runtime.driver.active` from the class of its target; `do_bench` is
@@ -362,30 +344,18 @@ class StubFinder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
     def __init__(self, driver: Callable[[Any], Any], do_bench: Any) -> None:
         self._contents = _contents(driver, do_bench)
 
-    def install(self) -> None:
-        """Install the finder after all others."""
-        sys.meta_path.append(self)
-
-    def remove(self) -> None:
-        """Remove the finder and its modules."""
-        remove_finder(self)
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Return a spec of a module in the table."""
-        if fullname not in self._contents:
-            return None
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+    def serves(self, fullname: str) -> bool:
+        """Return whether a module is in the table."""
+        return fullname in self._contents
 
     def exec_module(self, module: ModuleType) -> None:
         """Fill the module from the table."""
         name = module.__name__
         vars(module).update(self._contents[name])
-        for attribute in _ATTRIBUTES.get(name, ()):
-            __import__(f"{name}.{attribute}")
-        if name == "triton.runtime":
-            __import__("triton.runtime.driver")
+        for submodule in self._contents:
+            if submodule.rpartition(".")[0] == name:
+                __import__(submodule)
+        if name == "triton.runtime":  # an object, in place of the module
             vars(module)["driver"] = self._contents["triton.runtime.driver"]["driver"]
 
     def find_distributions(

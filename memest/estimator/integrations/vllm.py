@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from memest.errors import UnsupportedError
-from memest.estimator.gpu.imports import ImportHooks, importing_frame, remove_finder
+from memest.estimator.gpu.imports import ImportHooks, StubFinder
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches, refusing
 from memest.estimator.tensors.storages import MemKind
@@ -54,9 +54,7 @@ _SERVER = 'the server has GPUs of its own: use `vllm_mode="colocate"`, or no vLL
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Offer the stub; refuse TRL's client of a server, which would wait for one."""
-    finder = Finder(mode)
-    sys.meta_path.insert(0, finder)
-    patches.on_undo(finder.remove)
+    Finder(mode).install(patches)
 
     def after_client(module: ModuleType) -> None:
         refused = refusing('`vllm_mode="server"` of TRL', _SERVER)
@@ -303,7 +301,7 @@ def files_bytes(model: str) -> int | None:
     return sum(path.stat().st_size for path in files) or None
 
 
-class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class Finder(StubFinder):
     """Finder of the stub of `vllm`, for the script and TRL; for all code if vLLM is installed."""
 
     def __init__(self, mode: CudaSimMode) -> None:
@@ -320,15 +318,17 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             "vllm.inputs": {"TokensPrompt": dict},
         }
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Return a spec of the package, or of any module in it."""
+    def serves(self, fullname: str) -> bool:
+        """Return whether the script or TRL imports the package or any module in it."""
         if fullname.partition(".")[0] != "vllm":
-            return None
-        if not (self._is_installed or "vllm" in sys.modules or self._is_asked()):
-            return None
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+            return False
+        if self._is_installed or "vllm" in sys.modules:
+            return True
+        frame = self.importing_frame()
+        if frame is None:
+            return False
+        importer = frame.f_globals.get("__name__", "").partition(".")[0]
+        return importer == "trl" or self._mode.attribution.lines.frame(frame) is frame
 
     def exec_module(self, module: ModuleType) -> None:
         """Fill the module; names that are not known refuse to be called."""
@@ -349,15 +349,3 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return importlib.metadata.version("vllm")
         except importlib.metadata.PackageNotFoundError:
             return VERSION
-
-    def remove(self) -> None:
-        """Remove the finder and its modules."""
-        remove_finder(self)
-
-    def _is_asked(self) -> bool:
-        """Return whether the importing frame is the script's or TRL's."""
-        frame = importing_frame()
-        if frame is None:
-            return False
-        importer = frame.f_globals.get("__name__", "").partition(".")[0]
-        return importer == "trl" or self._mode.attribution.lines.frame(frame) is frame

@@ -8,36 +8,34 @@ kernels/cutlassB.h, cutlassF.h; `cudnn`: cudnn/MHA.cpp and `CompositeSDPABackwar
 cudnn_frontend's scaled_dot_product_flash_attention.h. Left out: nested tensors, deterministic
 algorithms, batches above 65535.
 
+The last section has the kernels of the package `flash_attn` 2.8.3, csrc/flash_attn/flash_api.cpp
+(`mha_fwd`, `mha_varlen_fwd`, `mha_bwd`, `mha_varlen_bwd`). Its `flash_attn_interface.py` copies
+tensors with a stride in the last dimension. Left out there: a single query token whose heads are
+not contiguous.
+
 Shapes: B batch, H query heads, K key heads, L query tokens, S key tokens, E head width, V width of
-the values.
+the values. N is the tokens of all rows without padding.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from memest.errors import PlanError
 from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next, active_gpu
 from memest.estimator.ops.random import DRAWS
+from memest.estimator.ops.reductions import sum_bytes
 from memest.estimator.ops.refusals import cpp_type
-from memest.estimator.ops.registry import (
-    UNDER_VMAP,
-    Args,
-    Kwargs,
-    above_autograd,
-    argument,
-    layout,
-    modelled,
-    random_offset,
-    requests,
-)
+from memest.estimator.ops.registry import Args, Kwargs, argument
 from memest.estimator.ops.strides import like
 from memest.estimator.ops.temporaries import (
     OLDEST,
@@ -48,9 +46,10 @@ from memest.estimator.ops.temporaries import (
     passing,
     temporaries,
 )
-from memest.estimator.tensors.placement import on_gpu
 from memest.estimator.versions import simulated
 from memest.estimator.versions.torch_releases import TorchRelease
+from memest.models_meta.flash_attention import BACKWARD, FORWARD
+from memest.plan.values import FLASH_ATTENTION_2
 from memest.units import ceil_div, round_up
 
 aten = torch.ops.aten
@@ -75,12 +74,12 @@ class _Call:
     query: Tensor
     key: Tensor
     value: Tensor
-    attn_mask: Tensor | None
-    dropout_p: float
-    is_causal: bool
-    enable_gqa: bool
-    gpu: Gpu
-    release: TorchRelease
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    enable_gqa: bool = False
+    gpu: Gpu = field(kw_only=True)
+    release: TorchRelease = field(kw_only=True, default_factory=simulated)
 
     @property
     def needs_grad(self) -> bool:
@@ -90,33 +89,18 @@ class _Call:
         )
 
 
-def choose_backend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    enable_gqa: bool = False,
-    gpu: Gpu,
-    release: TorchRelease | None = None,
-) -> SdpaBackend:
-    """Return the backend that `_fused_sdp_choice` picks for CUDA tensors with this metadata.
+def choose_backend(*args: Any, **kwargs: Any) -> SdpaBackend:
+    """Return the backend that `_fused_sdp_choice` picks for a call with the fields of `_Call`.
 
     Order (`priority_order`): flash, efficient, math; cuDNN first where
     `check_prefer_cudnn_attention` is true: compute capability 9.x or 10.x and cuDNN > 9.15. The
-    user's switches and the grad mode are read from the process. `release` is the torch that runs;
-    None is the simulated one.
+    user's switches and the grad mode are read from the process.
 
     Evidence: 368 of 368 choices on an H200 with torch 2.11 for CUDA 13. Left out: nested tensors,
     FlashAttention 3, ROCm, misaligned storage offsets, a user-set priority order.
     """
-    release = release or simulated()
-    call = _Call(
-        query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, gpu, release
-    )  # fmt: skip
-    prefers_cudnn = release.cudnn_version > 91500 and gpu.capability[0] in (9, 10)
+    call = _Call(*args, **kwargs)
+    prefers_cudnn = call.release.cudnn_version > 91500 and call.gpu.capability[0] in (9, 10)
     if prefers_cudnn and _can_use_cudnn(call):
         return SdpaBackend.CUDNN
     if _can_use_flash(call):
@@ -293,72 +277,57 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     gpu: Gpu,
-    release: TorchRelease | None = None,
 ) -> Tensor:
     """Run attention through the operations that CUDA tensors would go through on `gpu`.
 
     It is a kernel of `aten::scaled_dot_product_attention` above autograd, which records them.
     """
+    refuse_attention(query, key, value, attn_mask)
     backend = choose_backend(
-        query, key, value, attn_mask, dropout_p, is_causal,
-        enable_gqa=enable_gqa, gpu=gpu, release=release,
-    )  # fmt: skip
+        query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa, gpu=gpu
+    )
     # cuDNN does not take minus infinity (`convert_boolean_attn_mask_cudnn`, gone in later torch).
     masked_out = -65504.0 if backend is SdpaBackend.CUDNN else -math.inf
     attn_mask = _additive_mask(attn_mask, query.dtype, masked_out)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    how: tuple[Any, ...] = dropout_p, is_causal
     if backend is SdpaBackend.CUDNN:
-        return _first([*aten._scaled_dot_product_cudnn_attention.default(
-            query, key, value, attn_mask, needs_grad, dropout_p, is_causal, False, scale=scale
-        )])  # fmt: skip
+        op, how = aten._scaled_dot_product_cudnn_attention, (attn_mask, needs_grad, *how, False)
+        return _first_result(op.default, query, key, value, *how, scale=scale)
     if backend is SdpaBackend.FLASH:
         return _flash(query, key, value, dropout_p, is_causal, scale)
     if backend is SdpaBackend.EFFICIENT:
         if attn_mask is not None:
             attn_mask = _aligned_mask(attn_mask, query, key)
-        return _first(
-            [
-                *aten._scaled_dot_product_efficient_attention.default(
-                    query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale
-                )
-            ]
-        )
-    return math_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+        op, how = aten._scaled_dot_product_efficient_attention, (attn_mask, needs_grad, *how)
+        return _first_result(op.default, query, key, value, *how, scale=scale)
+    return math_attention(query, key, value, attn_mask, *how, scale=scale, enable_gqa=enable_gqa)
 
 
-def _first(results: list[Tensor]) -> Tensor:
-    """The first result; the others are dropped in their order, as a `std::tuple` drops them.
+def _first_result(op: OpOverload, *args: Any, scale: float | None) -> Tensor:
+    """Return the first result of a kernel.
 
-    Autograd keeps most of them; under checkpointing it does not.
+    The others are dropped in their order, as a `std::tuple` drops them. Autograd keeps most of
+    them; under checkpointing it does not.
     """
+    results = [*op(*args, scale=scale)]
     while len(results) > 1:
         results.pop(1)
     return results[0]
 
 
 def _flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float,
-    is_causal: bool,
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool,
     scale: float | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Run flash attention on heads padded to a multiple of 8, and slice the padding off."""
     head_dim = query.size(-1)
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
     padding = -head_dim % 8
     if padding:
         query, key, value = (torch.nn.functional.pad(t, (0, padding)) for t in (query, key, value))
-    out = _first(
-        [
-            *aten._scaled_dot_product_flash_attention.default(
-                query, key, value, dropout_p, is_causal, False, scale=scale
-            )
-        ]
-    )
+    op = aten._scaled_dot_product_flash_attention.default
+    out = _first_result(op, query, key, value, dropout_p, is_causal, False, scale=scale)
     return aten.slice.Tensor(out, -1, 0, head_dim) if padding else out
 
 
@@ -436,28 +405,10 @@ def math_attention(
     return out
 
 
-@above_autograd(torch.ops.aten.scaled_dot_product_attention.default, vmap_key=UNDER_VMAP)
-def run_attention(
-    then: Next,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+@registry.above_autograd("scaled_dot_product_attention", vmap_key=registry.UNDER_VMAP)
+def run_attention(then: Next, *args: Any, **kwargs: Any) -> Tensor:
     """Run the backend that CUDA chooses."""
-    if not on_gpu(query):
-        options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-        return then(query, key, value, attn_mask, dropout_p, is_causal, **options)
-    refuse_attention(query, key, value, attn_mask)
-    return scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal,
-        scale=scale, enable_gqa=enable_gqa, gpu=active_gpu(),
-    )  # fmt: skip
+    return scaled_dot_product_attention(*args, **kwargs, gpu=active_gpu())
 
 
 # -------------------------------------------------------------------- what kernels request
@@ -507,7 +458,7 @@ def _tokens_first(tensor: Tensor) -> bool:
 # --------------------------------------------------------------------------- flash
 
 
-@requests("_scaled_dot_product_flash_attention")
+@registry.requests("_scaled_dot_product_flash_attention")
 def flash_forward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`mha_fwd`: output, logsumexp, split accumulators, random state (16 bytes), unused (8 bytes).
 
@@ -517,14 +468,9 @@ def flash_forward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """
     shape = _Shape.of(*args[:3])
     dropout_p = argument(args, kwargs, 3, "dropout_p", 0.0)
-    splits = 1
-    if dropout_p == 0:
-        splits = num_flash_splits(B=shape.B, H=shape.H, L=shape.L, S=shape.S, E=shape.E, gpu=gpu)
     accumulators: list[int] = []
-    if splits > 1:
-        rounded_E = rounded_head_width(shape.E)
-        tokens = splits * shape.B * shape.H * shape.L
-        accumulators = [tokens * _FLOAT_BYTES, tokens * rounded_E * _FLOAT_BYTES]
+    if dropout_p == 0:
+        accumulators = _split_accumulators(shape.B, shape.H, shape.L, shape.S, shape.E, gpu)
     events = outputs({0: shape.out_bytes, 1: shape.lse_bytes}) + temporaries(*accumulators)
     if dropout_p > 0:
         events += around((16,), outputs({7: 8, 6: 16}))
@@ -536,6 +482,13 @@ def flash_forward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 def rounded_head_width(E: int) -> int:
     """`head_size_rounded`: the width of flash's float32 buffers."""
     return round_up(E, 32 if E <= 128 else 64)
+
+
+def _split_accumulators(B: int, H: int, L: int, S: int, E: int, gpu: Gpu) -> list[int]:
+    """Return the bytes of logsumexps and outputs of the splits, if keys are split."""
+    splits = num_flash_splits(B=B, H=H, L=L, S=S, E=E, gpu=gpu)
+    tokens = splits * B * H * L * _FLOAT_BYTES
+    return [tokens, tokens * rounded_head_width(E)] if splits > 1 else []
 
 
 def num_flash_splits(*, B: int, H: int, L: int, S: int, E: int, gpu: Gpu) -> int:
@@ -558,7 +511,7 @@ def num_flash_splits(*, B: int, H: int, L: int, S: int, E: int, gpu: Gpu) -> int
     return next((splits for splits, use in uses.items() if use >= 0.85 * best), 1)
 
 
-@requests("_scaled_dot_product_flash_attention_backward")
+@registry.requests("_scaled_dot_product_flash_attention_backward")
 def flash_backward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`mha_bwd`: contiguous copies, gradients, softmax sums, float32 query gradient.
 
@@ -580,7 +533,7 @@ def flash_backward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 # ----------------------------------------------------------------------- efficient
 
 
-@requests("_scaled_dot_product_efficient_attention")
+@registry.requests("_scaled_dot_product_efficient_attention")
 def efficient_forward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`_efficient_attention_forward`: output, logsumexp, and a float32 output for wide half heads.
 
@@ -597,7 +550,7 @@ def efficient_forward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     return outputs({0: shape.out_bytes, 1: lse_bytes}) + passing(accumulator)
 
 
-@requests("_scaled_dot_product_efficient_attention_backward")
+@registry.requests("_scaled_dot_product_efficient_attention_backward")
 def efficient_backward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`_efficient_attention_backward`: gradients, row sums of grad_out * out, workspace.
 
@@ -714,7 +667,7 @@ def _efficient_block(
 # --------------------------------------------------------------------------- cuDNN
 
 
-@requests("_scaled_dot_product_cudnn_attention")
+@registry.requests("_scaled_dot_product_cudnn_attention")
 def cudnn_forward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`run_cudnn_SDP_fprop`: seed, offset, output, logsumexp if needed, workspace.
 
@@ -727,7 +680,7 @@ def cudnn_forward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     return outputs(made) + passing(workspace)
 
 
-@layout("_scaled_dot_product_cudnn_attention")
+@registry.layout("_scaled_dot_product_cudnn_attention")
 def cudnn_output(args: Args, out: Any) -> Any:
     """Output in the layout of the query (`alloc_with_matching_layout`).
 
@@ -736,7 +689,7 @@ def cudnn_output(args: Args, out: Any) -> Any:
     return like(0)(args, out) if args[0].shape == out[0].shape else out
 
 
-@requests("_scaled_dot_product_cudnn_attention_backward")
+@registry.requests("_scaled_dot_product_cudnn_attention_backward")
 def cudnn_backward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`run_cudnn_SDP_bprop`: gradients, a copy of an expanded grad_out, workspace.
 
@@ -764,7 +717,7 @@ def _cudnn_engine_bytes(gpu: Gpu) -> int:
 # ---------------------------------------------------------------------------- math
 
 
-@requests("_safe_softmax")
+@registry.requests("_safe_softmax")
 def safe_softmax(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`_safe_softmax` of transformers/attention.cpp: result, a boolean per element, one per row,
     and a scalar zero.
@@ -775,7 +728,9 @@ def safe_softmax(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     return outputs({0: out.nbytes}) + passing(*scratch)
 
 
-@modelled("_scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward")
+@registry.modelled(
+    "_scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward"
+)
 def cudnn_attention_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
     """Return whether the GPU has compute capability 9.0.
 
@@ -784,14 +739,16 @@ def cudnn_attention_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gp
     return gpu.capability == (9, 0)
 
 
-@random_offset("_scaled_dot_product_flash_attention")
+@registry.random_offset("_scaled_dot_product_flash_attention")
 def flash_offset(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> int:
     """Step of the generator: 32 numbers per head where something is dropped."""
     odds = argument(args, kwargs, 3, "dropout_p", 0.0)
     return round_up(args[0].size(0) * args[0].size(1) * 32, DRAWS) if odds else 0
 
 
-@random_offset("_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention")
+@registry.random_offset(
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
+)
 def scores_offset(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> int:
     """Step of the generator: a number per score where something is dropped."""
     odds = argument(args, kwargs, 5, "dropout_p", 0.0)
@@ -819,3 +776,88 @@ def refuse_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
             f"attn_mask.dtype: {cpp_type(mask.dtype)} and  query.dtype: {cpp_type(query.dtype)} "
             "instead."
         )
+
+
+# --------------------------------------------------------------------- flash_attn
+
+AMPERE = (8, 0)
+"""`FlashAttention only supports Ampere GPUs or newer`."""
+
+
+def check_gpu(gpu: Gpu) -> None:
+    """Check that the package runs on `gpu`.
+
+    Raises:
+    PlanError: the GPU is too old.
+    """
+    if gpu.capability < AMPERE:
+        major, minor = gpu.capability
+        raise PlanError(
+            f"`{FLASH_ATTENTION_2}` needs compute capability 8.0 (Ampere) or newer, "
+            f"not {major}.{minor}",
+            hint="use `sdpa`, or another GPU",
+        )
+
+
+def _copies(*tensors: Tensor) -> list[int]:
+    """`maybe_contiguous`: of what has another last stride than 1; dropped when the op returns."""
+    return [tensor.nbytes for tensor in tensors if tensor.stride(-1) != 1]
+
+
+@registry.requests(FORWARD)
+def forward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """Output, logsumexp, split accumulators, random state (16 bytes).
+
+    The logsumexp has 4 * B * H * L bytes, or 4 * H * N. Keys are split like torch's
+    (`num_flash_splits`), without dropout. Texts of unlike length are split only for a lone query
+    token with grouped heads (`seqlenq_ngroups_swapped`).
+    """
+    query, key, value, cu_seqlens, L, S, dropout_p, is_windowed = args
+    H, E = query.shape[-2:]
+    K = key.shape[-2]
+    copies = _copies(query, key, value)
+    is_swapped = L == 1 and H > K and not is_windowed and dropout_p == 0
+    accumulators: list[int] = []
+    if dropout_p == 0 and (cu_seqlens is None or is_swapped):
+        B = query.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+        if is_swapped:
+            H, L = K, H // K
+        accumulators = _split_accumulators(B, H, L, S, E, gpu)
+    made = outputs({0: out[0].nbytes, 1: out[1].nbytes})
+    return around(copies, made + around(accumulators, outputs({2: out[2].nbytes})))
+
+
+@registry.requests(BACKWARD)
+def backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """Row sums, a float32 query gradient, key and value gradients of all query heads.
+
+    The gradients themselves are made before. With L' = L rounded up to 128 for each of B rows, or
+    N + 128 * B in all, and E' = E rounded up to 32 (to 64 above 128):
+
+        4 * L' * H                    row sums, the result, which the caller drops
+        4 * L' * H * E' * splits      splits: 1, or deterministic, ceil(SMs / (B * H))
+        2 * itemsize * S * H * E      where K < H, then each is summed over its group
+    """
+    query, key = args[1:3]
+    cu_seqlens, deterministic = args[9:11]
+    copies = _copies(*args[:5])
+    H, E = query.shape[-2:]
+    B = query.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    rows = out.numel() // H
+    accumulated = rows * H * rounded_head_width(E) * _FLOAT_BYTES
+    if deterministic:
+        accumulated *= ceil_div(gpu.num_sms, B * H)
+    expanded, sums = _expanded(key, H, gpu)
+    summed = around([accumulated, *expanded], passing(*sums) * len(expanded))
+    return around(copies, outputs({0: out.nbytes}) + summed)
+
+
+def _expanded(key: Tensor, H: int, gpu: Gpu) -> tuple[list[int], list[int]]:
+    """Make gradients of key and value per query head, and the memory of summing one."""
+    K, E = key.shape[-2:]
+    if K == H:
+        return [], []
+    shape = (*key.shape[:-2], K, H // K, E)
+    groups = torch.empty(shape, dtype=key.dtype, device="meta")
+    summing = list(sum_bytes(groups, [groups.dim() - 2], key.dtype, gpu))
+    return [groups.nbytes] * 2, summing

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import (
 )
 
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.ops.registry import Args, Kwargs, named, registered
+from memest.estimator.ops.registry import Args, Kwargs, named, op_of, registered
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import INSIDE, on_gpu, tensors_in
 from memest.estimator.versions import simulated
@@ -99,7 +99,11 @@ def follow_autocast(patches: Patches) -> None:
 
     _INSIDE.autocast_block = torch.is_autocast_enabled(_CUDA)
     patches.set(torch, "set_autocast_enabled", set_enabled)
-    patches.set(torch._C, "_is_any_autocast_enabled", _is_any_enabled)
+    patches.set(
+        torch._C,
+        "_is_any_autocast_enabled",
+        lambda: torch.is_autocast_enabled(_CUDA) or torch.is_autocast_enabled("cpu"),
+    )
     patches.set(HigherOrderOperator, "dispatch", _dispatch_higher_order)
 
 
@@ -130,10 +134,6 @@ def _is_left_out(operator: Any, mode: Any) -> bool:
 def is_in_autocast() -> bool:
     """Return whether the script is in `torch.autocast`, also inside of an operator."""
     return _INSIDE.autocast_block
-
-
-def _is_any_enabled() -> bool:
-    return torch.is_autocast_enabled(_CUDA) or torch.is_autocast_enabled("cpu")
 
 
 class CastCache:
@@ -248,7 +248,7 @@ def _register_once() -> None:
     }
     decisions, since_2_12 = registered("above_autograd"), set(named(*FLOAT32_SINCE_2_12))
     for op in decisions | policies:
-        kernel = _kernel(op, decisions.get(op))
+        kernel = kernel_above(op, decisions.get(op))
         if op in policies:
             kernel = _with_policy(op, policies[op], kernel)
         if op in since_2_12:
@@ -274,13 +274,23 @@ def _name_of(op: OpOverload) -> str:
     return f"{name}.{op._schema.overload_name}" if op._schema.overload_name else name
 
 
-def _kernel(op: OpOverload, decide: Callable[..., Any] | None) -> Callable[..., Any]:
+def kernel_above(op: OpOverload, decide: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return the kernel of `op` above autograd: `decide` on the GPU, torch's own elsewhere."""
+    on_host_too = op_of(op).decides_on_host
+
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if decide is None:
+        if decide is None or not (on_host_too or _is_on_gpu(args)):
             return op.redispatch(keyset & _BELOW, *args, **kwargs)
         return decide(Next(op, keyset), *args, **kwargs)
 
     return kernel
+
+
+def _is_on_gpu(args: Args) -> bool:
+    """Return whether the first tensor of a call is on the GPU."""
+    for tensor in tensors_in(args):
+        return on_gpu(tensor)
+    return False
 
 
 def _under_vmap(op: OpOverload, decide: Callable[..., Any]) -> Callable[..., Any]:
@@ -288,7 +298,8 @@ def _under_vmap(op: OpOverload, decide: Callable[..., Any]) -> Callable[..., Any
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         is_virtual = torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
-        return decide(then, *args, **kwargs) if is_virtual else then(*args, **kwargs)
+        is_decided = is_virtual and _is_on_gpu(args)
+        return decide(then, *args, **kwargs) if is_decided else then(*args, **kwargs)
 
     return kernel
 

@@ -91,10 +91,10 @@ def _fill(mode: Any, name: str, args: Args) -> None:
             for output in outputs:
                 _write(mode, output, given)
     elif name in ("_allgather_base_", "_reduce_scatter_base_"):
-        _fill_flat(mode, name, args[0], args[1], _factor(mode, args))
+        _fill_flat(args[0], args[1], _factor(mode, args))
     elif name in ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"):
         for output, given in zip(args[0], args[1], strict=True):
-            _fill_flat(mode, name, output, given, _factor(mode, args))
+            _fill_flat(output, given, _factor(mode, args))
     elif name in ("scatter_", "reduce_scatter_"):
         for output, given in zip(args[0], args[1], strict=False):
             if given:
@@ -142,13 +142,9 @@ def _pass(mode: Any, name: str, args: tuple[Any, ...]) -> None:
         key = ("send", other, own, args[3])
         if not has_integers:
             mailbox.expect(key, other, line)
-        if not (has_integers and _receive(mode, tensor, mailbox.fetch(key, other))):
-            _forget(mode, tensor)
-
-
-def _forget(mode: Any, tensor: Tensor) -> None:
-    if is_meta(tensor):
-        mode.values.forget(tensor.untyped_storage()._cdata)
+        is_known = has_integers and _receive(mode, tensor, mailbox.fetch(key, other))
+        if is_meta(tensor) and not is_known:
+            mode.values.forget(tensor.untyped_storage()._cdata)
 
 
 def _known(mode: Any, tensor: Tensor) -> Tensor | None:
@@ -163,7 +159,7 @@ def _receive(mode: Any, tensor: Tensor, value: Any) -> bool:
     return fits
 
 
-def _fill_flat(mode: Any, name: str, output: Tensor, given: Tensor, factor: int) -> None:
+def _fill_flat(output: Tensor, given: Tensor, factor: int) -> None:
     """Repeat the input for a gather; take this rank's part for a scattered sum."""
     if is_meta(output) or is_meta(given):
         return  # shards of floats, whose values are unknown

@@ -7,8 +7,9 @@ Sources: `aten/src/ATen/native/Convolution.cpp`, `cudnn/ConvShared.cpp` and `Con
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -19,29 +20,22 @@ from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 
 from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next, is_in_autocast
 from memest.estimator.ops.cudnn_convolution import (
     MEASURED_CAPABILITY,
     SPATIAL,
     ConvolutionShapes,
-    Kernels,
     Workspace,
     installed_for,
     tried_bytes,
     workspace,
 )
+from memest.estimator.ops.cudnn_library import Kernels
 from memest.estimator.ops.cudnn_rules import DTYPES
 from memest.estimator.ops.reductions import sum_bytes
 from memest.estimator.ops.refusals import same_type, tensor_type
-from memest.estimator.ops.registry import (
-    UNDER_VMAP,
-    Args,
-    Kwargs,
-    above_autograd,
-    modelled,
-    register,
-    requests,
-)
+from memest.estimator.ops.registry import Args, Kwargs, register
 from memest.estimator.ops.temporaries import (
     TRIED,
     Events,
@@ -52,7 +46,6 @@ from memest.estimator.ops.temporaries import (
     passing,
     temporaries,
 )
-from memest.estimator.tensors.placement import on_gpu
 from memest.estimator.versions import allows_tf32
 
 aten = torch.ops.aten
@@ -205,7 +198,7 @@ def _of_input(args: Args) -> str:
     return "forward" if args[7] else "input"
 
 
-@modelled("convolution convolution_backward")
+@registry.modelled("convolution convolution_backward")
 def convolution_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
     """Return whether the workspaces are known.
 
@@ -229,7 +222,7 @@ def _on_meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, Tensor) else value
 
 
-@requests("convolution")
+@registry.requests("convolution")
 def convolution_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`convolution`: the input in the format of the output before it, then the weight and cuDNN's
     workspace (`cudnn_convolution`).
@@ -245,7 +238,7 @@ def convolution_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events
     )
 
 
-@requests("convolution_backward")
+@registry.requests("convolution_backward")
 def convolution_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`convolution_backward` of Convolution.cpp: the gradients of input and weight, each with a
     workspace, then of the bias, which is a sum.
@@ -328,26 +321,16 @@ register("convolution", refuse=same_type(0, 1, _UNLIKE, tensor_type))  # native/
 # ------------------------------------------------------------------- gradients of gradients
 
 
+@dataclass(frozen=True, slots=True)
 class _Call:
     """The options of a convolution, one for each dimension."""
 
-    def __init__(
-        self,
-        stride: Sequence[int],
-        padding: Sequence[int],
-        dilation: Sequence[int],
-        transposed: bool,
-        output_padding: Sequence[int],
-        groups: int,
-        *,
-        num_dims: int,
-    ) -> None:
-        def each(given: Sequence[int]) -> list[int]:
-            return [*given] * num_dims if len(given) == 1 else [*given]
-
-        self.stride, self.padding, self.dilation = each(stride), each(padding), each(dilation)
-        self.transposed, self.output_padding = transposed, each(output_padding)
-        self.groups = groups
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    transposed: bool
+    output_padding: list[int]
+    groups: int
 
     def run(self, x: Tensor, weight: Tensor) -> Tensor:
         """The convolution."""
@@ -356,11 +339,9 @@ class _Call:
             self.transposed, self.output_padding, self.groups,
         )  # fmt: skip
 
-    def changed(self, **options: Any) -> _Call:
-        """The same with other options."""
-        made = _Call.__new__(_Call)
-        made.__dict__.update(self.__dict__, **options)
-        return made
+
+def _for_each(option: Any, num_dims: int) -> Any:
+    return option * num_dims if isinstance(option, list) and len(option) == 1 else option
 
 
 def _second_of_output(
@@ -385,7 +366,7 @@ def _second_of_output(
 
 def _second_of_weight(call: _Call, gg_input: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
     """Batches are summed over as channels are: both operands are transposed."""
-    across = call.changed(stride=call.dilation, dilation=call.stride, groups=1, transposed=False)
+    across = replace(call, stride=call.dilation, dilation=call.stride, groups=1, transposed=False)
     grads, inputs = grad.transpose(0, 1), gg_input.transpose(0, 1)
 
     def of_group(inputs: Tensor, grads: Tensor) -> Tensor:
@@ -405,14 +386,14 @@ def _second_of_input(
 ) -> Tensor:
     grad = grad.contiguous()
     if call.transposed:
-        return _cut(call.changed(transposed=False).run(grad, gg_weight), x)
+        return _cut(replace(call, transposed=False).run(grad, gg_weight), x)
     missing = list(call.output_padding)
     for i, side in enumerate(weight.shape[2:]):
         reached = (side - 1) * call.dilation[i] - 2 * call.padding[i]
         reached += call.stride[i] * (grad.size(i + 2) - 1) + 1
         if reached != x.size(i + 2):
             missing[i] = x.size(i + 2) - reached
-    return call.changed(transposed=True, output_padding=missing).run(grad, gg_weight)
+    return replace(call, transposed=True, output_padding=missing).run(grad, gg_weight)
 
 
 def _cut(made: Tensor, like: Tensor) -> Tensor:
@@ -423,7 +404,7 @@ def _cut(made: Tensor, like: Tensor) -> Tensor:
     return made
 
 
-@above_autograd("_convolution_double_backward", vmap_key=UNDER_VMAP)
+@registry.above_autograd("_convolution_double_backward", vmap_key=registry.UNDER_VMAP)
 def double_backward(
     then: Next,
     gg_input: Tensor | None,
@@ -439,11 +420,12 @@ def double_backward(
     Mirrors `_convolution_double_backward` of native/Convolution.cpp, which calls `is_cuda()` before
     each of its convolutions.
     """
-    if not on_gpu(x) or not x.numel():
+    if not x.numel():
         return then(gg_input, gg_weight, gg_bias, grad, weight, x, *options)
-    call = _Call(*options[:-1], num_dims=weight.dim() - 2)
+    num_dims = weight.dim() - 2
+    call = _Call(*(_for_each(option, num_dims) for option in options[:-1]))
     if not call.transposed and x.dim() > 4:
-        call.groups = x.size(1) // weight.size(1)
+        call = replace(call, groups=x.size(1) // weight.size(1))
     if gg_input is not None:
         weight = weight.contiguous()
     if gg_weight is not None:

@@ -14,20 +14,13 @@ import torch
 from torch import Tensor
 
 from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.cub import scan_bytes
 from memest.estimator.ops.reductions import threads_per_sm
 from memest.estimator.ops.refusals import fits, overflow
-from memest.estimator.ops.registry import (
-    Args,
-    Kwargs,
-    above_autograd,
-    argument,
-    outputs_only,
-    refuse,
-    register,
-    requests,
-)
+from memest.estimator.ops.registry import Args, Kwargs, argument, outputs_only, register
+from memest.estimator.ops.strides import is_dense
 from memest.estimator.ops.temporaries import (
     INDEX_BYTES,
     Events,
@@ -39,7 +32,8 @@ from memest.estimator.ops.temporaries import (
     temporaries,
 )
 from memest.estimator.tensors.known_values import MAX_SHOWN_NUMEL
-from memest.estimator.tensors.placement import CPU, INSIDE, META, is_meta, on_gpu, storage_key
+from memest.estimator.tensors.patches import setting
+from memest.estimator.tensors.placement import CPU, INSIDE, META, is_meta, storage_key
 from memest.units import ceil_div
 
 aten = torch.ops.aten
@@ -106,7 +100,7 @@ def copied(mode: Any, func: Any, args: Args, kwargs: Any) -> Tensor:
     return known
 
 
-@requests("roll")
+@registry.requests("roll")
 def roll_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """Requests of `roll` (`roll_common` of TensorTransformations.h): a tensor for each rolled
     dimension, all freed at the end.
@@ -120,7 +114,7 @@ def roll_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     return first + rest + temporaries(-out.nbytes)
 
 
-@requests("repeat_interleave.Tensor")
+@registry.requests("repeat_interleave.Tensor")
 def repeat_interleave_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`repeat_interleave` of counts (Repeat.cpp): their running int64 sum, then the positions."""
     count = args[0].numel()
@@ -140,7 +134,7 @@ outputs_only(
 )
 
 
-@refuse("full")
+@registry.refuse("full")
 def refuse_full(args: Args, kwargs: Kwargs) -> str:
     """Check that the number fits the type (cuda/FillKernel.cu)."""
     dtype = kwargs.get("dtype")
@@ -163,15 +157,11 @@ register(
 )
 
 
-@above_autograd("_pad_packed_sequence pad_sequence vander")
+@registry.above_autograd("_pad_packed_sequence pad_sequence vander")
 def make_alike(then: Next, given: Any, *args: Any, **kwargs: Any) -> Any:
     """Make the result on the device of what is given (`options()` in C++)."""
-    first = given if isinstance(given, Tensor) else given[0]
-    before, INSIDE.composite = INSIDE.composite, on_gpu(first)
-    try:
+    with setting(INSIDE, "composite", True):
         return then(given, *args, **kwargs)
-    finally:
-        INSIDE.composite = before
 
 
 INTEGER_BYTES = 8
@@ -186,7 +176,7 @@ WAVES = 2
 """Waves of blocks per launch at most, when each thread copies several chunks."""
 
 
-@requests("split_with_sizes_copy.out")
+@registry.requests("split_with_sizes_copy.out")
 def split_with_sizes_copy_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`split_with_sizes_copy.out`: a table of 8 * (4 * splits + 1 + blocks) bytes.
 
@@ -215,7 +205,7 @@ def split_with_sizes_copy_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu
     return Scratch(before=(INTEGER_BYTES * (4 * len(chunks) + 1 + num_blocks),))
 
 
-@requests("_chunk_cat.out")
+@registry.requests("_chunk_cat.out")
 def chunk_cat_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`_chunk_cat.out`: a table of 8 * (6 * tensors + 2 + blocks) bytes.
 
@@ -244,7 +234,7 @@ def to_host_scratch(func: Any, args: Args, kwargs: Kwargs) -> tuple[int, ...]:
     else:
         source, dtype = args[0], kwargs.get("dtype") or args[0].dtype
         is_waited_for, is_alike = not kwargs.get("non_blocking", False), True
-    if dtype == source.dtype and is_alike and _is_dense(source):
+    if dtype == source.dtype and is_alike and is_dense(source):
         return ()
     is_cast_here = dtype != source.dtype and not is_waited_for
     cast = (source.numel() * dtype.itemsize,) if is_cast_here else ()
@@ -258,14 +248,10 @@ def to_gpu_bytes(target: Tensor, source: Tensor, *, is_waited_for: bool) -> int:
 
     The host casts, except in a non-blocking copy. Other orders are rearranged on the GPU.
     """
-    is_alike = target.stride() == source.stride() and _is_dense(target)
+    is_alike = target.stride() == source.stride() and is_dense(target)
     if target.dtype == source.dtype:
         if is_alike or target.is_contiguous():
             return 0
     elif not is_waited_for:
         return target.numel() * source.itemsize
     return 0 if target.is_contiguous() else target.nbytes
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() or bool(aten.is_non_overlapping_and_dense.default(tensor))

@@ -17,6 +17,7 @@ from memest.estimator.ops.cudnn_cache import Answers
 from memest.estimator.ops.cudnn_library import (
     FOLDER,
     CudnnError,
+    Kernels,
     Library,
     device_properties,
     library,
@@ -73,17 +74,6 @@ class ConvolutionShapes:
             self.tensor[0], self.tensor[1], self.output[1],
             *(n for values, fill in extents for n in [fill] * (SPATIAL - dims) + list(values)),
         )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Kernels:
-    """Kernels among which cuDNN may choose: `filterEngineConfigs` of Conv_v8.cpp (torch 2.11)."""
-
-    are_deterministic: bool = False
-    """`torch.backends.cudnn.deterministic`, or deterministic algorithms are requested."""
-
-    are_without_tf32: bool = False
-    """True if `torch.backends.cudnn.allow_tf32` is off; for float32 only."""
 
 
 ANY_KERNELS = Kernels()
@@ -166,10 +156,7 @@ def _first_plan(
 ) -> tuple[int, ...]:
     """Return workspace and `Plan.is_estimated` of the first plan; empty if cuDNN has none."""
     try:
-        plan = installed.first_plan(
-            row, direction, gpu.chip,
-            deterministic=kernels.are_deterministic, without_tf32=kernels.are_without_tf32,
-        )  # fmt: skip
+        plan = installed.first_plan(row, direction, gpu.chip, kernels)
     except CudnnError:
         return ()
     return () if plan is None else (plan.workspace_bytes, int(plan.is_estimated))

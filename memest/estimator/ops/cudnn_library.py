@@ -131,6 +131,17 @@ class CudnnError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Kernels:
+    """Kernels among which cuDNN may choose: `filterEngineConfigs` of Conv_v8.cpp (torch 2.11)."""
+
+    are_deterministic: bool = False
+    """`torch.backends.cudnn.deterministic`, or deterministic algorithms are requested."""
+
+    are_without_tf32: bool = False
+    """True if `torch.backends.cudnn.allow_tf32` is off; for float32 only."""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """An engine configuration that cuDNN offers."""
 
@@ -146,11 +157,11 @@ class Plan:
     is_estimated: bool = False
     """True if `product_bytes` has estimated the workspace and is seldom right to 512 B."""
 
-    def is_allowed(self, *, deterministic: bool, without_tf32: bool) -> bool:
+    def is_allowed(self, kernels: Kernels) -> bool:
         """Return what `filterEngineConfigs` keeps."""
         unwanted = {DOWN_CONVERTS}
-        unwanted |= {NONDETERMINISTIC} if deterministic else set()
-        unwanted |= {TENSOR_CORES} if without_tf32 else set()
+        unwanted |= {NONDETERMINISTIC} if kernels.are_deterministic else set()
+        unwanted |= {TENSOR_CORES} if kernels.are_without_tf32 else set()
         return not self.notes & unwanted
 
 
@@ -243,13 +254,7 @@ class Library:
         return f"{self.version}-{gpu}-{digest.hexdigest()}"
 
     def first_plan(
-        self,
-        row: Sequence[int],
-        direction: str,
-        gpu: str,
-        *,
-        deterministic: bool,
-        without_tf32: bool,
+        self, row: Sequence[int], direction: str, gpu: str, kernels: Kernels
     ) -> Plan | None:
         """Return the first allowed plan of a call (`ConvolutionShapes.row`); None if there is none.
 
@@ -257,10 +262,8 @@ class Library:
             CudnnError: cuDNN refuses the call or the GPU.
         """
         with self._lock, self._descriptors():
-            for plan in self._plans(row, direction, gpu):
-                if plan.is_allowed(deterministic=deterministic, without_tf32=without_tf32):
-                    return plan
-        return None
+            plans = self._plans(row, direction, gpu)
+            return next((plan for plan in plans if plan.is_allowed(kernels)), None)
 
     def all_plans(self, row: Sequence[int], direction: str, gpu: str) -> list[Plan]:
         """Return every plan of a call, as `cudnn.benchmark` tries them.

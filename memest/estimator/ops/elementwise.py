@@ -1,22 +1,30 @@
-"""Elementwise operators, fused optimizers and gradient scaling."""
+"""Elementwise operators, activations, softmax, fused optimizers and gradient scaling.
+
+Sources (torch 2.11, `aten/src/ATen/native`): UnaryOps.cpp, Pow.cpp, TensorCompare.cpp,
+cuda/SoftMax.cu, cuda/Activation.cpp.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._ops import OpOverload
 
 from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops import registry
+from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.reductions import accumulator_bytes_of
-from memest.estimator.ops.registry import Args, Kwargs, outputs_only, register, requests
+from memest.estimator.ops.registry import Args, Kwargs, outputs_only, register
 from memest.estimator.ops.strides import contiguous, elementwise
-from memest.estimator.ops.temporaries import Scratch
+from memest.estimator.ops.temporaries import Scratch, contiguous_copy
 from memest.units import ceil_div
 
 aten = torch.ops.aten
 
 
-@requests("abs angle")
+@registry.requests("abs angle")
 def as_complex_first(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """Copy the real part of a complex result.
 
@@ -26,7 +34,7 @@ def as_complex_first(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     return Scratch(after=(tensor.nbytes,) if tensor.is_complex() else ())
 
 
-@requests("pow.Scalar")
+@registry.requests("pow.Scalar")
 def power_of_scalar_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """Requests of `pow_Scalar_out` (Pow.cpp): the base as a tensor of fp64 or int64, unless the
     base is 1.
@@ -34,7 +42,7 @@ def power_of_scalar_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> S
     return Scratch() if args[0] == 1 else Scratch(after=(8,))
 
 
-@requests("isinf")
+@registry.requests("isinf")
 def isinf_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`isinf` of TensorCompare.cpp: `abs() == inf`, with the absolute values as a tensor."""
     tensor = args[0]
@@ -43,7 +51,7 @@ def isinf_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     return Scratch(before=(tensor.nbytes,))
 
 
-@requests("where.self")
+@registry.requests("where.self")
 def where_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`where_self_out` (native/TensorCompare.cpp): what is of another type than the result is cast,
     and a number of the host is copied.
@@ -70,7 +78,7 @@ FOREACH_CHUNK = 65536
 """`kChunkSize` of MultiTensorApply.cuh."""
 
 
-@requests("_foreach_norm.Scalar")
+@registry.requests("_foreach_norm.Scalar")
 def foreach_norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`_foreach_norm` of ForeachReduceOp.cu: one accumulator per tensor and chunk of the largest.
 
@@ -94,3 +102,64 @@ outputs_only("complex polar")  # TensorFactories.cpp: one kernel over a `TensorI
 outputs_only("_assert_async")  # TensorCompare.cu: one thread that reads the value
 
 register("_amp_foreach_non_finite_check_and_unscale_", may_mix_devices=True)
+
+
+aten = torch.ops.aten
+
+
+register("_softmax _log_softmax", requests=registry.copying(0))  # SoftMax.cu
+register(
+    "_log_softmax_backward_data", requests=registry.copying(0, 1), layout=contiguous
+)  # SoftMax.cu
+
+
+@registry.requests("_softmax_backward_data")
+def softmax_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """Requests of `softmax_backward_cuda_out` (SoftMax.cu): the product `grad * output`, and
+    contiguous copies of the product and the output.
+    """
+    product = args[0] * args[1]
+    return Scratch(after=(product.nbytes, *contiguous_copy(product, args[1])))
+
+
+@registry.requests("log_sigmoid_forward")
+def log_sigmoid_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`log_sigmoid_forward_cuda` (cuda/Activation.cpp): only the CPU kernel fills the buffer."""
+    return Scratch(outputs=(out[0].nbytes, 0))
+
+
+outputs_only(
+    "_prelu_kernel _prelu_kernel_backward elu_backward glu glu_backward hardshrink_backward "
+    "hardsigmoid_backward hardswish hardswish_backward hardtanh_backward leaky_relu leaky_relu_ "
+    "leaky_relu_backward "
+    "log_sigmoid_backward log_sigmoid_forward.output mish_backward rrelu_with_noise "
+    "rrelu_with_noise_backward softplus_backward softshrink_backward abs_"
+)
+
+register(
+    "softplus_backward elu_backward hardsigmoid_backward hardswish_backward hardtanh_backward",
+    layout=elementwise,
+)
+
+
+def _above_softmax(op: OpOverload, kernel: OpOverload) -> None:
+    def softmax(then: Next, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Run half input with a float32 result without a cast (ATen/native/SoftMax.cpp)."""
+        if x.dtype is torch.float16 and dtype is torch.float32:
+            return kernel(x, dim, True)
+        return then(x, dim, dtype)
+
+    register(op, above_autograd=softmax, vmap_key=registry.UNDER_VMAP)
+
+
+_above_softmax(aten.softmax.int, aten._softmax.default)
+_above_softmax(aten.log_softmax.int, aten._log_softmax.default)
+
+
+@registry.above_autograd("mish_backward")
+def mish_backward(then: Next, grad: Tensor, x: Tensor) -> Tensor:
+    """Run CUDA's single kernel; on other devices autograd decomposes `mish_backward`."""
+    return then.below_autograd(grad, x)
+
+
+register("mish_backward", result=registry.empty_like(1))

@@ -10,7 +10,7 @@ ATen/native/nested/NestedTensorMath.cpp. Evidence: recordings on an H100, event 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,19 +33,14 @@ class Packed(Tensor):
     def to_padded_tensor(self, padding: float, output_size: Any = None) -> Tensor:
         """Return the padded tensor; allocate the sizes of its rows on the GPU temporarily."""
         made = torch.empty(self.padded_shape, dtype=self.dtype, device="cuda")
-        _pass(made, 4 * (3 * self.padded_shape[0] + 1))
+        _pass(4 * (3 * self.padded_shape[0] + 1))
         return made
 
 
 def install(patches: Patches, mode: Any) -> None:
     """Install the operators of torch.nn's fast path."""
-    for name, run in (
-        ("_transformer_encoder_layer_fwd", _layer),
-        ("_native_multi_head_attention", _attention),
-    ):
-        patches.set(torch, name, _where_on_gpu(getattr(torch, name), run))
 
-    def lengths(tensor: Tensor, mask: Tensor) -> list[int] | None:
+    def lengths(mask: Tensor) -> list[int] | None:
         value = mode.values.value_of(mask)
         if value is None:
             return None
@@ -56,40 +51,33 @@ def install(patches: Patches, mode: Any) -> None:
 
     def is_left_aligned(tensor: Tensor, mask: Tensor) -> bool:
         sizes = _sizes_of(mask)
-        _pass(mask, INDEX_BYTES, 1)
+        _pass(INDEX_BYTES, 1)
         del sizes
-        return lengths(tensor, mask) != []
+        return lengths(mask) != []
 
     def packed(tensor: Tensor, mask: Tensor, mask_check: bool = True) -> Tensor:
         batch, steps, width = tensor.shape
-        known = lengths(tensor, mask)
+        known = lengths(mask)
         num_rows = sum(known) if known else batch * steps
         expanded, *sizes = _sizes_of(mask)
-        kept = _bytes_like(mask, INDEX_BYTES * batch)
-        _pass(mask, 2 * INDEX_BYTES * batch)
+        kept = _bytes(INDEX_BYTES * batch)
+        _pass(2 * INDEX_BYTES * batch)
         del expanded
         made = _as_packed(tensor.new_empty((1, num_rows, width)), tensor.shape)
-        _pass(mask, 14 * batch, 28 * batch)
+        _pass(14 * batch, 28 * batch)
         del kept
         while sizes:
             sizes.pop()
         return made
 
     _follow_masks(patches, mode)
-    left_aligned = torch._nested_tensor_from_mask_left_aligned
-    from_mask = torch._nested_tensor_from_mask
-    patches.set(
-        torch,
-        "_nested_tensor_from_mask_left_aligned",
-        lambda t, mask: is_left_aligned(t, mask) if on_gpu(t) else left_aligned(t, mask),
-    )
-    patches.set(
-        torch,
-        "_nested_tensor_from_mask",
-        lambda t, mask, mask_check=True: (
-            packed(t, mask, mask_check) if on_gpu(t) else from_mask(t, mask, mask_check)
-        ),
-    )
+    for name, run in (
+        ("_transformer_encoder_layer_fwd", _layer),
+        ("_native_multi_head_attention", _attention),
+        ("_nested_tensor_from_mask_left_aligned", is_left_aligned),
+        ("_nested_tensor_from_mask", packed),
+    ):
+        patches.set(torch, name, _where_on_gpu(getattr(torch, name), run))
 
 
 def _follow_masks(patches: Patches, mode: Any) -> None:
@@ -137,13 +125,13 @@ def _as_packed(rows: Tensor, shape: torch.Size) -> Packed:
     return made
 
 
-def _bytes_like(tensor: Tensor, num_bytes: int) -> Tensor:
+def _bytes(num_bytes: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
 
 
-def _pass(tensor: Tensor, *sizes: int) -> None:
+def _pass(*sizes: int) -> None:
     """Allocate temporaries of these sizes in order, then free them in reverse."""
-    held = [_bytes_like(tensor, n) for n in sizes]
+    held = [_bytes(n) for n in sizes]
     while held:
         held.pop()
 
@@ -155,14 +143,14 @@ def _sizes_of(mask: Tensor) -> tuple[Tensor, ...]:
     size.
     """
     batch, steps = mask.shape
-    column = _bytes_like(mask, batch)
-    wider = _bytes_like(mask, batch * (steps + 1))
-    cast = _bytes_like(mask, batch * (steps + 1) * 4)
-    first = _bytes_like(mask, batch * INDEX_BYTES)
+    column = _bytes(batch)
+    wider = _bytes(batch * (steps + 1))
+    cast = _bytes(batch * (steps + 1) * 4)
+    first = _bytes(batch * INDEX_BYTES)
     del cast
     del wider
-    expanded = _bytes_like(mask, batch * steps * INDEX_BYTES)
-    _pass(mask, batch * steps * INDEX_BYTES)
+    expanded = _bytes(batch * steps * INDEX_BYTES)
+    _pass(batch * steps * INDEX_BYTES)
     return expanded, column, first  # the last is dropped first
 
 
@@ -182,7 +170,7 @@ def _attend(
     head = width // num_heads
     if padded is not None:
         qkv = F.linear(x, qkv_weight, qkv_bias)
-        lengths = [_bytes_like(x, 4 * (padded[0] + 1)) for _ in range(2)]
+        lengths = [_bytes(4 * (padded[0] + 1)) for _ in range(2)]
         out = x.new_empty(x.shape)
         del lengths
         return _Kept(out, qkv)
@@ -197,7 +185,7 @@ def _attend(
     q, k, v = x.new_empty((3, batch, num_heads, steps, head)).unbind()
     del products
     scores = q.reshape(-1, steps, head) @ k.reshape(-1, steps, head).transpose(1, 2)
-    masked = None if mask is None else _bytes_like(x, mask.numel())
+    masked = None if mask is None else _bytes(mask.numel())
     weights = scores if mask is None else torch.empty_like(scores)
     del scores, masked
     context = q.reshape(-1, steps, head)
@@ -208,11 +196,12 @@ def _attend(
     return _Kept(x.new_empty((batch, steps, width)), (q, k, v), weights)
 
 
-class _Kept:
+class _Kept(NamedTuple):
     """A tensor with the operands that have to live as long, and the weights of the heads."""
 
-    def __init__(self, out: Tensor, of: Any, weights: Tensor | None = None) -> None:
-        self.out, self.of, self.weights = out, of, weights
+    out: Tensor
+    of: Any
+    weights: Tensor | None = None
 
 
 def _attention(

@@ -16,31 +16,44 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memest.estimator.ops.registry import Args, register
+from memest.estimator.ops.strides import is_dense
 
 aten = torch.ops.aten
 
 
 def in_nodes(
-    *nodes: str, instead: Any, more: Args = (), is_possible: Callable[..., bool] | None = None
+    nodes: str,
+    *,
+    instead: Any = None,
+    more: Args = (),
+    is_possible: Callable[..., bool] | None = None,
 ) -> Callable[[Any, Args], tuple[Any, Args]]:
     """Return the rule of an operator that formulas of autograd call in place.
 
-    The formulas are those of autograd's `nodes`, which call `instead` with the further arguments
-    `more`. `is_possible` returns whether a call runs in place.
+    The formulas are those of autograd's `nodes`, by names separated by blanks. They call `instead`,
+    by default the operator's form in place, with the further arguments `more`. `is_possible`
+    returns whether a call runs in place.
     """
+    names = nodes.split()
 
     def rule(func: Any, args: Args) -> tuple[Any, Args]:
         current = torch._C._current_autograd_node()
-        if current is None or current.name() not in nodes:
+        if current is None or current.name() not in names:
             return func, args
         if is_possible is not None and not is_possible(*args):
             return func, args
-        return instead, (*args, *more)
+        return instead or _form_in_place(func), (*args, *more)
 
     return rule
+
+
+def _form_in_place(func: OpOverload) -> OpOverload:
+    packet = getattr(aten, f"{func._schema.name.removeprefix('aten::')}_")
+    return getattr(packet, func._overloadname)
 
 
 def _sum_of_gradients(func: Any, args: Args) -> tuple[Any, Args]:
@@ -74,9 +87,7 @@ def _is_sum_of_gradients(left: Any, right: Any) -> bool:
 
 def _can_be_overwritten(gradient: Tensor) -> bool:
     """Return whether the gradient is dense and has no other owner (`can_accumulate_inplace`)."""
-    return _owners(gradient) == owners_of_a_sole_gradient() and bool(
-        aten.is_non_overlapping_and_dense.default(gradient)
-    )
+    return _owners(gradient) == owners_of_a_sole_gradient() and is_dense(gradient)
 
 
 def _owners(tensor: Tensor) -> tuple[int, int]:

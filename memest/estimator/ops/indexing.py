@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.cub import (
     radix_sort_bytes,
@@ -29,17 +30,7 @@ from memest.estimator.ops.cub import (
 from memest.estimator.ops.in_place import in_nodes
 from memest.estimator.ops.reductions import accumulator_bytes_of, threads_per_sm
 from memest.estimator.ops.refusals import accepts, fits, same_type
-from memest.estimator.ops.registry import (
-    Args,
-    Kwargs,
-    ValueOf,
-    above_autograd,
-    argument,
-    modelled,
-    outputs_only,
-    register,
-    requests,
-)
+from memest.estimator.ops.registry import Args, Kwargs, ValueOf, argument, outputs_only, register
 from memest.estimator.ops.sorting import MAX_BLOCK_SIZE, SMALL_SORT, sort_scratch
 from memest.estimator.ops.temporaries import (
     INDEX_BYTES,
@@ -75,7 +66,7 @@ INDEX_PUT = (
 )
 
 
-@requests("embedding")
+@registry.requests("embedding")
 def embedding_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """Requests of `embedding` (native/Embedding.cpp): a copy of the indices if `reshape(-1)` is not
     a view.
@@ -120,7 +111,7 @@ def index_tensors(args: Args) -> list[Tensor]:
     return [index for index in args[1] if index is not None]
 
 
-@requests("index.Tensor")
+@registry.requests("index.Tensor")
 def index_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`index.Tensor`: int64 copies of indices of unlike strides.
 
@@ -142,7 +133,7 @@ def _overwriting_scratch(args: Args) -> Scratch:
     return Scratch(after=(*number, *_copies_of_unlike_strides(indices)))
 
 
-@modelled(aten.index.Tensor, *INDEX_PUT)
+@registry.modelled(aten.index.Tensor, *INDEX_PUT)
 def indexing_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
     """Return whether the indices have no mask, or a mask for a single number.
 
@@ -151,10 +142,10 @@ def indexing_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu)
     indices = index_tensors(args)
     if not any(i.dtype in MASK_DTYPES for i in indices):
         return True
-    return bool(len(args) > 2 and args[2].numel() == 1 and not (len(args) > 3 and args[3]))
+    return _is_fill(args)
 
 
-@requests("masked_scatter masked_scatter_")
+@registry.requests("masked_scatter masked_scatter_")
 def masked_scatter_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`masked_scatter` of IndexKernel.cu: int64 running count, contiguous mask and source, scan
     storage.
@@ -165,7 +156,7 @@ def masked_scatter_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Sc
     return Scratch(after=(count * INDEX_BYTES, *copies, scan_bytes(count)))
 
 
-@requests("embedding_renorm_")
+@registry.requests("embedding_renorm_")
 def renorm_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """Requests of `embedding_renorm_cuda_` (Embedding.cu): sorted indices, their positions, the
     unique indices, and their number.
@@ -178,7 +169,7 @@ def renorm_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     return around((row,), around((row,), passing(*copies, *sorting)) + unique)
 
 
-@modelled("embedding_renorm_")
+@registry.modelled("embedding_renorm_")
 def renorm_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
     """Return whether one block finds the indices that differ, as was measured."""
     return bool(args[1].numel() <= SMALL_SORT)
@@ -188,7 +179,7 @@ _MAXIMUM = 2
 """`EmbeddingBagMode::MAX`."""
 
 
-@requests("embedding_dense_backward")
+@registry.requests("embedding_dense_backward")
 def embedding_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`embedding_dense_backward` (Embedding.cu, EmbeddingBackwardKernel.cu), which sorts the
     indices when there are more than 3072.
@@ -243,7 +234,7 @@ def _sorted_gradient(
     return around((*copies, row, row), found)
 
 
-@modelled("embedding_dense_backward")
+@registry.modelled("embedding_dense_backward")
 def embedding_backward_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
     """Return whether the gradient is not scaled by the count of an index, and no index is int32.
 
@@ -253,7 +244,7 @@ def embedding_backward_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs,
     return not args[4] and not (is_sorted and args[1].dtype == torch.int32)
 
 
-@requests("_embedding_bag")
+@registry.requests("_embedding_bag")
 def embedding_bag_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """Requests of `_embedding_bag` (EmbeddingBag.cu): sizes of bags, the bag of each index, the
     result, and the row of each maximum in mode `max`.
@@ -261,7 +252,7 @@ def embedding_bag_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Even
     return outputs({i: out[i].nbytes for i in (2, 1, 0, 3)})
 
 
-@requests("_embedding_bag_backward")
+@registry.requests("_embedding_bag_backward")
 def embedding_bag_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`_embedding_bag_backward` (EmbeddingBag.cu): sums and means as the gradient of `embedding`,
     sorted however few they are; a maximum is added into the gradient at once.
@@ -274,13 +265,13 @@ def embedding_bag_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu
     return _sorted_gradient(copies, indices.numel(), num_rows, grad, gpu)
 
 
-@modelled("_embedding_bag_backward")
+@registry.modelled("_embedding_bag_backward")
 def embedding_bag_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
     """Return whether the gradient is dense and not scaled by the count of an index."""
     return not args[7] and not args[9] and args[1].numel() > 0
 
 
-@requests("nonzero")
+@registry.requests("nonzero")
 def nonzero_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`nonzero` of Nonzero.cu: the count and its sum's storage, the positions, the selection's
     storage.
@@ -294,7 +285,7 @@ def _selection(mask: Tensor, positions: Events, gpu: Gpu) -> Events:
     return around((*copies, 4), passing(counting) + positions + passing(select_bytes(count, gpu)))
 
 
-@requests("masked_scatter_backward")
+@registry.requests("masked_scatter_backward")
 def masked_scatter_backward_events(
     args: Args, kwargs: Kwargs, out: Any, gpu: Gpu, num_true: int | None = None
 ) -> Events:
@@ -360,7 +351,7 @@ def _sorted_events(args: Args, gpu: Gpu) -> Events:
     return outputs({0: target.nbytes}) + checks + around((row,), linear + sorting)
 
 
-@requests("scatter_reduce.two scatter_reduce_.two")
+@registry.requests("scatter_reduce.two scatter_reduce_.two")
 def scatter_reduce_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """Requests of `scatter_reduce` (TensorAdvancedIndexing.cpp): a mean counts its terms in ones
     like the source and like the result, and tests for zeros.
@@ -371,7 +362,7 @@ def scatter_reduce_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Sc
     return Scratch(after=(source.nbytes, out.nbytes, out.numel()))
 
 
-@requests(*INDEX_PUT)
+@registry.requests(*INDEX_PUT)
 def index_put_requests(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch | Events:
     """`index_put` (TensorAdvancedIndexing.cpp, cuda/Indexing.cu): it sorts the indices where it
     accumulates, and overwrites in place elsewhere.
@@ -415,8 +406,8 @@ def _places(mode: Any, types: Any, mask: Tensor) -> Tensor:
 
 
 def _is_fill(args: Args) -> bool:
-    is_written = len(args) > 2
-    return is_written and args[2].numel() == 1 and not (len(args) > 3 and args[3])
+    """Return whether a single number is written, which does not accumulate."""
+    return len(args) > 2 and args[2].numel() == 1 and not (len(args) > 3 and args[3])
 
 
 def _masks(args: Args) -> list[Tensor]:
@@ -456,30 +447,20 @@ register(
     "index_put",
     in_backward=in_nodes("IndexBackward0", instead=aten._index_put_impl_.default, more=(True,)),
 )
-register(
-    aten.scatter_add.default,
-    in_backward=in_nodes(
-        "GatherBackward0", "CummaxBackward0", "CumminBackward0", instead=aten.scatter_add_.default
+for _name, _nodes in (
+    ("scatter_add", "GatherBackward0 CummaxBackward0 CumminBackward0"),
+    ("put", "TakeBackward0"),
+    ("index_fill.int_Tensor", "TraceBackward0"),
+    ("index_add", "IndexSelectBackward0"),
+    ("masked_scatter", "MaskedSelectBackward0"),
+    (
+        "scatter.src",
+        "TopkBackward0 SortBackward0 SortBackward1 MaxBackward0 MinBackward0 "
+        "KthvalueBackward0 ModeBackward0 MedianBackward1 NanmedianBackward1",
     ),
-)
-register("put", in_backward=in_nodes("TakeBackward0", instead=aten.put_.default))
-register(
-    "index_fill.int_Tensor",
-    in_backward=in_nodes("TraceBackward0", instead=aten.index_fill_.int_Tensor),
-)
-register("index_add", in_backward=in_nodes("IndexSelectBackward0", instead=aten.index_add_.default))
-register(
-    "masked_scatter",
-    in_backward=in_nodes("MaskedSelectBackward0", instead=aten.masked_scatter_.default),
-)
-register(
-    aten.scatter.src,
-    in_backward=in_nodes(
-        "TopkBackward0", "SortBackward0", "SortBackward1", "MaxBackward0", "MinBackward0",
-        "KthvalueBackward0", "ModeBackward0", "MedianBackward1", "NanmedianBackward1",
-        instead=aten.scatter_.src,
-    ),
-)  # fmt: skip
+):
+    register(_name, in_backward=in_nodes(_nodes))
+
 register(aten.index.Tensor, aten.masked_select.default, *INDEX_PUT, take_indices=normalize_indices)
 
 register(
@@ -492,10 +473,10 @@ register("nonzero", shaped_by=lambda args: args)
 register("masked_scatter_backward", shaped_by=lambda args: ())
 
 
-@above_autograd("one_hot")
+@registry.above_autograd("one_hot")
 def one_hot(then: Next, classes: Tensor, num_classes: int = -1) -> Tensor:
     """Scatter ones into zeros, as on CUDA; on meta torch compares instead (native/Onehot.cpp)."""
-    if not on_gpu(classes) or not classes.numel():
+    if not classes.numel():
         return then(classes, num_classes)
     if num_classes == -1:
         num_classes = int(classes.max()) + 1

@@ -19,21 +19,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.reductions import has_gradient
-from memest.estimator.ops.registry import (
-    Args,
-    Kwargs,
-    Rule,
-    above_autograd,
-    argument,
-    outputs_only,
-    register,
-    requests,
-    result,
-)
+from memest.estimator.ops.registry import Args, Kwargs, Rule, argument, outputs_only, register
 from memest.estimator.ops.temporaries import Events, around, outputs, passing, temporaries
-from memest.estimator.tensors.placement import on_gpu
 from memest.units import ceil_div, round_up
 
 aten = torch.ops.aten
@@ -103,7 +93,7 @@ def linalg_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -
 
 def _measured(names: str) -> Callable[[Rule], Rule]:
     register(names, modelled=linalg_is_modelled)
-    return requests(names)
+    return registry.requests(names)
 
 
 @_measured("_linalg_eigh")
@@ -168,7 +158,7 @@ def _qr(tensor: Tensor, q: Tensor) -> Events:
     return around((taus,), factors + written)
 
 
-@result("geqrf")
+@registry.result("geqrf")
 def geqrf(args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
     """Return the results of `geqrf`, which torch's meta device lacks.
 
@@ -326,10 +316,6 @@ def _solves_by_cublas(args: Args) -> bool:
     return a.is_factored_by_cublas or not a.is_solved_in_a_loop(num_right)
 
 
-def _lu_solves_by_cublas(args: Args) -> bool:
-    return not _of(args[0]).is_solved_in_a_loop(args[2].shape[-1])
-
-
 def _qr_by_cublas(args: Args) -> bool:
     a = _of(args[0])
     return a.batch > 1 and a.n <= 64
@@ -340,7 +326,10 @@ for _names, _calls_cublas in (
     ("linalg_solve_triangular linalg_inv_ex", lambda args: True),
     ("linalg_qr linalg_qr.out", _qr_by_cublas),
     ("_linalg_solve_ex", _solves_by_cublas),
-    ("linalg_lu_solve", _lu_solves_by_cublas),
+    (
+        "linalg_lu_solve",
+        lambda args: not _of(args[0]).is_solved_in_a_loop(args[2].shape[-1]),
+    ),
     (
         "linalg_lu_factor_ex _linalg_slogdet _linalg_det",
         lambda args: _of(args[0]).is_factored_by_cublas,
@@ -351,23 +340,19 @@ for _names, _calls_cublas in (
 outputs_only("addbmm linalg_cross")
 
 
-@above_autograd("linalg_svdvals")
+@registry.above_autograd("linalg_svdvals")
 def svdvals(then: Next, a: Tensor, *, driver: str | None = None) -> Tensor:
     """Compute only singular values, or also vectors if there is a gradient.
 
     torch would compute vectors under any dispatch mode (`isTensorSubclassLike`).
     """
-    if on_gpu(a):
-        return aten._linalg_svd.default(a, False, has_gradient(a), driver=driver)[1]
-    return then(a, driver=driver)
+    return aten._linalg_svd.default(a, False, has_gradient(a), driver=driver)[1]
 
 
-@above_autograd("linalg_eigvalsh")
+@registry.above_autograd("linalg_eigvalsh")
 def eigvalsh(then: Next, a: Tensor, uplo: str = "L") -> Tensor:
     """Compute only eigenvalues, or also vectors if there is a gradient; see `svdvals`."""
-    if on_gpu(a):
-        return aten._linalg_eigh.default(a, uplo, has_gradient(a))[0]
-    return then(a, uplo)
+    return aten._linalg_eigh.default(a, uplo, has_gradient(a))[0]
 
 
 BLOCK = 32

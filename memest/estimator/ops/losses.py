@@ -16,20 +16,12 @@ from torch import Tensor
 
 from memest.errors import UnsupportedError
 from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.in_place import in_nodes
 from memest.estimator.ops.reductions import sum_bytes
 from memest.estimator.ops.refusals import accepts, same_type
-from memest.estimator.ops.registry import (
-    Args,
-    Kwargs,
-    above_autograd,
-    argument,
-    outputs_only,
-    register,
-    requests,
-    result,
-)
+from memest.estimator.ops.registry import Args, Kwargs, argument, outputs_only, register
 from memest.estimator.ops.strides import contiguous, like
 from memest.estimator.ops.temporaries import (
     OLDEST,
@@ -42,7 +34,7 @@ from memest.estimator.ops.temporaries import (
     passing,
     temporaries,
 )
-from memest.estimator.tensors.placement import META, on_gpu
+from memest.estimator.tensors.placement import on_gpu
 
 aten = torch.ops.aten
 
@@ -63,30 +55,28 @@ def _elements(shape: tuple[int, ...], out: Tensor, gpu: Gpu) -> tuple[int, tuple
     return prod(shape) * out.itemsize, sum_bytes(loss, (), loss.dtype, gpu)
 
 
-@requests("mse_loss smooth_l1_loss")
-def mse_loss_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`mse_loss` and `smooth_l1_loss` of Loss.cpp, reduced: the elementwise loss and the staging
-    of its sum. The scalar keeps the storage of the elementwise loss.
+def _reduced_loss(position: int, *, is_copied: bool) -> registry.RequestRule:
+    """Return the rule of a loss whose scalar keeps the storage of the elementwise loss.
+
+    The reduction is the argument at `position`. The staging of the sum comes after a second
+    elementwise loss, or, if `is_copied`, after a scalar that is copied into the loss.
     """
-    if not is_reduced(args, 2):
-        return Scratch()
-    size, staged = _elements(loss_shape(args), out, gpu)
-    return Scratch(after=(size, *staged), outputs=(size,))
+
+    def rule(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+        if not is_reduced(args, position):
+            return Scratch()
+        size, staged = _elements(loss_shape(args), out, gpu)
+        return Scratch(after=(out.itemsize if is_copied else size, *staged), outputs=(size,))
+
+    return rule
 
 
-@requests("binary_cross_entropy")
-def bce_of_probabilities_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`binary_cross_entropy` of cuda/Loss.cu, reduced: the mean or sum, copied into the loss.
-
-    The scalar keeps the storage of the elementwise loss.
-    """
-    if not is_reduced(args, 3):
-        return Scratch()
-    size, staged = _elements(args[0].shape, out, gpu)
-    return Scratch(after=(out.itemsize, *staged), outputs=(size,))
+register("mse_loss smooth_l1_loss", requests=_reduced_loss(2, is_copied=False))  # Loss.cpp
+register("soft_margin_loss", requests=_reduced_loss(2, is_copied=True))  # Loss.cpp
+register("binary_cross_entropy", requests=_reduced_loss(3, is_copied=True))  # cuda/Loss.cu
 
 
-@requests("huber_loss")
+@registry.requests("huber_loss")
 def huber_loss_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`huber_loss` of Loss.cpp with a reduction: the elementwise loss, then the staging of its
     sum.
@@ -97,7 +87,7 @@ def huber_loss_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratc
     return Scratch(before=(size,), after=staged)
 
 
-@requests("binary_cross_entropy_with_logits")
+@registry.requests("binary_cross_entropy_with_logits")
 def bce_with_logits_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`binary_cross_entropy_with_logits` of Loss.cpp: the log-sigmoid, then the loss.
 
@@ -113,7 +103,7 @@ def bce_with_logits_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Ev
     return around((log_sigmoid,), weights + loss)
 
 
-@requests("nll_loss_forward")
+@registry.requests("nll_loss_forward")
 def nll_loss_copies(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`nll_loss_forward` (cuda/NLLLoss.cu), reduced: input, weight and target made contiguous."""
     log_probs, target, weight, reduction = args[:4]
@@ -122,7 +112,7 @@ def nll_loss_copies(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     return Scratch(after=contiguous_copy(log_probs, weight, target))
 
 
-@requests("nll_loss_backward")
+@registry.requests("nll_loss_backward")
 def nll_loss_gradient_copies(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`nll_loss_backward`, likewise."""
     _, log_probs, target, weight, reduction = args[:5]
@@ -131,19 +121,7 @@ def nll_loss_gradient_copies(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> 
     return Scratch(after=contiguous_copy(target, weight))
 
 
-@requests("soft_margin_loss")
-def soft_margin_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`soft_margin_loss` of Loss.cpp, reduced: the mean or sum, copied into the loss.
-
-    The scalar keeps the storage of the elementwise loss.
-    """
-    if not is_reduced(args, 2):
-        return Scratch()
-    size, staged = _elements(args[0].shape, out, gpu)
-    return Scratch(after=(out.itemsize, *staged), outputs=(size,))
-
-
-@requests("soft_margin_loss_backward")
+@registry.requests("soft_margin_loss_backward")
 def soft_margin_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`soft_margin_loss_backward` of Loss.cpp: `exp(-target * input)` by way of two products."""
     size = out.nbytes
@@ -161,7 +139,7 @@ def _samples(tensor: Tensor) -> int:
     return tensor.shape[0] if tensor.dim() > 1 else 1
 
 
-@requests("multi_margin_loss")
+@registry.requests("multi_margin_loss")
 def multi_margin_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`multi_margin_loss` (MultiMarginLoss.cu) with a reduction: one loss for each sample."""
     if args[0].dim() < 2 or not is_reduced(args, 5):
@@ -169,7 +147,7 @@ def multi_margin_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scra
     return Scratch(after=(_samples(args[0]) * out.itemsize,))
 
 
-@requests("multilabel_margin_loss_forward")
+@registry.requests("multilabel_margin_loss_forward")
 def multilabel_margin_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`multilabel_margin_loss_forward` (MultiLabelMarginCriterion.cu): which are targets, one loss
     for each sample, then their mean or sum.
@@ -183,7 +161,7 @@ def multilabel_margin_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> 
     return kept + around((each,), result)
 
 
-@requests("_ctc_loss _ctc_loss.Tensor")
+@registry.requests("_ctc_loss _ctc_loss.Tensor")
 def ctc_loss_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`_ctc_loss` (LossCTC.cu): the lengths of inputs and targets and where targets begin, as
     int64 for each sample, the forward variables, then the losses.
@@ -204,7 +182,7 @@ def _is_large_ctc(log_probs: Tensor, batch: int) -> bool:
     return 2 * steps + 24 * batch // 10 + 2 * classes // 10 > LARGE_CTC
 
 
-@requests("_ctc_loss_backward _ctc_loss_backward.Tensor")
+@registry.requests("_ctc_loss_backward _ctc_loss_backward.Tensor")
 def ctc_loss_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`_ctc_loss_backward` (LossCTC.cu): lengths, backward variables, gradient.
 
@@ -267,22 +245,23 @@ def _is_in_place(left: Tensor, right: Any) -> bool:
     )
 
 
-_LOGITS_NODE = "BinaryCrossEntropyWithLogitsBackward0"
-for _func, _instead in (
-    (aten.sub.Tensor, aten.sub_.Tensor),
-    (aten.mul.Tensor, aten.mul_.Tensor),
-    (aten.div.Tensor, aten.div_.Tensor),
-):
-    register(_func, in_backward=in_nodes(_LOGITS_NODE, instead=_instead, is_possible=_is_in_place))
+register(
+    "sub.Tensor mul.Tensor div.Tensor",
+    in_backward=in_nodes("BinaryCrossEntropyWithLogitsBackward0", is_possible=_is_in_place),
+)
 
 register("_ctc_loss _ctc_loss_backward", may_mix_devices=True)
 
 
-def _ctc_loss(
-    log_probs: Tensor, targets: Tensor, lengths: list[int], target_lengths: list[int],
+@registry.above_autograd("ctc_loss.IntList")
+def ctc_loss(
+    then: Next, log_probs: Tensor, targets: Tensor, lengths: list[int], target_lengths: list[int],
     blank: int = 0, reduction: int = 1, zero_infinity: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`ctc_loss_impl` of LossCTC.cpp: the zero is made before the losses are compared."""
+    """Run torch's own kernel of `ctc_loss`.
+
+    `ctc_loss_impl` of LossCTC.cpp makes the zero before the losses are compared.
+    """
     batch = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
     of_gpu: Any = {"dtype": batch.dtype, "device": "cuda"}
     losses: Tensor = aten._ctc_loss.default(
@@ -298,29 +277,18 @@ def _ctc_loss(
     return losses if log_probs.dim() == 3 else losses.squeeze(0)
 
 
-@above_autograd("ctc_loss.Tensor")
-def ctc_loss(
-    then: Next, log_probs: Tensor, targets: Tensor, lengths: Tensor, target_lengths: Tensor,
-    blank: int = 0, reduction: int = 1, zero_infinity: bool = False,
-) -> Tensor:  # fmt: skip
+@registry.above_autograd("ctc_loss.Tensor")
+def ctc_loss_of_tensors(
+    then: Next, log_probs: Tensor, targets: Tensor, *lengths_and_options: Any
+) -> Tensor:
     """Run torch's own kernel of `ctc_loss`, with lengths in tensors."""
-    args = log_probs, targets, lengths, target_lengths, blank, reduction, zero_infinity
-    if not on_gpu(log_probs):
-        return then(*args)
     if not on_gpu(targets) and targets.dtype is torch.int32 and targets.dim() == 1:
         raise UnsupportedError(
             "`ctc_loss` of int32 targets on the host goes to cuDNN, which cannot be simulated",
             hint="int64 targets take torch's own kernel",
         )
-    return _ctc_loss(log_probs, targets, lengths.tolist(), target_lengths.tolist(), *args[4:])
-
-
-@above_autograd("ctc_loss.IntList")
-def ctc_loss_of_numbers(then: Next, log_probs: Tensor, targets: Tensor, *args: Any) -> Tensor:
-    """Run torch's own kernel of `ctc_loss`, with lengths as numbers."""
-    if on_gpu(log_probs):
-        return _ctc_loss(log_probs, targets, *args)
-    return then(log_probs, targets, *args)
+    lengths, target_lengths, *options = lengths_and_options
+    return ctc_loss(then, log_probs, targets, lengths.tolist(), target_lengths.tolist(), *options)
 
 
 def _margin_loss(x: Tensor, is_reduced: bool) -> Tensor:
@@ -328,18 +296,18 @@ def _margin_loss(x: Tensor, is_reduced: bool) -> Tensor:
     return torch.empty(sizes, dtype=x.dtype, device="meta")
 
 
-@result("multi_margin_loss")
+@registry.result("multi_margin_loss")
 def _multi_margin(args: Args, kwargs: Kwargs) -> Tensor:
     return _margin_loss(args[0], len(args) <= 5 or args[5] != 0)
 
 
-@result("multilabel_margin_loss_forward")
+@registry.result("multilabel_margin_loss_forward")
 def _multilabel_margin(args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
     is_target = torch.empty(args[1].shape, dtype=args[0].dtype, device="meta")
     return _margin_loss(args[0], args[2] != 0), is_target
 
 
-@result("_ctc_loss_backward multi_margin_loss_backward multilabel_margin_loss_backward")
-def loss_gradient(args: Args, kwargs: Kwargs) -> Tensor:
-    """Make the gradient of the second argument, contiguous."""
-    return torch.empty(args[1].shape, dtype=args[1].dtype, device=META)
+register(
+    "_ctc_loss_backward multi_margin_loss_backward multilabel_margin_loss_backward",
+    result=registry.empty_like(1),
+)

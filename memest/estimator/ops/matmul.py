@@ -39,23 +39,12 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.refusals import cpp_type, expects, same_type, type_name
-from memest.estimator.ops.registry import (
-    UNDER_VMAP,
-    Args,
-    Kwargs,
-    above_autograd,
-    argument,
-    modelled,
-    op_of,
-    refuse,
-    register,
-    requests,
-    result,
-)
+from memest.estimator.ops.registry import Args, Kwargs, argument, op_of, register
+from memest.estimator.ops.strides import is_dense
 from memest.estimator.ops.temporaries import Scratch
-from memest.estimator.tensors.placement import on_gpu
 from memest.estimator.versions import simulated
 from memest.estimator.versions.torch_releases import TorchRelease
 from memest.units import KIB, MIB, round_up
@@ -79,7 +68,7 @@ They take 67,584 bytes for 132 multiprocessors, in each of 528 recorded calls.
 """
 
 
-@result("_grouped_mm")
+@registry.result("_grouped_mm")
 def grouped_mm_output(args: Args, kwargs: Kwargs) -> Tensor:
     """Return the result also for dtypes other than bfloat16, which torch's meta kernel refuses.
 
@@ -103,7 +92,7 @@ def grouped_mm_output(args: Args, kwargs: Kwargs) -> Tensor:
     return torch.empty_strided(size, stride, dtype=left.dtype, device=left.device)
 
 
-@requests("_grouped_mm")
+@registry.requests("_grouped_mm")
 def grouped_mm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """Requests of a grouped product: a table and descriptors in the fused kernel, or `mm` per
     group.
@@ -122,7 +111,7 @@ def grouped_mm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratc
     return Scratch(after=(pointers + groups * _PROBLEM_BYTES + 3 * 8 * groups, descriptors))
 
 
-@modelled("_grouped_mm")
+@registry.modelled("_grouped_mm")
 def grouped_mm_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
     """Return whether the product is a loop over groups without memory of its own, or was
     recorded.
@@ -136,7 +125,7 @@ def _is_fused(args: Args, gpu: Gpu) -> bool:
     return is_bfloat16 and (gpu.capability == (9, 0) or gpu.capability[0] == 10)
 
 
-@refuse("addmm")
+@registry.refuse("addmm")
 def refuse_addmm(args: Args, kwargs: Kwargs) -> str:
     """Check the types of summand and factors (cuda/Blas.cpp)."""
     added, left, right = (tensor.dtype for tensor in args[:3])
@@ -153,13 +142,13 @@ register("addmv", refuse=expects(1, 2, "addmv_impl_cuda"))
 register("mv", refuse=expects(0, 1, "addmv_impl_cuda"))
 
 
-@above_autograd("linear", vmap_key=UNDER_VMAP)
+@registry.above_autograd("linear", vmap_key=registry.UNDER_VMAP)
 def linear(then: Next, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Add the bias in place to the product of an input that is not contiguous.
 
     Under a dispatch mode torch does not (`isTensorSubclassLike` in ATen/native/Linear.cpp).
     """
-    if bias is not None and x.dim() > 2 and on_gpu(x) and not x.is_contiguous():
+    if bias is not None and x.dim() > 2 and not x.is_contiguous():
         return torch.matmul(x, weight.t()).add_(bias)
     return then(x, weight, bias)
 
@@ -376,10 +365,11 @@ def _operand_copies(product: Product, args: Sequence[Any]) -> tuple[int, ...]:
         return ()
     left, right = _factors(product, args)
     if product.kind == "vector":
-        fits = [(right, _vector_fits(right)), (left, _matrix_has_unit_stride(left))]
+        is_read_in_place = right.stride(0) != 0 or right.is_contiguous()
+        fits = [(right, is_read_in_place), (left, _matrix_has_unit_stride(left))]
     elif product.kind == "matrix":
-        fits = [(right, _is_dense(right) or _matrix_has_unit_stride(right))]
-        fits += [(left, _is_dense(left) or _matrix_has_unit_stride(left))]
+        fits = [(right, is_dense(right) or _matrix_has_unit_stride(right))]
+        fits += [(left, is_dense(left) or _matrix_has_unit_stride(left))]
     elif right.shape[2] == 1:  # a batch of columns is column-major already: nothing is swapped
         fits = [(left, _batch_fits(left, fast=1)), (right, _batch_fits(right, fast=1))]
     else:
@@ -406,19 +396,3 @@ def _batch_fits(tensor: Tensor, *, fast: int) -> bool:
     if strides[leading] == 1 and strides[fast] >= max(1, sizes[leading]):
         return True
     return tensor.is_contiguous() and strides[1] != 0 and strides[2] != 0
-
-
-def _vector_fits(tensor: Tensor) -> bool:
-    """Return whether `addmv` reads this vector in place: any stride except 0."""
-    return tensor.stride(0) != 0 or tensor.is_contiguous()
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements fill their storage in some order of dims, without overlap."""
-    dims = zip(tensor.stride(), tensor.shape, strict=True)
-    expected = 1
-    for stride, size in sorted((stride, size) for stride, size in dims if size > 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True

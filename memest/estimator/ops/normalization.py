@@ -19,21 +19,11 @@ from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 
 from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.reductions import accumulator_bytes_of, sum_bytes
 from memest.estimator.ops.refusals import expects, type_name
-from memest.estimator.ops.registry import (
-    UNDER_VMAP,
-    Args,
-    Kwargs,
-    above_autograd,
-    modelled,
-    outputs_only,
-    refuse,
-    register,
-    requests,
-    result,
-)
+from memest.estimator.ops.registry import Args, Kwargs, outputs_only, register
 from memest.estimator.ops.strides import contiguous, like
 from memest.estimator.ops.temporaries import (
     OLDEST,
@@ -46,7 +36,6 @@ from memest.estimator.ops.temporaries import (
     passing,
     temporaries,
 )
-from memest.estimator.tensors.placement import on_gpu
 from memest.estimator.versions import simulated
 from memest.units import ceil_div, last_power_of_2
 
@@ -107,7 +96,7 @@ def _workspace(tensor: Tensor, rows_of_block: int, block_bytes: int, header_byte
     return header_bytes + groups * (blocks * block_bytes + 4)
 
 
-@requests("cudnn_batch_norm")
+@registry.requests("cudnn_batch_norm")
 def batch_norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`cudnn_batch_norm`: in channels-last training partial sums, and a flag for each block."""
     tensor, is_training = args[0], args[5]
@@ -117,7 +106,7 @@ def batch_norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratc
     return Scratch(after=(_workspace(tensor, rows, SUMS_BYTES + 4, FORWARD_HEADER),))
 
 
-@requests("cudnn_batch_norm_backward")
+@registry.requests("cudnn_batch_norm_backward")
 def batch_norm_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`cudnn_batch_norm_backward`: the gradient in the input's format, and partial sums in
     channels-last.
@@ -132,7 +121,9 @@ def batch_norm_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) 
     return Scratch(before=copies, after=(workspace,))
 
 
-@modelled("cudnn_batch_norm cudnn_batch_norm_backward native_batch_norm native_batch_norm_backward")
+@registry.modelled(
+    "cudnn_batch_norm cudnn_batch_norm_backward native_batch_norm native_batch_norm_backward"
+)
 def batch_norm_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
     """Return whether the workspace is known: NCHW, and channels-last on Hopper except float64.
 
@@ -170,7 +161,7 @@ def _staging(tensor: Tensor, sums_per_channel: int) -> tuple[int, ...]:
     return sums_per_channel * channels * blocks * 4, ceil_div(channels, width) * 4
 
 
-@requests("native_batch_norm")
+@registry.requests("native_batch_norm")
 def native_batch_norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`batch_norm_cuda` by torch's own kernels.
 
@@ -183,19 +174,19 @@ def native_batch_norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) ->
     return Scratch(after=staged + (4,) * (has_gaps * sum(w is None for w in args[1:3])))
 
 
-@requests("batch_norm_stats")
+@registry.requests("batch_norm_stats")
 def statistics_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`batch_norm_stats`, of `SyncBatchNorm`."""
     return Scratch(after=_staging(args[0], 4) if _takes_rows(args[0]) else ())
 
 
-@requests("batch_norm_backward_reduce")
+@registry.requests("batch_norm_backward_reduce")
 def statistics_gradient_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`batch_norm_backward_reduce`, of `SyncBatchNorm`."""
     return Scratch(after=_staging(args[1], 2) if _takes_rows(args[1]) else ())
 
 
-@requests("native_batch_norm_backward")
+@registry.requests("native_batch_norm_backward")
 def native_batch_norm_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`batch_norm_backward_cuda`: one kernel.
 
@@ -253,7 +244,7 @@ def _events(args: Args, weights: dict[int, Tensor | None], mask: list[bool], gpu
     return around(of_input, made)
 
 
-@requests("native_layer_norm_backward")
+@registry.requests("native_layer_norm_backward")
 def layer_norm_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`native_layer_norm_backward`: copies, and partial sums of the gradients of weight and bias,
     one after the other, where rows are many and narrow.
@@ -261,7 +252,7 @@ def layer_norm_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -
     return _events(args, {1: args[5], 2: args[6]}, list(args[7]), gpu)
 
 
-@requests("_fused_rms_norm_backward")
+@registry.requests("_fused_rms_norm_backward")
 def rms_norm_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`_fused_rms_norm_backward`: copies, and partial sums of the weight's gradient where rows are
     many and narrow.
@@ -269,15 +260,12 @@ def rms_norm_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> 
     return _events(args, {1: args[4]}, list(args[5]), gpu)
 
 
-@requests("native_layer_norm _fused_rms_norm")
-def input_copy_before(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """A contiguous copy of the first argument, made before the outputs
-    (layer_norm_kernel.cu).
-    """
-    return Scratch(before=contiguous_copy(args[0]))
+register(
+    "native_layer_norm _fused_rms_norm", requests=registry.copying(0, is_before=True)
+)  # layer_norm_kernel.cu
 
 
-@requests("native_group_norm")
+@registry.requests("native_group_norm")
 def group_norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`native_group_norm`: scale and shift of each channel of each sample, N * C accumulators each.
 
@@ -291,7 +279,7 @@ def group_norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratc
     return Scratch(before=copies, after=(per_channel, per_channel))
 
 
-@requests("native_group_norm_backward")
+@registry.requests("native_group_norm_backward")
 def group_norm_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`native_group_norm_backward`: two sums per channel, and three factors for the input gradient.
 
@@ -315,12 +303,12 @@ outputs_only(
 )
 
 
-@result("_weight_norm_interface_backward")  # torch 2.6 has no meta kernel
+@registry.result("_weight_norm_interface_backward")  # torch 2.6 has no meta kernel
 def _weight_norm_backward(args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
     return torch.empty_like(args[1]), torch.empty_like(args[2])
 
 
-@refuse("native_group_norm")
+@registry.refuse("native_group_norm")
 def refuse_group_norm(args: Args, kwargs: Kwargs) -> str:
     """Check the types of input and weight (native/mixed_data_type.h)."""
     tensor, weight = args[0].dtype, args[1] if len(args) > 1 else None
@@ -333,7 +321,7 @@ def refuse_group_norm(args: Args, kwargs: Kwargs) -> str:
     return f"expected scalar type {type_name(tensor)} but found {type_name(weight.dtype)}"
 
 
-@refuse("native_batch_norm cudnn_batch_norm _native_batch_norm_legit")
+@registry.refuse("native_batch_norm cudnn_batch_norm _native_batch_norm_legit")
 def refuse_batch_norm(args: Args, kwargs: Kwargs) -> str:
     """Check the weight (cuda/Normalization.cu): of the input's type, or float32 for half inputs."""
     tensor, weight = args[0].dtype, args[1] if len(args) > 1 else None
@@ -361,12 +349,12 @@ def _statistics(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape[1], dtype=dtype, device="meta")
 
 
-@result("batch_norm_stats batch_norm_gather_stats_with_counts")
+@registry.result("batch_norm_stats batch_norm_gather_stats_with_counts")
 def _batch_norm_stats(args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
     return _statistics(args[0]), _statistics(args[0])
 
 
-@result("batch_norm_backward_reduce")
+@registry.result("batch_norm_backward_reduce")
 def _batch_norm_sums(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
     """Return the two sums over the batch, and the gradients of weight and bias."""
     _, tensor, _, _, weight, _, of_weight, of_bias = args
@@ -379,17 +367,11 @@ def _batch_norm_sums(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
     )
 
 
-@result("batch_norm_elemt")
-def _like_input(args: Args, kwargs: Kwargs) -> Tensor:
-    return torch.empty_like(args[0])
+register("batch_norm_elemt", result=lambda args, kwargs: torch.empty_like(args[0]))
+register("batch_norm_backward_elemt", result=lambda args, kwargs: torch.empty_like(args[1]))
 
 
-@result("batch_norm_backward_elemt")
-def _like_saved_input(args: Args, kwargs: Kwargs) -> Tensor:
-    return torch.empty_like(args[1])
-
-
-@above_autograd("batch_norm", vmap_key=UNDER_VMAP)
+@registry.above_autograd("batch_norm", vmap_key=registry.UNDER_VMAP)
 def batch_norm(
     then: Next,
     x: Tensor,
@@ -404,11 +386,8 @@ def batch_norm(
 ) -> Tensor:
     """Run cuDNN's kernel where `_batch_norm_impl_index` of native/Normalization.cpp does."""
     tensors = weight, bias, running_mean, running_var
-    if (
-        on_gpu(x)
-        and x.numel() > 0
-        and takes_cudnn(x, *tensors, is_training=training, is_enabled=cudnn_enabled)
-    ):
+    is_by_cudnn = takes_cudnn(x, *tensors, is_training=training, is_enabled=cudnn_enabled)
+    if x.numel() > 0 and is_by_cudnn:
         x = x.contiguous(memory_format=suggest_memory_format(x))
         dense = [t if t is None else t.contiguous() for t in tensors]
         return aten.cudnn_batch_norm.default(x, *dense, training, momentum, eps)[0]
@@ -438,20 +417,20 @@ class _RmsNorm(torch.autograd.Function):
         return of_x, None, of_weight if weight is not None else None, None
 
 
-@above_autograd("rms_norm")
+@registry.above_autograd("rms_norm")
 def rms_norm(
     then: Next, x: Tensor, shape: Any, weight: Tensor | None = None, eps: Any = None
 ) -> Tensor:
     """Run the fused kernel where native/layer_norm.cpp does (`rms_norm_symint`)."""
     is_fused = simulated().fuses_rms_norm and hasattr(aten, "_fused_rms_norm")
-    is_fused = is_fused and on_gpu(x) and x.is_floating_point() and not x.is_complex()
+    is_fused = is_fused and x.is_floating_point() and not x.is_complex()
     is_fused = is_fused and (weight is None or weight.dtype is x.dtype)
     if is_fused and suggest_memory_format(x) is torch.contiguous_format:
         return _RmsNorm.apply(x, list(shape), weight, eps)  # type: ignore[no-untyped-call]
     return then(x, shape, weight, eps)
 
 
-@result("_fused_rms_norm")
+@registry.result("_fused_rms_norm")
 def _rms_norm(args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
     """Return the contiguous result, and the reciprocal roots in float32 or wider."""
     x, shape = args[0], args[1]

@@ -27,26 +27,13 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.cub import radix_sort_bytes, scan_bytes
 from memest.estimator.ops.reductions import reduce_bytes, threads_per_sm
-from memest.estimator.ops.registry import (
-    Args,
-    Kwargs,
-    Op,
-    above_autograd,
-    argument,
-    modelled,
-    outputs_only,
-    overloads_of,
-    random_offset,
-    register,
-    requests,
-    result,
-)
+from memest.estimator.ops.registry import Args, Kwargs, argument, outputs_only, register
 from memest.estimator.ops.strides import in_format_of_first
 from memest.estimator.ops.temporaries import Events, around, outputs, passing, temporaries
-from memest.estimator.tensors.placement import on_gpu
 from memest.units import ceil_div, round_up
 
 Array = np.ndarray[Any, Any]
@@ -287,7 +274,7 @@ class GpuDraws:
         """Generators of the script by identity."""
 
     def draw(
-        self, op: Op, args: Args, kwargs: Kwargs, out: Any, given: Any = None
+        self, op: registry.Op, args: Args, kwargs: Kwargs, out: Any, given: Any = None
     ) -> Tensor | None:
         """The numbers of a random operator that has made `out`, where they are few enough and
         known; the generator moves on in any case. `given` is the value of its first argument.
@@ -423,7 +410,7 @@ def is_drawn(name: str, args: Args) -> bool:
     return name in _OVER_A_GRID or name == "multinomial"
 
 
-@random_offset(*overloads_of(aten.randperm))
+@registry.random_offset(*registry.overloads_of(aten.randperm))
 def randperm_offset(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> int:
     """Return the offset step of `randperm` (Randperm.cu): keys, and a shuffle of equal ones."""
     count = out.numel()
@@ -431,20 +418,20 @@ def randperm_offset(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> int:
     return launch(count, gpu, 2 if wide else DRAWS).offset + round_up(count, DRAWS)
 
 
-@random_offset(*overloads_of(aten.bernoulli))
+@registry.random_offset(*registry.overloads_of(aten.bernoulli))
 def bernoulli_offset(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> int | None:
     """Step of `bernoulli` with odds in a tensor."""
     return 12 if len(args) < 2 or isinstance(args[1], Tensor) else None
 
 
-@random_offset(*overloads_of(aten.bernoulli_))
+@registry.random_offset(*registry.overloads_of(aten.bernoulli_))
 def bernoulli_in_place_offset(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> int | None:
     """Step of `bernoulli_` with odds in a tensor."""
     return 12 if len(args) > 1 and isinstance(args[1], Tensor) else None
 
 
-register(*overloads_of(aten.poisson), random_offset=lambda *call: 20)
-register(*overloads_of(aten._standard_gamma), random_offset=lambda *call: 12)
+register(*registry.overloads_of(aten.poisson), random_offset=lambda *call: 20)
+register(*registry.overloads_of(aten._standard_gamma), random_offset=lambda *call: 12)
 
 
 def _range(func: Any, args: Args, dtype: torch.dtype) -> tuple[int, int]:
@@ -479,7 +466,7 @@ def randperm_bits(num_items: int) -> int:
     return min(64, ceil(log2(number - (6 * number * number + 1) / (12 * log(_KEPT)))))
 
 
-@requests("randperm")
+@registry.requests("randperm")
 def randperm_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`randperm` (Randperm.cu): a scalar that checks the range, numbers, keys, the sort's storage.
 
@@ -495,7 +482,7 @@ def randperm_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     return events + passing(count * out.itemsize, *(count * key_bytes,) * 2, sort)
 
 
-@modelled("randperm")
+@registry.modelled("randperm")
 def randperm_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
     """Return whether the numbers are int64, for which the sort's tunings are known."""
     return kwargs.get("dtype") in (None, torch.int64)
@@ -507,7 +494,7 @@ def _samples(args: Args, kwargs: Kwargs) -> tuple[int, bool]:
     return int(num_samples), bool(argument(args, kwargs, 2, "replacement", False))
 
 
-@requests("multinomial")
+@registry.requests("multinomial")
 def multinomial_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`multinomial` (native/Distributions.cpp) without replacement, or of one sample.
 
@@ -521,12 +508,7 @@ def multinomial_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events
         return _with_replacement(args, out)
     rows = probabilities.shape[0] if probabilities.dim() > 1 else 1
     noise = probabilities.numel() * item
-    extreme = passing(
-        *reduce_bytes(
-            probabilities, (), gpu, dtype=probabilities.dtype, out_dtype=probabilities.dtype,
-            accumulator_bytes=item,
-        )
-    )  # fmt: skip
+    extreme = passing(*reduce_bytes(probabilities, (), gpu))
     sums = temporaries(rows * item, rows, 1, -rows, -rows * item)
     if probabilities.dim() == 1:
         sums = temporaries(item, 1, -item)
@@ -556,7 +538,7 @@ def _with_replacement(args: Args, out: Any) -> Events:
     return outputs({0: out.nbytes}) + around((size, size, size), scan)
 
 
-@modelled("multinomial")
+@registry.modelled("multinomial")
 def multinomial_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
     """Return whether the samples need no more than one block of `topk`.
 
@@ -568,7 +550,7 @@ def multinomial_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: G
     return num <= 1024
 
 
-@requests("bernoulli")
+@registry.requests("bernoulli")
 def bernoulli_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`bernoulli` of probabilities (cuda/Distributions.cpp), those of 16 bits cast to float32."""
     probabilities = args[0]
@@ -576,7 +558,7 @@ def bernoulli_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     return outputs({0: out.nbytes}) + passing(cast)
 
 
-@requests("normal.Tensor_Tensor normal.float_Tensor")
+@registry.requests("normal.Tensor_Tensor normal.float_Tensor")
 def normal_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`normal` of deviations in a tensor (DistributionTemplates.h); a number as the mean is a
     tensor.
@@ -584,17 +566,13 @@ def normal_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     The smallest deviation is checked before the result is made, and again.
     """
     mean, deviations = args[:2]
-    item = deviations.itemsize
-    smallest = reduce_bytes(
-        deviations, (), gpu, dtype=deviations.dtype, out_dtype=deviations.dtype,
-        accumulator_bytes=item,
-    )  # fmt: skip
-    check = around((item,), passing(*smallest) + passing(1))
+    smallest = reduce_bytes(deviations, (), gpu)
+    check = around((deviations.itemsize,), passing(*smallest) + passing(1))
     number = [] if isinstance(mean, torch.Tensor) else passing(out.itemsize)
     return check + outputs({0: out.nbytes}) + check + number
 
 
-@requests("native_dropout")
+@registry.requests("native_dropout")
 def dropout_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`native_dropout` of Dropout.cu: the mask comes before the result, unless all or nothing is
     dropped.
@@ -616,15 +594,15 @@ IN_FUNCTORCH = "FuncTorchDynamicLayerFrontMode"
 """Dispatch key at which functorch has a `dropout` of its own (PyTorchOperatorHacks.cpp)."""
 
 
-@above_autograd("dropout", vmap_key=IN_FUNCTORCH)
+@registry.above_autograd("dropout", vmap_key=IN_FUNCTORCH)
 def dropout(then: Next, x: Tensor, p: float, train: bool) -> Tensor:
     """Run the fused kernel where 0 < p < 1 (`is_fused_kernel_acceptable` of Dropout.cpp)."""
-    if train and 0 < p < 1 and on_gpu(x) and x.numel() > 0:
+    if train and 0 < p < 1 and x.numel() > 0:
         return aten.native_dropout.default(x, p, train)[0]
     return then(x, p, train)
 
 
-@result("normal_")
+@registry.result("normal_")
 def filled_normal(args: Args, kwargs: Kwargs) -> Tensor:
     """Fill an empty tensor: on meta torch makes the numbers first, by a dozen operators."""
     filled: Tensor = args[0]

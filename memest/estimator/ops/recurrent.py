@@ -26,17 +26,10 @@ import torch
 from torch import Tensor
 
 from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next, active_gpu
 from memest.estimator.ops.reductions import sum_bytes
-from memest.estimator.ops.registry import (
-    Args,
-    Kwargs,
-    above_autograd,
-    modelled,
-    register,
-    requests,
-    result,
-)
+from memest.estimator.ops.registry import Args, Kwargs, register
 from memest.estimator.ops.temporaries import (
     Events,
     KernelEvent,
@@ -294,7 +287,7 @@ def _in_steps(x: Tensor, args: Args, batch_first: int, batch_sizes: int) -> Tens
     return x.transpose(0, 1) if args[batch_first] and not args[batch_sizes] else x
 
 
-@requests("_cudnn_rnn")
+@registry.requests("_cudnn_rnn")
 def recurrent_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
     """`_cudnn_rnn` of RNN.cpp: copies, outputs and last states, workspace and reserve space.
 
@@ -310,7 +303,7 @@ def recurrent_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
     return around(copies, made + around((workspace,), outputs({3: out[3].nbytes})))
 
 
-@requests("_cudnn_rnn_backward")
+@registry.requests("_cudnn_rnn_backward")
 def recurrent_backward_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
     """`_cudnn_rnn_backward`: gradients of input and states, then of the weights in one buffer.
 
@@ -337,25 +330,25 @@ def recurrent_backward_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Ev
     return around(zeros, events)
 
 
-@modelled("_cudnn_rnn")
+@registry.modelled("_cudnn_rnn")
 def recurrent_is_modelled(func: Any, args: Args, kwargs: Any, gpu: Gpu) -> bool:
     """Return whether a call of `_cudnn_rnn` has sizes that were measured."""
     return is_measured(layers_of_forward(args), is_training=bool(args[12]))
 
 
-@requests("_thnn_fused_lstm_cell")
+@registry.requests("_thnn_fused_lstm_cell")
 def lstm_cell_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
     """`_thnn_fused_lstm_cell` (cuda/RNN.cu): what the gradient needs, then the states."""
     return outputs({i: out[i].nbytes for i in (2, 0, 1)})
 
 
-@requests("_thnn_fused_gru_cell")
+@registry.requests("_thnn_fused_gru_cell")
 def gru_cell_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
     """`_thnn_fused_gru_cell`, likewise."""
     return outputs({i: out[i].nbytes for i in (1, 0)})
 
 
-@requests("_thnn_fused_lstm_cell_backward_impl")
+@registry.requests("_thnn_fused_lstm_cell_backward_impl")
 def lstm_cell_backward_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
     """`_thnn_fused_lstm_cell_backward_impl`: the gradients of gates and state, and the sum of the
     gates' over the samples.
@@ -369,7 +362,7 @@ def lstm_cell_backward_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Ev
     return events
 
 
-@requests("_thnn_fused_gru_cell_backward")
+@registry.requests("_thnn_fused_gru_cell_backward")
 def gru_cell_backward_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
     """Requests of `_thnn_fused_gru_cell_backward`: gradients of both gates and of the state, and
     each gate's sum over the samples.
@@ -507,7 +500,7 @@ def run_cudnn(
     return out[0], out[1], out[2]
 
 
-@result("_cudnn_rnn")
+@registry.result("_cudnn_rnn")
 def _forward(args: Args, kwargs: Kwargs) -> Any:
     """The results of `_cudnn_rnn`."""
     x, hx, cx, weight_buffer, train = args[0], args[4], args[5], args[3], args[12]
@@ -525,7 +518,7 @@ def _forward(args: Args, kwargs: Kwargs) -> Any:
     return output, torch.empty_like(hx), cy, reserve, weight_buffer
 
 
-@result("_cudnn_rnn_backward")
+@registry.result("_cudnn_rnn_backward")
 def _backward(args: Args, kwargs: Kwargs) -> Any:
     """Make the results of `_cudnn_rnn_backward`; gradients of weights are views of one buffer.
 
@@ -552,14 +545,14 @@ def _backward(args: Args, kwargs: Kwargs) -> Any:
     return dx, torch.empty_like(hx), None if cx is None else torch.empty_like(cx), grads
 
 
-@result("_thnn_fused_gru_cell")
+@registry.result("_thnn_fused_gru_cell")
 def _gru_cell(args: Args, kwargs: Kwargs) -> Any:
     """The results of `_thnn_fused_gru_cell` (cuda/RNN.cu): the state, and five rows to go back."""
     hx = args[2]
     return torch.empty_like(hx), hx.new_empty((hx.shape[0], hx.shape[1] * 5))
 
 
-@result("_thnn_fused_gru_cell_backward")
+@registry.result("_thnn_fused_gru_cell_backward")
 def _gru_cell_backward(args: Args, kwargs: Kwargs) -> Any:
     """The results of `_thnn_fused_gru_cell_backward`: of both gates, the state and both biases."""
     grad, workspace, has_bias = args
@@ -580,7 +573,7 @@ def _packed_segments(x: Tensor, lengths: Tensor, batch_first: bool) -> list[Tens
     return found
 
 
-@result("_pack_padded_sequence")
+@registry.result("_pack_padded_sequence")
 def _packed(args: Args, kwargs: Kwargs) -> Any:
     """The rows of all steps, and on the host how many sequences each step has."""
     x, lengths, batch_first = args
@@ -591,7 +584,7 @@ def _packed(args: Args, kwargs: Kwargs) -> Any:
     return x.new_empty((int(lengths.sum()), *x.shape[2:])), torch.tensor(sizes)
 
 
-@requests("_pack_padded_sequence")
+@registry.requests("_pack_padded_sequence")
 def packing_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
     """A copy of each segment that is not contiguous, then all of them in a row."""
     copies = contiguous_copy(*_packed_segments(*args))
@@ -644,28 +637,24 @@ def _layer(mode: int, is_packed: bool) -> Callable[..., Any]:
 for _packet, _mode in (
     (aten.lstm, LSTM), (aten.gru, GRU), (aten.rnn_tanh, RNN_TANH), (aten.rnn_relu, RNN_RELU),
 ):  # fmt: skip
-    register(_packet.input, above_autograd=_layer(_mode, is_packed=False))
-    register(_packet.data, above_autograd=_layer(_mode, is_packed=True))
+    for _op, _is_packed in ((_packet.input, False), (_packet.data, True)):
+        register(_op, above_autograd=_layer(_mode, _is_packed), decides_on_host=True)
 
 
-@above_autograd("lstm_cell")
+@registry.above_autograd("lstm_cell")
 def lstm_cell(
     then: Next, x: Tensor, hidden: Any, w_ih: Tensor, w_hh: Tensor, *biases: Any
 ) -> tuple[Tensor, Tensor]:
     """Run `LSTMCell` of RNN.cpp: two products, and one kernel for the rest."""
-    if not on_gpu(x):
-        return then(x, hidden, w_ih, w_hh, *biases)
     gates = torch.matmul(x, w_ih.t()), torch.matmul(hidden[0], w_hh.t())
     b_ih, b_hh = (*biases, None, None)[:2]
     out = aten._thnn_fused_lstm_cell.default(*gates, hidden[1], b_ih, b_hh)
     return out[0], out[1]
 
 
-@above_autograd("gru_cell")
+@registry.above_autograd("gru_cell")
 def gru_cell(then: Next, x: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, *biases: Any) -> Tensor:
     """Run `GRUCell` of RNN.cpp: two products, and one kernel for the rest."""
-    if not on_gpu(x):
-        return then(x, hx, w_ih, w_hh, *biases)
     gates = torch.matmul(x, w_ih.t()), torch.matmul(hx, w_hh.t())
     b_ih, b_hh = (*biases, None, None)[:2]
     return aten._thnn_fused_gru_cell.default(*gates, hx, b_ih, b_hh)[0]

@@ -14,7 +14,7 @@ torch/csrc/autograd/FunctionsManual.cpp (`prod_backward`). Left out: complex dty
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -22,19 +22,11 @@ import torch
 from torch import Tensor
 
 from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.in_place import in_nodes
-from memest.estimator.ops.registry import (
-    Args,
-    Kwargs,
-    above_autograd,
-    argument,
-    outputs_only,
-    register,
-    requests,
-)
+from memest.estimator.ops.registry import Args, Kwargs, argument, outputs_only, register
 from memest.estimator.ops.temporaries import Events, Scratch, around, outputs, passing
-from memest.estimator.tensors.placement import on_gpu
 from memest.units import ceil_div, last_power_of_2
 
 aten = torch.ops.aten
@@ -102,14 +94,8 @@ class ReductionDims:
         ]
         dim = max(range(len(extents)), key=lambda d: (extents[d], d))
         sizes = self.shape[dim] // 2, self.shape[dim] - self.shape[dim] // 2
-        first, second = (
-            ReductionDims(
-                (*self.shape[:dim], n, *self.shape[dim + 1 :]),
-                self.input_strides,
-                self.output_strides,
-            )
-            for n in sizes
-        )
+        shapes = ((*self.shape[:dim], n, *self.shape[dim + 1 :]) for n in sizes)
+        first, second = (replace(self, shape=shape) for shape in shapes)
         return first, second
 
 
@@ -257,18 +243,22 @@ def reduce_bytes(
     dims: Sequence[int],
     gpu: Gpu,
     *,
-    dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    accumulator_bytes: int,
+    dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    accumulator_bytes: int | None = None,
     input_vector: int = VECTOR_SIZE,
 ) -> tuple[int, ...]:
     """Return temporaries of one `gpu_reduce_kernel` call over `tensor`, read as `dtype`.
 
-    Inputs with 64-bit indices run in pieces, of which the largest counts; 16-bit outputs then have
-    a buffer of running sums.
+    Result and accumulator have this dtype by default, which is that of the tensor. Inputs with
+    64-bit indices run in pieces, of which the largest counts; 16-bit outputs then have a buffer of
+    running sums.
     """
     if tensor.numel() == 0:
         return ()
+    dtype = dtype or tensor.dtype
+    out_dtype = out_dtype or dtype
+    accumulator_bytes = accumulator_bytes or dtype.itemsize
     whole = reduction_dims(
         tensor, dims, input_bytes=dtype.itemsize, output_bytes=out_dtype.itemsize
     )
@@ -337,66 +327,62 @@ def sum_bytes(
     )
 
 
-@requests("sum mean")
-def sum_all_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`sum` or `mean` over every dimension."""
-    return Scratch(after=sum_bytes(args[0], (), _tensor_out(out).dtype, gpu))
-
-
-@requests("sum.dim_IntList nansum mean.dim")
-def sum_dims_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`sum` or `mean` over some dimensions."""
+@registry.requests("sum mean sum.dim_IntList nansum mean.dim")
+def sum_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`sum` or `mean` over every dimension, or over some."""
     dims = _dims_of(args, kwargs, 1)
     return Scratch(after=sum_bytes(args[0], dims, _tensor_out(out).dtype, gpu))
 
 
-@requests("prod prod.dim_int")
+@registry.requests("prod prod.dim_int")
 def product_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`prod`, whose kernel loads 4 values of any dtype (`prod_functor`)."""
     dims, out_dtype = _dims_of(args, kwargs, 1), _tensor_out(out).dtype
     return Scratch(after=sum_bytes(args[0], dims, out_dtype, gpu, half_vector=VECTOR_SIZE))
 
 
-@requests("linalg_vector_norm norm.ScalarOpt_dim")
-def norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`linalg_vector_norm`, `norm` over dims: ReduceNormKernel.cu adds in float32 or wider."""
-    dims = _dims_of(args, kwargs, 2)
-    return _reduced(args[0], dims, out, gpu, accumulator_bytes_of(args[0].dtype))
+def _reducing(
+    accumulator_bytes: Callable[[torch.dtype], int], *, position: int = 1, **more: Any
+) -> registry.RequestRule:
+    """Return the rule of a reduction whose kernel loads the dtype of its input.
 
-
-def _reduced(
-    tensor: Tensor, dims: Sequence[int], out: Any, gpu: Gpu, accumulator_bytes: int, **more: int
-) -> Scratch:
-    """Return the staging buffer of a reduction whose kernel loads the dtype of `tensor`."""
-    how: dict[str, Any] = {"accumulator_bytes": accumulator_bytes, **more}
-    dtype, out_dtype = tensor.dtype, _tensor_out(out).dtype
-    staged = reduce_bytes(tensor, dims, gpu, dtype=dtype, out_dtype=out_dtype, **how)
-    return Scratch(after=staged)
-
-
-@requests("amax amin max min any any.dim any.dims all all.dim all.dims _is_all_true _is_any_true")
-def extreme_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`amax`, `amin`, `any`, `all`, `max`, `min`: accumulate in the input dtype."""
-    return _reduced(args[0], _dims_of(args, kwargs, 1), out, gpu, args[0].dtype.itemsize)
-
-
-@requests("max.dim min.dim argmax argmin")
-def indexed_extreme_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`argmax`, `argmin`, `max.dim`, `min.dim`: a value and an int64 index, 16 bytes."""
-    return _reduced(args[0], _dims_of(args, kwargs, 1), out, gpu, 16)
-
-
-@requests("std.correction var.correction var_mean.correction std_mean.correction")
-def variance_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`var`, `std` and with their mean: ReduceMomentKernel.cu accumulates `WelfordData`.
-
-    It has 16 bytes for float32 and 32 for float64; its kernel loads 2 values at once.
+    The dimensions are the argument at `position`.
     """
-    num_bytes = 32 if args[0].dtype == torch.float64 else 16
-    return _reduced(args[0], _dims_of(args, kwargs, 1), out, gpu, num_bytes, input_vector=2)
+
+    def rule(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+        staged = reduce_bytes(
+            args[0], _dims_of(args, kwargs, position), gpu, out_dtype=_tensor_out(out).dtype,
+            accumulator_bytes=accumulator_bytes(args[0].dtype), **more,
+        )  # fmt: skip
+        return Scratch(after=staged)
+
+    return rule
 
 
-@requests("logsumexp")
+register(
+    "amax amin max min any any.dim any.dims all all.dim all.dims _is_all_true _is_any_true",
+    requests=_reducing(lambda dtype: dtype.itemsize),
+)
+register(
+    "max.dim min.dim argmax argmin", requests=_reducing(lambda dtype: 16)
+)  # a value and an int64 index
+register(
+    "linalg_vector_norm norm.ScalarOpt_dim", requests=_reducing(accumulator_bytes_of, position=2)
+)  # ReduceNormKernel.cu adds in float32 or wider
+
+
+def _welford_bytes(dtype: torch.dtype) -> int:
+    """Bytes of `WelfordData` (ReduceMomentKernel.cu), whose kernel loads 2 values at once."""
+    return 32 if dtype == torch.float64 else 16
+
+
+register(
+    "std.correction var.correction var_mean.correction std_mean.correction",
+    requests=_reducing(_welford_bytes, input_vector=2),
+)
+
+
+@registry.requests("logsumexp")
 def logsumexp_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """Requests of `logsumexp_out_impl` (ReduceOps.cpp): maxima, a mask of infinite ones,
     exponentials of the differences, their sum, and the result.
@@ -404,34 +390,26 @@ def logsumexp_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     tensor, result = args[0], _tensor_out(out)
     dtype, dims = result.dtype, _dims_of(args, kwargs, 1)
     maxima, exponentials = (t.numel() * dtype.itemsize for t in (result, tensor))
-    largest = reduce_bytes(
-        tensor, dims, gpu, dtype=tensor.dtype, out_dtype=dtype, accumulator_bytes=dtype.itemsize
-    )
+    largest = reduce_bytes(tensor, dims, gpu, out_dtype=dtype, accumulator_bytes=dtype.itemsize)
     shifted = torch.empty(tensor.shape, dtype=dtype, device="meta")
     summed = outputs({0: maxima}) + passing(*sum_bytes(shifted, dims, dtype, gpu))
     searched = passing(*largest) + passing(maxima, result.numel())
     return around((maxima,), searched + around((exponentials,), summed))
 
 
-@requests("equal")
+@registry.requests("equal")
 def equal_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`cuda_equal`: the elementwise comparison, its `all`, and that reduction's staging."""
     compared = torch.empty(args[0].shape, dtype=torch.bool, device="meta")
-    staged = reduce_bytes(
-        compared, (), gpu, dtype=torch.bool, out_dtype=torch.bool, accumulator_bytes=1
-    )
-    return Scratch(after=(compared.numel(), 1, *staged))
+    return Scratch(after=(compared.numel(), 1, *reduce_bytes(compared, (), gpu)))
 
 
 outputs_only("aminmax")
 
 register(
-    aten.logical_and.default,
-    in_backward=in_nodes(
-        "MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0",
-        instead=aten.logical_and_.default,
-    ),
-)  # fmt: skip
+    "logical_and",
+    in_backward=in_nodes("MaxBackward1 MinBackward1 MedianBackward0 NanmedianBackward0"),
+)
 
 
 class _Product(torch.autograd.Function):
@@ -464,10 +442,10 @@ def has_gradient(tensor: Tensor) -> bool:
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
-@above_autograd("prod prod.dim_int")
+@registry.above_autograd("prod prod.dim_int")
 def product(then: Next, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Run `prod`; its gradient assumes no zero input (`prod_backward`, FunctionsManual.cpp)."""
-    if not on_gpu(x) or not has_gradient(x):
+    if not has_gradient(x):
         return then(x, *args, **kwargs)
 
     def run() -> Tensor:

@@ -26,7 +26,7 @@ from torch._ops import OpOverload
 from memest.errors import PlanError
 from memest.estimator import ops
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.ops.temporaries import Events, Scratch
+from memest.estimator.ops.temporaries import Events, Scratch, contiguous_copy
 from memest.estimator.tensors.known_values import READS_VALUE
 from memest.estimator.tensors.placement import FOREACH_REDUCTIONS
 from memest.estimator.versions.torch_releases import OPERATORS_SINCE
@@ -92,7 +92,13 @@ class Op:
     """Returns the call with indices as CUDA converts them: `(mode, func, types, args)`."""
 
     above_autograd: Callable[..., Any] | None = None
-    """Runs the operator above autograd, as torch decides it for CUDA tensors: `(next, *args)`."""
+    """Runs the operator above autograd, as torch decides it for CUDA tensors: `(next, *args)`.
+
+    It is called if the first tensor is on the GPU.
+    """
+
+    decides_on_host: bool = False
+    """True if `above_autograd` also runs for tensors of the host."""
 
     vmap_key: str = ""
     """Dispatch key at which `torch.vmap` decomposes the operator before this rule, if it does."""
@@ -305,6 +311,26 @@ def overloads_of(*packets: Any) -> list[OpOverload]:
 def argument(args: Args, kwargs: Kwargs, position: int, name: str, default: Any = None) -> Any:
     """Return an argument of a call that is given by position, by name or by its default."""
     return args[position] if len(args) > position else kwargs.get(name, default)
+
+
+def copying(*positions: int, is_before: bool = False) -> RequestRule:
+    """Return the rule of a kernel that makes contiguous copies of the arguments at `positions`.
+
+    The copies are made after the outputs, or before them.
+    """
+
+    def rule(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+        copies = contiguous_copy(*(args[position] for position in positions))
+        return Scratch(before=copies) if is_before else Scratch(after=copies)
+
+    return rule
+
+
+def empty_like(position: int) -> Callable[[Args, Kwargs], Tensor]:
+    """Return the rule of a result that is contiguous, and otherwise like the argument there."""
+    return lambda args, kwargs: torch.empty_like(
+        args[position], memory_format=torch.contiguous_format
+    )
 
 
 UNDER_VMAP = "FuncTorchBatched"

@@ -15,19 +15,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.cub import radix_sort_bytes, scan_bytes, segmented_sort_bytes
-from memest.estimator.ops.reductions import extreme_scratch
-from memest.estimator.ops.registry import (
-    Args,
-    Kwargs,
-    above_autograd,
-    argument,
-    modelled,
-    outputs_only,
-    register,
-    requests,
-)
+from memest.estimator.ops.reductions import reduce_bytes
+from memest.estimator.ops.registry import Args, Kwargs, argument, outputs_only, register
 from memest.estimator.ops.strides import contiguous
 from memest.estimator.ops.temporaries import (
     INDEX_BYTES,
@@ -38,7 +30,6 @@ from memest.estimator.ops.temporaries import (
     outputs,
     passing,
 )
-from memest.estimator.tensors.placement import on_gpu
 from memest.units import ceil_div
 
 aten = torch.ops.aten
@@ -70,7 +61,7 @@ def _slices(args: Args, kwargs: Kwargs, position: int) -> tuple[int, int]:
     return tensor.numel() // max(1, length), length
 
 
-@requests("sort sort.stable")
+@registry.requests("sort sort.stable")
 def sort_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`sort` (Sort.cpp): within a block up to 4096 elements, else radix sort of keys and positions.
 
@@ -93,7 +84,7 @@ def sort_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     return Scratch(after=(row, storage) if count == 1 else (row, row, sorted_keys, storage))
 
 
-@modelled("sort sort.stable")
+@registry.modelled("sort sort.stable")
 def sort_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
     """Return whether `sort_scratch` is exact: slices of up to 4096, or whole rows.
 
@@ -105,7 +96,7 @@ def sort_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> 
     return length <= SMALL_SORT or (tensor.itemsize > 1 and is_last and tensor.is_contiguous())
 
 
-@requests("topk")
+@registry.requests("topk")
 def topk_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """Requests of `topk` (TensorTopK.cu): a contiguous input, and shared counters if many blocks
     search a slice (`mbtopk`).
@@ -136,14 +127,14 @@ def _topk_takes_many_blocks(count: int, length: int) -> bool:
     return length >= next((shortest for most, shortest in limits if count <= most), 400)
 
 
-@modelled("topk")
+@registry.modelled("topk")
 def topk_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
     """Return whether the results are sorted in place: k of up to 4096 (TensorTopK.cpp)."""
     k: int = argument(args, kwargs, 1, "k")
     return k <= SMALL_SORT
 
 
-@requests("cumsum")
+@registry.requests("cumsum")
 def cumsum_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`cumsum`: a cast of the input, and for a single row the scan over blocks.
 
@@ -162,7 +153,7 @@ def cumsum_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     return Scratch(after=(*cast, blocks * dtype.itemsize))
 
 
-@requests("cumprod")
+@registry.requests("cumprod")
 def cumprod_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`cumprod`: like `cumsum` without deterministic algorithms (ScanKernels.cpp)."""
     cast, is_row = _scanned(args, kwargs, out.dtype)
@@ -170,13 +161,13 @@ def cumprod_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     return Scratch(after=(*cast, num_bytes) if is_row else cast)
 
 
-@requests("logcumsumexp")
+@registry.requests("logcumsumexp")
 def logcumsumexp_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`scan_dim` of ScanUtils.cuh: a contiguous copy of the input."""
     return Scratch(after=_scanned(args, kwargs, out.dtype)[0])
 
 
-@modelled("logcumsumexp")
+@registry.modelled("logcumsumexp")
 def logcumsumexp_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
     """Return whether the tensor has several rows: CUB scans a single row."""
     return not _scanned(args, kwargs, args[0].dtype)[1]
@@ -194,13 +185,13 @@ def _scanned(args: Args, kwargs: Kwargs, dtype: torch.dtype) -> tuple[tuple[int,
     return cast, tensor.dim() > 0 and tensor.numel() == tensor.shape[dim] > 0
 
 
-@requests("isin.Tensor_Tensor")
+@registry.requests("isin.Tensor_Tensor")
 def isin_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`isin_default_kernel_gpu` of TensorCompare.cpp: compare all pairs, then reduce."""
     return Scratch(after=(args[0].numel() * args[1].numel(), args[0].numel()))
 
 
-@modelled("isin.Tensor_Tensor")
+@registry.modelled("isin.Tensor_Tensor")
 def isin_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
     """Return whether so few elements are searched that the kernel compares them one by one.
 
@@ -209,7 +200,7 @@ def isin_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> 
     return bool(args[1].numel() < int(10 * args[0].numel() ** 0.145))
 
 
-@requests("bucketize.Tensor")
+@registry.requests("bucketize.Tensor")
 def bucketize_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """Contiguous copies or casts of the values, then of the boundaries (BucketizationUtils.h)."""
     dtype = torch.result_type(args[0], args[1])
@@ -217,13 +208,13 @@ def bucketize_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch
     return Scratch(after=tuple(t.numel() * dtype.itemsize for t in copied))
 
 
-@requests("searchsorted.Tensor")
+@registry.requests("searchsorted.Tensor")
 def searchsorted_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`bucketize` with its arguments in the other order (Bucketization.cu)."""
     return bucketize_scratch((args[1], args[0]), {}, out, gpu)
 
 
-@modelled("bucketize.Tensor searchsorted.Tensor")
+@registry.modelled("bucketize.Tensor searchsorted.Tensor")
 def search_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
     """Return whether no tensor is both copied and cast, and no `sorter` is tested."""
     is_plain = args[0].dtype == args[1].dtype or all(t.is_contiguous() for t in args[:2])
@@ -234,15 +225,15 @@ SHARED_BYTES_PER_BLOCK = 48 << 10
 """Shared memory of a block on every GPU; CUDA Programming Guide 13, table 30."""
 
 
-@requests("bincount")
+@registry.requests("bincount")
 def bincount_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """`bincount` (cuda/SummaryOps.cu): the smallest and the largest number are read, then bins."""
     numbers, item = args[0], args[0].itemsize
-    extreme = passing(item, *extreme_scratch(args[:1], {}, numbers, gpu).after)
+    extreme = passing(item, *reduce_bytes(numbers, (), gpu))
     return (extreme + extreme if numbers.numel() else []) + outputs({0: out.nbytes})
 
 
-@modelled("bincount")
+@registry.modelled("bincount")
 def bincount_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
     """Return whether the requested bins are few enough to be counted in shared memory."""
     minlength: int = argument(args, kwargs, 2, "minlength", 0)
@@ -253,13 +244,13 @@ MAX_SHARED_BINS = 48 * 1024 // 8 - 1
 """Bins of up to 8 bytes in the 48 KiB of shared memory that any block has."""
 
 
-@requests("histc")
+@registry.requests("histc")
 def histogram_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`histc` of SummaryOps.cu between given bounds: counts that fit the shared memory."""
     return Scratch()
 
 
-@modelled("histc")
+@registry.modelled("histc")
 def histogram_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
     """Return whether the bounds differ, so that torch does not search extremes, and bins are
     few.
@@ -279,10 +270,10 @@ register(
 )
 
 
-@above_autograd("cumprod_backward")
+@registry.above_autograd("cumprod_backward")
 def cumprod_backward(then: Next, grad: Tensor, x: Tensor, dim: int, output: Tensor) -> Tensor:
     """Compute the gradient as `cumprod_backward` of ReduceOps.cpp, where no input is zero."""
-    if not on_gpu(x) or x.is_complex() or x.dim() == 0 or x.shape[dim] == 1:
+    if x.is_complex() or x.dim() == 0 or x.shape[dim] == 1:
         return then(grad, x, dim, output)
     products, is_zero = output * grad, x == 0
     is_zero.any()  # which the host reads; none is taken to be

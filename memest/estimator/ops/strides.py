@@ -54,3 +54,9 @@ def _strided(made: Tensor, strides: tuple[int, ...]) -> Tensor:
     if made.stride() == strides:
         return made
     return torch.empty_strided(made.shape, strides, dtype=made.dtype, device=made.device)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements fill their storage in some order of dims, without overlap."""
+    dense = torch.ops.aten.is_non_overlapping_and_dense.default
+    return tensor.is_contiguous() or bool(dense(tensor))

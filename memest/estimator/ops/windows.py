@@ -16,8 +16,9 @@ from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 
 from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops import registry
 from memest.estimator.ops.refusals import expects
-from memest.estimator.ops.registry import Args, Kwargs, modelled, outputs_only, register, requests
+from memest.estimator.ops.registry import Args, Kwargs, outputs_only, register
 from memest.estimator.ops.strides import contiguous
 from memest.estimator.ops.temporaries import (
     INDEX_BYTES,
@@ -49,19 +50,13 @@ _COPYING = (
 )
 
 
-@requests(_COPYING, "upsample_bicubic2d_backward")
-def window_copy_after(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """A contiguous copy of the first argument (input or gradient), made after the outputs."""
-    return Scratch(after=contiguous_copy(args[0]))
+register(_COPYING, "upsample_bicubic2d_backward", requests=registry.copying(0))
+register(
+    "max_unpool2d max_unpool3d", requests=registry.copying(0, 1, is_before=True), layout=contiguous
+)  # MaxUnpooling.cu
 
 
-@requests("max_unpool2d max_unpool3d", layout=contiguous)
-def unpool_copies_before(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Contiguous copies of the input and the indices, made before the output (MaxUnpooling.cu)."""
-    return Scratch(before=contiguous_copy(args[0], args[1]))
-
-
-@requests("unfold_backward")
+@registry.requests("unfold_backward")
 def unfold_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """Positions in the unfolded dimension, if windows overlap (UnfoldBackward.h)."""
     grad, sizes, dim, size, step = args
@@ -71,23 +66,23 @@ def unfold_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> S
     return Scratch(after=(positions * INDEX_BYTES,))
 
 
-@requests(_IMAGES)
+@registry.requests(_IMAGES, "avg_pool2d")
 def image_copy_after(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """A copy of the first argument in its own memory format, made after the outputs.
 
-    UpSampleNearest2d.cu, UpSampleBilinear2d.cu, whose kernels know channels-last.
+    UpSampleNearest2d.cu, UpSampleBilinear2d.cu, AveragePool2d.cu, whose kernels know channels-last.
     """
     return Scratch(after=copies_in(suggest_memory_format(args[0]), args[0]))
 
 
-@requests("upsample_bilinear2d_backward")
+@registry.requests("upsample_bilinear2d_backward")
 def bilinear_gradient_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`image_copy_after`; a gradient of the input's own size is copied at once."""
     is_same = args[0].shape == out.shape
     return Scratch() if is_same else image_copy_after(args, kwargs, out, gpu)
 
 
-@requests("im2col col2im")
+@registry.requests("im2col col2im")
 def sliding_events(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> Events:
     """`im2col` and `col2im` (Im2Col.cu, Col2Im.cu): the result begins as a tensor like the input.
 
@@ -105,7 +100,7 @@ def _is_channels_last(tensor: Tensor) -> bool:
     return suggest_memory_format(tensor) is not torch.contiguous_format
 
 
-@modelled(_IMAGES, _COPYING, "upsample_bilinear2d_backward")
+@registry.modelled(_IMAGES, _COPYING, "upsample_bilinear2d_backward")
 def window_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
     """Return whether the first argument is not channels-last.
 
@@ -114,13 +109,9 @@ def window_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -
     return not _is_channels_last(args[0])
 
 
-@requests("avg_pool2d")
-def pooling_copy_after(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """A copy of an input that is dense neither in NCHW nor in channels-last (AveragePool2d.cu)."""
-    return Scratch(after=copies_in(suggest_memory_format(args[0]), args[0]))
-
-
-@requests("avg_pool2d_backward _adaptive_avg_pool2d_backward max_pool2d_with_indices_backward")
+@registry.requests(
+    "avg_pool2d_backward _adaptive_avg_pool2d_backward max_pool2d_with_indices_backward"
+)
 def pooling_gradient_copies(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """Copies of the gradient and the input in the input's memory format, after the outputs.
 

@@ -1,13 +1,18 @@
-"""Programs: the event streams between probes, and the order of their replay."""
+"""Programs: the event streams between probes, their order, and facts about a plan's model."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from memest.estimator.tensors.storages import RETURNED, Coverage, StorageTable, death_of, return_of
-from memest.report import Phase
+from memest.report import Phase, Term
+
+if TYPE_CHECKING:
+    from memest.estimator.hardware.work_log import WorkLog
+    from memest.models_meta.geometry import LayerGeometry
 
 Shift = Mapping[int, int]
 """Renames of storages before a span is replayed once more: those it made -> those it frees."""
@@ -200,3 +205,32 @@ def _pairs(storages: StorageTable, before: set[int], after: Mapping[int, None]) 
 def _origin(storages: StorageTable, index: int) -> object:
     site = storages.sites[index]
     return site.op, site.module, storages.kinds[index], storages.num_bytes[index]
+
+
+@dataclass(frozen=True, slots=True)
+class TracedPlan:
+    """A plan's program on one kind of GPU, with the report's facts about the model."""
+
+    program: Program
+    model: dict[str, Any]
+    param_groups: dict[str, dict[str, int]]
+    """Numbers of elements by dtype: of all parameters, the trained ones, and optimizer state."""
+
+    host_bytes: int
+    notes: tuple[str, ...]
+    seq_len: int
+    image_size: int | None
+    host_terms: tuple[Term, ...] = ()
+    """Host memory of all ranks together."""
+
+    geometry: LayerGeometry | None = None
+    """Geometry of the model's layers, where the textbook applies."""
+
+    libraries_bytes: int = 0
+    """Bytes of NCCL and other libraries on each GPU, outside the allocator and the context."""
+
+    work: WorkLog | None = field(default=None, compare=False)
+    """Launches of the plan's steps; None if the program was interpolated."""
+
+    others: tuple[TracedPlan, ...] = ()
+    """Other traced ranks, where this is the worst of several that differ."""

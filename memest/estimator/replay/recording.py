@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate, pairwise
@@ -14,7 +14,7 @@ from typing import Any
 
 from memest.errors import PlanError
 from memest.estimator.allocator.blocks import AddressSpace, Block
-from memest.estimator.allocator.caching import SMALL_SEGMENT_BYTES
+from memest.estimator.allocator.caching import SMALL_SEGMENT_BYTES, CachingAllocator
 from memest.estimator.allocator.memory_history import (
     POOL,
     block_entry,
@@ -23,7 +23,8 @@ from memest.estimator.allocator.memory_history import (
     settings_entry,
 )
 from memest.estimator.allocator.settings import DEFAULT
-from memest.estimator.replay.replay import Replayed, Run
+from memest.estimator.replay.program import ended_by
+from memest.estimator.replay.replay import Player, Replayed, Run
 from memest.estimator.tensors.storages import FreeTiming, MemKind, Site, StorageTable
 from memest.report import Phase
 from memest.writing import write_output
@@ -109,8 +110,8 @@ def record_run(
             hint="simulate fewer `steps`, or fewer micro-batches in each",
         )
     recording = Recording(run.program.storages, limit_bytes, gpu)
-    observer = RecordingObserver(recording, ranges_stay=run.program.ranges_stay)
-    recording.result = run.on(limit_bytes, returns, observer=observer)
+    player = RecordingPlayer(recording, ranges_stay=run.program.ranges_stay)
+    recording.result = run.on(limit_bytes, returns, player=player)
     return recording
 
 
@@ -150,25 +151,43 @@ def sign_of(action: Action) -> int:
     return 0 if action.act in (Act.OOM, Act.FREE_COMPLETED) else -1
 
 
-class RecordingObserver:
-    """Fills `recording` with the actions of a run."""
+class _RecordedAllocator(CachingAllocator):
+    """Allocator that calls `on_return` with each deferred block that returns to its pool."""
 
-    def __init__(self, recording: Recording, *, ranges_stay: bool) -> None:
+    on_return: Callable[[Block], None]
+
+    def complete(self, block: Block) -> None:
+        if id(block) in self._deferred:
+            self.on_return(block)
+        super().complete(block)
+
+
+class RecordingPlayer(Player):
+    """Player that fills `recording` with the actions of a run."""
+
+    plays_repetitions = True
+
+    def __init__(self, recording: Recording, *, ranges_stay: bool = False) -> None:
+        addresses = _RecordedAddresses(recording.actions, ranges_stay)
+        allocator = _RecordedAllocator(recording.limit_bytes, addresses)
+        allocator.on_return = self._returned
+        super().__init__(allocator, recording.storages)
         self.recording = recording
-        self.addresses: AddressSpace = _RecordedAddresses(recording.actions, ranges_stay)
+        self._freed: dict[int, int] = {}  # storages, by the identity of their blocks
 
-    def born(self, storage: int, block: Block) -> None:
-        """Record that `storage` got `block`."""
-        self._add(Act.ALLOC, block, storage)
-
-    def dies(self, storage: int, block: Block) -> None:
-        """Record that `block` of `storage` is about to be freed."""
-        is_deferred = storage in self.recording.storages.deferred
-        self._add(Act.FREE_REQUESTED if is_deferred else Act.FREE, block, storage)
-
-    def returned(self, storage: int, block: Block) -> None:
-        """Record that `block`, whose free was deferred, returns to its pool."""
-        self._add(Act.FREE_COMPLETED, block, storage)
+    def play(self, events: Sequence[int]) -> None:
+        """Apply the events as `Player` does, and record them."""
+        deferred = self.storages.deferred
+        for event in events:
+            ended = ended_by(event, self.storages, at_once=self.at_once) if event < 0 else -1
+            if ended in self.blocks:
+                block = self.blocks[ended]
+                self._freed[id(block)] = ended
+                self._add(Act.FREE_REQUESTED if ended in deferred else Act.FREE, block, ended)
+            is_new = event >= 0 and event not in self.blocks
+            super().play((event,))
+            if is_new and event in self.blocks:
+                self._add(Act.ALLOC, self.blocks[event], event)
 
     def reached(self, step: int, micro_batch: int, phase: Phase) -> None:
         """Record a probe."""
@@ -178,6 +197,9 @@ class RecordingObserver:
     def refused(self, storage: int, num_bytes: int) -> None:
         """Record a failed request, which ends the run."""
         self.recording.actions.append(Action(Act.OOM, -1, num_bytes, storage))
+
+    def _returned(self, block: Block) -> None:
+        self._add(Act.FREE_COMPLETED, block, self._freed[id(block)])
 
     def _add(self, act: Act, block: Block, storage: int) -> None:
         self.recording.actions.append(Action(act, block.address, block.num_bytes, storage))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from memest.estimator.allocator.blocks import AddressSpace, Block
 from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
@@ -49,28 +49,6 @@ class Replayed:
 
     returns: FreeTiming = FreeTiming.LATEST
     """Time at which blocks return whose return depends on the GPU's speed."""
-
-
-class Observer(Protocol):
-    """Observer of a replay; its methods are called at each event."""
-
-    addresses: AddressSpace
-    """Source of segments; a subclass can record each one."""
-
-    def born(self, storage: int, block: Block) -> None:
-        """`storage` was given `block`."""
-
-    def dies(self, storage: int, block: Block) -> None:
-        """`block` of `storage` is about to be freed."""
-
-    def returned(self, storage: int, block: Block) -> None:
-        """`block`, whose free was deferred by another stream, is about to return to its pool."""
-
-    def reached(self, step: int, micro_batch: int, phase: Phase) -> None:
-        """A probe reads the memory."""
-
-    def refused(self, storage: int, num_bytes: int) -> None:
-        """A request of `num_bytes` failed, and the run ends."""
 
 
 def live_at(
@@ -120,6 +98,9 @@ def streams_of(
 class Player:
     """Applies events about `storages` to an allocator."""
 
+    plays_repetitions = False
+    """True if steps and micro-batches that repeat another are played, too."""
+
     def __init__(self, allocator: CachingAllocator, storages: StorageTable) -> None:
         self.allocator, self.storages = allocator, storages
         self.at_once = False
@@ -136,6 +117,12 @@ class Player:
 
         self.peak_allocated_bytes = 0
         self.peak = Moment(0, 0, -1)
+
+    def reached(self, step: int, micro_batch: int, phase: Phase) -> None:
+        """Note that a probe reads the memory."""
+
+    def refused(self, storage: int, num_bytes: int) -> None:
+        """Note a failed request, which ends the run."""
 
     def play(self, events: Sequence[int]) -> None:
         """Apply events in order.
@@ -310,6 +297,7 @@ class _Run:
             )
         )
         allocator.peak_allocated_bytes = allocator.allocated_bytes
+        self.player.reached(self.step, micro_batch, probe.phase)
 
     def close_peaks(self) -> None:
         """Copy the allocator's peaks to the result."""
@@ -324,64 +312,13 @@ class _Run:
 
         It has free blocks, the place of every live storage and the open peak.
         """
+        if self.player.plays_repetitions:
+            return (object(),)  # never equal
         return (
             self.allocator.layout(),
             self.allocator.peak_allocated_bytes,
             {index: block.address for index, block in self.player.blocks.items()},
         )
-
-
-class ObservedAllocator(CachingAllocator):
-    """Allocator that reports the return of each deferred block."""
-
-    def __init__(self, limit_bytes: int | None, observer: Observer) -> None:
-        super().__init__(limit_bytes, observer.addresses)
-        self.observer = observer
-        self.storages: dict[int, int] = {}
-        """Storage by the identity of its block when the storage was freed."""
-
-    def complete(self, block: Block) -> None:
-        """Free the block as `CachingAllocator` does, and report it."""
-        if id(block) in self._deferred:
-            self.observer.returned(self.storages[id(block)], block)
-        super().complete(block)
-
-
-class ObservedPlayer(Player):
-    """A player that reports to an observer, event by event."""
-
-    def __init__(self, limit_bytes: int | None, storages: StorageTable, observer: Observer) -> None:
-        self.observer = observer
-        self._names = ObservedAllocator(limit_bytes, observer)
-        super().__init__(self._names, storages)
-
-    def play(self, events: Sequence[int]) -> None:
-        """Apply the events as `Player` does."""
-        for event in events:
-            ended = ended_by(event, self.storages, at_once=self.at_once) if event < 0 else -1
-            if ended in self.blocks:
-                block = self.blocks[ended]
-                self._names.storages[id(block)] = ended
-                self.observer.dies(ended, block)
-            is_new = event >= 0 and event not in self.blocks
-            super().play((event,))
-            if is_new and event in self.blocks:
-                self.observer.born(event, self.blocks[event])
-
-
-class _ObservedRun(_Run):
-    """A run that also replays repeated steps, for its observer."""
-
-    def __init__(self, program: Program, player: ObservedPlayer, returns: FreeTiming) -> None:
-        super().__init__(program, player, returns)
-        self.observer = player.observer
-
-    def _probe(self, probe: Probe, micro_batch: int) -> None:
-        super()._probe(probe, micro_batch)
-        self.observer.reached(self.step, micro_batch, probe.phase)
-
-    def _state(self) -> tuple[object, ...]:
-        return (object(),)  # never equal, so that no step is left out
 
 
 def _shifted(rows: Sequence[PhaseRow], *, step: int = 0, micro_batch: int = 0) -> list[PhaseRow]:
@@ -407,7 +344,7 @@ class Run:
         limit_bytes: int | None = None,
         returns: FreeTiming = FreeTiming.LATEST,
         *,
-        observer: Observer | None = None,
+        player: Player | None = None,
         is_soft: bool = False,
     ) -> Replayed:
         """Replay the run.
@@ -415,18 +352,16 @@ class Run:
         Args:
             limit_bytes: limit of the allocator; None is no limit.
             returns: free timing of blocks that two streams share.
-            observer: receives every step and micro-batch, also repeated ones.
+            player: applies the events, with an allocator of this limit.
             is_soft: requests that find no memory raise the limit; not with `settings`, and not
                 where a request is `tried`.
         """
         program, storages = self.program, self.program.storages
-        run: _Run
-        if observer is None:
-            allocator = CachingAllocator(limit_bytes, AddressSpace(ranges_stay=program.ranges_stay))
-            run = _Run(program, Player(allocator, storages), returns)
-        else:
-            run = _ObservedRun(program, ObservedPlayer(limit_bytes, storages, observer), returns)
-        allocator, player, result = run.allocator, run.player, run.result
+        if player is None:
+            addresses = AddressSpace(ranges_stay=program.ranges_stay)
+            player = Player(CachingAllocator(limit_bytes, addresses), storages)
+        run = _Run(program, player, returns)
+        allocator, result = player.allocator, run.result
         allocator.has_soft_limit = is_soft and not storages.tried
         if not self.settings.is_default:
             allocator.use(self.settings)
@@ -437,8 +372,7 @@ class Run:
         except OutOfMemory as error:
             result.failed = Moment(player.num_events, run.step, player.storage)
             result.failed_bytes = error.request_bytes
-            if observer is not None:
-                observer.refused(player.storage, error.request_bytes)
+            player.refused(player.storage, error.request_bytes)
         run.close_peaks()
         if limit_bytes is not None and allocator.limit_bytes != limit_bytes:
             result.lacking_bytes = allocator.limit_bytes or 0

@@ -13,8 +13,8 @@ from operator import attrgetter
 
 from memest.estimator.allocator.least_limit import LeastLimit, highest_need
 from memest.estimator.allocator.settings import AllocatorSettings, parse_settings
+from memest.estimator.replay.program import TracedPlan
 from memest.estimator.replay.replay import Replayed, Run
-from memest.estimator.replay.simulated import TracedPlan
 from memest.estimator.tensors.storages import FreeTiming, Site, StorageTable
 from memest.plan import TrainingPlan
 from memest.report import Interval, Outcome, Verdict

@@ -13,9 +13,9 @@ from memest.estimator.ops.convolution import Calls, has_same_workspaces, recorde
 from memest.estimator.replay.interpolate.call_log import CallLog, LoggedTrace, logged_trace
 from memest.estimator.replay.interpolate.other_chip import on_other_chip
 from memest.estimator.replay.interpolate.reuse import FormBroken
+from memest.estimator.replay.program import TracedPlan
 from memest.estimator.replay.replay import Run
 from memest.estimator.replay.scenarios import describe_deferred_blocks
-from memest.estimator.replay.simulated import TracedPlan
 from memest.estimator.replay.virtual_run import canonical, ranks_of, run_plan
 from memest.estimator.tensors.storages import StorageTable
 from memest.estimator.versions import simulated

@@ -20,14 +20,20 @@ from unittest import mock
 import torch
 from torch import nn
 
-from memest.errors import MemestError, PlanError, UnsupportedError
+from memest.errors import MemestError, PlanError, TraceError, UnsupportedError
 from memest.estimator.allocator.settings import DEFAULT
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.gpu.worlds import Ranks
 from memest.estimator.hardware.gpus import Gpu, libraries_bytes
-from memest.estimator.ops.flash_attention_2 import check_gpu
-from memest.estimator.replay.program import Part, Probe, Program, StateBytes, find_shifts
-from memest.estimator.replay.simulated import TracedPlan, elements_by_dtype, model_failure
+from memest.estimator.ops.attention import check_gpu
+from memest.estimator.replay.program import (
+    Part,
+    Probe,
+    Program,
+    StateBytes,
+    TracedPlan,
+    find_shifts,
+)
 from memest.estimator.tensors.lines import ScriptLines
 from memest.estimator.tensors.storages import MemKind, Site, StorageTable
 from memest.estimator.torch_api.distributed.ddp import NotFinished
@@ -110,6 +116,29 @@ def shortened(plan: TrainingPlan) -> tuple[TrainingPlan, int]:
         return plan, 0
     num_run = _num_run(plan)
     return replace(plan, accumulate_grad_batches=num_run), plan.accumulate_grad_batches - num_run
+
+
+def model_failure(plan: TrainingPlan, model: nn.Module | None, error: Exception) -> TraceError:
+    """Name the innermost module of `model` in which its code raised."""
+    names = {} if model is None else {id(m): name for name, m in model.named_modules()}
+    where, frames = "", error.__traceback__
+    while frames is not None:
+        where = names.get(id(frames.tb_frame.f_locals.get("self")), where)
+        frames = frames.tb_next
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return TraceError(
+        f"`{where or plan.model_name}` fails: {first_line}",
+        hint="a GPU would most likely fail too; if not, memest cannot predict this plan",
+    )
+
+
+def elements_by_dtype(tensors: Iterable[torch.Tensor]) -> dict[str, int]:
+    """Return numbers of elements of `tensors` by the name of their dtype."""
+    counts: dict[str, int] = {}
+    for tensor in tensors:
+        key = str(tensor.dtype).removeprefix("torch.")
+        counts[key] = counts.get(key, 0) + tensor.numel()
+    return counts
 
 
 class NoLines(ScriptLines):

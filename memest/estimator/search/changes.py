@@ -9,7 +9,7 @@ from typing import Any
 
 from memest.estimator.allocator.settings import EXPANDABLE
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.replay.simulated import TracedPlan
+from memest.estimator.replay.program import TracedPlan
 from memest.estimator.search.commands import ModelFacts
 from memest.plan import TrainingPlan
 from memest.units import ceil_div

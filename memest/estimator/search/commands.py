@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,17 +73,16 @@ def training_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts)
     )
 
 
-def _allocator_lines(before: TrainingPlan, after: TrainingPlan) -> list[str]:
-    if after.alloc_conf == before.alloc_conf:
-        return []
-    return [f'os.environ["PYTORCH_ALLOC_CONF"] = "{after.alloc_conf}"  # before torch is imported']
+def _allocator_lines(before: TrainingPlan, after: TrainingPlan) -> Iterator[str]:
+    if after.alloc_conf != before.alloc_conf:
+        setting = f'os.environ["PYTORCH_ALLOC_CONF"] = "{after.alloc_conf}"'
+        yield f"{setting}  # before torch is imported"
 
 
-def _loading_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts) -> list[str]:
+def _loading_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts) -> Iterator[str]:
     arguments = ["name"]
     if after.attn_implementation != before.attn_implementation:
         arguments.append(f'attn_implementation="{after.attn_implementation}"')
-    lines = []
     if after.use_qlora and _qlora_keys(after) != _qlora_keys(before):
         half = "torch.float16" if after.precision.startswith("16") else "torch.bfloat16"
         double = ", bnb_4bit_use_double_quant=True" if after.double_quant else ""
@@ -92,74 +92,66 @@ def _loading_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts)
             kind = "load_in_8bit=True"
         if after.quant_skip:
             kind += f", llm_int8_skip_modules={_list(after.quant_skip)}"
-        lines.append(f"quantization = BitsAndBytesConfig({kind})")
+        yield f"quantization = BitsAndBytesConfig({kind})"
         arguments.append("quantization_config=quantization")
     if len(arguments) > 1:
-        lines.append(f"model = {facts.class_name}.from_pretrained({', '.join(arguments)})")
-    return lines
+        yield f"model = {facts.class_name}.from_pretrained({', '.join(arguments)})"
 
 
 def _qlora_keys(plan: TrainingPlan) -> tuple[Any, ...]:
     return plan.use_qlora, plan.quant, plan.double_quant, plan.precision
 
 
-def _adapter_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts) -> list[str]:
-    lines = []
+def _adapter_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts) -> Iterator[str]:
     if after.use_qlora and (_qlora_keys(after), after.kbit_ckpt) != (
         _qlora_keys(before),
         before.kbit_ckpt,
     ):
         off = "" if after.kbit_checkpoints else ", use_gradient_checkpointing=False"
-        lines.append(f"model = prepare_model_for_kbit_training(model{off})")
+        yield f"model = prepare_model_for_kbit_training(model{off})"
     if after.uses_adapters and not before.uses_adapters:
         targets = after.lora_target_modules or facts.lora_targets
         named = f", target_modules={_list(targets)}" if targets else ""
-        lines.append(
+        yield (
             f"model = get_peft_model(model, LoraConfig(r={after.lora_r}, "
             f"lora_alpha={after.lora_alpha:g}, lora_dropout={after.lora_dropout:g}{named}))"
         )
-    return lines
 
 
-def _checkpointing_lines(before: TrainingPlan, after: TrainingPlan) -> list[str]:
+def _checkpointing_lines(before: TrainingPlan, after: TrainingPlan) -> Iterator[str]:
     changed = (after.act_ckpt, after.uses_adapters) != (before.act_ckpt, before.uses_adapters)
-    if not after.act_ckpt or after.kbit_checkpoints or not changed:
-        return []
-    lines = ["model.gradient_checkpointing_enable()"]
-    return [*lines, "model.enable_input_require_grads()"] if after.uses_adapters else lines
+    if after.act_ckpt and changed and not after.kbit_checkpoints:
+        yield "model.gradient_checkpointing_enable()"
+        if after.uses_adapters:
+            yield "model.enable_input_require_grads()"
 
 
-def _freezing_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts) -> list[str]:
+def _freezing_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts) -> Iterator[str]:
     added = set(after.freeze) - set(before.freeze)
-    return [
-        f"model.{name}.requires_grad_(False)"
-        for name in facts.vision_modules
-        if f"{name}.*" in added
-    ]
+    for name in facts.vision_modules:
+        if f"{name}.*" in added:
+            yield f"model.{name}.requires_grad_(False)"
 
 
-def _optimizer_lines(before: TrainingPlan, after: TrainingPlan) -> list[str]:
-    if after.optim == before.optim:
-        return []
-    call, option = _OPTIMIZER_CALLS[after.optim]
-    trained = "(p for p in model.parameters() if p.requires_grad)"
-    return [f"optimizer = {call}({trained}, lr=lr{option})"]
+def _optimizer_lines(before: TrainingPlan, after: TrainingPlan) -> Iterator[str]:
+    if after.optim != before.optim:
+        call, option = _OPTIMIZER_CALLS[after.optim]
+        trained = "(p for p in model.parameters() if p.requires_grad)"
+        yield f"optimizer = {call}({trained}, lr=lr{option})"
 
 
-def _input_lines(before: TrainingPlan, after: TrainingPlan) -> list[str]:
-    lines = []
+def _input_lines(before: TrainingPlan, after: TrainingPlan) -> Iterator[str]:
     if after.seq_len != before.seq_len:
-        lines.append(f"tokenizer(texts, truncation=True, max_length={after.seq_len})")
+        yield f"tokenizer(texts, truncation=True, max_length={after.seq_len})"
     if after.image_size != before.image_size:
         size = after.image_size
-        lines.append(f'processor(images=images, size={{"height": {size}, "width": {size}}})')
-        lines.append("model(**batch, interpolate_pos_encoding=True)  # where its forward takes it")
+        yield f'processor(images=images, size={{"height": {size}, "width": {size}}})'
+        yield "model(**batch, interpolate_pos_encoding=True)  # where its forward takes it"
     if after.batch_size != before.batch_size:
-        lines.append(f"DataLoader(dataset, batch_size={after.batch_size})")
-    return lines
+        yield f"DataLoader(dataset, batch_size={after.batch_size})"
 
 
-def _trainer_lines(before: TrainingPlan, after: TrainingPlan) -> list[str]:
+def _trainer_lines(before: TrainingPlan, after: TrainingPlan) -> Iterator[str]:
     arguments = []
     if after.accumulate_grad_batches != before.accumulate_grad_batches:
         arguments.append(f"accumulate_grad_batches={after.accumulate_grad_batches}")
@@ -170,7 +162,8 @@ def _trainer_lines(before: TrainingPlan, after: TrainingPlan) -> list[str]:
     if after.strategy != before.strategy:
         known = _STRATEGIES.get(after.strategy, f'"{after.strategy}"')
         arguments.append(f"strategy={known}")
-    return [f"L.Trainer({', '.join(arguments)})"] if arguments else []
+    if arguments:
+        yield f"L.Trainer({', '.join(arguments)})"
 
 
 def _list(names: tuple[str, ...]) -> str:

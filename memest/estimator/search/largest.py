@@ -26,10 +26,9 @@ from memest.estimator.allocator.blocks import round_request
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.predict import usable_and_spread, usable_bytes
 from memest.estimator.replay.interpolate.reuse import FormBroken, with_value
-from memest.estimator.replay.program import Program
+from memest.estimator.replay.program import Program, TracedPlan
 from memest.estimator.replay.replay import Replayed, rename, streams_of
 from memest.estimator.replay.scenarios import Scenario, scenarios_of, verdict_over
-from memest.estimator.replay.simulated import TracedPlan
 from memest.estimator.search.related_plans import GROWTH, SPACING, TraceSeries
 from memest.estimator.tensors.storages import death_of
 from memest.models_meta.assemble import sequence_length

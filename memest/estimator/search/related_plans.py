@@ -15,7 +15,7 @@ from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.replay.interpolate.call_log import CallLog, LoggedTrace, logged_trace
 from memest.estimator.replay.interpolate.reuse import DEGREE, Family, FormBroken, with_value
 from memest.estimator.replay.interpolate.templates import OptimizerStep, of_one_micro_batch
-from memest.estimator.replay.simulated import TracedPlan
+from memest.estimator.replay.program import TracedPlan
 from memest.estimator.replay.simulated_plan import trace_plan
 from memest.estimator.replay.virtual_run import repeats_micro_batches
 from memest.plan import TrainingPlan

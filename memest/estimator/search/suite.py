@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from memest.engines import find_engine
 from memest.errors import MemestError, result_or_error
@@ -77,8 +77,8 @@ def _over_processes(
     if jobs is None and len(plans) < MIN_PLANS_FOR_PROCESSES:
         jobs = 1
     found = find_engine("local", jobs).map(
-        partial(_each, one=one), [[plans[i] for i in group] for group in groups], died=_each_died,
-        label=_name_of, weight=len,
+        partial(_each, one=one), [[plans[i] for i in group] for group in groups],
+        died=lambda plans, error: [error] * len(plans), label=_name_of, weight=len,
     )  # fmt: skip
     by_index = {
         index: result
@@ -99,10 +99,6 @@ def _alike(plans: Sequence[TrainingPlan]) -> dict[TrainingPlan, list[int]]:
 
 def _each(plans: Sequence[TrainingPlan], *, one: Callable[[TrainingPlan], T]) -> list[T]:
     return [one(plan) for plan in plans]
-
-
-def _each_died(plans: Sequence[TrainingPlan], error: MemestError) -> list[Any]:
-    return [error] * len(plans)
 
 
 def _name_of(plans: Sequence[TrainingPlan]) -> str:

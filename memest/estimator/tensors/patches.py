@@ -37,6 +37,17 @@ def refusing(what: str, hint: str = _WITHOUT) -> Callable[..., Any]:
     return refused
 
 
+@contextmanager
+def setting(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set `owner.name` to `value`, until the block ends."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
 class Patches:
     """Replaced attributes, in order; `undo` restores them."""
 

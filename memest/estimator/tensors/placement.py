@@ -150,7 +150,7 @@ class _Inside(threading.local):
 
     depth = 0
     composite = False
-    """True while a C++ operator runs that makes tensors like one on the GPU."""
+    """True while C++ makes tensors that are on the GPU, like those given to it."""
 
     compiles = False
     """True while this thread runs torch's compiler, whose tensors without data are on the GPU."""

@@ -19,7 +19,7 @@ from memest.estimator.integrations.inductor import fakes, padding
 from memest.estimator.integrations.inductor.kernels import kernels_for
 from memest.estimator.ops.autograd_ops import CASTS
 from memest.estimator.ops.convolution import convolution_format
-from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.patches import Patches, setting
 from memest.estimator.tensors.placement import CPU, GPU, INSIDE
 
 aten = torch.ops.aten
@@ -49,31 +49,21 @@ def as_the_compiler(mode: CudaSimMode) -> Iterator[None]:
         except (AttributeError, ImportError, KeyError) as error:
             patches.undo()
             raise NotSimulated(f"torch {torch.__version__} lacks {error}", hint="") from None
-    casts, CASTS._casts = CASTS._casts, {}
-    was_compiling, INSIDE.compiles = INSIDE.compiles, True
     try:
         with ExitStack() as stack:
+            stack.enter_context(setting(CASTS, "_casts", {}))
+            stack.enter_context(setting(INSIDE, "compiles", True))
             stack.enter_context(config.patch(compile_threads=1, force_disable_caches=True))
             if not padding.is_estimated():
                 stack.enter_context(config.patch(shape_padding=False))
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
-            stack.enter_context(_silent(logging.getLogger("torch._inductor")))
+            # the report has Inductor's failures
+            logger = logging.getLogger("torch._inductor")
+            stack.enter_context(setting(logger, "disabled", True))
             yield
     finally:
-        INSIDE.compiles = was_compiling
-        CASTS._casts = casts
         patches.undo()
-
-
-@contextmanager
-def _silent(logger: logging.Logger) -> Iterator[None]:
-    """Suppress Inductor's log of its failures; the report has them."""
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 def _install(patches: Patches, mode: CudaSimMode) -> None:

@@ -21,7 +21,7 @@ from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import attention
 from memest.estimator.ops.registry import Op
-from memest.estimator.replay.simulated import TracedPlan
+from memest.estimator.replay.program import TracedPlan
 from memest.estimator.replay.virtual_run import run_plan, shortened
 from memest.estimator.tensors import placement
 from memest.estimator.tensors.storages import Site

@@ -26,10 +26,9 @@ from memest.estimator.replay.interpolate.call_log import (
     put_numbers,
     take_numbers,
 )
-from memest.estimator.replay.interpolate.rebuild import rebuild
-from memest.estimator.replay.interpolate.requests import Evaluator, Requests
+from memest.estimator.replay.interpolate.rebuild import rebuild, requests_of
 from memest.estimator.replay.interpolate.reuse import FormBroken, choose_again
-from memest.estimator.replay.simulated import TracedPlan
+from memest.estimator.replay.program import TracedPlan
 from memest.estimator.replay.virtual_run import WITHOUT_END, NoLines
 from memest.estimator.tensors.storages import death_of
 from memest.estimator.virtual_gpu import VirtualGpu
@@ -52,9 +51,9 @@ def on_other_chip(sample: LoggedTrace, first: Gpu, gpu: Gpu) -> TracedPlan:
         raise FormBroken("calls can differ by the compute capability")
     templates = sample.log.templates
     others, dropped = _replaced(sample.log, first, gpu)
-    evaluator = Evaluator(gpu)
     try:
-        requests = [_of(evaluator, others.get(template, template)) for template in templates]
+        calls = [others.get(template, template) for template in templates]
+        requests = [requests_of(gpu, call, call.numbers) for call in calls]
     except (RuntimeError, ArithmeticError, LookupError, ValueError) as error:
         raise FormBroken(f"there is no such call: {error}") from error
     names = {_name(old): _name(new) for old, new in others.items() if _name(old) != _name(new)}
@@ -71,10 +70,6 @@ def on_other_chip(sample: LoggedTrace, first: Gpu, gpu: Gpu) -> TracedPlan:
         sites=[replace(s, op=names.get(s.op, s.op)) for s in rebuilt.program.storages.sites],
     )
     return replace(sample.traced, program=replace(rebuilt.program, storages=storages))
-
-
-def _of(evaluator: Evaluator, template: Template) -> Requests:
-    return evaluator.requests(template, template.numbers)
 
 
 def _name(template: Template) -> str:

@@ -38,9 +38,14 @@ from memest.estimator.replay.interpolate.call_log import (
     Template,
     put_numbers,
 )
-from memest.estimator.replay.interpolate.rebuild import Rebuilt, rebuild
-from memest.estimator.replay.interpolate.requests import Evaluator, Form, Requests
-from memest.estimator.replay.simulated import TracedPlan
+from memest.estimator.replay.interpolate.rebuild import (
+    Form,
+    Rebuilt,
+    Requests,
+    rebuild,
+    requests_of,
+)
+from memest.estimator.replay.program import TracedPlan
 from memest.plan import TrainingPlan
 
 DEGREE = {"batch_size": 1, "seq_len": 2}
@@ -88,12 +93,12 @@ class _Numbers:
             values = [v + times * d // among for v, d in zip(values, difference, strict=True)]
         return values
 
-    def requests(self, index: Fraction, evaluator: Evaluator) -> Requests:
+    def requests(self, index: Fraction, gpu: Gpu) -> Requests:
         """Return the call's requests `index` steps after the first sample."""
         if index and not self.is_constant:
-            return evaluator.requests(self.template, self.at(index))
+            return requests_of(gpu, self.template, self.at(index))
         if not self.at_first:
-            self.at_first.append(evaluator.requests(self.template, self.differences[0]))
+            self.at_first.append(requests_of(gpu, self.template, self.differences[0]))
         return self.at_first[0]
 
     @property
@@ -139,7 +144,7 @@ class Family:
         step: int | None = None,
     ) -> None:
         self.start, self.spacing, self.step = start, spacing, step or spacing
-        self._evaluator = Evaluator(gpu)
+        self._gpu = gpu
         self._woven: dict[tuple[Form, ...], Rebuilt] = {}
         _check_alike(samples)
         self._numbers, calls = _match(samples)
@@ -163,7 +168,7 @@ class Family:
             raise FormBroken(f"another kernel is chosen at {value}")
         index = Fraction(value - self.start, self.spacing)
         try:
-            asks = [numbers.requests(index, self._evaluator) for numbers in self._numbers]
+            asks = [numbers.requests(index, self._gpu) for numbers in self._numbers]
         except (RuntimeError, ArithmeticError, LookupError, ValueError) as error:
             raise FormBroken(f"there is no such call at {value}: {error}") from error
         forms = tuple([a.form for a in asks])
@@ -193,7 +198,7 @@ class Family:
         index = Fraction(value - self.start, self.spacing)
         try:
             return tuple(
-                choose_again(choice, numbers.at(index), self._evaluator.gpu)
+                choose_again(choice, numbers.at(index), self._gpu)
                 for choice, numbers in self._choices.items()
             )
         except ValueError:

@@ -10,8 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from memest.estimator.replay.interpolate.reuse import FormBroken
-from memest.estimator.replay.program import MicroBatch, Part, Probe, Program, find_shifts
-from memest.estimator.replay.simulated import TracedPlan
+from memest.estimator.replay.program import (
+    MicroBatch,
+    Part,
+    Probe,
+    Program,
+    TracedPlan,
+    find_shifts,
+)
 from memest.estimator.tensors.storages import EMPTIED, StorageTable, death_of
 from memest.report import Phase
 

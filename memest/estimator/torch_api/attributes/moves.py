@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.gpu.mode import CudaSimMode
-from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.patches import Patches, setting
 from memest.estimator.tensors.placement import (
     CPU,
     GPU,
@@ -235,11 +235,8 @@ def _mover(mode: CudaSimMode, to_: Move) -> Move:
             return tensor
         if type(tensor) in PLAIN:
             return to_(tensor, device, *rest, **kwargs)
-        _asking.now = True
-        try:
+        with setting(_asking, "now", True):
             return to_(tensor, device, *rest, **kwargs)
-        finally:
-            _asking.now = False
 
     return move
 

@@ -9,11 +9,8 @@ from memest.estimator.torch_api.cuda import driver, memory, nvml, profiling, str
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
     """Install one GPU, that of `mode`, in torch."""
-    driver.install_device_class(patches)
     driver.install(patches, mode)
-    driver.install_comm(patches)
     memory.install(patches, mode)
-    driver.install_foreach(patches, mode)
     streams.install_graphs(patches, mode)
     nvml.install(patches, mode)
     profiling.install(patches, mode)

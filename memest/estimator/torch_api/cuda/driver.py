@@ -50,11 +50,6 @@ class device(metaclass=_LikeTrueClass):
 device.__module__, device.__qualname__ = "torch", "device"
 
 
-def install_device_class(patches: Patches) -> None:
-    """Replace `torch.device`."""
-    patches.set(torch, "device", device)
-
-
 UUID = "00000000-0000-0000-0000-000000000000"
 """UUID of the virtual GPU."""
 
@@ -184,7 +179,7 @@ class Cudart:
         raise unsupported(f"`torch.cuda.cudart().{name}`")
 
 
-def install_comm(patches: Patches) -> None:
+def _install_comm(patches: Patches) -> None:
     """Replace the C++ functions of `torch.nn.parallel.comm` for one device."""
 
     def scatter(tensor: Tensor, devices: Sequence[int], *options: Any) -> list[Tensor]:
@@ -221,7 +216,7 @@ def _only_one(devices: Sequence[int]) -> None:
 Lists = list[list[Tensor | None]]
 
 
-def install_foreach(patches: Patches, mode: CudaSimMode) -> None:
+def _install_foreach(patches: Patches, mode: CudaSimMode) -> None:
     """Make `torch._C._group_tensors_by_device_and_dtype` use the simulated devices."""
     group = torch._C._group_tensors_by_device_and_dtype
 
@@ -271,11 +266,15 @@ ARCHITECTURES = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120"
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
     """Make `torch.cuda` report one GPU, that of `mode`."""
+    patches.set(torch, "device", device)
     _install_devices(patches, mode)
     _install_libraries(patches, mode)
     streams.install(patches, mode)
     generators.install(patches, mode.rng)
-    _install_refusals(patches, mode)
+    for name, what in _REFUSED.items():
+        patches.set(torch._C, name, refusing(what))
+    _install_comm(patches)
+    _install_foreach(patches, mode)
 
 
 _FACTS: dict[str, Any] = {
@@ -432,14 +431,11 @@ def _of(device: Any, properties: DeviceProperties) -> DeviceProperties:
     return properties
 
 
-def _install_refusals(patches: Patches, mode: CudaSimMode) -> None:
-    """Raise for functions without a simulation, by name."""
-    in_c = {
-        "_cuda_getCurrentBlasHandle": "a handle of cuBLAS",
-        "_cuda_getCurrentSolverHandle": "a handle of cuSOLVER",
-        "_cuda_tunableop_enable": "torch.cuda.tunable",
-        "_cuda_tunableop_tuning_enable": "torch.cuda.tunable",
-        "_cuda_jiterator_compile_and_launch_kernel": "torch.cuda.jiterator",
-    }
-    for name, what in in_c.items():
-        patches.set(torch._C, name, refusing(what))
+_REFUSED = {
+    "_cuda_getCurrentBlasHandle": "a handle of cuBLAS",
+    "_cuda_getCurrentSolverHandle": "a handle of cuSOLVER",
+    "_cuda_tunableop_enable": "torch.cuda.tunable",
+    "_cuda_tunableop_tuning_enable": "torch.cuda.tunable",
+    "_cuda_jiterator_compile_and_launch_kernel": "torch.cuda.jiterator",
+}
+"""Functions of `torch._C` without a simulation, and their names for the script."""

@@ -165,8 +165,9 @@ class Recordings:
         self._mode.memory.settle()
         stacks = Stacks(has_operators=has_operators)
         history = MemoryHistory(
-            stacks, context=context, max_entries=max(1, max_entries), skipped=skipped
-        )
+            stacks.gather, stacks.frames_of,
+            context=context, max_entries=max(1, max_entries), skipped=skipped,
+        )  # fmt: skip
         history.metadata = self._metadata
         if before is not None:
             history.continues(before, keeps_entries=not clears)

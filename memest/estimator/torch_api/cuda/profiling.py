@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
-from memest.errors import UnsupportedError
 from memest.estimator.gpu.mode import CudaSimMode
-from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.patches import Patches, refusing
 
 NOTE = (
     "the profiler's CUDA activity has no kernels, no kernel times and no memory here; its CPU "
@@ -22,11 +21,9 @@ NOTE = (
 )
 
 
-def _no_timeline(*args: Any, **options: Any) -> Any:
-    raise UnsupportedError(
-        "a profiler's memory timeline cannot be simulated",
-        hint="use `torch.cuda.memory._record_memory_history`, which torch recommends in its place",
-    )
+_IN_ITS_PLACE = (
+    "use `torch.cuda.memory._record_memory_history`, which torch recommends in its place"
+)
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
@@ -52,7 +49,8 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
         init(self, *args, use_device=device, **options)
 
     patches.set(profiler.profile, "__init__", without_cuda)
-    patches.set(torch.profiler.profile, "export_memory_timeline", _no_timeline)
+    refused = refusing("a profiler's memory timeline", _IN_ITS_PLACE)
+    patches.set(torch.profiler.profile, "export_memory_timeline", refused)
     supported = torch.autograd._supported_activities  # type: ignore[attr-defined]
 
     def activities() -> set[Any]:

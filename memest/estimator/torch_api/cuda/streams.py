@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from memest.estimator.allocator.caching import FIRST_PRIVATE_POOL
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.gpu.timeline import MAIN, START, Time
-from memest.estimator.tensors.patches import Patches, refusing, unsupported
+from memest.estimator.tensors.patches import Patches, refusing, setting, unsupported
 from memest.estimator.tensors.placement import GPU, resolve
 
 PRIORITIES = (0, -3)
@@ -325,26 +324,17 @@ class MemPool:
             self.captures.release(self.id)
 
 
-def _use_mem_pool(mode: CudaSimMode) -> Any:
-    @contextmanager
-    def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
-        """Serve requests of this thread from `pool`."""
-        timeline = mode.timeline
-        before, timeline.mem_pool = timeline.mem_pool, FIRST_PRIVATE_POOL + pool.id[1]
-        try:
-            yield
-        finally:
-            timeline.mem_pool = before
-
-    return use_mem_pool
-
-
 def install_graphs(patches: Patches, mode: CudaSimMode) -> None:
     """Install graph capture and private pools on the virtual GPU."""
     captures = Captures(mode)
+
+    def use_mem_pool(pool: MemPool, device: Any = None) -> AbstractContextManager[None]:
+        """Serve requests of this thread from `pool`, until the block ends."""
+        return setting(mode.timeline, "mem_pool", FIRST_PRIVATE_POOL + pool.id[1])
+
     of_pools = {
         "MemPool": type("MemPool", (MemPool,), {"captures": captures, "__module__": "torch.cuda"}),
-        "use_mem_pool": _use_mem_pool(mode),
+        "use_mem_pool": use_mem_pool,
         "MemPoolContext": refusing("torch.cuda.memory.MemPoolContext"),
     }
     for name, value in of_pools.items():

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -30,7 +30,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from memest.errors import UnsupportedError
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.gpu.timeline import MAIN
-from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.patches import Patches, setting
 from memest.estimator.tensors.placement import INSIDE, tensors_in
 from memest.estimator.tensors.storages import MemKind
 
@@ -146,13 +146,8 @@ class Reducer(_Reducer):  # type: ignore[misc]
     @contextmanager
     def _buckets_on_gpu(self) -> Iterator[None]:
         """Place tensors that the C++ reducer makes on the GPU, and label them as buckets."""
-        mode = self.session
-        before, mode.memory.kind = mode.memory.kind, MemKind.BUCKETS
-        try:
-            with _on_gpu():
-                yield
-        finally:
-            mode.memory.kind = before
+        with setting(self.session.memory, "kind", MemKind.BUCKETS), _on_gpu():
+            yield
 
     def prepare_for_forward(self) -> None:
         """Begin an iteration; after a sum of new buckets, NCCL has unstashed the old ones.
@@ -292,14 +287,9 @@ def _on_nccl(function: Callable[..., Any], mode: CudaSimMode) -> Callable[..., A
     return run
 
 
-@contextmanager
-def _on_gpu() -> Iterator[None]:
-    """Place tensors that C++ makes on the meta device on the GPU."""
-    before, INSIDE.composite = INSIDE.composite, True
-    try:
-        yield
-    finally:
-        INSIDE.composite = before
+def _on_gpu() -> AbstractContextManager[None]:
+    """Place tensors that C++ makes on the meta device on the GPU, until the block ends."""
+    return setting(INSIDE, "composite", True)
 
 
 def _at_end_of_backward(action: Any) -> None:

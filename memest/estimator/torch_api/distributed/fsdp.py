@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from memest.estimator.gpu.mode import CudaSimMode
-from memest.estimator.tensors.patches import Patches
-from memest.estimator.tensors.placement import INSIDE, META, Place, local_part
+from memest.estimator.tensors.patches import Patches, setting
+from memest.estimator.tensors.placement import INSIDE, META, Place, local_part, storage_key
 from memest.estimator.tensors.storages import MemKind, Site
 
 
@@ -65,11 +65,8 @@ def _use_true_device(patches: Patches, wrapper: Any) -> None:
     make = wrapper.__new__
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
-        INSIDE.depth += 1
-        try:
+        with setting(INSIDE, "depth", INSIDE.depth + 1):
             return make(cls, *args, **kwargs)
-        finally:
-            INSIDE.depth -= 1
 
     patches.set(wrapper, "__new__", new)
 
@@ -170,7 +167,7 @@ def _install_first(patches: Patches, mode: CudaSimMode) -> None:
     patches.set(_flat_param, "_alloc_storage", take)
     patches.set(_flat_param, "_free_storage", free)
     patches.set(_flat_param, "_data_ptr_allocated", lambda t: t.untyped_storage().nbytes() > 0)
-    patches.set(_flat_param, "_same_storage", same_storage)
+    patches.set(_flat_param, "_same_storage", lambda a, b: storage_key(a) == storage_key(b))
 
 
 def _install_handle(
@@ -217,8 +214,3 @@ def _install_second(patches: Patches, mode: CudaSimMode) -> None:
     patches.set(_fsdp_param, "alloc_storage", take)
     patches.set(_fsdp_param_group, "alloc_storage", take)
     patches.set(_fsdp_param, "free_storage", free)
-
-
-def same_storage(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are views of one storage."""
-    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)

@@ -18,7 +18,7 @@ from memest.errors import UnsupportedError
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.gpu.pending import DoneWork
 from memest.estimator.gpu.worlds import Ranks
-from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.patches import Patches, setting
 from memest.estimator.tensors.placement import GPU
 
 FAKE = "fake"
@@ -81,8 +81,10 @@ def install(patches: Patches, mode: CudaSimMode, ranks: Ranks) -> None:
     set_both("barrier", _barrier(mode))
     set_both("monitored_barrier", _barrier(mode))
     set_both("batch_isend_irecv", _batched(c10d.batch_isend_irecv, mode))
-    for name, function in (_of_objects(ranks) | _sent_objects(mode, ranks)).items():
-        set_both(name, function)
+    objects = _Objects(mode, ranks)
+    for name in vars(_Objects):
+        if not name.startswith("_"):
+            set_both(name, getattr(objects, name))
     set_both("is_nccl_available", lambda: True)
     patches.set(torch.cuda.nccl, "version", lambda: NCCL_VERSION)
     if not was_initialized:
@@ -153,11 +155,8 @@ class Store(c10d.Store):
 
 def _batched(send_all: Callable[..., Any], mode: CudaSimMode) -> Callable[..., Any]:
     def batch_isend_irecv(operations: Any) -> Any:
-        mode.works.is_batch = True
-        try:
+        with setting(mode.works, "is_batch", True):
             return send_all(operations)
-        finally:
-            mode.works.is_batch = False
 
     return batch_isend_irecv
 
@@ -210,108 +209,91 @@ def _grouping(make: Callable[..., Any], names: _Names) -> Callable[..., Any]:
     return new_group
 
 
-def _of_objects(ranks: Ranks) -> dict[str, Callable[..., Any]]:
-    """Collectives of Python objects: the other ranks have this rank's objects, or posted ones.
+class _Objects:
+    """Collectives and messages of Python objects, by the names of their functions.
 
-    Left out: the bytes on the GPU through which NCCL sends pickled objects, temporarily.
+    The other ranks have this rank's objects, or posted ones. A message is sent from one rank to
+    another, which runs at the same time. Left out: the bytes on the GPU through which NCCL sends
+    pickled objects, temporarily.
     """
 
-    def size_of(group: Any) -> int:
-        return int(dist.get_world_size(group))
+    def __init__(self, mode: CudaSimMode, ranks: Ranks) -> None:
+        self._works = mode.works
+        self._ranks = ranks
 
-    def of_source(what: Any, src: Any, group: Any, group_src: Any) -> Any:
+    def _of_source(self, what: Any, src: Any, group: Any, group_src: Any) -> Any:
         """Return `what` on the source rank; elsewhere the object that the source has posted."""
         if group_src is not None:
             src = dist.get_global_rank(group or c10d._get_default_group(), group_src)
         key = ("objects", tuple(dist.get_process_group_ranks(group)), src)
-        if ranks.rank == (src or 0):
-            ranks.mailbox.post(key, what)
+        if self._ranks.rank == (src or 0):
+            self._ranks.mailbox.post(key, what)
             return what
-        return ranks.mailbox.fetch(key, src or 0)
+        return self._ranks.mailbox.fetch(key, src or 0)
 
     def broadcast_object_list(
-        objects: Any, src: Any = None, group: Any = None, device: Any = None, group_src: Any = None
-    ) -> None:
-        said = of_source(objects, src, group, group_src)
+        self, objects: Any, src: Any = None, group: Any = None, device: Any = None,
+        group_src: Any = None,
+    ) -> None:  # fmt: skip
+        said = self._of_source(objects, src, group, group_src)
         if said is not None:
             objects[:] = said
 
-    def all_gather_object(objects: Any, obj: Any, group: Any = None) -> None:
-        objects[:] = [obj] * size_of(group)
+    def all_gather_object(self, objects: Any, obj: Any, group: Any = None) -> None:
+        objects[:] = [obj] * dist.get_world_size(group)
 
     def gather_object(
-        obj: Any, objects: Any = None, dst: Any = None, group: Any = None, group_dst: Any = None
-    ) -> None:
+        self, obj: Any, objects: Any = None, dst: Any = None, group: Any = None,
+        group_dst: Any = None,
+    ) -> None:  # fmt: skip
         if objects is not None:
-            objects[:] = [obj] * size_of(group)
+            objects[:] = [obj] * dist.get_world_size(group)
 
     def scatter_object_list(
-        out: Any, objects: Any = None, src: Any = None, group: Any = None, group_src: Any = None
-    ) -> None:
-        objects = of_source(objects, src, group, group_src)
+        self, out: Any, objects: Any = None, src: Any = None, group: Any = None,
+        group_src: Any = None,
+    ) -> None:  # fmt: skip
+        objects = self._of_source(objects, src, group, group_src)
         if not objects:
             raise UnsupportedError(
-                f"rank {ranks.rank} waits for an object that another rank has",
+                f"rank {self._ranks.rank} waits for an object that another rank has",
                 hint="give every rank the list, or simulate the rank that sends it",
             )
         out[0] = objects[dist.get_rank(group)]
 
-    return {
-        "broadcast_object_list": broadcast_object_list,
-        "all_gather_object": all_gather_object,
-        "gather_object": gather_object,
-        "scatter_object_list": scatter_object_list,
-    }
-
-
-def _sent_objects(mode: CudaSimMode, ranks: Ranks) -> dict[str, Callable[..., Any]]:
-    """Functions that send Python objects from one rank to another, which runs at the same time."""
-
-    def peer(name: str, rank: Any, group: Any, group_rank: Any, is_batch: bool) -> int:
+    def _peer(self, name: str, rank: Any, group: Any, group_rank: Any, is_batch: bool) -> int:
         """Rank in the world of the other side, which runs at the same time."""
         group = group or c10d._get_default_group()
         if group_rank is None:
             group_rank = dist.get_group_rank(group, rank)
         rank = dist.get_global_rank(group, group_rank)
-        mode.works.is_batch = is_batch
-        mode.works.communicate(group, name, group_rank)
-        mode.works.is_batch = False
-        ranks.mailbox.meet(rank)
+        with setting(self._works, "is_batch", is_batch):
+            self._works.communicate(group, name, group_rank)
+        self._ranks.mailbox.meet(rank)
         return int(rank)
 
     def send_object_list(
-        objects: Any,
-        dst: Any = None,
-        group: Any = None,
-        device: Any = None,
-        group_dst: Any = None,
-        use_batch: bool = False,
-    ) -> None:
-        ranks.mailbox.post(
-            ("object", ranks.rank, peer("send", dst, group, group_dst, use_batch)), objects
-        )
+        self, objects: Any, dst: Any = None, group: Any = None, device: Any = None,
+        group_dst: Any = None, use_batch: bool = False,
+    ) -> None:  # fmt: skip
+        target = self._peer("send", dst, group, group_dst, use_batch)
+        self._ranks.mailbox.post(("object", self._ranks.rank, target), objects)
 
     def recv_object_list(
-        objects: Any,
-        src: Any = None,
-        group: Any = None,
-        device: Any = None,
-        group_src: Any = None,
-        use_batch: bool = False,
-    ) -> int:
+        self, objects: Any, src: Any = None, group: Any = None, device: Any = None,
+        group_src: Any = None, use_batch: bool = False,
+    ) -> int:  # fmt: skip
         if src is None and group_src is None:
             raise UnsupportedError(
                 "`recv_object_list` from any rank: which one sends first is not known",
                 hint="name the rank: `recv_object_list(objects, src=...)`",
             )
-        source = peer("recv", src, group, group_src, use_batch)
-        received = ranks.mailbox.fetch(("object", source, ranks.rank), source)
+        source = self._peer("recv", src, group, group_src, use_batch)
+        received = self._ranks.mailbox.fetch(("object", source, self._ranks.rank), source)
         if received is None:
             raise UnsupportedError(f"rank {source} sent an object that cannot be pickled", hint="")
         objects[:] = received
         return source
-
-    return {"send_object_list": send_object_list, "recv_object_list": recv_object_list}
 
 
 def _barrier(mode: CudaSimMode) -> Callable[..., Any]:

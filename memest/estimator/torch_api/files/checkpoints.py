@@ -14,6 +14,8 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from io import BytesIO
+from os import SEEK_END
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,9 +26,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.gpu.host import VIRTUAL_HOST_BYTES
-from memest.estimator.gpu.imports import ImportHooks, names_of
+from memest.estimator.gpu.imports import ImportHooks, replace_everywhere
 from memest.estimator.gpu.mode import CudaSimMode
-from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.patches import Patches, setting
 from memest.estimator.tensors.placement import (
     CPU,
     GPU,
@@ -54,19 +56,33 @@ _PRIORITY = 1
 """Priority before torch's own packages, whose first is the CPU with 10."""
 
 
+class _State(threading.local):
+    """State of a thread that saves or loads."""
+
+    placeholders: dict[Any, torch.UntypedStorage] | None = None
+    """Placeholders of the running `torch.save`, by storage and dtype."""
+
+    is_mapped = False
+    """True while `torch.load` maps its file."""
+
+    is_old = False
+    """True while a file of the old format is read."""
+
+
 class Checkpoints:
     """Writes and reads tensors of the virtual GPU and of the virtual host."""
 
     def __init__(self, mode: CudaSimMode) -> None:
         self._mode = mode
-        self._state = threading.local()
+        self._state = _State()
 
     # --- writing
 
     def reduced(self, tensor: Tensor) -> tuple[Any, ...]:
         """Return what `pickle` stores of a tensor without data."""
         storage = tensor.untyped_storage()
-        value = self._mode.values.value_of(tensor) if self._is_followed(tensor) else None
+        is_guessed = storage_key(tensor) in self._mode.values.guessed
+        value = None if is_guessed else self._mode.values.value_of(tensor)
         size, mark = tuple(tensor.size()), None
         if value is not None:
             made = _clone(value.untyped_storage())
@@ -80,11 +96,8 @@ class Checkpoints:
             setattr(made, _LOCATION, str(GPU.device))
         return _pickled(made, tensor.dtype, geometry, tensor.requires_grad, mark)
 
-    def _is_followed(self, tensor: Tensor) -> bool:
-        return storage_key(tensor) not in self._mode.values.guessed
-
     def _dummy(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.UntypedStorage:
-        memo = getattr(self._state, "placeholders", None)
+        memo = self._state.placeholders
         key = storage._cdata, dtype
         if memo is not None and key in memo:
             return memo[key]
@@ -98,12 +111,8 @@ class Checkpoints:
         """Wrap `torch.save`, so that tensors with one storage share its placeholder."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            before = getattr(self._state, "placeholders", None)
-            self._state.placeholders = {}
-            try:
+            with setting(self._state, "placeholders", {}):
                 return save(*args, **kwargs)
-            finally:
-                self._state.placeholders = before
 
         return call
 
@@ -113,14 +122,11 @@ class Checkpoints:
         """Wrap `torch.load`, so that it maps a large file."""
 
         def call(f: Any, *args: Any, **kwargs: Any) -> Any:
-            before = getattr(self._state, "is_mapped", False)
-            self._state.is_mapped = not kwargs.get("mmap") and _is_large_archive(f)
-            if self._state.is_mapped:
+            is_mapped = not kwargs.get("mmap") and _is_large_archive(f)
+            if is_mapped:
                 kwargs["mmap"] = True
-            try:
+            with setting(self._state, "is_mapped", is_mapped):
                 return load(f, *args, **kwargs)
-            finally:
-                self._state.is_mapped = before
 
         return call
 
@@ -128,11 +134,8 @@ class Checkpoints:
         """Wrap the reader of the old format, which has the values only after the tensors."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            self._state.is_old = True
-            try:
+            with setting(self._state, "is_old", True):
                 return load(*args, **kwargs)
-            finally:
-                self._state.is_old = False
 
         return call
 
@@ -154,8 +157,7 @@ class Checkpoints:
         if untyped.device.type == "meta" and full is None:
             return None
         is_large = storage.dtype.is_floating_point and untyped.nbytes() >= VIRTUAL_HOST_BYTES
-        is_mapped = getattr(self._state, "is_mapped", False)
-        if not (is_gpu or full or is_mapped):
+        if not (is_gpu or full or self._state.is_mapped):
             return None
         base = getattr(untyped, _BASE, None)
         if base is None:
@@ -176,20 +178,27 @@ class Checkpoints:
         mode = self._mode
         with _disable_current_modes():
             base = _bare(num_bytes)
-            whole = torch.empty(0, dtype=torch.uint8, device=META).set_(base)
             if source.device.type == "meta":
                 return base
+            self._place(base, "torch.load", on_host=not hasattr(source, _LOCATION))
             if not hasattr(source, _LOCATION):
-                mode.host.put(whole)
                 return base
-            memory = mode.memory
-            with memory.lock:
-                memory.allocate(whole, mode.attribution.site("torch.load"), memory.kind)
+            with mode.memory.lock:
                 mode.timeline.copy_from_host(num_bytes)
             limit = 512 if dtype.is_floating_point else MAX_TWIN_BYTES
-            if source.nbytes() == num_bytes <= limit and not getattr(self._state, "is_old", False):
+            if source.nbytes() == num_bytes <= limit and not self._state.is_old:
                 mode.values.set_storage(base._cdata, _clone(source))
         return base
+
+    def _place(self, base: torch.UntypedStorage, by: str, *, on_host: bool) -> None:
+        """Put a storage on the host, or allocate it on the GPU for the function `by`."""
+        mode, memory = self._mode, self._mode.memory
+        whole = torch.empty(0, dtype=torch.uint8, device=META).set_(base)
+        if on_host:
+            mode.host.put(whole)
+            return
+        with memory.lock:
+            memory.allocate(whole, mode.attribution.site(by), memory.kind)
 
     # --- copying
 
@@ -198,13 +207,7 @@ class Checkpoints:
         mode, key = self._mode, storage._cdata
         with _disable_current_modes():
             base = _bare(storage.nbytes())
-            whole = torch.empty(0, dtype=torch.uint8, device=META).set_(base)
-            if key in host_storages:
-                mode.host.put(whole)
-            else:
-                memory = mode.memory
-                with memory.lock:
-                    memory.allocate(whole, mode.attribution.site("clone"), memory.kind)
+            self._place(base, "clone", on_host=key in host_storages)
             known = mode.values.storage_of(key)
             if known is not None:
                 mode.values.set_storage(base._cdata, _clone(known))
@@ -376,15 +379,11 @@ _LENGTH_BYTES = 8
 def install_safetensors(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Install tensors without data in safetensors, where a script uses it."""
 
-    def replace(module: ModuleType, name: str, made: Any) -> None:
-        for owner, alias in names_of(getattr(module, name)):
-            patches.set(owner, alias, made)
-
     def files(module: ModuleType) -> None:
         writer = Writer(module, mode)
-        replace(module, "save_file", writer.save_file)
-        replace(module, "save", writer.save)
-        replace(module, "safe_open", _opener(module, mode))
+        replace_everywhere(patches, module.save_file, writer.save_file)
+        replace_everywhere(patches, module.save, writer.save)
+        replace_everywhere(patches, module.safe_open, _opener(module, mode))
 
     hooks.after("safetensors.torch", files)
 
@@ -473,28 +472,30 @@ class Writer:
         if not _has_virtual(tensors):
             self._save_file(tensors, filename, metadata=metadata)
             return
-        header, total, offsets = self._header(tensors, metadata)
         with Path(filename).open("wb") as file:
-            file.write(header)
-            for name, offset in offsets.items():
-                data = self._data(tensors[name])
-                if data is not None:
-                    file.seek(len(header) + offset)
-                    file.write(data)
-            file.truncate(len(header) + total)
-        self._mode.notes.add(HOLDS_ZEROS)
+            self._write(file, tensors, metadata)
 
     def save(self, tensors: dict[str, Tensor], metadata: Any = None) -> bytes:
         """Replace `safetensors.torch.save`."""
         if not _has_virtual(tensors):
             return self._save(tensors, metadata=metadata)
+        content = BytesIO()
+        self._write(content, tensors, metadata)
+        return content.getvalue()
+
+    def _write(self, file: Any, tensors: dict[str, Tensor], metadata: Any) -> None:
+        """Write a file of safetensors, with zeros for values that are not known."""
         header, total, offsets = self._header(tensors, metadata)
-        content = bytearray(total)
+        file.write(header)
         for name, offset in offsets.items():
             data = self._data(tensors[name])
             if data is not None:
-                content[offset : offset + len(data)] = data
-        return header + bytes(content)
+                file.seek(len(header) + offset)
+                file.write(data)
+        if file.seek(0, SEEK_END) < len(header) + total:
+            file.seek(len(header) + total - 1)
+            file.write(b"\0")
+        self._mode.notes.add(HOLDS_ZEROS)
 
     def _header(
         self, tensors: dict[str, Tensor], metadata: Any

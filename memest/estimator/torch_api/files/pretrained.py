@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memest.estimator.gpu.imports import ImportHooks, names_of
+from memest.estimator.gpu.imports import ImportHooks, replace_everywhere
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import META
@@ -79,9 +79,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
     def replace(module: ModuleType, name: str, make: Callable[[Any], Any]) -> None:
         original = getattr(module, name)
-        made = make(original)
-        for owner, alias in names_of(original):
-            patches.set(owner, alias, made)
+        replace_everywhere(patches, original, make(original))
 
     def hub(module: ModuleType) -> None:
         replace(module, "cached_files", bundled.beside)
