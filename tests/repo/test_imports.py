@@ -249,3 +249,24 @@ def test_what_needs_no_model_loads_no_heavy_library(code: str) -> None:
 def test_the_check_of_loading_can_fail() -> None:
     assert loaded_by("import numpy") == {"numpy"}
     assert "torch" in loaded_by("import memest.estimator.gpu.mode")
+
+
+@pytest.mark.parametrize(
+    "path", sorted((PACKAGE / "estimator").rglob("*.py")), ids=lambda path: path.stem
+)
+def test_the_estimator_names_the_device_of_its_own_tensors(path: Path) -> None:
+    """Without a name they are where the script's `torch.set_default_device` puts them."""
+    from torch.utils._device import _device_constructors
+
+    factories = {function.__name__ for function in _device_constructors()}
+    unnamed = [
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func) == f"torch.{node.func.attr}"
+        and node.func.attr in factories
+        and not {"device", None} & {keyword.arg for keyword in node.keywords}
+    ]
+
+    assert not unnamed

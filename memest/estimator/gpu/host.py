@@ -24,6 +24,7 @@ from memest.estimator.ops.registry import op_of
 from memest.estimator.tensors.known_values import KnownValues
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import (
+    CPU,
     INSIDE,
     META,
     PLAIN,
@@ -74,7 +75,8 @@ class HostDraws:
         if func in _NORMAL and tensor.numel() < BLOCK:  # made in pairs, of which one is kept
             self.settle()
             with _disable_current_modes():
-                torch.empty(tensor.numel(), dtype=tensor.dtype).normal_(generator=generator)
+                drawn = torch.empty(tensor.numel(), dtype=tensor.dtype, device=CPU)
+                drawn.normal_(generator=generator)
         elif generator is None or generator is torch.default_generator:
             self.num_waiting += num_draws(func, tensor)
         else:
@@ -92,7 +94,7 @@ class HostDraws:
                 advance(generator or torch.default_generator, count)
             return
         with _disable_current_modes():
-            scratch = torch.empty(min(count, 1 << 20), dtype=torch.uint8)
+            scratch = torch.empty(min(count, 1 << 20), dtype=torch.uint8, device=CPU)
             while count:
                 part = scratch[:count]
                 part.random_(generator=generator)
@@ -420,7 +422,9 @@ def _bare(value: Any) -> Any:
 def without_tensors(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Replace tensors by empty host tensors: arguments of `empty_like` with the host as target."""
     made = [
-        torch.empty_strided(a.size(), a.stride(), dtype=a.dtype) if isinstance(a, Tensor) else a
+        torch.empty_strided(a.size(), a.stride(), dtype=a.dtype, device=CPU)
+        if isinstance(a, Tensor)
+        else a
         for a in args
     ]
     return tuple(made)

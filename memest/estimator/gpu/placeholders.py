@@ -20,7 +20,7 @@ from memest.errors import UnsupportedError
 from memest.estimator.ops.registry import op_of
 from memest.estimator.tensors.known_values import KnownValues, materialise
 from memest.estimator.tensors.lines import LARGEST, Notes
-from memest.estimator.tensors.placement import META, storage_key, tensors_in
+from memest.estimator.tensors.placement import CPU, META, storage_key, tensors_in
 
 aten = torch.ops.aten
 
@@ -159,11 +159,11 @@ def comparison(func: Any, args: tuple[Any, ...], out: Tensor) -> Tensor | None:
     if func in _ABOVE or func in _BELOW:
         threshold = args[1]
         is_true = 0 < abs(threshold) <= TOLERANCE and (func in _ABOVE) == (threshold > 0)
-        return torch.full(out.shape, is_true)
+        return torch.full(out.shape, is_true, device=CPU)
     if func in _ALL_FALSE:
-        return torch.zeros(out.shape, dtype=torch.bool)
+        return torch.zeros(out.shape, dtype=torch.bool, device=CPU)
     if func in _ALL_TRUE:
-        return torch.ones(out.shape, dtype=torch.bool)
+        return torch.ones(out.shape, dtype=torch.bool, device=CPU)
     return None
 
 
@@ -174,7 +174,7 @@ MAX_GUESSED = 1 << 20
 def guess_booleans(values: Any, func: Any, args: tuple[Any, ...], out: Tensor) -> None:
     """Store the assumed values of booleans `out` in `values`, for elements that are unknown."""
     if func in ASSUMED and (not values.is_known(out) or values.is_guessed([out])):
-        twin: Tensor | None = torch.ones(out.shape, dtype=torch.bool)
+        twin: Tensor | None = torch.ones(out.shape, dtype=torch.bool, device=CPU)
     elif values.is_known(out) or out.numel() > MAX_GUESSED:
         return
     else:
@@ -283,7 +283,7 @@ class AssumedValues:
                 self._choose(func, args, kwargs, chosen)
         elif id(func) in _BY_SIZE and not all(map(layer.is_known, tensors_in(args))):
             if 1 < out.numel() <= MAX_COMPARED:
-                layer.adopt_guess(out, torch.ones(out.shape, dtype=torch.bool))
+                layer.adopt_guess(out, torch.ones(out.shape, dtype=torch.bool, device=CPU))
             return
         if layer and any(map(layer.holds, tensors_in((*args, *kwargs.values())))):
             first = args[0]
@@ -307,12 +307,12 @@ class AssumedValues:
             return
         num_choices, is_kept = source.size(dim), out.dim() == source.dim()
         if func in _IN_ORDER:
-            numbers = torch.arange(num_choices).expand(source.movedim(dim, -1).shape)
+            numbers = torch.arange(num_choices, device=CPU).expand(source.movedim(dim, -1).shape)
         elif num_choices > MAX_CHOICES:
             return
         else:
             shape = out.movedim(dim, -1).shape if is_kept else (*out.shape, 1)
-            numbers = torch.arange(out.numel()).remainder_(num_choices).view(shape)
+            numbers = torch.arange(out.numel(), device=CPU).remainder_(num_choices).view(shape)
         self._layer.adopt_like(out, numbers.movedim(-1, dim) if is_kept else numbers.squeeze(-1))
 
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memest.estimator.gpu.imports import ImportHooks
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches, constant
-from memest.estimator.tensors.placement import INSIDE, on_gpu
+from memest.estimator.tensors.placement import CPU, INSIDE, on_gpu
 from memest.estimator.tensors.storages import MemKind
 from memest.models_meta.sharding import States
 
@@ -125,7 +125,7 @@ def _watch_stages_1_and_2(mode: CudaSimMode, patches: Patches, module: ModuleTyp
         found = has_inf_or_nan(x, j)
         if isinstance(found, Tensor) and on_gpu(found):
             with _disable_current_modes():
-                mode.values.adopt(found, torch.zeros(found.shape, dtype=found.dtype))
+                mode.values.adopt(found, torch.zeros(found.shape, dtype=found.dtype, device=CPU))
         return found
 
     patches.set(kind, "_has_inf_or_nan", staticmethod(check_finite))

@@ -34,6 +34,7 @@ from memest.errors import UnsupportedError
 from memest.estimator.gpu.imports import ImportHooks, StubFinder
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches, refusing
+from memest.estimator.tensors.placement import CPU
 from memest.estimator.tensors.storages import MemKind
 from memest.units import format_gib
 
@@ -123,7 +124,9 @@ class Engine:
         weights = self._held.get(WEIGHTS)
         if level == 1 and weights is not None:
             num_items = weights.numel() // torch.float16.itemsize
-            self._offloaded = torch.empty(num_items, dtype=torch.float16, pin_memory=True)
+            self._offloaded = torch.empty(
+                num_items, dtype=torch.float16, pin_memory=True, device=CPU
+            )
         self._held.clear()
         del weights
         torch.cuda.empty_cache()

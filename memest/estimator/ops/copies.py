@@ -88,7 +88,7 @@ def copied(mode: Any, func: Any, args: Args, kwargs: Any) -> Tensor:
         if is_copy_:
             return args[0]
         if awaited == CPU:
-            return torch.zeros(source.size(), dtype=dtype)
+            return torch.zeros(source.size(), dtype=dtype, device=CPU)
         made = torch.empty_strided(source.size(), source.stride(), dtype=dtype, device=META)
         mode.host.put(made)
         return made

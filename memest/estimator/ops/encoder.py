@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.tensors.patches import Patches
-from memest.estimator.tensors.placement import on_gpu
+from memest.estimator.tensors.placement import CPU, on_gpu
 
 INDEX_BYTES = 8
 
@@ -46,7 +46,7 @@ def install(patches: Patches, mode: Any) -> None:
             return None
         with _disable_current_modes():
             found = value.sum(1)
-            steps = torch.arange(value.shape[1])[None] < found[:, None]
+            steps = torch.arange(value.shape[1], device=CPU)[None] < found[:, None]
             return found.tolist() if bool((steps == value).all()) else []
 
     def is_left_aligned(tensor: Tensor, mask: Tensor) -> bool:
@@ -100,7 +100,7 @@ def _follow_masks(patches: Patches, mode: Any) -> None:
             value = mode.values.value_of(mask)
             if value is not None and value.dtype is torch.bool:
                 with _disable_current_modes():
-                    filled = torch.zeros(value.shape, dtype=made.dtype)
+                    filled = torch.zeros(value.shape, dtype=made.dtype, device=CPU)
                     mode.values.adopt(made, filled.masked_fill(value, float("-inf")))
         return made
 

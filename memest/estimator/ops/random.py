@@ -34,6 +34,7 @@ from memest.estimator.ops.reductions import reduce_bytes, threads_per_sm
 from memest.estimator.ops.registry import Args, Kwargs, argument, outputs_only, register
 from memest.estimator.ops.strides import in_format_of_first
 from memest.estimator.ops.temporaries import Events, around, outputs, passing, temporaries
+from memest.estimator.tensors.placement import CPU
 from memest.units import ceil_div, round_up
 
 Array = np.ndarray[Any, Any]
@@ -48,7 +49,8 @@ _LEFT, _NEXT, _STATE = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * WORDS)
 
 def advance(generator: torch.Generator, count: int) -> None:
     """Let `generator` have drawn `count` 32-bit numbers more, `WORDS` or more of them."""
-    torch.empty(WORDS, dtype=torch.uint8).random_(generator=generator)  # all words are made ones
+    # all words are made ones
+    torch.empty(WORDS, dtype=torch.uint8, device=CPU).random_(generator=generator)
     count -= WORDS
     state = generator.get_state().numpy().copy()
     left, words = state[_LEFT].view(np.int32), state[_STATE].view(np.uint64)

@@ -40,7 +40,7 @@ from memest.estimator.ops.temporaries import (
     temporaries,
 )
 from memest.estimator.tensors.patches import Patches
-from memest.estimator.tensors.placement import META, is_meta, on_gpu, storage_key
+from memest.estimator.tensors.placement import CPU, META, is_meta, on_gpu, storage_key
 from memest.units import ceil_div, round_up
 
 aten = torch.ops.aten
@@ -581,7 +581,7 @@ def _packed(args: Args, kwargs: Kwargs) -> Any:
         raise NotImplementedError("the lengths of packed sequences are on the host")
     segments = _packed_segments(x, lengths, batch_first)
     sizes = [s.shape[1] for s in segments for _ in range(s.shape[0])]
-    return x.new_empty((int(lengths.sum()), *x.shape[2:])), torch.tensor(sizes)
+    return x.new_empty((int(lengths.sum()), *x.shape[2:])), torch.tensor(sizes, device=CPU)
 
 
 @registry.requests("_pack_padded_sequence")

@@ -23,6 +23,7 @@ from memest.estimator.ops.registry import Args, Kwargs, on_sparse, op_of, regist
 from memest.estimator.tensors.lines import LARGEST
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import (
+    CPU,
     INSIDE,
     META,
     Place,
@@ -94,12 +95,17 @@ def _on_host(
     """A sparse tensor in memory: values that are not known are 1, places the first ones."""
     with torch._C._DisableTorchDispatch():
         if is_meta(indices):
-            order = torch.arange(indices.size(1))
+            order = torch.arange(indices.size(1), device=CPU)
             indices = torch.stack(torch.unravel_index(order, shape[: indices.size(0)]))
         if is_meta(values):
-            values = torch.ones(values.shape, dtype=values.dtype)
+            values = torch.ones(values.shape, dtype=values.dtype, device=CPU)
         return torch.sparse_coo_tensor(
-            indices, values, tuple(shape), is_coalesced=is_coalesced, check_invariants=False
+            indices,
+            values,
+            tuple(shape),
+            is_coalesced=is_coalesced,
+            check_invariants=False,
+            device=CPU,
         )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memest.estimator.tensors.placement import is_meta, storage_key, tensors_in
+from memest.estimator.tensors.placement import CPU, is_meta, storage_key, tensors_in
 
 aten = torch.ops.aten
 
@@ -154,7 +154,7 @@ class KnownValues:
         copy = self._copies.get(tensor.untyped_storage()._cdata)
         if copy is None:
             return None if self._below is None else self._below.value_of(tensor)
-        empty = torch.empty(0, dtype=tensor.dtype)
+        empty = torch.empty(0, dtype=tensor.dtype, device=CPU)
         return empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def holds(self, tensor: Tensor) -> bool:
@@ -223,7 +223,7 @@ class KnownValues:
             return
         if id(func) in _CONSTANT_LIKE and isinstance(first, Tensor):
             if self.may_hold(out):
-                args = (torch.empty(first.size(), dtype=first.dtype), *args[1:])
+                args = (torch.empty(first.size(), dtype=first.dtype, device=CPU), *args[1:])
         elif not is_mutable and not all(map(self.is_known, tensors_in((*args, *kwargs.values())))):
             return
         self._follow(func, args, kwargs, out)
@@ -235,7 +235,7 @@ class KnownValues:
         results = [o for o in _flat(out) if isinstance(o, Tensor)]
         if func in _UNWRITTEN:
             for result in filter(self.may_hold, results):
-                room = torch.zeros(result.untyped_storage().nbytes(), dtype=torch.uint8)
+                room = torch.zeros(result.untyped_storage().nbytes(), dtype=torch.uint8, device=CPU)
                 self._copies[result.untyped_storage()._cdata] = room.untyped_storage()
             return
         if not written and not any(self.may_hold(o) for o in results):
@@ -276,7 +276,7 @@ class KnownValues:
         if value.shape != result.shape:
             return
         num_items = result.untyped_storage().nbytes() // result.element_size()
-        flat = torch.empty(num_items, dtype=result.dtype)
+        flat = torch.empty(num_items, dtype=result.dtype, device=CPU)
         flat.as_strided(result.size(), result.stride(), result.storage_offset()).copy_(value)
         self._copies[result.untyped_storage()._cdata] = flat.untyped_storage()
 
@@ -305,15 +305,15 @@ def known_without_values(func: Any, args: tuple[Any, ...]) -> Callable[[Tensor],
     A training step is simulated whose activations are finite.
     """
     if func is aten.isinf.default or func is aten.isnan.default:
-        return lambda out: torch.zeros(out.shape, dtype=torch.bool)
+        return lambda out: torch.zeros(out.shape, dtype=torch.bool, device=CPU)
     if func is aten.ne.Tensor and args[0] is args[1]:  # how torch.isnan is written
-        return lambda out: torch.zeros(out.shape, dtype=torch.bool)
+        return lambda out: torch.zeros(out.shape, dtype=torch.bool, device=CPU)
     if func is aten.eq.Scalar and args[1] == float("inf"):  # how torch.isinf is written
-        return lambda out: torch.zeros(out.shape, dtype=torch.bool)
+        return lambda out: torch.zeros(out.shape, dtype=torch.bool, device=CPU)
     if func is aten.eq.Tensor and args[0] is args[1]:  # how torch.isfinite is written, with
-        return lambda out: torch.ones(out.shape, dtype=torch.bool)
+        return lambda out: torch.ones(out.shape, dtype=torch.bool, device=CPU)
     if func is aten.ne.Scalar and args[1] == float("inf"):  # the next one
-        return lambda out: torch.ones(out.shape, dtype=torch.bool)
+        return lambda out: torch.ones(out.shape, dtype=torch.bool, device=CPU)
     return None
 
 

@@ -148,3 +148,17 @@ def test_a_number_put_into_a_tensor_of_the_gpu_takes_no_memory_there() -> None:
 
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == requests
         assert mask.sum().item() == 8 * 20 - 4
+
+
+def test_values_are_read_where_the_default_device_is_the_gpu(gpu: VirtualGpu) -> None:
+    x = torch.arange(4, device="cuda")
+    with torch.device("cuda"):
+        made = torch.tensor([1.0, 2.0])
+        read = [x.tolist(), made.tolist(), (x > 2).sum().item(), x.cpu().tolist()]
+        shown = repr(x)
+        order = torch.randperm(4).sort().values.tolist()
+        ones = torch.nn.functional.one_hot(x).sum(1).tolist()
+
+    assert read == [[0, 1, 2, 3], [1.0, 2.0], 1, [0, 1, 2, 3]]
+    assert shown.startswith("tensor([0, 1, 2, 3]")
+    assert (order, ones) == ([0, 1, 2, 3], [1, 1, 1, 1])

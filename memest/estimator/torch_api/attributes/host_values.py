@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.gpu.placeholders import filler
 from memest.estimator.tensors.patches import Patches
-from memest.estimator.tensors.placement import GPU, INSIDE, PLAIN, Place, is_meta
+from memest.estimator.tensors.placement import CPU, GPU, INSIDE, PLAIN, Place, is_meta
 
 OnHost = Callable[[Tensor], Tensor]
 
@@ -31,7 +31,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
         mode.guesses.note(what)
         if told is not None:
             return told.clone()
-        made = torch.full((1,), filler(tensor.dtype), dtype=tensor.dtype)
+        made = torch.full((1,), filler(tensor.dtype), dtype=tensor.dtype, device=CPU)
         return made.expand(tensor.shape) if tensor.dim() else made[0]
 
     _install_arrays(patches, mode, on_host)
@@ -108,7 +108,7 @@ def _install_text(patches: Patches, mode: CudaSimMode, on_host: OnHost) -> None:
         parts = on_host(tensor._indices()), on_host(tensor._values())
         is_coalesced = tensor.is_coalesced()
         return torch.sparse_coo_tensor(
-            *parts, tensor.shape, is_coalesced=is_coalesced, check_invariants=False
+            *parts, tensor.shape, is_coalesced=is_coalesced, check_invariants=False, device=CPU
         )
 
     def text(tensor: Tensor, *, tensor_contents: Any = None) -> str:

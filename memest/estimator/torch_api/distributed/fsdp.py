@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches, setting
-from memest.estimator.tensors.placement import INSIDE, META, Place, local_part, storage_key
+from memest.estimator.tensors.placement import CPU, INSIDE, META, Place, local_part, storage_key
 from memest.estimator.tensors.storages import MemKind, Site
 
 
@@ -45,7 +45,7 @@ def _finite(isfinite: Any, kind: type, mode: CudaSimMode) -> Any:
     def test(tensor: Tensor) -> Tensor:
         out: Tensor = isfinite(tensor)
         if isinstance(out, kind) and mode.values.is_guessed([part := local_part(out)]):
-            mode.values.overwrite(part, torch.ones(part.shape, dtype=torch.bool))
+            mode.values.overwrite(part, torch.ones(part.shape, dtype=torch.bool, device=CPU))
         return out
 
     return test

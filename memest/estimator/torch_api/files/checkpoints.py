@@ -227,7 +227,7 @@ class Placeholder:
         tensor = self._tensor
         size = tuple(tensor.size())
         mark = _mark(tensor.nbytes, 0, torch.empty(size, device=META).stride())
-        one = torch.zeros(1, dtype=tensor.dtype).untyped_storage()
+        one = torch.zeros(1, dtype=tensor.dtype, device=CPU).untyped_storage()
         return _pickled(one, tensor.dtype, (0, size, (0,) * len(size)), False, mark)
 
 
@@ -516,7 +516,7 @@ class Writer:
                     "pack it before saving."
                 )
         with _disable_current_modes():
-            empty = {name: torch.empty(0, dtype=t.dtype) for name, t in tensors.items()}
+            empty = {name: torch.empty(0, dtype=t.dtype, device=CPU) for name, t in tensors.items()}
             written = self._save(empty, metadata=metadata)  # its names of dtypes, and its order
         described = json.loads(written[_LENGTH_BYTES:].rstrip(b"\0"))
         offset, offsets = 0, {}

@@ -22,7 +22,7 @@ from torch import Tensor
 from memest.estimator.gpu.imports import ImportHooks, replace_everywhere
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches
-from memest.estimator.tensors.placement import META
+from memest.estimator.tensors.placement import CPU, META
 from memest.models_meta.registry import find_entry
 
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
@@ -177,7 +177,7 @@ def _dtype_without_files(get_dtype: Callable[..., Any]) -> Callable[..., Any]:
         given = parameters.bind(*args, **kwargs)
         files = given.arguments["checkpoint_files"]
         if given.arguments["state_dict"] is None and files and isinstance(files[0], NoWeights):
-            given.arguments["state_dict"] = {"": torch.empty(0)}
+            given.arguments["state_dict"] = {"": torch.empty(0, device=CPU)}
         return get_dtype(*given.args, **given.kwargs)
 
     return call
