@@ -7,8 +7,13 @@ is killed too, its result is an error.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shutil
+import signal
+import tempfile
+import time
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -19,13 +24,12 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from memest.child import DiedError, die_with_parent, leave
 from memest.errors import UnsupportedError
 from memest.packages import require
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
-
-    from memest.child import DiedError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -115,10 +119,14 @@ class Engine(ABC):
                 )
             )  # fmt: skip
 
-        pending = list(range(len(tasks)))
+        pending, attempt = list(range(len(tasks))), 0
+
+        def begins(place: int) -> None:
+            if attempt == 0:
+                report(pending[place], is_done=False)
+
         for attempt in range(ATTEMPTS):
             dead: list[int] = []
-            begins = partial(_begins, report, pending) if attempt == 0 else _ignore
             answers = self._answers(one, [tasks[i] for i in pending], begins, attempt > 0)
             with closing(answers):
                 for place, answer in answers:
@@ -149,14 +157,6 @@ class Engine(ABC):
         """
 
 
-def _begins(report: Callable[..., None], pending: Sequence[int], place: int) -> None:
-    report(pending[place], is_done=False)
-
-
-def _ignore(place: int) -> None:
-    pass
-
-
 class _Failure:
     """An error that a task raised."""
 
@@ -172,8 +172,6 @@ class _Death:
 
     def error(self, label: str) -> DiedError:
         """Return the error of a task with this label."""
-        from memest.child import DiedError
-
         return DiedError(
             f"`{label}` has no result: its worker died {ATTEMPTS} times, {self.how}",
             hint="give each worker more memory, or use fewer with `--workers`",
@@ -182,8 +180,6 @@ class _Death:
 
 def _do(one: Callable[[T], R], task: T) -> R | _Failure:
     """Return the result of a task in a worker, or its error with the lines where it was raised."""
-    import traceback
-
     try:
         return one(task)
     except Exception as error:
@@ -285,8 +281,6 @@ class _Worker:
 
 
 def _how(code: int) -> str:
-    import signal
-
     if code >= 0:
         return f"with exit code {code}"
     return f"killed by {signal.Signals(-code).name}"
@@ -294,10 +288,6 @@ def _how(code: int) -> str:
 
 def _serve(connection: Connection, environment: Mapping[str, str]) -> NoReturn:
     """Do tasks until the parent closes the connection."""
-    import signal
-
-    from memest.child import die_with_parent, leave
-
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it comes to every process; the parent handles it
     die_with_parent()
@@ -342,8 +332,6 @@ class Ray(Engine):
                 ray.cancel(reference, force=True)
 
     def _connect(self, ray: Any) -> None:
-        import logging
-
         if ray.is_initialized():
             return
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -371,9 +359,6 @@ class Slurm(Engine):
     def _answers(
         self, one: Callable[[T], R], tasks: Sequence[T], begins: Callable[[int], None], again: bool
     ) -> Generator[tuple[int, R | _Failure | _Death], None, None]:
-        import tempfile
-        import time
-
         import submitit
 
         folder = Path(tempfile.mkdtemp(prefix=".memest-slurm-", dir=Path.cwd()))

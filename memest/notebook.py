@@ -21,7 +21,7 @@ from memest.estimator.tensors.placement import is_on_real_gpu
 from memest.estimator.virtual_gpu import StepLimit
 from memest.project import find_project
 from memest.report import RunReport
-from memest.report.answer import answer
+from memest.report.answer import answer, plain
 from memest.report.page import render_page
 from memest.run.replays import record_run_of
 from memest.run.session import Session, virtual_gpu
@@ -44,8 +44,8 @@ class CellReport:
         self._page = page
 
     def __repr__(self) -> str:
-        return "\n".join([*(f"warning: {line}" for line in self.report.warnings),
-                          *answer(self.report)])  # fmt: skip
+        warnings = [f"warning: {line}" for line in self.report.warnings]
+        return plain("\n".join([*warnings, *answer(self.report)]))
 
     def _repr_html_(self) -> str:
         style = "width:100%;height:44rem;border:0"

@@ -42,11 +42,6 @@ def first_gpu(number: int) -> str:
     return os.environ["CUDA_VISIBLE_DEVICES"]
 
 
-def no_bytes(plan: TrainingPlan) -> int:
-    """Return no memory of the host."""
-    return 0
-
-
 def experiment(
     plan: TrainingPlan, options: RunOptions, deliver: Callable[[Measurement], Any]
 ) -> None:

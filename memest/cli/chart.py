@@ -18,6 +18,7 @@ from memest.cli.options import (
     VALUES,
     completes,
     config_option,
+    gpus_option,
     jobs_option,
     models_option,
     plan_options,
@@ -118,11 +119,7 @@ def chart() -> None:
     help="lab-a100, lab-h100, lab-multi, or a file of plans.",
     shell_complete=completes(list_suites),
 )
-@click.option(
-    "--gpu",
-    multiple=True,
-    help="GPU of a line; the bars are of the first. By default the suite's own.",
-)
+@gpus_option("GPU of a line; the bars are of the first. By default the suite's own.")
 @jobs_option
 @click.option("--resume", is_flag=True, help="Continue after an interruption.")
 @click.option(

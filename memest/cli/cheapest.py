@@ -11,8 +11,7 @@ import click
 
 from memest.cli.files import given_only, read_plans
 from memest.cli.group import main
-from memest.cli.options import plan_options, training_options
-from memest.cli.predict import STEPS_WITHOUT_NUMBER, check_training, training_of
+from memest.cli.options import WholeTraining, plan_options, training_options
 from memest.cli.terminal import folded, shown
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu, list_gpus
@@ -27,7 +26,7 @@ from memest.run.target import find_script
 @training_options(has_epochs=True)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per GPU.")
 @click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGS]...]")
-def cheapest(as_json: bool, script: tuple[str, ...], **flags: Any) -> int:
+def cheapest(as_json: bool, script: tuple[str, ...], whole: WholeTraining, **flags: Any) -> int:
     """List the GPUs on which a training fits, by its estimated cost.
 
     Without prices they are listed by time. Without a number of steps, figures are of 1,000 steps.
@@ -38,8 +37,6 @@ def cheapest(as_json: bool, script: tuple[str, ...], **flags: Any) -> int:
     """
     from memest.estimator.predict import predict
 
-    whole = {name: flags.pop(name) for name in ("train_steps", "price", "epochs", "samples")}
-    check_training(**whole)
     given = given_only(flags)
     if given.get("gpu_memory") is not None:
         raise PlanError("a GPU with `--gpu-memory` has no speed", hint="name GPUs by `--gpu`")
@@ -49,10 +46,7 @@ def cheapest(as_json: bool, script: tuple[str, ...], **flags: Any) -> int:
             report: SimulatedReport = _of_script(script, names, given)
         else:
             report = predict(replace(read_plans(None, None, given)[0], gpu=names))
-    if not whole["samples"]:
-        whole["train_steps"] = whole["train_steps"] or STEPS_WITHOUT_NUMBER
-    training = training_of(report.plan, **whole)
-    assert training is not None
+    training = whole.of(report.plan)
     found = _ranked(report, training)
     if as_json:
         _print_json(report, training, found)

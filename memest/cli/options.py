@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from memest.plan.keys import Key
 from memest.plan.optimizers import OPTIMIZERS
 from memest.plan.training_plan import PLAN_KEYS
 from memest.report.schedulers import SCHEDULERS
+from memest.report.times import Training, read_prices, steps_of_plan
 from memest.units import parse_bytes
 
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -181,9 +183,57 @@ _samples = click.option("--samples", type=click.IntRange(1), help="Samples of an
 OPTION_SECTIONS |= dict.fromkeys(("train_steps", "price", "epochs", "samples"), "Time and price")
 
 
+STEPS_WITHOUT_NUMBER = 1000
+"""Steps whose price is given where no number of steps is."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTraining:
+    """The whole training as its options give it."""
+
+    num_steps: int | None
+    prices: Mapping[str, float]
+    epochs: float | None
+    samples: int | None
+
+    @property
+    def is_given(self) -> bool:
+        """True if an option is given."""
+        return bool(self.num_steps or self.samples or self.prices)
+
+    def of(self, plan: Mapping[str, Any]) -> Training:
+        """Return the training of a plan."""
+        num_steps = self.num_steps or STEPS_WITHOUT_NUMBER
+        if self.samples is not None:
+            num_steps = steps_of_plan(plan, self.epochs or 1.0, self.samples)
+        num_gpus = plan.get("devices", 1) * plan.get("num_nodes", 1)
+        return Training(num_steps, self.prices, num_gpus)
+
+
 def training_options(*, has_epochs: bool) -> Option:
-    """Return options of the whole training, of which the simulated steps are a part."""
-    return together(_train_steps, _price, *(_epochs, _samples) * has_epochs)
+    """Add options of the whole training, which the command gets as `whole`."""
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(command)
+        def run(
+            *args: Any,
+            train_steps: int | None,
+            price: str | None,
+            epochs: float | None = None,
+            samples: int | None = None,
+            **rest: Any,
+        ) -> Any:
+            if epochs is not None and samples is None:
+                raise PlanError("`--epochs` needs `--samples`", hint="give the samples of an epoch")
+            if samples is not None and train_steps is not None:
+                problem = "`--samples` and `--train-steps` exclude each other"
+                raise PlanError(problem, hint="give one")
+            whole = WholeTraining(train_steps, read_prices(price), epochs, samples)
+            return command(*args, whole=whole, **rest)
+
+        return together(_train_steps, _price, *(_epochs, _samples) * has_epochs)(run)
+
+    return add
 
 
 def plan_options_without(*names: str) -> Option:

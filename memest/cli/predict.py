@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from memest.cli.group import OOM_EXIT_CODE, main, tell
 from memest.cli.options import (
     OUT,
     PATH,
+    WholeTraining,
     config_option,
     emit_option,
     jobs_option,
@@ -37,7 +38,6 @@ from memest.report.advice import render_advice
 from memest.report.answer import summary_line
 from memest.report.schedulers import NAMES, resource_lines
 from memest.report.text import render_suite, render_text
-from memest.report.times import Training, read_prices, steps_of_plan
 
 if TYPE_CHECKING:
     from memest.estimator.search.advise import Option
@@ -70,6 +70,7 @@ def predict(
     emit: str | None,
     resume: bool,
     verbose: bool,
+    whole: WholeTraining,
     **flags: Any,
 ) -> int:
     """Predict one plan, or a suite.
@@ -82,9 +83,7 @@ def predict(
     memest predict --model gpt2 --bs 8 --html report.html --snapshot step.pickle
     """
     files = {name: flags.pop(name) for name in ("html", "snapshot", "chrome_trace")}
-    whole = {name: flags.pop(name) for name in ("train_steps", "price", "epochs", "samples")}
     how = {name: flags.pop(name) for name in ("jobs", "trust_remote_code")}
-    check_training(**whole)
     plans = read_plans(config, suite, given_only(flags))
     if (files["snapshot"] or files["chrome_trace"]) and len(plans) > 1:
         raise PlanError("a recording is of one plan", hint="leave `--suite` out")
@@ -107,9 +106,17 @@ def predict(
     elif suite is not None:
         text = render_suite(reports)
     else:
-        looks: dict[str, Any] = {"is_shown": output is None, "verbose": verbose}
-        looks["training"] = training_of(reports[0].plan, **whole)
-        text = _one(plans[0], reports[0], how["trust_remote_code"], **looks)
+        (report,) = reports
+        with shown("looking for what would fit"):
+            change = _cheapest(plans[0], report, trust_remote_code=how["trust_remote_code"])
+        text = render_text(
+            report,
+            change=change,
+            training=whole.of(report.plan) if whole.is_given else None,
+            colour=output is None and has_colour(),
+            verbose=verbose,
+        )
+        text = folded(text) if output is None else text
     print_or_write(text, output)
     for error in (named(*each) for each in failed):
         tell(str(error), error.hint)
@@ -129,23 +136,6 @@ def _short(report: Prediction, emit: str | None) -> str:
     return "\n".join(summary_line(report, gpu) for gpu in gpus)
 
 
-def _one(
-    plan: TrainingPlan,
-    report: Prediction,
-    trust_remote_code: bool,
-    *,
-    is_shown: bool,
-    verbose: bool,
-    training: Training | None,
-) -> str:
-    with shown("looking for what would fit"):
-        change = _cheapest(plan, report, trust_remote_code=trust_remote_code)
-    colour = is_shown and has_colour()
-    looks: dict[str, Any] = {"change": change, "colour": colour, "verbose": verbose}
-    text = render_text(report, training=training, **looks)
-    return folded(text) if is_shown else text
-
-
 def _cheapest(plan: TrainingPlan, report: Prediction, *, trust_remote_code: bool) -> Option | None:
     """Return the cheapest change with which a plan fits, if it is found quickly."""
     verdict = report.verdicts.get(report.gpu)
@@ -155,45 +145,6 @@ def _cheapest(plan: TrainingPlan, report: Prediction, *, trust_remote_code: bool
 
     gpu = custom_gpu(plan.gpu_memory) if plan.gpu_memory and not plan.gpu else report.gpu
     return cheapest_change(plan, gpu, report, trust_remote_code=trust_remote_code)
-
-
-def check_training(
-    train_steps: int | None,
-    price: str | None,
-    epochs: float | None = None,
-    samples: int | None = None,
-) -> None:
-    """Check the options of the whole training, before anything runs.
-
-    Raises:
-        PlanError: epochs without samples, samples with steps, or a price that is no number.
-    """
-    if epochs is not None and samples is None:
-        raise PlanError("`--epochs` needs `--samples`", hint="give the samples of an epoch")
-    if samples is not None and train_steps is not None:
-        raise PlanError("`--samples` and `--train-steps` exclude each other", hint="give one")
-    read_prices(price)
-
-
-def training_of(
-    plan: Mapping[str, Any],
-    train_steps: int | None,
-    price: str | None,
-    epochs: float | None,
-    samples: int | None,
-) -> Training | None:
-    """Return the whole training that the options give, or None."""
-    prices = read_prices(price)
-    if samples is not None:
-        train_steps = steps_of_plan(plan, epochs or 1.0, samples)
-    if train_steps is None and not prices:
-        return None
-    num_gpus = plan.get("devices", 1) * plan.get("num_nodes", 1)
-    return Training(train_steps or STEPS_WITHOUT_NUMBER, prices, num_gpus)
-
-
-STEPS_WITHOUT_NUMBER = 1000
-"""Steps whose price is given where no number of steps is."""
 
 
 def write_files(

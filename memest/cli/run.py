@@ -20,12 +20,12 @@ from memest.cli.options import (
     PATH,
     VALUES,
     Size,
+    WholeTraining,
     completes,
     emit_option,
     torch_option,
     training_options,
 )
-from memest.cli.predict import check_training, training_of
 from memest.cli.terminal import folded, has_colour
 from memest.errors import PlanError
 from memest.estimator.allocator.settings import settings_from
@@ -192,7 +192,6 @@ def run(
     elsewhere = _run_elsewhere(python, ctx.meta[_ARGUMENTS])
     if elsewhere is not None:
         return elsewhere
-    check_training(output["train_steps"], output["price"])
     target = _target(module, command)
     check_single_process(os.environ)
     settings_from(os.environ)  # which the allocator reads at its first request
@@ -432,8 +431,7 @@ def _print(
     verbose: bool,
     summary: bool,
     emit: str | None,
-    train_steps: int | None,
-    price: str | None,
+    whole: WholeTraining,
     **nodes: int,
 ) -> None:
     if emit or summary:
@@ -441,7 +439,7 @@ def _print(
         click.echo(line, file=out)
         return
     world = {"devices": nodes["num_gpus"], "num_nodes": nodes["num_nodes"]}
-    training = training_of(world, train_steps, price, None, None)
+    training = whole.of(world) if whole.is_given else None
     has_colours = out is sys.stdout and has_colour()
     text = render_text(report, training=training, colour=has_colours, verbose=verbose)
     click.echo(f"\n{RULE}\n{folded(text, out)}", file=out)

@@ -28,7 +28,10 @@ def make_strategy(plan: TrainingPlan, model: nn.Module) -> Any:
     if plan.strategy == "fsdp":
         return _fsdp(plan, model)
     if plan.strategy == "fsdp2":
-        return _fsdp2(plan)
+        from lightning.pytorch.strategies import ModelParallelStrategy
+
+        # replicas by shards, for HSDP's `fully_shard` in `shard_model`
+        return ModelParallelStrategy(*(hybrid_shape(plan) or (plan.world_size, 1)))
     if plan.is_deepspeed:
         return _deepspeed(plan)
     return "auto"
@@ -61,13 +64,6 @@ def _fsdp(plan: TrainingPlan, model: nn.Module) -> Any:
         sharding_strategy=sharding,
         **options,
     )
-
-
-def _fsdp2(plan: TrainingPlan) -> Any:
-    """Make the mesh of replicas by shards for HSDP's `fully_shard` in `shard_model`."""
-    from lightning.pytorch.strategies import ModelParallelStrategy
-
-    return ModelParallelStrategy(*(hybrid_shape(plan) or (plan.world_size, 1)))
 
 
 def _deepspeed(plan: TrainingPlan) -> Any:

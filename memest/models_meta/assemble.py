@@ -24,7 +24,7 @@ from memest.models_meta.build import (
     set_tied_embeddings,
 )
 from memest.models_meta.flash_attention import mark_quantized
-from memest.models_meta.quantized import check_quantizable
+from memest.models_meta.quantized import layers_to_quantize, skipped_modules
 from memest.models_meta.registry import ModelConfig
 from memest.plan import TrainingPlan
 from memest.plan.values import ALL_LINEAR, FLASH_ATTENTION_2, IN_PLACE
@@ -73,8 +73,8 @@ def assemble(
         device=device if load is None else "meta",
     )
     notes = [*built.notes, *_checkpointing_notes(plan)]
-    if plan.use_qlora:
-        check_quantizable(built.module, plan)
+    if plan.use_qlora:  # an error if there are none; transformers only logs a warning
+        layers_to_quantize(built.module, skipped_modules(built.module, plan))
     model = built.module if load is None else load(built)
     if plan.tie_word_embeddings is not None:
         set_tied_embeddings(model, plan.tie_word_embeddings)
@@ -86,7 +86,9 @@ def assemble(
     if plan.use_qlora:
         _prepare_for_kbit_training(model, plan)
     if plan.uses_adapters:
-        model = apply_lora(model, plan, _lora_targets(plan, model))
+        is_every = plan.lora_target_modules == (ALL_LINEAR,)
+        targets = ALL_LINEAR if is_every else plan.lora_target_modules or lora_targets(model)
+        model = apply_lora(model, plan, targets)
     if plan.freeze:
         freeze(model, plan.freeze)
     if input_dtype(plan) is not None:
@@ -216,12 +218,6 @@ def _enable_checkpointing(model: Any, plan: TrainingPlan) -> None:
             f"`act_ckpt` is not offered by `{plan.model_name}`: {error}",
             hint="leave `act_ckpt` out",
         ) from error
-
-
-def _lora_targets(plan: TrainingPlan, model: nn.Module) -> Sequence[str] | str | None:
-    if plan.lora_target_modules == (ALL_LINEAR,):
-        return ALL_LINEAR
-    return plan.lora_target_modules or lora_targets(model)
 
 
 def lora_targets(model: Any) -> Sequence[str] | None:

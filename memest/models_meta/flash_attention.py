@@ -44,14 +44,7 @@ _library.define(  # type: ignore[no-untyped-call]
 
 
 def _forward_on_meta(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor | None,
-    max_queries: int,
-    max_keys: int,
-    dropout_p: float,
-    is_windowed: bool,
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return output, logsumexp and random state; (B, L, H, E), or (N, H, E) with `cu_seqlens`."""
     out = torch.empty_like(query if query.stride(-1) == 1 else query.contiguous())

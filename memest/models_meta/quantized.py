@@ -43,15 +43,6 @@ def quantization_config(plan: TrainingPlan) -> Any:
     )
 
 
-def check_quantizable(model: nn.Module, plan: TrainingPlan) -> None:
-    """Raise for a model in which nothing can be quantised; transformers only logs a warning.
-
-    Raises:
-        PlanError: bitsandbytes has no layer for any of its modules.
-    """
-    layers_to_quantize(model, skipped_modules(model, plan))
-
-
 def skipped_modules(model: Any, plan: TrainingPlan) -> list[str]:
     """Return the names of modules that stay unquantised, as `Bnb4BitHfQuantizer` collects them."""
     from transformers.quantizers.base import HfQuantizer

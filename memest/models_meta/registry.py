@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from memest.errors import MemestError, PlanError, UnknownModelError, UnsupportedError, closest
 from memest.packages import PLANS, require
+from memest.plan.reading import read_limited
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +39,7 @@ makes, so a wrong value would never end. The largest published models have 126 l
 405B) and 512 experts (Qwen3-Next).
 """
 
+_MODEL_CLASS = re.compile(r"(For[A-Z]\w+|Model|LMHead\w*)$")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -183,7 +185,13 @@ def _key(name: str) -> str:
 
 @cache
 def _entries() -> dict[str, ModelEntry]:
-    return {path.stem: _read_entry(path) for path in sorted(CONFIG_DIR.glob("*.json"))}
+    found = {}
+    for path in sorted(CONFIG_DIR.glob("*.json")):
+        data = _read_json(path)
+        del data["config"]
+        data |= {"name": path.stem, "aliases": tuple(data["aliases"])}
+        found[path.stem] = ModelEntry(**data)
+    return found
 
 
 @cache
@@ -197,20 +205,11 @@ def _entries_by_key() -> dict[str, ModelEntry]:
     return by_key
 
 
-def _read_entry(path: Path) -> ModelEntry:
-    data = _read_json(path)
-    del data["config"]
-    return ModelEntry(**data | {"name": path.stem, "aliases": tuple(data["aliases"])})
-
-
-def _known_names() -> list[str]:
-    return [name for e in _entries().values() for name in (e.name, e.hub_id, *e.aliases)]
-
-
 def _unknown(name: str) -> UnknownModelError:
     # Several spellings of one model would crowd the hint, so take many matches and keep three
     # models.
-    nearest = [find_entry(found) for found in closest(name, _known_names(), num=12)]
+    known = [known for e in _entries().values() for known in (e.name, e.hub_id, *e.aliases)]
+    nearest = [find_entry(found) for found in closest(name, known, num=12)]
     names = list(dict.fromkeys(entry.name for entry in nearest if entry is not None))[:3]
     near = f"closest: {', '.join(f'`{n}`' for n in names)}; " if names else ""
     return UnknownModelError(
@@ -244,17 +243,11 @@ def _config_path(name: str) -> Path | None:
 
 def _read_json(path: Path) -> Any:
     """Read the JSON value in `path`; every fault of the file is a `PlanError`."""
-    hint = "give the config.json of a transformers model"
+    text = read_limited(path, MAX_CONFIG_BYTES, what="a transformers model: its config.json")
     try:
-        if not path.is_file():
-            raise PlanError(f"`{path}` is not a regular file", hint=hint)
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise PlanError(f"`{path}` is too large for a config.json", hint=hint)
-        return json.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise PlanError(f"`{path}` cannot be read: {reason}", hint=hint) from error
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
+        hint = "give the config.json of a transformers model"
         raise PlanError(f"`{path}` is not JSON: {error_text(error)}", hint=hint) from error
 
 
@@ -445,7 +438,8 @@ def _architecture(raw: Mapping[str, Any], config: PretrainedConfig, name: str) -
         return ""
     cls = getattr(transformers, names[0], None)
     if not isinstance(cls, type) or not issubclass(cls, transformers.PreTrainedModel):
-        near = ", ".join(f"`{n}`" for n in closest(names[0], _model_classes()))
+        known = [n for n in dir(transformers) if _MODEL_CLASS.search(n)]
+        near = ", ".join(f"`{n}`" for n in closest(names[0], known))
         raise PlanError(
             f"`architectures` of `{name}` names `{names[0]}`, "
             "which is no model class of the installed transformers",
@@ -458,12 +452,6 @@ def _architecture(raw: Mapping[str, Any], config: PretrainedConfig, name: str) -
             hint="`model_type` and `architectures` must be of one family",
         )
     return str(names[0])
-
-
-def _model_classes() -> list[str]:
-    import transformers
-
-    return [n for n in dir(transformers) if re.search(r"(For[A-Z]\w+|Model|LMHead\w*)$", n)]
 
 
 def _load_remote(source: str) -> PretrainedConfig:

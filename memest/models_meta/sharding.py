@@ -49,7 +49,7 @@ class States:
         found: list[Any] = [p.grad for p in self._parameters]
         for flat in self._flats:
             found += [flat.grad, getattr(flat, "_saved_grad_shard", None)]
-        if _is_deepspeed(self._optimizer):
+        if hasattr(self._optimizer, "averaged_gradients"):  # of ZeRO, around the plan's
             for name in ("averaged_gradients", "all_grad_tensors"):
                 groups = getattr(self._optimizer, name, None) or {}
                 found += [grad for grads in groups.values() for grad in grads or ()]
@@ -72,11 +72,6 @@ class States:
             masters = [p for group in inner.param_groups for p in group["params"]]
             masters += getattr(self._optimizer, "fp32_partitioned_groups_flat", [])  # of stage 3
             yield from (p for p in _distinct(iter(masters)) if _address(p) not in kept)
-
-
-def _is_deepspeed(optimizer: Any) -> bool:
-    """Return whether the optimizer is one of ZeRO's, which wrap the plan's optimizer."""
-    return hasattr(optimizer, "averaged_gradients")
 
 
 def _flat_parameters(model: nn.Module) -> list[Any]:
@@ -162,37 +157,23 @@ def classes_named(model: nn.Module, names: Iterable[str]) -> set[type[nn.Module]
 
 def modules_named(model: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.Module]]:
     """Return modules of these classes with their names, in module order, inner before outer."""
-    wanted = set(names)
-    found: list[tuple[str, nn.Module]] = []
-    _collect(model, "", wanted, set(), found)
-    return found
+    wanted, seen = set(names), set[nn.Module]()
+
+    def within(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+        if module in seen:
+            return
+        seen.add(module)
+        for child_name, child in module.named_children():
+            yield from within(child, f"{name}.{child_name}" if name else child_name)
+        if type(module).__name__ in wanted:
+            yield name, module
+
+    return list(within(model, ""))
 
 
 def shard_size(plan: TrainingPlan) -> int:
     """Return GPUs that share one copy under `HYBRID_SHARD`: the plan's, the 8 of a node, or all."""
     return plan.shard_size or min(8, plan.world_size)
-
-
-def layer_class_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the classes of the model's lists of layers, sorted."""
-    lists = (m for m in model.modules() if isinstance(m, nn.ModuleList))
-    return tuple(sorted({type(layer).__name__ for layers in lists for layer in layers}))
-
-
-def _collect(
-    module: nn.Module,
-    name: str,
-    wanted: set[str],
-    seen: set[int],
-    found: list[tuple[str, nn.Module]],
-) -> None:
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    for child_name, child in module.named_children():
-        _collect(child, f"{name}.{child_name}" if name else child_name, wanted, seen, found)
-    if type(module).__name__ in wanted:
-        found.append((name, module))
 
 
 def _check_present(key: str, names: Sequence[str], present: set[str], model: nn.Module) -> None:
@@ -205,7 +186,9 @@ def _check_present(key: str, names: Sequence[str], present: set[str], model: nn.
 
 
 def _layer_hint(model: nn.Module) -> str:
-    listed = ", ".join(f"`{name}`" for name in layer_class_names(model))
+    lists = (m for m in model.modules() if isinstance(m, nn.ModuleList))
+    names = sorted({type(layer).__name__ for layers in lists for layer in layers})
+    listed = ", ".join(f"`{name}`" for name in names)
     return f"its layer classes: {listed or 'none'}"
 
 

@@ -5,7 +5,7 @@ Source: transformers 5.17, training_args.py; Lightning 2.6, pytorch/trainer/trai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from memest.errors import PlanError, UnsupportedError, shown
@@ -124,31 +124,17 @@ def _read_lightning(found: dict[str, Any], assumed: list[str]) -> None:
     if found.get("devices") == "auto":
         found["devices"] = 1
         assumed.append("`devices: auto` is taken as one GPU: give the number of the node")
-    _replace(
-        found, "limit_val_batches", float, lambda share: VAL_BATCHES if share else 0,
-        "a share of the validation's batches is taken as {}: they are alike", assumed,
-    )  # fmt: skip
-    _replace(
-        found, "val_check_interval", float, lambda share: None,
-        "validation at a share of the epoch is taken to be at the end", assumed,
-    )  # fmt: skip
+    if isinstance(share := found.get("limit_val_batches"), float):
+        found["limit_val_batches"] = VAL_BATCHES if share else 0
+        if share:
+            text = f"a share of the validation's batches is taken as {VAL_BATCHES}: they are alike"
+            assumed.append(text)
+    if isinstance(share := found.get("val_check_interval"), float):
+        found["val_check_interval"] = None
+        if share:
+            assumed.append("validation at a share of the epoch is taken to be at the end")
     if not found.get("limit_val_batches") and "val_check_interval" in found:
         del found["val_check_interval"]  # of a lab's config that validates nothing
-
-
-def _replace(
-    found: dict[str, Any],
-    key: str,
-    kind: type,
-    change: Callable[[Any], Any],
-    note: str,
-    assumed: list[str],
-) -> None:
-    if isinstance(found.get(key), kind):
-        value = change(found[key])
-        if found[key]:
-            assumed.append(note.format(value))
-        found[key] = value
 
 
 def _read_precision(found: dict[str, Any]) -> None:

@@ -115,8 +115,6 @@ def word_on(report: Prediction | Measurement, limit_bytes: int, gpu: str = "") -
     return Outcome.FITS.word if reserved <= limit_bytes else "?"
 
 
-__all__ = ["MAX_ROWS", "peak_parts", "plot_ladder", "word_on"]
-
 MAX_ROWS = 18
 """Number of experiments above which the slide becomes taller instead of the type smaller."""
 

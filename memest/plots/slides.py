@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from matplotlib.backends.backend_pdf import PdfPages
 from matplotlib.figure import Figure
@@ -13,9 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from memest.plots.style import HEIGHT, WIDTH, Panel, Theme, plain_matplotlib, slide
 from memest.plots.text import SMALL, VALUE, text_on, text_width
 from memest.plots.timeline import TEMPORARIES
-
-if TYPE_CHECKING:
-    from memest.report.lecture import Chart, Series, Slide
+from memest.report.lecture import Chart, Series, Slide
 
 _CACHED = {True: "#6B7378", False: "#C4C4C4"}
 

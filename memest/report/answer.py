@@ -9,7 +9,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from memest.estimator.search.commands import predict_command
 from memest.estimator.versions import BUILT_FOR, KERNELS, is_newer, is_nightly
+from memest.plan import TrainingPlan
 from memest.report import OPERATOR, Outcome, SimulatedReport, Verdict
 from memest.units import GIB, format_gib, format_size
 
@@ -33,25 +35,30 @@ COLOURS = {"fits": GOOD, "tight": TIGHT, "may": OPEN, "OOM": BAD}
 """Colours by `Verdict.word`."""
 
 
-def paint(text: str, code: str, *, colour: bool) -> str:
-    """`text` in a colour of the terminal, if it has any.
+def paint(text: str, code: str) -> str:
+    """`text` in a colour of the terminal."""
+    return f"\x1b[{code}m{text}\x1b[0m"
 
-    >>> paint("fits", GOOD, colour=False)
+
+def plain(text: str) -> str:
+    """`text` without the colours of `paint`.
+
+    >>> plain(paint("fits", GOOD))
     'fits'
     """
-    return f"\x1b[{code}m{text}\x1b[0m" if colour else text
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
-def verdict_line(verdict: Verdict, gpu: str, *, colour: bool = False, so_far: bool = False) -> str:
-    """The verdict on one GPU, the needed memory and the margin."""
+def verdict_line(verdict: Verdict, gpu: str, *, so_far: bool = False) -> str:
+    """The verdict on one GPU, the needed memory and the margin, in colours."""
     needs, usable = format_gib(verdict.needs_bytes), format_gib(verdict.limit_bytes)
     paints = COLOURS[verdict.word]
     if verdict.verdict is Outcome.OOM:
-        head = paint("does not fit", paints, colour=colour)
+        head = paint("does not fit", paints)
         lacking = format_gib(-verdict.margin_bytes)
         return f"{head} {gpu}: needs {needs}, {lacking} more than the {usable} usable"
     if verdict.verdict is Outcome.MAY:
-        head = paint("may or may not fit", paints, colour=colour)
+        head = paint("may or may not fit", paints)
         return (
             f"{head} {gpu}: needs up to {needs} of {usable} usable, and fits where blocks come"
             " back in time"
@@ -59,7 +66,7 @@ def verdict_line(verdict: Verdict, gpu: str, *, colour: bool = False, so_far: bo
     word = "fits so far on" if so_far else "fits"
     tight = ", but tight" if verdict.is_tight else ""
     line = (
-        f"{paint(f'{word} {gpu}{tight}', paints, colour=colour)}: needs {needs} of {usable} usable,"
+        f"{paint(f'{word} {gpu}{tight}', paints)}: needs {needs} of {usable} usable,"
         f" {format_gib(verdict.margin_bytes)} to spare"
     )
     return line + (f"; drivers of it differ by {format_gib(verdict.spread_bytes)}" if tight else "")
@@ -139,29 +146,28 @@ def shares(kinds: Iterable[tuple[str, int]]) -> str:
     return ", ".join(parts)
 
 
-def answer(
-    report: SimulatedReport, *, change: Option | None = None, colour: bool = False
-) -> list[str]:
+def answer(report: SimulatedReport, *, change: Option | None = None) -> list[str]:
     """Return the verdict on the GPU of the report and what fills the peak; more if it is OOM.
 
-    `change` is the cheapest change with which a plan fits, if it was looked for and found.
+    `change` is the cheapest change with which a plan fits, if it was looked for and found. The
+    lines have colours of a terminal.
     """
     verdict, peak = report.verdicts.get(report.gpu), report.peak
     if verdict is None:
         return []
     is_oom = verdict.verdict is Outcome.OOM
     kinds = [(term.kind, term.num_bytes) for term in report.terms]
-    first = verdict_line(verdict, report.gpu, colour=colour, so_far=report.is_cut_short)
+    first = verdict_line(verdict, report.gpu, so_far=report.is_cut_short)
     if is_oom and report.is_script:  # later requests of the script are unknown
-        first = _refusal_line(verdict, report.gpu, colour=colour)
+        first = _refusal_line(verdict, report.gpu)
     lead = "runs out" if is_oom and not report.is_script else "the peak is"
     lines = [first, f"{lead} {moment(peak.step, peak.phase)}: {shares(kinds)}"]
     lines += [] if report.is_script else _others(report)
     if verdict.decides:
         lines.append(f"what decides: {verdict.decides}")
     if is_oom and not report.is_script:
-        lines += [*_change_lines(change, colour=colour), f"more: {advise_command(report)}"]
-    return lines + _host_lines(report.host_verdict, colour=colour) + kernels_line(report.versions)
+        lines += [*_change_lines(change), f"more: {advise_command(report)}"]
+    return lines + _host_lines(report.host_verdict) + kernels_line(report.versions)
 
 
 def kernels_line(versions: Mapping[str, str]) -> list[str]:
@@ -176,8 +182,8 @@ def kernels_line(versions: Mapping[str, str]) -> list[str]:
     return [f"warning: {line}, which has no rules of its own" if is_newer(torch) else line]
 
 
-def _refusal_line(verdict: Verdict, gpu: str, *, colour: bool) -> str:
-    head = paint("does not fit", BAD, colour=colour)
+def _refusal_line(verdict: Verdict, gpu: str) -> str:
+    head = paint("does not fit", BAD)
     return (
         f"{head} {gpu}: {format_gib(verdict.reserved_bytes)} of {format_gib(verdict.limit_bytes)}"
         f" usable are reserved, and the next request needs {format_gib(-verdict.margin_bytes)}"
@@ -185,10 +191,10 @@ def _refusal_line(verdict: Verdict, gpu: str, *, colour: bool) -> str:
     )
 
 
-def _host_lines(host: Verdict | None, *, colour: bool) -> list[str]:
+def _host_lines(host: Verdict | None) -> list[str]:
     if host is None or host.verdict is not Outcome.OOM:
         return []
-    head = paint("the host does not hold it", BAD, colour=colour)
+    head = paint("the host does not hold it", BAD)
     return [f"{head}: {format_gib(host.reserved_bytes)} of {format_gib(host.limit_bytes)} there"]
 
 
@@ -202,11 +208,11 @@ def _others(report: SimulatedReport) -> list[str]:
     return [f"other GPUs: {'; '.join(words)}"] if words else []
 
 
-def _change_lines(change: Option | None, *, colour: bool) -> list[str]:
+def _change_lines(change: Option | None) -> list[str]:
     if change is None:
         return []
     tight = ", tight" if change.verdict.is_tight else ""
-    title = paint(change.title, BOLD, colour=colour)
+    title = paint(change.title, BOLD)
     return [
         f"would fit with {title}: needs {format_gib(change.verdict.needs_bytes)},"
         f" {format_gib(change.verdict.margin_bytes)} to spare{tight} ({change.cost.words})"
@@ -215,9 +221,6 @@ def _change_lines(change: Option | None, *, colour: bool) -> list[str]:
 
 def advise_command(prediction: SimulatedReport) -> str:
     """The `memest advise` for the first GPU of the report."""
-    from memest.estimator.search.commands import predict_command
-    from memest.plan import TrainingPlan
-
     asked = {k: v for k, v in prediction.plan.items() if k not in ("padded", "name")}
     if len(asked.get("gpu") or ()) != 1 and asked.get("gpu_memory") is None:
         asked["gpu"] = [prediction.gpu]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from memest.report import Interval
 from memest.report.text import table
 from memest.units import GIB, MIB, format_gib
-
-if TYPE_CHECKING:
-    from memest.report import Interval
-    from memest.validate.compare import Comparison, Summary
+from memest.validate.compare import Comparison, Summary
 
 _HEADER = [
     "experiment", "allocated", "predicted", "error", "reserved", "predicted", "error",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +55,7 @@ def changes(
 
     Lines with the same text in the same file are one row, so that a line may move.
     """
-    old, new, names = _sizes(before), _sizes(after), {}
-    for key, (name, _) in (old | new).items():
-        names[key] = name
+    old, new = _sizes(before), _sizes(after)
     found = [
         Change(
             name=name,
@@ -65,7 +63,7 @@ def changes(
             before_bytes=old.get(key, ("", 0))[1],
             after_bytes=new.get(key, ("", 0))[1],
         )
-        for key, name in names.items()
+        for key, (name, _) in (old | new).items()
     ]
     changed = (change for change in found if change.added_bytes)
     return tuple(sorted(changed, key=lambda change: (-change.added_bytes, change.name)))
@@ -155,13 +153,9 @@ class Difference:
                 name: {"before_bytes": before, "after_bytes": after}
                 for name, (before, after) in self.peaks.items()
             },
-            "changes": [
-                {"name": c.name, "source": c.source, "before_bytes": c.before_bytes,
-                 "after_bytes": c.after_bytes}
-                for c in self.changes
-            ],
+            "changes": list(map(asdict, self.changes)),
             "notes": self.notes,
-        }  # fmt: skip
+        }
 
     def __str__(self) -> str:
         found = self.changes

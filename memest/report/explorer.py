@@ -6,13 +6,11 @@ import json
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memest import __version__
-
-if TYPE_CHECKING:
-    from memest.estimator.search.explore import Explored
-    from memest.plan import TrainingPlan
+from memest.estimator.search.explore import KINDS, Explored
+from memest.plan import TrainingPlan
 
 MAX_PAGE_BYTES = 3 << 20
 """Largest size of a page, small enough for a course's web site."""
@@ -60,8 +58,6 @@ def explorer_data(
     `limits` has the allocator's limit on each GPU, `tokens` describes the inputs, and `presets`
     are plans of the grid to choose by name.
     """
-    from memest.estimator.search.explore import KINDS
-
     values = {name: _values(points, of) for name, (_, of) in _AXES.items()}
     axes = {
         name: {"title": _AXES[name][0], "values": found, "labels": [_label(v) for v in found]}

@@ -9,14 +9,12 @@ import zlib
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from memest.estimator.replay.recording import KINDS, Recording, StepBlocks, kind_of, step_blocks
 from memest.units import counted
-
-if TYPE_CHECKING:
-    from memest.estimator.replay.recording import Recording, StepBlocks
 
 MAX_BLOCKS = 500_000
 """Blocks of a step in a page: some 5 MB, which a browser reads in about a second."""
@@ -40,8 +38,6 @@ def instrument(recording: Recording, *, limit_bytes: int, gpu: str, sources: dic
 
     `sources` has the text of the script's lines, by `train.py:12`.
     """
-    from memest.estimator.replay.recording import step_blocks
-
     step = step_blocks(recording)
     if len(step.blocks) > MAX_BLOCKS:
         return (
@@ -57,8 +53,6 @@ def instrument(recording: Recording, *, limit_bytes: int, gpu: str, sources: dic
 
 def step_data(recording: Recording, step: StepBlocks) -> dict[str, Any]:
     """Return the blocks of a step as JSON values; equal sites are one entry."""
-    from memest.estimator.replay.recording import KINDS, kind_of
-
     storages = recording.storages
     places: dict[tuple[Any, ...], int] = {}
     sites = []

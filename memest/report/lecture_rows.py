@@ -8,15 +8,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memest.errors import MemestError
+from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.search.explore import Explored, explored, point_of
+from memest.estimator.search.suite import apart, predict_each
 from memest.plan import TrainingPlan
 from memest.plan.files import read_suite
 from memest.report import Outcome, PhaseRow, Prediction, Verdict, read_as
-
-if TYPE_CHECKING:
-    from memest.estimator.search.explore import Explored
+from memest.report.explorer import explorer_data
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,11 +127,6 @@ def predicted_rows(path: Path, gpus: Sequence[str], jobs: int | None) -> Rows:
     Raises:
         MemestError: no plan can be predicted.
     """
-    from memest.estimator.hardware.gpus import find_gpu
-    from memest.estimator.search.explore import explored, point_of
-    from memest.estimator.search.suite import apart, predict_each
-    from memest.report.explorer import explorer_data
-
     plans = read_suite(path, {})
     found = predict_each([replace(plan, gpu=tuple(gpus)) for plan in plans], jobs=jobs)
     predicted, failed = apart(plans, found)

@@ -6,10 +6,12 @@ import base64
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.replay.recording import Recording
 from memest.report import HeldRow, Prediction, RunReport, SimulatedReport, Term, Verdict
-from memest.report.answer import answer, people
+from memest.report.answer import answer, people, plain
 from memest.report.difference import Change, Difference, changes, peak_changes
 from memest.report.instrument import SCRIPT, instrument, script_source
 from memest.report.text import (
@@ -26,9 +28,6 @@ from memest.report.text import (
 )
 from memest.report.times import time_cells, time_notes
 from memest.units import GIB, format_gib, gib_that_add_up
-
-if TYPE_CHECKING:
-    from memest.estimator.replay.recording import Recording
 
 _STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 
@@ -74,7 +73,7 @@ def fragment(report: SimulatedReport) -> str:
         tables.insert(1, _line_rows(report.lines[:8]))
         head = [
             *(f"warning: {line}" for line in report.warnings),
-            *answer(report),
+            *map(plain, answer(report)),
             *heading(report),
         ]
     title = "<br>".join(map(escape, head))
@@ -206,7 +205,7 @@ def _line_rows(lines: Sequence[HeldRow]) -> list[list[str]]:
 
 def lead(lines: Sequence[str]) -> str:
     """The answer: its first line large."""
-    first, *others = [*lines, ""]
+    first, *others = [*map(plain, lines), ""]
     rest = "".join(f"<p>{escape(line)}</p>" for line in others if line)
     return f'<p class="answer">{escape(first)}</p>{rest}'
 
@@ -290,8 +289,6 @@ def _many(reports: Sequence[Prediction]) -> str:
 
 def limit_of(report: SimulatedReport) -> int:
     """Return the bytes that the allocator can reserve on the report's GPU."""
-    from memest.estimator.hardware.gpus import find_gpu
-
     verdict = report.verdicts.get(report.gpu)
     return verdict.limit_bytes if verdict else find_gpu(report.gpu).limit_bytes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pptx import Presentation
 from pptx.chart.data import CategoryChartData
@@ -18,9 +18,7 @@ from pptx.util import Inches, Pt
 from memest.plots.slides import colors_of
 from memest.plots.style import DARK, HEIGHT, LIGHT, WIDTH, Theme
 from memest.plots.text import text_on
-
-if TYPE_CHECKING:
-    from memest.report.lecture import Chart, Slide
+from memest.report.lecture import Chart, Slide
 
 _TITLE_ONLY = 5  # of the default template
 _BOX = (0.4, 1.55, WIDTH - 0.8, HEIGHT - 1.75)

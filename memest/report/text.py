@@ -7,6 +7,9 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.hardware.mig import profiles
+from memest.models_meta.registry import ModelEntry
 from memest.report import (
     ClosedForm,
     Ending,
@@ -20,7 +23,7 @@ from memest.report import (
     Term,
     Verdict,
 )
-from memest.report.answer import BAD, COLOURS, DIM, answer, failures, paint, people
+from memest.report.answer import BAD, COLOURS, DIM, answer, failures, paint, people, plain
 from memest.report.times import Training, time_cells, time_notes
 from memest.units import (
     GIB,
@@ -35,9 +38,7 @@ from memest.units import (
 )
 
 if TYPE_CHECKING:
-    from memest.estimator.hardware.gpus import Gpu
     from memest.estimator.search.advise import Option
-    from memest.models_meta.registry import ModelEntry
 
 MAX_ROWS = 12
 """Modules and lines in the text; JSON has all."""
@@ -70,8 +71,8 @@ def render_text(
     """
     levels = level_rows(report) if isinstance(report, RunReport) else phase_rows(report)
     sections = [
-        [paint(f"warning: {line}", BAD, colour=colour) for line in report.warnings],
-        answer(report, change=change, colour=colour),
+        [paint(f"warning: {line}", BAD) for line in report.warnings],
+        answer(report, change=change),
         heading(report),
         _terms(report),
         _totals(report),
@@ -80,12 +81,13 @@ def render_text(
         _lines(report.lines),
         table(levels, left=1) if len(levels) > 1 or not report.is_script else [],
         _closed_form(report.closed_form),
-        verdict_table(report.verdicts, colour=colour),
+        verdict_table(report.verdicts),
         _times(report, training),
         guesses_of(report),
-        [paint(line, DIM, colour=colour) for line in _assumed(report, verbose=verbose)],
+        [paint(line, DIM) for line in _assumed(report, verbose=verbose)],
     ]
-    return "\n\n".join("\n".join(lines) for lines in sections if lines)
+    text = "\n\n".join("\n".join(lines) for lines in sections if lines)
+    return text if colour else plain(text)
 
 
 def _times(report: SimulatedReport, training: Training | None) -> list[str]:
@@ -391,14 +393,14 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.3f}"
 
 
-def verdict_table(verdicts: Mapping[str, Verdict], *, colour: bool = False) -> list[str]:
-    """A line for each GPU: the run's need and use, whether it fits, and the margin."""
+def verdict_table(verdicts: Mapping[str, Verdict]) -> list[str]:
+    """A line for each GPU: the run's need and use, the verdict in colour, and the margin."""
     rows = [["gpu", "usable", "needs", "uses", "verdict", "margin", ""]]
     rows += [_verdict_cells(name, verdict) for name, verdict in verdicts.items()]
     lines = table(rows, left=1, last_left=True)
     words = [v.word for v in verdicts.values()]
     return lines[:1] + [
-        line.replace(f" {word} ", f" {paint(word, COLOURS[word], colour=colour)} ", 1)
+        line.replace(f" {word} ", f" {paint(word, COLOURS[word])} ", 1)
         for line, word in zip(lines[1:], words, strict=True)
     ]
 
@@ -472,12 +474,11 @@ def fold(text: str, width: int) -> str:
     return "\n".join(_folded(line, width) for line in text.split("\n"))
 
 
-_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _COMMAND = re.compile(r"^\s*(more:|check|train)\s|`memest ")
 
 
 def _folded(line: str, width: int) -> str:
-    bare = _ESCAPES.sub("", line)
+    bare = plain(line)
     if len(bare) <= width or _COMMAND.search(bare):
         return line
     gaps = [found.end() for found in re.finditer(r"(?<=\S)  +", bare)]
@@ -497,8 +498,6 @@ def evidence(gpu: Gpu) -> str:
 
 def render_gpus(gpus: Iterable[Gpu], *, verbose: bool = False) -> str:
     """The catalogue of GPUs; `verbose` adds where each figure is from."""
-    from memest.estimator.hardware.mig import profiles
-
     gpus = list(gpus)
     rows = [["gpu", "memory", "context", "usable", "compute", "SMs", "figures", "name"]]
     rows += [

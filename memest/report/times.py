@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from memest.errors import PlanError
+from memest.estimator.hardware.gpus import find_gpu
 from memest.plan.reading import parse_yaml, read_limited
 from memest.report import SimulatedReport, StepTime
 
@@ -62,8 +63,6 @@ def read_prices(given: str | None) -> dict[str, float]:
     Raises:
         PlanError: a price is not a positive number, a GPU is not known, or there is no such file.
     """
-    from memest.estimator.hardware.gpus import find_gpu
-
     if given is None:
         return {}
     if re.fullmatch(r"[-+.\d]+(e\d+)?", given):
@@ -114,8 +113,6 @@ MAX_CATALOGUE_BYTES = 256 << 20
 @cache
 def _sold_as(name: str, memory_gb: float) -> str | None:
     """Return the GPU that a provider calls `name`; None if memest does not know it."""
-    from memest.estimator.hardware.gpus import find_gpu
-
     for text in (f"{name} {memory_gb:g}GB", name):
         try:
             gpu = find_gpu(text)

@@ -99,7 +99,7 @@ class Session:
     ) -> None:
         self.gpu = gpu
         self._others = others
-        self._release = ExitStack()
+        self._open = ExitStack()
         self._torch_release = torch_release
         self.name = name
         self.ending = Ending.RUNNING
@@ -108,7 +108,7 @@ class Session:
         usable = gpu.limit_bytes - ranks.communicator_bytes
         self._limit = None if memory_limit is None else min(_checked(memory_limit), usable)
         with simulating(torch_release):
-            self._virtual = VirtualGpu(
+            self.virtual = VirtualGpu(
                 gpu,
                 limit_bytes=self._limit,
                 max_steps=max_steps,
@@ -129,12 +129,13 @@ class Session:
             )
         with ExitStack() as stack:
             stack.enter_context(simulating(self._torch_release))
-            self._virtual.__enter__()
-            self._release = stack.pop_all()
+            stack.enter_context(self.virtual)
+            stack.callback(self._patches.undo)
+            self._open = stack.pop_all()
         install_processes(self._patches, self.ranks)
         if self._batch_parts > 1:
             install_smaller_batches(self._patches, self._batch_parts)
-            self._virtual.mode.notes.add(
+            self.virtual.mode.notes.add(
                 f"batches of DataLoaders are cut to 1/{self._batch_parts}, as asked"
             )
         self._started = time.perf_counter()
@@ -143,40 +144,33 @@ class Session:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._elapsed_s = time.perf_counter() - self._started
         self.ending, self.error = ending_of(error)
-        self._patches.undo()
-        self._virtual.__exit__(kind, error, trace)
-        self._release.close()
+        self._open.__exit__(kind, error, trace)
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes allocated now, as `torch.cuda.memory_allocated`."""
-        self._virtual.mode.memory.settle()
-        return self._virtual.allocator.allocated_bytes
+        self.virtual.mode.memory.settle()
+        return self.virtual.allocator.allocated_bytes
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes reserved now, as `torch.cuda.memory_reserved`."""
-        return self._virtual.allocator.reserved_bytes
+        return self.virtual.allocator.reserved_bytes
 
     @property
     def peak_allocated_bytes(self) -> int:
         """The highest number of bytes allocated so far, whatever the code resets."""
-        return self._virtual.peak_allocated_bytes
+        return self.virtual.peak_allocated_bytes
 
     @property
     def peak_reserved_bytes(self) -> int:
         """The highest number of bytes reserved so far, whatever the code resets."""
-        return self._virtual.peak_reserved_bytes
+        return self.virtual.peak_reserved_bytes
 
     @property
     def num_steps(self) -> int:
         """Optimizer steps so far."""
-        return self._virtual.num_steps
-
-    @property
-    def virtual(self) -> VirtualGpu:
-        """The virtual GPU, for readers of its history."""
-        return self._virtual
+        return self.virtual.num_steps
 
     def report(self) -> RunReport:
         """Return the report so far, within the block or after it."""
@@ -185,7 +179,7 @@ class Session:
             elapsed = time.perf_counter() - self._started if self._started else 0.0
         with simulating(self._torch_release):
             return report_of(
-                self._virtual,
+                self.virtual,
                 name=self.name,
                 ending=self.ending,
                 error=self.error,

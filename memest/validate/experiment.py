@@ -264,6 +264,8 @@ class _Run:
 
     def begin_training(self) -> None:
         """Reset the peaks and empty the cache after the strategy has divided the model."""
+        if not self.plan.is_distributed:
+            return
         import torch
 
         self.recorder.note_peaks()
@@ -400,7 +402,13 @@ def execute(
             note = " ".join(str(error).split())[:400]  # the rest repeats advice
             deliver(run.report(Outcome.OOM, note or type(error).__name__))
 
-    run.job.listener = _listener(run, on_end, on_error)
+    run.job.listener = Listener(
+        on_end=on_end,
+        on_error=on_error,
+        on_ready=run.begin_training,
+        on_step=lambda: run.sample("after a micro-batch"),
+        on_model=lambda model: run.sample("after the model"),
+    )
     run.job.where, run.job.accelerator = where, accelerator
     try:
         run.sample(BEFORE_MODEL)
@@ -409,20 +417,6 @@ def execute(
         on_error(error)
         if not delivered:
             raise
-
-
-def _listener(
-    run: _Run, on_end: Callable[[], None], on_error: Callable[[BaseException], None]
-) -> Listener:
-    if not run.plan.is_distributed:
-        return Listener(on_end=on_end, on_error=on_error)
-    return Listener(
-        on_end=on_end,
-        on_error=on_error,
-        on_ready=run.begin_training,
-        on_step=lambda: run.sample("after a micro-batch"),
-        on_model=lambda model: run.sample("after the model"),
-    )
 
 
 def limit_memory(limit_bytes: int | None, total_bytes: int, index: int = 0) -> None:

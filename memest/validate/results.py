@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from memest.errors import PlanError
@@ -26,13 +27,10 @@ def append(path: Path, measurement: Measurement) -> None:
     Raises:
         PlanError: the file cannot be written.
     """
-    try:
-        with path.open("ab") as file:
-            file.write((measurement.to_json() + "\n").encode())
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise _unwritable(path, error.strerror or "") from error
+    with _writing(path), path.open("ab") as file:
+        file.write((measurement.to_json() + "\n").encode())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def drop_cut_line(path: Path) -> bool:
@@ -42,7 +40,7 @@ def drop_cut_line(path: Path) -> bool:
     Raises:
         PlanError: the file cannot be read or written.
     """
-    try:
+    with _writing(path):
         content = path.read_bytes()
         start = content.rstrip(b"\n").rfind(b"\n") + 1
         last = content[start:]
@@ -51,8 +49,6 @@ def drop_cut_line(path: Path) -> bool:
         with path.open("r+b") as file:
             file.truncate(start)
             os.fsync(file.fileno())
-    except OSError as error:
-        raise _unwritable(path, error.strerror or "") from error
     return True
 
 
@@ -64,15 +60,13 @@ def prepare(path: Path, *, resume: bool) -> list[Measurement]:
     Raises:
         PlanError: it cannot be written, holds something else, or holds results and `resume` is off.
     """
-    try:
+    with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError(21, "it is a folder")
         path.open("ab").close()
         if not path.stat().st_size:
             return []
-    except OSError as error:
-        raise _unwritable(path, error.strerror or "") from error
     if not resume:
         raise PlanError(
             f"`{path}` holds results already",
@@ -82,10 +76,8 @@ def prepare(path: Path, *, resume: bool) -> list[Measurement]:
     measured = read_measurements(path) if path.stat().st_size else []
     done = [m for m in measured if m.verdict is not Outcome.FAILED]
     if len(done) < len(measured):
-        try:
+        with _writing(path):
             write_whole(path, "".join(m.to_json() + "\n" for m in done))
-        except OSError as error:
-            raise _unwritable(path, error.strerror or "") from error
     return done
 
 
@@ -96,13 +88,11 @@ def sort(path: Path, labels: Sequence[str]) -> None:
         PlanError: the file cannot be read or written.
     """
     order = {label: number for number, label in enumerate(labels)}
-    try:
+    with _writing(path):
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         ordered = sorted(lines, key=lambda line: order.get(json.loads(line)["name"], -1))
         if ordered != lines:
             write_whole(path, "".join(ordered))
-    except OSError as error:
-        raise _unwritable(path, error.strerror or "") from error
 
 
 def is_done(plan: TrainingPlan, measured: list[Measurement]) -> bool:
@@ -139,10 +129,16 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
-def _unwritable(path: Path, why: str) -> PlanError:
-    return PlanError(
-        f"`{path}` cannot be written: {why}", hint="name another file with `--results`"
-    )
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Raise a `PlanError` for an error of the file in the block."""
+    try:
+        yield
+    except OSError as error:
+        raise PlanError(
+            f"`{path}` cannot be written: {error.strerror or ''}",
+            hint="name another file with `--results`",
+        ) from error
 
 
 SUITE_DIR = Path(__file__).with_name("suites")

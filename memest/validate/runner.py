@@ -237,8 +237,6 @@ class Runner:
     timeout_s: float
     options: RunOptions
     start: Callable[..., Child] | None
-    host_bytes: Callable[[TrainingPlan], int]
-    machine_bytes: int | None
 
 
 def detect_device() -> Device:
@@ -266,8 +264,6 @@ def validate(
     options: RunOptions | None = None,
     on_progress: Callable[[Progress], Any] = lambda progress: None,
     start: Callable[..., Child] | None = None,
-    host_bytes: Callable[[TrainingPlan], int] | None = None,
-    machine_bytes: int | None = None,
     engine: str = "local",
     workers: int | None = None,
 ) -> list[Measurement]:
@@ -286,8 +282,6 @@ def validate(
         options: weights and data.
         on_progress: called for each experiment while it runs and when it ends.
         start: starts an experiment; None forks, or spawns where a fork is not possible.
-        host_bytes: predicts a plan's host memory.
-        machine_bytes: the host's memory; None reads the machine's.
         engine: where the experiments run, as in `memest.engines`.
         workers: experiments at a time; None is one per GPU.
 
@@ -311,8 +305,6 @@ def validate(
         timeout_s=timeout_s,
         options=options,
         start=start or (None if engine == "local" else spawn_experiment),
-        host_bytes=host_bytes or predicted_host_bytes,
-        machine_bytes=machine_bytes,
     )
     table = _Table(results, plans, done, on_progress)
     ticking = _tick.set(table.tick)
@@ -320,9 +312,11 @@ def validate(
         for made, members in _parts(pending, engine, workers, device):
             with watched(table.hear):
                 made.map(
-                    partial(_measure, runner), members, died=partial(_died, runner),
+                    partial(_measure, runner),
+                    members,
+                    died=lambda plan, error: _unfinished(device, plan, str(error)),
                     label=lambda plan: plan.label,
-                )  # fmt: skip
+                )
     finally:
         _tick.reset(ticking)
     with suppress(OSError):  # it is not there, or has logs of failed runs
@@ -497,23 +491,16 @@ class _Table:
         )
 
 
-def _died(runner: Runner, plan: TrainingPlan, error: DiedError) -> Measurement:
-    return _unfinished(runner.device, plan, str(error))
-
-
-def _starter(plan: TrainingPlan, options: RunOptions) -> Callable[..., Child]:
-    """Return the function that starts an experiment from this process."""
-    can_fork = CAN_FORK and _import_all(plan, options) and _reaches_gpu_by_fork()
-    return fork_experiment if can_fork else spawn_experiment
-
-
 def _measure(runner: Runner, plan: TrainingPlan) -> Measurement:
     refusal = _refusal(runner, plan)
     if refusal:
         return _unfinished(runner.device, plan, f"{results_file.SKIPPED}{refusal}")
     log = _logs(runner.results) / f"{file_stem(plan.label)}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    start = runner.start or _starter(plan, runner.options)
+    start = runner.start
+    if start is None:
+        can_fork = CAN_FORK and _import_all(plan, runner.options) and _reaches_gpu_by_fork()
+        start = fork_experiment if can_fork else spawn_experiment
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="memest-") as folder:
         report = Path(folder, "report.json")
@@ -555,10 +542,10 @@ def _refusal(runner: Runner, plan: TrainingPlan) -> str:
     if missing:
         return f"it needs `{missing}` ({how_to_install(missing)})"
     try:
-        needed = runner.host_bytes(plan)
+        needed = predicted_host_bytes(plan)
     except MemestError:
         return ""  # what cannot be predicted can still be measured
-    machine_bytes = runner.machine_bytes or host_memory_bytes()
+    machine_bytes = host_memory_bytes()
     if needed <= machine_bytes:
         return ""
     return (

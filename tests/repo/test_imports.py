@@ -42,9 +42,6 @@ ESTIMATOR_FLOORS = [
 ]
 """The packages within the estimator, lowest first."""
 
-SCHEMA = {"kinds", "records", "reports", "run"}
-"""Files of `report` that hold the schema; the others write it, and are above the estimator."""
-
 ALLOWED = {
     ("report", "report_writers"),  # `print(prediction)` imports the writer when it is printed
 }
@@ -59,9 +56,9 @@ def parts_of(path: Path) -> list[str]:
 
 
 def room_of(parts: list[str]) -> str:
-    """Room of a module: its first part, or `report_writers`."""
+    """Room of a module: its first part, or `report_writers`, which are above the estimator."""
     writes = parts[0] == "report" and len(parts) > 1 and (PACKAGE / "report" / f"{parts[1]}.py")
-    return "report_writers" if writes and parts[1] not in SCHEMA and writes.exists() else parts[0]
+    return "report_writers" if writes and writes.exists() else parts[0]
 
 
 def floors_of(parts: list[str]) -> list[int]:

@@ -14,7 +14,7 @@ from memest.estimator.replay.simulated_plan import trace_plan
 from memest.estimator.search import advise
 from memest.estimator.search.advise import cheapest_change
 from memest.report import Outcome, Verdict
-from memest.report.answer import answer, moment, people, shares, summary_line, verdict_line
+from memest.report.answer import answer, moment, people, plain, shares, summary_line, verdict_line
 from memest.report.schedulers import NAMES, SCHEDULERS, DoesNotFitError, resource_lines
 from memest.report.text import render_text
 
@@ -36,7 +36,7 @@ def too_large() -> Prediction:
 
 
 def test_a_plan_that_fits_says_how_much_is_left() -> None:
-    line = verdict_line(FITS, "a100-80gb")
+    line = plain(verdict_line(FITS, "a100-80gb"))
 
     assert line == "fits a100-80gb: needs 28.00 GiB of 78.00 GiB usable, 50.00 GiB to spare"
 
@@ -44,7 +44,7 @@ def test_a_plan_that_fits_says_how_much_is_left() -> None:
 def test_a_tight_plan_says_what_drivers_differ_by() -> None:
     verdict = dataclasses.replace(FITS, margin_bytes=1 << 29, spread_bytes=1 << 30)
 
-    assert verdict_line(verdict, "a100-80gb") == (
+    assert plain(verdict_line(verdict, "a100-80gb")) == (
         "fits a100-80gb, but tight: needs 77.50 GiB of 78.00 GiB usable, 0.50 GiB to spare;"
         " drivers of it differ by 1.00 GiB"
     )
@@ -64,7 +64,7 @@ def test_a_no_names_a_change_that_fits_and_the_command_for_more(too_large: Predi
 
     assert change is not None
     assert predict(change.plan).verdict is Outcome.FITS
-    lines = answer(too_large, change=change)
+    lines = list(map(plain, answer(too_large, change=change)))
     assert any(line.startswith(f"would fit with {change.title}: ") for line in lines)
     more = [line for line in lines if line.startswith("more: ")]
     assert len(more) == 1

@@ -607,7 +607,7 @@ def test_a_forward_that_is_run_again_in_the_backward_takes_python_s_time() -> No
         layer = torch.nn.Linear(64, 64, device="cuda")
         x = torch.randn(8, 64, device="cuda", requires_grad=True)
         out = torch.utils.checkpoint.checkpoint(lambda: layer(x).tanh(), use_reentrant=False)
-        log = virtual._virtual.mode.work
+        log = virtual.virtual.mode.work
         log.restart()
         out.sum().backward()
         log.stepped()
@@ -624,7 +624,7 @@ def test_views_and_kernels_of_bitsandbytes_are_in_the_log() -> None:
         weight = torch.empty(128, 256, device="cuda", dtype=torch.bfloat16)
         packed, state = functional.quantize_4bit(weight, quant_type="nf4")
         functional.dequantize_4bit(packed, state).t()
-        log = virtual._virtual.mode.work
+        log = virtual.virtual.mode.work
         log.stepped()
 
     kinds = [log.works[event // NUM_HOSTS].kind for event in log.steps[0]]
@@ -639,7 +639,7 @@ def test_a_copy_of_pinned_memory_has_its_rate_even_if_the_host_waits() -> None:
         for source in (pinned, pageable):
             source.cuda()
         pinned.copy_(torch.empty(1000, device="cuda"))
-        log = virtual._virtual.mode.work
+        log = virtual.virtual.mode.work
         log.stepped()
 
     copies = [work.kind for work in log.works if work.kind.startswith("to_")]

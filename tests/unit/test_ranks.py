@@ -71,7 +71,7 @@ def run(tmp_path: Path) -> Callable[..., Measurement]:
         (measured,) = validate(
             [plan(name)], results=tmp_path / "results.jsonl", device=TWO_GPUS,
             start=partial(runner.fork_experiment, experiment=by_name),
-            host_bytes=lambda of: 0, machine_bytes=10**9, **options,
+            **options,
         )  # fmt: skip
         return measured
 

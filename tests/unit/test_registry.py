@@ -199,7 +199,7 @@ def test_a_missing_file_and_an_empty_folder_are_plan_errors(tmp_path: Path) -> N
 def test_a_file_that_is_not_text_is_a_plan_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00\x80")
 
-    with pytest.raises(PlanError, match="is not JSON"):
+    with pytest.raises(PlanError, match="is not text"):
         resolve_config(str(tmp_path))
 
 

@@ -30,7 +30,7 @@ from memest.validate import device as device_module
 from memest.validate import results, runner
 from memest.validate.device import Device
 from memest.validate.runner import Progress, finished_line, running_line, validate
-from tests.engine_tasks import experiment, no_bytes
+from tests.engine_tasks import experiment
 
 H200 = Device(
     name="NVIDIA H200", memory_bytes=143_155 << 20, capability=(9, 0), num_sms=132, driver="580.65"
@@ -78,8 +78,7 @@ fork = partial(runner.fork_experiment, experiment=by_name)
 def run(tmp_path: Path) -> Callable[..., list[Measurement]]:
     def run(rows: Any, **options: Any) -> list[Measurement]:
         options = {
-            "results": tmp_path / "results.jsonl", "device": H200, "start": fork,
-            "host_bytes": lambda of: 0, "machine_bytes": 10**9, **options,
+            "results": tmp_path / "results.jsonl", "device": H200, "start": fork, **options,
         }  # fmt: skip
         return validate(rows, **options)
 
@@ -241,14 +240,14 @@ def test_two_experiments_of_one_name_are_refused_before_any_runs(run: Run, tmp_p
     assert not (tmp_path / "results.jsonl").exists()
 
 
-def test_a_run_beyond_the_hosts_memory_is_refused_with_both_sizes(run: Run) -> None:
+def test_a_run_beyond_the_hosts_memory_is_refused_with_both_sizes(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     needs = {"fits": 2 * 2**30, "small": 2**30}
+    monkeypatch.setattr(runner, "predicted_host_bytes", lambda of: needs[of.name])
+    monkeypatch.setattr(runner, "host_memory_bytes", lambda: 3 * 2**29)
 
-    refused, small = run(
-        [plan("fits"), plan("small")],
-        host_bytes=lambda of: needs[of.name],
-        machine_bytes=3 * 2**29,
-    )
+    refused, small = run([plan("fits"), plan("small")])
 
     assert refused.verdict is Outcome.FAILED
     assert refused.note == (
@@ -321,7 +320,7 @@ def test_every_gpu_of_the_machine_measures_and_the_file_has_the_order_of_the_sui
     seen: list[Progress] = []
 
     found = run(
-        rows, device=replace(H200, num_devices=2), host_bytes=no_bytes, on_progress=seen.append,
+        rows, device=replace(H200, num_devices=2), on_progress=seen.append,
         start=partial(runner.fork_experiment, experiment=experiment),
     )  # fmt: skip
 
@@ -472,7 +471,6 @@ def test_a_kill_of_the_runner_loses_the_running_experiment_alone(tmp_path: Path)
         start = partial(runner.fork_experiment, experiment=experiment)
         validate(
             [plan("first"), plan("second")], results=path, device=H200, start=start,
-            host_bytes=lambda of: 0,
         )  # fmt: skip
         os._exit(0)
     deadline = time.monotonic() + 20
