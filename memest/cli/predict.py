@@ -106,16 +106,10 @@ def predict(
     elif suite is not None:
         text = render_suite(reports)
     else:
-        (report,) = reports
-        with shown("looking for what would fit"):
-            change = _cheapest(plans[0], report, trust_remote_code=how["trust_remote_code"])
-        text = render_text(
-            report,
-            change=change,
-            training=whole.of(report.plan) if whole.is_given else None,
-            colour=output is None and has_colour(),
-            verbose=verbose,
-        )
+        change = _cheapest(plans[0], reports[0], how["trust_remote_code"])
+        training = whole.of(reports[0].plan) if whole.is_given else None
+        looks = {"colour": output is None and has_colour(), "verbose": verbose}
+        text = render_text(reports[0], change=change, training=training, **looks)
         text = folded(text) if output is None else text
     print_or_write(text, output)
     for error in (named(*each) for each in failed):
@@ -136,7 +130,7 @@ def _short(report: Prediction, emit: str | None) -> str:
     return "\n".join(summary_line(report, gpu) for gpu in gpus)
 
 
-def _cheapest(plan: TrainingPlan, report: Prediction, *, trust_remote_code: bool) -> Option | None:
+def _cheapest(plan: TrainingPlan, report: Prediction, trust_remote_code: bool) -> Option | None:
     """Return the cheapest change with which a plan fits, if it is found quickly."""
     verdict = report.verdicts.get(report.gpu)
     if verdict is None or verdict.verdict != "oom":
@@ -144,7 +138,8 @@ def _cheapest(plan: TrainingPlan, report: Prediction, *, trust_remote_code: bool
     from memest.estimator.search.advise import cheapest_change
 
     gpu = custom_gpu(plan.gpu_memory) if plan.gpu_memory and not plan.gpu else report.gpu
-    return cheapest_change(plan, gpu, report, trust_remote_code=trust_remote_code)
+    with shown("looking for what would fit"):
+        return cheapest_change(plan, gpu, report, trust_remote_code=trust_remote_code)
 
 
 def write_files(

@@ -15,7 +15,6 @@ from typing import Any
 
 from memest.loops.probe import PhaseRecorder
 from memest.plan import TrainingPlan
-from memest.plan.values import IN_PLACE
 
 SEED = 20
 
@@ -135,7 +134,7 @@ def run_job(job: Job) -> None:
 
 def _build_model(job: Job, config: Any) -> Any:
     """Build the plan's model on the device, ready to train and described."""
-    from memest.loops import data, quantize
+    from memest.loops import data
     from memest.models_meta.assemble import assemble, describe_model, trained_parameters
     from memest.models_meta.sharding import stop_caching
 
@@ -148,7 +147,6 @@ def _build_model(job: Job, config: Any) -> Any:
         device=job.where,
         load=load if plan.loads_quantized or not is_random else None,
         initialise=data.initialise if is_random and not plan.loads_quantized else None,
-        quantize=quantize.quantize_as_planned if plan.quant_load == IN_PLACE else None,
     )
     job.notes.extend(assembled.notes)
     model = assembled.module

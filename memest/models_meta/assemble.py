@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from memest.errors import PlanError, UnsupportedError
-from memest.models_meta.adapters import apply_lora, linear_names
 from memest.models_meta.batch import num_image_tokens, unwrapped
 from memest.models_meta.build import (
     BuiltModel,
@@ -24,7 +23,12 @@ from memest.models_meta.build import (
     set_tied_embeddings,
 )
 from memest.models_meta.flash_attention import mark_quantized
-from memest.models_meta.quantized import layers_to_quantize, skipped_modules
+from memest.models_meta.quantized import (
+    compute_dtype,
+    layers_to_quantize,
+    quantize_in_place,
+    skipped_modules,
+)
 from memest.models_meta.registry import ModelConfig
 from memest.plan import TrainingPlan
 from memest.plan.values import ALL_LINEAR, FLASH_ATTENTION_2, IN_PLACE
@@ -50,7 +54,6 @@ def assemble(
     device: torch.device | str,
     load: Callable[[BuiltModel], nn.Module] | None = None,
     initialise: Callable[[nn.Module], Any] | None = None,
-    quantize: Callable[[nn.Module, TrainingPlan], Any] | None = None,
 ) -> Assembled:
     """Assemble the module as Lightning trains it.
 
@@ -61,7 +64,6 @@ def assemble(
         load: loads the module that is built on meta, quantised if the plan quantises while
             loading; None builds it on `device`.
         initialise: sets the weights before anything is derived from them.
-        quantize: replaces the linear layers in place, for QLoRA.
 
     Raises:
         MemestError: the model class, the adapters or the patterns do not go together.
@@ -80,8 +82,8 @@ def assemble(
         set_tied_embeddings(model, plan.tie_word_embeddings)
     if initialise is not None:
         initialise(model)
-    if quantize is not None:
-        quantize(model, plan)
+    if plan.quant_load == IN_PLACE:
+        quantize_in_place(model, plan)
         mark_quantized(model)
     if plan.use_qlora:
         _prepare_for_kbit_training(model, plan)
@@ -153,11 +155,6 @@ def load_dtype(plan: TrainingPlan, config: ModelConfig) -> torch.dtype:
     return config.saved_dtype
 
 
-def compute_dtype(plan: TrainingPlan) -> torch.dtype:
-    """Return the dtype in which a 4-bit layer multiplies (`bnb_4bit_compute_dtype`)."""
-    return torch.float16 if plan.precision.startswith("16") else torch.bfloat16
-
-
 def sequence_length(plan: TrainingPlan, config: ModelConfig) -> int:
     """Return tokens per sample: the plan's, or the modality's default cut to the model's positions.
 
@@ -218,6 +215,77 @@ def _enable_checkpointing(model: Any, plan: TrainingPlan) -> None:
             f"`act_ckpt` is not offered by `{plan.model_name}`: {error}",
             hint="leave `act_ckpt` out",
         ) from error
+
+
+def apply_lora(
+    model: nn.Module, plan: TrainingPlan, target_modules: Sequence[str] | str | None
+) -> nn.Module:
+    """Put the plan's LoRA adapters on the targets of `model`, freeze everything else, and return
+    the `PeftModel`.
+
+    peft casts 16-bit adapters to fp32 (`autocast_adapter_dtype`). Adapter layers cast their input
+    to fp32 and cast their sum back. A later cast of the model to 16 bits also casts the adapters.
+
+    Args:
+        model: quantised or not.
+        plan: rank, scale, dropout and other options of the adapters.
+        target_modules: the last parts of module names, a regular expression of whole names,
+            `all-linear`, or None for peft's default for the model's type.
+
+    Raises:
+        PlanError: nothing matches `target_modules`, or a match cannot carry an adapter.
+    """
+    from peft import LoraConfig, get_peft_model  # takes a second
+
+    targets = target_modules if isinstance(target_modules, str | None) else list(target_modules)
+    config = LoraConfig(
+        r=plan.lora_r,
+        lora_alpha=int(plan.lora_alpha),
+        lora_dropout=plan.lora_dropout,
+        target_modules=targets,
+        bias=plan.lora_bias,  # type: ignore[arg-type]
+        modules_to_save=list(plan.lora_modules_to_save) or None,
+        use_rslora=plan.use_rslora,
+        use_dora=plan.use_dora,
+    )
+    try:
+        adapted = get_peft_model(model, config)
+    except ValueError as error:
+        names = linear_names(model)
+        wanted = f"`{targets}`" if isinstance(targets, str | None) else _quoted(targets)
+        raise PlanError(
+            f"`lora_target_modules` {wanted} does not fit `{type(model).__name__}`: {error}",
+            hint=f"its linear layers are called {_quoted(names) or 'nothing: it has none'}",
+        ) from error
+    _check_saved(adapted, plan.lora_modules_to_save)
+    return adapted
+
+
+def _check_saved(adapted: nn.Module, names: Sequence[str]) -> None:
+    """Raise for names in `modules_to_save` that no module has; peft ignores them."""
+    from peft.utils import ModulesToSaveWrapper
+
+    saved = [n for n, m in adapted.named_modules() if isinstance(m, ModulesToSaveWrapper)]
+    for name in names:
+        if not any(path == name or path.endswith(f".{name}") for path in saved):
+            raise PlanError(
+                f"`lora_modules_to_save` names `{name}`, which the model does not have",
+                hint="give the last parts of names of modules, such as `lm_head`",
+            )
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """Return the distinct last parts of the names of the linear layers in `model`, in order."""
+    names = (
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    )
+    return list(dict.fromkeys(names))
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def lora_targets(model: Any) -> Sequence[str] | None:

@@ -95,7 +95,7 @@ def peak(plan_json: str, device: str) -> dict[str, int]:
     plan = TrainingPlan.from_dict(json.loads(plan_json))
     config = resolve_config(plan.model_name)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    model = assemble(plan, config, quantize=lambda _: None, device="meta").module
+    model = assemble(plan, config, device="meta").module
     with mode:
         _move(model, device)
     batch = make_batch(

@@ -14,8 +14,8 @@ from torch import nn
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.virtual_gpu import VirtualGpu
-from memest.loops.quantize import quantize
-from memest.models_meta.adapters import apply_lora, linear_names
+from memest.models_meta.assemble import apply_lora, linear_names
+from memest.models_meta.quantized import quantize
 from memest.plan import TrainingPlan
 from tests.requested import WORKSPACE, Requests
 

@@ -20,8 +20,8 @@ from memest.estimator.predict import predict
 from memest.estimator.virtual_gpu import VirtualGpu
 from memest.loops.job import Job, Listener, _build_model
 from memest.loops.probe import CudaMemory, PhaseRecorder
-from memest.loops.quantize import quant_state_tensors, quantize
 from memest.models_meta.assemble import _prepare_for_kbit_training
+from memest.models_meta.quantized import quant_state_tensors, quantize
 from memest.models_meta.registry import resolve_config
 from memest.plan import TrainingPlan
 from memest.report import read_measurements

@@ -40,10 +40,9 @@ from memest.estimator.torch_api.distributed.ddp import NotFinished
 from memest.estimator.virtual_gpu import GRADS_LIVE_ON, VirtualGpu
 from memest.loops.job import Job, Listener, RunOptions, run_job
 from memest.loops.probe import CudaMemory, PhaseRecorder
-from memest.loops.quantize import quant_state_tensors
 from memest.models_meta.assemble import sequence_length
 from memest.models_meta.geometry import LayerGeometry, layer_geometry
-from memest.models_meta.quantized import ASSUMPTION
+from memest.models_meta.quantized import ASSUMPTION, quant_state_tensors
 from memest.models_meta.registry import ModelConfig, quiet_transformers, resolve_config
 from memest.plan import TrainingPlan
 from memest.plan.values import FLASH_ATTENTION_2
