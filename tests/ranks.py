@@ -17,11 +17,11 @@ from memest.estimator.replay import virtual_run
 from memest.estimator.replay.program import Program
 from memest.estimator.tensors.storages import RETURNED, MemKind
 from memest.estimator.virtual_gpu import VirtualGpu
-from memest.loops.job import Job, Listener
+from memest.loops.data import Feed
+from memest.loops.job import Job, Listener, Task
 from memest.loops.lightning import fit
 from memest.loops.optimizers import make_optimizer
 from memest.loops.probe import CudaMemory
-from memest.loops.task import Task
 from memest.plan import TrainingPlan
 from memest.report import Phase
 
@@ -92,15 +92,15 @@ def run_rank(
         def optimizer() -> torch.optim.Optimizer:
             return make_optimizer(plan, [p for p in model.parameters() if p.requires_grad])
 
-        task = Task(
-            plan=plan,
-            model=model,
-            make_optimizer=optimizer,
+        feed = Feed(
             batches=[{"x": x}],
             val_batches=[],
-            recorder=recorder,
+            loss_output="loss",
+            seq_len=0,
+            padded=False,
+            image_size=None,
         )
-        fit(task, job)
+        fit(Task(job, model, optimizer, feed))
     return virtual_run._program(watch)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from memest import plots
 from memest.cli.files import given_only, make_folder, read_plans, with_gpus
 from memest.cli.group import main
 from memest.cli.options import (
@@ -80,10 +81,8 @@ class Pictures:
 
     def save(self, figure: Any, name: str, data: Sequence[dict[str, Any]]) -> None:
         """Write the pictures of `figure`, then `data` as JSON Lines; print the paths."""
-        from memest.plots import retitle, save
-
         path = self.folder / name
-        pictures = save(retitle(figure, self.title), path, self.formats)
+        pictures = plots.save(plots.retitle(figure, self.title), path, self.formats)
         data_file = path.with_name(f"{name}.jsonl")
         write_output(data_file, "".join(json.dumps(row) + "\n" for row in data))
         if click.get_current_context().meta.get(JSON_FILES):
@@ -99,9 +98,7 @@ def chart_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(command)
     def run(*, out: Path, formats: str, dark: bool, title: str, **rest: Any) -> Any:
-        from memest.plots import parse_formats
-
-        return command(pictures=Pictures(out, parse_formats(formats), dark, title), **rest)
+        return command(pictures=Pictures(out, plots.parse_formats(formats), dark, title), **rest)
 
     return _CHART_OPTIONS(run)
 
@@ -141,15 +138,11 @@ def lab(
     memest chart lab --suite lab-h100 --format png,svg,pdf --dark
     memest chart lab --suite experiments.yaml --gpu rtx-4090 --gpu a100-80gb
     """
-    from memest.plots import gpu_label
-
     path = find_suite(suite)
     names = list(gpu) or _own_gpus(path)
-    limits = {gpu_label(name): find_gpu(name).limit_bytes for name in names}
+    limits = {plots.gpu_label(name): find_gpu(name).limit_bytes for name in names}
     plans = read_suite(path, {"gpu": names})
     make_folder(pictures.folder)
-    from memest.plots import plot_ladder, plot_trade_off
-
     with shown():
         found = predict_kept(plans, pictures.folder / path.stem, is_resumed=resume, jobs=jobs)
     predicted, failed = apart(plans, found)
@@ -159,12 +152,12 @@ def lab(
         raise PlanError(f"`{suite}` has no plan that can be drawn", hint="name another suite")
     reports = [report for _, report in predicted]
     if has_time:
-        figure = plot_trade_off(reports, gpu=names[0], dark=pictures.dark)
+        figure = plots.plot_trade_off(reports, gpu=names[0], dark=pictures.dark)
         pictures.save(figure, f"{path.stem}-time", [report.to_dict() for report in reports])
         return
     with shown("what the others would need", with_results=False):
         unlimited = _needs(predicted, jobs)
-    figure = plot_ladder(
+    figure = plots.plot_ladder(
         reports, limits=limits, dark=pictures.dark, unlimited=unlimited, suite=path.stem
     )
     pictures.save(figure, path.stem, [report.to_dict() for report in reports])
@@ -205,13 +198,14 @@ def phases(config: Path | None, suite: Path | None, pictures: Pictures, **flags:
     """
     plans = [with_gpus(plan, CHART_GPU) for plan in read_plans(config, suite, given_only(flags))]
     make_folder(pictures.folder)
-    from memest.plots import plot_phases
     from memest.report.page import limit_of
 
     with shown():
         reports = predict_all(plans)
     for stem, report in zip(_stems("phases", plans), reports, strict=True):
-        figure = plot_phases(report, None, gpu_limit_bytes=limit_of(report), dark=pictures.dark)
+        figure = plots.plot_phases(
+            report, None, gpu_limit_bytes=limit_of(report), dark=pictures.dark
+        )
         pictures.save(figure, stem, [report.to_dict()])
 
 
@@ -237,13 +231,11 @@ def timeline(
                 hint="the first is 1; `--steps` simulates more",
             )
     make_folder(pictures.folder)
-    from memest.plots import plot_timeline
-
     for stem, plan in zip(_stems("timeline", plans), plans, strict=True):
         with shown(plan.label):
             recording, known = record_plan(plan), predict(plan).plan
         line = timeline_of(recording, None if step is None else step - 1)
-        figure = plot_timeline(
+        figure = plots.plot_timeline(
             line,
             name=plan.label,
             gpu=recording.gpu,
@@ -279,7 +271,6 @@ def batches(
     plans = [TrainingPlan.from_dict({"model_name": m, **given_only(flags)}) for m in models]
     make_folder(pictures.folder)
     from memest.estimator.search.techniques import largest_of_all
-    from memest.plots import plot_largest_batch
 
     table: dict[str, dict[str, int | None]] = {}
     data = []
@@ -293,7 +284,7 @@ def batches(
             data.append({"model_name": plan.model_name, **row.to_dict()})
     length = plans[0].seq_len
     said = [f"{length} tokens" if length else "each model's default tokens"]
-    figure = plot_largest_batch(table, gpu=target.name, dark=pictures.dark, said=said)
+    figure = plots.plot_largest_batch(table, gpu=target.name, dark=pictures.dark, said=said)
     pictures.save(figure, "batches", data)
 
 
@@ -336,10 +327,8 @@ def sweep_chart(
     make_folder(pictures.folder)
     with shown():
         rows = rows or sweep_grid(points, jobs=jobs, trust_remote_code=trust_remote_code)
-    from memest.plots.heatmap import plot_fits
-
     table = fits_table(rows, across)
-    figure = plot_fits(
+    figure = plots.plot_fits(
         table.verdicts,
         across=table.across,
         gpu=", ".join(table.gpus),
@@ -378,8 +367,6 @@ def ranks_chart(report: Path, pictures: Pictures) -> None:
     memest run --nproc-per-node 8 --nnodes 8 --json run.json train.py
     memest chart ranks run.json
     """
-    from memest.plots import plot_ranks
-
     found = [each for each in read_reports(report) if each.ranks and isinstance(each, RunReport)]
     if not found:
         raise PlanError(
@@ -387,7 +374,7 @@ def ranks_chart(report: Path, pictures: Pictures) -> None:
         )
     make_folder(pictures.folder)
     limit = find_gpu(found[0].gpu).memory_bytes
-    figure = plot_ranks(found[0], limit_bytes=limit, dark=pictures.dark)
+    figure = plots.plot_ranks(found[0], limit_bytes=limit, dark=pictures.dark)
     pictures.save(figure, "ranks", [asdict(row) for row in found[0].ranks])
 
 
@@ -408,11 +395,9 @@ def validate_chart(results: tuple[Path, ...], jobs: int | None, pictures: Pictur
         click.echo(f"not compared: {line}", err=True)
     plans = [plan_of(m) for m in measured]
     make_folder(pictures.folder)
-    from memest.plots import plot_scatter
-
     with shown():
         pairs = list(zip(predict_all(plans, jobs=jobs), measured, strict=True))
-    figure = plot_scatter(pairs, dark=pictures.dark)
+    figure = plots.plot_scatter(pairs, dark=pictures.dark)
     data = [report.to_dict() for pair in pairs for report in pair]
     pictures.save(figure, "validate", data)
 
@@ -494,13 +479,11 @@ def scaling(
     for line in lines:
         for note in line.notes:
             click.echo(f"{line.strategy}: {note}", err=True)
-    from memest.plots import plot_scaling, plot_scaling_bars
-
     rows = [row for line in lines for row in line.to_dicts()]
-    pictures.save(plot_scaling(lines, dark=pictures.dark), "scaling", rows)
+    pictures.save(plots.plot_scaling(lines, dark=pictures.dark), "scaling", rows)
     line = next(line for line in lines if line.strategy == chosen)
     if line.reports:
-        figure = plot_scaling_bars(line, dark=pictures.dark)
+        figure = plots.plot_scaling_bars(line, dark=pictures.dark)
         pictures.save(figure, f"scaling-{chosen}", line.to_dicts())
 
 
@@ -547,12 +530,11 @@ def fragmentation(
     plan = with_gpus(read_plans(config, None, given_only(flags))[0], CHART_GPU)
     make_folder(pictures.folder)
     from memest.estimator.search.growth import SETTINGS, growths
-    from memest.plots import plot_fragmentation
 
     chosen = tuple("" if text == "default" else text for text in settings) or SETTINGS
     with shown(plan.label):
         report, runs = growths(plan, chosen)
     limit = usable_bytes(plan, target_gpus(plan)[0])
-    figure = plot_fragmentation(report, runs, gpu_limit_bytes=limit, dark=pictures.dark)
+    figure = plots.plot_fragmentation(report, runs, gpu_limit_bytes=limit, dark=pictures.dark)
     rows = [row for run in runs for row in run.rows()]
     pictures.save(figure, "fragmentation", rows)

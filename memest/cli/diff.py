@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from memest import plots
 from memest.cli.files import make_folder, print_or_write
 from memest.cli.group import fail, main
 from memest.cli.options import OUT, PATH, jobs_option
@@ -170,13 +171,13 @@ def compare(
 
 def _draw_comparisons(comparisons: Sequence[Comparison], folder: Path) -> None:
     """The scatter of all runs, and the phases of each."""
-    from memest.plots import plot_phases, plot_scatter, save
-
     make_folder(folder)
     pairs = [(c.predicted, c.measured) for c in comparisons]
-    save(plot_scatter(pairs), folder / "scatter")
+    plots.save(plots.plot_scatter(pairs), folder / "scatter")
     for comparison in comparisons:
         predicted, measured = comparison.predicted, comparison.measured
         limit = predicted.verdicts[predicted.gpu].limit_bytes
         name = re.sub(r"[^A-Za-z0-9.=+-]+", "-", comparison.name)
-        save(plot_phases(predicted, measured, gpu_limit_bytes=limit), folder / f"phases-{name}")
+        plots.save(
+            plots.plot_phases(predicted, measured, gpu_limit_bytes=limit), folder / f"phases-{name}"
+        )

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from memest.errors import MemestError, PlanError
-from memest.loops.task import Inputs
 from memest.models_meta.assemble import input_dtype, sequence_length
 from memest.models_meta.batch import Batch, make_batch
 from memest.models_meta.build import BuiltModel
@@ -30,13 +29,21 @@ _POOL_NUMEL = 1 << 20
 """Random numbers of the weights on the host; longer weights repeat them."""
 
 
+Inputs = dict[str, Any]
+"""Keyword arguments of a forward, on the host."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Feed:
     """Micro-batches of a run, on the host, and their sizes."""
 
     batches: Sequence[Inputs]
+    """Batches used in turn, over and over."""
+
     val_batches: Sequence[Inputs]
     loss_output: str
+    """Output to differentiate."""
+
     seq_len: int
     padded: bool
     image_size: int | None

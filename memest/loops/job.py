@@ -11,10 +11,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memest.loops.probe import PhaseRecorder
 from memest.plan import TrainingPlan
+
+if TYPE_CHECKING:
+    from memest.loops.data import Feed, Inputs
 
 SEED = 20
 
@@ -87,6 +90,28 @@ class Job:
     """Notes about the data, such as an ignored image size."""
 
 
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A job's fine-tune, ready for any loop."""
+
+    job: Job
+    model: Any
+    """Module on the device, in training mode."""
+
+    make_optimizer: Callable[[], Any]
+    """Called after a strategy has divided the model."""
+
+    feed: Feed
+
+    def batch(self, number: int) -> Inputs:
+        """Return the micro-batch of this number."""
+        return self.feed.batches[number % len(self.feed.batches)]
+
+    def val_batch(self, number: int) -> Inputs:
+        """Return the validation micro-batch of this number."""
+        return self.feed.val_batches[number % len(self.feed.val_batches)]
+
+
 def run_job(job: Job) -> None:
     """Build the model of `job.plan`, and train it for the plan's steps.
 
@@ -96,7 +121,6 @@ def run_job(job: Job) -> None:
     import torch
 
     from memest.loops import data
-    from memest.loops.task import Task
     from memest.models_meta.registry import resolve_config
 
     plan, options = job.plan, job.options
@@ -114,22 +138,14 @@ def run_job(job: Job) -> None:
     if not plan.is_distributed:  # made now: what it allocates at once is not a step's
         made = make_optimizer()
         make_optimizer = partial(lambda optimizer: optimizer, made)
-    task = Task(
-        plan=plan,
-        model=model,
-        make_optimizer=make_optimizer,
-        batches=feed.batches,
-        val_batches=feed.val_batches,
-        recorder=job.recorder,
-        loss_output=feed.loss_output,
-    )
+    task = Task(job, model, make_optimizer, feed)
     del model, feed, make_optimizer
     job.listener.on_model(task.model)
     gc.collect()
     if job.accelerator == "gpu":
         torch.cuda.empty_cache()
     job.recorder.start()
-    import_module(f"memest.loops.{plan.loop}").fit(task, job)
+    import_module(f"memest.loops.{plan.loop}").fit(task)
 
 
 def _build_model(job: Job, config: Any) -> Any:

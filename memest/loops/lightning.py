@@ -16,9 +16,9 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from memest.loops.job import Job, Listener
+from memest.loops.data import Inputs
+from memest.loops.job import Listener, Task
 from memest.loops.strategies import make_strategy, shard_model
-from memest.loops.task import Inputs, Task
 from memest.models_meta.assemble import loss_of
 from memest.report import Phase
 
@@ -38,7 +38,7 @@ class FineTune(L.LightningModule):
         self._task = task
 
     def _record(self, phase: Phase) -> None:
-        self._task.recorder.record(phase, self.trainer.model, self.trainer.optimizers[0])
+        self._task.job.recorder.record(phase, self.trainer.model, self.trainer.optimizers[0])
 
     def cpu(self) -> Any:
         """Return the module unmoved: Lightning's move to the host at the end is not needed."""
@@ -55,12 +55,12 @@ class FineTune(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss of the next micro-batch; `batch` is its number."""
         inputs = self._task.batch(batch_idx)
-        return loss_of(self.model, self._moved(inputs), self._task.loss_output)
+        return loss_of(self.model, self._moved(inputs), self._task.feed.loss_output)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Compute the loss of the next validation micro-batch."""
         inputs = self._task.val_batch(batch_idx)
-        loss_of(self.model, self._moved(inputs), self._task.loss_output)
+        loss_of(self.model, self._moved(inputs), self._task.feed.loss_output)
 
     def on_validation_end(self) -> None:
         """Record the phase when the module trains again."""
@@ -80,7 +80,7 @@ class FineTune(L.LightningModule):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Step, then record the last phase of it."""
         super().optimizer_step(*args, **kwargs)
-        if self._task.recorder.is_last_micro_batch:
+        if self._task.job.recorder.is_last_micro_batch:
             self._record(Phase.AFTER_OPTIMIZER_STEP)
 
 
@@ -89,7 +89,7 @@ class ShardedFineTune(FineTune):
 
     def configure_model(self) -> None:
         """Divide the model over the mesh of the strategy."""
-        shard_model(self.model, self._task.plan, self.device_mesh)
+        shard_model(self.model, self._task.job.plan, self.device_mesh)
 
 
 class _Messenger(Callback):
@@ -141,12 +141,12 @@ class OneProcess(LightningEnvironment):
         return self._host
 
 
-def fit(task: Task, job: Job) -> None:
+def fit(task: Task) -> None:
     """Train for the plan's steps; a listener that does not return skips the teardown.
 
     Every rank gets the same micro-batches.
     """
-    plan = job.plan
+    job, plan = task.job, task.job.plan
     kind = ShardedFineTune if plan.strategy == "fsdp2" else FineTune
     module = kind(task)
     num_batches = plan.steps * plan.accumulate_grad_batches

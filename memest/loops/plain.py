@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memest.loops.job import Job
-from memest.loops.task import Inputs, Task
+from memest.loops.data import Inputs
+from memest.loops.job import Task
 from memest.models_meta.assemble import half_dtype, loss_of
 from memest.report import Phase
 
 
-def fit(task: Task, job: Job) -> None:
+def fit(task: Task) -> None:
     """Train for the plan's steps, and validate as often as it specifies."""
-    loop = _Loop(task, job)
+    loop, job = _Loop(task), task.job
     job.listener.on_ready()
     number = 0
     for _ in range(job.plan.steps):
@@ -32,9 +32,9 @@ def fit(task: Task, job: Job) -> None:
 
 
 class _Loop:
-    def __init__(self, task: Task, job: Job) -> None:
-        self.task, self.plan, self.where = task, job.plan, job.where
-        self.device_type = torch.device(job.where).type
+    def __init__(self, task: Task) -> None:
+        self.task, self.plan, self.where = task, task.job.plan, task.job.where
+        self.device_type = torch.device(self.where).type
         self.model, self.optimizer = task.model, task.make_optimizer()
         self.scaler = torch.amp.GradScaler(
             self.device_type, enabled=self.plan.precision == "16-mixed"
@@ -45,7 +45,7 @@ class _Loop:
         self._record(Phase.BEFORE_FORWARD)
         inputs = self._moved(self.task.batch(number))
         with self._autocast():
-            loss = loss_of(self.model, inputs, self.task.loss_output)
+            loss = loss_of(self.model, inputs, self.task.feed.loss_output)
         loss = loss / self.plan.accumulate_grad_batches
         self._record(Phase.AFTER_FORWARD)
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
@@ -74,7 +74,7 @@ class _Loop:
         for number in range(self.plan.limit_val_batches):
             inputs = self._moved(self.task.val_batch(number))
             with self._autocast():
-                loss_of(self.model, inputs, self.task.loss_output)
+                loss_of(self.model, inputs, self.task.feed.loss_output)
         self.model.train()
         self._record(Phase.AFTER_VALIDATION)
 
@@ -87,4 +87,4 @@ class _Loop:
         return {k: v.to(self.where) if isinstance(v, Tensor) else v for k, v in inputs.items()}
 
     def _record(self, phase: Phase) -> None:
-        self.task.recorder.record(phase, self.model, self.optimizer)
+        self.task.job.recorder.record(phase, self.model, self.optimizer)

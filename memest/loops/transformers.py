@@ -14,25 +14,24 @@ from accelerate.utils import send_to_device  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from memest.loops.job import Job
+from memest.loops.data import Inputs
+from memest.loops.job import Task
 from memest.loops.optimizers import LEARNING_RATE
-from memest.loops.task import Inputs, Task
 from memest.models_meta.assemble import loss_of
 from memest.plan import TrainingPlan
 from memest.plan.optimizers import OPTIMIZERS
 from memest.report import Phase
 
 
-def fit(task: Task, job: Job) -> None:
+def fit(task: Task) -> None:
     """Train for the plan's steps, and evaluate as often as it specifies."""
-    plan = job.plan
+    plan = task.job.plan
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(**_arguments(plan, folder))
         # as in a user's script the Trainer makes the optimizer, in groups with and without decay
         own = None if "optim" in _optimizer(plan) else task.make_optimizer()
         trainer = ProbedTrainer(
             task,
-            job,
             model=task.model,
             args=arguments,
             train_dataset=_Numbers(plan.steps * plan.accumulate_grad_batches),
@@ -59,8 +58,8 @@ class _Numbers(torch.utils.data.Dataset[int]):
 class ProbedTrainer(Trainer):
     """Trainer that takes the batches of `task` and records memory."""
 
-    def __init__(self, task: Task, job: Job, **options: Any) -> None:
-        self.task, self.listener, self.num_ahead = task, job.listener, job.num_ahead
+    def __init__(self, task: Task, **options: Any) -> None:
+        self.task, self.listener, self.num_ahead = task, task.job.listener, task.job.num_ahead
         super().__init__(**options)
         self.add_callback(_Messenger(self))
 
@@ -95,14 +94,14 @@ class ProbedTrainer(Trainer):
         num_items_in_batch: Any = None,
     ) -> Any:
         """Return the plan's loss."""
-        loss = loss_of(model, inputs, self.task.loss_output)
+        loss = loss_of(model, inputs, self.task.feed.loss_output)
         if model.training:
             self.record(Phase.AFTER_FORWARD)
         return (loss, {"loss": loss}) if return_outputs else loss
 
     def record(self, phase: Phase) -> None:
         """Record the memory."""
-        self.task.recorder.record(phase, self.model, self.optimizer)
+        self.task.job.recorder.record(phase, self.model, self.optimizer)
 
 
 class _Messenger(TrainerCallback):

@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from memest import plots
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.replay.recording import Recording
 from memest.report import HeldRow, Prediction, RunReport, SimulatedReport, Term, Verdict
@@ -167,11 +168,9 @@ def _step(report: SimulatedReport, recording: Recording) -> list[str]:
 
 
 def _of_plan(report: Prediction) -> list[str]:
-    from memest.plots import plot_phases
-
     limit = limit_of(report)
     drawn = chart(
-        lambda dark: plot_phases(report, None, gpu_limit_bytes=limit, dark=dark),
+        lambda dark: plots.plot_phases(report, None, gpu_limit_bytes=limit, dark=dark),
         "params, grads, optimizer and activations at the four phases of a step",
     )
     return ["<h2>At the four phases</h2>", drawn, html_table(phase_rows(report), text=1)]
@@ -263,9 +262,7 @@ def changed_table(name: str, rows: Sequence[Change]) -> str:
 
 
 def _many(reports: Sequence[Prediction]) -> str:
-    from memest.plots import gpu_label, plot_ladder
-
-    limits = {gpu_label(n): v.limit_bytes for r in reports for n, v in r.verdicts.items()}
+    limits = {plots.gpu_label(n): v.limit_bytes for r in reports for n, v in r.verdicts.items()}
     details = [
         f"<details><summary>{escape(report.name)} &middot; {_gib(report.peak_allocated_bytes)} GiB"
         f"</summary>{_facts(report)}{_stack(report)}{_terms(report)}{_assumed(report)}</details>"
@@ -278,7 +275,7 @@ def _many(reports: Sequence[Prediction]) -> str:
             html_table(_suite_rows(reports), text=1),
             "<h2>Against the GPUs</h2>",
             chart(
-                lambda dark: plot_ladder(reports, limits=limits, dark=dark),
+                lambda dark: plots.plot_ladder(reports, limits=limits, dark=dark),
                 "every experiment a bar at its peak, against the lines of the GPUs",
             ),
             "<h2>Each experiment</h2>",
@@ -391,10 +388,9 @@ def html_table(rows: Iterable[Sequence[str]], *, text: int, notes: bool = False)
 
 def chart(draw: Callable[[bool], Any], words: str) -> str:
     """A chart for light and for dark screens; what is not shown is not decoded either."""
-    from memest.plots import svg_text
-
     light, dark = (
-        "data:image/svg+xml;base64," + base64.b64encode(svg_text(draw(is_dark)).encode()).decode()
+        "data:image/svg+xml;base64,"
+        + base64.b64encode(plots.svg_text(draw(is_dark)).encode()).decode()
         for is_dark in (False, True)
     )
     return (
