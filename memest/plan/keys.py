@@ -19,10 +19,6 @@ from memest.units import GIB, parse_bytes
 if TYPE_CHECKING:
     from memest.plan.training_plan import TrainingPlan
 
-PLAN, TRAINING, INPUTS = "Plan", "Training", "Inputs"
-ADAPTERS, SEVERAL, GPUS = "Adapters and quantisation", "Several GPUs and offload", "GPUs"
-"""Sections of `--help` and of docs/plan.md."""
-
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -45,10 +41,6 @@ def whole(low: int, high: int, more: str = "") -> Bounds:
     return Bounds(low, high, f"give a whole number from {low} to {high}{more}")
 
 
-FROM_0 = Bounds(0, float("inf"), "give a number from 0 on", without_high=True)
-SIZE = Bounds(0, float("inf"), "write it as `78.4GiB`", without_low=True)
-
-
 @dataclass(frozen=True, slots=True)
 class Need:
     """Condition without which a key may only have its default."""
@@ -68,31 +60,6 @@ def of_strategy(is_met: Callable[[TrainingPlan], bool], where: str, only_of: str
     return Need(is_met, error, f"it is read by {where}", only_of)
 
 
-WITH_ADAPTERS = Need(
-    lambda plan: plan.uses_adapters, "`{key}` is given for a full fine-tune",
-    "add `use_lora: true` (`--lora`) or leave it out",
-)  # fmt: skip
-WITH_QLORA = Need(
-    lambda plan: plan.use_qlora, "`{key}` is given without QLoRA",
-    "add `use_qlora: true` (`--qlora`)",
-)  # fmt: skip
-WITH_QLORA_OR_ACT_CKPT = dataclasses.replace(
-    WITH_QLORA, hint=f"{WITH_QLORA.hint}; without it `act_ckpt` checkpoints"
-)
-WITH_VALIDATION = Need(
-    lambda plan: plan.validates,
-    "`{key}` is given and `limit_val_batches` is 0: nothing is validated",
-    "give `limit_val_batches`, or leave it out",
-)
-WITH_DDP = of_strategy(lambda plan: plan.is_ddp, "`strategy: ddp`", "ddp")
-WITH_FSDP = of_strategy(lambda plan: plan.is_fsdp, "`strategy: fsdp`", "fsdp")
-WITH_HYBRID_SHARD = of_strategy(
-    lambda plan: plan.is_fsdp and plan.sharding_strategy == "HYBRID_SHARD",
-    "`sharding_strategy: HYBRID_SHARD` of FSDP", "fsdp",
-)  # fmt: skip
-WITH_DEEPSPEED = of_strategy(lambda plan: plan.is_deepspeed, "a DeepSpeed strategy", "deepspeed")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Key:
     """Row of a plan key."""
@@ -109,7 +76,9 @@ class Key:
     help: str = ""
     """Help of the flag; `{choices}` stands for the values."""
 
-    section: str = PLAN
+    section: str = "Plan"
+    """Section of `--help` and of docs/plan.md."""
+
     choices: Sequence[str] = ()
     bounds: Bounds | None = None
     need: Need | None = None

@@ -7,34 +7,12 @@ page.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memest.errors import PlanError, closest, shown
 from memest.plan.checks import check, suggest
-from memest.plan.keys import (
-    ADAPTERS,
-    FROM_0,
-    GPUS,
-    INPUTS,
-    SEVERAL,
-    SIZE,
-    TRAINING,
-    WITH_ADAPTERS,
-    WITH_DDP,
-    WITH_DEEPSPEED,
-    WITH_FSDP,
-    WITH_HYBRID_SHARD,
-    WITH_QLORA,
-    WITH_QLORA_OR_ACT_CKPT,
-    WITH_VALIDATION,
-    Bounds,
-    Key,
-    key,
-    read_options,
-    rows_of,
-    whole,
-)
+from memest.plan.keys import Bounds, Key, Need, key, of_strategy, read_options, rows_of, whole
 from memest.plan.optimizers import optimizer_name
 from memest.plan.other_names import other_names, read_other_names
 from memest.plan.values import (
@@ -53,6 +31,37 @@ from memest.plan.values import (
     read_lengths,
     steps_of,
 )
+
+TRAINING, INPUTS, GPUS = "Training", "Inputs", "GPUs"
+ADAPTERS, SEVERAL = "Adapters and quantisation", "Several GPUs and offload"
+"""Sections of `--help` and of docs/plan.md; without one a key is in `Plan`."""
+
+FROM_0 = Bounds(0, float("inf"), "give a number from 0 on", without_high=True)
+SIZE = Bounds(0, float("inf"), "write it as `78.4GiB`", without_low=True)
+
+WITH_ADAPTERS = Need(
+    lambda plan: plan.uses_adapters, "`{key}` is given for a full fine-tune",
+    "add `use_lora: true` (`--lora`) or leave it out",
+)  # fmt: skip
+WITH_QLORA = Need(
+    lambda plan: plan.use_qlora, "`{key}` is given without QLoRA",
+    "add `use_qlora: true` (`--qlora`)",
+)  # fmt: skip
+WITH_QLORA_OR_ACT_CKPT = replace(
+    WITH_QLORA, hint=f"{WITH_QLORA.hint}; without it `act_ckpt` checkpoints"
+)
+WITH_VALIDATION = Need(
+    lambda plan: plan.validates,
+    "`{key}` is given and `limit_val_batches` is 0: nothing is validated",
+    "give `limit_val_batches`, or leave it out",
+)
+WITH_DDP = of_strategy(lambda plan: plan.is_ddp, "`strategy: ddp`", "ddp")
+WITH_FSDP = of_strategy(lambda plan: plan.is_fsdp, "`strategy: fsdp`", "fsdp")
+WITH_HYBRID_SHARD = of_strategy(
+    lambda plan: plan.is_fsdp and plan.sharding_strategy == "HYBRID_SHARD",
+    "`sharding_strategy: HYBRID_SHARD` of FSDP", "fsdp",
+)  # fmt: skip
+WITH_DEEPSPEED = of_strategy(lambda plan: plan.is_deepspeed, "a DeepSpeed strategy", "deepspeed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
