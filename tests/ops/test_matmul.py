@@ -291,9 +291,11 @@ def test_other_ops_take_nothing() -> None:
     assert got == ((), ())
 
 
-def test_products_that_were_not_measured_are_reported() -> None:
-    assert not op_of(aten.mm.dtype).is_modelled((), {}, H100)
-    assert op_of(aten._scaled_mm.default).is_modelled((), {}, H100)
+def test_products_that_were_measured_are_modelled() -> None:
+    measured = [aten.mm.default, aten._scaled_mm.default]
+    measured += [aten.addmm.dtype] if "dtype" in aten.addmm.overloads() else []
+
+    assert all(op_of(func).is_modelled((), {}, H100) for func in measured)
 
 
 @pytest.mark.parametrize(
@@ -310,3 +312,31 @@ def test_products_of_float8_and_int8_have_workspaces(func, scales, kept) -> None
     workspaces = CublasWorkspaces(HOPPER)
     assert workspaces.bytes_for(func, args, {}, MAIN) == (kept, ())
     assert workspaces.bytes_for(func, args, {}, MAIN) == ((), ())
+
+
+@pytest.mark.parametrize("is_batch", [False, True])
+@pytest.mark.parametrize("has_out", [False, True])
+def test_halves_are_multiplied_into_float32(is_batch: bool, has_out: bool) -> None:
+    """TRL's losses multiply so; meta kernels of torch fail on some of these overloads."""
+    if "dtype" not in aten.addmm.overloads():
+        pytest.skip("torch has them from 2.8")
+    with VirtualGpu(H100):
+        left, right, total = (
+            torch.zeros(*shape, device="cuda", dtype=dtype)
+            for shape, dtype in [
+                ((2, 64, 32), torch.bfloat16),
+                ((2, 32, 16), torch.bfloat16),
+                ((2, 64, 16), torch.float32),
+            ]
+        )
+        if not is_batch:
+            left, right, total = left[0], right[0], total[0]
+        to = {"out_dtype": torch.float32} | ({"out": torch.empty_like(total)} if has_out else {})
+        product, added = (torch.bmm, torch.baddbmm) if is_batch else (torch.mm, torch.addmm)
+        made = [product(left, right, **to), added(total, left, right, **to)]
+        workspace = torch.cuda.memory_allocated() - sum(
+            t.nbytes for t in {id(t): t for t in (left, right, total, *made)}.values()
+        )
+
+    assert [(t.dtype, t.shape) for t in made] == [(torch.float32, total.shape)] * 2
+    assert workspace >= BIG

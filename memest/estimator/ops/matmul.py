@@ -32,6 +32,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -189,6 +190,27 @@ for _names, _product in (
     ("dot dot.out vdot vdot.out", Product("dot")),
 ):
     register(_names, product=_product)
+
+
+def _of_dtype(product: Product, args: Args, kwargs: Kwargs) -> Tensor:
+    """Return the result of a product with `out_dtype`, which follows the factors."""
+    left, right = _factors(product, args)
+    shape = (*left.shape[:-1], right.shape[-1])
+    if "out" in kwargs:
+        out: Tensor = kwargs["out"]
+        return out.resize_(shape)
+    return left.new_empty(shape, dtype=args[product.first + 2])
+
+
+for _packet, _product in (
+    (aten.mm, Product("matrix")),
+    (aten.addmm, Product("matrix", 1, "bias")),
+    (aten.bmm, Product("batch")),
+    (aten.baddbmm, Product("batch", 1)),
+):
+    # since torch 2.8; meta kernels of single overloads are absent or fail in each release
+    for _overload in {"dtype", "dtype_out"} & {*_packet.overloads()}:
+        register(getattr(_packet, _overload), product=_product, result=partial(_of_dtype, _product))
 
 
 def cublas_workspace_bytes(capability: tuple[int, int], release: TorchRelease) -> int:
