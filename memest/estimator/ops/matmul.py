@@ -209,8 +209,10 @@ for _packet, _product in (
     (aten.baddbmm, Product("batch", 1)),
 ):
     # since torch 2.8; meta kernels of single overloads are absent or fail in each release
-    for _overload in {"dtype", "dtype_out"} & {*_packet.overloads()}:
-        register(getattr(_packet, _overload), product=_product, result=partial(_of_dtype, _product))
+    for _overload in ("dtype", "dtype_out"):
+        if hasattr(_packet, _overload):
+            _func = getattr(_packet, _overload)
+            register(_func, product=_product, result=partial(_of_dtype, _product))
 
 
 def cublas_workspace_bytes(capability: tuple[int, int], release: TorchRelease) -> int:
