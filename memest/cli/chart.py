@@ -50,9 +50,6 @@ from memest.writing import write_output
 CHART_GPU = "a100-80gb"
 """GPU of a chart where none is named: that of the lab."""
 
-JSON_FILES = "memest.cli.chart.json"
-"""Key of the context: whether the files are printed as JSON."""
-
 _CHART_OPTIONS = together(
     click.option(
         "--out", type=PATH, default=Path("charts"), show_default=True,
@@ -63,10 +60,7 @@ _CHART_OPTIONS = together(
     ),
     click.option("--dark", is_flag=True, help="Draw for dark slides."),
     click.option("--title", default="", help="Title of the chart."),
-    click.option(
-        "--json", "as_json", is_flag=True, expose_value=False, help="Print the files as JSON.",
-        callback=lambda ctx, param, value: ctx.meta.__setitem__(JSON_FILES, value),
-    ),
+    click.option("--json", "as_json", is_flag=True, help="Print the files as JSON."),
 )  # fmt: skip
 
 
@@ -78,6 +72,8 @@ class Pictures:
     formats: Sequence[str]
     dark: bool
     title: str
+    as_json: bool
+    """True to print the paths as JSON."""
 
     def save(self, figure: Any, name: str, data: Sequence[dict[str, Any]]) -> None:
         """Write the pictures of `figure`, then `data` as JSON Lines; print the paths."""
@@ -85,7 +81,7 @@ class Pictures:
         pictures = plots.save(plots.retitle(figure, self.title), path, self.formats)
         data_file = path.with_name(f"{name}.jsonl")
         write_output(data_file, "".join(json.dumps(row) + "\n" for row in data))
-        if click.get_current_context().meta.get(JSON_FILES):
+        if self.as_json:
             files = {"pictures": [str(p) for p in pictures], "data": str(data_file)}
             click.echo(json.dumps(files))
             return
@@ -97,8 +93,9 @@ def chart_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of every chart, which `command` gets as `pictures`."""
 
     @wraps(command)
-    def run(*, out: Path, formats: str, dark: bool, title: str, **rest: Any) -> Any:
-        return command(pictures=Pictures(out, plots.parse_formats(formats), dark, title), **rest)
+    def run(*, out: Path, formats: str, dark: bool, title: str, as_json: bool, **rest: Any) -> Any:
+        pictures = Pictures(out, plots.parse_formats(formats), dark, title, as_json)
+        return command(pictures=pictures, **rest)
 
     return _CHART_OPTIONS(run)
 

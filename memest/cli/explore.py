@@ -84,7 +84,8 @@ def explore(
     presets: list[TrainingPlan] = []
     if suite is not None or not models:
         presets = read_suite(find_suite(suite or "lab-a100"), {})
-        names, length = _of_suite(presets, seq_len)
+        names = list(dict.fromkeys(plan.model_name for plan in presets))
+        length = seq_len or mode(plan.seq_len for plan in presets)
     word = "h100" if suite is not None and "h100" in suite else ""
     gpus = [find_gpu(name) for name in gpu or LAB_GPUS[word]]
     from memest.estimator.search.explore import explore as explore_grid
@@ -105,9 +106,3 @@ def explore(
     write_output(output, page)
     made = {"page": str(output), "plans": len(points), "bytes": len(page.encode())}
     click.echo(json.dumps(made) if as_json else f"{output}: {len(points)} plans")
-
-
-def _of_suite(plans: list[TrainingPlan], seq_len: int | None) -> tuple[list[str], int | None]:
-    """Return the models of a suite, and the tokens that most of its plans have."""
-    length = seq_len or mode(plan.seq_len for plan in plans)
-    return list(dict.fromkeys(plan.model_name for plan in plans)), length

@@ -12,11 +12,11 @@ from typing import Any
 
 from memest.errors import MemestError
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.search.explore import Explored, explored, point_of
+from memest.estimator.search.explore import explored, point_of
 from memest.estimator.search.suite import apart, predict_each
 from memest.plan import TrainingPlan
 from memest.plan.files import read_suite
-from memest.report import Outcome, PhaseRow, Prediction, Verdict, read_as
+from memest.report import Outcome, PhaseRow, Verdict, read_as
 from memest.report.explorer import explorer_data
 
 
@@ -139,7 +139,17 @@ def predicted_rows(path: Path, gpus: Sequence[str], jobs: int | None) -> Rows:
         with suppress(MemestError):  # a strategy without a grid has the figures of its prediction
             point, is_cut = explored(plan, gpus), False
         points.append(point)
-        rows.append(_row(point, report, is_cut))
+        row = Row(
+            plan=point.plan,
+            kinds=point.kinds,
+            arithmetic=point.arithmetic,
+            verdicts=report.verdicts,
+            phases=report.phases,
+            num_params=report.model["num_params"],
+            num_trained=report.model["num_trainable_params"],
+            is_cut=is_cut,
+        )
+        rows.append(row)
     limits = {name: find_gpu(name).limit_bytes for name in gpus}
     lengths = {plan.seq_len for plan in plans}
     tokens = f"{lengths.pop()} tokens" if len(lengths) == 1 else "tokens of each row"
@@ -150,17 +160,4 @@ def predicted_rows(path: Path, gpus: Sequence[str], jobs: int | None) -> Rows:
         limits=limits,
         explorer=explorer_data(points, limits, tokens=tokens, presets=plans),
         failed={plan.label: str(error) for plan, error in failed},
-    )
-
-
-def _row(point: Explored, report: Prediction, is_cut: bool) -> Row:
-    return Row(
-        plan=point.plan,
-        kinds=point.kinds,
-        arithmetic=point.arithmetic,
-        verdicts=report.verdicts,
-        phases=report.phases,
-        num_params=report.model["num_params"],
-        num_trained=report.model["num_trainable_params"],
-        is_cut=is_cut,
     )

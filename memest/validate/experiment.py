@@ -47,17 +47,14 @@ BEFORE_MODEL = "before the model"
 AFTER_SETUP = "after the strategy's setup"
 
 
-def sample_host(moment: str, *, of_cuda: bool = False) -> dict[str, Any]:
+def sample_host(moment: str) -> dict[str, Any]:
     """Return bytes by the names of `/proc/self/status` and `/proc/meminfo`, where they exist.
 
-    `of_cuda` adds torch's pinned memory, which need not count as the process's.
+    Once CUDA is open, torch's pinned memory is added, which need not count as the process's.
     """
     found: dict[str, Any] = {"moment": moment}
     found |= _read("/proc/self/status", _OF_PROCESS)
-    found |= _read("/proc/meminfo", _OF_MACHINE)
-    if of_cuda:
-        found |= _pinned()
-    return found
+    return found | _read("/proc/meminfo", _OF_MACHINE) | _pinned()
 
 
 def _peak_host_bytes() -> int:
@@ -260,7 +257,7 @@ class _Run:
 
     def sample(self, moment: str) -> None:
         if self.plan.is_distributed:
-            self.samples.append(sample_host(moment, of_cuda=moment != "the start"))
+            self.samples.append(sample_host(moment))
 
     def begin_training(self) -> None:
         """Reset the peaks and empty the cache after the strategy has divided the model."""

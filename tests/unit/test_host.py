@@ -71,4 +71,4 @@ def test_a_machine_without_those_files_gives_no_figures(
 ) -> None:
     monkeypatch.setattr(experiment, "Path", lambda path: tmp_path / "nowhere")
 
-    assert experiment.sample_host("now", of_cuda=True) == {"moment": "now"}
+    assert experiment.sample_host("now") == {"moment": "now"}
