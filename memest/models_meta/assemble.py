@@ -6,7 +6,6 @@ Measured runs and predictions share this sequence, with peft's and bitsandbytes'
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -39,14 +38,6 @@ lab's captions; the others are assumed. Every report prints the value used.
 """
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Assembled:
-    """Module in training mode, with notes on the decisions made while it was assembled."""
-
-    module: nn.Module
-    notes: tuple[str, ...]
-
-
 def assemble(
     plan: TrainingPlan,
     config: ModelConfig,
@@ -54,8 +45,8 @@ def assemble(
     device: torch.device | str,
     load: Callable[[BuiltModel], nn.Module] | None = None,
     initialise: Callable[[nn.Module], Any] | None = None,
-) -> Assembled:
-    """Assemble the module as Lightning trains it.
+) -> BuiltModel:
+    """Assemble the module as Lightning trains it, in training mode.
 
     Args:
         plan: the plan to train.
@@ -98,7 +89,7 @@ def assemble(
     model.train()
     if plan.act_ckpt and not plan.kbit_checkpoints:
         _enable_checkpointing(model, plan)
-    return Assembled(module=model, notes=tuple(notes))
+    return BuiltModel(module=model, notes=tuple(notes))
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -71,7 +71,7 @@ DYNAMIC_IMAGE_SIZE = 448
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltModel:
-    """Module on the meta device, with notes on the decisions made while it was built."""
+    """Module, with notes on the decisions made while it was built."""
 
     module: Any
     """Module of transformers, whose `config` is a copy of the given one."""

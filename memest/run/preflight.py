@@ -290,14 +290,6 @@ def _tell(lines: list[str]) -> None:
     sys.stderr.flush()
 
 
-@dataclass(frozen=True, slots=True)
-class _Ran:
-    """Report of a virtual run, or the reason why there is none."""
-
-    report: RunReport | None
-    why: str = ""
-
-
 class _Check:
     """One preflight."""
 
@@ -324,10 +316,9 @@ class _Check:
         device = device_at_hand()
         if device is None:
             return self._unknown("there is no CUDA GPU here")
-        ran = self._run(typed, device)
-        report = ran.report
+        report, why = self._run(typed, device)
         if report is None:
-            return self._unknown(ran.why)
+            return self._unknown(why)
         if not report.fits:
             self._tell_oom(typed, device, report)
             return self._ended(Outcome.OOM, report)
@@ -362,7 +353,7 @@ class _Check:
             str(replace(report, verdicts={report.gpu: report.verdicts[report.gpu]}, notes=())),
             "",
         ]
-        endless = self._run(typed, device, memory=ENDLESS).report
+        endless, _ = self._run(typed, device, memory=ENDLESS)
         if endless is not None and endless.ending in (Ending.FINISHED, Ending.STOPPED):
             need, limit = endless.verdicts[endless.gpu].needs_bytes, report.limit_bytes
             over = format_gib(need - limit)
@@ -380,7 +371,7 @@ class _Check:
         for each in found:
             if not each.can_be_simulated:
                 continue
-            report = self._run(typed, device, each.options, alloc_conf=each.alloc_conf).report
+            report, _ = self._run(typed, device, each.options, alloc_conf=each.alloc_conf)
             if report is not None and report.fits and not report.error:
                 needs = format_gib(report.verdicts[report.gpu].needs_bytes)
                 return [
@@ -396,8 +387,11 @@ class _Check:
         options: Sequence[str] = (),
         memory: str | None = None,
         alloc_conf: str = "",
-    ) -> _Ran:
-        """Run the script on a virtual GPU like `device`, or like it with `memory`."""
+    ) -> tuple[RunReport | None, str]:
+        """Run the script on a virtual GPU like `device`, or like it with `memory`.
+
+        Return its report, or None and the reason why there is none.
+        """
         of_gpu = ["--gpu", device.gpu.name]
         if memory is not None:
             of_gpu += ["--gpu-memory", memory]
@@ -408,7 +402,7 @@ class _Check:
                 of_gpu += ["--memory-limit", str(max(_SMALLEST_LIMIT, device.room_bytes))]
         seconds = self.time_limit - self.elapsed_s
         if seconds <= 0:
-            return _Ran(None, "no time is left")
+            return None, "no time is left"
         folder = Path(tempfile.mkdtemp(prefix="memest-preflight-"))
         try:
             steps = ("--max-steps", str(self.max_steps), "--no-input")
@@ -431,7 +425,7 @@ def _environment(alloc_conf: str) -> dict[str, str]:
 
 def _run_script(
     typed: Typed, options: list[str], environment: dict[str, str], folder: Path, seconds: float
-) -> _Ran:
+) -> tuple[RunReport | None, str]:
     """Run `memest run OPTIONS` on a script, with its output hidden, for at most `seconds`."""
     report, output = folder / "report.json", folder / "output.txt"
     folder_of_memest = str(Path(str(memest.__file__)).parents[1])  # a link under `--python`
@@ -441,12 +435,12 @@ def _run_script(
     child = spawn([*command, *typed.words], output, cwd=typed.folder, env=environment)
     try:
         if child.wait(seconds) is None:
-            return _Ran(None, f"the virtual run did not end within {seconds:.0f} s")
+            return None, f"the virtual run did not end within {seconds:.0f} s"
     finally:
         child.kill()
     if report.is_file():
-        return _Ran(RunReport.from_dict(json.loads(report.read_text(encoding="utf-8"))))
-    return _Ran(None, _last_error(output.read_text(encoding="utf-8", errors="replace")))
+        return RunReport.from_dict(json.loads(report.read_text(encoding="utf-8"))), ""
+    return None, _last_error(output.read_text(encoding="utf-8", errors="replace"))
 
 
 def _last_error(output: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -191,12 +191,5 @@ def together(reports: Sequence[tuple[Ranks, RunReport]]) -> RunReport:
 def rows_of(reports: Sequence[tuple[Ranks, RunReport]]) -> Iterator[RankRow]:
     """Return a report's rows of the ranks that were run."""
     for ranks, report in sorted(reports, key=lambda pair: pair[0].rank):
-        yield RankRow(
-            rank=ranks.rank,
-            ending=report.ending,
-            num_steps=report.num_steps,
-            peak_allocated_bytes=report.peak_allocated_bytes,
-            peak_reserved_bytes=report.peak_reserved_bytes,
-            process_bytes=report.process_bytes,
-            intervals=report.intervals,
-        )
+        same = {field.name: getattr(report, field.name) for field in fields(RankRow)}
+        yield RankRow(**{**same, "rank": ranks.rank})

@@ -89,7 +89,7 @@ class Runs:
                 self.train(8 // int(given.get("--batch-parts", "1")) if self.has_loader else 8)
         except torch.OutOfMemoryError:
             pass
-        return module._Ran(session.report())
+        return session.report(), ""
 
     def train(self, num_samples: int) -> None:
         train(num_samples)
@@ -318,7 +318,7 @@ def test_a_virtual_run_that_ends_early_proves_nothing(
 ) -> None:
     def crash(typed: Typed, *args: Any) -> Any:
         report = Runs()(typed, ["--gpu", "h200"], {}, Path(), 1.0).report
-        return module._Ran(replace(report, ending=ending, error="ValueError: no such file"))
+        return replace(report, ending=ending, error="ValueError: no such file"), ""
 
     on(monkeypatch, card(60 * GIB))
     monkeypatch.setattr(module, "_run_script", crash)
