@@ -137,9 +137,10 @@ def _synthetic(
 
 
 def _inputs(batch: Batch, plan: TrainingPlan) -> Inputs:
-    inputs: Inputs = dict(batch.flags)
-    for name, tensor in batch.tensors.items():
-        inputs[name] = torch.randn(tensor.shape) if tensor.is_meta else tensor
+    inputs = {
+        name: torch.randn(value.shape) if isinstance(value, Tensor) and value.is_meta else value
+        for name, value in batch.inputs.items()
+    }
     return _cast(inputs, plan)
 
 

@@ -26,11 +26,10 @@ IGNORE_INDEX = -100
 class Batch:
     """Arguments of one forward, in the order in which they are moved to the GPU."""
 
-    tensors: Mapping[str, Tensor]
-    """Ids, masks and labels are real, since models read their values; floats are on meta."""
-
-    flags: Mapping[str, bool]
-    """Arguments that are no tensors, such as CLIP's `return_loss`."""
+    inputs: Mapping[str, Tensor | bool]
+    """Ids, masks and labels are real, since models read their values; floats are on meta. Some
+    models also take flags, such as CLIP's `return_loss`.
+    """
 
     loss_output: str = "loss"
     """Output to differentiate. An output other than `loss` is averaged."""
@@ -65,14 +64,15 @@ class Request:
 Recipe = Callable[[Request], Batch]
 
 
-def batch_of(request: Request, named: Mapping[str, Tensor], *notes: str, **kwargs: Any) -> Batch:
-    """Make a `Batch` of tensors; without labels or an own loss, the loss is over an output."""
-    flags = kwargs.pop("flags", {})
+def batch_of(
+    request: Request, named: Mapping[str, Tensor | bool], *notes: str, image_size: int | None = None
+) -> Batch:
+    """Make a `Batch` of inputs; without labels or an own loss, the loss is over an output."""
     loss_output = "loss"
-    if not ({"labels", "start_positions"} & set(named) or flags.get("return_loss")):
+    if not {"labels", "start_positions", "return_loss"} & set(named):
         loss_output = "last_hidden_state"
         notes = (*notes, f"{request.class_name} has no loss: the mean of its output is one")
-    return Batch(tensors=named, flags=flags, loss_output=loss_output, notes=notes, **kwargs)
+    return Batch(inputs=named, loss_output=loss_output, notes=notes, image_size=image_size)
 
 
 def _special_ids(config: Any) -> set[int]:
@@ -120,8 +120,8 @@ def text_inputs(request: Request, prefix: Tensor | None = None) -> dict[str, Ten
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def image_inputs(request: Request) -> tuple[dict[str, Tensor], dict[str, bool], int]:
-    """Return fp32 `pixel_values` (B, C, H, W), flags for another size, and the size."""
+def image_inputs(request: Request) -> tuple[dict[str, Tensor | bool], int]:
+    """Return fp32 `pixel_values` (B, C, H, W) with a flag for another size, and the size."""
     vision = vision_config(request.config) or request.config
     own = default_image_size(request.config)
     size = request.image_size or own
@@ -133,17 +133,17 @@ def image_inputs(request: Request) -> tuple[dict[str, Tensor], dict[str, bool], 
             f"`image_size` {size} is smaller than a patch of `{request.class_name}`",
             hint=f"give at least {patch}, or leave it out for the model's own {own}",
         )
-    flags: dict[str, bool] = {}
+    num_channels = int(getattr(vision, "num_channels", 3))
+    shape = (request.batch_size, num_channels, size, size)
+    found: dict[str, Tensor | bool] = {"pixel_values": torch.empty(shape, device="meta")}
     if size != own and hasattr(vision, "image_size") and request.config.model_type != "dinov2":
         if "interpolate_pos_encoding" not in request.forward:
             raise PlanError(
                 f"`{request.class_name}` takes images of {own} pixels, not {size}",
                 hint=f"leave `image_size` out, or set it to {own}",
             )
-        flags["interpolate_pos_encoding"] = True
-    num_channels = int(getattr(vision, "num_channels", 3))
-    shape = (request.batch_size, num_channels, size, size)
-    return {"pixel_values": torch.empty(shape, device="meta")}, flags, size
+        found["interpolate_pos_encoding"] = True
+    return found, size
 
 
 def class_labels(request: Request) -> Tensor:
@@ -210,7 +210,7 @@ def _text_batch(request: Request) -> Batch:
 
 def _image_batch(request: Request) -> Batch:
     """Image classifiers, and image models without a head."""
-    named, flags, size = image_inputs(request)
+    named, size = image_inputs(request)
     if "labels" in request.forward:
         if not request.class_name.endswith("ForImageClassification"):
             raise UnsupportedError(
@@ -218,7 +218,7 @@ def _image_batch(request: Request) -> Batch:
                 hint="recipes exist for image models without a head and for classification",
             )
         named["labels"] = class_labels(request)
-    return batch_of(request, named, flags=flags, image_size=size)
+    return batch_of(request, named, image_size=size)
 
 
 def _speech_batch(request: Request) -> Batch:
@@ -251,10 +251,9 @@ RECIPE_BY_MAIN_INPUT: dict[str, Recipe] = {
 
 def _contrastive_batch(request: Request) -> Batch:
     """CLIP: as many images as texts, with the contrastive loss between all of them."""
-    pixels, flags, size = image_inputs(request)
-    text = text_inputs(request)
-    named = {name: tensor for name, tensor in text.items() if name in request.forward} | pixels
-    return batch_of(request, named, flags={**flags, "return_loss": True}, image_size=size)
+    pixels, size = image_inputs(request)
+    text = {k: v for k, v in text_inputs(request).items() if k in request.forward}
+    return batch_of(request, {**text, **pixels, "return_loss": True}, image_size=size)
 
 
 def _blip2_batch(request: Request) -> Batch:
@@ -262,11 +261,11 @@ def _blip2_batch(request: Request) -> Batch:
 
     The image still passes the vision model and the Q-Former.
     """
-    pixels, flags, size = image_inputs(request)
-    named = pixels | text_inputs(request)
-    named["labels"] = named["input_ids"].clone()
+    pixels, size = image_inputs(request)
+    text = text_inputs(request)
+    named = {**pixels, **text, "labels": text["input_ids"].clone()}
     note = "no image placeholders in the text: `seq_len` is the caption's"
-    return batch_of(request, named, note, flags=flags, image_size=size)
+    return batch_of(request, named, note, image_size=size)
 
 
 def _text_with_image(request: Request, size: int, *around: Any) -> dict[str, Tensor]:
@@ -278,20 +277,20 @@ def _text_with_image(request: Request, size: int, *around: Any) -> dict[str, Ten
 
 def _llava_batch(request: Request) -> Batch:
     """LLaVA: one token for each patch of the vision tower."""
-    pixels, flags, size = image_inputs(request)
+    pixels, size = image_inputs(request)
     text = _text_with_image(request, size)
-    named = text | pixels | {"labels": text["input_ids"].clone()}
-    return batch_of(request, named, flags=flags, image_size=size)
+    named = {**text, **pixels, "labels": text["input_ids"].clone()}
+    return batch_of(request, named, image_size=size)
 
 
 def _gemma3_batch(request: Request) -> Batch:
     """Gemma 3: the vision tower's patches are pooled to a fixed number of tokens."""
     config = request.config
-    pixels, flags, size = image_inputs(request)
+    pixels, size = image_inputs(request)
     text = _text_with_image(request, size, config.boi_token_id, config.eoi_token_id)
-    named = text | pixels | {"labels": text["input_ids"].clone()}
+    named = {**text, **pixels, "labels": text["input_ids"].clone()}
     named["token_type_ids"] = (text["input_ids"] == config.image_token_id).long()
-    return batch_of(request, named, flags=flags, image_size=size)
+    return batch_of(request, named, image_size=size)
 
 
 def _qwen2_vl_batch(request: Request) -> Batch:

@@ -159,7 +159,7 @@ def _inputs(plan: Any, batch: Any, mode: Any, device: str) -> dict[str, Any]:
     from memest.models_meta.assemble import input_dtype
 
     inputs = {}
-    for name, value in {**batch.tensors, **batch.flags}.items():
+    for name, value in batch.inputs.items():
         if name == "attention_mask" and not plan.is_padded:
             continue
         if torch.is_tensor(value):

@@ -23,11 +23,11 @@ def batch_of(name: str, **changes: Any) -> Batch:
 
 
 def shapes(batch: Batch) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in batch.tensors.items()}
+    return {name: tuple(v.shape) for name, v in batch.inputs.items() if isinstance(v, Tensor)}
 
 
 def num_bytes(batch: Batch) -> int:
-    return sum(tensor.nbytes for tensor in batch.tensors.values())
+    return sum(v.nbytes for v in batch.inputs.values() if isinstance(v, Tensor))
 
 
 def test_text_is_ids_mask_and_labels() -> None:
@@ -36,39 +36,39 @@ def test_text_is_ids_mask_and_labels() -> None:
     assert shapes(batch) == {
         "input_ids": (B, T), "attention_mask": (B, T), "labels": (B, T)
     }  # fmt: skip
-    assert batch.tensors["attention_mask"].sum() == B * T
-    assert torch.equal(batch.tensors["labels"], batch.tensors["input_ids"])
+    assert batch.inputs["attention_mask"].sum() == B * T
+    assert torch.equal(batch.inputs["labels"], batch.inputs["input_ids"])
     assert num_bytes(batch) == 3 * B * T * 8
     assert batch.loss_output == "loss"
 
 
 def test_labels_are_a_tensor_of_their_own() -> None:
     """They are moved to the GPU beside the ids, so they take their own memory there."""
-    kwargs = batch_of("gpt2").tensors
+    kwargs = batch_of("gpt2").inputs
 
     assert kwargs["labels"].data_ptr() != kwargs["input_ids"].data_ptr()
 
 
 def test_the_same_request_gives_the_same_ids() -> None:
-    assert torch.equal(batch_of("gpt2").tensors["input_ids"], batch_of("gpt2").tensors["input_ids"])
+    assert torch.equal(batch_of("gpt2").inputs["input_ids"], batch_of("gpt2").inputs["input_ids"])
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt-125m", "roberta-large", "t5-small"])
 def test_a_padded_batch_masks_the_last_quarter_of_every_row_but_the_first(name: str) -> None:
     batch = batch_of(name, padded=True)
-    mask = batch.tensors["attention_mask"]
+    mask = batch.inputs["attention_mask"]
 
     assert mask.tolist() == [[1] * T, [1] * (T - 2) + [0] * 2, [1] * (T - 2) + [0] * 2]
-    assert torch.equal(batch.tensors["labels"], batch.tensors["input_ids"])
+    assert torch.equal(batch.inputs["labels"], batch.inputs["input_ids"])
 
 
 def test_one_row_is_never_padded() -> None:
-    assert batch_of("gpt2", batch_size=1, padded=True).tensors["attention_mask"].sum() == T
+    assert batch_of("gpt2", batch_size=1, padded=True).inputs["attention_mask"].sum() == T
 
 
 def test_padding_holds_the_padding_id_and_the_rest_does_not() -> None:
     """RoBERTa counts positions by comparing ids with its padding id, which is 1."""
-    ids = batch_of("roberta-large", padded=True).tensors["input_ids"]
+    ids = batch_of("roberta-large", padded=True).inputs["input_ids"]
 
     assert (ids == 1).sum() == 2 * 2
     assert (ids[1:, -2:] == 1).all()
@@ -81,7 +81,7 @@ def test_ids_are_in_the_vocabulary_even_when_every_id_is_special() -> None:
     }  # fmt: skip
     built = build_model(parse_config(raw, name="x"), dtype=torch.float32)
 
-    ids = make_batch(built.module, batch_size=B, seq_len=T).tensors["input_ids"]
+    ids = make_batch(built.module, batch_size=B, seq_len=T).inputs["input_ids"]
 
     assert set(ids.flatten().tolist()) <= {0, 1}
 
@@ -89,7 +89,7 @@ def test_ids_are_in_the_vocabulary_even_when_every_id_is_special() -> None:
 def test_integers_are_real_and_floats_are_meta() -> None:
     batch = batch_of("blip2-opt-2.7b")
 
-    assert {name: not tensor.is_meta for name, tensor in batch.tensors.items()} == {
+    assert {name: not tensor.is_meta for name, tensor in batch.inputs.items()} == {
         "pixel_values": False, "input_ids": True, "attention_mask": True, "labels": True
     }  # fmt: skip
 
@@ -97,9 +97,9 @@ def test_integers_are_real_and_floats_are_meta() -> None:
 def test_blip2_sees_an_image_and_no_placeholder() -> None:
     batch = batch_of("blip2-opt-2.7b")
 
-    assert batch.tensors["pixel_values"].shape == (B, 3, 224, 224)
-    assert batch.tensors["pixel_values"].dtype == torch.float32
-    assert (batch.tensors["input_ids"] == 50265).sum() == 0
+    assert batch.inputs["pixel_values"].shape == (B, 3, 224, 224)
+    assert batch.inputs["pixel_values"].dtype == torch.float32
+    assert (batch.inputs["input_ids"] == 50265).sum() == 0
     assert num_bytes(batch) == 4 * B * 3 * 224 * 224 + 3 * 8 * B * T
     assert any("no image placeholders" in note for note in batch.notes)
 
@@ -107,8 +107,8 @@ def test_blip2_sees_an_image_and_no_placeholder() -> None:
 def test_another_image_size_is_interpolated_where_the_model_can() -> None:
     batch = batch_of("blip2-opt-2.7b", image_size=364)
 
-    assert batch.flags == {"interpolate_pos_encoding": True}
-    assert (batch.image_size, batch.tensors["pixel_values"].shape[-1]) == (364, 364)
+    assert batch.inputs["interpolate_pos_encoding"] is True
+    assert (batch.image_size, batch.inputs["pixel_values"].shape[-1]) == (364, 364)
 
 
 def test_another_image_size_is_a_plan_error_where_the_model_cannot() -> None:
@@ -120,8 +120,8 @@ def test_llava_has_a_token_for_each_patch_within_seq_len() -> None:
     """336 / 14 = 24 patches a side, 576 in all."""
     batch = batch_of("llava-1.5-7b-hf", seq_len=600)
 
-    assert batch.tensors["input_ids"].shape == (B, 600)
-    assert (batch.tensors["input_ids"] == 32000).sum(dim=1).tolist() == [576] * B
+    assert batch.inputs["input_ids"].shape == (B, 600)
+    assert (batch.inputs["input_ids"] == 32000).sum(dim=1).tolist() == [576] * B
 
 
 def test_text_shorter_than_the_image_is_a_plan_error() -> None:
@@ -133,14 +133,14 @@ def test_text_shorter_than_the_image_is_a_plan_error() -> None:
 
 def test_padding_spares_the_image_tokens() -> None:
     """A quarter of 580 is 145, but only 4 tokens are text."""
-    kwargs = batch_of("llava-1.5-7b-hf", seq_len=580, padded=True).tensors
+    kwargs = batch_of("llava-1.5-7b-hf", seq_len=580, padded=True).inputs
 
     assert (kwargs["attention_mask"] == 0).sum(dim=1).tolist() == [0, 4, 4]
     assert (kwargs["input_ids"] == 32000).sum(dim=1).tolist() == [576] * B
 
 
 def test_gemma3_has_256_image_tokens_between_its_marks() -> None:
-    kwargs = batch_of("gemma-3-4b-it", seq_len=300).tensors
+    kwargs = batch_of("gemma-3-4b-it", seq_len=300).inputs
 
     assert kwargs["pixel_values"].shape == (B, 3, 896, 896)
     assert kwargs["input_ids"][0, [0, 1, 256, 257]].tolist() == [255999, 262144, 262144, 256000]
@@ -150,7 +150,7 @@ def test_gemma3_has_256_image_tokens_between_its_marks() -> None:
 def test_qwen2_vl_has_flat_patches_and_their_grid() -> None:
     """56 / 14 = 4 patches a side, 16 an image, merged 2 x 2 to 4 tokens; 3 x 2 x 14 x 14 values."""
     batch = batch_of("Qwen2-VL-7B-Instruct", image_size=56)
-    kwargs = batch.tensors
+    kwargs = batch.inputs
 
     assert kwargs["pixel_values"].shape == (B * 16, 3 * 2 * 14 * 14)
     assert kwargs["image_grid_thw"].tolist() == [[1, 4, 4]] * B
@@ -174,13 +174,13 @@ def test_speech_is_thirty_seconds_and_labels() -> None:
     batch = batch_of("whisper-large-v3", padded=True)
 
     assert shapes(batch) == {"input_features": (B, 128, 3000), "labels": (B, T)}
-    assert (batch.tensors["labels"] == IGNORE_INDEX).sum(dim=1).tolist() == [0, 2, 2]
+    assert (batch.inputs["labels"] == IGNORE_INDEX).sum(dim=1).tolist() == [0, 2, 2]
 
 
 def test_clip_computes_its_own_loss() -> None:
     batch = batch_of("clip-vit-large-patch14")
 
-    assert batch.flags["return_loss"] is True
+    assert batch.inputs["return_loss"] is True
     assert list(shapes(batch)) == ["input_ids", "attention_mask", "pixel_values"]
 
 
@@ -204,7 +204,7 @@ def test_a_head_has_the_labels_of_its_task(cls: str, labels: tuple[int, ...]) ->
            "num_attention_heads": 2, "num_hidden_layers": 1}  # fmt: skip
     built = build_model(parse_config(raw, name="x"), dtype=torch.float32)
 
-    value = make_batch(built.module, batch_size=B, seq_len=T).tensors["labels"]
+    value = make_batch(built.module, batch_size=B, seq_len=T).inputs["labels"]
 
     assert tuple(value.shape) == labels
     assert value.max() < (30522 if cls == "BertForMaskedLM" else 5)
@@ -254,7 +254,7 @@ def test_a_model_computes_a_finite_loss_and_gradients_from_its_batch(
         if tensor.is_floating_point():
             tensor.data.normal_(std=0.02)
     batch = make_batch(built.module, batch_size=B, seq_len=T, padded=padded)
-    kwargs: dict[str, Any] = {**batch.tensors, **batch.flags}
+    kwargs: dict[str, Any] = dict(batch.inputs)
     for name, value in kwargs.items():
         if isinstance(value, Tensor) and value.is_floating_point():
             kwargs[name] = torch.randn(value.shape)

@@ -317,7 +317,7 @@ def test_a_virtual_run_that_ends_early_proves_nothing(
     ending: Ending, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def crash(typed: Typed, *args: Any) -> Any:
-        report = Runs()(typed, ["--gpu", "h200"], {}, Path(), 1.0).report
+        report, _ = Runs()(typed, ["--gpu", "h200"], {}, Path(), 1.0)
         return replace(report, ending=ending, error="ValueError: no such file"), ""
 
     on(monkeypatch, card(60 * GIB))
@@ -339,7 +339,7 @@ def test_a_gpu_that_the_catalogue_lacks_is_simulated_with_its_memory(
 
 
 def test_a_report_is_read_back_from_its_json(runs: Runs) -> None:
-    report = runs(Typed(("train.py",), "."), ["--gpu", "h200"], {}, Path(), 1.0).report
+    report, _ = runs(Typed(("train.py",), "."), ["--gpu", "h200"], {}, Path(), 1.0)
 
     assert RunReport.from_dict(json.loads(report.to_json())) == report
 
