@@ -20,7 +20,6 @@ import re
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from memest.estimator.tensors.storages import death_of
 from memest.models_meta.geometry import LayerGeometry
 from memest.plan import TrainingPlan
 from memest.report import ClosedForm, Term
@@ -75,15 +74,9 @@ def closed_form(
 
 def held_by_layers(program: Program) -> dict[int, int]:
     """Return bytes of activations after the first forward, by the number of the layer."""
-    alive: set[int] = set()
-    for event in program.first_forward():
-        if event >= 0:
-            alive.add(event)
-        else:
-            alive.discard(death_of(event))
     storages = program.storages
     layers: dict[int, int] = defaultdict(int)
-    for index in alive:
+    for index in program.alive_after([program.first_forward()]):
         found = _LAYER.match(storages.sites[index].module)
         if found and storages.kinds[index] == "activations":
             layers[int(found[2])] += storages.num_bytes[index]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -118,25 +118,24 @@ class Program:
 
     def forward_held_bytes(self) -> int:
         """Return the bytes held at the end of the first forward, of all kinds."""
-        alive: dict[int, None] = {}
-        _play(self.setup, alive, self.storages)
-        for part in self.steps[0][0]:
-            _play(part.events, alive, self.storages)
-            if part.probe is not None and part.probe.phase is Phase.AFTER_FORWARD:
-                break
+        alive = self.alive_after([self.setup, *self._until_forward()])
         return sum(self.storages.num_bytes[index] for index in alive)
 
     def first_forward(self) -> Sequence[int]:
         """Return the events of the first forward."""
-        for part in self.steps[0][0]:
-            if part.probe is not None and part.probe.phase is Phase.AFTER_FORWARD:
-                return part.events
-        return ()
+        return [*self._until_forward()][-1]
 
-    def alive_at_end(self) -> set[int]:
-        """Return the storages that are not freed when the last step ends."""
+    def _until_forward(self) -> Iterator[Sequence[int]]:
+        """Yield the event streams of the first step up to the end of its forward."""
+        for part in self.steps[0][0]:
+            yield part.events
+            if part.probe is not None and part.probe.phase is Phase.AFTER_FORWARD:
+                return
+
+    def alive_after(self, streams: Iterable[Sequence[int]]) -> set[int]:
+        """Return the storages that are not freed when these streams end."""
         alive: dict[int, None] = {}
-        for events in self.streams():
+        for events in streams:
             _play(events, alive, self.storages)
         return set(alive)
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import pickle
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cache
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from memest.errors import PlanError
 from memest.estimator.allocator.blocks import AddressSpace, Block
@@ -289,8 +291,7 @@ class Timeline:
         return sum(values[point] for values in self.kinds.values())
 
 
-@dataclass(frozen=True, slots=True)
-class _Bounds:
+class _Bounds(NamedTuple):
     """Actions of one step: those after `begin`, up to `end`."""
 
     step: int
@@ -440,17 +441,10 @@ def torch_snapshot(recording: Recording) -> dict[str, Any]:
     As torch records them, allocations and frees have their requested sizes, blocks their own. The
     timelines of `_memory_viz` colour by `category`.
     """
-    frames = _Frames(recording.storages)
-    streams = _streams(recording)
-    trace: list[dict[str, Any]] = []
-    for index, action in enumerate(recording.actions):
-        trace.extend(
-            entry | {"stream": streams[index]}
-            for entry in _entries(action, index, recording, frames)
-        )
+    made = _Snapshot(recording)
     return {
-        "segments": _segments(recording, frames, streams),
-        "device_traces": [trace],
+        "segments": made.segments(),
+        "device_traces": [list(made.trace())],
         "allocator_settings": settings_entry(DEFAULT),
         "external_annotations": _annotations(recording),
     }
@@ -525,32 +519,17 @@ def _counter(name: str, time: int, args: dict[str, int]) -> dict[str, Any]:
     return {"ph": "C", "pid": 0, "name": name, "ts": time, "args": args}
 
 
-class _Frames:
-    """Frames of each storage; storages of one call site share one list."""
-
-    def __init__(self, storages: StorageTable) -> None:
-        self._storages = storages
-        self._made: dict[tuple[Site, str], list[dict[str, Any]]] = {}
-
-    def of(self, storage: int) -> list[dict[str, Any]]:
-        site, kind = self._storages.sites[storage], kind_of(self._storages, storage)
-        frames = self._made.get((site, kind))
-        if frames is None:
-            frames = self._made[site, kind] = [
-                {"filename": filename, "line": 0, "name": name}
-                for filename, name in _places(site, kind)
-            ]
-            if site.line:
-                made = [(site.line, site.phase)]
-                if site.caller:
-                    made = [(site.line, "forward"), (site.caller, site.phase)]
-                frames[1:1] = [_line_frame(*each) for each in made]
-        return frames
-
-
-def _line_frame(line: str, name: str) -> dict[str, Any]:
-    file, _, number = line.rpartition(":")
-    return {"filename": file, "line": int(number), "name": name}
+def _frames_of(site: Site, kind: str) -> list[dict[str, Any]]:
+    """Return the frames of storages of one call site."""
+    frames = [
+        {"filename": filename, "line": 0, "name": name} for filename, name in _places(site, kind)
+    ]
+    lines = [(site.line, "forward" if site.caller else site.phase), (site.caller, site.phase)]
+    for line, name in reversed(lines):
+        if line:
+            file, _, number = line.rpartition(":")
+            frames.insert(1, {"filename": file, "line": int(number), "name": name})
+    return frames
 
 
 def _places(site: Site, kind: str) -> Iterator[tuple[str, str]]:
@@ -565,34 +544,87 @@ def _places(site: Site, kind: str) -> Iterator[tuple[str, str]]:
     yield "held for", kind
 
 
-def _entries(
-    action: Action, index: int, recording: Recording, frames: _Frames
-) -> Iterator[dict[str, Any]]:
-    storages = recording.storages
-    entry: dict[str, Any] = {
-        "action": str(action.act),
-        "addr": action.address,
-        "size": action.num_bytes,
-        "time_us": index,
-        "compile_context": "N/A",
-        "user_metadata": "",
-        "pool_id": POOL,
-        "frames": frames.of(action.storage) if action.storage >= 0 else [],
-        # the page needs one event that is `unknown` where there are categories at all
-        "category": kind_of(storages, action.storage) if action.storage >= 0 else "unknown",
-    }
-    if action.act is Act.OOM:
-        del entry["addr"]
-        reserved = recording.result.peak_reserved_bytes
-        yield entry | {"device_free": max(0, (recording.limit_bytes or reserved) - reserved)}
-    elif action.act is Act.FREE:
-        entry["size"] = storages.num_bytes[action.storage]
-        yield entry | {"action": "free_requested"}
-        yield entry | {"action": "free_completed"}
-    else:
-        if action.storage >= 0:
-            entry["size"] = storages.num_bytes[action.storage]
-        yield entry
+class _Snapshot:
+    """Parts of a snapshot; storages of one call site share one list of frames."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._storages = recording.storages
+        self._streams = _streams(recording)
+        self._frames_of = cache(_frames_of)
+
+    def _frames(self, storage: int) -> list[dict[str, Any]]:
+        return self._frames_of(self._storages.sites[storage], kind_of(self._storages, storage))
+
+    def trace(self) -> Iterator[dict[str, Any]]:
+        """Yield an entry for each action, two for a free that no stream defers."""
+        for index, action in enumerate(self._recording.actions):
+            entry = self._entry(action, index)
+            acts = [action.act] if action.act is not Act.FREE else [
+                Act.FREE_REQUESTED, Act.FREE_COMPLETED,
+            ]  # fmt: skip
+            for act in acts:
+                yield entry | {"action": str(act), "stream": self._streams[index]}
+
+    def _entry(self, action: Action, index: int) -> dict[str, Any]:
+        storage, recording = action.storage, self._recording
+        entry: dict[str, Any] = {
+            "action": str(action.act),
+            "addr": action.address,
+            "size": action.num_bytes,
+            "time_us": index,
+            "compile_context": "N/A",
+            "user_metadata": "",
+            "pool_id": POOL,
+            "frames": self._frames(storage) if storage >= 0 else [],
+            # the page needs one event that is `unknown` where there are categories at all
+            "category": kind_of(self._storages, storage) if storage >= 0 else "unknown",
+        }
+        if action.act is Act.OOM:
+            del entry["addr"]
+            reserved = recording.result.peak_reserved_bytes
+            entry["device_free"] = max(0, (recording.limit_bytes or reserved) - reserved)
+        elif storage >= 0:
+            entry["size"] = self._storages.num_bytes[storage]
+        return entry
+
+    def segments(self) -> list[dict[str, Any]]:
+        """Return the segments at the end, each tiled with its blocks, by their addresses."""
+        segments: dict[int, tuple[int, int]] = {}  # bytes and stream
+        live: dict[int, Action] = {}
+        for action, stream in zip(self._recording.actions, self._streams, strict=True):
+            if action.act is Act.SEGMENT_ALLOC:
+                segments[action.address] = action.num_bytes, stream
+            elif action.act is Act.SEGMENT_FREE:
+                del segments[action.address]
+            elif action.act in (Act.ALLOC, Act.FREE_REQUESTED):
+                live[action.address] = action
+            elif action.act in (Act.FREE, Act.FREE_COMPLETED):
+                del live[action.address]
+        starts = sorted(segments)
+        inside: dict[int, list[Action]] = defaultdict(list)
+        for address in sorted(live):
+            inside[starts[bisect_right(starts, address) - 1]].append(live[address])
+        return [self._segment(start, *segments[start], inside[start]) for start in starts]
+
+    def _segment(
+        self, start: int, num_bytes: int, stream: int, live: list[Action]
+    ) -> dict[str, Any]:
+        blocks: list[dict[str, Any]] = []
+        free_from = start
+        for action in live:
+            if action.address > free_from:
+                blocks.append(free_block_entry(free_from, action.address - free_from))
+            requested = self._storages.num_bytes[action.storage]
+            state, frames = _STATES[action.act], self._frames(action.storage)
+            blocks.append(block_entry(action.address, action.num_bytes, requested, state, frames))
+            free_from = action.address + action.num_bytes
+        if free_from < start + num_bytes:
+            blocks.append(free_block_entry(free_from, start + num_bytes - free_from))
+        is_small = num_bytes == SMALL_SEGMENT_BYTES
+        return segment_entry(
+            start, num_bytes, stream=stream, is_small=is_small, blocks=blocks, frames=[]
+        )
 
 
 def _streams(recording: Recording) -> list[int]:
@@ -608,66 +640,6 @@ def _streams(recording: Recording) -> list[int]:
             stream = of_segments[action.address]
         found.append(stream)
     return found
-
-
-def _segments(
-    recording: Recording, frames: _Frames, streams: Sequence[int]
-) -> list[dict[str, Any]]:
-    """Return the segments at the end, each tiled with its blocks, by their addresses."""
-    segments: dict[int, tuple[int, int]] = {}  # bytes and stream
-    live: dict[int, Action] = {}
-    for action, stream in zip(recording.actions, streams, strict=True):
-        if action.act is Act.SEGMENT_ALLOC:
-            segments[action.address] = action.num_bytes, stream
-        elif action.act is Act.SEGMENT_FREE:
-            del segments[action.address]
-        elif action.act in (Act.ALLOC, Act.FREE_REQUESTED):
-            live[action.address] = action
-        elif action.act in (Act.FREE, Act.FREE_COMPLETED):
-            del live[action.address]
-    starts = sorted(segments)
-    inside: dict[int, list[Action]] = defaultdict(list)
-    position = 0
-    for address in sorted(live):
-        while position + 1 < len(starts) and starts[position + 1] <= address:
-            position += 1
-        inside[starts[position]].append(live[address])
-    return [_segment(start, *segments[start], inside[start], recording, frames) for start in starts]
-
-
-def _segment(
-    start: int,
-    num_bytes: int,
-    stream: int,
-    live: list[Action],
-    recording: Recording,
-    frames: _Frames,
-) -> dict[str, Any]:
-    blocks: list[dict[str, Any]] = []
-    free_from = start
-    for action in live:
-        if action.address > free_from:
-            blocks.append(free_block_entry(free_from, action.address - free_from))
-        blocks.append(
-            block_entry(
-                action.address,
-                action.num_bytes,
-                recording.storages.num_bytes[action.storage],
-                _STATES[action.act],
-                frames.of(action.storage),
-            )
-        )
-        free_from = action.address + action.num_bytes
-    if free_from < start + num_bytes:
-        blocks.append(free_block_entry(free_from, start + num_bytes - free_from))
-    return segment_entry(
-        start,
-        num_bytes,
-        stream=stream,
-        is_small=num_bytes == SMALL_SEGMENT_BYTES,
-        blocks=blocks,
-        frames=[],
-    )
 
 
 _STATES = {Act.ALLOC: "active_allocated", Act.FREE_REQUESTED: "active_pending_free"}

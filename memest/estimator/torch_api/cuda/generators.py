@@ -17,73 +17,65 @@ def _place(generator: Any) -> int:
 
 
 class Generator(torch.Generator):
-    """`torch.Generator`, also for the virtual GPU."""
+    """`torch.Generator`, which makes an `OnGpu` for the virtual GPU."""
 
     draws: ClassVar[GpuDraws]
-    on_gpu: GpuGenerator | None
+    kind_on_gpu: ClassVar[type[OnGpu]]
 
     def __new__(cls, device: Any = "cpu") -> Generator:  # noqa: D102
-        made: Generator = super().__new__(cls)
-        where = torch.device(resolve(device))
-        made.__dict__["_device"] = where
-        made.on_gpu = GpuGenerator() if where.type == "cuda" else None
+        is_on_gpu = torch.device(resolve(device)).type == "cuda"
+        made: Generator = super().__new__(cls.kind_on_gpu if is_on_gpu else cls)
         cls.draws.of_script.pop(_place(made), None)
-        if made.on_gpu is not None:
-            cls.draws.of_script[_place(made)] = made.on_gpu
+        if isinstance(made, OnGpu):
+            made.on_gpu = cls.draws.of_script[_place(made)] = GpuGenerator()
         return made
 
     def __init__(self, device: Any = "cpu") -> None:
         pass
 
+
+class OnGpu(Generator):
+    """`torch.Generator` of the virtual GPU."""
+
+    on_gpu: GpuGenerator
+
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """Device of the generator."""
-        return self.__dict__["_device"]
+        return GPU.device
 
-    def manual_seed(self, seed: int) -> Generator:
+    def manual_seed(self, seed: int) -> OnGpu:
         """Restart from a seed."""
-        if self.on_gpu is None:
-            super().manual_seed(seed)
-        else:
-            self.on_gpu.manual_seed(seed)
+        self.on_gpu.manual_seed(seed)
         return self
 
     def seed(self) -> int:
         """Restart from a random seed."""
         drawn = super().seed()
-        self.manual_seed(drawn)
+        self.on_gpu.manual_seed(drawn)
         return drawn
 
     def initial_seed(self) -> int:
         """Return the current seed."""
-        return super().initial_seed() if self.on_gpu is None else self.on_gpu.seed
+        return self.on_gpu.seed
 
     def get_state(self) -> torch.Tensor:
         """Return the state for `set_state`."""
-        return super().get_state() if self.on_gpu is None else self.on_gpu.state()
+        return self.on_gpu.state()
 
-    def set_state(self, state: torch.Tensor) -> Generator:
+    def set_state(self, state: torch.Tensor) -> OnGpu:
         """Restore a state."""
-        if self.on_gpu is None:
-            super().set_state(state)
-        else:
-            self.on_gpu.set_state(state)
+        self.on_gpu.set_state(state)
         return self
 
-    def clone_state(self) -> torch.Generator:
+    def clone_state(self) -> Any:
         """Return a generator with a copy of the state."""
-        if self.on_gpu is None:
-            return super().clone_state()
-        made = type(self)(self.device)
-        made.graphsafe_set_state(self)
-        return made
+        return type(self)(self.device).graphsafe_set_state(self)
 
     graphsafe_get_state = clone_state
 
     def graphsafe_set_state(self, state: Any) -> Any:
         """Copy the state of another generator."""
-        if self.on_gpu is None:
-            return super().graphsafe_set_state(state)
         self.on_gpu.seed, self.on_gpu.offset = state.on_gpu.seed, state.on_gpu.offset
         return self
 
@@ -92,6 +84,7 @@ def install(patches: Patches, draws: GpuDraws) -> None:
     """Install the generators of the virtual GPU."""
     default = draws.default
     generator: Any = type("Generator", (Generator,), {"draws": draws, "__module__": "torch"})
+    generator.kind_on_gpu = type("Generator", (OnGpu, generator), {"__module__": "torch"})
     of_gpu = generator("cuda")
     of_gpu.on_gpu = draws.of_script[_place(of_gpu)] = default
 
