@@ -20,7 +20,6 @@ from memest.estimator.ops.registry import (
     op_of,
     register,
     registered,
-    unregister,
 )
 from memest.report import RunReport
 
@@ -35,7 +34,8 @@ def fused() -> Iterator[object]:
     library.define("fused(Tensor x, int factor=2, *, bool twice=False) -> Tensor")
     library.impl("fused", lambda x, factor=2, *, twice=False: x.clone(), "Meta")
     yield torch.ops.memest_test.fused.default
-    unregister(torch.ops.memest_test.fused.default)
+    registry._parts.pop(torch.ops.memest_test.fused.default)
+    registry._ops.pop(id(torch.ops.memest_test.fused.default), None)
 
 
 def run(fused: object) -> RunReport:

@@ -61,7 +61,8 @@ class TunedMachine(RuleBasedStateMachine):
     )
     def start(self, text: str, limit: int | None, share: float) -> None:
         self.settings: AllocatorSettings = parse_settings(text)
-        self.allocator = CountingAllocator(limit, settings=self.settings)
+        self.allocator = CountingAllocator(limit)
+        self.allocator.use(self.settings)
         if limit is not None:
             allow_share(self.allocator, share, limit, limit)
 

@@ -14,11 +14,15 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 def make(text: str, limit: int | None = None) -> CachingAllocator:
-    return CachingAllocator(limit, settings=parse_settings(text))
+    made = CachingAllocator(limit)
+    made.use(parse_settings(text))
+    return made
 
 
 def counting(text: str, limit: int) -> CountingAllocator:
-    return CountingAllocator(limit, settings=parse_settings(text))
+    made = CountingAllocator(limit)
+    made.use(parse_settings(text))
+    return made
 
 
 # --- roundup_power2_divisions

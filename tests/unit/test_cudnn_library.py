@@ -18,11 +18,10 @@ import torch
 
 from memest import TrainingPlan, predict
 from memest.estimator.hardware.gpus import Gpu, custom_gpu, find_gpu, list_gpus
-from memest.estimator.ops import cudnn_cache, cudnn_convolution, cudnn_library
+from memest.estimator.ops import cudnn_convolution, cudnn_library
 from memest.estimator.ops.convolution import has_same_workspaces
 from memest.estimator.ops.cudnn_convolution import (
     ANY_KERNELS,
-    DIRECTIONS,
     ConvolutionShapes,
     Workspace,
     answers_of,
@@ -43,6 +42,8 @@ from memest.estimator.ops.cudnn_library import (
     strides,
 )
 from memest.estimator.ops.cudnn_rules import is_product, workspace_bytes
+
+DIRECTIONS = ("forward", "input", "weight")
 
 H100, A100, T4 = find_gpu("h100-80gb"), find_gpu("a100-80gb"), find_gpu("t4")
 BLOCK_BYTES = 512
@@ -109,7 +110,7 @@ def test_the_installed_cudnn_answers_once(monkeypatch: pytest.MonkeyPatch) -> No
 def test_more_convolutions_than_the_file_holds_are_answered_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cudnn_cache, "MOST_ANSWERS", 4)
+    monkeypatch.setattr(cudnn_convolution, "MOST_ANSWERS", 4)
     stub = install(monkeypatch, Plan(68, 12345, frozenset()))
     calls = [replace(PLAIN, groups=n) for n in range(1, 11)]
 

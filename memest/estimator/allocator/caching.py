@@ -41,18 +41,14 @@ class CachingAllocator:
         limit_bytes: total that `cudaMalloc` can return: the GPU's memory less its context, or the
             cap of `set_per_process_memory_fraction`; None is unlimited.
         addresses: addresses of segments; their order breaks ties between equal blocks.
-        settings: settings that differ from the defaults.
     """
 
     has_soft_limit = False
     """Flag: a request without memory raises the limit instead of `OutOfMemory`."""
 
     def __init__(
-        self,
-        limit_bytes: int | None = None,
-        addresses: AddressSpace | None = None,
-        settings: AllocatorSettings = DEFAULT,
-    ):
+        self, limit_bytes: int | None = None, addresses: AddressSpace | None = None
+    ) -> None:
         self.limit_bytes = limit_bytes
         self.gpu_bytes = limit_bytes
         """GPU memory of which `limit_bytes` can be a share; None is unlimited."""
@@ -75,7 +71,6 @@ class CachingAllocator:
         self.settings = DEFAULT
         self._tuning: Tuning | None = None
         self._read: Callable[[], AllocatorSettings] | None = None
-        self.use(settings)
 
     def use(self, settings: AllocatorSettings) -> None:
         """Apply `settings` from now on; nothing may be reserved yet."""

@@ -21,7 +21,6 @@ from memest.estimator.allocator.blocks import (
 )
 from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
 from memest.estimator.allocator.memory_history import MemoryHistory
-from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings
 from memest.estimator.allocator.tuned import Unmapped
 
 POOLS = ("all", "small_pool", "large_pool")
@@ -84,9 +83,8 @@ class CountingAllocator(CachingAllocator):
         addresses: AddressSpace | None = None,
         *,
         gpu_bytes: int | None = None,
-        settings: AllocatorSettings = DEFAULT,
     ) -> None:
-        super().__init__(limit_bytes, addresses, settings)
+        super().__init__(limit_bytes, addresses)
         self.gpu_bytes = limit_bytes if gpu_bytes is None else gpu_bytes
         self.observers: list[Callable[[int, int], None]] = []
         """Called when no memory is left: with the bytes of the block, and those that are free."""

@@ -308,11 +308,8 @@ class Memory:
         """Id of the storage of `tensor`, or None if it is not on the GPU."""
         return self.live.get(storage_key(tensor))
 
-    def label(self, tensor: Tensor, kind: MemKind, module: str = "") -> None:
-        """Set the kind of memory and the module that owns the storage of `tensor`."""
+    def label(self, tensor: Tensor, kind: MemKind) -> None:
+        """Set the kind of memory of the storage of `tensor`."""
         index = self.id_of(tensor)
         if index is not None:
             self.storages.kinds[index] = kind
-            if module:
-                site = self.storages.sites[index]
-                self.storages.sites[index] = Site(site.op, module, site.phase)

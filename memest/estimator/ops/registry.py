@@ -264,12 +264,6 @@ def register(*operators: OpOverload | str, **parts: Any) -> None:
         _ops.pop(id(func), None)
 
 
-def unregister(func: OpOverload) -> None:
-    """Remove all parts of an operator."""
-    _parts.pop(func, None)
-    _ops.pop(id(func), None)
-
-
 def outputs_only(names: str) -> None:
     """Declare operators, by names separated by blanks, whose kernels allocate their outputs only.
 

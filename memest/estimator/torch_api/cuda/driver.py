@@ -284,6 +284,8 @@ _FACTS: dict[str, Any] = {
     "_cuda_canDeviceAccessPeer": False, "_cuda_sleep": None,
     "_accelerator_setDeviceIndex": None, "_accelerator_hooks_set_current_device": None,
     "_accelerator_isAllocatorInitialized": True, "_cuda_tunableop_is_enabled": False,
+    "_cuda_resetAccumulatedHostMemoryStats": None, "_cuda_resetPeakHostMemoryStats": None,
+    "_accelerator_emptyHostCache": None, "_host_emptyCache": None,
 }  # fmt: skip
 """Constant results of functions of `torch._C`."""
 
@@ -437,5 +439,7 @@ _REFUSED = {
     "_cuda_tunableop_enable": "torch.cuda.tunable",
     "_cuda_tunableop_tuning_enable": "torch.cuda.tunable",
     "_cuda_jiterator_compile_and_launch_kernel": "torch.cuda.jiterator",
+    "_cuda_getAllocator": "torch.cuda.memory._get_current_allocator",
+    "_cuda_cudaHostAllocator": "the allocator of pinned memory",
 }
 """Functions of `torch._C` without a simulation, and their names for the script."""

@@ -149,13 +149,6 @@ def _install_host(patches: Patches) -> None:
         return made | {"num_host_alloc": 0, "num_host_free": 0}
 
     patches.set(torch._C, "_cuda_hostMemoryStats", stats)
-    for name in (
-        "_cuda_resetAccumulatedHostMemoryStats",
-        "_cuda_resetPeakHostMemoryStats",
-        "_accelerator_emptyHostCache",
-        "_host_emptyCache",
-    ):
-        patches.set(torch._C, name, lambda *args: None)
 
 
 def _install_refusals(patches: Patches) -> None:
@@ -166,10 +159,6 @@ def _install_refusals(patches: Patches) -> None:
     for owner in (torch.cuda.memory, torch.cuda):
         patches.set(owner, name, stands_for)
         patches.set(owner, "change_current_allocator", refused)
-    patches.set(
-        torch._C, "_cuda_getAllocator", refusing("torch.cuda.memory._get_current_allocator")
-    )
-    patches.set(torch._C, "_cuda_cudaHostAllocator", refusing("the allocator of pinned memory"))
 
 
 def _check(device: Any) -> None:

@@ -349,4 +349,3 @@ def install_graphs(patches: Patches, mode: CudaSimMode) -> None:
         torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: mode.timeline.is_capturing
     )
     patches.set(torch.cuda.graph, "default_capture_stream", None)
-    patches.set(torch._C, "_host_emptyCache", lambda: None)
