@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memest.estimator.allocator.settings import AllocatorSettings, describe
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops.cudnn_convolution import describe_source
 from memest.estimator.replay.closed_form import closed_form
+from memest.estimator.replay.program import Program, TracedPlan
 from memest.estimator.replay.recording import kind_of
 from memest.estimator.replay.replay import Moment, Replayed, live_at
 from memest.estimator.replay.scenarios import Scenario, intervals, phase_intervals, settings_of
@@ -19,9 +20,6 @@ from memest.estimator.versions import library_versions, simulated
 from memest.plan import TrainingPlan
 from memest.report import KINDS, WHY, Outcome, Peak, Prediction, StepTime, Term, Verdict
 from memest.units import MIB, counted, format_bytes, format_count, format_gib
-
-if TYPE_CHECKING:
-    from memest.estimator.replay.program import Program, TracedPlan
 
 ITEM_BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2,

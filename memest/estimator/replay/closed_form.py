@@ -18,14 +18,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from typing import TYPE_CHECKING
 
+from memest.estimator.replay.program import Program
 from memest.models_meta.geometry import LayerGeometry
 from memest.plan import TrainingPlan
 from memest.report import ClosedForm, Term
-
-if TYPE_CHECKING:
-    from memest.estimator.replay.program import Program
 
 _LAYER = re.compile(r"^(.*?)\.(\d+)(?:\.|$)")
 _FUSED_ATTENTION = re.compile("_scaled_dot_product_(flash|efficient|cudnn)_attention")
