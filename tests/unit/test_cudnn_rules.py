@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from memest.estimator.ops.cudnn_convolution import DIRECTIONS
 from memest.estimator.ops.cudnn_rules import (
     compiled_bytes,
     fourier_bytes,
@@ -20,6 +19,7 @@ from memest.estimator.ops.cudnn_rules import (
     workspace_bytes,
 )
 
+DIRECTIONS = ("forward", "input", "weight")
 MEASURED = Path(__file__).parents[1] / "data" / "cudnn_workspaces.json"
 
 
