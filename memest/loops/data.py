@@ -95,16 +95,16 @@ def synthetic_feed(plan: TrainingPlan, model: nn.Module, config: ModelConfig) ->
     The batch equals the prediction's, with random numbers for pixels.
     """
     seq_len = sequence_length(plan, config)
-    batch = _synthetic(plan, model, config, plan.batch_size)
+    batch = _synthetic(plan, model, plan.batch_size, seq_len)
     inputs = _inputs(batch, plan)
     made = {seq_len: inputs}
     for length in plan.lengths:
         if length not in made:
-            shaped = _synthetic(plan, model, config, plan.batch_size, length)
-            made[length] = _inputs(shaped, plan)
+            made[length] = _inputs(_synthetic(plan, model, plan.batch_size, length), plan)
     val_batches = [inputs] if plan.validates else []
     if plan.validates and plan.val_batch_size not in (None, plan.batch_size):
-        val_batches = [_inputs(_synthetic(plan, model, config, plan.val_batch_size), plan)]
+        size = plan.val_batch_size or plan.batch_size
+        val_batches = [_inputs(_synthetic(plan, model, size, seq_len), plan)]
     notes = list(batch.notes)
     if plan.image_size is not None and batch.image_size is None:
         notes.append(f"`image_size` is passed over: `{config.name}` takes no images")
@@ -119,20 +119,13 @@ def synthetic_feed(plan: TrainingPlan, model: nn.Module, config: ModelConfig) ->
     )
 
 
-def _synthetic(
-    plan: TrainingPlan,
-    model: nn.Module,
-    config: ModelConfig,
-    batch_size: int | None,
-    seq_len: int | None = None,
-) -> Batch:
-    size = batch_size or plan.batch_size
+def _synthetic(plan: TrainingPlan, model: nn.Module, batch_size: int, seq_len: int) -> Batch:
     return make_batch(
         model,
-        batch_size=size,
-        seq_len=seq_len or sequence_length(plan, config),
+        batch_size=batch_size,
+        seq_len=seq_len,
         image_size=plan.image_size,
-        padded=plan.is_padded and size > 1,
+        padded=plan.is_padded and batch_size > 1,
     )
 
 

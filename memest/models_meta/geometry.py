@@ -53,10 +53,8 @@ def layer_geometry(model: nn.Module, config: ModelConfig) -> LayerGeometry | Non
         or getattr(text, "vocab_size", None) is None
     )
     layer = None if is_other else _first_layer(model)
-    if layer is None:
+    if layer is None or h is None or a is None:
         return None
-    assert isinstance(h, int)
-    assert isinstance(a, int)
     f = _first(text, _MLP_WIDTHS) or 4 * h
     matrices = [tuple(p.shape) for p in layer.parameters() if p.dim() == 2]
     num_wide = sum(sorted(shape) == sorted((h, f)) for shape in matrices)

@@ -267,12 +267,8 @@ def _write_words(canvas: Canvas, lines: Sequence[ScalingLine]) -> None:
         for word, mark in _marks(theme, lines).items()
     ]
     if marks:
-        figure.legend(
-            handles=marks, ncols=len(marks), columnspacing=1.4, loc="upper left", fontsize=VALUE,
-            frameon=False, handlelength=1.0, labelcolor=theme.ink, borderaxespad=0.0,
-            handletextpad=0.5, bbox_to_anchor=(_LEFT / WIDTH, 1 - 1.38 / HEIGHT),
-            bbox_transform=figure.transFigure,
-        )  # fmt: skip
+        look = {"handlelength": 1.0, "handleheight": 0.7, "columnspacing": 1.4}
+        canvas.write_legend(marks, top=1.38, left=_LEFT, **look)
 
 
 STACK = (*KINDS[:-1], "temporaries", "rest")

@@ -286,24 +286,25 @@ class Canvas:
         text, color = shortened(subtitle, size, room), self.theme.muted
         self.write(0.4, 0.80, text, size=size, color=color, gid="subtitle")
 
-    def write_legend(self, handles: Sequence[Artist], *, top: float) -> None:
+    def write_legend(
+        self, handles: Sequence[Artist], *, top: float, left: float = 0.3, **style: Any
+    ) -> None:
         """Write one row of keys across the slide, its upper edge `top` inches under the slide's."""
         room = WIDTH - 0.7
         size = next((s for s in (VALUE, SMALL) if keys_width(handles, s) <= room), SMALL)
+        style = {"handlelength": 1.3, "handleheight": 1.0, "columnspacing": 1.2, **style}
         self.figure.legend(
             handles=list(handles),
             loc="upper left",
-            bbox_to_anchor=(0.3 / WIDTH, 1 - top / self.height),
+            bbox_to_anchor=(left / WIDTH, 1 - top / self.height),
             bbox_transform=self.figure.transFigure,
             ncols=len(handles),
             fontsize=size,
             frameon=False,
             labelcolor=self.theme.ink,
-            handlelength=1.3,
-            handleheight=1.0,
             handletextpad=0.5,
-            columnspacing=1.2,
             borderaxespad=0.0,
+            **style,
         )
 
 

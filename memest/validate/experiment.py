@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -215,15 +214,6 @@ _OUT_OF_MEMORY = (
 """Messages of CUDA's libraries when their own allocation fails, like `torch.OutOfMemoryError`."""
 
 
-def _note_end_of_step(recorder: PhaseRecorder, ends: list[float]) -> None:
-    """Wait for the kernels of a step, and add the time of their end."""
-    if recorder.rows[-1].phase is Phase.AFTER_OPTIMIZER_STEP:
-        import torch
-
-        torch.cuda.synchronize()
-        ends.append(time.perf_counter())
-
-
 @dataclass(slots=True)
 class _Run:
     """State of a run, enough for a report at any moment."""
@@ -254,6 +244,14 @@ class _Run:
     def recorder(self) -> PhaseRecorder:
         """Recorder of the phases."""
         return self.job.recorder
+
+    def note_end_of_step(self) -> None:
+        """Wait for the kernels of a step, and add the time of their end."""
+        if self.recorder.rows[-1].phase is Phase.AFTER_OPTIMIZER_STEP:
+            import torch
+
+            torch.cuda.synchronize()
+            self.ends.append(time.perf_counter())
 
     def sample(self, moment: str) -> None:
         if self.plan.is_distributed:
@@ -339,14 +337,13 @@ def run_experiment(
     used_before = device_used_bytes(rank)
     started = time.perf_counter()
     recorder = PhaseRecorder(CudaMemory(), plan.accumulate_grad_batches)
-    ends: list[float] = []
-    recorder.on_row = partial(_note_end_of_step, recorder, ends)
     at_start = [sample_host("the start")] if plan.is_distributed else []
     device = query_device(rank)
     if plan.is_distributed:
         _open_device(rank, plan.world_size)
     job = Job(plan, recorder, Listener(on_end=lambda: None), options)
-    run = _Run(job, device, used_before, started, ends, rank=rank, samples=at_start)
+    run = _Run(job, device, used_before, started, rank=rank, samples=at_start)
+    recorder.on_row = run.note_end_of_step
     run.sample("after CUDA's start")
     limit_memory(plan.memory_limit, device.memory_bytes, rank)
     if options.snapshots is not None and rank == 0:
