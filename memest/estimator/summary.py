@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from memest.estimator.allocator.settings import AllocatorSettings, describe
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops.cudnn_convolution import describe_source
-from memest.estimator.replay.closed_form import closed_form
+from memest.estimator.replay.closed_form import LAYER, closed_form
 from memest.estimator.replay.program import Program, TracedPlan
 from memest.estimator.replay.recording import kind_of
 from memest.estimator.replay.replay import Moment, Replayed, live_at
@@ -25,8 +24,6 @@ ITEM_BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2,
     "uint8": 1, "int8": 1, "bool": 1,
 }  # fmt: skip
-
-LAYER = re.compile(r"^(.*?)\.(\d+)(?:\.|$)")
 
 
 def summarise(

@@ -12,8 +12,8 @@ from memest.estimator.gpu.placeholders import Guesses
 from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu, find_gpu
 from memest.estimator.hardware.pace import estimate
 from memest.estimator.ops.cudnn_convolution import describe_source
+from memest.estimator.replay.closed_form import LAYER
 from memest.estimator.summary import (
-    LAYER,
     beside_assumed,
     context_assumed,
     coverage_of,

@@ -85,23 +85,22 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
         paged: Tensor = made
         return paged
 
+    def library_beside(module: ModuleType) -> Any:
+        library = KernelLibrary(load, os.path.dirname(str(module.__file__)))
+        return sys.modules["bitsandbytes.cextension"].CudaBNBNativeLibrary(library)
+
     def after_extension(module: ModuleType) -> None:
         if not isinstance(module.lib, module.CudaBNBNativeLibrary):  # no build for this CUDA
-            library = KernelLibrary(load, os.path.dirname(str(module.__file__)))
-            patches.set(module, "lib", module.CudaBNBNativeLibrary(library))
+            patches.set(module, "lib", library_beside(module))
 
     def after_functional(module: ModuleType) -> None:
         patches.set(module, "get_paged", get_paged)
         patches.on_undo(vars(module)["name2qmap"].clear)  # tensors of this GPU
 
     def after_import(module: ModuleType) -> None:
-        functional = sys.modules["bitsandbytes.functional"]
-        library = functional.lib
+        library = sys.modules["bitsandbytes.functional"].lib
         if not getattr(library, "compiled_with_cuda", False):  # imported before, or no such build
-            folder = os.path.dirname(str(module.__file__))
-            library = sys.modules["bitsandbytes.cextension"].CudaBNBNativeLibrary(
-                KernelLibrary(load, folder)
-            )
+            library = library_beside(module)
             for name in ("functional", "cextension", "backends.cuda.ops"):
                 if (importer := sys.modules.get(f"bitsandbytes.{name}")) is not None:
                     patches.set(importer, "lib", library)

@@ -240,10 +240,6 @@ def bincount_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu)
     return minlength * INDEX_BYTES + 8 < SHARED_BYTES_PER_BLOCK
 
 
-MAX_SHARED_BINS = 48 * 1024 // 8 - 1
-"""Bins of up to 8 bytes in the 48 KiB of shared memory that any block has."""
-
-
 @registry.requests("histc")
 def histogram_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """`histc` of SummaryOps.cu between given bounds: counts that fit the shared memory."""
@@ -259,7 +255,7 @@ def histogram_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu
         argument(args, kwargs, i, name, default)
         for i, name, default in ((1, "bins", 100), (2, "min", 0), (3, "max", 0))
     )
-    return bool(low != high and bins <= MAX_SHARED_BINS)
+    return bool(low != high and bins * INDEX_BYTES < SHARED_BYTES_PER_BLOCK)
 
 
 outputs_only("cummax cummin isin.Tensor_Scalar kthvalue median.dim mode nanmedian")

@@ -24,7 +24,7 @@ from memest.models_meta.geometry import LayerGeometry
 from memest.plan import TrainingPlan
 from memest.report import ClosedForm, Term
 
-_LAYER = re.compile(r"^(.*?)\.(\d+)(?:\.|$)")
+LAYER = re.compile(r"^(.*?)\.(\d+)(?:\.|$)")
 _FUSED_ATTENTION = re.compile("_scaled_dot_product_(flash|efficient|cudnn)_attention")
 
 
@@ -74,7 +74,7 @@ def held_by_layers(program: Program) -> dict[int, int]:
     storages = program.storages
     layers: dict[int, int] = defaultdict(int)
     for index in program.alive_after([program.first_forward()]):
-        found = _LAYER.match(storages.sites[index].module)
+        found = LAYER.match(storages.sites[index].module)
         if found and storages.kinds[index] == "activations":
             layers[int(found[2])] += storages.num_bytes[index]
     return dict(layers)
