@@ -12,6 +12,7 @@ from html import escape
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -192,10 +193,6 @@ def _quiet_at_the_limit(shell: Any) -> Iterator[None]:
         if not isinstance(sys.exc_info()[1], StepLimit):
             show(*args, **kwargs)
 
-    shell.showtraceback = showtraceback
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="To exit")
-            yield
-    finally:
-        shell.showtraceback = show
+    with mock.patch.object(shell, "showtraceback", showtraceback), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="To exit")
+        yield

@@ -6,7 +6,6 @@ import ast
 import json
 import multiprocessing
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -403,14 +402,11 @@ class _Check:
         seconds = self.time_limit - self.elapsed_s
         if seconds <= 0:
             return None, "no time is left"
-        folder = Path(tempfile.mkdtemp(prefix="memest-preflight-"))
-        try:
-            steps = ("--max-steps", str(self.max_steps), "--no-input")
-            return _run_script(
-                typed, [*of_gpu, *steps, *options], _environment(alloc_conf), folder, seconds
-            )
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        steps = ("--max-steps", str(self.max_steps), "--no-input")
+        words, environment = [*of_gpu, *steps, *options], _environment(alloc_conf)
+        name = "memest-preflight-"
+        with tempfile.TemporaryDirectory(prefix=name, ignore_cleanup_errors=True) as folder:
+            return _run_script(typed, words, environment, Path(folder), seconds)
 
 
 def _environment(alloc_conf: str) -> dict[str, str]:
