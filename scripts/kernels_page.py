@@ -442,7 +442,8 @@ def operator_rows() -> Table:
     rows = [["operators", "what is modelled", "function", "source"]]
     for ops, function in by_function(rules):
         names = ", ".join(f"`{name}`" for name in op_names(ops))
-        where = f"{function.__module__.removeprefix(KERNELS)}.{function.__qualname__}"
+        name = function.__qualname__.rpartition(".<locals>.")[2]
+        where = f"{function.__module__.removeprefix(KERNELS)}.{name}"
         rows.append(
             [
                 names,

@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,9 @@ class VirtualGpu:
         GPU.device = torch.device("cuda", self.ranks.local_rank)
         GPU.num_visible = self.ranks.num_local
         mode, patches = self.mode, self._patches
+        named = os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # or hidden: real GPUs, not this one
+        if named is not None:
+            patches.on_undo(partial(os.environ.__setitem__, "CUDA_VISIBLE_DEVICES", named))
         attributes.install(patches, mode)
         cuda.install(patches, mode)
         encoder.install(patches, mode)

@@ -56,19 +56,20 @@ def _elements(shape: tuple[int, ...], out: Tensor, gpu: Gpu) -> tuple[int, tuple
 
 
 def _reduced_loss(position: int, *, is_copied: bool) -> registry.RequestRule:
-    """Return the rule of a loss whose scalar keeps the storage of the elementwise loss.
+    """Return the rule of a loss whose reduction is the argument at `position`.
 
-    The reduction is the argument at `position`. The staging of the sum comes after a second
-    elementwise loss, or, if `is_copied`, after a scalar that is copied into the loss.
+    The staging of the sum comes after a second elementwise loss, or, if `is_copied`, after a scalar
+    that is copied into the loss.
     """
 
-    def rule(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    def reduced_loss(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+        """The elementwise loss, whose storage the scalar keeps, and the staging of its sum."""
         if not is_reduced(args, position):
             return Scratch()
         size, staged = _elements(loss_shape(args), out, gpu)
         return Scratch(after=(out.itemsize if is_copied else size, *staged), outputs=(size,))
 
-    return rule
+    return reduced_loss
 
 
 register("mse_loss smooth_l1_loss", requests=_reduced_loss(2, is_copied=False))  # Loss.cpp

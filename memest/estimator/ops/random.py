@@ -434,6 +434,7 @@ def bernoulli_in_place_offset(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu)
 
 register(*registry.overloads_of(aten.poisson), random_offset=lambda *call: 20)
 register(*registry.overloads_of(aten._standard_gamma), random_offset=lambda *call: 12)
+register("_standard_gamma", result=registry.empty_like(0))  # torch has no meta kernel before 2.12
 
 
 def _range(func: Any, args: Args, dtype: torch.dtype) -> tuple[int, int]:

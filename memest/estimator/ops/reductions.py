@@ -349,26 +349,27 @@ def _reducing(
     The dimensions are the argument at `position`.
     """
 
-    def rule(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    def reduction(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+        """Staging of a reduction whose kernel loads the dtype of its input (cuda/Reduce.cuh)."""
         staged = reduce_bytes(
             args[0], _dims_of(args, kwargs, position), gpu, out_dtype=_tensor_out(out).dtype,
             accumulator_bytes=accumulator_bytes(args[0].dtype), **more,
         )  # fmt: skip
         return Scratch(after=staged)
 
-    return rule
+    return reduction
 
 
 register(
     "amax amin max min any any.dim any.dims all all.dim all.dims _is_all_true _is_any_true",
     requests=_reducing(lambda dtype: dtype.itemsize),
 )
-register(
-    "max.dim min.dim argmax argmin", requests=_reducing(lambda dtype: 16)
-)  # a value and an int64 index
+# a value and an int64 index
+register("max.dim min.dim argmax argmin", requests=_reducing(lambda dtype: 16))
+# ReduceNormKernel.cu adds in float32 or wider
 register(
     "linalg_vector_norm norm.ScalarOpt_dim", requests=_reducing(accumulator_bytes_of, position=2)
-)  # ReduceNormKernel.cu adds in float32 or wider
+)
 
 
 def _welford_bytes(dtype: torch.dtype) -> int:

@@ -313,11 +313,16 @@ def copying(*positions: int, is_before: bool = False) -> RequestRule:
     The copies are made after the outputs, or before them.
     """
 
-    def rule(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    def contiguous_copies(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+        """Copies of arguments that are not contiguous.
+
+        Sources: `contiguous()` in SoftMax.cu, layer_norm_kernel.cu, MaxUnpooling.cu and the files of
+        upsampling, pooling and padding.
+        """
         copies = contiguous_copy(*(args[position] for position in positions))
         return Scratch(before=copies) if is_before else Scratch(after=copies)
 
-    return rule
+    return contiguous_copies
 
 
 def empty_like(position: int) -> Callable[[Args, Kwargs], Tensor]:

@@ -112,3 +112,16 @@ def test_afterwards_all_is_as_it_was() -> None:
     with VirtualGpu(find_gpu("a100-80gb")):
         pass
     assert before is None or before.nvmlInit.__module__ == "pynvml"
+
+
+@pytest.mark.parametrize("named", ["", "-1", "3,5"])
+def test_names_of_real_gpus_do_not_apply(monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    """DeepSpeed translates its index by the variable, and fails on an empty one."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    with VirtualGpu(find_gpu("a100-80gb")):
+        assert "CUDA_VISIBLE_DEVICES" not in os.environ
+        os.environ["CUDA_VISIBLE_DEVICES"] = "2"  # as scripts do
+        import pynvml
+
+        assert pynvml.nvmlDeviceGetHandleByIndex(2) == pynvml.nvmlDeviceGetHandleByIndex(0)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == named

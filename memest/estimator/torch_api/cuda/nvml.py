@@ -138,7 +138,10 @@ def _answers(mode: CudaSimMode, module: ModuleType) -> dict[str, Any]:
         return gpu.context_bytes + allocator.reserved_bytes
 
     def by_index(index: int) -> Handle:
-        if index not in range(GPU.num_visible):
+        named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(
+            ","
+        )  # by a script, for its own machine
+        if index not in range(GPU.num_visible) and str(index) not in named:
             raise module.NVMLError(_INVALID_ARGUMENT)
         return handle
 
