@@ -316,8 +316,8 @@ def copying(*positions: int, is_before: bool = False) -> RequestRule:
     def contiguous_copies(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
         """Copies of arguments that are not contiguous.
 
-        Sources: `contiguous()` in SoftMax.cu, layer_norm_kernel.cu, MaxUnpooling.cu and the files of
-        upsampling, pooling and padding.
+        Sources: `contiguous()` in SoftMax.cu, layer_norm_kernel.cu, MaxUnpooling.cu and the files
+        of upsampling, pooling and padding.
         """
         copies = contiguous_copy(*(args[position] for position in positions))
         return Scratch(before=copies) if is_before else Scratch(after=copies)
