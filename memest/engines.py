@@ -180,6 +180,7 @@ class _Death:
 
 def _do(one: Callable[[T], R], task: T) -> R | _Failure:
     """Return the result of a task in a worker, or its error with the lines where it was raised."""
+    collect_seldom()
     try:
         return one(task)
     except Exception as error:
@@ -291,7 +292,6 @@ def _serve(connection: Connection, environment: Mapping[str, str]) -> NoReturn:
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it comes to every process; the parent handles it
     die_with_parent()
-    collect_seldom()
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             one, task = connection.recv()
