@@ -163,3 +163,19 @@ def test_deviations_are_checked_before_they_are_drawn_with_and_after() -> None:
     x = meta(16, 6)
 
     assert requests(aten.normal.Tensor_Tensor, x, x) == [4, 1, -1, -4, 384, 4, 1, -1, -4]
+
+
+def test_distributions_without_meta_kernels_are_drawn_and_differentiated() -> None:
+    with VirtualGpu(find_gpu("h100-80gb")) as gpu:
+        alpha = torch.full((64, 8), 2.0, device="cuda", requires_grad=True)
+        rows = torch.distributions.Dirichlet(alpha).rsample()
+        draws = torch.distributions.Gamma(alpha, torch.ones_like(alpha)).rsample()
+        (rows.sum() + draws.sum()).backward()
+        counts = torch.binomial(
+            torch.full((64,), 9.0, device="cuda"), torch.rand(64, device="cuda")
+        )
+        coverage = gpu.mode.kernels.coverage
+
+    assert rows.shape == draws.shape == alpha.grad.shape == (64, 8)
+    assert counts.shape == (64,)
+    assert not [name for name in coverage.unmodelled if "gamma" in name or "dirichlet" in name]

@@ -30,7 +30,7 @@ from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.cub import radix_sort_bytes, scan_bytes
-from memest.estimator.ops.reductions import reduce_bytes, threads_per_sm
+from memest.estimator.ops.reductions import reduce_bytes, sum_bytes, threads_per_sm
 from memest.estimator.ops.registry import Args, Kwargs, argument, outputs_only, register
 from memest.estimator.ops.strides import in_format_of_first
 from memest.estimator.ops.temporaries import Events, around, outputs, passing, temporaries
@@ -434,7 +434,21 @@ def bernoulli_in_place_offset(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu)
 
 register(*registry.overloads_of(aten.poisson), random_offset=lambda *call: 20)
 register(*registry.overloads_of(aten._standard_gamma), random_offset=lambda *call: 12)
-register("_standard_gamma", result=registry.empty_like(0))  # torch has no meta kernel before 2.12
+register(*registry.overloads_of(aten._sample_dirichlet), random_offset=lambda *call: 12)
+register(*registry.overloads_of(aten.binomial), random_offset=lambda *call: 44)
+
+# without meta kernels; `_standard_gamma` has one from torch 2.12
+_DRAWN = "_standard_gamma _sample_dirichlet binomial _standard_gamma_grad _dirichlet_grad"
+register(_DRAWN, result=registry.empty_like(0))
+outputs_only("_standard_gamma _standard_gamma_grad _dirichlet_grad binomial poisson")
+
+
+@registry.requests("_sample_dirichlet")
+def dirichlet_events(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> Events:
+    """`_s_dirichlet_cuda` of cuda/Distributions.cpp: gamma draws in the output, and their sums."""
+    num_bytes = out.nbytes // max(1, out.shape[-1])
+    staged = passing(*sum_bytes(out, (-1,), out.dtype, gpu))
+    return outputs({0: out.nbytes}) + around((num_bytes,), staged)
 
 
 def _range(func: Any, args: Args, dtype: torch.dtype) -> tuple[int, int]:
