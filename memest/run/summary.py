@@ -217,7 +217,7 @@ def _assumptions(virtual: VirtualGpu, gpu: Gpu, others: Sequence[str]) -> Iterab
         yield describe_source(gpu)
     yield context_assumed(gpu)
     if virtual.ranks.may_wait:
-        where = "four H100 of one host" if virtual.ranks.world_size > 1 else "one H100"
+        where = "H100s and H200s of one host" if virtual.ranks.world_size > 1 else "one H100"
         further = virtual.mode.works.further
         pairs = [pair for _, pair in further if pair is not None]
         count = 1 + len(further) - len(pairs)
