@@ -16,7 +16,9 @@ from memest.errors import MemestError
 from memest.estimator.allocator.settings import parse_settings
 from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu, custom_gpu, find_gpu, libraries_bytes
 from memest.estimator.versions import check_torch
+from memest.packages import require
 from memest.plan import TrainingPlan
+from memest.plan.optimizers import BITSANDBYTES, DEEPSPEED, OPTIMIZERS
 
 if TYPE_CHECKING:
     from memest.estimator.replay.program import TracedPlan
@@ -50,6 +52,7 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False, jobs: int = 
     by_chip: dict[tuple[Any, ...], list[Gpu]] = {}
     for gpu in {g.name: g for g in (_primary(plan), *gpus)}.values():
         by_chip.setdefault((gpu.capability, gpu.num_sms), []).append(gpu)
+    require(*_packages_of(plan))
     _import_libraries(plan.model_name, plan.loop, trust_remote_code)
     found = _on_chips(plan, list(by_chip.values()), trust_remote_code, jobs)
     primary = next(gpu for gpu in (_primary(plan), *gpus) if gpu.name in found.results)
@@ -63,6 +66,15 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False, jobs: int = 
         warnings=[f"fails on {', '.join(names)}: {why}" for why, names in found.failed.items()],
         elapsed_s=time.perf_counter() - started,
     )
+
+
+def _packages_of(plan: TrainingPlan) -> Iterator[str]:
+    """Yield the packages that the run of this plan imports late."""
+    library = OPTIMIZERS[plan.optim].library
+    if plan.use_qlora or library == BITSANDBYTES:
+        yield BITSANDBYTES
+    if plan.is_deepspeed or library == DEEPSPEED:
+        yield DEEPSPEED
 
 
 @cache

@@ -1,0 +1,29 @@
+"""Packages that only some plans need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from memest import packages
+from memest.errors import UnsupportedError
+from memest.estimator import predict
+from memest.plan import TrainingPlan
+
+
+@pytest.mark.parametrize(
+    ("changes", "package"),
+    [
+        ({"optim": "adam_8bit"}, "bitsandbytes"),
+        ({"strategy": "deepspeed_stage_2", "devices": 2}, "deepspeed"),
+    ],
+)
+def test_a_missing_package_of_a_plan_is_named_before_a_model_is_built(
+    changes: dict[str, Any], package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packages, "is_installed", lambda name: name != package)
+    monkeypatch.setattr(predict, "_import_libraries", pytest.fail)
+
+    with pytest.raises(UnsupportedError, match=f"needs the package `{package}`"):
+        predict.predict(TrainingPlan(model_name="gpt2", **changes))
