@@ -138,7 +138,7 @@ class Kernels:
     """`torch.backends.cudnn.deterministic`, or deterministic algorithms are requested."""
 
     are_without_tf32: bool = False
-    """True if `torch.backends.cudnn.allow_tf32` is off; for float32 only."""
+    """True for float32 if the script does not allow TF32 (`versions.allows_tf32`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,9 +104,6 @@ outputs_only("_assert_async")  # TensorCompare.cu: one thread that reads the val
 register("_amp_foreach_non_finite_check_and_unscale_", may_mix_devices=True)
 
 
-aten = torch.ops.aten
-
-
 register("_softmax _log_softmax", requests=registry.copying(0))  # SoftMax.cu
 register(
     "_log_softmax_backward_data", requests=registry.copying(0, 1), layout=contiguous
