@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from pathlib import Path
 
 from memest.errors import PlanError
@@ -21,7 +20,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
         OSError: the file cannot be written; what was there before stays.
     """
     data = content.encode() if isinstance(content, str) else content
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
     try:
         with unfinished.open("wb") as file:
             file.write(data)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 from memest.child import forked
 from memest.errors import MemestError
@@ -94,6 +93,8 @@ def _import_libraries(model_name: str, loop: str, trust_remote_code: bool) -> No
 @contextmanager
 def _without_matplotlib() -> Iterator[None]:
     """Let torchmetrics, which Lightning imports, skip matplotlib: it takes 0.4 s."""
+    from unittest import mock
+
     from lightning_utilities.core.imports import RequirementCache
 
     is_there = RequirementCache.__bool__

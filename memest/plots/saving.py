@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ def save(
     try:
         stem.parent.mkdir(parents=True, exist_ok=True)
         for name, target in zip(wanted, targets, strict=True):
-            beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+            beside = target.with_name(f".{target.name}.{os.urandom(4).hex()}")
             written[beside] = target
             beside.write_bytes(_rendered(figure, name))
         for beside, target in written.items():

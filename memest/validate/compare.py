@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -139,11 +138,13 @@ def summarise(
     comparisons: Sequence[Comparison], tolerances: Mapping[str, float] = TOLERANCES
 ) -> Summary:
     """Return median and worst of each total, the verdicts, and broken tolerances."""
+    from statistics import median
+
     errors = {k: [c.totals[k].error_percent for c in comparisons] for k in TOTALS}
     errors["phase"] = [d.error_percent for c in comparisons for d in c.phases]
     verdicts = Counter((str(c.measured.verdict), str(c.predicted.verdict)) for c in comparisons)
     return Summary(
-        median_percent={k: statistics.median(map(abs, v)) for k, v in errors.items() if v},
+        median_percent={k: median(map(abs, v)) for k, v in errors.items() if v},
         worst_percent={k: max(v, key=abs) for k, v in errors.items() if v},
         verdicts=verdicts,
         broken=tuple(line for c in comparisons for line in _broken(c, tolerances)),

@@ -6,7 +6,6 @@ one. The environment variable `MEMEST_TORCH` overrides the choice, also in child
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 import sys
@@ -171,18 +170,22 @@ def library_versions(*packages: str) -> dict[str, str]:
 
 def installed_versions(*packages: str) -> dict[str, str]:
     """Return the versions of memest and of those of `packages` that are installed."""
+    from importlib import metadata
+
     from memest import __version__
 
     found = {"memest": __version__}
     for package in packages:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
     return found
 
 
 @cache
 def _installed() -> str:
-    return importlib.metadata.version("torch")
+    from importlib import metadata
+
+    return metadata.version("torch")
 
 
 def _numbers(text: str) -> tuple[int, int] | None:
