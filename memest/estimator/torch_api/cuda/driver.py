@@ -83,10 +83,11 @@ L2_KIB = {
     "t4": 4096, "v100-16gb": 6144, "v100-32gb": 6144, "a100-40gb": 40960, "a100-80gb": 40960,
     "a10g": 6144, "a6000": 6144, "rtx-3090": 6144, "l4": 49152, "l40s": 98304,
     "rtx-4090": 73728, "rtx-6000-ada": 98304, "rtx-5090": 98304, "h100-80gb": 51200,
-    "h100-pcie-80gb": 51200, "b200": 129536,
+    "h100-pcie-80gb": 51200, "h200": 61440, "b200": 129536,
 }  # fmt: skip
 """L2 cache in KiB by catalogue name. From NVIDIA's whitepapers of Volta, Turing, Ampere (GA100,
-GA102), Ada, Hopper and RTX Blackwell, each in its table of GPUs; the B200's from pytorch/ao#4002.
+GA102), Ada, Hopper and RTX Blackwell, each in its table of GPUs; the H200's as cuDNN read it
+(`device_properties.json`); the B200's from pytorch/ao#4002.
 """
 
 _LIKE = (9, 0)
