@@ -7,6 +7,7 @@ python scripts/bench.py --models   # every bundled model at batch 1, the slowest
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -73,10 +74,14 @@ CURVE = [
 """From 124 million parameters to 70 billion."""
 
 
-def main(args: list[str]) -> None:
+def main() -> None:
     """Print one line per command: wall seconds (the best of the runs), peak resident memory."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--models", action="store_true")
+    args = parser.parse_args()
     print(f"{os.cpu_count()} cores, Python {sys.version.split()[0]}")
-    if "--models" in args:
+    if args.models:
         report_models()
         return
     report("main command", MAIN, runs=3)
@@ -84,7 +89,7 @@ def main(args: list[str]) -> None:
     print(f"{'  of which the library call':<50} {traced['elapsed_s']:6.2f} s")
     for command in STARTUP:
         report(" ".join(command), command, runs=3)
-    if "--quick" in args:
+    if args.quick:
         return
     report_scripts()
     with tempfile.TemporaryDirectory() as folder:
@@ -159,4 +164,4 @@ def run(command: list[str]) -> tuple[float, int, str]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -244,7 +244,7 @@ class StepTime:
     """
 
     measured_in: str = ""
-    """Name of the file of `MEMEST_PACE` with the times; empty if they are memest's own."""
+    """File of `MEMEST_PACE` with the times, of the host at least; empty if it is not set."""
 
 
 def read_as(kind: Any, value: Any) -> Any:

@@ -104,7 +104,6 @@ def peak(plan_json: str, device: str) -> dict[str, int]:
         seq_len=sequence_length(plan, config),
         image_size=plan.image_size,
         padded=plan.is_padded,
-        device="cpu",
     )
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = _of_bitsandbytes(plan.optim, trained)

@@ -354,6 +354,9 @@ def test_a_user_s_own_times_count_on_that_gpu_and_their_host_on_others(
     found = estimate(log_of(*[[small]] * 3), l4)
     assert found is not None
     assert (found.measured_in, found.origin) == ("mine.json", "")
+    elsewhere = estimate(log_of(*[[small]] * 3), H100)
+    assert elsewhere is not None
+    assert elsewhere.measured_in == "mine.json (host only)"
 
 
 @pytest.mark.parametrize("text", [None, "{}", "[]", "no json", OLD_PACE])

@@ -205,7 +205,7 @@ class Table:
         gpu: the GPU.
         measured: content of a file of `pace/`.
         origin: the GPU on which it was measured.
-        file: name of the file with other times than the package's.
+        file: name of the file with other times than the package's, and which they are.
     """
 
     def __init__(self, gpu: Gpu, measured: dict[str, Any], origin: Gpu, file: str = "") -> None:
@@ -346,7 +346,7 @@ def _table_of(gpu: Gpu, path: str) -> Table:
     found = match_device(own["device"], own["memory_bytes"])
     if found is not None and (found.chip or found.name) == chip:
         return Table(gpu, own, found, Path(path).name)
-    return Table(gpu, content | {"host": own["host"]}, origin, Path(path).name)
+    return Table(gpu, content | {"host": own["host"]}, origin, f"{Path(path).name} (host only)")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -435,6 +435,7 @@ def bernoulli_in_place_offset(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu)
 register(*registry.overloads_of(aten.poisson), random_offset=lambda *call: 20)
 register(*registry.overloads_of(aten._standard_gamma), random_offset=lambda *call: 12)
 register(*registry.overloads_of(aten._sample_dirichlet), random_offset=lambda *call: 12)
+# `philox_engine_inputs(42)` of cuda/Distributions.cu, rounded up to a multiple of 4
 register(*registry.overloads_of(aten.binomial), random_offset=lambda *call: 44)
 
 # without meta kernels; `_standard_gamma` has one from torch 2.12
