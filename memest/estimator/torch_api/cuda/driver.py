@@ -86,8 +86,8 @@ L2_KIB = {
     "h100-pcie-80gb": 51200, "h200": 61440, "b200": 129536,
 }  # fmt: skip
 """L2 cache in KiB by catalogue name. From NVIDIA's whitepapers of Volta, Turing, Ampere (GA100,
-GA102), Ada, Hopper and RTX Blackwell, each in its table of GPUs; the H200's as cuDNN read it
-(`device_properties.json`); the B200's from pytorch/ao#4002.
+GA102), Ada, Hopper and RTX Blackwell, each in its table of GPUs. The H200's was read by cuDNN
+(`device_properties.json`), the B200's is that of pytorch/ao#4002.
 """
 
 _LIKE = (9, 0)
