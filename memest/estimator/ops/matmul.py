@@ -192,6 +192,14 @@ for _names, _product in (
     register(_names, product=_product)
 
 
+@registry.result("_scaled_mm.out")
+def scaled_product(args: Args, kwargs: Kwargs) -> Tensor:
+    """Return `out` with the size of the product; torch has no meta kernel for this overload."""
+    others = {name: value for name, value in kwargs.items() if name != "out"}
+    out: Tensor = kwargs["out"]
+    return out.resize_(aten._scaled_mm.default(*args, **others).shape)
+
+
 def _of_dtype(product: Product, args: Args, kwargs: Kwargs) -> Tensor:
     """Return the result of a product with `out_dtype`, which follows the factors."""
     left, right = _factors(product, args)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -76,11 +77,13 @@ def is_on_real_gpu(tensor: Tensor) -> bool:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return the tensor with the storage: a DTensor's part, a pending result, else `tensor`."""
+    """Return the tensor with the storage: the first part of a wrapper subclass, else `tensor`."""
     while type(tensor) not in PLAIN:
         inner = getattr(tensor, "_local_tensor", None)
-        if inner is None and hasattr(tensor, "_get_acs_underlying_tensor"):
-            inner = tensor._get_acs_underlying_tensor()
+        parts: Any = getattr(tensor, "__tensor_flatten__", None)
+        if inner is None and parts is not None:
+            with suppress(AttributeError):  # one that is being made has no parts yet
+                inner = getattr(tensor, parts()[0][0])
         if inner is None:
             break
         tensor = inner

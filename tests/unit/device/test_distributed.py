@@ -256,6 +256,23 @@ def test_a_gradient_of_a_pending_collective_reaches_the_engine() -> None:
     assert weight.grad.is_cuda
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # a new name in 2.13
+@pytest.mark.usefixtures("rank")
+def test_a_compiled_function_takes_a_pending_collective() -> None:
+    """As blocks do whose rows tensor parallelism gathers; torch waits when it begins to compile."""
+    layer = nn.Linear(64, 64, device="cuda")
+    compiled = torch.compile(layer, fullgraph=True)
+    for _ in range(2):
+        rows = torch.randn(16, 64, device="cuda", requires_grad=True)
+        gathered = funcol.all_gather_tensor_autograd(rows, 0, dist.group.WORLD)
+        out = compiled(gathered)
+        out.sum().backward()
+
+        assert out.shape == (WORLD_SIZE * 16, 64)
+        assert layer.weight.grad is not None
+        assert str(out.device) == f"cuda:{RANK}"
+
+
 def test_each_group_that_communicates_has_a_communicator_and_its_buffers(
     rank: VirtualGpu,
 ) -> None:

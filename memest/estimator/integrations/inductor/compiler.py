@@ -6,7 +6,7 @@ import importlib
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ def as_the_compiler(mode: CudaSimMode) -> Iterator[None]:
         patches = Patches()
         try:
             _install(patches, mode)
+            _install_waits(patches, mode)
             padding.install(patches, mode)
             fakes.install(patches)
         except (AttributeError, ImportError, KeyError) as error:
@@ -125,6 +126,19 @@ def _install(patches: Patches, mode: CudaSimMode) -> None:
     )  # fmt: skip
     patches.set(guards, "_empty_strided_cuda", _empty_strided)
     patches.set(guards, "copy_if_misaligned", lambda tensor: tensor)
+
+
+def _install_waits(patches: Patches, mode: CudaSimMode) -> None:
+    """Wait for the arguments of a graph on the GPU: no mode is active when torch resolves them."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    trigger: Any = AsyncCollectiveTensor.trigger_wait
+
+    def trigger_wait(pending: Any) -> Any:
+        with mode if type(pending.elem) is Tensor else nullcontext():
+            return trigger(pending)
+
+    patches.set(AsyncCollectiveTensor, "trigger_wait", trigger_wait)
 
 
 def _lower(mode: CudaSimMode, graph: Any, inputs: Any, options: Any) -> Any:

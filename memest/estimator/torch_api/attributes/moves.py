@@ -46,6 +46,7 @@ def install_places(patches: Patches, mode: CudaSimMode) -> None:
         Tensor, "get_device", lambda t: GPU.device.index if device(t).type == "cuda" else -1
     )
     install_legacy(patches, device)
+    _install_wrappers(patches)
     _install_addresses(patches, mode)
     _install_storages(patches, mode)
 
@@ -74,6 +75,23 @@ def _device_of(mode: CudaSimMode) -> Callable[[Tensor], torch.device]:
 def _is_of_vmap(tensor: Tensor) -> bool:
     """Return whether `torch.vmap` has wrapped the tensor; its place is that of its content."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def _install_wrappers(patches: Patches) -> None:
+    """Make wrapper subclasses of GPU tensors on meta, as their parts are.
+
+    Without a GPU, C++ refuses autograd for tensors on `cuda`: `InputMetadata` reads the current
+    stream, and the engine the device's context. `device` is that of the first part.
+    """
+    make: Any = Tensor._make_wrapper_subclass
+
+    def wrap(cls: type, *args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and hasattr(cls, "__tensor_flatten__"):
+            kwargs["device"] = META if torch.device(device).type == "cuda" else device
+        return make(cls, *args, **kwargs)
+
+    patches.set(Tensor, "_make_wrapper_subclass", staticmethod(wrap))
 
 
 def _install_addresses(patches: Patches, mode: CudaSimMode) -> None:

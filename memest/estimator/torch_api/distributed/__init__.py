@@ -25,6 +25,5 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks, ranks: Rank
         return
     process_group.install(patches, mode, ranks)
     ddp.install(patches, mode)
-    fsdp.install_pending(patches)
     hooks.after("torch.distributed.tensor", lambda module: fsdp.install_dtensors(patches, mode))
     hooks.after("torch.distributed.fsdp", lambda module: fsdp.install(patches, mode))

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from memest.estimator.gpu.mode import CudaSimMode
-from memest.estimator.tensors.patches import Patches, setting
-from memest.estimator.tensors.placement import CPU, INSIDE, META, Place, local_part, storage_key
+from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.placement import CPU, META, Place, local_part, storage_key
 from memest.estimator.tensors.storages import MemKind, Site
 
 
@@ -31,8 +31,6 @@ def install_dtensors(patches: Patches, mode: CudaSimMode) -> None:
     _install_random(patches)
     for owner in (torch, Tensor):
         patches.set(owner, "isfinite", _finite(owner.isfinite, DTensor, mode))
-    if not hasattr(Tensor, "_dtensor__new__"):  # Python reads the device of the local tensor
-        _use_true_device(patches, DTensor)
 
 
 def _finite(isfinite: Any, kind: type, mode: CudaSimMode) -> Any:
@@ -49,26 +47,6 @@ def _finite(isfinite: Any, kind: type, mode: CudaSimMode) -> Any:
         return out
 
     return test
-
-
-def install_pending(patches: Patches) -> None:
-    """Give `AsyncCollectiveTensor` the true device of its tensor.
-
-    Otherwise the autograd engine of a CUDA build would look for the stream of a GPU.
-    """
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor as Pending
-
-    _use_true_device(patches, Pending)
-
-
-def _use_true_device(patches: Patches, wrapper: Any) -> None:
-    make = wrapper.__new__
-
-    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
-        with setting(INSIDE, "depth", INSIDE.depth + 1):
-            return make(cls, *args, **kwargs)
-
-    patches.set(wrapper, "__new__", new)
 
 
 def _install_random(patches: Patches) -> None:
