@@ -31,8 +31,8 @@ import pickle, sys
 with open(sys.argv[1], "rb") as file:
     sys.path[:] = pickle.load(file)
     work, is_silent = pickle.load(file)
-from memest.child import reply
-reply(work, sys.argv[1], is_silent)
+from memest.child import do_work
+do_work(work, sys.argv[1], is_silent)
 """
 
 
@@ -134,7 +134,7 @@ def fork(run: Callable[[], object]) -> Child:
         os._exit(70)  # nothing of the parent's may run in the child
 
 
-def ask(work: Callable[[], object], *, is_silent: bool = False) -> Child:
+def submit(work: Callable[[], object], *, is_silent: bool = False) -> Child:
     """Begin `work()` in another process, for `answer`; unexpected errors are printed there.
 
     The process is a copy of this one, or a fresh one without `CAN_FORK`. A silent one prints
@@ -143,7 +143,7 @@ def ask(work: Callable[[], object], *, is_silent: bool = False) -> Child:
     descriptor, file = tempfile.mkstemp(prefix="memest-answer-")
     os.close(descriptor)
     if CAN_FORK:
-        child = fork(partial(reply, work, file, is_silent))
+        child = fork(partial(do_work, work, file, is_silent))
         child._answer_file = file
         return child
     with open(file, "wb") as content:
@@ -156,7 +156,7 @@ def ask(work: Callable[[], object], *, is_silent: bool = False) -> Child:
     return Child(process.pid, process=process, answer_file=file)
 
 
-def reply(work: Callable[[], object], file: str, is_silent: bool) -> NoReturn:
+def do_work(work: Callable[[], object], file: str, is_silent: bool) -> NoReturn:
     """Write the result of `work()` for `answer`, and end this process."""
     if is_silent:
         write_to(os.devnull)
@@ -227,7 +227,7 @@ def forked(work: Callable[[], T]) -> Iterator[Callable[[], T | None]]:
     if not CAN_FORK:
         yield lambda: None
         return
-    child = ask(partial(_do, work), is_silent=True)
+    child = submit(partial(_do, work), is_silent=True)
 
     def result() -> T | None:
         with suppress(MemestError):

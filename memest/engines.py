@@ -71,7 +71,7 @@ def watched(by: Watcher) -> Iterator[None]:
         _watchers.reset(token)
 
 
-def tell(event: Event) -> None:
+def notify(event: Event) -> None:
     """Send an event to all watchers."""
     for watcher in _watchers.get():
         watcher(event)
@@ -112,7 +112,7 @@ class Engine(ABC):
 
         def report(index: int, *, is_done: bool) -> None:
             task = tasks[index]
-            tell(
+            notify(
                 Event(
                     label=label(task), is_done=is_done, weight=weight(task), total=total, task=task,
                     result=found.get(index),

@@ -137,12 +137,12 @@ def _causes(virtual: Any, lines: dict[int, str]) -> dict[str, Any]:
         replays = [replace(run, program=program).on(limit, timing) for timing in FreeTiming]
         return [(each.peak_allocated_bytes, each.peak_reserved_bytes) for each in replays]
 
-    every = peaks(), peaks(deferred=set()), peaks(shelved=set())
+    every = peaks(), peaks(deferred=set()), peaks(stashed=set())
     found: dict[str, Any] = {}
     for place, key in enumerate(FIGURES):
         values = [[peak[place] for peak in each] for each in every]
         found[key] = [round(100 * (max(each) / min(each) - 1), 2) for each in values]
-    for key, shared in (("stashes", storages.shelved), ("streams", storages.deferred)):
+    for key, shared in (("stashes", storages.stashed), ("streams", storages.deferred)):
         counts: Counter[str] = Counter()
         for index in shared:
             counts[lines.get(index, "?")] += storages.num_bytes[index]

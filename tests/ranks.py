@@ -25,7 +25,7 @@ from memest.loops.probe import CudaMemory
 from memest.plan import TrainingPlan
 from memest.report import Phase
 
-WITHOUT_END = 1 << 50
+UNLIMITED_BYTES = 1 << 50
 
 
 _said = Mailbox()
@@ -39,7 +39,7 @@ def gpu_of_rank(rank: int, world_size: int) -> VirtualGpu:
         _said = Mailbox()
     return VirtualGpu(
         find_gpu("h200"),
-        limit_bytes=WITHOUT_END,
+        limit_bytes=UNLIMITED_BYTES,
         lines=virtual_run.NoLines(),
         ranks=Ranks(rank=rank, world_size=world_size, num_local=world_size, mailbox=_said),
     )

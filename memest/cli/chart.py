@@ -17,6 +17,7 @@ from memest.cli.group import main
 from memest.cli.options import (
     PATH,
     VALUES,
+    combined,
     completes,
     config_option,
     gpus_option,
@@ -24,18 +25,17 @@ from memest.cli.options import (
     models_option,
     plan_options,
     plan_options_without,
-    together,
 )
-from memest.cli.resume import predict_kept
+from memest.cli.resume import predict_resumably
 from memest.cli.sweep import grid_options, grid_points
-from memest.cli.terminal import shown
+from memest.cli.terminal import progress_bar
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.predict import predict, record_plan, target_gpus, usable_bytes
 from memest.estimator.replay.recording import Timeline
 from memest.estimator.replay.recording import timeline as timeline_of
 from memest.estimator.search.scaling import scale
-from memest.estimator.search.suite import apart, predict_all, predict_each
+from memest.estimator.search.suite import partition, predict_all, predict_each
 from memest.estimator.search.sweep import Grid, fits_table, parse_values, read_rows, sweep_grid
 from memest.plan import TrainingPlan
 from memest.plan.files import read_config, read_suite
@@ -50,7 +50,7 @@ from memest.writing import write_output
 CHART_GPU = "a100-80gb"
 """GPU of a chart where none is named: that of the lab."""
 
-_CHART_OPTIONS = together(
+_CHART_OPTIONS = combined(
     click.option(
         "--out", type=PATH, default=Path("charts"), show_default=True,
         help="Folder for the pictures and their data; made if it is not there.",
@@ -140,9 +140,9 @@ def lab(
     limits = {plots.gpu_label(name): find_gpu(name).limit_bytes for name in names}
     plans = read_suite(path, {"gpu": names})
     make_folder(pictures.folder)
-    with shown():
-        found = predict_kept(plans, pictures.folder / path.stem, is_resumed=resume, jobs=jobs)
-    predicted, failed = apart(plans, found)
+    with progress_bar():
+        found = predict_resumably(plans, pictures.folder / path.stem, is_resumed=resume, jobs=jobs)
+    predicted, failed = partition(plans, found)
     for plan, error in failed:
         click.echo(f"not drawn: {plan.label}: {error}", err=True)
     if not predicted:
@@ -152,7 +152,7 @@ def lab(
         figure = plots.plot_trade_off(reports, gpu=names[0], dark=pictures.dark)
         pictures.save(figure, f"{path.stem}-time", [report.to_dict() for report in reports])
         return
-    with shown("what the others would need", with_results=False):
+    with progress_bar("what the others would need", with_results=False):
         unlimited = _needs(predicted, jobs)
     figure = plots.plot_ladder(
         reports, limits=limits, dark=pictures.dark, unlimited=unlimited, suite=path.stem
@@ -178,7 +178,7 @@ def _needs(
     ]
     if not larger:
         return {}
-    found, _ = apart(larger, predict_each(larger, jobs=jobs))
+    found, _ = partition(larger, predict_each(larger, jobs=jobs))
     return {report.name: report for _, report in found}
 
 
@@ -197,7 +197,7 @@ def phases(config: Path | None, suite: Path | None, pictures: Pictures, **flags:
     make_folder(pictures.folder)
     from memest.report.page import limit_of
 
-    with shown():
+    with progress_bar():
         reports = predict_all(plans)
     for stem, report in zip(_stems("phases", plans), reports, strict=True):
         figure = plots.plot_phases(
@@ -229,7 +229,7 @@ def timeline(
             )
     make_folder(pictures.folder)
     for stem, plan in zip(_stems("timeline", plans), plans, strict=True):
-        with shown(plan.label):
+        with progress_bar(plan.label):
             recording, known = record_plan(plan), predict(plan).plan
         line = timeline_of(recording, None if step is None else step - 1)
         figure = plots.plot_timeline(
@@ -272,7 +272,7 @@ def batches(
     table: dict[str, dict[str, int | None]] = {}
     data = []
     for plan in plans:
-        with shown():
+        with progress_bar():
             found_rows = largest_of_all(plan, [target], jobs=jobs)
         for row in found_rows:
             found = row.largest
@@ -322,7 +322,7 @@ def sweep_chart(
     points = grid_points(**flags) if file is None else []
     rows = [] if file is None else read_rows(file)
     make_folder(pictures.folder)
-    with shown():
+    with progress_bar():
         rows = rows or sweep_grid(points, jobs=jobs, trust_remote_code=trust_remote_code)
     table = fits_table(rows, across)
     figure = plots.plot_fits(
@@ -392,7 +392,7 @@ def validate_chart(results: tuple[Path, ...], jobs: int | None, pictures: Pictur
         click.echo(f"not compared: {line}", err=True)
     plans = [plan_of(m) for m in measured]
     make_folder(pictures.folder)
-    with shown():
+    with progress_bar():
         pairs = list(zip(predict_all(plans, jobs=jobs), measured, strict=True))
     figure = plots.plot_scatter(pairs, dark=pictures.dark)
     data = [report.to_dict() for pair in pairs for report in pair]
@@ -471,7 +471,7 @@ def scaling(
             hint=f"name one of {', '.join(f'`{name}`' for name in names)}",
         )
     make_folder(pictures.folder)
-    with shown():
+    with progress_bar():
         lines = scale(values, strategies=names, devices=numbers, jobs=jobs)
     for line in lines:
         for note in line.notes:
@@ -529,7 +529,7 @@ def fragmentation(
     from memest.estimator.search.growth import SETTINGS, growths
 
     chosen = tuple("" if text == "default" else text for text in settings) or SETTINGS
-    with shown(plan.label):
+    with progress_bar(plan.label):
         report, runs = growths(plan, chosen)
     limit = usable_bytes(plan, target_gpus(plan)[0])
     figure = plots.plot_fragmentation(report, runs, gpu_limit_bytes=limit, dark=pictures.dark)

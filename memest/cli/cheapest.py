@@ -12,7 +12,7 @@ import click
 from memest.cli.files import given_only, read_plans
 from memest.cli.group import main
 from memest.cli.options import WholeTraining, plan_options, training_options
-from memest.cli.terminal import folded, shown
+from memest.cli.terminal import folded, progress_bar
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu, list_gpus
 from memest.report import RunReport, SimulatedReport
@@ -41,7 +41,7 @@ def cheapest(as_json: bool, script: tuple[str, ...], whole: WholeTraining, **fla
     if given.get("gpu_memory") is not None:
         raise PlanError("a GPU with `--gpu-memory` has no speed", hint="name GPUs by `--gpu`")
     names = tuple(given.get("gpu") or (g.name for g in list_gpus()))
-    with shown("simulating"):
+    with progress_bar("simulating"):
         if script:
             report: SimulatedReport = _of_script(script, names, given)
         else:

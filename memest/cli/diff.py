@@ -14,7 +14,7 @@ from memest.cli.files import make_folder, print_or_write
 from memest.cli.group import fail, main
 from memest.cli.options import OUT, PATH, jobs_option
 from memest.cli.run import with_project
-from memest.cli.terminal import shown
+from memest.cli.terminal import progress_bar
 from memest.report import Prediction, SimulatedReport, read_measurements
 from memest.report.compare import comparison_json, render_comparison, render_comparison_markdown
 from memest.report.difference import Difference, differences, markdown, read_reports
@@ -146,7 +146,7 @@ def compare(
 
     releases = [nearest(str(m.versions.get("torch", ""))).name for m in measured]
     predicted: dict[int, Prediction] = {}
-    with shown():
+    with progress_bar():
         for release in dict.fromkeys(releases):  # each run with the release it was measured on
             of_release = [i for i, name in enumerate(releases) if name == release]
             with simulating(release):

@@ -17,7 +17,7 @@ from memest.cli.options import (
     jobs_option,
     models_option,
 )
-from memest.cli.terminal import shown
+from memest.cli.terminal import progress_bar
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.search.sweep import parse_values
@@ -90,7 +90,7 @@ def explore(
     gpus = [find_gpu(name) for name in gpu or LAB_GPUS[word]]
     from memest.estimator.search.explore import explore as explore_grid
 
-    with shown():
+    with progress_bar():
         points = explore_grid(
             names, [gpu.name for gpu in gpus], batches=sizes, micro_batches=micro,
             seq_len=length, jobs=jobs, engine=engine,

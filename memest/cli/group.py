@@ -124,11 +124,11 @@ def _no_room(error: OSError) -> None:
 
 def fail(message: str, hint: str, code: int) -> None:
     """Print an error and exit with a code."""
-    tell(message, hint)
+    print_error(message, hint)
     sys.exit(code)
 
 
-def tell(message: str, hint: str) -> None:
+def print_error(message: str, hint: str) -> None:
     """Print an error and its hint, a line each, on stderr."""
     click.echo(f"Error: {' '.join(message.split())}", err=True)
     if hint:

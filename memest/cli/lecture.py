@@ -10,7 +10,7 @@ from memest.cli.explore import LAB_GPUS
 from memest.cli.files import make_folder
 from memest.cli.group import main
 from memest.cli.options import PATH, completes, gpus_option, jobs_option
-from memest.cli.terminal import shown
+from memest.cli.terminal import progress_bar
 from memest.estimator.hardware.gpus import find_gpu
 from memest.packages import require
 from memest.report.explorer import explorer_page
@@ -46,7 +46,7 @@ def lecture(suite: str, gpu: tuple[str, ...], jobs: int | None, output: Path) ->
     rows = None if gpus else stored_rows(path)
     if rows is None:
         word = "h100" if "h100" in path.stem else ""
-        with shown():
+        with progress_bar():
             rows = predicted_rows(path, gpus or LAB_GPUS[word], jobs)
     for name, why in rows.failed.items():
         click.echo(f"not in the slides: {name}: {why}", err=True)

@@ -28,7 +28,7 @@ Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Decorator that adds options to a command."""
 
 
-def together(*options: Option) -> Option:
+def combined(*options: Option) -> Option:
     """Return the options as one, in the order of `--help`."""
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -231,7 +231,7 @@ def training_options(*, has_epochs: bool) -> Option:
             whole = WholeTraining(train_steps, read_prices(price), epochs, samples)
             return command(*args, whole=whole, **rest)
 
-        return together(_train_steps, _price, *(_epochs, _samples) * has_epochs)(run)
+        return combined(_train_steps, _price, *(_epochs, _samples) * has_epochs)(run)
 
     return add
 
@@ -239,7 +239,7 @@ def training_options(*, has_epochs: bool) -> Option:
 def plan_options_without(*names: str) -> Option:
     """Return the options of a plan except those of `names`, and the release of torch."""
     rows = (row for name, row in PLAN_KEYS.items() if row.flag and name not in names)
-    return together(*map(_option, rows), torch_option)
+    return combined(*map(_option, rows), torch_option)
 
 
 plan_options = plan_options_without()

@@ -16,7 +16,7 @@ from memest.cli.files import (
     with_gpus,
     write_pages,
 )
-from memest.cli.group import OOM_EXIT_CODE, main, tell
+from memest.cli.group import OOM_EXIT_CODE, main, print_error
 from memest.cli.options import (
     OUT,
     PATH,
@@ -28,7 +28,7 @@ from memest.cli.options import (
     remote_code_option,
     training_options,
 )
-from memest.cli.terminal import folded, has_colour, shown
+from memest.cli.terminal import folded, has_colour, progress_bar
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import custom_gpu
 from memest.models_meta.registry import check_name
@@ -89,12 +89,12 @@ def predict(
         raise PlanError("a recording is of one plan", hint="leave `--suite` out")
     if emit:
         plans = [with_gpus(plan, *NAMES) for plan in plans]
-    from memest.cli.resume import predict_kept
-    from memest.estimator.search.suite import apart, named
+    from memest.cli.resume import predict_resumably
+    from memest.estimator.search.suite import partition, with_label
 
-    with shown():
-        found = predict_kept(plans, output if suite else None, is_resumed=resume, **how)
-    predicted, failed = apart(plans, found)
+    with progress_bar():
+        found = predict_resumably(plans, output if suite else None, is_resumed=resume, **how)
+    predicted, failed = partition(plans, found)
     if suite is None and failed:
         raise failed[0][1]
     reports = [report for _, report in predicted]
@@ -112,8 +112,8 @@ def predict(
         text = render_text(reports[0], change=change, training=training, **looks)
         text = folded(text) if output is None else text
     print_or_write(text, output)
-    for error in (named(*each) for each in failed):
-        tell(str(error), error.hint)
+    for error in (with_label(*each) for each in failed):
+        print_error(str(error), error.hint)
     if failed:
         return failed[0][1].exit_code
     return OOM_EXIT_CODE if check and any(r.verdict != "fits" or r.warnings for r in reports) else 0
@@ -138,7 +138,7 @@ def _cheapest(plan: TrainingPlan, report: Prediction, trust_remote_code: bool) -
     from memest.estimator.search.advise import cheapest_change
 
     gpu = custom_gpu(plan.gpu_memory) if plan.gpu_memory and not plan.gpu else report.gpu
-    with shown("looking for what would fit"):
+    with progress_bar("looking for what would fit"):
         return cheapest_change(plan, gpu, report, trust_remote_code=trust_remote_code)
 
 
@@ -201,7 +201,7 @@ def advise(
     check_name(plan.model_name)
     from memest.estimator.search.advise import advise as find_advice
 
-    with shown():
+    with progress_bar():
         advice = find_advice(
             plan, gpu, max_predictions=max_predictions, trust_remote_code=trust_remote_code
         )

@@ -21,7 +21,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Kept:
+class StoredResults:
     """Results by plan, in a JSON Lines file that grows with each and is deleted when all exist.
 
     Args:
@@ -112,7 +112,7 @@ def predictions_of(event: Event) -> dict[TrainingPlan, Any]:
     return {plan: made.to_dict() for plan, made in pairs if isinstance(made, Prediction)}
 
 
-def predict_kept(
+def predict_resumably(
     plans: Sequence[TrainingPlan],
     target: Path | None,
     *,
@@ -130,11 +130,11 @@ def predict_kept(
 
     if target is None:
         return run({})
-    kept = Kept(target, is_resumed=is_resumed)
+    kept = StoredResults(target, is_resumed=is_resumed)
     return kept.complete(plans, lambda _, row: Prediction.from_dict(row), predictions_of, run)
 
 
-def sweep_kept(
+def sweep_resumably(
     grid: Grid, target: Path | None, *, is_resumed: bool, **how: Any
 ) -> list[dict[str, Any]]:
     """Run `sweep_grid(**how)`, storing results next to `target`, if the command writes one."""
@@ -145,7 +145,7 @@ def sweep_kept(
     if target is None:
         return run({})
     plans = [plan for _, plan in grid if isinstance(plan, TrainingPlan)]
-    kept = Kept(target, is_resumed=is_resumed)
+    kept = StoredResults(target, is_resumed=is_resumed)
     return kept.complete(
         plans, lambda plan, rows: [SweepPoint.from_dict(plan, row) for row in rows], points_of, run
     )

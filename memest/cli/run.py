@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from memest.cli.files import write_pages
-from memest.cli.group import OOM_EXIT_CODE, main, tell
+from memest.cli.group import OOM_EXIT_CODE, main, print_error
 from memest.cli.options import (
     OUT,
     PATH,
@@ -44,7 +44,7 @@ from memest.writing import write_output
 
 if TYPE_CHECKING:
     from memest.estimator.gpu.worlds import Ranks
-    from memest.run.launcher import Ran
+    from memest.run.launcher import RunResult
     from memest.run.session import Session
 
 NOT_USED_EXIT_CODE = 2
@@ -212,7 +212,7 @@ def run(
     streams: dict[str, Any] = {"has_input": not no_input, "has_stdout": not output["emit"]}
     run_one = partial(_run_one, target, make, limit_s=limit_s, **streams)
     ran = _run_ranks(chosen, run_one, files)
-    _tell_errors(ran)
+    _print_errors(ran)
     if ran.report is None:
         return _not_used(ran)
     _print(ran.report, out, num_gpus=nproc_per_node or 1, num_nodes=nnodes, **output)
@@ -254,14 +254,14 @@ def _without_python(arguments: Sequence[str]) -> list[str]:
     return list(arguments)
 
 
-def _tell_errors(ran: Ran) -> None:
+def _print_errors(ran: RunResult) -> None:
     """Print the script's last errors after its other output."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     if ran.error_text:
         sys.stderr.write(ran.error_text)
     if ran.refusal is not None:
-        tell(str(ran.refusal), ran.refusal.hint)
+        print_error(str(ran.refusal), ran.refusal.hint)
 
 
 def _run_one(
@@ -274,7 +274,7 @@ def _run_one(
     has_input: bool,
     has_stdout: bool,
     is_prompt: bool = False,
-) -> Ran:
+) -> RunResult:
     """Run one rank, in this process."""
     from memest.run.launcher import run_target
     from memest.run.ranks import rows_of
@@ -293,9 +293,11 @@ def _run_one(
     return ran
 
 
-def _run_ranks(chosen: Sequence[Ranks], run_one: Callable[..., Ran], files: _Files) -> Ran:
+def _run_ranks(
+    chosen: Sequence[Ranks], run_one: Callable[..., RunResult], files: _Files
+) -> RunResult:
     """Run the ranks one after another, until one fails; the files are those of the worst."""
-    from memest.run.ranks import environment, open_verdict, run_rank, run_with_peers, together
+    from memest.run.ranks import environment, merge_ranks, open_verdict, run_rank, run_with_peers
 
     if len(chosen) == 1:
         if chosen[0].is_launched:
@@ -322,16 +324,16 @@ def _run_ranks(chosen: Sequence[Ranks], run_one: Callable[..., Ran], files: _Fil
             break
     if not reports:
         return ran
-    report = together(reports)
+    report = merge_ranks(reports)
     files.keep_of(report, [ranks.rank for ranks, _ in reports])
     return replace(ran, report=report)
 
 
-def _run_with_files(run_one: Callable[..., Ran], files: _Files, ranks: Ranks) -> Ran:
+def _run_with_files(run_one: Callable[..., RunResult], files: _Files, ranks: Ranks) -> RunResult:
     return run_one(files.of_rank(ranks.rank), ranks)
 
 
-def _first_failed(every: Sequence[Ran]) -> Ran:
+def _first_failed(every: Sequence[RunResult]) -> RunResult:
     """The rank that failed by itself, or one that waited for it, or the first rank."""
     from memest.estimator.gpu.worlds import PeerEnded
 
@@ -340,16 +342,16 @@ def _first_failed(every: Sequence[Ran]) -> Ran:
     return (failed or every)[0]
 
 
-def _not_used(ran: Ran) -> int:
+def _not_used(ran: RunResult) -> int:
     """Report in one line that there is no report; a refusal has been reported already."""
     if ran.exit_code == 0:
-        tell(
+        print_error(
             "the script has not used the GPU, so there is nothing to report",
             "does it check `torch.cuda.is_available()`, and move its model to `cuda`?",
         )
         return NOT_USED_EXIT_CODE
     if ran.refusal is None:
-        tell("the script ended before it used the GPU, so there is nothing to report", "")
+        print_error("the script ended before it used the GPU, so there is nothing to report", "")
     return ran.exit_code
 
 

@@ -13,6 +13,7 @@ from memest.cli.group import OOM_EXIT_CODE, main
 from memest.cli.options import (
     OUT,
     VALUES,
+    combined,
     completes,
     config_option,
     engine_option,
@@ -20,10 +21,9 @@ from memest.cli.options import (
     jobs_option,
     plan_options,
     remote_code_option,
-    together,
 )
-from memest.cli.resume import sweep_kept
-from memest.cli.terminal import shown
+from memest.cli.resume import sweep_resumably
+from memest.cli.terminal import progress_bar
 from memest.errors import PlanError
 from memest.estimator.predict import target_gpus
 from memest.estimator.search.sweep import Grid, make_grid, parse_values
@@ -75,7 +75,7 @@ def max_batch(
     if all_techniques:
         from memest.estimator.search.techniques import largest_of_all
 
-        with shown():
+        with progress_bar():
             rows = largest_of_all(plan, gpus, key, jobs=jobs, trust_remote_code=trust_remote_code)
         nothing_fits = all(r.largest is None or r.largest.value is None for r in rows)
         as_rows = [r.to_dict() for r in rows]
@@ -83,7 +83,7 @@ def max_batch(
     else:
         from memest.estimator.search.largest import largest
 
-        with shown(f"{plan.label}: looking for the largest"):
+        with progress_bar(f"{plan.label}: looking for the largest"):
             found = largest(plan, gpus, key, trust_remote_code=trust_remote_code)
         nothing_fits = any(row.value is None for row in found)
         as_rows = [row.to_dict() for row in found]
@@ -92,7 +92,7 @@ def max_batch(
     return OOM_EXIT_CODE if check and nothing_fits else 0
 
 
-grid_options = together(
+grid_options = combined(
     *(
         click.option(
             row.flags[0], name, help=row.sweep,
@@ -160,13 +160,13 @@ def sweep(
     memest sweep --model llama-3.1-8b --lora true,false --seq-len 512:4096:512 --json
     memest sweep --config lab.yaml --precision bf16-true,32-true --vary freeze=none,vision_model.*
     """
-    as_json = _wants_json(output, as_json)
+    as_json = _is_json(output, as_json)
     from memest.report.sweep import json_lines, to_csv
 
     points = grid_points(**flags)
     how: dict[str, Any] = {"engine": engine, "trust_remote_code": trust_remote_code}
-    with shown():
-        rows = sweep_kept(points, output, is_resumed=resume, jobs=jobs, **how)
+    with progress_bar():
+        rows = sweep_resumably(points, output, is_resumed=resume, jobs=jobs, **how)
     text = json_lines(rows) if as_json else to_csv(rows)
     print_or_write(text, output)
     return OOM_EXIT_CODE if check and not any(row["verdict"] == "fits" for row in rows) else 0
@@ -184,7 +184,7 @@ def _varied(flags: Mapping[str, str | None], vary: Sequence[str]) -> dict[str, l
     return {key: parse_values(key, text) for key, text in texts.items()}
 
 
-def _wants_json(output: Path | None, as_json: bool) -> bool:
+def _is_json(output: Path | None, as_json: bool) -> bool:
     if output is None:
         return as_json
     kinds = {".csv": False, ".jsonl": True}

@@ -45,7 +45,9 @@ _UNCOUNTED = "{desc}  {elapsed}"
 
 
 @contextmanager
-def shown(what: str = "reading the libraries", *, with_results: bool = True) -> Iterator[None]:
+def progress_bar(
+    what: str = "reading the libraries", *, with_results: bool = True
+) -> Iterator[None]:
     """Show the running task, the finished ones and the time left on a terminal.
 
     Args:
@@ -55,7 +57,7 @@ def shown(what: str = "reading the libraries", *, with_results: bool = True) -> 
     if not sys.stderr.isatty():
         yield
         return
-    with _Display(what, with_results=with_results) as display, watched(display.tell):
+    with _Display(what, with_results=with_results) as display, watched(display.show):
         yield
 
 
@@ -89,7 +91,7 @@ class _Display:
         while not self._ended.wait(_EVERY):
             self._bar.refresh()
 
-    def tell(self, event: Event) -> None:
+    def show(self, event: Event) -> None:
         """Show a task that begins or has ended."""
         bar = self._bar
         if not event.is_done:

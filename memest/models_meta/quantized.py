@@ -139,11 +139,7 @@ def quantize(
     """
     original: Any
     for name, original in layers_to_quantize(model, skip):
-        layer = (
-            _in_8_bits(original)
-            if quant == "int8"
-            else _in_4_bits(original, compute_dtype, double_quant)
-        )
+        layer = _quantized(original, quant, compute_dtype, double_quant=double_quant)
         if original.bias is not None:
             layer.bias = nn.Parameter(original.bias.detach(), requires_grad=False)
         layer.train(original.training)
@@ -152,55 +148,25 @@ def quantize(
     model.__dict__["is_loaded_in_8bit" if quant == "int8" else "is_loaded_in_4bit"] = True
 
 
-def _weight_of(original: Any) -> torch.Tensor:
-    """Return the weight as (out_features, in_features); transformers' Conv1D transposes it."""
-    weight: torch.Tensor = original.weight.data
-    return weight if isinstance(original, nn.Linear) else weight.T
+def _quantized(original: Any, quant: str, compute_dtype: torch.dtype, *, double_quant: bool) -> Any:
+    """Return a layer of bitsandbytes from `original`; the last move quantises it."""
+    import bitsandbytes.nn as bnb
 
-
-def _in_8_bits(original: Any) -> Any:
-    """Make the 8-bit layer through the host, as transformers does; the move quantises it."""
-    import bitsandbytes
-
-    weight = _weight_of(original)
+    # transformers' Conv1D stores the weight as (in_features, out_features)
+    weight = original.weight.data if isinstance(original, nn.Linear) else original.weight.data.T
     rows, columns = weight.shape
-    layer = bitsandbytes.nn.Linear8bitLt(
-        columns,
-        rows,
-        bias=original.bias is not None,
-        has_fp16_weights=False,
-        threshold=THRESHOLD,
-        device="meta",
-    )
-    in_host = bitsandbytes.nn.Int8Params(
-        weight.to("cpu"), requires_grad=False, has_fp16_weights=False
-    )
-    layer.weight = in_host.to(weight.device)
-    return layer
-
-
-def _in_4_bits(original: Any, compute_dtype: torch.dtype, double_quant: bool) -> Any:
-    import bitsandbytes
-
-    weight = _weight_of(original)
-    rows, columns = weight.shape
-    layer = bitsandbytes.nn.Linear4bit(
-        columns,
-        rows,
-        bias=original.bias is not None,
-        compute_dtype=compute_dtype,
-        compress_statistics=double_quant,
-        quant_type="nf4",
-        device="meta",
-    )
-    packed = bitsandbytes.nn.Params4bit(
-        weight,
-        requires_grad=False,
-        compress_statistics=double_quant,
-        quant_type="nf4",
-        module=layer,
-    )
-    layer.weight = packed.to(weight.device)  # packs it
+    options: dict[str, Any] = {"bias": original.bias is not None, "device": "meta"}
+    if quant == "int8":
+        layer = bnb.Linear8bitLt(
+            columns, rows, has_fp16_weights=False, threshold=THRESHOLD, **options
+        )
+        source = weight.to("cpu")  # transformers quantises int8 through the host
+        packed = bnb.Int8Params(source, requires_grad=False, has_fp16_weights=False)
+    else:
+        form: dict[str, Any] = {"compress_statistics": double_quant, "quant_type": "nf4"}
+        layer = bnb.Linear4bit(columns, rows, compute_dtype=compute_dtype, **form, **options)
+        packed = bnb.Params4bit(weight, requires_grad=False, module=layer, **form)
+    layer.weight = packed.to(weight.device)
     return layer
 
 

@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, MultipleLocator
 
 from memest.plots.style import HEIGHT, WIDTH, Canvas, require, slide
-from memest.plots.text import SMALL, TICK, VALUE, named, row_size, text_width
+from memest.plots.text import SMALL, TICK, VALUE, name_and_tag, row_size, text_width
 from memest.plots.words import (
     MINUS,
     dotted,
@@ -122,7 +122,7 @@ def _draw_errors(canvas: Canvas, pairs: Sequence[Pair]) -> None:
     rows = _listed(pairs)
     height = HEIGHT - _ERRORS_TOP - _ERRORS_BOTTOM
     size = row_size(len(rows), height)
-    names = [named(m.name, _tag(p, m), size, 3.4) for p, m in rows]
+    names = [name_and_tag(m.name, _tag(p, m), size, 3.4) for p, m in rows]
     left = _ERRORS_LEFT + 0.1 + max(text_width(name, size) for name in names)
     width = WIDTH - 0.3 - 2 * _COLUMN - left
     panel = canvas.panel(left, _ERRORS_BOTTOM, width, height, grid="x")

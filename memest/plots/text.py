@@ -44,7 +44,7 @@ def shortened(text: str, size: float, inches: float, *, bold: bool = False) -> s
     return cut(kept[num_fit - 1]) if num_fit else "…"
 
 
-def named(name: str, tag: str, size: float, inches: float) -> str:
+def name_and_tag(name: str, tag: str, size: float, inches: float) -> str:
     """Return `name` and `tag`, the name cut where both together are wider than `inches`."""
     return shortened(name, size, inches - text_width(tag, size)) + tag
 

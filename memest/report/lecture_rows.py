@@ -13,7 +13,7 @@ from typing import Any
 from memest.errors import MemestError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.search.explore import explored, point_of
-from memest.estimator.search.suite import apart, predict_each
+from memest.estimator.search.suite import partition, predict_each
 from memest.plan import TrainingPlan
 from memest.plan.files import read_suite
 from memest.report import Outcome, PhaseRow, Verdict, read_as
@@ -129,7 +129,7 @@ def predicted_rows(path: Path, gpus: Sequence[str], jobs: int | None) -> Rows:
     """
     plans = read_suite(path, {})
     found = predict_each([replace(plan, gpu=tuple(gpus)) for plan in plans], jobs=jobs)
-    predicted, failed = apart(plans, found)
+    predicted, failed = partition(plans, found)
     if not predicted:
         raise failed[0][1]
     rows, points = [], []

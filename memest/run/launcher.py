@@ -33,7 +33,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class RunResult:
     """Result of a script's run."""
 
     exit_code: int
@@ -52,7 +52,7 @@ class Ran:
     """Blocks that came back at the latest moment, and may do so before."""
 
 
-def run_target(target: Target, session: Session, *, limit_s: float | None = None) -> Ran:
+def run_target(target: Target, session: Session, *, limit_s: float | None = None) -> RunResult:
     """Run `target` on the GPU of `session`, which has not been entered.
 
     After `limit_s` seconds it is ended, with its current line.
@@ -80,7 +80,7 @@ def run_target(target: Target, session: Session, *, limit_s: float | None = None
     is_used = session.peak_allocated_bytes or mode.memory.num_ooms
     report = session.report() if is_used else None
     decides = describe_deferred_blocks(mode.memory.storages) if mode.timeline.is_slow else ""
-    return replace(_ran(error, report), what_decides=decides)
+    return replace(_result_of(error, report), what_decides=decides)
 
 
 @contextmanager
@@ -148,22 +148,22 @@ def _keep_source(target: Target) -> None:
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
 
 
-def _ran(error: BaseException | None, report: RunReport | None) -> Ran:
+def _result_of(error: BaseException | None, report: RunReport | None) -> RunResult:
     ending, _ = ending_of(error)
     if isinstance(error, SystemExit):
         code = error.code
         if code is None or isinstance(code, int):
-            return Ran(code or 0, "", None, report)
-        return Ran(1, f"{code}\n", None, report)
+            return RunResult(code or 0, "", None, report)
+        return RunResult(1, f"{code}\n", None, report)
     if error is None or ending is Ending.STOPPED:
-        return Ran(0, "", None, report)
+        return RunResult(0, "", None, report)
     if ending is Ending.INTERRUPTED:
-        return Ran(INTERRUPTED_EXIT_CODE, traceback_of(error), None, report)
+        return RunResult(INTERRUPTED_EXIT_CODE, traceback_of(error), None, report)
     refusal = refusal_within(error)
     if refusal is None:
-        return Ran(1, traceback_of(error), None, report)
+        return RunResult(1, traceback_of(error), None, report)
     text = "" if refusal is error else traceback_of(error)
-    return Ran(refusal.exit_code, text, refusal, report)
+    return RunResult(refusal.exit_code, text, refusal, report)
 
 
 def traceback_of(error: BaseException) -> str:

@@ -36,7 +36,7 @@ _LIBRARY = Path(os.__file__).resolve().parent
 
 
 @dataclass(frozen=True, slots=True)
-class Typed:
+class Command:
     """A script or a module with its arguments, as `memest run` takes them."""
 
     words: tuple[str, ...]
@@ -52,7 +52,7 @@ class Typed:
         return " ".join((os.path.basename(name) or name, *rest))
 
 
-def typed_command(frame: FrameType | None = None) -> Typed | None:
+def typed_command(frame: FrameType | None = None) -> Command | None:
     """Return the command that this process was started to run; None in a notebook or a shell.
 
     `frame` is the caller's. A script that a session runs (`%run train.py`) has a command.
@@ -69,23 +69,23 @@ def typed_command(frame: FrameType | None = None) -> Typed | None:
     return _of_callers(frame)
 
 
-def _of_module(name: str) -> Typed | None:
+def _of_module(name: str) -> Command | None:
     if name.partition(".")[0] in RUNNERS:
         return None
     typed = sys.orig_argv
     for at in range(1, len(typed) - 1):
         if typed[at] == "-m" and typed[at + 1] in (name, f"{name}.__main__"):
-            return Typed(("-m", *typed[at + 1 :]), os.getcwd())
-    return Typed(("-m", name, *sys.argv[1:]), os.getcwd())
+            return Command(("-m", *typed[at + 1 :]), os.getcwd())
+    return Command(("-m", name, *sys.argv[1:]), os.getcwd())
 
 
-def _of_script(file: str) -> Typed:
+def _of_script(file: str) -> Command:
     """Return the script with the arguments of its command line, even if it changed `sys.argv`."""
     for folder in dict.fromkeys((os.getcwd(), os.environ.get("PWD") or os.getcwd())):
         for at, word in enumerate(sys.orig_argv[1:], 1):
             if os.path.join(folder, word) == file or _is_same(os.path.join(folder, word), file):
-                return Typed(tuple(sys.orig_argv[at:]), folder)
-    return Typed((os.path.abspath(file), *sys.argv[1:]), os.getcwd())
+                return Command(tuple(sys.orig_argv[at:]), folder)
+    return Command((os.path.abspath(file), *sys.argv[1:]), os.getcwd())
 
 
 def _is_same(path: str, other: str) -> bool:
@@ -95,7 +95,7 @@ def _is_same(path: str, other: str) -> bool:
         return False
 
 
-def _of_callers(frame: FrameType | None) -> Typed | None:
+def _of_callers(frame: FrameType | None) -> Command | None:
     """Return the script or module that called `preflight` from a notebook or a shell."""
     while frame is not None:
         names: dict[str, Any] = frame.f_globals
@@ -104,9 +104,9 @@ def _of_callers(frame: FrameType | None) -> Typed | None:
         if not isinstance(file, str) or not os.path.isfile(file) or _is_library(file):
             continue
         if name == "__main__":
-            return Typed((os.path.abspath(file), *sys.argv[1:]), os.getcwd())
+            return Command((os.path.abspath(file), *sys.argv[1:]), os.getcwd())
         if _runs_by_itself(file):
-            return Typed(("-m", name), os.getcwd())
+            return Command(("-m", name), os.getcwd())
     return None
 
 
@@ -241,7 +241,7 @@ def preflight(
     result = _Check(max_steps, time_limit, margin_bytes).result(typed)
     _done = main, result
     if result.outcome is Outcome.UNKNOWN:
-        _tell([f"memest preflight: not checked: {result.why}"])
+        _print([f"memest preflight: not checked: {result.why}"])
     elif result.outcome is Outcome.OOM:
         raise PreflightStop(result)
     return result
@@ -257,7 +257,7 @@ def report_measured(result: Preflight | None) -> Iterator[dict[str, float]]:
     if report is None or torch is None or not torch.cuda.is_initialized():
         return
     measured = torch.cuda.max_memory_reserved()
-    _tell(["", report.summary(measured_bytes=measured)])  # below a progress bar
+    _print(["", report.summary(measured_bytes=measured)])  # below a progress bar
     predicted = report.verdicts[report.gpu].reserved_bytes
     yield {"memest/predicted_gib": predicted / GIB, "memest/measured_gib": measured / GIB}
 
@@ -273,7 +273,7 @@ def _is_off() -> bool:
     return virtual is not None and virtual.VirtualGpu._active is not None
 
 
-def _is_first(typed: Typed) -> bool:
+def _is_first(typed: Command) -> bool:
     """Return whether no parent process has checked the command, and mark it for child processes."""
     command = json.dumps([typed.folder, *typed.words])
     process, _, checked = os.environ.get(_DONE, "").partition(" ")
@@ -283,7 +283,7 @@ def _is_first(typed: Typed) -> bool:
     return True
 
 
-def _tell(lines: list[str]) -> None:
+def _print(lines: list[str]) -> None:
     sys.stdout.flush()
     sys.stderr.write("\n".join(lines) + "\n")
     sys.stderr.flush()
@@ -302,7 +302,7 @@ class _Check:
     def elapsed_s(self) -> float:
         return time.monotonic() - self.started
 
-    def result(self, typed: Typed | None) -> Preflight:
+    def result(self, typed: Command | None) -> Preflight:
         """Check the script, print the outcome, and return the result of `preflight`."""
         if typed is None:
             return self._unknown(
@@ -319,7 +319,7 @@ class _Check:
         if report is None:
             return self._unknown(why)
         if not report.fits:
-            self._tell_oom(typed, device, report)
+            self._print_oom(typed, device, report)
             return self._ended(Outcome.OOM, report)
         if report.ending not in (Ending.FINISHED, Ending.STOPPED) or report.error:
             return self._unknown(f"the virtual run ended early: {report.error}", report)
@@ -327,7 +327,7 @@ class _Check:
         margin = device.gpu.spread_bytes if self.margin_bytes is None else self.margin_bytes
         if spare >= margin:
             return self._ended(Outcome.FITS, report)
-        _tell(
+        _print(
             [
                 f"memest preflight: `{typed.label}` fits {_gpu(device)}, but it is tight:"
                 f" needs {format_gib(report.limit_bytes - spare)} of"
@@ -343,7 +343,7 @@ class _Check:
     def _ended(self, outcome: Outcome, report: RunReport | None, why: str = "") -> Preflight:
         return Preflight(outcome=outcome, why=why, report=report, elapsed_s=self.elapsed_s)
 
-    def _tell_oom(self, typed: Typed, device: DeviceAtHand, report: RunReport) -> None:
+    def _print_oom(self, typed: Command, device: DeviceAtHand, report: RunReport) -> None:
         lines = [
             _RULE,
             f"memest preflight: `{typed.label}` will not fit {_gpu(device)}, so it is stopped"
@@ -360,10 +360,10 @@ class _Check:
             if fitting := _fitting(endless):
                 lines.append(f"fits: {', '.join(fitting)}")
             found = suggestions(endless, limit)
-            lines += self._tried(typed, device, found) or render_suggestions(found)
-        _tell([*lines, _RULE])
+            lines += self._try(typed, device, found) or render_suggestions(found)
+        _print([*lines, _RULE])
 
-    def _tried(self, typed: Typed, device: DeviceAtHand, found: Iterable[Suggestion]) -> list[str]:
+    def _try(self, typed: Command, device: DeviceAtHand, found: Iterable[Suggestion]) -> list[str]:
         """Simulate the changes in `found` until one fits or time is up; return lines that describe
         it.
         """
@@ -381,7 +381,7 @@ class _Check:
 
     def _run(
         self,
-        typed: Typed,
+        typed: Command,
         device: DeviceAtHand,
         options: Sequence[str] = (),
         memory: str | None = None,
@@ -420,7 +420,7 @@ def _environment(alloc_conf: str) -> dict[str, str]:
 
 
 def _run_script(
-    typed: Typed, options: list[str], environment: dict[str, str], folder: Path, seconds: float
+    typed: Command, options: list[str], environment: dict[str, str], folder: Path, seconds: float
 ) -> tuple[RunReport | None, str]:
     """Run `memest run OPTIONS` on a script, with its output hidden, for at most `seconds`."""
     report, output = folder / "report.json", folder / "output.txt"

@@ -12,11 +12,11 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-from memest.child import Child, DiedError, ask, wait_any
+from memest.child import Child, DiedError, submit, wait_any
 from memest.errors import MemestError, PlanError, UnsupportedError
 from memest.estimator.gpu.worlds import Mailbox, Ranks
 from memest.report import Interval, Outcome, RankRow, RunReport
-from memest.run.launcher import Ran
+from memest.run.launcher import RunResult
 
 MAX_RANKS = 1 << 14
 """Limit on ranks, as in plans."""
@@ -61,7 +61,7 @@ def environment(ranks: Ranks) -> dict[str, str]:
     """Return the environment of `torchrun` (`local_elastic_agent.py` of torch 2.11)."""
     host, size = ranks.rank // ranks.num_local, ranks.world_size
     num_nodes = size // ranks.num_local
-    told: dict[str, Any] = {
+    variables: dict[str, Any] = {
         "LOCAL_RANK": ranks.local_rank, "RANK": ranks.rank, "GROUP_RANK": host,
         "ROLE_RANK": ranks.rank, "ROLE_NAME": "default", "LOCAL_WORLD_SIZE": ranks.num_local,
         "WORLD_SIZE": size, "GROUP_WORLD_SIZE": num_nodes, "ROLE_WORLD_SIZE": size,
@@ -70,23 +70,25 @@ def environment(ranks: Ranks) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": True,
     }  # fmt: skip
     if "OMP_NUM_THREADS" not in os.environ and ranks.num_local > 1:
-        told["OMP_NUM_THREADS"] = 1
-    return {name: str(value) for name, value in told.items()}
+        variables["OMP_NUM_THREADS"] = 1
+    return {name: str(value) for name, value in variables.items()}
 
 
-def run_rank(ranks: Ranks, run: Callable[[Ranks], Ran], *, is_silent: bool = False) -> Ran:
+def run_rank(
+    ranks: Ranks, run: Callable[[Ranks], RunResult], *, is_silent: bool = False
+) -> RunResult:
     """`run` in a child process, with the environment of the rank; its peers are not run."""
     return run_with_peers(ranks, run, is_silent=is_silent, has_peers=False)[0][1]
 
 
 def run_with_peers(
     first: Ranks,
-    run: Callable[[Ranks], Ran],
+    run: Callable[[Ranks], RunResult],
     *,
     done: Collection[int] = (),
     is_silent: bool = False,
     has_peers: bool = True,
-) -> list[tuple[Ranks, Ran]]:
+) -> list[tuple[Ranks, RunResult]]:
     """Run a rank, and at the same time all ranks that it exchanges messages with; by rank.
 
     Ranks that are `done` have posted their messages and do not run again.
@@ -98,20 +100,21 @@ def run_with_peers(
     pending = [first]
     running: dict[Child, Ranks] = {}
     known = {first.rank, *done}
-    results: list[tuple[Ranks, Ran]] = []
+    results: list[tuple[Ranks, RunResult]] = []
     try:
         while pending or running:
             running |= {
-                ask(partial(_run_as, ranks, run), is_silent=is_silent): ranks for ranks in pending
+                submit(partial(_run_as, ranks, run), is_silent=is_silent): ranks
+                for ranks in pending
             }
             for child in wait_any(running, POLL_SECONDS):
                 ranks = running.pop(child)
                 results.append((ranks, _result(ranks, child)))
             pending = []
             if has_peers:
-                wanted = first.mailbox.wanted() - known
-                known |= wanted
-                pending = [replace(first, rank=rank) for rank in sorted(wanted)]
+                requested = first.mailbox.requested() - known
+                known |= requested
+                pending = [replace(first, rank=rank) for rank in sorted(requested)]
             if len(running) + len(pending) > MAX_TOGETHER:
                 raise UnsupportedError(
                     f"more than {MAX_TOGETHER} ranks send to each other",
@@ -123,14 +126,14 @@ def run_with_peers(
     return sorted(results, key=lambda pair: pair[0].rank)
 
 
-def _run_as(ranks: Ranks, run: Callable[[Ranks], Ran]) -> Ran:
+def _run_as(ranks: Ranks, run: Callable[[Ranks], RunResult]) -> RunResult:
     os.environ.update(environment(ranks))
     return run(ranks)
 
 
-def _result(ranks: Ranks, child: Child) -> Ran:
+def _result(ranks: Ranks, child: Child) -> RunResult:
     try:
-        ran: Ran = child.answer()
+        ran: RunResult = child.answer()
     except DiedError as error:
         raise MemestError(
             f"rank {ranks.rank} ended with {error}", hint="is there memory enough on this machine?"
@@ -147,7 +150,7 @@ def open_verdict(report: RunReport, decides: str) -> RunReport:
     return replace(report, verdict=Outcome.MAY, verdicts=verdicts)
 
 
-def together(reports: Sequence[tuple[Ranks, RunReport]]) -> RunReport:
+def merge_ranks(reports: Sequence[tuple[Ranks, RunReport]]) -> RunReport:
     """The report of the worst rank, with a row for each that was run.
 
     The worst is one that ran out of memory; of several, or of none, the one that reserved most.

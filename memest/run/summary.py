@@ -218,9 +218,9 @@ def _assumptions(virtual: VirtualGpu, gpu: Gpu, others: Sequence[str]) -> Iterab
     yield context_assumed(gpu)
     if virtual.ranks.may_wait:
         where = "H100s and H200s of one host" if virtual.ranks.world_size > 1 else "one H100"
-        further = virtual.mode.works.further
-        pairs = [pair for _, pair in further if pair is not None]
-        count = 1 + len(further) - len(pairs)
+        other_communicators = virtual.mode.works.other_communicators
+        pairs = [pair for _, pair in other_communicators if pair is not None]
+        count = 1 + len(other_communicators) - len(pairs)
         named = "one group of all ranks" if count == 1 else f"{count} groups"
         named += f" and {counted(len(pairs), 'pair')} of ranks" if pairs else ""
         yield (

@@ -21,11 +21,11 @@ from memest.child import (
     CAN_FORK,
     Child,
     DiedError,
-    ask,
     die_with_parent,
     fork,
     leave,
     spawn,
+    submit,
     write_to,
 )
 from memest.engines import Engine, Event, Local, find_engine, watched
@@ -178,7 +178,7 @@ def call_in_child(function: Callable[[], T]) -> T:
         MemestError: it raised one, or any other error, whose text is then the message.
     """
     try:
-        return ask(partial(_or_error, function)).answer()  # type: ignore[no-any-return]
+        return submit(partial(_or_error, function)).answer()  # type: ignore[no-any-return]
     except DiedError as error:
         raise MemestError(
             "a child process ended without a result", hint="see the system's log"
@@ -310,7 +310,7 @@ def validate(
     ticking = _tick.set(table.tick)
     try:
         for made, members in _parts(pending, engine, workers, device):
-            with watched(table.hear):
+            with watched(table.on_event):
                 made.map(
                     partial(_measure, runner),
                     members,
@@ -456,7 +456,7 @@ class _Table:
         for label in self._found:
             self._report(label, was_done=True)
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Record an experiment that begins, or store the report of one that has ended."""
         label = event.label
         if event.is_done:

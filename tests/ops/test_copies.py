@@ -9,7 +9,7 @@ from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.ops.copies import (
     chunk_cat_scratch,
     split_with_sizes_copy_scratch,
-    to_host_scratch,
+    to_host_bytes,
 )
 from memest.estimator.ops.registry import op_of
 from tests.op_calls import meta
@@ -83,5 +83,5 @@ def test_what_a_copy_to_the_host_makes_contiguous_or_casts(
     source = meta(64, 32).t() if is_source_transposed else meta(32, 64)
     target = torch.empty(32, 64, dtype=dtype)
 
-    found = to_host_scratch(aten.copy_.default, (target, source, not is_waited_for), {})
+    found = to_host_bytes(aten.copy_.default, (target, source, not is_waited_for), {})
     assert found == expected

@@ -16,7 +16,7 @@ import pytest
 from memest.estimator.gpu.worlds import Ranks
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.replay.recording import Act
-from memest.run.launcher import Ran, run_target
+from memest.run.launcher import RunResult, run_target
 from memest.run.ranks import run_rank
 from memest.run.replays import record_run_of
 from memest.run.session import Session
@@ -34,13 +34,13 @@ def recorded(name: str) -> list[tuple[int, int]]:
         return [tuple(row) for row in np.load(file).tolist()]
 
 
-def simulate(case: str, rank: int, out: Path) -> Ran:
+def simulate(case: str, rank: int, out: Path) -> RunResult:
     """Run the script as a rank of two; what it requests and frees is written to `out`."""
     given = json.loads((RESULTS / "measured_ranks.json").read_text(encoding="utf-8"))
     arguments = given["cases"][case]
     target = find_script(str(RESULTS / arguments["script"]), tuple(arguments["args"]))
 
-    def run(ranks: Ranks) -> Ran:
+    def run(ranks: Ranks) -> RunResult:
         gpu = find_gpu("h100-80gb")
         session = Session(gpu, name=case, roots=target.roots, ranks=ranks, is_prompt=True)
         ran = run_target(target, session)

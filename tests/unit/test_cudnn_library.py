@@ -67,7 +67,7 @@ class Stub:
         self.plan = plan
         self.num_calls = 0
 
-    def knows(self, gpu: Any) -> bool:
+    def supports(self, gpu: Any) -> bool:
         return device_properties(gpu.chip) is not None
 
     is_measured = Library.is_measured
@@ -234,11 +234,11 @@ def test_cudnn_older_than_9_8_is_passed_over(
         found = library()
         assert (found is not None) is is_used
         if found is not None:
-            assert found.knows(A100)
+            assert found.supports(A100)
             assert found.is_measured(A100)
-            assert found.knows(H100)
+            assert found.supports(H100)
             assert not found.is_measured(H100), "the layout of its descriptors is not known"
-            assert not found.knows(find_gpu("b200")), "its properties are not known"
+            assert not found.supports(find_gpu("b200")), "its properties are not known"
 
 
 def test_cudnn_without_cublaslt_is_passed_over(

@@ -8,7 +8,7 @@ import pytest
 
 from memest.estimator.gpu.worlds import Mailbox, PeerEnded, Ranks
 from memest.estimator.hardware.gpus import find_gpu
-from memest.run.launcher import Ran, run_target
+from memest.run.launcher import RunResult, run_target
 from memest.run.ranks import chosen_ranks, run_rank, run_with_peers
 from memest.run.session import Session
 from memest.run.target import find_script
@@ -37,10 +37,10 @@ assert torch.cuda.memory_allocated() == before - 512
 """
 
 
-def run(ranks: Ranks, path: Path) -> Ran:
+def run(ranks: Ranks, path: Path) -> RunResult:
     target = find_script(str(path), ())
 
-    def one(ranks: Ranks) -> Ran:
+    def one(ranks: Ranks) -> RunResult:
         return run_target(target, Session(find_gpu("h200"), ranks=ranks, is_prompt=True))
 
     return run_rank(ranks, one, is_silent=True)
@@ -81,7 +81,7 @@ def test_a_rank_does_not_wait_for_a_peer_that_has_ended() -> None:
     mailbox.meet(1)
     mailbox.end(1)
 
-    assert mailbox.wanted() == {1}
+    assert mailbox.requested() == {1}
     with pytest.raises(PeerEnded, match="rank 1 ended before it sent or took"):
         mailbox.fetch("all", 1)
 
@@ -105,7 +105,7 @@ def test_a_rank_that_waits_for_ever_is_named_with_its_line(name: str, tmp_path: 
     path = tmp_path / "script.py"
     path.write_text(UNPAIRED.replace("{name}", name), encoding="utf-8")
 
-    def one(ranks: Ranks) -> Ran:
+    def one(ranks: Ranks) -> RunResult:
         target = find_script(str(path), ())
         return run_target(target, Session(find_gpu("h200"), ranks=ranks, is_prompt=True))
 
@@ -139,11 +139,11 @@ if rank > 0:
 """
 
 
-def stages(path: Path, *args: str) -> dict[int, Ran]:
+def stages(path: Path, *args: str) -> dict[int, RunResult]:
     path.write_text(STAGES, encoding="utf-8")
     target = find_script(str(path), args)
 
-    def one(ranks: Ranks) -> Ran:
+    def one(ranks: Ranks) -> RunResult:
         return run_target(target, Session(find_gpu("h200"), ranks=ranks, is_prompt=True))
 
     return {ranks.rank: ran for ranks, ran in run_with_peers(chosen_ranks(4, 1)[0], one)}

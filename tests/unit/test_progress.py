@@ -13,8 +13,8 @@ import pytest
 
 from memest import Prediction, TrainingPlan, predict
 from memest.cli import main
-from memest.cli.resume import Kept, plan_key, predict_kept, predictions_of
-from memest.cli.terminal import result_lines, shown
+from memest.cli.resume import StoredResults, plan_key, predict_resumably, predictions_of
+from memest.cli.terminal import progress_bar, result_lines
 from memest.engines import Event, Local, watched
 from memest.estimator.search import suite
 
@@ -59,7 +59,7 @@ def test_an_error_in_a_process_ends_the_others() -> None:
 def test_progress_is_for_terminals_alone(
     capsys: pytest.CaptureFixture[str], reports: list[Prediction]
 ) -> None:
-    with shown():
+    with progress_bar():
         Local(workers=1).map(abs, [-1, 2], died=died)
 
     assert capsys.readouterr() == ("", "")
@@ -77,7 +77,7 @@ def test_a_terminal_sees_what_is_under_way_and_each_result(
         time.sleep(0.05)
         return reports[index]
 
-    with shown("waiting"):
+    with progress_bar("waiting"):
         Local(workers=1).map(slow, [0, 1], died=died, label=lambda i: PLANS[i].label)
 
     frames = terminal.getvalue()
@@ -113,11 +113,11 @@ def test_an_interrupted_suite_keeps_what_is_done_and_goes_on_from_there(
 
     monkeypatch.setattr(suite, "predict", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        predict_kept(PLANS, tmp_path / "lab", is_resumed=False, jobs=1)
+        predict_resumably(PLANS, tmp_path / "lab", is_resumed=False, jobs=1)
     assert "1 results are kept" in capsys.readouterr().err
 
     answers = iter([reports[1]])
-    found = predict_kept(PLANS, tmp_path / "lab", is_resumed=True, jobs=1)
+    found = predict_resumably(PLANS, tmp_path / "lab", is_resumed=True, jobs=1)
 
     assert asked == ["b1", "b2", "b2"]
     assert [r.to_json() for r in found if isinstance(r, Prediction)] == [
@@ -129,14 +129,16 @@ def test_an_interrupted_suite_keeps_what_is_done_and_goes_on_from_there(
 def test_a_line_cut_short_and_one_of_another_version_are_passed_over(
     tmp_path: Path, reports: list[Prediction]
 ) -> None:
-    kept = Kept(tmp_path / "out.csv", is_resumed=False)
+    kept = StoredResults(tmp_path / "out.csv", is_resumed=False)
     kept.add(PLANS[0], {"a": 1})
     text = kept.path.read_text()
     kept.path.write_text(
         text + text.replace('"version": "', '"version": "0.0.').replace("b1", "b9") + text[:40]
     )
 
-    assert Kept(tmp_path / "out.csv", is_resumed=True).known == {plan_key(PLANS[0]): {"a": 1}}
+    assert StoredResults(tmp_path / "out.csv", is_resumed=True).known == {
+        plan_key(PLANS[0]): {"a": 1}
+    }
 
 
 def test_a_sweep_takes_what_was_kept(tmp_path: Path) -> None:
@@ -145,7 +147,7 @@ def test_a_sweep_takes_what_was_kept(tmp_path: Path) -> None:
     args = ["sweep", "--model", "gpt2", "--seq-len", "16", "--bs", "1,2", "--gpu", "t4", "-o",
             str(out), "--jobs", "1"]  # fmt: skip
     plan = TrainingPlan(model_name="gpt2", batch_size=1, seq_len=16, gpu=("t4",))
-    Kept(out, is_resumed=False).add(
+    StoredResults(out, is_resumed=False).add(
         plan,
         [{"gpu": "t4", "verdict": None, "peak_allocated_bytes": 7, "process_bytes": 0,
           "unlimited_reserved_bytes": 0, "error": ""}],

@@ -32,7 +32,7 @@ def program(*, kept: bool) -> Program:
     storages = StorageTable()
     for _ in range(2):
         storages.add(40 * MIB, Site("aten.empty", "", "forward"), MemKind.ACTIVATIONS)
-    (storages.shelved if kept else storages.deferred).add(0)
+    (storages.stashed if kept else storages.deferred).add(0)
     events = [0, ~0, 1, RETURNED - 0, ~1]
     return Program(storages=storages, setup=[], steps=[[[Part(events, None)]]])
 

@@ -141,7 +141,7 @@ class MemoryHistory:
         """Gather the stack of the next request."""
         self._stack = self._gather() if self.context >= Context.STATE else None
 
-    def dies(self, address: int) -> None:
+    def storage_freed(self, address: int) -> None:
         """Record the current stack as that of the free of the storage at `address`."""
         if self.context >= Context.ALL:
             self._freed_at[address] = self._gather()

@@ -17,7 +17,7 @@ from memest.estimator.tensors.storages import (
     MemKind,
     Site,
     StorageTable,
-    death_of,
+    free_of,
     return_of,
 )
 from memest.report import RunStep
@@ -37,7 +37,7 @@ class EventLog:
     """Events of the storages on the GPU, in order; ids are those of a `StorageTable`."""
 
     events: array[int] = field(default_factory=lambda: array("q"))
-    """First `MAX_EVENTS` events, packed. An id is an allocation, its `death_of` a free, and its
+    """First `MAX_EVENTS` events, packed. An id is an allocation, its `free_of` a free, and its
     `return_of` the return of a deferred block. `EMPTIED` is an `empty_cache`.
     """
 
@@ -117,7 +117,7 @@ class History:
         self._held: list[Held] | None = []
         self._first_reused = 0
 
-    def born(self, index: int, site: Site) -> None:
+    def allocated(self, index: int, site: Site) -> None:
         """Record that storage `index` got its block; its allocation is the last event."""
         allocator = self._allocator
         if site.phase != self.phase:
@@ -203,24 +203,24 @@ class History:
         self._top_at = len(log.open)
 
     def _live_through(self, events: array[int]) -> None:
-        alive, shelved = self._alive, self._storages.shelved
+        alive, stashed = self._alive, self._storages.stashed
         for event in events:
             if event >= 0:
                 alive.add(event)
             elif event <= RETURNED:
                 alive.discard(return_of(event))
-            elif death_of(event) not in shelved:
-                alive.discard(death_of(event))
+            elif free_of(event) not in stashed:
+                alive.discard(free_of(event))
 
     def _reuse(self) -> None:
         storages, first, alive = self._storages, self._first_reused, self._alive
         for event in self.log.open:
             if event >= 0 or event == EMPTIED:
                 continue
-            index = death_of(event)
+            index = free_of(event)
             if event <= RETURNED:
                 index = return_of(event)
-            elif index in storages.deferred or index in storages.shelved:
+            elif index in storages.deferred or index in storages.stashed:
                 continue
             if index >= first and index not in alive:
                 storages.forget(index)

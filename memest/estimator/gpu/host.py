@@ -120,13 +120,13 @@ class HostDraws:
             self.num_waiting = 0
             return seed_by(seed)
 
-        def seed_anew() -> int:
+        def seed_randomly() -> int:
             self.num_waiting = 0
             return seed()
 
         for name, function in (
             ("get_rng_state", get_rng_state), ("set_rng_state", set_rng_state),
-            ("manual_seed", manual_seed), ("seed", seed_anew),
+            ("manual_seed", manual_seed), ("seed", seed_randomly),
         ):  # fmt: skip
             patches.set(torch, name, function)
             patches.set(torch.random, name, function)

@@ -23,7 +23,7 @@ from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.hardware.speed import segment_us
 from memest.estimator.tensors.garbage import PER_STORAGE, GarbagePace
 from memest.estimator.tensors.placement import storage_key
-from memest.estimator.tensors.storages import MemKind, Site, StorageTable, death_of, return_of
+from memest.estimator.tensors.storages import MemKind, Site, StorageTable, free_of, return_of
 
 
 class _Reference(weakref.ref[torch.UntypedStorage]):
@@ -69,7 +69,7 @@ class Memory:
         self.frees_at_once = False
         """Flag: free blocks at once, even if other streams use them."""
 
-        self.on_death: Callable[[int], None] = lambda key: None
+        self.on_free: Callable[[int], None] = lambda key: None
         """Callbacks with the key of each freed storage."""
 
         self.on_fold: Callable[[], None] = lambda: None
@@ -77,8 +77,8 @@ class Memory:
 
         self._timeline = timeline
         self._references: dict[int, _Reference] = {}
-        self._on_death = self._storage_died
-        self._dead: list[int] = []
+        self._on_free = self._storage_freed
+        self._freed: list[int] = []
         self._uses: dict[int, set[int]] = {}
         self._pending: list[tuple[float, int]] = []
         self._stashed: dict[int, float] = {}
@@ -108,7 +108,7 @@ class Memory:
         size = storage.nbytes() if num_bytes is None else num_bytes
         index = self.storages.add(size, site, kind)
         self.live[key] = index
-        reference = self._references[index] = _Reference(storage, self._on_death)
+        reference = self._references[index] = _Reference(storage, self._on_free)
         reference.index, reference.key = index, key
         self._request(index)
         self.pace.made(PER_STORAGE * (len(self.storages.num_bytes) - before))
@@ -141,7 +141,7 @@ class Memory:
         if home != MAIN:
             self.storages.streams[index] = home
         if num_bytes:
-            self.history.born(index, self.storages.sites[index])
+            self.history.allocated(index, self.storages.sites[index])
 
     def _refuse(self, index: int, num_bytes: int) -> None:
         self.num_ooms += 1
@@ -198,15 +198,15 @@ class Memory:
 
     def free(self, index: int) -> None:
         """Free a storage at the next `settle`. The garbage collector may call this at any time."""
-        self._dead.append(index)
+        self._freed.append(index)
 
-    def _storage_died(self, reference: _Reference) -> None:
+    def _storage_freed(self, reference: _Reference) -> None:
         index, key = reference.index, reference.key
         self._release(index)
         self._references.pop(index, None)
         if self.live.get(key) == index:
             del self.live[key]
-            self.on_death(key)
+            self.on_free(key)
         self.pace.made(-PER_STORAGE)
 
     def _release(self, index: int) -> None:
@@ -214,7 +214,7 @@ class Memory:
         if self.frees_at_once:
             self._uses.pop(index, None)
         elif index in self._stashed:
-            self.storages.shelved.add(index)
+            self.storages.stashed.add(index)
         else:
             timeline = self._timeline
             events = map(timeline.event, self._uses.pop(index, ()))
@@ -234,25 +234,25 @@ class Memory:
         self.settle()
         block = self.blocks.pop(index, None)
         if block is not None:
-            is_stashed = index in self.storages.shelved
+            is_stashed = index in self.storages.stashed
             (self.allocator.free if is_stashed else self.allocator.complete)(block)
         self.log.open.append(return_of(index))
 
     def settle(self) -> None:
         """Return the blocks of storages that have died to the allocator."""
-        if self._dead:
+        if self._freed:
             with self.lock:  # any thread of the script may be here
                 self._settle()
 
     def _settle(self) -> None:
-        dead = self._dead
+        freed = self._freed
         position = 0
         log, blocks, storages = self.log.open, self.blocks, self.storages
-        while position < len(dead):
-            index = dead[position]
+        while position < len(freed):
+            index = freed[position]
             position += 1
-            log.append(death_of(index))
-            if index in storages.shelved:
+            log.append(free_of(index))
+            if index in storages.stashed:
                 continue
             if index in storages.deferred:
                 block = blocks.get(index)
@@ -262,7 +262,7 @@ class Memory:
             block = blocks.pop(index, None)
             if block is not None:
                 self.allocator.free(block)
-        del dead[:position]
+        del freed[:position]
         if self.history.is_due:
             self.on_fold()
             self.history.fold()
@@ -299,7 +299,7 @@ class Memory:
         late = sorted(index for index, done in self._stashed.items() if done <= until)
         for index in late:
             del self._stashed[index]
-            if index in self.storages.shelved:
+            if index in self.storages.stashed:
                 self._return(index)
 
     # --- what is stored

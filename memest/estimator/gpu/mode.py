@@ -24,7 +24,7 @@ from memest.estimator.gpu.host import HostTensors, without_tensors
 from memest.estimator.gpu.kernel_calls import KernelCalls, Recipe
 from memest.estimator.gpu.memory import Memory
 from memest.estimator.gpu.messages import two_devices
-from memest.estimator.gpu.pending import Works
+from memest.estimator.gpu.pending import PendingWorks
 from memest.estimator.gpu.placeholders import (
     ASSUMED,
     AssumedValues,
@@ -39,12 +39,12 @@ from memest.estimator.gpu.worlds import ALONE
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.hardware.work_log import WorkLog
 from memest.estimator.ops import collectives
-from memest.estimator.ops.autograd_ops import key_of_other_operators, run_by_others
+from memest.estimator.ops.autograd_ops import decomposition_key, run_decomposed
 from memest.estimator.ops.copies import (
     as_dtype_layout,
     copied,
     to_gpu_bytes,
-    to_host_scratch,
+    to_host_bytes,
     with_number,
 )
 from memest.estimator.ops.in_place import owners_of_a_sole_gradient
@@ -110,15 +110,15 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self.sparse = SparseTensors(self)
         self.rng = GpuDraws(gpu)
-        self.works = Works(self.timeline, self.memory)
+        self.works = PendingWorks(self.timeline, self.memory)
         self.ranks = ALONE
         self.is_off = False
         """Flag: operators run as without the simulated GPU."""
 
-        self.memory.on_death = self.values.forget
+        self.memory.on_free = self.values.forget
         self.memory.on_fold = self._before_fold
         self._has_own_dispatch: dict[type, bool] = {}
-        self._decomposes_under = cache(key_of_other_operators)
+        self._decomposes_under = cache(decomposition_key)
         self._last_recipe: Recipe | None = None
 
     @classmethod
@@ -186,7 +186,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         on_gpu, on_host, is_real, no_place = self._places(func, args, kwargs)
         target: str = getattr(kwargs.get("device"), "type", "")
         if (on_gpu or on_host or target == "cuda") and self._decomposes_under(func):
-            result = run_by_others(self, self._decomposes_under(func), func, args, kwargs)
+            result = run_decomposed(self, self._decomposes_under(func), func, args, kwargs)
             if func.namespace == "bitsandbytes":
                 self.work.call_library(func, args, kwargs, result)
             if func.namespace == "_c10d_functional":
@@ -305,7 +305,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_pinned = func is aten.copy_.default and self.host.is_pinned(args[0])
             self.work.copy("to_host", source.nbytes, is_pinned=is_pinned, waits=True)
             timeline.host_waits(timeline.event(timeline.stream))
-            site, sizes = self.attribution.site(func), to_host_scratch(func, args, kwargs)
+            site, sizes = self.attribution.site(func), to_host_bytes(func, args, kwargs)
             for index in reversed([memory.allocate_workspace(n, site) for n in sizes]):
                 memory.free(index)
         return copied(self, func, args, kwargs)

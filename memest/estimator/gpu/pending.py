@@ -64,7 +64,7 @@ Communicator = tuple[str, int | None]
 DEFAULT: Communicator = "", None
 
 
-class Works:
+class PendingWorks:
     """Collectives whose work was not waited for yet."""
 
     def __init__(self, timeline: Timeline, memory: Memory) -> None:
@@ -116,7 +116,7 @@ class Works:
         `peer` is the rank that `name` sends to or receives from. Outside of a batch the pair makes
         a communicator (`ProcessGroupNCCL::pointToPoint`, torch 2.11).
         """
-        self.another()
+        self.release_due()
         if group.size() < 2:
             return
         group_name = group.group_name
@@ -132,7 +132,7 @@ class Works:
             self.all_to_all[group_name] = group.size()
 
     @property
-    def further(self) -> set[Communicator]:
+    def other_communicators(self) -> set[Communicator]:
         """Communicators besides that of the default group."""
         return (self.collectives | set(self.messages)) - {DEFAULT}
 
@@ -140,7 +140,7 @@ class Works:
     def library_bytes(self) -> int:
         """Bytes of NCCL besides the default group's communicator."""
         total = MESSAGES_BYTES if self.messages else 0
-        for each in self.further:
+        for each in self.other_communicators:
             total += SUBGROUP_BYTES if each in self.collectives else WITHOUT_COLLECTIVES_BYTES
         if DEFAULT in self.messages and DEFAULT not in self.collectives:
             total -= SUBGROUP_BYTES - WITHOUT_COLLECTIVES_BYTES
@@ -149,7 +149,7 @@ class Works:
                 total += sum(SENDING_BYTES if sends else RECEIVING_BYTES for _, sends in messages)
         return total + sum(ALL_TO_ALL_BYTES * (size - 1) for size in self.all_to_all.values())
 
-    def another(self) -> None:
+    def release_due(self) -> None:
         """Begin a collective: release the stashes of earlier ones that are due."""
         self._last = None
         self._memory.unstash()
@@ -166,7 +166,7 @@ class Works:
         if work is not None:
             work.wait()
 
-    def begun(self, tensors: Sequence[Tensor]) -> Any:
+    def new_work(self, tensors: Sequence[Tensor]) -> Any:
         """Return the work of a collective, which holds `tensors`; boxed as operators return it."""
         self._last = work = DoneWork()
         if tensors:

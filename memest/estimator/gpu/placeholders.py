@@ -232,7 +232,7 @@ class AssumedValues:
         self._layer = KnownValues(below=known)
         self._guesses = guesses
 
-    def told(self, tensor: Tensor) -> Tensor | None:
+    def value_of(self, tensor: Tensor) -> Tensor | None:
         """Assumed value of `tensor`, or None where none is assumed."""
         return self._layer.value_of(tensor) if self._layer.holds(tensor) else None
 
@@ -241,13 +241,16 @@ class AssumedValues:
 
         Comparisons with a threshold are left to `guesses`, which returns False.
         """
-        told = self.told(tensor)
-        if told is None or func not in (aten._local_scalar_dense.default, aten.is_nonzero.default):
+        value_of = self.value_of(tensor)
+        if value_of is None or func not in (
+            aten._local_scalar_dense.default,
+            aten.is_nonzero.default,
+        ):
             return None
         if tensor.dtype is torch.bool and self._layer.is_guessed([tensor]):
             return None
         self._guesses.note("a choice, spread evenly")
-        return told.item()
+        return value_of.item()
 
     def result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the assumed result of an operator with `Op.shaped_by`, on meta.

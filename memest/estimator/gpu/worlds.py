@@ -112,7 +112,7 @@ class Mailbox:
             self._peers.add(rank)
             self._path("wanted", rank).touch()
 
-    def wanted(self) -> set[int]:
+    def requested(self) -> set[int]:
         """Ranks that some rank has requested by `meet`."""
         folder = self._folder
         names = () if folder is None else folder.glob("wanted.*")

@@ -142,8 +142,8 @@ def _install_extensions(patches: Patches, mode: CudaSimMode, hooks: ImportHooks)
     """Make `torch.utils.cpp_extension` refuse code for a GPU's compiler."""
 
     def after(module: ModuleType) -> None:
-        patches.set(module, "load", _guarded(module.load, mode, _wants_cuda))
-        patches.set(module, "load_inline", _guarded(module.load_inline, mode, _wants_cuda))
+        patches.set(module, "load", _guarded(module.load, mode, _has_gpu_code))
+        patches.set(module, "load_inline", _guarded(module.load_inline, mode, _has_gpu_code))
         patches.set(
             module, "CUDAExtension", _guarded(module.CUDAExtension, mode, lambda *a, **k: True)
         )
@@ -151,7 +151,7 @@ def _install_extensions(patches: Patches, mode: CudaSimMode, hooks: ImportHooks)
     hooks.after("torch.utils.cpp_extension", after)
 
 
-def _wants_cuda(*args: Any, **options: Any) -> bool:
+def _has_gpu_code(*args: Any, **options: Any) -> bool:
     """Return whether the sources include GPU code; a string of C++ names no such file."""
     if options.get("with_cuda") or options.get("cuda_sources"):
         return True
@@ -161,10 +161,10 @@ def _wants_cuda(*args: Any, **options: Any) -> bool:
 
 
 def _guarded(
-    function: Callable[..., Any], mode: CudaSimMode, wants_cuda: Callable[..., bool]
+    function: Callable[..., Any], mode: CudaSimMode, has_gpu_code: Callable[..., bool]
 ) -> Callable[..., Any]:
     def call(*args: Any, **options: Any) -> Any:
-        if not wants_cuda(*args, **options):
+        if not has_gpu_code(*args, **options):
             return function(*args, **options)
         name = options.get("name", args[0] if args else "")
         where = mode.attribution.lines.current() or "the script"

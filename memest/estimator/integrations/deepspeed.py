@@ -77,7 +77,7 @@ def _for_scripts(wrap: Callable[..., Maker]) -> Callable[..., Maker]:
     return wrapping
 
 
-def _said_of_cpu(get_cpu_info: Callable[[], Any]) -> Any:
+def _cpu_info(get_cpu_info: Callable[[], Any]) -> Any:
     """Return `cpuinfo` without starting its process of a second for DeepSpeed.
 
     DeepSpeed reads only the vendor, to warn of half precision.
@@ -151,7 +151,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
         patches.set(module.OpBuilder, "load", load_extension)
 
     def after_cpuinfo(module: ModuleType) -> None:
-        patches.set(module, "get_cpu_info", partial(_said_of_cpu, module.get_cpu_info))
+        patches.set(module, "get_cpu_info", partial(_cpu_info, module.get_cpu_info))
 
     def after_accelerator(module: ModuleType) -> None:
         patches.set(module, "ds_accelerator", None)  # which looks for a GPU once

@@ -83,7 +83,7 @@ class _Call:
 
     @property
     def needs_grad(self) -> bool:
-        """`input_requires_grad`: the mask does not count."""
+        """True if query, key or value has a gradient: `input_requires_grad`, without the mask."""
         return torch.is_grad_enabled() and any(
             t.requires_grad for t in (self.query, self.key, self.value)
         )
@@ -111,7 +111,7 @@ def choose_backend(*args: Any, **kwargs: Any) -> SdpaBackend:
 
 
 def _can_use_cudnn(call: _Call) -> bool:
-    """`can_use_cudnn_attention`."""
+    """Return whether cuDNN's kernel takes the call: `can_use_cudnn_attention`."""
     deterministic = (
         torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -134,7 +134,7 @@ def _can_use_cudnn(call: _Call) -> bool:
 
 
 def _can_use_flash(call: _Call) -> bool:
-    """`can_use_flash_attention`."""
+    """Return whether the flash kernel takes the call: `can_use_flash_attention`."""
     if not (torch._C._get_flash_sdp_enabled() and _is_4d(call) and call.attn_mask is None):
         return False
     head_dim = call.query.size(-1)
@@ -161,7 +161,7 @@ def _can_use_flash(call: _Call) -> bool:
 
 
 def _can_use_efficient(call: _Call) -> bool:
-    """`can_use_mem_efficient_attention`; any head width that the GEMM's alignment divides."""
+    """Return whether the efficient kernel takes the call: `can_use_mem_efficient_attention`."""
     is_ampere = call.gpu.capability >= (8, 0)
     dtypes = (torch.float16, torch.float32, torch.bfloat16) if is_ampere else (
         torch.float16, torch.float32,
@@ -179,9 +179,10 @@ def _can_use_efficient(call: _Call) -> bool:
 
 
 def _efficient_takes_head_dims(call: _Call) -> bool:
-    """`check_head_dim_size_mem_efficient` with `minimum_gemm_alignment`: 8 half, 4 float32.
+    """Return whether head widths are multiples of 8 in half and 4 in float32.
 
-    Compute capability 7.x has tensor cores for half only, and no minimum otherwise.
+    Mirrors `check_head_dim_size_mem_efficient` with `minimum_gemm_alignment`. Capability 7.x has
+    tensor cores for half only, and no minimum otherwise.
     """
     is_half = call.query.dtype in _HALF
     major = call.gpu.capability[0]
@@ -199,7 +200,7 @@ def _efficient_takes_head_dims(call: _Call) -> bool:
 
 
 def _cudnn_takes_shapes(call: _Call) -> bool:
-    """`check_cudnn_tensor_shapes`, for cuDNN 9."""
+    """Return whether cuDNN 9 takes the shapes: `check_cudnn_tensor_shapes`."""
     head_dim, value_dim = call.query.size(3), call.value.size(3)
     limit = 128
     if call.release.cudnn_version >= 91000 and call.gpu.capability == (9, 0):
@@ -217,7 +218,7 @@ def _cudnn_takes_shapes(call: _Call) -> bool:
 
 
 def _cudnn_takes_mask(call: _Call) -> bool:
-    """`check_attn_mask_shape`: no gradient, and broadcastable from 2 or 4 dimensions."""
+    """Return whether the mask has no gradient and 2 or 4 dimensions: `check_attn_mask_shape`."""
     mask = call.attn_mask
     if mask is None:
         return True
@@ -230,24 +231,24 @@ def _cudnn_takes_mask(call: _Call) -> bool:
 
 
 def _is_4d(call: _Call) -> bool:
-    """`check_tensor_shapes`."""
+    """Return whether query, key and value have four dimensions: `check_tensor_shapes`."""
     return call.query.dim() == call.key.dim() == call.value.dim() == 4
 
 
 def _has_tokens(call: _Call) -> bool:
-    """`check_nonzero_sequence_lengths_dense`."""
+    """Return whether there are query and key tokens: `check_nonzero_sequence_lengths_dense`."""
     return call.query.size(-2) != 0 and call.key.size(-2) != 0
 
 
 def _dtypes_agree(call: _Call, allowed: tuple[torch.dtype, ...]) -> bool:
-    """`check_tensor_dtype`, with half precision of capability 7.x being float16 only."""
+    """Return whether all dtypes are one allowed (`check_tensor_dtype`); bfloat16 from 8.0 on."""
     if call.gpu.capability < (8, 0) and call.query.dtype == torch.bfloat16:
         return False
     return call.query.dtype == call.key.dtype == call.value.dtype and call.query.dtype in allowed
 
 
 def _last_strides_are_1(call: _Call, *, ignore_width_1: bool) -> bool:
-    """`check_last_dim_stride_equals_1_dense`, for the mask too."""
+    """Return whether last strides are 1: `check_last_dim_stride_equals_1_dense`, with the mask."""
     strides = all(t.stride(-1) == 1 for t in (call.query, call.key, call.value))
     if ignore_width_1:
         strides = strides or call.query.size(-1) == 1
@@ -255,7 +256,7 @@ def _last_strides_are_1(call: _Call, *, ignore_width_1: bool) -> bool:
 
 
 def _heads_agree(call: _Call, *, supports_gqa: bool, same_kv_heads: bool) -> bool:
-    """`check_batch_size_and_num_heads_dense` and `check_grouped_query_attention`."""
+    """Return whether `check_batch_size_and_num_heads_dense` and the check of grouped heads pass."""
     if not call.query.size(0) == call.key.size(0) == call.value.size(0):
         return False
     query_heads, key_heads, value_heads = (t.size(-3) for t in (call.query, call.key, call.value))
@@ -368,10 +369,11 @@ def math_attention(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    """`_scaled_dot_product_attention_math`, written out; half precision is computed in float32.
+    """Run attention by products and a softmax: `_scaled_dot_product_attention_math`.
 
-    Under a dispatch mode the operation adds the mask out of place (`areAnyTensorSubclassLike`):
-    one B x H x L x S buffer more. Names live as long as their namesakes in the source.
+    Half precision is computed in float32. Under a dispatch mode the mask is added out of place
+    (`areAnyTensorSubclassLike`): one B x H x L x S buffer more. Variables are freed as in the
+    source.
     """
     dtype = query.dtype
     query_acc, key_acc, value_acc = query, key, value
@@ -442,7 +444,7 @@ class _Shape:
 
     @property
     def lse_bytes(self) -> int:
-        """One float32 per query token and head."""
+        """Bytes of the logsumexp: one float32 per query token and head."""
         return self.B * self.H * self.L * _FLOAT_BYTES
 
     @property
@@ -460,7 +462,7 @@ def _tokens_first(tensor: Tensor) -> bool:
 
 @registry.requests("_scaled_dot_product_flash_attention")
 def flash_forward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`mha_fwd`: output, logsumexp, split accumulators, random state (16 bytes), unused (8 bytes).
+    """Requests of `mha_fwd`: output, logsumexp, split accumulators, 16 random bytes, 8 unused.
 
     With dropout the random state is allocated again and the first one freed. Keys are split if the
     queries do not fill the GPU (`num_splits_heuristic`, none with dropout). Each split has a
@@ -480,7 +482,7 @@ def flash_forward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 
 
 def rounded_head_width(E: int) -> int:
-    """`head_size_rounded`: the width of flash's float32 buffers."""
+    """Return the width of flash's float32 buffers: `head_size_rounded`."""
     return round_up(E, 32 if E <= 128 else 64)
 
 
@@ -492,7 +494,7 @@ def _split_accumulators(B: int, H: int, L: int, S: int, E: int, gpu: Gpu) -> lis
 
 
 def num_flash_splits(*, B: int, H: int, L: int, S: int, E: int, gpu: Gpu) -> int:
-    """`set_params_splitkv` and `num_splits_heuristic`: the fewest with 85 % of the best use."""
+    """Return the least number of key splits with 85 % of the best use (`num_splits_heuristic`)."""
     block_keys = 256 if E <= 64 else 128 if E <= 128 else 64
     key_blocks = ceil_div(S, block_keys)
     query_blocks = B * H * ceil_div(L, 64)
@@ -513,7 +515,7 @@ def num_flash_splits(*, B: int, H: int, L: int, S: int, E: int, gpu: Gpu) -> int
 
 @registry.requests("_scaled_dot_product_flash_attention_backward")
 def flash_backward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`mha_bwd`: contiguous copies, gradients, softmax sums, float32 query gradient.
+    """Requests of `mha_bwd`: contiguous copies, gradients, softmax sums, float32 query gradient.
 
     Queries are rounded up to 128 tokens. Grouped heads add key and value gradients of all query
     heads, summed into the outputs.
@@ -535,10 +537,10 @@ def flash_backward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 
 @registry.requests("_scaled_dot_product_efficient_attention")
 def efficient_forward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`_efficient_attention_forward`: output, logsumexp, and a float32 output for wide half heads.
+    """Requests of `_efficient_attention_forward`: output, logsumexp, and for wide half heads a sum.
 
     The logsumexp is padded to 32 tokens, and empty without a gradient. Above a width of 128 the
-    output does not fit the registers (`kNeedsOutputAccumulatorBuffer`).
+    output is summed in float32 outside the registers (`kNeedsOutputAccumulatorBuffer`).
     """
     query, key, value = args[:3]
     shape = _Shape.of(query, key, value)
@@ -552,7 +554,8 @@ def efficient_forward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 
 @registry.requests("_scaled_dot_product_efficient_attention_backward")
 def efficient_backward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`_efficient_attention_backward`: gradients, row sums of grad_out * out, workspace.
+    """Requests of `_efficient_attention_backward`: gradients, row sums of grad_out * out,
+    workspace.
 
     A bias gradient has rows padded to 16. Half kernels compute the row sums themselves, float32
     ones are preceded by a product, a sum over the width and a transposed copy.
@@ -604,16 +607,16 @@ class _EfficientBlock:
 
     @property
     def keeps_output_in_registers(self) -> bool:
-        """`kOutputInRF`."""
+        """True if the gradients fit the registers: `kOutputInRF`."""
         return self.is_half and self.max_width <= self.queries
 
     @property
     def sums_rows(self) -> bool:
-        """`kKernelComputesDelta`; not on 7.0, where the compiler had a bug."""
+        """True if the kernel sums grad_out * out (`kKernelComputesDelta`), not on 7.0."""
         return self.is_half and (self.keeps_output_in_registers or self.capability != 70)
 
     def workspace_bytes(self, shape: _Shape) -> int:
-        """`Params::workspace_size`: floats per batch and head, rounded up to 4.
+        """Bytes of the workspace: `Params::workspace_size` floats, rounded up to 4, for each head.
 
         - query gradient: ceil(L / queries) * ceil(E / keys) * (4 + queries * keys)
         - key gradient, half and not in registers: splits * keys * round_up(E, queries)
@@ -627,7 +630,7 @@ class _EfficientBlock:
         return shape.B * shape.H * round_up(floats, 4) * _FLOAT_BYTES
 
     def key_splits(self, shape: _Shape) -> int:
-        """The heuristic of `_efficient_attention_backward` where key gradients are staged."""
+        """Key splits of `_efficient_attention_backward` where key gradients are staged."""
         heads = shape.B * shape.H
         splits = ceil_div(shape.S, self.keys)
         if heads >= 256 and splits <= 2:
@@ -669,7 +672,7 @@ def _efficient_block(
 
 @registry.requests("_scaled_dot_product_cudnn_attention")
 def cudnn_forward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`run_cudnn_SDP_fprop`: seed, offset, output, logsumexp if needed, workspace.
+    """Requests of `run_cudnn_SDP_fprop`: seed, offset, output, logsumexp if needed, workspace.
 
     The workspace is the engine's own (see `CUDNN_ENGINE_BYTES`); none for a single query token.
     """
@@ -691,7 +694,7 @@ def cudnn_output(args: Args, out: Any) -> Any:
 
 @registry.requests("_scaled_dot_product_cudnn_attention_backward")
 def cudnn_backward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`run_cudnn_SDP_bprop`: gradients, a copy of an expanded grad_out, workspace.
+    """Requests of `run_cudnn_SDP_bprop`: gradients, a copy of an expanded grad_out, workspace.
 
     The workspace holds a float32 query gradient, a softmax sum per row, and for grouped heads
     key and value gradients of all query heads:
@@ -719,9 +722,7 @@ def _cudnn_engine_bytes(gpu: Gpu) -> int:
 
 @registry.requests("_safe_softmax")
 def safe_softmax(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`_safe_softmax` of transformers/attention.cpp: result, a boolean per element, one per row,
-    and a scalar zero.
-    """
+    """Requests of `_safe_softmax` (attention.cpp): result, booleans per element and row, a zero."""
     dim = argument(args, kwargs, 1, "dim", -1)
     rows = out.numel() // max(1, out.size(dim))
     scratch = (out.numel(), rows, out.itemsize)
@@ -800,13 +801,13 @@ def check_gpu(gpu: Gpu) -> None:
 
 
 def _copies(*tensors: Tensor) -> list[int]:
-    """`maybe_contiguous`: of what has another last stride than 1; dropped when the op returns."""
+    """Bytes of contiguous copies of tensors whose last stride is not 1: `maybe_contiguous`."""
     return [tensor.nbytes for tensor in tensors if tensor.stride(-1) != 1]
 
 
 @registry.requests(FORWARD)
 def forward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """Output, logsumexp, split accumulators, random state (16 bytes).
+    """Requests of flash-attn's forward: output, logsumexp, split accumulators, 16 random bytes.
 
     The logsumexp has 4 * B * H * L bytes, or 4 * H * N. Keys are split like torch's
     (`num_flash_splits`), without dropout. Texts of unlike length are split only for a lone query

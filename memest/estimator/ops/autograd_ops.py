@@ -400,7 +400,7 @@ _EXPLICIT = ("aten::_euclidean_dist", "aten::affine_grid_generator")
 """Operators that are decomposed below autograd, which has a formula for the whole."""
 
 
-def key_of_other_operators(func: Any) -> Any:
+def decomposition_key(func: Any) -> Any:
     """Return the dispatch key under which `func` calls other operators, or None.
 
     torch's dispatcher keeps the file in which each kernel was registered, Python or C++. With torch
@@ -426,7 +426,7 @@ def key_of_other_operators(func: Any) -> Any:
     return None
 
 
-def run_by_others(mode: Any, key: Any, func: Any, args: Args, kwargs: Any) -> Any:
+def run_decomposed(mode: Any, key: Any, func: Any, args: Args, kwargs: Any) -> Any:
     """Run `func`, which calls other operators under `key`, so that those are recorded."""
     depth, INSIDE.depth = INSIDE.depth, 0
     composite = INSIDE.composite

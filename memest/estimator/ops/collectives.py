@@ -39,7 +39,7 @@ def run(mode: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
         _pass(mode, name, args)
     else:
         _fill(mode, name, args)
-    work = mode.works.begun(tensors if _goes_on(func, args) else ())
+    work = mode.works.new_work(tensors if _goes_on(func, args) else ())
     returned = tuple(
         args[0] if "Tensor" in str(result.type) else work for result in func._schema.returns
     )

@@ -181,7 +181,7 @@ def _kernels_for(c: ConvolutionShapes) -> Kernels:
 
 
 def _tried(c: ConvolutionShapes, direction: str, gpu: Gpu) -> Events:
-    """Allocations by which `torch.backends.cudnn.benchmark` tries one direction at first."""
+    """Requests by which `torch.backends.cudnn.benchmark` tries one direction at its first call."""
     if not torch.backends.cudnn.benchmark or not _is_by_cudnn(c, gpu):
         return []
     for calls in _RECORDED:
@@ -224,8 +224,10 @@ def _on_meta(value: Any) -> Any:
 
 @registry.requests("convolution")
 def convolution_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`convolution`: the input in the format of the output before it, then the weight and cuDNN's
-    workspace (`cudnn_convolution`).
+    """Requests of `convolution`: copied input, output, copied weight, workspace
+    (`cudnn_convolution`).
+
+    Copies are those into the output's memory format.
     """
     memory_format = convolution_format(args[0], args[1])
     shapes, direction = _shapes_of(args, out, 0), _of_forward(args)
@@ -240,8 +242,8 @@ def convolution_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events
 
 @registry.requests("convolution_backward")
 def convolution_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`convolution_backward` of Convolution.cpp: the gradients of input and weight, each with a
-    workspace, then of the bias, which is a sum.
+    """Requests of Convolution.cpp's backward: gradients of input and weight with workspaces, the
+    bias's.
 
     Input and incoming gradient are copied if they have another memory format, until both results
     are done. A gradient with gaps is copied for each of the two, and the weight for the input's
@@ -280,7 +282,7 @@ def convolution_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) 
 
 
 def _bias_events(grad: Tensor, num_bytes: int, gpu: Gpu) -> Events:
-    """The gradient of the bias: a sum.
+    """Requests of the gradient of the bias, which is a sum.
 
     Autocast sums in float32 if the backward runs in its context. The engine then casts the result
     (`validate_outputs` of engine.cpp).
@@ -333,7 +335,7 @@ class _Call:
     groups: int
 
     def run(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The convolution."""
+        """Convolve `x` with `weight` by these options."""
         return aten.convolution.default(
             x, weight, None, self.stride, self.padding, self.dilation,
             self.transposed, self.output_padding, self.groups,
@@ -365,7 +367,7 @@ def _second_of_output(
 
 
 def _second_of_weight(call: _Call, gg_input: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
-    """Batches are summed over as channels are: both operands are transposed."""
+    """Gradient of the weight in a second derivative, by transposed operands."""
     across = replace(call, stride=call.dilation, dilation=call.stride, groups=1, transposed=False)
     grads, inputs = grad.transpose(0, 1), gg_input.transpose(0, 1)
 
@@ -397,7 +399,7 @@ def _second_of_input(
 
 
 def _cut(made: Tensor, like: Tensor) -> Tensor:
-    """Sides that are longer than those of `like` are."""
+    """Cut the sides of `made` that are longer than those of `like`."""
     for dim in range(2, made.dim()):
         if made.size(dim) > like.size(dim):
             made = made.narrow(dim, 0, like.size(dim))

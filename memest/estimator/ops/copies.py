@@ -46,7 +46,7 @@ WITH_A_NUMBER = {
 
 
 def with_number(func: Any, args: Args) -> tuple[Any, tuple[Any, ...]]:
-    """A call of one of `WITH_A_NUMBER` that is given the number."""
+    """Return the call with the host tensor's number, if it is one of `WITH_A_NUMBER`."""
     if func not in WITH_A_NUMBER or is_meta(args[2]):
         return func, args
     return WITH_A_NUMBER[func], (*args[:2], args[2].item())
@@ -74,15 +74,15 @@ def awaited_device() -> torch.device | None:
 
 
 def copied(mode: Any, func: Any, args: Args, kwargs: Any) -> Tensor:
-    """Copy to the host like `copy_` or `_to_copy`; return known or guessed values."""
+    """Run `copy_` or `_to_copy` to the host; return known or guessed values."""
     is_copy_ = func is aten.copy_.default
     source: Tensor = args[1] if is_copy_ else args[0]
     # a parameter has no data on the host, as none of a model built there has
     is_parameter = isinstance(source, torch.nn.Parameter)
     awaited = awaited_device()
     is_known = not is_parameter and awaited != META
-    told = mode.assumed.told(source) if is_known else None
-    value = mode.values.value_of(source) if is_known and told is None else told
+    assumed = mode.assumed.value_of(source) if is_known else None
+    value = mode.values.value_of(source) if is_known and assumed is None else assumed
     dtype = args[0].dtype if is_copy_ else kwargs.get("dtype") or source.dtype
     if value is None:
         if is_copy_:
@@ -92,7 +92,7 @@ def copied(mode: Any, func: Any, args: Args, kwargs: Any) -> Tensor:
         made = torch.empty_strided(source.size(), source.stride(), dtype=dtype, device=META)
         mode.host.put(made)
         return made
-    is_guessed = told is not None or storage_key(source) in mode.values.guessed
+    is_guessed = assumed is not None or storage_key(source) in mode.values.guessed
     if is_guessed and source.numel() <= MAX_SHOWN_NUMEL:
         what = f"a copy of {str(source.dtype).removeprefix('torch.')} to the host"
         mode.guesses.note(what)
@@ -116,7 +116,7 @@ def roll_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 
 @registry.requests("repeat_interleave.Tensor")
 def repeat_interleave_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`repeat_interleave` of counts (Repeat.cpp): their running int64 sum, then the positions."""
+    """Requests of `repeat_interleave` (Repeat.cpp): a running int64 sum, the positions."""
     count = args[0].numel()
     row = count * INDEX_BYTES
     scan = scan_bytes(count) if count > 1 else 0
@@ -178,7 +178,7 @@ WAVES = 2
 
 @registry.requests("split_with_sizes_copy.out")
 def split_with_sizes_copy_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`split_with_sizes_copy.out`: a table of 8 * (4 * splits + 1 + blocks) bytes.
+    """Requests of `split_with_sizes_copy.out`: a table of 8 * (4 * splits + 1 + blocks) bytes.
 
     It has addresses, size and first block of each split, and the split of each block. A thread
     copies so many bytes that the blocks fill at most two waves. The root of that number is the
@@ -207,7 +207,7 @@ def split_with_sizes_copy_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu
 
 @registry.requests("_chunk_cat.out")
 def chunk_cat_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`_chunk_cat.out`: a table of 8 * (6 * tensors + 2 + blocks) bytes.
+    """Requests of `_chunk_cat.out`: a table of 8 * (6 * tensors + 2 + blocks) bytes.
 
     It has address, sizes, place and number of blocks of each tensor, and a tensor for each block.
     """
@@ -222,7 +222,7 @@ def chunk_cat_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch
     return Scratch(before=(INTEGER_BYTES * (6 * len(tensors) + 2 + num_blocks),))
 
 
-def to_host_scratch(func: Any, args: Args, kwargs: Kwargs) -> tuple[int, ...]:
+def to_host_bytes(func: Any, args: Args, kwargs: Kwargs) -> tuple[int, ...]:
     """Return the bytes of the temporaries of `copy_` or `_to_copy` to the host, in order.
 
     A source in another order is made contiguous first. Only a non-blocking copy casts on the GPU.

@@ -92,7 +92,7 @@ class Workspace:
 def describe_source(gpu: Gpu) -> str:
     """Describe the source of the workspaces of convolutions on a GPU, for a report."""
     installed = library()
-    if installed is None or not installed.knows(gpu):
+    if installed is None or not installed.supports(gpu):
         is_known = device_properties(gpu.chip) is not None
         more = (
             "cuDNN 9.19 answers for itself after: pip install 'memest-gpu[cudnn]'"
@@ -143,7 +143,7 @@ def workspace(
 def installed_for(gpu: Gpu) -> Library | None:
     """Return the installed cuDNN if it answers for `gpu`."""
     installed = library()
-    return installed if installed is not None and installed.knows(gpu) else None
+    return installed if installed is not None and installed.supports(gpu) else None
 
 
 @lru_cache(maxsize=8)

@@ -237,7 +237,7 @@ class Library:
         self._properties: dict[str, Any] = {}
         self._lock = threading.Lock()
 
-    def knows(self, gpu: gpus.Gpu) -> bool:
+    def supports(self, gpu: gpus.Gpu) -> bool:
         """Return whether plans for `gpu` can be requested."""
         return device_properties(gpu.chip) is not None
 

@@ -44,7 +44,7 @@ def power_of_scalar_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> S
 
 @registry.requests("isinf")
 def isinf_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`isinf` of TensorCompare.cpp: `abs() == inf`, with the absolute values as a tensor."""
+    """Requests of `isinf` (TensorCompare.cpp), which is `abs() == inf`: the absolute values."""
     tensor = args[0]
     if not tensor.dtype.is_floating_point:
         return Scratch()
@@ -53,9 +53,7 @@ def isinf_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
 
 @registry.requests("where.self")
 def where_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`where_self_out` (native/TensorCompare.cpp): what is of another type than the result is cast,
-    and a number of the host is copied.
-    """
+    """Requests of `where_self_out` (TensorCompare.cpp): casts, and a copied number of the host."""
     condition, *values = args[:3]
     gpu_tensors = [tensor for tensor in values if tensor.device.type != "cpu"]
     casts = [t.numel() * out.itemsize for t in gpu_tensors if t.dtype != out.dtype]
@@ -80,7 +78,7 @@ FOREACH_CHUNK = 65536
 
 @registry.requests("_foreach_norm.Scalar")
 def foreach_norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`_foreach_norm` of ForeachReduceOp.cu: one accumulator per tensor and chunk of the largest.
+    """Requests of `_foreach_norm` (ForeachReduceOp.cu): accumulators of a tensor and chunk.
 
     ::
 
@@ -121,7 +119,7 @@ def softmax_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> 
 
 @registry.requests("log_sigmoid_forward")
 def log_sigmoid_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`log_sigmoid_forward_cuda` (cuda/Activation.cpp): only the CPU kernel fills the buffer."""
+    """Requests of `log_sigmoid_forward_cuda` (cuda/Activation.cpp): the result, and no buffer."""
     return Scratch(outputs=(out[0].nbytes, 0))
 
 

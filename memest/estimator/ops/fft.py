@@ -123,14 +123,14 @@ def _workspace(tensor: Tensor, dims: Any, *, is_real: bool, is_back: bool = Fals
 
 @requests("_fft_c2c")
 def complex_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`_fft_c2c`."""
+    """Requests of `_fft_c2c`: the result and the workspace."""
     work = _workspace(args[0], args[1], is_real=False)
     return outputs({0: out.nbytes}) + passing(work)
 
 
 @requests("_fft_r2c")
 def from_real_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`_fft_r2c`."""
+    """Requests of `_fft_r2c`: the result and the workspace."""
     return outputs({0: out.nbytes}) + passing(_workspace(args[0], args[1], is_real=True))
 
 

@@ -84,7 +84,7 @@ def is_a_row(tensor: Tensor) -> bool:
 
 
 def adds_atomically(num_indices: int, num_rows: int, width: int, gpu: Gpu) -> bool:
-    """`use_fused_kernel` of the gradient of `embedding`: few rows that are each hit often."""
+    """Return whether few rows are hit often: `use_fused_kernel` of the gradient of `embedding`."""
     warped = round_up(width, 32)
     block = min(warped, MAX_BLOCK_SIZE)
     segments = min(num_indices, num_rows)
@@ -99,7 +99,7 @@ def broadcast(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _copies_of_unlike_strides(indices: Sequence[Tensor]) -> tuple[int, ...]:
-    """Contiguous copies that `AdvancedIndex` makes of two or more indices, unless strides agree."""
+    """Bytes of contiguous copies of several indices, unless strides agree (`AdvancedIndex`)."""
     expanded = broadcast(indices)
     if len({i.stride() for i in expanded}) == 1:
         return ()
@@ -113,7 +113,7 @@ def index_tensors(args: Args) -> list[Tensor]:
 
 @registry.requests("index.Tensor")
 def index_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`index.Tensor`: int64 copies of indices of unlike strides.
+    """Requests of `index.Tensor`: int64 copies of indices of unlike strides.
 
     Two or more indices are broadcast, and copied where their strides then differ (`AdvancedIndex`
     of TensorAdvancedIndexing.cpp). One index is used in place.
@@ -122,9 +122,7 @@ def index_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
 
 
 def _overwriting_scratch(args: Args) -> Scratch:
-    """`index_put` that overwrites (TensorAdvancedIndexing.cpp): a number from the host is copied to
-    the GPU, then unlike indices; a mask is a `masked_fill`.
-    """
+    """Requests of `index_put` that overwrites: a number's copy, unlike indices; none of a mask."""
     indices = index_tensors(args)
     if not indices or any(i.dtype in MASK_DTYPES for i in indices):
         return Scratch()
@@ -147,9 +145,7 @@ def indexing_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu)
 
 @registry.requests("masked_scatter masked_scatter_")
 def masked_scatter_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`masked_scatter` of IndexKernel.cu: int64 running count, contiguous mask and source, scan
-    storage.
-    """
+    """Requests of `masked_scatter` (IndexKernel.cu): running count, copies, a scan's storage."""
     target, mask, source = args[0], args[1].expand(args[0].shape), args[2]
     count = target.numel()
     copies = contiguous_copy(mask, source)
@@ -212,7 +208,7 @@ def embedding_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) ->
 def _sorted_gradient(
     copies: tuple[int, ...], num_indices: int, num_rows: int, grad: Tensor, gpu: Gpu
 ) -> Events:
-    """`embedding_backward_cuda_kernel` and the sort before it, see `embedding_backward_events`."""
+    """Requests of a sorted gradient, as the table of `embedding_backward_events` lists them."""
     width = grad.shape[-1]
     gradient = outputs({0: num_rows * width * grad.itemsize})
     row = num_indices * INDEX_BYTES
@@ -254,9 +250,7 @@ def embedding_bag_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Even
 
 @registry.requests("_embedding_bag_backward")
 def embedding_bag_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`_embedding_bag_backward` (EmbeddingBag.cu): sums and means as the gradient of `embedding`,
-    sorted however few they are; a maximum is added into the gradient at once.
-    """
+    """Requests of `_embedding_bag_backward` (EmbeddingBag.cu): sorted, except of a maximum."""
     grad, indices, num_rows, mode = args[0], args[1], args[6], args[8]
     copies = contiguous_copy(grad)
     if mode == _MAXIMUM:
@@ -273,9 +267,7 @@ def embedding_bag_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu:
 
 @registry.requests("nonzero")
 def nonzero_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`nonzero` of Nonzero.cu: the count and its sum's storage, the positions, the selection's
-    storage.
-    """
+    """Requests of `nonzero` (Nonzero.cu): the count and its sum, positions, a selection."""
     return _selection(args[0], outputs({0: out.nbytes}), gpu)
 
 
@@ -289,11 +281,12 @@ def _selection(mask: Tensor, positions: Events, gpu: Gpu) -> Events:
 def masked_scatter_backward_events(
     args: Args, kwargs: Kwargs, out: Any, gpu: Gpu, num_true: int | None = None
 ) -> Events:
-    """`masked_scatter_backward` of TensorAdvancedIndexing.cpp: the gradient where the mask is true,
-    then zeros up to the size of the source.
+    """Requests of `masked_scatter_backward`: the selected gradient, then zeros to the source's
+    size.
 
-    `masked_select` expands the mask, finds the positions of its true entries (one int64 for each of
-    its dimensions) and gathers. `num_true` None assumes that the whole source was used.
+    In TensorAdvancedIndexing.cpp `masked_select` expands the mask, finds the positions of its true
+    entries (one int64 for each of its dimensions) and gathers. `num_true` None assumes that the
+    whole source was used.
     """
     grad, mask = args[0], args[1].expand(args[0].shape)
     size = out.numel()
@@ -364,9 +357,7 @@ def scatter_reduce_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Sc
 
 @registry.requests(*INDEX_PUT)
 def index_put_requests(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch | Events:
-    """`index_put` (TensorAdvancedIndexing.cpp, cuda/Indexing.cu): it sorts the indices where it
-    accumulates, and overwrites in place elsewhere.
-    """
+    """Requests of `index_put` (cuda/Indexing.cu): a sort where it accumulates, else overwriting."""
     return _sorted_events(args, gpu) if _is_sorted(args, kwargs) else _overwriting_scratch(args)
 
 

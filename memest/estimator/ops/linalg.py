@@ -48,17 +48,17 @@ class _Matrices:
 
     @property
     def pointers(self) -> Events:
-        """For batched cuBLAS, of two operands."""
+        """Requests of pointers to two operands, for batched cuBLAS."""
         return passing(POINTER * self.batch, POINTER * self.batch)
 
     @property
     def triangular(self) -> Events:
-        """Bytes of `triangular_solve_kernel` (linalg/BatchLinearAlgebra.cpp)."""
+        """Requests of `triangular_solve_kernel` (linalg/BatchLinearAlgebra.cpp)."""
         return [] if self.batch <= 8 and self.n >= 64 else self.pointers
 
     @property
     def checks(self) -> Events:
-        """`_linalg_check_errors`: whether all is well."""
+        """Requests of `_linalg_check_errors` for these matrices."""
         return _checks(is_single=self.is_single)
 
     @property
@@ -98,7 +98,7 @@ def _measured(names: str) -> Callable[[Rule], Rule]:
 
 @_measured("_linalg_eigh")
 def eigh_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`_linalg_eigh`: vectors, values; a copy of the matrix if only these are needed."""
+    """Requests of `_linalg_eigh`: vectors and values, or values and a copy of the matrix."""
     a = _of(args[0])
     values, vectors = (t.nbytes for t in out)
     is_wanted = argument(args, kwargs, 2, "compute_v", True)
@@ -112,7 +112,7 @@ def eigh_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 
 @_measured("_linalg_svd")
 def svd_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`_linalg_svd`: both sets of vectors, values, a copy of the matrix.
+    """Requests of `_linalg_svd`: both sets of vectors, values, a copy of the matrix.
 
     The vectors are made in any case, above 32 columns of one matrix at a time.
     """
@@ -134,14 +134,14 @@ def svd_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 
 @_measured("linalg_qr")
 def qr_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`linalg_qr`: Q, R, the reflectors' factors; Q is written out unless only R is needed."""
+    """Requests of `linalg_qr`: Q, R, the reflectors' factors; Q is left out in mode `r`."""
     q, r = out
     return outputs({0: q.nbytes, 1: r.nbytes}) + _qr(args[0], q)
 
 
 @_measured("linalg_qr.out")
 def qr_out_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """The same into given tensors: it is made in fresh memory and copied."""
+    """Requests of `linalg_qr` into given tensors: fresh results, which are copied."""
     q, r = (t.nbytes for t in out)
     return around((q, r), _qr(args[0], out[0]))
 
@@ -171,7 +171,7 @@ def geqrf(args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
 
 @_measured("geqrf")
 def geqrf_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`geqrf`: Q's reflectors below R, and their factors."""
+    """Requests of `geqrf`: Q's reflectors below R, and their factors."""
     a, (written, factors) = _of(args[0]), (t.nbytes for t in out)
     work = a.loop(geqrf_bytes(a.n, a.item))
     made = outputs({0: written, 1: factors})
@@ -180,7 +180,7 @@ def geqrf_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 
 @_measured("linalg_householder_product")
 def householder_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`linalg_householder_product`."""
+    """Requests of `linalg_householder_product`."""
     a, k = _of(args[0]), args[1].shape[-1]
     written = a.loop(orgqr_bytes(a.m, a.n, k, a.item))
     return outputs({0: out.nbytes}) + around((INFO,), written)
@@ -188,7 +188,7 @@ def householder_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events
 
 @_measured("linalg_cholesky_ex")
 def cholesky_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`linalg_cholesky_ex`: one by cuSOLVER, many by its batched kernel."""
+    """Requests of `linalg_cholesky_ex`: one by cuSOLVER, many by its batched kernel."""
     a = _of(args[0])
     work = potrf_bytes(a.n, bool(kwargs.get("upper"))) if a.is_single else POINTER * a.batch
     return outputs({0: out[0].nbytes, 1: out[1].nbytes}) + passing(work)
@@ -196,13 +196,13 @@ def cholesky_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 
 @_measured("_linalg_check_errors")
 def check_errors_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`_linalg_check_errors`: comparisons with zero, of several matrices whether any is not."""
+    """Requests of `_linalg_check_errors`: comparisons with zero, and `any` of several matrices."""
     return _checks(is_single=args[0].dim() == 0)
 
 
 @_measured("cholesky_solve")
 def cholesky_solve_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`cholesky_solve`: the right-hand side and the factor are copied."""
+    """Requests of `cholesky_solve`: the right-hand side and the factor are copied."""
     factor = _of(args[1])
     info = INFO if factor.is_single else 0
     solved = outputs({0: out.nbytes}) + passing(factor.square)
@@ -211,13 +211,13 @@ def cholesky_solve_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Eve
 
 @_measured("cholesky_inverse")
 def cholesky_inverse_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`cholesky_inverse`."""
+    """Requests of `cholesky_inverse`."""
     return outputs({0: out.nbytes}) + passing(_of(args[0]).square, INFO)
 
 
 @_measured("linalg_solve_triangular")
 def solve_triangular_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`linalg_solve_triangular`: batched cuBLAS.
+    """Requests of `linalg_solve_triangular`: batched cuBLAS.
 
     Up to 8 matrices of 64 columns or more are solved one by one.
     """
@@ -226,8 +226,9 @@ def solve_triangular_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> E
 
 
 def _lu(a: _Matrices) -> Events:
-    """One matrix by cuSOLVER; many by batched cuBLAS up to 128 columns, else without a workspace
-    (MAGMA is not linked; 129 to 255 columns were not measured).
+    """Requests of LU: one matrix by cuSOLVER, many of up to 128 columns by batched cuBLAS.
+
+    Above that there is no workspace: MAGMA is not linked, and 129 to 255 columns were not measured.
     """
     if a.is_single:
         return passing(getrf_bytes(a.n, a.item))
@@ -254,13 +255,13 @@ def _lu_solve(a: _Matrices, num_right: int) -> Events:
 
 @_measured("linalg_lu_factor_ex")
 def lu_factor_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`linalg_lu_factor_ex`: factors, pivots, info."""
+    """Requests of `linalg_lu_factor_ex`: factors, pivots, info."""
     return outputs({i: made.nbytes for i, made in enumerate(out)}) + _lu(_of(args[0]))
 
 
 @_measured("linalg_inv_ex")
 def inv_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`linalg_inv_ex`: a system with the identity."""
+    """Requests of `linalg_inv_ex`: a system with the identity."""
     a = _of(args[0])
     pivots = INFO * a.n * a.batch
     solved = _lu(a) + _lu_solve(a, a.n)
@@ -270,7 +271,7 @@ def inv_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 
 @_measured("_linalg_solve_ex")
 def solve_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`_linalg_solve_ex`: result, factors, pivots, info."""
+    """Requests of `_linalg_solve_ex`: result, factors, pivots, info."""
     a = _of(args[0])
     num_right = out[0].shape[-1] if out[0].dim() == args[0].dim() else 1
     made = outputs({i: part.nbytes for i, part in enumerate(out)})
@@ -279,7 +280,7 @@ def solve_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 
 @_measured("linalg_lu_solve")
 def lu_solve_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`linalg_lu_solve`."""
+    """Requests of `linalg_lu_solve`."""
     return outputs({0: out.nbytes}) + _lu_solve(_of(args[0]), out.shape[-1])
 
 
@@ -292,7 +293,7 @@ def _signs(a: _Matrices) -> Events:
 
 @_measured("_linalg_slogdet")
 def slogdet_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`_linalg_slogdet`: sign, logarithm, factors, pivots."""
+    """Requests of `_linalg_slogdet`: sign, logarithm, factors, pivots."""
     a = _of(args[0])
     info, each, diagonal = INFO * a.batch, a.item * a.batch, a.n * a.item * a.batch
     made = outputs({i: part.nbytes for i, part in enumerate(out)})
@@ -302,7 +303,7 @@ def slogdet_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 
 @_measured("_linalg_det")
 def det_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`_linalg_det`: determinant, factors, pivots."""
+    """Requests of `_linalg_det`: determinant, factors, pivots."""
     a = _of(args[0])
     info, each = INFO * a.batch, a.item * a.batch
     made = outputs({i: part.nbytes for i, part in enumerate(out)})
@@ -359,17 +360,17 @@ BLOCK = 32
 
 
 def up(count: int) -> int:
-    """`count`, rounded up to a multiple of `BLOCK`."""
+    """Return `count` rounded up to a multiple of `BLOCK`."""
     return round_up(count, BLOCK)
 
 
 def geqrf_bytes(n: int, item: int) -> int:
-    """The factors of a QR decomposition, of any number of rows."""
+    """Workspace of the factors of a QR decomposition, for any number of rows."""
     return item * (1024 * max(n, 256) + 524288) + 128
 
 
 def orgqr_bytes(m: int, n: int, k: int, item: int) -> int:
-    """The first n columns of Q from k reflectors."""
+    """Workspace of the first n columns of Q from k reflectors."""
     if k < 128:
         return item * (256 + 16384 + max(16384, up(2 * n * k)) + up(m * k))
     return item * (256 + 16384 + 128 * m + 256 * n)
@@ -407,13 +408,13 @@ def svd_bytes(m: int, n: int, item: int, is_full: bool) -> int:
 
 
 def potrf_bytes(n: int, is_upper: bool) -> int:
-    """Cholesky's factor of one matrix."""
+    """Workspace of Cholesky's factor of one matrix."""
     blocks = ceil_div(n, BLOCK)
     return 256 if is_upper else 128 + up(4 * blocks * blocks)
 
 
 def getrf_bytes(n: int, item: int) -> int:
-    """LU factors of one square matrix; the switch is between 1280 and 1792 columns."""
+    """Workspace of the LU factors of one square matrix, in two sizes of blocks by its columns."""
     blocks = ceil_div(n, BLOCK)
     panel = max(256 * min(1 << (blocks - 1).bit_length(), 16), up(4 * blocks * blocks))
     if n > 1536:

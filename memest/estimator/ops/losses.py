@@ -45,7 +45,7 @@ def is_reduced(args: Args, position: int) -> bool:
 
 
 def loss_shape(args: Args) -> tuple[int, ...]:
-    """The shape of the elementwise loss of the first two arguments."""
+    """Return the shape of the elementwise loss of the first two arguments."""
     return tuple(torch.broadcast_shapes(args[0].shape, args[1].shape))  # type: ignore[no-untyped-call]
 
 
@@ -63,7 +63,9 @@ def _reduced_loss(position: int, *, is_copied: bool) -> registry.RequestRule:
     """
 
     def reduced_loss(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-        """The elementwise loss, whose storage the scalar keeps, and the staging of its sum."""
+        """Requests of the elementwise loss, whose storage the scalar keeps, and the staging of its
+        sum.
+        """
         if not is_reduced(args, position):
             return Scratch()
         size, staged = _elements(loss_shape(args), out, gpu)
@@ -79,9 +81,7 @@ register("binary_cross_entropy", requests=_reduced_loss(3, is_copied=True))  # c
 
 @registry.requests("huber_loss")
 def huber_loss_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`huber_loss` of Loss.cpp with a reduction: the elementwise loss, then the staging of its
-    sum.
-    """
+    """Requests of `huber_loss` (Loss.cpp), reduced: the elementwise loss, its sum's staging."""
     if not is_reduced(args, 2):
         return Scratch()
     size, staged = _elements(loss_shape(args), out, gpu)
@@ -90,7 +90,7 @@ def huber_loss_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratc
 
 @registry.requests("binary_cross_entropy_with_logits")
 def bce_with_logits_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`binary_cross_entropy_with_logits` of Loss.cpp: the log-sigmoid, then the loss.
+    """Requests of `binary_cross_entropy_with_logits` of Loss.cpp: the log-sigmoid, then the loss.
 
     `(pos_weight - 1) * target + 1` takes a tensor of the weights' size and one of the loss's.
     """
@@ -106,7 +106,7 @@ def bce_with_logits_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Ev
 
 @registry.requests("nll_loss_forward")
 def nll_loss_copies(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`nll_loss_forward` (cuda/NLLLoss.cu), reduced: input, weight and target made contiguous."""
+    """Requests of `nll_loss_forward` (cuda/NLLLoss.cu), reduced: copies of what has gaps."""
     log_probs, target, weight, reduction = args[:4]
     if reduction == 0 or log_probs.dim() < 2:
         return Scratch()
@@ -115,7 +115,7 @@ def nll_loss_copies(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
 
 @registry.requests("nll_loss_backward")
 def nll_loss_gradient_copies(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`nll_loss_backward`, likewise."""
+    """Requests of `nll_loss_backward` (cuda/NLLLoss.cu), reduced: copies of target and weight."""
     _, log_probs, target, weight, reduction = args[:5]
     if reduction == 0 or log_probs.dim() < 2:
         return Scratch()
@@ -124,7 +124,7 @@ def nll_loss_gradient_copies(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> 
 
 @registry.requests("soft_margin_loss_backward")
 def soft_margin_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`soft_margin_loss_backward` of Loss.cpp: `exp(-target * input)` by way of two products."""
+    """Requests of the gradient in Loss.cpp: `exp(-target * input)` by way of two products."""
     size = out.nbytes
     oldest = KernelEvent(-size, OLDEST)
     return [
@@ -142,7 +142,7 @@ def _samples(tensor: Tensor) -> int:
 
 @registry.requests("multi_margin_loss")
 def multi_margin_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`multi_margin_loss` (MultiMarginLoss.cu) with a reduction: one loss for each sample."""
+    """Requests of `multi_margin_loss` (MultiMarginLoss.cu), reduced: one loss for each sample."""
     if args[0].dim() < 2 or not is_reduced(args, 5):
         return Scratch()
     return Scratch(after=(_samples(args[0]) * out.itemsize,))
@@ -150,9 +150,7 @@ def multi_margin_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scra
 
 @registry.requests("multilabel_margin_loss_forward")
 def multilabel_margin_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`multilabel_margin_loss_forward` (MultiLabelMarginCriterion.cu): which are targets, one loss
-    for each sample, then their mean or sum.
-    """
+    """Requests of MultiLabelMarginCriterion.cu: marks of targets, losses, their mean or sum."""
     loss, is_target = out
     kept = outputs({1: is_target.nbytes})
     result = outputs({0: loss.nbytes})
@@ -164,8 +162,9 @@ def multilabel_margin_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> 
 
 @registry.requests("_ctc_loss _ctc_loss.Tensor")
 def ctc_loss_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`_ctc_loss` (LossCTC.cu): the lengths of inputs and targets and where targets begin, as
-    int64 for each sample, the forward variables, then the losses.
+    """Requests of `_ctc_loss`: three int64 per sample, the forward variables, then the losses.
+
+    The three are the lengths of input and target, and the start of the target (LossCTC.cu).
     """
     losses, alphas = out
     lengths = (losses.numel() * 8,) * 3
@@ -185,7 +184,7 @@ def _is_large_ctc(log_probs: Tensor, batch: int) -> bool:
 
 @registry.requests("_ctc_loss_backward _ctc_loss_backward.Tensor")
 def ctc_loss_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`_ctc_loss_backward` (LossCTC.cu): lengths, backward variables, gradient.
+    """Requests of `_ctc_loss_backward` (LossCTC.cu): lengths, backward variables, gradient.
 
     A large one has a `logsumexp` over the blanks. `zero_infinity` has a second gradient.
     """

@@ -67,7 +67,7 @@ def takes_cudnn(
     is_training: bool,
     is_enabled: bool,
 ) -> bool:
-    """`_select_batch_norm_backend`: whether CUDA runs a batch norm by cuDNN."""
+    """Return whether CUDA runs a batch norm by cuDNN: `_select_batch_norm_backend`."""
     if weight is None or bias is None or not is_enabled:
         return False
     if torch.bfloat16 in (tensor.dtype, weight.dtype) or tensor.dim() < 3:
@@ -89,7 +89,7 @@ def _is_channels_last(tensor: Tensor) -> bool:
 
 
 def _workspace(tensor: Tensor, rows_of_block: int, block_bytes: int, header_bytes: int) -> int:
-    """Sums of each block of rows and each group of 64 channels, 4 bytes more for each group."""
+    """Bytes of sums per block of rows and group of 64 channels, 4 more for each group."""
     channels = tensor.shape[1]
     groups = ceil_div(channels, CHANNELS_PER_BLOCK)
     blocks = ceil_div(tensor.numel(), channels * rows_of_block)
@@ -98,7 +98,7 @@ def _workspace(tensor: Tensor, rows_of_block: int, block_bytes: int, header_byte
 
 @registry.requests("cudnn_batch_norm")
 def batch_norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`cudnn_batch_norm`: in channels-last training partial sums, and a flag for each block."""
+    """Requests of `cudnn_batch_norm`: partial sums in channels-last training, a flag per block."""
     tensor, is_training = args[0], args[5]
     if not is_training or not _is_channels_last(tensor):
         return Scratch()
@@ -108,9 +108,7 @@ def batch_norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratc
 
 @registry.requests("cudnn_batch_norm_backward")
 def batch_norm_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`cudnn_batch_norm_backward`: the gradient in the input's format, and partial sums in
-    channels-last.
-    """
+    """Requests of `cudnn_batch_norm_backward`: copied gradient, partial sums in channels-last."""
     tensor, grad = args[0], args[1]
     is_last = _is_channels_last(tensor)
     is_like = grad.is_contiguous() != is_last
@@ -138,7 +136,7 @@ def batch_norm_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gp
 
 
 def _takes_rows(tensor: Tensor) -> bool:
-    """`batch_norm_use_channels_last_kernels`: the channels of a sample are contiguous."""
+    """Return whether channels are contiguous: `batch_norm_use_channels_last_kernels`."""
     if tensor.dim() == 2:
         return tensor.is_contiguous() and tensor.stride(1) == 1
     return tensor.dim() > 3 and _is_channels_last(tensor)
@@ -163,10 +161,10 @@ def _staging(tensor: Tensor, sums_per_channel: int) -> tuple[int, ...]:
 
 @registry.requests("native_batch_norm")
 def native_batch_norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`batch_norm_cuda` by torch's own kernels.
+    """Requests of `batch_norm_cuda` by torch's own kernels: in training, staged sums if channels
+    are contiguous.
 
-    Training has staged sums if channels are contiguous; missing weights are numbers
-    (`Impl::General`).
+    Missing weights are numbers (`Impl::General`).
     """
     tensor, is_training = args[0], args[5]
     staged = _staging(tensor, 4) if is_training and _takes_rows(tensor) else ()
@@ -176,19 +174,19 @@ def native_batch_norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) ->
 
 @registry.requests("batch_norm_stats")
 def statistics_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`batch_norm_stats`, of `SyncBatchNorm`."""
+    """Requests of `batch_norm_stats` of `SyncBatchNorm`: staged sums."""
     return Scratch(after=_staging(args[0], 4) if _takes_rows(args[0]) else ())
 
 
 @registry.requests("batch_norm_backward_reduce")
 def statistics_gradient_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`batch_norm_backward_reduce`, of `SyncBatchNorm`."""
+    """Requests of `batch_norm_backward_reduce` of `SyncBatchNorm`: staged sums."""
     return Scratch(after=_staging(args[1], 2) if _takes_rows(args[1]) else ())
 
 
 @registry.requests("native_batch_norm_backward")
 def native_batch_norm_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`batch_norm_backward_cuda`: one kernel.
+    """Requests of `batch_norm_backward_cuda`: gradients by one kernel.
 
     Sums over the samples come first if channels are contiguous or the input needs no gradient.
     """
@@ -219,9 +217,10 @@ def _partial_rows(num_rows: int, width: int, gpu: Gpu) -> int:
 
 
 def _events(args: Args, weights: dict[int, Tensor | None], mask: list[bool], gpu: Gpu) -> Events:
-    """Copies, the gradients, and partial sums for `weights` if rows are many and narrow.
+    """Requests of a norm's backward: copies, gradients, partial sums where rows are many and
+    narrow.
 
-    Weights are given by the position of their gradient. `LaunchGammaBetaBackwardCUDAKernel` adds
+    `weights` are given by the position of their gradient. `LaunchGammaBetaBackwardCUDAKernel` adds
     blocks of rows, then calls `sum(0)` for each, which replaces an allocated output.
     """
     grad, tensor, shape = args[0], args[1], args[2]
@@ -246,17 +245,13 @@ def _events(args: Args, weights: dict[int, Tensor | None], mask: list[bool], gpu
 
 @registry.requests("native_layer_norm_backward")
 def layer_norm_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`native_layer_norm_backward`: copies, and partial sums of the gradients of weight and bias,
-    one after the other, where rows are many and narrow.
-    """
+    """Requests of `native_layer_norm_backward`: copies, partial sums for weight, then for bias."""
     return _events(args, {1: args[5], 2: args[6]}, list(args[7]), gpu)
 
 
 @registry.requests("_fused_rms_norm_backward")
 def rms_norm_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`_fused_rms_norm_backward`: copies, and partial sums of the weight's gradient where rows are
-    many and narrow.
-    """
+    """Requests of `_fused_rms_norm_backward`: copies, and partial sums for the weight."""
     return _events(args, {1: args[4]}, list(args[5]), gpu)
 
 
@@ -267,7 +262,7 @@ register(
 
 @registry.requests("native_group_norm")
 def group_norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`native_group_norm`: scale and shift of each channel of each sample, N * C accumulators each.
+    """Requests of `native_group_norm`: scale and shift, N * C accumulators each.
 
     group_norm_kernel.cu; none without weight and bias or with one element per channel.
     """
@@ -281,7 +276,7 @@ def group_norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratc
 
 @registry.requests("native_group_norm_backward")
 def group_norm_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`native_group_norm_backward`: two sums per channel, and three factors for the input gradient.
+    """Requests of `native_group_norm_backward`: two sums per channel, three factors for the input.
 
     group_norm_kernel.cu: `ds`, `db` and, with a weight, `c1` of N * C; `c2` and `c3` of N * G.
     """

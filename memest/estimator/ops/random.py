@@ -170,7 +170,7 @@ class GpuGenerator:
         self.seed, self.offset = int(seed) % (1 << 64), 0
 
     def state(self) -> Tensor:
-        """Seed and offset, 16 bytes (`CUDAGeneratorImpl::get_state`)."""
+        """Return seed and offset, 16 bytes (`CUDAGeneratorImpl::get_state`)."""
         numbers = np.array([self.seed, self.offset], dtype="<u8")
         return torch.from_numpy(numbers.view(np.uint8).copy())
 
@@ -207,7 +207,7 @@ class Launch:
 
     @property
     def offset(self) -> int:
-        """Increase of the generator's offset."""
+        """Number by which the launch advances the generator's offset."""
         return ((self.count - 1) // (self.num_threads * self.per_draw) + 1) * DRAWS
 
     def words(self, generator: GpuGenerator) -> tuple[list[Words], Parts]:
@@ -446,7 +446,7 @@ outputs_only("_standard_gamma _standard_gamma_grad _dirichlet_grad binomial pois
 
 @registry.requests("_sample_dirichlet")
 def dirichlet_events(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> Events:
-    """`_s_dirichlet_cuda` of cuda/Distributions.cpp: gamma draws in the output, and their sums."""
+    """Requests of `_s_dirichlet_cuda` (cuda/Distributions.cpp): gamma draws, then their sums."""
     num_bytes = out.nbytes // max(1, out.shape[-1])
     staged = passing(*sum_bytes(out, (-1,), out.dtype, gpu))
     return outputs({0: out.nbytes}) + around((num_bytes,), staged)
@@ -486,7 +486,7 @@ def randperm_bits(num_items: int) -> int:
 
 @registry.requests("randperm")
 def randperm_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`randperm` (Randperm.cu): a scalar that checks the range, numbers, keys, the sort's storage.
+    """Requests of `randperm` (Randperm.cu): a scalar that checks the range, numbers, keys, a sort.
 
     The keys exist before and after the sort, with 4 bytes if 32 bits are enough.
     """
@@ -514,7 +514,7 @@ def _samples(args: Args, kwargs: Kwargs) -> tuple[int, bool]:
 
 @registry.requests("multinomial")
 def multinomial_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`multinomial` (native/Distributions.cpp) without replacement, or of one sample.
+    """Requests of `multinomial` (native/Distributions.cpp) without replacement, or of one sample.
 
     The largest and smallest probability and the sum of each row are checked; the verdicts are kept.
     Exponential noise divides the probabilities. `topk` of several samples also makes the values.
@@ -570,7 +570,7 @@ def multinomial_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: G
 
 @registry.requests("bernoulli")
 def bernoulli_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`bernoulli` of probabilities (cuda/Distributions.cpp), those of 16 bits cast to float32."""
+    """Requests of `bernoulli` (cuda/Distributions.cpp): a float32 copy of 16-bit probabilities."""
     probabilities = args[0]
     cast = probabilities.numel() * 4 if probabilities.itemsize == 2 else 0
     return outputs({0: out.nbytes}) + passing(cast)
@@ -578,10 +578,10 @@ def bernoulli_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 
 @registry.requests("normal.Tensor_Tensor normal.float_Tensor")
 def normal_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`normal` of deviations in a tensor (DistributionTemplates.h); a number as the mean is a
-    tensor.
+    """Requests of `normal` (DistributionTemplates.h) of a tensor of deviations.
 
-    The smallest deviation is checked before the result is made, and again.
+    A number as the mean becomes a tensor. The smallest deviation is checked before the result is
+    made, and again.
     """
     mean, deviations = args[:2]
     smallest = reduce_bytes(deviations, (), gpu)
@@ -592,8 +592,8 @@ def normal_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 
 @registry.requests("native_dropout")
 def dropout_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`native_dropout` of Dropout.cu: the mask comes before the result, unless all or nothing is
-    dropped.
+    """Requests of `native_dropout` (Dropout.cu): mask, unless all or nothing is dropped, and
+    result.
     """
     result, mask = out
     sizes = {0: result.nbytes, 1: mask.nbytes}

@@ -86,7 +86,7 @@ class Layers:
 
     @property
     def directions(self) -> int:
-        """1 or 2."""
+        """Number of directions, 1 or 2."""
         return 2 if self.is_bidirectional else 1
 
 
@@ -173,14 +173,14 @@ def reserve_bytes(layers: Layers) -> int:
 
 
 def _common_bytes(layers: Layers) -> int:
-    """The matrices in another layout, room for matrix products, and the lengths of sequences."""
+    """Bytes of matrices in another layout, room for matrix products, and sequence lengths."""
     lengths = 0 if layers.is_packed else 8 * layers.batch
     room = layers.num_layers * layers.directions * _LAYER_WORKSPACE_BYTES
     return _matrix_elements(layers) * layers.dtype.itemsize + room + _ALIGN + lengths
 
 
 def inference_workspace_bytes(layers: Layers) -> int:
-    """The workspace of a forward pass."""
+    """Return the bytes of the workspace of a forward pass in inference."""
     h, n, d, num = layers.hidden_size, layers.num_rows, layers.directions, layers.num_layers
     gates = _GATES[layers.mode]
     is_small = uses_small_algorithm(layers, forward=True) or uses_static_algorithm(layers)
@@ -237,7 +237,7 @@ def training_workspace_bytes(layers: Layers) -> int:
 
 
 def dropout_state_bytes(gpu: Gpu) -> int:
-    """The state of cuDNN's generator: 24 B for each of 2048 threads on every multiprocessor."""
+    """State of cuDNN's generator: 24 B for each of 2048 threads on every multiprocessor."""
     return gpu.num_sms * 2048 * 24
 
 
@@ -289,7 +289,8 @@ def _in_steps(x: Tensor, args: Args, batch_first: int, batch_sizes: int) -> Tens
 
 @registry.requests("_cudnn_rnn")
 def recurrent_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
-    """`_cudnn_rnn` of RNN.cpp: copies, outputs and last states, workspace and reserve space.
+    """Requests of `_cudnn_rnn` (RNN.cpp): copies, outputs and last states, workspace, reserve
+    space.
 
     Inputs are copied unless they are contiguous step by step, weights unless they are one buffer.
     """
@@ -305,7 +306,7 @@ def recurrent_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
 
 @registry.requests("_cudnn_rnn_backward")
 def recurrent_backward_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
-    """`_cudnn_rnn_backward`: gradients of input and states, then of the weights in one buffer.
+    """Requests of `_cudnn_rnn_backward`: gradients of input and states, one buffer of the weights'.
 
     Zeros are made first for states without an incoming gradient.
     """
@@ -338,20 +339,20 @@ def recurrent_is_modelled(func: Any, args: Args, kwargs: Any, gpu: Gpu) -> bool:
 
 @registry.requests("_thnn_fused_lstm_cell")
 def lstm_cell_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
-    """`_thnn_fused_lstm_cell` (cuda/RNN.cu): what the gradient needs, then the states."""
+    """Requests of `_thnn_fused_lstm_cell` (cuda/RNN.cu): gates, then the states."""
     return outputs({i: out[i].nbytes for i in (2, 0, 1)})
 
 
 @registry.requests("_thnn_fused_gru_cell")
 def gru_cell_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
-    """`_thnn_fused_gru_cell`, likewise."""
+    """Requests of `_thnn_fused_gru_cell`: the tensor that backward needs, then the state."""
     return outputs({i: out[i].nbytes for i in (1, 0)})
 
 
 @registry.requests("_thnn_fused_lstm_cell_backward_impl")
 def lstm_cell_backward_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
-    """`_thnn_fused_lstm_cell_backward_impl`: the gradients of gates and state, and the sum of the
-    gates' over the samples.
+    """Requests of `_thnn_fused_lstm_cell_backward_impl`: gradients of gates and state, sums of
+    gates.
     """
     gates, state, bias = out
     if gates is None:
@@ -404,7 +405,7 @@ def forget() -> None:
 
 
 def is_acceptable(tensor: Tensor) -> bool:
-    """`torch.backends.cudnn.is_acceptable`: cuDNN is on and has kernels for the dtype."""
+    """Return whether cuDNN is on and has the dtype: `torch.backends.cudnn.is_acceptable`."""
     return torch._C._get_cudnn_enabled() and on_gpu(tensor) and tensor.dtype in _FLATTENED
 
 
@@ -412,7 +413,7 @@ def flatten_weights(
     weights: Sequence[Tensor], stride: int, input_size: int, mode: int, hidden_size: int,
     proj_size: int, num_layers: int, batch_first: bool, is_bidirectional: bool,
 ) -> Tensor:  # fmt: skip
-    """`_cudnn_rnn_flatten_weight`: `weights` become views of one new buffer, which is returned."""
+    """Make `weights` views of one new buffer and return it: `_cudnn_rnn_flatten_weight`."""
     directions = 2 if is_bidirectional else 1
     shapes = weight_shapes(mode, input_size, hidden_size, proj_size, num_layers, directions)
     buffer, views = _flat_copies(weights, stride, shapes, weights[0].dtype)
@@ -454,7 +455,7 @@ def _flat_buffer(
 
 
 def _of_storage(tensor: Tensor, offset: int, shape: torch.Size) -> Tensor:
-    """A contiguous tensor in the storage of `tensor`, which for autograd is no view of it."""
+    """Return a contiguous tensor in the storage of `tensor` that is no view of it for autograd."""
     made = torch.empty(0, dtype=tensor.dtype, device=META)
     stride = torch.empty(shape, device=META).stride()
     return made.set_(tensor.untyped_storage(), offset, shape, stride)
@@ -575,7 +576,7 @@ def _packed_segments(x: Tensor, lengths: Tensor, batch_first: bool) -> list[Tens
 
 @registry.result("_pack_padded_sequence")
 def _packed(args: Args, kwargs: Kwargs) -> Any:
-    """The rows of all steps, and on the host how many sequences each step has."""
+    """Return the rows of all steps, and on the host the number of sequences of each step."""
     x, lengths, batch_first = args
     if not on_gpu(x) or on_gpu(lengths):
         raise NotImplementedError("the lengths of packed sequences are on the host")
@@ -586,7 +587,7 @@ def _packed(args: Args, kwargs: Kwargs) -> Any:
 
 @registry.requests("_pack_padded_sequence")
 def packing_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
-    """A copy of each segment that is not contiguous, then all of them in a row."""
+    """Requests of `_pack_padded_sequence`: copies of segments with gaps, then the result."""
     copies = contiguous_copy(*_packed_segments(*args))
     made = outputs({0: out[0].nbytes})
     return temporaries(*copies) + made + temporaries(*(-n for n in copies))

@@ -69,17 +69,17 @@ class ReductionDims:
 
     @property
     def num_reduced(self) -> int:
-        """`TensorIterator::num_reduce_dims`."""
+        """Number of reduced dimensions: `TensorIterator::num_reduce_dims`."""
         return sum(stride == 0 for stride in self.output_strides)
 
     @property
     def num_outputs(self) -> int:
-        """`TensorIterator::num_output_elements`."""
+        """Number of elements of the output: `TensorIterator::num_output_elements`."""
         return prod(n for n, stride in zip(self.shape, self.output_strides, strict=True) if stride)
 
     @property
     def fits_32_bits(self) -> bool:
-        """`TensorIterator::can_use_32bit_indexing`."""
+        """True if 32-bit indices are enough: `TensorIterator::can_use_32bit_indexing`."""
         spans = (
             1 + sum((n - 1) * s for n, s in zip(self.shape, strides, strict=True))
             for strides in (self.input_strides, self.output_strides)
@@ -100,7 +100,7 @@ class ReductionDims:
 
 
 def _swap_order(first: tuple[int, int, int], second: tuple[int, int, int]) -> int:
-    """Compare (size, input stride, output stride) of two dimensions: `should_swap`."""
+    """Compare (size, input stride, output stride) of two dimensions as `should_swap`."""
     size_a, in_a, out_a = first
     size_b, in_b, out_b = second
     if (out_a == 0) != (out_b == 0):
@@ -181,7 +181,7 @@ def _output_vector(dims: ReductionDims, item: int, offset: int) -> int:
 
 
 def _block(dim0: int, dim1: int, vector: int) -> tuple[int, int]:
-    """`set_block_dimension`: threads along the fastest dimension and along the other."""
+    """Threads along the fastest dimension and along the other: `set_block_dimension`."""
     limit = MAX_REDUCE_THREADS // vector
     pow0, pow1 = min(limit, last_power_of_2(dim0)), min(limit, last_power_of_2(dim1))
     height = min(pow1, limit // min(pow0, WARP_SIZE))
@@ -329,14 +329,14 @@ def sum_bytes(
 
 @registry.requests("sum mean sum.dim_IntList nansum mean.dim")
 def sum_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`sum` or `mean` over every dimension, or over some."""
+    """Requests of `sum` or `mean` over every dimension, or over some."""
     dims = _dims_of(args, kwargs, 1)
     return Scratch(after=sum_bytes(args[0], dims, _tensor_out(out).dtype, gpu))
 
 
 @registry.requests("prod prod.dim_int")
 def product_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`prod`, whose kernel loads 4 values of any dtype (`prod_functor`)."""
+    """Requests of `prod`, whose kernel loads 4 values of any dtype (`prod_functor`)."""
     dims, out_dtype = _dims_of(args, kwargs, 1), _tensor_out(out).dtype
     return Scratch(after=sum_bytes(args[0], dims, out_dtype, gpu, half_vector=VECTOR_SIZE))
 
@@ -400,7 +400,7 @@ def logsumexp_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 
 @registry.requests("equal")
 def equal_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`cuda_equal`: the elementwise comparison, its `all`, and that reduction's staging."""
+    """Requests of `cuda_equal`: the elementwise comparison, its `all`, and that one's staging."""
     compared = torch.empty(args[0].shape, dtype=torch.bool, device="meta")
     return Scratch(after=(compared.numel(), 1, *reduce_bytes(compared, (), gpu)))
 

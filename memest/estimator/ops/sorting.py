@@ -63,12 +63,12 @@ def _slices(args: Args, kwargs: Kwargs, position: int) -> tuple[int, int]:
 
 @registry.requests("sort sort.stable")
 def sort_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`sort` (Sort.cpp): within a block up to 4096 elements, else radix sort of keys and positions.
+    """Requests of `sort` (Sort.cpp): up to 4096 elements an int64 range, else a radix sort.
 
     Short slices need an int64 range that fills the indices. One long slice: range and the sort's
-    storage. Several, fewer than 128: all are sorted by key with (segment, position) as value,
-    then by segment. The first sort peaks with two arrays of 8 * n, sorted keys and storage.
-    More: a range and the storage of a sort of segments. Exact where `sort_is_modelled`.
+    storage. Several, fewer than 128: all are sorted by key with (segment, position) as value, then
+    by segment. The first sort peaks with two arrays of 8 * n, sorted keys and storage. More: a
+    range and the storage of a sort of segments. Exact where `sort_is_modelled`.
     """
     tensor = args[0]
     count, length = _slices(args, kwargs, 1)
@@ -122,7 +122,7 @@ def topk_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 
 
 def _topk_takes_many_blocks(count: int, length: int) -> bool:
-    """`should_use_multiblock`."""
+    """Return whether many blocks search a slice: `should_use_multiblock`."""
     limits = ((20, 20_000), (40, 10_000), (80, 8000), (199, 5000), (799, 3000), (4000, 800))
     return length >= next((shortest for most, shortest in limits if count <= most), 400)
 
@@ -136,7 +136,7 @@ def topk_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> 
 
 @registry.requests("cumsum")
 def cumsum_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`cumsum`: a cast of the input, and for a single row the scan over blocks.
+    """Requests of `cumsum`: a cast of the input, and for a single row the scan over blocks.
 
     `scan_dim` of ScanUtils.cuh passes tensors of one row to CUB. Deterministic algorithms take
     `inclusive_deterministic_scan` of ATen/cuda/cub.cuh for floats: one sum for each of up to
@@ -155,7 +155,7 @@ def cumsum_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
 
 @registry.requests("cumprod")
 def cumprod_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`cumprod`: like `cumsum` without deterministic algorithms (ScanKernels.cpp)."""
+    """Requests of `cumprod`: like `cumsum` without deterministic algorithms (ScanKernels.cpp)."""
     cast, is_row = _scanned(args, kwargs, out.dtype)
     num_bytes = scan_bytes(args[0].numel(), value_bytes=out.itemsize) if is_row else 0
     return Scratch(after=(*cast, num_bytes) if is_row else cast)
@@ -163,7 +163,7 @@ def cumprod_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
 
 @registry.requests("logcumsumexp")
 def logcumsumexp_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`scan_dim` of ScanUtils.cuh: a contiguous copy of the input."""
+    """Requests of `scan_dim` of ScanUtils.cuh: a contiguous copy of the input."""
     return Scratch(after=_scanned(args, kwargs, out.dtype)[0])
 
 
@@ -187,7 +187,7 @@ def _scanned(args: Args, kwargs: Kwargs, dtype: torch.dtype) -> tuple[tuple[int,
 
 @registry.requests("isin.Tensor_Tensor")
 def isin_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`isin_default_kernel_gpu` of TensorCompare.cpp: compare all pairs, then reduce."""
+    """Requests of `isin_default_kernel_gpu` (TensorCompare.cpp): compared pairs, `any`."""
     return Scratch(after=(args[0].numel() * args[1].numel(), args[0].numel()))
 
 
@@ -210,7 +210,7 @@ def bucketize_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch
 
 @registry.requests("searchsorted.Tensor")
 def searchsorted_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`bucketize` with its arguments in the other order (Bucketization.cu)."""
+    """Requests of `bucketize` with its arguments in the other order (Bucketization.cu)."""
     return bucketize_scratch((args[1], args[0]), {}, out, gpu)
 
 
@@ -227,7 +227,7 @@ SHARED_BYTES_PER_BLOCK = 48 << 10
 
 @registry.requests("bincount")
 def bincount_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """`bincount` (cuda/SummaryOps.cu): the smallest and the largest number are read, then bins."""
+    """Requests of `bincount` (cuda/SummaryOps.cu): smallest and largest number, then the bins."""
     numbers, item = args[0], args[0].itemsize
     extreme = passing(item, *reduce_bytes(numbers, (), gpu))
     return (extreme + extreme if numbers.numel() else []) + outputs({0: out.nbytes})
@@ -242,7 +242,7 @@ def bincount_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu)
 
 @registry.requests("histc")
 def histogram_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`histc` of SummaryOps.cu between given bounds: counts that fit the shared memory."""
+    """Requests of `histc` (SummaryOps.cu): none if the bounds are given and bins few."""
     return Scratch()
 
 

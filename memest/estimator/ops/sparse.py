@@ -92,7 +92,7 @@ def _passing(mode: Any, func: Any, *sizes: int) -> None:
 def _on_host(
     indices: Tensor, values: Tensor, shape: Sequence[int], *, is_coalesced: bool
 ) -> Tensor:
-    """A sparse tensor in memory: values that are not known are 1, places the first ones."""
+    """Return a sparse tensor of the host: unknown values are 1, unknown places the first ones."""
     with torch._C._DisableTorchDispatch():
         if is_meta(indices):
             order = torch.arange(indices.size(1), device=CPU)
@@ -149,7 +149,7 @@ def _places_left(mode: Any, indices: Tensor, shape: Sequence[int]) -> tuple[int,
 
 @on_sparse("_coalesce")
 def _coalesce(mode: Any, tensor: Tensor) -> Tensor:
-    """Entries sorted, equal ones added up."""
+    """Return the entries sorted by index, with equal ones added up."""
     indices, values = _parts(tensor)
     num_entries, sparse_dim = indices.size(1), indices.size(0)
     num_left, places = _places_left(mode, indices, tensor.shape)
@@ -234,7 +234,7 @@ def _mul_(mode: Any, tensor: Tensor, other: Any) -> Tensor:
 
 @on_sparse("add_.Tensor")
 def _add_(mode: Any, tensor: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
-    """Entries are appended to a sparse tensor, or added into a dense one."""
+    """Append entries to a sparse tensor, or add them into a dense one."""
     if is_sparse(tensor):
         return _become(tensor, _joined(mode, tensor, other, alpha))
     return _added_into(mode, tensor, other)
@@ -271,7 +271,7 @@ def _joined(mode: Any, tensor: Tensor, other: Tensor, alpha: float) -> Tensor:
 
 @on_sparse("cat")
 def _cat(mode: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Along one of the dimensions that have indices (`cat_sparse_impl`, SparseTensor.cpp)."""
+    """Concatenate along a dimension that has indices (`cat_sparse_impl`, SparseTensor.cpp)."""
     parts, first = list(map(_parts, tensors)), tensors[0]
     dim %= first.dim()
     if not all(map(is_sparse, tensors)) or dim >= parts[0][0].size(0):
@@ -370,7 +370,7 @@ def _to_copy(mode: Any, tensor: Tensor, **kwargs: Any) -> Any:
 
 @on_sparse("transpose.int")
 def _transpose(mode: Any, tensor: Tensor, first: int, second: int) -> Tensor:
-    """A copy with two rows of its indices exchanged."""
+    """Return a copy with two rows of its indices exchanged."""
     first, second = first % tensor.dim(), second % tensor.dim()
     indices, values = _parts(tensor)
     if max(first, second) >= indices.size(0):
@@ -403,7 +403,7 @@ def _as_it_is(function: Callable[..., Any]) -> SparseRule:
 
 @on_sparse("_to_sparse")
 def _to_sparse(mode: Any, dense: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The entries that are not zero, each with an index for every dimension."""
+    """Return the entries that are not zero, each with an index for every dimension."""
     if args or any(value is not None for value in kwargs.values()):
         raise NotImplementedError
     found = dense.nonzero()
@@ -417,7 +417,7 @@ def _to_sparse(mode: Any, dense: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 @on_sparse("_embedding_bag_backward")
 def _embedding_bag_backward(mode: Any, *args: Any, **kwargs: Any) -> Any:
-    """`_embedding_bag_backward` (EmbeddingBag.cpp) of a sparse gradient."""
+    """Return the sparse gradient of `_embedding_bag_backward` (EmbeddingBag.cpp)."""
     grad, indices, offsets, offset2bag, bag_size, _, num_rows, scale, kind, _, weights, padding = (
         *args,
         *(None, -1)[len(args) - 10 :],
@@ -531,9 +531,9 @@ def install(patches: Patches) -> None:
     """Let `grad.new(indices, values, shape)`, as optimizers write it, make tensors of the GPU."""
     new = torch.Tensor.new
 
-    def made_anew(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def new_on_gpu(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if is_sparse(tensor) and is_meta(tensor) and args and isinstance(args[0], Tensor):
             return torch.sparse_coo_tensor(*args, **kwargs, check_invariants=False)
         return new(tensor, *args, **kwargs)
 
-    patches.set(torch.Tensor, "new", made_anew)
+    patches.set(torch.Tensor, "new", new_on_gpu)

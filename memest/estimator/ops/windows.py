@@ -58,7 +58,7 @@ register(
 
 @registry.requests("unfold_backward")
 def unfold_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Positions in the unfolded dimension, if windows overlap (UnfoldBackward.h)."""
+    """Requests of `unfold_backward` (UnfoldBackward.h): positions, if windows overlap."""
     grad, sizes, dim, size, step = args
     if step >= size:
         return Scratch()
@@ -77,14 +77,14 @@ def image_copy_after(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
 
 @registry.requests("upsample_bilinear2d_backward")
 def bilinear_gradient_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`image_copy_after`; a gradient of the input's own size is copied at once."""
+    """Requests of `image_copy_after`; a gradient of the input's own size is copied at once."""
     is_same = args[0].shape == out.shape
     return Scratch() if is_same else image_copy_after(args, kwargs, out, gpu)
 
 
 @registry.requests("im2col col2im")
 def sliding_events(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> Events:
-    """`im2col` and `col2im` (Im2Col.cu, Col2Im.cu): the result begins as a tensor like the input.
+    """Requests of Im2Col.cu and Col2Im.cu: the result begins as a tensor like the input.
 
     Where it needs more, another storage takes its place; where it needs less, it keeps the first.
     """

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from memest.estimator.tensors.storages import RETURNED, Coverage, StorageTable, death_of, return_of
+from memest.estimator.tensors.storages import RETURNED, Coverage, StorageTable, free_of, return_of
 from memest.report import Phase, Term
 
 if TYPE_CHECKING:
@@ -183,8 +183,8 @@ def ended_by(event: int, storages: StorageTable, *, at_once: bool = False) -> in
     A stashed storage ends as it returns, or as it is freed if blocks return `at_once`.
     """
     is_return = event <= RETURNED
-    index = return_of(event) if is_return else death_of(event)
-    is_shelved = index in storages.shelved and not at_once
+    index = return_of(event) if is_return else free_of(event)
+    is_shelved = index in storages.stashed and not at_once
     return index if is_return == is_shelved else -1
 
 

@@ -10,7 +10,7 @@ from memest.estimator.allocator.blocks import AddressSpace, Block
 from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
 from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings
 from memest.estimator.replay.program import MicroBatch, Probe, Program, Shift, ended_by
-from memest.estimator.tensors.storages import EMPTIED, FreeTiming, StorageTable, death_of, return_of
+from memest.estimator.tensors.storages import EMPTIED, FreeTiming, StorageTable, free_of, return_of
 from memest.report import Phase, PhaseRow
 
 
@@ -140,7 +140,7 @@ class Player:
         for event in events:
             count += 1
             if event < 0:
-                block = pop(death_of(event), None)
+                block = pop(free_of(event), None)
                 if block is not None:  # a storage that a step makes once is freed once
                     free(block)
                 elif event == EMPTIED:

@@ -126,8 +126,8 @@ def where_failed(step: int, site: Site) -> str:
 def describe_deferred_blocks(storages: StorageTable) -> str:
     """Describe the blocks whose return depends on time; empty if there are none."""
     words = []
-    if storages.shelved:
-        num_bytes = sum(storages.num_bytes[index] for index in storages.shelved)
+    if storages.stashed:
+        num_bytes = sum(storages.num_bytes[index] for index in storages.stashed)
         words.append(f"{format_bytes(num_bytes)} of the first step's buckets may live on")
     if storages.deferred:
         largest = max(storages.deferred, key=storages.num_bytes.__getitem__)

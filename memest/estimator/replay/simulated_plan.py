@@ -16,7 +16,12 @@ from memest.estimator.replay.interpolate.reuse import FormBroken
 from memest.estimator.replay.program import TracedPlan
 from memest.estimator.replay.replay import Run
 from memest.estimator.replay.scenarios import describe_deferred_blocks
-from memest.estimator.replay.virtual_run import canonical, ranks_of, run_plan
+from memest.estimator.replay.virtual_run import (
+    UNLIMITED_BYTES,
+    canonical,
+    ranks_of,
+    run_plan,
+)
 from memest.estimator.tensors.storages import StorageTable
 from memest.estimator.versions import simulated
 from memest.estimator.versions.torch_releases import TorchRelease
@@ -111,9 +116,6 @@ def _notes(plan: TrainingPlan, rank: int, storages: StorageTable) -> Iterator[st
         yield f"between low and high of a figure: {kept}"
 
 
-_ENOUGH_BYTES = 1 << 50
-"""Memory of the GPU that a plan's run sees; limits come with the replay."""
-
 _Traces = list[tuple[Gpu, LoggedTrace, Calls]]
 
 
@@ -124,7 +126,7 @@ def trace_plan(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False)
     the calls on the first, if the plan makes the same ones there.
     """
     gpu = replace(
-        gpu, name="", label="", source="", memory_bytes=_ENOUGH_BYTES, memory_range_bytes=None,
+        gpu, name="", label="", source="", memory_bytes=UNLIMITED_BYTES, memory_range_bytes=None,
         context_bytes=0,
     )  # fmt: skip
     plan = canonical(plan)

@@ -49,7 +49,7 @@ from memest.plan.values import FLASH_ATTENTION_2
 from memest.report import Phase, Term
 from memest.units import counted
 
-WITHOUT_END = 1 << 50
+UNLIMITED_BYTES = 1 << 50
 """Memory of a GPU that no plan fills."""
 
 MAX_STEPS = 2
@@ -291,7 +291,12 @@ def run_plan(
         check_gpu(gpu)
     ranks = ranks or ranks_of(plan)
     virtual = VirtualGpu(
-        gpu, limit_bytes=WITHOUT_END, lines=NoLines(), watch=observe, ranks=ranks, settings=DEFAULT
+        gpu,
+        limit_bytes=UNLIMITED_BYTES,
+        lines=NoLines(),
+        watch=observe,
+        ranks=ranks,
+        settings=DEFAULT,
     )
     watch = _Watch(virtual, config, at_cut)
     recorder = _PhaseRecorder(CudaMemory(), plan.accumulate_grad_batches, on_row=watch.reached)
@@ -474,7 +479,7 @@ def _storages(storages: StorageTable, count: int, root: str) -> StorageTable:
         kinds=storages.kinds[:count],
         streams=streams,
         deferred={index for index in storages.deferred if index < count},
-        shelved={index for index in storages.shelved if index < count},
+        stashed={index for index in storages.stashed if index < count},
     )
 
 

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from memest.engines import Event, tell
+from memest.engines import Event, notify
 from memest.errors import MemestError, PlanError
 from memest.estimator.hardware.gpus import Gpu, find_gpu, list_gpus
 from memest.estimator.predict import predict
@@ -36,9 +36,9 @@ from memest.estimator.search.changes import (
     Cost,
     Technique,
     apply,
+    candidates,
     only,
     techniques_for,
-    that_may_be_enough,
 )
 from memest.estimator.search.commands import ModelFacts, predict_command, training_lines
 from memest.plan import TrainingPlan
@@ -245,7 +245,7 @@ def cheapest_change(
         max_predictions = min(MAX_CHANGES, MAX_CALLS // traced.program.coverage.num_ops - 1)
     search = _Search(_on_gpu(plan, target), target, max_predictions, trust_remote_code)
     found: Option | None = None
-    techniques = that_may_be_enough(
+    techniques = candidates(
         techniques_for(search.plan, search.facts(prediction), target),
         traced,
         prediction.verdicts[target.name].limit_bytes,
@@ -315,12 +315,12 @@ class _Search:
                 if self.num_predictions >= self.max_predictions:
                     raise _Spent
                 self.num_predictions += 1
-                told: dict[str, Any] = {"label": title, "weight": 1, "task": plan}
-                told["total"] = self.max_predictions
-                tell(Event(is_done=False, **told))
+                task: dict[str, Any] = {"label": title, "weight": 1, "task": plan}
+                task["total"] = self.max_predictions
+                notify(Event(is_done=False, **task))
                 prediction = predict(plan, trust_remote_code=self.trust_remote_code)
                 self._known[plan] = self._option(plan, ordered, prediction)
-                tell(Event(is_done=True, result=self._known[plan], **told))
+                notify(Event(is_done=True, result=self._known[plan], **task))
             known = self._known[plan]
             if len(ordered) < len(known.changes):  # the rest had no effect with these
                 known = self._known[plan] = replace(known, changes=ordered)

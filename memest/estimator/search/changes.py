@@ -112,7 +112,7 @@ def apply(plan: TrainingPlan, changes: Iterable[Change]) -> TrainingPlan:
     return replace(plan, **updates)
 
 
-def that_may_be_enough(
+def candidates(
     techniques: Iterable[Technique], traced: TracedPlan, limit_bytes: int
 ) -> list[Technique]:
     """Return the changes that may make a plan fit `limit_bytes`; `traced` is the plan's run.

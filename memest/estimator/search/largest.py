@@ -30,7 +30,7 @@ from memest.estimator.replay.program import Program, TracedPlan
 from memest.estimator.replay.replay import Replayed, rename, streams_of
 from memest.estimator.replay.scenarios import Scenario, scenarios_of, verdict_over
 from memest.estimator.search.related_plans import GROWTH, SPACING, TraceSeries
-from memest.estimator.tensors.storages import death_of
+from memest.estimator.tensors.storages import free_of
 from memest.models_meta.assemble import sequence_length
 from memest.models_meta.batch import MAX_TOKENS
 from memest.models_meta.registry import resolve_config
@@ -189,9 +189,9 @@ def peak_requested(program: Program, num_micro_batches: int) -> int:
                         alive[event] = None
                         total += num_bytes[event]
                         peak = max(peak, total)
-                elif death_of(event) in alive:
-                    del alive[death_of(event)]
-                    total -= num_bytes[death_of(event)]
+                elif free_of(event) in alive:
+                    del alive[free_of(event)]
+                    total -= num_bytes[free_of(event)]
             if events is program.setup:  # loading of the model is not judged
                 peak = total
     return peak

@@ -27,9 +27,9 @@ def predict_all(plans: Sequence[TrainingPlan], *, jobs: int | None = None) -> li
     Raises:
         MemestError: the error of the first plan that cannot be predicted, with its name.
     """
-    predicted, failed = apart(plans, predict_each(plans, jobs=jobs))
+    predicted, failed = partition(plans, predict_each(plans, jobs=jobs))
     if failed:
-        raise failed[0][1] if len(plans) == 1 else named(*failed[0])
+        raise failed[0][1] if len(plans) == 1 else with_label(*failed[0])
     return [report for _, report in predicted]
 
 
@@ -46,7 +46,7 @@ def predict_each(
     return _over_processes(one, plans, jobs)
 
 
-def apart(
+def partition(
     plans: Sequence[TrainingPlan], found: Sequence[Prediction | MemestError]
 ) -> tuple[list[tuple[TrainingPlan, Prediction]], list[tuple[TrainingPlan, MemestError]]]:
     """Return the plans with a prediction and the plans with an error."""
@@ -60,7 +60,7 @@ def apart(
     return predicted, failed
 
 
-def named(plan: TrainingPlan, error: MemestError) -> MemestError:
+def with_label(plan: TrainingPlan, error: MemestError) -> MemestError:
     """Return `error` with the name of the experiment in front."""
     made = type(error)(f"experiment `{plan.label}`: {error}")
     made.hint = error.hint

@@ -42,7 +42,7 @@ class FreeTiming(Enum):
         )
 
 
-death_of = operator.invert
+free_of = operator.invert
 """Encode or decode the free of a storage: the bitwise inverse of its id."""
 
 RETURNED = -(1 << 40)
@@ -52,7 +52,7 @@ RETURNED = -(1 << 40)
 def return_of(index: int) -> int:
     """Return the latest event at which a deferred block returns to its pool, by the storage's id.
 
-    It is its own inverse. The earliest such event is `death_of`.
+    It is its own inverse. The earliest such event is `free_of`.
     """
     return RETURNED - index
 
@@ -99,7 +99,7 @@ class StorageTable:
     deferred: set[int] = field(default_factory=set)
     """Storages whose blocks return to their pool later than they are freed."""
 
-    shelved: set[int] = field(default_factory=set)
+    stashed: set[int] = field(default_factory=set)
     """Storages that a collective may hold after they are freed, until the event `return_of`."""
 
     tried: set[int] = field(default_factory=set)
@@ -120,7 +120,7 @@ class StorageTable:
     @property
     def depends_on_time(self) -> bool:
         """True if the speed of the GPU decides when a block returns."""
-        return bool(self.deferred or self.shelved)
+        return bool(self.deferred or self.stashed)
 
     unused: list[int] = field(default_factory=list)
     """Ids that were forgotten and are used again."""
@@ -142,7 +142,7 @@ class StorageTable:
         """Reuse the id of a freed storage."""
         self.streams.pop(index, None)
         self.deferred.discard(index)
-        self.shelved.discard(index)
+        self.stashed.discard(index)
         self.tried.discard(index)
         self.shares.pop(index, None)
         self.unused.append(index)

@@ -11,7 +11,7 @@ import pytest
 from memest.errors import PlanError, UnsupportedError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.report import Ending, Outcome
-from memest.run.launcher import Ran, run_target
+from memest.run.launcher import RunResult, run_target
 from memest.run.session import Session
 from memest.run.target import find_module, find_script
 
@@ -24,7 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(source: str, *args: str, memory_limit: int | None = None) -> Ran:
+def run(source: str, *args: str, memory_limit: int | None = None) -> RunResult:
     path = Path("script.py")
     path.write_text(source)
     session = Session(find_gpu("h200"), memory_limit=memory_limit, max_steps=3)

@@ -18,7 +18,7 @@ from memest.errors import UnsupportedError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.integrations.litgpt import MEASURED_RELEASE
 from memest.run.dummy_checkpoints import write_checkpoint
-from memest.run.launcher import Ran, run_target
+from memest.run.launcher import RunResult, run_target
 from memest.run.session import Session
 from memest.run.target import find_module, find_script
 
@@ -109,7 +109,7 @@ def folder(lab: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return lab
 
 
-def litgpt(*args: str, max_steps: int | None = None) -> Ran:
+def litgpt(*args: str, max_steps: int | None = None) -> RunResult:
     session = Session(find_gpu("h100-80gb"), max_steps=max_steps)
     return run_target(find_module("litgpt", args), session)
 

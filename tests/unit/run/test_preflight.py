@@ -22,7 +22,7 @@ from memest.estimator.hardware.gpus import custom_gpu, find_gpu
 from memest.report import Ending, RunReport
 from memest.run import preflight as module
 from memest.run.device_at_hand import DeviceAtHand
-from memest.run.preflight import Outcome, Typed
+from memest.run.preflight import Command, Outcome
 from memest.run.session import Session
 from memest.run.target import NoInput
 from memest.units import parse_bytes
@@ -67,7 +67,7 @@ class Runs:
 
     def __call__(
         self,
-        typed: Typed,
+        typed: Command,
         options: list[str],
         environment: dict[str, str],
         folder: Path,
@@ -316,7 +316,7 @@ def test_in_a_notebook_it_says_what_does_the_same(
 def test_a_virtual_run_that_ends_early_proves_nothing(
     ending: Ending, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def crash(typed: Typed, *args: Any) -> Any:
+    def crash(typed: Command, *args: Any) -> Any:
         report, _ = Runs()(typed, ["--gpu", "h200"], {}, Path(), 1.0)
         return replace(report, ending=ending, error="ValueError: no such file"), ""
 
@@ -339,7 +339,7 @@ def test_a_gpu_that_the_catalogue_lacks_is_simulated_with_its_memory(
 
 
 def test_a_report_is_read_back_from_its_json(runs: Runs) -> None:
-    report, _ = runs(Typed(("train.py",), "."), ["--gpu", "h200"], {}, Path(), 1.0)
+    report, _ = runs(Command(("train.py",), "."), ["--gpu", "h200"], {}, Path(), 1.0)
 
     assert RunReport.from_dict(json.loads(report.to_json())) == report
 

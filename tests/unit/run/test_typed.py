@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from memest.run.preflight import Typed, typed_command
+from memest.run.preflight import Command, typed_command
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def test_a_script_that_has_changed_the_folder_runs_from_where_it_was_typed(
     monkeypatch.setenv("PWD", str(folder))
     monkeypatch.chdir(folder / "outputs")
 
-    assert typed_command() == Typed(("train.py",), str(folder))
+    assert typed_command() == Command(("train.py",), str(folder))
 
 
 def test_a_script_under_a_debugger_runs_without_it(
@@ -71,7 +71,7 @@ def test_a_script_under_a_debugger_runs_without_it(
     file = folder / "train.py"
     process(monkeypatch, "python -m pdb other.py", file=file, argv="train.py --lr 1")
 
-    assert typed_command() == Typed((str(file), "--lr", "1"), str(folder))
+    assert typed_command() == Command((str(file), "--lr", "1"), str(folder))
 
 
 @pytest.mark.parametrize("spec", ["package.train", "package.train.__main__"])
@@ -79,7 +79,7 @@ def test_a_module_is_found(spec: str, folder: Path, monkeypatch: pytest.MonkeyPa
     typed = "python -m package.train --lr 1"
     process(monkeypatch, typed, file=folder / "train.py", module=spec, argv="gone")
 
-    assert typed_command() == Typed(("-m", "package.train", "--lr", "1"), str(folder))
+    assert typed_command() == Command(("-m", "package.train", "--lr", "1"), str(folder))
 
 
 @pytest.mark.parametrize(
@@ -127,4 +127,4 @@ def test_a_session_runs_the_module_of_the_cell_if_it_can(
     found = runpy.run_path(str(file), run_name=run_name)["found"]
 
     words = words and tuple(word.format(file) for word in words)
-    assert found == (None if words is None else Typed(words, str(folder)))
+    assert found == (None if words is None else Command(words, str(folder)))

@@ -66,7 +66,7 @@ class Call:
 
     end: int
     template: int
-    born: tuple[tuple[int, int], ...]
+    new_storages: tuple[tuple[int, int], ...]
     """(position among the results, id) of the storages that were new."""
 
     site: Site
@@ -166,15 +166,15 @@ class CallRecorder:
             self._by_recipe[id(recipe)] = index
             self._kept.append(recipe)
         in_backward = op.takes_handle and torch._C._current_autograd_node() is not None
-        born: tuple[tuple[int, int], ...] = ()
+        new_storages: tuple[tuple[int, int], ...] = ()
         if has_made:
-            born = tuple(self._born_here(out, recipe, first_id))
+            new_storages = tuple(self._new_storages(out, recipe, first_id))
         first = self._cut_at
         end = len(memory.log.events)
         site = self._mode.attribution.site(op.func)
-        self._calls.append(Call(start - first, end - first, index, born, site, in_backward))
+        self._calls.append(Call(start - first, end - first, index, new_storages, site, in_backward))
 
-    def _born_here(self, out: Any, recipe: Recipe, first_id: int) -> Iterator[tuple[int, int]]:
+    def _new_storages(self, out: Any, recipe: Recipe, first_id: int) -> Iterator[tuple[int, int]]:
         seen = set()
         for position, tensor in enumerate(out if recipe.is_tuple else (out,)):
             if isinstance(tensor, Tensor):

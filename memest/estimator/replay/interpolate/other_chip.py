@@ -29,8 +29,8 @@ from memest.estimator.replay.interpolate.call_log import (
 from memest.estimator.replay.interpolate.rebuild import rebuild, requests_of
 from memest.estimator.replay.interpolate.reuse import FormBroken, choose_again
 from memest.estimator.replay.program import TracedPlan
-from memest.estimator.replay.virtual_run import WITHOUT_END, NoLines
-from memest.estimator.tensors.storages import death_of
+from memest.estimator.replay.virtual_run import UNLIMITED_BYTES, NoLines
+from memest.estimator.tensors.storages import free_of
 from memest.estimator.virtual_gpu import VirtualGpu
 
 FUSED = {
@@ -95,7 +95,10 @@ def _replaced(
             if len(here) != len(there) or strides != others:
                 raise FormBroken("attention makes other calls, or results with other strides")
             for old, new in zip(here, there, strict=True):
-                only_new, only_old = new.born - old.born, old.born - new.born
+                only_new, only_old = (
+                    new.new_storages - old.new_storages,
+                    old.new_storages - new.new_storages,
+                )
                 later = [n for n in new.later if n not in only_new]
                 is_dropped = set(new.later[: len(only_new)]) == only_new
                 if later != [n for n in old.later if n not in only_old] or not is_dropped:
@@ -131,7 +134,7 @@ class _Moves:
     """One call of an attention that runs alone. Outputs are named by call and position."""
 
     template: Template
-    born: frozenset[int]
+    new_storages: frozenset[int]
     """Positions of the outputs that take memory."""
 
     later: list[int]
@@ -148,7 +151,7 @@ def _alone(
     made: list[CallRecorder] = []
     virtual = VirtualGpu(
         gpu,
-        limit_bytes=WITHOUT_END,
+        limit_bytes=UNLIMITED_BYTES,
         lines=NoLines(),
         watch=lambda mode: made.append(CallRecorder(mode)),
         settings=DEFAULT,
@@ -179,17 +182,17 @@ def _moves(log: CallLog, num_bytes: Sequence[int]) -> Iterator[_Moves]:
     names: dict[int, int] = {}
     starts = [*(call.start for call in span.calls[1:]), len(span.events)]
     for n, (call, start) in enumerate(zip(span.calls, starts, strict=True)):
-        own = {at: id for at, id in call.born if num_bytes[id]}
+        own = {at: id for at, id in call.new_storages if num_bytes[id]}
         names |= {id: OUTPUTS * n + at for at, id in own.items()}
         later: list[int] = []
         for event in span.events[call.end : start]:
-            id = event if event >= 0 else death_of(event)
+            id = event if event >= 0 else free_of(event)
             if event >= 0:  # of a call that is not logged
                 names[id] = BETWEEN + len(names)
             if num_bytes[id]:
                 later.append(names.get(id, ~id))
-        born = frozenset(OUTPUTS * n + at for at in own)
-        yield _Moves(log.templates[call.template], born, later)
+        new_storages = frozenset(OUTPUTS * n + at for at in own)
+        yield _Moves(log.templates[call.template], new_storages, later)
 
 
 OUTPUTS, BETWEEN = 16, 1 << 10

@@ -26,7 +26,7 @@ from memest.estimator.replay.interpolate.call_log import (
 )
 from memest.estimator.replay.program import Part, Program, Shift
 from memest.estimator.replay.virtual_run import within_model
-from memest.estimator.tensors.storages import EMPTIED, MemKind, Site, StorageTable, death_of
+from memest.estimator.tensors.storages import EMPTIED, MemKind, Site, StorageTable, free_of
 
 NO_CALL = -1
 """Mark in place of a template: a storage that existed before the trace."""
@@ -73,11 +73,11 @@ class _Rebuilder:
         for event in old:
             if event == EMPTIED:
                 events.append(event)
-            elif event < 0 and death_of(event) not in self.ids:  # workspaces are freed in order
+            elif event < 0 and free_of(event) not in self.ids:  # workspaces are freed in order
                 first = next(iter(self._workspaces))
-                events.append(death_of(self._workspaces.pop(first)))
+                events.append(free_of(self._workspaces.pop(first)))
             elif event < 0:
-                events.append(death_of(self.ids[death_of(event)]))
+                events.append(free_of(self.ids[free_of(event)]))
             else:
                 events.append(self._born(event, (NO_CALL, event)))
 
@@ -98,24 +98,24 @@ class _Rebuilder:
         """Replay the requests of a call, as `KernelCalls.request` does."""
         if form.is_partial:
             self.unmodelled[self._names[call.template]] += 1
-        born = dict(call.born)
+        new_storages = dict(call.new_storages)
         site = within_model(call.site)
         temporary: dict[int, int] = {}
         dropped: list[int] = []
         count = num_temporary = 0
         for request in form.requests:
             if isinstance(request, tuple):
-                events.append(death_of(temporary.pop(request[0])))
+                events.append(free_of(temporary.pop(request[0])))
                 continue
             if request is None:
                 index = self._add((call.template, count), site, MemKind.WORKSPACE)
                 events.append(index)
                 temporary[num_temporary] = index
                 num_temporary += 1
-            elif request in born:
-                events.append(self._born(born.pop(request), (call.template, count)))
+            elif request in new_storages:
+                events.append(self._born(new_storages.pop(request), (call.template, count)))
             elif request in self._dropped.get(call.template, ()):
-                kind = self.base.storages.kinds[call.born[0][1]]
+                kind = self.base.storages.kinds[call.new_storages[0][1]]
                 events.append(self._add((call.template, count), site, kind))
                 dropped.append(events[-1])
             count += 1
@@ -130,8 +130,8 @@ class _Rebuilder:
                 passing.append(events[-1])
             else:
                 self._workspaces[workspace] = events[-1]
-        events.extend(death_of(index) for index in (*reversed(passing), *dropped))
-        for old in born.values():
+        events.extend(free_of(index) for index in (*reversed(passing), *dropped))
+        for old in new_storages.values():
             events.append(self._born(old, (ZERO, 0)))
 
 

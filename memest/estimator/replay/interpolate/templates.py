@@ -18,7 +18,7 @@ from memest.estimator.replay.program import (
     TracedPlan,
     find_shifts,
 )
-from memest.estimator.tensors.storages import EMPTIED, StorageTable, death_of
+from memest.estimator.tensors.storages import EMPTIED, StorageTable, free_of
 from memest.report import Phase
 
 
@@ -128,8 +128,8 @@ class _Source:
                 found.append(ids[event])
             elif event == EMPTIED:
                 found.append(event)
-            elif death_of(event) in ids:
-                found.append(death_of(ids.pop(death_of(event))))
+            elif free_of(event) in ids:
+                found.append(free_of(ids.pop(free_of(event))))
             else:
                 raise FormBroken("a part frees what another made")
         return found
@@ -141,10 +141,10 @@ class _Source:
         for event in (event for events in streams for event in events):
             if event >= 0:
                 made.add(event)
-            elif death_of(event) in made:
-                made.remove(death_of(event))
+            elif free_of(event) in made:
+                made.remove(free_of(event))
             else:
-                freed.add(death_of(event))
+                freed.add(free_of(event))
         if made != shift.keys() or freed != set(shift.values()) or not freed <= self.ids.keys():
             raise FormBroken("what is left out keeps other things than it frees")
         for kept, before in shift.items():

@@ -23,14 +23,14 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
     def on_host(tensor: Tensor) -> Tensor:
         """Return a real tensor with the known or placeholder values of one without data."""
-        told = mode.assumed.told(tensor)
-        value = mode.values.value_of(tensor) if told is None else None
+        assumed = mode.assumed.value_of(tensor)
+        value = mode.values.value_of(tensor) if assumed is None else None
         if value is not None:
             return value.clone()
         what = f"values of {str(tensor.dtype).removeprefix('torch.')}"
         mode.guesses.note(what)
-        if told is not None:
-            return told.clone()
+        if assumed is not None:
+            return assumed.clone()
         made = torch.full((1,), filler(tensor.dtype), dtype=tensor.dtype, device=CPU)
         return made.expand(tensor.shape) if tensor.dim() else made[0]
 

@@ -172,14 +172,14 @@ class Recordings:
         if before is not None:
             history.continues(before, keeps_entries=not clears)
         self._allocator.history = history
-        self._follow_deaths(context is Context.ALL)
+        self._follow_frees(context is Context.ALL)
 
     def _stop(self) -> None:
         self._mode.memory.settle()
         self._allocator.history = None
-        self._follow_deaths(False)
+        self._follow_frees(False)
 
-    def _follow_deaths(self, follows: bool) -> None:
+    def _follow_frees(self, follows: bool) -> None:
         """Record the stack at which a storage is freed; its block is freed a little later."""
         mode, allocator = self._mode, self._allocator
         vars(mode.memory).pop("free", None)
@@ -190,7 +190,7 @@ class Recordings:
         def ends_here(index: int) -> None:
             block = mode.memory.blocks.get(index)
             if block is not None and allocator.history is not None:
-                allocator.history.dies(block.address)
+                allocator.history.storage_freed(block.address)
             ends(index)
 
         vars(mode.memory)["free"] = ends_here

@@ -94,7 +94,7 @@ class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
                 mode.memory.stash_storage(index, self.summed_at)
             self._first_buckets.clear()
             self.is_rebuilt = True
-            mode.works.another()
+            mode.works.release_due()
             for tensor in tensors:
                 mode.memory.label(tensor, MemKind.WORKSPACE)
         return _done(tensors)

@@ -43,7 +43,7 @@ from memest.estimator.tensors.placement import (
 MAPPED_BYTES = 1 << 26
 """Size from which files are mapped instead of read: values of a large checkpoint are not needed."""
 
-MAX_TWIN_BYTES = 1 << 20
+MAX_KNOWN_BYTES = 1 << 20
 """Size up to which integers have known values on the GPU."""
 
 HOLDS_ZEROS = "files written by the script hold zeros for tensors whose values are not known"
@@ -185,7 +185,7 @@ class Checkpoints:
                 return base
             with mode.memory.lock:
                 mode.timeline.copy_from_host(num_bytes)
-            limit = 512 if dtype.is_floating_point else MAX_TWIN_BYTES
+            limit = 512 if dtype.is_floating_point else MAX_KNOWN_BYTES
             if source.nbytes() == num_bytes <= limit and not self._state.is_old:
                 mode.values.set_storage(base._cdata, _clone(source))
         return base
