@@ -314,10 +314,10 @@ def _run_ranks(
             report = ran.report
             if report is None:
                 continue
-            if report.verdict is Outcome.OOM and ran.what_decides:
+            if report.verdict is Outcome.OOM and ran.decides:
                 again = run_rank(ranks, partial(run_one, None, is_prompt=True), is_silent=True)
                 if again.report is not None and again.report.fits:
-                    report = open_verdict(report, ran.what_decides)
+                    report = open_verdict(report, ran.decides)
             reports.append((ranks, report))
         ran = _first_failed([ran for _, ran in every])
         if ran.exit_code:

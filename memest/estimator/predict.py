@@ -213,7 +213,7 @@ def record_plan(plan: TrainingPlan) -> Recording:
     traced = trace_plan(plan, gpu)
     scenario = scenarios_of(plan, traced)[0]
     limit = usable_bytes(plan, gpu)
-    return record_run(scenario.run, limit, scenario.returns, gpu=gpu.name)
+    return record_run(scenario.run, limit, scenario.timing, gpu=gpu.name)
 
 
 def _primary(plan: TrainingPlan) -> Gpu:

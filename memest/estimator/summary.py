@@ -128,7 +128,7 @@ def peak_terms(traced: TracedPlan, num_micro_batches: int, result: Replayed) -> 
     program = traced.program
     storages = program.storages
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for index in live_at(program, num_micro_batches, result.peak, result.returns):
+    for index in live_at(program, num_micro_batches, result.peak, result.timing):
         groups[_group(program, index)].append(index)
     terms = []
     for (kind, owner), members in groups.items():

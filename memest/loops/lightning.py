@@ -1,4 +1,4 @@
-"""The Lightning side of a measured run: the module, its phases, and the Trainer.
+"""Lightning's Trainer: the module of a plan, its probes, and the Trainer's settings.
 
 Phases of Lightning 2.6 (`pytorch/loops/optimization/automatic.py`): the closure runs
 `training_step`, `zero_grad` on a step's first micro-batch, `on_before_backward`, the backward and

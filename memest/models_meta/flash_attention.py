@@ -153,7 +153,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Tensor:
-    """Attention of (B, L, H, E) with (B, S, K, E); argument names are transformers'."""
+    """Return the attention of (B, L, H, E) with (B, S, K, E), called as `flash_attn`."""
     _check_call(q, k, v, dropout_p, softcap)
     window = any(0 <= n < k.shape[1] for n in window_size) or (causal and q.shape[1] > 1)
     return FlashAttention.apply(  # type: ignore[no-untyped-call]
@@ -180,7 +180,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Tensor:
-    """Attention of texts packed into one row, (N, H, E); `cu_seqlens` has the bounds."""
+    """Return the attention of texts packed into one row, (N, H, E), with bounds `cu_seqlens`."""
     _check_call(q, k, v, dropout_p, softcap)
     queries, keys = int(max_seqlen_q), int(max_seqlen_k)
     window = max(window_size) >= 0 or (causal and queries > 1)
@@ -272,7 +272,7 @@ class _PutRows(torch.autograd.Function):
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """(B, L, ...) to (N, ...): tokens of the mask, their positions, and the start of each text."""
+    """Pack (B, L, ...) to (N, ...): the mask's tokens, their positions, the start of each text."""
     mask = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = mask.sum(dim=-1, dtype=torch.int32)
     used = attention_mask.sum(dim=-1, dtype=torch.int32)
@@ -284,7 +284,7 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """(N, ...) back to (B, L, ...), zeros elsewhere."""
+    """Unpack (N, ...) to (B, L, ...), with zeros elsewhere."""
     out = _PutRows.apply(hidden_states, indices, batch * seqlen)  # type: ignore[no-untyped-call]
     return out.reshape(batch, seqlen, *hidden_states.shape[1:])
 

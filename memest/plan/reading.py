@@ -19,8 +19,9 @@ MAX_NODES = 100_000
 """Limit of YAML values, aliases expanded; a suite of a thousand experiments has fewer."""
 
 _MAX_WAIT_S = 60.0
-_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # Unix, Windows
 """Seconds for which a pipe may send nothing."""
+
+_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # Unix, Windows
 
 
 def read_limited(path: Path, max_bytes: int = MAX_FILE_BYTES, *, what: str = "plans") -> str:

@@ -71,13 +71,13 @@ def parse_formats(text: str) -> list[str]:
 
 
 def svg_text(figure: Figure) -> str:
-    """`figure` as the text of an SVG file, to put into a page."""
+    """Return `figure` as the text of an SVG file, for a page."""
     text = _rendered(figure, "svg").decode()
     return text[text.index("<svg") :]
 
 
 def _rendered(figure: Figure, name: str) -> bytes:
-    """The file of a format; an SVG with fonts as wide as DejaVu Sans for viewers that lack it."""
+    """Return the file of a format; an SVG's fonts are as wide as DejaVu Sans if that is missing."""
     buffer, color = io.BytesIO(), figure.get_facecolor()
     with plain_matplotlib(_SETTINGS):
         figure.savefig(buffer, format=name, dpi=PNG_DPI, metadata=_METADATA[name], facecolor=color)

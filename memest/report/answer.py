@@ -1,6 +1,6 @@
-"""The answer in two lines: whether it fits and with what margin, and what fills the peak where.
+"""Answer in two lines: whether the run fits and with what margin, and what fills the peak where.
 
-Steps are counted from 0 in reports and from 1 here, for people.
+Steps are counted from 0 in reports and from 1 here.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ COLOURS = {"fits": GOOD, "tight": TIGHT, "may": OPEN, "OOM": BAD}
 
 
 def paint(text: str, code: str) -> str:
-    """`text` in a colour of the terminal."""
+    """Return `text` in a colour of the terminal."""
     return f"\x1b[{code}m{text}\x1b[0m"
 
 
 def plain(text: str) -> str:
-    """`text` without the colours of `paint`.
+    """Return `text` without the colours of `paint`.
 
     >>> plain(paint("fits", GOOD))
     'fits'
@@ -102,7 +102,7 @@ def _when_and_where(report: SimulatedReport, verdict: Verdict) -> str:
     """Return moment and place of a failed request, or else of the peak."""
     peak = report.peak
     own = f"step {peak.step + 1}, {peak.phase}, {peak.places[-1]}"
-    at = people(verdict.at) if verdict.at else own
+    at = place_in_words(verdict.at) if verdict.at else own
     step, *rest = [part for part in at.split(", ") if part]
     phase, *places = rest or [""]
     when = "setup" if phase == "setup" else f"{step} {phase}".strip()
@@ -199,7 +199,7 @@ def _host_lines(host: Verdict | None) -> list[str]:
 
 
 def _others(report: SimulatedReport) -> list[str]:
-    """The verdicts of the other GPUs, by name."""
+    """Return a line with the verdicts of the other GPUs."""
     by_word: dict[str, list[str]] = {each: [] for each in COLOURS}
     for name, verdict in report.verdicts.items():
         if name != report.gpu:
@@ -220,7 +220,7 @@ def _change_lines(change: Option | None) -> list[str]:
 
 
 def advise_command(prediction: SimulatedReport) -> str:
-    """The `memest advise` for the first GPU of the report."""
+    """Return the command of `memest advise` for the first GPU of the report."""
     asked = {k: v for k, v in prediction.plan.items() if k not in ("padded", "name")}
     if len(asked.get("gpu") or ()) != 1 and asked.get("gpu_memory") is None:
         asked["gpu"] = [prediction.gpu]
@@ -228,10 +228,10 @@ def advise_command(prediction: SimulatedReport) -> str:
     return predict_command(plan).replace("memest predict", "memest advise", 1)
 
 
-def people(at: str) -> str:
-    """Place of a failed request, with steps counted from 1 and without the operator.
+def place_in_words(at: str) -> str:
+    """Return the place of a failed request, with steps from 1 and without the operator.
 
-    >>> people("step 0, forward, encoder.layers.1, aten.addmm")
+    >>> place_in_words("step 0, forward, encoder.layers.1, aten.addmm")
     'step 1, forward, encoder.layers.1'
     """
     text = _STEP.sub(lambda found: f"step {int(found[1]) + 1}", at)
@@ -248,7 +248,7 @@ def operator_of(at: str) -> str:
 
 
 def failures(verdicts: Mapping[str, Verdict]) -> list[str]:
-    """The operators at which GPUs were out of memory, for the last part of a report."""
+    """Return a line for each operator at which GPUs were out of memory."""
     gpus: dict[str, list[str]] = {}
     for name, verdict in verdicts.items():
         if operator_of(verdict.at):

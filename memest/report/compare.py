@@ -27,7 +27,7 @@ def render_comparison(comparisons: Sequence[Comparison], summary: Summary) -> st
 
 
 def render_comparison_markdown(comparisons: Sequence[Comparison], summary: Summary) -> str:
-    """The same for a page of the documentation."""
+    """Return the comparison as Markdown, for a page of the documentation."""
     lines = ["| " + " | ".join(_HEADER) + " |", "|" + "---|" * len(_HEADER)]
     lines += ["| " + " | ".join(_cells(c)) + " |" for c in comparisons]
     lines += ["", *(f"- {line}" for line in _summary(summary))]
@@ -37,7 +37,7 @@ def render_comparison_markdown(comparisons: Sequence[Comparison], summary: Summa
 
 
 def comparison_json(comparisons: Sequence[Comparison], summary: Summary) -> dict[str, Any]:
-    """The same as JSON values."""
+    """Return the comparison as JSON values."""
     return {
         "experiments": [
             {

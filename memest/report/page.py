@@ -12,7 +12,7 @@ from memest import plots
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.replay.recording import Recording
 from memest.report import HeldRow, Prediction, RunReport, SimulatedReport, Term, Verdict
-from memest.report.answer import answer, people, plain
+from memest.report.answer import answer, place_in_words, plain
 from memest.report.difference import Change, Difference, changes, peak_changes
 from memest.report.instrument import SCRIPT, instrument, script_source
 from memest.report.text import (
@@ -149,7 +149,7 @@ def _one(report: SimulatedReport, recording: Recording | None) -> str:
 
 
 def _times(report: SimulatedReport) -> str:
-    """Estimated times, apart from the figures of the memory."""
+    """Return the section of estimated times, which no figure of the memory depends on."""
     if not report.times:
         return ""
     notes = "".join(f"<li>{escape(note)}</li>" for note in time_notes(report))
@@ -203,7 +203,7 @@ def _line_rows(lines: Sequence[HeldRow]) -> list[list[str]]:
 
 
 def lead(lines: Sequence[str]) -> str:
-    """The answer: its first line large."""
+    """Return the answer as HTML, its first line large."""
     first, *others = [*map(plain, lines), ""]
     rest = "".join(f"<p>{escape(line)}</p>" for line in others if line)
     return f'<p class="answer">{escape(first)}</p>{rest}'
@@ -304,7 +304,9 @@ def verdict_boxes(verdicts: Mapping[str, Verdict]) -> str:
         share = 100 * min(1.0, verdict.needs_bytes / max(1, verdict.limit_bytes))
         margin = format_gib(abs(verdict.margin_bytes))
         words = f"{margin} {'to spare' if verdict.margin_bytes >= 0 else 'too much'}"
-        where = f'<div class="muted">{escape(people(verdict.at))}</div>' if verdict.at else ""
+        where = (
+            f'<div class="muted">{escape(place_in_words(verdict.at))}</div>' if verdict.at else ""
+        )
         boxes.append(
             f'<div class="box {verdict.word}"><b>{escape(name)}</b> '
             f'<b class="verdict">{verdict.word}</b>'

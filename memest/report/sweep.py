@@ -10,7 +10,7 @@ from typing import Any
 
 from memest.estimator.search.largest import Largest
 from memest.estimator.search.techniques import TechniqueRow
-from memest.report.answer import people
+from memest.report.answer import place_in_words
 from memest.report.text import table
 from memest.units import GIB, format_gib
 
@@ -28,7 +28,7 @@ def render_largest(rows: Sequence[Largest]) -> str:
     for row in rows:
         if row.value is None:
             size = getattr(row.plan, row.key)
-            lines.append(f"{row.gpu}: {noun} {size} is out of memory at {people(row.at)}")
+            lines.append(f"{row.gpu}: {noun} {size} is out of memory at {place_in_words(row.at)}")
         elif row.ceiling:
             lines.append(f"{row.gpu}: memory is left; {row.ceiling}")
         elif row.verdict.is_tight:

@@ -23,7 +23,7 @@ from memest.report import (
     Term,
     Verdict,
 )
-from memest.report.answer import BAD, COLOURS, DIM, answer, failures, paint, people, plain
+from memest.report.answer import BAD, COLOURS, DIM, answer, failures, paint, place_in_words, plain
 from memest.report.times import Training, time_cells, time_notes
 from memest.units import (
     GIB,
@@ -91,7 +91,7 @@ def render_text(
 
 
 def _times(report: SimulatedReport, training: Training | None) -> list[str]:
-    """Estimated times, apart from the figures of the memory."""
+    """Return the section of estimated times, which no figure of the memory depends on."""
     if not report.times:
         return []
     rows = table(time_cells(report, training), left=1)
@@ -100,7 +100,7 @@ def _times(report: SimulatedReport, training: Training | None) -> list[str]:
 
 
 def render_suite(predictions: Sequence[Prediction]) -> str:
-    """One line per plan."""
+    """Return a table of predictions, a line per plan."""
     gpus = list(dict.fromkeys(name for p in predictions for name in p.verdicts))
     header = ["experiment", "allocated", "reserved", "process", *gpus]
     rows = [
@@ -115,7 +115,7 @@ def render_suite(predictions: Sequence[Prediction]) -> str:
 
 
 def render_models(entries: Iterable[ModelEntry]) -> str:
-    """The bundled models."""
+    """Return a table of the bundled models."""
     rows = [["model", "family", "modality", "parameters", "Hugging Face id"]]
     rows += [[e.name, e.family, e.modality, format_count(e.num_params), e.hub_id] for e in entries]
     return "\n".join(table(rows, left=3, last_left=True))
@@ -413,7 +413,7 @@ def _verdict_cells(name: str, verdict: Verdict) -> list[str]:
         format_gib(verdict.reserved_bytes),
         verdict.word,
         f"{verdict.margin_bytes / 2**30:+.2f} GiB",
-        f"at {people(verdict.at)}" if verdict.at else "",
+        f"at {place_in_words(verdict.at)}" if verdict.at else "",
     ]
 
 

@@ -18,8 +18,8 @@ from memest.report import RunReport
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """Reports of one script, now and on the base branch."""
+class BothReports:
+    """Reports of one script: now, and on the base branch."""
 
     exit_code: int
     """Exit code of `memest run --check` now."""
@@ -30,7 +30,7 @@ class Pair:
     """Reasons for which there is no report of the base."""
 
 
-def run_both(arguments: Sequence[str], base: str) -> Pair:
+def run_both(arguments: Sequence[str], base: str) -> BothReports:
     """Run `memest run --check` on a script here, and on branch `base` in a temporary work tree.
 
     `arguments` are options of `memest run`, the script and its arguments. An empty `base` is none.
@@ -39,14 +39,14 @@ def run_both(arguments: Sequence[str], base: str) -> Pair:
         folder = Path(name)
         code, now = _run(arguments, Path.cwd(), folder / "now.json", "--check")
         if not base or now is None:
-            return Pair(code, now, None)
+            return BothReports(code, now, None)
         try:
             with _work_tree(base, folder / "tree") as here:
                 base_code, before = _run(arguments, here, folder / "base.json")
         except MemestError as error:
-            return Pair(code, now, None, (str(error),))
+            return BothReports(code, now, None, (str(error),))
     notes = () if before else (f"the script ends with exit code {base_code} on `{base}`",)
-    return Pair(code, now, before, notes)
+    return BothReports(code, now, before, notes)
 
 
 def repository() -> Path:

@@ -48,8 +48,8 @@ class RunResult:
     report: RunReport | None
     """Report, or None if the script never used the GPU."""
 
-    what_decides: str = ""
-    """Blocks that came back at the latest moment, and may do so before."""
+    decides: str = ""
+    """Blocks that returned at the latest free timing, and may return earlier."""
 
 
 def run_target(target: Target, session: Session, *, limit_s: float | None = None) -> RunResult:
@@ -80,7 +80,7 @@ def run_target(target: Target, session: Session, *, limit_s: float | None = None
     is_used = session.peak_allocated_bytes or mode.memory.num_ooms
     report = session.report() if is_used else None
     decides = describe_deferred_blocks(mode.memory.storages) if mode.timeline.is_slow else ""
-    return replace(_result_of(error, report), what_decides=decides)
+    return replace(_result_of(error, report), decides=decides)
 
 
 @contextmanager

@@ -77,7 +77,7 @@ def environment(ranks: Ranks) -> dict[str, str]:
 def run_rank(
     ranks: Ranks, run: Callable[[Ranks], RunResult], *, is_silent: bool = False
 ) -> RunResult:
-    """`run` in a child process, with the environment of the rank; its peers are not run."""
+    """Call `run` in a child process with the environment of one rank, without its peers."""
     return run_with_peers(ranks, run, is_silent=is_silent, has_peers=False)[0][1]
 
 
@@ -144,14 +144,14 @@ def _result(ranks: Ranks, child: Child) -> RunResult:
 
 
 def open_verdict(report: RunReport, decides: str) -> RunReport:
-    """Verdict of a rank that was out of memory at the latest moment, but not at the earliest."""
+    """Return `report` with a `may`: the rank was out of memory at the latest free timing alone."""
     own = replace(report.verdicts[report.gpu], verdict=Outcome.MAY, decides=decides)
     verdicts = {**report.verdicts, report.gpu: own}
     return replace(report, verdict=Outcome.MAY, verdicts=verdicts)
 
 
 def merge_ranks(reports: Sequence[tuple[Ranks, RunReport]]) -> RunReport:
-    """The report of the worst rank, with a row for each that was run.
+    """Return the report of the worst rank, with a row for each that was run.
 
     The worst is one that ran out of memory; of several, or of none, the one that reserved most.
     """

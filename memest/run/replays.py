@@ -112,7 +112,7 @@ def intervals_of(virtual: VirtualGpu, *, outside_bytes: int) -> dict[str, Interv
     They cover the free timings, if all requests were stored.
     """
     limit = virtual.allocator.limit_bytes
-    earlier = [run_of(virtual).on(limit, returns) for returns in _earlier(virtual)]
+    earlier = [run_of(virtual).on(limit, timing) for timing in _earlier(virtual)]
     return intervals([_itself(virtual), *earlier], outside_bytes=outside_bytes)
 
 
@@ -182,7 +182,7 @@ class _Verdicts:
         free = self._own if self._felt_no_limit else None
         self._scenarios: list[Scenario] = []
         if self._is_whole:
-            earlier = (Scenario(run, returns) for returns in _earlier(virtual))
+            earlier = (Scenario(run, timing) for timing in _earlier(virtual))
             self._scenarios = [Scenario(run, free=free), *earlier]
 
     def own(self, verdict: Verdict) -> Verdict:

@@ -14,7 +14,15 @@ from memest.estimator.replay.simulated_plan import trace_plan
 from memest.estimator.search import advise
 from memest.estimator.search.advise import cheapest_change
 from memest.report import Outcome, Verdict
-from memest.report.answer import answer, moment, people, plain, shares, summary_line, verdict_line
+from memest.report.answer import (
+    answer,
+    moment,
+    place_in_words,
+    plain,
+    shares,
+    summary_line,
+    verdict_line,
+)
 from memest.report.schedulers import NAMES, SCHEDULERS, DoesNotFitError, resource_lines
 from memest.report.text import render_text
 
@@ -121,10 +129,10 @@ def test_colours_are_for_terminals_where_nobody_asked_for_none(
 
 
 def test_steps_are_counted_from_one_for_people() -> None:
-    assert people("step 0, backward, model.layers.3, aten.mm, train.py:4") == (
+    assert place_in_words("step 0, backward, model.layers.3, aten.mm, train.py:4") == (
         "step 1, backward, model.layers.3, train.py:4"
     )
-    assert people("after step 9") == "after step 10"
+    assert place_in_words("after step 9") == "after step 10"
     assert moment(0, "forward") == "in the forward of step 1"
 
 

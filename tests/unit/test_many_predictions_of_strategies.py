@@ -9,7 +9,7 @@ import pytest
 
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.predict import predict, record_plan
-from memest.estimator.replay.interpolate.reuse import FormBroken
+from memest.estimator.replay.interpolate.reuse import NotInterpolable
 from memest.estimator.replay.program import Program, StateBytes
 from memest.estimator.replay.recording import (
     Act,
@@ -67,8 +67,8 @@ def test_the_largest_batch_of_a_strategy_is_traced_size_by_size(
 def test_no_family_is_made_of_a_strategys_traces() -> None:
     series = TraceSeries(FSDP, find_gpu("rtx-4090"))
 
-    with pytest.raises(FormBroken, match="`fsdp` is traced size by size"):
-        series.family(2)
+    with pytest.raises(NotInterpolable, match="`fsdp` is traced size by size"):
+        series.interpolation(2)
     series.cover(range(2, 40))
     assert series.num_traces == 0
 

@@ -12,7 +12,7 @@ from memest.estimator.hardware.gpus import Gpu, find_gpu
 from memest.estimator.replay import simulated_plan
 from memest.estimator.replay.interpolate.call_log import LoggedTrace, logged_trace
 from memest.estimator.replay.interpolate.other_chip import on_other_chip
-from memest.estimator.replay.interpolate.reuse import FormBroken
+from memest.estimator.replay.interpolate.reuse import NotInterpolable
 from memest.estimator.replay.program import TracedPlan
 from memest.estimator.replay.replay import Run
 from memest.estimator.replay.simulated_plan import trace_plan
@@ -64,7 +64,7 @@ def test_a_program_is_that_of_its_own_run(
     gpu = find_gpu(name)
 
     if plan.model_name in WITH_OTHER_STRIDES and gpu.capability != H200.capability:
-        with pytest.raises(FormBroken, match="strides"):
+        with pytest.raises(NotInterpolable, match="strides"):
             on_other_chip(trace, H200, gpu)
         return
 
@@ -89,7 +89,7 @@ def test_a_chip_that_makes_other_calls_has_its_own_run() -> None:
     """A T4 has no flash attention."""
     plan = plan_of({"model_name": "gpt2", "precision": "16-mixed", "seq_len": 40})
     t4 = find_gpu("t4")
-    with pytest.raises(FormBroken, match=r"decision|strides"):
+    with pytest.raises(NotInterpolable, match=r"decision|strides"):
         on_other_chip(logged_trace(plan, H200), H200, t4)
     simulated_plan._traces.cache_clear()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.replay.interpolate.reuse import FormBroken
+from memest.estimator.replay.interpolate.reuse import NotInterpolable
 from memest.estimator.replay.interpolate.templates import OptimizerStep, of_one_micro_batch
 from memest.estimator.replay.program import Part, Probe, TracedPlan
 from memest.estimator.replay.simulated_plan import trace_plan
@@ -82,7 +82,7 @@ def test_sizes_that_double_take_three_traces() -> None:
     """The ends, and a batch of one."""
     plan = TrainingPlan(model_name="gpt2", seq_len=24)
     series = TraceSeries(plan, GPU)
-    series.cover(range(2, 65, 2), asked=(1, 2, 4, 8, 16, 32, 64))
+    series.cover(range(2, 65, 2), queried=(1, 2, 4, 8, 16, 32, 64))
 
     for size in (1, 2, 4, 8, 16, 32, 64):
         assert series.at(size) == trace_plan(replace(plan, batch_size=size), GPU), size
@@ -94,7 +94,7 @@ def test_a_step_is_not_taken_from_a_plan_that_differs_in_more() -> None:
     own = trace_plan(replace(plan, optim="sgd"), GPU)
     other = trace_plan(replace(plan, act_ckpt=True), GPU)
 
-    with pytest.raises(FormBroken, match="more than the optimizer's step"):
+    with pytest.raises(NotInterpolable, match="more than the optimizer's step"):
         OptimizerStep(own, other)
 
 
@@ -108,7 +108,7 @@ def test_a_micro_batch_that_keeps_more_than_it_frees_is_not_left_out() -> None:
                     program.storages.kinds[kept])], last[1].probe)  # fmt: skip
     steps = [program.steps[0], [program.steps[1][0], [last[0], leaking, *last[2:]]]]
 
-    with pytest.raises(FormBroken, match="keeps other things"):
+    with pytest.raises(NotInterpolable, match="keeps other things"):
         of_one_micro_batch(replace(two, program=replace(program, steps=steps)))
 
 
@@ -120,7 +120,7 @@ def test_a_step_frees_nothing_that_was_made_outside() -> None:
     parts = [*first[:-1], Part([~stranger, *first[-1].events], _same_probe(first[-1]))]
     steps = [[parts], own.program.steps[1]]
 
-    with pytest.raises(FormBroken):
+    with pytest.raises(NotInterpolable):
         OptimizerStep(replace(own, program=replace(own.program, steps=steps)), own)
 
 

@@ -74,7 +74,7 @@ def test_lengths_agree_with_single_traces_as_well() -> None:
 def test_a_guess_is_made_below_its_samples_too() -> None:
     plan, card = TrainingPlan(model_name="gpt2", seq_len=48), find_gpu("h200")
     series = TraceSeries(plan, card)
-    series.family(20)
+    series.interpolation(20)
 
     assert series.guess(7) == trace_plan(with_value(plan, "batch_size", 7), card)
     assert series.num_traces == 2

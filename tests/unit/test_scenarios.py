@@ -97,8 +97,8 @@ def test_what_is_kept_counts_as_allocated_and_what_is_deferred_does_not(
     kept: bool, late_mib: int
 ) -> None:
     late, prompt = (
-        Run(program(kept=kept), 1, 1).on(returns=returns)
-        for returns in (FreeTiming.LATEST, FreeTiming.IMMEDIATE)
+        Run(program(kept=kept), 1, 1).on(timing=timing)
+        for timing in (FreeTiming.LATEST, FreeTiming.IMMEDIATE)
     )
 
     assert late.peak_allocated_bytes == late_mib * MIB

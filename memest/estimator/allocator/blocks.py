@@ -167,10 +167,10 @@ class AddressSpace:
         self._add_hole(_Hole(address, num_bytes, range_at))
 
     def mapped(self, address: int, num_bytes: int) -> None:
-        """Memory was mapped to addresses of an expandable segment; a hook for recorders."""
+        """Hook for recorders: memory was mapped to addresses of an expandable segment."""
 
     def unmapped(self, address: int, num_bytes: int) -> None:
-        """Memory was unmapped from an expandable segment; a hook for recorders."""
+        """Hook for recorders: memory was unmapped from an expandable segment."""
 
     def _lowest_hole(self, num_bytes: int) -> _Hole | None:
         """Remove and return the hole for a segment."""

@@ -265,7 +265,7 @@ class CachingAllocator:
             self.peak_reserved_bytes = self.reserved_bytes
 
     def taken(self, block: Block) -> None:
-        """`block` is a new segment; a hook for subclasses that count."""
+        """Hook for subclasses that count: `block` is a new segment."""
 
     # --- expandable segments
 
@@ -280,11 +280,11 @@ class CachingAllocator:
         return self.gpu_bytes is None or self.reserved_bytes + num_bytes <= self.gpu_bytes
 
     def mapped(self, address: int, num_bytes: int, block: Block) -> None:
-        """Memory was mapped to addresses that are part of `block` now."""
+        """Hook for subclasses: memory was mapped to addresses that are part of `block` now."""
         self._reserve(num_bytes)
         self._addresses.mapped(address, num_bytes)
 
     def unmapped(self, address: int, num_bytes: int, block: Block) -> None:
-        """Memory was unmapped from addresses that are part of `block` now."""
+        """Hook for subclasses: memory was unmapped from addresses that are part of `block`."""
         self.reserved_bytes -= num_bytes
         self._addresses.unmapped(address, num_bytes)

@@ -24,7 +24,7 @@ from memest.estimator.tensors.storages import MemKind, Site
 
 
 class LiveModules:
-    """The running module of the running model; models become known when they run.
+    """Tracks which module of which model is running; a model is found when it is first called.
 
     The name of a module is its path below the outermost one: `GPT2LMHeadModel.transformer.h.0`.
     """

@@ -106,7 +106,7 @@ class History:
         self._allocator = allocator
         self._storages = storages
         self.phase = ""
-        """Origin of the last allocated storage."""
+        """Phase of the last allocated storage."""
 
         self._top = self._top_at = self._top_id = 0
         self._top_reserved = 0

@@ -70,7 +70,7 @@ class Memory:
         """Flag: free blocks at once, even if other streams use them."""
 
         self.on_free: Callable[[int], None] = lambda key: None
-        """Callbacks with the key of each freed storage."""
+        """Callback with the key of each freed storage."""
 
         self.on_fold: Callable[[], None] = lambda: None
         """Callback before `History.fold` searches its events."""

@@ -32,7 +32,7 @@ class PeerEnded(UnsupportedError):
 
 
 class Mailbox:
-    """Messages of one run; a fork or a pickle of it shares the folder."""
+    """Messages between ranks of one run, as files; a fork or a pickle of it shares the folder."""
 
     def __init__(self) -> None:
         self._folder: Path | None = None
@@ -152,7 +152,7 @@ def _remove(folder: str, owner: int) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
-    """Rank of a process group without communication; the other ranks are assumed to do the same."""
+    """One rank of a process group that sends nothing: the others are assumed to do the same."""
 
     rank: int = 0
     world_size: int = 1

@@ -39,7 +39,7 @@ NUM_NEAREST = 4
 """Measured calls whose efficiencies are averaged, by the inverse square of their distance."""
 
 ELSEWHERE = "pointwise 4"
-"""Kind whose efficiency stands for kernels that were not measured: elementwise ones."""
+"""Kind whose efficiency is used for kernels that were not measured: elementwise ones."""
 
 
 SPREAD = (0.8, 1.5)

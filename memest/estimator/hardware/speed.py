@@ -8,17 +8,15 @@ of strategies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.hardware.work import tensors_in, written
 
 LAUNCH_US = 15.6
 """Host time of an operator of a training step in eager mode: `scripts/measure_pace.py` on the host
@@ -95,13 +93,15 @@ def kernel_us(gpu: Gpu, speed: Speed, func: Any, args: Any, kwargs: Any, out: An
     """Return microseconds of the kernels of one call; 0 for a view."""
     if func.is_view:
         return 0.0
-    written = [args[i] for i in _written(func) if i < len(args)]
-    num_bytes = sum(t.nbytes for t in _tensors((*args, *written, out)))
+    # an operator in place returns what it writes, which would count twice
+    positions = () if func._schema.returns else written(func)
+    unreturned = [args[i] for i in positions if i < len(args)]
+    num_bytes = sum(t.nbytes for t in tensors_in((*args, *unreturned, out)))
     moved = num_bytes / gpu.memory_gb_s * 1e-3
     count = flop_registry.get(func._overloadpacket)
     if count is None:
         return moved
-    first = next(_tensors(args), None)
+    first = next(tensors_in(args), None)
     is_16bit = first is not None and first.dtype in (torch.bfloat16, torch.float16)
     rate = speed.tflops_16bit if is_16bit else speed.tflops_32bit
     if "scaled_dot_product" in func._schema.name:
@@ -130,20 +130,3 @@ def host_copy_us(speed: Speed, num_bytes: int) -> float:
 def transfer_us(speed: Speed, num_bytes: int) -> float:
     """Return microseconds of a collective that moves `num_bytes` through one GPU's link."""
     return num_bytes / speed.link_gb_s * 1e-3
-
-
-@cache
-def _written(func: Any) -> tuple[int, ...]:
-    """Return positions of arguments that an in-place operator writes without returning."""
-    if func._schema.returns:
-        return ()
-    arguments = enumerate(func._schema.arguments)
-    return tuple(i for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)

@@ -109,10 +109,10 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
         return _convolution(kind, args[1], args[2], args[0], num_bytes)
     if name in ("_cudnn_rnn", "_cudnn_rnn_backward"):
         return _recurrent(func, args, num_bytes)
-    first = next(_tensors(args), None)
+    first = next(tensors_in(args), None)
     more: tuple[int, ...] = ()
     if name in _COPIES:
-        *_, first = _tensors(args)
+        *_, first = tensors_in(args)
         name, more = _kind_of_copy(first, out)
     elif torch.Tag.pointwise in func.tags:
         name = _kind_of_pointwise(args, out)
@@ -173,7 +173,7 @@ def _length(x: Tensor, dim: int) -> int:
 def _reduced(func: Any, args: Any, kwargs: Any) -> tuple[int, int]:
     """Return how many elements a reduction makes one of, and how far apart they are."""
     dims = {**dict(zip(_names(func), args, strict=False)), **kwargs}.get("dim")
-    x = next(_tensors(args))
+    x = next(tensors_in(args))
     dims = [dims] if isinstance(dims, int) else dims or range(x.dim())
     dims = dims if x.dim() else ()  # `sum(0)` of a single number
     steps = [x.stride(dim) for dim in dims if x.shape[dim] > 1]
@@ -182,9 +182,9 @@ def _reduced(func: Any, args: Any, kwargs: Any) -> tuple[int, int]:
 
 def _kind_of_pointwise(args: Any, out: Any) -> str:
     """Return whether all tensors have the same elements in the same order."""
-    result = next(_tensors((out, args)))
+    result = next(tensors_in((out, args)))
     shape, strides = result.shape, result.stride()
-    for tensor in _tensors(args):
+    for tensor in tensors_in(args):
         if tensor.dim() and (tensor.shape != shape or tensor.stride() != strides):
             return "broadcast"
     return "pointwise"
@@ -323,11 +323,11 @@ def _num_bytes(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> int:
     read = args[1:] if name in _READS_FEW or name in _ONLY_WRITES else args
     if name == "nll_loss_backward":
         read = (args[0], *args[2:])
-    total = sum(map(_bytes_of, _tensors((read, tuple(kwargs.values()), out))))
+    total = sum(map(_bytes_of, tensors_in((read, tuple(kwargs.values()), out))))
     if name in _READS_FEW:  # the rows that are read are as large as the result or the values
-        total += sum(map(_bytes_of, _tensors(out if name in _READS_OUT else args[1:])))
+        total += sum(map(_bytes_of, tensors_in(out if name in _READS_OUT else args[1:])))
     elif not func._schema.returns:
-        total += sum(map(_bytes_of, _tensors([args[i] for i in _written(func) if i < len(args)])))
+        total += sum(map(_bytes_of, tensors_in([args[i] for i in written(func) if i < len(args)])))
     return total
 
 
@@ -354,13 +354,14 @@ def _bytes_of(tensor: Tensor) -> int:
 
 
 @cache
-def _written(func: Any) -> tuple[int, ...]:
-    """Return positions of arguments that an operator writes without returning them."""
+def written(func: Any) -> tuple[int, ...]:
+    """Return positions of arguments that an operator writes."""
     arguments = enumerate(func._schema.arguments)
     return tuple(i for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists and tuples, or a lone tensor."""
     if isinstance(values, Tensor):
         yield values
         return
@@ -368,4 +369,4 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from tensors_in(value)

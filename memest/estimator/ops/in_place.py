@@ -32,7 +32,7 @@ def in_nodes(
     more: Args = (),
     is_possible: Callable[..., bool] | None = None,
 ) -> Callable[[Any, Args], tuple[Any, Args]]:
-    """Return the rule of an operator that formulas of autograd call in place.
+    """Return the rule of an operator that autograd's formulas call in place.
 
     The formulas are those of autograd's `nodes`, by names separated by blanks. They call `instead`,
     by default the operator's form in place, with the further arguments `more`. `is_possible`

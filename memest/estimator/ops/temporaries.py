@@ -30,12 +30,12 @@ INDEX_BYTES = 8
 """Bytes of an int64 index."""
 
 OLDEST = -1
-"""In place of a position: the oldest live temporary of the size is freed, not the latest."""
+"""Mark in place of an output's position: frees the oldest temporary of the size, not the latest."""
 
 TRIED = -2
-"""In place of a position: a temporary of this size at the kernel's first call.
+"""Mark in place of an output's position: a temporary of this size at the kernel's first call.
 
-If it does not fit, it has the next such event's size; it is freed and the cache emptied.
+If it does not fit, the size of the next such event is tried. It is freed and the cache emptied.
 """
 
 
@@ -54,22 +54,22 @@ Events = list[KernelEvent]
 
 
 def temporaries(*num_bytes: int) -> Events:
-    """Temporaries that are made (positive) and freed (negative); 0 bytes make no request."""
+    """Return events of temporaries: positive bytes allocate, negative free, 0 does nothing."""
     return [KernelEvent(n) for n in num_bytes if n]
 
 
 def around(num_bytes: Sequence[int], events: Events) -> Events:
-    """Temporaries that are made one after the other before `events`, and freed in reverse after."""
+    """Return `events` between allocations of `num_bytes` one by one and their frees in reverse."""
     return temporaries(*num_bytes) + events + temporaries(*(-n for n in reversed(num_bytes)))
 
 
 def passing(*num_bytes: int) -> Events:
-    """Temporaries that are made one after the other and freed in reverse."""
+    """Return events of temporaries that are allocated one by one and freed in reverse."""
     return around(num_bytes, [])
 
 
 def outputs(tensors: Mapping[int, int]) -> Events:
-    """Results by position, with their bytes; 0 bytes make no request."""
+    """Return events of outputs, bytes by position; 0 bytes make no request."""
     return [KernelEvent(num_bytes, output) for output, num_bytes in tensors.items() if num_bytes]
 
 

@@ -54,7 +54,7 @@ MicroBatch = Sequence[Part]
 
 @dataclass(slots=True)
 class Program:
-    """Everything that replay needs: storages, event streams, and the probes' figures.
+    """Everything that a replay needs: storages, event streams, and the probes' figures.
 
     A run with more steps plays the last one again. A run with more micro-batches plays the middle
     one again, or of two the last without the optimizer's step.

@@ -96,7 +96,7 @@ MAX_EVENTS = 4_000_000
 def record_run(
     run: Run,
     limit_bytes: int | None = None,
-    returns: FreeTiming = FreeTiming.LATEST,
+    timing: FreeTiming = FreeTiming.LATEST,
     *,
     gpu: str = "",
 ) -> Recording:
@@ -113,7 +113,7 @@ def record_run(
         )
     recording = Recording(run.program.storages, limit_bytes, gpu)
     player = RecordingPlayer(recording, ranges_stay=run.program.ranges_stay)
-    recording.result = run.on(limit_bytes, returns, player=player)
+    recording.result = run.on(limit_bytes, timing, player=player)
     return recording
 
 
@@ -208,7 +208,7 @@ class RecordingPlayer(Player):
 
 
 class _RecordedAddresses(AddressSpace):
-    """Records segments.
+    """Address space that records each segment as an action.
 
     An expandable segment that grows is recorded as one that is freed and a larger one.
     """

@@ -16,7 +16,7 @@ from memest.report import Phase, PhaseRow
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A point of the run: the `index`-th event of all, which made storage `storage`."""
+    """Event of a run: the `index`-th of all, in `step`, which allocated `storage`."""
 
     index: int
     step: int
@@ -32,7 +32,7 @@ class Replayed:
     peak_reserved_bytes: int = 0
     peak: Moment = Moment(0, 0, -1)
     failed: Moment | None = None
-    """The request that no memory was left for."""
+    """Request for which no memory was left."""
 
     failed_bytes: int = 0
     lacking_bytes: int = 0
@@ -42,27 +42,27 @@ class Replayed:
     """Peak reserved while the model was built on the GPU, before the first step."""
 
     num_retries: int = 0
-    """Times that the allocator gave back its cache to go on."""
+    """Times that the allocator freed its cache to serve a request."""
 
     num_events: int = field(default=0, compare=False)
     """Events that were replayed, and those of repeated micro-batches."""
 
-    returns: FreeTiming = FreeTiming.LATEST
-    """Time at which blocks return whose return depends on the GPU's speed."""
+    timing: FreeTiming = FreeTiming.LATEST
+    """Free timing: when blocks return whose return depends on the GPU's speed."""
 
 
 def live_at(
     program: Program,
     num_micro_batches: int,
     moment: Moment,
-    returns: FreeTiming = FreeTiming.LATEST,
+    timing: FreeTiming = FreeTiming.LATEST,
 ) -> list[int]:
-    """The ids of the storages alive just after the event of `moment`."""
+    """Return the ids of the storages alive just after the event of `moment`."""
     storages = program.storages
     alive: dict[int, None] = {}
     count = 0
     for step in range(moment.step + 1):
-        at_once = returns.is_immediate(step)
+        at_once = timing.is_immediate(step)
         for shift, events in streams_of(program, step, num_micro_batches):
             rename(alive, shift)
             for event in events:
@@ -154,7 +154,7 @@ class Player:
         self.num_events = count
 
     def _play_on_streams(self, events: Sequence[int]) -> None:
-        """`play` with pools by stream and blocks that return later."""
+        """Apply events in order, with pools by stream and blocks that return later."""
         allocator, blocks, num_bytes = self.allocator, self.blocks, self.storages.num_bytes
         for event in events:
             self.num_events += 1
@@ -200,10 +200,10 @@ class Player:
 
 
 class _Run:
-    def __init__(self, program: Program, player: Player, returns: FreeTiming) -> None:
-        self.program, self.player, self.returns = program, player, returns
+    def __init__(self, program: Program, player: Player, timing: FreeTiming) -> None:
+        self.program, self.player, self.timing = program, player, timing
         self.allocator = player.allocator
-        self.result = Replayed(returns=returns)
+        self.result = Replayed(timing=timing)
         self.before: MicroBatch | None = None
         self.step = 0
 
@@ -223,7 +223,7 @@ class _Run:
         state = None
         for self.step in range(num_steps):
             start = len(rows)
-            player.step, player.at_once = self.step, self.returns.is_immediate(self.step)
+            player.step, player.at_once = self.step, self.timing.is_immediate(self.step)
             self._one_step(num_micro_batches)
             if self.step == num_steps - 1:
                 return
@@ -342,7 +342,7 @@ class Run:
     def on(
         self,
         limit_bytes: int | None = None,
-        returns: FreeTiming = FreeTiming.LATEST,
+        timing: FreeTiming = FreeTiming.LATEST,
         *,
         player: Player | None = None,
         is_soft: bool = False,
@@ -360,7 +360,7 @@ class Run:
         if player is None:
             addresses = AddressSpace(ranges_stay=program.ranges_stay)
             player = Player(CachingAllocator(limit_bytes, addresses), storages)
-        run = _Run(program, player, returns)
+        run = _Run(program, player, timing)
         allocator, result = player.allocator, run.result
         allocator.has_soft_limit = is_soft and not storages.tried
         if not self.settings.is_default:

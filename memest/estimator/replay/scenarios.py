@@ -34,7 +34,7 @@ def run_of_plan(plan: TrainingPlan, traced: TracedPlan) -> Run:
 
 
 class Scenario:
-    """A run with one free timing, `returns`.
+    """A run with one free timing, `timing`.
 
     `free` is its replay without a limit, and `traced` has facts about the model of a plan.
     """
@@ -42,15 +42,15 @@ class Scenario:
     def __init__(
         self,
         run: Run,
-        returns: FreeTiming = FreeTiming.LATEST,
+        timing: FreeTiming = FreeTiming.LATEST,
         free: Replayed | None = None,
         traced: TracedPlan | None = None,
     ) -> None:
-        self.run, self.returns = run, returns
-        self.free = free or run.on(None, returns)
+        self.run, self.timing = run, timing
+        self.free = free or run.on(None, timing)
         self._traced = traced
         self.least = LeastLimit(
-            lambda limit: _ending(run.on(limit, returns, is_soft=True)),
+            lambda limit: _ending(run.on(limit, timing, is_soft=True)),
             self.free.peak_allocated_bytes,
             self.free.peak_reserved_bytes,
             num_events=self.free.num_events,
@@ -67,7 +67,7 @@ class Scenario:
         """Replay it where the allocator can reserve no more than `limit_bytes`."""
         if self.free.peak_reserved_bytes <= limit_bytes and self.run.settings.is_default:
             return self.free
-        result = self.run.on(limit_bytes, self.returns)
+        result = self.run.on(limit_bytes, self.timing)
         self.least.add(limit_bytes, *_ending(result))
         return result
 
@@ -83,8 +83,8 @@ def scenarios_of(plan: TrainingPlan, worst: TracedPlan) -> list[Scenario]:
     found: list[Scenario] = []
     for traced in (worst, *worst.others):
         depends_on_time = plan.world_size > 1 and traced.program.storages.depends_on_time
-        for returns in FreeTiming if depends_on_time else (FreeTiming.LATEST,):
-            found.append(Scenario(run_of_plan(plan, traced), returns, traced=traced))
+        for timing in FreeTiming if depends_on_time else (FreeTiming.LATEST,):
+            found.append(Scenario(run_of_plan(plan, traced), timing, traced=traced))
     key = attrgetter("free.peak_reserved_bytes", "free.peak_allocated_bytes")
     return sorted(found, key=key, reverse=True)
 

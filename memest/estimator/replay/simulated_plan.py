@@ -12,7 +12,7 @@ from memest.estimator.hardware.gpus import DEEPSPEED_HOST_BYTES, Gpu, libraries_
 from memest.estimator.ops.convolution import Calls, has_same_workspaces, recorded_calls
 from memest.estimator.replay.interpolate.call_log import CallLog, LoggedTrace, logged_trace
 from memest.estimator.replay.interpolate.other_chip import on_other_chip
-from memest.estimator.replay.interpolate.reuse import FormBroken
+from memest.estimator.replay.interpolate.reuse import NotInterpolable
 from memest.estimator.replay.program import TracedPlan
 from memest.estimator.replay.replay import Run
 from memest.estimator.replay.scenarios import describe_deferred_blocks
@@ -136,7 +136,7 @@ def trace_plan(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False)
         if is_same and has_same_workspaces(calls, gpu, other):
             return trace.traced
     for other, trace, calls in traces:
-        with suppress(FormBroken):
+        with suppress(NotInterpolable):
             traced = on_other_chip(trace, other, gpu)
             traces.append((gpu, LoggedTrace(traced, CallLog(is_for_one_chip=True)), calls))
             return traced

@@ -25,7 +25,7 @@ from memest.errors import PlanError
 from memest.estimator.allocator.blocks import round_request
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.predict import usable_and_spread, usable_bytes
-from memest.estimator.replay.interpolate.reuse import FormBroken, with_value
+from memest.estimator.replay.interpolate.reuse import NotInterpolable, with_value
 from memest.estimator.replay.program import Program, TracedPlan
 from memest.estimator.replay.replay import Replayed, rename, streams_of
 from memest.estimator.replay.scenarios import Scenario, scenarios_of, verdict_over
@@ -217,10 +217,10 @@ class _Search:
         for _ in range(NUM_ANCHORS):
             if not self._guesses or self._is_confirmed(low):
                 break
-            self.series.forget_families()
+            self.series.forget_interpolations()
             self._trials.clear()
-            with suppress(FormBroken):
-                self.series.family(abs(low), SPACING[self.series.key])
+            with suppress(NotInterpolable):
+                self.series.interpolation(abs(low), SPACING[self.series.key])
             low = self._search()
         else:
             self._guesses = False

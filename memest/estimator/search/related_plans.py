@@ -13,7 +13,12 @@ from typing import Any
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.replay.interpolate.call_log import CallLog, LoggedTrace, logged_trace
-from memest.estimator.replay.interpolate.reuse import DEGREE, Family, FormBroken, with_value
+from memest.estimator.replay.interpolate.reuse import (
+    DEGREE,
+    Interpolation,
+    NotInterpolable,
+    with_value,
+)
 from memest.estimator.replay.interpolate.templates import OptimizerStep, of_one_micro_batch
 from memest.estimator.replay.program import TracedPlan
 from memest.estimator.replay.simulated_plan import trace_plan
@@ -42,9 +47,9 @@ class TraceSeries:
         self.num_traces = 0
         self.trust_remote_code = trust_remote_code
         self._traces: dict[int, LoggedTrace] = {}
-        self._covered: dict[int, Family] = {}
-        self._families: dict[tuple[int, int], Family] = {}
-        self._broken: set[tuple[int, int]] = set()  # starts and spacings that make no family
+        self._covered: dict[int, Interpolation] = {}
+        self._interpolations: dict[tuple[int, int], Interpolation] = {}
+        self._broken: set[tuple[int, int]] = set()  # starts and spacings without an interpolation
 
     def trace(self, value: int) -> LoggedTrace:
         """Return the trace at `value`, made once."""
@@ -65,7 +70,7 @@ class TraceSeries:
         return self.plan.is_distributed
 
     def at(self, value: int) -> TracedPlan:
-        """Return the traced plan at `value`: from a family that covers it, or its own trace."""
+        """Return the traced plan at `value`: interpolated if that covers it, or traced."""
         return self.known(value) or self.trace(value).traced
 
     def known(self, value: int) -> TracedPlan | None:
@@ -73,127 +78,127 @@ class TraceSeries:
         if value in self._traces:
             return self._traces[value].traced
         if value in self._covered:
-            with suppress(FormBroken):
+            with suppress(NotInterpolable):
                 return self._with_length(self._covered[value].at(value), value)
         return None
 
     def guess(self, value: int) -> TracedPlan:
-        """Return a traced plan from any family with the same shape decisions, without a check."""
+        """Return the plan by any interpolation with the same shape decisions, unchecked."""
         spacing = SPACING[self.key]
         traced = [v for v in self._traces if v > 1]
         is_short = self.key == "seq_len" and value < min(traced, default=0)  # not surely a plan
         is_own = self.is_alone or value == 1 or value % spacing
         if value in self._traces or is_own or is_short:
             return self.trace(value).traced
-        for family in reversed(self._families.values()):
-            with suppress(FormBroken):
-                return self._with_length(family.at(value), value)
+        for interpolation in reversed(self._interpolations.values()):
+            with suppress(NotInterpolable):
+                return self._with_length(interpolation.at(value), value)
         if self._is_alone(value):
             return self.trace(value).traced
         for start in dict.fromkeys((min(traced, default=value), value)):
-            with suppress(FormBroken, PlanError):
-                return self._with_length(self.family(start, spacing).at(value), value)
+            with suppress(NotInterpolable, PlanError):
+                return self._with_length(self.interpolation(start, spacing).at(value), value)
         return self.trace(value).traced
 
     def _is_alone(self, value: int) -> bool:
         """Return whether `value` needs a trace of its own, because sizes near it take other
         decisions.
         """
-        family = next(iter(self._families.values()), None)
-        own = None if family is None else family.outcomes(value)
-        if family is None or own is None:
+        interpolation = next(iter(self._interpolations.values()), None)
+        own = None if interpolation is None else interpolation.outcomes(value)
+        if interpolation is None or own is None:
             return False
         others = (GROWTH * value, *(v for v in self._traces if v > 1))
-        return all(family.outcomes(other) != own for other in others)
+        return all(interpolation.outcomes(other) != own for other in others)
 
-    def forget_families(self) -> None:
-        """Drop families that turned out wrong; traces are kept."""
-        self._families.clear()
+    def forget_interpolations(self) -> None:
+        """Drop interpolations that turned out wrong; traces are kept."""
+        self._interpolations.clear()
         self._covered.clear()
 
-    def cover(self, values: Iterable[int], *, asked: Iterable[int] | None = None) -> None:
-        """Make `at` cheap for `values` of one spacing, and check those in `asked`.
+    def cover(self, values: Iterable[int], *, queried: Iterable[int] | None = None) -> None:
+        """Make `at` cheap for `values` of one spacing, and check those in `queried`.
 
-        A run of values is cut where a decision by shapes differs. A family of its first few covers
-        each part if a trace at the last one agrees. If not, each half is covered by itself.
+        A run of values is cut where a decision by shapes differs. Its first few are interpolated
+        if a trace at the last one agrees. If not, each half is covered by itself.
         """
         if self.is_alone:
             return
         values = sorted(set(values) - {1})
-        wanted = set(values if asked is None else asked)
+        wanted = set(values if queried is None else queried)
         for run in runs_of_one_spacing(values):
             if not self._span(run, wanted):
                 self._cover(run, wanted)
 
-    def _span(self, run: Sequence[int], asked: set[int]) -> bool:
-        """Return whether traces of the ends cover the values in `asked`, all multiples of the
+    def _span(self, run: Sequence[int], queried: set[int]) -> bool:
+        """Return whether traces of the ends cover the values in `queried`, all multiples of the
         first.
 
         A size padded to a multiple follows no polynomial; multiples of a size without padding have
         none.
         """
-        held = sorted(asked.intersection(run))
+        held = sorted(queried.intersection(run))
         is_few = DEGREE[self.key] == 1 and DEGREE[self.key] + 2 < len(held) < len(run) // 2
         if not is_few or any(value % held[0] for value in held):
             return False
         first, last = held[0], held[-1]
         ends = [self.trace(first), self.trace(last)]
         try:
-            family = Family(ends, self.gpu, first, last - first, step=run[1] - run[0])
+            interpolation = Interpolation(ends, self.gpu, first, last - first, step=run[1] - run[0])
             for value in held:
-                family.at(value)
-        except FormBroken:
+                interpolation.at(value)
+        except NotInterpolable:
             return False
-        self._covered |= dict.fromkeys(held, family)
+        self._covered |= dict.fromkeys(held, interpolation)
         return True
 
-    def family(self, start: int, spacing: int = 1) -> Family:
-        """Return the family whose first sample is at `start`, without checks between its samples.
+    def interpolation(self, start: int, spacing: int = 1) -> Interpolation:
+        """Return the interpolation from `start`, without checks between its samples.
 
         Raises:
-            FormBroken: the samples do not make the same calls, or are those of a strategy.
+            NotInterpolable: the samples do not make the same calls, or are those of a strategy.
         """
         if self.is_alone:
-            raise FormBroken(f"`{self.plan.strategy}` is traced size by size")
+            raise NotInterpolable(f"`{self.plan.strategy}` is traced size by size")
         if (start, spacing) in self._broken:
-            raise FormBroken(f"the samples from {start} differ")
-        if (start, spacing) not in self._families:
+            raise NotInterpolable(f"the samples from {start} differ")
+        if (start, spacing) not in self._interpolations:
             self._broken.add((start, spacing))
             sizes = [start + i * spacing for i in range(DEGREE[self.key] + 1)]
             samples = [self.trace(size) for size in sizes]
-            self._families[start, spacing] = Family(samples, self.gpu, start, spacing)
+            self._interpolations[start, spacing] = Interpolation(samples, self.gpu, start, spacing)
             self._broken.remove((start, spacing))
-        return self._families[start, spacing]
+        return self._interpolations[start, spacing]
 
-    def agrees(self, family: Family, value: int) -> bool:
-        """Return whether `family` and a trace agree at `value`."""
+    def agrees(self, interpolation: Interpolation, value: int) -> bool:
+        """Return whether `interpolation` and a trace agree at `value`."""
         try:
-            made = self._with_length(family.at(value), value)
-        except FormBroken:
+            made = self._with_length(interpolation.at(value), value)
+        except NotInterpolable:
             return False
         return made == self.trace(value).traced
 
     def _with_length(self, traced: TracedPlan, value: int) -> TracedPlan:
         return replace(traced, seq_len=value) if self.key == "seq_len" else traced
 
-    def _cover(self, run: Sequence[int], asked: set[int]) -> None:
-        if len(asked.intersection(run)) <= DEGREE[self.key] + 2:
+    def _cover(self, run: Sequence[int], queried: set[int]) -> None:
+        if len(queried.intersection(run)) <= DEGREE[self.key] + 2:
             return
         middle = len(run) // 2
         try:
-            family = self.family(run[0], run[1] - run[0])
-            is_other = (i for i, v in enumerate(run) if not family.chooses_alike(v))
+            interpolation = self.interpolation(run[0], run[1] - run[0])
+            is_other = (i for i, v in enumerate(run) if not interpolation.chooses_alike(v))
             end = next(is_other, len(run))
-            held = asked.intersection(run[:end])
-            if held and self.agrees(family, max(held)):
-                self._covered |= dict.fromkeys(run[:end], family)
-                self._cover(run[end:], asked)
+            held = queried.intersection(run[:end])
+            if held and self.agrees(interpolation, max(held)):
+                self._covered |= dict.fromkeys(run[:end], interpolation)
+                self._cover(run[end:], queried)
                 return
             middle = min(middle, end)
-        except FormBroken:
+        except NotInterpolable:
             pass
-        self._cover(run[:middle], asked)
-        self._cover(run[middle:], asked)
+        self._cover(run[:middle], queried)
+        self._cover(run[middle:], queried)
 
 
 def runs_of_one_spacing(values: Sequence[int]) -> list[list[int]]:
@@ -238,7 +243,7 @@ class RelatedPlans:
         if not repeats_micro_batches(plan):
             return self._traced(plan)
         self._lead = self._lead or plan.optim
-        with suppress(FormBroken):
+        with suppress(NotInterpolable):
             if plan.optim == self._lead:
                 return self._in_short(plan)
             step = self._step(plan)
@@ -255,7 +260,7 @@ class RelatedPlans:
         key = replace(plan, batch_size=1)
         if key not in self._series:
             self._series[key] = TraceSeries(plan, self.gpu, "batch_size")
-            self._series[key].cover(self.steps, asked=self.batches)
+            self._series[key].cover(self.steps, queried=self.batches)
         return self._series[key].at(plan.batch_size)
 
     def _step(self, plan: TrainingPlan) -> OptimizerStep | None:
@@ -264,7 +269,7 @@ class RelatedPlans:
         short = replace(plan, act_ckpt=False, accumulate_grad_batches=1, batch_size=size)
         if short not in self._optimizers:
             self._optimizers[short] = None
-            with suppress(FormBroken):
+            with suppress(NotInterpolable):
                 own = trace_plan(short, self.gpu)
                 beside = self._in_short(replace(short, optim=self._lead))
                 self._optimizers[short] = OptimizerStep(own, beside)

@@ -61,7 +61,7 @@ def partition(
 
 
 def with_label(plan: TrainingPlan, error: MemestError) -> MemestError:
-    """Return `error` with the name of the experiment in front."""
+    """Return `error` with the name of the experiment in front of its message."""
     made = type(error)(f"experiment `{plan.label}`: {error}")
     made.hint = error.hint
     return made

@@ -78,7 +78,7 @@ class _Copies(dict[int, torch.UntypedStorage]):
 
 
 class KnownValues:
-    """CPU copies of meta storages whose values are known; `below` has values for the others."""
+    """CPU copies of meta storages whose values are known; `below` has those of others."""
 
     def __init__(self, below: KnownValues | None = None) -> None:
         self.guessed: set[int] = set()

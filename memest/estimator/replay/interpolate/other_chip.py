@@ -27,7 +27,7 @@ from memest.estimator.replay.interpolate.call_log import (
     take_numbers,
 )
 from memest.estimator.replay.interpolate.rebuild import rebuild, requests_of
-from memest.estimator.replay.interpolate.reuse import FormBroken, choose_again
+from memest.estimator.replay.interpolate.reuse import NotInterpolable, choose_again
 from memest.estimator.replay.program import TracedPlan
 from memest.estimator.replay.virtual_run import UNLIMITED_BYTES, NoLines
 from memest.estimator.tensors.storages import free_of
@@ -45,31 +45,26 @@ def on_other_chip(sample: LoggedTrace, first: Gpu, gpu: Gpu) -> TracedPlan:
     """Return the program of `sample`, which ran on `first`, on `gpu`.
 
     Raises:
-        FormBroken: the plan makes other calls on `gpu`, and has to be run there.
+        NotInterpolable: the plan makes other calls on `gpu`, and has to be run there.
     """
     if sample.log.is_for_one_chip:
-        raise FormBroken("calls can differ by the compute capability")
+        raise NotInterpolable("calls can differ by the compute capability")
     templates = sample.log.templates
     others, dropped = _replaced(sample.log, first, gpu)
     try:
         calls = [others.get(template, template) for template in templates]
         requests = [requests_of(gpu, call, call.numbers) for call in calls]
     except (RuntimeError, ArithmeticError, LookupError, ValueError) as error:
-        raise FormBroken(f"there is no such call: {error}") from error
+        raise NotInterpolable(f"there is no such call: {error}") from error
     names = {_name(old): _name(new) for old, new in others.items() if _name(old) != _name(new)}
     if any(_name(t) in names and t not in others for t in templates):
-        raise FormBroken("an operator is replaced in some calls only")
+        raise NotInterpolable("an operator is replaced in some calls only")
     more = {n: dropped[t] for n, t in enumerate(templates) if t in dropped}
-    rebuilt = rebuild(sample, tuple(r.form for r in requests), more)
-    tables: list[Sequence[int]] = [r.num_bytes for r in requests]
-    base = sample.traced.program.storages
-    tables += [(0,), base.num_bytes]  # at -2 and -1: `ZERO` and `NO_CALL`
-    storages = replace(
-        rebuilt.program.storages,
-        num_bytes=[tables[i][position] for i, position in rebuilt.slots],
-        sites=[replace(s, op=names.get(s.op, s.op)) for s in rebuilt.program.storages.sites],
-    )
-    return replace(sample.traced, program=replace(rebuilt.program, storages=storages))
+    rebuilt = rebuild(sample, tuple(r.order for r in requests), more)
+    program = rebuilt.with_bytes(requests, sample)
+    sites = [replace(s, op=names.get(s.op, s.op)) for s in program.storages.sites]
+    program = replace(program, storages=replace(program.storages, sites=sites))
+    return replace(sample.traced, program=program)
 
 
 def _name(template: Template) -> str:
@@ -87,13 +82,13 @@ def _replaced(
         if outcome == choice.outcome:
             continue
         if choice.outcome not in FUSED or outcome not in FUSED:
-            raise FormBroken("a decision by shapes is another")
+            raise NotInterpolable("a decision by shapes is another")
         for scale, backward in _uses(choice, log):
             (here, strides), (there, others) = (
                 _alone(choice, scale, backward, g) for g in (first, gpu)
             )
             if len(here) != len(there) or strides != others:
-                raise FormBroken("attention makes other calls, or results with other strides")
+                raise NotInterpolable("attention makes other calls, or results with other strides")
             for old, new in zip(here, there, strict=True):
                 only_new, only_old = (
                     new.new_storages - old.new_storages,
@@ -102,9 +97,9 @@ def _replaced(
                 later = [n for n in new.later if n not in only_new]
                 is_dropped = set(new.later[: len(only_new)]) == only_new
                 if later != [n for n in old.later if n not in only_old] or not is_dropped:
-                    raise FormBroken("attention keeps other results")
+                    raise NotInterpolable("attention keeps other results")
                 if old.template not in log.templates:
-                    raise FormBroken("attention alone makes other calls than in the model")
+                    raise NotInterpolable("attention alone makes other calls than in the model")
                 calls[old.template] = new.template
                 dropped[old.template] = frozenset(n % OUTPUTS for n in only_new)
     return calls, dropped

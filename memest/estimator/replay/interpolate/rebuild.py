@@ -38,20 +38,20 @@ NOTHING: Mapping[int, Set[int]] = MappingProxyType({})
 
 
 class _Rebuilder:
-    """Makes the event streams of a program from the forms of its calls.
+    """Makes the event streams of a program from the requests of its calls.
 
     `slots` has the place of each storage's bytes: (template, position in its `num_bytes`).
     """
 
     def __init__(
-        self, sample: LoggedTrace, forms: Sequence[Form], dropped: Mapping[int, Set[int]]
+        self, sample: LoggedTrace, orders: Sequence[RequestOrder], dropped: Mapping[int, Set[int]]
     ) -> None:
         self.base = sample.traced.program
         self.storages = StorageTable()
         self.slots: list[tuple[int, int]] = []
         self.ids: dict[int, int] = {}
         self.unmodelled: Counter[str] = Counter()
-        self._forms = forms
+        self._orders = orders
         self._dropped = dropped
         self._names = [str(t.shape.items[0]).removesuffix(".default") for t in sample.log.templates]
         self._workspaces: dict[tuple[bool, int], int] = {}
@@ -63,7 +63,7 @@ class _Rebuilder:
         for call in span.calls:
             if call.start > done:
                 self._copy(span.events[done : call.start], events)
-            self._call(call, self._forms[call.template], events)
+            self._call(call, self._orders[call.template], events)
             done = call.end
         self._copy(span.events[done:], events)
         return events
@@ -94,16 +94,16 @@ class _Rebuilder:
         self.slots.append(slot)
         return self.storages.add(0, site, kind)
 
-    def _call(self, call: Call, form: Form, events: list[int]) -> None:
+    def _call(self, call: Call, order: RequestOrder, events: list[int]) -> None:
         """Replay the requests of a call, as `KernelCalls.request` does."""
-        if form.is_partial:
+        if order.is_partial:
             self.unmodelled[self._names[call.template]] += 1
         new_storages = dict(call.new_storages)
         site = within_model(call.site)
         temporary: dict[int, int] = {}
         dropped: list[int] = []
         count = num_temporary = 0
-        for request in form.requests:
+        for request in order.requests:
             if isinstance(request, tuple):
                 events.append(free_of(temporary.pop(request[0])))
                 continue
@@ -120,13 +120,13 @@ class _Rebuilder:
                 dropped.append(events[-1])
             count += 1
         passing = list(temporary.values())
-        for position in range(form.num_copies + form.num_cublas):
-            workspace = (call.in_backward, position - form.num_copies)
+        for position in range(order.num_copies + order.num_cublas):
+            workspace = (call.in_backward, position - order.num_copies)
             if workspace in self._workspaces:
                 continue
             slot = (call.template, count + position)
             events.append(self._add(slot, site, MemKind.WORKSPACE))
-            if position < form.num_copies:
+            if position < order.num_copies:
                 passing.append(events[-1])
             else:
                 self._workspaces[workspace] = events[-1]
@@ -137,51 +137,57 @@ class _Rebuilder:
 
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
-    """A program without its bytes, for all sizes at which the calls have the same forms."""
+    """A program without its bytes, for all sizes at which the calls have the same orders."""
 
     program: Program
     slots: tuple[tuple[int, int], ...]
 
+    def with_bytes(self, requests: Sequence[Requests], sample: LoggedTrace) -> Program:
+        """Return the program with the bytes of `requests`, one for each template of `sample`."""
+        tables: list[Sequence[int]] = [each.num_bytes for each in requests]
+        tables += [(0,), sample.traced.program.storages.num_bytes]  # at `ZERO` and `NO_CALL`
+        num_bytes = [tables[i][position] for i, position in self.slots]
+        return replace(self.program, storages=replace(self.program.storages, num_bytes=num_bytes))
+
 
 def rebuild(
-    sample: LoggedTrace, forms: Sequence[Form], dropped: Mapping[int, Set[int]] = NOTHING
+    sample: LoggedTrace, orders: Sequence[RequestOrder], dropped: Mapping[int, Set[int]] = NOTHING
 ) -> Rebuilt:
-    """Rebuild the program of `sample` with these forms, one for each template of its log.
+    """Rebuild the program of `sample` with `orders`, one for each template of its log.
 
     `dropped` has the positions of outputs, by template, that are freed at the end of the call.
     """
     base = sample.traced.program
-    weaver = _Rebuilder(sample, forms, dropped)
-    streams = iter(weaver.streams)
+    rebuilder = _Rebuilder(sample, orders, dropped)
+    streams = iter(rebuilder.streams)
     setup = next(streams)
     steps: list[Any] = [
         [[Part(next(streams), part.probe) for part in batch] for batch in step]
         for step in base.steps
     ]
     program = Program(
-        storages=weaver.storages,
+        storages=rebuilder.storages,
         setup=setup,
         steps=steps,
-        step_shift=weaver.renamed(base.step_shift),
-        micro_shifts=[weaver.renamed(shift) for shift in base.micro_shifts],
-        coverage=replace(base.coverage, unmodelled=weaver.unmodelled),
+        step_shift=rebuilder.renamed(base.step_shift),
+        micro_shifts=[rebuilder.renamed(shift) for shift in base.micro_shifts],
+        coverage=replace(base.coverage, unmodelled=rebuilder.unmodelled),
     )
-    return Rebuilt(program, tuple(weaver.slots))
+    return Rebuilt(program, tuple(rebuilder.slots))
 
 
 @dataclass(frozen=True, slots=True)
 class Requests:
     """Requests of one call to the allocator."""
 
-    form: Form
-    """Order of the requests, without bytes; calls with equal forms make the same stream of events.
-    """
+    order: RequestOrder
+    """Order of the requests, without bytes; equal orders make the same stream of events."""
 
     num_bytes: tuple[int, ...]
     """Bytes of each storage that the call allocates, in order of allocation."""
 
 
-class Form(NamedTuple):
+class RequestOrder(NamedTuple):
     """The requests of a call, in order, without their bytes."""
 
     requests: tuple[int | tuple[int] | None, ...]
@@ -204,8 +210,8 @@ def requests_of(gpu: Gpu, template: Template, numbers: Sequence[int]) -> Request
     op = op_of(items[0])
     if is_plain(op):
         positions = [i for i, is_made in enumerate(on_gpu(items[3])) if is_made]
-        form = Form(tuple(positions), 0, 0, False)
-        return Requests(form, tuple(own[i] for i in positions))
+        order = RequestOrder(tuple(positions), 0, 0, False)
+        return Requests(order, tuple(own[i] for i in positions))
     func, args, kwargs, out, more = put_numbers(template, numbers)
     recipe = recipe_of(gpu, op, args, kwargs, out, more)
     cublas: tuple[int, ...] = ()
@@ -214,8 +220,8 @@ def requests_of(gpu: Gpu, template: Template, numbers: Sequence[int]) -> Request
         fresh = CublasWorkspaces(gpu.capability)
         cublas, copies = fresh.bytes_for(func, args, kwargs, ("main", 0))
     requests, num_bytes = _requests(recipe, own)
-    form = Form(requests, len(copies), len(cublas), recipe.is_partial)
-    return Requests(form, (*num_bytes, *copies, *cublas))
+    order = RequestOrder(requests, len(copies), len(cublas), recipe.is_partial)
+    return Requests(order, (*num_bytes, *copies, *cublas))
 
 
 def _requests(

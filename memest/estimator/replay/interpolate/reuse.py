@@ -2,7 +2,7 @@
 
 If the model takes the same branches, the calls at another size are the same with other numbers.
 Each number is a polynomial in the size: of degree 1 in the batch size, of degree 2 in the sequence
-length (strides of attention weights). So a `Family` needs two or three traces at sizes of one
+length (strides of attention weights). An `Interpolation` needs two or three traces at sizes of one
 spacing. Its program at a size n is made of
 
 1. every number by Newton's forward differences, which have to be whole numbers;
@@ -39,8 +39,8 @@ from memest.estimator.replay.interpolate.call_log import (
     put_numbers,
 )
 from memest.estimator.replay.interpolate.rebuild import (
-    Form,
     Rebuilt,
+    RequestOrder,
     Requests,
     rebuild,
     requests_of,
@@ -62,8 +62,8 @@ def with_value(plan: TrainingPlan, key: str, value: Any) -> TrainingPlan:
     return replace(plan, **changes)
 
 
-class FormBroken(Exception):
-    """The calls at two sizes differ in more than numbers."""
+class NotInterpolable(Exception):
+    """The calls of two traces differ in more than numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def _numbers(samples: Sequence[Template]) -> _Numbers:
     """The polynomial through the samples of one call."""
     first = samples[0]
     if any(other.shape != first.shape for other in samples[1:]):
-        raise FormBroken("a call has other arguments")
+        raise NotInterpolable("a call has other arguments")
     rows = [sample.numbers for sample in samples]
     differences = []
     while rows:
@@ -120,7 +120,7 @@ def _numbers(samples: Sequence[Template]) -> _Numbers:
     return _Numbers(first, tuple(differences))
 
 
-class Family:
+class Interpolation:
     """The programs of one plan at all sizes, from traces at some.
 
     Args:
@@ -131,7 +131,7 @@ class Family:
         step: between the sizes, a divisor of `spacing`, which it is by default.
 
     Raises:
-        FormBroken: the samples do not make the same calls.
+        NotInterpolable: the samples do not make the same calls.
     """
 
     def __init__(
@@ -145,42 +145,37 @@ class Family:
     ) -> None:
         self.start, self.spacing, self.step = start, spacing, step or spacing
         self._gpu = gpu
-        self._woven: dict[tuple[Form, ...], Rebuilt] = {}
+        self._rebuilt: dict[tuple[RequestOrder, ...], Rebuilt] = {}
         _check_alike(samples)
         self._numbers, calls = _match(samples)
         self._sample = LoggedTrace(samples[0].traced, calls)
         if len({len(sample.log.choices) for sample in samples}) > 1:
-            raise FormBroken("other things are decided")
+            raise NotInterpolable("other things are decided")
         rows = zip(*(sample.log.choices for sample in samples), strict=True)
         self._choices = {row[0]: _numbers([choice.template for choice in row]) for row in rows}
         for position, sample in enumerate(samples):
             value = start + position * spacing
             if self.at(value).program != sample.traced.program:
-                raise FormBroken(f"the calls at {value} are not all that its trace did")
+                raise NotInterpolable(f"the calls at {value} are not all that its trace did")
 
     def at(self, value: int) -> TracedPlan:
         """The traced plan at `value`.
 
         Raises:
-            FormBroken: an attention backend is chosen otherwise there, or a number is impossible.
+            NotInterpolable: another attention backend is chosen there, or a number is impossible.
         """
         if not self.chooses_alike(value):
-            raise FormBroken(f"another kernel is chosen at {value}")
+            raise NotInterpolable(f"another kernel is chosen at {value}")
         index = Fraction(value - self.start, self.spacing)
         try:
-            asks = [numbers.requests(index, self._gpu) for numbers in self._numbers]
+            requests = [numbers.requests(index, self._gpu) for numbers in self._numbers]
         except (RuntimeError, ArithmeticError, LookupError, ValueError) as error:
-            raise FormBroken(f"there is no such call at {value}: {error}") from error
-        forms = tuple([a.form for a in asks])
-        rebuilt = self._woven.get(forms)
+            raise NotInterpolable(f"there is no such call at {value}: {error}") from error
+        orders = tuple([r.order for r in requests])
+        rebuilt = self._rebuilt.get(orders)
         if rebuilt is None:
-            rebuilt = self._woven[forms] = rebuild(self._sample, forms)
-        table = self._sample.traced.program.storages
-        tables: list[Sequence[int]] = [a.num_bytes for a in asks]
-        tables += [(0,), table.num_bytes]  # at -2 and -1: `ZERO` and `NO_CALL`
-        num_bytes = [tables[i][position] for i, position in rebuilt.slots]
-        storages = replace(rebuilt.program.storages, num_bytes=num_bytes)
-        program = replace(rebuilt.program, storages=storages)
+            rebuilt = self._rebuilt[orders] = rebuild(self._sample, orders)
+        program = rebuilt.with_bytes(requests, self._sample)
         return replace(self._sample.traced, program=program, work=None)
 
     def chooses_alike(self, value: int) -> bool:
@@ -229,7 +224,7 @@ def _check_alike(samples: Sequence[LoggedTrace]) -> None:
     for other in (sample.traced for sample in samples[1:]):
         same = replace(other, program=first.program, seq_len=first.seq_len)
         if same != first:
-            raise FormBroken("the model differs")
+            raise NotInterpolable("the model differs")
 
 
 def _match(samples: Sequence[LoggedTrace]) -> tuple[list[_Numbers], CallLog]:
@@ -242,7 +237,7 @@ def _match(samples: Sequence[LoggedTrace]) -> tuple[list[_Numbers], CallLog]:
     spans = []
     for group in zip(*(log.spans for log in logs), strict=True):
         if len({len(span.calls) for span in group}) > 1:
-            raise FormBroken("the model makes other calls")
+            raise NotInterpolable("the model makes other calls")
         calls = []
         for row in zip(*(span.calls for span in group), strict=True):
             key = tuple([call.template for call in row])

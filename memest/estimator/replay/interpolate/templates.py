@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from memest.estimator.replay.interpolate.reuse import FormBroken
+from memest.estimator.replay.interpolate.reuse import NotInterpolable
 from memest.estimator.replay.program import (
     MicroBatch,
     Part,
@@ -26,7 +26,7 @@ def of_one_micro_batch(traced: TracedPlan) -> TracedPlan:
     """Return the plan without accumulation, from its trace with two micro-batches in a step.
 
     Raises:
-        FormBroken: an omitted micro-batch frees storages that no other frees, or keeps unique ones.
+        NotInterpolable: an omitted micro-batch frees or keeps storages that no other does.
     """
     program = traced.program
     made = StorageTable()
@@ -45,7 +45,7 @@ class OptimizerStep:
     """The events of one optimizer's step, from plans of one micro-batch with it and with another.
 
     Raises:
-        FormBroken: they differ in more than the step.
+        NotInterpolable: they differ in more than the step.
     """
 
     def __init__(self, own: TracedPlan, other: TracedPlan) -> None:
@@ -53,13 +53,13 @@ class OptimizerStep:
         self._parts = [{_phase(part): part for part in step[0]} for step in own.program.steps]
         made = self.put_into(other)
         if replace(made, program=replace(made.program, coverage=own.program.coverage)) != own:
-            raise FormBroken("more than the optimizer's step is another")
+            raise NotInterpolable("more than the optimizer's step is another")
 
     def put_into(self, traced: TracedPlan) -> TracedPlan:
         """Return `traced` with this optimizer; its coverage is that of the run.
 
         Raises:
-            FormBroken: a step frees storages made outside of steps, or has other phases.
+            NotInterpolable: a step frees storages made outside of steps, or has other phases.
         """
         program = traced.program
         made = StorageTable()
@@ -86,7 +86,7 @@ class OptimizerStep:
         for part in parts:
             own = self._parts[step].get(_phase(part))
             if part.probe is None or own is None or own.probe is None:
-                raise FormBroken("the loop has other phases")
+                raise NotInterpolable("the loop has other phases")
             is_step = part.is_optimizers
             events = ours.again(own.events) if is_step else theirs.again(part.events)
             state = replace(part.probe.state, optimizer=own.probe.state.optimizer)
@@ -116,7 +116,7 @@ class _Source:
 
     def __post_init__(self) -> None:
         if self.table.streams or self.table.depends_on_time:
-            raise FormBroken("more than one stream runs")
+            raise NotInterpolable("more than one stream runs")
 
     def again(self, events: Sequence[int]) -> list[int]:
         """Return `events` with the ids of the other table."""
@@ -131,7 +131,7 @@ class _Source:
             elif free_of(event) in ids:
                 found.append(free_of(ids.pop(free_of(event))))
             else:
-                raise FormBroken("a part frees what another made")
+                raise NotInterpolable("a part frees what another made")
         return found
 
     def skip(self, streams: Sequence[Sequence[int]], shift: Mapping[int, int]) -> None:
@@ -146,6 +146,6 @@ class _Source:
             else:
                 freed.add(free_of(event))
         if made != shift.keys() or freed != set(shift.values()) or not freed <= self.ids.keys():
-            raise FormBroken("what is left out keeps other things than it frees")
+            raise NotInterpolable("what is left out keeps other things than it frees")
         for kept, before in shift.items():
             self.ids[kept] = self.ids.pop(before)
