@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -16,9 +17,6 @@ from memest.estimator.search.suite import predict_each
 from memest.estimator.search.sweep import Grid, SweepPoint, sweep_grid
 from memest.plan import TrainingPlan
 from memest.report import Prediction
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 class StoredResults:
@@ -57,6 +55,11 @@ class StoredResults:
                 continue  # cut short where it was interrupted
         return found
 
+    def of(self, plans: Iterable[TrainingPlan]) -> dict[TrainingPlan, Any]:
+        """Return the stored results of `plans`."""
+        keys = ((plan, plan_key(plan)) for plan in plans)
+        return {plan: self.known[key] for plan, key in keys if key in self.known}
+
     def add(self, plan: TrainingPlan, result: Any) -> None:
         """Write a result, as JSON values."""
         row = {"version": __version__, "plan": plan_key(plan), "result": result}
@@ -70,35 +73,27 @@ class StoredResults:
         self._is_new = False
         self.known[plan_key(plan)] = result
 
-    def complete(
-        self,
-        plans: Sequence[TrainingPlan],
-        read: Callable[[TrainingPlan, Any], T],
-        results_of: Callable[[Event], Mapping[TrainingPlan, Any]],
-        run: Callable[[dict[TrainingPlan, T]], R],
-    ) -> R:
-        """Call `run` with the stored results of `plans`, and store new ones as they come.
+    @contextmanager
+    def storing(self, results_of: Callable[[Event], Mapping[TrainingPlan, Any]]) -> Iterator[None]:
+        """Store the results of each event in the block; delete the file at the end.
 
-        The file is deleted at the end. On an interrupt, the number of stored results is printed.
+        On an interrupt, the number of stored results is printed.
         """
 
-        def keep(event: Event) -> None:
+        def store(event: Event) -> None:
             if event.is_done:
                 for plan, result in results_of(event).items():
                     self.add(plan, result)
 
-        keys = {plan: plan_key(plan) for plan in plans}
-        known = {p: read(p, self.known[key]) for p, key in keys.items() if key in self.known}
         try:
-            with watched(keep):
-                made = run(known)
+            with watched(store):
+                yield
         except KeyboardInterrupt:
             if self.known:
                 stored = f"{len(self.known)} results are kept in {self.path}"
                 click.echo(f"\n{stored}; `--resume` goes on", err=True)
             raise
         self.path.unlink(missing_ok=True)
-        return made
 
 
 def plan_key(plan: TrainingPlan) -> str:
@@ -121,34 +116,28 @@ def predict_resumably(
     trust_remote_code: bool = False,
 ) -> list[Prediction | MemestError]:
     """Run `predict_each`, storing results next to `target`, if the command writes one."""
-
-    def run(known: dict[TrainingPlan, Prediction]) -> list[Prediction | MemestError]:
-        new = [plan for plan in plans if plan not in known]
-        made = predict_each(new, jobs=jobs, trust_remote_code=trust_remote_code) if new else []
-        rest = iter(made)
-        return [known[plan] if plan in known else next(rest) for plan in plans]
-
+    how: dict[str, Any] = {"jobs": jobs, "trust_remote_code": trust_remote_code}
     if target is None:
-        return run({})
-    kept = StoredResults(target, is_resumed=is_resumed)
-    return kept.complete(plans, lambda _, row: Prediction.from_dict(row), predictions_of, run)
+        return predict_each(plans, **how)
+    stored = StoredResults(target, is_resumed=is_resumed)
+    known = {p: Prediction.from_dict(row) for p, row in stored.of(plans).items()}
+    new = [plan for plan in plans if plan not in known]
+    with stored.storing(predictions_of):
+        made = iter(predict_each(new, **how) if new else ())
+    return [known[plan] if plan in known else next(made) for plan in plans]
 
 
 def sweep_resumably(
     grid: Grid, target: Path | None, *, is_resumed: bool, **how: Any
 ) -> list[dict[str, Any]]:
     """Run `sweep_grid(**how)`, storing results next to `target`, if the command writes one."""
-
-    def run(known: dict[TrainingPlan, list[SweepPoint]]) -> list[dict[str, Any]]:
-        return sweep_grid(grid, known=known, **how)
-
     if target is None:
-        return run({})
-    plans = [plan for _, plan in grid if isinstance(plan, TrainingPlan)]
-    kept = StoredResults(target, is_resumed=is_resumed)
-    return kept.complete(
-        plans, lambda plan, rows: [SweepPoint.from_dict(plan, row) for row in rows], points_of, run
-    )
+        return sweep_grid(grid, **how)
+    stored = StoredResults(target, is_resumed=is_resumed)
+    rows = stored.of([plan for _, plan in grid if isinstance(plan, TrainingPlan)])
+    known = {p: [SweepPoint.from_dict(p, row) for row in each] for p, each in rows.items()}
+    with stored.storing(points_of):
+        return sweep_grid(grid, known=known, **how)
 
 
 def points_of(event: Event) -> dict[TrainingPlan, Any]:

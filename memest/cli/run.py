@@ -273,7 +273,7 @@ def _run_one(
     limit_s: float | None,
     has_input: bool,
     has_stdout: bool,
-    is_prompt: bool = False,
+    is_immediate: bool = False,
 ) -> RunResult:
     """Run one rank, in this process."""
     from memest.run.launcher import run_target
@@ -283,7 +283,7 @@ def _run_one(
         sys.stdin = NoInput()
     if not has_stdout:  # the script's output is not part of the file
         sys.stdout = sys.stderr
-    session = make(ranks=ranks, is_prompt=is_prompt)
+    session = make(ranks=ranks, is_immediate=is_immediate)
     ran = run_target(target, session, limit_s=limit_s)
     if ran.report is not None and ranks.is_launched and ranks.world_size == 1:
         rows = tuple(rows_of([(ranks, ran.report)]))
@@ -315,7 +315,7 @@ def _run_ranks(
             if report is None:
                 continue
             if report.verdict is Outcome.OOM and ran.decides:
-                again = run_rank(ranks, partial(run_one, None, is_prompt=True), is_silent=True)
+                again = run_rank(ranks, partial(run_one, None, is_immediate=True), is_silent=True)
                 if again.report is not None and again.report.fits:
                     report = open_verdict(report, ran.decides)
             reports.append((ranks, report))

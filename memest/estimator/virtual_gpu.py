@@ -74,7 +74,7 @@ class VirtualGpu:
         watch: Callable[[CudaSimMode], object] = lambda mode: None,
         ranks: Ranks = ALONE,
         settings: AllocatorSettings | None = None,
-        is_prompt: bool = False,
+        is_immediate: bool = False,
     ) -> None:
         self.gpu = gpu
         self.ranks = ranks
@@ -95,7 +95,7 @@ class VirtualGpu:
         self.mode.ranks = ranks
         ranks.mailbox.begin_rank()
         self.mode.timeline.is_slow = ranks.may_wait
-        self.mode.memory.frees_at_once = is_prompt
+        self.mode.memory.is_immediate = is_immediate
         self._patches = Patches()
         self._stack = contextlib.ExitStack()
 

@@ -77,7 +77,7 @@ class Session:
         roots: folders of libraries whose code is the script's.
         ranks: rank of this GPU among several.
         batch_parts: DataLoaders take one of so many parts of each batch.
-        is_prompt: blocks that several streams use return as they are freed.
+        is_immediate: blocks that several streams use return as they are freed.
         torch_release: simulated release of torch; None is the installed one.
         others: names of other GPUs with a verdict in the report.
     """
@@ -93,7 +93,7 @@ class Session:
         roots: tuple[Path, ...] = (),
         ranks: Ranks = ALONE,
         batch_parts: int = 1,
-        is_prompt: bool = False,
+        is_immediate: bool = False,
         torch_release: str | None = None,
         others: Sequence[str] = DEFAULT_GPUS,
     ) -> None:
@@ -115,7 +115,7 @@ class Session:
                 is_strict=is_strict,
                 roots=roots,
                 ranks=ranks,
-                is_prompt=is_prompt,
+                is_immediate=is_immediate,
             )
         self._batch_parts = batch_parts
         self._patches = Patches()

@@ -42,7 +42,7 @@ def simulate(case: str, rank: int, out: Path) -> RunResult:
 
     def run(ranks: Ranks) -> RunResult:
         gpu = find_gpu("h100-80gb")
-        session = Session(gpu, name=case, roots=target.roots, ranks=ranks, is_prompt=True)
+        session = Session(gpu, name=case, roots=target.roots, ranks=ranks, is_immediate=True)
         ran = run_target(target, session)
         assert ran.report is not None, ran.error_text
         out.write_bytes(pickle.dumps(requests(session, ran.report)))

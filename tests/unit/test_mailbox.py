@@ -41,7 +41,7 @@ def run(ranks: Ranks, path: Path) -> RunResult:
     target = find_script(str(path), ())
 
     def one(ranks: Ranks) -> RunResult:
-        return run_target(target, Session(find_gpu("h200"), ranks=ranks, is_prompt=True))
+        return run_target(target, Session(find_gpu("h200"), ranks=ranks, is_immediate=True))
 
     return run_rank(ranks, one, is_silent=True)
 
@@ -107,7 +107,7 @@ def test_a_rank_that_waits_for_ever_is_named_with_its_line(name: str, tmp_path: 
 
     def one(ranks: Ranks) -> RunResult:
         target = find_script(str(path), ())
-        return run_target(target, Session(find_gpu("h200"), ranks=ranks, is_prompt=True))
+        return run_target(target, Session(find_gpu("h200"), ranks=ranks, is_immediate=True))
 
     ran = [ran for _, ran in run_with_peers(chosen_ranks(2, 1)[0], one)]
 
@@ -144,7 +144,7 @@ def stages(path: Path, *args: str) -> dict[int, RunResult]:
     target = find_script(str(path), args)
 
     def one(ranks: Ranks) -> RunResult:
-        return run_target(target, Session(find_gpu("h200"), ranks=ranks, is_prompt=True))
+        return run_target(target, Session(find_gpu("h200"), ranks=ranks, is_immediate=True))
 
     return {ranks.rank: ran for ranks, ran in run_with_peers(chosen_ranks(4, 1)[0], one)}
 

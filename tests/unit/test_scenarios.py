@@ -112,4 +112,4 @@ def test_an_event_ends_a_storage_once() -> None:
     storages = program(kept=True).storages
 
     assert [ended_by(event, storages) for event in (~0, RETURNED - 0, ~1)] == [-1, 0, 1]
-    assert [ended_by(e, storages, at_once=True) for e in (~0, RETURNED - 0, ~1)] == [0, -1, 1]
+    assert [ended_by(e, storages, is_immediate=True) for e in (~0, RETURNED - 0, ~1)] == [0, -1, 1]

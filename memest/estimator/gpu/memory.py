@@ -66,7 +66,7 @@ class Memory:
         self.refused_id: int | None = None
         """Id of the storage of the last refused request."""
 
-        self.frees_at_once = False
+        self.is_immediate = False
         """Flag: free blocks at once, even if other streams use them."""
 
         self.on_free: Callable[[int], None] = lambda key: None
@@ -211,7 +211,7 @@ class Memory:
 
     def _release(self, index: int) -> None:
         """Free storage `index`, later if another stream or a collective still uses it."""
-        if self.frees_at_once:
+        if self.is_immediate:
             self._uses.pop(index, None)
         elif index in self._stashed:
             self.storages.stashed.add(index)

@@ -177,15 +177,15 @@ def _play(events: Sequence[int], alive: dict[int, None], storages: StorageTable)
             alive.pop(ended_by(event, storages), None)
 
 
-def ended_by(event: int, storages: StorageTable, *, at_once: bool = False) -> int:
+def ended_by(event: int, storages: StorageTable, *, is_immediate: bool = False) -> int:
     """Return the storage that ends with `event`, or -1 if the event ends none.
 
-    A stashed storage ends as it returns, or as it is freed if blocks return `at_once`.
+    A stashed storage ends as it returns, or as it is freed if blocks return `is_immediate`.
     """
     is_return = event <= RETURNED
     index = return_of(event) if is_return else free_of(event)
-    is_shelved = index in storages.stashed and not at_once
-    return index if is_return == is_shelved else -1
+    is_stashed = index in storages.stashed and not is_immediate
+    return index if is_return == is_stashed else -1
 
 
 def _pairs(storages: StorageTable, before: set[int], after: Mapping[int, None]) -> dict[int, int]:

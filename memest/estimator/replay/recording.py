@@ -181,7 +181,9 @@ class RecordingPlayer(Player):
         """Apply the events as `Player` does, and record them."""
         deferred = self.storages.deferred
         for event in events:
-            ended = ended_by(event, self.storages, at_once=self.at_once) if event < 0 else -1
+            ended = (
+                ended_by(event, self.storages, is_immediate=self.is_immediate) if event < 0 else -1
+            )
             if ended in self.blocks:
                 block = self.blocks[ended]
                 self._freed[id(block)] = ended

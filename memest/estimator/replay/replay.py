@@ -62,7 +62,7 @@ def live_at(
     alive: dict[int, None] = {}
     count = 0
     for step in range(moment.step + 1):
-        at_once = timing.is_immediate(step)
+        is_immediate = timing.is_immediate(step)
         for shift, events in streams_of(program, step, num_micro_batches):
             rename(alive, shift)
             for event in events:
@@ -70,7 +70,7 @@ def live_at(
                 if event >= 0:
                     alive[event] = None
                 else:
-                    alive.pop(ended_by(event, storages, at_once=at_once), None)
+                    alive.pop(ended_by(event, storages, is_immediate=is_immediate), None)
                 if count == moment.index:
                     return list(alive)
     return list(alive)
@@ -103,7 +103,7 @@ class Player:
 
     def __init__(self, allocator: CachingAllocator, storages: StorageTable) -> None:
         self.allocator, self.storages = allocator, storages
-        self.at_once = False
+        self.is_immediate = False
         """True if shared blocks return when they are freed."""
 
         self.blocks: dict[int, Block] = {}
@@ -186,13 +186,13 @@ class Player:
         return None
 
     def _end(self, event: int) -> None:
-        ended = ended_by(event, self.storages, at_once=self.at_once)
+        ended = ended_by(event, self.storages, is_immediate=self.is_immediate)
         block = self.blocks.pop(ended, None)
         if block is None:
             returned = self.deferred.pop(return_of(event), None)
             if returned is not None:
                 self.allocator.complete(returned)
-        elif ended in self.storages.deferred and not self.at_once:
+        elif ended in self.storages.deferred and not self.is_immediate:
             self.deferred[ended] = block
             self.allocator.defer(block)
         else:
@@ -223,7 +223,7 @@ class _Run:
         state = None
         for self.step in range(num_steps):
             start = len(rows)
-            player.step, player.at_once = self.step, self.timing.is_immediate(self.step)
+            player.step, player.is_immediate = self.step, self.timing.is_immediate(self.step)
             self._one_step(num_micro_batches)
             if self.step == num_steps - 1:
                 return
