@@ -342,8 +342,9 @@ def test_contexts_nest() -> None:
     assert outer.names == ["native_dropout"]
 
 
+@pytest.mark.parametrize("key", [torch._C.DispatchKey.Python, module._KEY])
 def test_operators_that_call_operators_reach_the_mode_where_torch_has_no_rule(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, key: Any
 ) -> None:
     """torch 2.8 and older refuse them in a mode."""
 
@@ -360,6 +361,6 @@ def test_operators_that_call_operators_reach_the_mode_where_torch_has_no_rule(
     monkeypatch.setattr(module, "_dispatch", refuse)
     monkeypatch.delattr(TorchDispatchMode, "supports_higher_order_operators", raising=False)
     with Mode():
-        found = module._dispatch_higher_order(operator, torch._C.DispatchKey.Python, "a")
+        found = module._dispatch_higher_order(operator, key, "a")
 
     assert found == (operator, ("a",))

@@ -119,7 +119,7 @@ def _dispatch_higher_order(self: Any, key: Any, /, *args: Any, **kwargs: Any) ->
         dtype = torch.get_autocast_dtype(_CUDA)
         args = tuple(_cast(a, dtype) if isinstance(a, Tensor) else a for a in args)
     keyset = torch._ops._compute_keyset(args, kwargs, self.non_fallthrough_keys) & _BELOW  # type: ignore[no-untyped-call]
-    return _dispatch(self, keyset.highestPriorityTypeId(), *args, **kwargs)
+    return _dispatch_higher_order(self, keyset.highestPriorityTypeId(), *args, **kwargs)
 
 
 def _is_left_out(operator: Any, mode: Any) -> bool:

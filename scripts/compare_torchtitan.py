@@ -1,0 +1,94 @@
+"""Compares memory that torchtitan has published with memest: validation/torchtitan.json.
+
+    python scripts/compare_torchtitan.py OLD NEW [--rows NAMES...]    # run rows, store, write
+    python scripts/compare_torchtitan.py                              # only write the page
+
+OLD and NEW are checkouts of pytorch/torchtitan at the commits of the file. The environment has
+torch, torchdata, datasets, tiktoken, blobfile, tyro and torchao. The published figure is the
+maximum of `reserved_bytes.all.peak` over all GPUs, which torchtitan logs. A row runs its own
+command for three steps, with the data of torchtitan's tests. Its tokenizer has as many words as
+the model's. The page is docs/torchrun.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = ROOT / "validation" / "torchtitan.json"
+PAGE = ROOT / "docs" / "torchrun.md"
+BEGIN, END = "<!-- torchtitan: scripts/compare_torchtitan.py -->\n", "<!-- end of torchtitan -->\n"
+STEPS = 3
+NUM_WORDS = 128_000
+"""Words of Llama 3's tokenizer without its 256 special ones."""
+
+GIB = 1 << 30
+
+
+def main() -> None:
+    """Run the rows, store what is reserved, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("checkouts", nargs="*", type=Path)
+    parser.add_argument("--rows", nargs="*")
+    options = parser.parse_args()
+    data = json.loads(DATA.read_text(encoding="utf-8"))
+    if options.checkouts:
+        folders = dict(zip(data["benchmarks"], options.checkouts, strict=True))
+        for row in data["rows"]:
+            if not options.rows or row["name"] in options.rows:
+                benchmark = data["benchmarks"][row["benchmark"]]
+                row["reserved_bytes"] = reserved(row, benchmark, folders[row["benchmark"]])
+                print(row["name"], row["published_gib"], row["reserved_bytes"] / GIB, flush=True)
+        DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    PAGE.write_text(f"{head}{BEGIN}{table(data)}{END}{rest.partition(END)[2]}", encoding="utf-8")
+
+
+def reserved(row: dict[str, Any], benchmark: dict[str, Any], checkout: Path) -> int:
+    """Return the most bytes that a rank reserves."""
+    with tempfile.TemporaryDirectory() as folder:
+        report, tokenizer = Path(folder, "report.json"), Path(folder, "tokenizer.model")
+        tokenizer.write_bytes(b"\n".join(words()) + b"\n")
+        command = [sys.executable, "-m", "memest", "run", "--torch", benchmark["torch"]]
+        command += ["--gpu", benchmark["gpu"], "--nproc-per-node", "8"]
+        command += ["--nnodes", str(row["gpus"] // 8), "--max-steps", str(STEPS)]
+        command += ["--json", str(report), *benchmark["command"].split()]
+        command += ["--model.tokenizer_path", str(tokenizer), *row["options"].split()]
+        paths = [str(ROOT), str(checkout), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        subprocess.run(command, cwd=checkout, env=environment, check=True)
+        ranks = json.loads(report.read_text(encoding="utf-8"))["ranks"]
+    return max(int(rank["intervals"]["reserved"]["high_bytes"]) for rank in ranks)
+
+
+def words() -> list[bytes]:
+    """Return the lines of a tokenizer file: each byte, then strings of letters."""
+    letters = b"abcdefghijklmnopqrstuvwxyz "
+    longer = (bytes(w) for n in itertools.count(2) for w in itertools.product(letters, repeat=n))
+    found = [*(bytes([n]) for n in range(256)), *itertools.islice(longer, NUM_WORDS - 256)]
+    return [base64.b64encode(word) + b" %d" % rank for rank, word in enumerate(found)]
+
+
+def table(data: dict[str, Any]) -> str:
+    """Return the Markdown table."""
+    lines = ["| Llama 3.1 | GPUs | published, GiB | simulated | error |", "|---|---|---|---|---|"]
+    for row in data["rows"]:
+        made, published = row["reserved_bytes"] / GIB, row["published_gib"]
+        lines.append(
+            f"| {row['what']} | {row['gpus']} {data['benchmarks'][row['benchmark']]['label']}"
+            f" | {published} | {made:.2f} | {100 * (made / published - 1):+.2f} % |"
+        )
+    return "\n" + "\n".join(lines) + "\n\n"
+
+
+if __name__ == "__main__":
+    main()
