@@ -148,3 +148,19 @@ def test_vmap_elsewhere_is_as_it_was() -> None:
     ]
 
     torch.testing.assert_close(made, torch.stack(each))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+def test_zeros_of_the_forward_mode_take_no_memory(gpu: VirtualGpu) -> None:
+    """`torch.func.hessian` pushes zero tangents and primitives of `torch._prims` forward."""
+    layer = torch.nn.Linear(8, 8).cuda()
+    x = torch.ones(6, 8, device="cuda")
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(F.layer_norm(layer(x), (8,))).sum()
+
+    assert torch.func.hessian(loss)(x).shape == (6, 8, 6, 8)
+    start = torch.cuda.memory_allocated()
+    zeros = torch._efficientzerotensor((1000, 1000), device="cuda")
+    assert (torch.cuda.memory_allocated(), zeros.shape) == (start, (1000, 1000))
+    assert not gpu.mode.kernels.coverage.unmodelled

@@ -122,6 +122,7 @@ def test_a_permutation_sorts_keys_of_as_many_bits_as_it_needs(count: int, asked:
     out = meta(count, dtype=torch.int64)
 
     assert sizes(aten.randperm.default, (count,), out) == asked
+    assert sizes(aten.randperm.generator, (count,), out, generator=None) == asked
     assert (randperm_bits(count) <= 32) == (count < 100000)
 
 

@@ -11,6 +11,9 @@ ROUND_BYTES = 512
 SMALL_REQUEST_BYTES = 1 << 20
 """`kSmallSize`: requests up to it come from the small pool."""
 
+FIRST_PRIVATE_POOL = 1 << 20
+"""First stream of the private pools of CUDA graphs, whose segments stay while a graph lives."""
+
 SMALL_SEGMENT_BYTES = 2 << 20
 """`kSmallBuffer`: the segments of the small pool."""
 

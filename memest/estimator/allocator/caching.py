@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from memest.estimator.allocator.blocks import (
     ADDRESS_BITS,
+    FIRST_PRIVATE_POOL,
     ROUND_BYTES,
     SMALL_REQUEST_BYTES,
     AddressSpace,
@@ -21,9 +22,6 @@ from memest.estimator.allocator.blocks import SMALL_SEGMENT_BYTES as SMALL_SEGME
 from memest.estimator.allocator.blocks import Block as Block
 from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings
 from memest.estimator.allocator.tuned import Tuning
-
-FIRST_PRIVATE_POOL = 1 << 20
-"""First stream of the private pools of CUDA graphs, whose segments stay while a graph lives."""
 
 
 class OutOfMemory(Exception):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from memest.estimator.allocator.blocks import Block
+from memest.estimator.allocator.blocks import FIRST_PRIVATE_POOL, Block
 from memest.estimator.allocator.settings import AllocatorSettings
 from memest.estimator.allocator.tuned import Unmapped
 
@@ -56,6 +56,7 @@ def segment_entry(
     frames: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """Return a `Segment` that `blocks` tile."""
+    number = stream - FIRST_PRIVATE_POOL
     in_use = [block for block in blocks if block["state"] != "inactive"]
     allocated = [block for block in in_use if block["state"] == "active_allocated"]
     return {
@@ -67,7 +68,7 @@ def segment_entry(
         "requested_size": sum(block["requested_size"] for block in in_use),
         "stream": stream,
         "segment_type": "small" if is_small else "large",
-        "segment_pool_id": POOL,
+        "segment_pool_id": POOL if number < 0 else (0, number),
         "is_expandable": is_expandable,
         "frames": frames,
         "blocks": blocks,

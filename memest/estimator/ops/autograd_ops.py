@@ -388,7 +388,7 @@ _KEYS_OF_PYTHON = {
     "CompositeExplicitAutograd[alias]": torch._C.DispatchKey.CompositeExplicitAutograd,
     "CompositeImplicitAutograd[alias]": _COMPOSITE,
 }
-_OF_TORCH = ("aten", "prims", "prim", "memest", "quantized", "c10d")
+_OF_TORCH = ("aten", "prim", "memest", "quantized", "c10d")
 _OWN_KERNEL = ("CPU", "CUDA", "Meta", "CompositeExplicitAutograd")
 _FUNCTIONAL = "_c10d_functional"
 """Collectives whose C++ kernels allocate the result and call operators of `c10d`."""
@@ -396,13 +396,25 @@ _FUNCTIONAL = "_c10d_functional"
 _ONE_KERNEL_ON_CUDA = ("aten::_fused_rms_norm",)
 """Operators that a CPU build of torch decomposes, and CUDA runs as one kernel."""
 
-_EXPLICIT = ("aten::_euclidean_dist", "aten::affine_grid_generator")
-"""Operators that are decomposed below autograd, which has a formula for the whole."""
+_EXPLICIT = frozenset(
+    f"aten::{name}"
+    for name in """_euclidean_dist affine_grid_generator _trilinear _unsafe_index.Tensor allclose
+    as_strided_scatter block_diag count_nonzero diagonal_scatter dist fft_fftfreq fft_rfftfreq
+    ldexp.Tensor linalg_pinv.atol_rtol_tensor mvlgamma norm.Scalar norm.ScalarOpt_dtype
+    select_scatter slice_scatter bartlett_window bartlett_window.periodic blackman_window
+    blackman_window.periodic hamming_window hamming_window.periodic hamming_window.periodic_alpha
+    hamming_window.periodic_alpha_beta hann_window hann_window.periodic kaiser_window
+    kaiser_window.periodic kaiser_window.beta""".split()
+)
+"""Operators that C++ decomposes below autograd, which has a formula for the whole of some."""
+
+_EXPLICIT_KEYS = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 
 
 def decomposition_key(func: Any) -> Any:
-    """Return the dispatch key under which `func` calls other operators, or None.
+    """Return the dispatch key under which `func` calls other operators, or a function that does.
 
+    None is returned for operators that run as one.
     torch's dispatcher keeps the file in which each kernel was registered, Python or C++. With torch
     2.6 and 2.8 the file of every kernel in Python is `/dev/null`; with 2.10 it is not.
     """
@@ -411,10 +423,15 @@ def decomposition_key(func: Any) -> Any:
         name = f"{name}.{func._schema.overload_name}"
     if name in _ONE_KERNEL_ON_CUDA:
         return None
+    if func.namespace == "prims":
+        return getattr(func, "impl_aten", None)  # the function that CUDA runs
+    if composed := op_of(func).composed:
+        return composed
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     if name in _EXPLICIT or func.namespace == _FUNCTIONAL:
-        return torch._C.DispatchKey.CompositeExplicitAutograd
+        key = next(key for key in _EXPLICIT_KEYS if has_kernel(name, key))
+        return getattr(torch._C.DispatchKey, key)
     if name.partition("::")[0] in _OF_TORCH:
-        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
         is_composite = has_kernel(name, "CompositeImplicitAutograd") and not any(
             has_kernel(name, key) for key in _OWN_KERNEL
         )
@@ -427,13 +444,18 @@ def decomposition_key(func: Any) -> Any:
 
 
 def run_decomposed(mode: Any, key: Any, func: Any, args: Args, kwargs: Any) -> Any:
-    """Run `func`, which calls other operators under `key`, so that those are recorded."""
+    """Run `func`, which calls other operators under `key`, so that those are recorded.
+
+    A `key` that is a function runs in place of `func`.
+    """
     depth, INSIDE.depth = INSIDE.depth, 0
     composite = INSIDE.composite
     if func.namespace in (_FUNCTIONAL, "aten"):  # C++ makes tensors with the options of the input
         INSIDE.composite = any(map(on_gpu, tensors_in(args)))
     try:
         with mode, decisions_again():
+            if callable(key):
+                return key(*args, **kwargs)
             return func._op_dk(key, *args, **kwargs)
     finally:
         INSIDE.depth, INSIDE.composite = depth, composite

@@ -265,6 +265,9 @@ def embedding_bag_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu:
     return not args[7] and not args[9] and args[1].numel() > 0
 
 
+outputs_only("_embedding_bag_per_sample_weights_backward")  # EmbeddingBag.cu
+
+
 @registry.requests("nonzero")
 def nonzero_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """Requests of `nonzero` (Nonzero.cu): the count and its sum, positions, a selection."""

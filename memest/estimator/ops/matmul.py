@@ -180,7 +180,7 @@ for _names, _product in (
     ("mm mm.out", Product("matrix")),
     ("addmm addmm.out", Product("matrix", 1, "bias")),
     ("addmm_", Product("matrix", 1)),
-    ("_scaled_mm _scaled_mm.out", Product("matrix", fused="scaled")),
+    ("_scaled_mm _scaled_mm.out _scaled_mm_v2", Product("matrix", fused="scaled")),
     ("_int_mm _int_mm.out", Product("matrix")),
     ("_addmm_activation _addmm_activation.out", Product("matrix", 1, "activation")),
     ("bmm bmm.out", Product("batch")),

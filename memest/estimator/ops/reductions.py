@@ -20,13 +20,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.in_place import in_nodes
 from memest.estimator.ops.registry import Args, Kwargs, argument, outputs_only, register
-from memest.estimator.ops.temporaries import Events, Scratch, around, outputs, passing
+from memest.estimator.ops.temporaries import (
+    Events,
+    Scratch,
+    around,
+    contiguous_copy,
+    outputs,
+    passing,
+)
 from memest.units import ceil_div, last_power_of_2
 
 aten = torch.ops.aten
@@ -327,7 +335,7 @@ def sum_bytes(
     )
 
 
-@registry.requests("sum mean sum.dim_IntList nansum mean.dim")
+@registry.requests("sum mean sum.dim_IntList sum.IntList_out nansum mean.dim mean.out")
 def sum_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """Requests of `sum` or `mean` over every dimension, or over some."""
     dims = _dims_of(args, kwargs, 1)
@@ -381,6 +389,67 @@ register(
     "std.correction var.correction var_mean.correction std_mean.correction",
     requests=_reducing(_welford_bytes, input_vector=2),
 )
+
+
+@registry.requests("renorm")
+def renorm_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """Requests of `renorm_out` (Normalization.cpp): the result, then the norms of its slices."""
+    tensor, dim = args[0], args[2] % args[0].dim()
+    dims = [other for other in range(tensor.dim()) if other != dim]
+    staged = reduce_bytes(tensor, dims, gpu, accumulator_bytes=accumulator_bytes_of(tensor.dtype))
+    norm_bytes = tensor.shape[dim] * tensor.itemsize
+    return outputs({0: out.nbytes}) + around((norm_bytes,), passing(*staged))
+
+
+@registry.modelled("renorm")
+def renorm_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Return whether the norms have the type of the result."""
+    return args[0].dtype in (torch.float32, torch.float64)
+
+
+@registry.requests("_cdist_forward")
+def cdist_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """`cdist_impl` (Distance.cpp): contiguous copies of points that have another batch."""
+    return Scratch(before=_batched_copies(args[:2]))
+
+
+@registry.requests("_cdist_backward")
+def cdist_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`_cdist_backward` (Distance.cpp, DistanceKernel.cu): copies, the result, all differences.
+
+    The differences have a row for each pair of points, and are summed over the other points.
+    """
+    x, others, p = args[1:4]
+    copies, result = _batched_copies((x, others)), outputs({0: out.nbytes})
+    if p == 0:
+        return around(copies, result)
+    batch = out.numel() // (x.shape[-2] * x.shape[-1])
+    pairs = x.new_empty((batch, others.shape[-2], x.shape[-2], x.shape[-1]))
+    return around(copies, result + _summed(pairs, 1, gpu))
+
+
+@registry.requests("_pdist_backward")
+def pdist_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """`pdist_backward_kernel_impl` (DistanceKernel.cu): the result, all differences, their sum."""
+    points, p = args[1:3]
+    if p == 0:
+        return outputs({0: out.nbytes})
+    pairs = points.new_empty((max(0, len(points) - 1), *points.shape))
+    return outputs({0: out.nbytes}) + _summed(pairs, 0, gpu)
+
+
+outputs_only("_pdist_forward")
+
+
+def _batched_copies(points: Sequence[Tensor]) -> tuple[int, ...]:
+    batch: torch.Size = torch.broadcast_shapes(*(t.shape[:-2] for t in points))  # type: ignore[no-untyped-call]
+    expanded = [tensor.expand(*batch, *tensor.shape[-2:]) for tensor in points]
+    return contiguous_copy(*expanded)
+
+
+def _summed(tensor: Tensor, dim: int, gpu: Gpu) -> Events:
+    """Return the events of a temporary that is summed over a dimension."""
+    return around((tensor.nbytes,), passing(*sum_bytes(tensor, (dim,), tensor.dtype, gpu)))
 
 
 @registry.requests("logsumexp")

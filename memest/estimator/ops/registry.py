@@ -79,6 +79,9 @@ class Op:
     layout: Callable[[Args, Any], Any] | None = None
     """Returns the results with the strides that CUDA gives them: `(args, out)`."""
 
+    composed: Callable[..., Any] | None = None
+    """Runs the operators that the CUDA kernel consists of, below autograd, in its place."""
+
     shaped_by: Callable[[Args], Any] | None = None
     """Returns the arguments whose values decide the shape of the result."""
 
@@ -293,6 +296,7 @@ layout = _decorator("layout")
 refuse = _decorator("refuse")
 on_sparse = _decorator("on_sparse")
 random_offset = _decorator("random_offset")
+composed = _decorator("composed")
 above_autograd = _decorator("above_autograd")
 """Decorators by the parts of `Op`; further keywords, such as `vmap_key`, are parts too."""
 

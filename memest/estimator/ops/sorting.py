@@ -8,6 +8,7 @@ Shapes: n elements, in slices along the sorted dimension.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -259,6 +260,35 @@ def histogram_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu
 
 
 outputs_only("cummax cummin isin.Tensor_Scalar kthvalue median.dim mode nanmedian")
+
+
+@registry.composed("median")
+def median(values: Tensor) -> Tensor:
+    """Run `median_impl` of cuda/Sorting.cpp: the middle one of the sorted values, or a NaN."""
+    if not values.numel():
+        return values.new_full((), math.nan)
+    ordered = values.flatten().sort().values
+    return torch.where(ordered[-1].isnan(), ordered[-1], ordered[(len(ordered) - 1) // 2])
+
+
+@registry.composed("nanmedian")
+def nanmedian(values: Tensor) -> Tensor:
+    """Run `median_impl` of cuda/Sorting.cpp: a view of the sorted values, none of which is a NaN.
+
+    On a GPU the host reads the position.
+    """
+    if not values.numel():
+        return values.new_full((), math.nan)
+    ordered = values.flatten().sort().values
+    _ = (len(ordered) - 1 - ordered.isnan().sum()) / 2
+    return ordered[(len(ordered) - 1) // 2]
+
+
+@registry.composed("count_nonzero.dim_IntList")
+def count_nonzero(values: Tensor, dims: list[int]) -> Tensor:
+    """Run `count_nonzero_cuda` (TensorAdvancedIndexing.cpp)."""
+    return (values if values.dtype is torch.bool else values != 0).sum(dims)
+
 
 register(
     "_unique2 unique_consecutive unique_dim unique_dim_consecutive bincount",

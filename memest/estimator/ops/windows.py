@@ -122,8 +122,9 @@ def pooling_gradient_copies(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> S
 
 outputs_only(
     "_adaptive_avg_pool2d _adaptive_avg_pool3d _upsample_bicubic2d_aa _upsample_bilinear2d_aa "
-    "adaptive_max_pool2d adaptive_max_pool3d channel_shuffle grid_sampler_2d "
-    "grid_sampler_2d_backward max_pool2d_with_indices pixel_shuffle pixel_unshuffle "
+    "adaptive_max_pool2d adaptive_max_pool3d channel_shuffle grid_sampler_2d grid_sampler_3d "
+    "grid_sampler_2d_backward grid_sampler_3d_backward max_pool2d_with_indices pixel_shuffle "
+    "pixel_unshuffle "
     "replication_pad2d replication_pad2d_backward upsample_bicubic2d upsample_bilinear2d "
     "upsample_linear1d upsample_trilinear3d"
 )

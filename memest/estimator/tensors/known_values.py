@@ -9,6 +9,7 @@ gets a placeholder value (`gpu/placeholders.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -221,6 +222,8 @@ class KnownValues:
             return
         if is_mutable and isinstance(first, Tensor) and not self.is_known(first):
             return
+        if is_mutable and _is_view_in_place(func):
+            return  # `first` has its new geometry already, and the values stay
         if id(func) in _CONSTANT_LIKE and isinstance(first, Tensor):
             if self.may_hold(out):
                 args = (torch.empty(first.size(), dtype=first.dtype, device=CPU), *args[1:])
@@ -279,6 +282,12 @@ class KnownValues:
         flat = torch.empty(num_items, dtype=result.dtype, device=CPU)
         flat.as_strided(result.size(), result.stride(), result.storage_offset()).copy_(value)
         self._copies[result.untyped_storage()._cdata] = flat.untyped_storage()
+
+
+@cache
+def _is_view_in_place(func: Any) -> bool:
+    name = func._schema.name
+    return torch.Tag.inplace_view in func.tags and name not in ("aten::resize_", "aten::set_")
 
 
 def materialise(values: Any) -> Any:

@@ -106,5 +106,6 @@ OPERATORS_SINCE = {
     "_fused_rms_norm": (2, 8),
     "_fused_rms_norm_backward": (2, 9),
     "_grouped_mm": (2, 8),
+    "_scaled_mm_v2": (2, 10),
 }
 """Operators of aten with rules that not every supported release has, and their first release."""

@@ -281,6 +281,11 @@ def test_a_pool_of_the_script_has_segments_of_its_own(gpu: VirtualGpu) -> None:
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() >= before + outside.nbytes - 24 * MIB
     held = torch.cuda.memory_reserved()
+    segments = pool.snapshot()
+    assert {segment["segment_pool_id"] for segment in segments} == {pool.id}
+    assert outside.nbytes in [segment["total_size"] for segment in segments]
+    assert not torch.cuda.MemPool().snapshot()
+    assert {s["segment_pool_id"] for s in torch.cuda.memory_snapshot()} == {(0, 0), pool.id}
     with torch.cuda.use_mem_pool(pool):
         again = block()
     assert (torch.cuda.memory_reserved(), pool.use_count()) == (held, 1)
@@ -297,7 +302,8 @@ def test_settings_can_change_until_the_first_segment(gpu: VirtualGpu) -> None:
     torch._C._accelerator_setAllocatorSettings("per_process_memory_fraction:0.5")
     held = torch.empty(30 << 20, dtype=torch.uint8, device="cuda")
     with pytest.raises(UnsupportedError, match="allocator's settings after its first segment"):
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    torch._C._accelerator_setAllocatorSettings("per_process_memory_fraction:0.5")  # as before
     with pytest.raises(UnsupportedError, match="without a cache"):
         torch.cuda.memory.caching_allocator_enable(False)
     assert torch.cuda.memory_reserved() == 40 << 20
@@ -305,6 +311,12 @@ def test_settings_can_change_until_the_first_segment(gpu: VirtualGpu) -> None:
     assert torch.cuda.get_per_process_memory_fraction() == 0.5
     assert torch.cuda.get_allocator_backend() == "native"
     assert held.numel() == 30 << 20
+
+
+def test_settings_that_change_nothing_are_taken_at_any_time(gpu: VirtualGpu) -> None:
+    held = torch.empty(1, device="cuda")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    assert torch.cuda.memory_reserved() == 2 * MIB * held.numel()
 
 
 def test_the_environment_is_read_at_the_first_request(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,9 +79,12 @@ def _install_limits(patches: Patches, mode: CudaSimMode, allocator: CountingAllo
     def change_settings(text: str) -> None:
         """Change settings as `setAllocatorSettings`, while nothing is reserved."""
         allocator.read_settings()
+        settings, before = changed_settings(allocator.settings, text), allocator.settings
+        alike = replace(settings, text=before.text, without_effect=before.without_effect)
         if allocator.reserved_bytes:
+            if alike == before:
+                return
             raise unsupported("a change of the allocator's settings after its first segment")
-        settings = changed_settings(allocator.settings, text)
         allocator.use(settings)
         if settings.memory_fraction != 1:
             allow_share(allocator, settings.memory_fraction, gpu.memory_bytes, most)

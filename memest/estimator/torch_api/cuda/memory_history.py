@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from memest.estimator.allocator.memory_history import (
+    POOL,
     Context,
     MemoryHistory,
     segment_of,
@@ -196,7 +197,11 @@ class Recordings:
         vars(mode.memory)["free"] = ends_here
 
     def snapshot(self, options: Any = None) -> dict[str, Any]:
-        """Replace `torch._C._cuda_memorySnapshot`; a third option of False leaves out the trace."""
+        """Replace `torch._C._cuda_memorySnapshot`.
+
+        Options are the id of a private pool, or zeros for all segments. A third option of False
+        leaves out the trace.
+        """
         self._mode.memory.settle()
         allocator = self._allocator
         history = allocator.history
@@ -206,6 +211,9 @@ class Recordings:
         segments = [
             segment_of(first, allocator.is_deferred, history) for first in allocator.segments(live)
         ]
+        pool = tuple(options or POOL)[:2]
+        if pool != POOL:
+            segments = [segment for segment in segments if segment["segment_pool_id"] == pool]
         if history is not None:
             history.snapshot_taken(sum(segment["active_size"] for segment in segments))
         return {

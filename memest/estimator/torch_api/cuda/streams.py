@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from memest.estimator.allocator.caching import FIRST_PRIVATE_POOL
+from memest.estimator.allocator.blocks import FIRST_PRIVATE_POOL
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.gpu.timeline import MAIN, START, Time
 from memest.estimator.tensors.patches import Patches, refusing, setting, unsupported
@@ -318,6 +318,12 @@ class MemPool:
     def use_count(self) -> int:
         """Return the number of users of the pool: this object, and graphs."""
         return self.captures.graphs[self.id[1]]
+
+    def snapshot(self, include_traces: bool = True) -> list[dict[str, Any]]:
+        """Return the segments of the pool, as `torch.cuda.memory_snapshot` returns all."""
+        options = (*self.id, include_traces)
+        segments: list[dict[str, Any]] = torch._C._cuda_memorySnapshot(options)["segments"]
+        return segments
 
     def __del__(self) -> None:
         if hasattr(self, "id"):
