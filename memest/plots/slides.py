@@ -11,11 +11,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from memest.plots.style import HEIGHT, WIDTH, Panel, Theme, plain_matplotlib, slide
-from memest.plots.text import SMALL, VALUE, text_on, text_width
+from memest.plots.text import SMALL, VALUE, fitted, text_on
 from memest.plots.timeline import TEMPORARIES
 from memest.report.lecture import Chart, Series, Slide
 
 _CACHED = {True: "#6B7378", False: "#C4C4C4"}
+
+_AXIS, _NAMES, _AT_LEFT = 1.2, 1.2, 4.6
+"""Inches for the numbers of an upright axis, for names below bars, and for names at their left."""
 
 
 def colors_of(theme: Theme) -> Mapping[str, str]:
@@ -43,8 +46,8 @@ def pdf_bytes(slides: Sequence[Slide], *, dark: bool) -> bytes:
 def draw_slide(each: Slide, *, dark: bool) -> Figure:
     """Draw one slide of a lecture."""
     chart = each.chart
-    left, bottom = (0.9, 0.9) if chart.is_upright else (4.6, 1.1)
-    width, height = WIDTH - left - 0.4, HEIGHT - 2.2 - bottom
+    left, bottom = (_AXIS, _NAMES + 0.1) if chart.is_upright else (_AT_LEFT, 1.1)
+    width, height = WIDTH - left - 0.5, HEIGHT - 2.2 - bottom
     with slide(dark=dark) as canvas:
         panel = canvas.panel(left, bottom, width, height, grid="y" if chart.is_upright else "x")
         _draw_parts(panel, chart)
@@ -78,13 +81,12 @@ def _draw_parts(panel: Panel, chart: Chart) -> None:
             _write_values(panel, chart, series, floors)
         floors = [a + b for a, b in zip(floors, series.values, strict=True)]
     names = [name if chart.is_upright else name.replace("\n", ", ") for name in chart.categories]
-    widest = max(text_width(line, VALUE) for name in names for line in name.split("\n"))
-    room = (WIDTH - 1.4) / len(names) if chart.is_upright else 4.2
-    size = max(7.0, min(VALUE, VALUE * room / max(widest, 0.1)))
     if chart.is_upright:
+        names, size = fitted(names, 0.9 * panel.width / len(names), _NAMES - 0.1)
         axes.set(xlim=(-0.6, len(names) - 0.4), ylim=(0, chart.top))
         axes.set_xticks(places, names, size=size)
     else:
+        names, size = fitted(names, _AT_LEFT - 0.3, 0.9 * panel.height / len(names))
         axes.set(ylim=(len(names) - 0.4, -0.6), xlim=(0, chart.top))
         axes.set_yticks(places, names, size=size)
     axes.tick_params(length=0)

@@ -25,6 +25,7 @@ from memest.plots.text import (
     TICK,
     TITLE,
     VALUE,
+    first_size,
     limit_text,
     shortened,
     text_width,
@@ -278,11 +279,10 @@ class Canvas:
         self.figure.text(left / WIDTH, 1 - top / self.height, text, va="top", **style)
 
     def write_title(self, title: str, subtitle: str) -> None:
-        """Write title and subtitle; a long subtitle gets smaller type, then is cut."""
+        """Write title and subtitle; a long one gets smaller type, then is cut."""
         room = WIDTH - 0.8
-        text = shortened(title, TITLE, room, bold=True)
-        self.write(0.4, 0.28, text, size=TITLE, weight="bold", gid="title")
-        size = next((s for s in (TICK, VALUE, SMALL) if text_width(subtitle, s) <= room), SMALL)
+        self.write(0.4, 0.28, weight="bold", gid="title", **_title(title))
+        size = first_size(subtitle, (TICK, VALUE, SMALL), room)
         text, color = shortened(subtitle, size, room), self.theme.muted
         self.write(0.4, 0.80, text, size=size, color=color, gid="subtitle")
 
@@ -339,11 +339,18 @@ def widest_gap(start: float, stop: float, lines: Sequence[float]) -> tuple[float
     return max(pairwise(edges), key=lambda gap: gap[1] - gap[0])
 
 
+def _title(text: str) -> dict[str, Any]:
+    """Return the text of a title and its size; a long title gets smaller type, then is cut."""
+    room = WIDTH - 0.8
+    size = first_size(text, (TITLE, 23, LABEL), room, bold=True)
+    return {"text": shortened(text, size, room, bold=True), "size": size}
+
+
 def retitle(figure: Figure, title: str) -> Figure:
     """Set another title on `figure`; an empty one changes nothing."""
     for text in figure.texts:
         if title and text.get_gid() == "title":
-            text.set_text(shortened(title, TITLE, WIDTH - 0.8, bold=True))
+            text.set(**_title(title))
     return figure
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from functools import lru_cache
 
 from matplotlib.colors import to_rgb
@@ -13,6 +14,7 @@ from memest.plots.words import gpu_label
 from memest.units import GIB
 
 FONT = "DejaVu Sans"  # comes with matplotlib, so every machine draws the same
+_LINE = 1.2  # matplotlib's line spacing, in sizes of type
 _MAX_LETTERS = 250  # more never fit a line
 
 TITLE, LABEL, TICK, VALUE, SMALL = 26, 20, 18, 16, 14
@@ -42,6 +44,36 @@ def shortened(text: str, size: float, inches: float, *, bold: bool = False) -> s
     kept = range(2, min(len(text), _MAX_LETTERS))
     num_fit = bisect_right(kept, inches, key=lambda n: text_width(cut(n), size, bold=bold))
     return cut(kept[num_fit - 1]) if num_fit else "…"
+
+
+def wrapped(text: str, size: float, inches: float) -> str:
+    """Return `text` in lines of at most `inches`, broken at spaces; its own lines stay."""
+    lines: list[str] = []
+    for paragraph in text.split("\n"):
+        start = len(lines)
+        for word in paragraph.split():
+            if len(lines) > start and text_width(f"{lines[-1]} {word}", size) <= inches:
+                lines[-1] += f" {word}"
+            else:
+                lines.append(word)
+    return "\n".join(lines)
+
+
+def fitted(texts: Sequence[str], inches: float, tall: float) -> tuple[list[str], float]:
+    """Return `texts` wrapped to `inches`, at most `tall` inches high, and the largest such size."""
+    for size in (VALUE, SMALL, 12, 11, 10, 9, 8, 7):
+        found = [wrapped(text, size, inches) for text in texts]
+        lines = [text.split("\n") for text in found]
+        if max(map(len, lines), default=0) * size * _LINE / 72 <= tall and all(
+            text_width(line, size) <= inches for each in lines for line in each
+        ):
+            return found, size
+    return found, size
+
+
+def first_size(text: str, sizes: Sequence[float], inches: float, *, bold: bool = False) -> float:
+    """Return the first of `sizes` in which `text` is at most `inches` wide, or the last."""
+    return next((s for s in sizes if text_width(text, s, bold=bold) <= inches), sizes[-1])
 
 
 def name_and_tag(name: str, tag: str, size: float, inches: float) -> str:

@@ -14,7 +14,8 @@ from memest import predict
 from memest.cli import main
 from memest.estimator.versions import simulating
 from memest.plan.files import read_suite
-from memest.plots.slides import pdf_bytes
+from memest.plots.slides import draw_slide, pdf_bytes
+from memest.plots.style import WIDTH
 from memest.report.lecture import Lecture
 from memest.report.lecture_rows import Rows, predicted_rows, store_rows, stored_rows
 from memest.units import GIB
@@ -129,6 +130,17 @@ def test_exercises_have_an_answer_each(lab: Lecture) -> None:
 
     assert len(re.findall(r"^\d+\. ", asked, re.M)) == len(re.findall(r"^\d+\. ", answers, re.M))
     assert "8-bit Adam saves 43 GiB: flan-t5-xxl fits" in answers
+
+
+def test_no_text_of_a_slide_is_cut(lab: Lecture) -> None:
+    for each in lab.slides():
+        figure = draw_slide(each, dark=False)
+        drawn, (axes,) = figure.get_tightbbox(), figure.axes
+        title = next(text for text in figure.texts if text.get_gid() == "title")
+        assert title.get_text() == each.title
+        assert 0 <= drawn.x0 < drawn.x1 <= WIDTH
+        assert drawn.y0 >= 0
+        assert min(t.get_size() for t in (*axes.get_xticklabels(), *axes.get_yticklabels())) >= 10
 
 
 def test_a_stored_row_is_predicted_again() -> None:
