@@ -25,6 +25,7 @@ from memest.estimator.hardware.gpus import (
     SENDING_BYTES,
     SUBGROUP_BYTES,
     WITHOUT_COLLECTIVES_BYTES,
+    find_gpu,
 )
 from memest.estimator.torch_api.distributed import fsdp
 from memest.estimator.virtual_gpu import VirtualGpu
@@ -254,6 +255,18 @@ def test_a_gradient_of_a_pending_collective_reaches_the_engine() -> None:
 
     assert weight.grad is not None
     assert weight.grad.is_cuda
+
+
+def test_a_compiler_reads_the_gpu_of_the_run_and_not_of_an_earlier_one() -> None:
+    """Dynamo keeps the properties of all GPUs for the life of the process."""
+    names = []
+    for virtual in (VirtualGpu(find_gpu("l4")), gpu_of_rank(RANK, WORLD_SIZE)):
+        with virtual:
+            torch.compile(nn.Linear(8, 8, device="cuda"))(torch.randn(8, 8, device="cuda"))
+            worker = torch._dynamo.device_interface.CudaInterface.Worker
+            names.append(worker.get_device_properties(torch.cuda.current_device()).name)
+
+    assert names == ["NVIDIA L4", "NVIDIA H200"]
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # a new name in 2.13

@@ -41,7 +41,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
         patches.on_undo(dynamo.reset)
         _install_functions(patches, dynamo)
         _install_optimizers(patches, mode, dynamo)
-        _install_device(patches, dynamo.device_interface.CudaInterface)
+        _install_device(patches, dynamo.device_interface)
         _install_breaks(patches, mode, dynamo.exc.Unsupported)
 
     if has_hook is not None:
@@ -177,8 +177,10 @@ def _install_optimizers(patches: Patches, mode: CudaSimMode, dynamo: Any) -> Non
     patches.set(kind, "call_method", call_method)
 
 
-def _install_device(patches: Patches, interface: Any) -> None:
+def _install_device(patches: Patches, module: Any) -> None:
     """Replace functions of `torch.cuda` in a class that was imported with the original ones."""
+    patches.set(module, "caching_worker_device_properties", {})  # those of an earlier virtual GPU
+    interface = module.CudaInterface
     replacements = {original: made for made, original in patches.originals().items()}
     for name, value in list(vars(interface).items()):
         is_static = isinstance(value, staticmethod)
