@@ -327,6 +327,19 @@ def test_a_product_of_float8_is_written_into_a_given_tensor() -> None:
         assert out.shape == (64, 64)
 
 
+def test_halves_are_multiplied_on_a_second_stream() -> None:
+    """The time of a kernel counts its operations, whose counters take no dtype."""
+    if not hasattr(aten.addmm, "dtype"):
+        pytest.skip("torch has them from 2.8")
+    with VirtualGpu(H100):
+        total = torch.zeros(64, 64, device="cuda")
+        half = total.bfloat16()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            made = torch.addmm(total, half, half, out_dtype=torch.float32)
+
+        assert made.dtype is torch.float32
+
+
 @pytest.mark.parametrize("is_batch", [False, True])
 @pytest.mark.parametrize("has_out", [False, True])
 def test_halves_are_multiplied_into_float32(is_batch: bool, has_out: bool) -> None:

@@ -106,6 +106,7 @@ def kernel_us(gpu: Gpu, speed: Speed, func: Any, args: Any, kwargs: Any, out: An
     rate = speed.tflops_16bit if is_16bit else speed.tflops_32bit
     if "scaled_dot_product" in func._schema.name:
         args = _with_all_heads(args)
+    args = [value for value in args if not isinstance(value, torch.dtype)]  # `mm` with `out_dtype`
     operations: int = count(*args, **kwargs, out_val=out)
     return max(moved, operations / rate * 1e-6)
 
