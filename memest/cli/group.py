@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from memest.errors import MemestError
+from memest.errors import MemestError, closest
 from memest.packages import broken_package
 
 OOM_EXIT_CODE = 5
@@ -80,6 +80,16 @@ class _Group(click.Group):
                 with formatter.section(section):
                     formatter.write_dl(rows)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that `args` begin with; an unknown one names the closest."""
+        names = self.list_commands(ctx)
+        if args[0] not in names and not args[0].startswith("-"):
+            near = "".join(f" Did you mean {n!r}?" for n in closest(args[0], names, 1))
+            raise click.UsageError(f"No such command {args[0]!r}.{near}", ctx)
+        return super().resolve_command(ctx, args)
+
     def main(self, *args: Any, **kwargs: Any) -> Any:
         kwargs["standalone_mode"] = False
         kwargs.setdefault("prog_name", "memest")
@@ -88,6 +98,9 @@ class _Group(click.Group):
         except MemestError as error:
             fail(str(error), error.hint, error.exit_code)
         except click.UsageError as error:
+            if type(error).__name__ == "NoArgsIsHelpError":  # of click 8.2 and newer: the help
+                error.show()
+                sys.exit(error.exit_code)
             where = error.ctx.command_path if error.ctx else "memest"
             fail(error.format_message(), f"`{where} --help` lists the options", error.exit_code)
         except click.ClickException as error:

@@ -9,7 +9,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from memest.plots.style import HEIGHT, VERDICTS, WIDTH, Panel, require, slide
-from memest.plots.text import SMALL, VALUE, row_size, shortened
+from memest.plots.text import SMALL, VALUE, row_size, shortened, text_width
 from memest.plots.words import dotted, gpu_label, token_words, version_words
 from memest.report import Outcome, Prediction, StepTime
 from memest.units import GIB
@@ -65,14 +65,16 @@ def _draw_memory(panel: Panel, reports: Sequence[Prediction], gpu: str, size: fl
     axes = panel.axes
     left = [r.verdicts[gpu].margin_bytes / GIB for r in reports]
     low, high = min(0.0, *left), max(0.0, *left)
-    reach = high - low or 1.0
-    axes.set_xlim(low - 0.2 * reach * (low < 0), high + 0.2 * reach)
+    number = max(text_width(f"{value:+.1f}", min(size, VALUE)) for value in left) + 0.15
+    reach = (high - low or 1.0) / (1 - number * (1 + (low < 0)) / panel.width)
+    per_inch = reach / panel.width
+    axes.set_xlim(low - number * per_inch * (low < 0), high + number * per_inch)
     axes.xaxis.set_major_locator(MaxNLocator(5))
     for row, (report, value) in enumerate(zip(reports, left, strict=True)):
         word = report.verdicts[gpu].word
         color = VERDICTS.get(word) or (_LACK if word == "OOM" else _LEFT)
         axes.barh(row, value, height=_BAR, color=color, gid=f"memory-{row}")
-        beside = 0.01 * reach if value >= 0 else -0.01 * reach
+        beside = 0.05 * per_inch if value >= 0 else -0.05 * per_inch
         axes.text(
             value + beside, row, f"{value:+.1f}" if value < 0 else f"{value:.1f}",
             ha="left" if value >= 0 else "right", va="center", size=min(size, VALUE),

@@ -41,6 +41,7 @@ def memest(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[s
         (["predict", "--config", "no.yaml"], 2, "Error: `no.yaml` cannot be read"),
         (["predict", "--model", "gpt2", "-o", "no/such/folder"], 2, "cannot be written"),
         (["frobnicate"], 2, "Error: No such command 'frobnicate'"),
+        (["predit"], 2, "Error: No such command 'predit'. Did you mean 'predict'?"),
         (["compare", "no.jsonl"], 2, "Error: `no.jsonl` cannot be read"),
         (["compare", "no.jsonl", "--tolerance", "x"], 2, "Error: `--tolerance x` is not"),
     ],
@@ -53,6 +54,13 @@ def test_a_usage_error_is_two_lines_on_stderr(args: list[str], code: int, messag
     assert done.stderr.count("\n") == 2
     assert message in done.stderr
     assert "\nhint: " in done.stderr
+
+
+@pytest.mark.parametrize("args", [(), ("chart",)])
+def test_without_a_command_the_help_is_as_with_help(args: tuple[str, ...]) -> None:
+    bare, asked = memest(*args), memest(*args, "--help")
+
+    assert (bare.stdout + bare.stderr).strip() == asked.stdout.strip()
 
 
 def test_models_and_gpus_list_what_is_there() -> None:

@@ -46,6 +46,19 @@ def test_each_experiment_has_a_bar_of_memory_and_one_of_time(dark: bool) -> None
     assert {"10.0", "-5.0", "2", "1 OOM", "no estimate"} <= set(words)
 
 
+@pytest.mark.parametrize("gib", [(-335, 13), (-335, -2), (5, 900)])
+def test_each_number_of_memory_is_inside_its_panel(gib: tuple[int, int]) -> None:
+    figure = plot_trade_off([prediction(f"row {n}", n, 1.0) for n in gib], gpu=GPU)
+    figure.draw_without_rendering()
+
+    left, _right = figure.axes
+    panel = left.get_window_extent()
+    for number in left.texts:
+        if not (number.get_gid() or "").startswith("name"):
+            box = number.get_window_extent()
+            assert panel.x0 <= box.x0 < box.x1 <= panel.x1
+
+
 def test_a_chart_needs_a_report() -> None:
     with pytest.raises(PlanError):
         plot_trade_off([], gpu=GPU)
