@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from memest.errors import PlanError
@@ -14,13 +15,20 @@ def cache_folder() -> Path:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write to a temporary file in the same folder, and rename it.
+    """Write to a temporary file in the same folder, and rename it; a stream is written as it is.
 
     Raises:
         OSError: the file cannot be written; what was there before stays.
     """
     data = content.encode() if isinstance(content, str) else content
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
+    if is_stream(path):
+        sys.stdout.flush()
+        is_stdout = os.path.samestat(path.stat(), os.fstat(1))  # whose position goes on
+        with open(1 if is_stdout else path, "ab", closefd=not is_stdout) as file:
+            file.write(data)
+        return
+    path = path.resolve()  # a link stays
+    unfinished = _unfinished(path)
     try:
         with unfinished.open("wb") as file:
             file.write(data)
@@ -29,6 +37,34 @@ def write_whole(path: Path, content: str | bytes) -> None:
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def is_stream(path: Path) -> bool:
+    """Return whether `path` is a pipe or a device, such as `/dev/stdout`: it cannot be replaced."""
+    is_descriptor = path.parent in (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
+    return path.exists() and (is_descriptor or not (path.is_file() or path.is_dir()))
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
+
+
+def why_not_writable(path: Path) -> str:
+    """Return why the file `path` cannot be written, in the words of the system, or an empty text.
+
+    A file is made next to it, since permissions alone do not show it (`/proc`, a full disk).
+    """
+    if is_stream(path):
+        return "" if os.access(path, os.W_OK) else "Permission denied"
+    if path.is_dir():
+        return "Is a directory"
+    unfinished = _unfinished(path.resolve())
+    try:
+        unfinished.open("xb").close()
+        unfinished.unlink()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def write_output(path: Path, content: str | bytes) -> None:

@@ -26,7 +26,7 @@ from memest.cli.options import (
     plan_options,
     plan_options_without,
 )
-from memest.cli.resume import predict_resumably
+from memest.cli.resume import forget, predict_resumably
 from memest.cli.sweep import grid_options, grid_points
 from memest.cli.terminal import progress_bar
 from memest.errors import PlanError
@@ -151,6 +151,7 @@ def lab(
     if has_time:
         figure = plots.plot_trade_off(reports, gpu=names[0], dark=pictures.dark)
         pictures.save(figure, f"{path.stem}-time", [report.to_dict() for report in reports])
+        forget(pictures.folder / path.stem)
         return
     with progress_bar("what the others would need", with_results=False):
         unlimited = _needs(predicted, jobs)
@@ -158,6 +159,7 @@ def lab(
         reports, limits=limits, dark=pictures.dark, unlimited=unlimited, suite=path.stem
     )
     pictures.save(figure, path.stem, [report.to_dict() for report in reports])
+    forget(pictures.folder / path.stem)
 
 
 def _own_gpus(path: Path) -> list[str]:

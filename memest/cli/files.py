@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from memest.errors import PlanError
 from memest.plan import TrainingPlan
 from memest.plan.files import read_config, read_suite
 from memest.report import SimulatedReport
-from memest.writing import write_output
+from memest.writing import why_not_writable, write_output
 
 if TYPE_CHECKING:
     from memest.estimator.replay.recording import Recording
@@ -81,5 +80,5 @@ def make_folder(folder: Path) -> None:
         raise PlanError(
             f"`{folder}` cannot be made: {error.strerror}", hint="name another folder"
         ) from error
-    if not os.access(folder, os.W_OK):
-        raise PlanError(f"`{folder}` cannot be written", hint="name another folder")
+    if why := why_not_writable(folder / "picture"):
+        raise PlanError(f"`{folder}` cannot be written: {why}", hint="name another folder")

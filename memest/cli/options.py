@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -23,6 +22,7 @@ from memest.plan.training_plan import PLAN_KEYS
 from memest.report.schedulers import SCHEDULERS
 from memest.report.times import Training, read_prices, steps_of_plan
 from memest.units import parse_bytes
+from memest.writing import why_not_writable
 
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Decorator that adds options to a command."""
@@ -55,10 +55,11 @@ class OutputPath(click.Path):
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         """Return the path."""
         path = Path(str(super().convert(value, param, ctx)))
-        folder = path.parent
-        if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        if str(path) == "-":
+            raise PlanError("`-` is not a file", hint="stdout is `/dev/stdout`")
+        if why := why_not_writable(path):
             raise PlanError(
-                f"`{path}` cannot be written", hint="name a file in a folder that exists"
+                f"`{path}` cannot be written: {why}", hint="name a file in a folder that exists"
             )
         return path
 

@@ -89,7 +89,7 @@ def predict(
         raise PlanError("a recording is of one plan", hint="leave `--suite` out")
     if emit:
         plans = [with_gpus(plan, *NAMES) for plan in plans]
-    from memest.cli.resume import predict_resumably
+    from memest.cli.resume import forget, predict_resumably
     from memest.estimator.search.suite import partition, with_label
 
     with progress_bar():
@@ -98,7 +98,6 @@ def predict(
     if suite is None and failed:
         raise failed[0][1]
     reports = [report for _, report in predicted]
-    write_files([plan for plan, _ in predicted], reports, **files)
     if as_json:
         text = "\n".join(report.to_json() for report in reports)
     elif summary or emit:
@@ -112,8 +111,10 @@ def predict(
         text = render_text(reports[0], change=change, training=training, **looks)
         text = folded(text) if output is None else text
     print_or_write(text, output)
+    forget(output if suite else None)
     for error in (with_label(*each) for each in failed):
         print_error(str(error), error.hint)
+    write_files([plan for plan, _ in predicted], reports, **files)
     if failed:
         return failed[0][1].exit_code
     return OOM_EXIT_CODE if check and any(r.verdict != "fits" or r.warnings for r in reports) else 0

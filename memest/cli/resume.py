@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,17 +11,20 @@ from typing import Any
 
 import click
 
-from memest import __version__
 from memest.engines import Event, watched
 from memest.errors import MemestError, PlanError
 from memest.estimator.search.suite import predict_each
 from memest.estimator.search.sweep import Grid, SweepPoint, sweep_grid
+from memest.estimator.versions import STACK, library_versions
 from memest.plan import TrainingPlan
 from memest.report import Prediction
+from memest.writing import is_stream
 
 
 class StoredResults:
-    """Results by plan, in a JSON Lines file that grows with each and is deleted when all exist.
+    """Results by plan, in a JSON Lines file that grows with each.
+
+    A command deletes it by `forget` after it has written its output.
 
     Args:
         target: output file of the command; the results are stored next to it.
@@ -28,8 +32,12 @@ class StoredResults:
     """
 
     def __init__(self, target: Path, *, is_resumed: bool) -> None:
-        self.path = target.with_name(f".{target.name}.partial.jsonl")
+        self.path = _stored_path(target)
         self.known: dict[str, Any] = {}
+        from memest.estimator.hardware.pace import PACE
+
+        pace = os.environ.get(PACE, "")
+        self._versions = {**library_versions(*STACK), PACE: pace}  # a figure may change with each
         found = self._read()
         if is_resumed:
             self.known = found
@@ -49,7 +57,7 @@ class StoredResults:
         for line in lines:
             try:
                 row = json.loads(line)
-                if row["version"] == __version__:
+                if row["version"] == self._versions:
                     found[row["plan"]] = row["result"]
             except (ValueError, LookupError, TypeError):
                 continue  # cut short where it was interrupted
@@ -62,7 +70,7 @@ class StoredResults:
 
     def add(self, plan: TrainingPlan, result: Any) -> None:
         """Write a result, as JSON values."""
-        row = {"version": __version__, "plan": plan_key(plan), "result": result}
+        row = {"version": self._versions, "plan": plan_key(plan), "result": result}
         try:
             with self.path.open("w" if self._is_new else "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
@@ -75,7 +83,7 @@ class StoredResults:
 
     @contextmanager
     def storing(self, results_of: Callable[[Event], Mapping[TrainingPlan, Any]]) -> Iterator[None]:
-        """Store the results of each event in the block; delete the file at the end.
+        """Store the results of each event in the block.
 
         On an interrupt, the number of stored results is printed.
         """
@@ -93,7 +101,16 @@ class StoredResults:
                 stored = f"{len(self.known)} results are kept in {self.path}"
                 click.echo(f"\n{stored}; `--resume` goes on", err=True)
             raise
-        self.path.unlink(missing_ok=True)
+
+
+def forget(target: Path | None) -> None:
+    """Delete the results that are stored next to `target`, which has been written."""
+    if target is not None:
+        _stored_path(target).unlink(missing_ok=True)
+
+
+def _stored_path(target: Path) -> Path:
+    return target.with_name(f".{target.name}.partial.jsonl")
 
 
 def plan_key(plan: TrainingPlan) -> str:
@@ -117,7 +134,7 @@ def predict_resumably(
 ) -> list[Prediction | MemestError]:
     """Run `predict_each`, storing results next to `target`, if the command writes one."""
     how: dict[str, Any] = {"jobs": jobs, "trust_remote_code": trust_remote_code}
-    if target is None:
+    if target is None or is_stream(target):
         return predict_each(plans, **how)
     stored = StoredResults(target, is_resumed=is_resumed)
     known = {p: Prediction.from_dict(row) for p, row in stored.of(plans).items()}
@@ -131,7 +148,7 @@ def sweep_resumably(
     grid: Grid, target: Path | None, *, is_resumed: bool, **how: Any
 ) -> list[dict[str, Any]]:
     """Run `sweep_grid(**how)`, storing results next to `target`, if the command writes one."""
-    if target is None:
+    if target is None or is_stream(target):
         return sweep_grid(grid, **how)
     stored = StoredResults(target, is_resumed=is_resumed)
     rows = stored.of([plan for _, plan in grid if isinstance(plan, TrainingPlan)])

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
@@ -44,6 +45,7 @@ from memest.writing import write_output
 
 if TYPE_CHECKING:
     from memest.estimator.gpu.worlds import Ranks
+    from memest.run.launch_command import Launch
     from memest.run.launcher import RunResult
     from memest.run.session import Session
 
@@ -124,7 +126,7 @@ MAX_SECONDS_OF_RANK = 1800.0
 @click.option("--nnodes", type=click.IntRange(1), default=1, help="Nodes, as in `torchrun`.")
 @click.option(
     "--time-limit",
-    type=click.FloatRange(min=0, min_open=True),
+    type=click.FloatRange(min=0, max=1e9, min_open=True),
     help="End the script after this time, seconds. [several GPUs: 1800]",
 )
 @torch_option
@@ -192,7 +194,12 @@ def run(
     elsewhere = _run_elsewhere(python, ctx.meta[_ARGUMENTS])
     if elsewhere is not None:
         return elsewhere
-    target = _target(module, command)
+    launch, target = _target(module, command)
+    if launch.num_local is not None:
+        if nproc_per_node is not None or nnodes > 1:
+            raise PlanError("a launcher and `memest run` both have a number of GPUs", hint=_ONE)
+        nproc_per_node, nnodes = launch.num_local, launch.num_nodes
+    os.environ.update(launch.environment)
     check_single_process(os.environ)
     settings_from(os.environ)  # which the allocator reads at its first request
     target_gpu = _gpu(gpu_name, gpu_memory, beside)
@@ -211,7 +218,7 @@ def run(
     limit_s = time_limit or (MAX_SECONDS_OF_RANK if len(chosen) > 1 else None)
     streams: dict[str, Any] = {"has_input": not no_input, "has_stdout": not output["emit"]}
     run_one = partial(_run_one, target, make, limit_s=limit_s, **streams)
-    ran = _run_ranks(chosen, run_one, files)
+    ran = _run_chosen(chosen, run_one, files)
     _print_errors(ran)
     if ran.report is None:
         return _not_used(ran)
@@ -284,31 +291,52 @@ def _run_one(
     if not has_stdout:  # the script's output is not part of the file
         sys.stdout = sys.stderr
     session = make(ranks=ranks, is_immediate=is_immediate)
-    ran = run_target(target, session, limit_s=limit_s)
+    ran = run_target(target.of_rank(ranks.local_rank), session, limit_s=limit_s)
     if ran.report is not None and ranks.is_launched and ranks.world_size == 1:
         rows = tuple(rows_of([(ranks, ran.report)]))
         ran = replace(ran, report=replace(ran.report, ranks=rows))
-    if ran.report is not None and files is not None:
-        files.write(ran.report, session)
+    if ran.report is None or files is None:
+        return ran
+    return _after(ran, partial(files.write, ran.report, session))
+
+
+def _after(ran: RunResult, write: Callable[[], None]) -> RunResult:
+    """Write files after a run, whose report is printed also if a file cannot be written."""
+    try:
+        write()
+    except PlanError as error:
+        code = ran.exit_code or error.exit_code
+        return replace(ran, exit_code=code, refusal=ran.refusal or error)
     return ran
 
 
-def _run_ranks(
+def _run_chosen(
     chosen: Sequence[Ranks], run_one: Callable[..., RunResult], files: _Files
 ) -> RunResult:
-    """Run the ranks one after another, until one fails; the files are those of the worst."""
-    from memest.run.ranks import environment, merge_ranks, open_verdict, run_rank, run_with_peers
+    """Run one rank in this process, or several in processes of their own."""
+    from memest.run.ranks import environment
 
     if len(chosen) == 1:
         if chosen[0].is_launched:
             os.environ.update(environment(chosen[0]))
         return run_one(files, chosen[0])
+    with TemporaryDirectory(prefix="memest-files-") as folder:
+        return _run_ranks(chosen, run_one, files, folder)
+
+
+def _run_ranks(
+    chosen: Sequence[Ranks], run_one: Callable[..., RunResult], files: _Files, folder: str
+) -> RunResult:
+    """Run the ranks one after another, until one fails; the files are those of the worst."""
+    from memest.run.ranks import merge_ranks, open_verdict, run_rank, run_with_peers
+
     reports: list[tuple[Ranks, RunReport]] = []
     done: set[int] = set()
     for first in chosen:
         if first.rank in done:
             continue
-        every = run_with_peers(first, partial(_run_with_files, run_one, files), done=done)
+        run_with_files = partial(_run_with_files, run_one, files, folder)
+        every = run_with_peers(first, run_with_files, done=done)
         for ranks, ran in every:
             done.add(ranks.rank)
             report = ran.report
@@ -325,12 +353,13 @@ def _run_ranks(
     if not reports:
         return ran
     report = merge_ranks(reports)
-    files.keep_of(report, [ranks.rank for ranks, _ in reports])
-    return replace(ran, report=report)
+    return _after(replace(ran, report=report), partial(files.keep_of, report, folder))
 
 
-def _run_with_files(run_one: Callable[..., RunResult], files: _Files, ranks: Ranks) -> RunResult:
-    return run_one(files.of_rank(ranks.rank), ranks)
+def _run_with_files(
+    run_one: Callable[..., RunResult], files: _Files, folder: str, ranks: Ranks
+) -> RunResult:
+    return run_one(files.of_rank(folder, ranks.rank), ranks)
 
 
 def _first_failed(every: Sequence[RunResult]) -> RunResult:
@@ -368,12 +397,23 @@ def _no_real_gpu() -> Iterator[None]:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
 
-def _target(module: str | None, command: tuple[str, ...]) -> Target:
-    if module is not None:
-        return find_module(module, command)
-    if not command:
+_ONE = "leave `--nproc-per-node` and `--nnodes` of `memest run` out"
+
+
+def _target(module: str | None, command: tuple[str, ...]) -> tuple[Launch, Target]:
+    """Return the command's script or module, and how a launcher would start it."""
+    from memest.run.launch_command import Launch, read_launch
+
+    if module is None and not command:
         raise PlanError("no script is named", hint="`memest run train.py`, or `-m MODULE`")
-    return find_script(command[0], command[1:])
+    with _no_real_gpu():
+        launch = read_launch(module, command)
+    if launch is None:
+        first, *rest = command if module is None else (module, *command)
+        launch = Launch(first, tuple(rest), module is not None)
+    find = find_module if launch.is_module else find_script
+    target = find(launch.script, launch.args)
+    return launch, replace(target, local_rank=launch.local_rank)
 
 
 def _gpu(name: str | None, memory_bytes: int | None, beside_bytes: int | None) -> Gpu:
@@ -390,25 +430,23 @@ class _Files:
         self.paths = [path and Path(os.path.abspath(path)) for path in paths]
         self.json, self.html, self.snapshot, self.chrome = self.paths
 
-    def of_rank(self, rank: int) -> _Files:
-        """Return hidden files next to these, for one rank of several."""
-        return _Files(*(path and _beside(path, rank) for path in self.paths))
+    def of_rank(self, folder: str, rank: int) -> _Files:
+        """Return files in `folder`, for one rank of several."""
+        return _Files(*(path and Path(folder, f"{rank}.{i}") for i, path in enumerate(self.paths)))
 
-    def keep_of(self, report: RunReport, ranks: Sequence[int]) -> None:
-        """Move the files of the report's rank into place, of `ranks` that have written some."""
-        for path in filter(None, self.paths):
-            for rank in ranks:
-                if rank == report.rank:
-                    _beside(path, rank).replace(path)
-                else:
-                    _beside(path, rank).unlink()
+    def keep_of(self, report: RunReport, folder: str) -> None:
+        """Write the files of the report's rank, which are in `folder`."""
+        from memest.report.page import with_all_ranks
+
+        written = self.of_rank(folder, report.rank)
         if self.json is not None:
             write_output(self.json, report.to_json() + "\n")
-        if self.html is not None:
-            from memest.report.page import with_all_ranks
-
-            rendered = self.html.read_text(encoding="utf-8")
+        if self.html is not None and written.html is not None:
+            rendered = written.html.read_text(encoding="utf-8")
             write_output(self.html, with_all_ranks(rendered, report))
+        for path, of_rank in zip(self.paths[2:], written.paths[2:], strict=True):
+            if path is not None and of_rank is not None:
+                write_output(path, of_rank.read_bytes())
 
     def write(self, report: RunReport, session: Session) -> None:
         """Write all requested files."""
@@ -420,10 +458,6 @@ class _Files:
             recording, chrome = record_run_of(session.virtual, report), self.chrome
             files = {"html": self.html, "snapshot": self.snapshot, "chrome_trace": chrome}
             write_pages([report], recording, **files)
-
-
-def _beside(path: Path, rank: int) -> Path:
-    return path.with_name(f".{path.name}.rank{rank}")
 
 
 def _print(

@@ -22,7 +22,7 @@ from memest.cli.options import (
     plan_options,
     remote_code_option,
 )
-from memest.cli.resume import sweep_resumably
+from memest.cli.resume import forget, sweep_resumably
 from memest.cli.terminal import progress_bar
 from memest.errors import PlanError
 from memest.estimator.predict import target_gpus
@@ -169,6 +169,7 @@ def sweep(
         rows = sweep_resumably(points, output, is_resumed=resume, jobs=jobs, **how)
     text = json_lines(rows) if as_json else to_csv(rows)
     print_or_write(text, output)
+    forget(output)
     return OOM_EXIT_CODE if check and not any(row["verdict"] == "fits" for row in rows) else 0
 
 

@@ -6,7 +6,7 @@ import io
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,6 +54,14 @@ class Target:
 
     roots: tuple[Path, ...] = ()
     """Folders of libraries whose code is the script's."""
+
+    local_rank: str = ""
+    """Argument before the others, to which each rank adds its number: `--local_rank=`."""
+
+    def of_rank(self, local_rank: int) -> Target:
+        """Return the target with the argument of one rank."""
+        first = (f"{self.local_rank}{local_rank}",) if self.local_rank else ()
+        return replace(self, args=(*first, *self.args), local_rank="")
 
     @property
     def label(self) -> str:

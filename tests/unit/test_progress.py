@@ -11,9 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from memest import Prediction, TrainingPlan, predict
+from memest import Prediction, TrainingPlan, predict, writing
 from memest.cli import main
-from memest.cli.resume import StoredResults, plan_key, predict_resumably, predictions_of
+from memest.cli.resume import (
+    StoredResults,
+    forget,
+    plan_key,
+    predict_resumably,
+    predictions_of,
+)
 from memest.cli.terminal import progress_bar, result_lines
 from memest.engines import Event, Local, watched
 from memest.estimator.search import suite
@@ -123,7 +129,36 @@ def test_an_interrupted_suite_keeps_what_is_done_and_goes_on_from_there(
     assert [r.to_json() for r in found if isinstance(r, Prediction)] == [
         r.to_json() for r in reports
     ]
+    assert [path.name for path in tmp_path.iterdir()] == [".lab.partial.jsonl"]
+    forget(tmp_path / "lab")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_results_stay_until_the_output_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "sweep.csv"
+    args = ["sweep", "--model", "gpt2", "--seq-len", "16", "--bs", "1", "--gpu", "t4", "-o",
+            str(out), "--jobs", "1"]  # fmt: skip
+
+    def full(path: Path, content: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writing, "write_whole", full)
+    with pytest.raises(SystemExit) as ended:
+        main(args)
+
+    assert ended.value.code == 2
+    assert len(StoredResults(out, is_resumed=True).known) == 1
+
+
+def test_results_of_another_release_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    StoredResults(tmp_path / "out.csv", is_resumed=False).add(PLANS[0], {"a": 1})
+    monkeypatch.setenv("MEMEST_TORCH", "2.7")
+
+    assert StoredResults(tmp_path / "out.csv", is_resumed=True).known == {}
 
 
 def test_a_line_cut_short_and_one_of_another_version_are_passed_over(
@@ -133,7 +168,7 @@ def test_a_line_cut_short_and_one_of_another_version_are_passed_over(
     kept.add(PLANS[0], {"a": 1})
     text = kept.path.read_text()
     kept.path.write_text(
-        text + text.replace('"version": "', '"version": "0.0.').replace("b1", "b9") + text[:40]
+        text + text.replace('"memest": "', '"memest": "0.0.').replace("b1", "b9") + text[:40]
     )
 
     assert StoredResults(tmp_path / "out.csv", is_resumed=True).known == {

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from memest.errors import PlanError
-from memest.writing import write_output, write_whole
+from memest.writing import why_not_writable, write_output, write_whole
 
 
 def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,3 +26,37 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
 
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_stays_and_its_file_is_written(tmp_path: Path) -> None:
+    link, real = tmp_path / "latest.json", tmp_path / "real.json"
+    link.symlink_to(real.name)
+
+    write_whole(link, "new")
+
+    assert link.is_symlink()
+    assert real.read_text() == "new"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_is_written_and_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+
+    assert why_not_writable(pipe) == ""
+    write_whole(pipe, "new")
+
+    assert os.read(reader, 9) == b"new"
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+    os.close(reader)
+
+
+@pytest.mark.skipif(not Path("/dev/stdout").exists(), reason="needs /dev/stdout")
+def test_stdout_that_is_a_file_goes_on_after_an_output(tmp_path: Path) -> None:
+    lines = "print(1); write_output(Path('/dev/stdout'), 'two\\n'); print(3)"
+    script = f"from pathlib import Path; from memest.writing import write_output; {lines}"
+    with (tmp_path / "out").open("wb") as out:
+        subprocess.run([sys.executable, "-c", script], stdout=out, check=True)
+
+    assert (tmp_path / "out").read_text() == "1\ntwo\n3\n"

@@ -56,6 +56,9 @@ def run(*args: str) -> int:
         (("--bs", "8", "train.py"), "No such option"),
         (("--memory-limit", "much", "train.py"), "`much` is not a memory size"),
         (("--json", "no/such/folder.json", "train.py"), "cannot be written"),
+        (("--json", "/proc/report.json", "train.py"), "`/proc/report.json` cannot be written"),
+        (("--json", "-", "train.py"), "`-` is not a file\nhint: stdout is `/dev/stdout`"),
+        (("--time-limit", "1e300", "train.py"), "'--time-limit': 1e+300 is not in the range"),
     ],
 )
 def test_what_is_wrong_is_told_before_torch_is_there(
@@ -99,6 +102,21 @@ def test_the_report_follows_the_output_of_the_script(capsys: pytest.CaptureFixtu
 
     assert out.startswith("step 0\n\n-----")
     assert "stopped after the requested steps; 2 optimizer steps on a100-40gb: fits" in out
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("ranks", [(), ("--nproc-per-node", "2")])
+def test_the_report_is_printed_if_its_file_cannot_be_written(ranks: tuple[str, ...]) -> None:
+    words = ["run", "--summary", "--json", "/dev/full", *ranks, "train.py", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "memest", *words],
+        capture_output=True, text=True, check=False, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+    assert done.returncode == 2
+    assert "memest: 0.06 of" in done.stdout
+    assert "`/dev/full` cannot be written: No space left on device" in done.stderr
 
 
 def test_files_are_written_where_the_command_was_typed(

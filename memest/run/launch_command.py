@@ -1,0 +1,207 @@
+"""Commands of launchers, such as `torchrun`: the script and ranks that they start.
+
+Each launcher's own parser reads the command, and its own code makes the environment, up to the
+point where processes would start.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+from memest.errors import MemestError, PlanError, UnsupportedError, shown
+from memest.packages import require
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Script that a launcher starts, and its ranks."""
+
+    script: str
+    """Path of the script, or name of the module."""
+
+    args: tuple[str, ...]
+    is_module: bool = False
+    num_local: int | None = None
+    """Ranks of a node; None without a launcher of ranks."""
+
+    num_nodes: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that the launcher sets besides those of `torchrun`."""
+
+    local_rank: str = ""
+    """Argument before the script's own, to which each rank adds its number: `--local_rank=`."""
+
+
+def read_launch(module: str | None, words: Sequence[str]) -> Launch | None:
+    """Return what a launcher's command starts; None if the command names the script itself.
+
+    Raises:
+        PlanError: the launcher refuses its arguments, or has none for the number of GPUs.
+        UnsupportedError: it starts something else than a Python script.
+    """
+    if module is not None:
+        start = _MODULES.get(module)
+        words = [module, *words]
+    else:
+        typed = Path(words[0]) if words else Path()
+        is_script = typed.name == str(typed) and typed.is_file()
+        start = None if is_script else _COMMANDS.get(typed.name)
+    return start(words[1:]) if start else None
+
+
+def _python(words: Sequence[str]) -> Launch:
+    """Read `python [options] script` or `python -m module`."""
+    rest = list(words)
+    while rest and rest[0].startswith("-") and not rest[0].startswith("-m"):
+        if rest[0] in ("-", "-c"):
+            raise UnsupportedError("the code is not in a file", hint="write it to a script")
+        del rest[: 2 if rest[0] in ("-W", "-X") else 1]
+    if rest and rest[0].startswith("-m"):
+        rest[:1] = ["-m", rest[0][2:]] if rest[0] != "-m" else ["-m"]
+        inner = read_launch(rest[1], rest[2:]) if len(rest) > 1 else None
+        if inner is not None:
+            return inner
+    is_module = bool(rest) and rest[0] == "-m"
+    if len(rest) <= is_module:
+        raise PlanError("no script is named", hint="`memest run train.py`, or `-m MODULE`")
+    return Launch(rest[is_module], tuple(rest[is_module + 1 :]), is_module)
+
+
+def _torchrun(words: Sequence[str], module: str = "torch.distributed.run") -> Launch:
+    launcher = import_module(module)
+    return _of_ranks(*_stopped("torchrun", lambda: launcher.main(list(words))))
+
+
+def _torch_launch(words: Sequence[str]) -> Launch:
+    return _torchrun(words, "torch.distributed.launch")
+
+
+def _accelerate(words: Sequence[str]) -> Launch:
+    if words[:1] != ["launch"]:
+        raise UnsupportedError(
+            f"`accelerate {' '.join(words[:1])}` starts no script", hint="name the script itself"
+        )
+    return _accelerate_launch(words[1:])
+
+
+def _accelerate_launch(words: Sequence[str]) -> Launch:
+    """Read `accelerate launch`, whose files and options become variables of the environment."""
+    require("accelerate")
+    launcher = import_module("accelerate.commands.launch")
+
+    def start() -> None:
+        launcher.launch_command(launcher.launch_command_parser().parse_args(list(words)))
+
+    def one_process(args: Any) -> None:
+        if not args.num_processes:  # those of this machine, which has none
+            raise _without_number("--num_processes")
+        if args.num_processes > 1 and not args.cpu:  # its choice where there are GPUs
+            launcher.multi_gpu_launcher(args)
+        raise _Started(args, launcher.prepare_simple_launcher_cmd_env(args)[1])
+
+    with _replaced(launcher, "simple_launcher", one_process):
+        args, environment = _stopped("accelerate launch", start)
+    return _of_ranks(args, environment)
+
+
+def _deepspeed(words: Sequence[str]) -> Launch:
+    require("deepspeed")
+    runner = import_module("deepspeed.launcher.runner")
+    args = runner.parse_args(list(words))
+    if args.num_gpus < 1:
+        raise _without_number("--num_gpus")
+    if args.no_python:
+        raise _not_python()
+    return Launch(
+        args.user_script,
+        tuple(args.user_args),
+        args.module,
+        args.num_gpus,
+        max(1, args.num_nodes),
+        local_rank="" if args.no_local_rank else "--local_rank=",  # deepspeed/launcher/launch.py
+    )
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], Launch]] = {
+    "python": _python, "python3": _python, "torchrun": _torchrun, "accelerate": _accelerate,
+    "accelerate-launch": _accelerate_launch, "deepspeed": _deepspeed,
+}  # fmt: skip
+"""Reader of each launcher's command."""
+
+_MODULES: dict[str, Callable[[Sequence[str]], Launch]] = {
+    "torch.distributed.run": _torchrun, "torch.distributed.launch": _torch_launch,
+    "accelerate.commands.launch": _accelerate_launch,
+    "accelerate.commands.accelerate_cli": _accelerate,
+    "deepspeed.launcher.runner": _deepspeed,
+}  # fmt: skip
+"""Reader of each launcher that is a module."""
+
+
+def _of_ranks(args: Any, environment: Mapping[str, str]) -> Launch:
+    """Return the ranks of parsed arguments of `torchrun`."""
+    if args.no_python or getattr(args, "run_path", False):
+        raise _not_python()
+    number = getattr(args, "nproc_per_node", None)  # accelerate starts one process without it
+    if number is not None and not str(number).isdecimal():  # `gpu`, `auto`: those of the machine
+        raise _without_number("--nproc-per-node")
+    nodes = str(getattr(args, "nnodes", 1)).partition(":")  # least and most of an elastic run
+    return Launch(
+        args.training_script,
+        tuple(args.training_script_args),
+        bool(args.module),
+        None if number is None else int(number),
+        int(nodes[2] or nodes[0]),
+        {k: v for k, v in environment.items() if os.environ.get(k) != v},
+        "" if getattr(args, "use_env", True) else "--local-rank=",  # config_from_args of torch
+    )
+
+
+def _without_number(option: str) -> MemestError:
+    return PlanError("the launcher takes the GPUs of this machine", hint=f"give `{option} N`")
+
+
+def _not_python() -> MemestError:
+    return UnsupportedError("the launcher starts no Python script", hint="name a Python script")
+
+
+class _Started(BaseException):
+    """Raised where a launcher would start processes."""
+
+    def __init__(self, args: Any, environment: Mapping[str, str]) -> None:
+        super().__init__()
+        self.args_of_launcher, self.environment = args, environment
+
+
+def _start(args: Any) -> NoReturn:
+    raise _Started(args, dict(os.environ))
+
+
+def _stopped(name: str, start: Callable[[], object]) -> tuple[Any, Mapping[str, str]]:
+    """Call `start` until it would start processes; return its arguments and environment."""
+    run, launch = map(import_module, ("torch.distributed.run", "torch.distributed.launch"))
+    try:
+        with _replaced(run, "run", _start), _replaced(launch, "run", _start):
+            start()
+    except _Started as started:
+        return started.args_of_launcher, started.environment
+    except MemestError:
+        raise
+    except Exception as error:
+        raise PlanError(f"{shown(name)}: {error}", hint="correct its options") from error
+    raise UnsupportedError(f"{shown(name)} starts no process here", hint="name the script itself")
+
+
+@contextmanager
+def _replaced(module: Any, name: str, value: object) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
