@@ -169,7 +169,8 @@ def make(target: Target) -> None:
     """Run a target's command and put what it made in its place."""
     with tempfile.TemporaryDirectory() as out:
         command = [part.replace("{out}", out) for part in target.command]
-        subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
+        tree = os.environ | {"PYTHONPATH": str(ROOT)}  # not an installed memest
+        subprocess.run([sys.executable, *command], cwd=ROOT, env=tree, check=True)
         made = Path(out, target.made)
         if made.suffix == ".html":
             browser = next(filter(None, map(shutil.which, BROWSERS)))

@@ -9,7 +9,6 @@ matplotlib is imported by the first use of a function, not by the import of this
 
 from __future__ import annotations
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -47,9 +46,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "card_label":
-        warnings.warn("`card_label` is `gpu_label` now", DeprecationWarning, stacklevel=2)
-        name = "gpu_label"
     if name not in _HOMES:
         raise AttributeError(f"module `memest.plots` has no attribute `{name}`")
     require("matplotlib")

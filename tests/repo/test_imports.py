@@ -24,14 +24,15 @@ FLOORS = [
     {"estimator"},
     {"run", "validate"},
     {"plots", "report_writers"},
-    {"cli", "__main__", "lightning", "notebook", "pytest_plugin", "render", "transformers"},
+    {"cli", "__main__", "lightning", "notebook", "pytest_plugin", "transformers"},
 ]
 """The rooms of the package, lowest first."""
 
 ESTIMATOR_FLOORS = [
-    {"hardware", "versions"},
+    {"versions"},
     {"allocator"},
     {"tensors"},
+    {"hardware"},
     {"ops"},
     {"gpu"},
     {"integrations", "torch_api"},

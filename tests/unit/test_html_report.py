@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import re
-import sys
 from dataclasses import replace
 from decimal import Decimal
 from html.parser import HTMLParser
@@ -127,15 +126,6 @@ def test_a_list_of_predictions_is_a_table_in_a_notebook(reports: list[Prediction
     assert '<td class="bad">OOM</td>' in html
     assert "small" in str(table)
     Page(html)
-
-
-def test_the_old_name_of_the_writers_warns(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("memest.render")]:
-        monkeypatch.delitem(sys.modules, name)  # another test may have imported it
-    with pytest.warns(DeprecationWarning, match=r"memest\.report\.page"):
-        from memest.render.html import PredictionTable as old
-
-    assert old is PredictionTable
 
 
 def test_the_page_of_a_difference_has_peaks_and_changes(reports: list[Prediction]) -> None:

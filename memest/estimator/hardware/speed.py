@@ -16,7 +16,8 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.hardware.work import tensors_in, written
+from memest.estimator.hardware.work import written
+from memest.estimator.tensors.placement import tensors_in
 
 LAUNCH_US = 15.6
 """Host time of an operator of a training step in eager mode: `scripts/measure_pace.py` on the host

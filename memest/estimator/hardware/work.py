@@ -6,7 +6,7 @@ work on a GPU, so both describe a call by the same function, `work_of`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from math import prod
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from memest.estimator.tensors.placement import tensors_in
 from memest.estimator.versions import allows_tf32
 
 
@@ -325,7 +326,7 @@ def _num_bytes(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> int:
         read = (args[0], *args[2:])
     total = sum(map(_bytes_of, tensors_in((read, tuple(kwargs.values()), out))))
     if name in _READS_FEW:  # the rows that are read are as large as the result or the values
-        total += sum(map(_bytes_of, tensors_in(out if name in _READS_OUT else args[1:])))
+        total += sum(map(_bytes_of, tensors_in((out,) if name in _READS_OUT else args[1:])))
     elif not func._schema.returns:
         total += sum(map(_bytes_of, tensors_in([args[i] for i in written(func) if i < len(args)])))
     return total
@@ -358,15 +359,3 @@ def written(func: Any) -> tuple[int, ...]:
     """Return positions of arguments that an operator writes."""
     arguments = enumerate(func._schema.arguments)
     return tuple(i for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
-
-
-def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists and tuples, or a lone tensor."""
-    if isinstance(values, Tensor):
-        yield values
-        return
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_in(value)
