@@ -15,11 +15,11 @@ from memest.estimator.ops.convolution import (
     convolution_outputs,
 )
 from memest.estimator.ops.cudnn_convolution import (
-    ConvolutionShapes,
     Workspace,
     tried_bytes,
     workspace,
 )
+from memest.estimator.ops.cudnn_rules import ConvolutionShapes
 from memest.estimator.ops.normalization import takes_cudnn
 from memest.estimator.ops.registry import op_of
 from memest.estimator.ops.temporaries import TRIED, Scratch

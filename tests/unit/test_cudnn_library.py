@@ -22,7 +22,6 @@ from memest.estimator.ops import cudnn_convolution, cudnn_library
 from memest.estimator.ops.convolution import has_same_workspaces
 from memest.estimator.ops.cudnn_convolution import (
     ANY_KERNELS,
-    ConvolutionShapes,
     Workspace,
     answers_of,
     describe_source,
@@ -41,7 +40,8 @@ from memest.estimator.ops.cudnn_library import (
     library,
     strides,
 )
-from memest.estimator.ops.cudnn_rules import is_product, workspace_bytes
+from memest.estimator.ops.cudnn_rules import ConvolutionShapes, is_product, workspace_bytes
+from tests.convolutions import of_row
 
 DIRECTIONS = ("forward", "input", "weight")
 
@@ -134,7 +134,7 @@ def test_a_refused_call_is_estimated(
 ) -> None:
     install(monkeypatch, answer)
     found = workspace(PLAIN, "forward", H100)
-    assert found.num_bytes == workspace_bytes(PLAIN.row(), "forward") > 0
+    assert found.num_bytes == workspace_bytes(PLAIN, "forward") > 0
     assert not found.is_by_library
 
 
@@ -294,13 +294,13 @@ def in_blocks(num_bytes: int) -> int:
     return -(-num_bytes // BLOCK_BYTES)
 
 
-Row = tuple[tuple[int, ...], list[int], list[int], list[int], list[int]]
+Row = tuple[ConvolutionShapes, list[int], list[int], list[int], list[int]]
 
 
 @cache
 def measured() -> list[Row]:
     """Calls with workspaces of any kernel, of deterministic ones, without TF32, and tried ones."""
-    return [(tuple(row), *rest) for row, *rest in json.loads(WORKSPACES.read_text())["calls"]]
+    return [(of_row(row), *rest) for row, *rest in json.loads(WORKSPACES.read_text())["calls"]]
 
 
 def share_right(
@@ -345,7 +345,7 @@ def test_products_by_cublaslt_are_near(direction: str, share: float, near: float
 def test_filters_choose_the_plans_that_an_h100_chose(
     direction: str, column: int, settings: dict[str, bool]
 ) -> None:
-    rows = [row for row in measured() if not is_product(row[0]) and row[0][0] == 0]
+    rows = [row for row in measured() if not is_product(row[0]) and row[0].dtype == torch.float32]
     assert len(rows) > 100
     assert share_right(direction, rows, column, **settings) >= 0.99
 
@@ -396,25 +396,23 @@ def test_one_of_two_compiled_engines_sums_the_weight_in_parts(
     call = ConvolutionShapes(
         image, window, image, (1, 1), (1, 1), (1, 1), channels, torch.bfloat16, True
     )
-    plan = installed().first_plan(call.row(), "weight", H100.name, ANY_KERNELS)
+    plan = installed().first_plan(call, "weight", H100.name, ANY_KERNELS)
     assert plan is not None
     assert plan.workspace_bytes == num_bytes
 
 
 def test_an_a100_takes_other_workspaces_than_an_h100() -> None:
     cudnn = installed()
-    plans = [
-        cudnn.first_plan(HALF_LAST.row(), "forward", gpu.name, ANY_KERNELS) for gpu in (H100, A100)
-    ]
+    plans = [cudnn.first_plan(HALF_LAST, "forward", gpu.name, ANY_KERNELS) for gpu in (H100, A100)]
     assert [plan and plan.workspace_bytes for plan in plans] == [131, 0]
 
 
 def test_a_t4_has_no_plan_for_bfloat16() -> None:
     cudnn = installed()
-    row = HALF_LAST.row()
-    assert cudnn.first_plan((1, *row[1:]), "forward", T4.name, ANY_KERNELS) is not None
+    half = replace(HALF_LAST, dtype=torch.float16)
+    assert cudnn.first_plan(half, "forward", T4.name, ANY_KERNELS) is not None
     with suppress(CudnnError):
-        assert cudnn.first_plan(row, "forward", T4.name, ANY_KERNELS) is None
+        assert cudnn.first_plan(HALF_LAST, "forward", T4.name, ANY_KERNELS) is None
 
 
 PATCHES = ConvolutionShapes(

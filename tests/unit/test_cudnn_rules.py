@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from memest.estimator.ops.cudnn_rules import (
+    ConvolutionShapes,
     compiled_bytes,
     fourier_bytes,
     is_fourier,
@@ -18,6 +21,7 @@ from memest.estimator.ops.cudnn_rules import (
     winograd_bytes,
     workspace_bytes,
 )
+from tests.convolutions import of_row
 
 DIRECTIONS = ("forward", "input", "weight")
 MEASURED = Path(__file__).parents[1] / "data" / "cudnn_workspaces.json"
@@ -32,12 +36,12 @@ def row(
     out: int,
     window: int,
     padding: int,
-) -> tuple[int, ...]:
+) -> ConvolutionShapes:
     """A 2-D call without stride: samples, inputs and outputs are `sizes`."""
-    return (
+    return of_row((
         dtype, last, 2, groups, *sizes, 1, side, side, 1, out, out, 1, window, window,
         1, 1, 1, 0, padding, padding, 1, 1, 1,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def test_a_product_has_no_stride_padding_or_groups() -> None:
@@ -80,7 +84,7 @@ def test_winograd_takes_what_was_measured(
     call = row(dtype, last, groups, sizes, side, side, 3, 1)
     assert is_winograd(call, direction)
     assert winograd_bytes(call, direction) == num_bytes
-    assert not is_winograd((3, *call[1:]), direction), "float64"
+    assert not is_winograd(replace(call, dtype=torch.float64), direction), "float64"
 
 
 def test_a_gpu_rejects_winograd_in_channels_last_except_for_the_weight() -> None:
@@ -117,16 +121,16 @@ def test_fourier_transforms_take_what_was_measured(
     call = row(0, last, 1, sizes, side, out, window, padding)
     assert is_fourier(call, direction)
     assert fourier_bytes(call, direction) == num_bytes
-    assert not is_fourier((2, *call[1:]), direction), "bfloat16"
+    assert not is_fourier(replace(call, dtype=torch.bfloat16), direction), "bfloat16"
 
 
 def test_a_gpu_rejects_transforms_of_large_images_and_of_windows_of_one_row() -> None:
     """Measured: the engine that comes next runs, with 13 MB in place of 17 GB for the weight."""
     for length, is_accepted in ((250, True), (320, False)):
-        call = (
+        call = of_row((
             0, 0, 1, 1, 64, 64, 64, 1, 1, length, 1, 1, length, 1, 1, 7,
             1, 1, 1, 0, 0, 3, 1, 1, 1,
-        )  # fmt: skip
+        ))  # fmt: skip
         assert [is_fourier(call, d) for d in DIRECTIONS] == [is_accepted, False, is_accepted]
 
 
@@ -139,7 +143,7 @@ def test_strided_fourier_transforms_are_near(
 ) -> None:
     """Windows of 4 x 4 with a stride of 2, as a DCGAN has them."""
     call = row(0, 0, 1, sizes, side, side // 2, 4, 1)
-    call = (*call[:16], 1, 2, 2, *call[19:])
+    call = replace(call, stride=(2, 2))
     assert abs(strided_fourier_bytes(call) - num_bytes) <= most * num_bytes
 
 
@@ -164,5 +168,7 @@ def test_the_estimate_without_cudnn_is_as_often_right_as_the_report_says(
     """Within 512 B of what was measured."""
     calls = json.loads(MEASURED.read_text())["calls"]
     place = DIRECTIONS.index(direction)
-    right = [abs(workspace_bytes(c, direction) - sizes[place]) <= 512 for c, sizes, *_ in calls]
+    right = [
+        abs(workspace_bytes(of_row(c), direction) - sizes[place]) <= 512 for c, sizes, *_ in calls
+    ]
     assert sum(right) >= share * len(calls)

@@ -24,15 +24,13 @@ from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next, is_in_autocast
 from memest.estimator.ops.cudnn_convolution import (
     MEASURED_CAPABILITY,
-    SPATIAL,
-    ConvolutionShapes,
     Workspace,
     installed_for,
     tried_bytes,
     workspace,
 )
 from memest.estimator.ops.cudnn_library import Kernels
-from memest.estimator.ops.cudnn_rules import DTYPES
+from memest.estimator.ops.cudnn_rules import DTYPES, ConvolutionShapes
 from memest.estimator.ops.reductions import sum_bytes
 from memest.estimator.ops.refusals import same_type, tensor_type
 from memest.estimator.ops.registry import Args, Kwargs, register
@@ -126,7 +124,7 @@ def _is_by_cudnn(c: ConvolutionShapes, gpu: Gpu) -> bool:
     is_recent = gpu.capability >= OLDEST_WITH_BFLOAT16
     if c.dtype == torch.bfloat16 and not is_recent:
         raise RuntimeError(NO_ENGINE)
-    is_known = c.dtype in DTYPES and 1 <= len(c.stride) <= SPATIAL
+    is_known = c.dtype in DTYPES and 1 <= len(c.stride) <= 3
     return is_known and (is_recent or installed_for(gpu) is not None)
 
 

@@ -14,8 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 
-import torch
-
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops.cudnn_library import (
     FOLDER,
@@ -26,7 +24,7 @@ from memest.estimator.ops.cudnn_library import (
     library,
 )
 from memest.estimator.ops.cudnn_rules import (
-    DTYPES,
+    ConvolutionShapes,
     is_strided_fourier,
     strided_fourier_bytes,
     workspace_bytes,
@@ -36,46 +34,6 @@ from memest.writing import cache_folder, write_whole
 
 MEASURED_CAPABILITY = (9, 0)
 """Compute capability of the GPU on which the library's answers were compared with measured ones."""
-
-SPATIAL = 3
-
-
-@dataclass(frozen=True, slots=True)
-class ConvolutionShapes:
-    """One convolution, as cuDNN is called: a transposed one is the gradient of a plain one.
-
-    `tensor` (N, C, ...), `weight` (O, C / groups, ...) and `output` (N, O, ...) are those of the
-    plain convolution.
-    """
-
-    tensor: tuple[int, ...]
-    weight: tuple[int, ...]
-    output: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-    dtype: torch.dtype
-    is_channels_last: bool
-
-    @property
-    def is_depthwise(self) -> bool:
-        """True if each group has one input channel."""
-        return self.groups > 1 and self.weight[1] == 1
-
-    def row(self) -> tuple[int, ...]:
-        """Return the call as numbers: three spatial extents, the first 1 if the call has fewer."""
-        dims = len(self.tensor) - 2
-        extents = [
-            (self.tensor[2:], 1), (self.output[2:], 1), (self.weight[2:], 1),
-            (self.stride, 1), (self.padding, 0), (self.dilation, 1),
-        ]  # fmt: skip
-        return (
-            DTYPES.index(self.dtype), int(self.is_channels_last), dims, self.groups,
-            self.tensor[0], self.tensor[1], self.output[1],
-            *(n for values, fill in extents for n in [fill] * (SPATIAL - dims) + list(values)),
-        )  # fmt: skip
-
 
 ANY_KERNELS = Kernels()
 
@@ -128,16 +86,15 @@ def workspace(
     shapes: ConvolutionShapes, direction: str, gpu: Gpu, kernels: Kernels = ANY_KERNELS
 ) -> Workspace:
     """Return the workspace of one direction on `gpu`."""
-    row = shapes.row()
     if (installed := installed_for(gpu)) is not None:
         answers = answers_of(installed, gpu.chip)
-        key = answers.key(row, direction, kernels.are_deterministic, kernels.are_without_tf32)
+        key = answers.key(shapes, direction, kernels.are_deterministic, kernels.are_without_tf32)
         found = answers.get(key)
         if found is None:
-            found = answers.put(key, _first_plan(installed, row, direction, gpu, kernels))
+            found = answers.put(key, _first_plan(installed, shapes, direction, gpu, kernels))
         if found:
             return Workspace(found[0], not found[1] and installed.is_measured(gpu))
-    return Workspace(workspace_bytes(row, direction), is_by_library=False)
+    return Workspace(workspace_bytes(shapes, direction), is_by_library=False)
 
 
 def installed_for(gpu: Gpu) -> Library | None:
@@ -153,11 +110,11 @@ def answers_of(installed: Library, gpu: str) -> Answers:
 
 
 def _first_plan(
-    installed: Library, row: tuple[int, ...], direction: str, gpu: Gpu, kernels: Kernels
+    installed: Library, shapes: ConvolutionShapes, direction: str, gpu: Gpu, kernels: Kernels
 ) -> tuple[int, ...]:
     """Return workspace and `Plan.is_estimated` of the first plan; empty if cuDNN has none."""
     try:
-        plan = installed.first_plan(row, direction, gpu.chip, kernels)
+        plan = installed.first_plan(shapes, direction, gpu.chip, kernels)
     except CudnnError:
         return ()
     return () if plan is None else (plan.workspace_bytes, int(plan.is_estimated))
@@ -172,18 +129,17 @@ def tried_bytes(shapes: ConvolutionShapes, direction: str, gpu: Gpu) -> tuple[in
     From then on the fastest plan runs, which is assumed to be the first one. Fourier transforms of
     convolutions with stride are estimated, since cuDNN lists them on a GPU only.
     """
-    row = shapes.row()
     installed = installed_for(gpu)
     if installed is None:
-        return tuple(n for n in (workspace_bytes(row, direction),) if n)
+        return tuple(n for n in (workspace_bytes(shapes, direction),) if n)
     answers = answers_of(installed, gpu.chip)
-    key = answers.key(row, direction, "tried")
+    key = answers.key(shapes, direction, "tried")
     found = answers.get(key)
     if found is None:
         try:
-            sizes = {p.workspace_bytes for p in installed.all_plans(row, direction, gpu.chip)}
-            if direction == "input" and is_strided_fourier(row):
-                sizes.add(strided_fourier_bytes(row))
+            sizes = {p.workspace_bytes for p in installed.all_plans(shapes, direction, gpu.chip)}
+            if direction == "input" and is_strided_fourier(shapes):
+                sizes.add(strided_fourier_bytes(shapes))
         except CudnnError:  # cuDNN refuses the call
             sizes = set()
         found = answers.put(key, tuple(sorted(sizes - {0}, reverse=True)[:2]))
@@ -216,9 +172,9 @@ class Answers:
         atexit.register(self.write)
 
     @staticmethod
-    def key(row: tuple[int, ...], *settings: object) -> str:
+    def key(shapes: ConvolutionShapes, *settings: object) -> str:
         """Return 16 letters that stand for a call and its settings."""
-        text = repr((row, settings)).encode()
+        text = repr((shapes, settings)).encode()
         return hashlib.blake2b(text, digest_size=8).hexdigest()
 
     def get(self, key: str) -> Answer | None:

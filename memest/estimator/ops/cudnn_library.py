@@ -40,11 +40,14 @@ from typing import Any
 
 from memest.estimator.hardware import gpus, mig
 from memest.estimator.ops.cudnn_rules import (
+    DTYPES,
+    ConvolutionShapes,
     compiled_bytes,
     fourier_bytes,
     is_fourier,
     is_product,
     is_winograd,
+    planar,
     product_bytes,
     winograd_bytes,
 )
@@ -77,8 +80,8 @@ CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p
 FIRST_OF = {"forward": 700, "input": 706, "weight": 712}
 """Attributes of an operation: two factors, the convolution, then the tensors w, x and y."""
 
-DATA_TYPES = (0, 2, 9, 1)
-"""`cudnnDataType_t` of float32, float16, bfloat16 and float64."""
+DATA_TYPES = dict(zip(DTYPES, (0, 2, 9, 1), strict=True))
+"""`cudnnDataType_t`."""
 
 CROSS_CORRELATION, INSTANT, FALLBACK = 1, 0, 2
 
@@ -254,25 +257,25 @@ class Library:
         return f"{self.version}-{gpu}-{digest.hexdigest()}"
 
     def first_plan(
-        self, row: Sequence[int], direction: str, gpu: str, kernels: Kernels
+        self, shapes: ConvolutionShapes, direction: str, gpu: str, kernels: Kernels
     ) -> Plan | None:
-        """Return the first allowed plan of a call (`ConvolutionShapes.row`); None if there is none.
+        """Return the first allowed plan of a call; None if there is none.
 
         Raises:
             CudnnError: cuDNN refuses the call or the GPU.
         """
         with self._lock, self._descriptors():
-            plans = self._plans(row, direction, gpu)
+            plans = self._plans(shapes, direction, gpu)
             return next((plan for plan in plans if plan.is_allowed(kernels)), None)
 
-    def all_plans(self, row: Sequence[int], direction: str, gpu: str) -> list[Plan]:
+    def all_plans(self, shapes: ConvolutionShapes, direction: str, gpu: str) -> list[Plan]:
         """Return every plan of a call, as `cudnn.benchmark` tries them.
 
         Raises:
             CudnnError: cuDNN refuses the call or the GPU.
         """
         with self._lock, self._descriptors():
-            return list(self._plans(row, direction, gpu))
+            return list(self._plans(shapes, direction, gpu))
 
     @contextmanager
     def _descriptors(self) -> Iterator[None]:
@@ -316,31 +319,28 @@ class Library:
         if self.version in MEASURED:
             raise CudnnError(f"cuDNN {self.version} has device properties of another layout")
 
-    def _graph(self, row: Sequence[int], direction: str) -> Any:
-        dtype, is_last, dims, groups, samples, inputs, outputs = row[:7]
-        kept = max(2, dims)  # torch makes two dimensions of one
-        extents = [list(row[i : i + 3][3 - kept :]) for i in range(7, 25, 3)]
-        image, result, window, stride, padding, dilation = extents
-        data_type = DATA_TYPES[dtype]
+    def _graph(self, shapes: ConvolutionShapes, direction: str) -> Any:
+        c, (samples, inputs, outputs) = shapes, shapes.channels
+        data_type = DATA_TYPES[c.dtype]
         convolution = self._make(
             CONVOLUTION,
             (100, DATA_TYPE, [1 if data_type == 1 else 0]),  # float32 except float64
-            (101, MODE, [CROSS_CORRELATION]), (106, INT64, [kept]),
-            (105, INT64, padding), (104, INT64, padding),
-            (103, INT64, stride), (102, INT64, dilation),
+            (101, MODE, [CROSS_CORRELATION]), (106, INT64, [len(c.image)]),
+            (105, INT64, planar(c.padding, 0)), (104, INT64, planar(c.padding, 0)),
+            (103, INT64, planar(c.stride)), (102, INT64, planar(c.dilation)),
         )  # fmt: skip
-        shapes = {
-            "w": [outputs, inputs // groups, *window],
-            "x": [samples, inputs, *image],
-            "y": [samples, outputs, *result],
+        tensors_of = {
+            "w": [outputs, inputs // c.groups, *c.window],
+            "x": [samples, inputs, *c.image],
+            "y": [samples, outputs, *c.result],
         }
         tensors = [
             self._make(
                 TENSOR,
                 (906, INT64, [ord(name)]), (901, DATA_TYPE, [data_type]), (902, INT64, shape),
-                (903, INT64, strides(shape, bool(is_last))), (900, INT64, [ALIGNMENT]),
+                (903, INT64, strides(shape, c.is_channels_last)), (900, INT64, [ALIGNMENT]),
             )
-            for name, shape in shapes.items()
+            for name, shape in tensors_of.items()
         ]  # fmt: skip
         first, factor = FIRST_OF[direction], DOUBLE if data_type == 1 else FLOAT
         operation = self._make(
@@ -351,9 +351,9 @@ class Library:
         )  # fmt: skip
         return self._make(GRAPH, (801, DESCRIPTOR, [operation]))
 
-    def _plans(self, row: Sequence[int], direction: str, gpu: str) -> Iterator[Plan]:
+    def _plans(self, shapes: ConvolutionShapes, direction: str, gpu: str) -> Iterator[Plan]:
         """Yield plans of both modes in order, with those that only a GPU accepts."""
-        properties, graph = self._device(gpu), self._graph(row, direction)
+        properties, graph = self._device(gpu), self._graph(shapes, direction)
         for mode in (INSTANT, FALLBACK):
             heuristics = self._make(
                 HEURISTICS,
@@ -366,7 +366,7 @@ class Library:
                     configs = [self._new(CONFIG) for _ in range(num_asked)]
                     num_found = len(self._get(heuristics, 202, DESCRIPTOR, configs))
                 for engine, reasons in rejected[num_rejected:]:
-                    yield from _on_a_gpu(engine, reasons, row, direction, gpu)
+                    yield from _on_a_gpu(engine, reasons, shapes, direction, gpu)
                 num_rejected = len(rejected)
                 if num_found < num_asked:
                     break
@@ -438,21 +438,21 @@ def _lines(message: int) -> Iterator[bytes]:
 
 
 def _on_a_gpu(
-    engine: int, reasons: bytes, row: Sequence[int], direction: str, gpu: str
+    engine: int, reasons: bytes, shapes: ConvolutionShapes, direction: str, gpu: str
 ) -> Iterator[Plan]:
     """Yield the plan of a rejected configuration if a GPU accepts it."""
     if engine == FOURIER_ENGINES[direction]:
-        if is_fourier(row, direction):
-            yield Plan(engine, fourier_bytes(row, direction), frozenset({FOURIER}))
+        if is_fourier(shapes, direction):
+            yield Plan(engine, fourier_bytes(shapes, direction), frozenset({FOURIER}))
     elif WITHOUT_DRIVER in reasons and engine in COMPILED_ENGINES[direction]:
-        num_bytes = compiled_bytes(row, direction) if engine == SUMS_IN_PARTS else 0
+        num_bytes = compiled_bytes(shapes, direction) if engine == SUMS_IN_PARTS else 0
         yield Plan(engine, num_bytes, frozenset())
-    elif WITHOUT_CUBLASLT in reasons and is_product(row):
-        num_bytes = product_bytes(row, direction, gpus.find_gpu(gpu).num_sms)
-        is_estimated = direction == "weight" and bool(row[1])
+    elif WITHOUT_CUBLASLT in reasons and is_product(shapes):
+        num_bytes = product_bytes(shapes, direction, gpus.find_gpu(gpu).num_sms)
+        is_estimated = direction == "weight" and shapes.is_channels_last
         yield Plan(engine, num_bytes, frozenset({TENSOR_CORES}), is_estimated)
-    elif WITHOUT_WINOGRAD in reasons and is_winograd(row, direction):
-        yield Plan(engine, winograd_bytes(row, direction), frozenset())
+    elif WITHOUT_WINOGRAD in reasons and is_winograd(shapes, direction):
+        yield Plan(engine, winograd_bytes(shapes, direction), frozenset())
 
 
 def _array(of_type: int, values: Sequence[Any]) -> Any:

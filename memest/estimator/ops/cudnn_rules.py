@@ -1,14 +1,14 @@
 """Workspaces of convolutions by their shapes, for GPUs without cuDNN's own answer.
 
-A call is a row of numbers (`ConvolutionShapes.row`). `product_bytes` is for 1x1 convolutions that
-cuBLASLt computes, which needs a GPU to answer. `workspace_bytes` is for all calls without cuDNN.
+`product_bytes` is for 1x1 convolutions that cuBLASLt computes, which needs a GPU to answer.
+`workspace_bytes` is for all calls without cuDNN.
 
 Shapes: N samples, C input channels, O output channels, P pixels of the output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -16,8 +16,6 @@ import torch
 from memest.units import ceil_div, round_up
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
-ITEM_BYTES = tuple(dtype.itemsize for dtype in DTYPES)
 
 TILE = 128
 """Rows and columns of the product that one block of threads computes."""
@@ -37,12 +35,66 @@ MOST_SIDE = 256
 """Most pixels of a padded image's side that is transformed as a whole."""
 
 
-def is_product(row: Sequence[int]) -> bool:
+@dataclass(frozen=True, slots=True)
+class ConvolutionShapes:
+    """One convolution, as cuDNN is called: a transposed one is the gradient of a plain one.
+
+    `tensor` (N, C, ...), `weight` (O, C / groups, ...) and `output` (N, O, ...) are those of the
+    plain convolution.
+    """
+
+    tensor: tuple[int, ...]
+    weight: tuple[int, ...]
+    output: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    dtype: torch.dtype
+    is_channels_last: bool
+
+    @property
+    def channels(self) -> tuple[int, int, int]:
+        """Samples, input channels and output channels."""
+        return self.tensor[0], self.tensor[1], self.output[1]
+
+    @property
+    def image(self) -> tuple[int, ...]:
+        """Pixels of the input, height and width at least."""
+        return planar(self.tensor[2:])
+
+    @property
+    def result(self) -> tuple[int, ...]:
+        """Pixels of the output."""
+        return planar(self.output[2:])
+
+    @property
+    def window(self) -> tuple[int, ...]:
+        """Pixels of the window."""
+        return planar(self.weight[2:])
+
+    @property
+    def is_depthwise(self) -> bool:
+        """True if each group has one input channel."""
+        return self.groups > 1 and self.weight[1] == 1
+
+    @property
+    def is_plane(self) -> bool:
+        """True without stride, dilation and a third dimension."""
+        return len(self.tensor) <= 4 and {*self.stride, *self.dilation} == {1}
+
+
+def planar(extents: tuple[int, ...], fill: int = 1) -> tuple[int, ...]:
+    """Return extents of two or three dimensions: torch makes two of one."""
+    return extents if len(extents) > 1 else (fill, *extents)
+
+
+def is_product(c: ConvolutionShapes) -> bool:
     """Return whether the convolution is a matrix product: 1 x 1, no stride, padding, groups."""
-    return row[3] == 1 and set(row[13:19]) == {1} and not any(row[19:22])
+    return c.groups == 1 and {*c.window, *c.stride} == {1} and not any(c.padding)
 
 
-def product_bytes(row: Sequence[int], direction: str, num_sms: int = H100_SMS) -> int:
+def product_bytes(c: ConvolutionShapes, direction: str, num_sms: int = H100_SMS) -> int:
     """Workspace of a product by cuBLASLt (13.1).
 
     The gradient of the weight sums over samples and pixels, and partial sums are accumulators of
@@ -57,18 +109,17 @@ def product_bytes(row: Sequence[int], direction: str, num_sms: int = H100_SMS) -
     """
     if direction != "weight":
         return 0
-    item_bytes, is_last = ITEM_BYTES[row[0]], row[1]
-    samples, inputs, outputs, pixels = row[4], row[5], row[6], prod(row[10:13])
+    item_bytes, (samples, inputs, outputs) = c.dtype.itemsize, c.channels
     num_sums = samples
-    if is_last:
+    if c.is_channels_last:
         tiles = ceil_div(inputs, TILE) * ceil_div(outputs, TILE)
         num_sums = num_sms * BLOCKS_PER_SM[item_bytes] // tiles
-        num_sums = min(num_sums, samples * pixels // LEAST_DEPTH[item_bytes])
+        num_sums = min(num_sums, samples * prod(c.result) // LEAST_DEPTH[item_bytes])
         num_sums = 0 if num_sums == 1 else num_sums
     return num_sums * inputs * outputs * max(4, item_bytes)
 
 
-def compiled_bytes(row: Sequence[int], direction: str) -> int:
+def compiled_bytes(c: ConvolutionShapes, direction: str) -> int:
     """Workspace of a depthwise convolution whose engine sums the weight's gradient in parts.
 
     In channels-last there are 8 partial sums of float32 for each sample, with channels padded to
@@ -78,22 +129,22 @@ def compiled_bytes(row: Sequence[int], direction: str) -> int:
 
     All others take nothing. Exact for all such calls on an H100.
     """
-    is_last, samples, inputs = row[1], row[4], row[5]
-    if direction != "weight" or not is_last:
+    if direction != "weight" or not c.is_channels_last:
         return 0
-    return 8 * 4 * samples * round_up(inputs, 32) * prod(row[13:16])
+    samples, inputs, _ = c.channels
+    return 8 * 4 * samples * round_up(inputs, 32) * prod(c.window)
 
 
-def is_winograd(row: Sequence[int], direction: str) -> bool:
+def is_winograd(c: ConvolutionShapes, direction: str) -> bool:
     """Return whether a GPU accepts Winograd's engines: windows of 3x3, without stride.
 
     In channels-last only the one for the weight is accepted.
     """
-    is_plain = row[2] == 2 and list(row[14:16]) == [3, 3] and {*row[16:19], *row[22:25]} == {1}
-    return is_plain and ITEM_BYTES[row[0]] < 8 and (direction == "weight" or not row[1])
+    is_taken = direction == "weight" or not c.is_channels_last
+    return is_taken and c.is_plane and c.window == (3, 3) and c.dtype != torch.float64
 
 
-def winograd_bytes(row: Sequence[int], direction: str) -> int:
+def winograd_bytes(c: ConvolutionShapes, direction: str) -> int:
     """Workspace of a convolution with a 3x3 window by Winograd.
 
     The result of a direction, for the weight the output, is cut into tiles of 4 x 4 pixels. A tile
@@ -104,34 +155,34 @@ def winograd_bytes(row: Sequence[int], direction: str) -> int:
 
     In channels-last the operands are rearranged before.
     """
-    groups, samples, inputs, outputs = row[3:7]
-    inputs, outputs = inputs // groups, outputs // groups
-    height, width = row[8:10] if direction == "input" else row[11:13]
+    samples, inputs, outputs = c.channels
+    inputs, outputs = inputs // c.groups, outputs // c.groups
+    height, width = c.image if direction == "input" else c.result
     tiles = ceil_div(height, 4) * ceil_div(width, 4)
     if direction != "weight":
         samples = round_up(samples, 16)
-    made = 36 * 4 * (tiles * samples * (inputs + outputs) + inputs * outputs) * min(groups, 8)
-    return made + (_rearranged_bytes(row) if row[1] else 0)
+    made = 36 * 4 * (tiles * samples * (inputs + outputs) + inputs * outputs) * min(c.groups, 8)
+    return made + (_rearranged_bytes(c) if c.is_channels_last else 0)
 
 
-def is_fourier(row: Sequence[int], direction: str) -> bool:
+def is_fourier(c: ConvolutionShapes, direction: str) -> bool:
     """Return whether a GPU accepts Fourier transforms.
 
     They have no stride, dilation or groups and up to two dimensions. In tiles, both sides of the
     window exceed 1. A whole image has at most 256 pixels a side with its padding
     (`CUDNN_CONVOLUTION_FWD_ALGO_FFT` and `BWD_FILTER_ALGO_FFT` of cuDNN's API reference).
     """
-    is_plain = row[2] <= 2 and {row[3], *row[16:19], *row[22:25]} == {1}
-    if not is_plain or DTYPES[row[0]] not in (torch.float32, torch.float16):
+    has_kernels = c.dtype in (torch.float32, torch.float16)
+    if not has_kernels or not c.is_plane or c.groups > 1:
         return False
-    return min(row[14:16]) > 1 if direction == "input" else _padded_side(row) <= MOST_SIDE
+    return min(c.window) > 1 if direction == "input" else _padded_side(c) <= MOST_SIDE
 
 
-def _padded_side(row: Sequence[int]) -> int:
-    return max(size + 2 * pad for size, pad in zip(row[7:10], row[19:22], strict=True))
+def _padded_side(c: ConvolutionShapes) -> int:
+    return max(size + 2 * pad for size, pad in zip(c.tensor[2:], c.padding, strict=True))
 
 
-def fourier_bytes(row: Sequence[int], direction: str) -> int:
+def fourier_bytes(c: ConvolutionShapes, direction: str) -> int:
     """Workspace of a convolution by Fourier transforms.
 
     A plane becomes `s * (s / 2 + 1)` complex float32, where s is the padded image's side as a power
@@ -146,37 +197,37 @@ def fourier_bytes(row: Sequence[int], direction: str) -> int:
 
     In channels-last the operands are rearranged before.
     """
-    samples, inputs, outputs = row[4:7]
-    side, padded = 16, _padded_side(row)
+    samples, inputs, outputs = c.channels
+    side, padded = 16, _padded_side(c)
     while side < padded:
         side *= 2
     of_input, of_output, of_weight = samples * inputs, samples * outputs, inputs * outputs
-    rearranged = _rearranged_bytes(row) if row[1] else 0
+    rearranged = _rearranged_bytes(c) if c.is_channels_last else 0
     if direction == "input":
         has_one_tile = all(
-            image <= 32 - window + 1 for image, window in zip(row[8:10], row[14:16], strict=True)
+            image <= 32 - window + 1 for image, window in zip(c.image, c.window, strict=True)
         )
         planes = (1 if has_one_tile else 2) * (of_input + of_output) + of_weight
         return rearranged + planes * _plane_bytes(32)
     if direction == "forward":
-        own, planes = of_weight * prod(row[13:16]), max(of_weight + of_input, of_output)
+        own, planes = of_weight * prod(c.window), max(of_weight + of_input, of_output)
     else:
-        own, planes = of_output * prod(row[10:13]), max(of_weight, of_input + of_output)
+        own, planes = of_output * prod(c.result), max(of_weight, of_input + of_output)
     return rearranged + 4 * own + 2 * planes * _plane_bytes(side)
 
 
-def is_strided_fourier(row: Sequence[int]) -> bool:
+def is_strided_fourier(c: ConvolutionShapes) -> bool:
     """Return whether the input's gradient may take Fourier transforms in spite of a stride.
 
     Its windows are wider than the stride, in float32. Other calls with a stride seldom take them.
     """
-    strides = row[17:19]
-    is_wide = all(window > stride for window, stride in zip(row[14:16], strides, strict=True))
-    without_stride = (*row[:16], 1, 1, 1, *row[19:])
-    return max(strides) > 1 and is_wide and row[0] == 0 and is_fourier(without_stride, "input")
+    is_wide = all(size > step for size, step in zip(c.window, planar(c.stride), strict=True))
+    if max(c.stride) == 1 or not is_wide or c.dtype != torch.float32:
+        return False
+    return is_fourier(replace(c, stride=(1,) * len(c.stride)), "input")
 
 
-def strided_fourier_bytes(row: Sequence[int]) -> int:
+def strided_fourier_bytes(c: ConvolutionShapes) -> int:
     """Estimate Fourier transforms of the gradient of the input of a convolution with stride.
 
     Each phase of the stride is a convolution of its own, in tiles of s = 32 with windows of 3 x 3:
@@ -185,9 +236,9 @@ def strided_fourier_bytes(row: Sequence[int]) -> int:
 
     Of 2,543 calls on an H100 85 % are within a quarter.
     """
-    samples, inputs, outputs = row[4:7]
-    plane, images = _plane_bytes(32), inputs * prod(row[7:10]) + outputs * prod(row[10:13])
-    of_weight = prod(row[16:19]) * inputs * outputs * (plane + 3 * 3 * 4)
+    samples, inputs, outputs = c.channels
+    plane, images = _plane_bytes(32), inputs * prod(c.image) + outputs * prod(c.result)
+    of_weight = prod(c.stride) * inputs * outputs * (plane + 3 * 3 * 4)
     return of_weight + samples * (2 * (inputs + outputs) * plane + 4 * images)
 
 
@@ -195,26 +246,23 @@ def _plane_bytes(side: int) -> int:
     return side * (side // 2 + 1) * 8
 
 
-def workspace_bytes(row: Sequence[int], direction: str) -> int:
+def workspace_bytes(c: ConvolutionShapes, direction: str) -> int:
     """Estimate a workspace without cuDNN.
 
     Kernels for tensor cores read channels last: in NCHW input, weight and output are rearranged.
     Products, depthwise convolutions and few channels take kernels that do without.
     """
-    if is_product(row):
-        return product_bytes(row, direction)
-    dtype, is_last, _, groups, _, inputs, outputs = row[:7]
-    is_depthwise = groups > 1 and groups == inputs
-    if is_depthwise and ITEM_BYTES[dtype] == 2:
-        return compiled_bytes(row, direction)
-    if is_last or is_depthwise or min(inputs, outputs) <= FEW_CHANNELS or ITEM_BYTES[dtype] == 8:
+    if is_product(c):
+        return product_bytes(c, direction)
+    if c.is_depthwise and c.dtype.itemsize == 2:
+        return compiled_bytes(c, direction)
+    has_few = min(c.channels[1:]) <= FEW_CHANNELS
+    if c.is_channels_last or c.is_depthwise or has_few or c.dtype == torch.float64:
         return 0
-    return _rearranged_bytes(row)
+    return _rearranged_bytes(c)
 
 
-def _rearranged_bytes(row: Sequence[int]) -> int:
+def _rearranged_bytes(c: ConvolutionShapes) -> int:
     """Bytes of input, output and weight in another order."""
-    groups, samples, inputs, outputs = row[3:7]
-    elements = samples * (inputs * prod(row[7:10]) + outputs * prod(row[10:13]))
-    elements += outputs * inputs // groups * prod(row[13:16])
-    return elements * ITEM_BYTES[row[0]] + HEADER_BYTES
+    elements = prod(c.tensor) + prod(c.output) + prod(c.weight)
+    return elements * c.dtype.itemsize + HEADER_BYTES

@@ -8,8 +8,7 @@ import torch
 import memest
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.ops import convolution
-from memest.estimator.ops.cudnn_convolution import ConvolutionShapes
-from memest.estimator.ops.cudnn_rules import fourier_bytes
+from memest.estimator.ops.cudnn_rules import ConvolutionShapes, fourier_bytes
 from memest.report import Outcome
 
 
@@ -86,7 +85,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> int:
     shapes = ConvolutionShapes(
         IMAGES, (64, 64, 3, 3), IMAGES, (1, 1), (1, 1), (1, 1), 1, torch.float32, False
     )
-    sizes = {d: fourier_bytes(shapes.row(), d) for d in ("forward", "input", "weight")}
+    sizes = {d: fourier_bytes(shapes, d) for d in ("forward", "input", "weight")}
     monkeypatch.setattr(convolution, "tried_bytes", lambda shapes, d, gpu: (sizes[d],))
     return sizes["weight"]
 
