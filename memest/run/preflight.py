@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import multiprocessing
 import os
@@ -10,123 +9,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import memest
 from memest.child import spawn
 from memest.errors import PlanError, shown
 from memest.estimator.allocator.settings import VARIABLES
-from memest.packages import is_in_packages
 from memest.report import Ending, RunReport
-from memest.run.advice import Suggestion, render_suggestions, suggestions
+from memest.run.advice import render_suggestions, suggestions
 from memest.run.device_at_hand import DeviceAtHand, device_at_hand
+from memest.run.typed_command import Command, typed_command
 from memest.units import GIB, format_gib, parse_bytes
-
-RUNNERS = frozenset(("ipykernel_launcher", "pytest", "py.test", "unittest"))
-"""Programs that run code with arguments of their own, such as pytest."""
-
-_MEMEST = Path(__file__).resolve().parents[1]
-_LIBRARY = Path(os.__file__).resolve().parent
-"""Folder of Python's own library."""
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A script or a module with its arguments, as `memest run` takes them."""
-
-    words: tuple[str, ...]
-    """Words of the command: `train.py --bs 8`, or `-m package.train --bs 8`."""
-
-    folder: str
-    """Working folder of the command."""
-
-    @property
-    def label(self) -> str:
-        """Name for messages."""
-        name, *rest = self.words
-        return " ".join((os.path.basename(name) or name, *rest))
-
-
-def typed_command(frame: FrameType | None = None) -> Command | None:
-    """Return the command that this process was started to run; None in a notebook or a shell.
-
-    `frame` is the caller's. A script that a session runs (`%run train.py`) has a command.
-    """
-    main = sys.modules.get("__main__")
-    file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
-    if getattr(sys, "frozen", False):
-        return None
-    if spec is not None and spec.name != "__main__":
-        return _of_module(spec.name.removesuffix(".__main__"))
-    if file is not None:
-        is_runner = Path(file).stem in RUNNERS
-        return _of_script(file) if os.path.isfile(file) and not is_runner else None
-    return _of_callers(frame)
-
-
-def _of_module(name: str) -> Command | None:
-    if name.partition(".")[0] in RUNNERS:
-        return None
-    typed = sys.orig_argv
-    for at in range(1, len(typed) - 1):
-        if typed[at] == "-m" and typed[at + 1] in (name, f"{name}.__main__"):
-            return Command(("-m", *typed[at + 1 :]), os.getcwd())
-    return Command(("-m", name, *sys.argv[1:]), os.getcwd())
-
-
-def _of_script(file: str) -> Command:
-    """Return the script with the arguments of its command line, even if it changed `sys.argv`."""
-    for folder in dict.fromkeys((os.getcwd(), os.environ.get("PWD") or os.getcwd())):
-        for at, word in enumerate(sys.orig_argv[1:], 1):
-            if os.path.join(folder, word) == file or _is_same(os.path.join(folder, word), file):
-                return Command(tuple(sys.orig_argv[at:]), folder)
-    return Command((os.path.abspath(file), *sys.argv[1:]), os.getcwd())
-
-
-def _is_same(path: str, other: str) -> bool:
-    try:
-        return os.path.samefile(path, other)
-    except OSError:
-        return False
-
-
-def _of_callers(frame: FrameType | None) -> Command | None:
-    """Return the script or module that called `preflight` from a notebook or a shell."""
-    while frame is not None:
-        names: dict[str, Any] = frame.f_globals
-        file, name = names.get("__file__"), names.get("__name__", "")
-        frame = frame.f_back
-        if not isinstance(file, str) or not os.path.isfile(file) or _is_library(file):
-            continue
-        if name == "__main__":
-            return Command((os.path.abspath(file), *sys.argv[1:]), os.getcwd())
-        if _runs_by_itself(file):
-            return Command(("-m", name), os.getcwd())
-    return None
-
-
-def _is_library(file: str) -> bool:
-    path = Path(file).resolve()
-    return is_in_packages(path) or path.is_relative_to(_MEMEST) or _LIBRARY in path.parents
-
-
-def _runs_by_itself(file: str) -> bool:
-    """Return whether a module has an `if __name__ == "__main__":`."""
-    try:
-        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, UnicodeDecodeError):
-        return False
-    return any(
-        isinstance(node, ast.If)
-        and any(isinstance(n, ast.Name) and n.id == "__name__" for n in ast.walk(node.test))
-        for node in tree.body
-    )
-
 
 VARIABLE = "MEMEST_PREFLIGHT"
 """Variable of the environment; `off`, `0`, `no`, `false` end the check, `inside` marks it."""
@@ -145,6 +41,11 @@ OTHERS_SHARE = 0.02
 ENDLESS = "32TiB"
 """Memory of a GPU on which everything fits, to measure the need of a script."""
 
+NO_SCRIPT = (
+    "there is no script to run, as in a notebook; the code within"
+    " `with memest.virtual_gpu(...):` is simulated"
+)
+_ENDS = (Ending.FINISHED, Ending.STOPPED)
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _QUIET = {"WANDB_MODE": "disabled"}  # docs.wandb.ai, environment variables
 _SMALLEST_LIMIT = 2 << 20
@@ -238,7 +139,7 @@ def preflight(
     typed = typed_command(sys._getframe(1))
     if typed is not None and not _is_first(typed):
         return _OFF_HERE
-    result = _Check(max_steps, time_limit, margin_bytes).result(typed)
+    result = _check(typed, max_steps, time_limit, margin_bytes)
     _done = main, result
     if result.outcome is Outcome.UNKNOWN:
         _print([f"memest preflight: not checked: {result.why}"])
@@ -289,108 +190,92 @@ def _print(lines: list[str]) -> None:
     sys.stderr.flush()
 
 
-class _Check:
-    """One preflight."""
+def _check(
+    typed: Command | None, max_steps: int, time_limit: float, margin_bytes: int | None
+) -> Preflight:
+    """Simulate the script and print the outcome, unless it fits or is unknown."""
+    started = time.monotonic()
 
-    def __init__(self, max_steps: int, time_limit: float, margin_bytes: int | None) -> None:
-        self.max_steps = max_steps
-        self.time_limit = time_limit
-        self.margin_bytes = margin_bytes
-        self.started = time.monotonic()
+    def ended(outcome: Outcome, report: RunReport | None = None, why: str = "") -> Preflight:
+        elapsed_s = time.monotonic() - started
+        return Preflight(outcome=outcome, why=why, report=report, elapsed_s=elapsed_s)
 
-    @property
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self.started
+    if typed is None:
+        return ended(Outcome.UNKNOWN, why=NO_SCRIPT)
+    size = os.environ.get("WORLD_SIZE", "1").strip()
+    if size not in ("", "1"):
+        why = f"several GPUs are not simulated yet (`WORLD_SIZE` is {size})"
+        return ended(Outcome.UNKNOWN, why=why)
+    device = device_at_hand()
+    if device is None:
+        return ended(Outcome.UNKNOWN, why="there is no CUDA GPU here")
+    script = _Script(typed, device, max_steps, started + time_limit)
+    report, why = script.run()
+    if report is None:
+        return ended(Outcome.UNKNOWN, why=why)
+    if not report.fits:
+        _print([_RULE, *_oom_lines(script, report), _RULE])
+        return ended(Outcome.OOM, report)
+    if report.ending not in _ENDS or report.error:
+        return ended(Outcome.UNKNOWN, report, f"the virtual run ended early: {report.error}")
+    spare = report.verdicts[report.gpu].margin_bytes
+    if spare >= (device.gpu.spread_bytes if margin_bytes is None else margin_bytes):
+        return ended(Outcome.FITS, report)
+    needs, usable = format_gib(report.limit_bytes - spare), format_gib(report.limit_bytes)
+    _print([f"memest preflight: `{typed.label}` fits {_gpu(device)}, but it is tight:"
+            f" needs {needs} of {usable} usable, {format_gib(spare)} to spare"
+            f" after {report.num_steps} steps"])  # fmt: skip
+    return ended(Outcome.TIGHT, report)
 
-    def result(self, typed: Command | None) -> Preflight:
-        """Check the script, print the outcome, and return the result of `preflight`."""
-        if typed is None:
-            return self._unknown(
-                "there is no script to run, as in a notebook; the code within"
-                " `with memest.virtual_gpu(...):` is simulated"
-            )
-        size = os.environ.get("WORLD_SIZE", "1").strip()
-        if size not in ("", "1"):
-            return self._unknown(f"several GPUs are not simulated yet (`WORLD_SIZE` is {size})")
-        device = device_at_hand()
-        if device is None:
-            return self._unknown("there is no CUDA GPU here")
-        report, why = self._run(typed, device)
-        if report is None:
-            return self._unknown(why)
-        if not report.fits:
-            self._print_oom(typed, device, report)
-            return self._ended(Outcome.OOM, report)
-        if report.ending not in (Ending.FINISHED, Ending.STOPPED) or report.error:
-            return self._unknown(f"the virtual run ended early: {report.error}", report)
-        spare = report.verdicts[report.gpu].margin_bytes
-        margin = device.gpu.spread_bytes if self.margin_bytes is None else self.margin_bytes
-        if spare >= margin:
-            return self._ended(Outcome.FITS, report)
-        _print(
-            [
-                f"memest preflight: `{typed.label}` fits {_gpu(device)}, but it is tight:"
-                f" needs {format_gib(report.limit_bytes - spare)} of"
-                f" {format_gib(report.limit_bytes)} usable, {format_gib(spare)} to spare"
-                f" after {report.num_steps} steps"
-            ]
-        )
-        return self._ended(Outcome.TIGHT, report)
 
-    def _unknown(self, why: str, report: RunReport | None = None) -> Preflight:
-        return self._ended(Outcome.UNKNOWN, report, why)
+def _oom_lines(script: _Script, report: RunReport) -> list[str]:
+    """Return lines on a script that does not fit: its report, its need, and what would help."""
+    own = replace(report, verdicts={report.gpu: report.verdicts[report.gpu]}, notes=())
+    lines = [
+        f"memest preflight: `{script.typed.label}` will not fit {_gpu(script.device)}, so it is"
+        f" stopped before it starts; `{VARIABLE}=off` lets it run",
+        "",
+        str(own),
+        "",
+    ]
+    endless, _ = script.run(memory=ENDLESS)
+    if endless is None or endless.ending not in _ENDS:
+        return lines
+    limit = report.limit_bytes
+    needs = endless.verdicts[endless.gpu].needs_bytes
+    lines.append(f"needs {format_gib(needs)}: {format_gib(needs - limit)} more than there is")
+    if fitting := [n for n, v in endless.verdicts.items() if v.word == "fits" and n != endless.gpu]:
+        lines.append(f"fits: {', '.join(fitting)}")
+    found = suggestions(endless, limit)
+    for change in found:
+        if not change.can_be_simulated:
+            continue
+        changed, _ = script.run(change.options, alloc_conf=change.alloc_conf)
+        if changed is not None and changed.fits and not changed.error:
+            needs = changed.verdicts[changed.gpu].needs_bytes
+            return [*lines, f"best change, simulated: {change.title}: needs {format_gib(needs)} of"
+                    f" {format_gib(changed.limit_bytes)} usable ({change.price})"]  # fmt: skip
+    return lines + render_suggestions(found)
 
-    def _ended(self, outcome: Outcome, report: RunReport | None, why: str = "") -> Preflight:
-        return Preflight(outcome=outcome, why=why, report=report, elapsed_s=self.elapsed_s)
 
-    def _print_oom(self, typed: Command, device: DeviceAtHand, report: RunReport) -> None:
-        lines = [
-            _RULE,
-            f"memest preflight: `{typed.label}` will not fit {_gpu(device)}, so it is stopped"
-            f" before it starts; `{VARIABLE}=off` lets it run",
-            "",
-            str(replace(report, verdicts={report.gpu: report.verdicts[report.gpu]}, notes=())),
-            "",
-        ]
-        endless, _ = self._run(typed, device, memory=ENDLESS)
-        if endless is not None and endless.ending in (Ending.FINISHED, Ending.STOPPED):
-            need, limit = endless.verdicts[endless.gpu].needs_bytes, report.limit_bytes
-            over = format_gib(need - limit)
-            lines.append(f"needs {format_gib(need)}: {over} more than there is")
-            if fitting := _fitting(endless):
-                lines.append(f"fits: {', '.join(fitting)}")
-            found = suggestions(endless, limit)
-            lines += self._try(typed, device, found) or render_suggestions(found)
-        _print([*lines, _RULE])
+@dataclass(frozen=True, slots=True)
+class _Script:
+    """A script that is simulated on GPUs like `device`."""
 
-    def _try(self, typed: Command, device: DeviceAtHand, found: Iterable[Suggestion]) -> list[str]:
-        """Simulate the changes in `found` until one fits or time is up; return lines that describe
-        it.
-        """
-        for each in found:
-            if not each.can_be_simulated:
-                continue
-            report, _ = self._run(typed, device, each.options, alloc_conf=each.alloc_conf)
-            if report is not None and report.fits and not report.error:
-                needs = format_gib(report.verdicts[report.gpu].needs_bytes)
-                return [
-                    f"best change, simulated: {each.title}: needs {needs} of"
-                    f" {format_gib(report.limit_bytes)} usable ({each.price})"
-                ]
-        return []
+    typed: Command
+    device: DeviceAtHand
+    max_steps: int
+    deadline: float
+    """Time on the monotonic clock at which the check is given up."""
 
-    def _run(
-        self,
-        typed: Command,
-        device: DeviceAtHand,
-        options: Sequence[str] = (),
-        memory: str | None = None,
-        alloc_conf: str = "",
+    def run(
+        self, options: Sequence[str] = (), *, memory: str | None = None, alloc_conf: str = ""
     ) -> tuple[RunReport | None, str]:
         """Run the script on a virtual GPU like `device`, or like it with `memory`.
 
         Return its report, or None and the reason why there is none.
         """
+        device = self.device
         of_gpu = ["--gpu", device.gpu.name]
         if memory is not None:
             of_gpu += ["--gpu-memory", memory]
@@ -399,14 +284,13 @@ class _Check:
                 of_gpu += ["--gpu-memory", str(device.total_bytes)]
             if device.room_bytes < device.gpu.limit_bytes:
                 of_gpu += ["--memory-limit", str(max(_SMALLEST_LIMIT, device.room_bytes))]
-        seconds = self.time_limit - self.elapsed_s
+        seconds = self.deadline - time.monotonic()
         if seconds <= 0:
             return None, "no time is left"
-        steps = ("--max-steps", str(self.max_steps), "--no-input")
-        words, environment = [*of_gpu, *steps, *options], _environment(alloc_conf)
+        words = [*of_gpu, "--max-steps", str(self.max_steps), "--no-input", *options]
         name = "memest-preflight-"
         with tempfile.TemporaryDirectory(prefix=name, ignore_cleanup_errors=True) as folder:
-            return _run_script(typed, words, environment, Path(folder), seconds)
+            return _run_script(self.typed, words, _environment(alloc_conf), Path(folder), seconds)
 
 
 def _environment(alloc_conf: str) -> dict[str, str]:
@@ -454,7 +338,3 @@ def _gpu(device: DeviceAtHand) -> str:
     if others > OTHERS_SHARE * device.total_bytes:
         return f"{name} ({room}; other processes hold {format_gib(others)})"
     return f"{name} ({room})"
-
-
-def _fitting(report: RunReport) -> list[str]:
-    return [n for n, v in report.verdicts.items() if v.word == "fits" and n != report.gpu]

@@ -1,7 +1,8 @@
 """A plan's program on another chip, from the calls of its run on the first.
 
-Requests and decisions by shapes are evaluated again with the other GPU. Where it takes another
-kernel of attention, one forward and backward run alone on both GPUs and replace the calls.
+The requests of each call are computed again with the other GPU. If the other GPU takes another
+attention kernel for some shapes, attention runs alone with these shapes on both GPUs. The calls of
+the one run are then replaced by those of the other.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ FUSED = {
 
 
 def on_other_chip(sample: LoggedTrace, first: Gpu, gpu: Gpu) -> TracedPlan:
-    """Return the program of `sample`, which ran on `first`, on `gpu`.
+    """Return the program on `gpu` of `sample`, which ran on `first`.
 
     Raises:
         NotInterpolable: the plan makes other calls on `gpu`, and has to be run there.
@@ -50,19 +51,19 @@ def on_other_chip(sample: LoggedTrace, first: Gpu, gpu: Gpu) -> TracedPlan:
     if sample.log.is_for_one_chip:
         raise NotInterpolable("calls can differ by the compute capability")
     templates = sample.log.templates
-    others, dropped = _replaced(sample.log, first, gpu)
+    replaced, extra = _replaced_attention(sample.log, first, gpu)
     try:
-        calls = [others.get(template, template) for template in templates]
+        calls = [replaced.get(template, template) for template in templates]
         requests = [requests_of(gpu, call, call.numbers) for call in calls]
     except (RuntimeError, ArithmeticError, LookupError, ValueError) as error:
         raise NotInterpolable(f"there is no such call: {error}") from error
-    names = {_name(old): _name(new) for old, new in others.items() if _name(old) != _name(new)}
-    if any(_name(t) in names and t not in others for t in templates):
+    renamed = {_name(a): _name(b) for a, b in replaced.items() if _name(a) != _name(b)}
+    if any(_name(t) in renamed and t not in replaced for t in templates):
         raise NotInterpolable("an operator is replaced in some calls only")
-    more = {n: dropped[t] for n, t in enumerate(templates) if t in dropped}
-    rebuilt = rebuild(sample, tuple(r.order for r in requests), more)
+    dropped = {n: extra[t] for n, t in enumerate(templates) if t in extra}
+    rebuilt = rebuild(sample, tuple(r.order for r in requests), dropped)
     program = rebuilt.with_bytes(requests, sample)
-    sites = [replace(s, op=names.get(s.op, s.op)) for s in program.storages.sites]
+    sites = [replace(s, op=renamed.get(s.op, s.op)) for s in program.storages.sites]
     program = replace(program, storages=replace(program.storages, sites=sites))
     return replace(sample.traced, program=program)
 
@@ -71,12 +72,12 @@ def _name(template: Template) -> str:
     return str(template.shape.items[0]).removesuffix(".default")
 
 
-def _replaced(
+def _replaced_attention(
     log: CallLog, first: Gpu, gpu: Gpu
 ) -> tuple[dict[Template, Template], dict[Template, frozenset[int]]]:
-    """Return attention calls on `gpu` and their own outputs, by the calls on `first`."""
-    calls: dict[Template, Template] = {}
-    dropped: dict[Template, frozenset[int]] = {}
+    """Return calls on `gpu`, and positions of the outputs that only they make, by old calls."""
+    replaced: dict[Template, Template] = {}
+    extra: dict[Template, frozenset[int]] = {}
     for choice in log.choices:
         outcome = choose_again(choice, choice.template.numbers, gpu)
         if outcome == choice.outcome:
@@ -84,64 +85,76 @@ def _replaced(
         if choice.outcome not in FUSED or outcome not in FUSED:
             raise NotInterpolable("a decision by shapes is another")
         for scale, backward in _uses(choice, log):
-            (here, strides), (there, others) = (
-                _alone(choice, scale, backward, g) for g in (first, gpu)
-            )
-            if len(here) != len(there) or strides != others:
+            old_calls, old_strides = _run_alone(choice, scale, backward, first)
+            new_calls, new_strides = _run_alone(choice, scale, backward, gpu)
+            if len(old_calls) != len(new_calls) or old_strides != new_strides:
                 raise NotInterpolable("attention makes other calls, or results with other strides")
-            for old, new in zip(here, there, strict=True):
-                only_new, only_old = (
-                    new.new_storages - old.new_storages,
-                    old.new_storages - new.new_storages,
-                )
-                later = [n for n in new.later if n not in only_new]
-                is_dropped = set(new.later[: len(only_new)]) == only_new
-                if later != [n for n in old.later if n not in only_old] or not is_dropped:
-                    raise NotInterpolable("attention keeps other results")
+            for old, new in zip(old_calls, new_calls, strict=True):
                 if old.template not in log.templates:
                     raise NotInterpolable("attention alone makes other calls than in the model")
-                calls[old.template] = new.template
-                dropped[old.template] = frozenset(n % OUTPUTS for n in only_new)
-    return calls, dropped
+                replaced[old.template] = new.template
+                extra[old.template] = _extra_outputs(old, new)
+    return replaced, extra
 
 
 def _uses(choice: Choice, log: CallLog) -> Iterator[tuple[float | None, Template | None]]:
-    """Return the scale of each use of a decision, and its backward."""
+    """Yield the scale of each use of a decision, and its backward."""
     (query, key, value, *_), _ = put_numbers(choice.template, choice.template.numbers)
     inputs = take_numbers((query, key, value))
     name = FUSED[choice.outcome]
     backward_name = f"{name}_backward" if choice.grads[-1] and any(choice.grads[:-1]) else ""
-    backwards = [t for t in log.templates if _name(t) == backward_name and _at(t, 1) == inputs]
+    backwards = [t for t in log.templates if _name(t) == backward_name and _inputs(t, 1) == inputs]
     for template in log.templates:
-        if _name(template) == name and _at(template, 0) == inputs:
+        if _name(template) == name and _inputs(template, 0) == inputs:
             scale = put_numbers(template, template.numbers)[2].get("scale")
             yield from ((scale, backward) for backward in backwards or (None,))
 
 
-def _at(template: Template, position: int) -> Template:
-    """Return query, key and value of a call of attention."""
+def _inputs(template: Template, position: int) -> Template:
+    """Return query, key and value of a call of attention, whose query is at `position`."""
     args = put_numbers(template, template.numbers)[1]
     return take_numbers(tuple(args[position : position + 3]))
 
 
+Output = tuple[int, int]
+"""Name of a storage of an attention that runs alone: number of its call, position among results."""
+
+_NO_CALL = -1
+"""In place of the number of a call, for storages that are made between logged calls."""
+
+
 @dataclass(frozen=True, slots=True)
-class _Moves:
-    """One call of an attention that runs alone. Outputs are named by call and position."""
+class _CallAlone:
+    """One call of an attention that runs alone."""
 
     template: Template
-    new_storages: frozenset[int]
-    """Positions of the outputs that take memory."""
+    outputs: frozenset[Output]
+    """Outputs that take memory."""
 
-    later: list[int]
-    """Storages freed until the next call, and those made: outputs by name, earlier below 0."""
+    later: list[Output | int]
+    """Storages made and freed until the next call, in order; inputs by their ids."""
 
 
-def _alone(
+def _extra_outputs(old: _CallAlone, new: _CallAlone) -> frozenset[int]:
+    """Return positions of the outputs that only `new` makes, and that are freed at once.
+
+    Raises:
+        NotInterpolable: the calls differ in more than such outputs.
+    """
+    extra, missing = new.outputs - old.outputs, old.outputs - new.outputs
+    is_freed_first = set(new.later[: len(extra)]) == extra
+    rest = [name for name in new.later if name not in extra]
+    if not is_freed_first or rest != [name for name in old.later if name not in missing]:
+        raise NotInterpolable("attention keeps other results")
+    return frozenset(position for _, position in extra)
+
+
+def _run_alone(
     choice: Choice, scale: float | None, backward: Template | None, gpu: Gpu
-) -> tuple[list[_Moves], list[tuple[int, ...]]]:
+) -> tuple[list[_CallAlone], list[tuple[int, ...]]]:
     """Run one attention on `gpu`, with its backward if there is one.
 
-    Returns its calls, and the strides of the output and of the gradients.
+    Return its calls, and the strides of the output and of the gradients.
     """
     made: list[CallRecorder] = []
     virtual = VirtualGpu(
@@ -169,29 +182,24 @@ def _alone(
         recorder.cut()
         num_bytes = virtual.mode.memory.storages.num_bytes
         strides = [result.stride() for result in results]
-    return list(_moves(recorder.calls, num_bytes)), strides
+    return list(_calls_alone(recorder.calls, num_bytes)), strides
 
 
-def _moves(log: CallLog, num_bytes: Sequence[int]) -> Iterator[_Moves]:
+def _calls_alone(log: CallLog, num_bytes: Sequence[int]) -> Iterator[_CallAlone]:
     span = log.spans[1]
-    names: dict[int, int] = {}
+    names: dict[int, Output] = {}
     starts = [*(call.start for call in span.calls[1:]), len(span.events)]
-    for n, (call, start) in enumerate(zip(span.calls, starts, strict=True)):
-        own = {at: id for at, id in call.new_storages if num_bytes[id]}
-        names |= {id: OUTPUTS * n + at for at, id in own.items()}
-        later: list[int] = []
-        for event in span.events[call.end : start]:
+    for number, (call, next_start) in enumerate(zip(span.calls, starts, strict=True)):
+        own = {id: (number, position) for position, id in call.new_storages if num_bytes[id]}
+        names |= own
+        later: list[Output | int] = []
+        for event in span.events[call.end : next_start]:
             id = event if event >= 0 else free_of(event)
-            if event >= 0:  # of a call that is not logged
-                names[id] = BETWEEN + len(names)
+            if event >= 0:
+                names[id] = _NO_CALL, len(names)
             if num_bytes[id]:
-                later.append(names.get(id, ~id))
-        new_storages = frozenset(OUTPUTS * n + at for at in own)
-        yield _Moves(log.templates[call.template], new_storages, later)
-
-
-OUTPUTS, BETWEEN = 16, 1 << 10
-"""More than the results of an attention, and more than those of all its calls."""
+                later.append(names.get(id, id))
+        yield _CallAlone(log.templates[call.template], frozenset(own.values()), later)
 
 
 def _on_gpu(value: Any) -> Any:
