@@ -18,9 +18,9 @@ from hypothesis.stateful import (
 
 from memest.estimator.allocator.blocks import ROUND_BYTES, Block
 from memest.estimator.allocator.caching import OutOfMemory
+from memest.estimator.allocator.expandable import Unmapped
 from memest.estimator.allocator.settings import AllocatorSettings, parse_settings
 from memest.estimator.allocator.statistics import CountingAllocator, allow_share
-from memest.estimator.allocator.tuned import Unmapped
 
 MIB, GIB = 1 << 20, 1 << 30
 SMALL_PIECE, LARGE_PIECE = 2 * MIB, 20 * MIB

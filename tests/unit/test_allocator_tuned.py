@@ -6,9 +6,9 @@ import pytest
 
 from memest.estimator.allocator.blocks import Block
 from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
+from memest.estimator.allocator.expandable import Unmapped
 from memest.estimator.allocator.settings import parse_settings
 from memest.estimator.allocator.statistics import CountingAllocator, allow_share
-from memest.estimator.allocator.tuned import Unmapped
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 

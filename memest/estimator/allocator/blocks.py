@@ -64,6 +64,14 @@ def segment_bytes(block_bytes: int) -> int:
     return -(-block_bytes // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
 
 
+def link(block: Block) -> None:
+    """Link the neighbours of `block` to it."""
+    if block.previous is not None:
+        block.previous.next = block
+    if block.next is not None:
+        block.next.previous = block
+
+
 ADDRESS_BITS = 48
 """Bits for the address in a key of `FreeBlocks`; GPU addresses are below 2**47."""
 

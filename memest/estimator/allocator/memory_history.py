@@ -12,8 +12,8 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from memest.estimator.allocator.blocks import FIRST_PRIVATE_POOL, Block
+from memest.estimator.allocator.expandable import Unmapped
 from memest.estimator.allocator.settings import AllocatorSettings
-from memest.estimator.allocator.tuned import Unmapped
 
 POOL = (0, 0)
 """Id of the default pool among those of `torch.cuda.MemPool`."""

@@ -20,8 +20,8 @@ from memest.estimator.allocator.blocks import (
     round_request,
 )
 from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
+from memest.estimator.allocator.expandable import Unmapped
 from memest.estimator.allocator.memory_history import MemoryHistory
-from memest.estimator.allocator.tuned import Unmapped
 
 POOLS = ("all", "small_pool", "large_pool")
 """`StatType`, in its order."""
