@@ -195,10 +195,7 @@ def run(
     if elsewhere is not None:
         return elsewhere
     launch, target = _target(module, command)
-    if launch.num_local is not None:
-        if nproc_per_node is not None or nnodes > 1:
-            raise PlanError("a launcher and `memest run` both have a number of GPUs", hint=_ONE)
-        nproc_per_node, nnodes = launch.num_local, launch.num_nodes
+    nproc_per_node, nnodes = _num_gpus(launch, nproc_per_node, nnodes)
     os.environ.update(launch.environment)
     check_single_process(os.environ)
     settings_from(os.environ)  # which the allocator reads at its first request
@@ -224,6 +221,15 @@ def run(
         return _not_used(ran)
     _print(ran.report, out, num_gpus=nproc_per_node or 1, num_nodes=nnodes, **output)
     return OOM_EXIT_CODE if check and ran.report.verdict != "fits" else ran.exit_code
+
+
+def _num_gpus(launch: Launch, num_local: int | None, num_nodes: int) -> tuple[int | None, int]:
+    """Return the GPUs of a node and the nodes, which the launcher or the options give."""
+    if launch.num_local is None:
+        return num_local, num_nodes
+    if num_local is not None or num_nodes > 1:
+        raise PlanError("a launcher and `memest run` both have a number of GPUs", hint=_ONE)
+    return launch.num_local, launch.num_nodes
 
 
 def with_project(arguments: Sequence[str]) -> list[str]:
