@@ -18,6 +18,8 @@ def command() -> None:
     """
     # torch is not imported yet; else its threads would take the time of others while they wait
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if sys.stdout is None:  # closed by `>&-`
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
     code = 0
     try:
         main()

@@ -170,6 +170,9 @@ def main(ctx: click.Context) -> None:
     """Predict the GPU memory of a fine-tune before a GPU is rented."""
     if ctx.invoked_subcommand == "run":  # the output of a script is its own
         return
+    from memest.cli.terminal import print_any_text
+
+    print_any_text(sys.stdout)
     if ctx.invoked_subcommand != "validate":  # whose runs are real
         from memest.engines import collect_seldom
 

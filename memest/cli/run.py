@@ -27,7 +27,7 @@ from memest.cli.options import (
     torch_option,
     training_options,
 )
-from memest.cli.terminal import folded, has_colour
+from memest.cli.terminal import folded, has_colour, print_any_text
 from memest.errors import PlanError
 from memest.estimator.allocator.settings import settings_from
 from memest.estimator.hardware.gpus import Gpu, custom_gpu, find_gpu
@@ -476,6 +476,7 @@ def _print(
     whole: WholeTraining,
     **nodes: int,
 ) -> None:
+    print_any_text(out)
     if emit or summary:
         line = resource_lines(report, emit, **nodes) if emit else summary_line(report)
         click.echo(line, file=out)
@@ -484,7 +485,8 @@ def _print(
     training = whole.of(world) if whole.is_given else None
     has_colours = out is sys.stdout and has_colour()
     text = render_text(report, training=training, colour=has_colours, verbose=verbose)
-    click.echo(f"\n{RULE}\n{folded(text, out)}", file=out)
+    rule = folded(RULE, out).partition("\n")[0]
+    click.echo(f"\n{rule}\n{folded(text, out)}", file=out)
 
 
 @main.command()

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from typing import Any, TextIO
 
 from memest.engines import Event, watched
@@ -24,6 +25,12 @@ def has_colour() -> bool:
     if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
         return False
     return sys.stdout.isatty()
+
+
+def print_any_text(out: TextIO) -> None:
+    """Make `out` print characters that its encoding lacks as escapes, such as `\\xe9`."""
+    if isinstance(out, TextIOWrapper) and out.errors == "strict":
+        out.reconfigure(errors="backslashreplace")
 
 
 def folded(text: str, out: TextIO | None = None) -> str:

@@ -154,7 +154,7 @@ class VirtualGpu:
         hooks = ImportHooks(mode.notes.add)
         hooks.install()
         self._stack.callback(hooks.remove)
-        processes.install(patches)
+        processes.install(patches, mode.notes.add)
         files.install(patches, mode, hooks)
         integrations.install(patches, mode, hooks)
         distributed.install(patches, mode, hooks, self.ranks)

@@ -7,13 +7,16 @@ point where processes would start.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+from memest.child import submit
 from memest.errors import MemestError, PlanError, UnsupportedError, shown
 from memest.packages import require
 
@@ -41,48 +44,63 @@ class Launch:
 def read_launch(module: str | None, words: Sequence[str]) -> Launch | None:
     """Return what a launcher's command starts; None if the command names the script itself.
 
+    The launcher is imported in another process, since libraries look for a GPU at their import.
+
     Raises:
         PlanError: the launcher refuses its arguments, or has none for the number of GPUs.
         UnsupportedError: it starts something else than a Python script.
     """
     if module is not None:
-        start = _MODULES.get(module)
+        read = _MODULES.get(module)
         words = [module, *words]
     else:
-        typed = Path(words[0]) if words else Path()
+        typed = Path(words[0])
         is_script = typed.name == str(typed) and typed.is_file()
-        start = None if is_script else _COMMANDS.get(typed.name)
-    return start(words[1:]) if start else None
+        read = None if is_script else _COMMANDS.get(typed.name)
+    if read is None:
+        return None
+    launch: Launch = submit(partial(_checked, read, list(words))).answer()
+    return launch
 
 
-def _python(words: Sequence[str]) -> Launch:
+def _checked(read: Callable[[list[str]], Launch], words: list[str]) -> Launch:
+    warnings.simplefilter("ignore")  # of launchers that are deprecated
+    try:
+        return read(words[1:])
+    except SystemExit as error:  # its parser has printed the reason
+        raise PlanError(
+            f"{shown(words[0])} starts no script", hint="correct its options"
+        ) from error
+
+
+def _python(words: list[str]) -> Launch:
     """Read `python [options] script` or `python -m module`."""
-    rest = list(words)
+    rest = words[:]
     while rest and rest[0].startswith("-") and not rest[0].startswith("-m"):
         if rest[0] in ("-", "-c"):
             raise UnsupportedError("the code is not in a file", hint="write it to a script")
         del rest[: 2 if rest[0] in ("-W", "-X") else 1]
     if rest and rest[0].startswith("-m"):
         rest[:1] = ["-m", rest[0][2:]] if rest[0] != "-m" else ["-m"]
-        inner = read_launch(rest[1], rest[2:]) if len(rest) > 1 else None
-        if inner is not None:
-            return inner
+        read = _MODULES.get(rest[1]) if len(rest) > 1 else None
+        if read is not None:
+            return read(rest[2:])
     is_module = bool(rest) and rest[0] == "-m"
     if len(rest) <= is_module:
         raise PlanError("no script is named", hint="`memest run train.py`, or `-m MODULE`")
     return Launch(rest[is_module], tuple(rest[is_module + 1 :]), is_module)
 
 
-def _torchrun(words: Sequence[str], module: str = "torch.distributed.run") -> Launch:
+def _torchrun(words: list[str], module: str = "torch.distributed.run") -> Launch:
     launcher = import_module(module)
-    return _of_ranks(*_stopped("torchrun", lambda: launcher.main(list(words))))
+    return _of_ranks(*_stopped("torchrun", lambda: launcher.main(words)))
 
 
-def _torch_launch(words: Sequence[str]) -> Launch:
+def _torch_launch(words: list[str]) -> Launch:
     return _torchrun(words, "torch.distributed.launch")
 
 
-def _accelerate(words: Sequence[str]) -> Launch:
+def _accelerate(words: list[str]) -> Launch:
     if words[:1] != ["launch"]:
         raise UnsupportedError(
             f"`accelerate {' '.join(words[:1])}` starts no script", hint="name the script itself"
@@ -90,13 +108,13 @@ def _accelerate(words: Sequence[str]) -> Launch:
     return _accelerate_launch(words[1:])
 
 
-def _accelerate_launch(words: Sequence[str]) -> Launch:
+def _accelerate_launch(words: list[str]) -> Launch:
     """Read `accelerate launch`, whose files and options become variables of the environment."""
     require("accelerate")
     launcher = import_module("accelerate.commands.launch")
 
     def start() -> None:
-        launcher.launch_command(launcher.launch_command_parser().parse_args(list(words)))
+        launcher.launch_command(launcher.launch_command_parser().parse_args(words))
 
     def one_process(args: Any) -> None:
         if not args.num_processes:  # those of this machine, which has none
@@ -105,15 +123,26 @@ def _accelerate_launch(words: Sequence[str]) -> Launch:
             launcher.multi_gpu_launcher(args)
         raise _Started(args, launcher.prepare_simple_launcher_cmd_env(args)[1])
 
-    with _replaced(launcher, "simple_launcher", one_process):
+    def of_deepspeed(args: Any) -> NoReturn:
+        environment = launcher.prepare_deepspeed_cmd_env(args)[1]
+        args.nnodes, args.nproc_per_node = (
+            args.num_machines,
+            args.num_processes // args.num_machines,
+        )
+        raise _Started(args, environment)
+
+    with (
+        _replaced(launcher, "simple_launcher", one_process),
+        _replaced(launcher, "deepspeed_launcher", of_deepspeed),
+    ):
         args, environment = _stopped("accelerate launch", start)
     return _of_ranks(args, environment)
 
 
-def _deepspeed(words: Sequence[str]) -> Launch:
+def _deepspeed(words: list[str]) -> Launch:
     require("deepspeed")
     runner = import_module("deepspeed.launcher.runner")
-    args = runner.parse_args(list(words))
+    args = runner.parse_args(words)
     if args.num_gpus < 1:
         raise _without_number("--num_gpus")
     if args.no_python:
@@ -128,13 +157,13 @@ def _deepspeed(words: Sequence[str]) -> Launch:
     )
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], Launch]] = {
+_COMMANDS: dict[str, Callable[[list[str]], Launch]] = {
     "python": _python, "python3": _python, "torchrun": _torchrun, "accelerate": _accelerate,
     "accelerate-launch": _accelerate_launch, "deepspeed": _deepspeed,
 }  # fmt: skip
 """Reader of each launcher's command."""
 
-_MODULES: dict[str, Callable[[Sequence[str]], Launch]] = {
+_MODULES: dict[str, Callable[[list[str]], Launch]] = {
     "torch.distributed.run": _torchrun, "torch.distributed.launch": _torch_launch,
     "accelerate.commands.launch": _accelerate_launch,
     "accelerate.commands.accelerate_cli": _accelerate,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import atexit
 import gc
 import linecache
 import runpy
@@ -13,9 +14,11 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -68,7 +71,8 @@ def run_target(target: Target, session: Session, *, limit_s: float | None = None
     gc.collect()  # what was made before does not move the moments of the next collections
     try:
         with session, time_limit(limit_s, session.virtual.mode.attribution.lines.current):
-            _run(target)
+            with _exit_functions():
+                _run(target)
             session.virtual.mode.ranks.mailbox.finish()
     except BaseException as raised:
         error = raised
@@ -111,6 +115,45 @@ def time_limit(seconds: float | None, line: Callable[[], str]) -> Iterator[None]
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0) if has_clock else timer.cancel()
         signal.signal(number, before)
+
+
+@contextmanager
+def _exit_functions() -> Iterator[None]:
+    """Call the functions that the block registers with `atexit` at its end, with the GPU.
+
+    Those of torch and of Python's library wait for the end of the process.
+    """
+    before = atexit.register, atexit.unregister
+    registered: list[tuple[Callable[..., Any], Callable[[], object]]] = []
+
+    def register(func: Any, *args: Any, **kwargs: Any) -> Any:
+        home = (getattr(func, "__module__", None) or "").partition(".")[0]
+        if home == "torch" or home in sys.stdlib_module_names:
+            return before[0](func, *args, **kwargs)
+        registered.append((func, partial(func, *args, **kwargs)))
+        return func
+
+    def unregister(func: Any) -> None:
+        registered[:] = [pair for pair in registered if pair[0] != func]
+        before[1](func)
+
+    _set_exit_functions(register, unregister)
+    try:
+        yield
+    finally:
+        _set_exit_functions(*before)
+        while registered:
+            func, call = registered.pop()
+            try:
+                call()
+            except BaseException as error:  # as Python: printed, and the next one is called
+                if ending_of(error)[0] is not Ending.STOPPED:
+                    text = f"Exception ignored in atexit callback {func!r}:\n{traceback_of(error)}"
+                    sys.stderr.write(text)
+
+
+def _set_exit_functions(register: Any, unregister: Any) -> None:
+    atexit.register, atexit.unregister = register, unregister
 
 
 _NOT_RUN = ImportError("not run")

@@ -17,18 +17,15 @@ from memest.packages import is_in_packages
 
 SEVERAL_GPUS_HINT = "run it outside of the launcher: `memest run --nproc-per-node N train.py`"
 
-COMMANDS = frozenset(("python", "python3", "torchrun", "accelerate", "deepspeed", "lightning"))
-"""Commands before a script that `memest run` replaces."""
+COMMANDS = frozenset(("lightning", "fabric", "srun", "mpirun"))
+"""Commands before a script that `memest run` does not read; `launch_command.py` has others."""
 
 SHELL = frozenset((".sh", ".bash", ".slurm", ".sbatch"))
 """Suffixes of shell scripts, which start a Python script in a process of its own."""
 
 _NAME_THE_SCRIPT = "name the Python script itself: `memest run train.py`"
 
-LAUNCHERS = frozenset((
-    "torch.distributed.run", "torch.distributed.launch", "torch.distributed.elastic",
-    "accelerate.commands.launch", "deepspeed.launcher.runner", "deepspeed.launcher.launch",
-))  # fmt: skip
+LAUNCHERS = frozenset(("torch.distributed.elastic", "deepspeed.launcher.launch"))
 """Modules that start the script in processes of their own, which would not see the virtual GPU."""
 
 IS_INSTALLED = "is it installed here?"
@@ -88,9 +85,7 @@ def find_script(name: str, args: tuple[str, ...]) -> Target:
         near = closest(path.name, files)
         hint = f"did you mean `{near[0]}`?" if near else "a module is run with `-m`"
         if name in COMMANDS:
-            hint = _NAME_THE_SCRIPT
-            if name != "python":
-                hint += "; `--nproc-per-node N` is for several GPUs"
+            hint = f"{_NAME_THE_SCRIPT}; `--nproc-per-node N` is for several GPUs"
         raise PlanError(f"no such script: {shown(name)}", hint=hint)
     if path.is_dir() and not (path / "__main__.py").is_file():
         raise PlanError(

@@ -6,6 +6,8 @@ Tensors without data cross between processes as placeholders (`torch_api/files/c
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -22,8 +24,25 @@ IN_CHILD = (
 """Message of `torch.cuda._lazy_init`."""
 
 
-def install(patches: Patches) -> None:
-    """Let tensors without data cross between processes."""
+OWN_PROCESS = (
+    "the script starts processes of its own (`{name}`): they have no GPU here, and what they would"
+    " allocate is not in the report"
+)
+
+
+def install(patches: Patches, note: Callable[[str], object]) -> None:
+    """Let tensors without data cross between processes; note processes that may use a GPU."""
+    start = BaseProcess.start
+
+    def noted_start(self: Any) -> None:
+        """Start the process."""
+        target = getattr(self, "_target", None) or type(self).run
+        home = str(getattr(target, "__module__", "")).partition(".")[0]
+        if home not in ("torch", "multiprocessing", "concurrent"):  # workers, servers and pools
+            note(OWN_PROCESS.format(name=getattr(target, "__qualname__", target)))
+        start(self)
+
+    patches.set(BaseProcess, "start", noted_start)
     pickler: Any = ForkingPickler
     reducers = pickler._extra_reducers
     changed = dict(reducers)

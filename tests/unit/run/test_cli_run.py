@@ -50,7 +50,7 @@ def run(*args: str) -> int:
         (("-m", "no_such_package"), "no such module: `no_such_package`"),
         (("-m", "train.py"), "no such module: `train.py`\nhint: a script is run without `-m`"),
         ((), "no script is named"),
-        (("torchrun", "train.py"), "no such script: `torchrun`\nhint: name the Python script"),
+        (("srun", "train.py"), "no such script: `srun`\nhint: name the Python script itself"),
         ((".",), "a folder without a `__main__.py`"),
         (("--gpu", "b9000", "train.py"), "`b9000` is not in the catalogue"),
         (("--bs", "8", "train.py"), "No such option"),
@@ -92,8 +92,27 @@ def test_one_of_several_processes_is_refused(
 
 
 def test_a_launcher_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("-m", "torch.distributed.run", "--nproc_per_node=2", "train.py") == 3
-    assert "`torch.distributed.run` starts the script in other" in capsys.readouterr().err
+    assert run("-m", "deepspeed.launcher.launch", "train.py") == 3
+    assert "`deepspeed.launcher.launch` starts the script in other" in capsys.readouterr().err
+
+
+def test_ranks_of_a_launcher_and_of_the_command_are_refused(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert run("--nproc-per-node", "2", "torchrun", "--nproc-per-node", "2", "train.py") == 2
+    assert "a launcher and `memest run` both have a number of" in capfd.readouterr().err
+
+
+def test_a_launchers_command_runs_its_ranks_with_their_arguments(folder: Path) -> None:
+    (folder / "rank.py").write_text("import os, sys\nprint(sys.argv[1:], os.environ['RANK'])\n")
+    words = ["run", "python", "-m", "torch.distributed.launch", "--nproc-per-node", "2", "rank.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "memest", *words, "a b"],
+        capture_output=True, text=True, check=False, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+    assert done.stdout == "['--local-rank=0', 'a b'] 0\n['--local-rank=1', 'a b'] 1\n"
 
 
 def test_the_report_follows_the_output_of_the_script(capsys: pytest.CaptureFixture[str]) -> None:
