@@ -19,7 +19,7 @@ def command() -> None:
     # torch is not imported yet; else its threads would take the time of others while they wait
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if sys.stdout is None:  # closed by `>&-`
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     code = 0
     try:
         main()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from shutil import get_terminal_size
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -485,7 +486,7 @@ def _print(
     training = whole.of(world) if whole.is_given else None
     has_colours = out is sys.stdout and has_colour()
     text = render_text(report, training=training, colour=has_colours, verbose=verbose)
-    rule = folded(RULE, out).partition("\n")[0]
+    rule = RULE[: get_terminal_size().columns] if out.isatty() else RULE
     click.echo(f"\n{rule}\n{folded(text, out)}", file=out)
 
 

@@ -487,3 +487,64 @@ def test_wrong_settings_of_a_project_are_refused(
 
     assert run("train.py") == 2
     assert says in capsys.readouterr().err
+
+
+def memest(*words: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **settings}
+    return subprocess.run(
+        [sys.executable, "-m", "memest", "run", *words],
+        capture_output=True, text=True, check=False, timeout=300, env=environment,
+    )  # fmt: skip
+
+
+AT_EXIT = """
+import atexit, torch
+x = torch.zeros(1 << 20, device="cuda")
+@atexit.register
+def save():
+    print("save", torch.zeros(1 << 20, device="cuda").device, torch.cuda.memory_allocated())
+@atexit.register
+def fail():
+    raise ValueError("late")
+"""
+
+
+def test_functions_of_atexit_run_with_the_gpu_in_order(folder: Path) -> None:
+    (folder / "at_exit.py").write_text(AT_EXIT)
+    done = memest("--summary", "at_exit.py")
+
+    assert done.stdout.startswith("save cuda:0 4194304\nmemest: 0.02 of")
+    assert done.stderr.startswith("Exception ignored in atexit callback <function fail")
+    assert "ValueError: late" in done.stderr
+    assert "memest/" not in done.stderr
+    assert done.returncode == 0
+
+
+def test_a_process_that_may_use_a_gpu_is_noted(folder: Path) -> None:
+    (folder / "own.py").write_text(
+        "import multiprocessing, torch\n"
+        "def work():\n    pass\n"
+        "if __name__ == '__main__':\n"
+        "    x = torch.zeros(1 << 20, device='cuda')\n"
+        "    process = multiprocessing.get_context('fork').Process(target=work)\n"
+        "    process.start()\n    process.join()\n"
+        "    with multiprocessing.get_context('fork').Pool(1) as pool:\n"
+        "        pool.map(abs, [1])\n"
+    )
+    notes = [line for line in memest("own.py").stdout.splitlines() if line.startswith("note: ")]
+
+    assert notes == [
+        "note: the script starts processes of its own (`work`): they have no GPU here, and what"
+        " they would allocate is not in the report"
+    ]
+
+
+def test_a_line_that_the_terminal_cannot_encode_is_printed_with_escapes(folder: Path) -> None:
+    (folder / "accents.py").write_text(
+        "import torch\nx = torch.zeros(1 << 20, device='cuda')  # é\n", encoding="utf-8"
+    )
+    done = memest("accents.py", PYTHONIOENCODING="ascii")
+
+    assert "accents.py:2" in done.stdout
+    assert "# \\xe9" in done.stdout
+    assert done.returncode == 0
