@@ -15,9 +15,10 @@ from memest.cli.group import fail, main
 from memest.cli.options import OUT, PATH, jobs_option
 from memest.cli.run import with_project
 from memest.cli.terminal import progress_bar
+from memest.errors import PlanError
 from memest.report import Prediction, SimulatedReport, read_measurements
 from memest.report.compare import comparison_json, render_comparison, render_comparison_markdown
-from memest.report.difference import Difference, differences, markdown, read_reports
+from memest.report.difference import Difference, differences, markdown, read_reports, unpaired
 from memest.report.sarif import sarif
 from memest.run.base import repository, run_both
 from memest.validate.compare import Comparison, comparable, parse_tolerances, plan_of, summarise
@@ -52,13 +53,18 @@ def diff(
     memest run --json after.json train.py --bs 16
     memest diff before.json after.json --html diff.html
     """
-    found = differences(read_reports(before), read_reports(after))
+    if as_json and as_markdown:
+        raise PlanError("`--json` and `--markdown` are given together", hint="choose one")
+    reports = read_reports(before), read_reports(after)
+    found = differences(*reports)
+    for line in unpaired(*reports, found):
+        click.echo(f"note: {line}", err=True)
     if html is not None:
         from memest.report.page import render_difference
 
         write_output(html, render_difference(found))
     if sarif_path is not None:
-        _write_sarif(sarif_path, found[0].after, found[0])
+        _write_sarif(sarif_path, [(each.after, each) for each in found])
     for each in found:
         if as_json:
             click.echo(json.dumps(each.to_dict()))
@@ -101,14 +107,14 @@ def ci(
     if markdown_path is not None:
         write_output(markdown_path, markdown(pair.now, found, base))
     if sarif_path is not None:
-        _write_sarif(sarif_path, pair.now, found)
+        _write_sarif(sarif_path, [(pair.now, found)])
     if fail_on_increase and found is not None and found.has_grown and not pair.exit_code:
         fail("a peak grew", "the lines that grew are listed above", GREW_EXIT_CODE)
     return pair.exit_code
 
 
-def _write_sarif(path: Path, report: SimulatedReport, found: Difference | None) -> None:
-    write_output(path, json.dumps(sarif(report, found, repository()), indent=1) + "\n")
+def _write_sarif(path: Path, pairs: Sequence[tuple[SimulatedReport, Difference | None]]) -> None:
+    write_output(path, json.dumps(sarif(pairs, repository()), indent=1) + "\n")
 
 
 @main.command()
@@ -138,6 +144,8 @@ def compare(
     memest compare validation/runs/lab-h200.jsonl
     memest compare validation/runs/*.jsonl --check --tolerance allocated=0.2
     """
+    if as_json and as_markdown:
+        raise PlanError("`--json` and `--markdown` are given together", hint="choose one")
     tolerances = parse_tolerances(tolerance)
     measured, left_out = comparable([m for path in results for m in read_measurements(path)])
     plans = [plan_of(m) for m in measured]

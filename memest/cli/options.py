@@ -89,7 +89,7 @@ def gpu_names() -> list[str]:
 
 
 VALUES: dict[str, Callable[[], Iterable[str]]] = {
-    "model_name": model_names, "models": model_names, "gpu": gpu_names, "gpu_name": gpu_names,
+    "model_name": model_names, "models": model_names, "gpu": gpu_names, "gpu_names": gpu_names,
     "optim": lambda: OPTIMIZERS,
     **{name: partial(list, row.choices) for name, row in PLAN_KEYS.items() if row.choices},
 }  # fmt: skip

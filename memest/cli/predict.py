@@ -84,6 +84,7 @@ def predict(
     """
     files = {name: flags.pop(name) for name in ("html", "snapshot", "chrome_trace")}
     how = {name: flags.pop(name) for name in ("jobs", "trust_remote_code")}
+    _check_output(as_json, summary, emit, suite, output, resume, whole)
     plans = read_plans(config, suite, given_only(flags))
     if (files["snapshot"] or files["chrome_trace"]) and len(plans) > 1:
         raise PlanError("a recording is of one plan", hint="leave `--suite` out")
@@ -118,6 +119,29 @@ def predict(
     if failed:
         return failed[0][1].exit_code
     return OOM_EXIT_CODE if check and any(r.verdict != "fits" or r.warnings for r in reports) else 0
+
+
+def _check_output(
+    as_json: bool,
+    summary: bool,
+    emit: str | None,
+    suite: Path | None,
+    output: Path | None,
+    resume: bool,
+    whole: WholeTraining,
+) -> None:
+    """Refuse options of the output that exclude each other, or would do nothing."""
+    forms = {"--json": as_json, "--summary": summary, "--emit": emit}
+    given = [name for name, value in forms.items() if value]
+    if len(given) > 1:
+        raise PlanError(f"`{given[0]}` and `{given[1]}` are given together", hint="choose one")
+    if resume and (suite is None or output is None):
+        raise PlanError("`--resume` needs `--suite` and `-o`", hint="results are stored next to it")
+    if whole.is_given and (given or suite is not None):
+        raise PlanError(
+            f"hours and prices are not part of `{[*given, '--suite'][0]}`",
+            hint="leave it out, or use `memest cheapest --json`",
+        )
 
 
 def _short(report: Prediction, emit: str | None) -> str:

@@ -31,7 +31,7 @@ from memest.cli.options import (
 from memest.cli.terminal import folded, has_colour, print_any_text
 from memest.errors import PlanError
 from memest.estimator.allocator.settings import settings_from
-from memest.estimator.hardware.gpus import Gpu, custom_gpu, find_gpu
+from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu, custom_gpu, find_gpu
 from memest.estimator.predict import PRIMARY_GPU
 from memest.estimator.versions import check_torch
 from memest.project import FILE, find_project
@@ -111,8 +111,9 @@ MAX_SECONDS_OF_RANK = 1800.0
 @main.command(cls=_RunCommand, context_settings={"allow_interspersed_args": False})
 @click.option(
     "--gpu",
-    "gpu_name",
-    help=f"GPU to simulate; by default {PRIMARY_GPU}.",
+    "gpu_names",
+    multiple=True,
+    help=f"GPU to simulate; by default {PRIMARY_GPU}. Repeat for verdicts on others.",
     shell_complete=completes(VALUES["gpu"]),
 )
 @click.option(
@@ -163,7 +164,7 @@ MAX_SECONDS_OF_RANK = 1800.0
 def run(
     ctx: click.Context,
     /,
-    gpu_name: str | None,
+    gpu_names: tuple[str, ...],
     python: Path | None,
     gpu_memory: int | None,
     memory_limit: int | None,
@@ -200,7 +201,7 @@ def run(
     os.environ.update(launch.environment)
     check_single_process(os.environ)
     settings_from(os.environ)  # which the allocator reads at its first request
-    target_gpu = _gpu(gpu_name, gpu_memory, beside)
+    target_gpu, others = _gpus(gpu_names, gpu_memory, beside)
     files = _Files(*map(output.pop, ("json_path", "html", "snapshot", "chrome_trace")))
     limits = {"memory_limit": memory_limit, "max_steps": max_steps}
     options: dict[str, Any] = {**limits, "is_strict": strict, "batch_parts": batch_parts}
@@ -210,7 +211,7 @@ def run(
         from memest.run.session import Session
 
     chosen = chosen_ranks(nproc_per_node, nnodes)
-    options |= {"others": tuple(NAMES)} if output["emit"] else {}
+    options["others"] = tuple(NAMES) if output["emit"] else others
     make = partial(Session, target_gpu, name=target.label, roots=target.roots, **options)
     out = sys.stdout
     limit_s = time_limit or (MAX_SECONDS_OF_RANK if len(chosen) > 1 else None)
@@ -423,11 +424,15 @@ def _target(module: str | None, command: tuple[str, ...]) -> tuple[Launch, Targe
     return launch, replace(target, local_rank=launch.local_rank)
 
 
-def _gpu(name: str | None, memory_bytes: int | None, beside_bytes: int | None) -> Gpu:
-    gpu = find_gpu(name or PRIMARY_GPU)
+def _gpus(
+    typed: Sequence[str], memory_bytes: int | None, beside_bytes: int | None
+) -> tuple[Gpu, tuple[str, ...]]:
+    """Return the GPU to simulate, which is named first, and the names of those with a verdict."""
+    names = [find_gpu(name).name for text in typed for name in text.split(",")]
+    gpu = find_gpu(names[0] if names else PRIMARY_GPU)
     if memory_bytes is not None:
-        gpu = custom_gpu(memory_bytes, gpu if name else None)
-    return gpu.beside(beside_bytes)
+        gpu = custom_gpu(memory_bytes, gpu if names else None)
+    return gpu.beside(beside_bytes), tuple(names) if len(names) > 1 else DEFAULT_GPUS
 
 
 class _Files:

@@ -161,6 +161,8 @@ def sweep(
     memest sweep --config lab.yaml --precision bf16-true,32-true --vary freeze=none,vision_model.*
     """
     as_json = _is_json(output, as_json)
+    if resume and output is None:
+        raise PlanError("`--resume` needs `-o`", hint="results are stored next to that file")
     from memest.report.sweep import json_lines, to_csv
 
     points = grid_points(**flags)

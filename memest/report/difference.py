@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from memest.errors import PlanError
+from memest.errors import PlanError, shown
 from memest.plan.reading import read_limited
 from memest.report import (
     MAX_RESULTS_BYTES,
@@ -182,8 +182,15 @@ def read_reports(path: Path) -> list[SimulatedReport]:
     for line in read_limited(path, MAX_RESULTS_BYTES, what="reports").splitlines():
         try:
             values = json.loads(line) if line.strip() else None
-            if values is not None and values["schema"] == SCHEMA:
-                found.append(kinds[values["kind"]].from_dict(values))
+            if values is None:
+                continue
+            if values["schema"] != SCHEMA:
+                raise PlanError(
+                    f"`{path}` is of schema {shown(values['schema'])}, and this memest reads"
+                    f" `{SCHEMA}`",
+                    hint="write it again with this memest",
+                )
+            found.append(kinds[values["kind"]].from_dict(values))
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(
                 f"`{path}` has a line that is no report: {error}", hint=_HINT
@@ -215,6 +222,18 @@ def differences(
     if not found:
         raise PlanError("the files have no plan in common", hint="plans are compared by name")
     return found
+
+
+def unpaired(
+    before: Sequence[SimulatedReport], after: Sequence[SimulatedReport], found: Sequence[Difference]
+) -> list[str]:
+    """Return a line for each file with reports that are in no pair."""
+    lines = []
+    pairs = [({d.before.name for d in found}, before), ({d.after.name for d in found}, after)]
+    for which, (paired, reports) in zip(("first", "second"), pairs, strict=True):
+        if names := [report.name for report in reports if report.name not in paired]:
+            lines.append(f"not compared, only in the {which} file: {', '.join(names)}")
+    return lines
 
 
 def markdown(report: SimulatedReport, found: Difference | None, base: str = "") -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,27 @@ RULES = {
 }
 
 
-def sarif(report: SimulatedReport, found: Difference | None, folder: Path) -> dict[str, Any]:
-    """Return a log with one result per line; paths are relative to `folder`, the repository."""
+def sarif(
+    pairs: Sequence[tuple[SimulatedReport, Difference | None]], folder: Path
+) -> dict[str, Any]:
+    """Return a log with one result per line; paths are relative to `folder`, the repository.
+
+    Args:
+        pairs: reports, each with its difference from the one before.
+        folder: the repository.
+    """
     return {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
         "version": "2.1.0",
         "runs": [{
             "tool": {"driver": {
                 "name": "memest",
-                "version": report.versions.get("memest", ""),
+                "version": pairs[0][0].versions.get("memest", ""),
                 "rules": [
                     {"id": name, "shortDescription": {"text": text}} for name, text in RULES.items()
                 ],
             }},
-            "results": list(_results(report, found, folder)),
+            "results": [r for pair in pairs for r in _results(*pair, folder)],
         }],
     }  # fmt: skip
 

@@ -262,7 +262,7 @@ def _host_note(report: SimulatedReport) -> str:
 
 def phase_rows(prediction: Prediction) -> list[list[str]]:
     """Return a table of the phases of the first two steps in GiB, with a head."""
-    rows = ["GiB by phase,params,grads,optimizer,activations,all,peak,reserved".split(",")]
+    rows = ["GiB by phase;params;grads;optimizer;activations, rest;all;peak;reserved".split(";")]
     last = prediction.plan["accumulate_grad_batches"] - 1
     for row in prediction.phases:
         if row.step <= 1 and row.micro_batch in (0, last):

@@ -85,7 +85,8 @@ def test_sarif_names_the_line_in_the_repository(tmp_path: Path) -> None:
     verdict = replace(after.verdicts["t4"], verdict=memest.report.Outcome.OOM, at=at)
     after = replace(after, verdicts={"t4": verdict})
 
-    log = sarif(after, Difference(before=report_of(4), after=after), tmp_path)
+    pair = (after, Difference(before=report_of(4), after=after))
+    log = sarif([pair, (report_of(4), None)], tmp_path)
 
     found = [
         (r["ruleId"], r["level"], r["locations"][0]["physicalLocation"])
@@ -96,6 +97,44 @@ def test_sarif_names_the_line_in_the_repository(tmp_path: Path) -> None:
         ("out-of-memory", "error", {**place, "region": {"startLine": 3}}),
         ("memory-grew", "warning", {**place, "region": {"startLine": 5}}),
     ]
+
+
+def test_diff_names_reports_without_a_pair(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = replace(report_of(4), name="a.py"), replace(report_of(4), name="b.py")
+    (tmp_path / "a.json").write_text(f"{one.to_json()}\n{two.to_json()}\n")
+    three = replace(report_of(4), name="c.py")
+    (tmp_path / "b.json").write_text(f"{two.to_json()}\n{three.to_json()}\n")
+    with pytest.raises(SystemExit):
+        main(["diff", str(tmp_path / "a.json"), str(tmp_path / "b.json")])
+
+    printed = capsys.readouterr()
+    assert printed.out.startswith("b.py\n")
+    assert printed.err == (
+        "note: not compared, only in the first file: a.py\n"
+        "note: not compared, only in the second file: c.py\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "more", "message"),
+    [
+        ('{"schema": "memest.report/9"}', (), "is of schema `memest.report/9`, and this memest"),
+        ("", ("--json", "--markdown"), "`--json` and `--markdown` are given together"),
+    ],
+)
+def test_diff_refuses_another_schema_and_two_forms(
+    content: str, more: tuple[str, ...], message: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    path = tmp_path / "a.json"
+    path.write_text(content)
+    with pytest.raises(SystemExit) as ended:
+        main(["diff", str(path), str(path), *more])
+
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_diff_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,6 +53,7 @@ def run(*args: str) -> int:
         (("srun", "train.py"), "no such script: `srun`\nhint: name the Python script itself"),
         ((".",), "a folder without a `__main__.py`"),
         (("--gpu", "b9000", "train.py"), "`b9000` is not in the catalogue"),
+        (("--gpu", "t4", "--gpu", "b9000", "train.py"), "`b9000` is not in the catalogue"),
         (("--bs", "8", "train.py"), "No such option"),
         (("--memory-limit", "much", "train.py"), "`much` is not a memory size"),
         (("--json", "no/such/folder.json", "train.py"), "cannot be written"),
@@ -136,6 +137,15 @@ def test_the_report_is_printed_if_its_file_cannot_be_written(ranks: tuple[str, .
     assert done.returncode == 2
     assert "memest: 0.06 of" in done.stdout
     assert "`/dev/full` cannot be written: No space left on device" in done.stderr
+
+
+def test_the_first_gpu_is_simulated_and_the_others_have_verdicts(folder: Path) -> None:
+    gpus = ("--gpu", "t4", "--gpu", "rtx-4090,h100-80gb")
+    assert run(*gpus, "--json", "report.json", "train.py", "1") == 0
+    report = json.loads((folder / "report.json").read_text())
+
+    assert report["gpu"] == "t4"
+    assert list(report["verdicts"]) == ["t4", "rtx-4090", "h100-80gb"]
 
 
 def test_files_are_written_where_the_command_was_typed(
