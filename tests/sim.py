@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memest.estimator.allocator.statistics import CountingAllocator
+from memest.estimator.gpu.guesses import Guesses
 from memest.estimator.gpu.mode import CudaSimMode
-from memest.estimator.gpu.placeholders import Guesses
 from memest.estimator.hardware.gpus import Gpu, find_gpu
 from memest.estimator.tensors.lines import ScriptLines
 from memest.estimator.tensors.placement import INSIDE

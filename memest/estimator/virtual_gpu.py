@@ -23,9 +23,9 @@ from memest.estimator.allocator.settings import AllocatorSettings, settings_from
 from memest.estimator.allocator.statistics import CountingAllocator, allow_share
 from memest.estimator.gpu import processes
 from memest.estimator.gpu.engine import DeviceThread
+from memest.estimator.gpu.guesses import Guesses
 from memest.estimator.gpu.imports import ImportHooks
 from memest.estimator.gpu.mode import CudaSimMode
-from memest.estimator.gpu.placeholders import Guesses
 from memest.estimator.gpu.worlds import ALONE, Ranks
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import encoder, recurrent, sparse

@@ -7,8 +7,8 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
+from memest.estimator.gpu.guesses import Guesses
 from memest.estimator.gpu.history import Held, History
-from memest.estimator.gpu.placeholders import Guesses
 from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu, find_gpu
 from memest.estimator.hardware.pace import estimate
 from memest.estimator.ops.cudnn_convolution import describe_source

@@ -218,7 +218,7 @@ def test_at_the_limit_cached_segments_make_room() -> None:
 def without_shortcut(made: Program, *args: Any, **kwargs: Any) -> Replayed:
     """Every step and micro-batch one by one: no two states compare equal."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay_module._Run, "_state", lambda self: (object(),))
+        patch.setattr(replay_module._Replay, "_state", lambda self: (object(),))
         return run(made, *args, **kwargs)
 
 

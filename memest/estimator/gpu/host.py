@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.errors import UnsupportedError
 from memest.estimator.gpu.attribution import Attribution
-from memest.estimator.gpu.placeholders import AssumedValues
+from memest.estimator.gpu.guesses import GuessedValues
 from memest.estimator.ops.indexing import MASK_DTYPES
 from memest.estimator.ops.random import advance
 from memest.estimator.ops.registry import op_of
@@ -165,7 +165,7 @@ _NOISE = frozenset((
 class HostTensors:
     """Tensors of the simulated host, with and without data.
 
-    `live` has the ids of the storages on the GPU by key. `values` and `assumed` have the values of
+    `live` has the ids of the storages on the GPU by key. `values` and `guessed` have the values of
     tensors without data.
     """
 
@@ -173,7 +173,7 @@ class HostTensors:
         self,
         live: dict[int, int],
         values: KnownValues,
-        assumed: AssumedValues,
+        guessed: GuessedValues,
         attribution: Attribution,
     ) -> None:
         self.num_bytes = self.peak_bytes = 0
@@ -182,7 +182,7 @@ class HostTensors:
         self.draws = HostDraws()
         self._live = live
         self._values = values
-        self._assumed = assumed
+        self._guessed = guessed
         self._attribution = attribution
         self._references: dict[int, Any] = {}
         self._pinned: dict[int, Any] = {}
@@ -270,7 +270,7 @@ class HostTensors:
         for tensor in tensors_in((out,)):
             if is_meta(tensor):
                 self.put(tensor)
-        self._assumed.follow(func, args, kwargs, out)
+        self._guessed.follow(func, args, kwargs, out)
         if self._values:
             self._values.follow(func, args, kwargs, out)
         return out
@@ -289,7 +289,7 @@ class HostTensors:
                 )
                 return _bare(args[0]).new_empty(num_picked)
             op = op_of(func)
-            made = self._assumed.result(func, args, kwargs) if op.shaped_by else None
+            made = self._guessed.result(func, args, kwargs) if op.shaped_by else None
             if made is None and op.result:
                 made = op.result(_bare(args), kwargs)
             if made is not None:

@@ -20,19 +20,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memest.errors import UnsupportedError
 from memest.estimator.allocator.caching import CachingAllocator
 from memest.estimator.gpu.attribution import Attribution
-from memest.estimator.gpu.host import HostTensors, without_tensors
-from memest.estimator.gpu.kernel_calls import KernelCalls, Recipe
-from memest.estimator.gpu.memory import Memory
-from memest.estimator.gpu.messages import two_devices
-from memest.estimator.gpu.pending import PendingWorks
-from memest.estimator.gpu.placeholders import (
-    ASSUMED,
-    AssumedValues,
+from memest.estimator.gpu.guesses import (
+    PASSING_CHECKS,
+    GuessedValues,
     Guesses,
     bincount,
     guess_booleans,
     is_check,
 )
+from memest.estimator.gpu.host import HostTensors, without_tensors
+from memest.estimator.gpu.kernel_calls import KernelCalls, Recipe
+from memest.estimator.gpu.memory import Memory
+from memest.estimator.gpu.messages import two_devices
+from memest.estimator.gpu.pending import PendingWorks
 from memest.estimator.gpu.processes import refuse_in_child
 from memest.estimator.gpu.timeline import Timeline
 from memest.estimator.gpu.worlds import ALONE
@@ -49,7 +49,7 @@ from memest.estimator.ops.copies import (
 )
 from memest.estimator.ops.in_place import owners_of_a_sole_gradient
 from memest.estimator.ops.random import GpuDraws
-from memest.estimator.ops.registry import Op, load_families, op_of
+from memest.estimator.ops.registry import Args, Kwargs, Op, load_families, op_of
 from memest.estimator.ops.sparse import SparseTensors
 from memest.estimator.tensors.known_values import (
     KnownValues,
@@ -100,8 +100,8 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.memory = Memory(gpu, allocator, self.timeline)
         self.attribution = Attribution(self.memory, lines)
         self.values = KnownValues()
-        self.assumed = AssumedValues(self.values, guesses)
-        self.host = HostTensors(self.memory.live, self.values, self.assumed, self.attribution)
+        self.guessed = GuessedValues(self.values, guesses)
+        self.host = HostTensors(self.memory.live, self.values, self.guessed, self.attribution)
         self.kernels = KernelCalls(
             gpu, self.memory, self.timeline, self.attribution.site, self.values.value_of, self.notes
         )
@@ -157,7 +157,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             INSIDE.depth -= 1
 
-    def _higher_order(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _higher_order(self, func: Any, args: Args, kwargs: Any) -> Any:
         """Run an operator that calls operators, with its kernel for CUDA."""
         kernels = func.py_kernels
         kernel = kernels.get(DispatchKey.CUDA) or kernels[DispatchKey.CompositeExplicitAutograd]
@@ -174,29 +174,26 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._has_own_dispatch[kind] = known
         return known
 
-    def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _dispatch(self, func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Run an operator where its tensors are: on the GPU, on the host, or between the two."""
         op = op_of(func)
         if op.is_collective:
             return collectives.run(self, func, args, kwargs)
         if op.is_wait:  # C++ returns its input, the meta kernel a copy
             self.works.wait_for(args[0])
-            return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args)
-        if op.is_view and not self._decomposes_under(func):
+            return func._op_dk(DispatchKey.CompositeExplicitAutograd, *args)
+        key = self._decomposes_under(func)
+        if op.is_view and not key:
             return self._view(func, args, kwargs)
         on_gpu, on_host, is_real, no_place = self._places(func, args, kwargs)
         target: str = getattr(kwargs.get("device"), "type", "")
-        if (on_gpu or on_host or target == "cuda") and self._decomposes_under(func):
-            result = run_decomposed(self, self._decomposes_under(func), func, args, kwargs)
-            if func.namespace == "bitsandbytes":
-                self.work.call_library(func, args, kwargs, result)
-            if func.namespace == "_c10d_functional":
-                self.works.register(result)
-            return result
+        if key and (on_gpu or on_host or target == "cuda"):
+            return self._decomposed(key, func, args, kwargs)
         if target == "cuda":
-            if not on_gpu and func is aten._to_copy.default:
-                return self._copy_to_gpu(func, types, args, {**kwargs, "device": META}, no_place)
-            adopts = no_place and not op.makes_alike
-            return self.run_on_gpu(func, types, args, {**kwargs, "device": META}, adopts)
+            kwargs = {**kwargs, "device": META}
+            if func is aten._to_copy.default and not on_gpu:
+                return self._copy_to_gpu(func, types, args, kwargs, no_place)
+            return self.run_on_gpu(func, types, args, kwargs, no_place and not op.makes_alike)
         if on_gpu:
             is_to_host = func is aten.copy_.default and self.host.place(args[0]) is not Place.GPU
             if target == "cpu" or is_to_host:
@@ -210,12 +207,11 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if target == "meta" and not (on_host and func is aten._to_copy.default):
             # C++ passes the device that a GPU tensor reports: a formula of autograd, a composite
             if INSIDE.composite or torch._C._current_graph_task_id() != -1:
-                return self.run_on_gpu(func, types, args, kwargs, False)
+                return self.run_on_gpu(func, types, args, kwargs)
             return func(*args, **kwargs)
         if on_host:
-            if op.reads_value:
-                return self._read(func, args, kwargs)
-            return self.host.run_without_data(func, args, kwargs)
+            run = self._read if op.reads_value else self.host.run_without_data
+            return run(func, args, kwargs)
         if no_place:
             if func is aten.equal.default:  # C++ checks whether a number that it made is true
                 self.guesses.note("False from torch.equal")
@@ -224,10 +220,20 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self.work.host_works():
             return self.host.run(func, args, kwargs)
 
-    def _places(
-        self, func: Any, args: tuple[Any, ...], kwargs: Any
-    ) -> tuple[bool, bool, bool, bool]:
-        """Return whether a tensor is on the GPU, on the host without data, real, or unplaced."""
+    def _decomposed(self, key: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Run an operator by its kernel for the dispatch key `key`, which calls others."""
+        result = run_decomposed(self, key, func, args, kwargs)
+        if func.namespace == "bitsandbytes":
+            self.work.call_library(func, args, kwargs, result)
+        if func.namespace == "_c10d_functional":
+            self.works.register(result)
+        return result
+
+    def _places(self, func: Any, args: Args, kwargs: Any) -> tuple[bool, bool, bool, bool]:
+        """Return whether a tensor is on the GPU, on the host without data, real, or unplaced.
+
+        A real tensor is on the host with data. C++ makes unplaced ones inside of an operator.
+        """
         on_gpu = on_host = is_real = no_place = False
         live = self.memory.live
         for tensor in few_tensors(args, kwargs):
@@ -248,14 +254,14 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 no_place = True
         return on_gpu, on_host, is_real, no_place
 
-    def _view(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _view(self, func: Any, args: Args, kwargs: Any) -> Any:
         """Run a view. It is on the device of its base, and requests nothing."""
         if isinstance(args[0], Tensor) and is_meta(args[0]):  # C++ passes numbers as numbers
             self.kernels.coverage.num_ops += 1
             self.work.view()
         return func(*args, **kwargs)
 
-    def _check_devices(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+    def _check_devices(self, func: Any, args: Args, kwargs: Any) -> None:
         """Refuse tensors of the host and of the GPU in one kernel, as torch does."""
         if op_of(func).may_mix_devices:
             return
@@ -267,15 +273,13 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # --- copies
 
-    def _copy_to_gpu(
-        self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any, adopts: bool
-    ) -> Any:
+    def _copy_to_gpu(self, func: Any, types: Any, args: Args, kwargs: Any, adopts: bool) -> Any:
         """Copy from the host: a parameter, or a batch until a label changes its kind."""
         is_new = func is not aten.copy_.default
         source: Tensor = args[0] if is_new else args[1]
         non_blocking = kwargs.get("non_blocking") or (not is_new and len(args) > 2 and args[2])
         is_parameter = isinstance(source, torch.nn.Parameter)
-        memory, timeline = self.memory, self.timeline
+        memory = self.memory
         with memory.lock:
             before, memory.kind = memory.kind, MemKind.PARAMS if is_parameter else MemKind.BATCH
             try:
@@ -288,32 +292,36 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.work.copy("to_gpu", source.nbytes, is_pinned=is_pinned, waits=waits)
             num_bytes = to_gpu_bytes(made, source, is_waited_for=not non_blocking)
             if num_bytes:
-                memory.free(memory.allocate_workspace(num_bytes, self.attribution.site(func)))
-            if waits:
-                timeline.host_waits(
-                    timeline.event(timeline.stream)
-                )  # pageable memory is waited for
+                self.pass_workspaces(func, num_bytes)
+            if waits:  # for pageable memory
+                self.timeline.host_waits(self.timeline.event(self.timeline.stream))
             return made
 
-    def _copy_to_host(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _copy_to_host(self, func: Any, args: Args, kwargs: Any) -> Any:
         """Copy a tensor of the GPU, whose values are rarely known."""
         source: Tensor = args[1] if func is aten.copy_.default else args[0]
         if not is_meta(source) or func not in (aten.copy_.default, aten._to_copy.default):
             return self.host.run(func, without_tensors(args), {**kwargs, "device": CPU})
-        memory, timeline = self.memory, self.timeline
+        memory = self.memory
         with memory.lock:
             is_pinned = func is aten.copy_.default and self.host.is_pinned(args[0])
             self.work.copy("to_host", source.nbytes, is_pinned=is_pinned, waits=True)
-            timeline.host_waits(timeline.event(timeline.stream))
+            self.timeline.host_waits(self.timeline.event(self.timeline.stream))
             site, sizes = self.attribution.site(func), to_host_bytes(func, args, kwargs)
             for index in reversed([memory.allocate_workspace(n, site) for n in sizes]):
                 memory.free(index)
         return copied(self, func, args, kwargs)
 
+    def pass_workspaces(self, func: Any, *sizes: int) -> None:
+        """Allocate and free a workspace of each size in bytes, one after the other."""
+        for num_bytes in sizes:
+            site = self.attribution.site(func)
+            self.memory.free(self.memory.allocate_workspace(num_bytes, site))
+
     # --- operators on the GPU
 
     def run_on_gpu(
-        self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any, adopts: bool = False
+        self, func: Any, types: Any, args: Args, kwargs: Any, adopts: bool = False
     ) -> Any:
         """Run an operator on the GPU, on the stream and at the time at which CUDA would.
 
@@ -329,7 +337,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return self.call(func, types, args, kwargs)
             return self._call_on_stream(func, types, args, kwargs)
 
-    def _adopt(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+    def _adopt(self, func: Any, args: Args, kwargs: Any) -> None:
         is_copy = func is aten._to_copy.default
         for tensor in (args[0],) if is_copy else few_tensors(args, kwargs):
             if is_meta(tensor) and self.host.place(tensor) is Place.META:
@@ -337,7 +345,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     raise NotImplementedError("Cannot copy out of meta tensor; no data!")
                 self.memory.allocate(tensor, Site("", "", ""), self.memory.kind)
 
-    def _call_on_stream(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _call_on_stream(self, func: Any, types: Any, args: Args, kwargs: Any) -> Any:
         timeline = self.timeline
         before, stream = timeline.stream, timeline.stream_of_call(args, func in _SUMS)
         timeline.stream = stream
@@ -352,7 +360,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             timeline.stream = before
         return out
 
-    def call(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def call(self, func: Any, types: Any, args: Args, kwargs: Any) -> Any:
         """Run an operator on meta, make its CUDA kernels' requests, and compute known values."""
         self._last_recipe = None
         self.kernels.coverage.num_ops += 1
@@ -384,14 +392,14 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.work.launch(func, args, kwargs, out, recipe)
         return out
 
-    def _result(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _result(self, op: Op, args: Args, kwargs: Kwargs) -> Any:
         """Result of an operator as CUDA returns it, on meta."""
         func = op.func
         op.check(args, kwargs)
         if op.is_mutable and op.returns_nothing:
             return None  # without values nothing changes
         if op.shaped_by:
-            made = self.assumed.result(func, args, kwargs)
+            made = self.guessed.result(func, args, kwargs)
             if made is not None:
                 return made
         if func is aten.bincount.default and self.values.value_of(args[0]) is None:
@@ -401,7 +409,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = op.result(args, kwargs) if op.result else self._on_meta(op, args, kwargs)
         return dense(out, func, self.attribution.lines.current)
 
-    def _on_meta(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _on_meta(self, op: Op, args: Args, kwargs: Kwargs) -> Any:
         func = op.func
         try:
             out = func(*args, **kwargs)
@@ -416,12 +424,12 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # --- values
 
-    def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the known, assumed or placeholder value of a read; the host waits."""
+    def _read(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Return the known or guessed value of a read; the host waits."""
         self.timeline.host_waits(self.timeline.event(self.timeline.stream))
-        assumed = self.assumed.read(func, args[0])
-        if assumed is not None:
-            return assumed
+        guess = self.guessed.read(func, args[0])
+        if guess is not None:
+            return guess
         if args[0].dtype is torch.bool and is_check():
             self.guesses.note("is_all_true")
             return True
@@ -433,7 +441,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.guesses.note(f"{is_alike} from torch.equal")
                 return is_alike
             name = func._schema.name.removeprefix("aten::").removeprefix("_local_")
-            if func in ASSUMED:
+            if func in PASSING_CHECKS:
                 self.guesses.note(name)
                 return True
             dtype = torch.bool if func is not aten._local_scalar_dense.default else args[0].dtype
@@ -443,7 +451,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value
 
     def _follow_values(self, op: Op, args: Any, kwargs: Any, out: Any) -> None:
-        """Compute the known, assumed or placeholder values of `out`."""
+        """Compute the known or guessed values of `out`."""
         func, values = op.func, self.values
         if op.is_random and self._draw(op, args, kwargs, out):
             return
@@ -455,7 +463,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             and not values.is_known(out)
         ):
             return
-        self.assumed.follow(func, args, kwargs, out)
+        self.guessed.follow(func, args, kwargs, out)
         values.follow(func, args, kwargs, out)
         finite = known_without_values(func, args)
         if finite is not None and values.value_of(out) is None:

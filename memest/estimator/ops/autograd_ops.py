@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import (
 
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops.registry import Args, Kwargs, named, op_of, registered
+from memest.estimator.ops.sim_mode import SimMode
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import INSIDE, on_gpu, tensors_in
 from memest.estimator.versions import simulated
@@ -443,7 +444,7 @@ def decomposition_key(func: Any) -> Any:
     return None
 
 
-def run_decomposed(mode: Any, key: Any, func: Any, args: Args, kwargs: Any) -> Any:
+def run_decomposed(mode: SimMode, key: Any, func: Any, args: Args, kwargs: Any) -> Any:
     """Run `func`, which calls other operators under `key`, so that those are recorded.
 
     A `key` that is a function runs in place of `func`.

@@ -20,6 +20,7 @@ from memest.estimator.ops.cub import scan_bytes
 from memest.estimator.ops.reductions import threads_per_sm
 from memest.estimator.ops.refusals import fits, overflow
 from memest.estimator.ops.registry import Args, Kwargs, argument, outputs_only, register
+from memest.estimator.ops.sim_mode import SimMode
 from memest.estimator.ops.strides import is_dense
 from memest.estimator.ops.temporaries import (
     INDEX_BYTES,
@@ -73,7 +74,7 @@ def awaited_device() -> torch.device | None:
     return None if after is None else after._input_metadata[number].device
 
 
-def copied(mode: Any, func: Any, args: Args, kwargs: Any) -> Tensor:
+def copied(mode: SimMode, func: Any, args: Args, kwargs: Any) -> Tensor:
     """Run `copy_` or `_to_copy` to the host; return known or guessed values."""
     is_copy_ = func is aten.copy_.default
     source: Tensor = args[1] if is_copy_ else args[0]
@@ -81,8 +82,8 @@ def copied(mode: Any, func: Any, args: Args, kwargs: Any) -> Tensor:
     is_parameter = isinstance(source, torch.nn.Parameter)
     awaited = awaited_device()
     is_known = not is_parameter and awaited != META
-    assumed = mode.assumed.value_of(source) if is_known else None
-    value = mode.values.value_of(source) if is_known and assumed is None else assumed
+    guess = mode.guessed.value_of(source) if is_known else None
+    value = mode.values.value_of(source) if is_known and guess is None else guess
     dtype = args[0].dtype if is_copy_ else kwargs.get("dtype") or source.dtype
     if value is None:
         if is_copy_:
@@ -92,7 +93,7 @@ def copied(mode: Any, func: Any, args: Args, kwargs: Any) -> Tensor:
         made = torch.empty_strided(source.size(), source.stride(), dtype=dtype, device=META)
         mode.host.put(made)
         return made
-    is_guessed = assumed is not None or storage_key(source) in mode.values.guessed
+    is_guessed = guess is not None or storage_key(source) in mode.values.guessed
     if is_guessed and source.numel() <= MAX_SHOWN_NUMEL:
         what = f"a copy of {str(source.dtype).removeprefix('torch.')} to the host"
         mode.guesses.note(what)

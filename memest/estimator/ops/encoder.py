@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memest.estimator.ops.sim_mode import SimMode
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import CPU, on_gpu
 
@@ -37,7 +38,7 @@ class Packed(Tensor):
         return made
 
 
-def install(patches: Patches, mode: Any) -> None:
+def install(patches: Patches, mode: SimMode) -> None:
     """Install the operators of torch.nn's fast path."""
 
     def lengths(mask: Tensor) -> list[int] | None:
@@ -80,7 +81,7 @@ def install(patches: Patches, mode: Any) -> None:
         patches.set(torch, name, _where_on_gpu(getattr(torch, name), run))
 
 
-def _follow_masks(patches: Patches, mode: Any) -> None:
+def _follow_masks(patches: Patches, mode: SimMode) -> None:
     """Propagate values from a padding mask to the mask that torch.nn makes of it."""
     canonical = F._canonical_mask
 

@@ -31,6 +31,7 @@ from memest.estimator.ops.in_place import in_nodes
 from memest.estimator.ops.reductions import accumulator_bytes_of, threads_per_sm
 from memest.estimator.ops.refusals import accepts, fits, same_type
 from memest.estimator.ops.registry import Args, Kwargs, ValueOf, argument, outputs_only, register
+from memest.estimator.ops.sim_mode import SimMode
 from memest.estimator.ops.sorting import MAX_BLOCK_SIZE, SMALL_SORT, sort_scratch
 from memest.estimator.ops.temporaries import (
     INDEX_BYTES,
@@ -364,7 +365,9 @@ def index_put_requests(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratc
     return _sorted_events(args, gpu) if _is_sorted(args, kwargs) else _overwriting_scratch(args)
 
 
-def normalize_indices(mode: Any, func: Any, types: Any, args: Args) -> tuple[Any, tuple[Any, ...]]:
+def normalize_indices(
+    mode: SimMode, func: Any, types: Any, args: Args
+) -> tuple[Any, tuple[Any, ...]]:
     """Return the call as CUDA runs it: indices on the GPU, and positions in place of masks.
 
     `expandTensors` of native/IndexingUtils.h calls `nonzero` for each mask. `masked_select` is
@@ -393,7 +396,7 @@ def normalize_indices(mode: Any, func: Any, types: Any, args: Args) -> tuple[Any
     return aten.index.Tensor if is_select else func, (source, taken, *args[2:])
 
 
-def _places(mode: Any, types: Any, mask: Tensor) -> Tensor:
+def _places(mode: SimMode, types: Any, mask: Tensor) -> Tensor:
     if on_gpu(mask):
         return mode.call(aten.nonzero.default, types, (mask,), {})
     return mode.host.nonzero(mask)

@@ -20,6 +20,7 @@ from memest.errors import UnsupportedError
 from memest.estimator.ops.autograd_ops import decisions_again
 from memest.estimator.ops.cub import merge_sort_bytes, thrust_unique_by_key_bytes
 from memest.estimator.ops.registry import Args, Kwargs, on_sparse, op_of, register
+from memest.estimator.ops.sim_mode import SimMode
 from memest.estimator.tensors.lines import LARGEST
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import (
@@ -83,12 +84,6 @@ def _become(tensor: Tensor, other: Tensor) -> Tensor:
     return tensor
 
 
-def _passing(mode: Any, func: Any, *sizes: int) -> None:
-    """Allocate and free temporaries of a library, each before the next."""
-    for num_bytes in sizes:
-        mode.memory.free(mode.memory.allocate_workspace(num_bytes, mode.attribution.site(func)))
-
-
 def _on_host(
     indices: Tensor, values: Tensor, shape: Sequence[int], *, is_coalesced: bool
 ) -> Tensor:
@@ -110,7 +105,7 @@ def _on_host(
 
 
 @on_sparse(FROM_PARTS)
-def _assembled(mode: Any, *args: Any, **kwargs: Any) -> Tensor:
+def _assembled(mode: SimMode, *args: Any, **kwargs: Any) -> Tensor:
     """Make a sparse tensor of indices and values, without a copy."""
     _, _, shape, indices, values = args
     if Place.GPU not in (mode.host.place(indices), mode.host.place(values)):
@@ -121,13 +116,13 @@ def _assembled(mode: Any, *args: Any, **kwargs: Any) -> Tensor:
         )
 
 
-def _unknown(mode: Any, tensor: Tensor) -> Tensor:
+def _unknown(mode: SimMode, tensor: Tensor) -> Tensor:
     """Forget the known values of `tensor`, which a kernel has filled; return it."""
     mode.values.forget(storage_key(tensor))
     return tensor
 
 
-def _places_left(mode: Any, indices: Tensor, shape: Sequence[int]) -> tuple[int, Any]:
+def _places_left(mode: SimMode, indices: Tensor, shape: Sequence[int]) -> tuple[int, Any]:
     """Return the number of entries after coalescing, and their indices if known."""
     num_entries = indices.size(1)
     value = mode.values.value_of(indices)
@@ -137,7 +132,7 @@ def _places_left(mode: Any, indices: Tensor, shape: Sequence[int]) -> tuple[int,
             flat = value[0].clone()
             for row, size in zip(value[1:], sizes[1:], strict=True):
                 flat.mul_(size).add_(row)
-            left = flat.unique()
+            left = flat.unique()  # type: ignore[no-untyped-call]
             return len(left), torch.stack(torch.unravel_index(left, sizes))
     if mode.memory.id_of(indices) in mode.sparse.distinct:
         return num_entries, None
@@ -148,14 +143,13 @@ def _places_left(mode: Any, indices: Tensor, shape: Sequence[int]) -> tuple[int,
 
 
 @on_sparse("_coalesce")
-def _coalesce(mode: Any, tensor: Tensor) -> Tensor:
+def _coalesce(mode: SimMode, tensor: Tensor) -> Tensor:
     """Return the entries sorted by index, with equal ones added up."""
     indices, values = _parts(tensor)
     num_entries, sparse_dim = indices.size(1), indices.size(0)
     num_left, places = _places_left(mode, indices, tensor.shape)
     flat, order, starts = (indices.new_empty(num_entries) for _ in range(3))
-    _passing(
-        mode,
+    mode.pass_workspaces(
         aten._coalesce.default,
         merge_sort_bytes(num_entries),
         thrust_unique_by_key_bytes(num_entries, mode.gpu),
@@ -174,13 +168,13 @@ def _coalesce(mode: Any, tensor: Tensor) -> Tensor:
     return _made(left, added, tensor.shape, is_coalesced=True)
 
 
-def _coalesced(mode: Any, tensor: Tensor) -> Tensor:
+def _coalesced(mode: SimMode, tensor: Tensor) -> Tensor:
     is_one = _parts(tensor)[0].size(1) < 2
     return tensor if is_one or _is_coalesced(tensor) else _coalesce(mode, tensor)
 
 
 @on_sparse("clone")
-def _clone(mode: Any, tensor: Tensor, **kwargs: Any) -> Tensor:
+def _clone(mode: SimMode, tensor: Tensor, **kwargs: Any) -> Tensor:
     """Copy a sparse tensor. Autograd does not copy a contiguous gradient, except under a Python
     dispatch mode (`AccumulateGrad`, torch/csrc/autograd/functions/accumulate_grad.h).
     """
@@ -193,7 +187,7 @@ def _clone(mode: Any, tensor: Tensor, **kwargs: Any) -> Tensor:
     return _like(tensor, _copied_indices(mode, indices), values)
 
 
-def _copied_indices(mode: Any, indices: Tensor) -> Tensor:
+def _copied_indices(mode: SimMode, indices: Tensor) -> Tensor:
     copied = indices.clone()
     if mode.memory.id_of(indices) in mode.sparse.distinct:
         mode.sparse.distinct.add(mode.memory.id_of(copied))
@@ -203,7 +197,7 @@ def _copied_indices(mode: Any, indices: Tensor) -> Tensor:
 def _elementwise(function: Callable[..., Tensor]) -> SparseRule:
     """Rule that changes each value in fresh memory; the indices are copied first."""
 
-    def rule(mode: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def rule(mode: SimMode, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not is_sparse(tensor) or any(map(is_sparse, args)):
             raise NotImplementedError
         indices, values = _parts(tensor)
@@ -216,7 +210,7 @@ def _elementwise(function: Callable[..., Tensor]) -> SparseRule:
 def _changed(function: Callable[..., Tensor]) -> SparseRule:
     """Return a rule that changes the values in place."""
 
-    def rule(mode: Any, tensor: Tensor, *args: Any) -> Tensor:
+    def rule(mode: SimMode, tensor: Tensor, *args: Any) -> Tensor:
         function(_parts(tensor)[1], *args)
         return tensor
 
@@ -227,20 +221,20 @@ _multiplied = _elementwise(torch.mul)
 
 
 @on_sparse("mul_.Tensor mul_.Scalar")
-def _mul_(mode: Any, tensor: Tensor, other: Any) -> Tensor:
+def _mul_(mode: SimMode, tensor: Tensor, other: Any) -> Tensor:
     """Multiply out of place: CUDA's kernel allocates new values even for `mul_`."""
     return _become(tensor, _multiplied(mode, tensor, other))
 
 
 @on_sparse("add_.Tensor")
-def _add_(mode: Any, tensor: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
+def _add_(mode: SimMode, tensor: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
     """Append entries to a sparse tensor, or add them into a dense one."""
     if is_sparse(tensor):
         return _become(tensor, _joined(mode, tensor, other, alpha))
     return _added_into(mode, tensor, other)
 
 
-def _added_into(mode: Any, dense: Tensor, sparse: Tensor) -> Tensor:
+def _added_into(mode: SimMode, dense: Tensor, sparse: Tensor) -> Tensor:
     indices, values = _parts(sparse)
     kept: list[Any] = []
     if values.dtype != torch.result_type(dense, values):
@@ -253,13 +247,13 @@ def _added_into(mode: Any, dense: Tensor, sparse: Tensor) -> Tensor:
 
 
 @on_sparse("add.Tensor")
-def _add(mode: Any, tensor: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
+def _add(mode: SimMode, tensor: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
     if is_sparse(tensor):
         return _joined(mode, tensor, other, alpha)
     return _added_into(mode, torch.empty_like(tensor), other)
 
 
-def _joined(mode: Any, tensor: Tensor, other: Tensor, alpha: float) -> Tensor:
+def _joined(mode: SimMode, tensor: Tensor, other: Tensor, alpha: float) -> Tensor:
     """Concatenate the entries of both; coalesce them if they are more than the elements."""
     (indices, values), (more, of_more) = _parts(tensor), _parts(other)
     if alpha != 1:
@@ -270,7 +264,7 @@ def _joined(mode: Any, tensor: Tensor, other: Tensor, alpha: float) -> Tensor:
 
 
 @on_sparse("cat")
-def _cat(mode: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+def _cat(mode: SimMode, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Concatenate along a dimension that has indices (`cat_sparse_impl`, SparseTensor.cpp)."""
     parts, first = list(map(_parts, tensors)), tensors[0]
     dim %= first.dim()
@@ -286,7 +280,7 @@ def _cat(mode: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 @on_sparse("sparse_mask")
-def _sparse_mask(mode: Any, dense: Tensor, mask: Tensor) -> Tensor:
+def _sparse_mask(mode: SimMode, dense: Tensor, mask: Tensor) -> Tensor:
     """Return the entries of `dense` at the indices of `mask`: gathered values times ones."""
     indices, values = _parts(mask)
     one = values.new_ones(())
@@ -299,7 +293,13 @@ def _sparse_mask(mode: Any, dense: Tensor, mask: Tensor) -> Tensor:
 
 @on_sparse("addmm _sparse_addmm")
 def _addmm(
-    mode: Any, tensor: Tensor, sparse: Tensor, dense: Tensor, *, beta: float = 1, alpha: float = 1
+    mode: SimMode,
+    tensor: Tensor,
+    sparse: Tensor,
+    dense: Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
 ) -> Tensor:
     """Multiply a sparse matrix (CSR rows) by a dense one; copy the column-ordered result."""
     if not is_sparse(sparse) or is_sparse(dense):
@@ -332,26 +332,26 @@ def _addmm(
         is_by_rows = dense.stride(1) == 1 and dense.stride(0) != 0
         given = dense if is_by_columns or is_by_rows else dense.contiguous()
         blocks = ceil_div(num_entries, _ENTRIES_OF_A_BLOCK if num_columns > 1 else _OF_ONE_COLUMN)
-        _passing(mode, aten.addmm.default, round_up(4 * blocks, 8) + 7)
+        mode.pass_workspaces(aten.addmm.default, round_up(4 * blocks, 8) + 7)
         del given
     del transposed, columns, starts, zeros
     return result
 
 
 @on_sparse("mm")
-def _mm(mode: Any, sparse: Tensor, dense: Tensor) -> Tensor:
+def _mm(mode: SimMode, sparse: Tensor, dense: Tensor) -> Tensor:
     zeros = dense.new_zeros((sparse.size(0), dense.size(1)))
     return _addmm(mode, zeros, sparse, dense, beta=0)
 
 
 @on_sparse("_to_dense")
-def _to_dense(mode: Any, tensor: Tensor, dtype: Any = None, masked_grad: Any = None) -> Tensor:
+def _to_dense(mode: SimMode, tensor: Tensor, dtype: Any = None, masked_grad: Any = None) -> Tensor:
     zeros = _parts(tensor)[1].new_zeros(tensor.shape)
     return _added_into(mode, zeros, tensor)
 
 
 @on_sparse("_to_copy")
-def _to_copy(mode: Any, tensor: Tensor, **kwargs: Any) -> Any:
+def _to_copy(mode: SimMode, tensor: Tensor, **kwargs: Any) -> Any:
     """Copy to another type, to the GPU, or to the host, where unknown values are 1."""
     with torch._C._DisableTorchDispatch():
         indices, values, is_coalesced = tensor._indices(), tensor._values(), tensor.is_coalesced()
@@ -369,7 +369,7 @@ def _to_copy(mode: Any, tensor: Tensor, **kwargs: Any) -> Any:
 
 
 @on_sparse("transpose.int")
-def _transpose(mode: Any, tensor: Tensor, first: int, second: int) -> Tensor:
+def _transpose(mode: SimMode, tensor: Tensor, first: int, second: int) -> Tensor:
     """Return a copy with two rows of its indices exchanged."""
     first, second = first % tensor.dim(), second % tensor.dim()
     indices, values = _parts(tensor)
@@ -387,14 +387,14 @@ def _transpose(mode: Any, tensor: Tensor, first: int, second: int) -> Tensor:
 
 
 @on_sparse("t")
-def _transposed(mode: Any, tensor: Tensor) -> Tensor:
+def _transposed(mode: SimMode, tensor: Tensor) -> Tensor:
     return _transpose(mode, tensor, 0, 1)
 
 
 def _as_it_is(function: Callable[..., Any]) -> SparseRule:
     """Rule that calls torch's meta device."""
 
-    def rule(mode: Any, tensor: Tensor, *args: Any) -> Any:
+    def rule(mode: SimMode, tensor: Tensor, *args: Any) -> Any:
         with torch._C._DisableTorchDispatch():
             return function(tensor, *args)
 
@@ -402,7 +402,7 @@ def _as_it_is(function: Callable[..., Any]) -> SparseRule:
 
 
 @on_sparse("_to_sparse")
-def _to_sparse(mode: Any, dense: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _to_sparse(mode: SimMode, dense: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Return the entries that are not zero, each with an index for every dimension."""
     if args or any(value is not None for value in kwargs.values()):
         raise NotImplementedError
@@ -416,7 +416,7 @@ def _to_sparse(mode: Any, dense: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 @on_sparse("_embedding_bag_backward")
-def _embedding_bag_backward(mode: Any, *args: Any, **kwargs: Any) -> Any:
+def _embedding_bag_backward(mode: SimMode, *args: Any, **kwargs: Any) -> Any:
     """Return the sparse gradient of `_embedding_bag_backward` (EmbeddingBag.cpp)."""
     grad, indices, offsets, offset2bag, bag_size, _, num_rows, scale, kind, _, weights, padding = (
         *args,
@@ -430,7 +430,7 @@ def _embedding_bag_backward(mode: Any, *args: Any, **kwargs: Any) -> Any:
 def _each(function: Callable[..., Any]) -> SparseRule:
     """Rule for lists with a sparse tensor: one tensor after the other."""
 
-    def rule(mode: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
+    def rule(mode: SimMode, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
         lists = [arg if isinstance(arg, list | tuple) else [arg] * len(tensors) for arg in args]
         for tensor, *rest in zip(tensors, *lists, strict=True):
             function(tensor, *rest, **kwargs)
@@ -463,7 +463,7 @@ _MAKERS = frozenset(
 class SparseTensors:
     """Sparse tensors of a mode's GPU."""
 
-    def __init__(self, mode: Any) -> None:
+    def __init__(self, mode: SimMode) -> None:
         self.distinct: set[int | None] = set()
         """Storages of indices that are known to be distinct."""
 

@@ -125,7 +125,7 @@ class Player:
         """Note a failed request, which ends the run."""
 
     def play(self, events: Sequence[int]) -> None:
-        """Apply events in order.
+        """Apply events in order. This loop has no streams; it takes most of the time of a replay.
 
         Raises:
             OutOfMemory: no memory is left for `storage`.
@@ -199,82 +199,81 @@ class Player:
             self.allocator.free(block)
 
 
-class _Run:
+class _Replay:
+    """One replay of a program: plays its parts, and copies the rows of parts that repeat."""
+
     def __init__(self, program: Program, player: Player, timing: FreeTiming) -> None:
         self.program, self.player, self.timing = program, player, timing
         self.allocator = player.allocator
         self.result = Replayed(timing=timing)
-        self.before: MicroBatch | None = None
         self.step = 0
+        self._played: MicroBatch | None = None
+        """The last micro-batch that was played."""
 
-    def steps(self, num_steps: int, num_micro_batches: int) -> None:
-        """Play all steps; after one that leaves the allocator unchanged, copy it."""
-        # the limit is that of the training: loading of the model is reported, not judged
-        limit_bytes, self.allocator.limit_bytes = self.allocator.limit_bytes, None
-        self.player.play(self.program.setup)
-        self.result.setup_reserved_bytes = self.allocator.peak_reserved_bytes
-        self.allocator.empty_cache()
-        self.allocator.reset_peaks()
-        self.allocator.limit_bytes = limit_bytes
-        player = self.player
-        player.peak_allocated_bytes = self.allocator.allocated_bytes
+    def play_setup(self) -> None:
+        """Build the model without a limit: loading is reported, the training is judged."""
+        allocator, player = self.allocator, self.player
+        limit_bytes, allocator.limit_bytes = allocator.limit_bytes, None
+        player.play(self.program.setup)
+        self.result.setup_reserved_bytes = allocator.peak_reserved_bytes
+        allocator.empty_cache()
+        allocator.reset_peaks()
+        allocator.limit_bytes = limit_bytes
+        player.peak_allocated_bytes = allocator.allocated_bytes
         player.peak = Moment(player.num_events, 0, player.storage)
-        rows = self.result.rows
+
+    def play_steps(self, num_steps: int, num_micro_batches: int) -> None:
+        """Play steps until one leaves the allocator as the step before did, then copy its rows."""
+        program, rows = self.program, self.result.rows
         state = None
         for self.step in range(num_steps):
-            start = len(rows)
-            player.step, player.is_immediate = self.step, self.timing.is_immediate(self.step)
-            self._one_step(num_micro_batches)
-            if self.step == num_steps - 1:
-                return
-            if self.step + 1 == self.program.num_known_steps:
-                self._repeat(rows[start:], num_steps)
-                return
-            if self.step + 2 < len(self.program.steps):
-                continue  # the steps that follow differ from this one
-            previous, state = state, self._state()
-            if state == previous and self.step + 1 >= len(self.program.steps):
-                self._repeat(rows[start:], num_steps)
+            first_row = len(rows)
+            self._play_step(num_micro_batches)
+            num_played, num_left = self.step + 1, num_steps - 1 - self.step
+            repeats = num_played == program.num_known_steps
+            if num_left and not repeats and num_played + 1 >= len(program.steps):
+                before, state = state, self._state()
+                repeats = num_played >= len(program.steps) and state == before
+            if repeats:
+                step_rows = rows[first_row:]
+                for later in range(1, num_left + 1):
+                    rows += _shifted(step_rows, step=later)
                 return
 
-    def _repeat(self, rows: Sequence[PhaseRow], num_steps: int) -> None:
-        """Repeat the rows of a step for each remaining one."""
-        for later in range(1, num_steps - self.step):
-            self.result.rows += _shifted(rows, step=later)
-
-    def _one_step(self, num_micro_batches: int) -> None:
+    def _play_step(self, num_micro_batches: int) -> None:
+        """Play micro-batches; copy the rows of those that repeat the one before, up to the last."""
         rows = self.result.rows
         state = None
         micro = 0
         while micro < num_micro_batches:
-            start = len(rows)
-            self._one_micro_batch(micro, num_micro_batches)
-            num_copies = num_micro_batches - 2 - micro
-            play = self.program.play
-            last_played = play(self.step, micro, num_micro_batches)
-            if num_copies > 0 and play(self.step, micro + 1, num_micro_batches) is last_played:
-                previous, state = state, self._state()
-                if state == previous:
-                    last = rows[start:]
-                    for later in range(1, num_copies + 1):
-                        rows += _shifted(last, micro_batch=later)
-                    num_events = sum(len(part.events) for part in last_played)
-                    self.player.num_events += num_copies * num_events
-                    micro += num_copies
+            first_row = len(rows)
+            batch = self._play_micro_batch(micro, num_micro_batches)
             micro += 1
+            num_alike = num_micro_batches - 1 - micro
+            if num_alike < 1 or self.program.play(self.step, micro, num_micro_batches) is not batch:
+                continue
+            before, state = state, self._state()
+            if state == before:
+                batch_rows = rows[first_row:]
+                for later in range(1, num_alike + 1):
+                    rows += _shifted(batch_rows, micro_batch=later)
+                self.player.num_events += num_alike * sum(len(part.events) for part in batch)
+                micro += num_alike
 
-    def _one_micro_batch(self, micro: int, num_micro_batches: int) -> None:
+    def _play_micro_batch(self, micro: int, num_micro_batches: int) -> MicroBatch:
         batch = self.program.play(self.step, micro, num_micro_batches)
         player = self.player
+        player.step, player.is_immediate = self.step, self.timing.is_immediate(self.step)
         rename(player.blocks, self.program.shift(self.step, micro, num_micro_batches))
-        if batch is self.before:  # what it left waiting is returned where another one follows
+        if batch is self._played:  # what it left waiting is returned where another one follows
             for index in list(player.deferred):
                 self.allocator.complete(player.deferred.pop(index))
-        self.before = batch
+        self._played = batch
         for part in batch:
             player.play(part.events)
             if part.probe is not None:
                 self._probe(part.probe, micro)
+        return batch
 
     def _probe(self, probe: Probe, micro_batch: int) -> None:
         allocator, state = self.allocator, probe.state
@@ -308,9 +307,9 @@ class _Run:
         )
 
     def _state(self) -> tuple[object, ...]:
-        """State of the allocator; equal states continue equally.
+        """Return the state of the allocator; equal states continue equally.
 
-        It has free blocks, the place of every live storage and the open peak.
+        It has the free blocks, the place of every live storage and the open peak.
         """
         if self.player.plays_repetitions:
             return (object(),)  # never equal
@@ -351,7 +350,7 @@ class Run:
 
         Args:
             limit_bytes: limit of the allocator; None is no limit.
-            returns: free timing of blocks that two streams share.
+            timing: free timing of blocks that two streams share.
             player: applies the events, with an allocator of this limit.
             is_soft: requests that find no memory raise the limit; not with `settings`, and not
                 where a request is `tried`.
@@ -360,20 +359,21 @@ class Run:
         if player is None:
             addresses = AddressSpace(ranges_stay=program.ranges_stay)
             player = Player(CachingAllocator(limit_bytes, addresses), storages)
-        run = _Run(program, player, timing)
-        allocator, result = player.allocator, run.result
+        replay = _Replay(program, player, timing)
+        allocator, result = player.allocator, replay.result
         allocator.has_soft_limit = is_soft and not storages.tried
         if not self.settings.is_default:
             allocator.use(self.settings)
             if self.is_share:
                 allocator.gpu_bytes, allocator.allowed_bytes = None, limit_bytes
         try:
-            run.steps(self.num_steps, self.num_micro_batches)
+            replay.play_setup()
+            replay.play_steps(self.num_steps, self.num_micro_batches)
         except OutOfMemory as error:
-            result.failed = Moment(player.num_events, run.step, player.storage)
+            result.failed = Moment(player.num_events, replay.step, player.storage)
             result.failed_bytes = error.request_bytes
             player.refused(player.storage, error.request_bytes)
-        run.close_peaks()
+        replay.close_peaks()
         if limit_bytes is not None and allocator.limit_bytes != limit_bytes:
             result.lacking_bytes = allocator.limit_bytes or 0
         result.num_retries, result.num_events = allocator.num_retries, player.num_events

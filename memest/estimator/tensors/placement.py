@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memest.errors import UnsupportedError
 from memest.estimator.tensors.patches import Patches
@@ -254,7 +255,9 @@ def _on_host(make: Callable[..., Any], name: str, where: Callable[[], str]) -> C
     return refusing
 
 
-def local_foreach(mode: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def local_foreach(
+    mode: TorchDispatchMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Run an elementwise operator on lists of equally sharded DTensors; else `NotImplemented`."""
     name = func._schema.name.removeprefix("aten::")
     if not name.startswith("_foreach_") or name in FOREACH_REDUCTIONS or kwargs:
@@ -265,7 +268,7 @@ def local_foreach(mode: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     local = tuple([t._local_tensor for t in v] if _is_tensors(v) else v for v in args)
     if any(isinstance(value, Tensor) and hasattr(value, "_local_tensor") for value in local):
         return NotImplemented
-    made = mode.__torch_dispatch__(func, (), local, kwargs)
+    made = mode.__torch_dispatch__(func, (), local, kwargs)  # type: ignore[no-untyped-call]
     if not made:
         return None
     return [_like(tensor, one) for tensor, one in zip(args[0], made, strict=True)]

@@ -9,7 +9,7 @@ import torch
 
 import memest
 from memest.errors import UnsupportedError
-from memest.estimator.gpu.placeholders import Guesses, comparison
+from memest.estimator.gpu.guesses import Guesses, comparison
 
 aten = torch.ops.aten
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memest.estimator.gpu.guesses import guessed_number
 from memest.estimator.gpu.mode import CudaSimMode
-from memest.estimator.gpu.placeholders import filler
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import CPU, GPU, INSIDE, PLAIN, Place, is_meta
 
@@ -19,19 +19,19 @@ OnHost = Callable[[Tensor], Tensor]
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
-    """Let tensors without data be read: known values, or placeholders that are counted."""
+    """Let tensors without data be read: known values, or guesses that are counted."""
 
     def on_host(tensor: Tensor) -> Tensor:
-        """Return a real tensor with the known or placeholder values of one without data."""
-        assumed = mode.assumed.value_of(tensor)
-        value = mode.values.value_of(tensor) if assumed is None else None
+        """Return a real tensor with the known or guessed values of one without data."""
+        guess = mode.guessed.value_of(tensor)
+        value = mode.values.value_of(tensor) if guess is None else None
         if value is not None:
             return value.clone()
         what = f"values of {str(tensor.dtype).removeprefix('torch.')}"
         mode.guesses.note(what)
-        if assumed is not None:
-            return assumed.clone()
-        made = torch.full((1,), filler(tensor.dtype), dtype=tensor.dtype, device=CPU)
+        if guess is not None:
+            return guess.clone()
+        made = torch.full((1,), guessed_number(tensor.dtype), dtype=tensor.dtype, device=CPU)
         return made.expand(tensor.shape) if tensor.dim() else made[0]
 
     _install_arrays(patches, mode, on_host)

@@ -1,7 +1,9 @@
-"""Placeholder values that a script reads where values depend on unknown weights.
+"""Guessed values: what a script reads where values depend on unknown weights.
 
-A script that reads a loss, a norm or a sampled token gets a finite, ordinary value, and each read
-is counted with its line. `AssumedValues` has values that decide shapes.
+A script that reads a loss, a norm or a sampled token gets a finite, ordinary value. `Guesses`
+counts each read with its line. A comparison that a script branches on is guessed to be False. One
+that decides the size of a result (`loss[loss > 0.7]`) is guessed to be True, so that the result is
+as large as it can be. So the guesses that decide shapes are apart, in `GuessedValues`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from memest.estimator.tensors.placement import CPU, META, storage_key, tensors_i
 aten = torch.ops.aten
 
 NUMBER = 1.0
-"""Placeholder for a loss or a norm: finite and positive."""
+"""Guess of a loss or a norm: finite and positive."""
 
 FALL = 0.01
 """The n-th number that a script reads is `NUMBER / (1 + FALL * n)`, so a loss falls."""
@@ -47,7 +49,7 @@ _ALL_FALSE = frozenset((
 _ALL_TRUE = frozenset((aten.ne.Tensor, aten.ne.Scalar, aten.gt.Tensor, aten.ge.Tensor))
 """Comparisons of unknown values that return True: they differ from all others and exceed scores."""
 
-ASSUMED = frozenset((aten._is_all_true.default, aten.allclose.default))
+PASSING_CHECKS = frozenset((aten._is_all_true.default, aten.allclose.default))
 """Checks of a script's own values, such as those of `torch.distributions`; they return True."""
 
 _VALIDATE = distribution.Distribution._validate_sample.__code__
@@ -105,7 +107,7 @@ class Guesses:
         if self.is_strict:
             raise UnsupportedError(
                 f"{where} reads a value that is not known without a GPU ({what})",
-                hint="leave `--strict` out to use a placeholder",
+                hint="leave `--strict` out to have it guessed",
             )
         self.counts[where, what] += 1
         self._in_a_row = self._in_a_row + 1 if where == self._last else 1
@@ -132,7 +134,7 @@ class Guesses:
         self._in_a_row = 0
 
 
-def filler(dtype: torch.dtype) -> float:
+def guessed_number(dtype: torch.dtype) -> float:
     """Return the value of unknown tensors that are copied to the host."""
     return 0 if dtype is torch.bool else NUMBER
 
@@ -155,7 +157,7 @@ _BELOW = frozenset((aten.lt.Scalar, aten.le.Scalar))
 
 
 def comparison(func: Any, args: tuple[Any, ...], out: Tensor) -> Tensor | None:
-    """Return the assumed result of a comparison of unknown operands; None for other operators."""
+    """Return the guessed result of a comparison of unknown operands; None for other operators."""
     if func in _ABOVE or func in _BELOW:
         threshold = args[1]
         is_true = 0 < abs(threshold) <= TOLERANCE and (func in _ABOVE) == (threshold > 0)
@@ -167,24 +169,24 @@ def comparison(func: Any, args: tuple[Any, ...], out: Tensor) -> Tensor | None:
     return None
 
 
-MAX_GUESSED = 1 << 20
-"""Largest number of elements of a mask with placeholder values."""
+MAX_MASK = 1 << 20
+"""Largest number of elements of a mask with guessed values."""
 
 
 def guess_booleans(values: Any, func: Any, args: tuple[Any, ...], out: Tensor) -> None:
-    """Store the assumed values of booleans `out` in `values`, for elements that are unknown."""
-    if func in ASSUMED and (not values.is_known(out) or values.is_guessed([out])):
-        twin: Tensor | None = torch.ones(out.shape, dtype=torch.bool, device=CPU)
-    elif values.is_known(out) or out.numel() > MAX_GUESSED:
+    """Store the guessed values of booleans `out` in `values`, unless they are known."""
+    if func in PASSING_CHECKS and (not values.is_known(out) or values.is_guessed([out])):
+        guess: Tensor | None = torch.ones(out.shape, dtype=torch.bool, device=CPU)
+    elif values.is_known(out) or out.numel() > MAX_MASK:
         return
     else:
-        twin = comparison(func, args, out)
-        if twin is None:
+        guess = comparison(func, args, out)
+        if guess is None:
             source = args[0] if args else None
             known = values.value_of(source) if isinstance(source, Tensor) else None
-            twin = selection(func, known, out)
-    if twin is not None:
-        values.adopt_guess(out, twin)
+            guess = selection(func, known, out)
+    if guess is not None:
+        values.adopt_guess(out, guess)
 
 
 def bincount(
@@ -203,7 +205,7 @@ def bincount(
 
 
 MAX_CHOICES = 1024
-"""Largest number of assumed choices; tokens of a vocabulary stay unknown."""
+"""Largest number of guessed choices; tokens of a vocabulary stay unknown."""
 
 _IN_ORDER = frozenset((aten.sort.default, aten.sort.stable))
 _CHOICES = frozenset(map(id, (
@@ -224,8 +226,11 @@ MAX_COMPARED = 1 << 20
 """Elements of the largest comparison that is stored; larger selections are full."""
 
 
-class AssumedValues:
-    """Assumed values, for tensors without known ones; `guesses` counts each use."""
+class GuessedValues:
+    """Guessed values of tensors that decide shapes, in a layer above the known values.
+
+    Choices are spread evenly, comparisons in size are True. `guesses` counts each use.
+    """
 
     def __init__(self, known: KnownValues, guesses: Guesses) -> None:
         self._known = known
@@ -233,11 +238,11 @@ class AssumedValues:
         self._guesses = guesses
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
-        """Assumed value of `tensor`, or None where none is assumed."""
+        """Return the guessed value of `tensor`, or None."""
         return self._layer.value_of(tensor) if self._layer.holds(tensor) else None
 
     def read(self, func: Any, tensor: Tensor) -> Any:
-        """Return the assumed number that a script reads from `tensor`; None where none is assumed.
+        """Return the guessed number that a script reads from `tensor`, or None.
 
         Comparisons with a threshold are left to `guesses`, which returns False.
         """
@@ -253,17 +258,17 @@ class AssumedValues:
         return value_of.item()
 
     def result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the assumed result of an operator with `Op.shaped_by`, on meta.
+        """Return the guessed result of an operator with `Op.shaped_by`, on meta, and count it.
 
-        The assumption counts as a guess. None where the shape is known, or has no bound.
+        None where the shape is known, or has no bound.
         """
         shaped_by = op_of(func).shaped_by
         assert shaped_by is not None
         deciding = list(tensors_in((shaped_by(args),)))
         if all(map(self._known.decides, deciding)):
             return None
-        is_assumed = all(map(self._layer.is_known, deciding))
-        if is_assumed:
+        is_guessed = all(map(self._layer.is_known, deciding))
+        if is_guessed:
             made = materialise(self._layer.compute(func, args, kwargs))
         else:
             made = largest(func, args, kwargs)
@@ -271,11 +276,11 @@ class AssumedValues:
             first = next(tensors_in((made,)))
             name = func._schema.name.removeprefix("aten::")
             self._guesses.note(f"{name} as {len(first)} of {deciding[0].numel()} elements")
-            self._guesses.notes.add(EVENLY if is_assumed else LARGEST)
+            self._guesses.notes.add(EVENLY if is_guessed else LARGEST)
         return made
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Assume the result of a choice or comparison, and compute what follows from assumptions.
+        """Guess the result of a choice or comparison, and compute what follows from guesses.
 
         Call it before the known values follow the same call.
         """

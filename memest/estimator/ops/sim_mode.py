@@ -1,0 +1,37 @@
+"""The dispatch mode as operator families use it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from memest.estimator.hardware.gpus import Gpu
+from memest.estimator.ops.registry import Args, Kwargs
+from memest.estimator.tensors.known_values import KnownValues
+from memest.estimator.tensors.lines import Notes
+
+
+class SimMode(Protocol):
+    """`gpu.mode.CudaSimMode`, whose package is above this one. `Any` is for classes of it."""
+
+    gpu: Gpu
+    values: KnownValues
+    notes: Notes
+    sparse: Any  # `ops.sparse.SparseTensors`
+    attribution: Any
+    guessed: Any
+    guesses: Any
+    host: Any
+    memory: Any
+    ranks: Any
+    timeline: Any
+    works: Any
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *error: Any) -> Any: ...
+
+    def call(self, func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Run an operator on the GPU."""
+
+    def pass_workspaces(self, func: Any, *sizes: int) -> None:
+        """Allocate and free a workspace of each size in bytes, one after the other."""
