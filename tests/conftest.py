@@ -30,7 +30,7 @@ if sys.platform != "linux":  # tests that fork, run shell scripts, or take names
 
 os.environ.pop("VIRTUAL_ENV", None)  # `memest run` would run scripts in that environment
 
-STATE = pytest.StashKey[tuple[str, dict[tuple[str, str], Any]]]()
+STATE = pytest.StashKey[tuple[str, dict[Any, dict[str, Any]]]]()
 """The folder and the names of torch before a test."""
 
 DEPTHS = {"n_layer", "num_decoder_layers", "num_hidden_layers", "num_layers"}
@@ -66,13 +66,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("needs a CUDA device")
 
 
-def names_of_torch() -> dict[tuple[str, str], Any]:
-    """What stands in torch under each name that a virtual GPU may replace; empty without torch."""
+def names_of_torch() -> dict[Any, dict[str, Any]]:
+    """Values of the names that a virtual GPU may replace, by owner; empty without torch."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "cuda"):
         return {}
     owners = (torch, torch._C, torch.Tensor, torch.nn.Parameter, torch.UntypedStorage, torch.cuda)
-    return {(owner.__name__, k): value for owner in owners for k, value in vars(owner).items()}
+    return {owner: dict(vars(owner)) for owner in owners}
 
 
 @pytest.hookimpl(wrapper=True)
@@ -87,8 +87,13 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
     done = yield
     folder, before = item.stash[STATE]
     assert os.getcwd() == folder
-    after = names_of_torch()
-    changed = {key for key, value in before.items() if after.get(key) is not value}
+    changed = {
+        (owner.__name__, name)
+        for owner, names in before.items()
+        for after in [vars(owner)]
+        for name, value in names.items()
+        if after.get(name) is not value
+    }
     assert changed <= WRAPPED_BY_OTHERS
     return done
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import click
 import pytest
 
+from tests.command import memest_here
+
 
 def memest(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "memest", *args]
@@ -52,7 +54,7 @@ def memest(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[s
     ],
 )  # fmt: skip
 def test_a_usage_error_is_two_lines_on_stderr(args: list[str], code: int, message: str) -> None:
-    done = memest(*args)
+    done = (memest_here if "--attn" in args else memest)(*args)  # `--attn` imports transformers
 
     assert done.returncode == code
     assert done.stdout == ""
@@ -84,7 +86,7 @@ def test_an_experiment_that_cannot_be_predicted_costs_the_suite_no_other(tmp_pat
         "  - {name: plain, model_name: gpt2}\n"
     )
 
-    done = memest("predict", "--suite", str(suite), "--json")
+    done = memest_here("predict", "--suite", str(suite), "--json")
 
     assert done.returncode == 2
     assert [json.loads(line)["name"] for line in done.stdout.splitlines()] == ["plain"]
@@ -119,8 +121,8 @@ def test_a_plan_that_does_not_fit_is_a_result_unless_checked(
     args = ("predict", "--model", name, "--seq-len", "16", "--memory-limit", "200MiB")
     output = tmp_path / "report.txt"
 
-    result = memest(*args, "-o", str(output))
-    checked = memest(*args, "--check", "--json")
+    result = memest_here(*args, "-o", str(output))
+    checked = memest_here(*args, "--check", "--json")
 
     assert result.returncode == 0
     assert "OOM" in output.read_text()
@@ -136,7 +138,7 @@ def test_a_local_config_is_a_model(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
 
-    done = memest("predict", "--model", str(tmp_path), "--seq-len", "8", "--json")
+    done = memest_here("predict", "--model", str(tmp_path), "--seq-len", "8", "--json")
 
     embeddings, attention, mlp, norms = 2 * 128 * 64, 4 * 64 * 64, 3 * 64 * 96, 2 * 64
     assert json.loads(done.stdout)["model"]["num_params"] == (

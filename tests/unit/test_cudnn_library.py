@@ -353,7 +353,7 @@ def test_filters_choose_the_plans_that_an_h100_chose(
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_the_largest_workspace_that_is_tried_is_near(direction: str) -> None:
     cudnn, place = installed(), DIRECTIONS.index(direction)
-    rows = [row for row in measured() if row[4][place] >= 0][::4]
+    rows = [row for row in measured() if row[4][place] >= 0][::8]
     largest = [
         max(plan.workspace_bytes for plan in cudnn.all_plans(row[0], direction, H100.name))
         for row in rows
@@ -362,7 +362,7 @@ def test_the_largest_workspace_that_is_tried_is_near(direction: str) -> None:
         abs(n - row[4][place]) <= 0.1 * max(row[4][place], 1 << 20)
         for n, row in zip(largest, rows, strict=True)
     ]
-    assert len(rows) > 80
+    assert len(rows) > 40
     assert sum(near) >= 0.8 * len(rows)
 
 

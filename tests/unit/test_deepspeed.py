@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -144,11 +145,11 @@ def test_a_prediction_says_what_offload_takes_on_the_host() -> None:
     assert predicted.host_bytes == sum(held.values())
 
 
-def test_one_prediction_leaves_nothing_behind_for_the_next() -> None:
+def test_one_prediction_leaves_nothing_behind_for_the_next(shallow: Callable[..., str]) -> None:
     """DeepSpeed keeps groups, contexts and accelerators in global variables."""
     values = {
-        "model_name": "gpt2", "batch_size": 1, "seq_len": 16, "devices": 2, "gpu": ["h200"],
-        "precision": "bf16-true",
+        "model_name": shallow("gpt2"), "batch_size": 1, "seq_len": 16, "devices": 2,
+        "gpu": ["h200"], "precision": "bf16-true",
     }  # fmt: skip
     plans = [TrainingPlan.from_dict(values | {"strategy": f"deepspeed_stage_{s}"}) for s in (3, 2)]
     alone = TrainingPlan.from_dict(values | {"devices": 1})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,26 +33,29 @@ SOME = [
 ]
 
 PRESET = TrainingPlan(
-    model_name="gpt2", batch_size=2, accumulate_grad_batches=2, use_lora=True, lora_r=8,
-    seq_len=64, name="a LoRA row",
+    model_name="gpt2", batch_size=2, accumulate_grad_batches=2, use_lora=True, lora_r=8, seq_len=64,
+    name="a LoRA row",
 )  # fmt: skip
-NOT_THERE = replace(PRESET, lora_r=32, name="another rank")
 
 
 @pytest.fixture(scope="module")
-def points() -> list[Explored]:
-    return explore(
-        ["gpt2"], GPUS, settings=SOME, batches=(1, 2, 3), micro_batches=(1, 2), seq_len=64, jobs=1
-    )
+def model(shallow: Callable[..., str]) -> str:
+    return shallow("gpt2")
 
 
 @pytest.fixture(scope="module")
-def page(points: list[Explored], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def points(model: str) -> list[Explored]:
+    sizes: dict[str, Any] = {"batches": (1, 2, 3), "micro_batches": (1, 2), "seq_len": 64}
+    return explore([model], GPUS, settings=SOME, **sizes, jobs=1)
+
+
+@pytest.fixture(scope="module")
+def page(points: list[Explored], model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "explorer.html"
     limits = {name: find_gpu(name).limit_bytes for name in GPUS}
-    text = explorer_page(
-        explorer_data(points, limits, tokens="64 tokens", presets=[PRESET, NOT_THERE])
-    )
+    there = replace(PRESET, model_name=model)
+    presets = [there, replace(there, lora_r=32, name="another rank")]
+    text = explorer_page(explorer_data(points, limits, tokens="64 tokens", presets=presets))
     path.write_text(text, encoding="utf-8")
     return path
 
@@ -83,9 +87,9 @@ def test_the_grid_has_every_combination(points: list[Explored]) -> None:
     assert {technique_of(p.plan) for p in points} == {"full", "LoRA"}
 
 
-def test_batch_sizes_of_one_progression_share_traces() -> None:
+def test_batch_sizes_of_one_progression_share_traces(model: str) -> None:
     """Powers of two are no progression: their even numbers are."""
-    made = explore(["gpt2"], GPUS[:1], settings=SOME[:1], batches=(2, 4, 8, 16, 32),
+    made = explore([model], GPUS[:1], settings=SOME[:1], batches=(2, 4, 8, 16, 32),
                    micro_batches=(1,), seq_len=64, jobs=1)  # fmt: skip
 
     report = predict(replace(made[3].plan, gpu=GPUS[:1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -155,34 +156,36 @@ class Player:
 
     def _play_on_streams(self, events: Sequence[int]) -> None:
         """Apply events in order, with pools by stream and blocks that return later."""
-        allocator, blocks, num_bytes = self.allocator, self.blocks, self.storages.num_bytes
+        storages, allocator, blocks = self.storages, self.allocator, self.blocks
+        num_bytes, streams, tried = storages.num_bytes, storages.streams, storages.tried
+        malloc, end = allocator.malloc, self._end
         for event in events:
             self.num_events += 1
-            if event == EMPTIED:
-                allocator.empty_cache()
-            elif event < 0:
-                self._end(event)
-            elif event not in blocks and num_bytes[event]:
+            if event < 0:
+                if event == EMPTIED:
+                    allocator.empty_cache()
+                else:
+                    end(event)
+            elif event not in blocks and (size := num_bytes[event]):
                 self.storage = event
-                block = self._block_of(event)
-                if block is None:
+                if event not in tried:
+                    blocks[event] = malloc(size, streams.get(event, 0))
+                elif (block := self._smaller_block_of(event)) is not None:
+                    blocks[event] = block
+                else:
                     continue
-                blocks[event] = block
                 if allocator.allocated_bytes > self.peak_allocated_bytes:
                     self.peak_allocated_bytes = allocator.allocated_bytes
                     self.peak = Moment(self.num_events, self.step, event)
 
-    def _block_of(self, index: int) -> Block | None:
-        """Return a block; a smaller one for a `tried` storage if memory is short."""
+    def _smaller_block_of(self, index: int) -> Block | None:
+        """Return a block for a `tried` storage, smaller if memory is short."""
         storages = self.storages
         num_bytes, stream = storages.num_bytes[index], storages.streams.get(index, 0)
         while num_bytes:
-            try:
+            with suppress(OutOfMemory):
                 return self.allocator.malloc(num_bytes, stream)
-            except OutOfMemory:
-                if index not in storages.tried:
-                    raise
-                num_bytes //= 2
+            num_bytes //= 2
         return None
 
     def _end(self, event: int) -> None:

@@ -23,6 +23,7 @@ from memest.estimator.integrations.vllm import files_bytes
 from memest.estimator.virtual_gpu import VirtualGpu
 from memest.report import Outcome, RunReport
 from memest.units import GIB, MIB
+from tests.command import memest_here
 
 GPU = "a100-80gb"
 SHARE = 0.3
@@ -76,7 +77,9 @@ def test_the_verdict_is_that_by_hand(gib: int, outcome: Outcome) -> None:
     assert gpu.report().verdicts[GPU].verdict is outcome
 
 
-def test_grpo_beside_another_process_has_the_verdict_by_hand(tmp_path: Path) -> None:
+def test_grpo_beside_another_process_has_the_verdict_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another process holds 0.3 x 80 GB; then all that the script leaves, 1 MiB less or more."""
     fields = Path(__file__).resolve().parents[3] / "validation" / "scripts" / "field"
     text = (fields / "s04_grpo.py").read_text(encoding="utf-8")
@@ -85,9 +88,11 @@ def test_grpo_beside_another_process_has_the_verdict_by_hand(tmp_path: Path) -> 
     small = "V, D, H, L = 512, 64, 4, 1\nPROMPT, GEN, GROUP, NPROMPT, MICRO = 8, 4, 8, 4, 8"
     (tmp_path / "grpo.py").write_text(text.replace(sizes, small), encoding="utf-8")
 
+    monkeypatch.chdir(tmp_path)
+
     def verdict(beside: int) -> dict[str, Any]:
         command = ["run", "--gpu", GPU, "--json", "run.json", "--beside", f"{beside}B", "grpo.py"]
-        subprocess.run([sys.executable, "-m", "memest", *command], cwd=tmp_path, check=False)
+        memest_here(*command)
         report = json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))
         found: dict[str, Any] = report["verdicts"][GPU]
         return found
