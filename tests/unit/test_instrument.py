@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +71,15 @@ def shown(recording: Recording) -> str:
     )
 
 
-@pytest.mark.parametrize("recording", [
-    made(100), record_plan(TrainingPlan(model_name="gpt2", seq_len=16)),
-    record_plan(TrainingPlan(model_name="gpt2", seq_len=16, memory_limit=600 << 20)),
-], ids=["made", "plan", "oom"])  # fmt: skip
-def test_the_blocks_add_up_to_the_timeline(recording: Recording) -> None:
+def planned(limit_bytes: int | None = None) -> Recording:
+    return record_plan(TrainingPlan(model_name="gpt2", seq_len=16, memory_limit=limit_bytes))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: made(100), planned, lambda: planned(600 << 20)], ids=["made", "plan", "oom"]
+)
+def test_the_blocks_add_up_to_the_timeline(make: Callable[[], Recording]) -> None:
+    recording = make()
     step, line = step_blocks(recording), timeline(recording)
     kinds = {kind: [0] * (step.num_points + 1) for kind in KINDS}
     for block in step.blocks:
