@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from memest.estimator.gpu.memory import Memory
-from memest.estimator.gpu.timeline import Timeline
+from memest.estimator.gpu.timeline import START, Time, Timeline
 from memest.estimator.hardware.gpus import (
     ALL_TO_ALL_BYTES,
     MESSAGES_BYTES,
@@ -77,6 +77,9 @@ class PendingWorks:
         self.messages: dict[Communicator, set[tuple[int, bool]]] = defaultdict(set)
         """Each rank to which a communicator sends (True), and from which it receives."""
 
+        self._streams: dict[Communicator, int] = {}
+        """Stream of the messages of each communicator."""
+
         self.collectives: set[Communicator] = set()
         """Communicators that have run a collective."""
 
@@ -99,26 +102,29 @@ class PendingWorks:
         def waits(work: Any, *args: Any, **kwargs: Any) -> Any:
             kept = self._kept.pop(work, None)
             if kept is not None:
-                kept.detach()
+                _, _, (_, done), _ = kept.detach()
+                self._timeline.stream_waits(self._timeline.stream, done)
             return wait(work, *args, **kwargs)
 
         def future(work: Any) -> Any:
             kept = self._kept.get(work)
-            tensors, _ = ((), 0.0) if kept is None else kept.peek()[2]
+            tensors, _ = ((), START) if kept is None else kept.peek()[2]
             return GpuFuture(self._timeline, self._memory, self._timeline.stream, list(tensors))
 
         patches.set(DoneWork, "wait", waits)
         patches.set(DoneWork, "get_future", future)
 
-    def communicate(self, group: Any, name: str = "", peer: int | None = None) -> None:
+    def communicate(self, group: Any, name: str = "", peer: int | None = None) -> int:
         """Begin a collective of `group` or a message, whose first one makes its communicator.
 
         `peer` is the rank that `name` sends to or receives from. Outside of a batch the pair makes
-        a communicator (`ProcessGroupNCCL::pointToPoint`, torch 2.11).
+        a communicator (`ProcessGroupNCCL::pointToPoint`, torch 2.11). A message runs on a stream
+        of its communicator, which uses the tensor (`recordStream`). Return the stream.
         """
         self.release_due()
+        stream = self._timeline.stream
         if group.size() < 2:
-            return
+            return stream
         group_name = group.group_name
         if group_name == default_group_name():  # a script may destroy it at its end
             group_name = ""
@@ -128,8 +134,12 @@ class PendingWorks:
             is_shared = self.is_batch or self.is_eager
             communicator = group_name, None if is_shared else peer
             self.messages[communicator].add((peer, name == "send"))
+            if communicator not in self._streams:
+                self._streams[communicator] = self._timeline.new_stream()
+            stream = self._streams[communicator]
         if name.startswith("alltoall"):
             self.all_to_all[group_name] = group.size()
+        return stream
 
     @property
     def other_communicators(self) -> set[Communicator]:
@@ -166,18 +176,21 @@ class PendingWorks:
         if work is not None:
             work.wait()
 
-    def new_work(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the work of a collective, which holds `tensors`; boxed as operators return it."""
+    def new_work(self, tensors: Sequence[Tensor], stream: int) -> Any:
+        """Return the work of what `stream` communicates, boxed as operators return it.
+
+        It holds `tensors`. Its `wait` lets the current stream wait for `stream`.
+        """
         self._last = work = DoneWork()
-        if tensors:
-            done, _ = self._timeline.event(self._timeline.stream)
+        if tensors or stream != self._timeline.stream:
+            done = self._timeline.event(stream)
             self._kept[work] = kept = finalize(work, self._stash, tensors, done)
             kept.atexit = False
         return work.boxed()
 
-    def _stash(self, tensors: Iterable[Tensor], done: float) -> None:
+    def _stash(self, tensors: Iterable[Tensor], done: Time) -> None:
         for tensor in tensors:
-            self._memory.stash(tensor, done)
+            self._memory.stash(tensor, done[0])
 
 
 class GpuFuture(torch.futures.Future[Any]):

@@ -154,11 +154,15 @@ class Timeline:
     def launch(self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Any) -> None:
         """Launch the kernels of one operator on the current stream.
 
-        `recipe` stores the duration of calls like it; None computes it.
+        The first launch loads kernels, for which the host waits for all streams ("Lazy Loading",
+        CUDA Programming Guide 13). So did pipelines on four H200s. `recipe` stores the duration of
+        calls like it; None computes it.
         """
         if func not in self._loaded:
             self._loaded.add(func)
             self.host_spends(LOAD_US, 0.0)
+            for event in self._busy_until.values():
+                self.host_time = later(self.host_time, event)
         duration = None if recipe is None else recipe.duration_us
         if duration is None:
             duration = kernel_us(self._gpu, self._speed, func, args, kwargs, out)
@@ -166,10 +170,11 @@ class Timeline:
                 recipe.duration_us = duration
         self._enqueue(self.stream, duration)
 
-    def transfer(self, num_bytes: int) -> None:
-        """Launch a collective that moves `num_bytes` on the current stream."""
+    def transfer(self, num_bytes: int, stream: int) -> None:
+        """Launch a collective or a message of `num_bytes` on `stream`, after the current one."""
         self.log.add(Work(LINK, (num_bytes,), "", 0, num_bytes))
-        self._enqueue(self.stream, transfer_us(self._speed, num_bytes), WAIT_US)
+        self.stream_waits(stream, self.event(self.stream))
+        self._enqueue(stream, transfer_us(self._speed, num_bytes), WAIT_US)
 
     def copy_from_host(self, num_bytes: int) -> None:
         """Copy pageable memory on the current stream; the host waits for the copy."""

@@ -29,17 +29,21 @@ def run(mode: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     given = (*args, *kwargs.values())
     tensors = list(tensors_in(given))
     name = func._schema.name.removeprefix("c10d::")
+    stream = mode.timeline.stream
     if any(map(is_meta, tensors)):
         peer = args[2] if name in ("send", "recv_") else None
-        mode.works.communicate(_group(given), name, peer)
-        mode.timeline.transfer(max((t.numel() * t.element_size() for t in tensors), default=0))
+        stream = mode.works.communicate(_group(given), name, peer)
+        num_bytes = max((t.numel() * t.element_size() for t in tensors), default=0)
+        mode.timeline.transfer(num_bytes, stream)
+        for tensor in tensors if peer is not None else ():
+            mode.memory.record_stream(tensor, stream)
         if func is torch.ops.c10d.allgather_.default:
             _flatten(mode, args[0], func)
     if name in ("send", "recv_", "recv_any_source_"):
         _pass(mode, name, args)
     else:
         _fill(mode, name, args)
-    work = mode.works.new_work(tensors if _goes_on(func, args) else ())
+    work = mode.works.new_work(tensors if _goes_on(func, args) else (), stream)
     returned = tuple(
         args[0] if "Tensor" in str(result.type) else work for result in func._schema.returns
     )

@@ -316,6 +316,25 @@ def test_messages_to_other_ranks_take_buffers(rank: VirtualGpu) -> None:
     assert rank.communicators_bytes == before + MESSAGES_BYTES + 2 * SENDING_BYTES
 
 
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_a_sent_tensor_returns_when_its_stream_has_passed(
+    rank: VirtualGpu, is_loaded: bool
+) -> None:
+    """The host waits for all streams only where it loads kernels."""
+    small, one = torch.ones(1, device="cuda"), 256 << 20
+    used = torch.ones(one >> 2, device="cuda")
+    sent = used.relu()
+    if is_loaded:
+        small.cos()
+
+    work = dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, 1)])[0]
+    work.wait()
+    del sent
+    small.cos()
+    used.relu()
+    assert torch.cuda.memory_reserved() // one == (3 if is_loaded else 2)
+
+
 def test_a_group_without_collectives_has_a_smaller_communicator(rank: VirtualGpu) -> None:
     x, before = torch.ones(8, device="cuda"), rank.communicators_bytes
 

@@ -62,7 +62,17 @@ def by_items(chosen: Tensor) -> list[int]:
     return [int(counts[expert].item()) for expert in range(EXPERTS)]
 
 
-@pytest.mark.parametrize("ask", [by_where, by_one_hot, by_counts, by_scatter, by_mask, by_items])
+def by_histogram(chosen: Tensor) -> list[int]:
+    counts = torch.histc(chosen.view(-1), bins=EXPERTS, min=0, max=EXPERTS)
+    ends = counts.cumsum(0)
+    assert chosen.new_empty(ends[-1]).shape == (TOKENS * PICKED,)
+    return [int(count) for count in counts]
+
+
+ASKS = [by_where, by_one_hot, by_counts, by_scatter, by_mask, by_items, by_histogram]
+
+
+@pytest.mark.parametrize("ask", ASKS)
 def test_a_router_sends_as_many_tokens_to_each_expert(
     gpu: Session, ask: Callable[[Tensor], list[int]]
 ) -> None:
