@@ -68,3 +68,19 @@ def test_unpooling_copies_what_is_not_contiguous_before_its_output() -> None:
     assert scratch(func, last, indices, [32, 32]) == Scratch(before=(4 * 4096,))
     made = func(last, indices, [32, 32])
     assert op_of(func).layout((last,), made).is_contiguous()
+
+
+def test_volumes_are_pooled_in_their_own_memory_format() -> None:
+    """Recorded on an H100: no copy of a channels-last volume, forward or backward."""
+    volume, args = meta(4, 16, 8, 8, 8), ([2, 2, 2], [2, 2, 2], [0, 0, 0], [1, 1, 1], False)
+    last = volume.to(memory_format=torch.channels_last_3d)
+    rule = op_of(aten.max_pool3d_with_indices.default).requests
+    assert rule((last, *args), {}, None, H100) == rule((volume, *args), {}, None, H100) == Scratch()
+    assert rule((volume[:, :, ::2], *args), {}, None, H100) == Scratch(after=(65536,))
+
+    rule = op_of(aten.max_pool3d_with_indices_backward.default).requests
+    grad, positions = last[:, :, ::2, ::2, ::2], meta(4, 16, 4, 4, 4, dtype=INT)
+    found = rule((grad, last, *args, positions), {}, None, H100)
+    assert found == Scratch(after=(grad.nbytes, positions.nbytes))
+    made = (t.contiguous(memory_format=torch.channels_last_3d) for t in (grad, positions))
+    assert rule((next(made), last, *args, next(made)), {}, None, H100) == Scratch()

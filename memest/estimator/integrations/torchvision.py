@@ -1,4 +1,5 @@
-"""CUDA kernels of torchvision (0.26, `torchvision/csrc/ops/cuda`): NMS, pooling of regions.
+"""CUDA kernels of torchvision (0.26, `torchvision/csrc/ops/cuda`): NMS, pooling of regions,
+deformable convolutions.
 
 They decide above autograd: autocast runs them in float32, and NMS calls operators of torch.
 """
@@ -6,6 +7,7 @@ They decide above autograd: autocast runs them in float32, and NMS calls operato
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -41,10 +43,17 @@ def _after(module: ModuleType) -> None:
     register(ops.roi_align.default, ops.roi_pool.default, requests=copying(0, 1))
     # a gradient is read with its strides
     register(ops._roi_align_backward.default, ops._roi_pool_backward.default, requests=copying(1))
+    register(ops.deform_conv2d.default, composed=_deform_conv2d)
+    register(ops._deform_conv2d_backward.default, composed=_deform_conv2d_backward)
     make: Any = torch.library.Library  # untyped in torch
     library = make("torchvision", "IMPL")
     _library.append(library)
-    for op, kernel in ((ops.nms.default, _nms), (ops.roi_align.default, _roi_align)):
+    above = (
+        (ops.nms.default, _nms),
+        (ops.roi_align.default, _roi_align),
+        (ops.deform_conv2d.default, _in_float32),
+    )
+    for op, kernel in above:
         name = op._schema.name.partition("::")[2]
         library.impl(name, kernel_above(op, kernel), KEY_NAME, with_keyset=True)
 
@@ -73,3 +82,73 @@ def _roi_align(then: Next, image: Tensor, rois: Tensor, *args: Any) -> Tensor:
     if not torch.is_autocast_enabled("cuda"):
         return then(image, rois, *args)
     return then(image.float(), rois.float(), *args).to(image.dtype)
+
+
+def _in_float32(then: Next, image: Tensor, *args: Any) -> Tensor:
+    """Cast all tensors to float32, and the result back, under autocast (as `_roi_align`)."""
+    if not torch.is_autocast_enabled("cuda"):
+        return then(image, *args)
+    wide = (arg.float() if isinstance(arg, Tensor) else arg for arg in args)
+    return then(image.float(), *wide).to(image.dtype)
+
+
+MAX_IMAGES = 32
+"""`kMaxParallelImgs` of deform_conv2d_kernel.cu: largest number of images of a product."""
+
+
+def _num_images(batch: int) -> int:
+    """Return the largest divisor of `batch` up to `MAX_IMAGES`."""
+    return max(n for n in range(1, MAX_IMAGES + 1) if batch % n == 0)
+
+
+def _columns(x: Tensor, weight: Tensor, offset: Tensor, groups: int) -> Tensor:
+    """Return the matrices of a block, one for each group: (group, position in kernel, pixel)."""
+    positions = x.shape[1] // groups * weight.shape[2] * weight.shape[3]
+    return x.new_empty((groups, positions, _num_images(len(x)) * offset[0, 0].numel()))
+
+
+def _deform_conv2d(
+    x: Tensor, weight: Tensor, offset: Tensor, mask: Tensor, bias: Tensor, *args: Any
+) -> Tensor:
+    """Run `deform_conv2d_forward_kernel`: a product for each block of images and each group."""
+    x, offset, weight, mask, bias = (t.contiguous() for t in (x, offset, weight, mask, bias))
+    groups, images, size = args[6], _num_images(len(x)), offset.shape[2:]
+    out = x.new_zeros((len(x) // images, images, len(weight), *size))
+    sums = x.new_zeros((len(x) // images, groups, len(weight) // groups, images * size.numel()))
+    columns = _columns(x, weight, offset, groups).zero_()
+    kernels = weight.view(*sums.shape[1:3], -1)
+    for block, group in product(range(len(sums)), range(groups)):
+        sums[block, group].addmm_(kernels[group], columns[group])
+    out.copy_(sums.view(len(out), -1, images, *size).transpose(1, 2))
+    result = out.view(len(x), -1, *size) + bias.view(1, -1, 1, 1)
+    del columns, sums, out
+    return result
+
+
+def _deform_conv2d_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, offset: Tensor, mask: Tensor, bias: Tensor, *args: Any
+) -> tuple[Tensor, ...]:
+    """Run `deform_conv2d_backward_kernel`: products for the inputs, then for the weights."""
+    grad, x, weight, offset, mask, bias = (
+        t.contiguous() for t in (grad, x, weight, offset, mask, bias)
+    )
+    groups, images = args[6], _num_images(len(x))
+    of_x, of_offset, of_mask = (torch.zeros_like(t) for t in (x, offset, mask))
+    columns = _columns(x, weight, offset, groups)
+    grads = grad.view(-1, images, groups, len(weight) // groups, *grad.shape[2:])
+    grads = grads.permute(0, 2, 3, 1, 4, 5)
+    kernels = weight.view(groups, grads.shape[2], -1)
+    for block in range(len(grads)):
+        columns.zero_()
+        for group in range(groups):
+            columns[group].addmm_(kernels[group].t(), grads[block, group].flatten(1))
+    del columns
+    of_weight = torch.zeros_like(weight)
+    grads = grads.contiguous()
+    columns = _columns(x, weight, offset, groups)
+    sums = of_weight.view(kernels.shape)
+    for block, group in product(range(len(grads)), range(groups)):
+        sums[group].addmm_(grads[block, group].flatten(1), columns[group].t())
+    del columns, grads
+    total = grad.sum((0, 2, 3))
+    return of_x, of_weight, of_offset, of_mask, torch.ones_like(bias) * total

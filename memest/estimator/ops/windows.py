@@ -43,8 +43,8 @@ _COPYING = (
     "_upsample_nearest_exact1d_backward upsample_linear1d_backward upsample_nearest3d "
     "upsample_nearest3d_backward _upsample_nearest_exact3d _upsample_nearest_exact3d_backward "
     "upsample_trilinear3d_backward _upsample_bilinear2d_aa_backward "
-    "_upsample_bicubic2d_aa_backward max_pool3d_with_indices max_pool3d_with_indices_backward "
-    "avg_pool3d avg_pool3d_backward adaptive_max_pool2d_backward adaptive_max_pool3d_backward "
+    "_upsample_bicubic2d_aa_backward avg_pool3d avg_pool3d_backward "
+    "adaptive_max_pool2d_backward adaptive_max_pool3d_backward "
     "_adaptive_avg_pool3d_backward reflection_pad1d reflection_pad1d_backward "
     "reflection_pad2d reflection_pad2d_backward reflection_pad3d reflection_pad3d_backward"
 )
@@ -66,13 +66,22 @@ def unfold_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> S
     return Scratch(after=(positions * INDEX_BYTES,))
 
 
-@registry.requests(_IMAGES, "avg_pool2d")
+@registry.requests(_IMAGES, "avg_pool2d max_pool3d_with_indices")
 def image_copy_after(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """A copy of the first argument in its own memory format, made after the outputs.
 
-    UpSampleNearest2d.cu, UpSampleBilinear2d.cu, AveragePool2d.cu, whose kernels know channels-last.
+    UpSampleNearest2d.cu, UpSampleBilinear2d.cu, AveragePool2d.cu, DilatedMaxPool3d.cu, whose
+    kernels know channels-last.
     """
     return Scratch(after=copies_in(suggest_memory_format(args[0]), args[0]))
+
+
+@registry.requests("max_pool3d_with_indices_backward")
+def volume_gradient_copies(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """Copies of the gradient and the positions in the input's memory format, after the output
+    (DilatedMaxPool3d.cu).
+    """
+    return Scratch(after=copies_in(suggest_memory_format(args[1]), args[0], args[7]))
 
 
 @registry.requests("upsample_bilinear2d_backward")
