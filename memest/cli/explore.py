@@ -24,6 +24,7 @@ from memest.estimator.search.sweep import parse_values
 from memest.plan import TrainingPlan
 from memest.plan.files import read_suite
 from memest.report.explorer import MAX_PAGE_BYTES, explorer_data, explorer_page
+from memest.units import counted
 from memest.validate.results import find_suite, list_suites
 from memest.writing import write_output
 
@@ -88,8 +89,12 @@ def explore(
         length = seq_len or mode(plan.seq_len for plan in presets)
     word = "h100" if suite is not None and "h100" in suite else ""
     gpus = [find_gpu(name) for name in gpu or LAB_GPUS[word]]
+    from memest.estimator.search.explore import SETTINGS
     from memest.estimator.search.explore import explore as explore_grid
 
+    num_plans = len(names) * len(SETTINGS) * len(sizes) * len(micro)
+    many = f"{num_plans:,} plans of {counted(len(names), 'model')}"
+    click.echo(f"predicting {many}; `--model`, `--bs` and `--acc` make it fewer", err=True)
     with progress_bar():
         points = explore_grid(
             names, [gpu.name for gpu in gpus], batches=sizes, micro_batches=micro,

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
+from time import monotonic
 from typing import Any, TextIO
 
 from memest.engines import Event, watched
@@ -57,15 +58,46 @@ def progress_bar(
 ) -> Iterator[None]:
     """Show the running task, the finished ones and the time left on a terminal.
 
+    Elsewhere a line is written every half minute.
+
     Args:
         what: text until a task begins.
         with_results: print a line for each result.
     """
     if not sys.stderr.isatty():
-        yield
+        with watched(_Lines().show):
+            yield
         return
     with _Display(what, with_results=with_results) as display, watched(display.show):
         yield
+
+
+class _Lines:
+    """Lines of a log: how many tasks are done, and the time left."""
+
+    def __init__(self) -> None:
+        self._started = self._last = monotonic()
+        self._num_done = self._num_running = self._total = 0
+
+    def show(self, event: Event) -> None:
+        """Count a task that begins or has ended; write a line if the last one is old enough."""
+        if not event.is_done:
+            if not self._num_running and self._num_done >= self._total:  # the first of its kind
+                self._total += event.total
+            self._num_running += 1
+            return
+        self._num_running -= 1
+        self._num_done += event.weight
+        now = monotonic()
+        if now - self._last >= LOG_SECONDS and self._num_done < self._total:
+            self._last = now
+            left = (now - self._started) * (self._total - self._num_done) / self._num_done
+            text = f"{self._num_done}/{self._total} done, about {max(1, round(left / 60))} min left"
+            print(text, file=sys.stderr, flush=True)
+
+
+LOG_SECONDS = 30.0
+"""Seconds between two lines of a log."""
 
 
 class _Display:

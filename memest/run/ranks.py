@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any
 
 from memest.child import Child, DiedError, submit, wait_any
 from memest.errors import MemestError, PlanError, UnsupportedError
@@ -28,8 +27,6 @@ POLL_SECONDS = 0.05
 """Interval between polls for ranks that other ranks have requested, seconds."""
 
 _BADNESS = (Outcome.FITS, Outcome.MAY, Outcome.OOM)
-MASTER_PORT = 29500
-"""The default of `torchrun`."""
 
 
 def chosen_ranks(num_local: int | None, num_nodes: int) -> list[Ranks]:
@@ -58,20 +55,9 @@ def chosen_ranks(num_local: int | None, num_nodes: int) -> list[Ranks]:
 
 
 def environment(ranks: Ranks) -> dict[str, str]:
-    """Return the environment of `torchrun` (`local_elastic_agent.py` of torch 2.11)."""
-    host, size = ranks.rank // ranks.num_local, ranks.world_size
-    num_nodes = size // ranks.num_local
-    variables: dict[str, Any] = {
-        "LOCAL_RANK": ranks.local_rank, "RANK": ranks.rank, "GROUP_RANK": host,
-        "ROLE_RANK": ranks.rank, "ROLE_NAME": "default", "LOCAL_WORLD_SIZE": ranks.num_local,
-        "WORLD_SIZE": size, "GROUP_WORLD_SIZE": num_nodes, "ROLE_WORLD_SIZE": size,
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": MASTER_PORT, "TORCHELASTIC_RESTART_COUNT": 0,
-        "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RUN_ID": "none",
-        "TORCHELASTIC_USE_AGENT_STORE": True,
-    }  # fmt: skip
-    if "OMP_NUM_THREADS" not in os.environ and ranks.num_local > 1:
-        variables["OMP_NUM_THREADS"] = 1
-    return {name: str(value) for name, value in variables.items()}
+    """Return the environment of `torchrun`, with its threads per process."""
+    is_set = "OMP_NUM_THREADS" in os.environ or ranks.num_local == 1  # launcher/api.py of torch
+    return ranks.environment() | ({} if is_set else {"OMP_NUM_THREADS": "1"})
 
 
 def run_rank(

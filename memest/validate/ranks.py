@@ -31,18 +31,11 @@ OOM_GRACE_S = 2.0
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """Return the variables that `torchrun` sets on one node."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "GROUP_RANK": "0",
-        "NODE_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": "memest",
-    }
+    """Return the variables that `torchrun` sets on one node; rank 0 itself holds the store."""
+    from memest.estimator.gpu.worlds import Ranks
+
+    made = Ranks(rank=rank, world_size=world_size, num_local=world_size).environment(port)
+    return made | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
 
 
 def free_port() -> int:

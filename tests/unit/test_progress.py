@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import sys
 import time
@@ -69,6 +70,17 @@ def test_progress_is_for_terminals_alone(
         Local(workers=1).map(abs, [-1, 2], died=died)
 
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_log_has_a_line_every_half_minute(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count(0, 20)
+    monkeypatch.setattr("memest.cli.terminal.monotonic", lambda: next(clock))
+    with progress_bar():
+        Local(workers=1).map(abs, [-1, 2, 3, 4, 5], died=died)
+
+    assert capsys.readouterr().err == ("2/5 done, about 1 min left\n4/5 done, about 1 min left\n")
 
 
 def test_a_terminal_sees_what_is_under_way_and_each_result(

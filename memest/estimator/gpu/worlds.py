@@ -23,6 +23,9 @@ from memest.estimator.hardware.gpus import COMMUNICATOR_BYTES, COMMUNICATOR_OF_O
 MAX_NUMEL = 1 << 20
 """Elements of the largest tensor that is posted. Larger ones are weights, never read."""
 
+MASTER_PORT = 29500
+"""The default of `torchrun`."""
+
 POLL_SECONDS = 0.002
 """Interval between polls for a message that a running rank has not posted yet, seconds."""
 
@@ -181,6 +184,19 @@ class Ranks:
     def local_rank(self) -> int:
         """Number of the rank among the ranks of its host."""
         return self.rank % self.num_local
+
+    def environment(self, port: int = MASTER_PORT) -> dict[str, str]:
+        """Return the variables that `torchrun` sets (`local_elastic_agent.py` of torch 2.11)."""
+        host, num_nodes = self.rank // self.num_local, self.world_size // self.num_local
+        variables: dict[str, Any] = {
+            "LOCAL_RANK": self.local_rank, "RANK": self.rank, "GROUP_RANK": host,
+            "ROLE_RANK": self.rank, "ROLE_NAME": "default", "LOCAL_WORLD_SIZE": self.num_local,
+            "WORLD_SIZE": self.world_size, "GROUP_WORLD_SIZE": num_nodes,
+            "ROLE_WORLD_SIZE": self.world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+            "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0,
+            "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": True,
+        }  # fmt: skip
+        return {name: str(value) for name, value in variables.items()}
 
 
 ALONE = Ranks()
