@@ -49,7 +49,8 @@ def _read(path: Path) -> Project:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise PlanError(f"`{path}` cannot be read: {error}", hint="correct the file") from error
-    values: Any = tables.get("tool", {}).get("memest", {})
+    tools = tables.get("tool", {})
+    values: Any = tools.get("memest", {}) if isinstance(tools, Mapping) else tools
     if not isinstance(values, Mapping):
         raise PlanError(f"`tool.memest` of `{path}` is no table", hint="begin it by [tool.memest]")
     known = [field.name for field in fields(Project) if field.name != "folder"]
@@ -66,5 +67,11 @@ def _read(path: Path) -> Project:
             )
     found = dict(values)
     command = found.pop("command", [])
-    words = shlex.split(command) if isinstance(command, str) else command
+    try:
+        words = shlex.split(command) if isinstance(command, str) else command
+    except ValueError as error:
+        raise PlanError(
+            f"`command` in `[tool.memest]` of `{path}` cannot be split: {error}",
+            hint='close its quotes, or write a list: command = ["train.py", "a b"]',
+        ) from error
     return Project(command=tuple(words), folder=path.parent, **found)

@@ -114,7 +114,9 @@ def _option(row: Key) -> Option:
 PATH = click.Path(path_type=Path)
 OUT = OutputPath(path_type=Path)
 
-config_option = click.option("--config", type=PATH, help="YAML of one plan; flags override it.")
+config_option = click.option(
+    "--config", type=PATH, help="YAML, JSON or TOML of one plan; flags override it."
+)
 jobs_option = click.option(
     "--workers", "--jobs", "jobs", type=click.IntRange(1),
     help="Workers at a time; by default a process per core.",

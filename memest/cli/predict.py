@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 @main.command()
 @plan_options
 @config_option
-@click.option("--suite", type=PATH, help="YAML or JSON of many plans.")
+@click.option("--suite", type=PATH, help="YAML, JSON or TOML of many plans.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per plan.")
 @click.option("-o", "--output", type=OUT, help="Write the report to a file.")
 @training_options(has_epochs=True)

@@ -76,11 +76,20 @@ def _read(descriptor: int, max_bytes: int) -> bytes:
 
 
 def parse_yaml(text: str, path: Path) -> Any:
-    """Return the values of a YAML or JSON text.
+    """Return the values of a YAML or JSON text, or of TOML if the path ends with `.toml`.
 
     Raises:
-        PlanError: it is neither, or its aliases make it larger than `MAX_NODES`.
+        PlanError: it is none of them, or its aliases make it larger than `MAX_NODES`.
     """
+    if path.suffix == ".toml":
+        import tomllib
+
+        try:
+            return tomllib.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise PlanError(
+                f"`{path}` is not valid TOML: {error}", hint="correct the file"
+            ) from error
     if text.lstrip().startswith(("{", "[")):
         try:
             return json.loads(text)

@@ -192,9 +192,8 @@ def read_reports(path: Path) -> list[SimulatedReport]:
                 )
             found.append(kinds[values["kind"]].from_dict(values))
         except (KeyError, TypeError, ValueError) as error:
-            raise PlanError(
-                f"`{path}` has a line that is no report: {error}", hint=_HINT
-            ) from error
+            why = f"{error} is missing or unknown" if isinstance(error, KeyError) else error
+            raise PlanError(f"`{path}` has a line that is no report: {why}", hint=_HINT) from error
     if not found:
         raise PlanError(f"`{path}` has no report", hint=_HINT)
     return found

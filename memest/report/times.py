@@ -177,7 +177,16 @@ def _whole(training: Training, gpu: str, time: StepTime) -> list[str]:
 
 
 def _interval(middle: float, low: float, high: float) -> str:
-    return f"{middle:,.2f} ({low:,.2f} to {high:,.2f})"
+    return f"{_figure(middle)} ({_figure(low)} to {_figure(high)})"
+
+
+def _figure(number: float) -> str:
+    """Return hours or a price: two decimals, or two digits of a small one.
+
+    >>> _figure(1234.5), _figure(0.3), _figure(0.00072)
+    ('1,234.50', '0.30', '0.00072')
+    """
+    return f"{number:,.2f}" if number >= 0.1 or not number else f"{number:.2g}"
 
 
 def _tokens(plan: Mapping[str, Any]) -> int:

@@ -121,6 +121,7 @@ def test_diff_names_reports_without_a_pair(
     ("content", "more", "message"),
     [
         ('{"schema": "memest.report/9"}', (), "is of schema `memest.report/9`, and this memest"),
+        ('{"schema": "memest.report/1", "kind": "run"}', (), "is missing or unknown"),
         ("", ("--json", "--markdown"), "`--json` and `--markdown` are given together"),
     ],
 )

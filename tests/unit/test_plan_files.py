@@ -91,3 +91,18 @@ def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
 
     with pytest.raises(PlanError, match="larger than 512 KiB"):
         read_config(path, {})
+
+
+def test_a_plan_and_a_suite_in_toml(tmp_path: Path) -> None:
+    config, suite = tmp_path / "plan.toml", tmp_path / "suite.toml"
+    config.write_text('model_name = "gpt2"\nbatch_size = 3\n')
+    suite.write_text(
+        '[defaults]\nmodel_name = "gpt2"\n[[experiments]]\nname = "a"\nbatch_size = 2\n'
+    )
+
+    assert read_config(config, {}).batch_size == 3
+    assert [(plan.name, plan.batch_size) for plan in read_suite(suite, {})] == [("a", 2)]
+
+    config.write_text("model_name = gpt2\n")
+    with pytest.raises(PlanError, match="not valid TOML"):
+        read_config(config, {})

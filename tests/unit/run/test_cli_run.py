@@ -488,6 +488,8 @@ def test_options_of_the_command_line_replace_those_of_the_project(
         ("[tool.memest]\nlimit = 4", "is `4`\nhint: write text"),
         ("[tool]\nmemest = 4", "is no table"),
         ("[tool.memest", "cannot be read"),
+        ("tool = 3", "`tool.memest` of"),
+        ("[tool.memest]\ncommand = 'train.py \"a'", "cannot be split: No closing quotation"),
     ],
 )
 def test_wrong_settings_of_a_project_are_refused(
