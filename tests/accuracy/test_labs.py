@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.command import memest_here
 
 pytest.importorskip("lightning")
 pytest.importorskip("deepspeed")
@@ -49,6 +52,18 @@ def checkpoint(shallow: Callable[..., str], tmp_path_factory: pytest.TempPathFac
     command = ["checkpoint", model, "Salesforce/blip2-opt-2.7b", "--format", "hf"]
     make_labs.memest(command, folder).check_returncode()
     return folder / "Salesforce"
+
+
+@pytest.fixture(autouse=True)
+def plans_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predict plans in this process, which has imported the libraries."""
+    in_a_process = make_labs.memest
+
+    def memest(arguments: Sequence[str], *rest: Any) -> subprocess.CompletedProcess[str]:
+        is_plan = arguments[0] == "predict"
+        return memest_here(*arguments) if is_plan else in_a_process(arguments, *rest)
+
+    monkeypatch.setattr(make_labs, "memest", memest)
 
 
 def lighter(row: lab_rows.Row, model: str) -> lab_rows.Row:
