@@ -64,10 +64,18 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.fixture
 def virtual_gpu(request: pytest.FixtureRequest) -> Iterator[Session]:
     """A virtual GPU for the test: that of its mark, of `[tool.memest]`, or memest's default."""
+    from memest.errors import MemestError
+    from memest.estimator.hardware.gpus import find_gpu
     from memest.estimator.predict import PRIMARY_GPU
     from memest.run.session import virtual_gpu as simulate
+    from memest.units import parse_bytes
 
-    _, gpu = _wanted(request.node)
+    try:
+        limit, gpu = _wanted(request.node)
+        find_gpu(gpu or PRIMARY_GPU)
+        _ = limit and parse_bytes(limit)
+    except MemestError as error:
+        pytest.fail(f"{error}\nhint: {error.hint}", pytrace=False)
     with simulate(gpu or PRIMARY_GPU) as session:
         request.node.stash[_SESSION] = session
         yield session
@@ -175,8 +183,9 @@ def _stored(config: pytest.Config) -> dict[str, Any]:
             content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
         except ValueError as error:
             raise pytest.UsageError(f"{path} is no JSON: {error}") from error
-        if content is not None and content.get("schema") != SCHEMA:
-            raise pytest.UsageError(f"{path} has the schema {content.get('schema')}, not {SCHEMA}")
+        schema = content.get("schema") if isinstance(content, dict) else None
+        if content is not None and (schema != SCHEMA or "peaks" not in content):
+            raise pytest.UsageError(f"{path} has the schema {schema}, not {SCHEMA}, or no peaks")
         config.stash[_STORED] = {} if content is None else content["peaks"]
     return config.stash[_STORED]
 

@@ -202,3 +202,23 @@ def test_a_test_without_the_plugin_pays_at_most_5_ms_for_it(folder: Path) -> Non
         return min(found)
 
     assert seconds() - seconds("-p", "no:memest") < 200 * 0.005
+
+
+def test_a_mark_with_a_wrong_limit_fails_before_the_test_in_two_lines(folder: Path) -> None:
+    write(folder, limit="20G")
+
+    done = pytest_in(folder, "-k", "test_step")
+
+    assert done.returncode != 0
+    assert "`20G` is not a memory size\nhint: write it as `78.4GiB` or `80GB`" in done.stdout
+    assert "pytest_plugin.py" not in done.stdout
+
+
+@pytest.mark.parametrize("content", ["[]", '{"schema": "memest.peaks/1"}'])
+def test_a_file_without_peaks_is_an_error(content: str, folder: Path) -> None:
+    (folder / "memest-peaks.json").write_text(content)
+
+    done = pytest_in(folder, "-k", "test_step")
+
+    assert done.returncode != 0
+    assert "or no peaks" in done.stdout
