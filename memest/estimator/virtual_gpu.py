@@ -81,6 +81,8 @@ class VirtualGpu:
         self.limit_bytes = limit_bytes
         self.max_steps = max_steps
         self.num_steps = 0
+        self._has_stepped = False
+        """True if hooks of weights have taken steps in the running backward."""
         usable = gpu.limit_bytes - ranks.communicator_bytes
         self.allocator = CountingAllocator(
             usable if limit_bytes is None else limit_bytes, gpu_bytes=gpu.limit_bytes
@@ -149,7 +151,7 @@ class VirtualGpu:
         install_layouts(patches, mode.attribution.lines.current)
         recurrent.install(patches)
         sparse.install(patches)
-        DeviceThread().install(patches)
+        DeviceThread(self._after_backward).install(patches)
         mode.host.draws.install(patches)
         hooks = ImportHooks(mode.notes.add)
         hooks.install()
@@ -227,7 +229,8 @@ class VirtualGpu:
             mode.work.is_in_optimizer = True
             given = (*args, kwargs.get("closure"))
             mode.attribution.has_closure = any(a is not None and a is not optimizer for a in given)
-            if not mode.attribution.has_closure:  # which runs forward and backward within the step
+            # A closure runs forward and backward within the step; hooks step within a backward.
+            if not (mode.attribution.has_closure or _in_backward()):
                 mode.memory.log.mark("before_optimizer_step")
             mode.attribution.has_started = True
 
@@ -236,18 +239,41 @@ class VirtualGpu:
             mode.work.is_in_optimizer = False
             mode.memory.settle()
             mode.attribution.labels.of_optimizer(optimizer, with_grads=False)
-            mode.memory.log.mark("after_optimizer_step")
-            mode.guesses.stepped()
-            mode.attribution.modules.forget()
-            mode.memory.history.stepped()
             mode.work.stepped(id(optimizer))
+            if _in_backward():  # by a hook of each weight: one step, which ends with the backward
+                self._has_stepped = True
+                return
             stepped[threading.get_ident()] = weakref.ref(optimizer)
-            self.num_steps += 1
-            if self.max_steps is not None and self.num_steps >= self.max_steps:
-                raise StepLimit(0)
+            self._count_step()
 
         self._stack.callback(register_optimizer_step_pre_hook(before).remove)
         self._stack.callback(register_optimizer_step_post_hook(after).remove)
+
+    def _count_step(self) -> None:
+        """Record an optimizer step.
+
+        Raises:
+            StepLimit: The script has taken `max_steps`.
+        """
+        mode = self.mode
+        mode.memory.log.mark("after_optimizer_step")
+        mode.guesses.stepped()
+        mode.attribution.modules.forget()
+        mode.memory.history.stepped()
+        self.num_steps += 1
+        if self.max_steps is not None and self.num_steps >= self.max_steps:
+            raise StepLimit(0)
+
+    def _after_backward(self) -> None:
+        if self._has_stepped:
+            self._has_stepped = False
+            self.mode.memory.settle()
+            self._count_step()
+
+
+def _in_backward() -> bool:
+    """Return whether autograd runs a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _holds_grads(mode: CudaSimMode, optimizer: Any) -> bool:

@@ -177,6 +177,32 @@ def test_the_users_switch_is_honoured() -> None:
         assert choose_backend(*qkv(bf16, 64), gpu=H200) is SdpaBackend.MATH
 
 
+def test_cudnn_alone_runs_where_it_is_not_preferred() -> None:
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        assert choose_backend(*qkv(bf16, 64), gpu=A100) is SdpaBackend.CUDNN
+
+
+def test_attention_fails_if_no_allowed_backend_takes_the_call() -> None:
+    mask = torch.ones(96, 96, dtype=torch.bool, device="meta")
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError) as error:
+        choose_backend(*qkv(bf16, 64), mask, gpu=A100)
+
+    assert str(error.value) == "No available kernel. Aborting execution."
+
+
+@pytest.mark.parametrize(
+    ("on", "first"), [(A100, SdpaBackend.EFFICIENT), (H200, SdpaBackend.EFFICIENT)]
+)
+def test_the_users_order_goes_before_that_of_the_gpu(on: Gpu, first: SdpaBackend) -> None:
+    backends = [
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.CUDNN_ATTENTION,
+    ]
+    with sdpa_kernel(backends, set_priority=True):
+        assert choose_backend(*qkv(bf16, 64), gpu=on) is first
+
+
 def test_flash_pads_odd_heads_and_slices_the_padding_off() -> None:
     operations = run(H200, *qkv(bf16, 100))
 

@@ -29,9 +29,10 @@ def _next_number() -> int:
 
 
 class DeviceThread:
-    """Numbers the nodes of a backward as the thread of a GPU would."""
+    """Numbers the nodes of a backward as the thread of a GPU would; calls `at_end` after it."""
 
-    def __init__(self) -> None:
+    def __init__(self, at_end: Callable[[], None] = lambda: None) -> None:
+        self._at_end = at_end
         self._is_running = False
         self._is_mixed = False
         self._num_made = 0
@@ -72,6 +73,7 @@ class DeviceThread:
             self._num_made += last - first
             self._starts.append(last)
             self._skipped.append(self._skipped[-1] + last - first)
+        self._at_end()
         return grads
 
     def _number(self, tensors: Iterable[Any], first: int) -> None:

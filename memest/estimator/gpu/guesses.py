@@ -289,7 +289,9 @@ class GuessedValues:
             if not self._known.is_known(args[0]):
                 chosen = out[-1] if isinstance(out, tuple | list) else out
                 self._choose(func, args, kwargs, chosen)
-        elif id(func) in _BY_SIZE and not all(map(layer.is_known, tensors_in(args))):
+        elif (id(func) in _BY_SIZE or _to_bool(func, kwargs)) and not all(
+            map(layer.is_known, tensors_in(args))
+        ):
             if 1 < out.numel() <= MAX_COMPARED:
                 layer.adopt_guess(out, torch.ones(out.shape, dtype=torch.bool, device=CPU))
             return
@@ -322,6 +324,11 @@ class GuessedValues:
             shape = out.movedim(dim, -1).shape if is_kept else (*out.shape, 1)
             numbers = torch.arange(out.numel(), device=CPU).remainder_(num_choices).view(shape)
         self._layer.adopt_like(out, numbers.movedim(-1, dim) if is_kept else numbers.squeeze(-1))
+
+
+def _to_bool(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether the operator is `bool()`: numbers differ from 0, as positions of beams do."""
+    return func is aten._to_copy.default and kwargs.get("dtype") is torch.bool
 
 
 def _dim_of_choice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

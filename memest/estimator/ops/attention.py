@@ -56,6 +56,8 @@ aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 _NEWEST = (12, 1)
 """The last compute capability that the fused kernels accept (`sm121` in the source)."""
+_DEFAULT_ORDER = 1, 2, 0, 3
+"""`sdp_priority_order` of ATen/Context.h, as numbers of `SdpaBackend`."""
 
 
 class SdpaBackend(enum.Enum):
@@ -92,22 +94,37 @@ class _Call:
 def choose_backend(*args: Any, **kwargs: Any) -> SdpaBackend:
     """Return the backend that `_fused_sdp_choice` picks for a call with the fields of `_Call`.
 
-    Order (`priority_order`): flash, efficient, math; cuDNN first where
+    Order (`priority_order`): flash, efficient, math, cuDNN; cuDNN first where
     `check_prefer_cudnn_attention` is true: compute capability 9.x or 10.x and cuDNN > 9.15. The
-    user's switches and the grad mode are read from the process.
+    user's order and switches and the grad mode are read from the process.
 
     Evidence: 368 of 368 choices on an H200 with torch 2.11 for CUDA 13. Left out: nested tensors,
-    FlashAttention 3, ROCm, misaligned storage offsets, a user-set priority order.
+    FlashAttention 3, ROCm, misaligned storage offsets.
+
+    Raises:
+        RuntimeError: No backend that the user allows takes the call; `select_sdp_backend`.
     """
     call = _Call(*args, **kwargs)
+    takes = {
+        SdpaBackend.CUDNN: _can_use_cudnn,
+        SdpaBackend.FLASH: _can_use_flash,
+        SdpaBackend.EFFICIENT: _can_use_efficient,
+        SdpaBackend.MATH: lambda _: torch._C._get_math_sdp_enabled(),
+    }
+    for backend in _order(call):
+        if takes[backend](call):
+            return backend
+    raise RuntimeError("No available kernel. Aborting execution.")
+
+
+def _order(call: _Call) -> tuple[SdpaBackend, ...]:
+    """Order of the backends: the user's (`sdpa_kernel(set_priority=True)`), or that of the GPU."""
+    stored = getattr(torch._C, "_get_sdp_priority_order", lambda: _DEFAULT_ORDER)()
+    order = tuple(SdpaBackend(number) for number in stored if number in _DEFAULT_ORDER)
     prefers_cudnn = call.release.cudnn_version > 91500 and call.gpu.capability[0] in (9, 10)
-    if prefers_cudnn and _can_use_cudnn(call):
-        return SdpaBackend.CUDNN
-    if _can_use_flash(call):
-        return SdpaBackend.FLASH
-    if _can_use_efficient(call):
-        return SdpaBackend.EFFICIENT
-    return SdpaBackend.MATH
+    if prefers_cudnn and tuple(b.value for b in order) == _DEFAULT_ORDER:
+        return SdpaBackend.CUDNN, *order[:-1]
+    return order
 
 
 def _can_use_cudnn(call: _Call) -> bool:

@@ -42,6 +42,14 @@ def test_numbers_of_the_complex_plane_take_part_in_a_backward() -> None:
     assert p.grad.shape == (3,)
 
 
+@pytest.mark.parametrize(("weight", "grad"), [("cuda", "cpu"), ("cpu", "cuda")])
+def test_a_gradient_of_another_place_is_refused(weight: str, grad: str) -> None:
+    p = nn.Parameter(torch.ones(64, 64, device=weight))
+
+    with pytest.raises(RuntimeError, match=f"device type '{grad}' to a .* device type '{weight}'"):
+        p.grad = torch.ones(64, 64, device=weight).to(grad)
+
+
 def test_padded_steps_lie_on_the_gpu() -> None:
     packed = pack_padded_sequence(
         torch.ones(4, 6, 8, device="cuda"), torch.tensor([6, 5, 3, 2]), batch_first=True

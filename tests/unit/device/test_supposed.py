@@ -148,6 +148,12 @@ def test_numbers_follow_from_what_is_supposed(gpu: Session) -> None:
     assert (chosen == 3).sum().item() == 128
 
 
+def test_beams_that_were_chosen_are_counted_in_full(gpu: Session) -> None:
+    chosen = activations(4, 2, 2048).topk(8, dim=-1).indices  # as `_beam_search` finds a length
+
+    assert int((chosen + 1).bool().sum(dim=-1).max()) == 8
+
+
 def test_a_shape_is_refused_where_guesses_are() -> None:
     with memest.virtual_gpu("h100-80gb", strict=True):
         losses = activations(512, 32)

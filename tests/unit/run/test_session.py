@@ -205,6 +205,24 @@ def test_a_step_limit_ends_the_block() -> None:
     assert (gpu.num_steps, gpu.report().ending) == (2, Ending.STOPPED)
 
 
+def test_optimizers_in_hooks_of_the_weights_step_once_a_backward() -> None:
+    with memest.virtual_gpu(max_steps=3) as gpu:
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).cuda()
+        optimizers = {p: torch.optim.SGD([p], momentum=0.9) for p in model.parameters()}
+
+        def step(weight: nn.Parameter) -> None:
+            optimizers[weight].step()
+            optimizers[weight].zero_grad()
+
+        for weight in optimizers:
+            weight.register_post_accumulate_grad_hook(step)
+        for _ in range(2):
+            model(torch.randn(8, 64, device="cuda")).sum().backward()
+
+    assert gpu.num_steps == 2
+    assert [step.step for step in gpu.report().steps] == [0, 1]
+
+
 def test_a_step_limit_stays_one_whatever_cleaning_up_after_it_raises() -> None:
     def train_and_clean_up() -> None:
         try:

@@ -93,10 +93,20 @@ def _install_data(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _install_grad(patches: Patches, mode: CudaSimMode) -> None:
-    """Let a host tensor without data have a real `Tensor.grad`."""
+    """Let a host tensor without data have a real `Tensor.grad`, and refuse that of another place.
+
+    The words are those of `check_and_update_grad` (torch/csrc/autograd/python_variable.cpp).
+    """
     grad_of: Any = vars(torch._C.TensorBase)["grad"]
 
     def set_grad(tensor: Tensor, value: Tensor | None) -> None:
+        places = (tensor.device.type, value.device.type) if isinstance(value, Tensor) else ()
+        if set(places) == {"cpu", "cuda"} and not mode.is_off:
+            raise RuntimeError(
+                f"attempting to assign a gradient with device type '{places[1]}' to a tensor with "
+                f"device type '{places[0]}'. Please ensure that the gradient and the tensor are on "
+                "the same device"
+            )
         if value is not None and mode.host.place(tensor) is Place.HOST and not is_meta(value):
             value = _without_data(value, mode)
         grad_of.__set__(tensor, value)
