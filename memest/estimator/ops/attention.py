@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,16 +106,20 @@ def choose_backend(*args: Any, **kwargs: Any) -> SdpaBackend:
         RuntimeError: No backend that the user allows takes the call; `select_sdp_backend`.
     """
     call = _Call(*args, **kwargs)
-    takes = {
+    takes: dict[SdpaBackend, Callable[[_Call], bool]] = {
         SdpaBackend.CUDNN: _can_use_cudnn,
         SdpaBackend.FLASH: _can_use_flash,
         SdpaBackend.EFFICIENT: _can_use_efficient,
-        SdpaBackend.MATH: lambda _: torch._C._get_math_sdp_enabled(),
+        SdpaBackend.MATH: _can_use_math,
     }
     for backend in _order(call):
         if takes[backend](call):
             return backend
     raise RuntimeError("No available kernel. Aborting execution.")
+
+
+def _can_use_math(call: _Call) -> bool:
+    return bool(torch._C._get_math_sdp_enabled())
 
 
 def _order(call: _Call) -> tuple[SdpaBackend, ...]:

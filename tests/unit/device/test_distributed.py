@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
+from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from memest.errors import UnsupportedError
@@ -126,6 +128,51 @@ def test_objects_of_the_other_ranks_are_those_of_this_one() -> None:
 
     assert everyone == [{"rank": RANK}] * WORLD_SIZE
     assert sent == ["seed"]
+
+
+OBJECTS = (
+    "broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list",
+    "send_object_list", "recv_object_list",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_collectives_of_objects_take_torchs_names(name: str) -> None:
+    wanted = list(inspect.signature(getattr(dist, name)).parameters)
+    with gpu_of_rank(RANK, WORLD_SIZE):
+        found = list(inspect.signature(getattr(dist, name)).parameters)
+
+    assert found[: len(wanted)] == wanted
+
+
+@pytest.mark.parametrize("starts_on", ["cpu", "meta"])
+def test_weights_that_fsdp_offloads_train(rank: VirtualGpu, starts_on: str) -> None:
+    with torch.device(starts_on):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for layer in (*model, model):
+        fully_shard(layer, offload_policy=CPUOffloadPolicy())
+    if starts_on == "meta":
+        model.to_empty(device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for is_last in (False, True):
+        model.set_requires_gradient_sync(is_last)
+        wide = torch.randn(2048, 8, device="cuda") @ torch.randn(8, 8, device="cuda")
+        model(wide).sum().backward()
+    optimizer.step()
+
+    assert rank.num_steps == 1
+    assert all(p.grad is not None and p.grad.device.type == "cpu" for p in model.parameters())
+
+
+def test_a_distributed_checkpoint_is_written_and_read(tmp_path: Path) -> None:
+    with gpu_of_rank(0, WORLD_SIZE):
+        dist.init_process_group("nccl", rank=0, world_size=WORLD_SIZE)
+        model = nn.Linear(64, 64).cuda()
+        fully_shard(model)
+        checkpoint.save({"model": model.state_dict(), "step": 3}, checkpoint_id=tmp_path)
+        checkpoint.load({"model": model.state_dict()}, checkpoint_id=tmp_path)
+
+    assert {file.name for file in tmp_path.iterdir()} == {".metadata", "__0_0.distcp"}
 
 
 @pytest.mark.usefixtures("rank")

@@ -14,7 +14,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches
-from memest.estimator.tensors.placement import CPU, META, PLAIN, Place, is_meta, true_device
+from memest.estimator.tensors.placement import (
+    CPU,
+    META,
+    PLAIN,
+    Place,
+    is_meta,
+    local_part,
+    true_device,
+)
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
@@ -100,18 +108,25 @@ def _install_grad(patches: Patches, mode: CudaSimMode) -> None:
     grad_of: Any = vars(torch._C.TensorBase)["grad"]
 
     def set_grad(tensor: Tensor, value: Tensor | None) -> None:
-        places = (tensor.device.type, value.device.type) if isinstance(value, Tensor) else ()
-        if set(places) == {"cpu", "cuda"} and not mode.is_off:
+        given = value.device.type if isinstance(value, Tensor) else ""
+        if not mode.is_off and {given, tensor.device.type} == {"cpu", "cuda"}:
             raise RuntimeError(
-                f"attempting to assign a gradient with device type '{places[1]}' to a tensor with "
-                f"device type '{places[0]}'. Please ensure that the gradient and the tensor are on "
-                "the same device"
+                f"attempting to assign a gradient with device type '{given}' to a tensor with "
+                f"device type '{tensor.device.type}'. Please ensure that the gradient and the "
+                "tensor are on the same device"
             )
-        if value is not None and mode.host.place(tensor) is Place.HOST and not is_meta(value):
-            value = _without_data(value, mode)
-        grad_of.__set__(tensor, value)
+        grad_of.__set__(tensor, value if value is None else _like_weight(value, tensor, mode))
 
     patches.set(Tensor, "grad", property(grad_of.__get__, set_grad, grad_of.__delete__))
+
+
+def _like_weight(grad: Tensor, weight: Tensor, mode: CudaSimMode) -> Tensor:
+    """Return the gradient of a host weight, with data if and only if the weight has data."""
+    part, has_no_data = local_part(grad), is_meta(local_part(weight))
+    if is_meta(part) == has_no_data or mode.host.place(local_part(weight)) is Place.META:
+        return grad
+    made = _without_data(part, mode) if has_no_data else _dummy_grad(part, has_no_data=False)
+    return made if part is grad else type(grad)(made, grad._spec, requires_grad=False)  # type: ignore
 
 
 def _dummy_grad(grad: Tensor, has_no_data: bool) -> Tensor:

@@ -8,6 +8,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from torch import distributed
 
 from memest.estimator.gpu.imports import ImportHooks
@@ -27,3 +30,20 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks, ranks: Rank
     ddp.install(patches, mode)
     hooks.after("torch.distributed.tensor", lambda module: fsdp.install_dtensors(patches, mode))
     hooks.after("torch.distributed.fsdp", lambda module: fsdp.install(patches, mode))
+    if ranks.world_size > 1:
+        planner = "torch.distributed.checkpoint.default_planner"
+        hooks.after(planner, lambda module: _accept_plans(patches, module))
+
+
+def _accept_plans(patches: Patches, planner: Any) -> None:
+    """Accept checkpoints in which the other ranks have the same shards as this rank.
+
+    The first rank writes its shards, where `dedup_save_plans` spreads equal ones over the ranks.
+    """
+
+    def of_first(plans: list[Any], *args: Any) -> list[Any]:
+        return [plans[0], *(replace(plan, items=[]) for plan in plans[1:])]
+
+    accepted = planner._validate_global_plan([], planner.Metadata({}))  # True, or no errors
+    patches.set(planner, "_validate_global_plan", lambda plan, metadata: accepted)
+    patches.set(planner, "dedup_save_plans", of_first)

@@ -232,34 +232,34 @@ class _Objects:
         return self._ranks.mailbox.fetch(key, src or 0)
 
     def broadcast_object_list(
-        self, objects: Any, src: Any = None, group: Any = None, device: Any = None,
+        self, object_list: Any, src: Any = None, group: Any = None, device: Any = None,
         group_src: Any = None,
     ) -> None:  # fmt: skip
-        said = self._of_source(objects, src, group, group_src)
-        if said is not None:
-            objects[:] = said
+        posted = self._of_source(object_list, src, group, group_src)
+        if posted is not None:
+            object_list[:] = posted
 
-    def all_gather_object(self, objects: Any, obj: Any, group: Any = None) -> None:
-        objects[:] = [obj] * dist.get_world_size(group)
+    def all_gather_object(self, object_list: Any, obj: Any, group: Any = None) -> None:
+        object_list[:] = [obj] * dist.get_world_size(group)
 
     def gather_object(
-        self, obj: Any, objects: Any = None, dst: Any = None, group: Any = None,
+        self, obj: Any, object_gather_list: Any = None, dst: Any = None, group: Any = None,
         group_dst: Any = None,
     ) -> None:  # fmt: skip
-        if objects is not None:
-            objects[:] = [obj] * dist.get_world_size(group)
+        if object_gather_list is not None:
+            object_gather_list[:] = [obj] * dist.get_world_size(group)
 
     def scatter_object_list(
-        self, out: Any, objects: Any = None, src: Any = None, group: Any = None,
-        group_src: Any = None,
+        self, scatter_object_output_list: Any, scatter_object_input_list: Any = None,
+        src: Any = None, group: Any = None, group_src: Any = None,
     ) -> None:  # fmt: skip
-        objects = self._of_source(objects, src, group, group_src)
+        objects = self._of_source(scatter_object_input_list, src, group, group_src)
         if not objects:
             raise UnsupportedError(
                 f"rank {self._ranks.rank} waits for an object that another rank has",
                 hint="give every rank the list, or simulate the rank that sends it",
             )
-        out[0] = objects[dist.get_rank(group)]
+        scatter_object_output_list[0] = objects[dist.get_rank(group)]
 
     def _peer(self, name: str, rank: Any, group: Any, group_rank: Any, is_batch: bool) -> int:
         """Rank in the world of the other side, which runs at the same time."""
@@ -273,26 +273,26 @@ class _Objects:
         return int(rank)
 
     def send_object_list(
-        self, objects: Any, dst: Any = None, group: Any = None, device: Any = None,
+        self, object_list: Any, dst: Any = None, group: Any = None, device: Any = None,
         group_dst: Any = None, use_batch: bool = False,
     ) -> None:  # fmt: skip
         target = self._peer("send", dst, group, group_dst, use_batch)
-        self._ranks.mailbox.post(("object", self._ranks.rank, target), objects)
+        self._ranks.mailbox.post(("object", self._ranks.rank, target), object_list)
 
     def recv_object_list(
-        self, objects: Any, src: Any = None, group: Any = None, device: Any = None,
+        self, object_list: Any, src: Any = None, group: Any = None, device: Any = None,
         group_src: Any = None, use_batch: bool = False,
     ) -> int:  # fmt: skip
         if src is None and group_src is None:
             raise UnsupportedError(
                 "`recv_object_list` from any rank: which one sends first is not known",
-                hint="name the rank: `recv_object_list(objects, src=...)`",
+                hint="name the rank: `recv_object_list(object_list, src=...)`",
             )
         source = self._peer("recv", src, group, group_src, use_batch)
         received = self._ranks.mailbox.fetch(("object", source, self._ranks.rank), source)
         if received is None:
             raise UnsupportedError(f"rank {source} sent an object that cannot be pickled", hint="")
-        objects[:] = received
+        object_list[:] = received
         return source
 
 
