@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -196,6 +196,7 @@ def run(
     elsewhere = _run_elsewhere(python, ctx.meta[_ARGUMENTS])
     if elsewhere is not None:
         return elsewhere
+    _check_form(output)
     launch, target = _target(module, command)
     nproc_per_node, nnodes = _num_gpus(launch, nproc_per_node, nnodes)
     os.environ.update(launch.environment)
@@ -223,6 +224,15 @@ def run(
         return _not_used(ran)
     _print(ran.report, out, num_gpus=nproc_per_node or 1, num_nodes=nnodes, **output)
     return OOM_EXIT_CODE if check and ran.report.verdict != "fits" else ran.exit_code
+
+
+def _check_form(output: Mapping[str, Any]) -> None:
+    """Refuse forms of the report that exclude each other, and prices in one without them."""
+    forms = [f"--{name}" for name in ("summary", "emit") if output[name]]
+    if len(forms) > 1:
+        raise PlanError("`--summary` and `--emit` are given together", hint="choose one")
+    if forms and output["whole"].is_given:
+        raise PlanError(f"hours and prices are not part of `{forms[0]}`", hint="leave one out")
 
 
 def _num_gpus(launch: Launch, num_local: int | None, num_nodes: int) -> tuple[int | None, int]:

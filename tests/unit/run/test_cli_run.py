@@ -58,6 +58,8 @@ def run(*args: str) -> int:
         (("--memory-limit", "much", "train.py"), "`much` is not a memory size"),
         (("--json", "no/such/folder.json", "train.py"), "cannot be written"),
         (("--json", "/proc/report.json", "train.py"), "`/proc/report.json` cannot be written"),
+        (("--summary", "--emit", "sky", "train.py"), "`--summary` and `--emit` are given together"),
+        (("--summary", "--price", "2", "train.py"), "hours and prices are not part of `--summary`"),
         (("--json", "-", "train.py"), "`-` is not a file\nhint: stdout is `/dev/stdout`"),
         (("--time-limit", "1e300", "train.py"), "'--time-limit': 1e+300 is not in the range"),
     ],
