@@ -68,7 +68,7 @@ def _run(out: Path, command: list[str]) -> int:
     """Run both ranks of a script, and write the causes of each to `out` with its number."""
     from memest.estimator.hardware.gpus import find_gpu
     from memest.run.launcher import Ran, run_target
-    from memest.run.ranks import Ranks, chosen_ranks, run_with_peers
+    from memest.run.ranks import Rank, chosen_ranks, run_with_peers
     from memest.run.session import Session
     from memest.run.target import find_module, find_script
 
@@ -78,18 +78,18 @@ def _run(out: Path, command: list[str]) -> int:
     lines: dict[int, str] = {}
     _watch(lines)
 
-    def one(ranks: Ranks) -> Ran:
-        session = Session(find_gpu(GPU), name=target.label, roots=target.roots, ranks=ranks)
+    def one(rank: Rank) -> Ran:
+        session = Session(find_gpu(GPU), name=target.label, roots=target.roots, rank=rank)
         ran = run_target(target, session)
         if ran.report is None or ran.exit_code:
             sys.stderr.write(ran.error_text or str(ran.refusal))
             return ran
         text = json.dumps(_causes(session.virtual, lines))
-        Path(f"{out}.{ranks.rank}").write_text(text, encoding="utf-8")
+        Path(f"{out}.{rank.rank}").write_text(text, encoding="utf-8")
         return ran
 
-    for ranks in chosen_ranks(2, 1):
-        run_with_peers(ranks, one)
+    for rank in chosen_ranks(2, 1):
+        run_with_peers(rank, one)
     return 0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memest.estimator.gpu.worlds import Mailbox, Ranks
+from memest.estimator.gpu.worlds import Mailbox, Rank
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.replay import virtual_run
 from memest.estimator.replay.program import Program
@@ -41,7 +41,7 @@ def gpu_of_rank(rank: int, world_size: int) -> VirtualGpu:
         find_gpu("h200"),
         limit_bytes=UNLIMITED_BYTES,
         lines=virtual_run.NoLines(),
-        ranks=Ranks(rank=rank, world_size=world_size, num_local=world_size, mailbox=_said),
+        rank=Rank(rank=rank, world_size=world_size, num_local=world_size, mailbox=_said),
     )
 
 

@@ -45,7 +45,7 @@ from memest.units import format_bytes
 from memest.writing import write_output
 
 if TYPE_CHECKING:
-    from memest.estimator.gpu.worlds import Ranks
+    from memest.estimator.gpu.worlds import Rank
     from memest.run.launch_command import Launch
     from memest.run.launcher import RunResult
     from memest.run.session import Session
@@ -293,7 +293,7 @@ def _run_one(
     target: Target,
     make: Callable[..., Session],
     files: _Files | None,
-    ranks: Ranks,
+    rank: Rank,
     *,
     limit_s: float | None,
     has_input: bool,
@@ -308,10 +308,10 @@ def _run_one(
         sys.stdin = NoInput()
     if not has_stdout:  # the script's output is not part of the file
         sys.stdout = sys.stderr
-    session = make(ranks=ranks, is_immediate=is_immediate)
-    ran = run_target(target.of_rank(ranks.local_rank), session, limit_s=limit_s)
-    if ran.report is not None and ranks.is_launched and ranks.world_size == 1:
-        rows = tuple(rows_of([(ranks, ran.report)]))
+    session = make(rank=rank, is_immediate=is_immediate)
+    ran = run_target(target.of_rank(rank.local_rank), session, limit_s=limit_s)
+    if ran.report is not None and rank.is_launched and rank.world_size == 1:
+        rows = tuple(rows_of([(rank, ran.report)]))
         ran = replace(ran, report=replace(ran.report, ranks=rows))
     if ran.report is None or files is None:
         return ran
@@ -329,7 +329,7 @@ def _after(ran: RunResult, write: Callable[[], None]) -> RunResult:
 
 
 def _run_chosen(
-    chosen: Sequence[Ranks], run_one: Callable[..., RunResult], files: _Files
+    chosen: Sequence[Rank], run_one: Callable[..., RunResult], files: _Files
 ) -> RunResult:
     """Run one rank in this process, or several in processes of their own."""
     from memest.run.ranks import environment
@@ -343,28 +343,28 @@ def _run_chosen(
 
 
 def _run_ranks(
-    chosen: Sequence[Ranks], run_one: Callable[..., RunResult], files: _Files, folder: str
+    chosen: Sequence[Rank], run_one: Callable[..., RunResult], files: _Files, folder: str
 ) -> RunResult:
     """Run the ranks one after another, until one fails; the files are those of the worst."""
     from memest.run.ranks import merge_ranks, open_verdict, run_rank, run_with_peers
 
-    reports: list[tuple[Ranks, RunReport]] = []
+    reports: list[tuple[Rank, RunReport]] = []
     done: set[int] = set()
     for first in chosen:
         if first.rank in done:
             continue
         run_with_files = partial(_run_with_files, run_one, files, folder)
         every = run_with_peers(first, run_with_files, done=done)
-        for ranks, ran in every:
-            done.add(ranks.rank)
+        for rank, ran in every:
+            done.add(rank.rank)
             report = ran.report
             if report is None:
                 continue
             if report.verdict is Outcome.OOM and ran.decides:
-                again = run_rank(ranks, partial(run_one, None, is_immediate=True), is_silent=True)
+                again = run_rank(rank, partial(run_one, None, is_immediate=True), is_silent=True)
                 if again.report is not None and again.report.fits:
                     report = open_verdict(report, ran.decides)
-            reports.append((ranks, report))
+            reports.append((rank, report))
         ran = _first_failed([ran for _, ran in every])
         if ran.exit_code:
             break
@@ -375,9 +375,9 @@ def _run_ranks(
 
 
 def _run_with_files(
-    run_one: Callable[..., RunResult], files: _Files, folder: str, ranks: Ranks
+    run_one: Callable[..., RunResult], files: _Files, folder: str, rank: Rank
 ) -> RunResult:
-    return run_one(files.of_rank(folder, ranks.rank), ranks)
+    return run_one(files.of_rank(folder, rank.rank), rank)
 
 
 def _first_failed(every: Sequence[RunResult]) -> RunResult:

@@ -26,7 +26,7 @@ from memest.estimator.gpu.engine import DeviceThread
 from memest.estimator.gpu.guesses import Guesses
 from memest.estimator.gpu.imports import ImportHooks
 from memest.estimator.gpu.mode import CudaSimMode
-from memest.estimator.gpu.worlds import ALONE, Ranks
+from memest.estimator.gpu.worlds import ALONE, Rank
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import encoder, recurrent, sparse
 from memest.estimator.ops.autograd_ops import CASTS, decisions_of, follow_autocast
@@ -56,7 +56,7 @@ class VirtualGpu:
         roots: folders whose code is the script's, wherever they are.
         lines: finds the line of the script; None searches outside of libraries and in `roots`.
         watch: called with the dispatch mode before anything runs.
-        ranks: rank of this GPU among several.
+        rank: rank of this GPU among several.
         settings: of the allocator; None reads the environment at the first use.
     """
 
@@ -72,18 +72,18 @@ class VirtualGpu:
         roots: tuple[Path, ...] = (),
         lines: ScriptLines | None = None,
         watch: Callable[[CudaSimMode], object] = lambda mode: None,
-        ranks: Ranks = ALONE,
+        rank: Rank = ALONE,
         settings: AllocatorSettings | None = None,
         is_immediate: bool = False,
     ) -> None:
         self.gpu = gpu
-        self.ranks = ranks
+        self.rank = rank
         self.limit_bytes = limit_bytes
         self.max_steps = max_steps
         self.num_steps = 0
         self._has_stepped = False
         """True if hooks of weights have taken steps in the running backward."""
-        usable = gpu.limit_bytes - ranks.communicator_bytes
+        usable = gpu.limit_bytes - rank.communicator_bytes
         self.allocator = CountingAllocator(
             usable if limit_bytes is None else limit_bytes, gpu_bytes=gpu.limit_bytes
         )
@@ -94,9 +94,9 @@ class VirtualGpu:
         self.guesses = Guesses(is_strict, lines.current)
         self.mode = CudaSimMode(gpu, self.allocator, self.guesses, lines)
         watch(self.mode)
-        self.mode.ranks = ranks
-        ranks.mailbox.begin_rank()
-        self.mode.timeline.is_slow = ranks.may_wait
+        self.mode.rank = rank
+        rank.mailbox.begin_rank()
+        self.mode.timeline.is_slow = rank.may_wait
         self.mode.memory.is_immediate = is_immediate
         self._patches = Patches()
         self._stack = contextlib.ExitStack()
@@ -128,7 +128,7 @@ class VirtualGpu:
     def __enter__(self) -> VirtualGpu:
         if VirtualGpu._active is not None:
             raise MemestError("a virtual GPU is active already", hint="leave it first")
-        distributed.check(self.ranks)
+        distributed.check(self.rank)
         VirtualGpu._active = self
         try:
             self._install()
@@ -138,8 +138,8 @@ class VirtualGpu:
         return self
 
     def _install(self) -> None:
-        GPU.device = torch.device("cuda", self.ranks.local_rank)
-        GPU.num_visible = self.ranks.num_local
+        GPU.device = torch.device("cuda", self.rank.local_rank)
+        GPU.num_visible = self.rank.num_local
         mode, patches = self.mode, self._patches
         named = os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # or hidden: real GPUs, not this one
         if named is not None:
@@ -159,7 +159,7 @@ class VirtualGpu:
         processes.install(patches, mode.notes.add)
         files.install(patches, mode, hooks)
         integrations.install(patches, mode, hooks)
-        distributed.install(patches, mode, hooks, self.ranks)
+        distributed.install(patches, mode, hooks, self.rank)
         self._install_threads()
         self._install_steps()
         patches.set(torch, "clear_autocast_cache", CASTS.clear)
@@ -206,7 +206,7 @@ class VirtualGpu:
     @property
     def communicators_bytes(self) -> int:
         """Bytes of NCCL for the group of all ranks and for other groups that communicated."""
-        return self.ranks.communicator_bytes + self.mode.works.library_bytes
+        return self.rank.communicator_bytes + self.mode.works.library_bytes
 
     def _install_steps(self) -> None:
         mode = self.mode

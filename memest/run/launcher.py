@@ -73,7 +73,7 @@ def run_target(target: Target, session: Session, *, limit_s: float | None = None
         with session, time_limit(limit_s, session.virtual.mode.attribution.lines.current):
             with _exit_functions():
                 _run(target)
-            session.virtual.mode.ranks.mailbox.finish()
+            session.virtual.mode.rank.mailbox.finish()
     except BaseException as raised:
         error = raised
     finally:

@@ -13,7 +13,7 @@ from functools import partial
 
 from memest.child import Child, DiedError, submit, wait_any
 from memest.errors import MemestError, PlanError, UnsupportedError
-from memest.estimator.gpu.worlds import Mailbox, Ranks
+from memest.estimator.gpu.worlds import Mailbox, Rank
 from memest.report import Interval, Outcome, RankRow, RunReport
 from memest.run.launcher import RunResult
 
@@ -29,7 +29,7 @@ POLL_SECONDS = 0.05
 _BADNESS = (Outcome.FITS, Outcome.MAY, Outcome.OOM)
 
 
-def chosen_ranks(num_local: int | None, num_nodes: int) -> list[Ranks]:
+def chosen_ranks(num_local: int | None, num_nodes: int) -> list[Rank]:
     """Return the first and the last rank; without `num_local` a rank that is not launched.
 
     Raises:
@@ -43,7 +43,7 @@ def chosen_ranks(num_local: int | None, num_nodes: int) -> list[Ranks]:
     mailbox = Mailbox()
     mailbox.open()
     return [
-        Ranks(
+        Rank(
             rank=rank,
             world_size=size,
             num_local=num_local,
@@ -54,27 +54,25 @@ def chosen_ranks(num_local: int | None, num_nodes: int) -> list[Ranks]:
     ]
 
 
-def environment(ranks: Ranks) -> dict[str, str]:
+def environment(rank: Rank) -> dict[str, str]:
     """Return the environment of `torchrun`, with its threads per process."""
-    is_set = "OMP_NUM_THREADS" in os.environ or ranks.num_local == 1  # launcher/api.py of torch
-    return ranks.environment() | ({} if is_set else {"OMP_NUM_THREADS": "1"})
+    is_set = "OMP_NUM_THREADS" in os.environ or rank.num_local == 1  # launcher/api.py of torch
+    return rank.environment() | ({} if is_set else {"OMP_NUM_THREADS": "1"})
 
 
-def run_rank(
-    ranks: Ranks, run: Callable[[Ranks], RunResult], *, is_silent: bool = False
-) -> RunResult:
+def run_rank(rank: Rank, run: Callable[[Rank], RunResult], *, is_silent: bool = False) -> RunResult:
     """Call `run` in a child process with the environment of one rank, without its peers."""
-    return run_with_peers(ranks, run, is_silent=is_silent, has_peers=False)[0][1]
+    return run_with_peers(rank, run, is_silent=is_silent, has_peers=False)[0][1]
 
 
 def run_with_peers(
-    first: Ranks,
-    run: Callable[[Ranks], RunResult],
+    first: Rank,
+    run: Callable[[Rank], RunResult],
     *,
     done: Collection[int] = (),
     is_silent: bool = False,
     has_peers: bool = True,
-) -> list[tuple[Ranks, RunResult]]:
+) -> list[tuple[Rank, RunResult]]:
     """Run a rank, and at the same time all ranks that it exchanges messages with; by rank.
 
     Ranks that are `done` have posted their messages and do not run again.
@@ -84,18 +82,17 @@ def run_with_peers(
         UnsupportedError: more than `MAX_TOGETHER` ranks wait for each other.
     """
     pending = [first]
-    running: dict[Child, Ranks] = {}
+    running: dict[Child, Rank] = {}
     known = {first.rank, *done}
-    results: list[tuple[Ranks, RunResult]] = []
+    results: list[tuple[Rank, RunResult]] = []
     try:
         while pending or running:
             running |= {
-                submit(partial(_run_as, ranks, run), is_silent=is_silent): ranks
-                for ranks in pending
+                submit(partial(_run_as, rank, run), is_silent=is_silent): rank for rank in pending
             }
             for child in wait_any(running, POLL_SECONDS):
-                ranks = running.pop(child)
-                results.append((ranks, _result(ranks, child)))
+                rank = running.pop(child)
+                results.append((rank, _result(rank, child)))
             pending = []
             if has_peers:
                 requested = first.mailbox.requested() - known
@@ -112,20 +109,20 @@ def run_with_peers(
     return sorted(results, key=lambda pair: pair[0].rank)
 
 
-def _run_as(ranks: Ranks, run: Callable[[Ranks], RunResult]) -> RunResult:
-    os.environ.update(environment(ranks))
-    return run(ranks)
+def _run_as(rank: Rank, run: Callable[[Rank], RunResult]) -> RunResult:
+    os.environ.update(environment(rank))
+    return run(rank)
 
 
-def _result(ranks: Ranks, child: Child) -> RunResult:
+def _result(rank: Rank, child: Child) -> RunResult:
     try:
         ran: RunResult = child.answer()
     except DiedError as error:
         raise MemestError(
-            f"rank {ranks.rank} ended with {error}", hint="is there memory enough on this machine?"
+            f"rank {rank.rank} ended with {error}", hint="is there memory enough on this machine?"
         ) from error
     finally:
-        ranks.mailbox.end(ranks.rank)
+        rank.mailbox.end(rank.rank)
     return ran
 
 
@@ -136,13 +133,13 @@ def open_verdict(report: RunReport, decides: str) -> RunReport:
     return replace(report, verdict=Outcome.MAY, verdicts=verdicts)
 
 
-def merge_ranks(reports: Sequence[tuple[Ranks, RunReport]]) -> RunReport:
+def merge_ranks(reports: Sequence[tuple[Rank, RunReport]]) -> RunReport:
     """Return the report of the worst rank, with a row for each that was run.
 
     The worst is one that ran out of memory; of several, or of none, the one that reserved most.
     """
 
-    def need(pair: tuple[Ranks, RunReport]) -> tuple[int, int, int]:
+    def need(pair: tuple[Rank, RunReport]) -> tuple[int, int, int]:
         report = pair[1]
         is_bad = _BADNESS.index(report.verdict)
         return is_bad, report.peak_reserved_bytes, report.peak_allocated_bytes
@@ -150,7 +147,7 @@ def merge_ranks(reports: Sequence[tuple[Ranks, RunReport]]) -> RunReport:
     worst_of, worst = max(reports, key=need)
     rows = tuple(rows_of(reports))
     size = worst_of.world_size
-    others = [f"rank {ranks.rank}" for ranks, _ in reports if ranks.rank != worst_of.rank]
+    others = [f"rank {rank.rank}" for rank, _ in reports if rank.rank != worst_of.rank]
     note = (
         f"the figures are those of rank {worst_of.rank} of {size}; also run: "
         f"{', '.join(others) or 'none'}; collectives gave each rank what it would get if all ranks"
@@ -177,8 +174,8 @@ def merge_ranks(reports: Sequence[tuple[Ranks, RunReport]]) -> RunReport:
     )  # fmt: skip
 
 
-def rows_of(reports: Sequence[tuple[Ranks, RunReport]]) -> Iterator[RankRow]:
+def rows_of(reports: Sequence[tuple[Rank, RunReport]]) -> Iterator[RankRow]:
     """Return a report's rows of the ranks that were run."""
-    for ranks, report in sorted(reports, key=lambda pair: pair[0].rank):
+    for rank, report in sorted(reports, key=lambda pair: pair[0].rank):
         same = {field.name: getattr(report, field.name) for field in fields(RankRow)}
-        yield RankRow(**{**same, "rank": ranks.rank})
+        yield RankRow(**{**same, "rank": rank.rank})

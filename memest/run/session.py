@@ -15,7 +15,7 @@ from torch.utils.data._utils import fetch
 
 from memest.errors import MemestError, PlanError, UnsupportedError
 from memest.estimator.allocator.blocks import SMALL_SEGMENT_BYTES
-from memest.estimator.gpu.worlds import ALONE, Ranks
+from memest.estimator.gpu.worlds import ALONE, Rank
 from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu, custom_gpu, find_gpu
 from memest.estimator.predict import PRIMARY_GPU
 from memest.estimator.tensors.patches import Patches
@@ -26,20 +26,20 @@ from memest.run.summary import report_of
 from memest.units import parse_bytes
 
 
-def install_processes(patches: Patches, ranks: Ranks) -> None:
+def install_processes(patches: Patches, rank: Rank) -> None:
     """Make the functions of `torch.multiprocessing` that start processes call this rank's."""
 
     def spawn(
         fn: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, *_: Any, **options: Any
     ) -> None:
         """Call the function of this rank itself, in place of `torch.multiprocessing.spawn`."""
-        if nprocs != ranks.num_local:
+        if nprocs != rank.num_local:
             raise UnsupportedError(
                 f"`torch.multiprocessing` starts {nprocs} processes, and"
-                f" {ranks.num_local} {'is' if ranks.num_local == 1 else 'are'} simulated",
+                f" {rank.num_local} {'is' if rank.num_local == 1 else 'are'} simulated",
                 hint=f"simulate as many: `memest run --nproc-per-node {nprocs} ...`",
             )
-        fn(ranks.local_rank, *args)
+        fn(rank.local_rank, *args)
 
     patches.set(mp, "spawn", spawn)
     patches.set(mp, "start_processes", spawn)
@@ -75,7 +75,7 @@ class Session:
         is_strict: refuse to guess values.
         name: name of the code, for the report.
         roots: folders of libraries whose code is the script's.
-        ranks: rank of this GPU among several.
+        rank: rank of this GPU among several.
         batch_parts: DataLoaders take one of so many parts of each batch.
         is_immediate: blocks that several streams use return as they are freed.
         torch_release: simulated release of torch; None is the installed one.
@@ -91,7 +91,7 @@ class Session:
         is_strict: bool = False,
         name: str = "a block of code",
         roots: tuple[Path, ...] = (),
-        ranks: Ranks = ALONE,
+        rank: Rank = ALONE,
         batch_parts: int = 1,
         is_immediate: bool = False,
         torch_release: str | None = None,
@@ -104,8 +104,8 @@ class Session:
         self.name = name
         self.ending = Ending.RUNNING
         self.error = ""
-        self.ranks = ranks
-        usable = gpu.limit_bytes - ranks.communicator_bytes
+        self.rank = rank
+        usable = gpu.limit_bytes - rank.communicator_bytes
         self._limit = None if memory_limit is None else min(_checked(memory_limit), usable)
         with simulating(torch_release):
             self.virtual = VirtualGpu(
@@ -114,7 +114,7 @@ class Session:
                 max_steps=max_steps,
                 is_strict=is_strict,
                 roots=roots,
-                ranks=ranks,
+                rank=rank,
                 is_immediate=is_immediate,
             )
         self._batch_parts = batch_parts
@@ -132,7 +132,7 @@ class Session:
             stack.enter_context(self.virtual)
             stack.callback(self._patches.undo)
             self._open = stack.pop_all()
-        install_processes(self._patches, self.ranks)
+        install_processes(self._patches, self.rank)
         if self._batch_parts > 1:
             install_smaller_batches(self._patches, self._batch_parts)
             self.virtual.mode.notes.add(

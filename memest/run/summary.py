@@ -216,8 +216,8 @@ def _assumptions(virtual: VirtualGpu, gpu: Gpu, others: Sequence[str]) -> Iterab
     if virtual.mode.kernels.coverage.has_convolutions:
         yield describe_source(gpu)
     yield context_assumed(gpu)
-    if virtual.ranks.may_wait:
-        where = "H100s and H200s of one host" if virtual.ranks.world_size > 1 else "one H100"
+    if virtual.rank.may_wait:
+        where = "H100s and H200s of one host" if virtual.rank.world_size > 1 else "one H100"
         other_communicators = virtual.mode.works.other_communicators
         pairs = [pair for _, pair in other_communicators if pair is not None]
         count = 1 + len(other_communicators) - len(pairs)

@@ -32,9 +32,9 @@ OOM_GRACE_S = 2.0
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     """Return the variables that `torchrun` sets on one node; rank 0 itself holds the store."""
-    from memest.estimator.gpu.worlds import Ranks
+    from memest.estimator.gpu.worlds import Rank
 
-    made = Ranks(rank=rank, world_size=world_size, num_local=world_size).environment(port)
+    made = Rank(rank=rank, world_size=world_size, num_local=world_size).environment(port)
     return made | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
 
 

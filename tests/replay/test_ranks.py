@@ -17,7 +17,7 @@ from memest.estimator.gpu.timeline import MAIN
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.replay.program import Program
 from memest.estimator.replay.simulated_plan import run_rank
-from memest.estimator.replay.virtual_run import canonical, ranks_of
+from memest.estimator.replay.virtual_run import canonical, rank_of
 from memest.plan import TrainingPlan
 
 ALLOC, FREE, SEGMENT_ALLOC, SEGMENT_FREE, FREE_REQUESTED = range(5)
@@ -130,7 +130,7 @@ def recorded_requests(name: str) -> list[list[Request]]:
 
 def predicted_requests(name: str) -> list[list[Request]]:
     plan = TrainingPlan.from_dict(RUNS[name]["plan"] | {"gpu": ["h200"]})
-    program = run_rank(canonical(plan), find_gpu("h200"), ranks_of(plan)).program
+    program = run_rank(canonical(plan), find_gpu("h200"), rank_of(plan)).program
     storages = program.storages
     return [
         [

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memest.estimator.gpu.worlds import Ranks
+from memest.estimator.gpu.worlds import Rank
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.replay.recording import Act
 from memest.run.launcher import RunResult, run_target
@@ -40,15 +40,15 @@ def simulate(case: str, rank: int, out: Path) -> RunResult:
     arguments = given["cases"][case]
     target = find_script(str(RESULTS / arguments["script"]), tuple(arguments["args"]))
 
-    def run(ranks: Ranks) -> RunResult:
+    def run(rank: Rank) -> RunResult:
         gpu = find_gpu("h100-80gb")
-        session = Session(gpu, name=case, roots=target.roots, ranks=ranks, is_immediate=True)
+        session = Session(gpu, name=case, roots=target.roots, rank=rank, is_immediate=True)
         ran = run_target(target, session)
         assert ran.report is not None, ran.error_text
         out.write_bytes(pickle.dumps(requests(session, ran.report)))
         return ran
 
-    return run_rank(Ranks(rank=rank, world_size=2, num_local=2), run, is_silent=True)
+    return run_rank(Rank(rank=rank, world_size=2, num_local=2), run, is_silent=True)
 
 
 def requests(session: Session, report: Any) -> list[tuple[int, int]]:

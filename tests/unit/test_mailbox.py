@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from memest.estimator.gpu.worlds import Mailbox, PeerEnded, Ranks
+from memest.estimator.gpu.worlds import Mailbox, PeerEnded, Rank
 from memest.estimator.hardware.gpus import find_gpu
 from memest.run.launcher import RunResult, run_target
 from memest.run.ranks import chosen_ranks, run_rank, run_with_peers
@@ -37,21 +37,21 @@ assert torch.cuda.memory_allocated() == before - 512
 """
 
 
-def run(ranks: Ranks, path: Path) -> RunResult:
+def run(rank: Rank, path: Path) -> RunResult:
     target = find_script(str(path), ())
 
-    def one(ranks: Ranks) -> RunResult:
-        return run_target(target, Session(find_gpu("h200"), ranks=ranks, is_immediate=True))
+    def one(rank: Rank) -> RunResult:
+        return run_target(target, Session(find_gpu("h200"), rank=rank, is_immediate=True))
 
-    return run_rank(ranks, one, is_silent=True)
+    return run_rank(rank, one, is_silent=True)
 
 
 def test_the_last_rank_hears_what_the_first_has_said(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(SCRIPT, encoding="utf-8")
 
-    for ranks in chosen_ranks(3, 1):
-        ran = run(ranks, path)
+    for rank in chosen_ranks(3, 1):
+        ran = run(rank, path)
 
         assert ran.error_text == ""
 
@@ -105,9 +105,9 @@ def test_a_rank_that_waits_for_ever_is_named_with_its_line(name: str, tmp_path: 
     path = tmp_path / "script.py"
     path.write_text(UNPAIRED.replace("{name}", name), encoding="utf-8")
 
-    def one(ranks: Ranks) -> RunResult:
+    def one(rank: Rank) -> RunResult:
         target = find_script(str(path), ())
-        return run_target(target, Session(find_gpu("h200"), ranks=ranks, is_immediate=True))
+        return run_target(target, Session(find_gpu("h200"), rank=rank, is_immediate=True))
 
     ran = [ran for _, ran in run_with_peers(chosen_ranks(2, 1)[0], one)]
 
@@ -143,10 +143,10 @@ def stages(path: Path, *args: str) -> dict[int, RunResult]:
     path.write_text(STAGES, encoding="utf-8")
     target = find_script(str(path), args)
 
-    def one(ranks: Ranks) -> RunResult:
-        return run_target(target, Session(find_gpu("h200"), ranks=ranks, is_immediate=True))
+    def one(rank: Rank) -> RunResult:
+        return run_target(target, Session(find_gpu("h200"), rank=rank, is_immediate=True))
 
-    return {ranks.rank: ran for ranks, ran in run_with_peers(chosen_ranks(4, 1)[0], one)}
+    return {rank.rank: ran for rank, ran in run_with_peers(chosen_ranks(4, 1)[0], one)}
 
 
 def test_ranks_that_send_to_each_other_run_together(tmp_path: Path) -> None:

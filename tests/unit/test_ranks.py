@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
-from memest.estimator.gpu.worlds import Ranks
+from memest.estimator.gpu.worlds import Rank
 from memest.loops.job import RunOptions
 from memest.plan import TrainingPlan
 from memest.report import Measurement, Outcome
@@ -158,7 +158,7 @@ def test_the_environment_is_that_of_torchrun() -> None:
         assert environment.detect()
         assert (environment.local_rank(), environment.global_rank()) == (2, 2)
         assert (environment.world_size(), environment.main_port) == (4, 12345)
-    simulated = Ranks(rank=2, world_size=4, num_local=4).environment(12345)
+    simulated = Rank(rank=2, world_size=4, num_local=4).environment(12345)
     changed = {name for name in simulated if given[name] != simulated[name]}
     assert changed == {"TORCHELASTIC_USE_AGENT_STORE"}  # no agent holds the store of a measured run
 

@@ -111,7 +111,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sparse = SparseTensors(self)
         self.rng = GpuDraws(gpu)
         self.works = PendingWorks(self.timeline, self.memory)
-        self.ranks = ALONE
+        self.rank = ALONE
         self.is_off = False
         """Flag: operators run as without the simulated GPU."""
 
@@ -294,7 +294,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if num_bytes:
                 self.pass_workspaces(func, num_bytes)
             if waits:  # for pageable memory
-                self.timeline.host_waits(self.timeline.event(self.timeline.stream))
+                self.timeline.synchronize()
             return made
 
     def _copy_to_host(self, func: Any, args: Args, kwargs: Any) -> Any:
@@ -306,7 +306,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with memory.lock:
             is_pinned = func is aten.copy_.default and self.host.is_pinned(args[0])
             self.work.copy("to_host", source.nbytes, is_pinned=is_pinned, waits=True)
-            self.timeline.host_waits(self.timeline.event(self.timeline.stream))
+            self.timeline.synchronize()
             site, sizes = self.attribution.site(func), to_host_bytes(func, args, kwargs)
             for index in reversed([memory.allocate_workspace(n, site) for n in sizes]):
                 memory.free(index)
@@ -426,7 +426,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _read(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Return the known or guessed value of a read; the host waits."""
-        self.timeline.host_waits(self.timeline.event(self.timeline.stream))
+        self.timeline.synchronize()
         guess = self.guessed.read(func, args[0])
         if guess is not None:
             return guess

@@ -143,6 +143,10 @@ class Timeline:
         self.log.wait()
         self.host_time = later(self.host_time, event)
 
+    def synchronize(self, stream: int | None = None) -> None:
+        """Let the host wait for all work of `stream`, by default the current one."""
+        self.host_waits(self.event(self.stream if stream is None else stream))
+
     def host_spends(self, fast: float, slow: float) -> None:
         """Advance the host's clock, in microseconds at the fast and at the slow pace."""
         self.host_time = self.host_time[0] + fast, self.host_time[1] + slow
@@ -179,7 +183,7 @@ class Timeline:
     def copy_from_host(self, num_bytes: int) -> None:
         """Copy pageable memory on the current stream; the host waits for the copy."""
         self._enqueue(self.stream, host_copy_us(self._speed, num_bytes))
-        self.host_waits(self.event(self.stream))
+        self.synchronize()
 
     def _enqueue(self, stream: int, duration: float, wait: float = 0.0) -> None:
         if self._capture_pool is not None:

@@ -154,8 +154,8 @@ def _remove(folder: str, owner: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ranks:
-    """One rank of a process group that sends nothing: the others are assumed to do the same."""
+class Rank:
+    """The rank that this process is, real or simulated; others are assumed to do the same."""
 
     rank: int = 0
     world_size: int = 1
@@ -199,5 +199,5 @@ class Ranks:
         return {name: str(value) for name, value in variables.items()}
 
 
-ALONE = Ranks()
+ALONE = Rank()
 """A run on one GPU."""

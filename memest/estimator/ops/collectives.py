@@ -16,6 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from memest.estimator.ops.registry import Args, Kwargs
+from memest.estimator.ops.sim_mode import SimMode
 from memest.estimator.tensors.placement import is_meta, tensors_in
 
 _SUM = 0
@@ -24,7 +25,7 @@ _SUM = 0
 SUMS = "values of collectives are those of sums: this torch does not expose the reduction"
 
 
-def run(mode: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def run(mode: SimMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Fill the outputs of `func`, an operator of `c10d`, and return its result."""
     given = (*args, *kwargs.values())
     tensors = list(tensors_in(given))
@@ -52,17 +53,15 @@ def run(mode: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return returned[0] if returned else None
 
 
-def _flatten(mode: Any, outputs: list[list[Tensor]], func: Any) -> None:
+def _flatten(mode: SimMode, outputs: list[list[Tensor]], func: Any) -> None:
     """Gather into one tensor; if all outputs have one size, copy from it into the list of outputs.
 
     `ProcessGroupNCCL::allgather`, `newLikeFlat` and `check_same_size` of torch 2.11.
     """
     for parts in outputs:
         if parts and is_meta(parts[0]) and len({part.size() for part in parts}) == 1:
-            num_bytes = len(parts) * parts[0].nbytes
-            memory = mode.memory
-            with memory.lock:
-                memory.free(memory.allocate_workspace(num_bytes, mode.attribution.site(func)))
+            with mode.memory.lock:
+                mode.pass_workspaces(func, len(parts) * parts[0].nbytes)
 
 
 def _goes_on(func: Any, args: Args) -> bool:
@@ -83,7 +82,7 @@ def _of_asynchronous(func: Any) -> tuple[int, bool] | None:
     return None
 
 
-def _fill(mode: Any, name: str, args: Args) -> None:
+def _fill(mode: SimMode, name: str, args: Args) -> None:
     """Store the values of a collective's outputs, as far as they are known."""
     if name in ("allreduce_", "allreduce_coalesced_", "reduce_"):
         for tensor in args[0]:
@@ -110,19 +109,19 @@ def _fill(mode: Any, name: str, args: Args) -> None:
         _write(mode, args[0], args[1])
 
 
-def _broadcast(mode: Any, args: Args) -> None:
+def _broadcast(mode: SimMode, args: Args) -> None:
     tensors, root = args[0], args[2]
     group = _group(args)
     ranks = tuple(dist.get_process_group_ranks(group))
     for tensor in tensors:
         if group.rank() == root:
-            mode.ranks.mailbox.post(("broadcast", ranks, root), _known(mode, tensor))
+            mode.rank.mailbox.post(("broadcast", ranks, root), _known(mode, tensor))
         else:
-            value = mode.ranks.mailbox.fetch(("broadcast", ranks, root), ranks[root])
+            value = mode.rank.mailbox.fetch(("broadcast", ranks, root), ranks[root])
             _receive(mode, tensor, value)
 
 
-def _pass(mode: Any, name: str, args: tuple[Any, ...]) -> None:
+def _pass(mode: SimMode, name: str, args: tuple[Any, ...]) -> None:
     """Send or receive one tensor; the other rank runs at the same time.
 
     A receive of integers waits for the message, as a script may read them.
@@ -132,7 +131,7 @@ def _pass(mode: Any, name: str, args: tuple[Any, ...]) -> None:
     group = _group(args)
     ranks = tuple(dist.get_process_group_ranks(group))
     own, other = ranks[group.rank()], ranks[args[2]]
-    mailbox = mode.ranks.mailbox
+    mailbox = mode.rank.mailbox
     mailbox.meet(other)
     line = mode.attribution.lines.current()
     for tensor in args[0]:
@@ -151,11 +150,11 @@ def _pass(mode: Any, name: str, args: tuple[Any, ...]) -> None:
             mode.values.forget(tensor.untyped_storage()._cdata)
 
 
-def _known(mode: Any, tensor: Tensor) -> Tensor | None:
+def _known(mode: SimMode, tensor: Tensor) -> Tensor | None:
     return mode.values.value_of(tensor) if is_meta(tensor) else tensor
 
 
-def _receive(mode: Any, tensor: Tensor, value: Any) -> bool:
+def _receive(mode: SimMode, tensor: Tensor, value: Any) -> bool:
     """Give `tensor` a received value; False if none was posted."""
     fits = value is not None and value.shape == tensor.shape and value.dtype == tensor.dtype
     if fits:
@@ -173,7 +172,7 @@ def _fill_flat(output: Tensor, given: Tensor, factor: int) -> None:
         output.copy_(given.reshape(-1)[: output.numel()].view(output.shape) * factor)
 
 
-def _write(mode: Any, output: Tensor, given: Tensor, factor: int = 1) -> None:
+def _write(mode: SimMode, output: Tensor, given: Tensor, factor: int = 1) -> None:
     known = given if not is_meta(given) else mode.values.value_of(given)
     if known is None or (is_meta(output) and known.shape != output.shape):
         if is_meta(output) and output is not given:
@@ -182,19 +181,19 @@ def _write(mode: Any, output: Tensor, given: Tensor, factor: int = 1) -> None:
         _set(mode, output, known * factor)
 
 
-def _set(mode: Any, output: Tensor, value: Tensor) -> None:
+def _set(mode: SimMode, output: Tensor, value: Tensor) -> None:
     """Let `output` have the values of `value`."""
     if not is_meta(output):
         output.copy_(value.reshape(output.shape))
         return
-    twin = mode.values.value_of(output)
-    if twin is not None:
-        twin.copy_(value)
+    known = mode.values.value_of(output)
+    if known is not None:
+        known.copy_(value)
     elif output.is_contiguous():
         mode.values.adopt(output, value)
 
 
-def _factor(mode: Any, args: Args) -> int:
+def _factor(mode: SimMode, args: Args) -> int:
     """Return the factor of a sum over ranks that hold the same value."""
     for op in args[2:]:
         if isinstance(op, torch._C.ScriptObject) and "ReduceOp" in str(op._type()):

@@ -22,7 +22,7 @@ class SimMode(Protocol):
     guesses: Any
     host: Any
     memory: Any
-    ranks: Any
+    rank: Any
     timeline: Any
     works: Any
 

@@ -154,7 +154,7 @@ def _coalesce(mode: SimMode, tensor: Tensor) -> Tensor:
         merge_sort_bytes(num_entries),
         thrust_unique_by_key_bytes(num_entries, mode.gpu),
     )
-    mode.timeline.host_waits(mode.timeline.event(mode.timeline.stream))
+    mode.timeline.synchronize()
     added = _unknown(mode, values.new_empty((num_left, *values.shape[1:])))
     if added.numel():
         values = values.contiguous()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from memest.estimator.gpu.worlds import Ranks
+from memest.estimator.gpu.worlds import Rank
 from memest.estimator.hardware.gpus import DEEPSPEED_HOST_BYTES, Gpu, libraries_bytes
 from memest.estimator.ops.convolution import Calls, has_same_workspaces, recorded_calls
 from memest.estimator.replay.interpolate.call_log import CallLog, LoggedTrace, logged_trace
@@ -19,7 +19,7 @@ from memest.estimator.replay.scenarios import describe_deferred_blocks
 from memest.estimator.replay.virtual_run import (
     UNLIMITED_BYTES,
     canonical,
-    ranks_of,
+    rank_of,
     run_plan,
 )
 from memest.estimator.tensors.storages import StorageTable
@@ -40,7 +40,7 @@ def run_ranks(
     plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False
 ) -> tuple[TracedPlan, ...]:
     """Return the programs of ranks that differ, by reserved, then allocated bytes."""
-    first = ranks_of(plan)
+    first = rank_of(plan)
     traced = [
         run_rank(plan, gpu, replace(first, rank=rank), trust_remote_code=trust_remote_code)
         for rank in candidate_ranks(plan)
@@ -73,14 +73,14 @@ def _need(plan: TrainingPlan, traced: TracedPlan) -> tuple[int, int]:
 
 
 def run_rank(
-    plan: TrainingPlan, gpu: Gpu, ranks: Ranks, *, trust_remote_code: bool = False
+    plan: TrainingPlan, gpu: Gpu, rank: Rank, *, trust_remote_code: bool = False
 ) -> TracedPlan:
     """Return the program of one rank."""
-    traced = run_plan(plan, gpu, ranks=ranks, trust_remote_code=trust_remote_code)
+    traced = run_plan(plan, gpu, rank=rank, trust_remote_code=trust_remote_code)
     host_terms = tuple(_of_all_ranks(plan, traced.host_terms))
     return replace(
         traced,
-        notes=(*traced.notes, *_notes(plan, ranks.rank, traced.program.storages)),
+        notes=(*traced.notes, *_notes(plan, rank.rank, traced.program.storages)),
         host_terms=host_terms,
         host_bytes=sum(term.num_bytes for term in host_terms) or traced.host_bytes,
     )

@@ -23,7 +23,7 @@ from torch import nn
 from memest.errors import MemestError, PlanError, TraceError, UnsupportedError
 from memest.estimator.allocator.settings import DEFAULT
 from memest.estimator.gpu.mode import CudaSimMode
-from memest.estimator.gpu.worlds import Ranks
+from memest.estimator.gpu.worlds import Rank
 from memest.estimator.hardware.gpus import Gpu, libraries_bytes
 from memest.estimator.ops.attention import check_gpu
 from memest.estimator.replay.program import (
@@ -269,7 +269,7 @@ def run_plan(
     trust_remote_code: bool = False,
     observe: Callable[[CudaSimMode], object] = lambda mode: None,
     at_cut: Callable[[], None] = lambda: None,
-    ranks: Ranks | None = None,
+    rank: Rank | None = None,
 ) -> TracedPlan:
     """Return the program of `plan`, all of which is run: see `shortened`.
 
@@ -280,7 +280,7 @@ def run_plan(
         trust_remote_code: whether code that comes with a model may run.
         observe: called with the dispatch mode before anything runs.
         at_cut: called at the beginning of the training and at each probe.
-        ranks: rank of the plan's devices; None is the first.
+        rank: rank of the plan's devices; None is the first.
 
     Raises:
         MemestError: the plan cannot be run, or memest cannot model it.
@@ -289,13 +289,13 @@ def run_plan(
     seq_len = sequence_length(plan, config)
     if plan.attn_implementation == FLASH_ATTENTION_2:
         check_gpu(gpu)
-    ranks = ranks or ranks_of(plan)
+    rank = rank or rank_of(plan)
     virtual = VirtualGpu(
         gpu,
         limit_bytes=UNLIMITED_BYTES,
         lines=NoLines(),
         watch=observe,
-        ranks=ranks,
+        rank=rank,
         settings=DEFAULT,
     )
     watch = _Watch(virtual, config, at_cut)
@@ -308,8 +308,8 @@ def run_plan(
         RunOptions(trust_remote_code=trust_remote_code),
         is_alone=True,
         num_ahead=num_ahead,
-        rank=ranks.rank,
-        where=f"cuda:{ranks.local_rank}",
+        rank=rank.rank,
+        where=f"cuda:{rank.local_rank}",
     )
     _run(job, virtual, watch)
     return TracedPlan(
@@ -327,9 +327,9 @@ def run_plan(
     )
 
 
-def ranks_of(plan: TrainingPlan) -> Ranks:
+def rank_of(plan: TrainingPlan) -> Rank:
     """Return the first rank of `plan`."""
-    return Ranks(world_size=plan.world_size, num_local=plan.devices)
+    return Rank(world_size=plan.world_size, num_local=plan.devices)
 
 
 def _run(job: Job, virtual: VirtualGpu, watch: _Watch) -> None:

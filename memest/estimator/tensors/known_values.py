@@ -3,7 +3,7 @@
 Models branch on values (`attention_mask.all()`, the largest position), and a meta tensor has none.
 Ids, masks, positions, small constants and everything computed from them have a CPU storage per meta
 storage, so views and in-place writes agree. A script that reads a tensor that depends on weights
-gets a placeholder value (`gpu/placeholders.py`).
+gets a guessed value (`gpu/guesses.py`).
 """
 
 from __future__ import annotations

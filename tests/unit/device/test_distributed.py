@@ -425,7 +425,7 @@ def test_a_store_has_what_ranks_have_set(rank: VirtualGpu) -> None:
 
     assert (store.get("one"), store.add("two", 2), store.add("two", 3)) == (b"1", 2, 5)
     assert (store.check(["one"]), store.check(["three"])) == (True, False)
-    rank.ranks.mailbox.begin_rank()
+    rank.rank.mailbox.begin_rank()
     with pytest.raises(UnsupportedError, match="waits for `three` of the store"):
         store.wait(["one", "three"])
 

@@ -332,7 +332,7 @@ def _install_devices(patches: Patches, mode: CudaSimMode) -> None:
 
     def synchronize(*args: Any) -> None:
         for number in range(mode.timeline.num_streams):
-            mode.timeline.host_waits(mode.timeline.event(number))
+            mode.timeline.synchronize(number)
 
     def set_device(index: int) -> None:
         resolve(int(index)) if index >= 0 else None

@@ -60,7 +60,7 @@ class CudaStream:
     def synchronize(self) -> None:
         """Let the host wait for this stream."""
         timeline = self.session.timeline
-        timeline.host_waits(timeline.event(self.number))
+        timeline.synchronize(self.number)
 
     def query(self) -> bool:
         """Return whether all work is done."""

@@ -15,22 +15,22 @@ from torch import distributed
 
 from memest.estimator.gpu.imports import ImportHooks
 from memest.estimator.gpu.mode import CudaSimMode
-from memest.estimator.gpu.worlds import Ranks
+from memest.estimator.gpu.worlds import Rank
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.torch_api.distributed import ddp, fsdp, process_group
 
 check = process_group.check
 
 
-def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks, ranks: Ranks) -> None:
-    """Install the other ranks of `ranks`."""
+def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks, rank: Rank) -> None:
+    """Install the other ranks of the group of `rank`."""
     if not distributed.is_available():
         return
-    process_group.install(patches, mode, ranks)
+    process_group.install(patches, mode, rank)
     ddp.install(patches, mode)
     hooks.after("torch.distributed.tensor", lambda module: fsdp.install_dtensors(patches, mode))
     hooks.after("torch.distributed.fsdp", lambda module: fsdp.install(patches, mode))
-    if ranks.world_size > 1:
+    if rank.world_size > 1:
         planner = "torch.distributed.checkpoint.default_planner"
         hooks.after(planner, lambda module: _accept_plans(patches, module))
 

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from memest.errors import UnsupportedError
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.gpu.pending import DoneWork
-from memest.estimator.gpu.worlds import Ranks
+from memest.estimator.gpu.worlds import Rank
 from memest.estimator.tensors.patches import Patches, setting
 from memest.estimator.tensors.placement import GPU
 
@@ -49,21 +49,21 @@ class _Names:
         return self._names.get(id(group))
 
 
-def check(ranks: Ranks) -> None:
-    """Check that this process can be one of `ranks`.
+def check(rank: Rank) -> None:
+    """Check that this process can be `rank`.
 
     Raises:
         UnsupportedError: it belongs to a group already.
     """
-    if ranks.world_size > 1 and dist.is_available() and dist.is_initialized():
+    if rank.world_size > 1 and dist.is_available() and dist.is_initialized():
         raise UnsupportedError(
             "this process belongs to a group of `torch.distributed` already",
             hint="predict in a process of its own, or before `init_process_group`",
         )
 
 
-def install(patches: Patches, mode: CudaSimMode, ranks: Ranks) -> None:
-    """Let a script join the group of `ranks`, of which this process is one."""
+def install(patches: Patches, mode: CudaSimMode, rank: Rank) -> None:
+    """Let a script join the group of `rank`, which this process is."""
     was_initialized = dist.is_initialized()
     names = _Names()
     mode.works.install(patches)
@@ -75,13 +75,13 @@ def install(patches: Patches, mode: CudaSimMode, ranks: Ranks) -> None:
             if hasattr(owner, name):
                 patches.set(owner, name, value)
 
-    set_both("init_process_group", _joining(c10d.init_process_group, mode, ranks, names))
+    set_both("init_process_group", _joining(c10d.init_process_group, mode, rank, names))
     set_both("new_group", _grouping(c10d.new_group, names))
     set_both("get_backend", _backend_of(c10d.get_backend, names))
     set_both("barrier", _barrier(mode))
     set_both("monitored_barrier", _barrier(mode))
     set_both("batch_isend_irecv", _batched(c10d.batch_isend_irecv, mode))
-    objects = _Objects(mode, ranks)
+    objects = _Objects(mode, rank)
     for name in vars(_Objects):
         if not name.startswith("_"):
             set_both(name, getattr(objects, name))
@@ -106,9 +106,9 @@ def _backend_of(get_backend: Callable[..., Any], names: _Names) -> Callable[...,
 class Store(c10d.Store):
     """Keys and values that this rank has set, or a rank before it; `line` is the script's."""
 
-    def __init__(self, ranks: Ranks, line: Callable[[], str]) -> None:
+    def __init__(self, rank: Rank, line: Callable[[], str]) -> None:
         super().__init__()
-        self._mailbox = ranks.mailbox
+        self._mailbox = rank.mailbox
         self._line = line
         self._values: dict[str, bytes] = {}
 
@@ -162,7 +162,7 @@ def _batched(send_all: Callable[..., Any], mode: CudaSimMode) -> Callable[..., A
 
 
 def _joining(
-    join: Callable[..., Any], mode: CudaSimMode, ranks: Ranks, names: _Names
+    join: Callable[..., Any], mode: CudaSimMode, own: Rank, names: _Names
 ) -> Callable[..., Any]:
     def init_process_group(
         backend: str | None = None,
@@ -178,15 +178,15 @@ def _joining(
 
         size = world_size if world_size >= 0 else int(os.environ.get("WORLD_SIZE") or 1)
         number = rank if rank >= 0 else int(os.environ.get("RANK") or 0)
-        if (size, number) != (ranks.world_size, ranks.rank):
+        if (size, number) != (own.world_size, own.rank):
             raise UnsupportedError(
                 f"`init_process_group` is called for rank {number} of {size}, and this is rank"
-                f" {ranks.rank} of {ranks.world_size}",
+                f" {own.rank} of {own.world_size}",
                 hint=f"simulate as many: `memest run --nproc-per-node {size} ...`",
             )
         mode.works.is_eager = kwargs.get("device_id") is not None
-        names.store = Store(ranks, mode.attribution.lines.current)
-        join(backend=FAKE, rank=ranks.rank, world_size=size, store=names.store)
+        names.store = Store(own, mode.attribution.lines.current)
+        join(backend=FAKE, rank=own.rank, world_size=size, store=names.store)
         names.give(c10d._get_default_group(), backend, is_default=True)
 
     return init_process_group
@@ -217,19 +217,19 @@ class _Objects:
     pickled objects, temporarily.
     """
 
-    def __init__(self, mode: CudaSimMode, ranks: Ranks) -> None:
+    def __init__(self, mode: CudaSimMode, rank: Rank) -> None:
         self._works = mode.works
-        self._ranks = ranks
+        self._rank = rank
 
     def _of_source(self, what: Any, src: Any, group: Any, group_src: Any) -> Any:
         """Return `what` on the source rank; elsewhere the object that the source has posted."""
         if group_src is not None:
             src = dist.get_global_rank(group or c10d._get_default_group(), group_src)
         key = ("objects", tuple(dist.get_process_group_ranks(group)), src)
-        if self._ranks.rank == (src or 0):
-            self._ranks.mailbox.post(key, what)
+        if self._rank.rank == (src or 0):
+            self._rank.mailbox.post(key, what)
             return what
-        return self._ranks.mailbox.fetch(key, src or 0)
+        return self._rank.mailbox.fetch(key, src or 0)
 
     def broadcast_object_list(
         self, object_list: Any, src: Any = None, group: Any = None, device: Any = None,
@@ -256,7 +256,7 @@ class _Objects:
         objects = self._of_source(scatter_object_input_list, src, group, group_src)
         if not objects:
             raise UnsupportedError(
-                f"rank {self._ranks.rank} waits for an object that another rank has",
+                f"rank {self._rank.rank} waits for an object that another rank has",
                 hint="give every rank the list, or simulate the rank that sends it",
             )
         scatter_object_output_list[0] = objects[dist.get_rank(group)]
@@ -269,7 +269,7 @@ class _Objects:
         rank = dist.get_global_rank(group, group_rank)
         with setting(self._works, "is_batch", is_batch):
             self._works.communicate(group, name, group_rank)
-        self._ranks.mailbox.meet(rank)
+        self._rank.mailbox.meet(rank)
         return int(rank)
 
     def send_object_list(
@@ -277,7 +277,7 @@ class _Objects:
         group_dst: Any = None, use_batch: bool = False,
     ) -> None:  # fmt: skip
         target = self._peer("send", dst, group, group_dst, use_batch)
-        self._ranks.mailbox.post(("object", self._ranks.rank, target), object_list)
+        self._rank.mailbox.post(("object", self._rank.rank, target), object_list)
 
     def recv_object_list(
         self, object_list: Any, src: Any = None, group: Any = None, device: Any = None,
@@ -289,7 +289,7 @@ class _Objects:
                 hint="name the rank: `recv_object_list(object_list, src=...)`",
             )
         source = self._peer("recv", src, group, group_src, use_batch)
-        received = self._ranks.mailbox.fetch(("object", source, self._ranks.rank), source)
+        received = self._rank.mailbox.fetch(("object", source, self._rank.rank), source)
         if received is None:
             raise UnsupportedError(f"rank {source} sent an object that cannot be pickled", hint="")
         object_list[:] = received
@@ -308,7 +308,7 @@ def _barrier(mode: CudaSimMode) -> Callable[..., Any]:
         mode.works.communicate(group or c10d._get_default_group())
         kept[:] = [torch.empty(1, dtype=torch.uint8, device=GPU.device)]
         torch.zeros(1, device=GPU.device)
-        mode.timeline.host_waits(mode.timeline.event(mode.timeline.stream))
+        mode.timeline.synchronize()
         return DoneWork() if async_op else None
 
     return barrier

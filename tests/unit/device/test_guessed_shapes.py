@@ -1,4 +1,4 @@
-"""Shapes that hang on values that nobody knows: choices spread evenly, or the largest result."""
+"""Shapes that depend on unknown values: choices spread evenly, or the largest result."""
 
 from __future__ import annotations
 
@@ -157,5 +157,5 @@ def test_beams_that_were_chosen_are_counted_in_full(gpu: Session) -> None:
 def test_a_shape_is_refused_where_guesses_are() -> None:
     with memest.virtual_gpu("h100-80gb", strict=True):
         losses = activations(512, 32)
-        with pytest.raises(UnsupportedError, match=r"test_supposed.py:\d+ reads a value"):
+        with pytest.raises(UnsupportedError, match=r"test_guessed_shapes.py:\d+ reads a value"):
             losses[losses > 0.7]
