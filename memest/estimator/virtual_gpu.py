@@ -41,6 +41,12 @@ GRADS_LIVE_ON = (
 )
 
 
+ALL_ON_ONE = (
+    "no rank selects its GPU, so all ranks of a host would share the memory of GPU 0; the figures "
+    'are of one GPU a rank: call `torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))` first'
+)
+
+
 class StepLimit(SystemExit):
     """The script has taken `max_steps` optimizer steps."""
 
@@ -139,6 +145,7 @@ class VirtualGpu:
 
     def _install(self) -> None:
         GPU.device = torch.device("cuda", self.rank.local_rank)
+        GPU.is_chosen = False
         GPU.num_visible = self.rank.num_local
         mode, patches = self.mode, self._patches
         named = os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # or hidden: real GPUs, not this one
@@ -172,6 +179,9 @@ class VirtualGpu:
         self.mode.memory.settle()
         self.mode.attribution.labels.of_models()
         self.mode.memory.history.fold()
+        is_given = GPU.is_chosen or "CUDA_VISIBLE_DEVICES" in os.environ
+        if self.rank.local_rank and not is_given:
+            self.mode.notes.warnings.append(ALL_ON_ONE)
         self._close()
 
     def _close(self) -> None:

@@ -170,6 +170,7 @@ def merge_ranks(reports: Sequence[tuple[Rank, RunReport]]) -> RunReport:
     }
     return replace(
         worst, rank=worst_of.rank, ranks=rows, intervals=intervals, notes=(note, *worst.notes),
+        warnings=tuple(dict.fromkeys(line for _, report in reports for line in report.warnings)),
         verdicts=verdicts,
     )  # fmt: skip
 

@@ -36,6 +36,9 @@ class _Gpu:
     num_visible = 1
     """GPUs that `torch.cuda.device_count()` returns: this one, and those of other ranks."""
 
+    is_chosen = False
+    """True if the script has given a GPU by its index; otherwise all ranks are on GPU 0."""
+
 
 GPU = _Gpu()
 
@@ -114,6 +117,7 @@ def resolve(device: Any) -> Any:
         return device
     if found.type != "cuda":
         return device
+    GPU.is_chosen |= found.index is not None and device is not GPU.device
     if found.index is None or found.index == GPU.device.index:
         return GPU.device
     if GPU.num_visible == 1:

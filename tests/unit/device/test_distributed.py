@@ -30,7 +30,7 @@ from memest.estimator.hardware.gpus import (
     find_gpu,
 )
 from memest.estimator.torch_api.distributed import fsdp
-from memest.estimator.virtual_gpu import VirtualGpu
+from memest.estimator.virtual_gpu import ALL_ON_ONE, VirtualGpu
 from tests.ranks import gpu_of_rank
 
 WORLD_SIZE = 4
@@ -173,6 +173,16 @@ def test_a_distributed_checkpoint_is_written_and_read(tmp_path: Path) -> None:
         checkpoint.load({"model": model.state_dict()}, checkpoint_id=tmp_path)
 
     assert {file.name for file in tmp_path.iterdir()} == {".metadata", "__0_0.distcp"}
+
+
+@pytest.mark.parametrize("device", ["cuda", f"cuda:{RANK}"])
+def test_ranks_that_select_no_gpu_are_warned_of(device: str) -> None:
+    with gpu_of_rank(RANK, WORLD_SIZE) as virtual:
+        dist.init_process_group("nccl", rank=RANK, world_size=WORLD_SIZE)
+        model = DistributedDataParallel(nn.Linear(8, 8).to(device))
+        model(torch.ones(2, 8, device=device)).sum().backward()
+
+    assert virtual.mode.notes.warnings == ([ALL_ON_ONE] if device == "cuda" else [])
 
 
 @pytest.mark.usefixtures("rank")
