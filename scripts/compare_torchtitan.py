@@ -8,6 +8,10 @@ torch, torchdata, datasets, tiktoken, blobfile, tyro and torchao. The published 
 maximum of `reserved_bytes.all.peak` over all GPUs, which torchtitan logs. A row runs its own
 command for three steps, with the data of torchtitan's tests. Its tokenizer has as many words as
 the model's. The page is docs/torchrun.md.
+
+The rows of `four` ran on four GPUs under validation/scripts/rank_peaks.py, which also runs here.
+Their flavors have to be added to the checkouts: 8B4 and 8B8 are 8B with 4 and 8 layers; `small` is
+Llama 4 of 8 layers, width 1024, 16 and 4 heads, 8 experts.
 """
 
 from __future__ import annotations
@@ -28,6 +32,10 @@ DATA = ROOT / "validation" / "torchtitan.json"
 PAGE = ROOT / "docs" / "torchrun.md"
 BEGIN, END = "<!-- torchtitan: scripts/compare_torchtitan.py -->\n", "<!-- end of torchtitan -->\n"
 STEPS = 3
+PEAKS = ROOT / "validation" / "scripts" / "rank_peaks.py"
+TOKENIZER = "TOKENIZER"
+"""Stands for the tokenizer's file in a command."""
+
 NUM_WORDS = 128_000
 """Words of Llama 3's tokenizer without its 256 special ones."""
 
@@ -48,26 +56,46 @@ def main() -> None:
                 benchmark = data["benchmarks"][row["benchmark"]]
                 row["reserved_bytes"] = reserved(row, benchmark, folders[row["benchmark"]])
                 print(row["name"], row["published_gib"], row["reserved_bytes"] / GIB, flush=True)
+        for row in data["four"]["rows"]:
+            if not options.rows or row["name"] in options.rows:
+                row["simulated"] = on_four(row, folders[row["benchmark"]], data)
         DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    PAGE.write_text(f"{head}{BEGIN}{table(data)}{END}{rest.partition(END)[2]}", encoding="utf-8")
+    tables = table(data) + four_table(data)
+    PAGE.write_text(f"{head}{BEGIN}{tables}{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
 def reserved(row: dict[str, Any], benchmark: dict[str, Any], checkout: Path) -> int:
     """Return the most bytes that a rank reserves."""
+    command = ["--torch", benchmark["torch"], "--gpu", benchmark["gpu"], "--nproc-per-node", "8"]
+    command += ["--nnodes", str(row["gpus"] // 8), "--max-steps", str(STEPS)]
+    command += [*benchmark["command"].split(), "--model.tokenizer_path", TOKENIZER]
+    ranks = run([*command, *row["options"].split()], checkout)
+    return max(int(rank["intervals"]["reserved"]["high_bytes"]) for rank in ranks)
+
+
+def on_four(row: dict[str, Any], checkout: Path, data: dict[str, Any]) -> dict[str, list[int]]:
+    """Return the bytes that each simulated rank of four allocates and reserves at most."""
+    script = data["benchmarks"][row["benchmark"]]["command"].split()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["--gpu", "h200", "--nproc-per-node", "4", str(PEAKS), folder, script]
+        ranks = run([*command, *row["options"].split()], checkout)
+    names = "peak_allocated_bytes", "peak_reserved_bytes"
+    return {str(rank["rank"]): [rank[name] for name in names] for rank in ranks}
+
+
+def run(arguments: list[str], checkout: Path) -> list[dict[str, Any]]:
+    """Return the report's ranks of a run in `checkout`, with a tokenizer for `TOKENIZER`."""
     with tempfile.TemporaryDirectory() as folder:
         report, tokenizer = Path(folder, "report.json"), Path(folder, "tokenizer.model")
         tokenizer.write_bytes(b"\n".join(words()) + b"\n")
-        command = [sys.executable, "-m", "memest", "run", "--torch", benchmark["torch"]]
-        command += ["--gpu", benchmark["gpu"], "--nproc-per-node", "8"]
-        command += ["--nnodes", str(row["gpus"] // 8), "--max-steps", str(STEPS)]
-        command += ["--json", str(report), *benchmark["command"].split()]
-        command += ["--model.tokenizer_path", str(tokenizer), *row["options"].split()]
+        given = [str(tokenizer) if one == TOKENIZER else one for one in arguments]
+        command = [sys.executable, "-m", "memest", "run", "--json", str(report), *given]
         paths = [str(ROOT), str(checkout), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         subprocess.run(command, cwd=checkout, env=environment, check=True)
-        ranks = json.loads(report.read_text(encoding="utf-8"))["ranks"]
-    return max(int(rank["intervals"]["reserved"]["high_bytes"]) for rank in ranks)
+        found: list[dict[str, Any]] = json.loads(report.read_text(encoding="utf-8"))["ranks"]
+    return found
 
 
 def words() -> list[bytes]:
@@ -88,6 +116,24 @@ def table(data: dict[str, Any]) -> str:
             f" | {published} | {made:.2f} | {100 * (made / published - 1):+.2f} % |"
         )
     return "\n" + "\n".join(lines) + "\n\n"
+
+
+def four_table(data: dict[str, Any]) -> str:
+    """Return the Markdown table of what ran on four GPUs: the largest errors of any rank."""
+    lines = [f"| torchtitan on four {data['four']['gpu']}s | GiB | allocated | reserved |"]
+    lines.append("|---|---|---|---|")
+    for row in data["four"]["rows"]:
+        most = max(peaks[1] for peaks in row["measured"].values()) / GIB
+        off = [f"{error:+.2f} %" if error else "exact" for error in errors_of(row)]
+        lines.append(f"| {row['what']} | {most:.2f} | {off[0]} | {off[1]} |")
+    return "\n".join(lines) + "\n\n"
+
+
+def errors_of(row: dict[str, Any]) -> list[float]:
+    """Return the largest error of a simulated rank, allocated and reserved, percent."""
+    pairs = [(row["simulated"][rank], row["measured"][rank]) for rank in row["simulated"]]
+    errors = [[100 * (made[i] / real[i] - 1) for made, real in pairs] for i in range(2)]
+    return [max(each, key=abs) for each in errors]
 
 
 if __name__ == "__main__":

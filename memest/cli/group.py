@@ -101,8 +101,14 @@ class _Group(click.Group):
             if type(error).__name__ == "NoArgsIsHelpError":  # of click 8.2 and newer: the help
                 error.show()
                 sys.exit(error.exit_code)
-            where = error.ctx.command_path if error.ctx else "memest"
-            fail(error.format_message(), f"`{where} --help` lists the options", error.exit_code)
+            where, message = (
+                error.ctx.command_path if error.ctx else "memest",
+                error.format_message(),
+            )
+            hint = f"`{where} --help` lists the options"
+            if "extra argument" in message and ".py" in message:
+                hint = "`memest run SCRIPT` simulates a script; this command takes a model"
+            fail(message, hint, error.exit_code)
         except click.ClickException as error:
             fail(error.format_message(), "", error.exit_code)
         except click.Abort:

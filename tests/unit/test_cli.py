@@ -49,6 +49,7 @@ def memest(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[s
         (["sweep", "--model", "gpt2", "--resume"], 2, "Error: `--resume` needs `-o`"),
         (["frobnicate"], 2, "Error: No such command 'frobnicate'"),
         (["predit"], 2, "Error: No such command 'predit'. Did you mean 'predict'?"),
+        (["advise", "train.py"], 2, "hint: `memest run SCRIPT` simulates a script"),
         (["compare", "no.jsonl"], 2, "Error: `no.jsonl` cannot be read"),
         (["compare", "no.jsonl", "--tolerance", "x"], 2, "Error: `--tolerance x` is not"),
     ],

@@ -115,6 +115,31 @@ def test_a_rank_that_waits_for_ever_is_named_with_its_line(name: str, tmp_path: 
     assert (ran[1].refusal, ran[1].error_text) == (None, "")
 
 
+TO_ITSELF = """
+import torch
+from torch import distributed as dist
+dist.init_process_group("nccl")
+rank, x = dist.get_rank(), torch.zeros(8, device="cuda")
+ops = [dist.P2POp(op, x, peer) for peer in (rank, 1 - rank) for op in (dist.isend, dist.irecv)]
+for work in dist.batch_isend_irecv(ops):
+    work.wait()
+"""
+
+
+def test_a_rank_may_send_to_itself(tmp_path: Path) -> None:
+    """As schedules in the form of a V do before the first step."""
+    path = tmp_path / "script.py"
+    path.write_text(TO_ITSELF, encoding="utf-8")
+
+    def one(rank: Rank) -> RunResult:
+        target = find_script(str(path), ())
+        return run_target(target, Session(find_gpu("h200"), rank=rank, is_immediate=True))
+
+    ran = [ran for _, ran in run_with_peers(chosen_ranks(2, 1)[0], one)]
+
+    assert [(one.refusal, one.error_text) for one in ran] == [(None, "")] * 2
+
+
 STAGES = """
 import sys
 import torch

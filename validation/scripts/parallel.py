@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH, BATCH = 32000, 2048, 16, 8, 1024, 4
 
@@ -303,4 +304,5 @@ SCHEDULES = {
 }
 
 if __name__ == "__main__":
+    register_optimizer_step_post_hook(lambda *_: torch.cuda.synchronize())  # as fake_rank.py does
     main()

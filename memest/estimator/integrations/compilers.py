@@ -21,9 +21,9 @@ from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.integrations import inductor
 from memest.estimator.tensors.patches import NOT_COMPILED, Patches, refusing
 
-TUNED = (
-    "`torch.compile` compiled with its defaults: the CUDA graphs of `mode='max-autotune'`, which "
-    "keep pools of their own, and what tuning kernels allocates are not simulated"
+TUNED = "`torch.compile` compiled with its defaults: what tuning kernels allocates is not simulated"
+CAPTURED = (
+    f"{TUNED}, nor are the CUDA graphs of `mode='max-autotune'`, which keep pools of their own"
 )
 TUNING = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
 """Options of `torch.compile` by which Inductor measures kernels on the GPU
@@ -50,8 +50,9 @@ def _install_compile(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) ->
     @wraps(compile_)
     def compile_as_simulated(model: Any = None, **options: Any) -> Any:
         _refuse_what_differs(options)
-        if "max-autotune" in str(options.get("mode")):
-            _say(mode.guesses.warn, mode, TUNED)
+        tuning = str(options.get("mode"))
+        if "max-autotune" in tuning:
+            _say(mode.guesses.warn, mode, CAPTURED if tuning == "max-autotune" else TUNED)
             options["mode"] = None
         given = dict(options.get("options") or {})
         if any([given.pop(name, False) for name in TUNING]):  # all are taken out

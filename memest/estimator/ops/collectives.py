@@ -124,13 +124,18 @@ def _broadcast(mode: SimMode, args: Args) -> None:
 def _pass(mode: SimMode, name: str, args: tuple[Any, ...]) -> None:
     """Send or receive one tensor; the other rank runs at the same time.
 
-    A receive of integers waits for the message, as a script may read them.
+    A receive of integers waits for the message, as a script may read them. What a rank sends to
+    itself waits for no one.
     """
     if name == "recv_any_source_":
         return  # the source is not known
     group = _group(args)
     ranks = tuple(dist.get_process_group_ranks(group))
     own, other = ranks[group.rank()], ranks[args[2]]
+    if own == other:
+        for tensor in filter(is_meta, args[0] if name == "recv_" else ()):
+            mode.values.forget(tensor.untyped_storage()._cdata)
+        return
     mailbox = mode.rank.mailbox
     mailbox.meet(other)
     line = mode.attribution.lines.current()

@@ -13,7 +13,7 @@ from torch import nn
 
 from memest.errors import UnsupportedError
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.integrations.compilers import SCRIPTED, TUNED, TUNING
+from memest.estimator.integrations.compilers import CAPTURED, SCRIPTED, TUNED, TUNING
 from memest.estimator.virtual_gpu import VirtualGpu
 
 
@@ -316,9 +316,14 @@ def test_a_method_is_compiled_for_each_module() -> None:
     assert [part.weight.grad.shape for part in (small, large)] == [(2,), (3,)]
 
 
-def test_a_mode_that_tunes_compiles_with_defaults_and_says_so(gpu: VirtualGpu) -> None:
-    torch.compile(nn.Linear(4, 4).cuda(), mode="max-autotune")(torch.ones(4, device="cuda"))
-    assert gpu.mode.notes.warnings == [TUNED]
+@pytest.mark.parametrize(
+    ("mode", "warning"), [("max-autotune", CAPTURED), ("max-autotune-no-cudagraphs", TUNED)]
+)
+def test_a_mode_that_tunes_compiles_with_defaults_and_says_so(
+    gpu: VirtualGpu, mode: str, warning: str
+) -> None:
+    torch.compile(nn.Linear(4, 4).cuda(), mode=mode)(torch.ones(4, device="cuda"))
+    assert gpu.mode.notes.warnings == [warning]
 
 
 @pytest.mark.parametrize("name", TUNING)
