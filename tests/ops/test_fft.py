@@ -78,3 +78,17 @@ def test_a_transform_asks_for_what_it_asked_for(name: str) -> None:
             found = requests.in_order(lambda: call(x, shape))  # noqa: B023
 
             assert (found == measured) is ((name, shape[0]) not in ELSEWHERE), shape
+
+
+def test_transforms_between_other_dimensions_are_gathered() -> None:
+    """Recorded on an H100: `_exec_fft` reshapes unless the others collapse to one dimension."""
+    with VirtualGpu(find_gpu("h100-80gb")) as gpu:
+        x, requests = real([32, 21, 96, 128]), Requests(gpu)
+
+        between = requests.of(lambda: fft.rfft(x, dim=2))
+        last = requests.of(lambda: fft.rfft(x))
+        back = requests.of(lambda: fft.irfft(points([32, 21, 49, 128]), n=96, dim=2))
+
+    assert between[:3] == [33718272, 33030144, -33030144]
+    assert [size for size in last if size > 0] == [33546240]
+    assert [size for size in back if size > 0] == [33718272, 33030144, 33718272, 33718272]

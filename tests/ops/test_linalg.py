@@ -128,3 +128,14 @@ def test_the_gradient_of_a_cholesky_decomposition_sums_out_of_place() -> None:
         assert asked[product : product + 9] == [
             size, WORKSPACE, size, -size, size, size, size, -size, -size,
         ]  # fmt: skip
+
+
+def test_least_squares_have_the_solution_in_rows_of_the_larger_side() -> None:
+    with VirtualGpu(find_gpu("h100-80gb")):
+        many = torch.empty(2, 4, 1000, 8, device="cuda")
+        found = torch.linalg.lstsq(many, torch.empty(2, 4, 1000, 3, device="cuda"))
+        vector = torch.linalg.lstsq(many[0, 0], torch.empty(1000, device="cuda"))
+
+    assert [part.shape for part in found] == [(2, 4, 8, 3), (2, 4, 3), (0,), (0,)]
+    assert found.solution.untyped_storage().nbytes() == 2 * 4 * 1000 * 3 * 4
+    assert vector.solution.shape == (8,)

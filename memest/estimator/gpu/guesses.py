@@ -322,7 +322,9 @@ class GuessedValues:
             return
         else:
             shape = out.movedim(dim, -1).shape if is_kept else (*out.shape, 1)
-            numbers = torch.arange(out.numel(), device=CPU).remainder_(num_choices).view(shape)
+            first = int(func is aten.topk.default)  # scripts divide by the frequencies they pick
+            numbers = torch.arange(first, first + out.numel(), device=CPU)
+            numbers = numbers.remainder_(num_choices).view(shape)
         self._layer.adopt_like(out, numbers.movedim(-1, dim) if is_kept else numbers.squeeze(-1))
 
 

@@ -8,7 +8,10 @@ reported as not modelled. Shapes: n points of `item` bytes in each of `batch` tr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from math import prod
+from operator import mul
 from typing import Any
 
 import torch
@@ -17,7 +20,7 @@ from torch._ops import OpOverload
 
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops.registry import Args, Kwargs, modelled, requests
-from memest.estimator.ops.temporaries import Events, outputs, passing
+from memest.estimator.ops.temporaries import Events, around, outputs, passing
 from memest.units import ceil_div, round_up
 
 aten = torch.ops.aten
@@ -121,24 +124,43 @@ def _workspace(tensor: Tensor, dims: Any, *, is_real: bool, is_back: bool = Fals
     return m * n * item * batch if _is_split(m) or _is_split(n) else 0
 
 
+def _gathered(tensor: Tensor, strides: Sequence[int], dims: Any) -> int:
+    """Return the bytes of the copy with one transform after the other, if the input needs one.
+
+    `_exec_fft` sorts the other dimensions by stride and makes one of them; 0 where a view does.
+    """
+    transformed = {dim % tensor.dim() for dim in dims}
+    kept = [(s, n) for i, (s, n) in enumerate(zip(strides, tensor.shape, strict=True))
+            if i not in transformed and n != 1]  # fmt: skip
+    pairs = pairwise(sorted(kept, key=lambda dim: -dim[0]))
+    is_view = all(outer == inner * length for (outer, _), (inner, length) in pairs)
+    return 0 if is_view else tensor.nbytes
+
+
 @requests("_fft_c2c")
 def complex_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """Requests of `_fft_c2c`: the result and the workspace."""
+    """Requests of `_fft_c2c`: the result, a copy of the input and the workspace."""
     work = _workspace(args[0], args[1], is_real=False)
-    return outputs({0: out.nbytes}) + passing(work)
+    copied = _gathered(args[0], args[0].stride(), args[1])
+    return outputs({0: out.nbytes}) + around((copied,) if copied else (), passing(work))
 
 
 @requests("_fft_r2c")
 def from_real_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """Requests of `_fft_r2c`: the result and the workspace."""
-    return outputs({0: out.nbytes}) + passing(_workspace(args[0], args[1], is_real=True))
+    """Requests of `_fft_r2c`: the result, a copy of the input and the workspace."""
+    work = _workspace(args[0], args[1], is_real=True)
+    copied = _gathered(args[0], args[0].stride(), args[1])
+    return outputs({0: out.nbytes}) + around((copied,) if copied else (), passing(work))
 
 
 @requests("_fft_c2r")
 def to_real_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """Requests of `_fft_c2r`: the workspace, and a copy of the input, which cuFFT overwrites."""
     work = _workspace(out, args[1], is_real=True, is_back=True)
-    return outputs({0: out.nbytes}) + passing(args[0].nbytes, work)
+    strides = [*accumulate(reversed(args[0].shape[1:]), mul, initial=1)][::-1]  # of the copy
+    copied = _gathered(args[0], strides, args[1])
+    copies = (args[0].nbytes, *((copied,) if copied else ()))
+    return outputs({0: out.nbytes}) + around(copies, passing(work))
 
 
 @modelled("_fft_c2c _fft_r2c _fft_c2r")

@@ -178,6 +178,27 @@ def geqrf_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     return made + around((INFO,), work)
 
 
+@registry.result("linalg_lstsq")
+def lstsq(args: Args, kwargs: Kwargs) -> tuple[Tensor, ...]:
+    """Return the results of `linalg_lstsq`, which torch's meta device lacks: with `gels`, CUDA's
+    only driver, no rank and no singular values.
+
+    The solution is a part of a tensor with as many rows as the larger side.
+    """
+    a, b = args[:2]
+    m, n = a.shape[-2:]
+    is_vector = b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
+    batch: Any = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
+        a.shape[:-2], b.shape[:-1] if is_vector else b.shape[:-2]
+    )
+    right = 1 if is_vector else b.shape[-1]
+    solution = a.new_empty((*batch, right, max(m, n))).mT.narrow(-2, 0, n)
+    residuals = a.new_empty((*batch, right) if m > n else (0,))
+    rank = a.new_empty((0,), dtype=torch.int64)
+    values = a.new_empty((0,), dtype=a.real.dtype if a.is_complex() else a.dtype)
+    return solution.squeeze(-1) if is_vector else solution, residuals, rank, values
+
+
 @_measured("linalg_householder_product")
 def householder_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """Requests of `linalg_householder_product`."""

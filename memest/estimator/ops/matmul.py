@@ -126,7 +126,7 @@ def _is_fused(args: Args, gpu: Gpu) -> bool:
     return is_bfloat16 and (gpu.capability == (9, 0) or gpu.capability[0] == 10)
 
 
-@registry.refuse("addmm")
+@registry.refuse("addmm addmm_")
 def refuse_addmm(args: Args, kwargs: Kwargs) -> str:
     """Check the types of summand and factors (cuda/Blas.cpp)."""
     added, left, right = (tensor.dtype for tensor in args[:3])
@@ -141,6 +141,7 @@ _UNLIKE = "expected mat1 and mat2 to have the same dtype, but got: {} != {}"
 register("mm", refuse=same_type(0, 1, _UNLIKE, cpp_type))  # cuda/Blas.cpp
 register("addmv", refuse=expects(1, 2, "addmv_impl_cuda"))
 register("mv", refuse=expects(0, 1, "addmv_impl_cuda"))
+register("bmm", refuse=expects(0, 1, "baddbmm_cuda"))
 
 
 @registry.above_autograd("linear", vmap_key=registry.UNDER_VMAP)

@@ -131,6 +131,16 @@ def test_results_without_any_value_are_as_large_as_they_can_be(gpu: Session) -> 
     assert weight[weight[:, 0] > 0].shape == (20, 30)
 
 
+def test_a_picked_frequency_divides_a_length(gpu: Session) -> None:
+    """As the periods of TimesNet, which exclude frequency 0."""
+    strengths = torch.fft.rfft(activations(8, 192)).abs().mean(0)
+    strengths[0] = 0
+
+    picked = strengths.topk(5).indices.cpu().numpy()
+
+    assert (192 // picked).tolist() == [192, 96, 64, 48, 38]
+
+
 def test_a_token_of_a_vocabulary_is_none_in_particular(gpu: Session) -> None:
     tokens = activations(8, 32_000).argmax(-1)
 
