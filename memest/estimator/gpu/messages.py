@@ -18,6 +18,11 @@ BENCHMARK = (
     "assumed"
 )
 
+INDICES_ELSEWHERE = (
+    "indices should be either on cpu or on the same device as the indexed tensor (cpu)"
+)
+"""torch's message for a tensor of the host that a script indexes with one of the GPU."""
+
 
 def out_of_memory(gpu: Gpu, allocator: CachingAllocator, num_bytes: int) -> str:
     """Return the message of `CUDACachingAllocator.cpp` of torch 2.11."""

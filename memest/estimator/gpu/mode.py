@@ -31,7 +31,7 @@ from memest.estimator.gpu.guesses import (
 from memest.estimator.gpu.host import HostTensors, without_tensors
 from memest.estimator.gpu.kernel_calls import KernelCalls, Recipe
 from memest.estimator.gpu.memory import Memory
-from memest.estimator.gpu.messages import two_devices
+from memest.estimator.gpu.messages import INDICES_ELSEWHERE, two_devices
 from memest.estimator.gpu.pending import PendingWorks
 from memest.estimator.gpu.processes import refuse_in_child
 from memest.estimator.gpu.timeline import Timeline
@@ -264,6 +264,8 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _check_devices(self, func: Any, args: Args, kwargs: Any) -> None:
         """Refuse tensors of the host and of the GPU in one kernel, as torch does."""
         if op_of(func).may_mix_devices:
+            if func is aten.index.Tensor and self.host.place(args[0]) in (Place.REAL, Place.HOST):
+                raise RuntimeError(INDICES_ELSEWHERE)
             return
         for tensor in tensors_in((*args, *kwargs.values())):
             if tensor.dim() and self.host.place(tensor) in (Place.REAL, Place.HOST):

@@ -162,3 +162,12 @@ def test_values_are_read_where_the_default_device_is_the_gpu(gpu: VirtualGpu) ->
     assert read == [[0, 1, 2, 3], [1.0, 2.0], 1, [0, 1, 2, 3]]
     assert shown.startswith("tensor([0, 1, 2, 3]")
     assert (order, ones) == ([0, 1, 2, 3], [1, 1, 1, 1])
+
+
+def test_the_gpu_does_not_index_a_tensor_of_the_host() -> None:
+    """An H100 said so of ETSformer, whose frequencies stay on the host."""
+    with memest.virtual_gpu("h100-80gb"):
+        chosen = torch.arange(3, device="cuda")
+        with pytest.raises(RuntimeError, match=r"indices should be either on cpu or on the same"):
+            torch.arange(10.0)[chosen]
+        assert torch.zeros(10, device="cuda")[torch.arange(3)].shape == (3,)
