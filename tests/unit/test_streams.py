@@ -59,7 +59,7 @@ def test_a_block_in_use_elsewhere_returns_when_the_host_has_waited(
     side = sim.timeline.new_stream()
     index = sim.id_of(used := torch.empty(5))
     with sim.timeline.on_stream(side):
-        sim.timeline.transfer(LONG)
+        sim.timeline.transfer(LONG, side)
     sim.memory.record_stream(used, side)
     del used
     first = torch.empty(7)
@@ -76,7 +76,7 @@ def test_a_stream_that_is_done_holds_nothing_back(sim: SimGpu) -> None:
     side = sim.timeline.new_stream()
     index = sim.id_of(used := torch.empty(5))
     with sim.timeline.on_stream(side):
-        sim.timeline.transfer(LONG)
+        sim.timeline.transfer(LONG, side)
     sim.memory.record_stream(used, side)
     sim.timeline.host_waits(sim.timeline.event(side))
     del used
@@ -92,7 +92,7 @@ def test_blocks_come_back_in_the_order_in_which_their_streams_finish(
     late, soon = torch.empty(2), torch.empty(3)
     for stream, tensor, num_bytes in ((slow, late, 2 * LONG), (quick, soon, LONG)):
         with sim.timeline.on_stream(stream):
-            sim.timeline.transfer(num_bytes)
+            sim.timeline.transfer(num_bytes, stream)
         sim.memory.record_stream(tensor, stream)
     ids = sim.id_of(late), sim.id_of(soon)
     del late, soon, tensor
@@ -107,7 +107,7 @@ def test_a_wait_for_a_stream_does_not_hold_the_host(sim: SimGpu) -> None:
     """`stream_waits` moves the waiting stream to the end of the other, `host_waits` the host."""
     timeline, side = sim.timeline, sim.timeline.new_stream()
     with timeline.on_stream(side):
-        timeline.transfer(LONG)
+        timeline.transfer(LONG, side)
     end, start = timeline.event(side), timeline.host_time
     timeline.stream_waits(MAIN, end)
 
