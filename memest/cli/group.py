@@ -101,10 +101,8 @@ class _Group(click.Group):
             if type(error).__name__ == "NoArgsIsHelpError":  # of click 8.2 and newer: the help
                 error.show()
                 sys.exit(error.exit_code)
-            where, message = (
-                error.ctx.command_path if error.ctx else "memest",
-                error.format_message(),
-            )
+            where = error.ctx.command_path if error.ctx else "memest"
+            message = error.format_message()
             hint = f"`{where} --help` lists the options"
             if "extra argument" in message and ".py" in message:
                 hint = "`memest run SCRIPT` simulates a script; this command takes a model"

@@ -131,11 +131,13 @@ def test_the_gradient_of_a_cholesky_decomposition_sums_out_of_place() -> None:
 
 
 def test_least_squares_have_the_solution_in_rows_of_the_larger_side() -> None:
+    """Shapes and strides are those of an H100."""
     with VirtualGpu(find_gpu("h100-80gb")):
         many = torch.empty(2, 4, 1000, 8, device="cuda")
         found = torch.linalg.lstsq(many, torch.empty(2, 4, 1000, 3, device="cuda"))
         vector = torch.linalg.lstsq(many[0, 0], torch.empty(1000, device="cuda"))
 
     assert [part.shape for part in found] == [(2, 4, 8, 3), (2, 4, 3), (0,), (0,)]
+    assert found.solution.stride() == (12000, 3000, 1, 1000)
     assert found.solution.untyped_storage().nbytes() == 2 * 4 * 1000 * 3 * 4
     assert vector.solution.shape == (8,)

@@ -52,6 +52,11 @@ MIXED: dict[str, Callable[[Any, Any], Any]] = {
     "addmm_bias": lambda x, w: torch.addmm(
         ones(4, dtype=w), ones(2, 8, dtype=x), ones(8, 4, dtype=x)
     ),
+    "addmm_": lambda x, w: ones(2, 4, dtype=w).addmm_(ones(2, 8, dtype=x), ones(8, 4, dtype=w)),
+    "bmm": lambda x, w: torch.bmm(ones(2, 3, 8, dtype=x), ones(2, 8, 4, dtype=w)),
+    "baddbmm": lambda x, w: torch.baddbmm(
+        ones(2, 3, 4, dtype=x), ones(2, 3, 8, dtype=x), ones(2, 8, 4, dtype=w)
+    ),
     "layer_norm": layer(nn.LayerNorm, 8)((2, 8)),
     "group_norm": layer(nn.GroupNorm, 2, 8)((2, 8, 4, 4)),
     "batch_norm1d": layer(nn.BatchNorm1d, 8)((4, 8)),
@@ -101,6 +106,7 @@ ALONE: dict[str, Callable[[], Any]] = {
     "pad 1e5 f16": lambda: F.pad(ones(2, dtype=torch.float16), (1, 1), value=1e5),
     "add -1e9 f16": lambda: half() + (-1e9),
     "mul 1e6 f16": lambda: half() * 1e6,
+    "index host by gpu": lambda: torch.arange(10.0)[position()],
     "generator cpu": lambda: torch.randn(2, device="cuda", generator=torch.Generator()),
     "randperm gen": lambda: torch.randperm(4, generator=torch.Generator("cuda")),
 }

@@ -127,7 +127,7 @@ for work in dist.batch_isend_irecv(ops):
 
 
 def test_a_rank_may_send_to_itself(tmp_path: Path) -> None:
-    """As schedules in the form of a V do before the first step."""
+    """Pipeline schedules in the form of a V do so before the first step."""
     path = tmp_path / "script.py"
     path.write_text(TO_ITSELF, encoding="utf-8")
 

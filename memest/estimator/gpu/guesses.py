@@ -322,7 +322,7 @@ class GuessedValues:
             return
         else:
             shape = out.movedim(dim, -1).shape if is_kept else (*out.shape, 1)
-            first = int(func is aten.topk.default)  # scripts divide by the frequencies they pick
+            first = int(func is aten.topk.default)  # as a divisor, 0 would end the script
             numbers = torch.arange(first, first + out.numel(), device=CPU)
             numbers = numbers.remainder_(num_choices).view(shape)
         self._layer.adopt_like(out, numbers.movedim(-1, dim) if is_kept else numbers.squeeze(-1))

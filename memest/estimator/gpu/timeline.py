@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -128,6 +128,11 @@ class Timeline:
         """Time at which `stream` finishes all its work so far: `Event.record`."""
         return self._busy_until.get(stream, START)
 
+    @property
+    def idle(self) -> Time:
+        """Time at which all streams have finished all their work so far."""
+        return reduce(later, self._busy_until.values(), START)
+
     def stream_waits(self, stream: int, event: Time) -> None:
         """Let `stream` continue only after `event`; the host does not wait."""
         self._busy_until[stream] = later(self.event(stream), event)
@@ -165,8 +170,7 @@ class Timeline:
         if func not in self._loaded:
             self._loaded.add(func)
             self.host_spends(LOAD_US, 0.0)
-            for event in self._busy_until.values():
-                self.host_time = later(self.host_time, event)
+            self.host_time = later(self.host_time, self.idle)
         duration = None if recipe is None else recipe.duration_us
         if duration is None:
             duration = kernel_us(self._gpu, self._speed, func, args, kwargs, out)

@@ -50,7 +50,7 @@ def _after(module: ModuleType) -> None:
     _library.append(library)
     above = (
         (ops.nms.default, _nms),
-        (ops.roi_align.default, _roi_align),
+        (ops.roi_align.default, _in_float32),
         (ops.deform_conv2d.default, _in_float32),
     )
     for op, kernel in above:
@@ -77,15 +77,8 @@ def _nms(then: Next, boxes: Tensor, scores: Tensor, iou_threshold: float) -> Ten
     return kept
 
 
-def _roi_align(then: Next, image: Tensor, rois: Tensor, *args: Any) -> Tensor:
-    """Cast to float32 and back under autocast (torchvision/csrc/ops/autocast)."""
-    if not torch.is_autocast_enabled("cuda"):
-        return then(image, rois, *args)
-    return then(image.float(), rois.float(), *args).to(image.dtype)
-
-
 def _in_float32(then: Next, image: Tensor, *args: Any) -> Tensor:
-    """Cast all tensors to float32, and the result back, under autocast (as `_roi_align`)."""
+    """Cast all tensors to float32, and the result back, under autocast: csrc/ops/autocast."""
     if not torch.is_autocast_enabled("cuda"):
         return then(image, *args)
     wide = (arg.float() if isinstance(arg, Tensor) else arg for arg in args)

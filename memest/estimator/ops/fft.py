@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops.registry import Args, Kwargs, modelled, requests
-from memest.estimator.ops.temporaries import Events, around, outputs, passing
+from memest.estimator.ops.temporaries import Events, outputs, passing
 from memest.units import ceil_div, round_up
 
 aten = torch.ops.aten
@@ -142,7 +142,7 @@ def complex_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """Requests of `_fft_c2c`: the result, a copy of the input and the workspace."""
     work = _workspace(args[0], args[1], is_real=False)
     copied = _gathered(args[0], args[0].stride(), args[1])
-    return outputs({0: out.nbytes}) + around((copied,) if copied else (), passing(work))
+    return outputs({0: out.nbytes}) + passing(copied, work)
 
 
 @requests("_fft_r2c")
@@ -150,7 +150,7 @@ def from_real_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """Requests of `_fft_r2c`: the result, a copy of the input and the workspace."""
     work = _workspace(args[0], args[1], is_real=True)
     copied = _gathered(args[0], args[0].stride(), args[1])
-    return outputs({0: out.nbytes}) + around((copied,) if copied else (), passing(work))
+    return outputs({0: out.nbytes}) + passing(copied, work)
 
 
 @requests("_fft_c2r")
@@ -159,8 +159,7 @@ def to_real_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     work = _workspace(out, args[1], is_real=True, is_back=True)
     strides = [*accumulate(reversed(args[0].shape[1:]), mul, initial=1)][::-1]  # of the copy
     copied = _gathered(args[0], strides, args[1])
-    copies = (args[0].nbytes, *((copied,) if copied else ()))
-    return outputs({0: out.nbytes}) + around(copies, passing(work))
+    return outputs({0: out.nbytes}) + passing(args[0].nbytes, copied, work)
 
 
 @modelled("_fft_c2c _fft_r2c _fft_c2r")

@@ -134,6 +134,8 @@ def refuse_addmm(args: Args, kwargs: Kwargs) -> str:
         if dtype != right:
             types = f"{type_name(dtype)} and {type_name(right)}"
             return f"{name} and mat2 must have the same dtype, but got {types}"
+    if not (right.is_floating_point or right.is_complex):
+        return f"\"addmm_cuda\" not implemented for '{type_name(right)}'"
     return ""
 
 
@@ -142,6 +144,7 @@ register("mm", refuse=same_type(0, 1, _UNLIKE, cpp_type))  # cuda/Blas.cpp
 register("addmv", refuse=expects(1, 2, "addmv_impl_cuda"))
 register("mv", refuse=expects(0, 1, "addmv_impl_cuda"))
 register("bmm", refuse=expects(0, 1, "baddbmm_cuda"))
+register("baddbmm", refuse=expects(1, 2, "baddbmm_cuda"))
 
 
 @registry.above_autograd("linear", vmap_key=registry.UNDER_VMAP)

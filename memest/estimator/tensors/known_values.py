@@ -206,7 +206,7 @@ class KnownValues:
         cpu_kwargs = {k: _mapped(known, v) for k, v in kwargs.items() if k not in _IGNORED_ON_CPU}
         if "device" in kwargs:
             cpu_kwargs["device"] = torch.device("cpu")
-        if func is aten.histc.default:  # the CPU has none of integers (Histogram.cpp)
+        if func is aten.histc.default:  # CPU kernels count only floats (Histogram.cpp)
             cpu_args = (cpu_args[0].double(), *cpu_args[1:])
         return func(*cpu_args, **cpu_kwargs)
 

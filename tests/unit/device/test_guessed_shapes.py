@@ -132,7 +132,7 @@ def test_results_without_any_value_are_as_large_as_they_can_be(gpu: Session) -> 
 
 
 def test_a_picked_frequency_divides_a_length(gpu: Session) -> None:
-    """As the periods of TimesNet, which exclude frequency 0."""
+    """TimesNet takes its periods from frequencies, without frequency 0."""
     strengths = torch.fft.rfft(activations(8, 192)).abs().mean(0)
     strengths[0] = 0
 

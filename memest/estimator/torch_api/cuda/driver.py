@@ -331,8 +331,7 @@ def _install_devices(patches: Patches, mode: CudaSimMode) -> None:
                 patches.set(getattr(torch, owner), name, constant(answer))
 
     def synchronize(*args: Any) -> None:
-        for number in range(mode.timeline.num_streams):
-            mode.timeline.synchronize(number)
+        mode.timeline.host_waits(mode.timeline.idle)
 
     def set_device(index: int) -> None:
         resolve(int(index)) if index >= 0 else None
